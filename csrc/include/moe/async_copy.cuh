@@ -1,0 +1,49 @@
+// cp.async: global to shared memory without passing through registers (sm_80 and later).
+#pragma once
+
+#include "moe/shared.cuh"
+
+namespace moe {
+
+// Copies BYTES (4, 8 or 16) to shared memory, the first `valid` of them from `source` and zeros for the rest; both
+// addresses are aligned to BYTES. With valid == 0 nothing is read, but source must still be a pointer.
+// 16 bytes bypass L1: what is staged by hand gains nothing from it.
+template <int BYTES>
+__device__ __forceinline__ void async_copy(void* destination, const void* source, int valid = BYTES) {
+  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
+#ifdef SIMT_HOST
+  simt::async_copy<BYTES>(destination, source, valid);
+#else
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(destination)), "l"(source),
+                 "r"(valid)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(destination)), "l"(source),
+                 "n"(BYTES), "r"(valid)
+                 : "memory");
+  }
+#endif
+}
+
+// Closes a group: the copies of this thread since the last commit.
+__device__ __forceinline__ void async_commit() {
+#ifdef SIMT_HOST
+  simt::async_commit();
+#else
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until at most PENDING of this thread's newest groups are under way. Other threads see what landed only
+// after a barrier that follows.
+template <int PENDING>
+__device__ __forceinline__ void async_wait() {
+#ifdef SIMT_HOST
+  simt::async_wait(PENDING);
+#else
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+}  // namespace moe

@@ -1,0 +1,40 @@
+// What the warps of a block do together.
+#pragma once
+
+#include "moe/shared.cuh"
+#include "moe/warp.cuh"
+
+namespace moe {
+
+constexpr int kMaxWarps = 32;
+
+// One of the sixteen barriers of a block, for `threads` of its threads (whole warps). Barrier 0 is __syncthreads.
+__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
+#ifdef SIMT_HOST
+  simt::named_barrier(barrier, threads);
+#else
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+#endif
+}
+
+// Room for the warps of a block to exchange one value each.
+template <class T>
+struct Exchange {
+  T slots[2][kMaxWarps];
+};
+
+// Lane i of every warp receives the sum over warp i, or zero past the last warp. Every thread calls it; `turn` starts
+// at 0 and belongs to one Exchange. Consecutive calls alternate between the two sets of slots, so a call needs one
+// barrier: who overwrites a set has passed the barrier of the call between, and so has everyone who still read it.
+template <class T>
+__device__ __forceinline__ T exchange_warp_sums(T value, Exchange<T>& exchange, int& turn) {
+  const int lane = threadIdx.x % kWarpSize;
+  T* const slots = exchange.slots[turn];
+  turn ^= 1;
+  value = warp_sum(value);
+  if (lane == 0) slots[threadIdx.x / kWarpSize] = value;
+  __syncthreads();
+  return lane < static_cast<int>(blockDim.x) / kWarpSize ? slots[lane] : T{};
+}
+
+}  // namespace moe

@@ -1,0 +1,72 @@
+// Tensor cores at the level of sm_80: ldmatrix and mma.sync.m16n8k16 on 16-bit inputs with fp32 accumulators.
+//
+// With group = lane / 4 and pair = lane % 4, element i of a lane's fragment stands at (PTX ISA, "Matrix Fragments
+// for mma.m16n8k16"; two 16-bit elements to a register, the lower index in the lower half)
+//   A (16, 16)  i in 0..7   row group + 8 * (i / 2 % 2), column 2 * pair + i % 2 + 8 * (i / 4)
+//   B (16, 8)   i in 0..3   row 2 * pair + i % 2 + 8 * (i / 2), column group
+//   C (16, 8)   i in 0..3   row group + 8 * (i / 2), column 2 * pair + i % 2
+#pragma once
+
+#include <type_traits>
+
+#include "moe/shared.cuh"
+#include "moe/warp.cuh"
+
+namespace moe {
+
+// Loads COUNT (1, 2 or 4) 8 x 8 matrices of 16-bit elements. Lane 8 * m + r gives the address of row r of matrix m:
+// 16 bytes in shared memory, aligned to 16. Register m of a lane receives the elements (group, 2 * pair) and
+// (group, 2 * pair + 1) of matrix m; with TRANSPOSED those of its transpose.
+template <int COUNT, bool TRANSPOSED = false>
+__device__ __forceinline__ void load_matrix(uint32_t (&fragment)[COUNT], const void* row) {
+  static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4, "ldmatrix loads 1, 2 or 4 matrices");
+#ifdef SIMT_HOST
+  simt::load_matrix<COUNT, TRANSPOSED>(fragment, row);
+#else
+  const uint32_t address = shared_address(row);
+  if constexpr (COUNT == 1 && !TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(fragment[0]) : "r"(address) : "memory");
+  } else if constexpr (COUNT == 1) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
+                 : "=r"(fragment[0]) : "r"(address) : "memory");
+  } else if constexpr (COUNT == 2 && !TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]) : "r"(address) : "memory");
+  } else if constexpr (COUNT == 2) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]) : "r"(address) : "memory");
+  } else if constexpr (!TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(address) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
+                 : "r"(address) : "memory");
+  }
+#endif
+}
+
+// c += a b, for T = __nv_bfloat16 or __half.
+template <class T>
+__device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
+  static_assert(kBf16 || std::is_same_v<T, __half>, "mma_m16n8k16 takes bf16 or fp16");
+#ifdef SIMT_HOST
+  simt::mma_m16n8k16<kBf16>(c, a, b);
+#else
+  if constexpr (kBf16) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+                 "{%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+#endif
+}
+
+}  // namespace moe

@@ -1,0 +1,34 @@
+// Shared memory. Kernels declare it with these macros alone: on the host every variable becomes a heap block of
+// its own, filled with 0xFF for each block, so that overruns and reads of what was never written show.
+//
+//   SHARED(float, tile, [16][17]);           as  __shared__ float tile[16][17];
+//   DYNAMIC_SHARED(uint4, stage);            a pointer to the bytes that the launch asked for
+#pragma once
+
+#include "moe/platform.cuh"
+
+#ifdef SIMT_HOST
+#define SHARED(T, name, dims)                  \
+  typedef T simt_shared_type_##name dims;      \
+  static const char simt_shared_key_##name{};  \
+  simt_shared_type_##name& name = simt::shared_variable<simt_shared_type_##name>(&simt_shared_key_##name)
+#define DYNAMIC_SHARED(T, name) T* const name = static_cast<T*>(simt::dynamic_shared())
+#else
+#define SHARED(T, name, dims) __shared__ T name dims
+#define DYNAMIC_SHARED(T, name)                                          \
+  extern __shared__ __align__(128) unsigned char moe_dynamic_shared[];   \
+  T* const name = reinterpret_cast<T*>(moe_dynamic_shared)
+#endif
+
+namespace moe {
+
+// A shared-memory address as PTX wants it.
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+#ifdef SIMT_HOST
+  return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(pointer));
+#else
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+#endif
+}
+
+}  // namespace moe

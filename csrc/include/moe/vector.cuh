@@ -1,0 +1,30 @@
+// 32- and 128-bit global loads and stores. Streamed data is read or written once and should not displace anything.
+#pragma once
+
+#include "moe/platform.cuh"
+
+namespace moe {
+
+template <class T>
+__device__ __forceinline__ T load(const T* pointer) {
+#ifdef SIMT_HOST
+  return *pointer;
+#else
+  return __ldg(pointer);
+#endif
+}
+
+template <class T>
+__device__ __forceinline__ void store_streaming(T* pointer, T value) {
+#ifdef SIMT_HOST
+  *pointer = value;
+#else
+  __stcs(pointer, value);
+#endif
+}
+
+inline bool is_aligned(const void* pointer, int64_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+}  // namespace moe

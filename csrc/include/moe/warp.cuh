@@ -1,0 +1,51 @@
+// What the 32 lanes of a warp do together. All of it expects every lane to arrive.
+#pragma once
+
+#include "moe/platform.cuh"
+
+namespace moe {
+
+constexpr int kWarpSize = 32;
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(kAllLanes, value); }
+
+// In a fixed order of additions: every lane holds the same bits, run after run.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  return value;
+}
+
+__device__ __forceinline__ float2 warp_sum(float2 value) { return {warp_sum(value.x), warp_sum(value.y)}; }
+
+__device__ __forceinline__ float warp_max(float value) {
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, offset));
+  }
+  return value;
+}
+
+// Sum over this lane and the lanes below it.
+__device__ __forceinline__ int warp_inclusive_sum(int value, int lane) {
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    const int below = __shfl_up_sync(kAllLanes, value, offset);
+    if (lane >= offset) value += below;
+  }
+  return value;
+}
+
+// Each lane holds BITS flags of consecutive elements; 32 / BITS neighbouring lanes make up one word, which all of
+// them receive: element i of the word is bit i.
+template <int BITS>
+__device__ __forceinline__ uint32_t warp_pack_bits(uint32_t flags, int lane) {
+  if constexpr (BITS == 1) return __ballot_sync(kAllLanes, flags != 0);
+  uint32_t word = flags << (BITS * lane % kWarpSize);
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize / BITS; offset *= 2) word |= __shfl_xor_sync(kAllLanes, word, offset);
+  return word;
+}
+
+}  // namespace moe

@@ -1,0 +1,143 @@
+"""Builds .cu files with the host compiler against the executor. Every object is kept by the hash of all that went in."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import toolkit
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent.relative_to(ROOT)
+
+COMMON = (
+    "-std=c++17 -fPIC -DSIMT_HOST -Wall -Wextra -Werror -Wno-unknown-pragmas "
+    "-fno-strict-aliasing -ffp-contract=off"
+).split()
+
+# How the kernels are compiled, and what tells the executor (always compiled without sanitizers) about it.
+KERNEL_FLAGS = {
+    "fast": ["-O2"],
+    "asan": "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all".split(),
+    "tsan": "-O1 -g1 -fsanitize=thread".split(),
+}
+EXECUTOR_FLAGS = {"fast": ["-O2"], "asan": ["-O2", "-DSIMT_ASAN"], "tsan": ["-O2", "-DSIMT_TSAN"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A folder of .cu files, with the ops.h that lists their launchers."""
+
+    folder: Path  # relative to the root
+
+    def sources(self) -> list[Path]:
+        return sorted(each.relative_to(ROOT) for each in (ROOT / self.folder).glob("*.cu"))
+
+
+KERNELS = Unit(Path("csrc/cuda"))
+PLANTED = Unit(HERE / "planted")
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    library: Path  # for ctypes; only of the fast build
+    replay: Path
+
+
+def compiler() -> str | None:
+    return os.environ.get("CXX") or shutil.which("g++")
+
+
+def unavailable() -> str | None:
+    """Why nothing can be built here, or None."""
+    if not compiler():
+        return "no g++"
+    if platform.system() != "Linux":
+        return "the executor runs on Linux"
+    return toolkit.find().missing
+
+
+def cache_folder() -> Path:
+    chosen = os.environ.get("MOE_KERNELS_CACHE")
+    return Path(chosen) / "simt" if chosen else ROOT / "build" / "simt"
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time; others wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def digest(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
+
+
+def run(command: list[str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+@functools.cache
+def _headers_digest(unit: Unit) -> str:
+    folders = [ROOT / "csrc" / "include", ROOT / HERE, ROOT / unit.folder]
+    files = sorted({file for folder in folders for file in folder.rglob("*") if file.suffix in (".h", ".cuh")})
+    return digest(*(f"{file.relative_to(ROOT)}\n{file.read_text()}" for file in files))
+
+
+@functools.cache
+def _environment() -> str:
+    version = subprocess.run([compiler() or "", "--version"], capture_output=True, text=True).stdout
+    cuda = [(each / "cuda_runtime_api.h").read_bytes()[:20000] for each in toolkit.find().include]
+    return digest(version, *cuda)
+
+
+def _object(unit: Unit, source: Path, flags: list[str]) -> Path:
+    includes = [f"-I{each}" for each in (unit.folder, Path("csrc/include"), HERE)]
+    system = [flag for each in toolkit.find().include for flag in ("-isystem", str(each))]
+    options = [*COMMON, *flags, *includes]
+    key = digest(_environment(), _headers_digest(unit), options, source, (ROOT / source).read_text())
+    folder = cache_folder() / "objects"
+    target = folder / f"{source.stem}-{key}.o"
+    with lock(folder / f"{target.name}.lock"):
+        if not target.exists():
+            part = target.with_suffix(f".{os.getpid()}.part.o")
+            run([compiler() or "", "-x", "c++", *options, *system, "-c", str(source), "-o", str(part)])
+            part.rename(target)
+    return target
+
+
+@functools.cache
+def build(unit: Unit, name: str) -> Product:
+    """The library and the replay program of one build of one unit: "fast", "asan" or "tsan"."""
+    kernel, executor = KERNEL_FLAGS[name], EXECUTOR_FLAGS[name]
+    jobs = [(source, kernel) for source in unit.sources()]
+    jobs += [(HERE / "simt.cpp", executor), (HERE / "call.cpp", kernel), (HERE / "replay.cpp", kernel)]
+    with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        objects = list(pool.map(lambda job: _object(unit, *job), jobs))
+
+    folder = cache_folder() / f"{unit.folder.name}-{name}-{digest(*(each.name for each in objects))}"
+    product = Product(folder / "kernels.so", folder / "replay")
+    with lock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            part = Path(tempfile.mkdtemp(dir=folder.parent, prefix="part-"))
+            link = [compiler() or "", *kernel]
+            run([*link, *map(str, objects), "-o", str(part / "replay")])
+            if name == "fast":
+                run([*link, "-shared", *map(str, objects[:-1]), "-o", str(part / "kernels.so")])
+            part.rename(folder)
+    return product

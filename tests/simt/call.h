@@ -1,0 +1,16 @@
+// Calling a launcher by name with words: how Python and the replay program reach the kernels of a build.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// Each word holds an argument's bits: a pointer, an integer, or a float in the low half; the stream is a pointer like
+// any other. Returns 0, or puts what went wrong into `error` and returns 1.
+int moe_call(const char* name, const uint64_t* words, int count, char* error, int error_size);
+
+// Lines "name types": p pointer, i int, l int64_t, f float.
+const char* moe_signatures();
+
+void simt_seed(int seed);
+}

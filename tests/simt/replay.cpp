@@ -1,0 +1,105 @@
+// Replays one call in a process of its own, so that a kernel that goes wrong harms nothing else and a sanitizer's
+// report has somewhere to go. Every buffer is allocated to the byte.
+//
+//   replay            prints the signatures
+//   replay FILE       carries out the call in FILE and writes the buffers back into it
+//
+// FILE holds 64-bit words: seed, the name's length, arguments, buffers; then the name; then each argument's bits; then for
+// each buffer its address in the caller, its size and its bytes. Arguments that are pointers into a buffer are
+// moved to its copy. Exit status 1: the call failed, with the message on stderr; others come from a sanitizer.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "call.h"
+
+namespace {
+
+constexpr size_t kAlignment = 256;  // what an allocator on the device gives
+
+struct Buffer {
+  uint64_t address, size;
+  long offset;  // of its bytes in the file
+  std::unique_ptr<char, void (*)(void*)> memory{nullptr, std::free};
+  char* data;
+};
+
+void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "replay: %s\n", what);
+  std::exit(2);
+}
+
+void read(std::FILE* file, void* to, size_t bytes) { require(std::fread(to, 1, bytes, file) == bytes, "short file"); }
+
+uint64_t read_word(std::FILE* file) {
+  uint64_t word;
+  read(file, &word, sizeof word);
+  return word;
+}
+
+std::string types_of(const std::string& name) {
+  const std::string lines = std::string("\n") + moe_signatures();
+  const size_t at = lines.find("\n" + name + " ");
+  require(at != std::string::npos, "no such launcher");
+  const size_t start = at + name.size() + 2;
+  return lines.substr(start, lines.find('\n', start) - start);
+}
+
+uint64_t moved(uint64_t pointer, const std::vector<Buffer>& buffers) {
+  if (pointer == 0) return 0;
+  for (const Buffer& each : buffers) {
+    if (pointer >= each.address && pointer - each.address < (each.size ? each.size : 1)) {
+      return reinterpret_cast<uint64_t>(each.data + (pointer - each.address));
+    }
+  }
+  require(false, "a pointer into none of the announced buffers");
+  return 0;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count == 1) {
+    std::fputs(moe_signatures(), stdout);
+    return 0;
+  }
+  std::FILE* file = std::fopen(arguments[1], "r+b");
+  require(file != nullptr, "cannot open the call");
+  simt_seed(static_cast<int>(read_word(file)));
+  std::string name(read_word(file), ' ');
+  std::vector<uint64_t> words(read_word(file));
+  std::vector<Buffer> buffers(read_word(file));
+  read(file, name.data(), name.size());
+  read(file, words.data(), words.size() * sizeof(uint64_t));
+  for (Buffer& each : buffers) {
+    each.address = read_word(file);
+    each.size = read_word(file);
+    each.offset = std::ftell(file);
+    // As far from an aligned address as in the caller, and the end of the block is the end of the buffer.
+    const size_t lead = each.address % kAlignment;
+    void* memory = nullptr;
+    require(posix_memalign(&memory, kAlignment, lead + each.size) == 0, "out of memory");
+    each.memory.reset(static_cast<char*>(memory));
+    each.data = each.memory.get() + lead;
+    read(file, each.data, each.size);
+  }
+  const std::string types = types_of(name);
+  for (size_t i = 0; i < words.size() && i < types.size(); i++) {
+    if (types[i] == 'p' && i + 1 < types.size()) words[i] = moved(words[i], buffers);
+  }
+  char error[4096];
+  if (moe_call(name.c_str(), words.data(), static_cast<int>(words.size()), error, sizeof error)) {
+    std::fprintf(stderr, "%s\n", error);
+    return 1;
+  }
+  for (const Buffer& each : buffers) {
+    std::fseek(file, each.offset, SEEK_SET);
+    require(std::fwrite(each.data, 1, each.size, file) == each.size, "cannot write the buffers back");
+  }
+  std::fclose(file);
+  return 0;
+}
