@@ -88,7 +88,7 @@ simt_switch_stack:
 
 class Fiber {
  public:
-  static constexpr size_t kStackBytes = 256 * 1024;  // address space: only touched pages cost memory
+  static constexpr size_t kStackBytes = 128 * 1024;  // address space: only touched pages cost memory
 
   Fiber() = default;
   Fiber(Fiber&& other) noexcept { *this = static_cast<Fiber&&>(other); }
@@ -97,9 +97,7 @@ class Fiber {
     other.stack_ = nullptr;
     return *this;
   }
-  ~Fiber() {
-    if (stack_) munmap(stack_ - guard(), kStackBytes + guard());
-  }
+  ~Fiber() { release(); }
 
   // Prepares the fiber to run `entry`, which never returns, at the first switch to it.
   void start(void (*entry)()) {
@@ -129,6 +127,7 @@ class Fiber {
   void stop(bool finished) {
 #ifdef SIMT_TSAN
     __tsan_destroy_fiber(tsan_);
+    release();  // a stack taken over by another block's thread would look like a race
 #endif
 #ifdef SIMT_ASAN
     if (!finished) __asan_unpoison_memory_region(stack_, kStackBytes);
@@ -168,6 +167,11 @@ class Fiber {
     if (memory == MAP_FAILED) throw std::bad_alloc();
     mprotect(memory, guard(), PROT_NONE);
     stack_ = static_cast<char*>(memory) + guard();
+  }
+
+  void release() {
+    if (stack_) munmap(stack_ - guard(), kStackBytes + guard());
+    stack_ = nullptr;
   }
 
   static Fiber*& entering() {

@@ -94,6 +94,7 @@ class Executor {
 
  private:
   void run_block(uint3 index);
+  char* arrive(Barrier& barrier, int id, int expected, bool vote, Where where, const char* what);
   void* shared(const void* key, size_t bytes, size_t alignment);
   void choose_order();
   void set_ready(int thread);
@@ -243,6 +244,13 @@ void Executor::block_barrier(int id, int expected, bool vote, Where where, const
   if (!running()) fail(std::string(what) + " outside a kernel", where);
   step(where);
   Barrier& barrier = barriers_[id];
+  char* const sync = arrive(barrier, id, expected, vote, where, what);
+  yield();
+  tsan_acquire(sync);
+}
+
+char* Executor::arrive(Barrier& barrier, int id, int expected, bool vote, Where where, const char* what) {
+  TsanIgnore ignore;
   if (barrier.arrived == 0) {
     barrier.expected = expected;
     barrier.where = where;
@@ -270,8 +278,7 @@ void Executor::block_barrier(int id, int expected, bool vote, Where where, const
     self.where = where;
     self.what = what;
   }
-  yield();
-  tsan_acquire(sync);
+  return sync;
 }
 
 void Executor::meet(const char* name, uint32_t mask, void* brought, Operation apply, const void* context,
@@ -467,6 +474,7 @@ bool is_shared(const void* pointer, size_t bytes) { return executor.is_shared(po
 bool async_coin() { return executor.coin(); }
 
 void async_push(const AsyncCopy& copy) {
+  TsanIgnore ignore;
   Thread& self = executor.thread();
   self.copies.push_back({copy, self.groups});
 }
@@ -477,6 +485,7 @@ void async_commit(Where where) {
 }
 
 bool async_next(int pending, AsyncCopy& copy) {
+  TsanIgnore ignore;
   Thread& self = executor.thread();
   if (self.copies.empty() || self.copies.front().group >= self.groups - pending) return false;
   copy = self.copies.front().copy;
