@@ -1,0 +1,46 @@
+// moe_kernels._cpu: the CPU kernels, each taking the index of an instruction set before its own arguments.
+
+#include "moe/bind.h"
+#include "ops.h"
+
+#include <array>
+
+namespace py = pybind11;
+
+namespace {
+
+#if defined(__x86_64__)
+#define EACH_ISA(op) moe::base::op, moe::avx2::op, moe::avx512::op
+#else
+#define EACH_ISA(op) moe::base::op
+#endif
+
+template <class... Args, class... Rest>
+void bind(py::module_& m, const char* name, void (*first)(Args...), Rest... rest) {
+  const std::array<void (*)(Args...), 1 + sizeof...(rest)> by_isa{first, rest...};
+  m.def(name, [by_isa](int isa, typename moe::Wire<Args>::type... args) {
+    py::gil_scoped_release unlocked;
+    by_isa.at(isa)(moe::Wire<Args>::unpack(args)...);
+  });
+}
+
+// From narrow to wide; the flags are those of setup.py.
+py::tuple available_isas() {
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512) return py::make_tuple("base", "avx2", "avx512");
+  if (avx2) return py::make_tuple("base", "avx2");
+#endif
+  return py::make_tuple("base");
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu, m) {
+  m.attr("isas") = available_isas();
+#define BIND(op) bind(m, #op, EACH_ISA(op));
+  MOE_CPU_OPS(BIND)
+#undef BIND
+}

@@ -1,0 +1,133 @@
+// What every CPU kernel stands on: masks of 32 elements, one bit an element, in the widest vectors of the translation unit.
+//
+// Each csrc/cpu/<op>.cpp is compiled once per instruction set (setup.py: MOE_ISA = base, avx2, avx512), so the choice
+// below is made by the compiler's own macros and costs nothing at run time. Loops that a compiler vectorises well by
+// itself are written as plain loops in the kernels; here stands only what needs an instruction of its own.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace moe {
+namespace MOE_ISA {
+
+constexpr int64_t kWord = 32;  // elements a mask word covers: bit i of word w is element 32 * w + i
+
+inline int64_t words_of(int64_t n) { return (n + kWord - 1) / kWord; }
+
+inline uint32_t low_bits(int64_t count) { return count >= kWord ? ~0u : (1u << count) - 1u; }
+
+// Bit i of the result: key[i] > t, for 32 keys.
+template <class Key>
+inline uint32_t greater(const Key* key, Key t) {
+  uint32_t word = 0;
+#if defined(__AVX512BW__)
+  if constexpr (sizeof(Key) == 2) {
+    word = _mm512_cmpgt_epi16_mask(_mm512_loadu_si512(key), _mm512_set1_epi16(t));
+  } else if constexpr (sizeof(Key) == 4) {
+    const __m512i limit = _mm512_set1_epi32(t);
+    for (int i = 0; i < 2; ++i)
+      word |= uint32_t(_mm512_cmpgt_epi32_mask(_mm512_loadu_si512(key + 16 * i), limit)) << (16 * i);
+  } else {
+    const __m512i limit = _mm512_set1_epi64(t);
+    for (int i = 0; i < 4; ++i)
+      word |= uint32_t(_mm512_cmpgt_epi64_mask(_mm512_loadu_si512(key + 8 * i), limit)) << (8 * i);
+  }
+#elif defined(__AVX2__)
+  const auto at = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(key + i)); };
+  if constexpr (sizeof(Key) == 2) {
+    const __m256i limit = _mm256_set1_epi16(t);
+    // packs interleaves the 128-bit halves; the permutation puts them back in order.
+    const __m256i packed = _mm256_packs_epi16(_mm256_cmpgt_epi16(at(0), limit), _mm256_cmpgt_epi16(at(16), limit));
+    word = uint32_t(_mm256_movemask_epi8(_mm256_permute4x64_epi64(packed, 0xD8)));
+  } else if constexpr (sizeof(Key) == 4) {
+    const __m256i limit = _mm256_set1_epi32(t);
+    for (int i = 0; i < 4; ++i)
+      word |= uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(at(8 * i), limit)))) << (8 * i);
+  } else {
+    const __m256i limit = _mm256_set1_epi64x(t);
+    for (int i = 0; i < 8; ++i)
+      word |= uint32_t(_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpgt_epi64(at(4 * i), limit)))) << (4 * i);
+  }
+#else
+  for (int i = 0; i < kWord; ++i) word |= uint32_t(key[i] > t) << i;
+#endif
+  return word;
+}
+
+// Number of the n keys above t; n is a multiple of 32.
+template <class Key>
+inline int64_t count_greater(const Key* key, int64_t n, Key t) {
+  int64_t count = 0;
+#if defined(__AVX512BW__)
+  // Compare, move and popcount go to three different ports: one vector a cycle, and no horizontal sum at the end.
+  if constexpr (sizeof(Key) == 4) {
+    const __m512i limit = _mm512_set1_epi32(t);
+    for (int64_t i = 0; i < n; i += 32) {
+      count += _mm_popcnt_u32(_mm512_cmpgt_epi32_mask(_mm512_loadu_si512(key + i), limit));
+      count += _mm_popcnt_u32(_mm512_cmpgt_epi32_mask(_mm512_loadu_si512(key + i + 16), limit));
+    }
+    return count;
+  }
+#endif
+#if defined(__AVX2__)
+  for (int64_t i = 0; i < n; i += kWord) count += _mm_popcnt_u32(greater(key + i, t));
+#else
+  for (int64_t i = 0; i < n; ++i) count += key[i] > t;
+#endif
+  return count;
+}
+
+// out[i] = bit i of word ? in[i] : 0, for the first `count` <= 32 elements of 2, 4 or 8 bytes.
+template <class Bits>
+inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
+  if (count < kWord) {
+    for (int64_t i = 0; i < count; ++i) out[i] = (word >> i & 1u) ? in[i] : Bits(0);
+    return;
+  }
+#if defined(__AVX512BW__)
+  if constexpr (sizeof(Bits) == 2) {
+    _mm512_storeu_si512(out, _mm512_maskz_loadu_epi16(word, in));
+  } else if constexpr (sizeof(Bits) == 4) {
+    for (int i = 0; i < 2; ++i)
+      _mm512_storeu_si512(out + 16 * i, _mm512_maskz_loadu_epi32(uint16_t(word >> (16 * i)), in + 16 * i));
+  } else {
+    for (int i = 0; i < 4; ++i)
+      _mm512_storeu_si512(out + 8 * i, _mm512_maskz_loadu_epi64(uint8_t(word >> (8 * i)), in + 8 * i));
+  }
+#elif defined(__AVX2__)
+  // Spread the word so that every lane tests its own bit.
+  const auto put = [&](int i, __m256i lanes) {
+    const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_and_si256(value, lanes));
+  };
+  if constexpr (sizeof(Bits) == 2) {
+    const __m256i bit = _mm256_setr_epi16(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, -32768);
+    for (int i = 0; i < 2; ++i) {
+      const __m256i spread = _mm256_set1_epi16(int16_t(word >> (16 * i)));
+      put(16 * i, _mm256_cmpeq_epi16(_mm256_and_si256(spread, bit), bit));
+    }
+  } else if constexpr (sizeof(Bits) == 4) {
+    const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    for (int i = 0; i < 4; ++i) {
+      const __m256i spread = _mm256_set1_epi32(int32_t(word >> (8 * i)));
+      put(8 * i, _mm256_cmpeq_epi32(_mm256_and_si256(spread, bit), bit));
+    }
+  } else {
+    const __m256i bit = _mm256_setr_epi64x(1, 2, 4, 8);
+    for (int i = 0; i < 8; ++i) {
+      const __m256i spread = _mm256_set1_epi64x(word >> (4 * i));
+      put(4 * i, _mm256_cmpeq_epi64(_mm256_and_si256(spread, bit), bit));
+    }
+  }
+#else
+  for (int i = 0; i < kWord; ++i) out[i] = (word >> i & 1u) ? in[i] : Bits(0);
+#endif
+}
+
+}  // namespace MOE_ISA
+}  // namespace moe

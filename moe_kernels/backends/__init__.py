@@ -1,0 +1,151 @@
+"""Which backend runs an operation, and why.
+
+The tree is the registry: backend b implements operation f if its namespace has f_fwd, and f_supports(device type, dtype)
+beside it returns None or the reason why it cannot run there. First hit wins: the backend= argument, use_backend(),
+MOE_KERNELS_BACKEND, automatic. A backend asked for by name never falls back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NAMES = ("reference", "cpu", "triton", "cuda")
+
+# Automatic order by device type. No GPU has measured the two against each other yet, so it is one order for all.
+AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
+
+_wanted: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=None)
+
+
+class BackendError(RuntimeError):
+    """A backend was asked for by name and cannot run the operation on these arguments."""
+
+
+class Candidate(NamedTuple):
+    """One backend's answer to whether it can run an operation."""
+
+    backend: str
+    available: bool
+    reason: str
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within the block every operation runs on backend `name`, or raises BackendError. Nests; safe with threads."""
+    _check_name(name)
+    token = _wanted.set(name)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
+
+
+def choose(op: str, backend: str | None, x: Tensor) -> str:
+    """The backend that runs `op` on a main input like x; a compiled function keeps the choice of its first trace."""
+    return _choose(op, backend, x.device.type, x.dtype)
+
+
+@torch.compiler.assume_constant_result
+def _choose(op: str, backend: str | None, device: str, dtype: torch.dtype) -> str:
+    name = backend or _wanted.get() or os.environ.get("MOE_KERNELS_BACKEND")
+    if name is not None:
+        _check_name(name)
+        reason = unsupported(name, op, device, dtype)
+        if reason is not None:
+            raise BackendError(f"{op}: backend {name!r} cannot run here: {reason}")
+        return name
+    for name in AUTOMATIC.get(device, ("reference",)):
+        if unsupported(name, op, device, dtype) is None:
+            if name == "reference" and device == "cuda":
+                _warn_reference(op)
+            return name
+    raise BackendError(f"{op}: no backend can run here; moe_kernels.explain({op!r}, ...) says why")
+
+
+def unsupported(name: str, op: str, device: str, dtype: torch.dtype) -> str | None:
+    """None if backend `name` can run `op` on tensors of that device type and dtype, else the reason."""
+    reason = missing(name, op)
+    if reason is None and name != "reference":
+        reason = getattr(load(name, op), f"{op}_supports")(device, dtype)
+    return reason
+
+
+@cache
+def missing(name: str, op: str) -> str | None:
+    """None if backend `name` implements `op` in this installation, else the reason."""
+    try:
+        namespace = load(name, op)
+    except ImportError as error:
+        return str(error)
+    if not hasattr(namespace, op if name == "reference" else f"{op}_fwd"):
+        return f"{name} does not implement {op}"
+    return None
+
+
+@cache
+def load(name: str, op: str) -> ModuleType:
+    """The namespace in which backend `name` keeps `op`."""
+    if name == "reference":
+        return importlib.import_module(f"python_ref.{op}")
+    if name != "triton":
+        return importlib.import_module(f"moe_kernels.backends.{name}")
+    module = f"moe_kernels.backends.triton.{op}"
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ImportError("no Triton kernel" if error.name == module else "Triton is not installed") from error
+
+
+def candidates(op: str, device: str, dtype: torch.dtype) -> list[Candidate]:
+    """Every backend, and whether it can run `op` on tensors of that device type and dtype."""
+    answers = ((name, unsupported(name, op, device, dtype)) for name in NAMES)
+    return [Candidate(name, reason is None, reason or "") for name, reason in answers]
+
+
+def explain(op: str, *args: object) -> list[Candidate]:
+    """Prints and returns, for every backend, whether it can run `op` on these arguments, and why not.
+
+    `explain("kwta", x, k)` marks the backend that would be chosen now with an arrow.
+    """
+    x = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    if x is None:
+        raise TypeError(f"explain: expected the arguments of {op}, a Tensor among them; got {args!r}")
+    found = candidates(op, x.device.type, x.dtype)
+    try:
+        chosen = choose(op, None, x)
+    except BackendError:
+        chosen = ""
+    print(f"{op}: backend, available, reason")
+    for name, available, reason in found:
+        print(f"{'->' if name == chosen else '  '} {name:<10} {'yes' if available else 'no':<4} {reason}".rstrip())
+    return found
+
+
+def available_backends(op: str) -> list[str]:
+    """The backends that can run `op` in float32 on some device of this machine."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [name for name in NAMES if any(unsupported(name, op, device, torch.float32) is None for device in devices)]
+
+
+def _check_name(name: str) -> None:
+    if name not in NAMES:
+        raise ValueError(f"backend must be one of {', '.join(NAMES)}; got {name!r}")
+
+
+@cache
+def _warn_reference(op: str) -> None:
+    warnings.warn(
+        f"{op}: no kernel can run on these CUDA tensors, so the reference does; moe_kernels.explain({op!r}, ...) says why",
+        stacklevel=5,
+    )

@@ -1,0 +1,39 @@
+"""The one place where a tensor becomes an address. A raw pointer knows no dtype, so it is checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# The codes of csrc/include/moe/dtypes.h.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+
+# Called with every tensor whose address is taken: how the host executor of tests/simt learns the extents of buffers.
+on_pointer: Callable[[Tensor], None] | None = None
+
+
+def pointer(op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int, device_type: str) -> int:
+    """Address of `tensor`, of that dtype, rank and device, its last dimension contiguous; 0 for None."""
+    if tensor is None:
+        return 0
+    if tensor.dtype != dtype or tensor.dim() != rank or tensor.device.type != device_type:
+        raise TypeError(
+            f"{op}: a kernel expected {rank}-d {dtype} on {device_type}, "
+            f"got {tensor.dim()}-d {tensor.dtype} on {tensor.device}"
+        )
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise TypeError(f"{op}: a kernel expected a contiguous last dimension, got strides {tensor.stride()}")
+    if on_pointer is not None:
+        on_pointer(tensor)
+    return tensor.data_ptr()
+
+
+def unsupported(device: str, expected: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """None if kernels for device type `expected` and `dtypes` take tensors of this device type and dtype, or the reason."""
+    if device != expected:
+        return f"it runs on {expected} tensors, not on {device} ones"
+    if dtype not in dtypes:
+        return f"it takes {', '.join(str(known).removeprefix('torch.') for known in dtypes)}, not {dtype}"
+    return None

@@ -1,0 +1,15 @@
+"""Triton kernels, one file an operation: configurations, kernels, launchers, supports."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+
+def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """None if Triton kernels for `dtypes` run on tensors of this device type and dtype, or the reason."""
+    if device != "cuda" and not triton.knobs.runtime.interpret:
+        return f"it runs on cuda tensors, not on {device} ones (TRITON_INTERPRET=1 interprets it there, slowly)"
+    if dtype not in dtypes:
+        return f"it takes {', '.join(str(known).removeprefix('torch.') for known in dtypes)}, not {dtype}"
+    return None

@@ -1,0 +1,56 @@
+"""Checks that every operation shares. A message names the operation, what was expected and what came."""
+
+import operator
+
+import torch
+from torch import Tensor
+
+HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+FLOATING = (*HALF_AND_SINGLE, torch.float64)
+
+
+def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    """`tensor` is a strided Tensor of one of `dtypes`, and no functorch transform is looking."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        expected = ", ".join(_short(dtype) for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must have dtype {expected}; got {_short(tensor.dtype)}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} must be a strided tensor, got layout {tensor.layout}")
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise TypeError(f"{op}: torch.func transforms (vmap, grad, jvp) are not supported; got a wrapped {name}")
+
+
+def check_like(op: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """`tensor` has the shape, dtype and device of `other`."""
+    if tensor.dtype != other.dtype:
+        raise TypeError(
+            f"{op}: {name} must have the dtype of {other_name}, {_short(other.dtype)}; got {_short(tensor.dtype)}"
+        )
+    if tensor.device != other.device:
+        raise ValueError(f"{op}: {name} must be on the device of {other_name}, {other.device}; got {tensor.device}")
+    if tensor.shape != other.shape:
+        raise ValueError(
+            f"{op}: {name} must have the shape of {other_name}, {tuple(other.shape)}; got {tuple(tensor.shape)}"
+        )
+
+
+def check_int(op: str, name: str, value: object, low: int, high: int, meaning: str) -> int:
+    """`value` as an int within [low, high]."""
+    if isinstance(value, bool | float | Tensor) or not hasattr(value, "__index__"):
+        raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
+    number = operator.index(value)  # type: ignore[arg-type]
+    if not low <= number <= high:
+        raise ValueError(f"{op}: {name} must be from {low} to {high} ({meaning}), got {number}")
+    return number
+
+
+def check_choice(op: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    """`value` is one of the words `choices`."""
+    if value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

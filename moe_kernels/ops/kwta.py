@@ -1,0 +1,140 @@
+"""k-winner-take-all: the k largest of every row, masked in one pass.
+
+    m_i = 1 if x_i is among the k largest of its row, else 0            (paper 000, eq. 3; three tie rules)
+    y   = m * values   (or m * x)                                        (eqs. 6 and 8: z = m * c, x = m * f(a))
+
+x, values, y are (..., N). The selection is a constant: dL/dvalues = m * dL/dy, and no gradient reaches x through m.
+Saved for backward: the mask alone, packed to one bit an element ((rows, ceil(N / 32)) int32 words, bit i of word w is
+element 32 w + i). A kernel reads x once, finds the threshold by counting in registers or cache, and writes y.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import python_ref.kwta as reference
+from moe_kernels import backends, library
+from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_like, check_tensor
+
+TIES = ("index", "strict", "all")
+
+
+def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index", backend: str | None = None) -> Tensor:
+    """Keeps the k largest elements of every row of x and zeroes the rest; with `values`, keeps those of `values`.
+
+        y_i = values_i if x_i wins in its row else 0
+
+    Args:
+        x: (..., N), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where the
+            last dimension is not contiguous, or the leading ones do not merge into one stride, it is copied once.
+        k: winners a row, from 0 (y is zero) to N (y is a copy).
+        values: like x in shape, dtype and device; what is kept where x wins. None: x itself.
+        ties: who wins among values equal to the k-th largest when not all of them fit:
+            "index" exactly k win, lowest index first; "strict" none of them (|{j : x_j >= x_i}| <= k, eq. 3, so that a
+            constant row keeps nothing); "all" all of them, so that more than k may win.
+        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    Order of values: -0.0 equals 0.0, subnormals count, NaN ranks above +inf and equals every NaN. A kept value is copied
+    bit for bit; every other element of y is +0, whatever x or values hold there. Masks are the same bits on every backend.
+
+    Gradient: to values (or x) where x wins, zero elsewhere; none to x through the selection. Twice differentiable.
+    Autocast: runs in the dtype it is given; autocast casts nothing here. torch.func transforms are refused by name.
+    FLOPs (torch's counter): one an element, forward and backward: the product with the mask. Comparisons count none.
+
+    Raises:
+        TypeError: x is no tensor of those dtypes, k is no int, values has another dtype, or a torch.func transform.
+        ValueError: k outside [0, N], values of another shape or device, unknown tie rule, x without dimensions.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: paper 000 (COMET, fixed k-winner routing), eqs. 3 to 8.
+    """
+    k = _check("kwta", x, k, ties)
+    if values is not None:
+        check_tensor("kwta", "values", values, FLOATING)
+        check_like("kwta", "values", values, "x", x)
+    chosen = backends.choose("kwta", backend, x)
+    if chosen == "reference":
+        return reference.kwta(x, k, values=values, ties=ties)
+    rows, value_rows = _rows(x), None if values is None else _rows(values)
+    source = rows if value_rows is None else value_rows
+    if torch.is_grad_enabled() and source.requires_grad:
+        y = _Kwta.apply(rows, value_rows, k, ties, chosen)
+    else:
+        y, _ = torch.ops.moe_kernels.kwta_fwd(rows, value_rows, k, ties, False, chosen)
+    return y.view(x.shape)
+
+
+def kwta_mask(x: Tensor, k: int, *, ties: str = "index", backend: str | None = None) -> Tensor:
+    """True where x (..., N) is among the k largest of its row: the mask of `kwta`, as bool (..., N).
+
+    Arguments, order of values, tie rules and errors are those of `kwta`. Not differentiable (its output is bool).
+    """
+    k = _check("kwta_mask", x, k, ties)
+    chosen = backends.choose("kwta", backend, x)
+    if chosen == "reference":
+        return reference.kwta_mask(x.detach(), k, ties=ties)
+    return torch.ops.moe_kernels.kwta_mask(_rows(x.detach()), k, ties, chosen).view(x.shape)
+
+
+def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
+    """Winners of a row of n elements at keep fraction p: max(1, floor(p * n)), with p read as the decimal it prints as.
+
+    Binary floats truncate: 0.29 * 100 = 28.999..., while k_from_fraction(0.29, 100) = 29.
+
+    Raises:
+        ValueError: p outside (0, 1], or n < 1.
+        TypeError: n is no int.
+    """
+    n = check_int("k_from_fraction", "n", n, 1, 2**63 - 1, "elements of a row")
+    exact = Fraction(str(p)) if isinstance(p, float) else Fraction(p)
+    if not 0 < exact <= 1:
+        raise ValueError(f"k_from_fraction: p must be a keep fraction in (0, 1], got {p!r}")
+    return max(1, int(exact * n))
+
+
+class _Kwta(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor | None, k: int, ties: str, backend: str) -> Tensor:
+        y, bits = torch.ops.moe_kernels.kwta_fwd(x, values, k, ties, True, backend)
+        ctx.save_for_backward(bits)
+        ctx.backend, ctx.through_values = backend, values is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (bits,) = ctx.saved_tensors
+        masked = _Masked.apply(grad, bits, ctx.backend)
+        return (None, masked, None, None, None) if ctx.through_values else (masked, None, None, None, None)
+
+
+class _Masked(torch.autograd.Function):
+    """m * grad, linear in grad and therefore its own derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, bits: Tensor, backend: str) -> Tensor:
+        ctx.save_for_backward(bits)
+        ctx.backend = backend
+        return torch.ops.moe_kernels.kwta_bwd(grad, bits, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Masked.apply(grad, *ctx.saved_tensors, ctx.backend), None, None
+
+
+def _check(op: str, x: Tensor, k: int, ties: str) -> int:
+    check_tensor(op, "x", x, FLOATING)
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x must have at least one dimension (..., N), got a scalar")
+    check_choice(op, "ties", ties, TIES)
+    return check_int(op, "k", k, 0, x.shape[-1], "winners among the N elements of a row")
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as (rows, N) with a contiguous last dimension: a view wherever the strides allow one."""
+    return library.rows(x.reshape(prod(x.shape[:-1]), x.shape[-1]))

@@ -1,0 +1,38 @@
+"""k-winner-take-all, by definition: sort every row, keep its k largest values.
+
+Paper 000, eqs. 3 to 8: the cap C_k of a routing network, applied to its own or to another network's activations.
+"""
+
+import torch
+from torch import Tensor
+
+
+def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index") -> Tensor:
+    """y = values (or x) where x wins, +0 elsewhere; the selection is a constant to autograd."""
+    source = x if values is None else values
+    return torch.where(kwta_mask(x.detach(), k, ties=ties), source, torch.zeros_like(source))
+
+
+def kwta_mask(x: Tensor, k: int, *, ties: str = "index") -> Tensor:
+    """True where x (..., N) is among the k largest of its row. -0.0 == 0.0, and NaN ranks above +inf.
+
+    With v the row and v_(j) its j-th largest value:
+      "index"   exactly k winners; of equal values the lowest index wins
+      "strict"  |{j : v_j >= v_i}| <= k (eq. 3), that is v_i > v_(k+1): values tied across the boundary all lose
+      "all"     v_i >= v_(k): values tied across the boundary all win
+    """
+    ranked, order = torch.sort(x, dim=-1, descending=True, stable=True)  # torch, too, ranks NaN highest and -0.0 == 0.0
+    n = x.shape[-1]
+    if ties == "index":
+        return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, order[..., :k], True)
+    if k == n or (ties == "all" and k == 0):
+        return torch.full_like(x, k == n, dtype=torch.bool)
+    if ties == "strict":
+        return _greater(x, ranked[..., k : k + 1])
+    if ties == "all":
+        return ~_greater(ranked[..., k - 1 : k], x)
+    raise ValueError(f"kwta: ties must be 'index', 'strict' or 'all', got {ties!r}")
+
+
+def _greater(a: Tensor, b: Tensor) -> Tensor:
+    return (a > b) | (a.isnan() & ~b.isnan())

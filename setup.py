@@ -1,0 +1,146 @@
+"""Builds csrc/ into moe_kernels._cpu and, where nvcc is found, moe_kernels._cuda. Everything else is in pyproject.toml.
+
+Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX"), MAX_JOBS, CUDA_HOME, CXX.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import ninja
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+X86 = platform.machine() in ("x86_64", "AMD64")
+
+# Each csrc/cpu/<op>.cpp is compiled once per instruction set, into the namespace of that name.
+ISAS = {"base": ""}
+if X86:
+    ISAS |= {"avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4 -mprefer-vector-width=512"}
+
+# -g0: debug information makes a module twenty times as large. -fno-trapping-math and -fno-math-errno let loops with
+# comparisons and sqrt vectorise; neither changes a result.
+CXXFLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -g0 -Wall -Wextra -Werror -fopenmp -fno-trapping-math -fno-math-errno"
+NVCCFLAGS = "-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden -Werror all-warnings"
+
+
+def find_nvcc() -> Path | None:
+    """nvcc of CUDA_HOME, else of the PATH; None if MOE_KERNELS_CUDA says no or there is none."""
+    wanted = os.environ.get("MOE_KERNELS_CUDA", "auto")
+    if wanted not in ("0", "1", "auto"):
+        raise SystemExit(f"MOE_KERNELS_CUDA must be 0, 1 or auto; got {wanted!r}")
+    home = os.environ.get("CUDA_HOME")
+    found = shutil.which("nvcc", path=f"{home}/bin" if home else None)
+    if wanted == "1" and found is None:
+        raise SystemExit("MOE_KERNELS_CUDA=1 needs nvcc: put it on the PATH or set CUDA_HOME, or build with MOE_KERNELS_CUDA=0")
+    if wanted == "0" or found is None:
+        print(f"moe_kernels: building without CUDA ({'MOE_KERNELS_CUDA=0' if wanted == '0' else 'no nvcc found'})")
+        return None
+    return Path(found).resolve()
+
+
+def architectures() -> list[str]:
+    """TORCH_CUDA_ARCH_LIST as capabilities, such as ["8.0", "9.0+PTX"]."""
+    return os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX").replace(" ", ";").split(";")
+
+
+def gencode(arch: str) -> str:
+    number = arch.removesuffix("+PTX").replace(".", "")
+    if not number.rstrip("a").isdigit():
+        raise SystemExit(f"TORCH_CUDA_ARCH_LIST must list capabilities such as 8.0;9.0+PTX; got {arch!r}")
+    codes = [f"sm_{number}"] + ([f"compute_{number}"] if arch.endswith("+PTX") else [])
+    return f"-gencode=arch=compute_{number},code=[{','.join(codes)}]"
+
+
+class NinjaBuild(build_ext):
+    """Writes build.ninja for the modules asked for and runs it."""
+
+    def build_extensions(self) -> None:
+        self.remove_stale()
+        temp = Path(self.build_temp).resolve()
+        temp.mkdir(parents=True, exist_ok=True)
+        lines = self.rules()
+        for extension in self.extensions:
+            lines += self.cuda(temp) if extension.name.endswith("_cuda") else self.cpu(temp)
+        (temp / "build.ninja").write_text("\n".join(lines) + "\n")
+        jobs = os.environ.get("MAX_JOBS")
+        program = Path(ninja.BIN_DIR) / "ninja"
+        subprocess.run([program, "-C", temp, *(["-j", jobs] if jobs else [])], check=True)
+
+    def remove_stale(self) -> None:
+        """A module left by an earlier build with other settings must not ship."""
+        asked = {Path(self.get_ext_fullpath(extension.name)).name for extension in self.extensions}
+        folders = {Path(self.build_lib) / "moe_kernels", Path(self.get_ext_fullpath("moe_kernels._cpu")).parent}
+        for folder in folders:
+            for module in [*folder.glob("_cpu*.so"), *folder.glob("_cuda*.so")]:
+                if module.name not in asked:
+                    module.unlink()
+
+    def rules(self) -> list[str]:
+        include = f"-I{CSRC}/include -I{pybind11.get_include()} -I{sysconfig.get_paths()['include']}"
+        return [
+            f"cxx = {os.environ.get('CXX', 'g++')}",
+            f"cxxflags = {CXXFLAGS} {include}",
+            "rule cxx",
+            "  command = $cxx $cxxflags $flags -MMD -MF $out.d -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "rule link",
+            "  command = $cxx -shared -fopenmp $in $libs -o $out",
+        ]
+
+    def cpu(self, temp: Path) -> list[str]:
+        objects, lines = [], []
+        for source in sorted((CSRC / "cpu").glob("*.cpp")):
+            for isa, march in {"": ""}.items() if source.stem == "module" else ISAS.items():
+                out = temp / f"cpu.{source.stem}.{isa or 'module'}.o"
+                lines += [f"build {out}: cxx {source}", f"  flags = {march} {f'-DMOE_ISA={isa}' if isa else ''}"]
+                objects.append(str(out))
+        return [*lines, *self.link("moe_kernels._cpu", objects, "")]
+
+    def cuda(self, temp: Path) -> list[str]:
+        nvcc = find_nvcc()
+        assert nvcc is not None
+        home = nvcc.parent.parent
+        library = next(path for path in (home / "lib64", home / "lib") if (path / "libcudart_static.a").exists())
+        archs = architectures()
+        lines = [
+            "rule nvcc",
+            f"  command = {nvcc} {NVCCFLAGS} {' '.join(map(gencode, archs))} -I{CSRC}/include -MMD -MF $out.d -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+        ]
+        module = temp / "cuda.module.o"
+        names = '\\"' + ";".join(archs) + '\\"'
+        flags = f"-isystem {home}/include -DMOE_CUDA_ARCHITECTURES='{names}'"
+        lines += [f"build {module}: cxx {CSRC}/cuda/module.cpp", f"  flags = {flags}"]
+        objects = [str(module)]
+        for source in sorted((CSRC / "cuda").glob("*.cu")):
+            out = temp / f"cuda.{source.stem}.o"
+            lines.append(f"build {out}: nvcc {source}")
+            objects.append(str(out))
+        # cudart is static, so that the module imports where there is neither GPU nor toolkit.
+        libs = f"-L{library} -lcudart_static -ldl -lrt -lpthread"
+        return [*lines, *self.link("moe_kernels._cuda", objects, libs)]
+
+    def link(self, name: str, objects: list[str], libs: str) -> list[str]:
+        out = Path(self.get_ext_fullpath(name)).resolve()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return [f"build {out}: link {' '.join(objects)}", f"  libs = {libs}"]
+
+
+modules = ["moe_kernels._cpu"]
+if not {"sdist", "egg_info", "dist_info"} & set(sys.argv) and find_nvcc():
+    modules.append("moe_kernels._cuda")
+
+setup(
+    ext_modules=[Extension(name, sources=[]) for name in modules],
+    cmdclass={"build_ext": NinjaBuild},
+)
