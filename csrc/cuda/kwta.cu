@@ -4,9 +4,9 @@
 #include <cmath>
 
 #include "moe/block.cuh"
+#include "moe/compare.cuh"
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
-#include "moe/packed.cuh"
 #include "moe/vector.cuh"
 #include "ops.h"
 
@@ -142,13 +142,18 @@ struct Row {
 
   __device__ int chunks() const { return kResident ? CHUNKS : (n + size * kVector - 1) / (size * kVector); }
   __device__ int position(int chunk) const { return (chunk * size + rank) * kVector; }
+  // Positions take a register each if they are kept from one loop over the chunks to the next.
+  __device__ void forget_positions() {
+    recompute(rank);
+    recompute(size);
+  }
   // With four words a chunk lies inside the row or outside as a whole.
   __device__ bool inside(int first, int i) const { return (WORDS == 4 ? first : first + i) < n; }
 
-  // The elements of one chunk as they stand in memory; what lies outside the row is all ones, whose key is 0.
+  // The elements of one chunk as they stand in memory, and zeros for what lies outside the row.
   __device__ void read(const T* from, int first, uint32_t (&words)[WORDS]) const {
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) words[w] = 0xffffffffu;
+    for (int w = 0; w < WORDS; w++) words[w] = 0;
     if (first >= n) return;
     if constexpr (WORDS == 4) {
       const uint4 vector = load(reinterpret_cast<const uint4*>(from + first));
@@ -157,7 +162,7 @@ struct Row {
       words[0] = load(reinterpret_cast<const uint32_t*>(from + first));
     } else {
       const auto* halves = reinterpret_cast<const uint16_t*>(from + first);
-      words[0] = load(halves) | (first + 1 < n ? load(halves + 1) : 0xffffu) << 16;
+      words[0] = load(halves) | (first + 1 < n ? load(halves + 1) : 0u) << 16;
     }
   }
 
@@ -177,26 +182,30 @@ struct Row {
     return kPerWord == 1 ? word : word >> 16 * (i % kPerWord) & 0xffffu;
   }
 
-  // Turns words into keys in which every NaN is kNaN.
-  __device__ void canonical_keys(int first, uint32_t (&words)[WORDS]) const {
+  // Turns words into keys; what lies outside the row gets 0, which no threshold is as low as.
+  __device__ void make_keys(int first, uint32_t (&words)[WORDS]) const {
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) {
-      uint32_t keys = 0;
-#pragma unroll
-      for (int h = 0; h < kPerWord; h++) {
-        const uint32_t bits = element(words[w], h);
-        const float value = E::value(bits);
-        const uint32_t key = !inside(first, w * kPerWord + h) ? 0 : value != value ? kNaN : E::key(bits);
-        keys |= key << (h * 16);
-      }
-      words[w] = keys;
-    }
+    for (int w = 0; w < WORDS; w++) words[w] = inside(first, 0) ? E::keys(words[w]) : 0;
+    if (kVector == 2 && !inside(first, 1)) words[0] &= 0xffffu;
   }
 
-  __device__ void add_moments(const uint32_t (&words)[WORDS], int first, float2& moments) const {
+  // The same for rows that may hold NaN.
+  __device__ void make_canonical_keys(int first, uint32_t (&words)[WORDS]) const {
+    uint32_t nan[WORDS] = {};
 #pragma unroll
     for (int i = 0; i < kVector; i++) {
-      const float value = inside(first, i) ? E::value(element(words[i / kPerWord], i)) : 0.0f;
+      const float value = E::value(element(words[i / kPerWord], i));
+      if (value != value) nan[i / kPerWord] |= E::select(1u << (i % kPerWord));
+    }
+    make_keys(first, words);
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) words[w] = (words[w] & ~nan[w]) | (E::threshold(kNaN) & nan[w]);
+  }
+
+  __device__ void add_moments(const uint32_t (&words)[WORDS], float2& moments) const {
+#pragma unroll
+    for (int i = 0; i < kVector; i++) {
+      const float value = E::value(element(words[i / kPerWord], i));
       moments.x += value;
       moments.y = __fmaf_rn(value, value, moments.y);
     }
@@ -210,22 +219,23 @@ struct Row {
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) read(x, position(c), resident[c]);
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++) add_moments(resident[c], position(c), moments);
+      for (int c = 0; c < CHUNKS; c++) add_moments(resident[c], moments);
+      forget_positions();
       if (moments.x != moments.x) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) canonical_keys(position(c), resident[c]);
+        for (int c = 0; c < CHUNKS; c++) {
+          recompute(resident[c]);
+          make_canonical_keys(position(c), resident[c]);
+        }
       } else {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
-#pragma unroll
-          for (int w = 0; w < WORDS; w++) resident[c][w] = E::keys(resident[c][w]);
-        }
+        for (int c = 0; c < CHUNKS; c++) make_keys(position(c), resident[c]);
       }
     } else {
       for (int c = 0; c < chunks(); c++) {
         uint32_t words[WORDS];
         read(x, position(c), words);
-        add_moments(words, position(c), moments);
+        add_moments(words, moments);
       }
     }
     return moments;
@@ -237,7 +247,7 @@ struct Row {
       for (int w = 0; w < WORDS; w++) words[w] = resident[chunk][w];
     } else {
       read(x, position(chunk), words);
-      canonical_keys(position(chunk), words);
+      make_canonical_keys(position(chunk), words);
     }
   }
 
@@ -252,7 +262,7 @@ struct Row {
 #pragma unroll
       for (int w = 0; w < WORDS; w++) {
         if constexpr (kPerWord == 1) {
-          total += words[w] >= threshold;
+          total = count_reaching(words[w], threshold, total);
         } else if (WORDS == 1) {
           total = count_high_bits(reaches_u16x2(words[w], threshold), 0, total);
         } else if (w % 2 == 0) {
@@ -324,7 +334,7 @@ __device__ Cut find_cut(Count count, float2 moments, const Problem& p) {
 __device__ __forceinline__ uint32_t spread_flags(uint32_t flags) { return (flags & 0xfu) * 0x00204081u & 0x01010101u; }
 
 template <class T, int WORDS, int CHUNKS, bool BLOCK>
-__device__ void write_row(const Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut, bool has_nan, int64_t index,
+__device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut, bool has_nan, int64_t index,
                           const Problem& p) {
   using E = Element<T>;
   using R = Row<T, WORDS, CHUNKS>;
@@ -336,7 +346,8 @@ __device__ void write_row(const Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, C
 
 #pragma unroll
   for (int c = 0; c < row.chunks(); c++) {
-    if (c * team.size * kVector >= p.n) break;
+    if (c * row.size * kVector >= p.n) break;
+    row.forget_positions();
     const int first = row.position(c);
     uint32_t words[WORDS];
     row.keys(c, words);
@@ -400,7 +411,8 @@ __device__ void kwta_row(int64_t index, Team<BLOCK> team, Exchange<float2>* sums
   }
   moments = warp_sum(moments);
   const auto count = [&](uint32_t key) { return team.sum(row.count(key)); };
-  write_row(row, team, find_cut<Element<T>>(count, moments, p), has_nan, index, p);
+  const Cut cut = find_cut<Element<T>>(count, moments, p);
+  write_row(row, team, cut, has_nan, index, p);
 }
 
 constexpr int kWarpRows = 8;             // rows of a block where a warp holds one
@@ -416,8 +428,10 @@ __global__ void __launch_bounds__(kWarpRows * kWarpSize) kwta_warp_kernel(Proble
   kwta_row<T, WORDS, ELEMENTS / Row<T, WORDS, 0>::kVector>(index, Team<false>{}, nullptr, p);
 }
 
+// At 64 registers two blocks fit side by side; element by element, addresses take more.
 template <class T, int WORDS, int ELEMENTS>
-__global__ void __launch_bounds__(ELEMENTS ? kMaxThreads : kLongThreads, ELEMENTS ? 2 : 1) kwta_block_kernel(Problem p) {
+__global__ void __launch_bounds__(ELEMENTS ? kMaxThreads : kLongThreads, ELEMENTS && WORDS == 4 ? 2 : 1)
+    kwta_block_kernel(Problem p) {
   SHARED(Exchange<int>, counts, );
   SHARED(Exchange<float2>, sums, );
   kwta_row<T, WORDS, ELEMENTS / Row<T, WORDS, 0>::kVector>(blockIdx.x, Team<true>{&counts}, &sums, p);

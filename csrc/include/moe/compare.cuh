@@ -1,9 +1,19 @@
-// Two unsigned 16-bit numbers in one register: compares and counts for both at once.
+// Counting the unsigned numbers that reach a threshold: one to a register, or two of 16 bits.
 #pragma once
 
 #include "moe/platform.cuh"
 
 namespace moe {
+
+// count + (x >= y). Written as C++ it takes three instructions, here two.
+__device__ __forceinline__ int count_reaching(uint32_t x, uint32_t y, int count) {
+#ifdef SIMT_HOST
+  return count + (x >= y);
+#else
+  asm("{ .reg .pred p; setp.ge.u32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "r"(x), "r"(y));
+  return count;
+#endif
+}
 
 constexpr uint32_t kHighBits = 0x80008000u;
 
