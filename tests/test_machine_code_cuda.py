@@ -1,0 +1,155 @@
+"""Machine code of the CUDA kernels, as nvcc makes it for sm_80 and sm_90: it compiles without a warning, nothing spills
+to local memory, registers and shared memory stay within machine_code_cuda.json, and the instructions that a kernel's
+speed rests on are there.
+
+After a change that means to cost registers:  python tests/test_machine_code_cuda.py --update
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simt import build, toolkit
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = Path(__file__).with_name("machine_code_cuda.json")
+ARCHITECTURES = ("sm_80", "sm_90")
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+KIT = toolkit.find()
+MISSING = KIT.no_nvcc or KIT.no_cuobjdump
+
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"machine code: {MISSING}")
+
+# Kernels whose name matches, and what their code must hold.
+INSTRUCTIONS = {
+    r"kwta_(warp|block)_kernel<.*, 4, \d+>": [r"LDG\.E\.128", r"STG\.E\.EF\.128", r"REDUX"],
+    r"kwta_(warp|block)_kernel<.*, 1, \d+>": [r"LDG\.E", r"STG\.E", r"REDUX"],
+    r"kwta_(warp|block)_kernel<float, 1, \d+>": [r"VOTE"],
+    r"kwta_(warp|block)_kernel<__(nv_bfloat16|half), 4, \d+>": [r"IDP\.4A", r"PRMT"],
+    r"kwta_bwd_kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
+}
+
+Resources = dict[str, dict[str, int]]
+
+
+@functools.cache
+def nvcc_release() -> str:
+    text = subprocess.run([str(KIT.nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release ([\d.]+)", text)
+    assert found, text
+    return found[1]
+
+
+@functools.cache
+def cubin(source: Path, architecture: str) -> Path:
+    """The compiled kernels of one source, kept by the hash of what went in."""
+    headers = sorted((ROOT / "csrc" / "include").rglob("*.*h")) + sorted(source.parent.glob("*.h"))
+    texts = [each.read_text() for each in (source, *headers)]
+    options = ["-std=c++17", "-O3", f"-arch={architecture}", "-Werror", "all-warnings", "-cubin"]
+    options += [f"-I{ROOT / 'csrc' / 'include'}"]
+    key = build.digest(nvcc_release(), *options[:-1], *texts)
+    target = build.cache_folder().parent / "cubin" / f"{source.stem}-{architecture}-{key}.cubin"
+    with build.lock(target.with_suffix(".lock")):
+        if not target.exists():
+            part = target.with_suffix(".part")
+            build.run([str(KIT.nvcc), *options, str(source), "-o", str(part)])
+            part.rename(target)
+    return target
+
+
+def readable(symbols: list[str]) -> list[str]:
+    """kwta_block_kernel<float, 4, 32> for what the linker calls it."""
+    text = subprocess.run(["c++filt", *symbols], capture_output=True, text=True, check=True).stdout
+    names = [re.sub(r"moe::|\(anonymous namespace\)::|\(int\)|^void ", "", line) for line in text.splitlines()]
+    return [re.sub(r"unsigned int", "uint32_t", re.sub(r"unsigned short", "uint16_t", each)).split("(")[0] for each in names]
+
+
+@functools.cache
+def resources(source: Path, architecture: str) -> Resources:
+    command = [str(KIT.cuobjdump), "--dump-resource-usage", str(cubin(source, architecture))]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    rows = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
+    assert rows, text
+    names = readable([row[0] for row in rows])
+    keys = ("registers", "stack", "shared", "local")
+    return {name: dict(zip(keys, map(int, row[1:]), strict=True)) for name, row in zip(names, rows, strict=True)}
+
+
+@functools.cache
+def instructions(source: Path, architecture: str) -> dict[str, set[str]]:
+    command = [str(KIT.cuobjdump), "-sass", str(cubin(source, architecture))]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    parts = re.split(r"Function : (\S+)", text)[1:]
+    codes = [set(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", part)) for part in parts[1::2]]
+    return dict(zip(readable(parts[::2]), codes, strict=True))
+
+
+def table() -> dict[str, dict[str, list[int]]]:
+    """By architecture and kernel: registers, and bytes of shared memory."""
+    return json.loads(TABLE.read_text())
+
+
+def measured() -> dict[str, dict[str, list[int]]]:
+    result: dict[str, dict[str, list[int]]] = {}
+    for architecture in ARCHITECTURES:
+        kernels = {name: each for source in SOURCES for name, each in resources(source, architecture).items()}
+        result[architecture] = {name: [each["registers"], each["shared"]] for name, each in sorted(kernels.items())}
+    return result
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda each: each.name)
+def test_nothing_spills(source: Path, architecture: str) -> None:
+    for name, each in resources(source, architecture).items():
+        assert each["stack"] == 0 and each["local"] == 0, f"{name}: {each}"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_registers_and_shared_memory(architecture: str) -> None:
+    expected, got = table(), measured()[architecture]
+    if expected["nvcc"] != nvcc_release():
+        pytest.skip(f"the table was made with nvcc {expected['nvcc']}, this is {nvcc_release()}")
+    update = "python tests/test_machine_code_cuda.py --update"
+    assert sorted(got) == sorted(expected[architecture]), f"kernels came or went: {update}"
+    over = {
+        name: f"{got[name]} allowed {allowed}"
+        for name, allowed in expected[architecture].items()
+        if any(have > may for have, may in zip(got[name], allowed, strict=True))
+    }
+    assert not over, f"registers, shared bytes: {over}; if that is meant: {update}"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_instructions(architecture: str) -> None:
+    matched = set()
+    for source in SOURCES:
+        for name, codes in instructions(source, architecture).items():
+            assert not any(code.startswith(("LDL", "STL")) for code in codes), name
+            for pattern, wanted in INSTRUCTIONS.items():
+                if not re.fullmatch(pattern, name):
+                    continue
+                matched.add(pattern)
+                for instruction in wanted:
+                    assert any(re.match(instruction, code) for code in codes), f"{name}: no {instruction}"
+    assert matched == set(INSTRUCTIONS), "a pattern matches no kernel"
+
+
+@pytest.mark.parametrize("source", sorted((ROOT / "tests" / "simt" / "planted").glob("*.cu")), ids=lambda each: each.name)
+def test_probes_compile(source: Path) -> None:
+    cubin(source, "sm_80")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--update"]:
+        sys.exit(__doc__)
+    if MISSING:
+        sys.exit(MISSING)
+    text = json.dumps({"nvcc": nvcc_release(), **measured()}, indent=1)
+    TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text) + "\n")
