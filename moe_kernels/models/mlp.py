@@ -1,0 +1,58 @@
+"""The MLP of paper 000, section 4.2.1 and appendix A.1, and its dense twin."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_kernels.nn.comet import CometMLP
+
+
+def comet_mlp(
+    inputs: int,
+    width: int,
+    classes: int,
+    *,
+    layers: int = 4,
+    p: float = 0.5,
+    activation: str = "softplus",
+    ties: str = "index",
+    backend: str | None = None,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> CometMLP:
+    """The paper's classifier: `layers` linear layers, hence layers - 1 hidden ones, all `width` wide.
+
+    The paper takes 4 layers, widths 100, 500, 1000, 3000 and keep fractions 0.1, 0.5, 0.9; softplus is the default of
+    the public code. p = 1 is its "standard model". `seed` draws backbone and routing; None is torch's own generator.
+    Input (..., inputs), output (..., classes); the rest as for CometMLP.
+    """
+    generator = None
+    if seed is not None:
+        generator = torch.Generator(device or torch.get_default_device()).manual_seed(seed)
+    return CometMLP(
+        (inputs, *[width] * (layers - 1), classes),
+        p,
+        activation=activation,
+        ties=ties,
+        backend=backend,
+        generator=generator,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def dense_twin(model: CometMLP) -> CometMLP:
+    """The same backbone with the same weights (a copy) and p = 1: what the mask alone changes is the difference."""
+    twin = CometMLP(
+        model.widths,
+        1.0,
+        activation=model.activation,
+        bias=model.bias,
+        ties=model.ties,
+        backend=model.backend,
+        device=model.output.weight.device,
+        dtype=model.output.weight.dtype,
+    )
+    twin.load_state_dict(model.state_dict())
+    return twin

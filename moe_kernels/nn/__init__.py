@@ -1,0 +1,6 @@
+"""Thin modules over the operations: parameters and reshapes; no algorithm lives here."""
+
+from moe_kernels.nn.comet import ACTIVATIONS, CometMLP, FixedRouting, MaskedLinear
+from moe_kernels.nn.utilisation import Utilisation
+
+__all__ = ["ACTIVATIONS", "CometMLP", "FixedRouting", "MaskedLinear", "Utilisation"]

@@ -1,0 +1,236 @@
+"""COMET: a backbone MLP whose neurons a frozen random network switches on and off, input by input (paper 000).
+
+    c_l = V_l z_{l-1},  m_l = C_k(c_l),  z_l = m_l * c_l,  z_0 = x_0          routing, eqs. 4 to 6 with g the identity
+    a_l = W_l x_{l-1} + b_l,  x_l = m_l * f(a_l)                              backbone, eqs. 7 and 8; l = 1 .. L-1
+    output = W_L x_{L-1} + b_L                                                never masked
+
+The selection itself is moe_kernels.kwta; what stands here are parameters and the order of the calls.
+Eq. 7 prints no bias; eq. 1 and the public code have one in the backbone, and so has this. The routing has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import sqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.ops._checks import check_choice, check_int
+from moe_kernels.ops.kwta import TIES, k_from_fraction, kwta, kwta_mask
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+    "softplus": F.softplus,
+    "mish": F.mish,
+}
+
+
+class FixedRouting(nn.Module):
+    """The frozen routing network: x_0 -> c_1 .. c_{L-1}, the scores by which the neurons of every layer compete.
+
+        c_l = V_l z_{l-1},  z_l = C_{k_l}(c_l) * c_l,  z_0 = x_0             (paper 000, eqs. 4 to 6; g the identity)
+        V_l ~ U(-1/sqrt(N_{l-1}), 1/sqrt(N_{l-1})),  k_l = k_from_fraction(p, N_l),  no bias
+
+    V_l, (N_l, N_{l-1}), is the buffer `weight_l`: saved in the state dict, moved with the module, no parameter.
+    The scores depend on x_0 alone and no gradient enters: not V, and not x_0.
+    Dtype: that of V, whatever autocast says and whatever x_0 is (x_0 is converted): masks do not depend on autocast.
+
+    Args:
+        widths: (N_0, N_1, .., N_{L-1}): the input and every masked layer.
+        p: keep fraction, 0 < p <= 1.
+        ties: tie rule of kwta. backend: of kwta; None chooses.
+        generator: draws V; None is torch's own. Its device must be that of V.
+
+    Raises:
+        ValueError, TypeError: fewer than two widths, a width below 1, p outside (0, 1], an unknown tie rule.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        p: float = 0.5,
+        *,
+        ties: str = "index",
+        backend: str | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.widths = _widths("FixedRouting", widths, 2)
+        check_choice("FixedRouting", "ties", ties, TIES)
+        self.p, self.ties, self.backend = p, ties, backend
+        self.ks = tuple(k_from_fraction(p, n) for n in self.widths[1:])
+        for layer, (n_in, n_out) in enumerate(pairwise(self.widths), 1):
+            self.register_buffer(f"weight_{layer}", torch.empty(n_out, n_in, device=device, dtype=dtype))
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every V_l anew."""
+        for weight in self.buffers():
+            _draw(weight, weight.shape[1], generator)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """x_0 (..., N_0) -> the scores [c_1 (..., N_1), .., c_{L-1} (..., N_{L-1})]."""
+        scores: list[Tensor] = []
+        z = x.detach()
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            for weight in self.buffers():
+                if scores:
+                    z = kwta(scores[-1], self.ks[len(scores) - 1], ties=self.ties, backend=self.backend)
+                scores.append(F.linear(z.to(weight.dtype), weight))
+        return scores
+
+    def masks(self, x: Tensor) -> list[Tensor]:
+        """x_0 (..., N_0) -> [m_1 bool (..., N_1), .., m_{L-1} bool (..., N_{L-1})]: who is active (eq. 5)."""
+        return [kwta_mask(c, k, ties=self.ties, backend=self.backend) for c, k in zip(self(x), self.ks, strict=True)]
+
+    def extra_repr(self) -> str:
+        return f"widths={self.widths}, p={self.p}, ks={self.ks}, ties={self.ties!r}"
+
+
+class MaskedLinear(nn.Linear):
+    """A linear layer of which the k neurons with the highest scores answer.
+
+        x_l = C_k(c) * f(W x_{l-1} + b)                                        (paper 000, eqs. 7 and 8)
+
+    W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)). Gradients are those of a layer that has the active
+    neurons only: an inactive one gives zero to its row of W, to b and to x_{l-1}. The scores c are a constant.
+    Dtype: the output has that of f(W x + b), under autocast the narrow one. Where c differs, both are widened to the
+    type that holds both, selected, and narrowed back: exact, since kwta copies what it keeps.
+
+    Args:
+        k: active neurons, 0 to out_features. activation: f, a name in ACTIVATIONS; None is the identity.
+        ties, backend: of kwta. bias, device, dtype: of torch.nn.Linear.
+
+    Raises:
+        ValueError, TypeError: k outside [0, out_features], an unknown activation or tie rule.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        k: int,
+        *,
+        activation: str | None = "relu",
+        bias: bool = True,
+        ties: str = "index",
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.k = check_int("MaskedLinear", "k", k, 0, out_features, "active neurons among out_features")
+        if activation is not None:
+            check_choice("MaskedLinear", "activation", activation, tuple(ACTIVATIONS))
+        check_choice("MaskedLinear", "ties", ties, TIES)
+        self.activation, self.ties, self.backend = activation, ties, backend
+
+    def forward(self, x: Tensor, c: Tensor | None = None) -> Tensor:
+        """x (..., N_in), c (..., N_out) -> (..., N_out). Without c every neuron answers: the dense layer."""
+        values = super().forward(x)
+        if self.activation is not None:
+            values = ACTIVATIONS[self.activation](values)
+        if c is None:
+            return values
+        wide = torch.promote_types(c.dtype, values.dtype)
+        y = kwta(c.to(wide), self.k, values=values.to(wide), ties=self.ties, backend=self.backend)
+        return y.to(values.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, k={self.k}, activation={self.activation!r}, ties={self.ties!r}"
+
+
+class CometMLP(nn.Module):
+    """The MLP of paper 000: L linear layers, the L-1 hidden ones masked by a FixedRouting, the output never.
+
+    p = 1 is the plain dense MLP, bit for bit: every neuron wins, so the routing is not run. It is drawn and kept all
+    the same, hence the state dicts of all p are interchangeable and one generator gives them the same weights.
+
+    Args:
+        widths: (N_0, .., N_L): input, L-1 hidden layers, output; L >= 2.
+        p: keep fraction of every hidden layer, 0 < p <= 1; k_l = k_from_fraction(p, N_l).
+        activation: f of eq. 8, a name in ACTIVATIONS.
+        bias: of the backbone; the routing has none.
+        ties, backend: of kwta, for both networks.
+        generator: draws the backbone, first layer to last, then the routing; None is torch's own.
+
+    Raises:
+        ValueError, TypeError: fewer than three widths, a width below 1, p outside (0, 1], an unknown name.
+    """
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        p: float = 0.5,
+        *,
+        activation: str = "relu",
+        bias: bool = True,
+        ties: str = "index",
+        backend: str | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.widths, self.p = _widths("CometMLP", widths, 3), p
+        self.activation, self.bias, self.ties, self.backend = activation, bias, ties, backend
+        hidden = self.widths[:-1]
+        # Built on the meta device: their weights are drawn once, below, and torch's own generator is left alone.
+        self.router = FixedRouting(hidden, p, ties=ties, backend=backend, device="meta", dtype=dtype)
+        self.hidden = nn.ModuleList(
+            MaskedLinear(
+                n_in, n_out, k, activation=activation, bias=bias, ties=ties, backend=backend, device="meta", dtype=dtype
+            )
+            for (n_in, n_out), k in zip(pairwise(hidden), self.router.ks, strict=True)
+        )
+        self.output = nn.Linear(hidden[-1], self.widths[-1], bias=bias, device="meta", dtype=dtype)
+        self.to_empty(device=device or torch.get_default_device())
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws the backbone anew, then the routing."""
+        for layer in (*self.hidden, self.output):
+            for parameter in layer.parameters():
+                _draw(parameter, layer.in_features, generator)
+        self.router.reset_parameters(generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x_0 (..., N_0) -> a_L (..., N_L)."""
+        scores = [None] * len(self.hidden) if self.dense else self.router(x)
+        for layer, c in zip(self.hidden, scores, strict=True):
+            x = layer(x, c)
+        return self.output(x)
+
+    def masks(self, x: Tensor) -> list[Tensor]:
+        """x_0 (..., N_0) -> [m_1, .., m_{L-1}], bool (..., N_l): the neurons that answer x_0."""
+        return self.router.masks(x)
+
+    @property
+    def dense(self) -> bool:
+        """Every neuron always wins."""
+        return self.router.ks == self.router.widths[1:]
+
+    def extra_repr(self) -> str:
+        return f"widths={self.widths}, p={self.p}"
+
+
+def _draw(weight: Tensor, n_in: int, generator: torch.Generator | None) -> None:
+    """The paper's distribution for W and V, which is also torch.nn.Linear's default."""
+    bound = 1 / sqrt(n_in)
+    weight.uniform_(-bound, bound, generator=generator)
+
+
+def _widths(name: str, widths: Sequence[int], least: int) -> tuple[int, ...]:
+    if isinstance(widths, int) or len(widths) < least:
+        raise ValueError(f"{name}: widths must name at least {least} layers, the input first; got {widths!r}")
+    return tuple(check_int(name, "a width", width, 1, 2**31 - 1, "neurons of a layer") for width in widths)

@@ -1,0 +1,79 @@
+"""How often every neuron of a masked network is active (paper 000, section 4.1.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class Utilisation:
+    """Share of the samples seen so far for which each neuron was active, layer by layer.
+
+        u_l[i] = |{samples b : m_l[b, i] = 1}| / |{samples b}|
+
+    Counts are int64 on the device of the masks, so any split into batches gives the same numbers, and `update` never
+    waits for the device; `share`, `dead` and `summary` hand out the numbers.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self.counts: list[Tensor] = []
+
+    def reset(self) -> None:
+        """Forgets every sample."""
+        self.samples = 0
+        self.counts = []
+
+    def update(self, masks: Sequence[Tensor]) -> Utilisation:
+        """Counts one batch: masks[l] is bool (..., N_l), the same leading dimensions in every layer.
+
+        Raises:
+            TypeError: a mask is not bool.
+            ValueError: layers that differ in their leading dimensions, or in number or width from the batches before.
+        """
+        for layer, mask in enumerate(masks):
+            if mask.dtype != torch.bool:
+                raise TypeError(f"Utilisation: masks must be bool, got {mask.dtype} in layer {layer}")
+            if mask.shape[:-1] != masks[0].shape[:-1]:
+                raise ValueError(
+                    f"Utilisation: layer {layer} must have the leading dimensions of layer 0, "
+                    f"{tuple(masks[0].shape[:-1])}; got {tuple(mask.shape[:-1])}"
+                )
+        samples = masks[0].shape[:-1].numel() if masks else 0
+        return self._add([mask.reshape(samples, mask.shape[-1]).sum(0) for mask in masks], samples)
+
+    def merge(self, other: Utilisation) -> Utilisation:
+        """Adds what another one counted, of the same layers on other samples."""
+        return self._add(other.counts, other.samples) if other.counts else self
+
+    def share(self) -> list[Tensor]:
+        """u_l, float64 (N_l), for every layer; NaN where no sample was seen."""
+        return [count.double() / self.samples for count in self.counts]
+
+    def dead(self) -> list[Tensor]:
+        """int64 indices of the neurons that no sample activated, for every layer."""
+        return [(count == 0).nonzero().flatten() for count in self.counts]
+
+    def summary(self) -> dict[str, float | int]:
+        """min and mean of the share over all neurons of all layers, dead neurons and neurons."""
+        if not self.counts or self.samples == 0:
+            return {"min": float("nan"), "mean": float("nan"), "dead": 0, "neurons": 0}
+        share = torch.cat(self.share())
+        return {
+            "min": share.min().item(),
+            "mean": share.mean().item(),
+            "dead": int((share == 0).sum()),
+            "neurons": share.numel(),
+        }
+
+    def _add(self, counts: list[Tensor], samples: int) -> Utilisation:
+        if self.counts and [count.shape for count in counts] != [count.shape for count in self.counts]:
+            raise ValueError(
+                f"Utilisation: expected layers of widths {[count.numel() for count in self.counts]}, as before; "
+                f"got {[count.numel() for count in counts]}"
+            )
+        self.counts = [old + new for old, new in zip(self.counts, counts, strict=True)] if self.counts else list(counts)
+        self.samples += samples
+        return self
