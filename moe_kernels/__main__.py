@@ -1,0 +1,57 @@
+"""python -m moe_kernels info | verify | train"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from moe_kernels import info, verify
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit status is 1 where something failed and 2 where the command makes no sense."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="python -m moe_kernels", description="Kernels for mixtures of experts.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | train")
+    commands.add_parser("info", help="this machine, what was built for it, and which backend runs which operation")
+    _add_verify(commands.add_parser("verify", help="every kernel that can run here against its reference"))
+    train = commands.add_parser("train", help="train the COMET MLP on real images, dense and k-winner-take-all")
+    if words[:1] == ["train"]:  # only then: its arguments need modules that info and verify can do without
+        importlib.import_module("moe_kernels.train").add_arguments(train)
+    args = parser.parse_args(words)
+    if args.command == "info":
+        print(info.describe())
+        return 0
+    if args.command == "verify":
+        return _verify(parser, args)
+    return importlib.import_module("moe_kernels.train").run(args)
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs every kernel that can run on this machine against its reference and prints the worst error over the "
+        "allowed one: elements that differ for outputs that must be the same bits, relative error for computed ones. "
+        "Exit status 1 on any failure. TRITON_INTERPRET=1 runs the Triton kernels on the CPU, slowly."
+    )
+    parser.add_argument("--op", action="append", default=[], metavar="NAME", help="one operation; may be repeated")
+    parser.add_argument("--backend", action="append", default=[], metavar="NAME", help="one backend; may be repeated")
+    parser.add_argument("--small", action="store_true", help="small inputs only, for interpreters and sanitizers")
+
+
+def _verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    try:
+        rows = list(verify.verify(args.op, args.backend, small=args.small))
+    except ValueError as error:
+        parser.error(str(error))
+    header = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "")
+    print(info.table(header, map(verify.cells, rows)))
+    failed = sum(row.verdict == "FAILED" for row in rows)
+    ran = sum(row.verdict == "ok" for row in rows)
+    print(f"\n{ran} ok, {failed} failed, {len(rows) - ran - failed} not run")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

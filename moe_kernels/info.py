@@ -1,0 +1,164 @@
+"""What machine this is, what was built for it, and which backend can run which operation."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pkgutil
+import platform
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_kernels import backends, ops
+from moe_kernels._version import __version__
+
+
+class Placement(NamedTuple):
+    """Where a backend can run an operation: a device type, or None and the reason why nowhere here."""
+
+    device: str | None
+    reason: str
+
+
+def machine() -> dict[str, Any]:
+    """CPU, GPUs, driver and versions, as plain data that a report can carry."""
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "isa": instruction_set(),
+        "gpus": gpus(),
+        "driver": driver(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "moe_kernels": __version__,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def device_name(facts: dict[str, Any]) -> str:
+    """The machine's name in results: its first GPU, else its CPU."""
+    return facts["gpus"][0]["name"] if facts["gpus"] else facts["cpu"]
+
+
+def cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def instruction_set() -> str:
+    """The instruction set that the CPU kernels use, or why there are none."""
+    try:
+        from moe_kernels.backends import cpu
+    except ImportError as error:
+        return f"none: {error}"
+    return cpu.module.isas[cpu.isa]
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Every CUDA device with its memory in GiB, compute capability, multiprocessors and L2 cache in MiB."""
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+                "capability": f"{properties.major}.{properties.minor}",
+                "multiprocessors": properties.multi_processor_count,
+                "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20),
+            }
+        )
+    return found
+
+
+def driver() -> str:
+    """Version of the NVIDIA kernel driver, or "none"."""
+    try:
+        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return "none"
+    return found.group() if found else "unknown"
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def extensions() -> list[tuple[str, str]]:
+    """The extension modules and what each was built for."""
+    rows = [("_cpu", instruction_set())]
+    try:
+        from moe_kernels import _cuda  # type: ignore[attr-defined, unused-ignore]
+    except ImportError as error:
+        return [*rows, ("_cuda", f"not built: {error}")]
+    offered = _cuda.driver_version()
+    driver_text = f"driver offers CUDA {_cuda_version(offered)}" if offered else "no driver"
+    built = f"built with CUDA {_cuda_version(_cuda.runtime_version)} for {_cuda.architectures}"
+    return [*rows, ("_cuda", f"{built}; {driver_text}")]
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def operations() -> list[str]:
+    """Every operation of the package: moe_kernels/ops/<operation>.py."""
+    return sorted(module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_"))
+
+
+def placement(op: str, backend: str, dtype: torch.dtype = torch.float32) -> Placement:
+    """The device type on which `backend` runs `op` in `dtype` here, a GPU first, or the reason why it cannot."""
+    reason = ""
+    for device in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:
+        refused = backends.unsupported(backend, op, device, dtype)
+        if refused is None:
+            return Placement(device, "")
+        reason = reason or refused
+    return Placement(None, reason)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Plain text in aligned columns."""
+    lines = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def describe() -> str:
+    """The text of `python -m moe_kernels info`."""
+    facts = machine()
+    gpu_lines = [
+        (
+            "GPU",
+            f"{gpu['name']}, {gpu['memory_gib']} GiB, capability {gpu['capability']}, L2 {gpu['l2_mib']} MiB",
+        )
+        for gpu in facts["gpus"]
+    ]
+    lines = [
+        ("CPU", f"{facts['cpu']}, {facts['cores']} cores, kernels use {facts['isa']}"),
+        *(gpu_lines or [("GPU", "none that torch can use")]),
+        ("driver", facts["driver"]),
+        *((name, facts[name]) for name in ("python", "torch", "triton", "moe_kernels", "system")),
+        *extensions(),
+    ]
+    rows = []
+    for op in operations():
+        for backend in backends.NAMES:
+            device, reason = placement(op, backend)
+            rows.append((op, backend, "yes" if device else "no", f"on {device} tensors" if device else reason))
+    described = "\n".join(f"{name:<12} {text}" for name, text in lines)
+    return f"{described}\n\n{table(('operation', 'backend', 'runs here', 'where, or why not'), rows)}"

@@ -1,0 +1,244 @@
+"""Every kernel that can run here against its definition: values, masks and gradients, on easy and on hostile inputs.
+
+An output that selects or copies must equal the reference bit for bit: its error is the number of wrong elements, and
+none is allowed. An output that computes may be off from the float64 reference by twice what the reference of its own
+dtype is off, plus the operation's floor; these errors are relative to the output's largest magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_kernels import backends
+from moe_kernels.info import placement
+from moe_kernels.ops import kwta
+
+KERNELS = tuple(name for name in backends.NAMES if name != "reference")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+Inputs = dict[str, Any]
+Outputs = dict[str, Tensor]
+
+
+class Case(NamedTuple):
+    """One input of an operation, with a name that says what is special about it."""
+
+    name: str
+    inputs: Inputs
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How one operation is verified.
+
+    cases(dtype, device, small): inputs; `small` ones suit interpreters and sanitizers (rows of <= 512, <= 4 of them).
+    run(inputs, backend): outputs by name, gradients among them.
+    exact: names of the outputs that must be the same bits as the reference's.
+    floor: what computed outputs may be off beyond twice the reference's error, in units of the dtype's epsilon.
+    """
+
+    cases: Callable[[torch.dtype, str, bool], Iterator[Case]]
+    run: Callable[[Inputs, str], Outputs]
+    exact: frozenset[str]
+    floor: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run"; the note says why or where."""
+
+    operation: str
+    backend: str
+    dtype: str
+    device: str
+    cases: int
+    error: float
+    allowed: float
+    verdict: str
+    note: str
+
+
+def verify(ops: Iterable[str] = (), names: Iterable[str] = (), *, small: bool = False) -> Iterator[Row]:
+    """Verifies operations `ops` on backends `names` (all of them where empty), one Row per dtype.
+
+    Raises:
+        ValueError: an unknown operation or backend.
+    """
+    wanted, kernels = tuple(ops) or tuple(OPERATIONS), tuple(names) or KERNELS
+    _check_known("operation", wanted, tuple(OPERATIONS))
+    _check_known("backend", kernels, KERNELS)
+    return (row for op in wanted for backend in kernels for row in _backend_rows(op, backend, small))
+
+
+def cases(op: str, dtype: torch.dtype = torch.float32, device: str = "cpu", *, small: bool = False) -> Iterator[Case]:
+    """The inputs on which `op` is verified."""
+    _check_known("operation", (op,), tuple(OPERATIONS))
+    return OPERATIONS[op].cases(dtype, device, small)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text for a table; where nothing ran, its numbers are dashes."""
+    ran = row.verdict != "not run"
+    numbers = (f"{row.cases}", f"{row.error:.3g}", f"{row.allowed:.3g}") if ran else ("-", "-", "-")
+    return (row.operation, row.backend, row.dtype, row.device, *numbers, row.verdict, row.note)
+
+
+def _check_known(what: str, names: Iterable[str], known: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{what} must be one of {', '.join(known)}; got {name!r}")
+
+
+def _backend_rows(op: str, backend: str, small: bool) -> Iterator[Row]:
+    places = {dtype: placement(op, backend, dtype) for dtype in DTYPES}
+    if not any(place.device for place in places.values()):
+        yield Row(op, backend, "-", "-", 0, 0.0, 0.0, "not run", places[torch.float32].reason)
+        return
+    for dtype, (device, reason) in places.items():
+        if device is None:
+            yield Row(op, backend, _short(dtype), "-", 0, 0.0, 0.0, "not run", reason)
+        else:
+            # A GPU backend on CPU tensors is an interpreter or the host executor: about 1 ms a program.
+            yield check(op, backend, dtype, device, small=small or (device == "cpu" and backend != "cpu"))
+
+
+def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool = False) -> Row:
+    """Runs every case of one operation, backend and dtype, and keeps the worst error over the allowed one."""
+    operation = OPERATIONS[op]
+    count, worst = 0, (-1.0, 0.0, 0.0, "")
+    for name, inputs in operation.cases(dtype, device, small):
+        count += 1
+        try:
+            with poisoned():
+                found = operation.run(inputs, backend)
+        except Exception as raised:
+            note = f"{name}: {type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
+            return Row(op, backend, _short(dtype), device, count, math.inf, 0.0, "FAILED", note)
+        for output, error, allowed in _errors(operation, inputs, found):
+            excess = error / allowed if allowed else (math.inf if error else 0.0)
+            if excess > worst[0]:
+                worst = (excess, error, allowed, f"worst: {output} of {name}")
+    excess, error, allowed, note = worst
+    failed = excess > 1
+    verdict = "FAILED" if failed else "ok"
+    return Row(op, backend, _short(dtype), device, count, error, allowed, verdict, note if failed or error else "")
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within the block torch fills fresh memory with NaN, so that an element that no kernel wrote shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined, unused-ignore]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined, unused-ignore]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined, unused-ignore]
+
+
+def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tuple[str, float, float]]:
+    """(output, error, allowed error) of every output."""
+    expected = operation.run(inputs, "reference")
+    computed = [name for name in expected if name not in operation.exact]
+    truth = operation.run({key: _double(value) for key, value in inputs.items()}, "reference") if computed else {}
+    for name, reference in expected.items():
+        got = found[name]
+        if got.shape != reference.shape or got.dtype != reference.dtype:
+            yield name, math.inf, 0.0
+        elif name in operation.exact:
+            yield name, float((_bits(got) != _bits(reference)).sum()), 0.0
+        else:
+            floor = operation.floor * torch.finfo(reference.dtype).eps
+            yield name, relative_error(got, truth[name]), 2 * relative_error(reference, truth[name]) + floor
+
+
+def relative_error(got: Tensor, truth: Tensor) -> float:
+    """Largest |got - truth| over the largest finite |truth|; infinite where only one of the two is finite."""
+    got, truth = got.detach().double(), truth.detach().double()
+    same = (got == truth) | (got.isnan() & truth.isnan())
+    off = torch.where(same, 0.0, (got - truth).abs()).nan_to_num(nan=math.inf)
+    size = truth.abs()[truth.isfinite()]
+    scale = float(size.max()) if size.numel() else 0.0
+    return float(off.max()) / (scale or 1.0) if off.numel() else 0.0
+
+
+def _bits(x: Tensor) -> Tensor:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(integers[x.element_size()]) if x.is_floating_point() else x
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kwta_fill(kind: str, rows: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if kind == "constant":
+        return torch.full((rows, n), 0.5, dtype=dtype)
+    if kind == "ties":
+        return torch.randint(-3, 4, (rows, n), generator=generator).to(dtype)
+    x = torch.randn(rows, n, generator=generator).to(dtype)
+    if kind == "sorted":
+        return x.sort(-1).values
+    if kind == "special":
+        limits = torch.finfo(dtype)
+        low = limits.smallest_normal / 4
+        hostile = [math.nan, math.inf, -math.inf, 0.0, -0.0, low, -low, limits.max, limits.min]
+        which = torch.randint(0, 2 * len(hostile), (rows, n), generator=generator)
+        table = torch.tensor(hostile, dtype=torch.float64).to(dtype)
+        return torch.where(which < len(hostile), table.take(which.clamp(max=len(hostile) - 1)), x)
+    return x
+
+
+def _kwta_layout(x: Tensor, layout: str) -> Tensor:
+    """The same values in rows that lie apart ("strided"), in columns ("transposed"), or as they are."""
+    if layout == "strided":
+        return torch.nn.functional.pad(x, (0, 3))[:, : x.shape[1]]
+    return x.t().contiguous().t() if layout == "transposed" else x
+
+
+def _kwta_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    """Kinds of rows x sizes x winners x tie rules; layout and `values` are drawn, so that none goes with a tie rule."""
+    draw, generator = random.Random(0), torch.Generator().manual_seed(0)
+    sizes = {1: 2, 33: 3, 500: 2} if small else {1: 3, 31: 5, 100: 9, 1000: 4, 1025: 3, 4099: 2, 16400: 1}
+    for n, rows in sizes.items():
+        for kind in ("normal", "ties", "constant", "special", "sorted"):
+            for index, k in enumerate(sorted({0, 1, n // 2, n})):
+                for ties in (kwta.TIES[index % 3],) if small else kwta.TIES:
+                    layout = draw.choice(("contiguous", "strided", "transposed"))
+                    given = draw.random() < 0.5
+                    fill = {"x": kind, "grad": "normal"} | ({"values": "special"} if given else {})
+                    tensors = {
+                        name: _kwta_layout(_kwta_fill(each, rows, n, dtype, generator), layout).to(device)
+                        for name, each in fill.items()
+                    }
+                    inputs = {"values": None, **tensors, "k": k, "ties": ties}
+                    yield Case(f"{kind} {rows} x {n}, k={k}, {ties}, {layout}{', values=' * given}", inputs)
+
+
+def _kwta_run(inputs: Inputs, backend: str) -> Outputs:
+    x, values, k, ties = (inputs[name] for name in ("x", "values", "k", "ties"))
+    leaf = (x if values is None else values).detach().requires_grad_()
+    given = {"ties": ties, "backend": backend}
+    y = kwta.kwta(leaf, k, **given) if values is None else kwta.kwta(x, k, values=leaf, **given)
+    (gradient,) = torch.autograd.grad(y, leaf, inputs["grad"])
+    inference = kwta.kwta(x, k, values=values, **given)
+    return {"y": y, "y without grad": inference, "mask": kwta.kwta_mask(x, k, **given), "gradient": gradient}
+
+
+OPERATIONS: dict[str, Operation] = {
+    "kwta": Operation(_kwta_cases, _kwta_run, exact=frozenset({"y", "y without grad", "mask", "gradient"})),
+}
