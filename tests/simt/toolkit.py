@@ -68,7 +68,7 @@ def find() -> Toolkit:
 
     for root, nvcc in candidates:
         include = root / "include"
-        needed = ("cuda_bf16.h", "cuda_fp16.h", "vector_functions.h", "crt/host_defines.h")
+        needed = ("cuda_bf16.h", "vector_functions.h", "crt/host_defines.h", "nv/target")
         if all((include / each).exists() for each in needed):
             complete = nvcc.exists() and (root / "nvvm" / "bin" / "cicc").exists()
             return Toolkit(
@@ -79,5 +79,5 @@ def find() -> Toolkit:
                 no_nvcc=None if complete else f"{root} has no nvcc with its cicc",
                 no_cuobjdump=no_cuobjdump,
             )
-    reason = "no CUDA headers: neither an nvcc on PATH nor the nvidia-cuda-runtime and nvidia-cuda-crt wheels"
+    reason = "no CUDA headers: neither an nvcc on PATH nor the wheels nvidia-cuda-{runtime,crt,cccl}"
     return Toolkit(missing=reason, no_nvcc=reason, no_cuobjdump=no_cuobjdump, cuobjdump=cuobjdump, nvdisasm=nvdisasm)
