@@ -320,8 +320,7 @@ void forward(const Call& c) {
           const int64_t i = w * kWord, count = std::min(kWord, c.n - i);
           if (y) keep(y + row * c.n + i, values + row * c.values_stride + i, word, count);
           if (c.bits) c.bits[row * words_of(c.n) + w] = int32_t(word);
-          if (c.mask)
-            for (int64_t j = 0; j < count; ++j) c.mask[row * c.n + i + j] = word >> j & 1u;
+          if (c.mask) spread(c.mask + row * c.n + i, word, count);
         });
       }
     }

@@ -1,6 +1,7 @@
 """Checks that every operation shares. A message names the operation, what was expected and what came."""
 
 import operator
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -38,9 +39,12 @@ def check_like(op: str, name: str, tensor: Tensor, other_name: str, other: Tenso
 
 def check_int(op: str, name: str, value: object, low: int, high: int, meaning: str) -> int:
     """`value` as an int within [low, high]."""
-    if isinstance(value, bool | float | Tensor) or not hasattr(value, "__index__"):
+    if isinstance(value, int) and not isinstance(value, bool):
+        number = value
+    elif isinstance(value, bool | Tensor) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
-    number = operator.index(value)  # type: ignore[arg-type]
+    else:
+        number = operator.index(value)
     if not low <= number <= high:
         raise ValueError(f"{op}: {name} must be from {low} to {high} ({meaning}), got {number}")
     return number

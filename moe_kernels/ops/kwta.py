@@ -92,10 +92,9 @@ def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
         TypeError: n is no int.
     """
     n = check_int("k_from_fraction", "n", n, 1, 2**63 - 1, "elements of a row")
-    exact = Fraction(str(p)) if isinstance(p, float) else Fraction(p)
-    if not 0 < exact <= 1:
+    if not 0 < float(p) <= 1:  # false for NaN too
         raise ValueError(f"k_from_fraction: p must be a keep fraction in (0, 1], got {p!r}")
-    return max(1, int(exact * n))
+    return max(1, int(Fraction(str(p)) * n))
 
 
 class _Kwta(torch.autograd.Function):

@@ -1,0 +1,90 @@
+"""Where the tests run: every backend on this machine, each kernel's test written once.
+
+A test that takes `target` runs once for every instruction set of the CPU, once for Triton and once for CUDA. Without a
+GPU, Triton's kernels run under its interpreter and CUDA's on the host executor (tests/simt), both on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before anything imports one
+
+import pytest
+
+from moe_kernels import backends
+from moe_kernels.backends import cpu
+
+sys.path.insert(0, str(Path(__file__).parent))
+import simt
+
+# Memory that nobody wrote reads as NaN, or as the largest integer.
+torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A backend to hand to an operation, and the device its tensors live on."""
+
+    id: str
+    backend: str
+    device: str
+
+    @property
+    def interpreted(self) -> bool:
+        """A thousandth of a kernel's speed: keep shapes small."""
+        return self.device == "cpu" and self.backend != "cpu"
+
+
+TARGETS = [Target(f"cpu-{isa}", "cpu", "cpu") for isa in cpu.module.isas] + [
+    Target(name, name, "cuda" if HAS_GPU else "cpu") for name in ("triton", "cuda")
+]
+
+
+def reason_to_skip(target: Target, op: str = "kwta") -> str | None:
+    if target.backend == "cuda" and target.interpreted:
+        return simt.unavailable()
+    return backends.missing(target.backend, op)
+
+
+@contextlib.contextmanager
+def running(target: Target) -> Iterator[Target]:
+    """Within the block the target's backend takes tensors of its device."""
+    with contextlib.ExitStack() as stack:
+        if target.backend == "cuda" and target.interpreted:
+            stack.enter_context(simt.use())
+        if target.backend == "cpu":
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr(cpu, "isa", cpu.module.isas.index(target.id.removeprefix("cpu-")))
+        yield target
+
+
+@pytest.fixture(params=TARGETS, ids=lambda target: target.id)
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    reason = reason_to_skip(request.param)
+    if reason is not None:
+        pytest.skip(f"{request.param.id}: {reason}")
+    with running(request.param):
+        yield request.param
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def nvcc_or_skip() -> str:
+    found = shutil.which("nvcc")
+    if found is None:
+        pytest.skip("no nvcc on this machine")
+    return found

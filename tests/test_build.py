@@ -1,0 +1,102 @@
+"""Building: wheels hold what was asked for, CUDA is chosen or refused clearly, and torch is not needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the sources, and a torch that breaks whoever imports it."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("csrc", "moe_kernels", "python_ref"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "no_torch").mkdir()
+    (folder / "no_torch" / "torch.py").write_text("raise ImportError('the build must not import torch')\n")
+    return folder
+
+
+def build(checkout: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
+    kept = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "MOE_KERNELS_CUDA")}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=checkout,
+        env={**kept, "PYTHONPATH": str(checkout / "no_torch"), **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def wheel(checkout: Path, source: Path, **environment: str) -> set[str]:
+    """Names in the wheel built from `source`, with what is installed here: no network, no isolation."""
+    out = checkout / "wheels"
+    shutil.rmtree(out, ignore_errors=True)
+    pip = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(out), str(source))
+    done = build(checkout, *pip, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = out.glob("*.whl")
+    return set(zipfile.ZipFile(path).namelist())
+
+
+def test_a_stale_module_never_ships(checkout):
+    for folder in (checkout / "moe_kernels", checkout / "build" / "lib.linux-x86_64-cpython-311" / "moe_kernels"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "_cuda.cpython-311-x86_64-linux-gnu.so").write_text("left by an earlier build")
+    names = wheel(checkout, checkout, MOE_KERNELS_CUDA="0")
+    assert any(name.startswith("moe_kernels/_cpu.") for name in names)
+    assert not any("_cuda" in name and name.endswith(".so") for name in names)
+    assert {"moe_kernels/ops/kwta.py", "python_ref/kwta.py"} <= names
+
+
+def test_a_source_distribution_builds(checkout):
+    done = build(checkout, "setup.py", "-q", "sdist", "-d", "dist")
+    assert done.returncode == 0, done.stderr
+    (archive,) = (checkout / "dist").glob("*.tar.gz")
+    names = wheel(checkout, archive, MOE_KERNELS_CUDA="0")
+    assert any(name.startswith("moe_kernels/_cpu.") for name in names)
+
+
+def test_asking_for_cuda_without_nvcc_is_an_error(checkout, tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    done = build(checkout, "setup.py", "build_ext", MOE_KERNELS_CUDA="1", PATH=str(tools))
+    assert done.returncode != 0
+    assert "MOE_KERNELS_CUDA=1 needs nvcc" in done.stderr
+    done = build(checkout, "setup.py", "build_ext", MOE_KERNELS_CUDA="yes")
+    assert "MOE_KERNELS_CUDA must be 0, 1 or auto; got 'yes'" in done.stderr
+
+
+def test_a_bad_architecture_is_an_error(checkout):
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc on this machine")
+    done = build(checkout, "setup.py", "build_ext", MOE_KERNELS_CUDA="1", TORCH_CUDA_ARCH_LIST="ampere")
+    assert done.returncode != 0
+    assert "TORCH_CUDA_ARCH_LIST must list capabilities such as 8.0;9.0+PTX; got 'ampere'" in done.stderr
+
+
+def test_the_cuda_module_imports_without_a_gpu(checkout):
+    if shutil.which("nvcc") is None:
+        pytest.skip("no nvcc on this machine")
+    done = build(checkout, "setup.py", "-q", "build_ext", "--inplace", MOE_KERNELS_CUDA="1", TORCH_CUDA_ARCH_LIST="8.0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (module,) = (checkout / "moe_kernels").glob("_cuda*.so")
+    needed = subprocess.run(["ldd", module], capture_output=True, text=True, check=True).stdout
+    assert "cudart" not in needed
+    code = (
+        "import importlib.util as u; "
+        f"s = u.spec_from_file_location('_cuda', {str(module)!r}); m = u.module_from_spec(s); s.loader.exec_module(m); "
+        "print(m.architectures, m.runtime_version >= 12000)"
+    )
+    done = build(checkout, "-c", code)
+    assert done.stdout.split() == ["8.0", "True"], done.stderr

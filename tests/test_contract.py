@@ -1,0 +1,129 @@
+"""The rules every operation follows: backends chosen and explained, torch told of every op, addresses taken in one place."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+import moe_kernels as mk
+from moe_kernels import backends
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_importing_needs_torch_alone():
+    others = ("triton", "numpy", "sklearn", "rich", "typer", "matplotlib", "scipy", "pybind11")
+    code = f"import sys; sys.modules.update(dict.fromkeys({others})); import moe_kernels as mk, torch; "
+    code += "print(mk.kwta(torch.tensor([1.0, 3.0, 2.0]), 2).tolist())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[0.0, 3.0, 2.0]", done.stderr
+
+
+def test_a_backend_asked_for_by_name_never_falls_back():
+    x = torch.randn(2, 5, dtype=torch.float64)
+    with pytest.raises(mk.BackendError, match=r"kwta: backend 'triton' cannot run here: .*float64"):
+        mk.kwta(x, 2, backend="triton")
+    with mk.use_backend("cuda"), pytest.raises(mk.BackendError, match="kwta: backend 'cuda' cannot run here"):
+        mk.kwta(x, 2)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        mk.kwta(x, 2, backend="gpu")
+    with pytest.raises(ValueError, match="backend must be one of"), mk.use_backend("gpu"):
+        pass
+
+
+def test_the_first_word_wins(monkeypatch):
+    x = torch.randn(3)
+    assert backends.choose("kwta", None, x) == "cpu"
+    monkeypatch.setenv("MOE_KERNELS_BACKEND", "reference")
+    assert backends.choose("kwta", None, x) == "reference"
+    with mk.use_backend("cpu"):
+        assert backends.choose("kwta", None, x) == "cpu"
+        with mk.use_backend("reference"):
+            assert backends.choose("kwta", None, x) == "reference"
+        assert backends.choose("kwta", "reference", x) == "reference"
+        assert backends.choose("kwta", None, x) == "cpu"
+
+
+def test_explain_says_why(capsys):
+    found = mk.explain("kwta", torch.randn(2, 5, dtype=torch.float64), 2)
+    by_name = {candidate.backend: candidate for candidate in found}
+    assert by_name["cpu"].available
+    assert "float64" in by_name["triton"].reason or "Triton" in by_name["triton"].reason
+    assert "-> cpu" in capsys.readouterr().out
+
+
+def test_available_backends():
+    assert {"reference", "cpu"} <= set(mk.available_backends("kwta"))
+    assert mk.available_backends("no_such_op") == []
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_opcheck(backend):
+    if backends.missing(backend, "kwta"):
+        pytest.skip(str(backends.missing(backend, "kwta")))
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    x, values = torch.randn(3, 40, device=device), torch.randn(3, 40, device=device)
+    ops = torch.ops.moe_kernels
+    opcheck(ops.kwta_fwd.default, (x, values, 5, "index", True, backend))
+    opcheck(ops.kwta_fwd.default, (x, None, 5, "strict", False, backend))
+    opcheck(ops.kwta_mask.default, (x, 5, "all", backend))
+    _, bits = ops.kwta_fwd(x, None, 5, "index", True, backend)
+    opcheck(ops.kwta_bwd.default, (x, bits, backend))
+
+
+def test_compiles_whole_forward_and_backward():
+    def layer(c, a, k):
+        return mk.kwta(c, k, values=torch.tanh(a)).sum(-1)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    for rows, n in ((4, 33), (5, 70)):
+        c, a = torch.randn(rows, n), torch.randn(rows, n, requires_grad=True)
+        expected = torch.autograd.grad(layer(c, a, 7).square().sum(), a)[0]
+        got = torch.autograd.grad(compiled(c, a, 7).square().sum(), a)[0]
+        torch.testing.assert_close(got, expected)
+
+
+def test_flops_are_counted():
+    x = torch.randn(4, 50, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        mk.kwta(x, 5, backend="cpu").sum().backward()
+    assert counter.get_total_flops() == 2 * 4 * 50  # the product with the mask, forward and backward
+
+
+def test_autocast_casts_nothing():
+    x = torch.randn(4, 50)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mk.kwta(x, 5).dtype == torch.float32
+        assert mk.kwta(x.bfloat16(), 5).dtype == torch.bfloat16
+
+
+def test_a_narrower_instruction_set_can_be_asked_for():
+    code = "from moe_kernels.backends import cpu; print(cpu.isa)"
+    environment = {**os.environ, "MOE_KERNELS_CPU_ISA": "base"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == "0"
+
+
+def test_addresses_are_taken_in_one_place():
+    package = ROOT / "moe_kernels"
+    takers = {path.name for path in package.rglob("*.py") if re.search(r"\bdata_ptr\(", path.read_text())}
+    assert takers == {"_native.py"}
+
+
+def test_imports_run_one_way():
+    layers = ["models", "nn", "ops", "backends"]
+    for rank, layer in enumerate(layers):
+        for path in (ROOT / "moe_kernels" / layer).rglob("*.py"):
+            for above in layers[:rank]:
+                assert f"moe_kernels.{above}" not in path.read_text(), f"{path.name} imports {above}"
+    for path in (ROOT / "python_ref").glob("*.py"):
+        assert "import moe_kernels" not in path.read_text()
+        assert "from moe_kernels" not in path.read_text()

@@ -1,0 +1,253 @@
+"""k-winner-take-all: values, ties, special values, gradients and errors, on every backend."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import TARGETS, Target, reason_to_skip, running
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moe_kernels as mk
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TIES = ("index", "strict", "all")
+INF, NAN = math.inf, math.nan
+
+
+def winners(row: list[float], k: int, ties: str) -> list[bool]:
+    """The definition, element by element, on Python's floats."""
+    rank = [(math.isnan(v), 0.0 if math.isnan(v) else v) for v in row]
+    if ties == "index":
+        best = sorted(range(len(row)), key=lambda i: (rank[i], -i), reverse=True)[:k]
+        return [i in best for i in range(len(row))]
+    at_least = [sum(other >= own for other in rank) for own in rank]
+    above = [sum(other > own for other in rank) for own in rank]
+    return [count <= k if ties == "strict" else more < k for count, more in zip(at_least, above, strict=True)]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(integer), b.view(integer))
+
+
+def special(n: int) -> torch.Tensor:
+    """A row of NaN, infinities, both zeros, subnormals and ties."""
+    pool = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1e-40, -1e-40, 6e-8, 1.0, 1.0, -1.0, 65504.0])
+    return pool[torch.randint(len(pool), (n,))]
+
+
+ROWS = {
+    "normal": torch.randn,  # distinct values: the three tie rules agree
+    "small integers": lambda n: torch.randint(-2, 3, (n,)).float(),  # ties everywhere, also across the boundary
+    "constant": lambda n: torch.full((n,), 0.3),  # "strict" keeps nothing, "all" everything
+    "relu": lambda n: torch.randn(n).relu(),  # half the row is one value
+    "sorted": lambda n: torch.arange(n).float() - n / 2,  # a sampled mean misleads
+    "lognormal": lambda n: (4 * torch.randn(n)).exp(),  # a normal guess misleads
+    "one outlier": lambda n: torch.cat([torch.randn(max(n - 1, 0)), torch.tensor([3e38])]),  # the variance overflows
+    "huge": lambda n: torch.randn(n) * 1e38,  # squares overflow
+    "subnormal": lambda n: torch.randn(n) * 1e-41,  # flushed by a kernel that compares floats
+    "special": special,
+    "all NaN": lambda n: torch.full((n,), NAN),
+    "masked": lambda n: torch.randn(n).masked_fill(torch.rand(n) < 0.7, -INF),
+}
+
+
+def ks(n: int) -> list[int]:
+    return sorted({0, 1, n // 10, n // 2, n - 1, n})
+
+
+def shapes(target: Target) -> list[tuple[int, int]]:
+    """(n, k): all of them, or the two that an interpreter has the time for (33: a word and one element more)."""
+    if target.interpreted:
+        return [(33, 16), (33, 3)]
+    return [(n, k) for n in (1, 2, 31, 32, 33, 100, 512) for k in ks(n)]
+
+
+@pytest.mark.parametrize("ties", TIES)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_the_reference_is_the_definition(dtype, ties):
+    for make, n in itertools.product(ROWS.values(), (1, 31, 32, 100)):
+        row = make(n).to(dtype)
+        for k in ks(n):
+            expected = winners(row.tolist(), k, ties)
+            assert mk.kwta_mask(row, k, ties=ties, backend="reference").tolist() == expected
+
+
+@pytest.mark.parametrize("ties", TIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ROWS)
+def test_mask_and_values_are_the_reference_bit_for_bit(target, kind, dtype, ties):
+    for n, k in shapes(target):
+        x = torch.stack([ROWS[kind](n) for _ in range(2)]).to(dtype).to(target.device)
+        values = torch.stack([special(n) for _ in range(2)]).to(dtype).to(target.device)
+        mask = mk.kwta_mask(x, k, ties=ties, backend="reference")
+        assert torch.equal(mk.kwta_mask(x, k, ties=ties, backend=target.backend), mask), (n, k)
+        expected = mk.kwta(x, k, values=values, ties=ties, backend="reference")
+        assert same_bits(mk.kwta(x, k, values=values, ties=ties, backend=target.backend), expected), (n, k)
+
+
+@pytest.mark.parametrize("n", [1000, 1024, 1025, 4096, 5000, 16384, 20000])  # 16384: the last that stays resident
+def test_long_rows(target, n):
+    kinds = ("normal", "special") if target.interpreted else tuple(ROWS)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.stack([ROWS[kind](n) for kind in kinds]).to(dtype).to(target.device)
+        for k in (n // 10,) if target.interpreted else (n // 10, n // 2, n - 1):
+            mask = mk.kwta_mask(x, k, backend="reference")
+            assert torch.equal(mk.kwta_mask(x, k, backend=target.backend), mask)
+            assert same_bits(mk.kwta(x, k, backend=target.backend), mk.kwta(x, k, backend="reference"))
+
+
+def test_a_thousand_rows_agree_between_cpu_and_cuda():
+    gpu = next(target for target in TARGETS if target.backend == "cuda")
+    reason = reason_to_skip(gpu)
+    if reason is not None:
+        pytest.skip(reason)
+    sizes = {1: 110, 31: 110, 32: 110, 33: 110, 100: 110, 1000: 110, 1024: 110, 1025: 110, 4096: 48, 5000: 48, 16384: 24}
+    assert sum(sizes.values()) == 1000
+    kinds = list(ROWS.values())
+    for n, count in sizes.items():
+        x = torch.stack([kinds[i % len(kinds)](n) for i in range(count)])
+        for ties, k in zip(TIES, (n // 2, n // 10, n - n // 10), strict=True):
+            expected = mk.kwta_mask(x, k, ties=ties, backend="cpu")
+            with running(gpu):
+                got = mk.kwta_mask(x.to(gpu.device), k, ties=ties, backend="cuda").cpu()
+            assert torch.equal(got, expected), (n, k, ties)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(width=16), min_size=1, max_size=70), st.data())
+def test_any_row_on_the_cpu(row, data):
+    k = data.draw(st.integers(0, len(row)))
+    ties = data.draw(st.sampled_from(TIES))
+    dtype = data.draw(st.sampled_from([*DTYPES, torch.float64]))
+    x = torch.tensor(row, dtype=dtype)
+    assert mk.kwta_mask(x, k, ties=ties, backend="cpu").tolist() == winners(x.tolist(), k, ties)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradient_goes_to_winners_alone(target, dtype):
+    x = torch.randint(-3, 4, (2, 3, 45)).to(dtype).to(target.device).requires_grad_()
+    values = torch.randn_like(x).requires_grad_()
+    grad = torch.full_like(x, NAN)  # 0 * NaN would show
+    mask = mk.kwta_mask(x, 20, backend="reference")
+    grad[mask] = torch.randn_like(grad)[mask]
+    expected = torch.where(mask, grad, 0)
+    (dx,) = torch.autograd.grad(mk.kwta(x, 20, backend=target.backend), x, grad)
+    assert same_bits(dx, expected)
+    dx, dvalues = torch.autograd.grad(
+        mk.kwta(x, 20, values=values, backend=target.backend), (x, values), grad, allow_unused=True
+    )
+    assert dx is None
+    assert same_bits(dvalues, expected)
+
+
+def test_gradient_of_a_sum_whose_gradient_has_stride_zero(target):
+    x = torch.randn(3, 40, device=target.device, requires_grad=True)
+    mk.kwta(x, 7, backend=target.backend).sum().backward()
+    assert torch.equal(x.grad, mk.kwta_mask(x, 7, backend="reference").float())
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_first_and_second_derivatives_in_float64(backend):
+    x = torch.randn(3, 11, dtype=torch.float64, requires_grad=True)
+    values = torch.randn(3, 11, dtype=torch.float64, requires_grad=True)
+
+    def squared(x, values):
+        return mk.kwta(x, 4, backend=backend) ** 2 + mk.kwta(x.detach(), 4, values=values, backend=backend) ** 3
+
+    assert torch.autograd.gradcheck(squared, (x, values))
+    assert torch.autograd.gradgradcheck(squared, (x, values))
+
+
+def test_backward_keeps_one_bit_an_element_and_no_copy_of_x():
+    x = torch.randn(64, 1000, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        mk.kwta(x, 100, backend="cpu")
+    assert [(t.dtype, tuple(t.shape)) for t in saved] == [(torch.int32, (64, 32))]
+
+
+def test_views_are_read_in_place_and_nothing_outside_is_written(target):
+    base = torch.randn(4, 50, device=target.device)
+    for view in (base[:, 3:47], base[::2, 5:], base.t().contiguous().t(), base[1], base.expand(3, 4, 50), base[:, ::2]):
+        for k in (0, 5, view.shape[-1]):
+            expected = mk.kwta(view.clone(), k, backend="reference")
+            assert same_bits(mk.kwta(view, k, backend=target.backend), expected)
+    frame = torch.full((6, 50), 7.0, device=target.device)
+    before = frame.clone()
+    mk.kwta(frame[1:5, 2:48], 9, backend=target.backend)
+    assert torch.equal(frame, before)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (2, 0, 4), (1,), (2, 1, 3, 5)])
+def test_empty_and_many_dimensions(target, shape):
+    x = torch.randn(shape, device=target.device, requires_grad=True)
+    for k in {0, min(2, shape[-1]), shape[-1]}:
+        y = mk.kwta(x, k, backend=target.backend)
+        assert same_bits(y.detach(), mk.kwta(x, k, backend="reference").detach())
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert dx.shape == x.shape
+        assert mk.kwta_mask(x, k, backend=target.backend).shape == x.shape
+
+
+def test_more_than_two_to_the_31_elements():
+    row = torch.randn(16384).bfloat16()
+    x = row.expand(2**17 + 1, -1)
+    assert x.numel() > 2**31
+    mask = mk.kwta_mask(x, 100, backend="cpu")
+    expected = mk.kwta_mask(row, 100, backend="reference")
+    for i in (0, 2**16, 2**17 - 1, 2**17):
+        assert torch.equal(mask[i], expected)
+
+
+def test_results_do_not_depend_on_threads():
+    x = torch.randn(100, 777)
+    one = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(mk.kwta(x, 99, backend="cpu"))
+    finally:
+        torch.set_num_threads(one)
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+def test_k_from_fraction_reads_the_decimal():
+    assert mk.k_from_fraction(0.29, 100) == 29  # the float product truncates to 28
+    assert mk.k_from_fraction(0.1, 5) == 1
+    assert mk.k_from_fraction(1.0, 7) == 7
+    assert mk.k_from_fraction("0.7", 10) == 7
+    assert all(mk.k_from_fraction(i / 100, 100) == i for i in range(1, 101))
+    for p in (0, 1.5, -0.1, NAN):
+        with pytest.raises(ValueError, match="k_from_fraction"):
+            mk.k_from_fraction(p, 10)
+    with pytest.raises(ValueError, match="k_from_fraction"):
+        mk.k_from_fraction(0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda x: mk.kwta(x, 6), ValueError, "k must be from 0 to 5 .* got 6"),
+        (lambda x: mk.kwta(x, -1), ValueError, "k must be from 0 to 5 .* got -1"),
+        (lambda x: mk.kwta(x, 2.0), TypeError, "k must be an int, got float"),
+        (lambda x: mk.kwta(x, True), TypeError, "k must be an int, got bool"),
+        (lambda x: mk.kwta(x.long(), 2), TypeError, "x must have dtype float32, .* got int64"),
+        (lambda x: mk.kwta([1.0], 1), TypeError, "x must be a Tensor, got list"),
+        (lambda x: mk.kwta(x[0, 0], 0), ValueError, "at least one dimension"),
+        (lambda x: mk.kwta(x, 2, ties="first"), ValueError, "ties must be one of 'index', .* got 'first'"),
+        (lambda x: mk.kwta(x, 2, values=x[:1]), ValueError, r"values must have the shape of x, \(2, 5\); got \(1, 5\)"),
+        (lambda x: mk.kwta(x, 2, values=x.half()), TypeError, "values must have the dtype of x, float32; got float16"),
+        (lambda x: mk.kwta(x, 2, values=x.to("meta")), ValueError, "values must be on the device of x, cpu; got meta"),
+        (lambda x: mk.kwta(x.to_sparse(), 2), TypeError, "strided"),
+        (lambda x: torch.vmap(lambda row: mk.kwta(row, 2))(x), TypeError, "torch.func transforms"),
+    ],
+)
+def test_bad_input_is_named(call, error, words):
+    with pytest.raises(error, match=f"^kwta.*{words}"):
+        call(torch.randn(2, 5))
