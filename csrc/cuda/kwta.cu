@@ -23,38 +23,43 @@ constexpr int kGuesses = 8, kGaussianGuesses = 6;
 // thresholds are counted in ranks, where -0 and +0 share one.
 template <int BITS>
 struct KeyOrder {
-  static constexpr uint32_t kZero = 1u << (BITS - 1);
+  static constexpr uint32_t kZero = 1u << (BITS - 1), kOnes = 2 * kZero - 1;
   static constexpr int kPerWord = 32 / BITS;
 
-  __device__ static uint32_t key(uint32_t bits) { return bits & kZero ? ~bits & (2 * kZero - 1) : bits | kZero; }
-  __device__ static uint32_t bits(uint32_t key) { return key & kZero ? key & ~kZero : ~key & (2 * kZero - 1); }
+  __device__ static uint32_t key(uint32_t bits) { return keys(bits) & kOnes; }
+  __device__ static uint32_t bits(uint32_t key) { return words(key) & kOnes; }
   __device__ static uint32_t rank(uint32_t key) { return key < kZero ? key + 1 : key; }
   __device__ static uint32_t key_of_rank(uint32_t rank) { return rank > kZero ? rank : rank - 1; }
 
   // The same for all elements of a register at once.
-  __device__ static uint32_t keys(uint32_t word) {
-    if constexpr (BITS == 32) return key(word);
-    return word ^ (spread_signs(word) | kHighBits);
+  __device__ static uint32_t keys(uint32_t word) { return word ^ (spread_signs(word) | in_each(kZero)); }
+  __device__ static uint32_t words(uint32_t keys) { return keys ^ (~spread_signs(keys) | in_each(kZero)); }
+  __device__ static constexpr uint32_t in_each(uint32_t element) {
+    return BITS == 32 ? element : element | element << 16;
   }
-  __device__ static uint32_t words(uint32_t keys) {
-    if constexpr (BITS == 32) return bits(keys);
-    return keys ^ (spread_signs(~keys) | kHighBits);
+  // All bits of the elements that reach the threshold, which stands in each.
+  __device__ static uint32_t reaching(uint32_t keys, uint32_t threshold) {
+    if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
+    return spread_high_bits(reaches_u16x2(keys, threshold));
   }
-  // One flag an element: key >= threshold. Packed keys take a threshold in both halves.
-  __device__ static uint32_t threshold(uint32_t key) { return BITS == 32 ? key : splat16(key); }
-  __device__ static uint32_t reaches(uint32_t keys, uint32_t threshold) {
-    if constexpr (BITS == 32) return keys >= threshold;
-    const uint32_t flags = reaches_u16x2(keys, threshold);
-    return (flags >> 15 & 1) | (flags >> 30 & 2);
+  // One bit an element of such masks, and back again.
+  template <int WORDS>
+  __device__ static uint32_t flags(const uint32_t (&masks)[WORDS]) {
+    uint32_t flags = 0;
+#pragma unroll
+    for (int w = 0; w < WORDS; w++) flags |= masks[w] & (BITS == 32 ? 1u << w : 0x00020001u << (2 * w));
+    return BITS == 32 ? flags : (flags | flags >> 16) & 0xffu;
   }
-  // All bits of the elements whose flag is set.
-  __device__ static uint32_t select(uint32_t flags) {
-    if constexpr (BITS == 32) return flags & 1 ? 0xffffffffu : 0u;
+  __device__ static uint32_t mask(uint32_t flags) {
+    if constexpr (BITS == 32) return flags & 1 ? kOnes : 0;
     return (flags & 1) * 0xffffu | (flags >> 1 & 1) * 0xffff0000u;
   }
 
  private:
-  __device__ static uint32_t spread_signs(uint32_t word) { return (word >> 15 & 0x00010001u) * 0xffffu; }
+  __device__ static uint32_t spread_signs(uint32_t word) {
+    if constexpr (BITS == 32) return static_cast<uint32_t>(static_cast<int32_t>(word) >> 31);
+    return spread_high_bits(word);
+  }
 };
 
 template <class T>
@@ -195,11 +200,11 @@ struct Row {
 #pragma unroll
     for (int i = 0; i < kVector; i++) {
       const float value = E::value(element(words[i / kPerWord], i));
-      if (value != value) nan[i / kPerWord] |= E::select(1u << (i % kPerWord));
+      if (value != value) nan[i / kPerWord] |= E::mask(1u << (i % kPerWord));
     }
     make_keys(first, words);
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) words[w] = (words[w] & ~nan[w]) | (E::threshold(kNaN) & nan[w]);
+    for (int w = 0; w < WORDS; w++) words[w] = (words[w] & ~nan[w]) | (E::in_each(kNaN) & nan[w]);
   }
 
   __device__ void add_moments(const uint32_t (&words)[WORDS], float2& moments) const {
@@ -253,7 +258,7 @@ struct Row {
 
   // How many of this thread's keys are at least `key`.
   __device__ int count(uint32_t key) const {
-    const uint32_t threshold = E::threshold(key);
+    const uint32_t threshold = E::in_each(key);
     int total = 0;
 #pragma unroll
     for (int c = 0; c < chunks(); c++) {
@@ -286,8 +291,8 @@ struct Cut {
 // elements than there are places left share it.
 template <class E, class Count>
 __device__ Cut find_cut(Count count, float2 moments, const Problem& p) {
-  constexpr uint32_t kZero = E::kZero, kNone = 2 * kZero - 1;
-  if (p.k == 0) return {kNone, kNone, 0};
+  constexpr uint32_t kZero = E::kZero;
+  if (p.k == 0) return {E::kOnes, E::kOnes, 0};
   uint32_t low = E::rank(E::kMinusInfinity), high = E::kInfinity + 2;
   if (p.k == p.n) return {E::key_of_rank(low), E::key_of_rank(low), 0};
   int low_count = p.n, high_count = 0;
@@ -341,7 +346,7 @@ __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut
   constexpr int kVector = R::kVector, kPerWord = R::kPerWord;
   const bool reload = !R::kResident || has_nan || p.values != p.x;
   const int64_t start = index * p.n, bits_start = index * ((p.n + 31) / 32);
-  const uint32_t above = E::threshold(cut.above), tied = E::threshold(cut.tied);
+  const uint32_t above = E::in_each(cut.above), tied = E::in_each(cut.tied);
   int needed = cut.needed;
 
 #pragma unroll
@@ -351,20 +356,22 @@ __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut
     const int first = row.position(c);
     uint32_t words[WORDS];
     row.keys(c, words);
-    uint32_t winners = 0;
+    uint32_t chosen[WORDS];
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) winners |= E::reaches(words[w], above) << (w * kPerWord);
+    for (int w = 0; w < WORDS; w++) chosen[w] = E::reaching(words[w], above);
+    uint32_t winners = E::flags(chosen);
     if (needed > 0) {
-      uint32_t ties = 0;
 #pragma unroll
-      for (int w = 0; w < WORDS; w++) ties |= E::reaches(words[w], tied) << (w * kPerWord);
-      ties &= ~winners;
+      for (int w = 0; w < WORDS; w++) chosen[w] = E::reaching(words[w], tied);
+      uint32_t ties = E::flags(chosen) & ~winners;
       int total;
       for (int taken = team.sum_before(__popc(ties), total); ties && taken < needed; taken++) {
         winners |= ties & -ties;
         ties &= ties - 1;
       }
       needed -= total;
+#pragma unroll
+      for (int w = 0; w < WORDS; w++) chosen[w] = E::mask(winners >> (w * kPerWord));
     }
     if (p.bits) {
       const uint32_t word = warp_pack_bits<kVector>(winners, team.lane);
@@ -380,7 +387,7 @@ __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut
         for (int w = 0; w < WORDS; w++) out[w] = E::words(words[w]);
       }
 #pragma unroll
-      for (int w = 0; w < WORDS; w++) out[w] &= E::select(winners >> (w * kPerWord));
+      for (int w = 0; w < WORDS; w++) out[w] &= chosen[w];
       row.write(static_cast<T*>(p.y) + start, first, out);
     }
     if (p.mask) {
@@ -492,7 +499,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
       store_streaming(to + i, static_cast<Vector>(flags & 1 ? value : 0));
     } else {
       using Order = KeyOrder<8 * sizeof(Bits)>;
-      const auto keep = [&](uint32_t word, int w) { return word & Order::select(flags >> (w * Order::kPerWord)); };
+      const auto keep = [&](uint32_t word, int w) { return word & Order::mask(flags >> (w * Order::kPerWord)); };
       store_streaming(to + i, make_uint4(keep(value.x, 0), keep(value.y, 1), keep(value.z, 2), keep(value.w, 3)));
     }
   }

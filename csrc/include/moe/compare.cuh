@@ -27,22 +27,27 @@ __device__ __forceinline__ uint32_t reaches_u16x2(uint32_t x, uint32_t y) {
   return (x & ~y) | (~(x ^ y) & low);
 }
 
-// Four bytes of ones or zeros from the top bits of the halves of a and b, in that order.
-__device__ __forceinline__ uint32_t spread_high_bits(uint32_t a, uint32_t b) {
+// Each half all ones or zeros, as its top bit is.
+__device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
 #ifdef SIMT_HOST
-  const auto ones = [](uint32_t word, int bit) { return (word >> bit & 1) * 0xffu; };
-  return ones(a, 15) | ones(a, 31) << 8 | ones(b, 15) << 16 | ones(b, 31) << 24;
+  return (x >> 15 & 0x00010001u) * 0xffffu;
 #else
-  // Selector digit 8 + i copies the sign of byte i over the whole byte; __byte_perm leaves that mode out.
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(bytes) : "r"(a), "r"(b));
-  return bytes;
+  // Selector digit 8 + i copies the sign of byte i over a whole byte; __byte_perm leaves that mode out.
+  uint32_t spread;
+  asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(spread) : "r"(x));
+  return spread;
 #endif
 }
 
-// count + how many of the four top bits are set.
+// count + how many of the four top bits of the halves of a and b are set.
 __device__ __forceinline__ int count_high_bits(uint32_t a, uint32_t b, int count) {
-  return __dp4a(static_cast<int>(spread_high_bits(a, b)), -1, count);
+  uint32_t bytes;  // -1 or 0, one a half
+#ifdef SIMT_HOST
+  bytes = (spread_high_bits(a) & 0x00ff00ffu) | (spread_high_bits(b) & 0xff00ff00u);
+#else
+  asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(bytes) : "r"(a), "r"(b));
+#endif
+  return __dp4a(static_cast<int>(bytes), -1, count);
 }
 
 }  // namespace moe
