@@ -5,6 +5,7 @@ Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+P
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,14 @@ def find_nvcc() -> Path | None:
     if wanted == "0" or found is None:
         print(f"moe_kernels: building without CUDA ({'MOE_KERNELS_CUDA=0' if wanted == '0' else 'no nvcc found'})")
         return None
-    return Path(found).resolve()
+    return Path(found)
+
+
+def toolkit(nvcc: Path) -> Path:
+    """The folder behind nvcc, which may be a link or a script: nvcc itself tells."""
+    told = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.*)$", told, re.MULTILINE)
+    return Path(top[1].strip()).resolve() if top else nvcc.resolve().parent.parent
 
 
 def architectures() -> list[str]:
@@ -72,7 +80,7 @@ class NinjaBuild(build_ext):
         (temp / "build.ninja").write_text("\n".join(lines) + "\n")
         jobs = os.environ.get("MAX_JOBS")
         program = Path(ninja.BIN_DIR) / "ninja"
-        subprocess.run([program, "-C", temp, *(["-j", jobs] if jobs else [])], check=True)
+        subprocess.run([program, "--quiet", "-C", temp, *(["-j", jobs] if jobs else [])], check=True)
 
     def remove_stale(self) -> None:
         """A module left by an earlier build with other settings must not ship."""
@@ -108,9 +116,8 @@ class NinjaBuild(build_ext):
     def cuda(self, temp: Path) -> list[str]:
         nvcc = find_nvcc()
         assert nvcc is not None
-        home = nvcc.parent.parent
-        library = next(path for path in (home / "lib64", home / "lib") if (path / "libcudart_static.a").exists())
-        archs = architectures()
+        home, archs = toolkit(nvcc), architectures()
+        library = home / ("lib64" if (home / "lib64").exists() else "lib")
         lines = [
             "rule nvcc",
             f"  command = {nvcc} {NVCCFLAGS} {' '.join(map(gencode, archs))} -I{CSRC}/include -MMD -MF $out.d -c $in -o $out",
@@ -118,8 +125,7 @@ class NinjaBuild(build_ext):
             "  deps = gcc",
         ]
         module = temp / "cuda.module.o"
-        names = '\\"' + ";".join(archs) + '\\"'
-        flags = f"-isystem {home}/include -DMOE_CUDA_ARCHITECTURES='{names}'"
+        flags = f"""-isystem {home}/include -DMOE_CUDA_ARCHITECTURES='"{";".join(archs)}"'"""
         lines += [f"build {module}: cxx {CSRC}/cuda/module.cpp", f"  flags = {flags}"]
         objects = [str(module)]
         for source in sorted((CSRC / "cuda").glob("*.cu")):
