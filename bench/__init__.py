@@ -1,0 +1,1 @@
+"""python -m bench: every operation against its peers and the machine's own ceilings; keeps and shows the results."""

@@ -1,0 +1,190 @@
+"""How it is measured: medians of interleaved samples, on the CPU by a clock, on a GPU by events around graph replays.
+
+Shared machines drift by a factor of two within seconds. Ratios hold all the same when the calls that are compared take
+turns, in an order drawn anew each round, so that drift and cache contents fall on all of them alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+SAMPLE_SECONDS = 200e-6  # a sample repeats its call until it lasts this long: a hundred times the clock's cost
+MIN_ROUNDS, MAX_ROUNDS = 5, 400
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds a call: the median, the 10th and 90th percentile, and of how many samples."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @staticmethod
+    def of(seconds: list[float]) -> Sample:
+        ordered = sorted(seconds)
+        last = len(ordered) - 1
+        return Sample(statistics.median(ordered), ordered[round(0.1 * last)], ordered[round(0.9 * last)], len(ordered))
+
+
+def interleave(
+    measures: dict[str, Callable[[], float]], budget: float, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Sample]:
+    """Takes samples of every measure (each returns seconds a call) in turns, until `budget` seconds are spent."""
+    order, seconds = list(measures), {name: list[float]() for name in measures}
+    shuffle, start = random.Random(0), clock()
+    for round_ in range(MAX_ROUNDS):
+        if round_ >= MIN_ROUNDS and clock() - start > budget:
+            break
+        shuffle.shuffle(order)
+        for name in order:
+            seconds[name].append(measures[name]())
+    return {name: Sample.of(values) for name, values in seconds.items()}
+
+
+def time_cpu(
+    calls: dict[str, Callable[[], object]], budget: float = 0.5, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Sample]:
+    """Interleaved medians of calls on the CPU, each warmed up first; `budget` in seconds for all of them."""
+
+    def measure(call: Callable[[], object]) -> Callable[[], float]:
+        call()
+        start = clock()
+        call()
+        repeats = max(1, round(SAMPLE_SECONDS / max(clock() - start, 1e-9)))
+
+        def sample() -> float:
+            began = clock()
+            for _ in range(repeats):
+                call()
+            return (clock() - began) / repeats
+
+        return sample
+
+    with no_garbage_collection():
+        return interleave({name: measure(call) for name, call in calls.items()}, budget, clock)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def time_gpu(
+    calls: dict[str, Callable[[Any], object]], input_sets: list[Any], budget: float = 0.5
+) -> dict[str, Sample]:
+    """Interleaved medians on the GPU of calls that take one of `input_sets`.
+
+    A sample is one replay of a CUDA graph that runs the call once on every input set. The sets together exceed the L2
+    cache (see sets_for), and each keeps its output until the capture ends, so that no call finds its data there.
+    """
+    return interleave({name: _replayer(call, input_sets) for name, call in calls.items()}, budget)
+
+
+def sets_for(bytes_per_call: int) -> int:
+    """Input sets that leave nothing in L2 from one turn to the next: three times its size, within 4 GiB of memory."""
+    l2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 * 2**20
+    return max(2, min(-(-3 * l2 // bytes_per_call), 2**32 // bytes_per_call, 64))
+
+
+def _replayer(call: Callable[[Any], object], input_sets: list[Any]) -> Callable[[], float]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # warm-up outside of the capture: compiles, and lets libraries allocate
+        for _ in range(2):
+            call(input_sets[0])
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call(inputs) for inputs in input_sets]
+    del kept
+    return lambda: _between_events(graph.replay) / len(input_sets)
+
+
+def _between_events(work: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def launch_seconds(call: Callable[[], object], repeats: int = 50) -> float:
+    """Median seconds that the host is busy with one call on the GPU, not waiting for it."""
+    taken = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def ceilings(device: str, dtypes: list[torch.dtype], budget: float = 0.3) -> dict[str, float]:
+    """What this machine can do, measured now: a copy in GB/s (read plus written) and products in GFLOP/s by dtype.
+
+    On a CPU the copy is of 16 MB, like the bench's shapes, and float16 has no product: torch has no library for it.
+    """
+    on_gpu = device == "cuda"
+    size, side = (2**29, 8192) if on_gpu else (2**23, 1024)
+    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    calls: dict[str, Callable[[Any], object]] = {"copy": lambda _: target.copy_(source)}
+    for dtype in dtypes:
+        if on_gpu or dtype in (torch.float32, torch.bfloat16):
+            calls[_name(dtype)] = _product(side, dtype, device)
+    if on_gpu:
+        samples = time_gpu(calls, [None, None], budget)
+    else:
+        samples = time_cpu({name: partial(call, None) for name, call in calls.items()}, budget)
+    work = {name: 2 * size if name == "copy" else 2 * side**3 for name in calls}
+    return {name: work[name] / sample.median / 1e9 for name, sample in samples.items()}
+
+
+def _product(side: int, dtype: torch.dtype, device: str) -> Callable[[Any], object]:
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda _: torch.mm(a, b, out=out)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def nvml() -> dict[str, Any]:
+    """Clocks in MHz, power in W, temperature in C and throttle reasons of GPU 0, where nvidia-ml-py is installed."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        return {
+            "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+            "watts": pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+            "celsius": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+            "throttle_reasons": hex(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        }
+    except ImportError:
+        return {}
+    except pynvml.NVMLError as error:
+        return {"error": str(error)}
