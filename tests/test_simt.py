@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import NormalDist
 
 import pytest
-import torch
-
 import simt
+import torch
 
 pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=f"simt: {simt.unavailable()}")
 
@@ -66,20 +65,21 @@ def right_load_rows(module: simt.Module, bug: int) -> bool:
 # The bugs of simt/planted/ops.h: what runs them, how it is noticed in which build. "wrong": a wrong result (or an
 # error) with at least one seed; otherwise a part of the message, with every seed that is tried.
 ALL, ONE = tuple(SEEDS), (2,)
-BUGS: dict[str, tuple[int, Callable[[simt.Module, int], bool], list[tuple[str, tuple[int, ...], str]]]] = {
+Right = Callable[[simt.Module, int], bool]
+BUGS: dict[str, tuple[int, Right, list[tuple[str, tuple[int, ...], str]]]] = {
     "no barrier after zeroing": (1, right_histogram, [("fast", ALL, "wrong"), ("tsan", ONE, "data race")]),
     "no barrier before reading": (2, right_histogram, [("fast", ALL, "wrong"), ("tsan", ONE, "data race")]),
     "plain add": (3, right_histogram, [("tsan", ONE, "data race")]),
     "spin": (21, right_histogram, [("fast", (0,), "no end after")]),
     "no barrier after warp sums": (4, right_row_sum, [("fast", ALL, "wrong"), ("tsan", ONE, "data race")]),
-    "divergent barrier": (5, right_row_sum, [("fast", ALL, r"96 of 128 threads wait in __syncthreads at barriers.cu:")]),
+    "divergent barrier": (5, right_row_sum, [("fast", ALL, r"96 of 128 threads wait in __syncthreads at barriers")]),
     "return before barrier": (6, right_row_sum, [("fast", ALL, "127 of 128 threads wait.*1 have returned")]),
     "two barriers": (7, right_row_sum, [("fast", ALL, "two different barriers")]),
     "two blocks, one word": (8, right_row_sum, [("tsan", ONE, "data race")]),
     "no syncwarp": (9, right_rotate, [("fast", ALL, "wrong"), ("tsan", ONE, "data race")]),
     "lane skips a collective": (10, right_rotate, [("fast", ALL, r"lane 5, which returned|same rendezvous")]),
     "lane returned": (11, right_rotate, [("fast", ALL, "names lane 5, which returned")]),
-    "shuffle from outside": (12, right_rotate, [("fast", ALL, r"reads lane \d+, which its mask leaves out at warps.cu:")]),
+    "shuffle from outside": (12, right_rotate, [("fast", ALL, r"reads lane \d+, which its mask leaves out at warps")]),
     "shared overrun": (13, right_rotate, [("asan", ONE, r"heap-buffer-overflow[\s\S]*warps.cu:")]),
     "global overrun": (14, right_rotate, [("asan", ONE, r"heap-buffer-overflow[\s\S]*warps.cu:")]),
     "wait one too few": (15, right_pipeline, [("fast", ALL, "wrong")]),
@@ -110,7 +110,7 @@ def test_planted_bug_is_caught(name: str) -> None:
 
 
 @pytest.mark.parametrize("right", [right_histogram, right_row_sum, right_rotate, right_pipeline, right_load_rows])
-def test_corrected_twin_passes(right: Callable[[simt.Module, int], bool]) -> None:
+def test_corrected_twin_passes(right: Right) -> None:
     for build, seeds in (("fast", ALL), ("asan", ONE), ("tsan", ONE)):
         for seed in seeds:
             assert right(planted(build, seed), 0), (build, seed)
@@ -118,7 +118,7 @@ def test_corrected_twin_passes(right: Callable[[simt.Module, int], bool]) -> Non
 
 def test_executor_is_usable_after_an_error() -> None:
     module = simt.Module(seed=2, unit=simt.PLANTED)
-    with pytest.raises(RuntimeError, match="row_sum: .*__syncthreads"):
+    with pytest.raises(RuntimeError, match=r"row_sum: .*__syncthreads"):
         right_row_sum(module, 5)
     assert right_row_sum(module, 0)
     with pytest.raises(RuntimeError, match=r"row_sum: grid of \(0, 1, 1\) blocks"):
@@ -207,7 +207,10 @@ def multiply(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, c: torch.Tens
     return c
 
 
-def as_matrix(fragments: torch.Tensor, place: Callable[[int, int], tuple[int, int]], shape: tuple[int, int]) -> torch.Tensor:
+Place = Callable[[int, int], tuple[int, int]]
+
+
+def as_matrix(fragments: torch.Tensor, place: Place, shape: tuple[int, int]) -> torch.Tensor:
     matrix = torch.full((fragments.shape[0], *shape), torch.nan)
     for lane in range(32):
         for i in range(fragments.shape[2]):
@@ -216,10 +219,16 @@ def as_matrix(fragments: torch.Tensor, place: Callable[[int, int], tuple[int, in
     return matrix
 
 
+def numbered(place: Place, elements: int) -> torch.Tensor:
+    """The fragments of a matrix whose element (row, column) is 10 row + column, exact in 16 bits."""
+    places = [[place(lane, i) for i in range(elements)] for lane in range(32)]
+    return torch.tensor([[10 * row + column for row, column in lane] for lane in places])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mma_layout_one_hot(dtype: torch.dtype) -> None:
     """Each element of each lane's fragment of A, then of B, alone: it meets one row or column of the other matrix."""
-    numbered_b = torch.tensor([[10 * b_place(lane, i)[0] + b_place(lane, i)[1] for i in range(4)] for lane in range(32)])
+    numbered_b = numbered(b_place, 4)
     one_hot = torch.eye(256).view(256, 32, 8)
     got = multiply(dtype, one_hot, numbered_b.expand(256, 32, 4), torch.zeros(256, 32, 4))
     c = as_matrix(got, c_place, (16, 8))
@@ -229,7 +238,7 @@ def test_mma_layout_one_hot(dtype: torch.dtype) -> None:
         expected[row] = 10 * k + torch.arange(8)
         assert torch.equal(c[index], expected), index
 
-    numbered_a = torch.tensor([[10 * a_place(lane, i)[0] + a_place(lane, i)[1] for i in range(8)] for lane in range(32)])
+    numbered_a = numbered(a_place, 8)
     one_hot = torch.eye(128).view(128, 32, 4)
     got = multiply(dtype, numbered_a.expand(128, 32, 8), one_hot, torch.zeros(128, 32, 4))
     c = as_matrix(got, c_place, (16, 8))

@@ -1,11 +1,11 @@
 // k-winner-take-all. A row is read once and stays in registers as ordered integers; the threshold between its k largest
 // elements and the rest is found by counting, from a first guess that takes the row for Gaussian; then the row is
-// written. Three to five counting passes find the threshold of Gaussian rows, 40 that of any row.
+// written. Three to five counting passes find the threshold of Gaussian rows, at most 40 that of any row.
 #include <cmath>
 
 #include "moe/block.cuh"
-#include "moe/compare.cuh"
 #include "moe/dtypes.h"
+#include "moe/keys.cuh"
 #include "moe/launch.cuh"
 #include "moe/vector.cuh"
 #include "ops.h"
@@ -17,74 +17,6 @@ enum Ties { kIndex = 0, kStrict = 1, kAll = 2 };
 
 // Passes that guess the next threshold before bisection takes over, and how many of them trust the Gaussian.
 constexpr int kGuesses = 8, kGaussianGuesses = 6;
-
-// An element as an unsigned integer, its key, that orders as the element does: negative numbers with all bits flipped,
-// the others with the sign bit set. Two adjustments make the order that of kwta: every NaN is kNaN, above +inf; and
-// thresholds are counted in ranks, where -0 and +0 share one.
-template <int BITS>
-struct KeyOrder {
-  static constexpr uint32_t kZero = 1u << (BITS - 1), kOnes = 2 * kZero - 1;
-  static constexpr int kPerWord = 32 / BITS;
-
-  __device__ static uint32_t key(uint32_t bits) { return keys(bits) & kOnes; }
-  __device__ static uint32_t bits(uint32_t key) { return words(key) & kOnes; }
-  __device__ static uint32_t rank(uint32_t key) { return key < kZero ? key + 1 : key; }
-  __device__ static uint32_t key_of_rank(uint32_t rank) { return rank > kZero ? rank : rank - 1; }
-
-  // The same for all elements of a register at once.
-  __device__ static uint32_t keys(uint32_t word) { return word ^ (spread_signs(word) | in_each(kZero)); }
-  __device__ static uint32_t words(uint32_t keys) { return keys ^ (~spread_signs(keys) | in_each(kZero)); }
-  __device__ static constexpr uint32_t in_each(uint32_t element) {
-    return BITS == 32 ? element : element | element << 16;
-  }
-  // All bits of the elements that reach the threshold, which stands in each.
-  __device__ static uint32_t reaching(uint32_t keys, uint32_t threshold) {
-    if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
-    return spread_high_bits(reaches_u16x2(keys, threshold));
-  }
-  // One bit an element of such masks, and back again.
-  template <int WORDS>
-  __device__ static uint32_t flags(const uint32_t (&masks)[WORDS]) {
-    uint32_t flags = 0;
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) flags |= masks[w] & (BITS == 32 ? 1u << w : 0x00020001u << (2 * w));
-    return BITS == 32 ? flags : (flags | flags >> 16) & 0xffu;
-  }
-  __device__ static uint32_t mask(uint32_t flags) {
-    if constexpr (BITS == 32) return flags & 1 ? kOnes : 0;
-    return (flags & 1) * 0xffffu | (flags >> 1 & 1) * 0xffff0000u;
-  }
-
- private:
-  __device__ static uint32_t spread_signs(uint32_t word) {
-    if constexpr (BITS == 32) return static_cast<uint32_t>(static_cast<int32_t>(word) >> 31);
-    return spread_high_bits(word);
-  }
-};
-
-template <class T>
-struct Element;
-
-template <>
-struct Element<float> : KeyOrder<32> {
-  static constexpr uint32_t kInfinity = 0xff800000u, kMinusInfinity = 0x007fffffu;
-  __device__ static float value(uint32_t bits) { return __uint_as_float(bits); }
-  __device__ static uint32_t nearest(float value) { return __float_as_uint(value); }
-};
-
-template <>
-struct Element<__nv_bfloat16> : KeyOrder<16> {
-  static constexpr uint32_t kInfinity = 0xff80u, kMinusInfinity = 0x007fu;
-  __device__ static float value(uint32_t bits) { return __uint_as_float(bits << 16); }
-  __device__ static uint32_t nearest(float value) { return __bfloat16_as_ushort(__float2bfloat16(value)); }
-};
-
-template <>
-struct Element<__half> : KeyOrder<16> {
-  static constexpr uint32_t kInfinity = 0xfc00u, kMinusInfinity = 0x03ffu;
-  __device__ static float value(uint32_t bits) { return __half2float(__ushort_as_half(bits)); }
-  __device__ static uint32_t nearest(float value) { return __half_as_ushort(__float2half(value)); }
-};
 
 struct Problem {
   const void* x;
@@ -135,10 +67,9 @@ struct Team {
 // again each time.
 template <class T, int WORDS, int CHUNKS>
 struct Row {
-  using E = Element<T>;
+  using Order = Key<T>;
   static constexpr bool kResident = CHUNKS > 0;
-  static constexpr int kPerWord = E::kPerWord, kVector = WORDS * kPerWord;
-  static constexpr uint32_t kNaN = E::kInfinity + 1;
+  static constexpr int kPerWord = Order::kPerWord, kVector = WORDS * kPerWord;
 
   const T* x;  // (n)
   int n, rank, size;
@@ -190,7 +121,7 @@ struct Row {
   // Turns words into keys; what lies outside the row gets 0, which no threshold is as low as.
   __device__ void make_keys(int first, uint32_t (&words)[WORDS]) const {
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) words[w] = inside(first, 0) ? E::keys(words[w]) : 0;
+    for (int w = 0; w < WORDS; w++) words[w] = inside(first, 0) ? Order::keys(words[w]) : 0;
     if (kVector == 2 && !inside(first, 1)) words[0] &= 0xffffu;
   }
 
@@ -199,18 +130,18 @@ struct Row {
     uint32_t nan[WORDS] = {};
 #pragma unroll
     for (int i = 0; i < kVector; i++) {
-      const float value = E::value(element(words[i / kPerWord], i));
-      if (value != value) nan[i / kPerWord] |= E::mask(1u << (i % kPerWord));
+      const float value = Order::value(element(words[i / kPerWord], i));
+      if (value != value) nan[i / kPerWord] |= Order::mask(1u << (i % kPerWord));
     }
     make_keys(first, words);
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) words[w] = (words[w] & ~nan[w]) | (E::in_each(kNaN) & nan[w]);
+    for (int w = 0; w < WORDS; w++) words[w] = (words[w] & ~nan[w]) | (Order::in_each(Order::kNaN) & nan[w]);
   }
 
   __device__ void add_moments(const uint32_t (&words)[WORDS], float2& moments) const {
 #pragma unroll
     for (int i = 0; i < kVector; i++) {
-      const float value = E::value(element(words[i / kPerWord], i));
+      const float value = Order::value(element(words[i / kPerWord], i));
       moments.x += value;
       moments.y = __fmaf_rn(value, value, moments.y);
     }
@@ -258,7 +189,7 @@ struct Row {
 
   // How many of this thread's keys are at least `key`.
   __device__ int count(uint32_t key) const {
-    const uint32_t threshold = E::in_each(key);
+    const uint32_t threshold = Order::in_each(key);
     int total = 0;
 #pragma unroll
     for (int c = 0; c < chunks(); c++) {
@@ -289,12 +220,12 @@ struct Cut {
 // count(key) is the number of the row's keys that reach it. Between `low`, which more than k reach, and `high`, which
 // fewer do, thresholds are tried until k reach one or the two are neighbours: the k-th largest then is `low`, and more
 // elements than there are places left share it.
-template <class E, class Count>
+template <class Order, class Count>
 __device__ Cut find_cut(Count count, float2 moments, const Problem& p) {
-  constexpr uint32_t kZero = E::kZero;
-  if (p.k == 0) return {E::kOnes, E::kOnes, 0};
-  uint32_t low = E::rank(E::kMinusInfinity), high = E::kInfinity + 2;
-  if (p.k == p.n) return {E::key_of_rank(low), E::key_of_rank(low), 0};
+  constexpr uint32_t kZero = Order::kZero;
+  if (p.k == 0) return {Order::kOnes, Order::kOnes, 0};
+  uint32_t low = Order::rank(Order::kMinusInfinity), high = Order::kNaN + 1;
+  if (p.k == p.n) return {Order::key_of_rank(low), Order::key_of_rank(low), 0};
   int low_count = p.n, high_count = 0;
 
   const float mean = moments.x / p.n;
@@ -306,13 +237,13 @@ __device__ Cut find_cut(Count count, float2 moments, const Problem& p) {
   for (int pass = 0; high - low > 1; pass++) {
     uint32_t rank = low + (high - low) / 2;
     if (gaussian && pass < kGuesses) {
-      rank = pass < kGaussianGuesses ? E::rank(E::key(E::nearest(guess))) : 0;
+      rank = pass < kGaussianGuesses ? Order::rank(Order::key(Order::nearest(guess))) : 0;
       if (rank <= low || rank >= high) {
         if (low < kZero && kZero < high) {
           rank = kZero;  // zeros, of which a rectified row has many, against the rest
         } else if (low == kZero) {
           rank = kZero + 1;
-        } else if (E::kPerWord == 2 && pass < kGaussianGuesses) {
+        } else if (Order::kPerWord == 2 && pass < kGaussianGuesses) {
           rank = rank <= low ? low + 1 : high - 1;  // 16-bit neighbours hold many elements each
         } else {
           rank = low + static_cast<uint32_t>((high - low) * (float(low_count - p.k) / (low_count - high_count)));
@@ -320,7 +251,7 @@ __device__ Cut find_cut(Count count, float2 moments, const Problem& p) {
         rank = min(max(rank, low + 1), high - 1);
       }
     }
-    const uint32_t key = E::key_of_rank(rank);
+    const uint32_t key = Order::key_of_rank(rank);
     const int reached = count(key);
     if (reached == p.k) return {key, key, 0};
     if (reached > p.k) {
@@ -328,9 +259,9 @@ __device__ Cut find_cut(Count count, float2 moments, const Problem& p) {
     } else {
       high = rank, high_count = reached;
     }
-    guess = E::value(E::bits(key)) + (reached - p.k) * spacing;
+    guess = Order::value(Order::bits(key)) + (reached - p.k) * spacing;
   }
-  const uint32_t above = E::key_of_rank(high), tied = E::key_of_rank(low);
+  const uint32_t above = Order::key_of_rank(high), tied = Order::key_of_rank(low);
   if (p.ties == kAll) return {tied, tied, 0};
   return {above, tied, p.ties == kIndex ? p.k - high_count : 0};
 }
@@ -341,12 +272,12 @@ __device__ __forceinline__ uint32_t spread_flags(uint32_t flags) { return (flags
 template <class T, int WORDS, int CHUNKS, bool BLOCK>
 __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut, bool has_nan, int64_t index,
                           const Problem& p) {
-  using E = Element<T>;
+  using Order = Key<T>;
   using R = Row<T, WORDS, CHUNKS>;
   constexpr int kVector = R::kVector, kPerWord = R::kPerWord;
   const bool reload = !R::kResident || has_nan || p.values != p.x;
   const int64_t start = index * p.n, bits_start = index * ((p.n + 31) / 32);
-  const uint32_t above = E::in_each(cut.above), tied = E::in_each(cut.tied);
+  const uint32_t above = Order::in_each(cut.above), tied = Order::in_each(cut.tied);
   int needed = cut.needed;
 
 #pragma unroll
@@ -358,12 +289,12 @@ __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut
     row.keys(c, words);
     uint32_t chosen[WORDS];
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) chosen[w] = E::reaching(words[w], above);
-    uint32_t winners = E::flags(chosen);
+    for (int w = 0; w < WORDS; w++) chosen[w] = Order::reaching(words[w], above);
+    uint32_t winners = Order::flags(chosen);
     if (needed > 0) {
 #pragma unroll
-      for (int w = 0; w < WORDS; w++) chosen[w] = E::reaching(words[w], tied);
-      uint32_t ties = E::flags(chosen) & ~winners;
+      for (int w = 0; w < WORDS; w++) chosen[w] = Order::reaching(words[w], tied);
+      uint32_t ties = Order::flags(chosen) & ~winners;
       int total;
       for (int taken = team.sum_before(__popc(ties), total); ties && taken < needed; taken++) {
         winners |= ties & -ties;
@@ -371,7 +302,7 @@ __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut
       }
       needed -= total;
 #pragma unroll
-      for (int w = 0; w < WORDS; w++) chosen[w] = E::mask(winners >> (w * kPerWord));
+      for (int w = 0; w < WORDS; w++) chosen[w] = Order::mask(winners >> (w * kPerWord));
     }
     if (p.bits) {
       const uint32_t word = warp_pack_bits<kVector>(winners, team.lane);
@@ -384,7 +315,7 @@ __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut
         row.read(static_cast<const T*>(p.values) + index * p.values_stride, first, out);
       } else {
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) out[w] = E::words(words[w]);
+        for (int w = 0; w < WORDS; w++) out[w] = Order::words(words[w]);
       }
 #pragma unroll
       for (int w = 0; w < WORDS; w++) out[w] &= chosen[w];
@@ -418,7 +349,7 @@ __device__ void kwta_row(int64_t index, Team<BLOCK> team, Exchange<float2>* sums
   }
   moments = warp_sum(moments);
   const auto count = [&](uint32_t key) { return team.sum(row.count(key)); };
-  const Cut cut = find_cut<Element<T>>(count, moments, p);
+  const Cut cut = find_cut<Key<T>>(count, moments, p);
   write_row(row, team, cut, has_nan, index, p);
 }
 

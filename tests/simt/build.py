@@ -1,4 +1,4 @@
-"""Builds .cu files with the host compiler against the executor. Every object is kept by the hash of all that went in."""
+"""Builds .cu files with the host compiler against the executor; every object is kept by the hash of what went in."""
 
 from __future__ import annotations
 
@@ -21,16 +21,23 @@ from . import toolkit
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent.relative_to(ROOT)
 
-COMMON = (
-    "-std=c++17 -fPIC -DSIMT_HOST -Wall -Wextra -Werror -Wno-unknown-pragmas "
-    "-fno-strict-aliasing -ffp-contract=off"
-).split()
+COMMON = [
+    "-std=c++17",
+    "-fPIC",
+    "-DSIMT_HOST",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+]
 
 # How the kernels are compiled, and what tells the executor (always compiled without sanitizers) about it.
 KERNEL_FLAGS = {
     "fast": ["-O2"],
-    "asan": "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all".split(),
-    "tsan": "-O1 -g1 -fsanitize=thread".split(),
+    "asan": ["-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "tsan": ["-O1", "-g1", "-fsanitize=thread"],
 }
 EXECUTOR_FLAGS = {"fast": ["-O2"], "asan": ["-O2", "-DSIMT_ASAN"], "tsan": ["-O2", "-DSIMT_TSAN"]}
 

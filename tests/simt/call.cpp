@@ -22,9 +22,10 @@ T argument(uint64_t word) {
 
 template <class T>
 constexpr char type_letter() {
-  static_assert(std::is_pointer_v<T> || std::is_same_v<T, int> || std::is_same_v<T, int64_t> || std::is_same_v<T, float>,
-                "a launcher takes pointers, int, int64_t and float");
-  return std::is_pointer_v<T> ? 'p' : std::is_same_v<T, float> ? 'f' : std::is_same_v<T, int> ? 'i' : 'l';
+  if constexpr (std::is_pointer_v<T>) return 'p';
+  if constexpr (std::is_same_v<T, int>) return 'i';
+  if constexpr (std::is_same_v<T, int64_t>) return 'l';
+  if constexpr (std::is_same_v<T, float>) return 'f';
 }
 
 struct Launcher {

@@ -4,9 +4,10 @@
 //   replay            prints the signatures
 //   replay FILE       carries out the call in FILE and writes the buffers back into it
 //
-// FILE holds 64-bit words: seed, the name's length, arguments, buffers; then the name; then each argument's bits; then for
-// each buffer its address in the caller, its size and its bytes. Arguments that are pointers into a buffer are
-// moved to its copy. Exit status 1: the call failed, with the message on stderr; others come from a sanitizer.
+// FILE holds 64-bit words: seed, the name's length, the numbers of arguments and of buffers; then the name; then each
+// argument's bits; then for each buffer its address in the caller, its size and its bytes. Arguments that are pointers
+// into a buffer are moved to its copy. Exit status 1: the call failed, with the message on stderr; others come from a
+// sanitizer.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -10,66 +10,15 @@
 #include <random>
 #include <vector>
 
-#include "fiber.h"
+#include "simt_state.h"
 
 namespace simt {
 namespace {
 
-constexpr int kWarp = 32;
-constexpr int kBarriers = 16;
-constexpr int64_t kStepLimit = 20'000'000;  // rendezvous and atomics in one block: seconds, where real kernels take ms
+constexpr int64_t kStepLimit = 20'000'000;  // rendezvous and atomics of one block: seconds, where kernels take ms
 constexpr size_t kMaxSharedBytes = 227 * 1024;
 constexpr size_t kMaxStaticBytes = 48 * 1024;
 constexpr size_t kDynamicAlignment = 128;
-
-enum class State { ready, at_barrier, at_meeting, done };
-
-struct PendingCopy {
-  AsyncCopy copy;
-  int64_t group;
-};
-
-struct Thread {
-  Fiber fiber;
-  State state;
-  uint3 index;
-  Where where;       // of the rendezvous it waits at
-  const char* what;  // its name
-  std::deque<PendingCopy> copies;
-  int64_t groups;  // committed so far
-};
-
-struct Barrier {
-  int expected = 0, arrived = 0, votes = 0, last_votes = 0;
-  unsigned phase = 0;
-  Where where{};
-  std::vector<int> waiting;
-  char sync[2];  // two addresses in turn: a thread already at the next barrier must not hide a race at this one
-};
-
-struct Meeting {
-  uint32_t mask = 0, arrived = 0;
-  const char* name = nullptr;
-  Where where{};
-  void* lanes[kWarp];
-  unsigned phase = 0;
-  char sync[2];
-};
-
-struct SharedVariable {
-  const void* key;
-  std::unique_ptr<void, void (*)(void*)> memory;
-  size_t bytes;
-};
-
-std::string place(Where where) {
-  const char* name = std::strrchr(where.file, '/');
-  return std::string(name ? name + 1 : where.file) + ":" + std::to_string(where.line);
-}
-
-std::string triple(uint3 i) {
-  return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
-}
 
 class Executor {
  public:
@@ -211,7 +160,8 @@ void Executor::run_thread() {
   try {
     (*kernel_)();
     Thread& self = thread();
-    if (!self.copies.empty()) fail("thread returns with " + std::to_string(self.copies.size()) + " cp.async pending", {});
+    const size_t pending = self.copies.size();
+    if (pending) fail("thread returns with " + std::to_string(pending) + " cp.async pending", {});
   } catch (const Error& error) {
     error_ = error.what();
   }
@@ -286,7 +236,9 @@ void Executor::meet(const char* name, uint32_t mask, void* brought, Operation ap
   if (!running()) fail(std::string(name) + " outside a kernel", where);
   step(where);
   const int warp = current_ / kWarp, me = lane();
-  if (!(mask >> me & 1)) fail(std::string(name) + " by lane " + std::to_string(me) + ", which its mask leaves out", where);
+  if (!(mask >> me & 1)) {
+    fail(std::string(name) + " by lane " + std::to_string(me) + ", which its mask leaves out", where);
+  }
   for (int i = 0; i < kWarp; i++) {
     const int other = warp * kWarp + i;
     if ((mask >> i & 1) && (other >= threads_count_ || threads_[other].state == State::done)) {
@@ -338,7 +290,8 @@ void* Executor::shared(const void* key, size_t bytes, size_t alignment) {
   }
   TsanIgnore ignore;
   void* memory = nullptr;
-  if (posix_memalign(&memory, std::max(alignment, sizeof(void*)), std::max<size_t>(bytes, 1)) != 0) throw std::bad_alloc();
+  alignment = std::max(alignment, sizeof(void*));
+  if (posix_memalign(&memory, alignment, std::max<size_t>(bytes, 1)) != 0) throw std::bad_alloc();
   std::memset(memory, 0xff, bytes);
   shared_.push_back({key, {memory, std::free}, bytes});
   return memory;

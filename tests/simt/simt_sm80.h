@@ -94,7 +94,9 @@ void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
       for (int e = 0; e < 8; e++) {
         left[group + 8 * (e / 2 % 2)][2 * pair + e % 2 + 8 * (e / 4)] = float_of_16<BF16>(from.a[e / 2], e % 2);
       }
-      for (int e = 0; e < 4; e++) right[group][2 * pair + e % 2 + 8 * (e / 2)] = float_of_16<BF16>(from.b[e / 2], e % 2);
+      for (int e = 0; e < 4; e++) {
+        right[group][2 * pair + e % 2 + 8 * (e / 2)] = float_of_16<BF16>(from.b[e / 2], e % 2);
+      }
     });
     lanes.each([&](int i, Lane& to) {
       for (int e = 0; e < 4; e++) {

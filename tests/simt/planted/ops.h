@@ -42,7 +42,8 @@ enum Bug : int {
 cudaError_t histogram(int bug, const int32_t* x /* (n) */, int32_t* counts /* (64) */, int64_t n, cudaStream_t stream);
 
 // y[r] = sum of row r.
-cudaError_t row_sum(int bug, const float* x /* (rows, 128) */, float* y /* (rows) */, int64_t rows, cudaStream_t stream);
+cudaError_t row_sum(int bug, const float* x /* (rows, 128) */, float* y /* (rows) */, int64_t rows,
+                    cudaStream_t stream);
 
 // Each row of up to 32 elements moved one place to the left, the first to the end.
 cudaError_t rotate(int bug, const float* x /* (rows, n) */, float* y /* (rows, n) */, int64_t rows, int64_t n,
