@@ -2,16 +2,28 @@
 
 from moe_kernels._version import __version__
 from moe_kernels.backends import BackendError, available_backends, explain, use_backend
+from moe_kernels.ops.combine import combine
+from moe_kernels.ops.dispatch import dispatch
 from moe_kernels.ops.kwta import k_from_fraction, kwta, kwta_mask
-
+from moe_kernels.ops.plan import expert_capacity, make_plan, plan_expert_choice, plan_priority
+from moe_kernels.ops.topk_gate import topk_gate
+from moe_kernels.plan import RoutingPlan
 
 __all__ = [
     "BackendError",
+    "RoutingPlan",
     "__version__",
     "available_backends",
+    "combine",
+    "dispatch",
+    "expert_capacity",
     "explain",
     "k_from_fraction",
     "kwta",
     "kwta_mask",
+    "make_plan",
+    "plan_expert_choice",
+    "plan_priority",
+    "topk_gate",
     "use_backend",
 ]

@@ -50,6 +50,10 @@ def _kwta_mask(x: Tensor, k: int, ties: str, backend: str) -> Tensor:
     return backends.load(backend, "kwta").kwta_mask(x, k, ties)
 
 
+def _none(*args, **kwargs) -> int:
+    return 0
+
+
 def _one_per_element(x_shape, *args, out_shape=None, **kwargs) -> int:
     return x_shape[0] * x_shape[1]
 
@@ -70,5 +74,142 @@ _define(
     "kwta_mask(Tensor x, SymInt k, str ties, str backend) -> Tensor",
     _kwta_mask,
     lambda x, k, ties, backend: x.new_empty(x.shape, dtype=torch.bool),
-    lambda *args, **kwargs: 0,
+    _none,
+)
+
+
+def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
+    """ValueError for an id outside [-1, E) on the CPU; a GPU would have to be waited for, and counts it as -1."""
+    if experts.device.type != "cpu" or experts.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(experts))
+    if low < -1 or high >= num_experts:
+        raise ValueError(f"make_plan: experts must be from -1 (none) to {num_experts - 1}; got {low} to {high}")
+
+
+def plan_rows(num_tokens: int, k: int, num_experts: int, capacity: int | None) -> int:
+    """R: rows that a plan makes room for, known without looking at the choices."""
+    return num_tokens * k if capacity is None else torch.sym_min(num_tokens * k, num_experts * capacity)
+
+
+def _make_plan(
+    experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order: str, backend: str
+):
+    refuse_unknown_experts(experts, num_experts)
+    return backends.load(backend, "plan").make_plan_fwd(experts, num_experts, capacity, priority, order)
+
+
+def _plan_fake(x: Tensor, num_tokens: int, k: int, num_experts: int, rows: int) -> tuple[Tensor, ...]:
+    shapes = ((num_experts + 1,), (rows,), (rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
+    return tuple(x.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _make_plan_fake(experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order, backend):
+    num_tokens, k = experts.shape
+    return _plan_fake(experts, num_tokens, k, num_experts, plan_rows(num_tokens, k, num_experts, capacity))
+
+
+def _plan_expert_choice_fake(scores: Tensor, capacity: int, backend: str):
+    num_tokens, num_experts = scores.shape
+    rows = plan_rows(num_tokens, num_experts, num_experts, capacity)
+    return _plan_fake(scores, num_tokens, num_experts, num_experts, rows)
+
+
+def _plan_priority_fake(scores: Tensor, capacity: int, backend: str):
+    num_tokens, num_experts = scores.shape
+    arrays = _plan_fake(scores, num_tokens, 1, num_experts, plan_rows(num_tokens, 1, num_experts, capacity))
+    return *arrays, scores.new_empty((num_tokens, 1), dtype=torch.int32)
+
+
+_PLAN = ", ".join(["Tensor"] * 7)  # expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped
+
+_define(
+    "make_plan_fwd(Tensor experts, SymInt num_experts, SymInt? capacity, Tensor? priority, str order, str backend) -> "
+    f"({_PLAN})",
+    _make_plan,
+    _make_plan_fake,
+    _none,
+)
+_define(
+    f"plan_expert_choice_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN})",
+    lambda scores, capacity, backend: backends.load(backend, "plan").plan_expert_choice_fwd(scores, capacity),
+    _plan_expert_choice_fake,
+    _none,
+)
+_define(
+    f"plan_priority_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN}, Tensor)",
+    lambda scores, capacity, backend: backends.load(backend, "plan").plan_priority_fwd(scores, capacity),
+    _plan_priority_fake,
+    _none,
+)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What a kernel computes in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _topk_gate_fwd(logits: Tensor, k: int, order: str, backend: str):
+    return backends.load(backend, "topk_gate").topk_gate_fwd(logits, k, order)
+
+
+def _topk_gate_fwd_fake(logits: Tensor, k: int, order: str, backend: str):
+    shape = (logits.shape[0], k)
+    log_sum = logits.new_empty(logits.shape[0], dtype=wide(logits.dtype))
+    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32), log_sum
+
+
+def _topk_gate_bwd(
+    grad: Tensor, weights: Tensor, experts: Tensor, logits: Tensor | None, log_sum, num_experts, backend
+):
+    kernels = backends.load(backend, "topk_gate")
+    return kernels.topk_gate_bwd(grad.contiguous(), weights, experts, logits, log_sum, num_experts)
+
+
+_define(
+    "topk_gate_fwd(Tensor logits, SymInt k, str order, str backend) -> (Tensor, Tensor, Tensor)",
+    _topk_gate_fwd,
+    _topk_gate_fwd_fake,
+    _none,
+)
+_define(
+    "topk_gate_bwd(Tensor grad, Tensor weights, Tensor experts, Tensor? logits, Tensor log_sum, SymInt num_experts, "
+    "str backend) -> Tensor",
+    _topk_gate_bwd,
+    lambda grad, weights, experts, logits, log_sum, num_experts, backend: grad.new_empty((grad.shape[0], num_experts)),
+    _none,
+)
+
+
+def _dispatch(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
+    return backends.load(backend, "dispatch").dispatch_fwd(x, row_token, slot_row, expert_offsets)
+
+
+def _combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor, backend: str) -> Tensor:
+    return backends.load(backend, "combine").combine_fwd(rows, weights, slot_row)
+
+
+def _combine_bwd(grad: Tensor, rows: Tensor, weights: Tensor, row_token, slot_row, expert_offsets, row_choice, backend):
+    kernels = backends.load(backend, "combine")
+    return kernels.combine_bwd(grad, rows, weights, row_token, slot_row, expert_offsets, row_choice)
+
+
+_define(
+    "dispatch_fwd(Tensor x, Tensor row_token, Tensor slot_row, Tensor expert_offsets, str backend) -> Tensor",
+    _dispatch,
+    lambda x, row_token, *rest: x.new_empty((row_token.shape[0], x.shape[1])),
+    _none,
+)
+_define(
+    "combine_fwd(Tensor rows, Tensor? weights, Tensor slot_row, str backend) -> Tensor",
+    _combine_fwd,
+    lambda rows, weights, slot_row, backend: rows.new_empty((slot_row.shape[0], rows.shape[1])),
+    lambda rows, weights, *rest, out_shape=None, **kwargs: (1 if weights is None else 2) * rows[0] * rows[1],
+)
+_define(
+    "combine_bwd(Tensor grad, Tensor rows, Tensor weights, Tensor row_token, Tensor slot_row, Tensor expert_offsets, "
+    "Tensor row_choice, str backend) -> (Tensor, Tensor)",
+    _combine_bwd,
+    lambda grad, rows, weights, *rest: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
+    lambda grad, rows, *rest, out_shape=None, **kwargs: 3 * rows[0] * rows[1],
 )

@@ -25,6 +25,10 @@ NAMES = ("reference", "cpu", "triton", "cuda")
 # Automatic order by device type. No GPU has measured the two against each other yet, so it is one order for all.
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("triton", "cuda", "reference")}
 
+# Operations that stand in another one's file, and the operation that a file is named after.
+FILES = {"make_plan": "plan", "plan_expert_choice": "plan", "plan_priority": "plan"}
+ALIASES = {"plan": "make_plan", "kwta_mask": "kwta"}
+
 _wanted: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=None)
 
 
@@ -75,6 +79,7 @@ def _choose(op: str, backend: str | None, device: str, dtype: torch.dtype) -> st
 
 def unsupported(name: str, op: str, device: str, dtype: torch.dtype) -> str | None:
     """None if backend `name` can run `op` on tensors of that device type and dtype, else the reason."""
+    op = ALIASES.get(op, op)
     reason = missing(name, op)
     if reason is None and name != "reference":
         reason = getattr(load(name, op), f"{op}_supports")(device, dtype)
@@ -84,6 +89,7 @@ def unsupported(name: str, op: str, device: str, dtype: torch.dtype) -> str | No
 @cache
 def missing(name: str, op: str) -> str | None:
     """None if backend `name` implements `op` in this installation, else the reason."""
+    op = ALIASES.get(op, op)
     try:
         namespace = load(name, op)
     except ImportError as error:
@@ -96,6 +102,7 @@ def missing(name: str, op: str) -> str | None:
 @cache
 def load(name: str, op: str) -> ModuleType:
     """The namespace in which backend `name` keeps `op`."""
+    op = FILES.get(op, op)
     if name == "reference":
         return importlib.import_module(f"python_ref.{op}")
     if name != "triton":

@@ -8,6 +8,7 @@ from torch import Tensor
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATING = (*HALF_AND_SINGLE, torch.float64)
+INDEX = (torch.int32, torch.int64)
 
 
 def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -21,6 +22,20 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
         raise TypeError(f"{op}: {name} must be a strided tensor, got layout {tensor.layout}")
     if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise TypeError(f"{op}: torch.func transforms (vmap, grad, jvp) are not supported; got a wrapped {name}")
+
+
+def check_rank(op: str, name: str, tensor: Tensor, shape: str) -> None:
+    """`tensor` has as many dimensions as `shape` has letters, such as "(T, D)"."""
+    if tensor.dim() != shape.count(",") + 1:
+        raise ValueError(f"{op}: {name} must be {shape}, got shape {tuple(tensor.shape)}")
+
+
+def check_first(op: str, name: str, tensor: Tensor, size: int, meaning: str, device: torch.device) -> None:
+    """The first dimension of `tensor` has that size, and it is on that device."""
+    if tensor.shape[0] != size:
+        raise ValueError(f"{op}: {name} must have {size} rows, the {meaning}; got shape {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{op}: {name} must be on the device of the plan, {device}; got {tensor.device}")
 
 
 def check_like(op: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:

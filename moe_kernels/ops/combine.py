@@ -1,0 +1,120 @@
+"""Combine: every token sums its kept rows, weighted by its gate.
+
+    y_t       = sum over k with r = slot_row_tk >= 0 of w_tk rows_r        rows (R, D), w (T, K) -> y (T, D)
+    drows_r   = w_tk dy_t,   0 for a row not in use                        summed in float32, in the order of k
+    dw_tk     = <rows_r, dy_t>,   0 for a choice that was dropped
+
+Saved for backward: rows, w and the plan; both gradients come from one pass over rows. That pass is linear in each of
+dy, rows and w, so its own gradient is `combine` and the pass again: differentiable any number of times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import python_ref.combine as reference
+from moe_kernels import backends, library
+from moe_kernels.ops._checks import FLOATING, check_first, check_rank, check_tensor
+from moe_kernels.ops.dispatch import collect_rows
+from moe_kernels.plan import RoutingPlan
+
+
+def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+    """Every token's weighted sum of its kept rows: (R, D) -> (T, D).
+
+    Args:
+        rows: (R, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where
+            the last dimension is not contiguous it is copied once.
+        plan: that the rows were dispatched by, on their device.
+        weights: (T, K), any of those dtypes, read as float32 (as float64 with float64 rows): the gate weights of
+            `topk_gate` or of a `plan_...`. None: the plain sum.
+        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    Returns:
+        y (T, D) in the dtype of rows, summed in float32 (float64 stays) over k = 0, 1, ... without atomics: the same
+        bits every time. A token whose choices were all dropped is zero. A dropped choice adds nothing, whatever its
+        weight, and so does a row that is not in use, whatever it holds.
+
+    Gradient: to rows and to weights, in their dtypes; zero for rows not in use and for dropped choices. Any number of
+    times differentiable. FLOPs (torch's counter): 2 R D forward (R D without weights), 3 R D backward.
+
+    Raises:
+        TypeError: rows or weights is no tensor of those dtypes, or a torch.func transform.
+        ValueError: rows that are not (R, D), weights that are not (T, K), either on another device than the plan.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: GShard's combine einsum with the one-hot left out; paper 003 (V-MoE), eq. 2.
+    """
+    check_tensor("combine", "rows", rows, FLOATING)
+    check_rank("combine", "rows", rows, "(R, D)")
+    check_first("combine", "rows", rows, plan.num_rows, "rows of the plan", plan.row_token.device)
+    if weights is not None:
+        check_tensor("combine", "weights", weights, FLOATING)
+        check_rank("combine", "weights", weights, "(T, K)")
+        check_first("combine", "weights", weights, plan.num_tokens, "tokens of the plan", plan.row_token.device)
+        if weights.shape != plan.slot_row.shape:
+            expected, got = tuple(plan.slot_row.shape), tuple(weights.shape)
+            raise ValueError(f"combine: weights must be (T, K) like plan.slot_row, {expected}; got {got}")
+    chosen = backends.choose("combine", backend, rows)
+    if chosen == "reference":
+        return reference.combine(rows, plan, weights)
+    arrays = (plan.row_token, plan.slot_row, plan.expert_offsets)
+    if weights is None:
+        return collect_rows(rows, *arrays, chosen)
+    weights = weights.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
+    return _Combine.apply(rows, weights, *arrays, plan.row_choice, chosen)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor,
+        row_token: Tensor,
+        slot_row: Tensor,
+        expert_offsets: Tensor,
+        row_choice: Tensor,
+        backend: str,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weights, row_token, slot_row, expert_offsets, row_choice)
+        ctx.backend = backend
+        return torch.ops.moe_kernels.combine_fwd(library.rows(rows), weights, slot_row, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        drows, dweights = _CombineBackward.apply(grad, *ctx.saved_tensors, ctx.backend)
+        return drows, dweights, None, None, None, None, None
+
+
+class _CombineBackward(torch.autograd.Function):
+    """dy, rows, w -> w dy (R, D) and <rows, dy> (T, K)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad: Tensor,
+        rows: Tensor,
+        weights: Tensor,
+        row_token: Tensor,
+        slot_row: Tensor,
+        expert_offsets: Tensor,
+        row_choice: Tensor,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        plan = (row_token, slot_row, expert_offsets, row_choice)
+        ctx.save_for_backward(grad, rows, weights, *plan)
+        ctx.backend = backend
+        return torch.ops.moe_kernels.combine_bwd(library.rows(grad), library.rows(rows), weights, *plan, backend)
+
+    @staticmethod
+    def backward(ctx: Any, to_drows: Tensor, to_dweights: Tensor) -> tuple[Tensor | None, ...]:
+        grad, rows, weights, *plan = ctx.saved_tensors
+        to_dweights = to_dweights.contiguous()
+        to_grad = _Combine.apply(to_drows, weights, *plan, ctx.backend)
+        to_grad = to_grad + _Combine.apply(rows, to_dweights, *plan, ctx.backend)
+        to_rows, to_weights = _CombineBackward.apply(grad, to_drows, to_dweights, *plan, ctx.backend)
+        return to_grad, to_rows, to_weights, None, None, None, None, None

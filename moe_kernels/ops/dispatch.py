@@ -1,0 +1,84 @@
+"""Dispatch: the rows of every expert, gathered from the tokens.
+
+    rows_r = x[row_token_r],   0 where row_token_r = -1                   x (T, D) -> rows (R, D)
+    dx_t   = sum over k with slot_row_tk >= 0 of drows[slot_row_tk]       summed in float32, in the order of k
+
+The gradient is `combine` without weights, and the gradient of that is dispatch again: differentiable any number of
+times. Nothing is saved but the plan. A kernel reads each token once and writes each row once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import python_ref.dispatch as reference
+from moe_kernels import backends, library
+from moe_kernels.ops._checks import FLOATING, check_first, check_rank, check_tensor
+from moe_kernels.plan import RoutingPlan
+
+
+def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Tensor:
+    """Copies every token to the rows that the plan gave it: (T, D) -> (R, D).
+
+    Args:
+        x: (T, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where the
+            last dimension is not contiguous it is copied once.
+        plan: of T tokens, on the device of x.
+        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    Returns:
+        rows (R, D), expert by expert, bit for bit the tokens; zeros from row expert_offsets[E] on.
+
+    Gradient: to x, the sum over a token's kept rows in float32 and in the order of its choices, zero for a token that
+    has none; no atomics, so it is the same bits every time. Any number of times differentiable. FLOPs: none.
+
+    Raises:
+        TypeError: x is no tensor of those dtypes, or a torch.func transform.
+        ValueError: x that is not (T, D) with the plan's T, or on another device.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: GShard's dispatch einsum with the one-hot left out; paper 003 (V-MoE), section 2.
+    """
+    check_tensor("dispatch", "x", x, FLOATING)
+    check_rank("dispatch", "x", x, "(T, D)")
+    check_first("dispatch", "x", x, plan.num_tokens, "tokens of the plan", plan.row_token.device)
+    chosen = backends.choose("dispatch", backend, x)
+    if chosen == "reference":
+        return reference.dispatch(x, plan)
+    return _Dispatch.apply(x, plan.row_token, plan.slot_row, plan.expert_offsets, chosen)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor, backend: str
+    ) -> Tensor:
+        ctx.save_for_backward(row_token, slot_row, expert_offsets)
+        ctx.backend = backend
+        return torch.ops.moe_kernels.dispatch_fwd(library.rows(x), row_token, slot_row, expert_offsets, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Collect.apply(grad, *ctx.saved_tensors, ctx.backend), None, None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The sum of every token's rows: what dispatch does, transposed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor, backend: str
+    ) -> Tensor:
+        ctx.save_for_backward(row_token, slot_row, expert_offsets)
+        ctx.backend = backend
+        return torch.ops.moe_kernels.combine_fwd(library.rows(rows), None, slot_row, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _Dispatch.apply(grad, *ctx.saved_tensors, ctx.backend), None, None, None, None
+
+
+collect_rows = _Collect.apply

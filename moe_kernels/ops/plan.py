@@ -1,0 +1,204 @@
+"""The routing plan: which row of which expert every choice of every token becomes. Nothing here has a gradient.
+
+    slot_i = |{j visited before i : expert_j = expert_i}|,   kept if slot_i < capacity      (V-MoE, algorithms 1 and 2)
+    row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets = cumulative sum of min(requested, capacity)
+
+A segmented rank over (expert, visiting order): a histogram for every chunk of requests, a scan of the histograms, and a
+second walk that hands out the rows. O(T * K + chunks * E) work and one sort of T priorities where there are any; no
+sort of the requests, no (T, E) one-hot, no wait for the host.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from fractions import Fraction
+from math import ceil
+
+import torch
+from torch import Tensor
+
+import python_ref.plan as reference
+from moe_kernels import backends, library
+from moe_kernels.ops._checks import FLOATING, INDEX, check_choice, check_int, check_rank, check_tensor
+from moe_kernels.plan import RoutingPlan
+
+ORDERS = ("choice", "token")
+INT32_MAX = 2**31 - 1
+
+
+def make_plan(
+    experts: Tensor,
+    num_experts: int,
+    *,
+    capacity: int | None = None,
+    priority: Tensor | None = None,
+    order: str = "choice",
+    backend: str | None = None,
+) -> RoutingPlan:
+    """The plan of tokens that chose their experts, each expert keeping the first `capacity` requests it gets.
+
+    A request's slot is the number of earlier requests to the same expert, those that were dropped included; it is kept
+    if that is below capacity.
+
+    Args:
+        experts: (T, K) int32 or int64, the choices of every token, best first; -1 is no choice. A token may name an
+            expert twice; each is a request.
+        num_experts: E, at least 1.
+        capacity: rows an expert has room for (see `expert_capacity`), from 0; None: nothing is dropped.
+        priority: (T,), a floating dtype: Batch Prioritized Routing. Tokens are visited in descending priority, equal
+            ones by position; -0.0 equals 0.0, NaN is the highest. V-MoE takes a token's largest gate weight, paper 003
+            also its sum. A constant to autograd.
+        order: "choice" visits all first choices in token order, then all second ones (GShard, V-MoE); "token" every
+            choice of a token before the next token (MegaBlocks). With a priority the tokens are in its order instead.
+        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    An id outside [-1, E) raises ValueError for tensors on the CPU. On a GPU, where looking would wait for the device,
+    it counts as -1.
+
+    Raises:
+        TypeError: experts or priority is no tensor of those dtypes, num_experts or capacity is no int.
+        ValueError: experts that are not (T, K), a priority that is not (T,) on their device, num_experts < 1,
+            capacity < 0, unknown order, an id as above, or T * K over 2^31 - 1, more than an int32 index can hold.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: paper 003 (V-MoE), section 4 and algorithms 1 and 2; GShard, algorithm 1.
+    """
+    check_tensor("make_plan", "experts", experts, INDEX)
+    check_rank("make_plan", "experts", experts, "(T, K)")
+    num_tokens, k = experts.shape
+    _check_size("make_plan", num_tokens, k, "K")
+    num_experts = check_int("make_plan", "num_experts", num_experts, 1, INT32_MAX, "experts")
+    if capacity is not None:
+        capacity = check_int("make_plan", "capacity", capacity, 0, INT32_MAX, "rows an expert has room for")
+    if priority is not None:
+        check_tensor("make_plan", "priority", priority, FLOATING)
+        if priority.shape != (num_tokens,) or priority.device != experts.device:
+            raise ValueError(
+                f"make_plan: priority must be ({num_tokens},) on {experts.device}, one for every token; "
+                f"got {tuple(priority.shape)} on {priority.device}"
+            )
+        priority = priority.detach()
+    check_choice("make_plan", "order", order, ORDERS)
+    chosen = backends.choose("make_plan", backend, experts)
+    if chosen == "reference":
+        library.refuse_unknown_experts(experts, num_experts)
+        plan = reference.make_plan(experts, num_experts, capacity=capacity, priority=priority, order=order)
+        return RoutingPlan(*plan)
+    arrays = torch.ops.moe_kernels.make_plan_fwd(experts.contiguous(), num_experts, capacity, priority, order, chosen)
+    return RoutingPlan(num_tokens, num_experts, *arrays)
+
+
+def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:
+    """The plan of experts that choose their tokens: each takes the min(capacity, T) that score highest with it.
+
+        weights_te = scores_te if expert e took token t, else 0
+
+    Args:
+        scores: (T, E), a floating dtype (float64 on "reference" and "cpu"): V-MoE and paper 002 hand over the softmax
+            over experts. Ties go to the lower token; -0.0 equals 0.0, NaN ranks highest.
+        capacity: tokens an expert takes, from 0; more than T takes them all.
+        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    Returns:
+        A plan with K = E, where column e of slot_row (T, E) belongs to expert e and row_choice is the expert itself,
+        and weights (T, E) in the dtype of scores, for `combine`. A token may be taken by any number of experts, none
+        included. An expert's rows are in token order. requested equals kept, and dropped is 0: nobody asked in vain.
+
+    Gradient: to scores where they were taken; the choice itself is a constant.
+
+    Raises:
+        TypeError: scores is no tensor of those dtypes, capacity is no int.
+        ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E over 2^31 - 1.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: Zhou et al. 2022, as paper 002, section 4, compares it and V-MoE's public code has it.
+    """
+    num_tokens, num_experts, capacity = _check_scores("plan_expert_choice", scores, capacity)
+    chosen = backends.choose("plan_expert_choice", backend, scores)
+    if chosen == "reference":
+        definition, weights = reference.plan_expert_choice(scores, capacity)
+        return RoutingPlan(*definition), weights
+    arrays = torch.ops.moe_kernels.plan_expert_choice_fwd(library.rows(scores.detach()), capacity, chosen)
+    plan = RoutingPlan(num_tokens, num_experts, *arrays)
+    return plan, torch.where(plan.slot_row >= 0, scores, 0)
+
+
+def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:
+    """The plan of paper 002's priority routing: every token one expert; a full expert passes it to its next best.
+
+    Pairs (token, expert) are visited in descending score, equal ones by token and then by expert; a pair is made if the
+    token is still free and the expert has room. That is the one stable matching in which tokens prefer experts, and
+    experts tokens, by score, so a kernel may find it by deferred acceptance instead of a sort of all T * E pairs.
+
+    Args:
+        scores: (T, E), a floating dtype (float64 on "reference" and "cpu"), such as the softmax over experts. -0.0
+            equals 0.0, NaN ranks highest.
+        capacity: rows an expert has room for, from 0. ceil(T / E) places every token, evenly where E divides T.
+        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    Returns:
+        A plan with K = 1 and weights (T, 1), the score of the expert that a token got, 0 if none had room. requested
+        counts first choices, kept those placed, so dropped is the number of tokens that found no expert at all. An
+        expert's rows are in token order.
+
+    Gradient: to the scores of the pairs made; the matching itself is a constant.
+
+    Raises:
+        TypeError: scores is no tensor of those dtypes, capacity is no int.
+        ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E over 2^31 - 1.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: paper 002 (sparse ViT), section 4, "priority routing".
+    """
+    num_tokens, num_experts, capacity = _check_scores("plan_priority", scores, capacity)
+    chosen = backends.choose("plan_priority", backend, scores)
+    if chosen == "reference":
+        definition, weights = reference.plan_priority(scores, capacity)
+        return RoutingPlan(*definition), weights
+    *arrays, experts = torch.ops.moe_kernels.plan_priority_fwd(library.rows(scores.detach()), capacity, chosen)
+    weights = torch.where(experts < 0, 0, scores.gather(1, experts.clamp(min=0).long()))
+    return RoutingPlan(num_tokens, num_experts, *arrays), weights
+
+
+def expert_capacity(
+    num_tokens: int, k: int, num_experts: int, factor: float | str | Decimal | Fraction, multiple_of: int = 1
+) -> int:
+    """Rows an expert has room for: ceil(num_tokens * k * factor / num_experts), rounded up to a multiple.
+
+    `factor` is read as the decimal it prints as: 100 tokens at 1.1 over 1 expert are 110 rows, not the 111 of binary
+    floats. V-MoE rounds up to a multiple of 4. The result may exceed the number of tokens; that costs nothing.
+
+    Raises:
+        TypeError: a count is no int.
+        ValueError: num_tokens or k < 0, num_experts or multiple_of < 1, a factor that is negative or not finite.
+
+    Source: paper 003 (V-MoE), eq. 4.
+    """
+    for name, value, low in (("num_tokens", num_tokens, 0), ("k", k, 0), ("num_experts", num_experts, 1)):
+        check_int("expert_capacity", name, value, low, 2**63 - 1, "a count")
+    check_int("expert_capacity", "multiple_of", multiple_of, 1, 2**63 - 1, "what the capacity is a multiple of")
+    try:
+        exact = Fraction(str(factor)) if isinstance(factor, float) else Fraction(factor)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"expert_capacity: factor must be a finite number, got {factor!r}") from error
+    if exact < 0:
+        raise ValueError(f"expert_capacity: factor must not be negative, got {factor!r}")
+    capacity = ceil(num_tokens * k * exact / num_experts)
+    return capacity + -capacity % multiple_of
+
+
+def _check_scores(op: str, scores: Tensor, capacity: int) -> tuple[int, int, int]:
+    check_tensor(op, "scores", scores, FLOATING)
+    check_rank(op, "scores", scores, "(T, E)")
+    num_tokens, num_experts = scores.shape
+    if num_experts < 1:
+        raise ValueError(f"{op}: scores must have a column for at least one expert, got {tuple(scores.shape)}")
+    _check_size(op, num_tokens, num_experts, "E")
+    return num_tokens, num_experts, check_int(op, "capacity", capacity, 0, INT32_MAX, "rows an expert has room for")
+
+
+def _check_size(op: str, num_tokens: int, k: int, letter: str) -> None:
+    if num_tokens * k > INT32_MAX:
+        raise ValueError(
+            f"{op}: T * {letter} must be at most 2^31 - 1, what an int32 index holds; got {num_tokens} * {k}"
+        )

@@ -1,0 +1,96 @@
+"""The top-k gate: the k largest logits of every token, and a softmax before or after the choice.
+
+    z = logits + noise,  S = the k largest of z
+    "topk_softmax"   w_i = exp(z_i) / sum over j in S of exp(z_j)         dz_i = w_i (dw_i - <w, dw>)            i in S
+    "softmax_topk"   w_i = exp(z_i) / sum over all j of exp(z_j)          dz_i = p_i ([i in S] dw_i - <w, dw>)   all i
+
+logits (T, E) -> weights (T, K), experts (T, K). Saved for backward: weights and experts; where softmax comes first also
+the logits, and the logarithm of each row's sum of exponentials (T). A kernel reads each logit once, forward and
+backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import python_ref.topk_gate as reference
+from moe_kernels import backends, library
+from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_like, check_rank, check_tensor
+
+ORDERS = ("topk_softmax", "softmax_topk")
+
+
+def topk_gate(
+    logits: Tensor,
+    k: int,
+    *,
+    order: str = "topk_softmax",
+    noise: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Every token's k experts and their weights.
+
+        z = logits + noise
+        "topk_softmax"   weights = softmax(z restricted to its k largest)
+        "softmax_topk"   weights = softmax(z) at its k largest, not renormalised: they sum to less than one
+
+    Args:
+        logits: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu").
+        k: choices a token, from 0 to E.
+        order: which of the two gates; "softmax_topk" is V-MoE's, and keeps a gradient where k = 1.
+        noise: like logits in shape, dtype and device, added in that dtype before anything else. V-MoE trains with a
+            normal one of standard deviation 1 / E and evaluates without.
+        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    Returns:
+        weights (T, K) in the dtype of logits, computed in float32 (float64 stays), and experts (T, K) int32: choices in
+        descending order of z, equal ones by the lower expert.
+
+    Order of values: -0.0 equals 0.0; NaN ranks above +inf and equals every NaN. A NaN among the logits that a softmax
+    sees makes all of its weights NaN, as in torch.softmax; the experts are defined all the same.
+
+    Gradient: to logits and noise through the softmax; the choice itself is a constant. Differentiable once.
+    FLOPs (torch's counter): none; comparisons and exponentials are not counted.
+
+    Raises:
+        TypeError: logits is no tensor of those dtypes, noise has another dtype, k is no int, or a torch.func transform.
+        ValueError: k outside [0, E], logits that are not (T, E), noise of another shape or device, unknown order.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: "topk_softmax" paper 004, eq. 2; "softmax_topk" paper 003 (V-MoE), eq. 3.
+    """
+    check_tensor("topk_gate", "logits", logits, FLOATING)
+    check_rank("topk_gate", "logits", logits, "(T, E)")
+    k = check_int("topk_gate", "k", k, 0, logits.shape[1], "choices among E experts")
+    check_choice("topk_gate", "order", order, ORDERS)
+    if noise is not None:
+        check_tensor("topk_gate", "noise", noise, FLOATING)
+        check_like("topk_gate", "noise", noise, "logits", logits)
+    chosen = backends.choose("topk_gate", backend, logits)
+    if chosen == "reference":
+        return reference.topk_gate(logits, k, order=order, noise=noise)
+    noisy = library.rows(logits if noise is None else logits + noise)
+    if torch.is_grad_enabled() and noisy.requires_grad:
+        return _TopkGate.apply(noisy, k, order, chosen)
+    weights, experts, _ = torch.ops.moe_kernels.topk_gate_fwd(noisy, k, order, chosen)
+    return weights, experts
+
+
+class _TopkGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
+        weights, experts, log_sum = torch.ops.moe_kernels.topk_gate_fwd(logits, k, order, backend)
+        ctx.mark_non_differentiable(experts)
+        ctx.save_for_backward(weights, experts, logits if order == "softmax_topk" else None, log_sum)
+        ctx.num_experts, ctx.backend = logits.shape[1], backend
+        return weights, experts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        dlogits = torch.ops.moe_kernels.topk_gate_bwd(grad, *ctx.saved_tensors, ctx.num_experts, ctx.backend)
+        return dlogits, None, None, None

@@ -1,0 +1,121 @@
+"""RoutingPlan: who goes where, computed once, on the device, and handed to every operation that needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_dataclass
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingPlan:
+    """Which row of which expert every choice of every token became.
+
+    A choice that found room is a row. Rows of expert e are expert_offsets[e] up to expert_offsets[e + 1], in order of
+    arrival; choices that found no room have no row and cost nothing from here on.
+
+        num_tokens, num_experts        T, E
+        expert_offsets (E + 1)         first row of every expert; the last entry is the number of rows in use
+        row_token      (R)             the token in a row
+        row_choice     (R)             which of its K choices put it there
+        slot_row       (T, K)          the row of a choice; -1 if it was dropped, or was no choice
+        requested      (E)             choices that asked for an expert
+        kept           (E)             those that found room: kept_e = expert_offsets[e + 1] - expert_offsets[e]
+        dropped        ()              sum of requested less sum of kept
+
+    Every array is int32, contiguous, and on the device of the experts it was made of; none of them has a gradient.
+
+    R is known without waiting for the device: R = min(T * K, E * capacity), or T * K without a capacity. Where fewer
+    rows are in use, the rest, from expert_offsets[E] on, hold row_token = row_choice = -1; `dispatch` makes them zero
+    and `grouped_gemm` keeps them zero. Shapes depend on T, K, E and capacity alone.
+
+    Four tokens, two choices each, two experts with room for two:
+
+        >>> experts = torch.tensor([[0, 1], [0, 1], [0, 1], [1, 0]])
+        >>> plan = make_plan(experts, 2, capacity=2)       # first choices 0 0 0 1, then second choices 1 1 1 0
+        >>> plan.requested, plan.kept, plan.dropped
+        (tensor([4, 4]), tensor([2, 2]), tensor(4))
+        >>> plan.expert_offsets                            # rows 0 and 1 are expert 0's, rows 2 and 3 expert 1's
+        tensor([0, 2, 4])
+        >>> plan.row_token                                 # expert 0: tokens 0, 1 (2 came third); expert 1: 3, then 0
+        tensor([0, 1, 3, 0])
+        >>> plan.row_choice                                # token 3's first choice, token 0's second
+        tensor([0, 0, 0, 1])
+        >>> plan.slot_row
+        tensor([[ 0,  3],
+                [ 1, -1],
+                [-1, -1],
+                [ 2, -1]])
+    """
+
+    num_tokens: int
+    num_experts: int
+    expert_offsets: Tensor
+    row_token: Tensor
+    row_choice: Tensor
+    slot_row: Tensor
+    requested: Tensor
+    kept: Tensor
+    dropped: Tensor
+
+    @property
+    def num_choices(self) -> int:
+        """K, the choices of a token."""
+        return self.slot_row.shape[1]
+
+    @property
+    def num_rows(self) -> int:
+        """R, the rows that were made room for; expert_offsets[E] of them are in use."""
+        return self.row_token.shape[0]
+
+    @property
+    def dropped_share(self) -> Tensor:
+        """Dropped choices as a share of those requested, a float32 scalar; 0 where nobody asked."""
+        return self.dropped / self.requested.sum().clamp(min=1)
+
+    @property
+    def imbalance(self) -> Tensor:
+        """Requests of the busiest expert over the mean of all, a float32 scalar: 1 is balance, E is collapse."""
+        return self.requested.max() * self.num_experts / self.requested.sum().clamp(min=1)
+
+    def to_padded(self, rows: Tensor, capacity: int) -> Tensor:
+        """rows (R, D) -> (E, capacity, D): slot c of expert e, zeros where it is empty.
+
+        Rows in slots from `capacity` on are left out. Differentiable.
+        """
+        self._check_rows("to_padded", rows, self.num_rows, 2)
+        used, row = self._slots(capacity)
+        return _rows_or_zeros(rows, row, used)
+
+    def from_padded(self, padded: Tensor) -> Tensor:
+        """padded (E, capacity, D) -> rows (R, D), the inverse of `to_padded`: zeros where there is no slot.
+
+        Differentiable.
+        """
+        self._check_rows("from_padded", padded, self.num_experts, 3)
+        capacity = padded.shape[1]
+        row = torch.arange(self.num_rows, device=padded.device, dtype=torch.int32)
+        expert = torch.searchsorted(self.expert_offsets[1:], row, right=True).clamp(max=self.num_experts - 1)
+        slot = row - self.expert_offsets[expert]
+        return _rows_or_zeros(padded.flatten(0, 1), expert * capacity + slot, (slot < capacity) & (self.row_token >= 0))
+
+    def _slots(self, capacity: int) -> tuple[Tensor, Tensor]:
+        """Which slots (E, capacity) hold a row, and which row that is."""
+        slot = torch.arange(capacity, device=self.kept.device, dtype=torch.int32)
+        return slot < self.kept[:, None], self.expert_offsets[:-1, None] + slot
+
+    def _check_rows(self, name: str, rows: Tensor, first: int, rank: int) -> None:
+        if rows.dim() != rank or rows.shape[0] != first:
+            raise ValueError(f"{name}: expected {rank} dimensions, the first of size {first}; got {tuple(rows.shape)}")
+
+
+def _rows_or_zeros(rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """rows[index] where valid, zeros elsewhere; index may be anything there."""
+    if rows.shape[0] == 0:
+        return rows.new_zeros(*index.shape, rows.shape[1])
+    return torch.where(valid[..., None], rows[torch.where(valid, index, 0).long()], 0)
+
+
+register_dataclass(RoutingPlan)  # torch.compile, torch.utils.checkpoint and vmap's kin see through it

@@ -1,0 +1,20 @@
+"""Combine, by definition: every token sums its kept rows, weighted by its gate."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def combine(rows: Tensor, plan: Any, weights: Tensor | None = None) -> Tensor:
+    """rows (R, D), weights (T, K) -> y (T, D): y_t = sum over k with slot_row_tk >= 0 of weights_tk rows[slot_row_tk].
+
+    Summed in float32 (float64 stays); weights None counts every row once. A dropped choice adds nothing, whatever its
+    weight.
+    """
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    zeros = rows.new_zeros(1, rows.shape[1])
+    picked = torch.cat([rows, zeros])[plan.slot_row.long()].to(wide)  # (T, K, D); index -1 is the row of zeros
+    if weights is not None:
+        picked = picked * torch.where(plan.slot_row >= 0, weights.to(wide), 0)[..., None]
+    return picked.sum(dim=1).to(rows.dtype)

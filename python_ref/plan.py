@@ -1,0 +1,112 @@
+"""Who goes where, by definition: requests in visiting order, sorted by expert; the first `capacity` of each are kept.
+
+Token choice with capacity: GShard, Switch, V-MoE (paper 003) and its Batch Prioritized Routing. Expert choice and
+priority routing: as paper 002 compares them.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Plan(NamedTuple):
+    """The fields of moe_kernels.RoutingPlan, whose docstring explains them. Index arrays are int32."""
+
+    num_tokens: int
+    num_experts: int
+    expert_offsets: Tensor  # (E + 1)
+    row_token: Tensor  # (R), -1 from expert_offsets[E] on
+    row_choice: Tensor  # (R), -1 from expert_offsets[E] on
+    slot_row: Tensor  # (T, K), -1 where dropped
+    requested: Tensor  # (E)
+    kept: Tensor  # (E)
+    dropped: Tensor  # ()
+
+
+def make_plan(
+    experts: Tensor,
+    num_experts: int,
+    *,
+    capacity: int | None = None,
+    priority: Tensor | None = None,
+    order: str = "choice",
+) -> Plan:
+    """experts (T, K), where any id outside [0, E) is no choice -> the plan of its requests.
+
+    Tokens are visited by position, or by descending priority (T,), equal ones by position; NaN is the highest priority.
+    order "choice": all first choices, then all second ones; "token": every choice of a token before the next token.
+    A request's slot is the number of earlier requests to its expert, dropped ones included; it is dropped if that is
+    not below capacity.
+    """
+    num_tokens, k = experts.shape
+    device = experts.device
+    if priority is None:
+        visit = torch.arange(num_tokens, device=device)
+    else:
+        visit = torch.sort(priority.detach(), descending=True, stable=True).indices
+    token = visit[:, None].expand(-1, k)
+    choice = torch.arange(k, device=device).expand(num_tokens, -1)
+    if order == "choice":
+        token, choice = token.T, choice.T
+    elif order != "token":
+        raise ValueError(f"make_plan: order must be 'choice' or 'token', got {order!r}")
+    token, choice = token.flatten(), choice.flatten()
+
+    asked = experts.long()[token, choice]
+    asked = torch.where((asked >= 0) & (asked < num_experts), asked, num_experts)  # group E: those who ask for nobody
+    expert, arrival = torch.sort(asked, stable=True)
+    token, choice = token[arrival], choice[arrival]
+    start = torch.searchsorted(expert, torch.arange(num_experts + 1, device=device))
+    slot = torch.arange(expert.numel(), device=device) - start[expert]
+
+    requested = start.diff()
+    kept = requested if capacity is None else requested.clamp(max=capacity)
+    expert_offsets = torch.cat([kept.new_zeros(1), kept.cumsum(0)])
+    keep = slot < torch.cat([kept, kept.new_zeros(1)])[expert]
+    row = expert_offsets[expert] + slot
+
+    bound = num_tokens * k if capacity is None else min(num_tokens * k, num_experts * capacity)
+    place = torch.where(keep, row, bound)  # all that is dropped writes to one row too many
+    row_token = row.new_full((bound + 1,), -1).scatter_(0, place, torch.where(keep, token, -1))[:bound]
+    row_choice = row.new_full((bound + 1,), -1).scatter_(0, place, torch.where(keep, choice, -1))[:bound]
+    slot_row = row.new_full((num_tokens, k), -1)
+    slot_row[token, choice] = torch.where(keep, row, -1)
+    arrays = (expert_offsets, row_token, row_choice, slot_row, requested, kept, requested.sum() - kept.sum())
+    return Plan(num_tokens, num_experts, *(array.to(torch.int32) for array in arrays))
+
+
+def plan_expert_choice(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
+    """scores (T, E): every expert takes the min(capacity, T) tokens that score highest with it, ties to the lower
+    token.
+
+    Column e of slot_row, and of the weights (T, E), belongs to expert e; an expert's rows are in token order.
+    weights = scores where taken, else 0.
+    """
+    num_tokens, num_experts = scores.shape
+    best = torch.sort(scores.detach(), dim=0, descending=True, stable=True).indices[:capacity]
+    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True)
+    experts = torch.where(taken, torch.arange(num_experts, device=scores.device), -1)
+    return make_plan(experts, num_experts, capacity=min(capacity, num_tokens)), torch.where(taken, scores, 0)
+
+
+def plan_priority(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
+    """scores (T, E): pairs in descending score; a pair is made if its token is free and its expert has room.
+
+    Equal scores go by token, then by expert. Every token gets one expert while there is room: weights (T, 1) hold its
+    score there, 0 for a token left over. requested counts first choices; an expert's rows are in token order.
+    """
+    num_tokens, num_experts = scores.shape
+    flat = scores.detach().flatten()
+    chosen, room = [-1] * num_tokens, [capacity] * num_experts
+    for pair in torch.sort(flat, descending=True, stable=True).indices.tolist():
+        token, expert = divmod(pair, num_experts)
+        if chosen[token] < 0 and room[expert] > 0:
+            chosen[token] = expert
+            room[expert] -= 1
+    experts = torch.tensor(chosen, device=scores.device, dtype=torch.int64)[:, None]
+    first = torch.sort(scores.detach(), dim=1, descending=True, stable=True).indices[:, :1]
+    requested = make_plan(first, num_experts).requested
+    plan = make_plan(experts, num_experts, capacity=capacity)
+    plan = plan._replace(requested=requested, dropped=(requested.sum() - plan.kept.sum()).to(torch.int32))
+    return plan, torch.where(experts < 0, 0, scores.gather(1, experts.clamp(min=0)))
