@@ -1,0 +1,98 @@
+"""What `python -m bench verify` asks of a kernel beyond its values: the same bits every time, no wait for the host, no
+report of a sanitizer, and the test suite on a real GPU. A check says "ok", "FAILED: ..." or "not run: ..."."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from bench.ledger import ROOT
+from bench.registry import ENTRIES, Inputs
+from moe_kernels.verify import Row
+
+REPEATS = 20
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+_PYTEST_NOTHING_COLLECTED = 5
+
+
+def kernel_checks(row: Row) -> dict[str, str]:
+    """Every check of one operation, backend and dtype that a single kernel can fail."""
+    if row.verdict != "ok" or row.operation not in ENTRIES:
+        return {}
+    found = {"repeatable": repeatable(row)}
+    if row.device == "cuda":
+        found["no host sync"] = no_host_sync(row)
+    return found
+
+
+def repeatable(row: Row) -> str:
+    """Every direction gives the same bits 20 times over."""
+    inputs, calls = _calls(row)
+    for direction, call in calls.items():
+        first = _bytes(call(inputs))
+        for _ in range(REPEATS - 1):
+            if any(not torch.equal(a, b) for a, b in zip(first, _bytes(call(inputs)), strict=True)):
+                return f"FAILED: {direction} differed within {REPEATS} runs"
+    return "ok"
+
+
+def no_host_sync(row: Row) -> str:
+    """No direction makes the host wait for the GPU, once its kernels are compiled."""
+    inputs, calls = _calls(row)
+    for direction, call in calls.items():
+        call(inputs)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call(inputs)
+        except RuntimeError as error:
+            return f"FAILED: {direction}: {str(error).splitlines()[0]}"
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return "ok"
+
+
+def sanitizers(op: str, backend: str) -> dict[str, str]:
+    """compute-sanitizer's tools over the small cases of one operation and backend."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
+    found = {}
+    for tool in SANITIZERS:
+        verify = [sys.executable, "-m", "moe_kernels", "verify", "--small", "--op", op, "--backend", backend]
+        found[tool] = run([program, "--tool", tool, "--error-exitcode", "9", *verify])
+    return found
+
+
+def suite() -> dict[str, str]:
+    """The tests, first those that need a GPU, then the rest."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "--no-header"]
+    return {name: run([*pytest, "-m", name], nothing=_PYTEST_NOTHING_COLLECTED) for name in ("gpu", "not gpu")}
+
+
+def run(command: Iterable[str], *, nothing: int | None = None) -> str:
+    """A command's verdict; exit status `nothing` means that there was nothing to run."""
+    done = subprocess.run(list(command), cwd=ROOT, capture_output=True, text=True, errors="replace")
+    if done.returncode == 0:
+        return "ok"
+    if done.returncode == nothing:
+        return "not run: no such tests"
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    return f"FAILED: status {done.returncode}: {lines[-1] if lines else ''}"
+
+
+def _calls(row: Row):
+    entry = ENTRIES[row.operation]
+    shape = entry.complete(entry.shapes["quick"][0], row.device)
+    inputs: Inputs = entry.inputs(shape, getattr(torch, row.dtype), row.device)
+    return inputs, entry.kernel(row.backend)
+
+
+def _bytes(output: object) -> list[Tensor]:
+    """Outputs as bytes: a NaN is not equal to itself, its bits are."""
+    tensors = output if isinstance(output, tuple | list) else (output,)
+    return [each.detach().contiguous().view(torch.uint8).clone() for each in tensors if isinstance(each, Tensor)]

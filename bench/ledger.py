@@ -1,0 +1,104 @@
+"""What was verified where, and whether it still is: results as data, and the hash of the sources they ran."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from moe_kernels.backends import NAMES
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+GPU_BACKENDS = ("triton", "cuda")
+
+Result = dict[str, Any]
+
+# A backend's own kernel first: where no file matches that pattern, it does not implement the operation.
+_SOURCES = {
+    "reference": ("python_ref/{op}.py",),
+    "cpu": ("csrc/cpu/{op}.cpp", "csrc/include/moe/simd.h"),
+    "triton": ("moe_kernels/backends/triton/{op}.py", "moe_kernels/backends/triton/__init__.py"),
+    "cuda": ("csrc/cuda/{op}*.cu", "csrc/include/moe/*.cuh"),
+}
+
+
+def operations(root: Path = ROOT) -> list[str]:
+    return sorted(path.stem for path in (root / "moe_kernels" / "ops").glob("[!_]*.py"))
+
+
+def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
+    return any(root.glob(_SOURCES[backend][0].format(op=op)))
+
+
+def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
+    """The files whose change makes a result of this operation and backend stale."""
+    patterns = [*_SOURCES[backend], "moe_kernels/ops/{op}.py"]
+    return sorted({path for pattern in patterns for path in root.glob(pattern.format(op=op))})
+
+
+def digest(op: str, backend: str, root: Path = ROOT) -> str:
+    """sha256 over the names and contents of the sources."""
+    found = hashlib.sha256()
+    for path in sources(op, backend, root):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+def file_name(device: str) -> str:
+    """ "NVIDIA H200" -> "nvidia-h200.json"."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") + ".json"
+
+
+def write(result: Result, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / file_name(result["device"])
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path
+
+
+def read(folder: Path = RESULTS) -> list[Result]:
+    """Every result of a folder, by file name."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def is_stale(entry: dict[str, Any], root: Path = ROOT) -> bool:
+    return entry["sources"] != digest(entry["operation"], entry["backend"], root)
+
+
+def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -> str:
+    """What the ledger says of one operation and backend, the newest run first."""
+    if not implemented(op, backend, root):
+        return "-"
+    if backend == "reference":
+        return "the definition"
+    for result in sorted(results, key=lambda each: each["date"], reverse=True):
+        entries = [each for each in result["entries"] if _counts(each, op, backend)]
+        if not entries:
+            continue
+        if any(is_stale(each, root) for each in entries):
+            return f"stale: sources changed since {result['date']}"
+        verdict = "verified" if all(passed(each) for each in entries) else "FAILED"
+        return f"{verdict} {result['date']} on {result['device']}"
+    return "never run on a GPU" if backend in GPU_BACKENDS else "tested on every change"
+
+
+def passed(entry: dict[str, Any]) -> bool:
+    """The kernel was right, and none of the checks beside that failed; what could not run does not count."""
+    return entry["verdict"] == "ok" and not any(word.startswith("FAILED") for word in entry["checks"].values())
+
+
+def _counts(entry: dict[str, Any], op: str, backend: str) -> bool:
+    # A Triton kernel that was interpreted, or a CUDA kernel on the host executor, did not run on a GPU.
+    on_gpu = entry["device"] == "cuda" or backend not in GPU_BACKENDS
+    return entry["operation"] == op and entry["backend"] == backend and on_gpu
+
+
+def states(results: Iterable[Result], root: Path = ROOT) -> dict[str, dict[str, str]]:
+    """The ledger: operation -> backend -> state."""
+    kept = list(results)
+    return {op: {backend: state(op, backend, kept, root) for backend in NAMES} for op in operations(root)}
