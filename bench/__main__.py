@@ -1,0 +1,168 @@
+"""python -m bench run | verify | report"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from bench import checks, ledger, measure, plot, report
+from moe_kernels import info
+from moe_kernels.verify import KERNELS, Row, cells, verify
+
+app = typer.Typer(
+    help="Measures every operation against its peers and this machine's own ceilings, and keeps the results.",
+    add_completion=False,
+    no_args_is_help=True,
+)
+console = Console()
+if not console.is_terminal:
+    console.width = 180  # a log has no width to fit into
+
+
+class Shapes(str, Enum):
+    quick = "quick"
+    papers = "papers"
+
+
+Ops = Annotated[list[str] | None, typer.Option("--op", help="One operation; may be repeated. Default: all.")]
+Backends = Annotated[list[str] | None, typer.Option("--backend", help=f"{', '.join(KERNELS)}; may be repeated.")]
+Dtypes = Annotated[list[str], typer.Option("--dtype", help="float32, bfloat16 or float16; may be repeated.")]
+Threads = Annotated[
+    list[int] | None, typer.Option("--threads", help="CPU threads; may be repeated. Default: 1 and all.")
+]
+Seconds = Annotated[float, typer.Option("--seconds", help="Time for each shape, dtype and direction.")]
+ShapeSet = Annotated[Shapes, typer.Option("--shapes", help="Which of the registry's sets of shapes.")]
+
+
+@app.command("run")
+def run_command(
+    op: Ops = None,
+    shapes: ShapeSet = Shapes.quick,
+    backend: Backends = None,
+    dtype: Dtypes = ["float32", "bfloat16"],  # noqa: B006 typer reads it and never writes
+    threads: Threads = None,
+    seconds: Seconds = 0.4,
+    out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = ledger.ROOT / "bench" / "out",
+) -> None:
+    """Verifies what can run here, measures what was right, and writes <out>/<device>.json, report.md and pictures."""
+    _describe_machine()
+    rows = _verified(op, backend)
+    result = _measured(rows, shapes, dtype, threads, seconds)
+    path = ledger.write(result, out)
+    (out / "report.md").write_text(report.document(result, plot.draw(result, out)))
+    console.print(f"results {path}, report {out / 'report.md'}", soft_wrap=True)
+    _leave(result)
+
+
+@app.command("verify")
+def verify_command(
+    op: Ops = None,
+    backend: Backends = None,
+    dtype: Dtypes = ["float32", "bfloat16", "float16"],  # noqa: B006 typer reads it and never writes
+    shapes: ShapeSet = Shapes.quick,
+    seconds: Seconds = 0.4,
+    out: Annotated[Path, typer.Option(help="Where the result goes.")] = ledger.RESULTS,
+) -> None:
+    """The whole proof: values, repeatability and, on a GPU, the test suite, host waits and sanitizers; then figures.
+
+    Writes bench/results/<device>.json with the hash of the sources that ran: what `report` and the README go by.
+    """
+    _describe_machine()
+    rows = _verified(op, backend)
+    if not torch.cuda.is_available():
+        console.print("No GPU here: this proves the CPU kernels alone, and says nothing of Triton or CUDA.")
+    found = {row: checks.kernel_checks(row) for row in rows}
+    pairs = {(row.operation, row.backend) for row in rows if row.verdict == "ok" and row.device == "cuda"}
+    sanitized = {pair: checks.sanitizers(*pair) for pair in sorted(pairs)}
+    result = _measured(rows, shapes, dtype, None, seconds)
+    result["suite"] = checks.suite() if torch.cuda.is_available() else {}
+    by_key = {(row.operation, row.backend, row.dtype): words for row, words in found.items()}
+    for entry in result["entries"]:
+        pair = (entry["operation"], entry["backend"])
+        entry["checks"] = by_key[(*pair, entry["dtype"])] | sanitized.get(pair, {})
+    path = ledger.write(result, out)
+    checked = [*by_key.items(), *(((*pair, "all"), words) for pair, words in sanitized.items())]
+    suite = {f"pytest -m {name!r}": word for name, word in result["suite"].items()}
+    lines = [(*key, *item) for key, words in [*checked, (("all",) * 3, suite)] for item in words.items()]
+    _print_table("Checks", ("operation", "backend", "dtype", "check", "verdict"), lines)
+    console.print(f"result {path}", soft_wrap=True)
+    _leave(result)
+
+
+@app.command("report")
+def report_command(
+    readme: Annotated[bool, typer.Option("--readme", help="Rewrite the generated sections of README.md.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit 1 with a diff if README.md is out of date.")] = False,
+) -> None:
+    """Prints the ledger and the measured tables of bench/results as Markdown, or keeps the README's copy of them."""
+    if check:
+        difference = report.outdated()
+        print(difference or "README.md is up to date")
+        raise typer.Exit(1 if difference else 0)
+    results = ledger.read()
+    if readme:
+        report.README.write_text(report.rendered(report.README.read_text(), results))
+        print("README.md rewritten")
+    else:
+        print(f"{report.operations(results)}\n\n{report.measured(results)}")
+
+
+def _describe_machine() -> None:
+    facts = info.machine()
+    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in facts["gpus"]) or "none"
+    console.print(f"CPU {facts['cpu']}, {facts['cores']} cores, {facts['isa']}; GPU {gpus}; driver {facts['driver']}")
+    console.print(f"Python {facts['python']}, torch {facts['torch']}, Triton {facts['triton']}")
+
+
+def _verified(ops: list[str] | None, backends: list[str] | None) -> list[Row]:
+    try:
+        rows = list(verify(ops or (), backends or ()))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    header = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "")
+    _print_table("Verified against the reference", header, [cells(row) for row in rows])
+    return rows
+
+
+def _measured(
+    rows: list[Row], shapes: Shapes, dtypes: list[str], threads: list[int] | None, seconds: float
+) -> ledger.Result:
+    counts = threads or sorted({1, torch.get_num_threads()})
+    jobs, refused = measure.plan(rows, shapes.value, dtypes, counts)
+    limits = measure.ceilings(jobs)
+    figures: list[measure.Figure] = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("measuring", total=len(jobs))
+        for job, each in zip(jobs, measure.run(jobs, limits, seconds), strict=True):
+            figures += each
+            progress.update(task, advance=1, description=str(job))
+    _print_table("Measured", report.FIGURE_HEADER, [report.figure_cells(each) for each in figures])
+    for line in refused:
+        console.print(f"not measured: {line}", soft_wrap=True)
+    return measure.result(rows, figures, limits, refused)
+
+
+def _print_table(title: str, header: tuple[str, ...], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(*header, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _leave(result: ledger.Result) -> None:
+    right = all(ledger.passed(entry) for entry in result["entries"])
+    suite = result.get("suite", {}).values()
+    if not right or any(word.startswith("FAILED") for word in suite):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,167 @@
+"""Results as Markdown: the report of one run, and the generated sections of the README."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import ledger
+from moe_kernels.backends import NAMES
+
+README = ledger.ROOT / "README.md"
+SECTIONS = ("operations", "measured")
+
+HOW_TO_READ = """\
+Times are medians of interleaved runs, with the 10th and 90th percentile; `!` marks those where the latter is over twice
+the former: the machine was busy. *Ceiling*: the least time that this machine's own copy and matrix product, measured in
+the same run, allow for the operation's least bytes (each input read once, each output written once) and FLOPs, over the
+time taken; what lies in a cache can pass 100%. *memcpy*: times as long as a copy of those bytes. Last: times as fast as
+each peer."""
+UNSTEADY = 2.0
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
+    """Operations x backends with what the ledger says of each."""
+    rows = [(f"`{op}`", *by_backend.values()) for op, by_backend in ledger.states(results, root).items()]
+    return markdown(["operation", *NAMES], rows)
+
+
+def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
+    """One table a device: ranges over its shapes. A CPU shows ratios alone: times of shared machines mean nothing."""
+    parts = []
+    for result in results:
+        rows = [row for entry in result["entries"] for row in _summary(entry, result["gpu"], root)]
+        if rows:
+            gpu_columns = ["us", "GB/s", "% of ceiling"] if result["gpu"] else []
+            header = [
+                "operation",
+                "backend",
+                "dtype",
+                "direction",
+                "shapes",
+                *gpu_columns,
+                "x memcpy's time",
+                "x as fast as",
+            ]
+            note = "" if result["gpu"] else " No GPU was there; ratios only."
+            parts.append(f"**{result['device']}**, {result['date']}.{note}\n\n{markdown(header, rows)}")
+    return "\n\n".join(parts) or "Nothing measured yet."
+
+
+def _summary(entry: dict[str, Any], gpu: bool, root: Path) -> list[Sequence[str]]:
+    """A row for every direction and setting of an entry, each with its ranges over the shapes."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for figure in entry["figures"]:
+        groups.setdefault((figure["direction"], figure["setting"]), []).append(figure)
+    stale = " (stale)" if ledger.is_stale(entry, root) else ""
+    rows: list[Sequence[str]] = []
+    for (direction, setting), figures in groups.items():
+        peers = ", ".join(f"{name} {_span([each['peers'][name] for each in figures])}" for name in figures[0]["peers"])
+        keys = ("us", "gb_per_s", "ceiling_percent") if gpu else ()
+        numbers = [_span([each[key] for each in figures]) for key in (*keys, "over_memcpy")]
+        where = "" if setting == "cuda" else f", {setting}"
+        name = f"`{entry['operation']}`{stale}"
+        rows.append((name, entry["backend"], entry["dtype"], direction + where, str(len(figures)), *numbers, peers))
+    return rows
+
+
+def _span(values: list[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def document(result: ledger.Result, plots: Sequence[str] = ()) -> str:
+    """The whole report of one run."""
+    facts, parts = result["machine"], [f"# {result['device']}, {result['date']}"]
+    gpus = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "none; what needs one was not run"
+    parts.append(
+        f"CPU {facts['cpu']}, {facts['cores']} cores, {facts['isa']}. GPU: {gpus} (driver {facts['driver']}). "
+        f"Python {facts['python']}, torch {facts['torch']}, Triton {facts['triton']}."
+    )
+    header = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "checks")
+    parts += ["## Verified", markdown(header, [_verdict(entry) for entry in result["entries"]])]
+    if result.get("suite"):
+        parts.append("Test suite: " + "; ".join(f"`-m {name!r}` {word}" for name, word in result["suite"].items()))
+    parts.append("## Ceilings of this machine")
+    parts.append(markdown(("setting", "what", "reached"), _ceiling_rows(result["ceilings"])))
+    rows = [figure_cells(figure) for entry in result["entries"] for figure in entry["figures"]]
+    parts += ["## Measured", HOW_TO_READ, markdown(FIGURE_HEADER, rows)]
+    parts += [f"![{name}]({name})" for name in plots]
+    if result["not_measured"]:
+        parts += ["## Not measured", "\n".join(f"* {line}" for line in result["not_measured"])]
+    return "\n\n".join(parts) + "\n"
+
+
+FIGURE_HEADER = (
+    "operation", "backend", "dtype", "direction", "shape", "setting",
+    "us (10% to 90%)", "GB/s", "ceiling", "memcpy", "as fast as",
+)  # fmt: skip
+
+
+def figure_cells(figure: dict[str, Any]) -> tuple[str, ...]:
+    """A figure as text for a table, in the order of FIGURE_HEADER."""
+    busy = " !" if figure["high_us"] > UNSTEADY * figure["low_us"] else ""
+    spread = f"{_us(figure['us'])} ({_us(figure['low_us'])} to {_us(figure['high_us'])}){busy}"
+    peers = ", ".join(f"{name} x{ratio:.3g}" for name, ratio in figure["peers"].items())
+    return (
+        *(figure[key] for key in ("op", "backend", "dtype", "direction", "shape", "setting")),
+        spread,
+        f"{figure['gb_per_s']:.3g}",
+        f"{figure['ceiling_percent']:.0f}%",
+        f"x{figure['over_memcpy']:.2f}",
+        peers,
+    )
+
+
+def _us(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _verdict(entry: dict[str, Any]) -> tuple[str, ...]:
+    keys = ("operation", "backend", "dtype", "device", "cases", "error", "allowed", "verdict")
+    checks = ", ".join(f"{name}: {word}" for name, word in entry["checks"].items())
+    return (*(f"{entry[key]:.3g}" if isinstance(entry[key], float) else str(entry[key]) for key in keys), checks)
+
+
+def _ceiling_rows(ceilings: dict[str, dict[str, float]]) -> list[tuple[str, str, str]]:
+    return [
+        (
+            setting,
+            name if name == "copy" else f"{name} product",
+            f"{value:.4g} {'GB/s' if name == 'copy' else 'GFLOP/s'}",
+        )
+        for setting, limits in ceilings.items()
+        for name, value in limits.items()
+    ]
+
+
+def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
+    """A README's text with its generated sections up to date.
+
+    Raises:
+        ValueError: a section's markers are missing.
+    """
+    for name, section in zip(SECTIONS, (operations, measured), strict=True):
+        pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
+        match = pattern.search(text)
+        if match is None:
+            raise ValueError(f"README has no section between <!-- {name}:begin --> and <!-- {name}:end -->")
+        text = f"{text[: match.start()]}{match[1]}{section(results, root)}\n{match[2]}{text[match.end() :]}"
+    return text
+
+
+def outdated(readme: Path = README, results: list[ledger.Result] | None = None, root: Path = ledger.ROOT) -> str:
+    """The diff that would bring the README up to date; empty if it is."""
+    text = readme.read_text()
+    wanted = rendered(text, ledger.read() if results is None else results, root)
+    lines = (text.splitlines(keepends=True), wanted.splitlines(keepends=True))
+    return "".join(difflib.unified_diff(*lines, fromfile="README.md", tofile="README.md, generated"))
