@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
+
+
+class Configuration(NamedTuple):
+    """One way in which a kernel is launched: what tests compile ahead of time for sm_80 and sm_90."""
+
+    name: str
+    kernel: Any
+    types: dict[str, str]  # of the arguments that are not constexprs, such as "*i32" or "fp32"
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int = 2
 
 
 def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends._seed import normal_quantile
-from moe_kernels.backends.triton import unsupported
+from moe_kernels.backends.triton import Configuration, unsupported
 from moe_kernels.library import words
 
 TIES = {"index": 0, "strict": 1, "all": 2}
@@ -20,12 +22,35 @@ TIES = {"index": 0, "strict": 1, "all": 2}
 FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
 RESIDENT = 16384  # elements of a row that stay in registers; a longer row is read again for every count
+CHUNK = 4096  # elements written at a time: masks, ranks and bits of a longer row would spill beside its keys
+BLOCK_BWD = 4096
 TRIALS = 8  # guesses from the shape of the row before bisection: normal rows need 3 to 5
 
 
+def configurations() -> list[Configuration]:
+    """Every block size, dtype and output of the forward, and the backward."""
+    rows = {"x_ptr": "", "values_ptr": "", "y_ptr": "", "bits_ptr": "*i32", "mask_ptr": "*i8"}
+    sizes = {"stride_x_R": "i64", "stride_values_R": "i64", "N": "i32", "K": "i32", "quantile": "fp32"}
+    found = []
+    for (dtype, (inf, form)), block in product(FORMATS.items(), (128, 1024, 4096, RESIDENT)):
+        short = str(dtype).removeprefix("torch.")
+        pattern = "*i32" if form == 0 else "*i16"
+        types = {name: kind or pattern for name, kind in rows.items()} | sizes
+        constants = {"TIES": 0, "STORE_Y": True, "STORE_BITS": True, "STORE_MASK": False, "INF": inf, "FORMAT": form}
+        constants |= {"RESIDENT": True, "BLOCK": block, "CHUNK": min(block, CHUNK), "TRIALS": TRIALS}
+        found.append(Configuration(f"kwta_fwd {short} {block}", _kwta_fwd, types, constants, warps(block)))
+        if block == RESIDENT:
+            longer = constants | {"RESIDENT": False}
+            found.append(Configuration(f"kwta_fwd {short} longer", _kwta_fwd, types, longer, warps(block)))
+    for pattern in ("*i16", "*i32"):
+        types = {"grad_ptr": pattern, "bits_ptr": "*i32", "dx_ptr": pattern, "stride_grad_R": "i64", "N": "i32"}
+        found.append(Configuration(f"kwta_bwd {pattern[1:]}", _kwta_bwd, types, {"BLOCK": BLOCK_BWD}, 4))
+    return found
+
+
 def warps(block: int) -> int:
-    """16 elements a thread: with 32 a row of 16384 spills, because masks, ranks and bits live beside the keys."""
-    return min(max(block // 512, 1), 32)
+    """16 elements a thread, 32 in the longest rows."""
+    return min(max(block // 512, 1), 16)
 
 
 @triton.jit
@@ -171,6 +196,7 @@ def _kwta_fwd(
     FORMAT: tl.constexpr,
     RESIDENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
     TRIALS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -179,13 +205,15 @@ def _kwta_fwd(
     above, ties = _threshold(x_row, keys, N, K, quantile, TIES, BLOCK, INF, FORMAT, RESIDENT, TRIALS)
     start = 0
     while start < N:
-        offsets = start + tl.arange(0, BLOCK)
-        if not RESIDENT:
-            keys = _load_keys(x_row, start, N, BLOCK, INF)
-        wins = keys > above
+        offsets = start + tl.arange(0, CHUNK)
+        if CHUNK < BLOCK or not RESIDENT:
+            part = _load_keys(x_row, start, N, CHUNK, INF)
+        else:
+            part = keys
+        wins = part > above
         if TIES == 0:
             if ties > 0:
-                equal = (keys == above).to(tl.int32)
+                equal = (part == above).to(tl.int32)
                 wins = wins | ((equal > 0) & (tl.cumsum(equal) <= ties))
                 ties -= tl.sum(equal)
         wins = wins & (offsets < N)
@@ -193,13 +221,13 @@ def _kwta_fwd(
             values = tl.load(values_ptr + row * stride_values_R + offsets, mask=wins, other=0)
             tl.store(y_ptr + row * N + offsets, values, mask=offsets < N)
         if STORE_BITS:
-            lanes = tl.reshape(wins.to(tl.int32), (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :]
-            word = start // 32 + tl.arange(0, BLOCK // 32)
+            lanes = tl.reshape(wins.to(tl.int32), (CHUNK // 32, 32)) << tl.arange(0, 32)[None, :]
+            word = start // 32 + tl.arange(0, CHUNK // 32)
             n_words = (N + 31) // 32
             tl.store(bits_ptr + row * n_words + word, tl.sum(lanes, axis=1), mask=word < n_words)
         if STORE_MASK:
             tl.store(mask_ptr + row * N + offsets, wins.to(tl.int8), mask=offsets < N)
-        start += BLOCK
+        start += CHUNK
 
 
 @triton.jit
@@ -241,7 +269,7 @@ def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
     dx = grad.new_empty(grad.shape)
     rows, n = grad.shape
     if dx.numel():
-        block = min(triton.next_power_of_2(n), 4096)
+        block = min(triton.next_power_of_2(n), BLOCK_BWD)
         grid = (rows, triton.cdiv(n, block))
         _kwta_bwd[grid](_patterns(grad), bits, _patterns(dx), grad.stride(0), n, BLOCK=block)
     return dx
@@ -259,7 +287,7 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
         x if mask is None else mask.view(torch.int8),
         x.stride(0), source.stride(0), n, k, normal_quantile(k, n),
         TIES=TIES[ties], STORE_Y=y is not None, STORE_BITS=bits is not None, STORE_MASK=mask is not None,
-        INF=inf, FORMAT=form, RESIDENT=n <= RESIDENT, BLOCK=block, TRIALS=TRIALS, num_warps=warps(block),
+        INF=inf, FORMAT=form, RESIDENT=n <= RESIDENT, BLOCK=block, CHUNK=min(block, CHUNK), TRIALS=TRIALS, num_warps=warps(block),
     )  # fmt: skip
 
 

@@ -1,0 +1,78 @@
+"""Machine code of the Triton kernels for sm_80 and sm_90: every configuration compiles, nothing spills, registers and
+shared memory stay within machine_code_triton.json, and the instructions that a kernel's speed rests on are there.
+
+After a change that means to cost registers:  python tests/test_machine_code_triton.py --update
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+TABLE = Path(__file__).with_name("machine_code_triton.json")
+CAPABILITIES = (80, 90)
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block, A100 and H100
+
+# Configurations whose name matches, and what their code must hold.
+INSTRUCTIONS = {
+    r"kwta_fwd .*": [r"LDG\.E"],
+    r"kwta_bwd .*": [r"LDG\.E", r"STG\.E"],
+}
+
+
+@functools.cache
+def measured(capability: int) -> dict[str, dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("ahead_of_time.py")
+    environment["PYTHONPATH"] = str(script.parent.parent)
+    done = subprocess.run([sys.executable, script, str(capability)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_configuration(capability):
+    got = measured(capability)
+    assert not {name: each["spilled"] for name, each in got.items() if each["spilled"]}
+    assert not {name: each["shared"] for name, each in got.items() if each["shared"] > SHARED_LIMIT[capability]}
+    matched = set()
+    for name, each in got.items():
+        for pattern, wanted in INSTRUCTIONS.items():
+            if not re.fullmatch(pattern, name):
+                continue
+            matched.add(pattern)
+            for instruction in wanted:
+                assert any(re.match(instruction, code) for code in each["instructions"]), f"{name}: no {instruction}"
+    assert matched == set(INSTRUCTIONS), "a pattern matches no configuration"
+
+    table = json.loads(TABLE.read_text())
+    if table["triton"] != triton.__version__:
+        pytest.skip(f"the register table was made with Triton {table['triton']}, this is {triton.__version__}")
+    allowed, update = table[str(capability)], "python tests/test_machine_code_triton.py --update"
+    assert sorted(got) == sorted(allowed), f"configurations came or went: {update}"
+    over = {
+        name: f"{each['registers']}, {each['shared']} allowed {allowed[name]}"
+        for name, each in got.items()
+        if each["registers"] > allowed[name][0] or each["shared"] > allowed[name][1]
+    }
+    assert not over, f"registers, shared bytes: {over}; if that is meant: {update}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--update"]:
+        sys.exit(__doc__)
+    table: dict[str, object] = {"triton": triton.__version__}
+    for capability in CAPABILITIES:
+        found = measured(capability)
+        table[str(capability)] = {name: [each["registers"], each["shared"]] for name, each in found.items()}
+    text = json.dumps(table, indent=1)
+    TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text) + "\n")
