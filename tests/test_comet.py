@@ -1,0 +1,270 @@
+"""COMET modules against loops over single samples, written from the equations of paper 000."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import moe_kernels as mk
+from moe_kernels.models import comet_mlp, dense_twin
+from moe_kernels.nn import ACTIVATIONS, CometMLP, FixedRouting, MaskedLinear, Utilisation
+
+WIDTHS = (7, 12, 9, 10, 4)
+
+
+def model(p=0.5, seed=0, widths=WIDTHS, **options):
+    return CometMLP(widths, p, generator=torch.Generator().manual_seed(seed), **options)
+
+
+def winners(row: list[float], k: int) -> list[bool]:
+    """The k largest, of equal ones the lowest index."""
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    return [i in order[:k] for i in range(len(row))]
+
+
+def matvec(matrix: torch.Tensor, vector: list[float]) -> list[float]:
+    return [math.fsum(w * v for w, v in zip(row, vector, strict=True)) for row in matrix.tolist()]
+
+
+def by_hand(net: CometMLP, x: list[float], f) -> tuple[list[float], list[list[bool]]]:
+    """Eqs. 4 to 8 for one sample, in Python's floats."""
+    z, masks = x, []
+    for layer, hidden in enumerate(net.hidden, 1):
+        c = matvec(net.router.get_buffer(f"weight_{layer}"), z)
+        m = winners(c, max(1, len(c) * 3 // 10))
+        z = [ci if mi else 0.0 for ci, mi in zip(c, m, strict=True)]
+        a = [s + b for s, b in zip(matvec(hidden.weight, x), hidden.bias.tolist(), strict=True)]
+        x = [f(ai) if mi else 0.0 for ai, mi in zip(a, m, strict=True)]
+        masks.append(m)
+    return [s + b for s, b in zip(matvec(net.output.weight, x), net.output.bias.tolist(), strict=True)], masks
+
+
+@pytest.mark.parametrize(
+    ("activation", "f"),
+    [
+        ("tanh", math.tanh),
+        ("relu", lambda a: max(a, 0.0)),
+        ("silu", lambda a: a / (1 + math.exp(-a))),
+        ("softplus", lambda a: math.log1p(math.exp(a))),
+        ("gelu", lambda a: a * 0.5 * (1 + math.erf(a / math.sqrt(2)))),
+        ("mish", lambda a: a * math.tanh(math.log1p(math.exp(a)))),
+    ],
+)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_forward_is_the_papers_equations_sample_by_sample(activation, f, backend):
+    net = model(0.3, activation=activation, backend=backend, dtype=torch.float64)
+    x = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y, masks = net(x), net.masks(x)
+    for i in range(5):
+        expected, expected_masks = by_hand(net, x[i].tolist(), f)
+        torch.testing.assert_close(y[i], torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+        assert [m[i].tolist() for m in masks] == expected_masks
+
+
+def test_every_named_activation_is_tried_above():
+    assert set(ACTIVATIONS) == {"tanh", "relu", "silu", "softplus", "gelu", "mish"}
+
+
+def test_any_leading_dimensions_give_what_their_rows_give():
+    net = model().double()
+    x = torch.randn(2, 3, 7, dtype=torch.float64)
+    torch.testing.assert_close(net(x).view(6, 4), net(x.view(6, 7)), rtol=1e-12, atol=1e-13)
+    assert net(x[:0]).shape == (0, 3, 4)
+    assert [m.shape for m in net.masks(x)] == [(2, 3, 12), (2, 3, 9), (2, 3, 10)]
+
+
+def test_p_one_is_the_dense_mlp_bit_for_bit():
+    net = model(1.0, activation="gelu")
+    layers = []
+    for hidden in net.hidden:
+        linear = torch.nn.Linear(hidden.in_features, hidden.out_features)
+        linear.load_state_dict(hidden.state_dict())
+        layers += [linear, torch.nn.GELU()]
+    plain = torch.nn.Sequential(*layers, copy.deepcopy(net.output))
+    x = torch.randn(6, 7)
+    x1, x2 = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y1, y2 = net(x1), plain(x2)
+    assert torch.equal(y1, y2)
+    y1.square().sum().backward()
+    y2.square().sum().backward()
+    assert torch.equal(x1.grad, x2.grad)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
+    assert all(mask.all() for mask in net.masks(x))
+
+
+def test_routing_is_state_and_no_parameter():
+    net = model()
+    buffers = {"router.weight_1", "router.weight_2", "router.weight_3"}
+    assert buffers == set(net.state_dict()) - {name for name, _ in net.named_parameters()}
+    assert not list(net.router.parameters())
+    other = model(seed=1)
+    x = torch.randn(20, 7)
+    assert not all(torch.equal(a, b) for a, b in zip(net.masks(x), other.masks(x), strict=True))
+    other.load_state_dict(net.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(net.masks(x), other.masks(x), strict=True))
+    assert torch.equal(net(x), other(x))
+
+
+def test_training_leaves_the_routing_alone():
+    net, x = model(), torch.randn(20, 7)
+    before, masks = copy.deepcopy(dict(net.router.named_buffers())), net.masks(x)
+    optimiser = torch.optim.SGD(net.parameters(), 1.0, weight_decay=0.1)
+    for _ in range(3):
+        net(x).square().sum().backward()
+        optimiser.step()
+    assert all(torch.equal(before[name], buffer) for name, buffer in net.router.named_buffers())
+    assert all(torch.equal(a, b) for a, b in zip(masks, net.masks(x), strict=True))
+
+
+def test_inactive_neurons_get_exactly_zero_gradient_and_no_gradient_enters_through_the_mask():
+    net = model(0.3, activation="tanh", dtype=torch.float64)
+    x = torch.randn(1, 7, dtype=torch.float64, requires_grad=True)
+    net(x).sum().backward()
+    gradient, masks = torch.ones(4, dtype=torch.float64), net.masks(x)
+    outer = gradient @ net.output.weight
+    inputs = [x.detach()[0]]
+    for hidden, mask in zip(net.hidden, masks, strict=True):
+        inputs.append(torch.tanh(hidden.weight @ inputs[-1] + hidden.bias).detach() * mask[0])
+    for layer in (2, 1, 0):
+        hidden, mask = net.hidden[layer], masks[layer][0]
+        assert (hidden.weight.grad[~mask] == 0).all()
+        assert (hidden.bias.grad[~mask] == 0).all()
+        assert (hidden.bias.grad[mask] != 0).all()
+        local = outer * mask * (1 - inputs[layer + 1] ** 2)  # spec: dL/da = (dL/dx * m) * f'(a)
+        torch.testing.assert_close(hidden.weight.grad, torch.outer(local, inputs[layer]), rtol=1e-12, atol=1e-14)
+        outer = local @ hidden.weight
+    torch.testing.assert_close(x.grad[0], outer.detach(), rtol=1e-12, atol=1e-14)
+    assert all(not c.requires_grad for c in net.router(x))
+
+
+def test_one_generator_gives_one_network_and_the_same_backbone_at_every_p():
+    a, b, c, dense = model(seed=3), model(seed=3), model(seed=4), model(1.0, seed=3)
+    assert all(torch.equal(a.state_dict()[k], b.state_dict()[k]) for k in a.state_dict())
+    assert all(torch.equal(a.state_dict()[k], dense.state_dict()[k]) for k in a.state_dict())
+    assert not torch.equal(a.output.weight, c.output.weight)
+
+
+def test_a_seeded_network_leaves_torchs_own_generator_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    comet_mlp(5, 8, 3, seed=1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_weights_are_uniform_within_one_over_root_n():
+    net = comet_mlp(400, 300, 10, seed=0)
+    for weight, n in ((net.router.weight_1, 400), (net.router.weight_2, 300), (net.hidden[0].weight, 400)):
+        bound = n**-0.5
+        assert weight.abs().max() <= bound
+        assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+        assert abs(weight.mean().item()) < 4 * bound / (3 * weight.numel()) ** 0.5
+
+
+def test_dense_twin_has_the_same_weights_and_no_mask():
+    net = comet_mlp(7, 20, 3, seed=0, activation="tanh")
+    twin, x = dense_twin(net), torch.randn(4, 7)
+    assert twin.dense
+    assert all(
+        torch.equal(net.state_dict()[k], v) and v is not net.state_dict()[k] for k, v in twin.state_dict().items()
+    )
+    h = x
+    for layer in net.hidden:
+        h = torch.tanh(torch.nn.functional.linear(h, layer.weight, layer.bias))
+    assert torch.equal(twin(x), net.output(h))
+
+
+@pytest.mark.parametrize("ties", ["index", "strict", "all"])
+def test_ties_of_a_black_image(ties):
+    """No bias in the routing: all scores are zero, and the tie rule alone decides (spec 1, item 4 of section 0)."""
+    masks = model(0.5, ties=ties).masks(torch.zeros(1, 7))
+    assert [int(m.sum()) for m in masks] == {"index": [6, 4, 5], "strict": [0, 0, 0], "all": [12, 9, 10]}[ties]
+
+
+def test_masks_do_not_depend_on_autocast_and_values_keep_its_dtype():
+    net, x = model(widths=(64, 96, 96, 8), activation="relu"), torch.randn(40, 64)
+    masks, scores = net.masks(x), net.router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = net.hidden[0](x, scores[0])
+        y = net(x)
+        assert all(torch.equal(a, b) for a, b in zip(masks, net.masks(x), strict=True))
+        values = torch.relu(torch.nn.functional.linear(x, net.hidden[0].weight, net.hidden[0].bias))
+    assert hidden.dtype == y.dtype == torch.bfloat16
+    assert torch.equal(hidden, values * masks[0])
+    y.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+
+
+def test_narrow_scores_are_widened_exactly():
+    layer = MaskedLinear(6, 32, 10, activation=None)
+    x, c = torch.randn(5, 6), torch.randn(5, 32).bfloat16()
+    expected = layer(x) * mk.kwta_mask(c, 10)
+    assert torch.equal(layer(x, c), expected)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiles_into_one_graph_forward_and_backward(compiler):
+    torch.compiler.reset()
+    net, x = model(widths=(16, 32, 32, 5), activation="tanh"), torch.randn(8, 16)
+    compiled = torch.compile(net, fullgraph=True, backend=compiler)
+    y = compiled(x)
+    y.square().sum().backward()
+    gradients = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    eager = net(x)
+    eager.square().sum().backward()
+    torch.testing.assert_close(y, eager, rtol=1e-5, atol=1e-6)
+    for gradient, parameter in zip(gradients, net.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-5, atol=1e-6)
+        assert torch.equal(gradient == 0, parameter.grad == 0)
+
+
+def test_bad_arguments_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"CometMLP: widths must name at least 3 layers.*\(4, 5\)"):
+        CometMLP((4, 5))
+    with pytest.raises(ValueError, match="FixedRouting: a width must be from 1"):
+        FixedRouting((4, 0))
+    with pytest.raises(ValueError, match=r"keep fraction in \(0, 1\], got 0"):
+        CometMLP((4, 5, 6), 0.0)
+    with pytest.raises(ValueError, match=r"activation must be one of .*'relu'.*; got 'swish'"):
+        CometMLP((4, 5, 6), activation="swish")
+    with pytest.raises(ValueError, match=r"ties must be one of .*; got 'none'"):
+        CometMLP((4, 5, 6), ties="none")
+    with pytest.raises(ValueError, match="MaskedLinear: k must be from 0 to 5"):
+        MaskedLinear(4, 5, 6)
+
+
+def test_utilisation_is_a_direct_count_however_the_samples_are_split():
+    net, x = model(0.3), torch.randn(50, 7)
+    masks = net.masks(x)
+    whole, parts, merged = Utilisation().update(masks), Utilisation(), Utilisation()
+    for chunk in x.split(7):
+        parts.update(net.masks(chunk))
+        merged.merge(Utilisation().update(net.masks(chunk)))
+    expected = [[sum(m[b][i] for b in range(50)) / 50 for i in range(m.shape[1])] for m in masks]
+    for counted in (whole, parts, merged):
+        assert counted.samples == 50
+        assert [share.tolist() for share in counted.share()] == expected
+    flat = [share for layer in expected for share in layer]
+    summary = whole.summary()
+    assert summary["dead"] == flat.count(0.0)
+    assert summary["neurons"] == len(flat)
+    assert summary["min"] == min(flat)
+    assert summary["mean"] == pytest.approx(sum(flat) / len(flat))
+    whole.reset()
+    assert whole.samples == 0
+    assert whole.share() == []
+
+
+def test_utilisation_finds_the_dead_neurons_and_takes_any_leading_dimensions():
+    mask = torch.tensor([[[1, 0, 1], [1, 0, 0]], [[0, 0, 1], [1, 0, 1]]], dtype=torch.bool)
+    counted = Utilisation().update([mask])
+    assert counted.share()[0].tolist() == [0.75, 0.0, 0.75]
+    assert counted.dead()[0].tolist() == [1]
+    with pytest.raises(TypeError, match="bool"):
+        counted.update([mask.int()])
+    with pytest.raises(ValueError, match=r"widths \[3\].*\[2\]"):
+        counted.update([mask[..., :2]])
+    with pytest.raises(ValueError, match="leading dimensions"):
+        Utilisation().update([mask, mask[0]])
