@@ -1,0 +1,274 @@
+"""Loaders against files written here, byte by byte, and against the published sets where they are at hand."""
+
+import gzip
+import io
+import os
+import pickle
+import re
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_kernels.data import CIFAR10_BATCHES, CIFAR10_CLASSES, load
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def shared(name: str) -> Path:
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"{name} is not in {SHARED}")
+    return path
+
+
+def write_mnist(folder: Path, zipped: bool = False) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    rng, written = np.random.default_rng(0), {}
+    for part, n in (("train", 6), ("t10k", 4)):
+        x, y = rng.integers(0, 256, (n, 3, 2), dtype=np.uint8), (np.arange(n) % 4).astype(np.uint8)
+        written[part] = (x, y)
+        for name, array in ((f"{part}-images-idx3-ubyte", x), (f"{part}-labels-idx1-ubyte", y)):
+            content = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+            (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(content) if zipped else content)
+    return written
+
+
+def cifar_batches() -> list[tuple[list[int], np.ndarray]]:
+    rng = np.random.default_rng(1)
+    return [(rng.integers(0, 10, 2).tolist(), rng.integers(0, 256, (2, 3072), dtype=np.uint8)) for _ in CIFAR10_BATCHES]
+
+
+def write_cifar_binary(folder: Path):
+    batches = cifar_batches()
+    for name, (labels, pixels) in zip(CIFAR10_BATCHES, batches, strict=True):
+        records = b"".join(bytes([y]) + x.tobytes() for y, x in zip(labels, pixels, strict=True))
+        (folder / f"{name}.bin").write_bytes(records)
+    return batches
+
+
+def write_jpegs(file: Path, **changes) -> np.ndarray:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    colours = np.array([[250, 10, 10], [10, 250, 10], [10, 10, 250], [128, 128, 128]], dtype=np.uint8)
+    files = []
+    for colour in colours:
+        image.fromarray(np.broadcast_to(colour, (8, 16, 3)).copy()).save(buffer := io.BytesIO(), "JPEG", quality=95)
+        files.append(buffer.getvalue())
+    arrays = {
+        "jpeg": np.frombuffer(b"".join(files), dtype=np.uint8),
+        "offsets": np.cumsum([0, *map(len, files)]),
+        "labels": np.array([0, 1, 2, 1], dtype=np.uint8),
+        "is_test": np.array([0, 1, 0, 0], dtype=np.uint8),
+        "classes": np.array(["red", "green", "blue"]),
+    } | changes
+    np.savez(file, **{key: value for key, value in arrays.items() if value is not None})
+    return colours
+
+
+def scaled(pixels: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy((pixels.reshape(len(pixels), -1) / 255 * 2 - 1).astype(np.float32))
+
+
+def test_digits_are_split_once_and_for_all():
+    datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
+    a, b = load("digits"), load("digits")
+    assert (a.name, a.image_shape, len(a.classes)) == ("digits", (1, 8, 8), 10)
+    assert a.train_x.shape == (1437, 64)
+    assert a.test_x.shape == (360, 64)
+    assert torch.equal(a.train_x, b.train_x)
+    assert torch.equal(a.test_y, b.test_y)
+    bunch = datasets.load_digits()
+    original = sorted(zip((bunch.data / 8 - 1).tolist(), bunch.target.tolist(), strict=True))
+    together = zip(torch.cat([a.train_x, a.test_x]).tolist(), torch.cat([a.train_y, a.test_y]).tolist(), strict=True)
+    assert sorted(together) == original
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_mnist_folder(tmp_path, zipped):
+    written = write_mnist(tmp_path, zipped)
+    for path in (tmp_path, next(tmp_path.iterdir())):
+        data = load(path)
+        assert (data.name, data.image_shape, data.classes) == ("mnist", (1, 3, 2), ("0", "1", "2", "3"))
+        for x, y, part in ((data.train_x, data.train_y, "train"), (data.test_x, data.test_y, "t10k")):
+            torch.testing.assert_close(x, scaled(written[part][0]), rtol=0, atol=1e-6)
+            assert y.dtype == torch.int64
+            assert y.tolist() == written[part][1].tolist()
+
+
+def test_pixels_span_exactly_minus_one_to_one(tmp_path):
+    write_mnist(tmp_path)
+    content = bytes([0, 0, 8, 3]) + struct.pack(">3I", 4, 3, 2) + bytes([0, 255] * 12)
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(content)
+    assert load(tmp_path).test_x.unique().tolist() == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("subfolder", ["", "cifar-10-batches-bin"])
+def test_cifar10_binary_batches(tmp_path, subfolder):
+    folder = tmp_path / subfolder
+    folder.mkdir(exist_ok=True)
+    batches = write_cifar_binary(folder)
+    check_cifar(load(tmp_path), batches)
+
+
+def check_cifar(data, batches):
+    assert (data.name, data.image_shape, data.classes) == ("cifar10", (3, 32, 32), CIFAR10_CLASSES)
+    torch.testing.assert_close(data.train_x, scaled(np.concatenate([x for _, x in batches[:5]])), rtol=0, atol=1e-6)
+    torch.testing.assert_close(data.test_x, scaled(batches[5][1]), rtol=0, atol=1e-6)
+    assert data.train_y.tolist() == [label for y, _ in batches[:5] for label in y]
+    assert data.test_y.tolist() == batches[5][0]
+
+
+def test_cifar10_python_batches_of_both_pythons(tmp_path):
+    batches = cifar_batches()
+    for i, (name, (labels, pixels)) in enumerate(zip(CIFAR10_BATCHES, batches, strict=True)):
+        (tmp_path / name).write_bytes(
+            python2_batch(labels, pixels) if i % 2 else pickle.dumps({b"data": pixels, b"labels": labels}, protocol=2)
+        )
+    check_cifar(load(tmp_path), batches)
+
+
+def python2_batch(labels: list[int], pixels: np.ndarray) -> bytes:
+    """The opcodes that Python 2 and its numpy wrote: byte strings, numpy.core.multiarray."""
+
+    def text(s: bytes) -> bytes:
+        return b"T" + struct.pack("<i", len(s)) + s
+
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85" + text(b"b") + b"tR"
+        b"(K\x01" + b"K\x02M" + struct.pack("<H", 3072) + b"\x86"
+        b"cnumpy\ndtype\n(" + text(b"u1") + b"K\x00K\x01tR(K\x03" + text(b"|") + b"NNN"
+        b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        b"\x89" + text(pixels.tobytes()) + b"tb"
+    )
+    numbers = b"](" + b"".join(b"K" + bytes([y]) for y in labels) + b"e"
+    return b"\x80\x02}(" + text(b"data") + array + text(b"labels") + numbers + b"u."
+
+
+class Exploit:
+    def __reduce__(self):
+        return os.getpid, ()
+
+
+def test_a_python_batch_cannot_run_code(tmp_path):
+    write = pickle.dumps({b"data": Exploit(), b"labels": [1]}, protocol=2)
+    for name in CIFAR10_BATCHES:
+        (tmp_path / name).write_bytes(write)
+    with pytest.raises(ValueError, match=r"data_batch_1: expected a CIFAR-10 Python batch.*asks for \w+\.getpid"):
+        load(tmp_path)
+
+
+def test_npz_of_jpegs(tmp_path):
+    colours = write_jpegs(tmp_path / "flags.npz")
+    data = load(tmp_path / "flags.npz")
+    assert (data.name, data.image_shape, data.classes) == ("flags", (3, 8, 16), ("red", "green", "blue"))
+    expected = scaled(colours.repeat(8 * 16, axis=1))
+    torch.testing.assert_close(data.train_x, expected[[0, 2, 3]], rtol=0, atol=0.05)  # JPEG is lossy
+    torch.testing.assert_close(data.test_x, expected[[1]], rtol=0, atol=0.05)
+    assert (data.train_y.tolist(), data.test_y.tolist()) == ([0, 2, 1], [1])
+
+
+def test_a_folder_with_several_sets_says_which_and_a_file_chooses(tmp_path):
+    write_mnist(tmp_path)
+    write_cifar_binary(tmp_path)
+    write_jpegs(tmp_path / "flags.npz")
+    np.savez(tmp_path / "other.npz", weights=np.zeros(3))
+    with pytest.raises(ValueError, match="holds 3 sets") as caught:
+        load(tmp_path)
+    named = re.findall(r"(MNIST|CIFAR-10|JPEG): (.*)", str(caught.value))
+    assert {kind: load(file).name for kind, file in named} == {"MNIST": "mnist", "CIFAR-10": "cifar10", "JPEG": "flags"}
+
+
+def test_paths_without_a_set_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected 'digits' or a path to MNIST"):
+        load(tmp_path / "nothing")
+    (tmp_path / "notes.txt").write_text("x")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(ValueError, match=r"expected MNIST as IDX files.*; found none"):
+            load(path)
+
+
+def damage(folder: Path, name: str, change) -> None:
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "train-images-idx3-ubyte",
+            lambda b: b"\x00\x00\x0d" + b[3:],
+            "expected an IDX header 00 00 08 03, got 00 00 0d 03",
+        ),
+        ("train-images-idx3-ubyte", lambda b: b[:-1], "expected 36 bytes of data .*got 35"),
+        ("t10k-labels-idx1-ubyte", lambda b: b[:3], "expected an IDX header"),
+        ("t10k-labels-idx1-ubyte", lambda b: b[:4] + struct.pack(">I", 3) + b[8:-1], "3 labels, 4 images"),
+        ("t10k-labels-idx1-ubyte", lambda b: b[:-1] + b"\x09", "expected labels from 0 to 3; got 0 to 9"),
+    ],
+)
+def test_damaged_mnist_is_refused(tmp_path, name, change, message):
+    write_mnist(tmp_path)
+    damage(tmp_path, name, change)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_incomplete_sets_are_refused(tmp_path):
+    write_mnist(tmp_path, zipped=True)
+    damage(tmp_path, "train-images-idx3-ubyte.gz", lambda b: b[:-9])
+    with pytest.raises(ValueError, match="expected a whole gzip file"):
+        load(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte.gz").unlink()
+    with pytest.raises(ValueError, match=r"expected train-images-idx3-ubyte or its \.gz"):
+        load(tmp_path)
+
+
+def test_damaged_cifar_is_refused(tmp_path):
+    write_cifar_binary(tmp_path)
+    damage(tmp_path, "data_batch_2.bin", lambda b: b[:-1])
+    with pytest.raises(ValueError, match=r"data_batch_2.bin: expected records of 3073 bytes"):
+        load(tmp_path)
+    (tmp_path / "data_batch_2.bin").unlink()
+    with pytest.raises(ValueError, match=r"six CIFAR-10 batches.*data_batch_2.bin missing"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"classes": None}, "it has no classes"),
+        ({"offsets": np.array([0, 1])}, "expected 5 ascending offsets"),
+        ({"is_test": np.zeros(4)}, "expected training and test images"),
+        ({"labels": np.array([0, 1, 2, 3])}, "expected labels from 0 to 2; got 0 to 3"),
+        ({"jpeg": np.zeros(8, np.uint8), "offsets": np.array([0, 2, 4, 6, 8])}, "image 0 is not a JPEG"),
+    ],
+)
+def test_damaged_npz_is_refused(tmp_path, changes, message):
+    write_jpegs(tmp_path / "flags.npz", **changes)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / "flags.npz")
+
+
+@pytest.mark.parametrize("missing", ["sklearn.datasets", "PIL.Image"])
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, missing):
+    write_jpegs(tmp_path / "flags.npz")
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ImportError, match=r"pip install moe_kernels\[bench\]"):
+        load("digits" if missing.startswith("sklearn") else tmp_path / "flags.npz")
+
+
+def test_published_mnist():
+    data = load(shared("t10k-images-idx3-ubyte.gz"))
+    assert (data.train_x.shape, data.test_x.shape) == ((60000, 784), (10000, 784))
+    counts = torch.cat([data.train_y, data.test_y]).bincount().tolist()
+    assert counts == [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]  # of the 70,000, whatever the order
+
+
+def test_published_cifar10_jpegs():
+    data = load(shared("cifar10_jpeg_25k.npz"))
+    assert (data.train_x.shape, data.test_x.shape, data.classes) == ((20000, 3072), (5000, 3072), CIFAR10_CLASSES)
+    assert data.train_y.bincount().tolist() == [2000] * 10
+    # The mean colour of CIFAR-10's training images is (0.491, 0.482, 0.447) of white.
+    mean = (data.train_x.view(-1, 3, 1024).mean((0, 2)) + 1) / 2
+    torch.testing.assert_close(mean, torch.tensor([0.491, 0.482, 0.447]), rtol=0, atol=0.01)
