@@ -90,8 +90,8 @@ def verify_command(
         entry["checks"] = by_key[(*pair, entry["dtype"])] | sanitized.get(pair, {})
     path = ledger.write(result, out)
     checked = [*by_key.items(), *(((*pair, "all"), words) for pair, words in sanitized.items())]
-    suite = {f"pytest -m {name!r}": word for name, word in result["suite"].items()}
-    lines = [(*key, *item) for key, words in [*checked, (("all",) * 3, suite)] for item in words.items()]
+    checked.append((("all",) * 3, result["suite"]))
+    lines = [(*key, *item) for key, words in checked for item in words.items()]
     _print_table("Checks", ("operation", "backend", "dtype", "check", "verdict"), lines)
     console.print(f"result {path}", soft_wrap=True)
     _leave(result)

@@ -90,7 +90,7 @@ def document(result: ledger.Result, plots: Sequence[str] = ()) -> str:
     header = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "checks")
     parts += ["## Verified", markdown(header, [_verdict(entry) for entry in result["entries"]])]
     if result.get("suite"):
-        parts.append("Test suite: " + "; ".join(f"`-m {name!r}` {word}" for name, word in result["suite"].items()))
+        parts.append("Test suite: " + "; ".join(f"{name} {word}" for name, word in result["suite"].items()))
     parts.append("## Ceilings of this machine")
     parts.append(markdown(("setting", "what", "reached"), _ceiling_rows(result["ceilings"])))
     rows = [figure_cells(figure) for entry in result["entries"] for figure in entry["figures"]]

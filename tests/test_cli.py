@@ -1,0 +1,168 @@
+"""python -m moe_kernels: what it prints, and that its exit status tells right kernels from wrong ones."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_kernels import backends, info, verify
+from moe_kernels.__main__ import main
+from moe_kernels.backends import cpu
+
+CPU_ONLY = ["verify", "--backend", "cpu", "--small"]
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[torch.Tensor], object]) -> None:
+    """Makes a CPU kernel wrong: `change` works on its first output."""
+    right = getattr(cpu, name)
+
+    def wrong(*args):
+        found = right(*args)
+        change(found[0] if isinstance(found, tuple) else found)
+        return found
+
+    monkeypatch.setattr(cpu, name, wrong)
+
+
+def test_info_names_the_machine_and_every_operation_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert f"torch        {torch.__version__}" in text
+    assert info.cpu_model() in text
+    assert cpu.module.isas[cpu.isa] in text
+    for backend in backends.NAMES:
+        assert any(line.split()[:2] == ["kwta", backend] for line in text.splitlines())
+
+
+def test_info_says_why_a_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "unsupported", lambda name, *args: "the dog ate it" if name == "triton" else None)
+    assert info.placement("kwta", "triton") == (None, "the dog ate it")
+    assert "the dog ate it" in info.describe()
+
+
+def test_commands_need_neither_typer_nor_rich_nor_matplotlib() -> None:
+    blocked = (
+        "import sys; sys.modules.update(dict.fromkeys(('typer', 'rich', 'matplotlib', 'numpy.testing', 'sklearn')))"
+    )
+    command = f"{blocked}; from moe_kernels.__main__ import main; sys.exit(main(['info']))"
+    assert subprocess.run([sys.executable, "-c", command], capture_output=True).returncode == 0
+
+
+def test_verify_passes_right_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CPU_ONLY, "--op", "kwta"]) == 0
+    text = capsys.readouterr().out
+    assert "4 ok, 0 failed, 0 not run" in text
+    assert "float64" in text
+
+
+@pytest.mark.parametrize(
+    ("kernel", "output"), [("kwta_fwd", "y"), ("kwta_mask", "mask"), ("kwta_bwd", "gradient")], ids=str
+)
+def test_verify_fails_and_names_the_output_of_a_wrong_kernel(monkeypatch, capsys, kernel: str, output: str) -> None:
+    def one_wrong(out: torch.Tensor) -> None:
+        out[-1, -1] = not out[-1, -1] if out.dtype == torch.bool else out[-1, -1] + 1
+
+    spoil(monkeypatch, kernel, one_wrong)
+    assert main(CPU_ONLY) == 1
+    text = capsys.readouterr().out
+    assert "FAILED" in text
+    assert f"worst: {output}" in text
+
+
+def test_verify_sees_an_element_that_was_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cpu.kwta_fwd
+
+    def all_but_the_last(x, *args):
+        y, bits = right(x, *args)
+        fresh = x.new_empty(x.shape)
+        fresh.view(-1)[:-1] = y.view(-1)[:-1]
+        return fresh, bits
+
+    monkeypatch.setattr(cpu, "kwta_fwd", all_but_the_last)
+    assert main(CPU_ONLY) == 1
+
+
+def test_verify_reports_a_kernel_that_raises(monkeypatch, capsys) -> None:
+    def broken(*args):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(cpu, "kwta_mask", broken)
+    assert main(CPU_ONLY) == 1
+    assert "RuntimeError: out of luck" in capsys.readouterr().out
+
+
+def test_verify_lists_a_backend_that_cannot_run_with_its_reason(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(backends, "unsupported", lambda *args: "no such device")
+    assert main(["verify", "--backend", "cuda"]) == 0
+    text = capsys.readouterr().out
+    assert "no such device" in text
+    assert "0 ok, 0 failed, 1 not run" in text
+
+
+@pytest.mark.parametrize(("option", "known"), [("--op", "kwta"), ("--backend", "cpu, triton, cuda")])
+def test_unknown_names_are_refused_with_the_known_ones(capsys, option: str, known: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["verify", option, "nonsense"])
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "'nonsense'" in message
+    assert known in message
+
+
+def test_train_gets_its_arguments_from_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+    train = SimpleNamespace(
+        add_arguments=lambda parser: parser.add_argument("--epochs", type=int),
+        run=lambda args: seen.append(args) or 7,
+    )
+    monkeypatch.setitem(sys.modules, "moe_kernels.train", train)
+    assert main(["train", "--epochs", "3"]) == 7
+    assert seen[0].epochs == 3
+
+
+def test_error_is_relative_to_the_largest_magnitude() -> None:
+    truth = torch.tensor([1.0, -4.0])
+    assert verify.relative_error(torch.tensor([1.5, -4.0]), truth) == 0.125
+    assert verify.relative_error(torch.tensor([math.nan, -4.0]), truth) == math.inf
+    assert verify.relative_error(torch.tensor([math.inf, 2.0]), torch.tensor([math.inf, 2.0])) == 0
+    assert verify.relative_error(torch.empty(0), torch.empty(0)) == 0
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.9, "ok"), (1.1, "FAILED")])
+def test_a_computed_output_may_be_off_by_twice_the_reference_and_the_floor(monkeypatch, off, verdict) -> None:
+    # In float32 the reference is off by 1/8 of the largest value; the floor adds one epsilon to twice that.
+    allowed = 2 / 8 + torch.finfo(torch.float32).eps
+
+    def run(inputs, backend):
+        x = inputs["x"]
+        return {"y": x * (1 + (allowed * off if backend == "cpu" else 1 / 8 if x.dtype == torch.float32 else 0))}
+
+    case = verify.Case("ones", {"x": torch.ones(4)})
+    operation = verify.Operation(lambda *args: iter([case]), run, exact=frozenset(), floor=1)
+    monkeypatch.setitem(verify.OPERATIONS, "scale", operation)
+    row = verify.check("scale", "cpu", torch.float32, "cpu")
+    assert row.verdict == verdict
+    assert row.allowed == pytest.approx(allowed, rel=1e-6)
+    assert row.error == pytest.approx(allowed * off, rel=1e-6)
+
+
+def test_cases_reach_the_corners() -> None:
+    cases = [case.inputs for case in verify.cases("kwta")]
+    assert any(case["x"].isnan().any() for case in cases)
+    assert any((case["x"] == math.inf).any() for case in cases)
+    assert any((case["x"].abs() < torch.finfo(torch.float32).smallest_normal).any() for case in cases)
+    assert any((case["x"].signbit() & (case["x"] == 0)).any() for case in cases)
+    assert any(case["x"].stride(-1) != 1 for case in cases)
+    assert any(case["values"] is not None for case in cases)
+    assert {case["ties"] for case in cases} == {"index", "strict", "all"}
+    assert all({0, 1, n // 2, n} == {case["k"] for case in cases if case["x"].shape[-1] == n} for n in (31, 16400))
+    assert all(
+        case.inputs["x"].shape[0] <= 4 and case.inputs["x"].shape[1] <= 512 for case in verify.cases("kwta", small=True)
+    )
