@@ -163,10 +163,18 @@ def test_collectives_of_half_warps(seed: int) -> None:
         assert [v & 0xFFFFFFFF for v in y[lane].tolist()] == expected, lane
 
 
-def ldmatrix(module: simt.Module, bug: int, count: int, transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+# The probes of the layouts run where the executor does and, where there is a GPU, on it: build and device.
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+PLACES = pytest.mark.parametrize("build", ["fast", pytest.param("cuda", marks=NO_GPU)])
+DEVICES = {"fast": "cpu", "cuda": "cuda"}
+
+
+def ldmatrix(
+    module: simt.Module, bug: int, count: int, transposed: bool, device: str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What ldmatrix gives, and what the PTX manual says: lane 4 r + c holds elements 2 c and 2 c + 1 of row r."""
-    x = torch.arange(count * 64, dtype=torch.int16).view(count, 8, 8)
-    fragments = torch.zeros(32, count, dtype=torch.int32)
+    x = torch.arange(count * 64, dtype=torch.int16, device=device).view(count, 8, 8)
+    fragments = torch.zeros(32, count, dtype=torch.int32, device=device)
     with module.buffers(x, fragments):
         module.load_rows(bug, count, transposed, x.data_ptr(), fragments.data_ptr(), 0)
     matrices = x.transpose(1, 2) if transposed else x
@@ -174,10 +182,11 @@ def ldmatrix(module: simt.Module, bug: int, count: int, transposed: bool) -> tup
     return fragments.view(torch.int16).view(32, count, 2), expected
 
 
+@PLACES
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_ldmatrix_layout(count: int, transposed: bool) -> None:
-    got, expected = ldmatrix(simt.Module(unit=simt.PLANTED), 0, count, transposed)
+def test_ldmatrix_layout(count: int, transposed: bool, build: str) -> None:
+    got, expected = ldmatrix(simt.Module(build, unit=simt.PLANTED), 0, count, transposed, DEVICES[build])
     assert torch.equal(got, expected)
 
 
@@ -199,12 +208,13 @@ def c_place(lane: int, i: int) -> tuple[int, int]:
     return row, (lane % 4) * 2 + (i & 1)
 
 
-def multiply(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+def multiply(build: str, dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a (blocks, 32, 8), b (blocks, 32, 4) and c (blocks, 32, 4) as fragments; the product as fragments."""
-    a, b, c = a.to(dtype).contiguous(), b.to(dtype).contiguous(), c.clone()
-    module = simt.Module(unit=simt.PLANTED)
+    device = DEVICES[build]
+    a, b, c = a.to(device, dtype).contiguous(), b.to(device, dtype).contiguous(), c.to(device, copy=True)
+    module = simt.Module(build, unit=simt.PLANTED)
     module.multiply(DTYPE_CODES[dtype], a.data_ptr(), b.data_ptr(), c.data_ptr(), a.shape[0], 0)
-    return c
+    return c.cpu()
 
 
 Place = Callable[[int, int], tuple[int, int]]
@@ -225,12 +235,13 @@ def numbered(place: Place, elements: int) -> torch.Tensor:
     return torch.tensor([[10 * row + column for row, column in lane] for lane in places])
 
 
+@PLACES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mma_layout_one_hot(dtype: torch.dtype) -> None:
+def test_mma_layout_one_hot(dtype: torch.dtype, build: str) -> None:
     """Each element of each lane's fragment of A, then of B, alone: it meets one row or column of the other matrix."""
     numbered_b = numbered(b_place, 4)
     one_hot = torch.eye(256).view(256, 32, 8)
-    got = multiply(dtype, one_hot, numbered_b.expand(256, 32, 4), torch.zeros(256, 32, 4))
+    got = multiply(build, dtype, one_hot, numbered_b.expand(256, 32, 4), torch.zeros(256, 32, 4))
     c = as_matrix(got, c_place, (16, 8))
     for index in range(256):
         row, k = a_place(index // 8, index % 8)
@@ -240,7 +251,7 @@ def test_mma_layout_one_hot(dtype: torch.dtype) -> None:
 
     numbered_a = numbered(a_place, 8)
     one_hot = torch.eye(128).view(128, 32, 4)
-    got = multiply(dtype, numbered_a.expand(128, 32, 8), one_hot, torch.zeros(128, 32, 4))
+    got = multiply(build, dtype, numbered_a.expand(128, 32, 8), one_hot, torch.zeros(128, 32, 4))
     c = as_matrix(got, c_place, (16, 8))
     for index in range(128):
         k, column = b_place(index // 4, index % 4)
@@ -249,13 +260,14 @@ def test_mma_layout_one_hot(dtype: torch.dtype) -> None:
         assert torch.equal(c[index], expected), index
 
 
+@PLACES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mma_product(dtype: torch.dtype) -> None:
+def test_mma_product(dtype: torch.dtype, build: str) -> None:
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randint(-8, 9, shape, generator=generator).float()  # noqa: E731 (sums stay exact)
     a, b, c = draw(4, 32, 8), draw(4, 32, 4), draw(4, 32, 4)
     expected = as_matrix(a, a_place, (16, 16)) @ as_matrix(b, b_place, (16, 8)) + as_matrix(c, c_place, (16, 8))
-    assert torch.equal(as_matrix(multiply(dtype, a, b, c), c_place, (16, 8)), expected)
+    assert torch.equal(as_matrix(multiply(build, dtype, a, b, c), c_place, (16, 8)), expected)
 
 
 def test_ptx_and_shared_memory_stand_in_the_headers_alone() -> None:

@@ -5,6 +5,7 @@
 
 Builds: "fast" is loaded into this process; "asan" (address and undefined-behaviour sanitizers) and "tsan" (the thread
 sanitizer, a race detector) replay each call in a process of their own, whose reports become the exception's text.
+"cuda" is the same table of launchers compiled by nvcc, for tensors of the GPU at hand.
 Seeds: 0 runs threads in order, 1 in reverse, even ones pick at random, odd ones give each warp a random priority.
 """
 
@@ -41,13 +42,17 @@ _one_call = threading.Lock()  # the executor keeps its state in globals
 
 @functools.cache
 def _signatures(product: Product) -> dict[str, str]:
-    lines = subprocess.run([product.replay], capture_output=True, text=True, check=True).stdout.splitlines()
-    return dict(line.split(" ", 1) for line in lines)
+    if product.replay is None:
+        text = _library(product.library).moe_signatures().decode()
+    else:
+        text = subprocess.run([product.replay], capture_output=True, text=True, check=True).stdout
+    return dict(line.split(" ", 1) for line in text.splitlines())
 
 
 @functools.cache
-def _library(path: Path) -> ctypes.CDLL:
+def _library(path: Path | None) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
+    library.moe_signatures.restype = ctypes.c_char_p
     library.moe_call.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
     return library
 
@@ -125,7 +130,7 @@ class Module:
 
     def __init__(self, build: str = "fast", seed: int = 0, *, isolated: bool = False, unit: Unit = KERNELS) -> None:
         self._product = builder.build(unit, build)
-        self._isolated = isolated or build != "fast"
+        self._isolated = isolated or build in ("asan", "tsan")
         self._seed = seed
         self._extents: list[tuple[int, int]] = []
 

@@ -16,6 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from . import toolkit
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,8 +60,8 @@ PLANTED = Unit(HERE / "planted")
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    library: Path  # for ctypes; only of the fast build
-    replay: Path
+    library: Path | None  # for ctypes: not of sanitized builds, which must not enter a process that is not
+    replay: Path | None  # not of the build for the GPU
 
 
 def compiler() -> str | None:
@@ -128,9 +130,44 @@ def _object(unit: Unit, source: Path, flags: list[str]) -> Path:
     return target
 
 
-@functools.cache
+def _build_for_gpu(unit: Unit) -> Product:
+    """The same launchers as nvcc compiles them for the GPU at hand, to be called the same way."""
+    kit = toolkit.find()
+    if kit.nvcc is None:
+        raise RuntimeError(kit.no_nvcc)
+    major, minor = torch.cuda.get_device_capability()
+    sources = [*unit.sources(), HERE / "call.cpp"]
+    options = ["-std=c++17", "-O3", f"-arch=sm_{major}{minor}", "-shared", "-Xcompiler", "-fPIC"]
+    options += [f"-I{each}" for each in (unit.folder, Path("csrc/include"), HERE)]
+    texts = [(ROOT / each).read_text() for each in sources]
+    key = digest(_environment(), _headers_digest(unit), *options, *texts)
+    library = cache_folder() / f"{unit.folder.name}-cuda-{key}.so"
+    with lock(library.with_suffix(".lock")):
+        if not library.exists():
+            part = library.with_suffix(".part")
+            run([str(kit.nvcc), *options, *map(str, sources), "-o", str(part)])
+            part.rename(library)
+    return Product(library, None)
+
+
 def build(unit: Unit, name: str) -> Product:
-    """The library and the replay program of one build of one unit: "fast", "asan" or "tsan"."""
+    """The library and the replay program of one build of one unit: "fast", "asan" or "tsan"; or "cuda", for the GPU."""
+    outcome = _outcome(unit, name)
+    if isinstance(outcome, RuntimeError):
+        raise outcome
+    return outcome
+
+
+@functools.cache
+def _outcome(unit: Unit, name: str) -> Product | RuntimeError:
+    """A build that fails is not tried again by every test."""
+    try:
+        return _build_for_gpu(unit) if name == "cuda" else _build_for_host(unit, name)
+    except RuntimeError as error:
+        return error
+
+
+def _build_for_host(unit: Unit, name: str) -> Product:
     kernel, executor = KERNEL_FLAGS[name], EXECUTOR_FLAGS[name]
     jobs = [(source, kernel) for source in unit.sources()]
     jobs += [(HERE / "simt.cpp", executor), (HERE / "call.cpp", kernel), (HERE / "replay.cpp", kernel)]
@@ -138,7 +175,7 @@ def build(unit: Unit, name: str) -> Product:
         objects = list(pool.map(lambda job: _object(unit, *job), jobs))
 
     folder = cache_folder() / f"{unit.folder.name}-{name}-{digest(*(each.name for each in objects))}"
-    product = Product(folder / "kernels.so", folder / "replay")
+    product = Product(folder / "kernels.so" if name == "fast" else None, folder / "replay")
     with lock(folder.with_suffix(".lock")):
         if not folder.exists():
             part = Path(tempfile.mkdtemp(dir=folder.parent, prefix="part-"))

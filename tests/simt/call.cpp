@@ -8,8 +8,10 @@
 #include <type_traits>
 #include <utility>
 
-#include "simt.h"
 #include "ops.h"
+#ifdef SIMT_HOST
+#include "simt.h"
+#endif
 
 namespace {
 
@@ -17,7 +19,11 @@ template <class T>
 T argument(uint64_t word) {
   if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(static_cast<uintptr_t>(word));
   if constexpr (std::is_integral_v<T>) return static_cast<T>(word);
-  if constexpr (std::is_same_v<T, float>) return simt::bits<float>(static_cast<uint32_t>(word));
+  if constexpr (std::is_same_v<T, float>) {
+    float value;
+    std::memcpy(&value, &word, sizeof value);  // the low half: words are little-endian
+    return value;
+  }
 }
 
 template <class T>
@@ -86,4 +92,8 @@ const char* moe_signatures() {
   return text.c_str();
 }
 
+#ifdef SIMT_HOST
 void simt_seed(int seed) { simt::set_seed(seed); }
+#else
+void simt_seed(int) {}
+#endif

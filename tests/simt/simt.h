@@ -6,6 +6,13 @@
 // accesses belong here and the bookkeeping in simt.cpp, which is always compiled without.
 #pragma once
 
+// CUDA's headers leave these alone where they are defined, and may have come first.
+#undef __global__
+#undef __device__
+#undef __host__
+#undef __constant__
+#undef __shared__
+#undef __launch_bounds__
 #define __global__
 #define __device__
 #define __host__
