@@ -28,7 +28,9 @@ if X86:
 
 # -g0: debug information makes a module twenty times as large. -fno-trapping-math and -fno-math-errno let loops with
 # comparisons and sqrt vectorise; neither changes a result.
-CXXFLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -g0 -Wall -Wextra -Werror -fopenmp -fno-trapping-math -fno-math-errno"
+CXXFLAGS = (
+    "-O3 -std=c++17 -fPIC -fvisibility=hidden -g0 -Wall -Wextra -Werror -fopenmp -fno-trapping-math -fno-math-errno"
+)
 NVCCFLAGS = "-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden -Werror all-warnings"
 
 
@@ -40,7 +42,9 @@ def find_nvcc() -> Path | None:
     home = os.environ.get("CUDA_HOME")
     found = shutil.which("nvcc", path=f"{home}/bin" if home else None)
     if wanted == "1" and found is None:
-        raise SystemExit("MOE_KERNELS_CUDA=1 needs nvcc: put it on the PATH or set CUDA_HOME, or build with MOE_KERNELS_CUDA=0")
+        raise SystemExit(
+            "MOE_KERNELS_CUDA=1 needs nvcc: put it on the PATH or set CUDA_HOME, or build with MOE_KERNELS_CUDA=0"
+        )
     if wanted == "0" or found is None:
         print(f"moe_kernels: building without CUDA ({'MOE_KERNELS_CUDA=0' if wanted == '0' else 'no nvcc found'})")
         return None
@@ -118,9 +122,10 @@ class NinjaBuild(build_ext):
         assert nvcc is not None
         home, archs = toolkit(nvcc), architectures()
         library = home / ("lib64" if (home / "lib64").exists() else "lib")
+        flags = f"{NVCCFLAGS} {' '.join(map(gencode, archs))} -I{CSRC}/include"
         lines = [
             "rule nvcc",
-            f"  command = {nvcc} {NVCCFLAGS} {' '.join(map(gencode, archs))} -I{CSRC}/include -MMD -MF $out.d -c $in -o $out",
+            f"  command = {nvcc} {flags} -MMD -MF $out.d -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
         ]

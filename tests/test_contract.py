@@ -1,4 +1,4 @@
-"""The rules every operation follows: backends chosen and explained, torch told of every op, addresses taken in one place."""
+"""The rules every operation follows: backends chosen and explained, torch told of every op, one place for addresses."""
 
 from __future__ import annotations
 

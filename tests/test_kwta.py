@@ -106,10 +106,10 @@ def test_a_thousand_rows_agree_between_cpu_and_cuda():
     reason = reason_to_skip(gpu)
     if reason is not None:
         pytest.skip(reason)
-    sizes = {1: 110, 31: 110, 32: 110, 33: 110, 100: 110, 1000: 110, 1024: 110, 1025: 110, 4096: 48, 5000: 48, 16384: 24}
-    assert sum(sizes.values()) == 1000
+    counts = dict.fromkeys((1, 31, 32, 33, 100, 1000, 1024, 1025), 110) | {4096: 48, 5000: 48, 16384: 24}
+    assert sum(counts.values()) == 1000
     kinds = list(ROWS.values())
-    for n, count in sizes.items():
+    for n, count in counts.items():
         x = torch.stack([kinds[i % len(kinds)](n) for i in range(count)])
         for ties, k in zip(TIES, (n // 2, n // 10, n - n // 10), strict=True):
             expected = mk.kwta_mask(x, k, ties=ties, backend="cpu")

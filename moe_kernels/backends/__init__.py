@@ -1,8 +1,8 @@
 """Which backend runs an operation, and why.
 
-The tree is the registry: backend b implements operation f if its namespace has f_fwd, and f_supports(device type, dtype)
-beside it returns None or the reason why it cannot run there. First hit wins: the backend= argument, use_backend(),
-MOE_KERNELS_BACKEND, automatic. A backend asked for by name never falls back.
+The tree is the registry: backend b implements operation f if its namespace has f_fwd, and beside it
+f_supports(device type, dtype) returns None or the reason why it cannot run there. First hit wins: the backend=
+argument, use_backend(), MOE_KERNELS_BACKEND, automatic. A backend asked for by name never falls back.
 """
 
 from __future__ import annotations
@@ -153,6 +153,7 @@ def _check_name(name: str) -> None:
 @cache
 def _warn_reference(op: str) -> None:
     warnings.warn(
-        f"{op}: no kernel can run on these CUDA tensors, so the reference does; moe_kernels.explain({op!r}, ...) says why",
+        f"{op}: no kernel can run on these CUDA tensors, so the reference does; moe_kernels.explain({op!r}, ...) "
+        "says why",
         stacklevel=5,
     )

@@ -31,7 +31,7 @@ def pointer(op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int, devic
 
 
 def unsupported(device: str, expected: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    """None if kernels for device type `expected` and `dtypes` take tensors of this device type and dtype, or the reason."""
+    """None if kernels for device type `expected` and these dtypes take such tensors, or the reason."""
     if device != expected:
         return f"it runs on {expected} tensors, not on {device} ones"
     if dtype not in dtypes:

@@ -31,8 +31,8 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
         y_i = values_i if x_i wins in its row else 0
 
     Args:
-        x: (..., N), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where the
-            last dimension is not contiguous, or the leading ones do not merge into one stride, it is copied once.
+        x: (..., N), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where
+            the last dimension is not contiguous, or the leading ones do not merge into one stride, it is copied once.
         k: winners a row, from 0 (y is zero) to N (y is a copy).
         values: like x in shape, dtype and device; what is kept where x wins. None: x itself.
         ties: who wins among values equal to the k-th largest when not all of them fit:
@@ -40,8 +40,9 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
             constant row keeps nothing); "all" all of them, so that more than k may win.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
-    Order of values: -0.0 equals 0.0, subnormals count, NaN ranks above +inf and equals every NaN. A kept value is copied
-    bit for bit; every other element of y is +0, whatever x or values hold there. Masks are the same bits on every backend.
+    Order of values: -0.0 equals 0.0, subnormals count, NaN ranks above +inf and equals every NaN. A kept value is
+    copied bit for bit; every other element of y is +0, whatever x or values hold there. Masks are the same bits on
+    every backend.
 
     Gradient: to values (or x) where x wins, zero elsewhere; none to x through the selection. Twice differentiable.
     Autocast: runs in the dtype it is given; autocast casts nothing here. torch.func transforms are refused by name.

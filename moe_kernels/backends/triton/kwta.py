@@ -115,7 +115,8 @@ def _count(x_row, keys, trial, N, BLOCK: tl.constexpr, INF: tl.constexpr, RESIDE
 @triton.jit
 def _threshold(
     x_row, keys, N, K, quantile,
-    TIES: tl.constexpr, BLOCK: tl.constexpr, INF: tl.constexpr, FORMAT: tl.constexpr, RESIDENT: tl.constexpr, TRIALS: tl.constexpr,
+    TIES: tl.constexpr, BLOCK: tl.constexpr, INF: tl.constexpr, FORMAT: tl.constexpr, RESIDENT: tl.constexpr,
+    TRIALS: tl.constexpr,
 ):  # fmt: skip
     """(above, ties): keys greater than `above` win, and of the keys equal to it the first `ties` ones."""
     # More than K keys are at or above low, fewer than K at or above high.
@@ -287,7 +288,8 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
         x if mask is None else mask.view(torch.int8),
         x.stride(0), source.stride(0), n, k, normal_quantile(k, n),
         TIES=TIES[ties], STORE_Y=y is not None, STORE_BITS=bits is not None, STORE_MASK=mask is not None,
-        INF=inf, FORMAT=form, RESIDENT=n <= RESIDENT, BLOCK=block, CHUNK=min(block, CHUNK), TRIALS=TRIALS, num_warps=warps(block),
+        INF=inf, FORMAT=form, RESIDENT=n <= RESIDENT, BLOCK=block, CHUNK=min(block, CHUNK), TRIALS=TRIALS,
+        num_warps=warps(block),
     )  # fmt: skip
 
 
