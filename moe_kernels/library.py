@@ -154,16 +154,27 @@ def _topk_gate_fwd(logits: Tensor, k: int, order: str, backend: str):
 
 
 def _topk_gate_fwd_fake(logits: Tensor, k: int, order: str, backend: str):
-    shape = (logits.shape[0], k)
-    log_sum = logits.new_empty(logits.shape[0], dtype=wide(logits.dtype))
-    return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int32), log_sum
+    num_tokens = logits.shape[0]
+    weights = logits.new_empty((num_tokens, k), dtype=wide(logits.dtype))
+    return weights, weights.new_empty((num_tokens, k), dtype=torch.int32), weights.new_empty(num_tokens)
 
 
 def _topk_gate_bwd(
-    grad: Tensor, weights: Tensor, experts: Tensor, logits: Tensor | None, log_sum, num_experts, backend
-):
+    grad: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    logits: Tensor | None,
+    log_sum: Tensor,
+    num_experts: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> Tensor:
     kernels = backends.load(backend, "topk_gate")
-    return kernels.topk_gate_bwd(grad.contiguous(), weights, experts, logits, log_sum, num_experts)
+    return kernels.topk_gate_bwd(grad, weights, experts, logits, log_sum, num_experts, dtype)
+
+
+def _topk_gate_bwd_fake(grad, weights, experts, logits, log_sum, num_experts, dtype, backend) -> Tensor:
+    return grad.new_empty((grad.shape[0], num_experts), dtype=dtype)
 
 
 _define(
@@ -174,9 +185,9 @@ _define(
 )
 _define(
     "topk_gate_bwd(Tensor grad, Tensor weights, Tensor experts, Tensor? logits, Tensor log_sum, SymInt num_experts, "
-    "str backend) -> Tensor",
+    "ScalarType dtype, str backend) -> Tensor",
     _topk_gate_bwd,
-    lambda grad, weights, experts, logits, log_sum, num_experts, backend: grad.new_empty((grad.shape[0], num_experts)),
+    _topk_gate_bwd_fake,
     _none,
 )
 

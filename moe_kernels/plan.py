@@ -86,8 +86,8 @@ class RoutingPlan:
         Rows in slots from `capacity` on are left out. Differentiable.
         """
         self._check_rows("to_padded", rows, self.num_rows, 2)
-        used, row = self._slots(capacity)
-        return _rows_or_zeros(rows, row, used)
+        slot = torch.arange(capacity, device=rows.device, dtype=torch.int32)
+        return _rows_or_zeros(rows, self.expert_offsets[:-1, None] + slot, slot < self.kept[:, None])
 
     def from_padded(self, padded: Tensor) -> Tensor:
         """padded (E, capacity, D) -> rows (R, D), the inverse of `to_padded`: zeros where there is no slot.
@@ -101,11 +101,6 @@ class RoutingPlan:
         slot = row - self.expert_offsets[expert]
         return _rows_or_zeros(padded.flatten(0, 1), expert * capacity + slot, (slot < capacity) & (self.row_token >= 0))
 
-    def _slots(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """Which slots (E, capacity) hold a row, and which row that is."""
-        slot = torch.arange(capacity, device=self.kept.device, dtype=torch.int32)
-        return slot < self.kept[:, None], self.expert_offsets[:-1, None] + slot
-
     def _check_rows(self, name: str, rows: Tensor, first: int, rank: int) -> None:
         if rows.dim() != rank or rows.shape[0] != first:
             raise ValueError(f"{name}: expected {rank} dimensions, the first of size {first}; got {tuple(rows.shape)}")
@@ -114,7 +109,7 @@ class RoutingPlan:
 def _rows_or_zeros(rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     """rows[index] where valid, zeros elsewhere; index may be anything there."""
     if rows.shape[0] == 0:
-        return rows.new_zeros(*index.shape, rows.shape[1])
+        return rows.sum(0).expand(*index.shape, -1)
     return torch.where(valid[..., None], rows[torch.where(valid, index, 0).long()], 0)
 
 

@@ -10,7 +10,7 @@
 #include <cmath>
 #include <limits>
 
-#include "moe/dtypes.h"
+#include "moe/formats.h"
 #include "moe/simd.h"
 
 namespace moe {
@@ -24,80 +24,6 @@ constexpr int64_t kSampledWords = 16;  // of a row, for its mean and variance
 constexpr int kTrials = 8;            // guesses from the shape of the row before plain bisection
 
 enum class Ties : int { index = 0, strict = 1, all = 2 };
-
-// How a dtype's bit pattern orders: magnitude bits, the pattern of +inf, and the way to and from float.
-struct Float32 {
-  using Key = int32_t;
-  using Stat = float;
-  static constexpr Key inf = 0x7f800000;
-  static Stat decode(Key magnitude) {
-    Stat value;
-    std::memcpy(&value, &magnitude, sizeof value);
-    return value;
-  }
-  static Key encode(Stat magnitude) {
-    Key key;
-    std::memcpy(&key, &magnitude, sizeof key);
-    return key;
-  }
-};
-
-struct Float64 {
-  using Key = int64_t;
-  using Stat = double;
-  static constexpr Key inf = 0x7ff0000000000000;
-  static Stat decode(Key magnitude) {
-    Stat value;
-    std::memcpy(&value, &magnitude, sizeof value);
-    return value;
-  }
-  static Key encode(Stat magnitude) {
-    Key key;
-    std::memcpy(&key, &magnitude, sizeof key);
-    return key;
-  }
-};
-
-struct BFloat16 {
-  using Key = int16_t;
-  using Stat = float;
-  static constexpr Key inf = 0x7f80;
-  static Stat decode(Key magnitude) { return Float32::decode(int32_t(magnitude) << 16); }
-  static Key encode(Stat magnitude) { return Key(Float32::encode(magnitude) >> 16); }
-};
-
-struct Float16 {
-  using Key = int16_t;
-  using Stat = float;
-  static constexpr Key inf = 0x7c00;
-  // Exponents are 112 apart; the product is exact for subnormals as well, and puts inf at 65536, which is far enough out.
-  static Stat decode(Key magnitude) { return Float32::decode(int32_t(magnitude) << 13) * 0x1p112f; }
-  static Key encode(Stat magnitude) { return Key(Float32::encode(std::min(magnitude, 65536.0f) * 0x1p-112f) >> 13); }
-};
-
-// Integer order = float order: negatives mirrored, so that -0 == +0, and every NaN just above +inf.
-template <class F>
-inline typename F::Key key_of(typename F::Key bits) {
-  using Key = typename F::Key;
-  const Key magnitude = bits & std::numeric_limits<Key>::max();
-  const Key mirrored = bits < 0 ? Key(-magnitude) : magnitude;
-  return magnitude > F::inf ? Key(F::inf + 1) : mirrored;
-}
-
-// Without branches: the sign of a threshold near zero is a coin, and a mispredicted one costs more than the arithmetic.
-template <class F>
-inline typename F::Stat value_of(typename F::Key key) {
-  using Key = typename F::Key;
-  const Key sign = key >> (8 * sizeof(Key) - 1);
-  return std::copysign(F::decode(Key((key ^ sign) - sign)), typename F::Stat(key));
-}
-
-template <class F>
-inline typename F::Key key_near(typename F::Stat value) {
-  using Key = typename F::Key;
-  const Key sign = -Key(std::signbit(value));
-  return Key((F::encode(std::abs(value)) ^ sign) - sign);
-}
 
 // A row's winners: keys above `above`, and of the keys equal to it the first `ties` ones.
 template <class F>
@@ -118,7 +44,7 @@ template <class F>
 class Keys {
  public:
   using Key = typename F::Key;
-  using Stat = typename F::Stat;
+  using Stat = typename F::Wide;
 
   static int64_t span(int64_t n) { return n <= kResident ? words_of(n) * kWord : kChunk; }
 
@@ -200,7 +126,7 @@ class Keys {
 template <class F>
 struct Search {
   using Key = typename F::Key;
-  using Stat = typename F::Stat;
+  using Stat = typename F::Wide;
 
   Keys<F> keys;
   Key low, high, trial;
@@ -219,7 +145,7 @@ struct Search {
 template <class F>
 void find(Search<F>* search, int rows, int64_t n, int64_t k, Ties ties, float quantile, Winners<F>* winners) {
   using Key = typename F::Key;
-  using Stat = typename F::Stat;
+  using Stat = typename F::Wide;
   if (k == 0 || k == n) {
     for (int r = 0; r < rows; ++r) winners[r] = {Key(k == 0 ? F::inf + 1 : -F::inf - 1), 0};
     return;
@@ -344,12 +270,7 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
               uint8_t* mask, int64_t rows, int64_t n, int64_t k, int ties, float quantile, int threads) {
   const Call call{x,    x_stride, values ? values : x, values ? values_stride : x_stride, y, bits, mask, rows, n, k,
                   Ties(ties), quantile, threads};
-  switch (DType(dtype)) {
-    case DType::float32: return forward<Float32>(call);
-    case DType::bfloat16: return forward<BFloat16>(call);
-    case DType::float16: return forward<Float16>(call);
-    case DType::float64: return forward<Float64>(call);
-  }
+  with_format(dtype, [&](auto format) { forward<decltype(format)>(call); });
 }
 
 void kwta_bwd(int element_size, const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, int64_t n,

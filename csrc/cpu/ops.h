@@ -7,7 +7,9 @@
 #include "moe/dtypes.h"
 
 // clang-format off
-#define MOE_CPU_OPS(X) X(kwta_fwd) X(kwta_bwd)
+#define MOE_CPU_OPS(X) X(kwta_fwd) X(kwta_bwd) \
+  X(topk_gate_fwd) X(topk_gate_bwd) X(make_plan_fwd) X(plan_expert_choice_fwd) X(plan_priority_fwd) \
+  X(dispatch_fwd) X(combine_fwd) X(combine_bwd)
 // clang-format on
 
 #define MOE_DECLARE_CPU_OPS                                                                                         \
@@ -15,7 +17,33 @@
                 int32_t* bits, uint8_t* mask, int64_t rows, int64_t n, int64_t k, int ties, float quantile,        \
                 int threads);                                                                                       \
   void kwta_bwd(int element_size, const void* grad, int64_t grad_stride, const int32_t* bits, void* dx,            \
-                int64_t rows, int64_t n, int threads);
+                int64_t rows, int64_t n, int threads);                                                             \
+  void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* log_sum, \
+                     void* scratch, int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k,         \
+                     int softmax_first, int threads);                                                               \
+  void topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,  \
+                     int64_t stride, const void* log_sum, void* dlogits, int64_t tokens, int64_t num_experts,       \
+                     int64_t k, int threads);                                                                       \
+  void make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,    \
+                     int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row,           \
+                     int32_t* requested, int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k,                \
+                     int64_t num_experts, int64_t capacity, int64_t rows, int by_choice, int threads);              \
+  void plan_expert_choice_fwd(int dtype, const void* scores, int64_t stride, void* keys, int32_t* expert_offsets,   \
+                              int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested,       \
+                              int32_t* kept, int32_t* dropped, int64_t tokens, int64_t num_experts,                 \
+                              int64_t capacity, int64_t rows, int threads);                                         \
+  void plan_priority_fwd(int dtype, const void* scores, int64_t stride, void* scratch, int32_t* experts,            \
+                         int32_t* requested, int32_t* kept, int64_t tokens, int64_t num_experts, int64_t capacity,  \
+                         int threads);                                                                              \
+  void dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32_t* row_token,                    \
+                    const int32_t* slot_row, const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k,  \
+                    int64_t num_experts, int64_t num_rows, int64_t dim, int threads);                               \
+  void combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row,  \
+                   void* y, int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, int threads);                 \
+  void combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,         \
+                   const void* weights, const int32_t* row_token, const int32_t* slot_row,                          \
+                   const int32_t* expert_offsets, const int32_t* row_choice, void* drows, void* dweights,           \
+                   int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim, int threads);
 
 namespace moe {
 namespace base {

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.native import kwta
+from moe_kernels.backends.native import combine, dispatch, kwta, plan, topk_gate
 
 try:
-    from moe_kernels import _cpu as module
+    from moe_kernels import _cpu as module  # type: ignore[attr-defined]  # compiled
 except ImportError as error:
     raise ImportError(f"the CPU extension is not built ({error}); run pip install . in the checkout") from None
 
@@ -32,15 +32,38 @@ def pointer(op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> in
     return _native.pointer(op, tensor, dtype, rank, device_type)
 
 
+def chunks(work: Tensor) -> int:
+    """Threads that share this work, each of which may want scratch memory of its own."""
+    return 1 if work.numel() < _SERIAL else torch.get_num_threads()
+
+
 def launch(name: str, work: Tensor, *args: int | float) -> None:
-    threads = 1 if work.numel() < _SERIAL else torch.get_num_threads()
-    getattr(module, name)(isa, *args, threads)
+    getattr(module, name)(isa, *args, chunks(work))
 
 
-def kwta_supports(device: str, dtype: torch.dtype) -> str | None:
+def _supports(device: str, dtype: torch.dtype) -> str | None:
     return _native.unsupported(device, device_type, dtype, tuple(_native.DTYPES))
+
+
+kwta_supports = topk_gate_supports = plan_expert_choice_supports = plan_priority_supports = _supports
+dispatch_supports = combine_supports = _supports
+
+
+def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
+    return _supports(device, torch.float32)  # of the device alone: experts are int32 or int64
 
 
 kwta_fwd = partial(kwta.fwd, _self)
 kwta_mask = partial(kwta.mask, _self)
 kwta_bwd = partial(kwta.bwd, _self)
+
+topk_gate_fwd = partial(topk_gate.fwd, _self)
+topk_gate_bwd = partial(topk_gate.bwd, _self)
+
+make_plan_fwd = partial(plan.make_plan, _self)
+plan_expert_choice_fwd = partial(plan.plan_expert_choice, _self)
+plan_priority_fwd = partial(plan.plan_priority, _self)
+
+dispatch_fwd = partial(dispatch.fwd, _self)
+combine_fwd = partial(combine.fwd, _self)
+combine_bwd = partial(combine.bwd, _self)

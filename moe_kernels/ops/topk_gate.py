@@ -77,7 +77,7 @@ def topk_gate(
     if torch.is_grad_enabled() and noisy.requires_grad:
         return _TopkGate.apply(noisy, k, order, chosen)
     weights, experts, _ = torch.ops.moe_kernels.topk_gate_fwd(noisy, k, order, chosen)
-    return weights, experts
+    return weights.to(logits.dtype), experts
 
 
 class _TopkGate(torch.autograd.Function):
@@ -86,11 +86,13 @@ class _TopkGate(torch.autograd.Function):
         weights, experts, log_sum = torch.ops.moe_kernels.topk_gate_fwd(logits, k, order, backend)
         ctx.mark_non_differentiable(experts)
         ctx.save_for_backward(weights, experts, logits if order == "softmax_topk" else None, log_sum)
-        ctx.num_experts, ctx.backend = logits.shape[1], backend
-        return weights, experts
+        ctx.num_experts, ctx.dtype, ctx.backend = logits.shape[1], logits.dtype, backend
+        return weights.to(logits.dtype), experts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        dlogits = torch.ops.moe_kernels.topk_gate_bwd(grad, *ctx.saved_tensors, ctx.num_experts, ctx.backend)
+        weights, *rest = ctx.saved_tensors
+        grad = grad.to(weights.dtype).contiguous()
+        dlogits = torch.ops.moe_kernels.topk_gate_bwd(grad, weights, *rest, ctx.num_experts, ctx.dtype, ctx.backend)
         return dlogits, None, None, None

@@ -145,5 +145,40 @@ inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   }
 }
 
+// Copies rows of a multiple of 64 bytes around the cache where the whole is too large to stay in it: otherwise every line
+// is read before it is written over, a third of the traffic.
+class RowCopy {
+ public:
+  RowCopy(int64_t row_bytes, int64_t all_bytes) : bytes_(row_bytes), around_(all_bytes > kLarge && row_bytes % 64 == 0) {}
+  ~RowCopy() {
+#if defined(__AVX2__)
+    _mm_sfence();
+#endif
+  }
+
+  void operator()(char* to, const char* from) const {
+#if defined(__AVX512F__)
+    if (around_ && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
+      for (int64_t i = 0; i < bytes_; i += 64)
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+      return;
+    }
+#elif defined(__AVX2__)
+    if (around_ && reinterpret_cast<uintptr_t>(to) % 32 == 0) {
+      for (int64_t i = 0; i < bytes_; i += 32)
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
+                            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+      return;
+    }
+#endif
+    std::memcpy(to, from, size_t(bytes_));
+  }
+
+ private:
+  static constexpr int64_t kLarge = 16 << 20;
+  int64_t bytes_;
+  bool around_;
+};
+
 }  // namespace MOE_ISA
 }  // namespace moe

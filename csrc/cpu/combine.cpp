@@ -1,0 +1,94 @@
+// Combine on the CPU (definition: python_ref/combine.py): a token sums its rows in the order of its choices.
+
+#include "ops.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "moe/formats.h"
+
+namespace moe {
+namespace MOE_ISA {
+namespace {
+
+constexpr int64_t kSpan = 256;  // elements of a token summed at a time: the sums stay in the first-level cache
+
+template <class F>
+void forward(const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y, int64_t tokens,
+             int64_t k, int64_t dim, int threads) {
+  using Key = typename F::Key;
+  using Wide = typename F::Wide;
+  const auto* weight = static_cast<const Wide*>(weights);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t start = 0; start < dim; start += kSpan) {
+      const int64_t count = std::min(kSpan, dim - start);
+      alignas(64) Wide sums[kSpan] = {};
+      for (int64_t i = t * k; i < (t + 1) * k; ++i) {
+        if (slot_row[i] < 0) continue;
+        const Key* row = static_cast<const Key*>(rows) + slot_row[i] * rows_stride + start;
+        const Wide w = weight ? weight[i] : Wide(1);
+#pragma omp simd
+        for (int64_t d = 0; d < count; ++d) sums[d] += w * F::widen(row[d]);
+      }
+      Key* out = static_cast<Key*>(y) + t * dim + start;
+#pragma omp simd
+      for (int64_t d = 0; d < count; ++d) out[d] = F::narrow(sums[d]);
+    }
+  }
+}
+
+template <class F>
+void backward(const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride, const void* weights,
+              const int32_t* slot_row, int64_t used, void* drows, void* dweights, int64_t tokens, int64_t k,
+              int64_t num_rows, int64_t dim, int threads) {
+  using Key = typename F::Key;
+  using Wide = typename F::Wide;
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static) nowait
+    for (int64_t t = 0; t < tokens; ++t) {
+      const Key* dy = static_cast<const Key*>(grad) + t * grad_stride;
+      for (int64_t i = t * k; i < (t + 1) * k; ++i) {
+        Wide dw = 0;
+        if (slot_row[i] >= 0) {
+          const Key* row = static_cast<const Key*>(rows) + slot_row[i] * rows_stride;
+          Key* drow = static_cast<Key*>(drows) + slot_row[i] * dim;
+          const Wide w = static_cast<const Wide*>(weights)[i];
+#pragma omp simd reduction(+ : dw)
+          for (int64_t d = 0; d < dim; ++d) {
+            const Wide dy_d = F::widen(dy[d]);
+            drow[d] = F::narrow(w * dy_d);
+            dw += F::widen(row[d]) * dy_d;
+          }
+        }
+        static_cast<Wide*>(dweights)[i] = dw;
+      }
+    }
+#pragma omp for schedule(static)
+    for (int64_t r = used; r < num_rows; ++r) std::memset(static_cast<Key*>(drows) + r * dim, 0, size_t(dim) * sizeof(Key));
+  }
+}
+
+}  // namespace
+
+void combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y,
+                 int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, int threads) {
+  (void)num_rows;
+  with_format(dtype, [&](auto format) {
+    forward<decltype(format)>(rows, rows_stride, weights, slot_row, y, tokens, k, dim, threads);
+  });
+}
+
+void combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
+                 const void* weights, const int32_t*, const int32_t* slot_row, const int32_t* expert_offsets,
+                 const int32_t*, void* drows, void* dweights, int64_t tokens, int64_t k, int64_t num_experts,
+                 int64_t num_rows, int64_t dim, int threads) {
+  with_format(dtype, [&](auto format) {
+    backward<decltype(format)>(grad, grad_stride, rows, rows_stride, weights, slot_row, expert_offsets[num_experts], drows,
+                               dweights, tokens, k, num_rows, dim, threads);
+  });
+}
+
+}  // namespace MOE_ISA
+}  // namespace moe

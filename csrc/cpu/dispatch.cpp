@@ -1,0 +1,32 @@
+// Dispatch on the CPU (definition: python_ref/dispatch.py): each token is read once and written to all of its rows.
+
+#include "ops.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "moe/simd.h"
+
+namespace moe {
+namespace MOE_ISA {
+
+void dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32_t*, const int32_t* slot_row,
+                  const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k, int64_t num_experts,
+                  int64_t num_rows, int64_t dim, int threads) {
+  const int64_t bytes = dim * element_size, used = expert_offsets[num_experts];
+  const auto* from = static_cast<const char*>(x);
+  auto* to = static_cast<char*>(rows);
+#pragma omp parallel num_threads(threads)
+  {
+    const RowCopy copy(bytes, num_rows * bytes);
+#pragma omp for schedule(static) nowait
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t i = t * k; i < (t + 1) * k; ++i)
+        if (slot_row[i] >= 0) copy(to + slot_row[i] * bytes, from + t * x_stride * element_size);
+#pragma omp for schedule(static)
+    for (int64_t r = used; r < num_rows; ++r) std::memset(to + r * bytes, 0, size_t(bytes));
+  }
+}
+
+}  // namespace MOE_ISA
+}  // namespace moe

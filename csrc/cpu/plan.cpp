@@ -1,0 +1,285 @@
+// The routing plan on the CPU (definition: python_ref/plan.py).
+//
+// make_plan is a segmented rank: requests in visiting order fall into chunks, each chunk counts its requests to every
+// expert, a scan over the chunks turns counts into first rows, and a second walk hands the rows out. Nothing is sorted.
+
+#include "ops.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "moe/formats.h"
+#include "moe/simd.h"
+
+namespace moe {
+namespace MOE_ISA {
+namespace {
+
+constexpr int64_t kColumns = 16;  // experts that choose together: one cache line of float32 scores
+constexpr int64_t kTile = 1024;   // tokens whose slots are written together, so that a line of slot_row is filled in cache
+
+// The arrays of a RoutingPlan.
+struct Plan {
+  int32_t *expert_offsets, *row_token, *row_choice, *slot_row, *requested, *kept, *dropped;
+};
+
+struct Requests {
+  const void* experts;       // (T, K)
+  const int64_t* visit;      // (T) tokens in visiting order, or nullptr: by position
+  int64_t tokens, k, num_experts;
+  bool by_choice;            // all first choices before all second ones
+  int32_t* counts;           // (chunks, K if by_choice else 1, E)
+  int64_t chunks;
+
+  int64_t segments() const { return by_choice ? k : 1; }
+  int32_t* count(int64_t chunk, int64_t segment) const { return counts + (chunk * segments() + segment) * num_experts; }
+
+  // Calls each(token, choice, expert) for the requests of a chunk, in visiting order within each choice.
+  template <class Index, class Each>
+  void walk(int64_t chunk, Each each) const {
+    for (int64_t p = chunk * tokens / chunks, end = (chunk + 1) * tokens / chunks; p < end; ++p) {
+      const int64_t token = visit ? visit[p] : p;
+      const Index* expert = static_cast<const Index*>(experts) + token * k;
+      for (int64_t choice = 0; choice < k; ++choice) each(token, choice, int64_t(expert[choice]));
+    }
+  }
+};
+
+// kept = min(requested, capacity), expert_offsets = its running sum, and nobody in the rows beyond.
+void finish(const Plan& plan, int64_t num_experts, int64_t capacity, int64_t rows) {
+  int64_t row = 0, asked = 0;
+  for (int64_t e = 0; e < num_experts; ++e) {
+    plan.kept[e] = int32_t(std::min<int64_t>(plan.requested[e], capacity));
+    plan.expert_offsets[e] = int32_t(row);
+    row += plan.kept[e], asked += plan.requested[e];
+  }
+  plan.expert_offsets[num_experts] = int32_t(row);
+  *plan.dropped = int32_t(asked - row);
+  std::fill(plan.row_token + row, plan.row_token + rows, -1);
+  std::fill(plan.row_choice + row, plan.row_choice + rows, -1);
+}
+
+template <class Index>
+void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, int threads) {
+  const int64_t num_experts = r.num_experts, step = r.by_choice ? num_experts : 0;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
+    int32_t* count = r.count(chunk, 0);
+    std::fill(count, count + r.segments() * num_experts, 0);
+    r.walk<Index>(chunk, [&](int64_t, int64_t choice, int64_t expert) {
+      if (uint64_t(expert) < uint64_t(num_experts)) ++count[choice * step + expert];
+    });
+  }
+  // Every count becomes the number of requests before it; what is left at the end is their sum.
+  int32_t* before = plan.requested;
+  std::fill(before, before + num_experts, 0);
+  const auto each_count = [&](auto change) {
+    for (int64_t segment = 0; segment < r.segments(); ++segment)
+      for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
+        int32_t* count = r.count(chunk, segment);
+#pragma omp simd
+        for (int64_t e = 0; e < num_experts; ++e) change(count[e], e);
+      }
+  };
+  each_count([&](int32_t& count, int64_t e) {
+    const int32_t here = count;
+    count = before[e];
+    before[e] += here;
+  });
+  finish(plan, num_experts, capacity, rows);
+  each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
+    int32_t* next = r.count(chunk, 0);
+    r.walk<Index>(chunk, [&](int64_t token, int64_t choice, int64_t expert) {
+      int32_t slot_row = -1;
+      if (uint64_t(expert) < uint64_t(num_experts)) {
+        const int32_t row = next[choice * step + expert]++;
+        if (row < plan.expert_offsets[expert + 1]) {  // its slot is below the capacity
+          plan.row_token[row] = int32_t(token);
+          plan.row_choice[row] = int32_t(choice);
+          slot_row = row;
+        }
+      }
+      plan.slot_row[token * r.k + choice] = slot_row;
+    });
+  }
+}
+
+// Of n keys, padded to whole words with the lowest, the first `capacity` in descending order are those above `above`, and
+// of those equal to it the first `ties`. One bit of the threshold a count.
+template <class F>
+struct Taken {
+  typename F::Key above;
+  int64_t ties;
+
+  static Taken of(const typename F::Key* key, int64_t n, int64_t capacity) {
+    using Key = typename F::Key;
+    Key low = std::numeric_limits<Key>::min(), high = F::inf + 1;  // too many keys are above low, at most capacity above high
+    if (n <= capacity) return {low, 0};
+    int64_t at_high = 0;
+    while (at_high < capacity && int64_t(high) - 1 > int64_t(low)) {
+      const Key middle = Key(low + (uint64_t(high) - uint64_t(low)) / 2);
+      const int64_t count = count_greater(key, words_of(n) * kWord, middle);
+      if (count > capacity) {
+        low = middle;
+      } else {
+        high = middle;
+        at_high = count;
+      }
+    }
+    return {high, capacity - at_high};
+  }
+};
+
+// Experts [first, last) take their tokens; `keys` has room for a padded column of each.
+template <class F>
+void take(const typename F::Key* scores, int64_t stride, int64_t first, int64_t last, const Plan& plan, int64_t tokens,
+          int64_t num_experts, int64_t capacity, typename F::Key* keys) {
+  using Key = typename F::Key;
+  const int64_t padded = words_of(tokens) * kWord, columns = last - first;
+  for (int64_t start = 0; start < padded; start += kWord)
+    for (int64_t c = 0; c < columns; ++c)
+      for (int64_t t = start; t < start + kWord; ++t)
+        keys[c * padded + t] = t < tokens ? key_of<F>(scores[t * stride + first + c]) : std::numeric_limits<Key>::min();
+
+  Taken<F> taken[kColumns];
+  int32_t row[kColumns];
+  for (int64_t c = 0; c < columns; ++c) {
+    taken[c] = Taken<F>::of(keys + c * padded, tokens, capacity);
+    row[c] = plan.expert_offsets[first + c];
+  }
+  for (int64_t start = 0; start < tokens; start += kTile) {
+    for (int64_t c = 0; c < columns; ++c) {
+      for (int64_t t = start; t < std::min(start + kTile, tokens); ++t) {
+        const Key key = keys[c * padded + t];
+        const bool tied = key == taken[c].above && taken[c].ties > 0, takes = key > taken[c].above || tied;
+        taken[c].ties -= tied;
+        plan.slot_row[t * num_experts + first + c] = takes ? row[c] : -1;
+        if (takes) {
+          plan.row_token[row[c]] = int32_t(t);
+          plan.row_choice[row[c]++] = int32_t(first + c);
+        }
+      }
+    }
+  }
+}
+
+// Deferred acceptance: a token goes to the best expert that has room or holds a worse token, which then moves on. The
+// order in which tokens are placed does not matter, because both sides rank pairs alike.
+template <class F>
+class Matching {
+ public:
+  using Key = typename F::Key;
+  struct Held {
+    Key key;
+    int32_t token;
+    bool operator<(const Held& other) const { return key > other.key || (key == other.key && token < other.token); }
+  };
+
+  Matching(const Key* scores, int64_t stride, int64_t num_experts, int64_t capacity, char* scratch)
+      : scores_(scores), stride_(stride), num_experts_(num_experts), capacity_(capacity) {
+    worst_ = reinterpret_cast<Held*>(scratch);
+    held_ = worst_ + num_experts;
+    const bool full = capacity == 0;
+    std::fill(worst_, held_, Held{full ? std::numeric_limits<Key>::max() : std::numeric_limits<Key>::min(), -1});
+  }
+
+  // The expert with the highest score among all.
+  int64_t first_choice(int64_t token) const {
+    return best(token, [](Key, int64_t) { return true; });
+  }
+
+  // Places `token`, and whoever has to move on for it.
+  void place(int64_t token, int32_t* assigned, int32_t* kept) {
+    while (token >= 0) {
+      const int64_t expert = best(token, [&](Key key, int64_t e) {
+        return key > worst_[e].key || (key == worst_[e].key && token < worst_[e].token);
+      });
+      assigned[token] = int32_t(expert);
+      if (expert < 0) return;
+      Held* held = held_ + expert * capacity_;
+      int32_t& count = kept[expert];
+      const Held arrival{key_of<F>(scores_[token * stride_ + expert]), int32_t(token)};
+      token = -1;
+      if (count == capacity_) {
+        std::pop_heap(held, held + count);
+        token = held[--count].token;
+      }
+      held[count++] = arrival;
+      std::push_heap(held, held + count);
+      if (count == capacity_) worst_[expert] = held[0];
+    }
+  }
+
+ private:
+  // The lowest of the highest-scoring experts that `accepts`; -1 if none does.
+  template <class Accepts>
+  int64_t best(int64_t token, Accepts accepts) const {
+    const Key* score = scores_ + token * stride_;
+    Key highest = std::numeric_limits<Key>::min();
+#pragma omp simd reduction(max : highest)
+    for (int64_t e = 0; e < num_experts_; ++e) {
+      const Key key = key_of<F>(score[e]);
+      highest = std::max(highest, accepts(key, e) ? key : std::numeric_limits<Key>::min());
+    }
+    for (int64_t e = 0; e < num_experts_; ++e) {
+      const Key key = key_of<F>(score[e]);
+      if (key == highest && accepts(key, e)) return e;
+    }
+    return -1;
+  }
+
+  const Key* scores_;  // (T, E)
+  int64_t stride_, num_experts_, capacity_;
+  Held* worst_;  // (E): the last of those a full expert holds; below everything where there is room
+  Held* held_;   // (E, capacity), heaps with the worst on top
+};
+
+}  // namespace
+
+void make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,
+                   int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested,
+                   int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k, int64_t num_experts, int64_t capacity,
+                   int64_t rows, int by_choice, int threads) {
+  const Plan plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped};
+  const Requests requests{experts, visit, tokens, k, num_experts, by_choice != 0, counts, chunks};
+  (index_size == 8 ? rank<int64_t> : rank<int32_t>)(requests, plan, capacity, rows, threads);
+}
+
+void plan_expert_choice_fwd(int dtype, const void* scores, int64_t stride, void* keys, int32_t* expert_offsets,
+                            int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested, int32_t* kept,
+                            int32_t* dropped, int64_t tokens, int64_t num_experts, int64_t capacity, int64_t rows,
+                            int threads) {
+  const Plan plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped};
+  std::fill(requested, requested + num_experts, int32_t(std::min(capacity, tokens)));
+  finish(plan, num_experts, capacity, rows);
+  with_format(dtype, [&](auto format) {
+    using F = decltype(format);
+    using Key = typename F::Key;
+    const int64_t room = words_of(tokens) * kWord * kColumns;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t worker = 0; worker < threads; ++worker)
+      for (int64_t first = worker * kColumns; first < num_experts; first += threads * kColumns)
+        take<F>(static_cast<const Key*>(scores), stride, first, std::min(first + kColumns, num_experts), plan, tokens,
+                num_experts, capacity, static_cast<Key*>(keys) + worker * room);
+  });
+}
+
+void plan_priority_fwd(int dtype, const void* scores, int64_t stride, void* scratch, int32_t* experts, int32_t* requested,
+                       int32_t* kept, int64_t tokens, int64_t num_experts, int64_t capacity, int) {
+  std::fill(requested, requested + num_experts, 0);
+  std::fill(kept, kept + num_experts, 0);
+  with_format(dtype, [&](auto format) {
+    using F = decltype(format);
+    using Key = typename F::Key;
+    Matching<F> matching(static_cast<const Key*>(scores), stride, num_experts, capacity, static_cast<char*>(scratch));
+    for (int64_t token = 0; token < tokens; ++token) {
+      ++requested[matching.first_choice(token)];
+      matching.place(token, experts, kept);
+    }
+  });
+}
+
+}  // namespace MOE_ISA
+}  // namespace moe

@@ -1,0 +1,133 @@
+// The top-k gate on the CPU (definition: python_ref/topk_gate.py): a row is read once, its softmax taken in vectors.
+
+#include "ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "moe/exp.h"
+#include "moe/formats.h"
+
+namespace moe {
+namespace MOE_ISA {
+namespace {
+
+// A choice costs a pass over the row; from about here on sorting what is left is cheaper.
+constexpr int64_t kPasses = 24;
+
+// The first k of n keys in descending order, equal ones by position. Overwrites keys.
+template <class Key>
+void choose(Key* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
+  if (k > kPasses) {
+    for (int64_t i = 0; i < n; ++i) order[i] = int32_t(i);
+    std::partial_sort(order, order + k, order + n,
+                      [key](int32_t a, int32_t b) { return key[a] > key[b] || (key[a] == key[b] && a < b); });
+    std::copy(order, order + k, experts);
+    return;
+  }
+  for (int64_t choice = 0; choice < k; ++choice) {
+    Key highest = std::numeric_limits<Key>::min();
+#pragma omp simd reduction(max : highest)
+    for (int64_t i = 0; i < n; ++i) highest = std::max(highest, key[i]);
+    const int64_t expert = std::find(key, key + n, highest) - key;
+    experts[choice] = int32_t(expert);
+    key[expert] = std::numeric_limits<Key>::min();
+  }
+}
+
+template <class Wide>
+Wide sum_of_exponentials(const Wide* value, int64_t n, Wide highest) {
+  Wide sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += exp(value[i] - highest);
+  return sum;
+}
+
+template <class F>
+struct Scratch {
+  typename F::Key* key;  // (E)
+  typename F::Wide* value;  // (E)
+  int32_t* order;  // (E)
+
+  // 20 bytes an expert, more than any format needs.
+  Scratch(char* room, int64_t n) {
+    value = reinterpret_cast<typename F::Wide*>(room);
+    key = reinterpret_cast<typename F::Key*>(value + n);
+    order = reinterpret_cast<int32_t*>(key + n);
+  }
+};
+
+template <class F>
+void forward(const void* logits, int64_t stride, void* weights, int32_t* experts, void* log_sum, char* scratch,
+             int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k, bool softmax_first, int threads) {
+  using Key = typename F::Key;
+  using Wide = typename F::Wide;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t worker = 0; worker < threads; ++worker) {
+    const Scratch<F> row(scratch + worker * scratch_stride, num_experts);
+    for (int64_t t = worker * tokens / threads; t < (worker + 1) * tokens / threads; ++t) {
+      const Key* logit = static_cast<const Key*>(logits) + t * stride;
+      int32_t* expert = experts + t * k;
+#pragma omp simd
+      for (int64_t e = 0; e < num_experts; ++e) row.key[e] = key_of<F>(logit[e]);
+      choose(row.key, num_experts, k, expert, row.order);
+      if (k == 0) continue;
+      // The first choice is the highest logit, and a NaN if there is one, which then makes every weight NaN.
+      const Wide highest = F::widen(logit[expert[0]]);
+      const int64_t n = softmax_first ? num_experts : k;
+#pragma omp simd
+      for (int64_t i = 0; i < n; ++i) row.value[i] = F::widen(logit[softmax_first ? i : expert[i]]);
+      const Wide sum = sum_of_exponentials(row.value, n, highest), share = 1 / sum;
+      for (int64_t i = 0; i < k; ++i)
+        static_cast<Wide*>(weights)[t * k + i] = exp(F::widen(logit[expert[i]]) - highest) * share;
+      static_cast<Wide*>(log_sum)[t] = highest + std::log(sum);
+    }
+  }
+}
+
+template <class F>
+void backward(const void* grad, const void* weights, const int32_t* experts, const void* logits, int64_t stride,
+              const void* log_sum, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k, int threads) {
+  using Key = typename F::Key;
+  using Wide = typename F::Wide;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t t = 0; t < tokens; ++t) {
+    const Wide *dw = static_cast<const Wide*>(grad) + t * k, *w = static_cast<const Wide*>(weights) + t * k;
+    const int32_t* expert = experts + t * k;
+    Key* dz = static_cast<Key*>(dlogits) + t * num_experts;
+    Wide mean = 0;
+    for (int64_t i = 0; i < k; ++i) mean += w[i] * dw[i];
+    if (logits != nullptr && k > 0) {
+      const Key* logit = static_cast<const Key*>(logits) + t * stride;
+      const Wide total = static_cast<const Wide*>(log_sum)[t];
+#pragma omp simd
+      for (int64_t e = 0; e < num_experts; ++e) dz[e] = F::narrow(-mean * exp(F::widen(logit[e]) - total));
+    } else {
+      std::fill(dz, dz + num_experts, Key(0));
+    }
+    for (int64_t i = 0; i < k; ++i) dz[expert[i]] = F::narrow(w[i] * (dw[i] - mean));
+  }
+}
+
+}  // namespace
+
+void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* log_sum,
+                   void* scratch, int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k,
+                   int softmax_first, int threads) {
+  with_format(dtype, [&](auto format) {
+    forward<decltype(format)>(logits, stride, weights, experts, log_sum, static_cast<char*>(scratch), scratch_stride, tokens,
+                              num_experts, k, softmax_first != 0, threads);
+  });
+}
+
+void topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,
+                   int64_t stride, const void* log_sum, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k,
+                   int threads) {
+  with_format(dtype, [&](auto format) {
+    backward<decltype(format)>(grad, weights, experts, logits, stride, log_sum, dlogits, tokens, num_experts, k, threads);
+  });
+}
+
+}  // namespace MOE_ISA
+}  // namespace moe

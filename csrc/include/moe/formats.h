@@ -1,0 +1,122 @@
+// What an element type is to a CPU kernel: bits (Key, a signed integer of its size), an integer order that is the order
+// of its values, and the way to and from the type it computes in (Wide). Kernels take a format as a template argument
+// and read memory as Keys, so that no 16-bit arithmetic is left to the compiler. All of it vectorises.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#include "moe/dtypes.h"
+
+namespace moe {
+namespace MOE_ISA {
+
+template <class To, class From>
+inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bits_as: sizes differ");
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// decode and encode: a magnitude without its sign, cheap and near enough to search by.
+// widen and narrow: every value, exactly and rounded to nearest even; a NaN stays one.
+struct Float32 {
+  using Key = int32_t;
+  using Wide = float;
+  static constexpr Key inf = 0x7f800000;
+  static Wide decode(Key magnitude) { return bits_as<Wide>(magnitude); }
+  static Key encode(Wide magnitude) { return bits_as<Key>(magnitude); }
+  static Wide widen(Key bits) { return bits_as<Wide>(bits); }
+  static Key narrow(Wide value) { return bits_as<Key>(value); }
+};
+
+struct Float64 {
+  using Key = int64_t;
+  using Wide = double;
+  static constexpr Key inf = 0x7ff0000000000000;
+  static Wide decode(Key magnitude) { return bits_as<Wide>(magnitude); }
+  static Key encode(Wide magnitude) { return bits_as<Key>(magnitude); }
+  static Wide widen(Key bits) { return bits_as<Wide>(bits); }
+  static Key narrow(Wide value) { return bits_as<Key>(value); }
+};
+
+struct BFloat16 {
+  using Key = int16_t;
+  using Wide = float;
+  static constexpr Key inf = 0x7f80;
+  static Wide decode(Key magnitude) { return widen(magnitude); }
+  static Key encode(Wide magnitude) { return Key(bits_as<int32_t>(magnitude) >> 16); }
+  static Wide widen(Key bits) { return bits_as<Wide>(uint32_t(uint16_t(bits)) << 16); }
+  static Key narrow(Wide value) {
+    const uint32_t bits = bits_as<uint32_t>(value);
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return Key((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
+  }
+};
+
+struct Float16 {
+  using Key = int16_t;
+  using Wide = float;
+  static constexpr Key inf = 0x7c00;
+  // Exponents are 112 apart; the product is exact for subnormals as well, and puts inf at 65536, which is far enough out.
+  static Wide decode(Key magnitude) { return bits_as<float>(int32_t(magnitude) << 13) * 0x1p112f; }
+  static Key encode(Wide magnitude) {
+    return Key(bits_as<int32_t>(std::min(magnitude, 65536.0f) * 0x1p-112f) >> 13);
+  }
+  static Wide widen(Key bits) {
+    const uint32_t magnitude = uint32_t(bits) & 0x7fff, sign = (uint32_t(bits) & 0x8000) << 16;
+    const uint32_t finite = bits_as<uint32_t>(decode(Key(magnitude)));
+    return bits_as<float>((magnitude < 0x7c00 ? finite : magnitude << 13 | 0x7f800000) | sign);
+  }
+  static Key narrow(Wide value) {
+    const uint32_t bits = bits_as<uint32_t>(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+    // Below 2^-14 the sum with 0.5 rounds at the last place of a subnormal; above, 0xfff and the parity round to even.
+    const uint32_t small = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;
+    const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    const uint32_t rounded = magnitude < 0x38800000 ? small : normal;
+    const uint32_t finite = magnitude < 0x477ff000 ? rounded : 0x7c00;  // 65520 is the first to round to inf
+    return Key(sign | (magnitude > 0x7f800000 ? 0x7e00 | (magnitude >> 13 & 0x3ff) : finite));
+  }
+};
+
+// Integer order = float order: negatives mirrored, so that -0 == +0, and every NaN just above +inf.
+template <class F>
+inline typename F::Key key_of(typename F::Key bits) {
+  using Key = typename F::Key;
+  const Key magnitude = bits & std::numeric_limits<Key>::max();
+  const Key mirrored = bits < 0 ? Key(-magnitude) : magnitude;
+  return magnitude > F::inf ? Key(F::inf + 1) : mirrored;
+}
+
+// Without branches: the sign of a threshold near zero is a coin, and a mispredicted one costs more than the arithmetic.
+template <class F>
+inline typename F::Wide value_of(typename F::Key key) {
+  using Key = typename F::Key;
+  const Key sign = key >> (8 * sizeof(Key) - 1);
+  return std::copysign(F::decode(Key((key ^ sign) - sign)), typename F::Wide(key));
+}
+
+template <class F>
+inline typename F::Key key_near(typename F::Wide value) {
+  using Key = typename F::Key;
+  const Key sign = -Key(std::signbit(value));
+  return Key((F::encode(std::abs(value)) ^ sign) - sign);
+}
+
+// Calls work(F()) for the format of a dtype.
+template <class Work>
+inline void with_format(int dtype, Work work) {
+  switch (DType(dtype)) {
+    case DType::float32: return work(Float32());
+    case DType::bfloat16: return work(BFloat16());
+    case DType::float16: return work(Float16());
+    case DType::float64: return work(Float64());
+  }
+}
+
+}  // namespace MOE_ISA
+}  // namespace moe

@@ -1,0 +1,61 @@
+"""Combine on the C++ backends: csrc/cpu/combine.cpp and csrc/cuda/combine.cu take the same arguments."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moe_kernels.backends import _native
+from moe_kernels.library import wide
+
+
+def fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tensor:
+    y = rows.new_empty((slot_row.shape[0], rows.shape[1]))
+    native.launch(
+        "combine_fwd",
+        rows,
+        _native.DTYPES[rows.dtype],
+        native.pointer("combine", rows, rows.dtype, 2),
+        rows.stride(0),
+        native.pointer("combine", weights, wide(rows.dtype), 2),
+        native.pointer("combine", slot_row, torch.int32, 2),
+        native.pointer("combine", y, rows.dtype, 2),
+        *slot_row.shape,
+        *rows.shape,
+    )
+    return y
+
+
+def bwd(
+    native: ModuleType,
+    grad: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    row_token: Tensor,
+    slot_row: Tensor,
+    expert_offsets: Tensor,
+    row_choice: Tensor,
+) -> tuple[Tensor, Tensor]:
+    drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+    native.launch(
+        "combine_bwd",
+        rows,
+        _native.DTYPES[rows.dtype],
+        native.pointer("combine", grad, rows.dtype, 2),
+        grad.stride(0),
+        native.pointer("combine", rows, rows.dtype, 2),
+        rows.stride(0),
+        native.pointer("combine", weights, wide(rows.dtype), 2),
+        native.pointer("combine", row_token, torch.int32, 1),
+        native.pointer("combine", slot_row, torch.int32, 2),
+        native.pointer("combine", expert_offsets, torch.int32, 1),
+        native.pointer("combine", row_choice, torch.int32, 1),
+        native.pointer("combine", drows, rows.dtype, 2),
+        native.pointer("combine", dweights, weights.dtype, 2),
+        *slot_row.shape,
+        expert_offsets.shape[0] - 1,
+        *rows.shape,
+    )
+    return drows, dweights

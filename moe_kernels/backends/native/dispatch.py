@@ -1,0 +1,27 @@
+"""Dispatch on the C++ backends: csrc/cpu/dispatch.cpp and csrc/cuda/dispatch.cu take the same arguments."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+
+def fwd(native: ModuleType, x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor) -> Tensor:
+    rows = x.new_empty((row_token.shape[0], x.shape[1]))
+    native.launch(
+        "dispatch_fwd",
+        rows,
+        x.element_size(),
+        native.pointer("dispatch", x, x.dtype, 2),
+        x.stride(0),
+        native.pointer("dispatch", row_token, torch.int32, 1),
+        native.pointer("dispatch", slot_row, torch.int32, 2),
+        native.pointer("dispatch", expert_offsets, torch.int32, 1),
+        native.pointer("dispatch", rows, x.dtype, 2),
+        *slot_row.shape,
+        expert_offsets.shape[0] - 1,
+        *rows.shape,
+    )
+    return rows

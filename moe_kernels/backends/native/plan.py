@@ -1,0 +1,100 @@
+"""The routing plan on the C++ backends: csrc/cpu/plan.cpp and csrc/cuda/plan.cu take the same arguments."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moe_kernels.backends import _native
+from moe_kernels.library import plan_rows, words
+
+COLUMNS = 16  # of csrc/cpu/plan.cpp: experts that choose together
+HELD = 16  # bytes of a token that an expert holds, at most
+
+
+def make_plan(
+    native: ModuleType, experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order: str
+) -> tuple[Tensor, ...]:
+    num_tokens, k = experts.shape
+    rows = plan_rows(num_tokens, k, num_experts, capacity)
+    arrays = _arrays(experts, num_tokens, k, num_experts, rows)
+    visit = None if priority is None else torch.sort(priority, descending=True, stable=True).indices
+    chunks = native.chunks(experts)
+    counts = experts.new_empty((chunks, k if order == "choice" else 1, num_experts), dtype=torch.int32)
+    native.launch(
+        "make_plan_fwd",
+        experts,
+        experts.element_size(),
+        native.pointer("make_plan", experts, experts.dtype, 2),
+        native.pointer("make_plan", visit, torch.int64, 1),
+        native.pointer("make_plan", counts, torch.int32, 3),
+        chunks,
+        *_pointers(native, "make_plan", arrays),
+        num_tokens,
+        k,
+        num_experts,
+        num_tokens * k if capacity is None else capacity,
+        rows,
+        order == "choice",
+    )
+    return arrays
+
+
+def plan_expert_choice(native: ModuleType, scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
+    num_tokens, num_experts = scores.shape
+    rows = plan_rows(num_tokens, num_experts, num_experts, capacity)
+    arrays = _arrays(scores, num_tokens, num_experts, num_experts, rows)
+    keys = scores.new_empty((native.chunks(scores), COLUMNS, 32 * words(num_tokens)))
+    native.launch(
+        "plan_expert_choice_fwd",
+        scores,
+        _native.DTYPES[scores.dtype],
+        native.pointer("plan_expert_choice", scores, scores.dtype, 2),
+        scores.stride(0),
+        native.pointer("plan_expert_choice", keys, scores.dtype, 3),
+        *_pointers(native, "plan_expert_choice", arrays),
+        num_tokens,
+        num_experts,
+        capacity,
+        rows,
+    )
+    return arrays
+
+
+def plan_priority(native: ModuleType, scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
+    num_tokens, num_experts = scores.shape
+    capacity = min(capacity, num_tokens)
+    experts = scores.new_empty((num_tokens, 1), dtype=torch.int32)
+    requested = scores.new_empty(num_experts, dtype=torch.int32)
+    kept = scores.new_empty(num_experts, dtype=torch.int32)
+    held = scores.new_empty((num_experts * (1 + capacity), HELD), dtype=torch.uint8)
+    native.launch(
+        "plan_priority_fwd",
+        scores,
+        _native.DTYPES[scores.dtype],
+        native.pointer("plan_priority", scores, scores.dtype, 2),
+        scores.stride(0),
+        native.pointer("plan_priority", held, torch.uint8, 2),
+        native.pointer("plan_priority", experts, torch.int32, 2),
+        native.pointer("plan_priority", requested, torch.int32, 1),
+        native.pointer("plan_priority", kept, torch.int32, 1),
+        num_tokens,
+        num_experts,
+        capacity,
+    )
+    offsets, row_token, row_choice, slot_row, _, kept, _ = make_plan(
+        native, experts, num_experts, capacity, None, "token"
+    )
+    return offsets, row_token, row_choice, slot_row, requested, kept, num_tokens - offsets[-1], experts
+
+
+def _arrays(x: Tensor, num_tokens: int, k: int, num_experts: int, rows: int) -> tuple[Tensor, ...]:
+    """Room for expert_offsets, row_token, row_choice, slot_row, requested, kept and dropped."""
+    shapes = ((num_experts + 1,), (rows,), (rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
+    return tuple(x.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _pointers(native: ModuleType, op: str, arrays: tuple[Tensor, ...]) -> list[int]:
+    return [native.pointer(op, array.view(-1), torch.int32, 1) for array in arrays]

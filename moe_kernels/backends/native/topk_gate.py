@@ -1,0 +1,67 @@
+"""The top-k gate on the C++ backends (csrc/cpu/topk_gate.cpp)."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moe_kernels.backends import _native
+from moe_kernels.library import wide
+
+SCRATCH = 20  # bytes an expert in a thread's scratch: a value, a key and an index
+
+
+def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, num_experts = logits.shape
+    weights = logits.new_empty((num_tokens, k), dtype=wide(logits.dtype))
+    experts = logits.new_empty((num_tokens, k), dtype=torch.int32)
+    log_sum = logits.new_empty(num_tokens, dtype=wide(logits.dtype))
+    stride = -(-SCRATCH * num_experts // 64) * 64
+    scratch = logits.new_empty((native.chunks(logits), stride), dtype=torch.uint8)
+    native.launch(
+        "topk_gate_fwd",
+        logits,
+        _native.DTYPES[logits.dtype],
+        native.pointer("topk_gate", logits, logits.dtype, 2),
+        logits.stride(0),
+        native.pointer("topk_gate", weights, weights.dtype, 2),
+        native.pointer("topk_gate", experts, torch.int32, 2),
+        native.pointer("topk_gate", log_sum, log_sum.dtype, 1),
+        native.pointer("topk_gate", scratch, torch.uint8, 2),
+        stride,
+        num_tokens,
+        num_experts,
+        k,
+        order == "softmax_topk",
+    )
+    return weights, experts, log_sum
+
+
+def bwd(
+    native: ModuleType,
+    grad: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    logits: Tensor | None,
+    log_sum: Tensor,
+    num_experts: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    dlogits = grad.new_empty((grad.shape[0], num_experts), dtype=dtype)
+    native.launch(
+        "topk_gate_bwd",
+        dlogits,
+        _native.DTYPES[dtype],
+        native.pointer("topk_gate", grad, wide(dtype), 2),
+        native.pointer("topk_gate", weights, wide(dtype), 2),
+        native.pointer("topk_gate", experts, torch.int32, 2),
+        native.pointer("topk_gate", logits, dtype, 2),
+        0 if logits is None else logits.stride(0),
+        native.pointer("topk_gate", log_sum, wide(dtype), 1),
+        native.pointer("topk_gate", dlogits, dtype, 2),
+        *dlogits.shape,
+        grad.shape[1],
+    )
+    return dlogits
