@@ -65,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--momentum", type=rate, default=0.9, help="default: 0.9 (paper: none, but in appendix A.6)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the order of the images (default: 0)")
     parser.add_argument("--backend", choices=backends.NAMES, help="of kWTA (default: the fastest that runs here)")
+    parser.add_argument(
+        "--threads",
+        type=number,
+        help="of the CPU (default: torch's; 1 for digits, whose steps are over before a second thread wakes)",
+    )
     parser.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
     parser.add_argument(
         "--check-steps", type=_at_least(int, 0), default=30, help="steps of the agreement check (default: 30; 0: none)"
@@ -82,6 +87,15 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 2
+    threads = torch.get_num_threads()
+    torch.set_num_threads(args.threads or (1 if args.data == "digits" else threads))
+    try:
+        return _run(args, data, device, backend)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(args: argparse.Namespace, data: Dataset, device: torch.device, backend: str) -> int:
     _print_settings(args, data, device, backend)
     agreement = None
     if backend == "reference":
@@ -293,7 +307,7 @@ def _progress(epochs: int) -> Iterable[int]:
 
 
 def _print_settings(args: argparse.Namespace, data: Dataset, device: torch.device, backend: str) -> None:
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} thread(s)"
     widths = "-".join(map(str, [data.train_x.shape[1], *[args.width] * (args.layers - 1), len(data.classes)]))
     print(
         f"{data.name}: {len(data.train_y)} training and {len(data.test_y)} test images {data.image_shape}; "

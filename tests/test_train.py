@@ -20,15 +20,6 @@ def blobs(n: int = 96) -> data.Dataset:
     return data.Dataset("blobs", x[:half], y[:half], x[half:], y[half:], ("a", "b", "c"), (1, 3, 4))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Steps this small are over before a second thread wakes; on a busy machine waiting for it takes most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def arguments(monkeypatch):
     """Parses a command line, on the blobs unless it names data; small and on the CPU."""
@@ -38,7 +29,7 @@ def arguments(monkeypatch):
 
     def parse(*words: str) -> argparse.Namespace:
         small = ["--data", "blobs", "--width", "24", "--device", "cpu", "--batch-size", "16", "--epochs", "3"]
-        return parser.parse_args([*small, "--check-steps", "6", *words])
+        return parser.parse_args([*small, "--check-steps", "6", "--threads", "1", *words])
 
     return parse
 
@@ -188,6 +179,14 @@ def test_reference_has_nothing_to_be_compared_with(arguments, capsys):
 def test_a_run_that_cannot_start_says_why(arguments, capsys, words, message):
     assert train.run(arguments(*words)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_threads_are_those_asked_for_and_afterwards_those_before(arguments, capsys):
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        assert train.run(arguments("--epochs", "0", "--check-steps", "0", "--threads", str(threads))) == 0
+        assert f"cpu, {threads} thread" in capsys.readouterr().out
+        assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize("words", [["--epochs", "-1"], ["--width", "0"], ["--lr", "nan"], ["--batch-size", "x"]])
