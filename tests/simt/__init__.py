@@ -90,6 +90,7 @@ def _without_address_randomization() -> None:
 
 def _replay(product: Product, name: str, seed: int, words: list[int], extents: list[tuple[int, int]]) -> str | None:
     """Carries a call out in a process of its own, on copies of the buffers; its error text, if any."""
+    assert product.replay is not None, "the build for the GPU has no replay program"
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call"
         encoded = name.encode()
