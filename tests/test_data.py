@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -256,6 +257,12 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, missin
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=r"pip install moe_kernels\[bench\]"):
         load("digits" if missing.startswith("sklearn") else tmp_path / "flags.npz")
+
+
+def test_importing_the_loaders_and_the_run_needs_torch_alone():
+    code = "import sys, moe_kernels.train; print(sorted({'sklearn', 'PIL', 'matplotlib', 'rich'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_published_mnist():
