@@ -1,7 +1,8 @@
-"""python -m bench run | verify | report"""
+"""python -m bench run | verify | report | compare"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench import checks, ledger, measure, plot, report
+from bench import checks, compare, ledger, measure, plot, report
 from moe_kernels import info
 from moe_kernels.verify import KERNELS, Row, cells, verify
 
@@ -113,6 +114,23 @@ def report_command(
         print("README.md rewritten")
     else:
         print(f"{report.operations(results)}\n\n{report.measured(results)}")
+
+
+@app.command("compare")
+def compare_command(
+    before: Annotated[Path, typer.Argument(help="A result: the JSON of an earlier run.")],
+    after: Annotated[Path, typer.Argument(help="A result of a later run, on the same device.")],
+    tolerance: Annotated[float, typer.Option(help="Slowdown that is let pass: 0.2 is a fifth longer.")] = 0.2,
+) -> None:
+    """Lists what became slower or faster beyond the tolerance; exits 1 where something became slower."""
+    old, new = (json.loads(path.read_text()) for path in (before, after))
+    if old["device"] != new["device"]:
+        raise typer.BadParameter(f"results of different devices: {old['device']} and {new['device']}")
+    found = compare.changes(old, new)
+    notable = [each for each in found if not 1 / (1 + tolerance) <= each.slowdown <= 1 + tolerance]
+    rows = [(*each.figure, f"{each.before:.3g}", f"{each.after:.3g}", f"x{each.slowdown:.2f}") for each in notable]
+    _print_table(f"{len(notable)} of {len(found)} figures changed", (*compare.KEY, "before", "after", "takes"), rows)
+    raise typer.Exit(1 if any(each.slowdown > 1 for each in notable) else 0)
 
 
 def _describe_machine() -> None:

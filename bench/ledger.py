@@ -83,7 +83,8 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
         if any(is_stale(each, root) for each in entries):
             return f"stale: sources changed since {result['date']}"
         verdict = "verified" if all(passed(each) for each in entries) else "FAILED"
-        return f"{verdict} {result['date']} on {result['device']}"
+        device = result["device"] if entries[0]["device"] == "cuda" else result["machine"]["cpu"]
+        return f"{verdict} {result['date']} on {device}"
     return "never run on a GPU" if backend in GPU_BACKENDS else "tested on every change"
 
 

@@ -96,15 +96,15 @@ def run(jobs: list[Job], limits: Ceilings, budget: float) -> Iterator[list[Figur
     """Takes the samples of each job, `budget` seconds a job; one figure a backend."""
     for job in jobs:
         with threads(job.threads):
-            samples = _samples(job, budget)
+            samples, more = _samples(job, budget)
         memcpy = samples.pop(MEMCPY)
         kernels = {name: samples.pop(name) for name in job.backends}
-        telemetry = timing.nvml() if job.device == "cuda" else {}
         limit = limits[setting(job.device, job.threads)]
-        yield [figure(job, name, sample, samples, memcpy, limit) | telemetry for name, sample in kernels.items()]
+        yield [figure(job, name, sample, samples, memcpy, limit) | more[name] for name, sample in kernels.items()]
 
 
-def _samples(job: Job, budget: float) -> dict[str, timing.Sample]:
+def _samples(job: Job, budget: float) -> tuple[dict[str, timing.Sample], dict[str, Figure]]:
+    """Samples of kernels, peers and memcpy by name, and what else is known of each kernel."""
     entry, size = ENTRIES[job.op], ENTRIES[job.op].least_bytes(job.shape, job.dtype, job.direction)
 
     def inputs() -> Inputs:
@@ -114,10 +114,14 @@ def _samples(job: Job, budget: float) -> dict[str, timing.Sample]:
     calls: dict[str, Callable[[Inputs], object]] = {MEMCPY: lambda each: each[MEMCPY][1].copy_(each[MEMCPY][0])}
     calls |= {name: entry.kernel(name)[job.direction] for name in job.backends}
     calls |= {name: peer[job.direction] for name, peer in entry.peers.items()}
-    if job.device == "cuda":
-        return timing.time_gpu(calls, [inputs() for _ in range(timing.sets_for(size))], budget)
     one = inputs()
-    return timing.time_cpu({name: partial(call, one) for name, call in calls.items()}, budget)
+    if job.device != "cuda":
+        bound = {name: partial(call, one) for name, call in calls.items()}
+        return timing.time_cpu(bound, budget), {name: {} for name in job.backends}
+    samples = timing.time_gpu(calls, [one, *(inputs() for _ in range(timing.sets_for(size) - 1))], budget)
+    telemetry = timing.nvml()  # right after the load, before the clocks fall
+    launches = {name: timing.launch_seconds(partial(calls[name], one)) * 1e6 for name in job.backends}
+    return samples, {name: {"launch_us": launch, **telemetry} for name, launch in launches.items()}
 
 
 def figure(

@@ -21,6 +21,7 @@ the same run, allow for the operation's least bytes (each input read once, each 
 time taken; what lies in a cache can pass 100%. *memcpy*: times as long as a copy of those bytes. Last: times as fast as
 each peer."""
 UNSTEADY = 2.0
+GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"}
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -41,7 +42,7 @@ def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     for result in results:
         rows = [row for entry in result["entries"] for row in _summary(entry, result["gpu"], root)]
         if rows:
-            gpu_columns = ["us", "GB/s", "% of ceiling"] if result["gpu"] else []
+            gpu_columns = GPU_COLUMNS.values() if result["gpu"] else ()
             header = [
                 "operation",
                 "backend",
@@ -66,9 +67,10 @@ def _summary(entry: dict[str, Any], gpu: bool, root: Path) -> list[Sequence[str]
     rows: list[Sequence[str]] = []
     for (direction, setting), figures in groups.items():
         peers = ", ".join(f"{name} {_span([each['peers'][name] for each in figures])}" for name in figures[0]["peers"])
-        keys = ("us", "gb_per_s", "ceiling_percent") if gpu else ()
-        numbers = [_span([each[key] for each in figures]) for key in (*keys, "over_memcpy")]
-        where = "" if setting == "cuda" else f", {setting}"
+        on_gpu = setting == "cuda"
+        numbers = [_span([each[key] for each in figures]) if on_gpu else "" for key in GPU_COLUMNS] if gpu else []
+        numbers.append(_span([each["over_memcpy"] for each in figures]))
+        where = "" if on_gpu else f", {setting}"
         name = f"`{entry['operation']}`{stale}"
         rows.append((name, entry["backend"], entry["dtype"], direction + where, str(len(figures)), *numbers, peers))
     return rows

@@ -10,7 +10,7 @@ import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ class Sample:
 
 
 def interleave(
-    measures: dict[str, Callable[[], float]], budget: float, clock: Callable[[], float] = time.perf_counter
+    measures: Mapping[str, Callable[[], float]], budget: float, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Sample]:
     """Takes samples of every measure (each returns seconds a call) in turns, until `budget` seconds are spent."""
     order, seconds = list(measures), {name: list[float]() for name in measures}
@@ -54,7 +54,7 @@ def interleave(
 
 
 def time_cpu(
-    calls: dict[str, Callable[[], object]], budget: float = 0.5, clock: Callable[[], float] = time.perf_counter
+    calls: Mapping[str, Callable[[], object]], budget: float = 0.5, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Sample]:
     """Interleaved medians of calls on the CPU, each warmed up first; `budget` in seconds for all of them."""
 
@@ -88,7 +88,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def time_gpu(
-    calls: dict[str, Callable[[Any], object]], input_sets: list[Any], budget: float = 0.5
+    calls: Mapping[str, Callable[[Any], object]], input_sets: list[Any], budget: float = 0.5
 ) -> dict[str, Sample]:
     """Interleaved medians on the GPU of calls that take one of `input_sets`.
 
@@ -121,6 +121,7 @@ def _replayer(call: Callable[[Any], object], input_sets: list[Any]) -> Callable[
 
 def _between_events(work: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(200_000)  # about 0.1 ms, within which the host gets ahead: its launch must not count
     start.record()
     work()
     end.record()

@@ -17,7 +17,7 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 import bench.__main__ as command
-from bench import checks, ledger, measure, registry, report, timing
+from bench import checks, compare, ledger, measure, registry, report, timing
 from moe_kernels.backends import cpu
 from moe_kernels.verify import Row, verify
 
@@ -256,7 +256,8 @@ def result_of(tree: Path, backend: str, *, gpu: bool = True, date: str = "2026-0
         "operation": "kwta", "backend": backend, "dtype": "float32", "device": "cuda" if gpu else "cpu",
         "sources": ledger.digest("kwta", backend, tree), "verdict": "ok", "checks": {}, "figures": [figure],
     }  # fmt: skip
-    return {"device": "Some GPU" if gpu else "Some CPU", "gpu": gpu, "date": date, "entries": [entry | changes]}
+    facts = {"device": "Some GPU" if gpu else "Some CPU", "gpu": gpu, "date": date, "machine": {"cpu": "Some CPU"}}
+    return {**facts, "entries": [entry | changes]}
 
 
 def test_ledger_states(tree: Path) -> None:
@@ -271,6 +272,7 @@ def test_ledger_states(tree: Path) -> None:
     assert state("cuda", [result_of(tree, "cuda", checks=bad_check)]) == "FAILED 2026-01-02 on Some GPU"
     newer = result_of(tree, "cuda", date="2026-03-04")
     assert state("cuda", [result, newer]) == "verified 2026-03-04 on Some GPU"
+    assert state("cpu", [result_of(tree, "cpu", gpu=False)]) == "verified 2026-01-02 on Some CPU"
 
 
 @pytest.mark.parametrize("source", ["csrc/cuda/kwta.cu", "csrc/include/moe/warp.cuh", "moe_kernels/ops/kwta.py"])
@@ -304,6 +306,9 @@ def test_measured_shows_gpu_times_and_only_ratios_of_cpus(tree: Path) -> None:
     on_cpu = report.measured([result_of(tree, "cpu", gpu=False)], tree)
     assert "| `kwta` | cpu | float32 | forward, 2 threads | 1 | 1.5 | torch topk+scatter+mul 21 |" in on_cpu
     assert "No GPU was there" in on_cpu
+    result = result_of(tree, "cuda") | {"entries": result_of(tree, "cpu", gpu=False)["entries"]}
+    cpu_beside_gpu = report.measured([result], tree)
+    assert "| `kwta` | cpu | float32 | forward, 2 threads | 1 |  |  |  | 1.5 |" in cpu_beside_gpu
 
 
 def test_measured_gives_the_range_over_shapes_and_marks_what_is_stale(tree: Path) -> None:
@@ -314,6 +319,27 @@ def test_measured_gives_the_range_over_shapes_and_marks_what_is_stale(tree: Path
     text = report.measured([result], tree)
     assert "| `kwta` (stale) | cuda | float32 | forward | 2 |" in text
     assert "torch topk+scatter+mul 9.5 to 21" in text
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1.1, 0), (0.5, 0), (2.0, 1)])
+def test_compare_catches_a_kernel_made_slower(tree: Path, factor: float, status: int) -> None:
+    before, after = result_of(tree, "cuda"), result_of(tree, "cuda")
+    after["entries"][0]["figures"][0]["us"] *= factor
+    paths = []
+    for name, result in {"before": before, "after": after}.items():
+        paths.append(str(ledger.write(result, tree / name)))
+    done = CliRunner().invoke(command.app, ["compare", *paths])
+    assert done.exit_code == status, done.output
+    assert (f"x{factor:.2f}" in done.output) == (factor != 1.1)
+
+
+def test_compare_reads_cpus_by_memcpy_and_skips_what_only_one_run_has(tree: Path) -> None:
+    before, after = (result_of(tree, "cpu", gpu=False) for _ in range(2))
+    figures = after["entries"][0]["figures"]
+    figures.append(figures[0] | {"shape": "new"})
+    figures[0] = figures[0] | {"us": 5.0, "over_memcpy": 3.0}
+    (change,) = compare.changes(before, after)
+    assert (change.before, change.after, change.slowdown) == (1.5, 3.0, 2.0)
 
 
 README = "# Title\n<!-- {0}:begin -->\nold\n<!-- {0}:end -->\ntext\n<!-- {1}:begin -->\n<!-- {1}:end -->\nend\n"
