@@ -15,11 +15,11 @@ README = ledger.ROOT / "README.md"
 SECTIONS = ("operations", "measured")
 
 HOW_TO_READ = """\
-Times are medians of interleaved runs, with the 10th and 90th percentile; `!` marks those where the latter is over twice
-the former: the machine was busy. *Ceiling*: the least time that this machine's own copy and matrix product, measured in
-the same run, allow for the operation's least bytes (each input read once, each output written once) and FLOPs, over the
-time taken; what lies in a cache can pass 100%. *memcpy*: times as long as a copy of those bytes. Last: times as fast as
-each peer."""
+Times are medians of interleaved runs, with the 10th and 90th percentile; `!` marks those where the latter is over
+twice the former: the machine was busy, and only one thread's figures are corrected for that. *Ceiling*: the least time
+that this machine's own copy and matrix product, measured in the same run, allow for the operation's least bytes (each
+input read once, each output written once) and FLOPs, over the time taken; what lies in a cache can pass 100%.
+*memcpy*: times as long as a copy of those bytes. Last: times as fast as each peer."""
 UNSTEADY = 2.0
 GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -123,6 +124,13 @@ def test_a_drift_that_hits_all_calls_leaves_their_ratio() -> None:
 
     samples = timing.time_cpu({"a": partial(call, 1e-3), "b": partial(call, 2e-3)}, budget=0.4, clock=clock)
     assert samples["b"].median / samples["a"].median == pytest.approx(2, rel=0.02)
+
+
+def test_the_undisturbed_clock_counts_a_sleep_and_work_alike() -> None:
+    with timing.undisturbed_clock() as clock:
+        start = clock()
+        time.sleep(0.02)  # a kernel that sleeps is slow, and the clock must say so
+        assert clock() - start > 0.01
 
 
 def test_a_sample_is_the_median_and_the_outer_tenths() -> None:
