@@ -214,7 +214,7 @@ def train(models: dict[str, CometMLP], data: Dataset, args: argparse.Namespace) 
     optimisers = {name: torch.optim.SGD(m.parameters(), args.lr, args.momentum) for name, m in models.items()}
     histories = {name: History(name, _evaluate(m, data, 0, math.nan, 0.0)) for name, m in models.items()}
     generator = torch.Generator().manual_seed(args.seed)
-    print(f"{'epoch':>5}  {'network':<12} {'accuracy':>8} {'loss':>8} {'s/epoch':>8}   utilisation min, mean    dead")
+    print(f"{'epoch':>5}  {'network':<12} {'accuracy':>8} {'loss':>8} {'s/epoch':>8}  active: min, mean     dead")
     for epoch in _progress(args.epochs):
         batches = _order(len(data.train_y), args.batch_size, generator)
         for name, model in models.items():
@@ -324,13 +324,13 @@ def _print_settings(args: argparse.Namespace, data: Dataset, device: torch.devic
 def _line(name: str, e: Epoch) -> str:
     u = e.utilisation
     return (
-        f"{e.epoch:>5}  {name:<12} {e.accuracy:>8.2%} {e.loss:>8.4f} {e.seconds:>8.3f} {u['min']:>14.2%} "
+        f"{e.epoch:>5}  {name:<12} {e.accuracy:>8.2%} {e.loss:>8.4f} {e.seconds:>8.3f} {u['min']:>7.2%} "
         f"{u['mean']:>8.2%} {u['dead']:>5} of {u['neurons']}"
     )
 
 
 def _print_table(histories: list[History]) -> None:
-    print(f"\n{'network':<12} {'accuracy':>8} {'best':>8} {'loss':>8} {'s/epoch':>8}   utilisation min, mean    dead")
+    print(f"\n{'network':<12} {'accuracy':>8} {'best':>8} {'loss':>8} {'s/epoch':>8}  active: min, mean     dead")
     for history in histories:
         last, seconds, best = history.start, math.nan, history.start.accuracy
         if history.epochs:
@@ -339,9 +339,9 @@ def _print_table(histories: list[History]) -> None:
         u = last.utilisation
         print(
             f"{history.name:<12} {last.accuracy:>8.2%} {best:>8.2%} {last.loss:>8.4f} {seconds:>8.3f} "
-            f"{u['min']:>14.2%} {u['mean']:>8.2%} {u['dead']:>5} of {u['neurons']}"
+            f"{u['min']:>7.2%} {u['mean']:>8.2%} {u['dead']:>5} of {u['neurons']}"
         )
-    print("s/epoch is the median; utilisation is the share of the test images for which a neuron is active")
+    print("s/epoch: median. Active: share of the test images for which a neuron wins; dead: for none.")
 
 
 def _write_json(
