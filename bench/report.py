@@ -70,7 +70,7 @@ def _summary(entry: dict[str, Any], gpu: bool, root: Path) -> list[Sequence[str]
         on_gpu = setting == "cuda"
         numbers = [_span([each[key] for each in figures]) if on_gpu else "" for key in GPU_COLUMNS] if gpu else []
         numbers.append(_span([each["over_memcpy"] for each in figures]))
-        where = "" if on_gpu else f", {setting}"
+        where = ("" if on_gpu else f", {setting}") + (" (busy machine)" if any(map(_unsteady, figures)) else "")
         name = f"`{entry['operation']}`{stale}"
         rows.append((name, entry["backend"], entry["dtype"], direction + where, str(len(figures)), *numbers, peers))
     return rows
@@ -111,7 +111,7 @@ FIGURE_HEADER = (
 
 def figure_cells(figure: dict[str, Any]) -> tuple[str, ...]:
     """A figure as text for a table, in the order of FIGURE_HEADER."""
-    busy = " !" if figure["high_us"] > UNSTEADY * figure["low_us"] else ""
+    busy = " !" if _unsteady(figure) else ""
     spread = f"{_us(figure['us'])} ({_us(figure['low_us'])} to {_us(figure['high_us'])}){busy}"
     peers = ", ".join(f"{name} x{ratio:.3g}" for name, ratio in figure["peers"].items())
     return (
@@ -122,6 +122,10 @@ def figure_cells(figure: dict[str, Any]) -> tuple[str, ...]:
         f"x{figure['over_memcpy']:.2f}",
         peers,
     )
+
+
+def _unsteady(figure: dict[str, Any]) -> bool:
+    return figure["high_us"] > UNSTEADY * figure["low_us"]
 
 
 def _us(value: float) -> str:

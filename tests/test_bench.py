@@ -350,6 +350,15 @@ def test_compare_reads_cpus_by_memcpy_and_skips_what_only_one_run_has(tree: Path
     assert (change.before, change.after, change.slowdown) == (1.5, 3.0, 2.0)
 
 
+def test_figures_of_a_busy_machine_are_marked(tree: Path) -> None:
+    result = result_of(tree, "cpu", gpu=False)
+    figure = result["entries"][0]["figures"][0]
+    assert "busy" not in report.measured([result], tree)
+    figure["high_us"] = 2.1 * figure["low_us"]
+    assert "forward, 2 threads (busy machine)" in report.measured([result], tree)
+    assert report.figure_cells(figure)[6].endswith("!")
+
+
 README = "# Title\n<!-- {0}:begin -->\nold\n<!-- {0}:end -->\ntext\n<!-- {1}:begin -->\n<!-- {1}:end -->\nend\n"
 
 
