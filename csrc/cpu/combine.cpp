@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "moe/formats.h"
+#include "moe/pages.h"
 
 namespace moe {
 namespace MOE_ISA {
@@ -44,6 +45,7 @@ void backward(const void* grad, int64_t grad_stride, const void* rows, int64_t r
               int64_t num_rows, int64_t dim, int threads) {
   using Key = typename F::Key;
   using Wide = typename F::Wide;
+  expect_pages(drows, num_rows * dim * int64_t(sizeof(Key)));
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static) nowait

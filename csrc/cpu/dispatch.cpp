@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "moe/pages.h"
 #include "moe/simd.h"
 
 namespace moe {
@@ -16,6 +17,7 @@ void dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32
   const int64_t bytes = dim * element_size, used = expert_offsets[num_experts];
   const auto* from = static_cast<const char*>(x);
   auto* to = static_cast<char*>(rows);
+  expect_pages(to, num_rows * bytes);
 #pragma omp parallel num_threads(threads)
   {
     const RowCopy copy(bytes, num_rows * bytes);

@@ -34,13 +34,14 @@ struct Requests {
   int64_t segments() const { return by_choice ? k : 1; }
   int32_t* count(int64_t chunk, int64_t segment) const { return counts + (chunk * segments() + segment) * num_experts; }
 
-  // Calls each(token, choice, expert) for the requests of a chunk, in visiting order within each choice.
+  // Calls each(token, choice, request, expert) for the requests of a chunk, in visiting order within each choice.
   template <class Index, class Each>
   void walk(int64_t chunk, Each each) const {
     for (int64_t p = chunk * tokens / chunks, end = (chunk + 1) * tokens / chunks; p < end; ++p) {
       const int64_t token = visit ? visit[p] : p;
-      const Index* expert = static_cast<const Index*>(experts) + token * k;
-      for (int64_t choice = 0; choice < k; ++choice) each(token, choice, int64_t(expert[choice]));
+      const int64_t first = token * k;
+      for (int64_t choice = 0; choice < k; ++choice)
+        each(token, choice, first + choice, int64_t(static_cast<const Index*>(experts)[first + choice]));
     }
   }
 };
@@ -61,13 +62,16 @@ void finish(const Plan& plan, int64_t num_experts, int64_t capacity, int64_t row
 
 template <class Index>
 void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, int threads) {
+  int32_t *__restrict slot_row = plan.slot_row, *__restrict row_token = plan.row_token;
+  int32_t* __restrict row_choice = plan.row_choice;
   const int64_t num_experts = r.num_experts, step = r.by_choice ? num_experts : 0;
+  // Every request's slot within its chunk, kept in slot_row until the chunks before are known.
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
     int32_t* count = r.count(chunk, 0);
     std::fill(count, count + r.segments() * num_experts, 0);
-    r.walk<Index>(chunk, [&](int64_t, int64_t choice, int64_t expert) {
-      if (uint64_t(expert) < uint64_t(num_experts)) ++count[choice * step + expert];
+    r.walk<Index>(chunk, [=](int64_t, int64_t choice, int64_t request, int64_t expert) {
+      if (uint64_t(expert) < uint64_t(num_experts)) slot_row[request] = count[choice * step + expert]++;
     });
   }
   // Every count becomes the number of requests before it; what is left at the end is their sum.
@@ -88,20 +92,19 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   });
   finish(plan, num_experts, capacity, rows);
   each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });
+  const int32_t* end = plan.expert_offsets + 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
-    int32_t* next = r.count(chunk, 0);
-    r.walk<Index>(chunk, [&](int64_t token, int64_t choice, int64_t expert) {
-      int32_t slot_row = -1;
-      if (uint64_t(expert) < uint64_t(num_experts)) {
-        const int32_t row = next[choice * step + expert]++;
-        if (row < plan.expert_offsets[expert + 1]) {  // its slot is below the capacity
-          plan.row_token[row] = int32_t(token);
-          plan.row_choice[row] = int32_t(choice);
-          slot_row = row;
-        }
+    const int32_t* first = r.count(chunk, 0);
+    r.walk<Index>(chunk, [=](int64_t token, int64_t choice, int64_t request, int64_t expert) {
+      const bool asks = uint64_t(expert) < uint64_t(num_experts);
+      const int32_t row = asks ? first[choice * step + expert] + slot_row[request] : -1;
+      const bool keep = asks && row < end[expert];  // its slot is below the capacity
+      slot_row[request] = keep ? row : -1;
+      if (keep) {
+        row_token[row] = int32_t(token);
+        row_choice[row] = int32_t(choice);
       }
-      plan.slot_row[token * r.k + choice] = slot_row;
     });
   }
 }

@@ -5,20 +5,27 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "moe/exp.h"
 #include "moe/formats.h"
+#include "moe/simd.h"
 
 namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// A choice costs a pass over the row; from about here on sorting what is left is cheaper.
-constexpr int64_t kPasses = 24;
+// A choice costs a pass over the row in vectors; from about here on sorting the row is cheaper.
+constexpr int64_t kPasses = 256;
 
-// The first k of n keys in descending order, equal ones by position. Overwrites keys.
-template <class Key>
-void choose(Key* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
+// A key as wide as the index beside it in a vector: 32 bits, or the 64 of float64.
+template <class F>
+using Rank = std::conditional_t<sizeof(typename F::Key) == 8, int64_t, int32_t>;
+
+// The first k of n keys in descending order, equal ones by position. The keys, padded to whole words with the lowest, are
+// overwritten.
+template <class Rank>
+void choose(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
   if (k > kPasses) {
     for (int64_t i = 0; i < n; ++i) order[i] = int32_t(i);
     std::partial_sort(order, order + k, order + n,
@@ -26,13 +33,16 @@ void choose(Key* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
     std::copy(order, order + k, experts);
     return;
   }
+  const int64_t padded = words_of(n) * kWord;
   for (int64_t choice = 0; choice < k; ++choice) {
-    Key highest = std::numeric_limits<Key>::min();
-#pragma omp simd reduction(max : highest)
-    for (int64_t i = 0; i < n; ++i) highest = std::max(highest, key[i]);
-    const int64_t expert = std::find(key, key + n, highest) - key;
+    Rank highest = std::numeric_limits<Rank>::min();
+    for (int64_t i = 0; i < padded; ++i) highest = key[i] > highest ? key[i] : highest;
+    int64_t word = 0;
+    uint32_t equal;
+    while ((equal = greater(key + word, Rank(highest - 1))) == 0) word += kWord;
+    const int64_t expert = word + __builtin_ctz(equal);
     experts[choice] = int32_t(expert);
-    key[expert] = std::numeric_limits<Key>::min();
+    key[expert] = std::numeric_limits<Rank>::min();
   }
 }
 
@@ -46,15 +56,16 @@ Wide sum_of_exponentials(const Wide* value, int64_t n, Wide highest) {
 
 template <class F>
 struct Scratch {
-  typename F::Key* key;  // (E)
   typename F::Wide* value;  // (E)
-  int32_t* order;  // (E)
+  Rank<F>* key;             // (E), padded
+  int32_t* order;           // (E)
 
-  // 20 bytes an expert, more than any format needs.
+  // 20 bytes an expert, padded, are more than any format needs.
   Scratch(char* room, int64_t n) {
     value = reinterpret_cast<typename F::Wide*>(room);
-    key = reinterpret_cast<typename F::Key*>(value + n);
-    order = reinterpret_cast<int32_t*>(key + n);
+    key = reinterpret_cast<Rank<F>*>(value + n);
+    order = reinterpret_cast<int32_t*>(key + words_of(n) * kWord);
+    std::fill(key + n, key + words_of(n) * kWord, std::numeric_limits<Rank<F>>::min());
   }
 };
 

@@ -23,7 +23,7 @@ def pointer(op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int, devic
             f"{op}: a kernel expected {rank}-d {dtype} on {device_type}, "
             f"got {tensor.dim()}-d {tensor.dtype} on {tensor.device}"
         )
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
+    if rank > 0 and tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
         raise TypeError(f"{op}: a kernel expected a contiguous last dimension, got strides {tensor.stride()}")
     if on_pointer is not None:
         on_pointer(tensor)

@@ -97,4 +97,4 @@ def _arrays(x: Tensor, num_tokens: int, k: int, num_experts: int, rows: int) -> 
 
 
 def _pointers(native: ModuleType, op: str, arrays: tuple[Tensor, ...]) -> list[int]:
-    return [native.pointer(op, array.view(-1), torch.int32, 1) for array in arrays]
+    return [native.pointer(op, array, torch.int32, array.dim()) for array in arrays]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.library import wide
+from moe_kernels.library import wide, words
 
 SCRATCH = 20  # bytes an expert in a thread's scratch: a value, a key and an index
 
@@ -18,7 +18,7 @@ def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor,
     weights = logits.new_empty((num_tokens, k), dtype=wide(logits.dtype))
     experts = logits.new_empty((num_tokens, k), dtype=torch.int32)
     log_sum = logits.new_empty(num_tokens, dtype=wide(logits.dtype))
-    stride = -(-SCRATCH * num_experts // 64) * 64
+    stride = SCRATCH * 32 * words(num_experts)
     scratch = logits.new_empty((native.chunks(logits), stride), dtype=torch.uint8)
     native.launch(
         "topk_gate_fwd",

