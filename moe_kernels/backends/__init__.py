@@ -62,7 +62,11 @@ def choose(op: str, backend: str | None, x: Tensor) -> str:
 
 @torch.compiler.assume_constant_result
 def _choose(op: str, backend: str | None, device: str, dtype: torch.dtype) -> str:
-    name = backend or _wanted.get() or os.environ.get("MOE_KERNELS_BACKEND")
+    return _decide(op, backend or _wanted.get() or os.environ.get("MOE_KERNELS_BACKEND"), device, dtype)
+
+
+@cache
+def _decide(op: str, name: str | None, device: str, dtype: torch.dtype) -> str:
     if name is not None:
         _check_name(name)
         reason = unsupported(name, op, device, dtype)
@@ -112,6 +116,11 @@ def load(name: str, op: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ImportError("no Triton kernel" if error.name == module else "Triton is not installed") from error
+
+
+def reconsider() -> None:
+    """Forgets earlier choices: for whoever changes what a backend can run, as tests/simt does."""
+    _decide.cache_clear()
 
 
 def candidates(op: str, device: str, dtype: torch.dtype) -> list[Candidate]:

@@ -67,8 +67,8 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
     if torch.is_grad_enabled() and source.requires_grad:
         y = _Kwta.apply(rows, value_rows, k, ties, chosen)
     else:
-        y, _ = torch.ops.moe_kernels.kwta_fwd(rows, value_rows, k, ties, False, chosen)
-    return y.view(x.shape)
+        y, _ = library.ops.kwta_fwd(rows, value_rows, k, ties, False, chosen)
+    return y if x.dim() == 2 else y.view(x.shape)
 
 
 def kwta_mask(x: Tensor, k: int, *, ties: str = "index", backend: str | None = None) -> Tensor:
@@ -80,7 +80,7 @@ def kwta_mask(x: Tensor, k: int, *, ties: str = "index", backend: str | None = N
     chosen = backends.choose("kwta", backend, x)
     if chosen == "reference":
         return reference.kwta_mask(x.detach(), k, ties=ties)
-    return torch.ops.moe_kernels.kwta_mask(_rows(x.detach()), k, ties, chosen).view(x.shape)
+    return library.ops.kwta_mask(_rows(x.detach()), k, ties, chosen).view(x.shape)
 
 
 def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
@@ -101,7 +101,7 @@ def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
 class _Kwta(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor | None, k: int, ties: str, backend: str) -> Tensor:
-        y, bits = torch.ops.moe_kernels.kwta_fwd(x, values, k, ties, True, backend)
+        y, bits = library.ops.kwta_fwd(x, values, k, ties, True, backend)
         ctx.save_for_backward(bits)
         ctx.backend, ctx.through_values = backend, values is not None
         return y
@@ -109,7 +109,8 @@ class _Kwta(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (bits,) = ctx.saved_tensors
-        masked = _Masked.apply(grad, bits, ctx.backend)
+        # Differentiable itself only where someone will differentiate it: an apply costs as much as the kernel's call.
+        masked = (_Masked.apply if torch.is_grad_enabled() else library.ops.kwta_bwd)(grad, bits, ctx.backend)
         return (None, masked, None, None, None) if ctx.through_values else (masked, None, None, None, None)
 
 
@@ -120,7 +121,7 @@ class _Masked(torch.autograd.Function):
     def forward(ctx: Any, grad: Tensor, bits: Tensor, backend: str) -> Tensor:
         ctx.save_for_backward(bits)
         ctx.backend = backend
-        return torch.ops.moe_kernels.kwta_bwd(grad, bits, backend)
+        return library.ops.kwta_bwd(grad, bits, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -137,4 +138,4 @@ def _check(op: str, x: Tensor, k: int, ties: str) -> int:
 
 def _rows(x: Tensor) -> Tensor:
     """x as (rows, N) with a contiguous last dimension: a view wherever the strides allow one."""
-    return library.rows(x.reshape(prod(x.shape[:-1]), x.shape[-1]))
+    return library.rows(x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1]))

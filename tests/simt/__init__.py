@@ -201,12 +201,14 @@ class _Announced:
 @contextlib.contextmanager
 def use(build: str = "fast", seed: int = 0) -> Iterator[Module]:
     """Lets backend "cuda" run on CPU tensors, through the executor, inside the block."""
-    from moe_kernels.backends import _native, cuda
+    from moe_kernels.backends import _native, cuda, reconsider
 
     module = Module(build, seed)
     saved = _native.on_pointer, cuda.module, cuda.device_type
     _native.on_pointer, cuda.module, cuda.device_type = module.announce, _Announced(module), "cpu"
+    reconsider()
     try:
         yield module
     finally:
         _native.on_pointer, cuda.module, cuda.device_type = saved
+        reconsider()

@@ -15,7 +15,7 @@ TIES = {"index": 0, "strict": 1, "all": 2}
 
 
 def fwd(native: ModuleType, x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool):
-    y = x.new_empty(x.shape)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     bits = x.new_empty((x.shape[0], words(x.shape[1]) if save_bits else 0), dtype=torch.int32)
     _launch(native, x, values, k, ties, y=y, bits=bits if save_bits else None)
     return y, bits
@@ -28,7 +28,7 @@ def mask(native: ModuleType, x: Tensor, k: int, ties: str) -> Tensor:
 
 
 def bwd(native: ModuleType, grad: Tensor, bits: Tensor) -> Tensor:
-    dx = grad.new_empty(grad.shape)
+    dx = torch.empty_like(grad, memory_format=torch.contiguous_format)
     native.launch(
         "kwta_bwd",
         grad,
