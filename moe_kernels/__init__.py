@@ -4,8 +4,10 @@ from moe_kernels._version import __version__
 from moe_kernels.backends import BackendError, available_backends, explain, use_backend
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.dispatch import dispatch
+from moe_kernels.ops.harden import harden
 from moe_kernels.ops.kwta import k_from_fraction, kwta, kwta_mask
 from moe_kernels.ops.plan import expert_capacity, make_plan, plan_expert_choice, plan_priority
+from moe_kernels.ops.sinkhorn import sinkhorn
 from moe_kernels.ops.topk_gate import topk_gate
 from moe_kernels.plan import RoutingPlan
 
@@ -18,12 +20,14 @@ __all__ = [
     "dispatch",
     "expert_capacity",
     "explain",
+    "harden",
     "k_from_fraction",
     "kwta",
     "kwta_mask",
     "make_plan",
     "plan_expert_choice",
     "plan_priority",
+    "sinkhorn",
     "topk_gate",
     "use_backend",
 ]

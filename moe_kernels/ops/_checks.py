@@ -30,6 +30,12 @@ def check_rank(op: str, name: str, tensor: Tensor, shape: str) -> None:
         raise ValueError(f"{op}: {name} must be {shape}, got shape {tuple(tensor.shape)}")
 
 
+def check_square(op: str, name: str, tensor: Tensor) -> None:
+    """`tensor` is a batch of square matrices, (..., n, n)."""
+    if tensor.dim() < 2 or tensor.shape[-1] != tensor.shape[-2]:
+        raise ValueError(f"{op}: {name} must be (..., n, n), got shape {tuple(tensor.shape)}")
+
+
 def check_first(op: str, name: str, tensor: Tensor, size: int, meaning: str, device: torch.device) -> None:
     """The first dimension of `tensor` has that size, and it is on that device."""
     if tensor.shape[0] != size:

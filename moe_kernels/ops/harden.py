@@ -1,0 +1,49 @@
+"""From a soft permutation to the hard one that is nearest to it.
+
+    columns = argmax over permutations c of sum_i soft[i, c_i]             (paper 001: P at the end of stage 1)
+
+soft (..., n, n) -> columns (..., n) int64: row i goes to column c_i. Solved on the host, exactly, by scipy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from torch import Tensor
+
+import python_ref.harden as reference
+from moe_kernels import backends
+from moe_kernels.ops._checks import FLOATING, check_square, check_tensor
+
+
+def harden(soft: Tensor, *, backend: str | None = None) -> Tensor:
+    """The column of each row under the assignment of the largest sum, a permutation whatever `soft` holds.
+
+    Args:
+        soft: (..., n, n), float32, bfloat16, float16 or float64; -inf forbids a pair.
+        backend: "reference" or None.
+
+    Returns:
+        int64 (..., n), on the device of soft: a permutation of 0 .. n-1 for every matrix. Of several assignments with
+        the same sum it is scipy's choice. Not differentiable. Waits for a GPU and solves on the host, O(n^3): meant
+        for once a training, not for every step.
+
+    Raises:
+        TypeError: soft is no tensor of those dtypes, or a torch.func transform.
+        ValueError: soft is not (..., n, n), holds NaN or +inf, or forbids every permutation.
+        ImportError: scipy is missing: pip install moe_kernels[assignment].
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: paper 001, section 3.3 (the end of stage one of the local search).
+    """
+    check_tensor("harden", "soft", soft, FLOATING)
+    check_square("harden", "soft", soft)
+    backends.choose("harden", backend, soft)
+    if importlib.util.find_spec("scipy") is None:
+        raise ImportError("harden: linear assignment needs scipy: pip install moe_kernels[assignment]")
+    if bool((soft.detach().isnan() | soft.detach().isposinf()).any()):
+        raise ValueError(f"harden: soft must hold neither NaN nor +inf, got shape {tuple(soft.shape)} with some")
+    try:
+        return reference.harden(soft)
+    except ValueError as error:
+        raise ValueError(f"harden: every permutation uses a forbidden pair ({error})") from None

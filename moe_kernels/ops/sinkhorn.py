@@ -1,0 +1,121 @@
+"""Sinkhorn's iteration: from a matrix of scores to a (nearly) doubly stochastic one, at any temperature.
+
+    L = scores / tau,  `iterations` times:  L_ij -= log sum_j exp(L_ij),  L_ij -= log sum_i exp(L_ij);   P = exp(L)
+                                                                                       (paper 001, eqs. 7 and 8)
+In potentials, f^t_i = tau log sum_j exp((S_ij - g^(t-1)_j) / tau), g^t_j = tau log sum_i exp((S_ij - f^t_i) / tau):
+
+    P = exp((S_ij - f_i - g_j) / tau),  w = P * dP / tau,  df = -w 1,  dg = -w' 1,  dS = w, and for t from last to first
+    B = exp((S - f^t - g^t) / tau):      dS += B diag(dg),  df -= B dg
+    A = exp((S - f^t - g^(t-1)) / tau):  dS += diag(df) A,  dg = -A' df,  df = 0
+
+scores, P are (batch, n, n). Saved for backward: the scores alone; a kernel recomputes the potentials, O(n) an
+iteration, and never keeps an iterate. scores / tau needs more bits than float32 has (at tau = 1e-7 it is 1e7 and more),
+so a kernel scales exp(S / tau) by vectors only where the matrix's range allows it, and elsewhere takes differences in
+more than float32 before it takes exp.
+"""
+
+from __future__ import annotations
+
+from math import inf, isfinite, prod
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import python_ref.sinkhorn as reference
+from moe_kernels import backends
+from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_square, check_tensor
+
+GRADIENTS = ("unrolled", "implicit")
+
+
+def sinkhorn(
+    scores: Tensor,
+    iterations: int,
+    *,
+    tau: float = 1.0,
+    gradient: str = "unrolled",
+    anneal_from: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """exp(scores / tau) with its rows, then its columns, normalised, `iterations` times.
+
+    Columns are normalised last: they sum to one, rows do only once it has converged. At small tau that is not the
+    normal case: at tau = 1e-7 and n = 8, rows still sum to up to 4 after 150 iterations. See anneal_from, and harden.
+
+    Args:
+        scores: (..., n, n), float32, bfloat16 or float16 (float64 on "reference" and "cpu"); any n, any strides.
+            -inf forbids a pair; a row or column of nothing else comes out as zeros. A matrix that holds NaN or +inf
+            comes out as NaN, and no other matrix does.
+        iterations: R >= 0; each is rows, then columns. 0 gives exp(scores / tau).
+        tau: temperature, finite and above 0. Down to 1e-7 the result is within 1e-6 of float64's on the same scores.
+        gradient: "unrolled", of exactly what was computed; or "implicit", of the fixed point, with O(n^2) memory and no
+            dependence on iterations, refused unless every row sum is within 1e-5 of one. The check waits for a GPU.
+        anneal_from: a temperature >= tau from which the iterations cool geometrically to tau, potentials (in units of
+            scores) kept. From 1 to 1e-7 in 50 iterations reaches a permutation where a fixed 1e-7 never does.
+        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    Returns:
+        (..., n, n) in the dtype of scores, accurate to its rounding.
+
+    Gradient: to scores, once differentiable on kernels. It carries the factor 1 / tau: at tau = 1e-7 entries are 0 or 1
+    and it is mostly exactly zero. Autocast: runs in the dtype it is given. FLOPs (torch's counter): 4 n^2 an iteration
+    and matrix forward, 12 backward: multiply-adds of the vector-scaled form.
+
+    Raises:
+        TypeError: scores is no tensor of those dtypes, iterations no int, tau no number, or a torch.func transform.
+        ValueError: scores not (..., n, n), iterations < 0, tau not in (0, inf), anneal_from < tau, an unknown gradient,
+            or gradient="implicit" for scores whose iterates have not converged.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: paper 001, eqs. 7 and 8.
+    """
+    check_tensor("sinkhorn", "scores", scores, FLOATING)
+    check_square("sinkhorn", "scores", scores)
+    iterations = check_int("sinkhorn", "iterations", iterations, 0, 2**31 - 1, "iterations")
+    tau = _temperature("tau", tau, 0.0)
+    if anneal_from is not None:
+        anneal_from = _temperature("anneal_from", anneal_from, tau)
+    check_choice("sinkhorn", "gradient", gradient, GRADIENTS)
+    chosen = backends.choose("sinkhorn", backend, scores)
+    if chosen == "reference" or iterations == 0:
+        return reference.sinkhorn(scores, iterations, tau=tau, gradient=gradient, anneal_from=anneal_from)
+    matrices = scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:])
+    taus = reference.temperatures(iterations, tau, anneal_from)
+    if torch.is_grad_enabled() and scores.requires_grad:
+        p = _Sinkhorn.apply(matrices, taus, gradient, chosen)
+    else:
+        p = torch.ops.moe_kernels.sinkhorn_fwd(matrices, taus, chosen)
+    return p.view(scores.shape)
+
+
+class _Sinkhorn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, taus: list[float], gradient: str, backend: str) -> Tensor:
+        p = torch.ops.moe_kernels.sinkhorn_fwd(scores, taus, backend)
+        ctx.taus, ctx.implicit, ctx.backend = taus, gradient == "implicit", backend
+        if ctx.implicit:
+            reference.check_converged(p)
+        ctx.save_for_backward(p if ctx.implicit else scores)
+        return p
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (saved,) = ctx.saved_tensors
+        if ctx.implicit:
+            return reference.implicit_gradient(saved, grad, ctx.taus[-1]).to(saved.dtype), None, None, None
+        return torch.ops.moe_kernels.sinkhorn_bwd(grad, saved, ctx.taus, ctx.backend), None, None, None
+
+
+def _temperature(name: str, value: object, low: float) -> float:
+    """`value` as a float, finite, above zero and not below `low`."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"sinkhorn: {name} must be a number, got {type(value).__name__}")
+    number = float(value)
+    if not (isfinite(number) and number > 0 and number >= low):
+        expected = f"at least tau = {low:g}" if low else f"above 0 and below {inf}"
+        raise ValueError(f"sinkhorn: {name} must be {expected}, a temperature; got {number}")
+    return number

@@ -1,0 +1,110 @@
+"""Sinkhorn's iteration, by definition: normalise rows, then columns, in place, on logarithms in float64.
+
+Paper 001, eqs. 7 and 8: S^0 = exp(scores / tau), R times rows and columns. exp(scores / tau) itself overflows at small
+tau, and float32 cannot hold scores / tau near 1e7, hence logarithms and float64.
+"""
+
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+# Largest error of a row sum at which the gradient at the fixed point stands for that of the iterates.
+RESIDUAL = 1e-5
+
+
+def sinkhorn(
+    scores: Tensor, iterations: int, *, tau: float = 1.0, gradient: str = "unrolled", anneal_from: float | None = None
+) -> Tensor:
+    """scores (..., n, n) -> (..., n, n): exp(scores / tau) with rows, then columns normalised, `iterations` times.
+
+    Columns come last and sum to one; rows do once it has converged. -inf forbids a pair; a row or column of nothing
+    else stays zero. A matrix that holds NaN or +inf becomes NaN altogether (if iterations > 0).
+    anneal_from: iteration t works at temperatures(...)[t], on the same potentials in units of scores.
+    gradient "unrolled": of exactly this, iterates recomputed from sqrt(iterations) checkpoints; "implicit": see
+    implicit_gradient, refused where a row sum is off by more than RESIDUAL.
+    """
+    if gradient == "implicit":
+        return _Implicit.apply(scores, iterations, tau, anneal_from)
+    taus = temperatures(iterations, tau, anneal_from)
+    log_p = scores.double() / (taus[0] if taus else tau)
+    if iterations > 0:
+        broken = (log_p.isnan() | (log_p == torch.inf)).flatten(-2).any(-1)[..., None, None]
+        log_p = log_p + torch.where(broken, torch.nan, 0.0)
+    stride = isqrt(iterations) + 1
+    ratios = [before / after for before, after in zip(taus[:1] + taus, taus, strict=False)]
+    for start in range(0, iterations, stride):
+        log_p = checkpoint(
+            _iterate, log_p, ratios[start : start + stride], use_reentrant=False, preserve_rng_state=False
+        )
+    return log_p.exp().to(scores.dtype)
+
+
+def temperatures(iterations: int, tau: float, anneal_from: float | None = None) -> list[float]:
+    """The temperature of every iteration: tau, or geometrically from anneal_from to tau, which the last one has."""
+    if anneal_from is None:
+        return [tau] * iterations
+    steps = max(iterations - 1, 1)
+    return [tau * (anneal_from / tau) ** ((iterations - 1 - t) / steps) for t in range(iterations)]
+
+
+def _iterate(log_p: Tensor, ratios: list[float]) -> Tensor:
+    for ratio in ratios:
+        log_p = log_p * ratio if ratio != 1 else log_p
+        log_p = log_p - _log_sum(log_p, -1)
+        log_p = log_p - _log_sum(log_p, -2)
+    return log_p
+
+
+def _log_sum(log_p: Tensor, dim: int) -> Tensor:
+    """logsumexp, but 0 where there is nothing to sum."""
+    empty = (log_p == -torch.inf).all(dim, keepdim=True)
+    return log_p.masked_fill(empty, 0).logsumexp(dim, keepdim=True).masked_fill(empty, 0)
+
+
+def check_converged(p: Tensor) -> None:
+    """ValueError where a row of p (..., n, n) does not sum to one: the implicit gradient would be another map's."""
+    off = (p.double().sum(-1) - 1).abs()
+    if not bool((off <= RESIDUAL).all()):
+        worst = float(off.nan_to_num(nan=torch.inf).max())
+        raise ValueError(
+            f"sinkhorn: gradient='implicit' holds at the fixed point; expected row sums within {RESIDUAL:g} of 1, got "
+            f"one off by {worst:.3g}: more iterations, a higher tau, or gradient='unrolled'"
+        )
+
+
+def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
+    """dL/dscores at the fixed point p = diag(u) exp(scores / tau) diag(v) with row sums r and column sums c.
+
+        w = p * grad,  [diag(r) p; p' diag(c)] [a; b] = [w 1; w' 1],  dscores = (w - p * (a + b')) / tau
+
+    a is eliminated; b is known up to a constant, which the term J / n pins (J all ones).
+    """
+    p = p.double()
+    w = p * grad.double()
+    rows, columns = p.sum(-1), p.sum(-2)
+    share = p / rows[..., None]
+    system = torch.diag_embed(columns) - p.mT @ share + 1 / p.shape[-1]
+    right = w.sum(-2) - (share.mT @ w.sum(-1)[..., None])[..., 0]
+    b = torch.linalg.solve(system, right)
+    a = (w.sum(-1) - (p @ b[..., None])[..., 0]) / rows
+    return (w - p * (a[..., None] + b[..., None, :])) / tau
+
+
+class _Implicit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, iterations: int, tau: float, anneal_from: float | None) -> Tensor:
+        p = sinkhorn(scores.double(), iterations, tau=tau, anneal_from=anneal_from)
+        check_converged(p)
+        ctx.save_for_backward(p)
+        ctx.tau, ctx.dtype = tau, scores.dtype
+        return p.to(scores.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (p,) = ctx.saved_tensors
+        return implicit_gradient(p, grad, ctx.tau).to(ctx.dtype), None, None, None

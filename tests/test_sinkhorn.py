@@ -1,0 +1,318 @@
+"""sinkhorn and harden: values at every temperature, gradients, forbidden pairs, special values and errors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+
+import pytest
+import torch
+from conftest import TARGETS, Target, reason_to_skip, running
+
+import moe_kernels as mk
+from moe_kernels import backends
+
+INF, NAN = math.inf, math.nan
+TAUS = (1.0, 0.1, 1e-3, 1e-5, 1e-7)
+REFERENCE = Target("reference", "reference", "cpu")
+
+
+@pytest.fixture(params=[REFERENCE, *TARGETS], ids=lambda target: target.id)
+def target(request):
+    reason = backends.missing(request.param.backend, "sinkhorn")
+    if reason is None and request.param is not REFERENCE:
+        reason = reason_to_skip(request.param, "sinkhorn")
+    if reason is not None:
+        pytest.skip(f"{request.param.id}: {reason}")
+    with running(request.param):
+        yield request.param
+
+
+def oracle(scores: torch.Tensor, iterations: int, tau: float) -> torch.Tensor:
+    """The definition in float64 on potentials: other arithmetic than the reference's, which works in place."""
+    z = scores.double() / tau
+    g = torch.zeros_like(z[..., :1, :])
+    f = torch.zeros_like(z[..., :1])
+    for _ in range(iterations):
+        f = torch.logsumexp(z - g, -1, keepdim=True)
+        g = torch.logsumexp(z - f, -2, keepdim=True)
+    return torch.exp(z - f - g)
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.detach().double() - expected.detach()).abs().max()) if got.numel() else 0.0
+
+
+def sizes(target: Target) -> tuple[tuple[int, int], ...]:
+    """(n, iterations)"""
+    if target.interpreted:
+        return ((2, 3), (3, 5), (7, 4), (16, 3))
+    large = () if target.backend == "reference" else ((129, 20), (256, 10))
+    return ((1, 3), (2, 1), (3, 20), (4, 20), (7, 150), (16, 50), (17, 20), (33, 20), (64, 50), *large)
+
+
+@pytest.mark.parametrize("tau", TAUS)
+@pytest.mark.parametrize("draw", [torch.randn, torch.rand], ids=["normal", "uniform"])
+def test_float64_at_every_temperature(target, tau, draw):
+    for n, iterations in sizes(target):
+        scores = draw(3, n, n, device=target.device)
+        got = mk.sinkhorn(scores, iterations, tau=tau, backend=target.backend)
+        assert error(got, oracle(scores, iterations, tau)) < 1e-6, (n, iterations)
+
+
+def test_small_scores_as_a_new_parameter_holds_them(target):
+    """U(-0.05, 0.05), as the local search starts: the range decides for the linear form at tau where others do not."""
+    for tau, n in itertools.product((1e-2, 3e-3, 1e-3, 2e-4), (4, 16) if target.interpreted else (4, 16, 40)):
+        scores = (torch.rand(4, n, n, device=target.device) - 0.5) / 10
+        iterations = 5 if target.interpreted else 60
+        got = mk.sinkhorn(scores, iterations, tau=tau, backend=target.backend)
+        assert error(got, oracle(scores, iterations, tau)) < 1e-6, (tau, n)
+
+
+def test_a_matrix_does_not_see_its_neighbours(target):
+    """Tame, wild and broken matrices in one batch: each has the bits that it has alone."""
+    n = 4 if target.interpreted else 6
+    scales = torch.tensor([1.0, 1e4, 0.0, 90.0, 1e-3, 400.0, 1e7] * (1 if target.interpreted else 5))
+    scores = torch.randn(len(scales), n, n) * scales[:, None, None]
+    scores[2, 1, 0] = NAN
+    scores[4, 0] = -INF
+    scores[4, :, 1] = -INF
+    scores = scores.to(target.device)
+    grad = torch.randn_like(scores)
+
+    def both(scores, grad):
+        leaf = scores.clone().requires_grad_()
+        p = mk.sinkhorn(leaf, 7, backend=target.backend)
+        return p.detach(), torch.autograd.grad(p, leaf, grad)[0]
+
+    together = both(scores, grad)
+    assert together[0].isnan().flatten(1).any(1).nonzero().tolist() == [[2]]
+    assert together[1].isnan().flatten(1).any(1).nonzero().tolist() == [[2]]
+    for i in range(7):
+        alone = both(scores[i : i + 1], grad[i : i + 1])
+        for whole, one in zip(together, alone, strict=True):
+            torch.testing.assert_close(whole[i : i + 1], one, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.02, 1e-5])
+def test_forbidden_pairs(target, tau):
+    n = 5 if target.interpreted else 20
+    scores = torch.randn(4, n, n).masked_fill(torch.rand(4, n, n) < 0.4, -INF)
+    scores.diagonal(dim1=1, dim2=2).zero_()  # some permutation is allowed
+    scores[1, 2] = -INF
+    scores[2, :, 0] = -INF
+    scores[3] = -INF
+    leaf = scores.to(target.device).requires_grad_()
+    p = mk.sinkhorn(leaf, 9, tau=tau, backend=target.backend)
+    (got,) = torch.autograd.grad(p, leaf, torch.ones_like(p).cumsum(-1))
+    assert torch.equal(p[0].detach(), p[0].detach().masked_fill(scores[0].isinf().to(p.device), 0))
+    assert error(p[0], oracle(leaf[0], 9, tau)) < 1e-6
+    assert not p[1, 2].any()
+    assert not p[2, :, 0].any()
+    assert not p[3].any()
+    assert got.isfinite().all()
+    assert not got[scores.isinf().to(got.device)].any()
+    torch.testing.assert_close(p[1:3].sum(-2), (p[1:3].sum(-2) > 0).float())  # columns that hold anything sum to one
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_what_is_not_a_number_stays_in_its_matrix(target, value):
+    scores = torch.randn(3, 4, 4)
+    scores[1, 2, 3] = value
+    p = mk.sinkhorn(scores.to(target.device), 2, backend=target.backend)
+    assert p[1].isnan().all()
+    assert p[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("tau", TAUS)
+def test_gradient_against_float64(target, tau):
+    """Each entry within 1e-5 of itself: cancellation leaves entries far below the largest."""
+    for n, iterations in sizes(target)[-3:] if target.backend == "reference" else sizes(target):
+        scores = torch.randn(2, n, n, device=target.device)
+        grad = torch.randn_like(scores)
+        leaf, double = scores.clone().requires_grad_(), scores.double().requires_grad_()
+        p = mk.sinkhorn(leaf, iterations, tau=tau, backend=target.backend)
+        (got,) = torch.autograd.grad(p, leaf, grad)
+        (expected,) = torch.autograd.grad(oracle(double, iterations, tau), double, grad.double())
+        # Rounding of the oracle's own potentials, up to max(scores) / tau, and what the factor 1 / tau makes of it.
+        noise = 8 * torch.finfo(torch.float64).eps * float(scores.abs().max() * grad.abs().max()) / tau**2
+        allowed = 1e-5 * expected.abs() + 1e-12 + noise
+        assert bool(((got - expected).abs() <= allowed).all()), (n, iterations)
+
+
+def test_gradcheck_in_float64():
+    scores = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+    for options in ({"tau": 0.4}, {"tau": 0.4, "anneal_from": 2.0}):
+        assert torch.autograd.gradcheck(
+            lambda s, options=options: mk.sinkhorn(s, 5, backend="reference", **options), scores
+        )
+    assert torch.autograd.gradcheck(
+        lambda s: mk.sinkhorn(s, 300, tau=0.5, gradient="implicit", backend="reference"), scores
+    )
+
+
+def test_implicit_gradient_at_the_fixed_point(target):
+    n, iterations = (3, 40) if target.interpreted else (12, 200)
+    scores = torch.randn(3, n, n, device=target.device, requires_grad=True)
+    grad = torch.randn_like(scores)
+    p = mk.sinkhorn(scores, iterations, tau=1.0, gradient="implicit", backend=target.backend)
+    (implicit,) = torch.autograd.grad(p, scores, grad)
+    q = mk.sinkhorn(scores, iterations, tau=1.0, backend=target.backend)
+    (unrolled,) = torch.autograd.grad(q, scores, grad)
+    assert torch.equal(p, q)
+    torch.testing.assert_close(implicit, unrolled, rtol=1e-4, atol=1e-5)
+
+
+def test_implicit_gradient_refuses_what_has_not_converged(target):
+    scores = torch.randn(2, 4, 4, device=target.device, requires_grad=True)
+    with pytest.raises(ValueError, match=r"sinkhorn: gradient='implicit' holds at the fixed point.*one off by"):
+        mk.sinkhorn(scores, 3, tau=0.05, gradient="implicit", backend=target.backend)
+    broken = scores.detach().clone()
+    broken[0, 0, 0] = NAN
+    with pytest.raises(ValueError, match="off by inf"):
+        mk.sinkhorn(broken.requires_grad_(), 200, gradient="implicit", backend=target.backend)
+
+
+def test_annealing_reaches_the_assignment(target):
+    """A fixed tau of 1e-7 does not: 14 of 100 matrices of n = 8 after 150 iterations."""
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    n, iterations = (4, 30) if target.interpreted else (8, 60)
+    scores = torch.randn(12, n, n, device=target.device)
+    p = mk.sinkhorn(scores, iterations, tau=1e-7, anneal_from=1.0, backend=target.backend)
+    columns = mk.harden(scores)
+    assert torch.equal(p.round(), torch.nn.functional.one_hot(columns, n).to(p.dtype))
+    expected = mk.sinkhorn(scores.double(), iterations, tau=1e-7, anneal_from=1.0, backend="reference")
+    assert error(p, expected) < 1e-6
+
+
+def test_gradient_of_annealed_iterations(target):
+    n = 5
+    scores = torch.randn(3, n, n, device=target.device)
+    leaf, double = scores.clone().requires_grad_(), scores.double().requires_grad_()
+    grad = torch.randn_like(scores)
+    p = mk.sinkhorn(leaf, 6, tau=0.05, anneal_from=1.0, backend=target.backend)
+    q = mk.sinkhorn(double, 6, tau=0.05, anneal_from=1.0, backend="reference")
+    (got,) = torch.autograd.grad(p, leaf, grad)
+    (expected,) = torch.autograd.grad(q, double, grad.double())
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-9)
+
+
+def test_pot_agrees_where_it_has_converged(target):
+    ot = pytest.importorskip("ot", reason="POT is not installed")
+    n = 8
+    scores = torch.randn(n, n, device=target.device)
+    ones = torch.ones(n, dtype=torch.float64, device=target.device)
+    expected = ot.sinkhorn(ones, ones, -scores.double(), 0.5, numItermax=5000, stopThr=1e-14)
+    got = mk.sinkhorn(scores, 60 if target.interpreted else 500, tau=0.5, backend=target.backend)
+    assert error(got, expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_the_float64_result_rounded(target, dtype):
+    scores = torch.randn(3, 5, 5, device=target.device).to(dtype)
+    leaf = scores.clone().requires_grad_()
+    p = mk.sinkhorn(leaf, 6, tau=1e-3, backend=target.backend)
+    assert p.dtype == dtype
+    unit = torch.finfo(dtype).eps
+    assert error(p, oracle(scores, 6, 1e-3)) <= unit * (1 if target.interpreted else 0.51)
+    p = mk.sinkhorn(leaf, 6, tau=0.5, backend=target.backend)
+    (got,) = torch.autograd.grad(p, leaf, p.detach())
+    double = scores.double().requires_grad_()
+    (expected,) = torch.autograd.grad(oracle(double, 6, 0.5), double, p.detach().double())
+    torch.testing.assert_close(got.double(), expected, rtol=2 * unit, atol=1e-7)
+
+
+def test_float64_on_the_cpu():
+    if reason_to_skip(TARGETS[0], "sinkhorn"):
+        pytest.skip(str(reason_to_skip(TARGETS[0], "sinkhorn")))
+    for n, tau in itertools.product((3, 40), (1.0, 0.01, 1e-7)):
+        scores = torch.randn(2, n, n, dtype=torch.float64, requires_grad=True)
+        p = mk.sinkhorn(scores, 9, tau=tau, backend="cpu")
+        assert error(p, oracle(scores, 9, tau)) < 1e-7
+    scores = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda s: mk.sinkhorn(s, 5, tau=0.4, backend="cpu"), scores)
+    assert torch.autograd.gradcheck(lambda s: mk.sinkhorn(s, 5, tau=0.4, anneal_from=1.0, backend="cpu"), scores)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 3), (2, 0, 0), (0, 0), (1, 1), (2, 2, 3, 3)])
+def test_empty_and_many_dimensions(target, shape):
+    scores = torch.randn(shape, device=target.device, requires_grad=True)
+    for iterations in (0, 2):
+        p = mk.sinkhorn(scores, iterations, backend=target.backend)
+        assert error(p, oracle(scores, iterations, 1.0)) < 1e-6
+        assert torch.autograd.grad(p.sum(), scores)[0].shape == scores.shape
+
+
+def test_views_are_read_in_place_and_nothing_else_is_written(target):
+    base = torch.randn(4, 7, 9, device=target.device)
+    for view in (base[:, :5, 2:7], base[::2, :5, :5], base[:, :7, :7].mT, base[1, :5, :5].expand(3, 5, 5)):
+        before, leaf = base.clone(), view.detach().requires_grad_()
+        p = mk.sinkhorn(leaf, 3, backend=target.backend)
+        assert error(p, oracle(view, 3, 1.0)) < 1e-6
+        (got,) = torch.autograd.grad(p, leaf, p.detach().mT)
+        double = view.double().requires_grad_()
+        (expected,) = torch.autograd.grad(oracle(double, 3, 1.0), double, p.detach().double().mT)
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-7)
+        assert torch.equal(base, before)
+
+
+def test_results_do_not_depend_on_threads():
+    scores = torch.randn(300, 12, 12) * torch.logspace(0, 4, 300)[:, None, None]
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(mk.sinkhorn(scores, 9))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+def test_harden_is_the_best_assignment():
+    pytest.importorskip("scipy", reason="scipy is not installed")
+    for n in (1, 2, 5):
+        soft = torch.randn(3, 2, n, n)
+        columns = mk.harden(soft)
+        assert columns.dtype == torch.int64
+        assert columns.shape == (3, 2, n)
+        for each, column in zip(soft.view(-1, n, n), columns.view(-1, n), strict=True):
+            reached = {c: sum(each[i, c[i]].item() for i in range(n)) for c in itertools.permutations(range(n))}
+            assert reached[tuple(column.tolist())] == pytest.approx(max(reached.values()))
+    assert mk.harden(torch.zeros(4, 4)).sort().values.tolist() == [0, 1, 2, 3]  # also where everything ties
+    assert mk.harden(torch.randn(0, 3, 3)).shape == (0, 3)
+    assert mk.harden(torch.randn(2, 0, 0)).shape == (2, 0)
+    forbidden = torch.tensor([[1.0, -INF], [9.0, 5.0]])
+    assert mk.harden(forbidden.bfloat16()).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda s: mk.sinkhorn(s[0], 3), ValueError, r"sinkhorn: scores must be \(\.\.\., n, n\), got shape \(3,\)"),
+        (lambda s: mk.sinkhorn(s[:2], 3), ValueError, r"sinkhorn: scores must be .* got shape \(2, 3\)"),
+        (lambda s: mk.sinkhorn(s.long(), 3), TypeError, "sinkhorn: scores must have dtype .* got int64"),
+        (lambda s: mk.sinkhorn([[1.0]], 3), TypeError, "sinkhorn: scores must be a Tensor, got list"),
+        (lambda s: mk.sinkhorn(s, -1), ValueError, "sinkhorn: iterations must be from 0 .* got -1"),
+        (lambda s: mk.sinkhorn(s, 2.0), TypeError, "sinkhorn: iterations must be an int, got float"),
+        (lambda s: mk.sinkhorn(s, 2, tau=0), ValueError, "sinkhorn: tau must be above 0 .* got 0"),
+        (lambda s: mk.sinkhorn(s, 2, tau=NAN), ValueError, "sinkhorn: tau must be above 0 .* got nan"),
+        (lambda s: mk.sinkhorn(s, 2, tau="1"), TypeError, "sinkhorn: tau must be a number, got str"),
+        (lambda s: mk.sinkhorn(s, 2, anneal_from=0.5), ValueError, "sinkhorn: anneal_from must be at least tau = 1"),
+        (lambda s: mk.sinkhorn(s, 2, gradient="exact"), ValueError, "sinkhorn: gradient must be one of 'unrolled'"),
+        (lambda s: torch.vmap(lambda m: mk.sinkhorn(m, 2))(s[None]), TypeError, "sinkhorn: torch.func transforms"),
+        (lambda s: mk.harden(s[0]), ValueError, r"harden: soft must be \(\.\.\., n, n\)"),
+        (lambda s: mk.harden(s * NAN), ValueError, "harden: soft must hold neither NaN"),
+        (lambda s: mk.harden(s - INF), ValueError, "harden: every permutation uses a forbidden pair"),
+    ],
+)
+def test_bad_input_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call(torch.randn(3, 3))
+
+
+def test_harden_without_scipy_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"harden: .* pip install moe_kernels\[assignment\]"):
+        mk.harden(torch.randn(3, 3))
