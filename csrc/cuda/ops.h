@@ -31,6 +31,61 @@ cudaError_t kwta_bwd(int element_size,      // 2 or 4 bytes
                      void* dx,              // (rows, n) contiguous
                      int64_t rows, int64_t n, cudaStream_t stream);
 
+// The routing plan: which row of which expert every choice of every token becomes. Three launches.
+cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
+                          const void* experts,   // (T, K) contiguous; ids outside [0, E) ask for nobody
+                          const int64_t* visit,  // (T) tokens in visiting order, or nullptr: by position
+                          int32_t* counts,       // (chunks, E) scratch
+                          int64_t chunks,        // from 1 to 1024: blocks that share the T * K requests
+                          int32_t* expert_offsets,  // (E + 1)
+                          int32_t* row_token,       // (R)
+                          int32_t* row_choice,      // (R)
+                          int32_t* slot_row,        // (T, K)
+                          int32_t* requested,       // (E)
+                          int32_t* kept,            // (E)
+                          int32_t* dropped,         // ()
+                          int64_t tokens, int64_t k, int64_t num_experts, int64_t capacity,
+                          int64_t rows,   // R = min(T * K, E * capacity)
+                          int by_choice,  // all first choices before all second ones; else token by token
+                          cudaStream_t stream);
+
+// rows_r = x[row_token_r], zeros from row expert_offsets[E] on.
+cudaError_t dispatch_fwd(int element_size,               // 2 or 4 bytes
+                         const void* x,                  // (T, D), last dimension contiguous
+                         int64_t x_stride,               // elements from token to token
+                         const int32_t* row_token,       // (R), not read
+                         const int32_t* slot_row,        // (T, K)
+                         const int32_t* expert_offsets,  // (E + 1)
+                         void* rows,                     // (R, D) contiguous
+                         int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,
+                         cudaStream_t stream);
+
+// y_t = sum over k with r = slot_row_tk >= 0 of weights_tk rows_r, in float32 and in the order of k.
+cudaError_t combine_fwd(int dtype,
+                        const void* rows,         // (R, D), last dimension contiguous
+                        int64_t rows_stride,      // elements from row to row
+                        const void* weights,      // (T, K) float32, or nullptr: ones
+                        const int32_t* slot_row,  // (T, K)
+                        void* y,                  // (T, D) contiguous
+                        int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, cudaStream_t stream);
+
+// drows_r = weights_tk grad_t, zeros from row expert_offsets[E] on; dweights_tk = <rows_r, grad_t>, 0 where dropped.
+cudaError_t combine_bwd(int dtype,
+                        const void* grad,               // (T, D), last dimension contiguous
+                        int64_t grad_stride,            // elements from token to token
+                        const void* rows,               // (R, D), last dimension contiguous
+                        int64_t rows_stride,            // elements from row to row
+                        const void* weights,            // (T, K) float32
+                        const int32_t* row_token,       // (R), not read
+                        const int32_t* slot_row,        // (T, K)
+                        const int32_t* expert_offsets,  // (E + 1)
+                        const int32_t* row_choice,      // (R), not read
+                        void* drows,                    // (R, D) contiguous
+                        void* dweights,                 // (T, K) float32
+                        int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,
+                        cudaStream_t stream);
+
 }  // namespace moe
 
-#define MOE_CUDA_OPS(X) X(kwta_fwd) X(kwta_bwd)
+#define MOE_CUDA_OPS(X) \
+  X(kwta_fwd) X(kwta_bwd) X(make_plan_fwd) X(dispatch_fwd) X(combine_fwd) X(combine_bwd)

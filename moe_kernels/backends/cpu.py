@@ -37,6 +37,13 @@ def chunks(work: Tensor) -> int:
     return 1 if work.numel() < _SERIAL else torch.get_num_threads()
 
 
+def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
+    """Scratch for the requests of each chunk of tokens to each expert: (chunks, K or 1, E), choice by choice if `order`
+    visits them so."""
+    segments = experts.shape[1] if order == "choice" else 1
+    return experts.new_empty((chunks(experts), segments, num_experts), dtype=torch.int32)
+
+
 def launch(name: str, work: Tensor, *args: int | float) -> None:
     getattr(module, name)(isa, *args, chunks(work))
 

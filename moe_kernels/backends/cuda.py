@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.native import kwta
+from moe_kernels.backends.native import combine, dispatch, kwta, plan
 
 try:
     from moe_kernels import _cuda as module
@@ -19,6 +19,8 @@ except ImportError as error:
 
 # tests/simt runs the same launchers on the host: it puts its own module here, and device_type "cpu".
 device_type = "cuda"
+
+PLAN_TILE = 1024  # requests that a block of csrc/cuda/plan.cu takes at a time
 
 _self = sys.modules[__name__]
 
@@ -35,12 +37,35 @@ def launch(name: str, work: Tensor, *args: int | float) -> None:
         getattr(module, name)(*args, torch.cuda.current_stream().cuda_stream)
 
 
-def kwta_supports(device: str, dtype: torch.dtype) -> str | None:
+def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
+    """Scratch for the requests of each chunk to each expert: (chunks, E).
+
+    A chunk is at least a tile of csrc/cuda/plan.cu, so that 32768 x 8 requests are two blocks for each SM of an H100;
+    at most 1024 chunks, fewer where more than 4096 experts would make the scratch exceed 16 MiB.
+    """
+    most = max(1, min(1024, 2**22 // num_experts))
+    chunks = max(1, min(-(-experts.numel() // PLAN_TILE), most))
+    return experts.new_empty((chunks, num_experts), dtype=torch.int32)
+
+
+def _supports(device: str, dtype: torch.dtype) -> str | None:
     if module is None:
         return _not_built
     return _native.unsupported(device, device_type, dtype, (torch.float32, torch.bfloat16, torch.float16))
 
 
+kwta_supports = dispatch_supports = combine_supports = _supports
+
+
+def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
+    return _supports(device, torch.float32)  # of the device alone: experts are int32 or int64
+
+
 kwta_fwd = partial(kwta.fwd, _self)
 kwta_mask = partial(kwta.mask, _self)
 kwta_bwd = partial(kwta.bwd, _self)
+
+make_plan_fwd = partial(plan.make_plan, _self)
+dispatch_fwd = partial(dispatch.fwd, _self)
+combine_fwd = partial(combine.fwd, _self)
+combine_bwd = partial(combine.bwd, _self)

@@ -21,16 +21,15 @@ def make_plan(
     rows = plan_rows(num_tokens, k, num_experts, capacity)
     arrays = _arrays(experts, num_tokens, k, num_experts, rows)
     visit = None if priority is None else torch.sort(priority, descending=True, stable=True).indices
-    chunks = native.chunks(experts)
-    counts = experts.new_empty((chunks, k if order == "choice" else 1, num_experts), dtype=torch.int32)
+    counts = native.plan_counts(experts, num_experts, order)
     native.launch(
         "make_plan_fwd",
         experts,
         experts.element_size(),
         native.pointer("make_plan", experts, experts.dtype, 2),
         native.pointer("make_plan", visit, torch.int64, 1),
-        native.pointer("make_plan", counts, torch.int32, 3),
-        chunks,
+        native.pointer("make_plan", counts, torch.int32, counts.dim()),
+        counts.shape[0],
         *_pointers(native, "make_plan", arrays),
         num_tokens,
         k,

@@ -1,0 +1,214 @@
+// Combine: a token sums its kept rows in the order of its choices, in float32. Backward takes the same walk: dy stays in
+// registers while a token's rows pass by, each of which gives one gradient row and one gradient weight.
+#include "moe/block.cuh"
+#include "moe/dtypes.h"
+#include "moe/launch.cuh"
+#include "moe/rows.cuh"
+#include "ops.h"
+
+namespace moe {
+namespace {
+
+// Rows whose loads are under way at once in a thread, and choices whose partial sums shared memory holds.
+constexpr int kAhead = 4, kChoices = 32;
+
+// Blocks for one SM: 48 registers a thread hold kAhead rows. Not told so, the compiler saves registers by waiting for one
+// row before it asks for the next.
+constexpr int kBlocks = 5;
+
+// kAhead of a token's rows: a piece of each, and its weight. What was dropped counts as zeros of weight zero.
+template <class Vector>
+struct Batch {
+  int32_t row[kAhead];
+  float weight[kAhead];
+  Vector piece[kAhead];
+
+  __device__ Batch(const Vector* rows,       // (R, D)
+                   int64_t rows_stride,      // vectors from row to row
+                   const int32_t* slot_row,  // (count), of one token
+                   const float* weights,     // (count), or nullptr: ones
+                   int count, int v, bool inside) {
+#pragma unroll
+    for (int a = 0; a < kAhead; a++) row[a] = a < count ? load(slot_row + a) : -1;
+#pragma unroll
+    for (int a = 0; a < kAhead; a++) {
+      piece[a] = row[a] >= 0 && inside ? load(rows + row[a] * rows_stride + v) : Vector{};
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; a++) weight[a] = row[a] < 0 ? 0.0f : weights ? load(weights + a) : 1.0f;
+  }
+};
+
+template <class T, class Vector>
+__global__ void __launch_bounds__(kRowThreads, kBlocks)
+    combine_kernel(const Vector* rows,       // (R, D)
+                   int64_t rows_stride,      // vectors from row to row
+                   const float* weights,     // (T, K), or nullptr
+                   const int32_t* slot_row,  // (T, K)
+                   Vector* y,                // (T, D)
+                   int64_t tokens, int k, int vectors) {
+  using Elements = Pack<T, Vector>;
+  const int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (token >= tokens) return;
+  slot_row += token * k;
+  if (weights) weights += token * k;
+  for_pieces(vectors, [&](int v) {
+    typename Elements::Floats sums = {};
+    for (int i = 0; i < k; i += kAhead) {
+      const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights ? weights + i : nullptr, k - i, v, true);
+#pragma unroll
+      for (int a = 0; a < kAhead; a++) {
+        typename Elements::Floats values;
+        Elements::unpack(batch.piece[a], values);
+#pragma unroll
+        for (int d = 0; d < Elements::kElements; d++) sums[d] = __fmaf_rn(batch.weight[a], values[d], sums[d]);
+      }
+    }
+    store_streaming(y + token * vectors + v, Elements::pack(sums));
+  });
+}
+
+// A block takes one token. Its warps add up <row, dy> each for itself, piece by piece, and meet once for every
+// kChoices choices; every sum has one order.
+template <class T, class Vector>
+__global__ void __launch_bounds__(kRowThreads, kBlocks)
+    combine_bwd_kernel(const Vector* grad,             // (T, D)
+                       int64_t grad_stride,            // vectors from token to token
+                       const Vector* rows,             // (R, D)
+                       int64_t rows_stride,            // vectors from row to row
+                       const float* weights,           // (T, K)
+                       const int32_t* slot_row,        // (T, K)
+                       const int32_t* expert_offsets,  // (E + 1)
+                       Vector* drows,                  // (R, D)
+                       float* dweights,                // (T, K)
+                       int k, int num_experts, int64_t num_rows, int vectors) {
+  using Elements = Pack<T, Vector>;
+  SHARED(float, partial, [kChoices][kRowThreads / kWarpSize]);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
+  const int64_t token = blockIdx.x;
+  grad += token * grad_stride, slot_row += token * k, weights += token * k, dweights += token * k;
+
+  for (int first = 0; first < k; first += kChoices) {
+    const int last = min(first + kChoices, k);
+    if (first > 0) __syncthreads();
+    if (lane < kChoices) partial[lane][warp] = 0.0f;
+    __syncwarp();
+    for (int start = 0; start < vectors; start += blockDim.x) {
+      const int v = start + threadIdx.x;
+      const bool inside = v < vectors;
+      typename Elements::Floats dy;
+      Elements::unpack(inside ? load(grad + v) : Vector{}, dy);
+      for (int i = first; i < last; i += kAhead) {
+        const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights + i, last - i, v, inside);
+#pragma unroll
+        for (int a = 0; a < kAhead; a++) {
+          if (batch.row[a] < 0) continue;
+          typename Elements::Floats values, drow;
+          Elements::unpack(batch.piece[a], values);
+          float dot = 0.0f;
+#pragma unroll
+          for (int d = 0; d < Elements::kElements; d++) {
+            drow[d] = batch.weight[a] * dy[d];
+            dot = __fmaf_rn(values[d], dy[d], dot);
+          }
+          if (inside) store_streaming(drows + batch.row[a] * int64_t(vectors) + v, Elements::pack(drow));
+          dot = warp_sum(dot);
+          if (lane == 0) partial[i - first + a][warp] += dot;
+        }
+      }
+    }
+    __syncthreads();
+    for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
+      float sum = 0.0f;
+      for (int w = 0; w < warps; w++) sum += partial[i - first][w];
+      dweights[i] = sum;
+    }
+  }
+  clear_rows(drows, load(expert_offsets + num_experts), num_rows, vectors, token, gridDim.x);
+}
+
+struct Forward {
+  const void* rows;
+  int64_t rows_stride;
+  const void* weights;
+  const int32_t* slot_row;
+  void* y;
+  int64_t tokens, k, dim;
+};
+
+struct Backward {
+  const void* grad;
+  int64_t grad_stride;
+  const void* rows;
+  int64_t rows_stride;
+  const void* weights;
+  const int32_t *slot_row, *expert_offsets;
+  void *drows, *dweights;
+  int64_t tokens, k, num_experts, num_rows, dim;
+};
+
+template <class T, class Vector>
+cudaError_t start(const Forward& c, cudaStream_t stream) {
+  constexpr int kElements = Pack<T, Vector>::kElements;
+  const int64_t vectors = c.dim / kElements;
+  const RowGrid over(c.tokens, vectors);
+  return launch(combine_kernel<T, Vector>, over.grid, over.block, 0, stream, static_cast<const Vector*>(c.rows),
+                c.rows_stride / kElements, static_cast<const float*>(c.weights), c.slot_row,
+                static_cast<Vector*>(c.y), c.tokens, static_cast<int>(c.k), static_cast<int>(vectors));
+}
+
+template <class T, class Vector>
+cudaError_t start(const Backward& c, cudaStream_t stream) {
+  constexpr int kElements = Pack<T, Vector>::kElements;
+  const int64_t vectors = c.dim / kElements;
+  const int warps = (threads_along(vectors) + kWarpSize - 1) / kWarpSize;
+  return launch(combine_bwd_kernel<T, Vector>, dim3(static_cast<unsigned>(c.tokens)), dim3(warps * kWarpSize), 0,
+                stream, static_cast<const Vector*>(c.grad), c.grad_stride / kElements,
+                static_cast<const Vector*>(c.rows), c.rows_stride / kElements, static_cast<const float*>(c.weights),
+                c.slot_row, c.expert_offsets, static_cast<Vector*>(c.drows), static_cast<float*>(c.dweights),
+                static_cast<int>(c.k), static_cast<int>(c.num_experts), c.num_rows, static_cast<int>(vectors));
+}
+
+// 16 bytes at a time where all rows allow, else element by element.
+template <class Call>
+cudaError_t start(int dtype, bool vectors, const Call& call, cudaStream_t stream) {
+  switch (dtype) {
+    case float32: return vectors ? start<float, uint4>(call, stream) : start<float, uint32_t>(call, stream);
+    case bfloat16:
+      return vectors ? start<__nv_bfloat16, uint4>(call, stream) : start<__nv_bfloat16, uint16_t>(call, stream);
+    case float16: return vectors ? start<__half, uint4>(call, stream) : start<__half, uint16_t>(call, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+bool plausible(int64_t tokens, int64_t k, int64_t num_rows, int64_t dim) {
+  return tokens >= 0 && k >= 0 && num_rows >= 0 && dim >= 0 && dim <= kMaxRow;
+}
+
+}  // namespace
+
+cudaError_t combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row,
+                        void* y, int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, cudaStream_t stream) {
+  if (!plausible(tokens, k, num_rows, dim)) return cudaErrorInvalidValue;
+  if (tokens == 0 || dim == 0) return cudaSuccess;
+  const int64_t size = element_size(dtype);
+  const bool vectors = rows_divide(16, dim * size, {rows_stride * size}, {rows, y});
+  return start(dtype, vectors, Forward{rows, rows_stride, weights, slot_row, y, tokens, k, dim}, stream);
+}
+
+cudaError_t combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
+                        const void* weights, const int32_t* /*row_token*/, const int32_t* slot_row,
+                        const int32_t* expert_offsets, const int32_t* /*row_choice*/, void* drows, void* dweights,
+                        int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,
+                        cudaStream_t stream) {
+  if (!plausible(tokens, k, num_rows, dim) || num_experts < 1) return cudaErrorInvalidValue;
+  if (tokens == 0) return cudaSuccess;
+  const int64_t size = element_size(dtype);
+  const bool vectors = rows_divide(16, dim * size, {grad_stride * size, rows_stride * size}, {grad, rows, drows});
+  return start(dtype, vectors,
+               Backward{grad, grad_stride, rows, rows_stride, weights, slot_row, expert_offsets, drows, dweights, tokens,
+                        k, num_experts, num_rows, dim},
+               stream);
+}
+
+}  // namespace moe

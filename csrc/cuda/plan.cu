@@ -1,0 +1,273 @@
+// The routing plan: a segmented rank over (expert, visiting order) in three launches. Requests in visiting order fall
+// into chunks; a request's slot is the number of requests to its expert in earlier chunks, and before it in its own.
+//   plan_count_kernel   counts each chunk's requests to each expert
+//   plan_scan_kernel    turns each expert's counts into sums over the chunks before
+//   plan_rank_kernel    walks the chunks again, counting tile by tile, and hands out rows
+// Nothing is sorted, and the only scratch memory is chunks * E counts. Integers added in any order give the same sum, so
+// atomics count in shared memory; ranks never depend on their order.
+#include <algorithm>
+
+#include "moe/block.cuh"
+#include "moe/launch.cuh"
+#include "moe/vector.cuh"
+#include "ops.h"
+
+namespace moe {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
+constexpr int kPerThread = 4;                    // requests that a thread holds in registers
+constexpr int kTile = kThreads * kPerThread;     // of a block: 256 of them cover 32768 x 8, two for each SM of an H100
+constexpr int kWindow = 1024;                    // experts a block counts: 36 KiB in plan_rank_kernel; more take more blocks
+constexpr uint32_t kNobody = 0xffffffffu;
+
+// Requests by their place in visiting order. Ids outside [0, E) ask for nobody.
+template <class Index>
+struct Requests {
+  const Index* experts;  // (T, K)
+  const int64_t* visit;  // (T) tokens in visiting order, or nullptr: by position
+  uint32_t tokens, k, num_experts;
+  bool by_choice;        // all first choices before all second ones; else all choices of a token before the next one
+  uint32_t total;        // T * K
+  uint32_t chunk;        // requests in one, a multiple of kTile
+
+  __device__ uint32_t first() const { return blockIdx.x * chunk; }
+  __device__ uint32_t end() const { return min(first() + chunk, total); }
+
+  __device__ void find(uint32_t place, uint32_t& token, uint32_t& choice) const {
+    const uint32_t divisor = by_choice ? tokens : k;
+    const uint32_t quotient = place / divisor, rest = place - quotient * divisor;
+    choice = by_choice ? quotient : rest;
+    const uint32_t position = by_choice ? rest : quotient;
+    token = visit ? static_cast<uint32_t>(load(visit + position)) : position;
+  }
+
+  __device__ uint32_t expert(uint32_t place) const {
+    if (place >= total) return kNobody;
+    uint32_t token, choice;
+    find(place, token, choice);
+    const int64_t id = load(experts + (token * k + choice));
+    return static_cast<uint64_t>(id) < num_experts ? static_cast<uint32_t>(id) : kNobody;
+  }
+};
+
+// The experts that this block counts.
+struct Window {
+  uint32_t first, width;
+
+  __device__ explicit Window(uint32_t num_experts)
+      : first(blockIdx.y * kWindow), width(min(num_experts - first, static_cast<uint32_t>(kWindow))) {}
+  __device__ uint32_t place(uint32_t expert) const { return expert - first; }  // not below width: another's expert
+};
+
+// One tile, in registers. Each warp has kPerThread * 32 requests in a row, lane by lane.
+template <class Index>
+struct Tile {
+  uint32_t start;  // of this thread's requests, which lie a warp apart
+  uint32_t expert[kPerThread];
+
+  __device__ Tile(const Requests<Index>& requests, uint32_t tile)
+      : start(tile + threadIdx.x / kWarpSize * (kWarpSize * kPerThread) + threadIdx.x % kWarpSize) {
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++) expert[i] = requests.expert(place(i));
+  }
+  __device__ uint32_t place(int i) const { return start + i * kWarpSize; }
+};
+
+template <class Index>
+__global__ void __launch_bounds__(kThreads) plan_count_kernel(Requests<Index> requests,
+                                                              int32_t* counts) {  // (chunks, E)
+  SHARED(int32_t, count, [kWindow]);
+  const Window window(requests.num_experts);
+  for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) count[e] = 0;
+  __syncthreads();
+  for (uint32_t tile = requests.first(); tile < requests.end(); tile += kTile) {
+    const Tile<Index> mine(requests, tile);
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++) {
+      const uint32_t e = window.place(mine.expert[i]);
+      if (e < window.width) atomicAdd(&count[e], 1);
+    }
+  }
+  __syncthreads();
+  counts += int64_t(blockIdx.x) * requests.num_experts + window.first;
+  for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) counts[e] = count[e];
+}
+
+// A lane takes one expert, a warp a share of the chunks.
+__global__ void __launch_bounds__(kMaxWarps * kWarpSize)
+    plan_scan_kernel(int32_t* counts,     // (chunks, E)
+                     int32_t* requested,  // (E)
+                     int chunks, int num_experts) {
+  SHARED(int32_t, sums, [kMaxWarps][kWarpSize]);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, warps = blockDim.x / kWarpSize;
+  const int expert = blockIdx.x * kWarpSize + lane;
+  const int first = warp * chunks / warps, last = expert < num_experts ? (warp + 1) * chunks / warps : 0;
+  counts += expert;
+  int32_t sum = 0;
+#pragma unroll 8
+  for (int c = first; c < last; c++) sum += counts[int64_t(c) * num_experts];
+  sums[warp][lane] = sum;
+  __syncthreads();
+  int32_t before = 0;
+  for (int w = 0; w < warp; w++) before += sums[w][lane];
+  if (warp == warps - 1 && expert < num_experts) requested[expert] = before + sum;
+#pragma unroll 8
+  for (int c = first; c < last; c++) {
+    int32_t& count = counts[int64_t(c) * num_experts];
+    const int32_t here = count;
+    count = before;
+    before += here;
+  }
+}
+
+struct Rows {
+  int32_t* expert_offsets;   // (E + 1)
+  int32_t* row_token;        // (R)
+  int32_t* row_choice;       // (R)
+  int32_t* slot_row;         // (T, K)
+  const int32_t* requested;  // (E)
+  int32_t* kept;             // (E)
+  int32_t* dropped;          // ()
+  int32_t capacity, rows;    // rows: R
+};
+
+// Each block adds up all E experts for itself, which is less than waiting for another launch; the first block writes
+// what it finds. offset[e] receives the first row of the window's experts. Returns the rows in use.
+__device__ int32_t scan_experts(const Rows& plan, const Window& window, int num_experts, int32_t* offset) {
+  SHARED(Exchange<int>, sums, );
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const bool writes = blockIdx.x == 0 && blockIdx.y == 0;
+  int turn = 0;
+  int32_t used = 0, dropped = 0;
+  for (int start = 0; start < num_experts; start += kThreads) {
+    const int expert = start + threadIdx.x;
+    const int32_t requested = expert < num_experts ? plan.requested[expert] : 0;
+    const int32_t kept = min(requested, plan.capacity);
+    const int32_t to_here = warp_inclusive_sum(kept, lane);
+    const int32_t warp_total = exchange_warp_sums(kept, sums, turn);
+    const int32_t first = used + warp_sum(lane < warp ? warp_total : 0) + to_here - kept;
+    used += warp_sum(warp_total);
+    if (window.place(expert) < window.width) offset[window.place(expert)] = first;
+    if (!writes) continue;
+    dropped += warp_sum(exchange_warp_sums(requested - kept, sums, turn));
+    if (expert >= num_experts) continue;
+    plan.expert_offsets[expert] = first;
+    plan.kept[expert] = kept;
+  }
+  if (writes && threadIdx.x == 0) {
+    plan.expert_offsets[num_experts] = used;
+    *plan.dropped = dropped;
+  }
+  return used;
+}
+
+template <class Index>
+__global__ void __launch_bounds__(kThreads)
+    plan_rank_kernel(Requests<Index> requests, Rows plan,
+                     const int32_t* counts) {  // (chunks, E), requests before a chunk
+  const Window window(requests.num_experts);
+  DYNAMIC_SHARED(int32_t, shared);
+  int32_t* const slots = shared;                               // (kWarps, width) next slot of an expert, for each warp
+  int32_t* const next = shared + kWarps * window.width;        // (width) next slot of an expert, for the tile
+  int32_t* const offset = next + window.width;                 // (width) first row of an expert
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  int32_t* const slot = slots + warp * window.width;
+
+  counts += int64_t(blockIdx.x) * requests.num_experts + window.first;
+  for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) next[e] = counts[e];
+  const int32_t used = scan_experts(plan, window, requests.num_experts, offset);
+  const uint32_t rank = (blockIdx.y * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
+  for (int64_t row = used + int64_t(rank); row < plan.rows; row += int64_t(gridDim.x) * gridDim.y * kThreads) {
+    plan.row_token[row] = plan.row_choice[row] = -1;
+  }
+
+  for (uint32_t tile = requests.first(); tile < requests.end(); tile += kTile) {
+    for (uint32_t e = lane; e < window.width; e += kWarpSize) slot[e] = 0;
+    __syncwarp();
+    const Tile<Index> mine(requests, tile);
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++) {
+      const uint32_t e = window.place(mine.expert[i]);
+      if (e < window.width) atomicAdd(&slot[e], 1);
+    }
+    __syncthreads();
+    for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) {
+      int32_t before = next[e];
+#pragma unroll
+      for (int w = 0; w < kWarps; w++) {
+        int32_t& count = slots[w * window.width + e];
+        const int32_t here = count;
+        count = before;
+        before += here;
+      }
+      next[e] = before;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++) {
+      const uint32_t e = window.place(mine.expert[i]);
+      const bool counted = e < window.width;
+      const uint32_t same = __match_any_sync(kAllLanes, e);
+      const uint32_t earlier = same & ((1u << lane) - 1);
+      const int32_t own = counted ? slot[e] + __popc(earlier) : 0;
+      __syncwarp();
+      if (counted && same >> lane == 1) slot[e] = own + 1;  // the last of its peers
+      __syncwarp();
+      const bool kept = counted && own < plan.capacity, nobody = mine.expert[i] == kNobody && blockIdx.y == 0;
+      if (mine.place(i) >= requests.end() || !(counted || nobody)) continue;
+      uint32_t token, choice;
+      requests.find(mine.place(i), token, choice);
+      const int32_t row = kept ? offset[e] + own : -1;
+      plan.slot_row[token * requests.k + choice] = row;
+      if (!kept) continue;
+      plan.row_token[row] = token;
+      plan.row_choice[row] = choice;
+    }
+  }
+}
+
+template <class Index>
+cudaError_t start(const Requests<Index>& requests, const Rows& plan, int32_t* requested, int32_t* counts, int chunks,
+                  cudaStream_t stream) {
+  const int num_experts = static_cast<int>(requests.num_experts);
+  const dim3 grid(chunks, (num_experts + kWindow - 1) / kWindow);
+  cudaError_t error = launch(plan_count_kernel<Index>, grid, kThreads, 0, stream, requests, counts);
+  if (error != cudaSuccess) return error;
+  error = launch(plan_scan_kernel, (num_experts + kWarpSize - 1) / kWarpSize, std::min(chunks, kMaxWarps) * kWarpSize, 0,
+                 stream, counts, requested, chunks, num_experts);
+  if (error != cudaSuccess) return error;
+  const size_t shared_bytes = sizeof(int32_t) * (kWarps + 2) * std::min(num_experts, kWindow);
+  return launch(plan_rank_kernel<Index>, grid, kThreads, shared_bytes, stream, requests, plan, counts);
+}
+
+constexpr int64_t kMaxIndex = INT32_MAX, kMaxExperts = int64_t(65535) * kWindow;
+
+}  // namespace
+
+cudaError_t make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,
+                          int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row,
+                          int32_t* requested, int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k,
+                          int64_t num_experts, int64_t capacity, int64_t rows, int by_choice, cudaStream_t stream) {
+  if (tokens < 0 || tokens > kMaxIndex || k < 0 || k > kMaxIndex || tokens * k > kMaxIndex) return cudaErrorInvalidValue;
+  if (num_experts < 1 || num_experts > kMaxExperts || capacity < 0 || capacity > kMaxIndex) return cudaErrorInvalidValue;
+  if (rows < 0 || rows > tokens * k || chunks < 1 || chunks > kWindow) return cudaErrorInvalidValue;
+  const Rows plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped,
+                  static_cast<int32_t>(capacity), static_cast<int32_t>(rows)};
+  const int64_t tiles = (tokens * k + kTile - 1) / kTile;
+  const auto run = [&](auto index) {
+    Requests<decltype(index)> requests{};
+    requests.experts = static_cast<const decltype(index)*>(experts);
+    requests.visit = visit;
+    requests.tokens = static_cast<uint32_t>(tokens);
+    requests.k = static_cast<uint32_t>(k);
+    requests.num_experts = static_cast<uint32_t>(num_experts);
+    requests.by_choice = by_choice != 0;
+    requests.total = static_cast<uint32_t>(tokens * k);
+    requests.chunk = static_cast<uint32_t>((tiles + chunks - 1) / chunks * kTile);
+    return start(requests, plan, requested, counts, static_cast<int>(chunks), stream);
+  };
+  return index_size == 8 ? run(int64_t{}) : run(int32_t{});
+}
+
+}  // namespace moe

@@ -1,0 +1,90 @@
+// What dispatch and combine share: rows of any length in the widest pieces that fit, their elements as float32, and a
+// grid of threads laid over them.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <initializer_list>
+
+#include "moe/vector.cuh"
+
+namespace moe {
+
+constexpr int kRowThreads = 256;                // of a block
+constexpr int64_t kMaxRow = int64_t(1) << 30;   // elements: positions in a row, and a block past its end, are ints
+
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float widen(__half value) { return __half2float(value); }
+__device__ __forceinline__ void narrow(float value, float& to) { to = value; }
+__device__ __forceinline__ void narrow(float value, __nv_bfloat16& to) { to = __float2bfloat16(value); }
+__device__ __forceinline__ void narrow(float value, __half& to) { to = __float2half(value); }
+
+// The elements T of a Vector: 16 bytes of them, or a single one.
+template <class T, class Vector>
+struct Pack {
+  static constexpr int kElements = sizeof(Vector) / sizeof(T);
+  using Floats = float[kElements];
+
+  __device__ static void unpack(const Vector& vector, Floats& values) {
+    T elements[kElements];
+    memcpy(static_cast<void*>(elements), &vector, sizeof vector);
+#pragma unroll
+    for (int i = 0; i < kElements; i++) values[i] = widen(elements[i]);
+  }
+
+  __device__ static Vector pack(const Floats& values) {
+    T elements[kElements];
+#pragma unroll
+    for (int i = 0; i < kElements; i++) narrow(values[i], elements[i]);
+    Vector vector;
+    memcpy(&vector, elements, sizeof vector);
+    return vector;
+  }
+};
+
+// Whether rows that start at `pointers`, have `row_bytes` bytes and lie `strides` bytes apart can be taken in pieces of
+// `bytes`.
+inline bool rows_divide(int64_t bytes, int64_t row_bytes, std::initializer_list<int64_t> strides,
+                        std::initializer_list<const void*> pointers) {
+  return row_bytes % bytes == 0 &&
+         std::all_of(strides.begin(), strides.end(), [=](int64_t stride) { return stride % bytes == 0; }) &&
+         std::all_of(pointers.begin(), pointers.end(), [=](const void* each) { return is_aligned(each, bytes); });
+}
+
+// Threads that share a row of `vectors` pieces: at most kRowThreads, and as evenly as whole passes allow. 360 pieces
+// (D = 2880 in bf16) are two passes of 180 threads, not one of 256 and one of 104.
+inline int threads_along(int64_t vectors) {
+  const int64_t passes = std::max<int64_t>(1, (vectors + kRowThreads - 1) / kRowThreads);
+  return static_cast<int>(std::max<int64_t>(1, (vectors + passes - 1) / passes));
+}
+
+// A thread for every piece of every row, as far as a launch can have them: x along a row, y over the rows of a block.
+struct RowGrid {
+  dim3 grid, block;
+
+  RowGrid(int64_t rows, int64_t vectors) {
+    const int along = threads_along(vectors), down = kRowThreads / along;
+    block = dim3(along, down);
+    grid = dim3(static_cast<unsigned>((rows + down - 1) / down),
+                static_cast<unsigned>(std::min<int64_t>((vectors + along - 1) / along, 65535)));
+  }
+};
+
+// Calls each(piece) for the pieces of a row that are this thread's.
+template <class Each>
+__device__ __forceinline__ void for_pieces(int vectors, Each each) {
+  for (int v = blockIdx.y * blockDim.x + threadIdx.x; v < vectors; v += gridDim.y * blockDim.x) each(v);
+}
+
+// Zeros in rows [used, num_rows), of which row `used + rank` and every `ranks`-th from there on is this thread's share.
+// No more than K rows a token, as R <= T * K: the grid that covers the tokens covers them too.
+template <class Vector>
+__device__ __forceinline__ void clear_rows(Vector* rows,  // (R, D)
+                                           int64_t used, int64_t num_rows, int vectors, int64_t rank, int64_t ranks) {
+  for (int64_t row = used + rank; row < num_rows; row += ranks) {
+    for_pieces(vectors, [&](int v) { store_streaming(rows + row * vectors + v, Vector{}); });
+  }
+}
+
+}  // namespace moe
