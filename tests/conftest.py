@@ -52,9 +52,8 @@ TARGETS = [Target(f"cpu-{isa}", "cpu", "cpu") for isa in cpu.module.isas] + [
 
 
 def reason_to_skip(target: Target, op: str = "kwta") -> str | None:
-    if target.backend == "cuda" and target.interpreted:
-        return simt.unavailable()
-    return backends.missing(target.backend, op)
+    unavailable = simt.unavailable() if target.backend == "cuda" and target.interpreted else None
+    return unavailable or backends.missing(target.backend, op)
 
 
 @contextlib.contextmanager
@@ -71,7 +70,7 @@ def running(target: Target) -> Iterator[Target]:
 
 @pytest.fixture(params=TARGETS, ids=lambda target: target.id)
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    reason = reason_to_skip(request.param)
+    reason = reason_to_skip(request.param, getattr(request.module, "OP", "kwta"))  # a test file names its operation
     if reason is not None:
         pytest.skip(f"{request.param.id}: {reason}")
     with running(request.param):

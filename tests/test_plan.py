@@ -1,0 +1,379 @@
+"""The routing plan: the papers' policies by hand, then every backend against the definition, index for index."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import Target, reason_to_skip
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.library import opcheck
+
+import moe_kernels as mk
+from moe_kernels import backends
+
+OP = "make_plan"
+ARRAYS = ("expert_offsets", "row_token", "row_choice", "slot_row", "requested", "kept", "dropped")
+NAN = math.nan
+
+
+def rows_of(plan: mk.RoutingPlan) -> list[list[tuple[int, int]]]:
+    """For every expert the (token, choice) in its rows."""
+    offsets = plan.expert_offsets.tolist()
+    rows = list(zip(plan.row_token.tolist(), plan.row_choice.tolist(), strict=True))
+    return [rows[first:last] for first, last in zip(offsets, offsets[1:], strict=False)]
+
+
+def arrivals(experts, num_experts, capacity, priority, order) -> tuple[list[list[tuple[int, int]]], list[int]]:
+    """The definition as a loop: who is served by whom, in order of arrival, and how many asked."""
+    tokens = range(len(experts))
+    if priority is not None:
+        key = [(math.inf, 1) if math.isnan(p) else (p, 0) for p in priority]  # NaN above +inf
+        tokens = sorted(tokens, key=lambda t: key[t], reverse=True)  # stable: equal ones stay in order
+    k = len(experts[0]) if experts else 0
+    if order == "choice":
+        requests = [(t, c) for c in range(k) for t in tokens]
+    else:
+        requests = [(t, c) for t in tokens for c in range(k)]
+    served, asked = [[] for _ in range(num_experts)], [0] * num_experts
+    for t, c in requests:
+        e = experts[t][c]
+        if e >= 0:
+            if capacity is None or asked[e] < capacity:
+                served[e].append((t, c))
+            asked[e] += 1
+    return served, asked
+
+
+def assert_same(plan: mk.RoutingPlan, expected: mk.RoutingPlan) -> None:
+    for name in ARRAYS:
+        got, want = getattr(plan, name).cpu(), getattr(expected, name).cpu()
+        assert got.dtype == want.dtype == torch.int32
+        assert torch.equal(got, want), name
+
+
+def assert_consistent(plan: mk.RoutingPlan) -> None:
+    """What every plan promises, whatever policy made it."""
+    offsets, used = plan.expert_offsets.tolist(), int(plan.expert_offsets[-1])
+    assert offsets[0] == 0
+    assert plan.kept.tolist() == [last - first for first, last in zip(offsets, offsets[1:], strict=False)]
+    assert int(plan.dropped) == int(plan.requested.sum()) - used
+    assert (plan.row_token[used:] == -1).all()
+    assert (plan.row_choice[used:] == -1).all()
+    assert int((plan.slot_row >= 0).sum()) == used
+    token, choice = plan.row_token[:used].long(), plan.row_choice[:used].long()
+    assert torch.equal(plan.slot_row[token, choice], torch.arange(used, dtype=torch.int32))
+
+
+# --- the papers' policies, by hand ----------------------------------------------------------------------------------
+
+GATES = torch.tensor(
+    [
+        [0.50, 0.30, 0.20],  # token 0: experts 0, 1; max .50, sum .80
+        [0.60, 0.10, 0.30],  # token 1: experts 0, 2; max .60, sum .90
+        [0.48, 0.47, 0.05],  # token 2: experts 0, 1; max .48, sum .95
+        [0.20, 0.70, 0.10],  # token 3: experts 1, 0; max .70, sum .90
+    ]
+)
+
+
+def test_vanilla_and_batch_priority_are_three_results(target):
+    _, experts = mk.topk_gate(GATES.log(), 2, order="softmax_topk", backend="reference")
+    top = GATES.topk(2).values
+    policies = {
+        # Expert 0 is asked by 0, 1, 2 and then by 3; expert 1 by 3, then by 0 and 2; expert 2 by 1 alone.
+        "vanilla": (None, [[(0, 0), (1, 0)], [(3, 0), (0, 1)], [(1, 1)]]),
+        # By maximum 3, 1, 0, 2. Expert 0: 1, 0, 2, then 3. Expert 1: 3, then 0, 2.
+        "max": (top[:, 0], [[(1, 0), (0, 0)], [(3, 0), (0, 1)], [(1, 1)]]),
+        # By sum 2, then 1 and 3 (equal: by position), then 0. Expert 0: 2, 1, 0, then 3. Expert 1: 3, then 2, 0.
+        "sum": (torch.tensor([0.80, 0.90, 0.95, 0.90]), [[(2, 0), (1, 0)], [(3, 0), (2, 1)], [(1, 1)]]),
+    }
+    for priority, served in policies.values():
+        priority = priority if priority is None else priority.to(target.device)
+        plan = mk.make_plan(experts.to(target.device), 3, capacity=2, priority=priority, backend=target.backend)
+        assert rows_of(plan) == served
+        assert plan.requested.tolist() == [4, 3, 1]
+        assert plan.kept.tolist() == [2, 2, 1]
+        assert int(plan.dropped) == 3
+
+
+def test_order_token_lets_an_early_second_choice_win(target):
+    experts = torch.tensor([[0, 1], [1, 0]], device=target.device)
+    by_choice = mk.make_plan(experts, 2, capacity=1, backend=target.backend)
+    by_token = mk.make_plan(experts, 2, capacity=1, order="token", backend=target.backend)
+    assert rows_of(by_choice) == [[(0, 0)], [(1, 0)]]
+    assert rows_of(by_token) == [[(0, 0)], [(0, 1)]]
+
+
+def test_the_docstring_example(target):
+    experts = torch.tensor([[0, 1], [0, 1], [0, 1], [1, 0]], device=target.device)
+    plan = mk.make_plan(experts, 2, capacity=2, backend=target.backend)
+    assert plan.expert_offsets.tolist() == [0, 2, 4]
+    assert plan.row_token.tolist() == [0, 1, 3, 0]
+    assert plan.row_choice.tolist() == [0, 0, 0, 1]
+    assert plan.slot_row.tolist() == [[0, 3], [1, -1], [-1, -1], [2, -1]]
+    assert plan.dropped_share == 0.5
+    assert plan.imbalance == 1.0
+
+
+def test_capacity_rounds_as_v_moe_does():
+    assert mk.expert_capacity(8 * 49, 2, 8, 1.05) == 103  # 102.9
+    assert mk.expert_capacity(8 * 49, 2, 8, 1.05, 4) == 104
+    assert mk.expert_capacity(400, 2, 32, 1.05, 4) == 28  # 26.25 -> 27 -> 28
+    assert mk.expert_capacity(64, 1, 4, 1.0, 4) == 16
+    assert mk.expert_capacity(100, 1, 1, 1.1) == 110  # 110.00000000000001 in binary
+    assert mk.expert_capacity(0, 2, 4, 1.5) == 0
+    assert mk.expert_capacity(10, 1, 3, "0.5") == 2
+    for bad in ((-1, 1, 1, 1.0), (1, 1, 0, 1.0), (1, 1, 1, -0.5), (1, 1, 1, NAN), (1, 1, 1, math.inf), (1, 1, 1, 1, 0)):
+        with pytest.raises(ValueError, match="expert_capacity"):
+            mk.expert_capacity(*bad)
+
+
+def need(target: Target, op: str) -> None:
+    reason = reason_to_skip(target, op)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def test_experts_choose_by_hand(target):
+    need(target, "plan_expert_choice")
+    scores = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.5, 0.8], [0.2, 0.8]], device=target.device)
+    plan, weights = mk.plan_expert_choice(scores, 2, backend=target.backend)
+    assert rows_of(plan) == [[(0, 0), (1, 0)], [(2, 1), (3, 1)]]  # token 1 ties with 2 and is the lower
+    assert torch.equal(weights, torch.tensor([[0.9, 0], [0.5, 0], [0, 0.8], [0, 0.8]], device=target.device))
+    assert plan.requested.tolist() == plan.kept.tolist() == [2, 2]
+
+
+def test_priority_routing_by_hand(target):
+    need(target, "plan_priority")
+    scores = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.8, 0.2]], device=target.device)
+    plan, weights = mk.plan_priority(scores, 2, backend=target.backend)
+    assert rows_of(plan) == [[(1, 0), (3, 0)], [(0, 0), (2, 0)]]  # 1 and 3 take expert 0 before 2 and 0 come to it
+    assert torch.equal(weights, torch.tensor([[0.4], [0.9], [0.3], [0.8]], device=target.device))
+    assert plan.requested.tolist() == [4, 0]
+    plan, weights = mk.plan_priority(scores, 1, backend=target.backend)
+    assert rows_of(plan) == [[(1, 0)], [(0, 0)]]  # 0.4 is the best that expert 1 is offered
+    assert int(plan.dropped) == 2
+    assert weights[2:].tolist() == [[0], [0]]
+
+
+# --- every backend against the definition ---------------------------------------------------------------------------
+
+
+def choices(kind: str, tokens: int, k: int, num_experts: int) -> torch.Tensor:
+    if kind == "one expert":
+        return torch.full((tokens, k), num_experts - 1)
+    if kind == "zipf":
+        return torch.multinomial(1 / torch.arange(1, num_experts + 1) ** 1.2, max(tokens * k, 1), True)[
+            : tokens * k
+        ].view(tokens, k)
+    low = -1 if kind == "some none" else 0
+    return torch.randint(low, max(num_experts // 2, 1) if kind == "half empty" else num_experts, (tokens, k))
+
+
+PRIORITIES = {
+    "none": lambda tokens: None,
+    "distinct": torch.randn,
+    "equal": lambda tokens: torch.zeros(tokens),
+    "few values": lambda tokens: torch.randint(0, 3, (tokens,)).float(),
+    "special": lambda tokens: torch.tensor([NAN, math.inf, -math.inf, 0.0, -0.0, -NAN])[torch.randint(6, (tokens,))],
+}
+SHAPES = [(0, 2, 3), (1, 1, 1), (5, 0, 4), (33, 2, 7), (40, 4, 4), (70, 1, 1), (64, 3, 130)]  # T, K, E
+
+
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "one expert", "half empty", "some none"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_plans_are_the_reference(target, shape, kind):
+    tokens, k, num_experts = shape
+    for index, make in enumerate(PRIORITIES.values()):
+        experts = choices(kind, tokens, k, num_experts).to(torch.int32 if index % 2 else torch.int64)
+        priority = make(tokens)
+        for order in ("choice", "token"):
+            for capacity in (None, 0, 1, 9, 1000) if index == 0 or not target.interpreted else (3,):
+                expected = mk.make_plan(
+                    experts, num_experts, capacity=capacity, priority=priority, order=order, backend="reference"
+                )
+                plan = mk.make_plan(
+                    experts.to(target.device),
+                    num_experts,
+                    capacity=capacity,
+                    priority=None if priority is None else priority.to(target.device),
+                    order=order,
+                    backend=target.backend,
+                )
+                assert_same(plan, expected)
+                bound = tokens * k if capacity is None else min(tokens * k, num_experts * capacity)
+                assert plan.num_rows == bound
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_the_reference_is_the_definition(data):
+    num_experts, k = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3))
+    row = st.lists(st.integers(-1, num_experts - 1), min_size=k, max_size=k)
+    experts = data.draw(st.lists(row, max_size=12))
+    capacity = data.draw(st.none() | st.integers(0, 4))
+    value = st.sampled_from([NAN, math.inf, -math.inf, -1.0, -0.0, 0.0, 2.0])
+    priority = data.draw(st.none() | st.lists(value, min_size=len(experts), max_size=len(experts)))
+    order = data.draw(st.sampled_from(["choice", "token"]))
+    served, asked = arrivals(experts, num_experts, capacity, priority, order)
+    for backend in ("reference", "cpu"):
+        plan = mk.make_plan(
+            torch.tensor(experts, dtype=torch.int64).view(len(experts), k),
+            num_experts,
+            capacity=capacity,
+            priority=None if priority is None else torch.tensor(priority, dtype=torch.float32),
+            order=order,
+            backend=backend,
+        )
+        assert rows_of(plan) == served
+        assert plan.requested.tolist() == asked
+        assert_consistent(plan)
+
+
+def scores_of(kind: str, tokens: int, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
+    if kind == "ties":
+        return torch.randint(-1, 2, (tokens, num_experts)).to(dtype)
+    if kind == "same for all":  # the hardest for priority routing: everybody wants the same order of experts
+        return torch.arange(num_experts).to(dtype).expand(tokens, -1) + torch.arange(tokens)[:, None].to(dtype)
+    if kind == "special":
+        pool = torch.tensor([NAN, math.inf, -math.inf, 0.0, -0.0, 1.0])
+        return pool[torch.randint(6, (tokens, num_experts))].to(dtype)
+    return torch.rand(tokens, num_experts).softmax(-1).to(dtype)
+
+
+@pytest.mark.parametrize("policy", ["plan_expert_choice", "plan_priority"])
+@pytest.mark.parametrize("kind", ["softmax", "ties", "same for all", "special"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_other_policies_are_the_reference(target, policy, kind, dtype):
+    need(target, policy)
+    if dtype == torch.float64 and target.backend != "cpu":
+        pytest.skip("float64 is for the CPU")
+    for tokens, num_experts in ((0, 3), (1, 1), (33, 1), (40, 7), (70, 20)):
+        scores = scores_of(kind, tokens, num_experts, dtype)
+        for capacity in (0, 1, -(-tokens // num_experts), tokens + 3):
+            expected, want = getattr(mk, policy)(scores, capacity, backend="reference")
+            plan, weights = getattr(mk, policy)(scores.to(target.device), capacity, backend=target.backend)
+            assert_same(plan, expected)
+            assert torch.equal(weights.cpu().nan_to_num(7.0), want.nan_to_num(7.0))
+            assert_consistent(expected)
+
+
+def test_priority_routing_balances_exactly():
+    plan, weights = mk.plan_priority(torch.rand(96, 8), 12)
+    assert plan.kept.tolist() == [12] * 8
+    assert int(plan.dropped) == 0
+    assert (weights > 0).all()
+
+
+@pytest.mark.parametrize("policy", ["plan_expert_choice", "plan_priority"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_the_gradient_of_a_policy_goes_to_the_scores_it_used(policy, backend):
+    scores = torch.rand(9, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda s: getattr(mk, policy)(s, 3, backend=backend)[1], (scores,))
+
+
+@pytest.mark.parametrize("num_experts", [1, 64, 1024])
+def test_many_tokens_and_threads(num_experts):
+    experts = torch.randint(-1, num_experts, (20000, 2))
+    priority = torch.rand(20000).bfloat16()  # many equal ones
+    before = torch.get_num_threads()
+    try:
+        for order in ("choice", "token"):
+            expected = mk.make_plan(
+                experts, num_experts, capacity=50, priority=priority, order=order, backend="reference"
+            )
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                assert_same(mk.make_plan(experts, num_experts, capacity=50, priority=priority, order=order), expected)
+        scores = torch.rand(3000, 40)
+        expected, _ = mk.plan_expert_choice(scores, 100, backend="reference")
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert_same(mk.plan_expert_choice(scores, 100)[0], expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- bad ids, bad input ---------------------------------------------------------------------------------------------
+
+
+def test_unknown_experts_are_refused_on_the_cpu_and_no_choice_to_a_kernel(target):
+    experts = torch.tensor([[0, 5], [-2, 1], [2**31 - 1, 1]], device=target.device)
+    if target.device == "cpu":
+        for backend in ("reference", target.backend):
+            with pytest.raises(ValueError, match=r"make_plan: experts must be from -1 \(none\) to 1; got -2 to"):
+                mk.make_plan(experts, 2, backend=backend)
+    arrays = backends.load(target.backend, OP).make_plan_fwd(experts, 2, None, None, "choice")
+    expected = mk.make_plan(torch.tensor([[0, -1], [-1, 1], [-1, 1]]), 2, backend="reference")
+    for got, name in zip(arrays, ARRAYS, strict=True):
+        assert torch.equal(got.cpu(), getattr(expected, name)), name
+
+
+E = torch.tensor([[0, 1], [1, 0]])
+BAD = [
+    (lambda: mk.make_plan(E.float(), 2), TypeError, "experts must have dtype int32, int64; got float32"),
+    (lambda: mk.make_plan(E[0], 2), ValueError, r"experts must be \(T, K\), got shape \(2,\)"),
+    (lambda: mk.make_plan(E, 0), ValueError, "num_experts must be from 1 to"),
+    (lambda: mk.make_plan(E, 2.0), TypeError, "num_experts must be an int"),
+    (lambda: mk.make_plan(E, 2, capacity=-1), ValueError, "capacity must be from 0 to"),
+    (lambda: mk.make_plan(E, 2, capacity=1.5), TypeError, "capacity must be an int, got float"),
+    (lambda: mk.make_plan(E, 2, order="row"), ValueError, "order must be one of 'choice', 'token'; got 'row'"),
+    (lambda: mk.make_plan(E, 2, priority=E[0]), TypeError, "priority must have dtype float32"),
+    (lambda: mk.make_plan(E, 2, priority=torch.rand(3)), ValueError, r"priority must be \(2,\) on cpu"),
+    (lambda: mk.make_plan(E[:1, :1].expand(2**16, 2**15), 2), ValueError, r"T \* K must be at most 2\^31 - 1"),
+    (lambda: mk.plan_expert_choice(E, 2), TypeError, "scores must have dtype"),
+    (lambda: mk.plan_expert_choice(torch.rand(2, 0), 2), ValueError, "at least one expert"),
+    (lambda: mk.plan_expert_choice(torch.rand(2, 2), -2), ValueError, "capacity must be from 0"),
+    (lambda: mk.plan_priority(torch.rand(1, 1).expand(2**16, 2**15), 1), ValueError, r"T \* E must be at most"),
+    (lambda: mk.plan_priority(torch.rand(2), 1), ValueError, r"scores must be \(T, E\)"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), BAD)
+def test_bad_input_is_named(call, error, words):
+    with pytest.raises(error, match=f"^(make_plan|plan_expert_choice|plan_priority): .*{words}"):
+        call()
+
+
+# --- the dense view, torch's tools ----------------------------------------------------------------------------------
+
+
+def test_padded_and_back():
+    plan = mk.make_plan(torch.tensor([[0, 2], [0, -1], [2, 0], [0, 2]]), 4, capacity=3)
+    rows = torch.randn(plan.num_rows, 5, dtype=torch.float64, requires_grad=True)
+    used = int(plan.expert_offsets[-1])
+    padded = plan.to_padded(rows, 3)
+    for e, (first, count) in enumerate(zip(plan.expert_offsets.tolist(), plan.kept.tolist(), strict=False)):
+        assert torch.equal(padded[e, :count], rows[first : first + count])
+        assert not padded[e, count:].any()
+    back = plan.from_padded(padded)
+    assert torch.equal(back[:used], rows[:used])
+    assert not back[used:].any()
+    assert torch.autograd.gradcheck(lambda r: plan.from_padded(plan.to_padded(r, 2)), (rows,))
+    assert plan.to_padded(rows, 0).shape == (4, 0, 5)
+    empty = mk.make_plan(torch.zeros(0, 2, dtype=torch.int32), 3)
+    assert empty.to_padded(torch.zeros(0, 5), 2).shape == (3, 2, 5)
+    with pytest.raises(ValueError, match="to_padded: expected 2 dimensions, the first of size 8; got"):
+        plan.to_padded(rows[:3], 3)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_opcheck(backend):
+    if backends.missing(backend, OP):
+        pytest.skip(str(backends.missing(backend, OP)))
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    ops, experts = torch.ops.moe_kernels, torch.randint(-1, 4, (9, 2), device=device)
+    opcheck(ops.make_plan_fwd.default, (experts, 4, 3, torch.rand(9, device=device), "choice", backend))
+    opcheck(ops.make_plan_fwd.default, (experts.int(), 4, None, None, "token", backend))
+    for policy in ("plan_expert_choice", "plan_priority"):
+        if not backends.missing(backend, policy):
+            opcheck(getattr(ops, f"{policy}_fwd").default, (torch.rand(9, 4, device=device), 3, backend))
+
+
+def test_a_plan_is_a_pytree():
+    plan = mk.make_plan(E, 2)
+    leaves, spec = torch.utils._pytree.tree_flatten(plan)
+    assert_same(torch.utils._pytree.tree_unflatten(leaves, spec), plan)
