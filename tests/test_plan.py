@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -23,7 +24,7 @@ def rows_of(plan: mk.RoutingPlan) -> list[list[tuple[int, int]]]:
     """For every expert the (token, choice) in its rows."""
     offsets = plan.expert_offsets.tolist()
     rows = list(zip(plan.row_token.tolist(), plan.row_choice.tolist(), strict=True))
-    return [rows[first:last] for first, last in zip(offsets, offsets[1:], strict=False)]
+    return [rows[first:last] for first, last in itertools.pairwise(offsets)]
 
 
 def arrivals(experts, num_experts, capacity, priority, order) -> tuple[list[list[tuple[int, int]]], list[int]]:
@@ -58,7 +59,7 @@ def assert_consistent(plan: mk.RoutingPlan) -> None:
     """What every plan promises, whatever policy made it."""
     offsets, used = plan.expert_offsets.tolist(), int(plan.expert_offsets[-1])
     assert offsets[0] == 0
-    assert plan.kept.tolist() == [last - first for first, last in zip(offsets, offsets[1:], strict=False)]
+    assert plan.kept.tolist() == [last - first for first, last in itertools.pairwise(offsets)]
     assert int(plan.dropped) == int(plan.requested.sum()) - used
     assert (plan.row_token[used:] == -1).all()
     assert (plan.row_choice[used:] == -1).all()

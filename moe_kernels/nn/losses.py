@@ -65,8 +65,8 @@ def balance_loss(probs: Tensor, requested: Tensor) -> Tensor:
         probs: (T, E).
         requested: (E), counts, such as RoutingPlan.requested; a constant. All zero gives 0.
 
-    Gradient: to probs through m. Source: Switch Transformer, eq. 4 (weight 0.01 there); GShard, algorithm 1, and V-MoE's
-    "gshard" loss, E^2 mean(f m), are the same number.
+    Gradient: to probs through m. Source: Switch Transformer, eq. 4 (weight 0.01 there); GShard, algorithm 1, and
+    V-MoE's "gshard" loss, E^2 mean(f m), are the same number.
     """
     mean = _wide(probs).mean(dim=0)
     share = requested.to(mean.dtype) / requested.sum().clamp(min=1)

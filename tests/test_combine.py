@@ -1,0 +1,199 @@
+"""Combine: the weighted sum of a token's rows and both gradients against a dense one-hot einsum in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_dispatch import dense, plans
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+import moe_kernels as mk
+from moe_kernels import backends
+
+OP = "combine"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def einsum(rows, weights, one_hot):
+    return torch.einsum("rtk,tk,rd->td", one_hot, weights, rows)
+
+
+def bound(exact, size, dtype, truncates):
+    """One rounding to the dtype, subnormals included, and a few float32 roundings of the sum of magnitudes."""
+    eps = 2.0**-7 if truncates else torch.finfo(dtype).eps
+    subnormal = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    return eps * exact.abs() + 64 * 2.0**-24 * size + subnormal
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", plans())
+def test_sums_and_gradients_are_the_dense_einsum(target, kind, dtype):
+    plan = plans(target.device)[kind]
+    one_hot, used = dense(plan), int(plan.expert_offsets[-1])
+    truncates = target.interpreted and dtype == torch.bfloat16
+    for dim in (0, 1, 40) if target.interpreted else (0, 1, 40, 256, 513):
+        rows = torch.randn(plan.num_rows, dim, device=target.device).to(dtype)
+        weights = torch.randn(plan.num_tokens, plan.num_choices, device=target.device).to(dtype)
+        grad = torch.randn(plan.num_tokens, dim, device=target.device).to(dtype)
+        exact_rows, exact_weights = rows.cpu().double().requires_grad_(), weights.cpu().double().requires_grad_()
+        expected = einsum(exact_rows, exact_weights, one_hot)
+        wanted = torch.autograd.grad(expected, (exact_rows, exact_weights), grad.cpu().double())
+        sizes = (
+            einsum(exact_rows.abs(), exact_weights.abs(), one_hot).detach(),
+            torch.zeros_like(wanted[0]),
+            torch.einsum("rtk,rd,td->tk", one_hot, exact_rows.abs(), grad.cpu().double().abs()).detach(),
+        )
+        rows[used:] = math.nan  # rows not in use and weights of dropped choices must not matter
+        weights = weights.masked_fill(plan.slot_row < 0, math.nan)
+        rows, weights = rows.requires_grad_(), weights.requires_grad_()
+        y = mk.combine(rows, plan, weights, backend=target.backend)
+        drows, dweights = torch.autograd.grad(y, (rows, weights), grad)
+        assert y.dtype == drows.dtype == dweights.dtype == dtype
+        for got, exact, size in zip((y, drows, dweights), (expected.detach(), *wanted), sizes, strict=True):
+            assert ((got.cpu().double() - exact).abs() <= bound(exact, size, dtype, truncates)).all()
+
+
+@pytest.mark.parametrize("kind", plans())
+def test_without_weights_it_is_the_plain_sum(target, kind):
+    plan = plans(target.device)[kind]
+    rows = torch.randn(plan.num_rows, 33, device=target.device, requires_grad=True)
+    ones = torch.ones(plan.slot_row.shape, device=target.device)
+    y = mk.combine(rows, plan, backend=target.backend)
+    torch.testing.assert_close(y, mk.combine(rows, plan, ones, backend="reference"))
+    grad = torch.randn_like(y)
+    (drows,) = torch.autograd.grad(y, rows, grad)
+    assert torch.equal(drows, mk.dispatch(grad, plan, backend="reference"))
+
+
+def test_float32_gates_weigh_bfloat16_rows(target):
+    plan = plans(target.device)["dropped"]
+    rows = torch.randn(plan.num_rows, 40, device=target.device).bfloat16().requires_grad_()
+    weights = torch.rand(plan.slot_row.shape, device=target.device, requires_grad=True)
+    y = mk.combine(rows, plan, weights, backend=target.backend)
+    expected = mk.combine(rows.double(), plan, weights.double(), backend="reference")
+    torch.testing.assert_close(y.double(), expected, rtol=2.0**-7, atol=1e-5)
+    drows, dweights = torch.autograd.grad(y.float().square().sum(), (rows, weights))
+    assert (drows.dtype, dweights.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_twice_the_same_bits(target):
+    plan = plans(target.device)["everything"]
+    rows = torch.randn(plan.num_rows, 40, device=target.device, requires_grad=True)
+    weights = torch.rand(plan.slot_row.shape, device=target.device, requires_grad=True)
+    runs = []
+    for _ in range(2):
+        y = mk.combine(rows, plan, weights, backend=target.backend)
+        runs.append((y, *torch.autograd.grad(y.square().sum(), (rows, weights))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_views_are_read_in_place(target):
+    plan = plans(target.device)["unused rows"]
+    base = torch.randn(plan.num_rows, 50, device=target.device)
+    weights = torch.rand(3, 23, device=target.device).t()
+    for view in (base[:, 3:40], base[:, ::2], base[:1].expand(plan.num_rows, -1)):
+        view, weights = view.detach().requires_grad_(), weights.detach().requires_grad_()
+        results = []
+        for backend in (target.backend, "reference"):
+            y = mk.combine(view, plan, weights, backend=backend)
+            results.append((y, *torch.autograd.grad(y.sum(), (view, weights))))  # a gradient whose strides are zero
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", ["dropped", "unused rows", "expert choice", "no room"])
+def test_derivatives_in_float64(backend, kind):
+    plan = plans()[kind]
+    rows = torch.randn(plan.num_rows, 2, dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(plan.slot_row.shape, dtype=torch.float64, requires_grad=True)
+    args = (rows, weights)
+    assert torch.autograd.gradcheck(lambda r, w: mk.combine(r, plan, w, backend=backend), args)
+    assert torch.autograd.gradgradcheck(lambda r, w: mk.combine(r, plan, w, backend=backend), args)
+    assert torch.autograd.gradgradcheck(lambda r: mk.combine(r**2, plan, backend=backend), (rows,))
+
+
+def test_there_and_back_is_the_sum_of_kept_gates():
+    """combine(dispatch(x)) = x * sum of the weights kept, on 100 random cases, forward and backward, in float64."""
+    for _ in range(100):
+        tokens, k, num_experts = (int(torch.randint(low, 12, ())) for low in (0, 0, 1))
+        experts = torch.randint(-1, num_experts, (tokens, k))
+        capacity = [None, 0, 1, 3, 100][int(torch.randint(5, ()))]
+        plan = mk.make_plan(experts, num_experts, capacity=capacity, backend="cpu")
+        x = torch.randn(tokens, 3, dtype=torch.float64, requires_grad=True)
+        weights = torch.randn(tokens, k, dtype=torch.float64, requires_grad=True)
+        y = mk.combine(mk.dispatch(x, plan, backend="cpu"), plan, weights, backend="cpu")
+        expected = x * (weights * (plan.slot_row >= 0)).sum(1, keepdim=True)
+        torch.testing.assert_close(y, expected)
+        grad = torch.randn_like(y)
+        for got, want in zip(*(torch.autograd.grad(out, (x, weights), grad) for out in (y, expected)), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_results_do_not_depend_on_threads():
+    plan = mk.make_plan(torch.randint(0, 8, (3000, 3)), 8, capacity=900)
+    rows, weights = torch.randn(plan.num_rows, 70, requires_grad=True), torch.rand(3000, 3, requires_grad=True)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            y = mk.combine(rows, plan, weights, backend="cpu")
+            results.append((y, *torch.autograd.grad(y.square().sum(), (rows, weights))))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+def test_a_whole_layer_compiles_forward_and_backward():
+    def layer(x, logits):
+        weights, experts = mk.topk_gate(logits, 2, order="softmax_topk")
+        plan = mk.make_plan(experts, 4, capacity=5, priority=weights[:, 0])
+        return mk.combine(torch.tanh(mk.dispatch(x, plan)), plan, weights), plan.dropped_share
+
+    x, logits = torch.randn(12, 8, requires_grad=True), torch.randn(12, 4, requires_grad=True)
+    expected, dropped = layer(x, logits)
+    # What is at stake is the trace; code for what surrounds the operations takes inductor 15 seconds.
+    got, share = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, logits)
+    torch.testing.assert_close(got, expected)
+    assert share == dropped
+    for a, b in zip(*(torch.autograd.grad(y.square().sum(), (x, logits)) for y in (got, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_opcheck(backend):
+    if backends.missing(backend, OP):
+        pytest.skip(str(backends.missing(backend, OP)))
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    plan = plans(device)["dropped"]
+    rows, grad = torch.randn(plan.num_rows, 8, device=device), torch.randn(23, 8, device=device)
+    weights, ops = torch.rand(23, 3, device=device), torch.ops.moe_kernels
+    opcheck(ops.combine_fwd.default, (rows, weights, plan.slot_row, backend))
+    opcheck(ops.combine_fwd.default, (rows, None, plan.slot_row, backend))
+    arrays = (plan.row_token, plan.slot_row, plan.expert_offsets, plan.row_choice)
+    opcheck(ops.combine_bwd.default, (grad, rows, weights, *arrays, backend))
+
+
+def test_flops_are_counted():
+    plan = plans()["everything"]
+    rows, weights = torch.randn(69, 10, requires_grad=True), torch.rand(23, 3, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        mk.combine(rows, plan, weights, backend="cpu").sum().backward()
+    assert counter.get_total_flops() == (2 + 3) * 69 * 10
+
+
+def test_bad_input_is_named():
+    plan = plans()["dropped"]
+    rows, weights = torch.randn(plan.num_rows, 4), torch.rand(23, 3)
+    for args, error, words in (
+        ((rows[1:], plan), ValueError, "rows must have 20 rows, the rows of the plan"),
+        ((rows[0], plan), ValueError, r"rows must be \(R, D\)"),
+        ((rows, plan, weights[:, :2]), ValueError, r"weights must be \(T, K\) like plan.slot_row, \(23, 3\)"),
+        ((rows, plan, weights[1:]), ValueError, "weights must have 23 rows, the tokens of the plan"),
+        ((rows, plan, weights.long()), TypeError, "weights must have dtype"),
+    ):
+        with pytest.raises(error, match=f"^combine: {words}"):
+            mk.combine(*args)

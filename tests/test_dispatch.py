@@ -1,0 +1,127 @@
+"""Dispatch: rows bit for bit, gradients as the transposed one-hot, on every backend."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import moe_kernels as mk
+from moe_kernels import backends
+
+OP = "dispatch"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def plans(device: str = "cpu") -> dict[str, mk.RoutingPlan]:
+    """Plans with every kind of hole: dropped choices, tokens and experts without rows, rows not in use, no rows."""
+    experts = torch.randint(-1, 5, (23, 3), device=device)
+    scores = torch.rand(23, 5, device=device)
+    on = {"backend": "reference"}
+    return {
+        "everything": mk.make_plan(experts.clamp(min=0), 5, **on),
+        "dropped": mk.make_plan(experts, 5, capacity=4, priority=scores[:, 0], **on),
+        "unused rows": mk.make_plan(torch.where(experts == 2, 1, experts), 5, capacity=20, **on),
+        "one expert": mk.make_plan(torch.full_like(experts[:, :1], 3), 5, capacity=6, **on),
+        "expert choice": mk.plan_expert_choice(scores, 6, **on)[0],
+        "no room": mk.make_plan(experts, 5, capacity=0, **on),
+        "no tokens": mk.make_plan(experts[:0], 5, **on),
+        "no choices": mk.make_plan(experts[:, :0], 5, **on),
+    }
+
+
+def dense(plan: mk.RoutingPlan) -> torch.Tensor:
+    """The plan as a one-hot (R, T, K) in float64."""
+    hot = torch.zeros(plan.num_rows, plan.num_tokens, plan.num_choices, dtype=torch.float64)
+    used = int(plan.expert_offsets[-1])
+    hot[torch.arange(used), plan.row_token[:used].long(), plan.row_choice[:used].long()] = 1
+    return hot
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", plans())
+def test_rows_are_tokens_and_gradients_their_sums(target, kind, dtype):
+    plan = plans(target.device)[kind]
+    for dim in (0, 1, 40, 64) if target.interpreted else (0, 1, 40, 64, 130, 513):
+        x = torch.randn(plan.num_tokens, dim, device=target.device).to(dtype).requires_grad_()
+        rows = mk.dispatch(x, plan, backend=target.backend)
+        assert torch.equal(rows.cpu(), mk.dispatch(x, plan, backend="reference").cpu())
+        grad = torch.randn_like(rows)
+        used = int(plan.expert_offsets[-1])
+        grad[used:] = math.nan  # what stands in rows that are not in use must not matter
+        (dx,) = torch.autograd.grad(rows, x, grad)
+        one_hot = dense(plan).sum(-1)
+        exact = torch.einsum("rt,rd->td", one_hot, grad.cpu().double().nan_to_num(0.0))
+        size = torch.einsum("rt,rd->td", one_hot, grad.cpu().double().nan_to_num(0.0).abs())
+        eps = torch.finfo(dtype).eps if not (target.interpreted and dtype == torch.bfloat16) else 2.0**-7
+        assert dx.dtype == dtype
+        assert ((dx.cpu().double() - exact).abs() <= eps * exact.abs() + 4 * 2.0**-24 * size).all()
+
+
+def test_rows_carry_every_bit_pattern(target):
+    plan = mk.make_plan(torch.tensor([[0], [1], [0]], device=target.device), 2, backend="reference")
+    x = torch.tensor([[math.nan, math.inf], [-0.0, 1e-41], [-math.inf, 3e38]], device=target.device)
+    rows = mk.dispatch(x, plan, backend=target.backend)
+    assert torch.equal(rows.view(torch.int32), x[[0, 2, 1]].view(torch.int32))
+
+
+def test_views_are_read_in_place(target):
+    plan = plans(target.device)["dropped"]
+    base = torch.randn(46, 50, device=target.device)
+    for view in (base[:23, 3:40], base[::2, 1:], base[:, :23].t(), base[:1].expand(23, -1), base[::2, ::2]):
+        view = view.detach().requires_grad_()
+        rows = mk.dispatch(view, plan, backend=target.backend)
+        assert torch.equal(rows, mk.dispatch(view, plan, backend="reference"))
+        (dx,) = torch.autograd.grad(rows.sum(), view)  # a gradient whose strides are zero
+        expected = (plan.slot_row >= 0).sum(1, keepdim=True).float().expand_as(view)
+        assert torch.equal(dx, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", ["dropped", "unused rows", "expert choice", "no room"])
+def test_derivatives_in_float64(backend, kind):
+    plan = plans()[kind]
+    x = torch.randn(23, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: mk.dispatch(x, plan, backend=backend) ** 2, (x,))
+    assert torch.autograd.gradgradcheck(lambda x: mk.dispatch(x, plan, backend=backend) ** 2, (x,))
+
+
+def test_large_outputs_and_threads():
+    experts = torch.randint(0, 8, (4000, 4))
+    plan = mk.make_plan(experts, 8, capacity=1900)
+    x = torch.randn(4000, 512)  # 32 MB of rows: written around the cache
+    expected = mk.dispatch(x, plan, backend="reference")
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(mk.dispatch(x, plan, backend="cpu"), expected)
+            assert torch.equal(mk.dispatch(x[:, 3:], plan, backend="cpu"), expected[:, 3:])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_opcheck(backend):
+    if backends.missing(backend, OP):
+        pytest.skip(str(backends.missing(backend, OP)))
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    plan = plans(device)["dropped"]
+    x = torch.randn(23, 8, device=device)
+    opcheck(
+        torch.ops.moe_kernels.dispatch_fwd.default, (x, plan.row_token, plan.slot_row, plan.expert_offsets, backend)
+    )
+
+
+def test_bad_input_is_named():
+    plan = plans()["dropped"]
+    for x, error, words in (
+        (torch.randn(22, 4), ValueError, r"x must have 23 rows, the tokens of the plan; got shape \(22, 4\)"),
+        (torch.randn(23), ValueError, r"x must be \(T, D\), got shape \(23,\)"),
+        (torch.randn(23, 4).long(), TypeError, "x must have dtype"),
+        (torch.randn(23, 4, device="meta"), ValueError, "x must be on the device of the plan, cpu; got meta"),
+    ):
+        with pytest.raises(error, match=f"^dispatch: {words}"):
+            mk.dispatch(x, plan)

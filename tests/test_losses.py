@@ -1,0 +1,67 @@
+"""Balancing losses: the papers' numbers by hand, limits, gradients."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import pytest
+import torch
+
+import moe_kernels as mk
+from moe_kernels.nn.losses import balance_loss, cv_squared, importance_loss, load_loss, router_z_loss
+
+
+def test_cv_squared():
+    assert cv_squared(torch.tensor([1.0, 3.0])) == 0.25  # variance 1 (of the population), mean 2
+    assert cv_squared(torch.ones(5)) == 0
+    assert cv_squared(torch.tensor([0.0, 0, 0, 8])) == 3
+
+
+def test_importance_is_of_column_sums():
+    assert importance_loss(torch.tensor([[0.9, 0.1], [0.1, 0.9]])) == pytest.approx(0, abs=1e-6)
+    assert importance_loss(torch.tensor([[1.0, 0.0], [0.5, 0.5]])) == 0.25
+
+
+def test_load_is_the_probability_of_being_chosen():
+    logits, noisy, sigma = [[1.0, 0.5, -0.2], [0.3, 0.1, 0.2]], [[0.9, 0.8, -0.1], [0.0, 0.4, 0.3]], 1 / 3
+    threshold = [0.8, 0.3]  # the second largest
+    chance = [[1 - NormalDist().cdf((t - z) / sigma) for z in row] for t, row in zip(threshold, logits, strict=True)]
+    load = [(a + b) / 2 for a, b in zip(*chance, strict=True)]
+    mean = sum(load) / 3
+    expected = sum((v - mean) ** 2 for v in load) / 3 / mean**2
+    assert load_loss(torch.tensor(logits), torch.tensor(noisy), 2, sigma).item() == pytest.approx(expected, rel=1e-5)
+    for k, std in ((0, 1.0), (4, 1.0), (2, 0.0), (2, math.nan)):
+        with pytest.raises(ValueError, match="load_loss"):
+            load_loss(torch.tensor(logits), torch.tensor(noisy), k, std)
+
+
+def test_balance_is_switch_and_gshard():
+    probs = torch.tensor([[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1], [0.5, 0.3, 0.2]])
+    requested = mk.make_plan(probs.argmax(1, keepdim=True), 3).requested
+    share, mean = torch.tensor([0.75, 0.25, 0.0]), probs.mean(0)
+    switch, gshard = 3 * (share * mean).sum(), 9 * (share * mean).mean()
+    torch.testing.assert_close(balance_loss(probs, requested), switch)
+    torch.testing.assert_close(balance_loss(probs, requested), gshard)
+    assert balance_loss(torch.full((4, 4), 0.25), torch.ones(4, dtype=torch.int32)) == 1
+    assert balance_loss(torch.eye(4)[[2, 2]], torch.tensor([0, 0, 9, 0])) == 4
+    assert balance_loss(probs, torch.zeros(3, dtype=torch.int32)) == 0
+
+
+def test_router_z():
+    assert router_z_loss(torch.zeros(3, 8)).item() == pytest.approx(math.log(8) ** 2)
+
+
+def test_half_precision_is_summed_in_float32():
+    probs = torch.rand(5000, 4).softmax(-1).bfloat16()
+    assert importance_loss(probs).dtype == torch.float32
+    torch.testing.assert_close(importance_loss(probs), importance_loss(probs.double()).float(), rtol=1e-3, atol=1e-9)
+
+
+def test_gradients_in_float64():
+    logits = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    noisy = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda z: importance_loss(z.softmax(-1)), (logits,))
+    assert torch.autograd.gradcheck(lambda z, n: load_loss(z, n, 2, 0.25), (logits, noisy))
+    assert torch.autograd.gradcheck(lambda z: balance_loss(z.softmax(-1), torch.tensor([3, 2, 1, 0])), (logits,))
+    assert torch.autograd.gradcheck(router_z_loss, (logits,))

@@ -1,0 +1,181 @@
+"""The top-k gate: choices exactly, weights and gradients within rounding, on every backend."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import Target
+from torch.library import opcheck
+
+import moe_kernels as mk
+from moe_kernels import backends
+
+OP = "topk_gate"
+ORDERS = ("topk_softmax", "softmax_topk")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INF, NAN = math.inf, math.nan
+
+ROWS = {
+    "normal": lambda t, e: torch.randn(t, e),
+    "ties": lambda t, e: torch.randint(-1, 2, (t, e)).float(),
+    "constant": lambda t, e: torch.full((t, e), 0.25),
+    "large": lambda t, e: 100 * torch.randn(t, e),
+    "zeros of both signs": lambda t, e: torch.tensor([0.0, -0.0])[torch.randint(2, (t, e))],
+    "masked": lambda t, e: torch.randn(t, e).masked_fill(torch.rand(t, e) < 0.5, -INF),
+    "special": lambda t, e: torch.tensor([NAN, INF, -INF, 0.0, 1.0])[torch.randint(5, (t, e))],
+}
+
+
+def sizes(target: Target) -> tuple[tuple[int, int], ...]:
+    return ((3, 1), (3, 33)) if target.interpreted else ((0, 5), (3, 1), (5, 32), (9, 33))
+
+
+def gate_and_gradient(logits, k, order, grad, backend):
+    logits = logits.clone().requires_grad_()
+    weights, experts = mk.topk_gate(logits, k, order=order, backend=backend)
+    (dlogits,) = torch.autograd.grad(weights, logits, grad.to(weights.dtype))
+    return weights.detach(), experts, dlogits
+
+
+def assert_near(got, same_dtype, exact, floor: float) -> None:
+    """Off from float64 by at most twice what the reference of the same dtype is, plus the floor."""
+    finite = exact.isfinite()
+    assert torch.equal(got.isfinite(), finite)
+    got, same_dtype, exact = got[finite].double(), same_dtype[finite].double(), exact[finite]
+    if exact.numel():
+        allowed = 2 * (same_dtype - exact).abs().max() + floor
+        assert (got - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ROWS)
+def test_choices_weights_and_gradients(target, kind, dtype, order):
+    # Under Triton's interpreter stores to bfloat16 truncate.
+    floor = 2.0**-7 if target.interpreted and dtype == torch.bfloat16 else 8 * torch.finfo(dtype).eps
+    for tokens, num_experts in sizes(target):
+        logits = ROWS[kind](tokens, num_experts).to(dtype).to(target.device)
+        for k in sorted({1, min(3, num_experts), num_experts}):
+            grad = torch.randn(tokens, k, device=target.device).to(dtype)
+            got = gate_and_gradient(logits, k, order, grad, target.backend)
+            same = gate_and_gradient(logits, k, order, grad, "reference")
+            exact = gate_and_gradient(logits.double(), k, order, grad, "reference")
+            assert got[1].dtype == torch.int32
+            assert torch.equal(got[1], exact[1]), (num_experts, k)
+            assert got[0].dtype == got[2].dtype == dtype
+            assert_near(got[0], same[0], exact[0], floor)  # of weights, at most 1, and of the gradient's terms
+            assert_near(got[2], same[2], exact[2], floor * max(1.0, float(grad.abs().max())) if grad.numel() else floor)
+
+
+def test_by_hand(target):
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]], device=target.device).log()
+    weights, experts = mk.topk_gate(logits, 3, backend=target.backend)
+    assert experts.tolist() == [[1, 3, 2]]  # equal logits: the lower expert first
+    torch.testing.assert_close(weights.cpu(), torch.tensor([[3 / 8, 3 / 8, 2 / 8]]))
+    weights, experts = mk.topk_gate(logits, 3, order="softmax_topk", backend=target.backend)
+    assert experts.tolist() == [[1, 3, 2]]
+    torch.testing.assert_close(weights.cpu(), torch.tensor([[3 / 9, 3 / 9, 2 / 9]]))  # of the whole, not renormalised
+
+
+def test_nan_comes_first_and_shows(target):
+    logits = torch.tensor([[0.0, NAN, INF, NAN]], device=target.device)
+    for order in ORDERS:
+        weights, experts = mk.topk_gate(logits, 3, order=order, backend=target.backend)
+        assert experts.tolist() == [[1, 3, 2]]
+        assert weights.isnan().all()
+
+
+def test_noise_moves_the_choice_and_takes_a_gradient(target):
+    logits = torch.randn(5, 8, device=target.device, requires_grad=True)
+    noise = torch.randn(5, 8, device=target.device, requires_grad=True)
+    for order in ORDERS:
+        weights, experts = mk.topk_gate(logits, 2, order=order, noise=noise, backend=target.backend)
+        expected, chosen = mk.topk_gate(logits + noise, 2, order=order, backend="reference")
+        assert torch.equal(experts, chosen)
+        torch.testing.assert_close(weights, expected)
+        dlogits, dnoise = torch.autograd.grad(weights.square().sum(), (logits, noise))
+        assert torch.equal(dlogits, dnoise)
+        torch.testing.assert_close(dlogits, torch.autograd.grad(expected.square().sum(), logits)[0])
+
+
+def test_no_choice_no_gradient(target):
+    logits = torch.randn(3, 4, device=target.device, requires_grad=True)
+    weights, experts = mk.topk_gate(logits, 0, backend=target.backend)
+    assert weights.shape == experts.shape == (3, 0)
+    assert not torch.autograd.grad(weights.sum(), logits)[0].any()
+
+
+def test_views_are_read_in_place(target):
+    base = torch.randn(6, 20, device=target.device)
+    for view in (base[:, 3:17], base[::2], base.t(), base[:1].expand(4, -1)):
+        for order in ORDERS:
+            view = view.detach().requires_grad_()
+            weights, experts = mk.topk_gate(view, 3, order=order, backend=target.backend)
+            expected, chosen = mk.topk_gate(view, 3, order=order, backend="reference")
+            assert torch.equal(experts, chosen)
+            torch.testing.assert_close(weights, expected)
+            (got,) = torch.autograd.grad(weights.square().sum(), view)
+            torch.testing.assert_close(got, torch.autograd.grad(expected.square().sum(), view)[0])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_derivative_in_float64(backend, order):
+    logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda z: mk.topk_gate(z, 3, order=order, backend=backend)[0], (logits,))
+
+
+def test_many_tokens_many_choices_and_threads():
+    before = torch.get_num_threads()
+    try:
+        for tokens, num_experts, k in (
+            (3000, 64, 2),
+            (3000, 128, 8),
+            (50, 1000, 30),
+            (50, 1024, 300),
+            (50, 1024, 1024),
+        ):
+            logits = torch.randn(tokens, num_experts)
+            expected, chosen = mk.topk_gate(logits, k, backend="reference")
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                weights, experts = mk.topk_gate(logits, k, backend="cpu")
+                assert torch.equal(experts, chosen)
+                torch.testing.assert_close(weights, expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_opcheck(backend):
+    if backends.missing(backend, OP):
+        pytest.skip(str(backends.missing(backend, OP)))
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    ops, logits = torch.ops.moe_kernels, torch.randn(5, 7, device=device).bfloat16()
+    for order in ORDERS:
+        opcheck(ops.topk_gate_fwd.default, (logits, 3, order, backend))
+        weights, experts, log_sum = ops.topk_gate_fwd(logits, 3, order, backend)
+        saved = logits if order == "softmax_topk" else None
+        opcheck(ops.topk_gate_bwd.default, (weights, weights, experts, saved, log_sum, 7, torch.bfloat16, backend))
+
+
+X = torch.randn(2, 5)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: mk.topk_gate(X, 6), ValueError, "k must be from 0 to 5 .* got 6"),
+        (lambda: mk.topk_gate(X, 1.0), TypeError, "k must be an int, got float"),
+        (lambda: mk.topk_gate(X[0], 1), ValueError, r"logits must be \(T, E\), got shape \(5,\)"),
+        (lambda: mk.topk_gate(X.long(), 1), TypeError, "logits must have dtype"),
+        (lambda: mk.topk_gate(X, 1, order="top"), ValueError, "order must be one of 'topk_softmax', 'softmax_topk'"),
+        (lambda: mk.topk_gate(X, 1, noise=X[:1]), ValueError, "noise must have the shape of logits"),
+        (lambda: mk.topk_gate(X, 1, noise=X.half()), TypeError, "noise must have the dtype of logits"),
+    ],
+)
+def test_bad_input_is_named(call, error, words):
+    with pytest.raises(error, match=f"^topk_gate: .*{words}"):
+        call()
