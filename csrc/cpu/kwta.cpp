@@ -95,7 +95,7 @@ class Keys {
       for (int i = 0; i < kWord; ++i) {
         const Key sign = key[i] >> (8 * sizeof(Key) - 1), magnitude = Key((key[i] ^ sign) - sign);
         // Padding and what is not finite count as zero.
-        const Stat size = magnitude < F::inf && magnitude > 0 ? F::decode(magnitude) : Stat(0);
+        const Stat size = magnitude < F::inf ? F::decode(magnitude) : Stat(0);
         sums[i] += sign ? -size : size;
         square_sums[i] += size * size;
       }
@@ -114,7 +114,7 @@ class Keys {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) buffer_[i] = key_of<F>(x_[start + i]);
     // Up to a whole word with keys that never win.
-    std::fill(buffer_ + count, buffer_ + words_of(count) * kWord, std::numeric_limits<Key>::min());
+    std::fill(buffer_ + count, buffer_ + words_of(count) * kWord, Key(-F::inf - 2));
   }
 
   const Key* x_ = nullptr;  // (n,)
@@ -184,7 +184,7 @@ void find(Search<F>* search, int rows, int64_t n, int64_t k, Ties ties, float qu
       const Stat chord = s.bottom + (s.top - s.bottom) * (Stat(s.at_low - k) / Stat(s.at_low - s.at_high));
       s.aim(both ? chord : newton, guided);
       live[left] = r;
-      left += !(hit || s.high - s.low == 1);
+      left += !(hit || s.high == s.low + 1);
     }
     searching = left;
   }

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from . import build as builder
-from .build import KERNELS, PLANTED, Product, Unit, unavailable
+from .build import CPU, KERNELS, PLANTED, Product, Unit, unavailable
 
-__all__ = ["KERNELS", "PLANTED", "Module", "unavailable", "use"]
+__all__ = ["CPU", "KERNELS", "PLANTED", "Module", "unavailable", "use", "use_cpu"]
 
 _SANITIZERS = {
     "ASAN_OPTIONS": "detect_leaks=0:exitcode=66",
@@ -199,16 +199,45 @@ class _Announced:
 
 
 @contextlib.contextmanager
-def use(build: str = "fast", seed: int = 0) -> Iterator[Module]:
-    """Lets backend "cuda" run on CPU tensors, through the executor, inside the block."""
-    from moe_kernels.backends import _native, cuda, reconsider
+def _replaced(backend: Any, module: Module, **attributes: Any) -> Iterator[Module]:
+    """The backend's compiled module is `module`, and its attributes are these, inside the block."""
+    from moe_kernels.backends import _native, reconsider
 
-    module = Module(build, seed)
-    saved = _native.on_pointer, cuda.module, cuda.device_type
-    _native.on_pointer, cuda.module, cuda.device_type = module.announce, _Announced(module), "cpu"
+    attributes["module"] = _Announced(module)
+    saved = {name: getattr(backend, name) for name in attributes}
+    saved_hook, _native.on_pointer = _native.on_pointer, module.announce
+    for name, value in attributes.items():
+        setattr(backend, name, value)
     reconsider()
     try:
         yield module
     finally:
-        _native.on_pointer, cuda.module, cuda.device_type = saved
+        for name, value in saved.items():
+            setattr(backend, name, value)
+        _native.on_pointer = saved_hook
         reconsider()
+
+
+@contextlib.contextmanager
+def use(build: str = "fast", seed: int = 0) -> Iterator[Module]:
+    """Lets backend "cuda" run on CPU tensors, through the executor, inside the block."""
+    from moe_kernels.backends import cuda
+
+    with _replaced(cuda, Module(build, seed), device_type="cpu") as module:
+        yield module
+
+
+class _OfOneIsa(Module):
+    """The CPU kernels of one instruction set: the index that picks one among several is dropped."""
+
+    def _call(self, name: str, types: str, *arguments: float) -> None:
+        super()._call(name, types, *arguments[1:])
+
+
+@contextlib.contextmanager
+def use_cpu(isa: str, build: str = "asan") -> Iterator[Module]:
+    """Backend "cpu" runs that instruction set's kernels under a sanitizer, inside the block."""
+    from moe_kernels.backends import cpu
+
+    with _replaced(cpu, _OfOneIsa(build, unit=CPU[isa])) as module:
+        yield module

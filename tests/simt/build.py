@@ -46,16 +46,32 @@ EXECUTOR_FLAGS = {"fast": ["-O2"], "asan": ["-O2", "-DSIMT_ASAN"], "tsan": ["-O2
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A folder of .cu files, with the ops.h that lists their launchers."""
+    """A folder of .cu files, or of the .cpp files of one instruction set, with the ops.h that lists their launchers."""
 
     folder: Path  # relative to the root
+    isa: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.name}-{self.isa}" if self.isa else self.folder.name
+
+    @property
+    def flags(self) -> list[str]:
+        if not self.isa:
+            return []
+        return [f"-DMOE_ISA={self.isa}", *MARCH[self.isa], "-fopenmp", "-fno-trapping-math", "-fno-math-errno"]
 
     def sources(self) -> list[Path]:
-        return sorted(each.relative_to(ROOT) for each in (ROOT / self.folder).glob("*.cu"))
+        found = (ROOT / self.folder).glob("*.cpp" if self.isa else "*.cu")
+        return sorted(each.relative_to(ROOT) for each in found if each.name != "module.cpp")
 
+
+# As setup.py has them.
+MARCH = {"base": [], "avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
 
 KERNELS = Unit(Path("csrc/cuda"))
 PLANTED = Unit(HERE / "planted")
+CPU = {isa: Unit(Path("csrc/cpu"), isa) for isa in MARCH}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +134,7 @@ def _environment() -> str:
 def _object(unit: Unit, source: Path, flags: list[str]) -> Path:
     includes = [f"-I{each}" for each in (unit.folder, Path("csrc/include"), HERE)]
     system = [flag for each in toolkit.find().include for flag in ("-isystem", str(each))]
-    options = [*COMMON, *flags, *includes]
+    options = [*COMMON, *flags, *unit.flags, *includes]
     key = digest(_environment(), _headers_digest(unit), options, source, (ROOT / source).read_text())
     folder = cache_folder() / "objects"
     target = folder / f"{source.stem}-{key}.o"
@@ -174,12 +190,12 @@ def _build_for_host(unit: Unit, name: str) -> Product:
     with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         objects = list(pool.map(lambda job: _object(unit, *job), jobs))
 
-    folder = cache_folder() / f"{unit.folder.name}-{name}-{digest(*(each.name for each in objects))}"
+    folder = cache_folder() / f"{unit.name}-{name}-{digest(*(each.name for each in objects))}"
     product = Product(folder / "kernels.so" if name == "fast" else None, folder / "replay")
     with lock(folder.with_suffix(".lock")):
         if not folder.exists():
             part = Path(tempfile.mkdtemp(dir=folder.parent, prefix="part-"))
-            link = [compiler() or "", *kernel]
+            link = [compiler() or "", *kernel, *unit.flags]
             run([*link, *map(str, objects), "-o", str(part / "replay")])
             if name == "fast":
                 run([*link, "-shared", *map(str, objects[:-1]), "-o", str(part / "kernels.so")])

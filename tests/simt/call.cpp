@@ -8,6 +8,8 @@
 #include <type_traits>
 #include <utility>
 
+#include <driver_types.h>
+
 #include "ops.h"
 #ifdef SIMT_HOST
 #include "simt.h"
@@ -42,11 +44,16 @@ struct Launcher {
 template <auto function>
 struct Unpack;
 
-template <class... Arguments, cudaError_t (*function)(Arguments...)>
+template <class Result, class... Arguments, Result (*function)(Arguments...)>
 struct Unpack<function> {
   template <size_t... i>
   static cudaError_t apply(const uint64_t* words, std::index_sequence<i...>) {
-    return function(argument<Arguments>(words[i])...);
+    if constexpr (std::is_void_v<Result>) {
+      function(argument<Arguments>(words[i])...);
+      return cudaSuccess;
+    } else {
+      return function(argument<Arguments>(words[i])...);
+    }
   }
   static Launcher launcher() {
     return {[](const uint64_t* words) { return apply(words, std::index_sequence_for<Arguments...>{}); },
@@ -56,8 +63,13 @@ struct Unpack<function> {
 
 const std::map<std::string, Launcher>& launchers() {
   static const std::map<std::string, Launcher> table = {
+#ifdef MOE_ISA  // the CPU kernels of one instruction set
+#define LAUNCHER(name) {#name, Unpack<moe::MOE_ISA::name>::launcher()},
+      MOE_CPU_OPS(LAUNCHER)
+#else
 #define LAUNCHER(name) {#name, Unpack<moe::name>::launcher()},
       MOE_CUDA_OPS(LAUNCHER)
+#endif
 #undef LAUNCHER
   };
   return table;

@@ -1,0 +1,62 @@
+"""The CPU kernels under the address and undefined-behaviour sanitizers: every buffer is allocated to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import simt
+import torch
+
+import moe_kernels as mk
+from moe_kernels.backends import cpu
+
+pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable()))
+
+
+@pytest.fixture
+def sanitized():
+    """The widest instruction set: a build takes half a minute, and the others differ from it in simd.h alone."""
+    with simt.use_cpu(cpu.module.isas[-1]):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_kwta(sanitized, dtype):
+    for rows, n, k in ((1, 1, 1), (3, 31, 7), (2, 33, 32), (17, 100, 50), (1, 16384, 9), (1, 16385, 8000)):
+        x = torch.randint(-4, 4, (rows, n + 3)).to(dtype)[:, :n]  # ties, and rows that do not touch each other
+        x.requires_grad_()
+        for ties in ("index", "strict", "all"):
+            y = mk.kwta(x, k, ties=ties, backend="cpu")
+            expected = mk.kwta(x, k, ties=ties, backend="reference")
+            assert torch.equal(y, expected)
+        grad = torch.randn(rows, n).to(dtype)
+        (dx,) = torch.autograd.grad(mk.kwta(x, k, backend="cpu"), x, grad)
+        mask = mk.kwta_mask(x, k, backend="cpu")
+        assert torch.equal(mask, mk.kwta_mask(x, k, backend="reference"))
+        assert torch.equal(dx, torch.where(mask, grad, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_routing(sanitized, dtype):
+    for tokens, experts, k, dim, capacity in ((1, 1, 1, 1, None), (37, 5, 3, 33, 9), (64, 70, 2, 17, 1)):
+        logits = torch.randn(tokens, experts).to(dtype).requires_grad_()
+        rows = torch.randn(tokens, dim).to(dtype).requires_grad_()
+        weights, chosen = mk.topk_gate(logits, k, backend="cpu")
+        plan = mk.make_plan(chosen, experts, capacity=capacity, priority=weights.detach().amax(1), backend="cpu")
+        same = mk.make_plan(chosen, experts, capacity=capacity, priority=weights.detach().amax(1), backend="reference")
+        assert torch.equal(plan.slot_row, same.slot_row)
+        y = mk.combine(mk.dispatch(rows, plan, backend="cpu"), plan, weights, backend="cpu")
+        expected = mk.combine(mk.dispatch(rows, same, backend="reference"), same, weights, backend="reference")
+        torch.testing.assert_close(y, expected)
+        y.float().square().sum().backward()
+        assert rows.grad.isfinite().all()
+        assert logits.grad.isfinite().all()
+    scores = torch.rand(37, 5).to(dtype)
+    for make in (mk.plan_expert_choice, mk.plan_priority):
+        assert torch.equal(make(scores, 9, backend="cpu")[0].slot_row, make(scores, 9, backend="reference")[0].slot_row)
+
+
+def test_an_overrun_is_caught():
+    x, y = torch.randn(1, 40), torch.empty(1, 39)
+    module = simt.Module("asan", unit=simt.CPU[cpu.module.isas[-1]])
+    with module.buffers(x, y), pytest.raises(RuntimeError, match="heap-buffer-overflow"):
+        module.kwta_fwd(0, x.data_ptr(), 40, 0, 0, y.data_ptr(), 0, 0, 1, 40, 20, 0, 0.0, 1)
