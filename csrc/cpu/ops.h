@@ -9,7 +9,8 @@
 // clang-format off
 #define MOE_CPU_OPS(X) X(kwta_fwd) X(kwta_bwd) \
   X(topk_gate_fwd) X(topk_gate_bwd) X(make_plan_fwd) X(plan_expert_choice_fwd) X(plan_priority_fwd) \
-  X(dispatch_fwd) X(combine_fwd) X(combine_bwd)
+  X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
+  X(sinkhorn_fwd) X(sinkhorn_bwd)
 // clang-format on
 
 #define MOE_DECLARE_CPU_OPS                                                                                         \
@@ -43,7 +44,14 @@
   void combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,         \
                    const void* weights, const int32_t* row_token, const int32_t* slot_row,                          \
                    const int32_t* expert_offsets, const int32_t* row_choice, void* drows, void* dweights,           \
-                   int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim, int threads);
+                   int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim, int threads);      \
+  void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, const double* taus,     \
+                    int64_t iterations, void* p, void* scratch, int64_t scratch_stride, int64_t batch, int64_t n,    \
+                    int threads);                                                                                    \
+  void sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,                 \
+                    const void* scores, int64_t stride_batch, int64_t stride_row, const double* taus,                \
+                    int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride, int64_t batch,         \
+                    int64_t n, int threads);
 
 namespace moe {
 namespace base {

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import python_ref.sinkhorn as reference
-from moe_kernels import backends
+from moe_kernels import backends, library
 from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_square, check_tensor
 
 GRADIENTS = ("unrolled", "implicit")
@@ -82,19 +82,19 @@ def sinkhorn(
     chosen = backends.choose("sinkhorn", backend, scores)
     if chosen == "reference" or iterations == 0:
         return reference.sinkhorn(scores, iterations, tau=tau, gradient=gradient, anneal_from=anneal_from)
-    matrices = scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:])
+    matrices = library.rows(scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:]))
     taus = reference.temperatures(iterations, tau, anneal_from)
     if torch.is_grad_enabled() and scores.requires_grad:
         p = _Sinkhorn.apply(matrices, taus, gradient, chosen)
     else:
-        p = torch.ops.moe_kernels.sinkhorn_fwd(matrices, taus, chosen)
+        p = library.ops.sinkhorn_fwd(matrices, taus, chosen)
     return p.view(scores.shape)
 
 
 class _Sinkhorn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, taus: list[float], gradient: str, backend: str) -> Tensor:
-        p = torch.ops.moe_kernels.sinkhorn_fwd(scores, taus, backend)
+        p = library.ops.sinkhorn_fwd(scores, taus, backend)
         ctx.taus, ctx.implicit, ctx.backend = taus, gradient == "implicit", backend
         if ctx.implicit:
             reference.check_converged(p)
@@ -107,7 +107,7 @@ class _Sinkhorn(torch.autograd.Function):
         (saved,) = ctx.saved_tensors
         if ctx.implicit:
             return reference.implicit_gradient(saved, grad, ctx.taus[-1]).to(saved.dtype), None, None, None
-        return torch.ops.moe_kernels.sinkhorn_bwd(grad, saved, ctx.taus, ctx.backend), None, None, None
+        return library.ops.sinkhorn_bwd(library.rows(grad), saved, ctx.taus, ctx.backend), None, None, None
 
 
 def _temperature(name: str, value: object, low: float) -> float:

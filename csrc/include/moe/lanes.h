@@ -1,0 +1,141 @@
+// Vectors of the translation unit's instruction set, as values: a kernel that is written on them works across matrices, or
+// along a row, with the same code. exp and log in double precision, which no compiler vectorises without a library.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace moe {
+namespace MOE_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+template <class T, int bytes = kVectorBytes>
+struct VecOf {
+  typedef T type __attribute__((vector_size(bytes)));
+};
+template <class T>
+using Vec = typename VecOf<T>::type;
+template <class T>
+constexpr int kLanes = kVectorBytes / int(sizeof(T));
+
+template <class T>
+inline Vec<T> load(const T* from) {
+  Vec<T> v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <class T>
+inline void store(T* to, Vec<T> v) {
+  std::memcpy(to, &v, sizeof v);
+}
+
+template <class T>
+inline Vec<T> broadcast(T x) {
+  return x - Vec<T>{};
+}
+
+// As many elements as a Vec<T> has lanes, from or to memory that holds U.
+template <class T, class U>
+inline Vec<T> load_as(const U* from) {
+  typename VecOf<U, kVectorBytes / sizeof(T) * sizeof(U)>::type v;
+  std::memcpy(&v, from, sizeof v);
+  return __builtin_convertvector(v, Vec<T>);
+}
+
+template <class T, class U>
+inline void store_as(U* to, Vec<T> v) {
+  using Half = typename VecOf<U, kVectorBytes / sizeof(T) * sizeof(U)>::type;
+  const Half narrow = __builtin_convertvector(v, Half);
+  std::memcpy(to, &narrow, sizeof narrow);
+}
+
+template <class V>
+inline V max(V a, V b) {
+  return a > b ? a : b;
+}
+
+template <int step, class V, size_t... lane>
+inline V swapped(V v, std::index_sequence<lane...>) {
+  return __builtin_shufflevector(v, v, int(lane ^ step)...);
+}
+
+// combine over all lanes, in every lane of the result.
+template <class T, int step = kLanes<T> / 2, class Combine>
+inline Vec<T> across(Vec<T> v, Combine combine) {
+  if constexpr (step == 0) {
+    return v;
+  } else {
+    return across<T, step / 2>(combine(v, swapped<step>(v, std::make_index_sequence<kLanes<T>>())), combine);
+  }
+}
+
+// Whether some lane is not below `limit`; a NaN is not.
+inline bool any_from(Vec<double> v, double limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_pd_mask(v, _mm512_set1_pd(limit), _CMP_NLT_UQ) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_pd(_mm256_cmp_pd(v, _mm256_set1_pd(limit), _CMP_NLT_UQ)) != 0;
+#else
+  bool any = false;
+  for (int i = 0; i < kLanes<double>; ++i) any |= !(v[i] < limit);
+  return any;
+#endif
+}
+
+// exp(x) for x <= 709 to 1 unit in the last place or two: x = n log 2 + r, |r| <= log(2) / 2, Taylor to r^12, whose
+// remainder is below 2e-16. Below -708 it is 0; NaN stays NaN.
+inline Vec<double> exp(Vec<double> x) {
+  const Vec<double> bounded = x < -708.0 ? broadcast(-708.0) : x;
+  const Vec<double> shifted = bounded * 1.4426950408889634 + 0x1.8p52;  // the integer nearest, in the low bits
+  const Vec<double> n = shifted - 0x1.8p52;
+  const Vec<double> r = (bounded - n * 0x1.62e42fee00000p-1) - n * 0x1.a39ef35793c76p-33;
+  Vec<double> p = r * (1.0 / 479001600) + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  const Vec<int64_t> power = ((Vec<int64_t>)shifted << 52) + (int64_t(1023) << 52);
+  const Vec<double> y = p * (Vec<double>)power;
+  return x < -708.0 ? Vec<double>{} : y;
+}
+
+// log(x) of positive normal x: x = 2^e m with m in [sqrt(1/2), sqrt(2)), log m = 2 artanh((m - 1) / (m + 1)).
+inline Vec<double> log(Vec<double> x) {
+  const Vec<int64_t> bits = (Vec<int64_t>)x;
+  const Vec<int64_t> e = (bits - 0x3fe6a09e667f3bcd) >> 52;
+  const Vec<double> m = (Vec<double>)(bits - (e << 52)), exponent = __builtin_convertvector(e, Vec<double>);
+  const Vec<double> t = (m - 1.0) / (m + 1.0), t2 = t * t;
+  Vec<double> p = t2 * (1.0 / 21) + 1.0 / 19;
+  p = p * t2 + 1.0 / 17;
+  p = p * t2 + 1.0 / 15;
+  p = p * t2 + 1.0 / 13;
+  p = p * t2 + 1.0 / 11;
+  p = p * t2 + 1.0 / 9;
+  p = p * t2 + 1.0 / 7;
+  p = p * t2 + 1.0 / 5;
+  p = p * t2 + 1.0 / 3;
+  return exponent * 0x1.62e42fee00000p-1 + (2.0 * t + (2.0 * t * t2 * p + exponent * 0x1.a39ef35793c76p-33));
+}
+
+}  // namespace MOE_ISA
+}  // namespace moe
