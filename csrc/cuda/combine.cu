@@ -182,7 +182,7 @@ cudaError_t start(int dtype, bool vectors, const Call& call, cudaStream_t stream
 }
 
 bool plausible(int64_t tokens, int64_t k, int64_t num_rows, int64_t dim) {
-  return tokens >= 0 && k >= 0 && num_rows >= 0 && dim >= 0 && dim <= kMaxRow;
+  return tokens >= 0 && tokens <= INT32_MAX && k >= 0 && num_rows >= 0 && dim >= 0 && dim <= kMaxRow;
 }
 
 }  // namespace

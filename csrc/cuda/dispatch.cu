@@ -47,7 +47,8 @@ cudaError_t start(int element_size, const void* x, int64_t x_stride, const int32
 cudaError_t dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32_t* /*row_token*/,
                          const int32_t* slot_row, const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k,
                          int64_t num_experts, int64_t num_rows, int64_t dim, cudaStream_t stream) {
-  if (tokens < 0 || k < 0 || num_experts < 1 || num_rows < 0 || dim < 0 || dim > kMaxRow) return cudaErrorInvalidValue;
+  if (tokens < 0 || tokens > INT32_MAX || k < 0 || num_experts < 1 || num_rows < 0) return cudaErrorInvalidValue;
+  if (dim < 0 || dim > kMaxRow) return cudaErrorInvalidValue;
   if (element_size != 2 && element_size != 4) return cudaErrorInvalidValue;
   if (num_rows == 0 || dim == 0) return cudaSuccess;
   const auto divides = [&](int64_t bytes) {

@@ -18,7 +18,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kPerThread = 4;                    // requests that a thread holds in registers
 constexpr int kTile = kThreads * kPerThread;     // of a block: 256 of them cover 32768 x 8, two for each SM of an H100
-constexpr int kWindow = 1024;                    // experts a block counts: 36 KiB in plan_rank_kernel; more take more blocks
+constexpr int kWindow = 1024;                    // experts a block counts, 40 KiB in plan_rank_kernel; more take more blocks
 constexpr uint32_t kNobody = 0xffffffffu;
 
 // Requests by their place in visiting order. Ids outside [0, E) ask for nobody.
@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(kThreads)
   counts += int64_t(blockIdx.x) * requests.num_experts + window.first;
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) next[e] = counts[e];
   const int32_t used = scan_experts(plan, window, requests.num_experts, offset);
-  const uint32_t rank = (blockIdx.y * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
-  for (int64_t row = used + int64_t(rank); row < plan.rows; row += int64_t(gridDim.x) * gridDim.y * kThreads) {
+  const int64_t block = int64_t(blockIdx.y) * gridDim.x + blockIdx.x, blocks = int64_t(gridDim.x) * gridDim.y;
+  for (int64_t row = used + block * kThreads + threadIdx.x; row < plan.rows; row += blocks * kThreads) {
     plan.row_token[row] = plan.row_choice[row] = -1;
   }
 
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads)
       if (counted && same >> lane == 1) slot[e] = own + 1;  // the last of its peers
       __syncwarp();
       const bool kept = counted && own < plan.capacity, nobody = mine.expert[i] == kNobody && blockIdx.y == 0;
-      if (mine.place(i) >= requests.end() || !(counted || nobody)) continue;
+      if (mine.place(i) >= requests.total || !(counted || nobody)) continue;
       uint32_t token, choice;
       requests.find(mine.place(i), token, choice);
       const int32_t row = kept ? offset[e] + own : -1;
