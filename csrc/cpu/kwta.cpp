@@ -3,12 +3,16 @@
 // A row becomes integer keys that order as its values do, held in cache, and its threshold is found by counting the keys
 // above a trial value: nothing is sorted and nothing is moved. The first trial comes from the row's mean and variance (a
 // normal row needs 3 to 5 counts); key bisection bounds the worst row at about 40.
+//
+// Up to 32 rows are searched together. Each round counts every row that is still searching, then aims all of them anew in
+// vectors with one lane a row: for a row of 100 floats that takes 25 cycles in all, where row after row it took 130.
 
 #include "ops.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
 #include "moe/formats.h"
 #include "moe/simd.h"
@@ -19,9 +23,9 @@ namespace {
 
 constexpr int64_t kResident = 16384;  // keys of a row kept in cache; a longer row is read again for every count
 constexpr int64_t kChunk = 4096;      // keys of a longer row at a time
-constexpr int64_t kBlock = 16;        // rows searched together
+constexpr int kRows = 32;             // rows searched together at most: a bit a row
 constexpr int64_t kSampledWords = 16;  // of a row, for its mean and variance
-constexpr int kTrials = 8;            // guesses from the shape of the row before plain bisection
+constexpr int kTrials = 8;            // rounds that guess from the shape of the row, before plain bisection
 
 enum class Ties : int { index = 0, strict = 1, all = 2 };
 
@@ -32,12 +36,26 @@ struct Winners {
   int64_t ties;
 };
 
-// How many keys are at or above a trial, a key from it up to the next one of the row, and likewise below it.
+// How many keys are at or above a trial, and a key from it to the nearest one of the row on the side of the threshold: at
+// or above the trial if more than k are, else below it.
 template <class Key>
 struct Count {
   int64_t count;
-  Key next, previous;
+  Key nearest;
 };
+
+// The least key ^ flip at or above `from`. A function of its own, since a reduction into a captured variable does not
+// always vectorise.
+template <class Key>
+Key least_from(const Key* key, int64_t n, Key from, Key flip) {
+  Key least = std::numeric_limits<Key>::max();
+#pragma omp simd reduction(min : least)
+  for (int64_t i = 0; i < n; ++i) {
+    const Key flipped = key[i] ^ flip;
+    least = std::min(least, flipped >= from ? flipped : std::numeric_limits<Key>::max());
+  }
+  return least;
+}
 
 // The keys of one row, in cache; a row longer than that is read again for every pass.
 template <class F>
@@ -56,65 +74,67 @@ class Keys {
   // Calls pass(first element, keys, how many up to a whole word) for each span of the row.
   template <class Pass>
   void each(Pass pass) const {
+    if (n_ <= kResident) return pass(int64_t(0), buffer_, words_of(n_) * kWord);
     for (int64_t start = 0; start < n_; start += span(n_)) {
-      if (n_ > kResident) load(start);
+      load(start);
       pass(start, buffer_, words_of(std::min(span(n_), n_ - start)) * kWord);
     }
   }
 
-  // How many keys are at or above t.
-  Count<Key> count(Key t) const {
+  // Nearest is a key that may not be in the row.
+  Count<Key> count(Key t, int64_t k) const {
     int64_t count = 0;
-    each([&](int64_t, const Key* key, int64_t m) { count += MOE_ISA::count_greater(key, m, Key(t - 1)); });
-    return {count, t, Key(t - 1)};
+    each([&](int64_t, const Key* key, int64_t m) { count += count_greater(key, m, Key(t - 1)); });
+    return {count, Key(count > k ? t : t - 1)};
   }
 
-  // The same, with the nearest keys that the row really has: this ends the search where many keys are equal.
-  Count<Key> count_and_snap(Key t) const {
-    int64_t count = 0;
-    Key next = std::numeric_limits<Key>::max(), previous = std::numeric_limits<Key>::min();
-    each([&](int64_t, const Key* key, int64_t m) {
-#pragma omp simd reduction(min : next) reduction(max : previous) reduction(+ : count)
-      for (int64_t i = 0; i < m; ++i) {
-        const bool above = key[i] >= t;
-        count += above;
-        next = std::min(next, above ? key[i] : std::numeric_limits<Key>::max());
-        previous = std::max(previous, above ? std::numeric_limits<Key>::min() : key[i]);
-      }
-    });
-    return {count, next, previous};
+  // With the nearest key that the row really has: this ends the search where many keys are equal.
+  Count<Key> count_and_snap(Key t, int64_t k) const {
+    const Count<Key> plain = count(t, k);
+    // Flipped, keys below the trial are at or above another one: the nearest is the least on either side.
+    const Key flip = plain.count > k ? 0 : -1, from = plain.nearest ^ flip;
+    Key least = std::numeric_limits<Key>::max();
+    each([&](int64_t, const Key* key, int64_t m) { least = std::min(least, least_from(key, m, from, flip)); });
+    return {plain.count, Key(least ^ flip)};
   }
 
-  // Mean and standard deviation of the finite values; only a seed, so float will do.
-  void moments(Stat* mean, Stat* deviation) const {
-    const int64_t words = words_of(std::min(n_, span(n_))), skip = std::max(words / kSampledWords, int64_t(1));
-    Stat sums[kWord] = {}, square_sums[kWord] = {};  // one a lane: no horizontal sum until the end
-    for (int64_t word = 0; word < words; word += skip) {
+  // Sums of the finite values and of their squares, of so many elements as returned: they only seed the search, so float
+  // and a sample of whole words will do.
+  int64_t moments(Stat* sum, Stat* square_sum) const {
+    const int64_t words = std::max(std::min(n_, span(n_)) / kWord, int64_t(1));
+    const int64_t skip = std::max(words / kSampledWords, int64_t(1));
+    Stat sums[kWord] = {}, squares[kWord] = {};  // one a lane: no horizontal sum until the end
+    int64_t seen = 0;
+    for (int64_t word = 0; word < words; word += skip, seen += kWord) {
       const Key* key = buffer_ + word * kWord;
 #pragma omp simd
       for (int i = 0; i < kWord; ++i) {
-        const Key sign = key[i] >> (8 * sizeof(Key) - 1), magnitude = Key((key[i] ^ sign) - sign);
-        // Padding and what is not finite count as zero.
-        const Stat size = magnitude < F::inf ? F::decode(magnitude) : Stat(0);
-        sums[i] += sign ? -size : size;
-        square_sums[i] += size * size;
+        const Stat value = finite_or_zero<F>(key[i]);
+        sums[i] += value;
+        squares[i] += value * value;
       }
     }
-    Stat sum = 0, squares = 0;
-#pragma omp simd reduction(+ : sum, squares)
-    for (int i = 0; i < kWord; ++i) sum += sums[i], squares += square_sums[i];
-    const Stat seen = Stat(std::min(n_, (words + skip - 1) / skip * kWord));
-    *mean = sum / seen;
-    *deviation = std::sqrt(std::max(squares / seen - *mean * *mean, Stat(0)));
+    *sum = sum_of(sums);
+    *square_sum = sum_of(squares);
+    return std::min(n_, seen);
   }
 
  private:
   void load(int64_t start) const {
-    const int64_t count = std::min(span(n_), n_ - start);
+    const Key* x = x_ + start;
+    const int64_t count = std::min(span(n_), n_ - start), whole = count / kWord * kWord;
+    if (whole < count) std::fill_n(buffer_ + whole, kWord, std::numeric_limits<Key>::min());  // never win
+    const auto convert = [&](int64_t from, int64_t m) {
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) buffer_[i] = key_of<F>(x_[start + i]);
-    // Up to a whole word with keys that never win.
-    std::fill(buffer_ + count, buffer_ + words_of(count) * kWord, Key(-F::inf - 2));
+      for (int64_t i = from; i < from + m; ++i) buffer_[i] = key_of<F>(x[i]);
+    };
+    convert(0, whole);
+    // The end as a whole word that overlaps the one before it: up to 31 elements one by one take as long as all others.
+    if (whole < count && whole > 0) {
+      convert(count - kWord, kWord);
+    } else {
+      convert(whole, count - whole);
+    }
   }
 
   const Key* x_ = nullptr;  // (n,)
@@ -122,73 +142,92 @@ class Keys {
   Key* buffer_ = nullptr;  // (span(n),)
 };
 
-// The search for one row's threshold. More than k keys are at or above `low`, fewer than k at or above `high`.
-template <class F>
-struct Search {
+// The search for the thresholds of up to kRows rows, one lane a row. More than k keys of a row are at or above its `low`,
+// at most k are at or above its `high`, and it is done when these are neighbours. A count of exactly k makes them so.
+template <class F, class Int>
+class Search {
+ public:
   using Key = typename F::Key;
   using Stat = typename F::Wide;
+  using Unsigned = std::make_unsigned_t<Int>;
 
-  Keys<F> keys;
-  Key low, high, trial;
-  int64_t at_low, at_high;
-  Stat bottom, top, deviation;  // values of low and high, spread of the row
-
-  void aim(Stat guess, bool guided) {
-    const Key middle = Key(low + (uint64_t(high) - uint64_t(low)) / 2);
-    const Key near = std::clamp(key_near<F>(guess), Key(low + 1), Key(high - 1));
-    trial = guided && std::abs(guess) < std::numeric_limits<Stat>::max() ? near : middle;
+  void run(const Keys<F>* keys, int rows, int64_t n, int64_t k, Stat quantile) {
+    n_ = Int(n), k_ = Int(k);
+    if (k == 0 || k == n) {
+      for (int r = 0; r < rows; ++r) low_[r] = k == 0 ? F::inf + 1 : -F::inf - 1, at_high_[r] = k_;
+      return;
+    }
+    start(keys, rows, quantile);
+    for (int round = 1; uint32_t live = greater(live_, Int(0)); ++round) {
+      const bool guided = round < kTrials;
+      for (; live; live &= live - 1) {
+        const int r = __builtin_ctz(live);
+        const Key trial = Key(trial_[r]);
+        const Count<Key> count = guided ? keys[r].count(trial, k) : keys[r].count_and_snap(trial, k);
+        count_[r] = Int(count.count), nearest_[r] = count.nearest;
+      }
+      update(guided);
+    }
   }
+
+  Winners<F> winners(int r, Ties ties) const {
+    const bool hit = at_high_[r] == k_;
+    return {Key(ties == Ties::all && !hit ? low_[r] - 1 : low_[r]), ties == Ties::index ? k_ - at_high_[r] : 0};
+  }
+
+ private:
+  void start(const Keys<F>* keys, int rows, Stat quantile) {
+    int64_t seen = 1;
+    for (int r = 0; r < rows; ++r) seen = keys[r].moments(&bottom_[r], &top_[r]);
+    const Stat share = 1 / Stat(seen);
+    // By how much one key too many moves the threshold of a normal row, in standard deviations.
+    const Stat step = std::sqrt(Stat(2 * 3.14159265)) * std::exp(Stat(0.5) * quantile * quantile) / Stat(n_);
+#pragma omp simd
+    for (int r = 0; r < kRows; ++r) {
+      const bool used = r < rows;
+      const Stat mean = used ? bottom_[r] * share : Stat(0), square = used ? top_[r] * share : Stat(0);
+      const Stat deviation = std::sqrt(std::max(square - mean * mean, Stat(0)));
+      low_[r] = used ? -F::inf - 1 : 0, high_[r] = used ? F::inf + 2 : 1;
+      at_low_[r] = n_, at_high_[r] = 0, count_[r] = 0, nearest_[r] = 0;
+      slope_[r] = deviation * step;
+      aim(r, mean + quantile * deviation, true);
+    }
+  }
+
+  // What the counts say of low and high. Of a row that is done, nothing changes.
+  void update(bool guided) {
+    const Int n = n_, k = k_;
+#pragma omp simd
+    for (int r = 0; r < kRows; ++r) {
+      const Int count = count_[r];
+      const bool live = live_[r] != 0, many = live && count > k, few = live && count <= k;
+      const Stat here = value_of<F>(Key(trial_[r]));
+      low_[r] = live && count >= k ? nearest_[r] : low_[r];
+      high_[r] = few ? nearest_[r] + 1 : high_[r];
+      const Int at_low = many ? count : at_low_[r], at_high = few ? count : at_high_[r];
+      const Stat bottom = many ? here : bottom_[r], top = few ? here : top_[r];
+      at_low_[r] = at_low, at_high_[r] = at_high, bottom_[r] = bottom, top_[r] = top;
+      const Stat newton = here + Stat(count - k) * slope_[r];
+      const Stat chord = bottom + (top - bottom) * (Stat(at_low - k) / Stat(at_low - at_high));
+      aim(r, at_low < n && at_high > 0 ? chord : newton, guided);
+    }
+  }
+
+  void aim(int r, Stat guess, bool guided) {
+    const Int low = low_[r], high = high_[r];
+    const Unsigned apart = Unsigned(high) - Unsigned(low);
+    const Int middle = Int(low + Int(apart / 2));
+    const Int near = std::min(std::max(Int(key_near<F>(guess)), Int(low + 1)), Int(high - 1));
+    trial_[r] = guided && std::abs(guess) < std::numeric_limits<Stat>::max() ? near : middle;
+    live_[r] = apart > 1;
+  }
+
+  Int n_, k_;
+  alignas(64) Int low_[kRows], high_[kRows], trial_[kRows], at_low_[kRows], at_high_[kRows];
+  Int live_[kRows], count_[kRows], nearest_[kRows];
+  Stat bottom_[kRows], top_[kRows];  // values of low and high; sums of the row before the first round
+  Stat slope_[kRows];                // of the threshold, per key too many
 };
-
-// Thresholds of `rows` rows at once: each round counts every row that is still searching, so that the counts of
-// different rows overlap and no row waits for the result of its own.
-template <class F>
-void find(Search<F>* search, int rows, int64_t n, int64_t k, Ties ties, float quantile, Winners<F>* winners) {
-  using Key = typename F::Key;
-  using Stat = typename F::Wide;
-  if (k == 0 || k == n) {
-    for (int r = 0; r < rows; ++r) winners[r] = {Key(k == 0 ? F::inf + 1 : -F::inf - 1), 0};
-    return;
-  }
-  // By how much one key too many moves the threshold of a normal row, in standard deviations.
-  const Stat step = std::sqrt(2 * 3.14159265f) * std::exp(0.5f * quantile * quantile) / n;
-  int live[kBlock], searching = rows;
-  for (int r = 0; r < rows; ++r) {
-    Search<F>& s = search[r];
-    live[r] = r, s.low = -F::inf - 1, s.high = F::inf + 2, s.at_low = n, s.at_high = 0, s.bottom = s.top = 0;
-    Stat mean;
-    s.keys.moments(&mean, &s.deviation);
-    s.aim(mean + quantile * s.deviation, true);
-  }
-  for (int round = 1; searching > 0; ++round) {
-    const bool guided = round < kTrials;
-    Count<Key> counts[kBlock];
-    for (int i = 0; i < searching; ++i) {
-      const Search<F>& s = search[live[i]];
-      counts[i] = guided ? s.keys.count(s.trial) : s.keys.count_and_snap(s.trial);
-    }
-    int left = 0;
-    for (int i = 0; i < searching; ++i) {
-      const int r = live[i];
-      Search<F>& s = search[r];
-      const int64_t count = counts[i].count;
-      const bool many = count > k;
-      const Stat here = value_of<F>(s.trial);
-      s.low = many ? counts[i].next : s.low, s.at_low = many ? count : s.at_low, s.bottom = many ? here : s.bottom;
-      s.high = many ? s.high : Key(counts[i].previous + 1), s.at_high = many ? s.at_high : count, s.top = many ? s.top : here;
-      const bool hit = count == k;
-      const Key tied = ties == Ties::all ? Key(s.low - 1) : s.low;
-      winners[r] = {hit ? Key(s.trial - 1) : tied, hit || ties != Ties::index ? 0 : k - s.at_high};
-      const bool both = s.at_low < n && s.at_high > 0;
-      const Stat newton = here + Stat(count - k) * s.deviation * step;
-      const Stat chord = s.bottom + (s.top - s.bottom) * (Stat(s.at_low - k) / Stat(s.at_low - s.at_high));
-      s.aim(both ? chord : newton, guided);
-      live[left] = r;
-      left += !(hit || s.high == s.low + 1);
-    }
-    searching = left;
-  }
-}
 
 // Calls put(word index, mask word) from left to right.
 template <class F, class Put>
@@ -222,27 +261,27 @@ struct Call {
   int threads;
 };
 
-template <class F>
+template <class F, class Int>
 void forward(const Call& c) {
   using Key = typename F::Key;
   const auto* x = static_cast<const Key*>(c.x);
   const auto* values = static_cast<const Key*>(c.values);
   auto* y = static_cast<Key*>(c.y);
   const int64_t span = Keys<F>::span(c.n);
-  const int64_t block = std::clamp<int64_t>(kResident / std::max<int64_t>(span, 1), 1, kBlock);
+  const int64_t block = std::clamp<int64_t>(kResident / std::max<int64_t>(span, 1), 1, kRows);
 #pragma omp parallel num_threads(c.threads)
   {
     alignas(64) Key buffer[kResident];
-    Search<F> search[kBlock];
-    Winners<F> winners[kBlock];
+    Keys<F> keys[kRows];
+    Search<F, Int> search;
 #pragma omp for schedule(static)
     for (int64_t first = 0; first < c.rows; first += block) {
       const int rows = int(std::min(block, c.rows - first));
-      for (int r = 0; r < rows; ++r) search[r].keys = Keys<F>(x + (first + r) * c.x_stride, c.n, buffer + r * span);
-      find(search, rows, c.n, c.k, c.ties, c.quantile, winners);
+      for (int r = 0; r < rows; ++r) keys[r] = Keys<F>(x + (first + r) * c.x_stride, c.n, buffer + r * span);
+      search.run(keys, rows, c.n, c.k, c.quantile);
       for (int r = 0; r < rows; ++r) {
         const int64_t row = first + r;
-        select(search[r].keys, winners[r], [&](int64_t w, uint32_t word) {
+        select(keys[r], search.winners(r, c.ties), [&](int64_t w, uint32_t word) {
           const int64_t i = w * kWord, count = std::min(kWord, c.n - i);
           if (y) keep(y + row * c.n + i, values + row * c.values_stride + i, word, count);
           if (c.bits) c.bits[row * words_of(c.n) + w] = int32_t(word);
@@ -270,7 +309,14 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
               uint8_t* mask, int64_t rows, int64_t n, int64_t k, int ties, float quantile, int threads) {
   const Call call{x,    x_stride, values ? values : x, values ? values_stride : x_stride, y, bits, mask, rows, n, k,
                   Ties(ties), quantile, threads};
-  with_format(dtype, [&](auto format) { forward<decltype(format)>(call); });
+  with_format(dtype, [&](auto format) {
+    using F = decltype(format);
+    // The integers of the search are as wide as its floats, so that they share vectors, unless a count may not fit.
+    if constexpr (sizeof(typename F::Wide) == 4) {
+      if (n <= std::numeric_limits<int32_t>::max()) return forward<F, int32_t>(call);
+    }
+    forward<F, int64_t>(call);
+  });
 }
 
 void kwta_bwd(int element_size, const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, int64_t n,

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "moe/dtypes.h"
 
@@ -96,8 +97,19 @@ inline typename F::Key key_of(typename F::Key bits) {
 template <class F>
 inline typename F::Wide value_of(typename F::Key key) {
   using Key = typename F::Key;
+  using Bits = std::conditional_t<sizeof(typename F::Wide) == 8, int64_t, int32_t>;
   const Key sign = key >> (8 * sizeof(Key) - 1);
-  return std::copysign(F::decode(Key((key ^ sign) - sign)), typename F::Wide(key));
+  const Bits size = bits_as<Bits>(F::decode(Key((key ^ sign) - sign)));
+  return bits_as<typename F::Wide>(Bits(size | (Bits(sign) & std::numeric_limits<Bits>::min())));
+}
+
+// The value of a key, or zero where that is not finite. (Unsigned, so that the key next to no value, the least, is not.)
+template <class F>
+inline typename F::Wide finite_or_zero(typename F::Key key) {
+  using Key = typename F::Key;
+  using Unsigned = std::make_unsigned_t<Key>;
+  const Key sign = key >> (8 * sizeof(Key) - 1), magnitude = Key((key ^ sign) - sign);
+  return Unsigned(magnitude) < Unsigned(F::inf) ? value_of<F>(key) : typename F::Wide(0);
 }
 
 template <class F>

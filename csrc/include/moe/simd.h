@@ -82,24 +82,36 @@ inline int64_t count_greater(const Key* key, int64_t n, Key t) {
   return count;
 }
 
+// By halves: a plain loop would add one lane after the other.
+template <class T>
+inline T sum_of(T (&lanes)[kWord]) {
+#pragma GCC unroll 8
+  for (int half = kWord / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
 // out[i] = bit i of word ? in[i] : 0, for the first `count` <= 32 elements of 2, 4 or 8 bytes.
 template <class Bits>
 inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
-  if (count < kWord) {
-    for (int64_t i = 0; i < count; ++i) out[i] = (word >> i & 1u) ? in[i] : Bits(0);
+#if defined(__AVX512BW__)
+  const uint32_t all = low_bits(count);
+  word &= all;
+  if constexpr (sizeof(Bits) == 2) {
+    _mm512_mask_storeu_epi16(out, all, _mm512_maskz_loadu_epi16(word, in));
+  } else if constexpr (sizeof(Bits) == 4) {
+    for (int i = 0; i < 32; i += 16)
+      _mm512_mask_storeu_epi32(out + i, uint16_t(all >> i), _mm512_maskz_loadu_epi32(uint16_t(word >> i), in + i));
+  } else {
+    for (int i = 0; i < 32; i += 8)
+      _mm512_mask_storeu_epi64(out + i, uint8_t(all >> i), _mm512_maskz_loadu_epi64(uint8_t(word >> i), in + i));
+  }
+#else
+  if (count < kWord) {  // without branches: the bits are coins
+    for (int64_t i = 0; i < count; ++i) out[i] = in[i] & Bits(-Bits(word >> i & 1u));
     return;
   }
-#if defined(__AVX512BW__)
-  if constexpr (sizeof(Bits) == 2) {
-    _mm512_storeu_si512(out, _mm512_maskz_loadu_epi16(word, in));
-  } else if constexpr (sizeof(Bits) == 4) {
-    for (int i = 0; i < 2; ++i)
-      _mm512_storeu_si512(out + 16 * i, _mm512_maskz_loadu_epi32(uint16_t(word >> (16 * i)), in + 16 * i));
-  } else {
-    for (int i = 0; i < 4; ++i)
-      _mm512_storeu_si512(out + 8 * i, _mm512_maskz_loadu_epi64(uint8_t(word >> (8 * i)), in + 8 * i));
-  }
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
   // Spread the word so that every lane tests its own bit.
   const auto put = [&](int i, __m256i lanes) {
     const __m256i value = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + i));
@@ -125,7 +137,8 @@ inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
     }
   }
 #else
-  for (int i = 0; i < kWord; ++i) out[i] = (word >> i & 1u) ? in[i] : Bits(0);
+  for (int i = 0; i < kWord; ++i) out[i] = in[i] & Bits(-Bits(word >> i & 1u));
+#endif
 #endif
 }
 
