@@ -34,6 +34,7 @@ INSTRUCTIONS = {
     r"kwta_(warp|block)_kernel<float, 1, \d+>": [r"VOTE"],
     r"kwta_(warp|block)_kernel<__(nv_bfloat16|half), 4, \d+>": [r"IDP\.4A", r"PRMT"],
     r"kwta_bwd_kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
+    r"topk_gate_kernel<.*>": [r"REDUX", r"MUFU\.EX2"],
     r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],  # one atomic a warp and expert, not one a request
     r"plan_rank_kernel<.*>": [r"MATCH\.ANY"],
     r"dispatch_kernel<uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],

@@ -1,5 +1,5 @@
-"""The plan, dispatch and combine kernels under the sanitizers and in every order of threads. Their values on all
-backends are tested in test_plan.py, test_dispatch.py and test_combine.py."""
+"""The gate, plan, dispatch and combine kernels under the sanitizers and in every order of threads. Their values on all
+backends are tested in test_topk_gate.py, test_plan.py, test_dispatch.py and test_combine.py."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_plan_under_sanitizers(build: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # (tokens, choices, capacity, dim): 8 elements to 16 bytes, 256 threads a row, 32 choices between two meetings of warps.
-ROWS = [(7, 3, 4, 72), (5, 2, 5, 13), (2, 35, 3, 40), (3, 2, 2, 2072), (2, 1, 1, 300)]
+ROWS = [(7, 3, 4, 72), (5, 2, 5, 13), (2, 35, 40, 300), (3, 2, 2, 2072), (2, 1, 1, 40)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -104,6 +104,24 @@ def test_rows_of_views(gap: int) -> None:
         check_rows(plan, 24, torch.bfloat16, gap)
 
 
+@pytest.mark.parametrize(("build", "seed"), [*(("fast", seed) for seed in SEEDS), ("asan", 3), ("tsan", 3)])
+def test_gate_in_any_order_of_threads(build: str, seed: int) -> None:
+    with simt.use(build, seed=seed):
+        for (num_experts, k), order in itertools.product(
+            [(5, 3), (70, 34), (1030, 2)], ("topk_softmax", "softmax_topk")
+        ):
+            logits = torch.randn(9, num_experts).bfloat16()  # equal ones among them; two blocks, the last of one warp
+            logits[0, ::2], logits[1, -1] = torch.inf, torch.nan
+            leaves = [logits.clone().requires_grad_() for _ in range(2)]
+            expected = mk.topk_gate(leaves[0], k, order=order, backend="reference")
+            got = mk.topk_gate(leaves[1], k, order=order, backend="cuda")
+            assert torch.equal(got[1], expected[1])
+            grad = torch.randn(9, k).bfloat16()
+            gradients = [torch.autograd.grad(y, x, grad)[0] for (y, _), x in zip((expected, got), leaves, strict=True)]
+            for same, other in ((expected[0], got[0]), gradients):
+                torch.testing.assert_close(other[2:], same[2:], rtol=2**-7, atol=2**-10)
+
+
 def test_launchers_refuse() -> None:
     module = simt.Module()
     plan = [4, 0, 0, 0, 1, *[0] * 7]  # index_size, experts, visit, counts, chunks, arrays
@@ -113,6 +131,8 @@ def test_launchers_refuse() -> None:
             module.make_plan_fwd(*plan, *sizes, 1, 0)
     with pytest.raises(RuntimeError, match="dispatch_fwd: CUDA error 1"):
         module.dispatch_fwd(8, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0)
+    with pytest.raises(RuntimeError, match="topk_gate_fwd: CUDA error 1"):
+        module.topk_gate_fwd(0, 0, 4, 0, 0, 0, 0, 0, 1, 4, 5, 0, 0)
     for dtype, dim in ((3, 1), (0, 2**31)):
         with pytest.raises(RuntimeError, match="combine_fwd: CUDA error 1"):
             module.combine_fwd(dtype, 0, 1, 0, 0, 0, 1, 1, 1, dim, 0)

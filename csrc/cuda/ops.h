@@ -31,6 +31,28 @@ cudaError_t kwta_bwd(int element_size,      // 2 or 4 bytes
                      void* dx,              // (rows, n) contiguous
                      int64_t rows, int64_t n, cudaStream_t stream);
 
+// The k largest logits of a token in descending order, equal ones by the lower expert, and a softmax.
+cudaError_t topk_gate_fwd(int dtype,
+                          const void* logits,  // (T, E), last dimension contiguous
+                          int64_t stride,      // elements from token to token
+                          void* weights,       // (T, K) float32
+                          int32_t* experts,    // (T, K)
+                          void* log_sum,       // (T) float32: logarithm of the sum of exponentials; left alone if K is 0
+                          void* scratch, int64_t scratch_stride,  // not used
+                          int64_t tokens, int64_t num_experts, int64_t k,
+                          int softmax_first,  // over all experts, before the choice
+                          cudaStream_t stream);
+
+cudaError_t topk_gate_bwd(int dtype,
+                          const void* grad,        // (T, K) float32
+                          const void* weights,     // (T, K) float32
+                          const int32_t* experts,  // (T, K)
+                          const void* logits,      // (T, E) if softmax came first, else nullptr
+                          int64_t stride,          // elements from token to token
+                          const void* log_sum,     // (T) float32
+                          void* dlogits,           // (T, E) contiguous
+                          int64_t tokens, int64_t num_experts, int64_t k, cudaStream_t stream);
+
 // The routing plan: which row of which expert every choice of every token becomes. Three launches.
 cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
                           const void* experts,   // (T, K) contiguous; ids outside [0, E) ask for nobody
@@ -88,4 +110,5 @@ cudaError_t combine_bwd(int dtype,
 }  // namespace moe
 
 #define MOE_CUDA_OPS(X) \
-  X(kwta_fwd) X(kwta_bwd) X(make_plan_fwd) X(dispatch_fwd) X(combine_fwd) X(combine_bwd)
+  X(kwta_fwd) X(kwta_bwd) X(topk_gate_fwd) X(topk_gate_bwd) \
+  X(make_plan_fwd) X(dispatch_fwd) X(combine_fwd) X(combine_bwd)

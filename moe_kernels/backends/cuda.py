@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.native import combine, dispatch, kwta, plan
+from moe_kernels.backends.native import combine, dispatch, kwta, plan, topk_gate
 
 try:
     from moe_kernels import _cuda as module
@@ -37,6 +37,11 @@ def launch(name: str, work: Tensor, *args: int | float) -> None:
         getattr(module, name)(*args, torch.cuda.current_stream().cuda_stream)
 
 
+def chunks(work: Tensor) -> int:
+    """Pieces of work that want scratch memory of their own: none, as blocks have shared memory."""
+    return 0
+
+
 def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
     """Scratch for the requests of each chunk to each expert: (chunks, E).
 
@@ -54,7 +59,7 @@ def _supports(device: str, dtype: torch.dtype) -> str | None:
     return _native.unsupported(device, device_type, dtype, (torch.float32, torch.bfloat16, torch.float16))
 
 
-kwta_supports = dispatch_supports = combine_supports = _supports
+kwta_supports = topk_gate_supports = dispatch_supports = combine_supports = _supports
 
 
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
@@ -65,7 +70,11 @@ kwta_fwd = partial(kwta.fwd, _self)
 kwta_mask = partial(kwta.mask, _self)
 kwta_bwd = partial(kwta.bwd, _self)
 
+topk_gate_fwd = partial(topk_gate.fwd, _self)
+topk_gate_bwd = partial(topk_gate.bwd, _self)
+
 make_plan_fwd = partial(plan.make_plan, _self)
+
 dispatch_fwd = partial(dispatch.fwd, _self)
 combine_fwd = partial(combine.fwd, _self)
 combine_bwd = partial(combine.bwd, _self)
