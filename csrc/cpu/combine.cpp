@@ -68,7 +68,8 @@ void backward(const void* grad, int64_t grad_stride, const void* rows, int64_t r
       }
     }
 #pragma omp for schedule(static)
-    for (int64_t r = used; r < num_rows; ++r) std::memset(static_cast<Key*>(drows) + r * dim, 0, size_t(dim) * sizeof(Key));
+    for (int64_t r = used; r < (dim > 0 ? num_rows : used); ++r)
+      std::memset(static_cast<Key*>(drows) + r * dim, 0, size_t(dim) * sizeof(Key));
   }
 }
 

@@ -17,6 +17,7 @@ void dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32
   const int64_t bytes = dim * element_size, used = expert_offsets[num_experts];
   const auto* from = static_cast<const char*>(x);
   auto* to = static_cast<char*>(rows);
+  if (bytes == 0) return;
   expect_pages(to, num_rows * bytes);
 #pragma omp parallel num_threads(threads)
   {

@@ -26,7 +26,8 @@ inline float exp(float x) {
   p = p * r * r + r + 1.0f;
   // The integer stands in the low bits of `shifted`.
   const int32_t exponent = bits_as<int32_t>(shifted) - 0x4b400000, half = exponent >> 1;
-  return p * bits_as<float>((half + 127) << 23) * bits_as<float>((exponent - half + 127) << 23);
+  const auto power = [](int32_t e) { return bits_as<float>(uint32_t(e + 127) << 23); };
+  return p * power(half) * power(exponent - half);
 }
 
 inline double exp(double x) { return std::exp(x); }
