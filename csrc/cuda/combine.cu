@@ -1,5 +1,5 @@
-// Combine: a token sums its kept rows in the order of its choices, in float32. Backward takes the same walk: dy stays in
-// registers while a token's rows pass by, each of which gives one gradient row and one gradient weight.
+// Combine: a token sums its kept rows in the order of its choices, in float32. Backward takes the same walk: dy stays
+// in registers while a token's rows pass by, each of which gives one gradient row and one gradient weight.
 #include "moe/block.cuh"
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
@@ -12,8 +12,8 @@ namespace {
 // Rows whose loads are under way at once in a thread, and choices whose partial sums shared memory holds.
 constexpr int kAhead = 4, kChoices = 32;
 
-// Blocks for one SM: 48 registers a thread hold kAhead rows. Not told so, the compiler saves registers by waiting for one
-// row before it asks for the next.
+// Blocks for one SM: 48 registers a thread hold kAhead rows. Not told so, the compiler saves registers by waiting for
+// one row before it asks for the next.
 constexpr int kBlocks = 5;
 
 // kAhead of a token's rows: a piece of each, and its weight. What was dropped counts as zeros of weight zero.
@@ -205,10 +205,9 @@ cudaError_t combine_bwd(int dtype, const void* grad, int64_t grad_stride, const 
   if (tokens == 0) return cudaSuccess;
   const int64_t size = element_size(dtype);
   const bool vectors = rows_divide(16, dim * size, {grad_stride * size, rows_stride * size}, {grad, rows, drows});
-  return start(dtype, vectors,
-               Backward{grad, grad_stride, rows, rows_stride, weights, slot_row, expert_offsets, drows, dweights, tokens,
-                        k, num_experts, num_rows, dim},
-               stream);
+  const Backward call{grad,  grad_stride, rows,     rows_stride, weights,     slot_row, expert_offsets,
+                      drows, dweights,    tokens,   k,           num_experts, num_rows, dim};
+  return start(dtype, vectors, call, stream);
 }
 
 }  // namespace moe

@@ -3,8 +3,8 @@
 //   plan_count_kernel   counts each chunk's requests to each expert
 //   plan_scan_kernel    turns each expert's counts into sums over the chunks before
 //   plan_rank_kernel    walks the chunks again, counting tile by tile, and hands out rows
-// Nothing is sorted, and the only scratch memory is chunks * E counts. Integers added in any order give the same sum, so
-// atomics count in shared memory; ranks never depend on their order.
+// Nothing is sorted, and the only scratch memory is chunks * E counts. Integers added in any order give the same sum,
+// so atomics count in shared memory; ranks never depend on their order.
 #include <algorithm>
 
 #include "moe/block.cuh"
@@ -16,12 +16,12 @@ namespace moe {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
-constexpr int kPerThread = 4;                    // requests that a thread holds in registers
-constexpr int kTile = kThreads * kPerThread;     // of a block: 256 of them cover 32768 x 8, two for each SM of an H100
-constexpr int kWindow = 1024;                    // experts a block counts, 40 KiB in plan_rank_kernel; more take more blocks
+constexpr int kPerThread = 4;                 // requests that a thread holds in registers
+constexpr int kTile = kThreads * kPerThread;  // of a block: 256 of them cover 32768 x 8, two for each SM of an H100
+constexpr int kWindow = 1024;                 // experts a block counts, in up to 40 KiB; more take more blocks
 constexpr uint32_t kNobody = 0xffffffffu;
 
-// Requests by their place in visiting order. Ids outside [0, E) ask for nobody.
+// Requests by their place in visiting order.
 template <class Index>
 struct Requests {
   const Index* experts;  // (T, K)
@@ -42,12 +42,10 @@ struct Requests {
     token = visit ? static_cast<uint32_t>(load(visit + position)) : position;
   }
 
-  __device__ uint32_t expert(uint32_t place) const {
-    if (place >= total) return kNobody;
+  __device__ int64_t id(uint32_t place) const {
     uint32_t token, choice;
     find(place, token, choice);
-    const int64_t id = load(experts + (token * k + choice));
-    return static_cast<uint64_t>(id) < num_experts ? static_cast<uint32_t>(id) : kNobody;
+    return load(experts + (token * k + choice));
   }
 };
 
@@ -60,7 +58,8 @@ struct Window {
   __device__ uint32_t place(uint32_t expert) const { return expert - first; }  // not below width: another's expert
 };
 
-// One tile, in registers. Each warp has kPerThread * 32 requests in a row, lane by lane.
+// One tile, in registers: each warp has kPerThread * 32 requests in a row, lane by lane. Ids outside [0, E) ask for
+// nobody.
 template <class Index>
 struct Tile {
   uint32_t start;  // of this thread's requests, which lie a warp apart
@@ -68,8 +67,14 @@ struct Tile {
 
   __device__ Tile(const Requests<Index>& requests, uint32_t tile)
       : start(tile + threadIdx.x / kWarpSize * (kWarpSize * kPerThread) + threadIdx.x % kWarpSize) {
+    int64_t id[kPerThread];  // of the last request where there is none: no branch keeps one load waiting for another
 #pragma unroll
-    for (int i = 0; i < kPerThread; i++) expert[i] = requests.expert(place(i));
+    for (int i = 0; i < kPerThread; i++) id[i] = requests.id(min(place(i), requests.total - 1));
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++) {
+      const bool asks = place(i) < requests.total && static_cast<uint64_t>(id[i]) < requests.num_experts;
+      expert[i] = asks ? static_cast<uint32_t>(id[i]) : kNobody;
+    }
   }
   __device__ uint32_t place(int i) const { return start + i * kWarpSize; }
 };
@@ -178,6 +183,7 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) next[e] = counts[e];
   const int32_t used = scan_experts(plan, window, requests.num_experts, offset);
   const int64_t block = int64_t(blockIdx.y) * gridDim.x + blockIdx.x, blocks = int64_t(gridDim.x) * gridDim.y;
+#pragma unroll 1  // else the number of turns is found by a 64-bit division
   for (int64_t row = used + block * kThreads + threadIdx.x; row < plan.rows; row += blocks * kThreads) {
     plan.row_token[row] = plan.row_choice[row] = -1;
   }
@@ -234,8 +240,8 @@ cudaError_t start(const Requests<Index>& requests, const Rows& plan, int32_t* re
   const dim3 grid(chunks, (num_experts + kWindow - 1) / kWindow);
   cudaError_t error = launch(plan_count_kernel<Index>, grid, kThreads, 0, stream, requests, counts);
   if (error != cudaSuccess) return error;
-  error = launch(plan_scan_kernel, (num_experts + kWarpSize - 1) / kWarpSize, std::min(chunks, kMaxWarps) * kWarpSize, 0,
-                 stream, counts, requested, chunks, num_experts);
+  const int groups = (num_experts + kWarpSize - 1) / kWarpSize, warps = std::min(chunks, kMaxWarps);
+  error = launch(plan_scan_kernel, groups, warps * kWarpSize, 0, stream, counts, requested, chunks, num_experts);
   if (error != cudaSuccess) return error;
   const size_t shared_bytes = sizeof(int32_t) * (kWarps + 2) * std::min(num_experts, kWindow);
   return launch(plan_rank_kernel<Index>, grid, kThreads, shared_bytes, stream, requests, plan, counts);
@@ -249,8 +255,9 @@ cudaError_t make_plan_fwd(int index_size, const void* experts, const int64_t* vi
                           int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row,
                           int32_t* requested, int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k,
                           int64_t num_experts, int64_t capacity, int64_t rows, int by_choice, cudaStream_t stream) {
-  if (tokens < 0 || tokens > kMaxIndex || k < 0 || k > kMaxIndex || tokens * k > kMaxIndex) return cudaErrorInvalidValue;
-  if (num_experts < 1 || num_experts > kMaxExperts || capacity < 0 || capacity > kMaxIndex) return cudaErrorInvalidValue;
+  if (tokens < 0 || tokens > kMaxIndex || k < 0 || k > kMaxIndex) return cudaErrorInvalidValue;
+  if (num_experts < 1 || num_experts > kMaxExperts) return cudaErrorInvalidValue;
+  if (tokens * k > kMaxIndex || capacity < 0 || capacity > kMaxIndex) return cudaErrorInvalidValue;
   if (rows < 0 || rows > tokens * k || chunks < 1 || chunks > kWindow) return cudaErrorInvalidValue;
   const Rows plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped,
                   static_cast<int32_t>(capacity), static_cast<int32_t>(rows)};

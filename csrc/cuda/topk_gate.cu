@@ -1,6 +1,6 @@
 // The top-k gate. A warp takes a token and keeps its logits in registers as ordered integers; a choice is the largest
-// pair (logit, lower expert first) below the one before it, found by two reductions of the warp. That costs K passes over
-// registers, and reads each logit once; nothing is sorted and nothing is marked as taken.
+// pair (logit, lower expert first) below the one before it, found by two reductions of the warp. That costs K passes
+// over registers, and reads each logit once; nothing is sorted and nothing is marked as taken.
 #include <cmath>
 #include <type_traits>
 
@@ -190,8 +190,8 @@ cudaError_t topk_gate_bwd(int dtype, const void* grad, const void* weights, cons
   if (!plausible(tokens, num_experts, k)) return cudaErrorInvalidValue;
   if (tokens == 0 || num_experts == 0) return cudaSuccess;
   const auto run = [&](auto element) {
-    return start_bwd<decltype(element)>(grad, weights, experts, logits, stride, log_sum, dlogits, tokens, num_experts, k,
-                                        stream);
+    return start_bwd<decltype(element)>(grad, weights, experts, logits, stride, log_sum, dlogits, tokens, num_experts,
+                                        k, stream);
   };
   switch (dtype) {
     case float32: return run(float{});
