@@ -12,10 +12,13 @@ from moe_kernels.backends import cpu
 pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable()))
 
 
+# AVX-512's masked loads and stores are invisible to the sanitizers; the instruction sets differ in simd.h alone.
+ISA = "avx2" if "avx2" in cpu.module.isas else "base"
+
+
 @pytest.fixture
 def sanitized():
-    """The widest instruction set: a build takes half a minute, and the others differ from it in simd.h alone."""
-    with simt.use_cpu(cpu.module.isas[-1]):
+    with simt.use_cpu(ISA):
         yield
 
 
@@ -57,6 +60,6 @@ def test_routing(sanitized, dtype):
 
 def test_an_overrun_is_caught():
     x, y = torch.randn(1, 40), torch.empty(1, 39)
-    module = simt.Module("asan", unit=simt.CPU[cpu.module.isas[-1]])
+    module = simt.Module("asan", unit=simt.CPU[ISA])
     with module.buffers(x, y), pytest.raises(RuntimeError, match="heap-buffer-overflow"):
         module.kwta_fwd(0, x.data_ptr(), 40, 0, 0, y.data_ptr(), 0, 0, 1, 40, 20, 0, 0.0, 1)

@@ -123,7 +123,7 @@ class Keys {
   void load(int64_t start) const {
     const Key* x = x_ + start;
     const int64_t count = std::min(span(n_), n_ - start), whole = count / kWord * kWord;
-    if (whole < count) std::fill_n(buffer_ + whole, kWord, std::numeric_limits<Key>::min());  // never win
+    if (whole < count) std::fill_n(buffer_ + whole, kWord, Key(-F::inf - 2));  // never win
     const auto convert = [&](int64_t from, int64_t m) {
 #pragma omp simd
       for (int64_t i = from; i < from + m; ++i) buffer_[i] = key_of<F>(x[i]);
