@@ -66,6 +66,11 @@ def test_plan_of_chunks_with_several_tiles(order: str, monkeypatch: pytest.Monke
         check_plan(some_experts(900, 7, 33), 33, capacity=50, order=order)
 
 
+def test_plan_of_more_chunks_than_warps() -> None:
+    with simt.use(seed=3):
+        check_plan(some_experts(4300, 8, 128), 128, capacity=300)  # 34 chunks: two for some warps of plan_scan_kernel
+
+
 @pytest.mark.parametrize("build", ["asan", "tsan"])
 def test_plan_under_sanitizers(build: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with simt.use(build, seed=2):
