@@ -79,6 +79,19 @@ def test_float32_gates_weigh_bfloat16_rows(target):
     assert (drows.dtype, dweights.dtype) == (torch.bfloat16, torch.float32)
 
 
+def test_rows_of_any_length(target):
+    plan = plans(target.device)["dropped"]
+    rows = torch.randn(plan.num_rows, 5000, device=target.device, requires_grad=True)
+    weights = torch.rand(plan.slot_row.shape, device=target.device, requires_grad=True)
+    results = []
+    for backend in (target.backend, "reference"):
+        y = mk.combine(rows, plan, weights, backend=backend)
+        results.append((y, *torch.autograd.grad(y.square().sum(), (rows, weights))))
+        results[-1] += (mk.dispatch(y.detach(), plan, backend=backend),)
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_twice_the_same_bits(target):
     plan = plans(target.device)["everything"]
     rows = torch.randn(plan.num_rows, 40, device=target.device, requires_grad=True)

@@ -26,6 +26,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block, A100 and H100
 INSTRUCTIONS = {
     r"kwta_fwd .*": [r"LDG\.E"],
     r"kwta_bwd .*": [r"LDG\.E", r"STG\.E"],
+    r"(dispatch|combine)_.*": [r"LDG\.E", r"STG\.E"],
 }
 
 

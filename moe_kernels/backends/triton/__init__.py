@@ -26,3 +26,8 @@ def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
     if dtype not in dtypes:
         return f"it takes {', '.join(str(known).removeprefix('torch.') for known in dtypes)}, not {dtype}"
     return None
+
+
+def patterns(x: torch.Tensor) -> torch.Tensor:
+    """The bit patterns of x as integers of its width."""
+    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)

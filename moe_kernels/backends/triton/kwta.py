@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends._seed import normal_quantile
-from moe_kernels.backends.triton import Configuration, unsupported
+from moe_kernels.backends.triton import Configuration, patterns, unsupported
 from moe_kernels.library import words
 
 TIES = {"index": 0, "strict": 1, "all": 2}
@@ -272,7 +272,7 @@ def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
     if dx.numel():
         block = min(triton.next_power_of_2(n), BLOCK_BWD)
         grid = (rows, triton.cdiv(n, block))
-        _kwta_bwd[grid](_patterns(grad), bits, _patterns(dx), grad.stride(0), n, BLOCK=block)
+        _kwta_bwd[grid](patterns(grad), bits, patterns(dx), grad.stride(0), n, BLOCK=block)
     return dx
 
 
@@ -284,15 +284,10 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
     source = x if values is None else values
     inf, form = FORMATS[x.dtype]
     _kwta_fwd[(rows,)](
-        _patterns(x), _patterns(source), _patterns(x if y is None else y), x if bits is None else bits,
+        patterns(x), patterns(source), patterns(x if y is None else y), x if bits is None else bits,
         x if mask is None else mask.view(torch.int8),
         x.stride(0), source.stride(0), n, k, normal_quantile(k, n),
         TIES=TIES[ties], STORE_Y=y is not None, STORE_BITS=bits is not None, STORE_MASK=mask is not None,
         INF=inf, FORMAT=form, RESIDENT=n <= RESIDENT, BLOCK=block, CHUNK=min(block, CHUNK), TRIALS=TRIALS,
         num_warps=warps(block),
     )  # fmt: skip
-
-
-def _patterns(x: Tensor) -> Tensor:
-    """The bit patterns of x as integers of its width."""
-    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)

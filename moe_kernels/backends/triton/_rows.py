@@ -1,0 +1,43 @@
+"""What dispatch and combine share: the tile of a program, and rows of the plan that are not in use."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 2048  # elements of a program, 16 a thread
+LONGEST = 4096  # elements of a row that a program takes at a time
+
+# Element types by their names in signatures.
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def tile(dim: int) -> dict[str, int]:
+    """Tokens and elements of a program, and its warps."""
+    block = min(max(triton.next_power_of_2(dim), 16), LONGEST)
+    tokens = max(TILE // block, 1)
+    return {"BLOCK_T": tokens, "BLOCK_D": block, "num_warps": tokens * block // 512}
+
+
+@triton.jit
+def clear_rows(
+    rows_ptr,  # (R, D) contiguous
+    expert_offsets_ptr,  # (E + 1)
+    E,
+    R,
+    D,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Zeros from row expert_offsets[E] on, shared out among all programs of the launch."""
+    first = tl.load(expert_offsets_ptr + E) + tl.program_id(0).to(tl.int64) * BLOCK_T
+    zeros = tl.full((BLOCK_T, BLOCK_D), 0, rows_ptr.dtype.element_ty)
+    while first < R:
+        row = first + tl.arange(0, BLOCK_T)
+        start = tl.program_id(1) * BLOCK_D
+        while start < D:
+            d = start + tl.arange(0, BLOCK_D)
+            tl.store(rows_ptr + row[:, None] * D + d, zeros, mask=(row < R)[:, None] & (d < D))
+            start += tl.num_programs(1) * BLOCK_D
+        first += tl.num_programs(0).to(tl.int64) * BLOCK_T

@@ -1,0 +1,148 @@
+"""Combine in Triton: a token sums its kept rows in the order of its choices, in float32.
+
+Backward takes the same walk: dy stays in registers while a token's rows pass by, each of which gives one gradient row
+and one gradient weight. 16-bit elements are float32 from the load on.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_kernels.backends.triton import Configuration, unsupported
+from moe_kernels.backends.triton._rows import LONGEST, TYPES, clear_rows, tile
+
+
+def configurations() -> list[Configuration]:
+    """Every dtype, short and long rows; backward also where a row is longer than what a program takes at a time."""
+    plan = {"slot_row_ptr": "*i32", "expert_offsets_ptr": "*i32"}
+    sizes = {"T": "i32", "K": "i32", "E": "i32", "R": "i32", "D": "i32"}
+    found = []
+    for short in TYPES.values():
+        element = f"*{short}"
+        fwd = {"rows_ptr": element, "weights_ptr": "*fp32", "slot_row_ptr": "*i32", "y_ptr": element}
+        fwd |= {"stride_rows_R": "i64", "T": "i32", "K": "i32", "D": "i32"}
+        bwd = {"grad_ptr": element, "rows_ptr": element, "weights_ptr": "*fp32"} | plan
+        bwd |= {"drows_ptr": element, "dweights_ptr": "*fp32", "stride_grad_T": "i64", "stride_rows_R": "i64"} | sizes
+        for dim in (64, 512, LONGEST, 2 * LONGEST):
+            constants = tile(dim)
+            warps, name = constants.pop("num_warps"), f"{short} {dim}"
+            if dim <= LONGEST:
+                weighted = constants | {"WEIGHTED": True}
+                found.append(Configuration(f"combine_fwd {name}", _combine_fwd, fwd, weighted, warps))
+            whole = constants | {"WHOLE": dim <= LONGEST}
+            found.append(Configuration(f"combine_bwd {name}", _combine_bwd, bwd, whole, warps))
+    return found
+
+
+@triton.jit
+def _combine_fwd(
+    rows_ptr,  # (R, D)
+    weights_ptr,  # (T, K) contiguous; not read unless WEIGHTED
+    slot_row_ptr,  # (T, K)
+    y_ptr,  # (T, D) contiguous
+    stride_rows_R,
+    T,
+    K,
+    D,
+    WEIGHTED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    sums = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for k in tl.range(0, K, loop_unroll_factor=2):  # so that the loads of two rows are in flight together
+        row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1).to(tl.int64)
+        inside = (row >= 0)[:, None] & (d < D)
+        values = tl.load(rows_ptr + row[:, None] * stride_rows_R + d, mask=inside, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            weight = tl.load(weights_ptr + token * K + k, mask=row >= 0, other=0.0)
+            sums += weight[:, None] * values
+        else:
+            sums += values
+    out = y_ptr + token[:, None] * D + d
+    tl.store(out, sums.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
+
+
+@triton.jit
+def _combine_bwd(
+    grad_ptr,  # (T, D)
+    rows_ptr,  # (R, D)
+    weights_ptr,  # (T, K) contiguous
+    slot_row_ptr,  # (T, K)
+    expert_offsets_ptr,  # (E + 1)
+    drows_ptr,  # (R, D) contiguous
+    dweights_ptr,  # (T, K) contiguous
+    stride_grad_T,
+    stride_rows_R,
+    T,
+    K,
+    E,
+    R,
+    D,
+    WHOLE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    grad = grad_ptr + token[:, None] * stride_grad_T
+    first = tl.arange(0, BLOCK_D)
+    dy = tl.load(grad + first, mask=(token < T)[:, None] & (first < D), other=0.0).to(tl.float32)
+    for k in range(K):
+        row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1).to(tl.int64)
+        weight = tl.load(weights_ptr + token * K + k, mask=row >= 0, other=0.0)
+        dot = tl.zeros((BLOCK_T,), tl.float32)
+        start = 0
+        while start < D:
+            d = start + first
+            inside = (row >= 0)[:, None] & (d < D)
+            if not WHOLE:
+                dy = tl.load(grad + d, mask=inside, other=0.0).to(tl.float32)
+            values = tl.load(rows_ptr + row[:, None] * stride_rows_R + d, mask=inside, other=0.0).to(tl.float32)
+            drow = (weight[:, None] * dy).to(drows_ptr.dtype.element_ty)
+            tl.store(drows_ptr + row[:, None] * D + d, drow, mask=inside)
+            # A dropped choice adds nothing, whatever dy holds.
+            dot += tl.sum(tl.where(inside, values * dy, 0.0), axis=1)
+            start += BLOCK_D
+        tl.store(dweights_ptr + token * K + k, dot, mask=token < T)
+    clear_rows(drows_ptr, expert_offsets_ptr, E, R, D, BLOCK_T, BLOCK_D)
+
+
+def combine_supports(device: str, dtype: torch.dtype) -> str | None:
+    return unsupported(device, dtype, tuple(TYPES))
+
+
+def combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tensor:
+    dim = rows.shape[1]
+    y = rows.new_empty((slot_row.shape[0], dim))
+    if y.numel():
+        shape = tile(dim)
+        grid = (triton.cdiv(y.shape[0], shape["BLOCK_T"]), triton.cdiv(dim, shape["BLOCK_D"]))
+        _combine_fwd[grid](
+            rows, slot_row if weights is None else weights, slot_row, y,
+            rows.stride(0), *slot_row.shape, dim, WEIGHTED=weights is not None, **shape,
+        )  # fmt: skip
+    return y
+
+
+def combine_bwd(
+    grad: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    row_token: Tensor,
+    slot_row: Tensor,
+    expert_offsets: Tensor,
+    row_choice: Tensor,
+) -> tuple[Tensor, Tensor]:
+    drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+    if slot_row.numel():
+        shape = tile(rows.shape[1])
+        _combine_bwd[(triton.cdiv(slot_row.shape[0], shape["BLOCK_T"]),)](
+            grad, rows, weights, slot_row, expert_offsets, drows, dweights,
+            grad.stride(0), rows.stride(0), *slot_row.shape, expert_offsets.shape[0] - 1, *rows.shape,
+            WHOLE=rows.shape[1] <= shape["BLOCK_D"], **shape,
+        )  # fmt: skip
+    return drows, dweights

@@ -1,0 +1,66 @@
+"""Dispatch in Triton: a program reads a few tokens once and writes them to all of their rows, as bit patterns."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_kernels.backends.triton import Configuration, patterns, unsupported
+from moe_kernels.backends.triton._rows import LONGEST, TYPES, clear_rows, tile
+
+
+def configurations() -> list[Configuration]:
+    """Both widths of an element, short and long rows."""
+    sizes = {"stride_x_T": "i64", "T": "i32", "K": "i32", "E": "i32", "R": "i32", "D": "i32"}
+    found = []
+    for pattern in ("*i16", "*i32"):
+        types = {"x_ptr": pattern, "slot_row_ptr": "*i32", "expert_offsets_ptr": "*i32", "rows_ptr": pattern} | sizes
+        for dim in (64, 512, LONGEST):
+            constants = tile(dim)
+            warps = constants.pop("num_warps")
+            found.append(Configuration(f"dispatch_fwd {pattern[1:]} {dim}", _dispatch_fwd, types, constants, warps))
+    return found
+
+
+@triton.jit
+def _dispatch_fwd(
+    x_ptr,  # (T, D) bit patterns
+    slot_row_ptr,  # (T, K)
+    expert_offsets_ptr,  # (E + 1)
+    rows_ptr,  # (R, D) contiguous
+    stride_x_T,
+    T,
+    K,
+    E,
+    R,
+    D,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    inside = (token < T)[:, None] & (d < D)
+    values = tl.load(x_ptr + token[:, None] * stride_x_T + d, mask=inside, other=0)
+    for k in range(K):
+        row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1).to(tl.int64)
+        tl.store(rows_ptr + row[:, None] * D + d, values, mask=inside & (row >= 0)[:, None])
+    clear_rows(rows_ptr, expert_offsets_ptr, E, R, D, BLOCK_T, BLOCK_D)
+
+
+def dispatch_supports(device: str, dtype: torch.dtype) -> str | None:
+    return unsupported(device, dtype, tuple(TYPES))
+
+
+def dispatch_fwd(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor) -> Tensor:
+    dim = x.shape[1]
+    rows = x.new_empty((row_token.shape[0], dim))
+    if rows.numel():
+        shape = tile(dim)
+        grid = (max(triton.cdiv(x.shape[0], shape["BLOCK_T"]), 1), triton.cdiv(dim, shape["BLOCK_D"]))
+        _dispatch_fwd[grid](
+            patterns(x), slot_row, expert_offsets, patterns(rows),
+            x.stride(0), *slot_row.shape, expert_offsets.shape[0] - 1, *rows.shape, **shape,
+        )  # fmt: skip
+    return rows
