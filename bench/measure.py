@@ -15,7 +15,6 @@ from bench.registry import ENTRIES, Inputs, Shape, label
 from moe_kernels import info
 from moe_kernels.verify import Row, threads
 
-DIRECTIONS = ("forward", "backward", "training")
 MEMCPY = "memcpy"
 
 Figure = dict[str, Any]
@@ -67,7 +66,7 @@ def plan(rows: list[Row], shapes: str, dtypes: list[str], thread_counts: list[in
         for count in thread_counts if device == "cpu" else [1]:
             for shape in entry.shapes[shapes]:
                 full = entry.complete(shape, device)
-                jobs += [Job(op, full, dtype, each, device, count, tuple(backends)) for each in DIRECTIONS]
+                jobs += [Job(op, full, dtype, each, device, count, tuple(backends)) for each in entry.directions]
     return jobs, refused
 
 

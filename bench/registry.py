@@ -1,51 +1,16 @@
-"""What is measured: one Entry an operation gives its shapes, inputs, calls, FLOPs, least bytes and peers.
-
-Directions: "forward" without autograd; "backward", the kernel alone on what forward saved; "training", both through
-autograd. A peer is another implementation of the whole operation; torch.topk alone, which only selects, is none.
-"""
+"""What is measured: one Entry an operation gives its shapes, inputs, calls, FLOPs, least bytes and peers."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import moe_kernels as mk
+from bench import routing
+from bench.entry import Calls, Entry, Inputs, Shape, label
 from moe_kernels.library import words
 
-Shape = dict[str, float]
-Inputs = dict[str, Any]
-Calls = dict[str, Callable[[Inputs], object]]  # by direction
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One operation of the bench.
-
-    shapes: sets of shapes by name, "quick" and "papers" among them; rows(shape, device type) completes them.
-    inputs(shape, dtype, device): fresh random inputs.
-    kernel(backend): what to call for that backend, by direction.
-    peers: the same for other implementations, by name.
-    flops(shape, direction), least_bytes(shape, dtype, direction): of one call; every input read once, every output
-        written once.
-    """
-
-    shapes: dict[str, list[Shape]]
-    complete: Callable[[Shape, str], Shape]
-    inputs: Callable[[Shape, torch.dtype, str], Inputs]
-    kernel: Callable[[str], Calls]
-    peers: dict[str, Calls]
-    flops: Callable[[Shape, str], int]
-    least_bytes: Callable[[Shape, torch.dtype, str], int]
-    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def label(shape: Shape) -> str:
-    """ "R=4096 N=512 p=0.5": the shape as it stands in tables and keys."""
-    return " ".join(f"{name}={value}" for name, value in shape.items())
+__all__ = ["ENTRIES", "Calls", "Entry", "Inputs", "Shape", "label"]
 
 
 def _kwta_complete(shape: Shape, device: str) -> Shape:
@@ -118,3 +83,4 @@ ENTRIES: dict[str, Entry] = {
         least_bytes=_kwta_least_bytes,
     ),
 }
+ENTRIES |= routing.ENTRIES

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from moe_kernels import backends
 from moe_kernels.info import placement
-from moe_kernels.ops import kwta
+from moe_kernels.ops import combine, dispatch, kwta, plan, topk_gate
 
 KERNELS = tuple(name for name in backends.NAMES if name != "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -181,7 +182,8 @@ def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tu
         elif name in operation.exact:
             yield name, float((_bits(got) != _bits(reference)).sum()), 0.0
         else:
-            floor = operation.floor * torch.finfo(reference.dtype).eps
+            # Nothing wider judges float64: two ways to sum a row of 1024 differ by some 20 eps.
+            floor = operation.floor * torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
             yield name, relative_error(got, truth[name]), 2 * relative_error(reference, truth[name]) + floor
 
 
@@ -262,6 +264,86 @@ def _kwta_run(inputs: Inputs, backend: str) -> Outputs:
     return {"y": y, "y without grad": inference, "mask": kwta.kwta_mask(x, k, **given), "gradient": gradient}
 
 
+def _gate_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    draw = torch.Generator().manual_seed(0)
+    for tokens, experts in ((2, 7), (3, 33)) if small else ((1, 1), (9, 7), (5, 100), (3, 1024), (300, 64)):
+        for kind in ("normal", "ties", "masked"):
+            logits = _kwta_fill("ties" if kind == "ties" else "normal", tokens, experts, dtype, draw)
+            if kind == "masked":
+                logits[:, 1::2] = -math.inf
+            for k in sorted({1, min(2, experts), (experts + 1) // 2}):
+                for order in topk_gate.ORDERS:
+                    grad = torch.randn(tokens, k, generator=draw).to(dtype)
+                    inputs = {"logits": logits.to(device), "k": k, "order": order, "grad": grad.to(device)}
+                    yield Case(f"{kind} {tokens} x {experts}, k={k}, {order}", inputs)
+
+
+def _gate_run(inputs: Inputs, backend: str) -> Outputs:
+    logits = inputs["logits"].detach().requires_grad_()
+    weights, experts = topk_gate.topk_gate(logits, inputs["k"], order=inputs["order"], backend=backend)
+    (gradient,) = torch.autograd.grad(weights, logits, inputs["grad"])
+    return {"weights": weights, "experts": experts, "gradient": gradient}
+
+
+def _routings(small: bool) -> Iterator[tuple[str, Tensor, int, int | None]]:
+    """(what it is, experts (T, K), E, capacity): uniform, adversarial, with choices of nobody, empty."""
+    draw = torch.Generator().manual_seed(0)
+    for tokens, k, num_experts in ((7, 2, 5),) if small else ((7, 2, 5), (100, 1, 1), (513, 8, 128), (40, 3, 1000)):
+        uniform = torch.randint(0, num_experts, (tokens, k), generator=draw)
+        for capacity in (None, 0, 3):
+            yield f"uniform {tokens} x {k}, E={num_experts}, C={capacity}", uniform, num_experts, capacity
+        yield f"one expert {tokens} x {k}, E={num_experts}", uniform * 0 + num_experts - 1, num_experts, 9
+        nobody = uniform.masked_fill(torch.rand(tokens, k, generator=draw) < 0.4, -1)
+        yield f"some chose nobody {tokens} x {k}, E={num_experts}", nobody, num_experts, None
+    yield "no tokens", torch.zeros(0, 2, dtype=torch.int64), 3, 2
+
+
+def _plan_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    for index, (name, experts, num_experts, capacity) in enumerate(_routings(small)):
+        priority = torch.randint(0, 5, (experts.shape[0],)).to(dtype).to(device) if index % 2 else None
+        order = plan.ORDERS[index // 2 % 2]
+        chosen = experts.to(torch.int32 if index % 3 else torch.int64).to(device)
+        inputs = {"experts": chosen, "num_experts": num_experts, "capacity": capacity, "priority": priority}
+        yield Case(f"{name}, {order}{', priority' * (priority is not None)}", inputs | {"order": order})
+
+
+PLAN = ("expert_offsets", "row_token", "row_choice", "slot_row", "requested", "kept", "dropped")
+
+
+def _plan_run(inputs: Inputs, backend: str) -> Outputs:
+    made = plan.make_plan(**inputs, backend=backend)
+    return {name: getattr(made, name) for name in PLAN}
+
+
+def _moving_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    for index, (name, experts, num_experts, capacity) in enumerate(_routings(small)):
+        made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference")
+        made = tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, made)
+        dim = (1, 17, 64)[index % 3]
+        sizes = {"x": (made.num_tokens, dim), "rows": (made.num_rows, dim), "weights": experts.shape}
+        tensors = {each: torch.randn(size).to(dtype).to(device) for each, size in sizes.items()}
+        yield Case(f"{name}, D={dim}", {"plan": made, **tensors})
+
+
+def _dispatch_run(inputs: Inputs, backend: str) -> Outputs:
+    x = inputs["x"].detach().requires_grad_()
+    rows = dispatch.dispatch(x, inputs["plan"], backend=backend)
+    (gradient,) = torch.autograd.grad(rows, x, inputs["rows"])
+    return {"rows": rows, "gradient": gradient}
+
+
+def _combine_run(inputs: Inputs, backend: str) -> Outputs:
+    rows, weights = (inputs[name].detach().requires_grad_() for name in ("rows", "weights"))
+    y = combine.combine(rows, inputs["plan"], weights, backend=backend)
+    to_rows, to_weights = torch.autograd.grad(y, (rows, weights), inputs["x"])
+    plain = combine.combine(rows.detach(), inputs["plan"], backend=backend)
+    return {"y": y, "y without weights": plain, "gradient of rows": to_rows, "gradient of weights": to_weights}
+
+
 OPERATIONS: dict[str, Operation] = {
     "kwta": Operation(_kwta_cases, _kwta_run, exact=frozenset({"y", "y without grad", "mask", "gradient"})),
+    "topk_gate": Operation(_gate_cases, _gate_run, exact=frozenset({"experts"}), floor=2.0),
+    "make_plan": Operation(_plan_cases, _plan_run, exact=frozenset(PLAN)),
+    "dispatch": Operation(_moving_cases, _dispatch_run, exact=frozenset({"rows"}), floor=1.0),
+    "combine": Operation(_moving_cases, _combine_run, exact=frozenset(), floor=1.0),
 }

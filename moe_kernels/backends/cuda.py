@@ -12,7 +12,7 @@ from moe_kernels.backends import _native
 from moe_kernels.backends.native import combine, dispatch, kwta, plan, topk_gate
 
 try:
-    from moe_kernels import _cuda as module
+    from moe_kernels import _cuda as module  # type: ignore[attr-defined]  # compiled
 except ImportError as error:
     module = None
     _not_built = f"the CUDA extension is not built ({error}); install with nvcc on the PATH"

@@ -1,6 +1,18 @@
 """Thin modules over the operations: parameters and reshapes; no algorithm lives here."""
 
 from moe_kernels.nn.comet import ACTIVATIONS, CometMLP, FixedRouting, MaskedLinear
+from moe_kernels.nn.losses import balance_loss, cv_squared, importance_loss, load_loss, router_z_loss
 from moe_kernels.nn.utilisation import Utilisation
 
-__all__ = ["ACTIVATIONS", "CometMLP", "FixedRouting", "MaskedLinear", "Utilisation"]
+__all__ = [
+    "ACTIVATIONS",
+    "CometMLP",
+    "FixedRouting",
+    "MaskedLinear",
+    "Utilisation",
+    "balance_loss",
+    "cv_squared",
+    "importance_loss",
+    "load_loss",
+    "router_z_loss",
+]

@@ -1,0 +1,47 @@
+"""What an operation gives to be measured.
+
+Directions: "forward" without autograd; "backward", the kernel alone on what forward saved; "training", both through
+autograd. A peer is another implementation of the whole operation; torch.topk alone, which only selects, is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+DIRECTIONS = ("forward", "backward", "training")
+
+Shape = dict[str, Any]
+Inputs = dict[str, Any]
+Calls = dict[str, Callable[[Inputs], object]]  # by direction
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operation of the bench.
+
+    shapes: sets of shapes by name, "quick" and "papers" among them; rows(shape, device type) completes them.
+    inputs(shape, dtype, device): fresh random inputs.
+    kernel(backend): what to call for that backend, by direction.
+    peers: the same for other implementations, by name.
+    flops(shape, direction), least_bytes(shape, dtype, direction): of one call; every input read once, every output
+        written once.
+    """
+
+    shapes: dict[str, list[Shape]]
+    complete: Callable[[Shape, str], Shape]
+    inputs: Callable[[Shape, torch.dtype, str], Inputs]
+    kernel: Callable[[str], Calls]
+    peers: dict[str, Calls]
+    flops: Callable[[Shape, str], int]
+    least_bytes: Callable[[Shape, torch.dtype, str], int]
+    directions: tuple[str, ...] = DIRECTIONS
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def label(shape: Shape) -> str:
+    """ "R=4096 N=512 p=0.5": the shape as it stands in tables and keys."""
+    return " ".join(f"{name}={value}" for name, value in shape.items())
