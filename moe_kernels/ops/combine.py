@@ -82,7 +82,7 @@ class _Combine(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, row_token, slot_row, expert_offsets, row_choice)
         ctx.backend = backend
-        return torch.ops.moe_kernels.combine_fwd(library.rows(rows), weights, slot_row, backend)
+        return library.ops.combine_fwd(library.rows(rows), weights, slot_row, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -108,7 +108,7 @@ class _CombineBackward(torch.autograd.Function):
         plan = (row_token, slot_row, expert_offsets, row_choice)
         ctx.save_for_backward(grad, rows, weights, *plan)
         ctx.backend = backend
-        return torch.ops.moe_kernels.combine_bwd(library.rows(grad), library.rows(rows), weights, *plan, backend)
+        return library.ops.combine_bwd(library.rows(grad), library.rows(rows), weights, *plan, backend)
 
     @staticmethod
     def backward(ctx: Any, to_drows: Tensor, to_dweights: Tensor) -> tuple[Tensor | None, ...]:

@@ -58,7 +58,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(row_token, slot_row, expert_offsets)
         ctx.backend = backend
-        return torch.ops.moe_kernels.dispatch_fwd(library.rows(x), row_token, slot_row, expert_offsets, backend)
+        return library.ops.dispatch_fwd(library.rows(x), row_token, slot_row, expert_offsets, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -74,7 +74,7 @@ class _Collect(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(row_token, slot_row, expert_offsets)
         ctx.backend = backend
-        return torch.ops.moe_kernels.combine_fwd(library.rows(rows), None, slot_row, backend)
+        return library.ops.combine_fwd(library.rows(rows), None, slot_row, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -84,7 +84,7 @@ def make_plan(
         library.refuse_unknown_experts(experts, num_experts)
         plan = reference.make_plan(experts, num_experts, capacity=capacity, priority=priority, order=order)
         return RoutingPlan(*plan)
-    arrays = torch.ops.moe_kernels.make_plan_fwd(experts.contiguous(), num_experts, capacity, priority, order, chosen)
+    arrays = library.ops.make_plan_fwd(experts.contiguous(), num_experts, capacity, priority, order, chosen)
     return RoutingPlan(num_tokens, num_experts, *arrays)
 
 
@@ -118,7 +118,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
     if chosen == "reference":
         definition, weights = reference.plan_expert_choice(scores, capacity)
         return RoutingPlan(*definition), weights
-    arrays = torch.ops.moe_kernels.plan_expert_choice_fwd(library.rows(scores.detach()), capacity, chosen)
+    arrays = library.ops.plan_expert_choice_fwd(library.rows(scores.detach()), capacity, chosen)
     plan = RoutingPlan(num_tokens, num_experts, *arrays)
     return plan, torch.where(plan.slot_row >= 0, scores, 0)
 
@@ -155,7 +155,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
     if chosen == "reference":
         definition, weights = reference.plan_priority(scores, capacity)
         return RoutingPlan(*definition), weights
-    *arrays, experts = torch.ops.moe_kernels.plan_priority_fwd(library.rows(scores.detach()), capacity, chosen)
+    *arrays, experts = library.ops.plan_priority_fwd(library.rows(scores.detach()), capacity, chosen)
     weights = torch.where(experts < 0, 0, scores.gather(1, experts.clamp(min=0).long()))
     return RoutingPlan(num_tokens, num_experts, *arrays), weights
 

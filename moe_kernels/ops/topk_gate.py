@@ -76,14 +76,14 @@ def topk_gate(
     noisy = library.rows(logits if noise is None else logits + noise)
     if torch.is_grad_enabled() and noisy.requires_grad:
         return _TopkGate.apply(noisy, k, order, chosen)
-    weights, experts, _ = torch.ops.moe_kernels.topk_gate_fwd(noisy, k, order, chosen)
+    weights, experts, _ = library.ops.topk_gate_fwd(noisy, k, order, chosen)
     return weights.to(logits.dtype), experts
 
 
 class _TopkGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
-        weights, experts, log_sum = torch.ops.moe_kernels.topk_gate_fwd(logits, k, order, backend)
+        weights, experts, log_sum = library.ops.topk_gate_fwd(logits, k, order, backend)
         ctx.mark_non_differentiable(experts)
         ctx.save_for_backward(weights, experts, logits if order == "softmax_topk" else None, log_sum)
         ctx.num_experts, ctx.dtype, ctx.backend = logits.shape[1], logits.dtype, backend
@@ -94,5 +94,5 @@ class _TopkGate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         weights, *rest = ctx.saved_tensors
         grad = grad.to(weights.dtype).contiguous()
-        dlogits = torch.ops.moe_kernels.topk_gate_bwd(grad, weights, *rest, ctx.num_experts, ctx.dtype, ctx.backend)
+        dlogits = library.ops.topk_gate_bwd(grad, weights, *rest, ctx.num_experts, ctx.dtype, ctx.backend)
         return dlogits, None, None, None
