@@ -27,6 +27,7 @@ INSTRUCTIONS = {
     r"kwta_fwd .*": [r"LDG\.E"],
     r"kwta_bwd .*": [r"LDG\.E", r"STG\.E"],
     r"(dispatch|combine)_.*": [r"LDG\.E", r"STG\.E"],
+    r"topk_gate_.*": [r"LDG\.E", r"STG\.E"],
 }
 
 

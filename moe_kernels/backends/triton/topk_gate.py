@@ -1,0 +1,184 @@
+"""The top-k gate in Triton: a program per few rows, their keys in registers; a choice is one maximum of key and index.
+
+A key orders as the logit does (NaN highest, -0 == +0) and shares a 64-bit integer with the index, the lower one first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_kernels.backends.triton import Configuration, patterns, unsupported
+from moe_kernels.backends.triton.kwta import FORMATS, _keys
+
+TILE = 1024  # logits of a program, 8 a thread
+LONGEST = 16384  # experts that a program holds
+
+
+def configurations() -> list[Configuration]:
+    """Every dtype and order, few and many experts."""
+    sizes = {"stride_logits_T": "i64", "T": "i32", "E": "i32", "K": "i32"}
+    found = []
+    for dtype, (inf, form) in FORMATS.items():
+        short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+        pattern = "*i32" if form == 0 else "*i16"
+        outputs = {"weights_ptr": "*fp32", "experts_ptr": "*i32", "log_sum_ptr": "*fp32"}
+        fwd = {"logits_ptr": f"*{short}", "bits_ptr": pattern} | outputs | sizes
+        bwd = {"grad_ptr": "*fp32"} | outputs | {"logits_ptr": f"*{short}", "dlogits_ptr": f"*{short}"} | sizes
+        for num_experts, k in ((8, 2), (128, 8), (1024, 2)):
+            for first in (False, True):
+                name = f"{short} {num_experts} {k} {'softmax_topk' if first else 'topk_softmax'}"
+                constants = _blocks(num_experts, k)
+                warps = constants.pop("num_warps")
+                constants |= {"SOFTMAX_FIRST": first}
+                found.append(
+                    Configuration(f"topk_gate_fwd {name}", _topk_gate_fwd, fwd, constants | {"INF": inf}, warps)
+                )
+                found.append(Configuration(f"topk_gate_bwd {name}", _topk_gate_bwd, bwd, constants, warps))
+    return found
+
+
+def _blocks(num_experts: int, k: int) -> dict[str, int]:
+    """Tokens, experts and choices of a program, and its warps."""
+    experts = max(triton.next_power_of_2(num_experts), 8)
+    tokens = max(TILE // experts, 1)
+    choices = max(triton.next_power_of_2(k), 1)
+    return {"BLOCK_T": tokens, "BLOCK_E": experts, "BLOCK_K": choices, "num_warps": min(tokens * experts // 256, 16)}
+
+
+@triton.jit
+def _topk_gate_fwd(
+    logits_ptr,  # (T, E)
+    bits_ptr,  # (T, E) the bit patterns of the same logits
+    weights_ptr,  # (T, K) contiguous
+    experts_ptr,  # (T, K) contiguous
+    log_sum_ptr,  # (T)
+    stride_logits_T,
+    T,
+    E,
+    K,
+    SOFTMAX_FIRST: tl.constexpr,
+    INF: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    LOWEST: tl.constexpr = -0x8000000000000000
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_K)
+    inside = (token < T)[:, None] & (e < E)
+    place = token[:, None] * stride_logits_T + e
+    bits = tl.load(bits_ptr + place, mask=inside, other=0).to(tl.int32)
+    keys = (_keys(bits, INF).to(tl.int64) << 32) | (BLOCK_E - 1 - e)
+    keys = tl.where(inside, keys, LOWEST)
+    chosen = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    for choice in range(K):
+        best = tl.max(keys, axis=1)
+        expert = BLOCK_E - 1 - (best & (BLOCK_E - 1)).to(tl.int32)
+        chosen = tl.where(k == choice, expert[:, None], chosen)
+        keys = tl.where(keys == best[:, None], LOWEST, keys)
+    made = (token < T)[:, None] & (k < K)
+    tl.store(experts_ptr + token[:, None] * K + k, chosen, mask=made)
+    # The first choice is the highest logit, and a NaN if there is one, which then makes every weight NaN.
+    picked = tl.load(logits_ptr + token[:, None] * stride_logits_T + chosen, mask=made, other=0.0).to(tl.float32)
+    highest = tl.sum(tl.where(k == 0, picked, 0.0), axis=1)
+    shares = tl.exp(picked - highest[:, None])
+    if SOFTMAX_FIRST:
+        values = tl.load(logits_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        total = tl.sum(tl.where(inside, tl.exp(values - highest[:, None]), 0.0), axis=1)
+    else:
+        total = tl.sum(tl.where(made, shares, 0.0), axis=1)
+    tl.store(weights_ptr + token[:, None] * K + k, shares / total[:, None], mask=made)
+    tl.store(log_sum_ptr + token, highest + tl.log(total), mask=token < T)
+
+
+@triton.jit
+def _topk_gate_bwd(
+    grad_ptr,  # (T, K) contiguous
+    weights_ptr,  # (T, K) contiguous
+    experts_ptr,  # (T, K) contiguous
+    log_sum_ptr,  # (T)
+    logits_ptr,  # (T, E); not read unless SOFTMAX_FIRST
+    dlogits_ptr,  # (T, E) contiguous
+    stride_logits_T,
+    T,
+    E,
+    K,
+    SOFTMAX_FIRST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    e = tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_K)
+    made = (token < T)[:, None] & (k < K)
+    inside = (token < T)[:, None] & (e < E)
+    grads = tl.load(grad_ptr + token[:, None] * K + k, mask=made, other=0.0)
+    weights = tl.load(weights_ptr + token[:, None] * K + k, mask=made, other=0.0)
+    mean = tl.sum(grads * weights, axis=1)
+    if SOFTMAX_FIRST:
+        log_sum = tl.load(log_sum_ptr + token, mask=token < T, other=0.0)
+        place = token[:, None] * stride_logits_T + e
+        values = tl.load(logits_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        slopes = -mean[:, None] * tl.exp(values - log_sum[:, None])
+    else:
+        slopes = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    for choice in range(K):
+        # Read again, from the first-level cache: cheaper than picking a column out of registers.
+        at = token * K + choice
+        expert = tl.load(experts_ptr + at, mask=token < T, other=-1)
+        weight = tl.load(weights_ptr + at, mask=token < T, other=0.0)
+        slope = weight * (tl.load(grad_ptr + at, mask=token < T, other=0.0) - mean)
+        slopes = tl.where(e == expert[:, None], slope[:, None], slopes)
+    tl.store(dlogits_ptr + token[:, None] * E + e, slopes.to(dlogits_ptr.dtype.element_ty), mask=inside)
+
+
+def topk_gate_supports(device: str, dtype: torch.dtype) -> str | None:
+    return unsupported(device, dtype, tuple(FORMATS))
+
+
+def topk_gate_fwd(logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, num_experts = logits.shape
+    weights = logits.new_empty((num_tokens, k), dtype=torch.float32)
+    experts = logits.new_empty((num_tokens, k), dtype=torch.int32)
+    log_sum = logits.new_empty(num_tokens, dtype=torch.float32)
+    if weights.numel():
+        _check_experts(num_experts)
+        blocks = _blocks(num_experts, k)
+        _topk_gate_fwd[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+            logits, patterns(logits), weights, experts, log_sum, logits.stride(0), num_tokens, num_experts, k,
+            SOFTMAX_FIRST=order == "softmax_topk", INF=FORMATS[logits.dtype][0], **blocks,
+        )  # fmt: skip
+    return weights, experts, log_sum
+
+
+def topk_gate_bwd(
+    grad: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    logits: Tensor | None,
+    log_sum: Tensor,
+    num_experts: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    num_tokens, k = grad.shape
+    dlogits = grad.new_empty((num_tokens, num_experts), dtype=dtype)
+    if dlogits.numel():
+        _check_experts(num_experts)
+        blocks = _blocks(num_experts, k)
+        softmax_first = logits is not None and k > 0
+        source = logits if softmax_first else dlogits
+        _topk_gate_bwd[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+            grad, weights, experts, log_sum, source, dlogits, source.stride(0), num_tokens, num_experts, k,
+            SOFTMAX_FIRST=softmax_first, **blocks,
+        )  # fmt: skip
+    return dlogits
+
+
+def _check_experts(num_experts: int) -> None:
+    if num_experts > LONGEST:
+        raise ValueError(f"topk_gate: the Triton kernel takes at most {LONGEST} experts, got {num_experts}")
