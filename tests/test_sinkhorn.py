@@ -116,6 +116,15 @@ def test_forbidden_pairs(target, tau):
     torch.testing.assert_close(p[1:3].sum(-2), (p[1:3].sum(-2) > 0).float())  # columns that hold anything sum to one
 
 
+def test_one_forbidden_row_among_tame_ones(target):
+    """Its range is -inf - -inf, no number, whatever the rows after it are."""
+    scores = torch.randn(2, 4, 4, device=target.device)
+    scores[0, 1] = -INF
+    p = mk.sinkhorn(scores, 3, backend=target.backend)
+    assert error(p, mk.sinkhorn(scores.double(), 3, backend="reference")) < 1e-6
+    assert not p[0, 1].any()
+
+
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_what_is_not_a_number_stays_in_its_matrix(target, value):
     scores = torch.randn(3, 4, 4)

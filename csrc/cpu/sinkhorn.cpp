@@ -9,144 +9,18 @@
 #include "ops.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
+#include <type_traits>
 
-#include "moe/formats.h"
 #include "moe/lanes.h"
+#include "sinkhorn_stage.h"
 
 namespace moe {
 namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kPacked = 16;
-// Row-wise range of S / tau up to which scaling vectors, at most exp(range), and their products stay normal numbers.
-constexpr double kFloatRange = 60, kDoubleRange = 300;
 constexpr double kNegligible = -64;  // exp of this times 1 / tau = 1e7 is below 1e-20 of what it is added to
-
-enum class Form { broken, scaled_float, scaled_double, logarithmic };
-
-int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-class Arena {
- public:
-  explicit Arena(char* room) : room_(room) {}
-  Arena after(int64_t bytes) const { return Arena(room_ + bytes); }
-  template <class T>
-  T* take(int64_t count) {
-    T* taken = reinterpret_cast<T*>(room_);
-    room_ += round_up(count * int64_t(sizeof(T)), 64);
-    return taken;
-  }
-
- private:
-  char* room_;
-};
-
-// Scores, gradients and results of the matrices worked on together, as Wide. Packed: lane l of element (i, j) is matrix l
-// of the group. Otherwise a matrix by itself, its rows padded to whole vectors.
-template <bool packed, class Wide>
-struct Stage {
-  static constexpr int64_t group = packed ? kLanes<Wide> : 1;
-
-  int64_t n, row;  // elements a row
-  Wide* data;
-
-  Stage(int64_t n, Arena* arena) : n(n), row(packed ? n * group : round_up(n, kLanes<Wide>)), data(arena->take<Wide>(n * row)) {}
-
-  template <class T>
-  Wide* block(int64_t i, int64_t j, int64_t part) const {
-    return data + i * row + j * (packed ? group : kLanes<T>) + part * kLanes<T>;
-  }
-
-  // `padding` fills what no matrix has; a short group repeats it in its last lanes.
-  template <class F>
-  void read(const typename F::Key* from, int64_t stride_batch, int64_t stride_row, int64_t count, Wide padding) const {
-    if constexpr (packed) {
-      if (count < group) std::fill(data, data + n * row, Wide(0));
-      for (int64_t l = 0; l < count; ++l)
-        for (int64_t i = 0; i < n; ++i)
-          for (int64_t j = 0; j < n; ++j)
-            data[i * row + j * group + l] = F::widen(from[l * stride_batch + i * stride_row + j]);
-    } else {
-      for (int64_t i = 0; i < n; ++i) {
-        Wide* to = data + i * row;
-        for (int64_t j = 0; j < n; ++j) to[j] = F::widen(from[i * stride_row + j]);
-        std::fill(to + n, to + row, padding);
-      }
-    }
-  }
-
-  template <class F>
-  void write(typename F::Key* to, int64_t count, const Form* form) const {
-    for (int64_t l = 0; l < count; ++l)
-      for (int64_t i = 0; i < n; ++i)
-        for (int64_t j = 0; j < n; ++j) {
-          const Wide value = data[i * row + j * group + l];
-          to[(l * n + i) * n + j] = F::narrow(form[l] == Form::broken ? std::numeric_limits<Wide>::quiet_NaN() : value);
-        }
-  }
-
-  // The form that each matrix can take.
-  void classify(double inv_tau, bool one_tau, Form* form) const {
-    double range[group] = {};
-    bool whole[group];
-    std::fill(whole, whole + group, true);
-    for (int64_t i = 0; i < n; ++i) {
-      Wide high[group], low[group];
-      std::fill(high, high + group, -std::numeric_limits<Wide>::infinity());
-      std::fill(low, low + group, std::numeric_limits<Wide>::infinity());
-      for (int64_t j = 0; j < n; ++j) {
-#pragma omp simd
-        for (int64_t l = 0; l < group; ++l) {
-          const Wide x = data[i * row + j * group + l];
-          high[l] = x > high[l] ? x : high[l];
-          low[l] = x < low[l] ? x : low[l];
-          whole[l] &= x < std::numeric_limits<Wide>::infinity();  // neither NaN nor +inf
-        }
-      }
-      for (int64_t l = 0; l < group; ++l) {
-        const double wide = (double(high[l]) - double(low[l])) * inv_tau;
-        range[l] = wide <= range[l] ? range[l] : wide;  // -inf - -inf is NaN and stays
-      }
-    }
-    for (int64_t l = 0; l < group; ++l) {
-      const bool narrow = sizeof(Wide) == 4 && range[l] < kFloatRange;
-      const bool scales = one_tau && range[l] < kDoubleRange;
-      form[l] = !whole[l] ? Form::broken
-                : !scales ? Form::logarithmic
-                : narrow  ? Form::scaled_float
-                          : Form::scaled_double;
-    }
-  }
-};
-
-// A value for every row: a vector each where lanes are matrices, else one number for all lanes.
-template <bool packed, class T>
-struct Rows {
-  T* data;
-
-  static Rows take(int64_t n, Arena* arena) { return {arena->take<T>(packed ? n * kLanes<T> : n)}; }
-  Vec<T> operator[](int64_t i) const { return packed ? load(data + i * kLanes<T>) : broadcast(data[i]); }
-  void set(int64_t i, Vec<T> v) const {
-    if constexpr (packed) {
-      store(data + i * kLanes<T>, v);
-    } else {
-      data[i] = v[0];
-    }
-  }
-};
-
-// Over the columns of a row, of which this vector is the last partial result.
-template <bool packed, class T>
-Vec<T> row_sum(Vec<T> v) {
-  return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
-}
-
-template <bool packed>
-Vec<double> row_max(Vec<double> v) {
-  return packed ? v : across<double>(v, [](Vec<double> a, Vec<double> b) { return max(a, b); });
-}
 
 // One part of a stage, that is kLanes<T> of its matrices or its only one, in the arithmetic T.
 template <bool packed, class Wide, class T>
@@ -202,7 +76,7 @@ void exponentials(const Part<packed, Wide, T>& part, double inv_tau, T* k) {
       for (int h = 0; h < halves; ++h) most[h] = max(most[h], block(i, j, h));
     if constexpr (!packed) {
       for (int h = 1; h < halves; ++h) most[0] = max(most[0], most[h]);
-      for (int h = halves; h-- > 0;) most[h] = row_max<packed>(most[0]);
+      for (int h = halves; h-- > 0;) most[h] = row_max<packed, double>(most[0]);
     }
     for (int64_t j = 0; j < part.blocks; ++j)
       for (int h = 0; h < halves; ++h)
@@ -210,22 +84,35 @@ void exponentials(const Part<packed, Wide, T>& part, double inv_tau, T* k) {
   }
 }
 
+// Calls work(first row, how many rows) on blocks of four rows, whose loads and sums overlap, and then row by row.
+template <class Work>
+void in_blocks(int64_t n, Work work) {
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) work(i, std::integral_constant<int, 4>());
+  for (; i < n; ++i) work(i, std::integral_constant<int, 1>());
+}
+
 // u = 1 / (k v), next = 1 / (k' u)
 template <bool packed, class T>
 void scale(const T* k, int64_t n, int64_t blocks, const T* v, Rows<packed, T> u, T* next) {
   constexpr int w = kLanes<T>;
-  std::fill(next, next + blocks * w, T(0));
-  for (int64_t i = 0; i < n; ++i) {
-    const T* row = k + i * blocks * w;
-    Vec<T> total{};
-    for (int64_t j = 0; j < blocks; ++j) total += load(row + j * w) * load(v + j * w);
-    const Vec<T> share = T(1) / row_sum<packed, T>(total);
-    u.set(i, share);
-    for (int64_t j = 0; j < blocks; ++j) store(next + j * w, load(next + j * w) + load(row + j * w) * share);
-  }
-  for (int64_t j = 0; j < blocks; ++j) {
-    const Vec<T> total = load(next + j * w);
-    store(next + j * w, total == T(0) ? Vec<T>{} : T(1) / total);  // a padding column stays zero
+  const int64_t width = blocks * w;
+  std::fill(next, next + width, T(0));
+  in_blocks(n, [&](int64_t i, auto rows) {
+    const T* row = k + i * width;
+    Vec<T> total[rows] = {}, share[rows];
+    for (int64_t j = 0; j < width; j += w)
+      for (int r = 0; r < rows; ++r) total[r] += load(row + r * width + j) * load(v + j);
+    for (int r = 0; r < rows; ++r) u.set(i + r, share[r] = reciprocal(row_sum<packed, T>(total[r])));
+    for (int64_t j = 0; j < width; j += w) {
+      Vec<T> sum = load(next + j);
+      for (int r = 0; r < rows; ++r) sum += load(row + r * width + j) * share[r];
+      store(next + j, sum);
+    }
+  });
+  for (int64_t j = 0; j < width; j += w) {
+    const Vec<T> total = load(next + j);
+    store(next + j, total == T(0) ? Vec<T>{} : reciprocal(total));  // a padding column stays zero
   }
 }
 
@@ -281,18 +168,25 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
     const Rows<packed, double> shares{u + t * rows};
     for (int64_t j = 0; j < blocks; ++j) store(y + j * w, load(dg + j * w) * load(before + width + j * w));
     std::fill(dg, dg + width, 0.0);
-    for (int64_t i = 0; i < n; ++i) {
+    in_blocks(n, [&](int64_t i, auto rows) {
       const double* row = k + i * width;
-      Vec<double> total{};
-      for (int64_t j = 0; j < blocks; ++j) total += load(row + j * w) * load(y + j * w);
-      const Vec<double> share = shares[i], x = share * (df[i] - share * row_sum<packed, double>(total));
-      df.set(i, Vec<double>{});
-      for (int64_t j = 0; j < blocks; ++j) {
-        double* sum = h + i * width + j * w;
-        store(dg + j * w, load(dg + j * w) - load(row + j * w) * x);
-        store(sum, load(sum) + share * load(y + j * w) + x * load(before + j * w));
+      double* sum = h + i * width;
+      Vec<double> total[rows] = {}, share[rows], x[rows];
+      for (int64_t j = 0; j < width; j += w)
+        for (int r = 0; r < rows; ++r) total[r] += load(row + r * width + j) * load(y + j);
+      for (int r = 0; r < rows; ++r) {
+        share[r] = shares[i + r], x[r] = share[r] * (df[i + r] - share[r] * row_sum<packed, double>(total[r]));
+        df.set(i + r, Vec<double>{});
       }
-    }
+      for (int64_t j = 0; j < width; j += w) {
+        Vec<double> change = load(dg + j);
+        for (int r = 0; r < rows; ++r) {
+          change -= load(row + r * width + j) * x[r];
+          store(sum + r * width + j, load(sum + r * width + j) + share[r] * load(y + j) + x[r] * load(before + j));
+        }
+        store(dg + j, change);
+      }
+    });
     for (int64_t j = 0; j < blocks; ++j) store(dg + j * w, load(dg + j * w) * load(before + j * w));
   }
   for (int64_t i = 0; i < n; ++i)
@@ -342,7 +236,7 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const double* g
   for (int64_t i = 0; i < part.n; ++i) {
     Vec<double> most = lowest, total{}, log_sum;
     for (int64_t j = 0; j < part.blocks; ++j) most = max(most, part.score(i, j) - load(g_before + j * w));
-    most = finite(row_max<packed>(most));
+    most = finite(row_max<packed, double>(most));
     for (int64_t j = 0; j < part.blocks; ++j) {
       const Vec<double> x = ((part.score(i, j) - load(g_before + j * w)) - most) * inv_tau;
       if (any_from(x, kNegligible)) total += exp(x);
@@ -467,15 +361,17 @@ void work(const Call& c, int64_t first, int64_t end, char* scratch) {
   const Staged scores(c.n, &arena), out(c.n, &arena), grad(c.grad == nullptr ? 0 : c.n, &arena);
   const bool one_tau = c.taus[0] == c.taus[c.iterations - 1];
   const double inv_tau = 1 / c.taus[0];
-  const Wide nothing = -std::numeric_limits<Wide>::infinity();
   for (int64_t m = first * Staged::group; m < std::min(end * Staged::group, c.batch); m += Staged::group) {
     const int64_t count = std::min(Staged::group, c.batch - m);
     Form form[Staged::group];
-    scores.template read<F>(static_cast<const Key*>(c.scores) + m * c.stride_batch, c.stride_batch, c.stride_row, count, nothing);
+    scores.template read<F>(static_cast<const Key*>(c.scores) + m * c.stride_batch, c.stride_batch, c.stride_row, count);
     scores.classify(inv_tau, one_tau, form);
-    if (c.grad != nullptr)
-      grad.template read<F>(static_cast<const Key*>(c.grad) + m * c.grad_stride_batch, c.grad_stride_batch, c.grad_stride_row,
-                            count, Wide(0));
+    scores.pad(-std::numeric_limits<Wide>::infinity());
+    if (c.grad != nullptr) {
+      const auto* from = static_cast<const Key*>(c.grad) + m * c.grad_stride_batch;
+      grad.template read<F>(from, c.grad_stride_batch, c.grad_stride_row, count);
+      grad.pad(Wide(0));
+    }
     if constexpr (sizeof(Wide) == 4) {
       const Part<packed, Wide, float> part(scores, 0, form);
       if (c.grad == nullptr) scaled_forward(part, c.iterations, inv_tau, Form::scaled_float, out, arena);

@@ -1,0 +1,142 @@
+// Where csrc/cpu/sinkhorn.cpp keeps the matrices it works on, and which form of the iteration each of them can take.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "moe/formats.h"
+#include "moe/lanes.h"
+
+namespace moe {
+namespace MOE_ISA {
+namespace {
+
+// Row-wise range of S / tau up to which scaling vectors, at most exp(range), and their products stay normal numbers.
+constexpr double kFloatRange = 60, kDoubleRange = 300;
+
+enum class Form { broken, scaled_float, scaled_double, logarithmic };
+
+int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+class Arena {
+ public:
+  explicit Arena(char* room) : room_(room) {}
+  Arena after(int64_t bytes) const { return Arena(room_ + bytes); }
+  template <class T>
+  T* take(int64_t count) {
+    T* taken = reinterpret_cast<T*>(room_);
+    room_ += round_up(count * int64_t(sizeof(T)), 64);
+    return taken;
+  }
+
+ private:
+  char* room_;
+};
+
+// Over the columns of a row, of which this vector holds partial results: in every lane, where lanes are columns.
+template <bool packed, class T>
+Vec<T> row_sum(Vec<T> v) {
+  return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
+}
+
+template <bool packed, class T>
+Vec<T> row_max(Vec<T> v) {
+  return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return max(a, b); });
+}
+
+// Scores, gradients and results of the matrices worked on together, as Wide. Packed: lane l of element (i, j) is matrix l
+// of the group. Otherwise a matrix by itself, its rows padded to whole vectors.
+template <bool packed, class Wide>
+struct Stage {
+  static constexpr int64_t group = packed ? kLanes<Wide> : 1;
+
+  int64_t n, row;  // elements a row
+  Wide* data;
+
+  Stage(int64_t n, Arena* arena) : n(n), row(packed ? n * group : round_up(n, kLanes<Wide>)), data(arena->take<Wide>(n * row)) {}
+
+  template <class T>
+  Wide* block(int64_t i, int64_t j, int64_t part) const {
+    return data + i * row + j * (packed ? group : kLanes<T>) + part * kLanes<T>;
+  }
+
+  // Padding repeats the first element of its row; a short group is filled up with zeros.
+  template <class F>
+  void read(const typename F::Key* from, int64_t stride_batch, int64_t stride_row, int64_t count) const {
+    const bool whole = packed && stride_row == n;  // a matrix is one long row
+    const int64_t rows = whole ? 1 : n, columns = whole ? n * n : n;
+    if (count < group) std::fill(data, data + n * row, Wide(0));
+    for (int64_t l = 0; l < count; ++l)
+      for (int64_t i = 0; i < rows; ++i) {
+        const typename F::Key* in = from + l * stride_batch + i * stride_row;
+        for (int64_t j = 0; j < columns; ++j) data[i * row + j * group + l] = F::widen(in[j]);
+        if (!packed) std::fill(data + i * row + n, data + (i + 1) * row, data[i * row]);
+      }
+  }
+
+  template <class F>
+  void write(typename F::Key* to, int64_t count, const Form* form) const {
+    const int64_t rows = packed ? 1 : n, columns = packed ? n * n : n;
+    for (int64_t l = 0; l < count; ++l)
+      for (int64_t i = 0; i < rows; ++i, to += columns)
+        if (form[l] == Form::broken) {
+          std::fill(to, to + columns, F::narrow(std::numeric_limits<Wide>::quiet_NaN()));
+        } else {
+          for (int64_t j = 0; j < columns; ++j) to[j] = F::narrow(data[i * row + j * group + l]);
+        }
+  }
+
+  // The form that each matrix can take; padding must not widen its row.
+  void classify(double inv_tau, bool one_tau, Form* form) const {
+    using V = Vec<Wide>;
+    constexpr Wide inf = std::numeric_limits<Wide>::infinity();
+    V range{}, lowest = broadcast(inf);
+    auto whole = range == range;
+    for (int64_t i = 0; i < n; ++i) {
+      V high = broadcast(-inf), low = broadcast(inf);
+      for (int64_t j = 0; j < row; j += kLanes<Wide>) {
+        const V x = load(data + i * row + j);
+        high = max(high, x), low = -max(-low, -x);
+        whole &= x < inf;  // neither NaN nor +inf
+      }
+      lowest = -max(-lowest, -low);
+      range = max(range, row_max<packed, Wide>(high) + row_max<packed, Wide>(-low));
+    }
+    for (int64_t l = 0; l < group; ++l) {
+      bool forbidden = false, broken = false;
+      for (int64_t lane = packed ? l : 0; lane < (packed ? l + 1 : kLanes<Wide>); ++lane)
+        forbidden |= lowest[lane] == -inf, broken |= !whole[lane];
+      const double wide = forbidden || !one_tau ? inf : double(range[l]) * inv_tau;
+      const bool narrow = sizeof(Wide) == 4 && wide < kFloatRange;
+      form[l] = broken ? Form::broken
+                : narrow ? Form::scaled_float
+                : wide < kDoubleRange ? Form::scaled_double
+                                      : Form::logarithmic;
+    }
+  }
+
+  void pad(Wide value) const {
+    for (int64_t i = 0; !packed && i < n; ++i) std::fill(data + i * row + n, data + (i + 1) * row, value);
+  }
+};
+
+// A value for every row: a vector each where lanes are matrices, else one number for all lanes.
+template <bool packed, class T>
+struct Rows {
+  T* data;
+
+  static Rows take(int64_t n, Arena* arena) { return {arena->take<T>(packed ? n * kLanes<T> : n)}; }
+  Vec<T> operator[](int64_t i) const { return packed ? load(data + i * kLanes<T>) : broadcast(data[i]); }
+  void set(int64_t i, Vec<T> v) const {
+    if constexpr (packed) {
+      store(data + i * kLanes<T>, v);
+    } else {
+      data[i] = v[0];
+    }
+  }
+};
+
+}  // namespace
+}  // namespace MOE_ISA
+}  // namespace moe
