@@ -1,0 +1,194 @@
+"""The local search of paper 001: a permutation of the experts, learned with the gate and then frozen.
+
+    S = sinkhorn(U, R, tau)                                                             (eqs. 7 and 8; U is learned)
+    g' = g S / sum(g S)                                                                 (the gate of expert j: column j)
+    regulariser = zeta * mean over permutations of (-sum S log(S + 1e-6) - sum Z log(Z + 1e-6)),  Z = S / row sums
+
+Stage one lasts while t < T, t counting training steps from 1: log10 tau = -3 - 4 t / T and R = int(20 + 130 t / T). At
+t = T the last S becomes a permutation by linear assignment, and from then on U receives no gradient. The paper prints
+P g; the published code computes g P, as here. Evaluation always uses the hard permutation, in stage one as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.ops._checks import check_choice, check_int
+from moe_kernels.ops.harden import harden
+from moe_kernels.ops.sinkhorn import sinkhorn
+
+SCHEDULES = ("paper", "annealed")
+HOT = 0.1  # where an annealed call starts: the width of the initial scores, U(-0.05, 0.05)
+
+
+class LocalSearch(nn.Module):
+    """Permutes gate weights by a learned soft permutation, and from step `steps` on by the hard one it has become.
+
+        gates, regulariser = search(gates)
+
+    In training every call is a step. Where several gates share a permutation, call `permutation()` once a step and
+    `permute` for each gate.
+
+    Args:
+        num_experts: n.
+        steps: T, training steps of stage one (the paper: 1 to 10 epochs' worth). 0: the identity.
+        permutations: one for every choice k of the gate; the paper's default is a single one. Where there are more,
+            gates are (..., permutations, n), each choice is permuted by its own, and their sum comes out.
+        zeta: weight of the entropies. renormalise: divide by the sum; False for gates that are not to sum to one.
+        schedule: "paper", or "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50 iterations
+            and is then rounded to a doubly stochastic matrix. At the paper's temperatures S is often no permutation
+            when stage one ends: of 100 random U of n = 16 none was, and the loss jumps at the switch.
+        bound: U ~ U(-bound, bound), drawn by `generator`. backend: of sinkhorn.
+
+    State: U is the parameter `scores` (permutations, n, n); buffers `soft` (the last S), `source` (the hard
+    permutation: expert j takes the gate source[j]) and `distance` (permutations), the largest |S - P| at the switch,
+    NaN before; `step` is saved beside them. All of it survives a state dict in either stage.
+
+    Raises:
+        ValueError, TypeError: num_experts or permutations below 1, steps below 0, an unknown schedule.
+        ImportError: scipy is missing, which hardening needs: pip install moe_kernels[assignment].
+
+    Source: paper 001, section 3.3, and the published code (schedule, entropies, direction).
+    """
+
+    soft: Tensor
+    source: Tensor
+    distance: Tensor
+
+    def __init__(
+        self,
+        num_experts: int,
+        steps: int,
+        *,
+        permutations: int = 1,
+        zeta: float = 1e-4,
+        renormalise: bool = True,
+        schedule: str = "paper",
+        bound: float = 0.05,
+        backend: str | None = None,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        n = check_int("LocalSearch", "num_experts", num_experts, 1, 2**31 - 1, "experts")
+        count = check_int("LocalSearch", "permutations", permutations, 1, 2**31 - 1, "permutations")
+        self.steps = check_int("LocalSearch", "steps", steps, 0, 2**63 - 1, "training steps of stage one")
+        check_choice("LocalSearch", "schedule", schedule, SCHEDULES)
+        if importlib.util.find_spec("scipy") is None:
+            raise ImportError("LocalSearch: hardening needs scipy: pip install moe_kernels[assignment]")
+        self.zeta, self.renormalise, self.schedule, self.backend = zeta, renormalise, schedule, backend
+        self.bound, self.step = bound, 0
+        self.scores = nn.Parameter(torch.empty(count, n, n, device=device))
+        self.register_buffer("soft", torch.zeros(count, n, n, device=device))
+        self.register_buffer("source", torch.arange(n, device=device).repeat(count, 1))
+        self.register_buffer("distance", torch.full((count,), torch.nan, device=device))
+        self._stale = False  # whether `source` belongs to an earlier `soft`
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws U anew."""
+        self.scores.uniform_(-self.bound, self.bound, generator=generator)
+
+    @property
+    def hardened(self) -> bool:
+        """Stage two: the permutation is hard, and U receives no gradient."""
+        return self.step >= self.steps
+
+    def temperature(self, step: int) -> float:
+        """tau of training step `step`, counted from 1: 1e-3 falling to 1e-7."""
+        return 10 ** (-3 - 4 * step / self.steps)
+
+    def iterations(self, step: int) -> int:
+        """R of training step `step`: 20 rising to 149."""
+        return int(20 + 130 * step / self.steps)
+
+    def forward(self, gates: Tensor) -> tuple[Tensor, Tensor]:
+        """gates (..., n), or (..., permutations, n), -> gates (..., n) and the regulariser (), 0 in evaluation."""
+        p = self.permutation()
+        return self.permute(gates, p), self.regulariser(p) if self.training else gates.new_zeros(())
+
+    def permutation(self) -> Tensor | None:
+        """What `permute` is to apply now: S (permutations, n, n), or None for the hard permutation.
+
+        In training this takes a step, the one that ends stage one waits for a GPU and hardens on the host.
+        """
+        if not self.training or self.hardened:
+            if self._stale:
+                self._harden()
+            return None
+        self.step += 1
+        if self.hardened:
+            if self.step > 1:
+                self._harden()
+                hard = torch.zeros_like(self.soft).scatter_(1, self.source[:, None], 1)
+                self.distance.copy_((self.soft - hard).abs().amax((1, 2)))
+            return None
+        tau, iterations = self.temperature(self.step), self.iterations(self.step)
+        if self.schedule == "paper":
+            soft = sinkhorn(self.scores, iterations, tau=tau, backend=self.backend)
+        else:
+            cooled = sinkhorn(self.scores, max(iterations, 50), tau=tau, anneal_from=HOT, backend=self.backend)
+            soft = rounded(cooled)
+        self.soft.copy_(soft.detach())
+        self._stale = True
+        return soft
+
+    def permute(self, gates: Tensor, p: Tensor | None) -> Tensor:
+        """gates times p, divided by their sum; a gather where p is None."""
+        count, n = self.source.shape
+        if gates.shape[-1:] != (n,) or (count > 1 and gates.shape[-2:] != (count, n)):
+            expected = f"(..., {count}, {n})" if count > 1 else f"(..., {n})"
+            raise ValueError(f"LocalSearch: gates must be {expected}, got shape {tuple(gates.shape)}")
+        each = gates if count > 1 else gates[..., None, :]
+        if p is None:
+            permuted = each.gather(-1, self.source.expand(each.shape))
+        else:
+            permuted = torch.einsum("...pi,pij->...pj", each.to(p.dtype), p)
+        permuted = permuted.sum(-2) if count > 1 else permuted[..., 0, :]
+        if self.renormalise:
+            total = permuted.sum(-1, keepdim=True)
+            permuted = permuted / torch.where(total == 0, 1, total)
+        return permuted.to(gates.dtype)
+
+    def regulariser(self, p: Tensor | None) -> Tensor:
+        """zeta times the entropies of S and of S with its rows normalised, a constant where p is None."""
+        soft = self.soft if p is None else p
+        totals = soft.sum(-1, keepdim=True)
+        row_normal = soft / torch.where(totals == 0, 1, totals)
+        return self.zeta * (_entropy(soft) + _entropy(row_normal)).mean()
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+        self._stale = 0 < self.step < self.steps
+
+    def extra_repr(self) -> str:
+        count, n = self.source.shape
+        stage = "hard" if self.hardened else f"step {self.step} of {self.steps}"
+        return f"num_experts={n}, permutations={count}, schedule={self.schedule!r}, {stage}"
+
+    def _harden(self) -> None:
+        """Row i, a gate, goes to column c_i, an expert; `source` is the inverse: the gate of each expert."""
+        self.source.copy_(harden(self.soft).argsort(-1))
+        self._stale = False
+
+
+def rounded(p: Tensor) -> Tensor:
+    """p (..., n, n), not negative, to a doubly stochastic matrix near it: scale rows, then columns, whose sum is above
+    one, and add what is missing as a product of row and column. Source: Altschuler, Weed, Rigollet 2017, algorithm 2.
+    """
+    p = p / p.sum(-1, keepdim=True).clamp(min=1)
+    p = p / p.sum(-2, keepdim=True).clamp(min=1)
+    row, column = 1 - p.sum(-1, keepdim=True), 1 - p.sum(-2, keepdim=True)
+    missing = row.sum(-2, keepdim=True)
+    return p + row * column / torch.where(missing == 0, 1, missing)
+
+
+def _entropy(p: Tensor) -> Tensor:
+    return -(p * (p + 1e-6).log()).sum((-2, -1))

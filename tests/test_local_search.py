@@ -1,0 +1,159 @@
+"""nn.LocalSearch: schedule, regulariser, application, hardening and state, against loops over the definition."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import moe_kernels as mk
+from moe_kernels.nn import LocalSearch
+from moe_kernels.nn.local_search import rounded
+
+pytest.importorskip("scipy", reason="scipy is not installed")
+
+
+def sinkhorn_loop(scores: torch.Tensor, iterations: int, tau: float) -> torch.Tensor:
+    log_p = scores.double() / tau
+    for _ in range(iterations):
+        log_p = log_p - log_p.logsumexp(-1, keepdim=True)
+        log_p = log_p - log_p.logsumexp(-2, keepdim=True)
+    return log_p.exp()
+
+
+def test_the_papers_schedule():
+    search = LocalSearch(4, 10)
+    assert [search.iterations(t) for t in (1, 5, 9)] == [33, 85, 137]
+    for t, exponent in ((1, -3.4), (5, -5.0), (9, -6.6)):
+        assert search.temperature(t) == pytest.approx(10**exponent)
+
+
+def test_a_step_of_stage_one_by_hand():
+    search = LocalSearch(5, 10, zeta=0.1)
+    with torch.no_grad():
+        search.scores.mul_(0.02)  # so that S is soft
+    gates = torch.rand(3, 2, 5).softmax(-1)
+    permuted, regulariser = search(gates)
+    soft = sinkhorn_loop(search.scores.detach()[0], 33, 10**-3.4)
+    raw = torch.zeros(3, 2, 5, dtype=torch.float64)
+    for b, c, i, j in itertools.product(range(3), range(2), range(5), range(5)):
+        raw[b, c, j] += gates[b, c, i].double() * soft[i, j]
+    torch.testing.assert_close(permuted.double(), raw / raw.sum(-1, keepdim=True), rtol=0, atol=1e-6)
+    rows = soft / soft.sum(1, keepdim=True)
+    entropy = sum(-float(v) * math.log(float(v) + 1e-6) for m in (soft, rows) for v in m.flatten())
+    assert regulariser.item() == pytest.approx(0.1 * entropy, rel=1e-5)
+    (permuted.square().sum() + regulariser).backward()
+    assert search.scores.grad.isfinite().all()
+    assert search.scores.grad.any()
+
+
+def test_hard_in_evaluation_and_from_the_last_step_on():
+    search, gates = LocalSearch(6, 4), torch.rand(7, 6).softmax(-1)
+    search.eval()
+    permuted, regulariser = search(gates)
+    torch.testing.assert_close(permuted, gates)  # untouched: the identity
+    assert regulariser == 0
+    search.train()
+    for _ in range(3):
+        search(gates)
+        assert not search.hardened
+    columns = mk.harden(search.soft)[0]
+    hard = torch.zeros_like(gates)
+    hard[:, columns] = gates
+    search.eval()
+    torch.testing.assert_close(search(gates)[0], hard)
+    assert search.step == 3  # evaluation takes no step
+    search.train()
+    soft = search.soft.clone()
+    permuted, regulariser = search(gates)
+    assert search.hardened
+    torch.testing.assert_close(permuted, hard)
+    assert not regulariser.requires_grad
+    expected = (soft[0] - torch.nn.functional.one_hot(columns, 6)).abs().max()
+    assert search.distance.item() == pytest.approx(expected.item())
+    search(gates)
+    assert torch.equal(search.soft, soft)
+
+
+def test_each_choice_has_its_own_permutation():
+    search, gates = LocalSearch(3, 2, permutations=2, renormalise=False), torch.rand(5, 2, 3)
+    soft_gates, _ = search(gates)
+    expected = sum(gates[:, k].double() @ search.soft[k].double() for k in range(2))
+    torch.testing.assert_close(soft_gates.double(), expected, rtol=0, atol=1e-6)
+    hard_gates, _ = search(gates)
+    columns = mk.harden(search.soft)
+    expected = torch.zeros(5, 3)
+    for k, i in itertools.product(range(2), range(3)):
+        expected[:, columns[k, i]] += gates[:, k, i]
+    torch.testing.assert_close(hard_gates, expected)
+    with pytest.raises(ValueError, match=r"LocalSearch: gates must be \(\.\.\., 2, 3\), got shape \(5, 3\)"):
+        search(torch.rand(5, 3))
+
+
+@pytest.mark.parametrize("taken", [0, 3, 6, 9])  # before, in stage one, at the switch, after
+def test_state_survives_a_round_trip(taken):
+    gates = torch.rand(4, 5).softmax(-1)
+    search = LocalSearch(5, 6)
+    for _ in range(taken):
+        search(gates)
+    other = LocalSearch(5, 6)
+    other.load_state_dict(copy.deepcopy(search.state_dict()))
+    assert (other.step, other.hardened) == (search.step, search.hardened)
+    for training in (False, True, True, True, True):
+        search.train(training), other.train(training)
+        for mine, theirs in zip(search(gates), other(gates), strict=True):
+            assert torch.equal(mine, theirs)
+    torch.testing.assert_close(search.distance, other.distance, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_annealed_schedule_reaches_a_permutation_and_the_papers_does_not():
+    gates = torch.rand(4, 16).softmax(-1)
+    off = {}
+    for schedule in ("paper", "annealed"):
+        search = LocalSearch(16, 8, permutations=20, schedule=schedule, generator=torch.Generator().manual_seed(1))
+        for _ in range(8):
+            search(gates[:, None].expand(-1, 20, -1))
+        off[schedule] = search.distance
+    assert (off["paper"] > 0.05).float().mean() > 0.9
+    assert (off["annealed"] < 0.05).float().mean() > off["paper"].lt(0.05).float().mean() + 0.5
+
+
+def test_rounding_is_doubly_stochastic_and_leaves_what_is():
+    p = torch.rand(3, 6, 6, dtype=torch.float64)
+    ones = torch.ones(3, 6, dtype=torch.float64)
+    for dim in (-1, -2):
+        torch.testing.assert_close(rounded(p).sum(dim), ones)
+    identity = torch.eye(6)
+    assert torch.equal(rounded(identity), identity)
+
+
+def test_search_learns_the_permutation_that_a_loss_asks_for():
+    gates = torch.eye(4).repeat(8, 1)
+    wanted = gates[:, [2, 0, 3, 1]]
+    search = LocalSearch(4, 120, schedule="annealed")
+    optimiser = torch.optim.Adam(search.parameters(), lr=0.02)
+    for _ in range(120):
+        permuted, regulariser = search(gates)
+        loss = nn.functional.mse_loss(permuted, wanted) + regulariser
+        if loss.requires_grad:
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    torch.testing.assert_close(search.eval()(gates)[0], wanted)
+
+
+def test_bad_arguments_are_named(monkeypatch):
+    for arguments, words in (
+        ({"num_experts": 0, "steps": 1}, "num_experts must be from 1"),
+        ({"num_experts": 3, "steps": -1}, "steps must be from 0"),
+        ({"num_experts": 3, "steps": 1, "schedule": "slow"}, "schedule must be one of 'paper', 'annealed'"),
+    ):
+        with pytest.raises(ValueError, match=f"LocalSearch: {words}"):
+            LocalSearch(**arguments)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"LocalSearch: hardening needs scipy: pip install moe_kernels\[assignment\]"):
+        LocalSearch(3, 1)
