@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels as mk
-from bench import routing
+from bench import routing, sinkhorn
 from bench.entry import Calls, Entry, Inputs, Shape, label
 from moe_kernels.library import words
 
@@ -83,4 +83,4 @@ ENTRIES: dict[str, Entry] = {
         least_bytes=_kwta_least_bytes,
     ),
 }
-ENTRIES |= routing.ENTRIES
+ENTRIES |= routing.ENTRIES | sinkhorn.ENTRIES

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from moe_kernels import backends
 from moe_kernels.info import placement
-from moe_kernels.ops import combine, dispatch, kwta, plan, topk_gate
+from moe_kernels.ops import combine, dispatch, kwta, plan, sinkhorn, topk_gate
 
 KERNELS = tuple(name for name in backends.NAMES if name != "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -340,10 +340,33 @@ def _combine_run(inputs: Inputs, backend: str) -> Outputs:
     return {"y": y, "y without weights": plain, "gradient of rows": to_rows, "gradient of weights": to_weights}
 
 
+def _sinkhorn_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    draw = torch.Generator().manual_seed(0)
+    for n, iterations in ((2, 3), (5, 4)) if small else ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5)):
+        # float64 itself knows scores / tau to 1e-9 only at 1e-7: such temperatures are for narrower types.
+        for tau in (1.0, 0.05) if dtype == torch.float64 else (1.0, 0.05, 1e-3, 1e-7):
+            for kind in ("normal", "forbidden"):
+                scores = torch.randn(3, n, n, generator=draw).to(dtype)
+                if kind == "forbidden":
+                    scores[torch.rand(3, n, n, generator=draw) < 0.3] = -math.inf
+                grad = torch.randn(3, n, n, generator=draw).to(dtype)
+                inputs = {"scores": scores.to(device), "iterations": iterations, "tau": tau, "grad": grad.to(device)}
+                yield Case(f"{kind} 3 x {n} x {n}, R={iterations}, tau={tau:g}", inputs)
+
+
+def _sinkhorn_run(inputs: Inputs, backend: str) -> Outputs:
+    scores, tau = inputs["scores"].detach().requires_grad_(), inputs["tau"]
+    p = sinkhorn.sinkhorn(scores, inputs["iterations"], tau=tau, backend=backend)
+    if tau < 0.05:  # the gradient of a matrix of zeros and ones is what float64 rounds, times 1 / tau
+        return {"p": p}
+    return {"p": p, "gradient": torch.autograd.grad(p, scores, inputs["grad"])[0]}
+
+
 OPERATIONS: dict[str, Operation] = {
     "kwta": Operation(_kwta_cases, _kwta_run, exact=frozenset({"y", "y without grad", "mask", "gradient"})),
     "topk_gate": Operation(_gate_cases, _gate_run, exact=frozenset({"experts"}), floor=2.0),
     "make_plan": Operation(_plan_cases, _plan_run, exact=frozenset(PLAN)),
     "dispatch": Operation(_moving_cases, _dispatch_run, exact=frozenset({"rows"}), floor=1.0),
     "combine": Operation(_moving_cases, _combine_run, exact=frozenset(), floor=1.0),
+    "sinkhorn": Operation(_sinkhorn_cases, _sinkhorn_run, exact=frozenset(), floor=8.0),
 }

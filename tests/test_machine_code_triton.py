@@ -28,6 +28,7 @@ INSTRUCTIONS = {
     r"kwta_bwd .*": [r"LDG\.E", r"STG\.E"],
     r"(dispatch|combine)_.*": [r"LDG\.E", r"STG\.E"],
     r"topk_gate_.*": [r"LDG\.E", r"STG\.E"],
+    r"sinkhorn_.*": [r"LDG\.E", r"STG\.E", r"DFMA"],
 }
 
 

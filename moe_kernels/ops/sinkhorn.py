@@ -55,7 +55,8 @@ def sinkhorn(
             dependence on iterations, refused unless every row sum is within 1e-5 of one. The check waits for a GPU.
         anneal_from: a temperature >= tau from which the iterations cool geometrically to tau, potentials (in units of
             scores) kept. From 1 to 1e-7 in 50 iterations reaches a permutation where a fixed 1e-7 never does.
-        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        backend: "reference", "cpu" or "triton" (n <= 64); None chooses (see moe_kernels.explain), and the reference
+            for larger n on a GPU.
 
     Returns:
         (..., n, n) in the dtype of scores, accurate to its rounding.
@@ -79,7 +80,7 @@ def sinkhorn(
     if anneal_from is not None:
         anneal_from = _temperature("anneal_from", anneal_from, tau)
     check_choice("sinkhorn", "gradient", gradient, GRADIENTS)
-    chosen = backends.choose("sinkhorn", backend, scores)
+    chosen = _choose(backend, scores)
     if chosen == "reference" or iterations == 0:
         return reference.sinkhorn(scores, iterations, tau=tau, gradient=gradient, anneal_from=anneal_from)
     matrices = library.rows(scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:]))
@@ -108,6 +109,18 @@ class _Sinkhorn(torch.autograd.Function):
         if ctx.implicit:
             return reference.implicit_gradient(saved, grad, ctx.taus[-1]).to(saved.dtype), None, None, None
         return library.ops.sinkhorn_bwd(library.rows(grad), saved, ctx.taus, ctx.backend), None, None, None
+
+
+def _choose(backend: str | None, scores: Tensor) -> str:
+    """As backends.choose, which does not know of n: Triton's matrices stay in registers."""
+    chosen = backends.choose("sinkhorn", backend, scores)
+    if chosen != "triton" or scores.shape[-1] <= (largest := backends.load("triton", "sinkhorn").LARGEST):
+        return chosen
+    if backend is None:
+        return "reference"
+    raise backends.BackendError(
+        f"sinkhorn: backend 'triton' cannot run here: it takes n up to {largest}, not {scores.shape[-1]}"
+    )
 
 
 def _temperature(name: str, value: object, low: float) -> float:
