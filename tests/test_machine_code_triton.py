@@ -29,6 +29,7 @@ INSTRUCTIONS = {
     r"(dispatch|combine)_.*": [r"LDG\.E", r"STG\.E"],
     r"topk_gate_.*": [r"LDG\.E", r"STG\.E"],
     r"sinkhorn_.*": [r"LDG\.E", r"STG\.E", r"DFMA"],
+    r"plan_.*": [r"LDG\.E", r"STG\.E"],
 }
 
 

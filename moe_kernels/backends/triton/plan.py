@@ -1,0 +1,250 @@
+"""The routing plan in Triton: a segmented rank over (expert, visiting order) in four launches.
+
+Requests in visiting order fall into chunks; a request's slot is the number of requests to its expert in earlier chunks,
+and before it in its own. Nothing is sorted, there are no atomics, and the only scratch memory is chunks * E counts.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_kernels.backends.triton import Configuration, unsupported
+from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
+from moe_kernels.library import plan_rows
+
+TILE = 64  # requests ranked together, each against each
+CHUNKS = 1024  # at most: what one program of the scan holds for its experts
+COUNTS = 2**22  # at most, of all chunks together: fewer chunks where there are more than 4096 experts
+COUNTED = 1024  # requests counted together
+WINDOW = 1024  # experts that a program counts
+SCANNED = 4  # experts that a program of the scan takes beside CHUNKS chunks; more beside fewer
+
+
+def configurations() -> list[Configuration]:
+    """Both index types, with and without priorities."""
+    sizes = {"chunk": "i32", "T": "i32", "K": "i32", "E": "i32"}
+    found = []
+    for index in ("i32", "i64"):
+        requests = {"experts_ptr": f"*{index}", "visit_ptr": "*i64", "counts_ptr": "*i32"}
+        rows = {f"{name}_ptr": "*i32" for name in ("expert_offsets", "row_token", "row_choice", "slot_row")}
+        for visit in (False, True):
+            name, constants = f"{index}{' priority' if visit else ''}", {"VISIT": visit, "BY_CHOICE": True}
+            counted = constants | {"BLOCK": COUNTED, "BLOCK_E": WINDOW}
+            found.append(Configuration(f"plan_count {name}", _plan_count, requests | sizes, counted, 4))
+            types = requests | rows | {"capacity": "i32", "R": "i32"} | sizes
+            found.append(Configuration(f"plan_rank {name}", _plan_rank, types, constants | {"BLOCK": TILE}, 4))
+    types = {"counts_ptr": "*i32", "requested_ptr": "*i32", "chunks": "i32", "E": "i32"}
+    found.append(Configuration("plan_scan", _plan_scan, types, {"BLOCK_C": CHUNKS, "BLOCK_E": SCANNED}, 8))
+    types = {f"{name}_ptr": "*i32" for name in ("requested", "kept", "expert_offsets", "dropped")}
+    sizes = {"capacity": "i32", "E": "i32"}
+    found.append(Configuration("plan_finish", _plan_finish, types | sizes, {"BLOCK": WINDOW}, 4))
+    return found
+
+
+@triton.jit
+def _requests(
+    experts_ptr,  # (T, K)
+    visit_ptr,  # (T) tokens in visiting order; not read unless VISIT: by position
+    place,  # (BLOCK) int64
+    end,
+    T,
+    K,
+    E,
+    VISIT: tl.constexpr,
+    BY_CHOICE: tl.constexpr,
+):
+    """(token, choice, expert) of the requests at these places in visiting order; expert -1 where nobody is asked."""
+    inside = place < end
+    near = tl.where(inside, place, 0).to(tl.int32)
+    if BY_CHOICE:
+        choice = near // T
+        position = near - choice * T
+    else:
+        position = near // K
+        choice = near - position * K
+    token = position.to(tl.int64)
+    if VISIT:
+        token = tl.load(visit_ptr + token, mask=inside, other=0)
+    expert = tl.load(experts_ptr + token * K + choice, mask=inside, other=-1)
+    return token, choice, tl.where((expert >= 0) & (expert < E), expert, -1).to(tl.int32)
+
+
+@triton.jit
+def _plan_count(
+    experts_ptr,  # (T, K)
+    visit_ptr,  # (T)
+    counts_ptr,  # (chunks, E)
+    chunk,
+    T,
+    K,
+    E,
+    VISIT: tl.constexpr,
+    BY_CHOICE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * chunk
+    end = tl.minimum(start + chunk, tl.full((), 1, tl.int64) * T * K)
+    window = tl.program_id(1) * BLOCK_E
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    while start < end:
+        place = start + tl.arange(0, BLOCK)
+        _, _, expert = _requests(experts_ptr, visit_ptr, place, end, T, K, E, VISIT, BY_CHOICE)
+        bin = expert - window
+        asks = (expert >= 0) & (bin >= 0) & (bin < BLOCK_E)
+        counts += tl.histogram(tl.where(asks, bin, 0), BLOCK_E, mask=asks)
+        start += BLOCK
+    e = window + tl.arange(0, BLOCK_E)
+    tl.store(counts_ptr + tl.program_id(0).to(tl.int64) * E + e, counts, mask=e < E)
+
+
+@triton.jit
+def _plan_scan(
+    counts_ptr,  # (chunks, E), receives the sums over the chunks before
+    requested_ptr,  # (E)
+    chunks,
+    E,
+    BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    c = tl.arange(0, BLOCK_C)
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    at = counts_ptr + c[:, None].to(tl.int64) * E + e
+    inside = (c < chunks)[:, None] & (e < E)
+    counts = tl.load(at, mask=inside, other=0)
+    tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=inside)
+    tl.store(requested_ptr + e, tl.sum(counts, axis=0), mask=e < E)
+
+
+@triton.jit
+def _plan_finish(
+    requested_ptr,  # (E)
+    kept_ptr,  # (E)
+    expert_offsets_ptr,  # (E + 1)
+    dropped_ptr,  # ()
+    capacity,
+    E,
+    BLOCK: tl.constexpr,
+):
+    used = tl.zeros((), tl.int32)
+    asked = tl.zeros((), tl.int32)
+    start = 0
+    while start < E:
+        e = start + tl.arange(0, BLOCK)
+        requested = tl.load(requested_ptr + e, mask=e < E, other=0)
+        kept = tl.minimum(requested, capacity)
+        tl.store(kept_ptr + e, kept, mask=e < E)
+        tl.store(expert_offsets_ptr + e, used + tl.cumsum(kept, axis=0) - kept, mask=e < E)
+        used += tl.sum(kept)
+        asked += tl.sum(requested)
+        start += BLOCK
+    tl.store(expert_offsets_ptr + E, used)
+    tl.store(dropped_ptr, asked - used)
+
+
+@triton.jit
+def _plan_rank(
+    experts_ptr,  # (T, K)
+    visit_ptr,  # (T)
+    counts_ptr,  # (chunks, E) requests before a chunk; overwritten
+    expert_offsets_ptr,  # (E + 1)
+    row_token_ptr,  # (R)
+    row_choice_ptr,  # (R)
+    slot_row_ptr,  # (T, K)
+    capacity,
+    R,
+    chunk,
+    T,
+    K,
+    E,
+    VISIT: tl.constexpr,
+    BY_CHOICE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    nobody = tl.full((BLOCK,), -1, tl.int32)
+    unused = tl.load(expert_offsets_ptr + E) + tl.program_id(0).to(tl.int64) * BLOCK
+    while unused < R:
+        tl.store(row_token_ptr + unused + i, nobody, mask=unused + i < R)
+        tl.store(row_choice_ptr + unused + i, nobody, mask=unused + i < R)
+        unused += tl.num_programs(0).to(tl.int64) * BLOCK
+
+    next_ptr = counts_ptr + tl.program_id(0).to(tl.int64) * E
+    start = tl.program_id(0).to(tl.int64) * chunk
+    end = tl.minimum(start + chunk, tl.full((), 1, tl.int64) * T * K)
+    while start < end:
+        place = start + i
+        token, choice, expert = _requests(experts_ptr, visit_ptr, place, end, T, K, E, VISIT, BY_CHOICE)
+        asks = expert >= 0
+        # Peers before in the low half, peers after in the high one.
+        side = tl.where(i[None, :] < i[:, None], 1, tl.where(i[None, :] > i[:, None], 0x10000, 0))
+        peers = tl.sum(tl.where(expert[:, None] == expert[None, :], side, 0), axis=1)
+        later = peers >> 16
+        slot = tl.load(next_ptr + expert, mask=asks, other=0) + (peers & 0xFFFF)
+        # Counts change between the two barriers only: every thread has read them, and none reads the next ones yet.
+        tl.debug_barrier()
+        tl.store(next_ptr + expert, slot + 1, mask=asks & (later == 0))
+        tl.debug_barrier()
+        keep = asks & (slot < capacity)
+        row = tl.load(expert_offsets_ptr + expert, mask=asks, other=0) + slot
+        tl.store(slot_row_ptr + token * K + choice, tl.where(keep, row, -1), mask=place < end)
+        tl.store(row_token_ptr + row, token.to(tl.int32), mask=keep)
+        tl.store(row_choice_ptr + row, choice, mask=keep)
+        start += BLOCK
+
+
+def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
+    return unsupported(device, torch.float32, (torch.float32,))  # of the device alone: experts are int32 or int64
+
+
+def make_plan_fwd(
+    experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order: str
+) -> tuple[Tensor, ...]:
+    num_tokens, k = experts.shape
+    total = num_tokens * k
+    rows = plan_rows(num_tokens, k, num_experts, capacity)
+    shapes = ((num_experts + 1,), (rows,), (rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
+    arrays = tuple(experts.new_empty(shape, dtype=torch.int32) for shape in shapes)
+    expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped = arrays
+    if total == 0:
+        for array in (expert_offsets, requested, kept, dropped):
+            array.zero_()
+        return arrays
+    visit = None if priority is None else torch.sort(priority, descending=True, stable=True).indices
+    tiles = triton.cdiv(total, TILE)
+    chunk = triton.cdiv(tiles, max(1, min(CHUNKS, COUNTS // num_experts))) * TILE
+    chunks = triton.cdiv(total, chunk)
+    counts = experts.new_empty((chunks, num_experts), dtype=torch.int32)
+    limit = total if capacity is None else min(capacity, total)
+    requests = (experts, experts if visit is None else visit, counts)
+    sizes = (chunk, num_tokens, k, num_experts)
+    how = {"VISIT": visit is not None, "BY_CHOICE": order == "choice"}
+
+    window = min(max(triton.next_power_of_2(num_experts), 32), WINDOW)
+    block = min(triton.next_power_of_2(chunk), COUNTED)
+    _plan_count[(chunks, triton.cdiv(num_experts, window))](*requests, *sizes, **how, BLOCK=block, BLOCK_E=window)
+    held = triton.next_power_of_2(chunks)
+    scanned = min(CHUNKS * SCANNED // held, 128)
+    _plan_scan[(triton.cdiv(num_experts, scanned),)](
+        counts, requested, chunks, num_experts, BLOCK_C=held, BLOCK_E=scanned, num_warps=8 if held >= 32 else 4
+    )
+    _plan_finish[(1,)](requested, kept, expert_offsets, dropped, limit, num_experts, BLOCK=window)
+    _plan_rank[(chunks,)](
+        *requests, expert_offsets, row_token, row_choice, slot_row, limit, rows, *sizes, **how, BLOCK=TILE
+    )
+    return arrays
+
+
+def plan_expert_choice_supports(device: str, dtype: torch.dtype) -> str | None:
+    return unsupported(device, dtype, tuple(FORMATS))
+
+
+def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
+    """The winners of every column ask for their expert."""
+    num_tokens, num_experts = scores.shape
+    taken = kwta_mask(scores.t().contiguous(), min(capacity, num_tokens), "index").t()
+    expert = torch.arange(num_experts, dtype=torch.int32, device=scores.device)
+    return make_plan_fwd(torch.where(taken, expert, -1).contiguous(), num_experts, capacity, None, "choice")
