@@ -15,7 +15,8 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def tile(dim: int) -> dict[str, int]:
     """Tokens and elements of a program, and its warps."""
-    block = min(max(triton.next_power_of_2(dim), 16), LONGEST)
+    # A row that takes several turns does so in halves: combine's backward would use the stack beside its loop.
+    block = min(max(triton.next_power_of_2(dim), 16), LONGEST if dim <= LONGEST else LONGEST // 2)
     tokens = max(TILE // block, 1)
     return {"BLOCK_T": tokens, "BLOCK_D": block, "num_warps": tokens * block // 512}
 

@@ -29,9 +29,8 @@ def configurations() -> list[Configuration]:
         for dim in (64, 512, LONGEST, 2 * LONGEST):
             constants = tile(dim)
             warps, name = constants.pop("num_warps"), f"{short} {dim}"
-            if dim <= LONGEST:
-                weighted = constants | {"WEIGHTED": True}
-                found.append(Configuration(f"combine_fwd {name}", _combine_fwd, fwd, weighted, warps))
+            weighted = constants | {"WEIGHTED": True}
+            found.append(Configuration(f"combine_fwd {name}", _combine_fwd, fwd, weighted, warps))
             whole = constants | {"WHOLE": dim <= LONGEST}
             found.append(Configuration(f"combine_bwd {name}", _combine_bwd, bwd, whole, warps))
     return found

@@ -17,7 +17,7 @@ def configurations() -> list[Configuration]:
     found = []
     for pattern in ("*i16", "*i32"):
         types = {"x_ptr": pattern, "slot_row_ptr": "*i32", "expert_offsets_ptr": "*i32", "rows_ptr": pattern} | sizes
-        for dim in (64, 512, LONGEST):
+        for dim in (64, 512, LONGEST, 2 * LONGEST):
             constants = tile(dim)
             warps = constants.pop("num_warps")
             found.append(Configuration(f"dispatch_fwd {pattern[1:]} {dim}", _dispatch_fwd, types, constants, warps))

@@ -171,7 +171,7 @@ def topk_gate_bwd(
         _check_experts(num_experts)
         blocks = _blocks(num_experts, k)
         softmax_first = logits is not None and k > 0
-        source = logits if softmax_first else dlogits
+        source = dlogits if logits is None or k == 0 else logits
         _topk_gate_bwd[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
             grad, weights, experts, log_sum, source, dlogits, source.stride(0), num_tokens, num_experts, k,
             SOFTMAX_FIRST=softmax_first, **blocks,
