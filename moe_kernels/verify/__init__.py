@@ -1,0 +1,192 @@
+"""Every kernel that can run here against its definition: values, masks and gradients, on easy and on hostile inputs.
+
+An output that selects or copies must equal the reference bit for bit: its error is the number of wrong elements, and
+none is allowed. An output that computes may be off from the float64 reference by twice what the reference of its own
+dtype is off, plus the operation's floor; these errors are relative to the output's largest magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels import backends
+from moe_kernels.info import placement
+from moe_kernels.verify import combine, dispatch, kwta, make_plan, sinkhorn, topk_gate
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+
+KERNELS = tuple(name for name in backends.NAMES if name != "reference")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+OPERATIONS: dict[str, Operation] = {
+    "kwta": kwta.OPERATION,
+    "topk_gate": topk_gate.OPERATION,
+    "make_plan": make_plan.OPERATION,
+    "dispatch": dispatch.OPERATION,
+    "combine": combine.OPERATION,
+    "sinkhorn": sinkhorn.OPERATION,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run"; the note says why or where."""
+
+    operation: str
+    backend: str
+    dtype: str
+    device: str
+    cases: int
+    error: float
+    allowed: float
+    verdict: str
+    note: str
+
+
+def verify(ops: Iterable[str] = (), names: Iterable[str] = (), *, small: bool = False) -> Iterator[Row]:
+    """Verifies operations `ops` on backends `names` (all of them where empty), one Row per dtype.
+
+    Raises:
+        ValueError: an unknown operation or backend.
+    """
+    wanted, kernels = tuple(ops) or tuple(OPERATIONS), tuple(names) or KERNELS
+    _check_known("operation", wanted, tuple(OPERATIONS))
+    _check_known("backend", kernels, KERNELS)
+    return (row for op in wanted for backend in kernels for row in _backend_rows(op, backend, small))
+
+
+def cases(op: str, dtype: torch.dtype = torch.float32, device: str = "cpu", *, small: bool = False) -> Iterator[Case]:
+    """The inputs on which `op` is verified."""
+    _check_known("operation", (op,), tuple(OPERATIONS))
+    return OPERATIONS[op].cases(dtype, device, small)
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text for a table; where nothing ran, its numbers are dashes."""
+    ran = row.verdict != "not run"
+    numbers = (f"{row.cases}", f"{row.error:.3g}", f"{row.allowed:.3g}") if ran else ("-", "-", "-")
+    return (row.operation, row.backend, row.dtype, row.device, *numbers, row.verdict, row.note)
+
+
+def _check_known(what: str, names: Iterable[str], known: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{what} must be one of {', '.join(known)}; got {name!r}")
+
+
+def _backend_rows(op: str, backend: str, small: bool) -> Iterator[Row]:
+    places = {dtype: placement(op, backend, dtype) for dtype in DTYPES}
+    if not any(place.device for place in places.values()):
+        yield Row(op, backend, "-", "-", 0, 0.0, 0.0, "not run", places[torch.float32].reason)
+        return
+    for dtype, (device, reason) in places.items():
+        if device is None:
+            yield Row(op, backend, _short(dtype), "-", 0, 0.0, 0.0, "not run", reason)
+        else:
+            # A GPU backend on CPU tensors is an interpreter or the host executor: about 1 ms a program.
+            yield check(op, backend, dtype, device, small=small or (device == "cpu" and backend != "cpu"))
+
+
+def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool = False) -> Row:
+    """Runs every case of one operation, backend and dtype, and keeps the worst error over the allowed one."""
+    with threads(
+        1
+    ):  # small tensors: torch's threads would spin longer than they work, and longer yet on a busy machine
+        return _check(op, backend, dtype, device, small)
+
+
+def _check(op: str, backend: str, dtype: torch.dtype, device: str, small: bool) -> Row:
+    operation, cores = OPERATIONS[op], os.cpu_count() or 1
+    count, worst = 0, (-1.0, 0.0, 0.0, "")
+    for name, inputs in operation.cases(dtype, device, small):
+        count += 1
+        try:
+            with poisoned(), threads(cores if _is_large(inputs) else 1):
+                found = operation.run(inputs, backend)
+        except Exception as raised:
+            note = f"{name}: {type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
+            return Row(op, backend, _short(dtype), device, count, math.inf, 0.0, "FAILED", note)
+        for output, error, allowed in _errors(operation, inputs, found):
+            excess = error / allowed if allowed else (math.inf if error else 0.0)
+            if excess > worst[0]:
+                worst = (excess, error, allowed, f"worst: {output} of {name}")
+    excess, error, allowed, note = worst
+    failed = excess > 1
+    verdict = "FAILED" if failed else "ok"
+    return Row(op, backend, _short(dtype), device, count, error, allowed, verdict, note if failed or error else "")
+
+
+def _is_large(inputs: Inputs) -> bool:
+    return any(isinstance(value, Tensor) and value.numel() >= 2**15 for value in inputs.values())
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Within the block torch, and the CPU kernels with it, may use that many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Within the block torch fills fresh memory with NaN, so that an element that no kernel wrote shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined, unused-ignore]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined, unused-ignore]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined, unused-ignore]
+
+
+def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tuple[str, float, float]]:
+    """(output, error, allowed error) of every output."""
+    expected = operation.run(inputs, "reference")
+    computed = [name for name in expected if name not in operation.exact]
+    truth = operation.run({key: _double(value) for key, value in inputs.items()}, "reference") if computed else {}
+    for name, reference in expected.items():
+        got = found[name]
+        if got.shape != reference.shape or got.dtype != reference.dtype:
+            yield name, math.inf, 0.0
+        elif name in operation.exact:
+            yield name, float((_bits(got) != _bits(reference)).sum()), 0.0
+        else:
+            # Nothing wider judges float64: two ways to sum a row of 1024 differ by some 20 eps.
+            floor = operation.floor * torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
+            yield name, relative_error(got, truth[name]), 2 * relative_error(reference, truth[name]) + floor
+
+
+def relative_error(got: Tensor, truth: Tensor) -> float:
+    """Largest |got - truth| over the largest finite |truth|; infinite where only one of the two is finite."""
+    got, truth = got.detach().double(), truth.detach().double()
+    same = (got == truth) | (got.isnan() & truth.isnan())
+    off = torch.where(same, 0.0, (got - truth).abs()).nan_to_num(nan=math.inf)
+    size = truth.abs()[truth.isfinite()]
+    scale = float(size.max()) if size.numel() else 0.0
+    return float(off.max()) / (scale or 1.0) if off.numel() else 0.0
+
+
+def _bits(x: Tensor) -> Tensor:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(integers[x.element_size()]) if x.is_floating_point() else x
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,33 @@
+"""Dispatch, and the inputs that it shares with combine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from moe_kernels.ops import dispatch, plan
+from moe_kernels.verify.make_plan import routings
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+
+
+def moving_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
+        made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference")
+        made = tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, made)
+        dim = (1, 17, 64)[index % 3]
+        sizes = {"x": (made.num_tokens, dim), "rows": (made.num_rows, dim), "weights": experts.shape}
+        tensors = {each: torch.randn(size).to(dtype).to(device) for each, size in sizes.items()}
+        yield Case(f"{name}, D={dim}", {"plan": made, **tensors})
+
+
+def _run(inputs: Inputs, backend: str) -> Outputs:
+    x = inputs["x"].detach().requires_grad_()
+    rows = dispatch.dispatch(x, inputs["plan"], backend=backend)
+    (gradient,) = torch.autograd.grad(rows, x, inputs["rows"])
+    return {"rows": rows, "gradient": gradient}
+
+
+OPERATION = Operation(moving_cases, _run, exact=frozenset({"rows"}), floor=1.0)

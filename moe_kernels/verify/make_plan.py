@@ -1,0 +1,44 @@
+"""The routing plan on even, lopsided and empty routings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from moe_kernels.ops import plan
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+
+
+def routings(small: bool) -> Iterator[tuple[str, Tensor, int, int | None]]:
+    """(what it is, experts (T, K), E, capacity): uniform, adversarial, with choices of nobody, empty."""
+    draw = torch.Generator().manual_seed(0)
+    for tokens, k, num_experts in ((7, 2, 5),) if small else ((7, 2, 5), (100, 1, 1), (513, 8, 128), (40, 3, 1000)):
+        uniform = torch.randint(0, num_experts, (tokens, k), generator=draw)
+        for capacity in (None, 0, 3):
+            yield f"uniform {tokens} x {k}, E={num_experts}, C={capacity}", uniform, num_experts, capacity
+        yield f"one expert {tokens} x {k}, E={num_experts}", uniform * 0 + num_experts - 1, num_experts, 9
+        nobody = uniform.masked_fill(torch.rand(tokens, k, generator=draw) < 0.4, -1)
+        yield f"some chose nobody {tokens} x {k}, E={num_experts}", nobody, num_experts, None
+    yield "no tokens", torch.zeros(0, 2, dtype=torch.int64), 3, 2
+
+
+def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
+        priority = torch.randint(0, 5, (experts.shape[0],)).to(dtype).to(device) if index % 2 else None
+        order = plan.ORDERS[index // 2 % 2]
+        chosen = experts.to(torch.int32 if index % 3 else torch.int64).to(device)
+        inputs = {"experts": chosen, "num_experts": num_experts, "capacity": capacity, "priority": priority}
+        yield Case(f"{name}, {order}{', priority' * (priority is not None)}", inputs | {"order": order})
+
+
+PLAN = ("expert_offsets", "row_token", "row_choice", "slot_row", "requested", "kept", "dropped")
+
+
+def _run(inputs: Inputs, backend: str) -> Outputs:
+    made = plan.make_plan(**inputs, backend=backend)
+    return {name: getattr(made, name) for name in PLAN}
+
+
+OPERATION = Operation(_cases, _run, exact=frozenset(PLAN))

@@ -1,0 +1,56 @@
+"""What an operation gives to be verified, and the values that several of them are verified on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Inputs = dict[str, Any]
+Outputs = dict[str, Tensor]
+
+
+class Case(NamedTuple):
+    """One input of an operation, with a name that says what is special about it."""
+
+    name: str
+    inputs: Inputs
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How one operation is verified.
+
+    cases(dtype, device, small): inputs; `small` ones suit interpreters and sanitizers (rows of <= 512, <= 4 of them).
+    run(inputs, backend): outputs by name, gradients among them.
+    exact: names of the outputs that must be the same bits as the reference's.
+    floor: what computed outputs may be off beyond twice the reference's error, in units of the dtype's epsilon.
+    """
+
+    cases: Callable[[torch.dtype, str, bool], Iterator[Case]]
+    run: Callable[[Inputs, str], Outputs]
+    exact: frozenset[str]
+    floor: float = 0.0
+
+
+def fill(kind: str, rows: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """(rows, n) of "normal", "ties", "constant", "sorted" or "special" (NaN, infinities, -0.0, denormals) values."""
+    if kind == "constant":
+        return torch.full((rows, n), 0.5, dtype=dtype)
+    if kind == "ties":
+        return torch.randint(-3, 4, (rows, n), generator=generator).to(dtype)
+    x = torch.randn(rows, n, generator=generator).to(dtype)
+    if kind == "sorted":
+        return x.sort(-1).values
+    if kind == "special":
+        limits = torch.finfo(dtype)
+        low = limits.smallest_normal / 4
+        hostile = [math.nan, math.inf, -math.inf, 0.0, -0.0, low, -low, limits.max, limits.min]
+        which = torch.randint(0, 2 * len(hostile), (rows, n), generator=generator)
+        for index, value in enumerate(hostile):
+            x = x.masked_fill(which == index, value)
+    return x

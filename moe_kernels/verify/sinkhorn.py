@@ -1,0 +1,36 @@
+"""Sinkhorn iterations from tau = 1 down to 1e-7, with forbidden entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from moe_kernels.ops import sinkhorn
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+
+
+def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    draw = torch.Generator().manual_seed(0)
+    for n, iterations in ((2, 3), (5, 4)) if small else ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5)):
+        # float64 itself knows scores / tau to 1e-9 only at 1e-7: such temperatures are for narrower types.
+        for tau in (1.0, 0.05) if dtype == torch.float64 else (1.0, 0.05, 1e-3, 1e-7):
+            for kind in ("normal", "forbidden"):
+                scores = torch.randn(3, n, n, generator=draw).to(dtype)
+                if kind == "forbidden":
+                    scores[torch.rand(3, n, n, generator=draw) < 0.3] = -math.inf
+                grad = torch.randn(3, n, n, generator=draw).to(dtype)
+                inputs = {"scores": scores.to(device), "iterations": iterations, "tau": tau, "grad": grad.to(device)}
+                yield Case(f"{kind} 3 x {n} x {n}, R={iterations}, tau={tau:g}", inputs)
+
+
+def _run(inputs: Inputs, backend: str) -> Outputs:
+    scores, tau = inputs["scores"].detach().requires_grad_(), inputs["tau"]
+    p = sinkhorn.sinkhorn(scores, inputs["iterations"], tau=tau, backend=backend)
+    if tau < 0.05:  # the gradient of a matrix of zeros and ones is what float64 rounds, times 1 / tau
+        return {"p": p}
+    return {"p": p, "gradient": torch.autograd.grad(p, scores, inputs["grad"])[0]}
+
+
+OPERATION = Operation(_cases, _run, exact=frozenset(), floor=8.0)
