@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "moe/formats.h"
+#include "moe/pages.h"
 #include "moe/simd.h"
 
 namespace moe {
@@ -311,6 +312,7 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
                   Ties(ties), quantile, threads};
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
+    if (y) expect_pages(y, rows * n * int64_t(sizeof(typename F::Key)));
     // The integers of the search are as wide as its floats, so that they share vectors, unless a count may not fit.
     if constexpr (sizeof(typename F::Wide) == 4) {
       if (n <= std::numeric_limits<int32_t>::max()) return forward<F, int32_t>(call);
@@ -321,6 +323,7 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
 
 void kwta_bwd(int element_size, const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, int64_t n,
               int threads) {
+  expect_pages(dx, rows * n * element_size);
   switch (element_size) {
     case 2: return backward<uint16_t>(grad, grad_stride, bits, dx, rows, n, threads);
     case 4: return backward<uint32_t>(grad, grad_stride, bits, dx, rows, n, threads);

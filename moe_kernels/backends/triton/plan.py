@@ -2,6 +2,9 @@
 
 Requests in visiting order fall into chunks; a request's slot is the number of requests to its expert in earlier chunks,
 and before it in its own. Nothing is sorted, there are no atomics, and the only scratch memory is chunks * E counts.
+
+Priority routing does sort its T * E pairs. One program then walks down them, as the definition does: a thousand at a
+time while nothing is open, 64 at a time where something is. That is one multiprocessor's work, and no wait for the host.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ CHUNKS = 1024  # at most: what one program of the scan holds for its experts
 COUNTS = 2**22  # at most, of all chunks together: fewer chunks where there are more than 4096 experts
 COUNTED = 1024  # requests counted together
 WINDOW = 1024  # experts that a program counts
+WALKED = 1024  # pairs that priority routing looks at together
 SCANNED = 4  # experts that a program of the scan takes beside CHUNKS chunks; more beside fewer
 
 
@@ -41,6 +45,8 @@ def configurations() -> list[Configuration]:
     types = {f"{name}_ptr": "*i32" for name in ("requested", "kept", "expert_offsets", "dropped")}
     sizes = {"capacity": "i32", "E": "i32"}
     found.append(Configuration("plan_finish", _plan_finish, types | sizes, {"BLOCK": WINDOW}, 4))
+    types = {"pairs_ptr": "*i64", "experts_ptr": "*i32", "room_ptr": "*i32", "left": "i32", "pairs": "i64", "E": "i32"}
+    found.append(Configuration("plan_match", _plan_match, types, {"BLOCK": WALKED, "TILE": TILE}, 4))
     return found
 
 
@@ -196,6 +202,72 @@ def _plan_rank(
         start += BLOCK
 
 
+@triton.jit
+def _open(
+    pairs_ptr,  # (T * E)
+    experts_ptr,  # (T)
+    room_ptr,  # (E)
+    place,  # (BLOCK) int64
+    pairs,
+    E,
+):
+    """(token, expert) of the pairs at these places, and whether the token is free and the expert has room."""
+    inside = place < pairs
+    pair = tl.load(pairs_ptr + place, mask=inside, other=0)
+    token = pair // E
+    expert = pair - token * E
+    free = tl.load(experts_ptr + token, mask=inside, other=0) < 0
+    return token, expert.to(tl.int32), free & (tl.load(room_ptr + expert, mask=inside, other=0) > 0)
+
+
+@triton.jit
+def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.constexpr):
+    """Makes the pairs of one tile that come to be made, and returns how many."""
+    i = tl.arange(0, TILE)
+    before = i[None, :] < i[:, None]
+    token, expert, pending = _open(pairs_ptr, experts_ptr, room_ptr, place + i, pairs, E)
+    made = tl.zeros((), tl.int32)
+    waiting = tl.sum(pending.to(tl.int32))
+    while waiting > 0:
+        # Made now: pairs whose token no earlier pair may still take, and whose expert has room for all earlier ones.
+        earlier = pending[None, :] & before
+        rivals = tl.sum((earlier & (token[:, None] == token[None, :])).to(tl.int32), axis=1)
+        ahead = tl.sum((earlier & (expert[:, None] == expert[None, :])).to(tl.int32), axis=1)
+        now = pending & (rivals == 0) & (ahead < tl.load(room_ptr + expert, mask=pending, other=0))
+        # Every thread has read the state before any changes it, and reads it again only after all have.
+        tl.debug_barrier()
+        tl.store(experts_ptr + token, expert, mask=now)
+        tl.atomic_add(room_ptr + expert, tl.full((TILE,), -1, tl.int32), mask=now)
+        tl.debug_barrier()
+        made += tl.sum(now.to(tl.int32))
+        _, _, still = _open(pairs_ptr, experts_ptr, room_ptr, place + i, pairs, E)
+        pending = pending & still
+        waiting = tl.sum(pending.to(tl.int32))
+    return made
+
+
+@triton.jit
+def _plan_match(
+    pairs_ptr,  # (T * E) token * E + expert in descending score
+    experts_ptr,  # (T) -1, receives the expert of every token that finds one
+    room_ptr,  # (E) the capacity, receives what is left of it
+    left,  # pairs that can be made at most
+    pairs,
+    E,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    start = tl.zeros((), tl.int64)
+    while (start < pairs) & (left > 0):
+        _, _, found = _open(pairs_ptr, experts_ptr, room_ptr, start + tl.arange(0, BLOCK), pairs, E)
+        if tl.sum(found.to(tl.int32)) > 0:
+            tile = start
+            while tile < start + BLOCK:
+                left -= _match_tile(pairs_ptr, experts_ptr, room_ptr, tile, pairs, E, TILE)
+                tile += TILE
+        start += BLOCK
+
+
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, torch.float32, (torch.float32,))  # of the device alone: experts are int32 or int64
 
@@ -242,9 +314,28 @@ def plan_expert_choice_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(FORMATS))
 
 
+plan_priority_supports = plan_expert_choice_supports
+
+
 def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
     """The winners of every column ask for their expert."""
     num_tokens, num_experts = scores.shape
     taken = kwta_mask(scores.t().contiguous(), min(capacity, num_tokens), "index").t()
     expert = torch.arange(num_experts, dtype=torch.int32, device=scores.device)
     return make_plan_fwd(torch.where(taken, expert, -1).contiguous(), num_experts, capacity, None, "choice")
+
+
+def plan_priority_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
+    """Pairs in descending score, walked down by one program: 2 * T * E int64 are scratch memory here."""
+    num_tokens, num_experts = scores.shape
+    capacity = min(capacity, num_tokens)
+    pairs = torch.sort(scores.flatten(), descending=True, stable=True).indices
+    experts = scores.new_full((num_tokens, 1), -1, dtype=torch.int32)
+    room = scores.new_full((num_experts,), capacity, dtype=torch.int32)
+    most = min(num_tokens, num_experts * capacity)
+    if most:
+        _plan_match[(1,)](pairs, experts, room, most, pairs.numel(), num_experts, BLOCK=WALKED, TILE=TILE)
+    first = scores.argmax(dim=1) if num_tokens else pairs
+    requested = torch.zeros_like(room).scatter_add_(0, first, torch.ones_like(first, dtype=torch.int32))
+    offsets, row_token, row_choice, slot_row, _, kept, _ = make_plan_fwd(experts, num_experts, capacity, None, "token")
+    return offsets, row_token, row_choice, slot_row, requested, kept, num_tokens - offsets[-1], experts
