@@ -9,10 +9,12 @@ from moe_kernels.ops.kwta import k_from_fraction, kwta, kwta_mask
 from moe_kernels.ops.plan import expert_capacity, make_plan, plan_expert_choice, plan_priority
 from moe_kernels.ops.sinkhorn import sinkhorn
 from moe_kernels.ops.topk_gate import topk_gate
+from moe_kernels.ops.tree_gate import RouteStatistics, smooth_step, tree_gate, tree_route
 from moe_kernels.plan import RoutingPlan
 
 __all__ = [
     "BackendError",
+    "RouteStatistics",
     "RoutingPlan",
     "__version__",
     "available_backends",
@@ -28,6 +30,9 @@ __all__ = [
     "plan_expert_choice",
     "plan_priority",
     "sinkhorn",
+    "smooth_step",
     "topk_gate",
+    "tree_gate",
+    "tree_route",
     "use_backend",
 ]

@@ -27,7 +27,13 @@ NAMES = ("reference", "cpu", "triton", "cuda")
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 
 # Operations that stand in another one's file, and the operation that a file is named after.
-FILES = {"make_plan": "plan", "plan_expert_choice": "plan", "plan_priority": "plan"}
+FILES = {
+    "make_plan": "plan",
+    "plan_expert_choice": "plan",
+    "plan_priority": "plan",
+    "smooth_step": "tree_gate",
+    "tree_route": "tree_gate",
+}
 ALIASES = {"plan": "make_plan", "kwta_mask": "kwta"}
 
 _wanted: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=None)

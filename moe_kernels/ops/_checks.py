@@ -1,6 +1,8 @@
 """Checks that every operation shares. A message names the operation, what was expected and what came."""
 
 import operator
+from math import isfinite
+from numbers import Real
 from typing import SupportsIndex
 
 import torch
@@ -71,7 +73,17 @@ def check_int(op: str, name: str, value: object, low: int, high: int, meaning: s
     return number
 
 
-def check_choice(op: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_positive(op: str, name: str, value: object) -> float:
+    """`value` as a float, finite and above zero."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    number = float(value)
+    if not (isfinite(number) and number > 0):
+        raise ValueError(f"{op}: {name} must be above 0 and finite, got {number}")
+    return number
+
+
+def check_choice(op: str, name: str, value: object, choices: tuple[str | None, ...]) -> None:
     """`value` is one of the words `choices`."""
     if value not in choices:
         raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}; got {value!r}")

@@ -1,0 +1,224 @@
+"""The tree gate: K soft binary trees of smooth steps, and one softmax over the leaves of all of them.
+
+    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  u^2 (3 - 2 u) between with u = t/g + 1/2          (paper 001, eq. 9 mended)
+    s_kq = <split_weight_kq, x> + split_bias_kq             node q = 0 .. E-2 of tree k in heap order, s (T, K, E-1)
+    p_ke = product over the path to leaf e of h(s) where it goes left, h(-s) where it goes right       p (T, K, E)
+    a_ke = <leaf_weight_ke, x> + leaf_bias_ke                                                           a (T, K, E)
+    q_ke = p_ke exp(a_ke) / sum over trees and leaves of p exp(a),   gates_e = sum over k of q_ke   (eq. 3; T, E)
+
+    da_ke = q_ke (dgates_e - <gates, dgates>)
+    ds_kq = L h'(s) / h(s) - R h'(s) / h(-s),  L and R the sums of da_e + p_e dp_e over the leaves left and right of q
+
+Saved for backward: x, the weights, s and a; a kernel computes p again. Neither direction takes a logarithm or divides
+by a probability: h'/h is 6 (1 - u) / (g u (3 - 2 u)), and 0 where the step is saturated, so every gradient is finite.
+In the softmax a leaf counts from p = the smallest normal number on. A `parity` puts p + 1e-8, or the like, in its place
+there, and then L and R sum da p / (p + 1e-8).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import python_ref.tree_gate as reference
+from moe_kernels import backends, library
+from moe_kernels.ops._checks import FLOATING, check_choice, check_positive, check_rank, check_tensor
+from python_ref.tree_gate import RouteStatistics
+
+PARITIES = (None, "tf", "bert")
+
+
+def smooth_step(t: Tensor, gamma: float, *, backend: str | None = None) -> Tensor:
+    """h(t): 0 up to -gamma/2, 1 from gamma/2, and between them u^2 (3 - 2 u) with u = t/gamma + 1/2. Elementwise.
+
+    Args:
+        t: float32, bfloat16, float16 or float64, any shape.
+        gamma: width of the step, finite and above 0.
+        backend: "reference" or None.
+
+    Returns:
+        Like t, computed in float32 (float64 stays): exactly 0 and 1 where saturated, accurate to the last place between
+        (the paper's expanded cubic cancels near -gamma/2); 1 - h(t) is h(-t). NaN stays NaN.
+
+    Gradient: to t, 6 u (1 - u) / gamma, exactly 0 at and beyond +-gamma/2.
+
+    Raises:
+        TypeError: t is no tensor of those dtypes, gamma no number, or a torch.func transform.
+        ValueError: gamma not in (0, inf).
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: paper 001, eq. 9, whose middle interval is misprinted.
+    """
+    check_tensor("smooth_step", "t", t, FLOATING)
+    gamma = check_positive("smooth_step", "gamma", gamma)
+    backends.choose("smooth_step", backend, t)
+    return reference.smooth_step(t, gamma)
+
+
+def tree_gate(
+    x: Tensor,
+    split_weight: Tensor,
+    leaf_weight: Tensor,
+    *,
+    gamma: float,
+    split_bias: Tensor | None = None,
+    leaf_bias: Tensor | None = None,
+    parity: str | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Every expert's gate, and the probability of every leaf of every tree.
+
+    Args:
+        x: (T, P), float32, bfloat16 or float16 (float64 on "reference" and "cpu").
+        split_weight: (K, E-1, P) in the dtype of x, nodes in heap order; E >= 2, K >= 1.
+        leaf_weight: (K, E, P), leaves from left to right, which is the order of the experts: the leaf of node
+            q = E-1 .. 2E-2 of the heap, where E is no power of two the deepest ones, the last of the heap, first.
+        gamma: width of the smooth step, finite and above 0.
+        split_bias, leaf_bias: (K, E-1) and (K, E), or None.
+        parity: None; or as the authors' code weighs a leaf where eq. 3 has p: "tf", p + 1e-8, and 0 where p = 0;
+            "bert", p + 1e-6, and 0 where p < 1e-5 (that code has no split_bias).
+        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    Returns:
+        gates (T, E), which sum to one over the experts, and leaf_probs (T, K, E), which do over the leaves of a tree:
+        exactly 0 where a saturated node turns away, not clipped elsewhere. Both in the dtype of x, computed in float32
+        (float64 stays) from pre-activations in the dtype of x. A NaN among a token's split pre-activations, or among
+        the leaf ones that it can reach, makes its gates NaN.
+
+    Gradient: to x, weights and biases, from gates and leaf_probs; finite everywhere, saturated trees and leaves out of
+    reach included, whose nodes get exactly zero. Differentiable once on kernels. Autocast: runs in the dtype it is
+    given. FLOPs (torch's counter): 2 T P K (2E - 1), the products; twice as many backward.
+
+    Raises:
+        TypeError: a tensor of another dtype than x, gamma no number, or a torch.func transform.
+        ValueError: shapes that do not fit, another device than that of x, gamma not in (0, inf), unknown parity.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: paper 001, eqs. 3 and 9; parity: the authors' TensorFlow and BERT code.
+    """
+    gamma = _check("tree_gate", x, split_weight, leaf_weight, gamma, split_bias, leaf_bias)
+    check_choice("tree_gate", "parity", parity, PARITIES)
+    chosen = backends.choose("tree_gate", backend, x)
+    with torch.autocast(x.device.type, enabled=False):
+        if chosen == "reference":
+            biases = {"split_bias": split_bias, "leaf_bias": leaf_bias}
+            return reference.tree_gate(x, split_weight, leaf_weight, gamma=gamma, parity=parity, **biases)
+        arguments = (x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, parity or "", chosen)
+        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in arguments[:5]):
+            gates, leaf_probs = _TreeGate.apply(*arguments)
+        else:
+            gates, leaf_probs, _, _ = library.ops.tree_gate_fwd(*arguments)
+        return gates.to(x.dtype), leaf_probs.to(x.dtype)
+
+
+class _TreeGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode, backend):
+        arguments = (x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode, backend)
+        gates, leaf_probs, split_logits, leaf_logits = library.ops.tree_gate_fwd(*arguments)
+        ctx.save_for_backward(x, split_weight, leaf_weight, split_logits, leaf_logits)
+        ctx.settings = gamma, mode, backend
+        ctx.set_materialize_grads(False)
+        return gates, leaf_probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_gates: Tensor | None, grad_leaf_probs: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights, split_logits, leaf_logits = ctx.saved_tensors
+        if grad_gates is None:
+            grad_gates = leaf_logits.new_zeros((x.shape[0], leaf_logits.shape[2]), dtype=library.wide(x.dtype))
+        grads = (grad_gates.contiguous(), None if grad_leaf_probs is None else grad_leaf_probs.contiguous())
+        dlogits = library.ops.tree_gate_bwd(*grads, split_logits, leaf_logits, *ctx.settings)
+        wants_x, *wants = ctx.needs_input_grad
+        dx: Tensor | None = None
+        dweights: list[Tensor | None] = [None, None]
+        dbiases: list[Tensor | None] = [None, None]
+        for i, (each, weight) in enumerate(zip(dlogits, weights, strict=True)):
+            flat = each.flatten(1)
+            if wants_x:
+                product = flat, weight.flatten(0, 1)
+                dx = torch.mm(*product) if dx is None else torch.addmm(dx, *product)
+            if wants[i]:
+                dweights[i] = torch.mm(flat.t(), x).view(weight.shape)
+            if wants[2 + i]:
+                dbiases[i] = each.sum(0)
+        return dx, *dweights, *dbiases, None, None, None
+
+
+def tree_route(
+    x: Tensor,
+    split_weight: Tensor,
+    leaf_weight: Tensor,
+    *,
+    gamma: float,
+    split_bias: Tensor | None = None,
+    leaf_bias: Tensor | None = None,
+    statistics: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, RouteStatistics]:
+    """One expert a tree, for inference: the descent from the root that reads only the nodes on its way.
+
+    Where every tree is saturated this is the gate of `tree_gate`. A tree that is not keeps its likeliest leaf, the
+    left-most of several, as if it were certain: weights = softmax of the K kept leaves' logits.
+
+    Args:
+        x, split_weight, leaf_weight, gamma, split_bias, leaf_bias: as for tree_gate.
+        statistics: also return what was read.
+        backend: "reference", "cpu" or "cuda"; None chooses (see moe_kernels.explain).
+
+    Returns:
+        weights (T, K) in the dtype of x, computed in float32 (float64 stays), and experts (T, K) int32: those of tree
+        k at place k. An expert that several trees chose appears once, at the first of their places, with the sum; the
+        freed places hold weight 0 and expert -1. A token that reads a NaN goes left there and has NaN weights.
+        With statistics, RouteStatistics(visited, unsaturated), (T, K) each: the nodes read, int32, which are the path
+        where a tree is saturated and at least the nodes as likely as the kept leaf where it is not; and bool, whether
+        one of them was not saturated. Their means are the cost, and how often the gate is an approximation.
+
+    Gradient: none. FLOPs (torch's counter): of saturated trees, 2 T P K (ceil(log2 E) + 1).
+
+    Raises: as tree_gate.
+
+    Source: paper 001, section 3.2 (conditional inference); what happens to unsaturated trees is our choice.
+    """
+    gamma = _check("tree_route", x, split_weight, leaf_weight, gamma, split_bias, leaf_bias)
+    chosen = backends.choose("tree_route", backend, x)
+    with torch.autocast(x.device.type, enabled=False), torch.no_grad():
+        if chosen == "reference":
+            biases = {"split_bias": split_bias, "leaf_bias": leaf_bias}
+            weights, experts, found = reference.tree_route(x, split_weight, leaf_weight, gamma=gamma, **biases)
+        else:
+            arguments = (x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, chosen)
+            weights, experts, visited, unsaturated = library.ops.tree_route_fwd(*arguments)
+            found = RouteStatistics(visited, unsaturated)
+    weights = weights.to(x.dtype)
+    return (weights, experts, found) if statistics else (weights, experts)
+
+
+def _check(op, x, split_weight, leaf_weight, gamma, split_bias, leaf_bias) -> float:
+    """Shapes, dtypes and devices of a gate's arguments; gamma as a float."""
+    tensors = {"x": x, "split_weight": split_weight, "leaf_weight": leaf_weight}
+    tensors |= {"split_bias": split_bias} if split_bias is not None else {}
+    tensors |= {"leaf_bias": leaf_bias} if leaf_bias is not None else {}
+    for name, tensor in tensors.items():
+        check_tensor(op, name, tensor, FLOATING)
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{op}: {name} must have the dtype of x, {x.dtype}; got {tensor.dtype}")
+        if tensor.device != x.device:
+            raise ValueError(f"{op}: {name} must be on the device of x, {x.device}; got {tensor.device}")
+    check_rank(op, "x", x, "(T, P)")
+    check_rank(op, "split_weight", split_weight, "(K, E-1, P)")
+    (num_trees, num_nodes, _), dim = split_weight.shape, x.shape[1]
+    if num_trees < 1 or num_nodes < 1 or split_weight.shape[2] != dim:
+        raise ValueError(
+            f"{op}: split_weight must be (K, E-1, P) with K >= 1 trees, E >= 2 experts and P = {dim} as x has; "
+            f"got shape {tuple(split_weight.shape)}"
+        )
+    shapes = {"leaf_weight": (num_trees, num_nodes + 1, dim), "split_bias": (num_trees, num_nodes)}
+    shapes |= {"leaf_bias": (num_trees, num_nodes + 1)}
+    for name, shape in shapes.items():
+        if name in tensors and tensors[name].shape != shape:
+            raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(tensors[name].shape)}")
+    return check_positive(op, "gamma", gamma)

@@ -1,0 +1,116 @@
+"""The smooth-step tree gate, by definition: probabilities level by level, one softmax over the leaves of all trees.
+
+A tree has E - 1 nodes in heap order (children of node q: 2 q + 1, to the left, and 2 q + 2) and E leaves, which are the
+experts from left to right; where E is no power of two the deepest leaves come first. Equations: ops/tree_gate.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def smooth_step(t: Tensor, gamma: float) -> Tensor:
+    """0 up to -gamma/2, 1 from gamma/2, u^2 (3 - 2 u) between, u = (t + gamma/2) / gamma. Elementwise.
+
+    Factored, since the expanded cubic cancels near its zero; 1 - h(t) is h(-t), to full relative precision as well.
+    """
+    wide = _wide(t)
+    u = ((wide + gamma / 2) / gamma).clamp(0, 1)
+    return torch.where(wide >= gamma / 2, 1, u * u * (3 - 2 * u)).to(t.dtype)
+
+
+def tree_probabilities(split_logits: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """(..., E-1) in heap order -> the probability of every node (..., E-1) and of every leaf (..., E)."""
+    left, right = smooth_step(split_logits, gamma), smooth_step(-split_logits, gamma)
+    level, nodes, start = left.new_ones(*left.shape[:-1], 1), [], 0
+    while start < left.shape[-1]:
+        inner = level[..., : left.shape[-1] - start]
+        here = slice(start, start := start + inner.shape[-1])
+        nodes.append(inner)
+        children = torch.stack([inner * left[..., here], inner * right[..., here]], -1).flatten(-2)
+        level = torch.cat([children, level[..., inner.shape[-1] :]], -1)  # what is no node here is a leaf further right
+    return torch.cat(nodes, -1), level
+
+
+def tree_softmax(leaf_logits: Tensor, leaf_probs: Tensor, parity: str | None = None) -> Tensor:
+    """Joint softmax of alpha + log p over trees and leaves, (..., K, E) -> (..., E), without taking a logarithm.
+
+    A leaf counts from p = the smallest normal number on: the gradient to p, up to 1 / p, is finite there.
+    """
+    if parity == "tf":
+        p = torch.where(leaf_probs <= 0, torch.finfo(leaf_probs.dtype).min, (leaf_probs + 1e-8).log())
+        return (leaf_logits + p).flatten(-2).softmax(-1).view(leaf_logits.shape).sum(-2)
+    if parity == "bert":
+        p = (leaf_probs + 1e-6).log().masked_fill(leaf_probs < 1e-5, -torch.inf)
+        return (leaf_logits + p).flatten(-2).softmax(-1).view(leaf_logits.shape).sum(-2)
+    reachable = leaf_logits.masked_fill(leaf_probs < torch.finfo(leaf_probs.dtype).tiny, -torch.inf)
+    weights = leaf_probs * (reachable - reachable.detach().amax((-2, -1), keepdim=True)).exp()
+    return weights.sum(-2) / weights.sum((-2, -1))[..., None]
+
+
+def tree_gate(
+    x: Tensor,
+    split_weight: Tensor,
+    leaf_weight: Tensor,
+    *,
+    gamma: float,
+    split_bias: Tensor | None = None,
+    leaf_bias: Tensor | None = None,
+    parity: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x (T, P), split_weight (K, E-1, P), leaf_weight (K, E, P) -> gates (T, E), leaf_probs (T, K, E)."""
+    _, leaf_probs = tree_probabilities(_logits(x, split_weight, split_bias), gamma)
+    gates = tree_softmax(_logits(x, leaf_weight, leaf_bias), leaf_probs, parity)
+    return gates.to(x.dtype), leaf_probs.to(x.dtype)
+
+
+class RouteStatistics(NamedTuple):
+    """What tree_route did: nodes read, int32 (T, K), and whether one on the way was not saturated, bool (T, K)."""
+
+    visited: Tensor
+    unsaturated: Tensor
+
+
+@torch.no_grad()
+def tree_route(
+    x: Tensor,
+    split_weight: Tensor,
+    leaf_weight: Tensor,
+    *,
+    gamma: float,
+    split_bias: Tensor | None = None,
+    leaf_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, RouteStatistics]:
+    """Weights (T, K) and experts (T, K): each tree's likeliest leaf, the left-most of several, as if it were certain.
+
+    A node whose pre-activation is NaN sends its token to the left and makes all of the token's weights NaN. Visited are
+    the nodes that are at least as likely as the leaf: who looks for it cannot do with fewer.
+    """
+    split_logits = _logits(x, split_weight, split_bias)
+    unknown = split_logits.isnan()
+    split_logits = split_logits.masked_fill(unknown, torch.inf)
+    node_probs, leaf_probs = tree_probabilities(split_logits, gamma)
+    highest, leaves = leaf_probs.sort(dim=-1, descending=True, stable=True)
+    experts, visited = leaves[..., 0], node_probs >= highest[..., :1]
+    undecided = (smooth_step(split_logits, gamma) > 0) & (smooth_step(-split_logits, gamma) > 0)
+    logits = _logits(x, leaf_weight, leaf_bias).gather(-1, experts[..., None])[..., 0]
+    weights = logits.masked_fill((visited & unknown).any(-1), torch.nan).softmax(-1)
+    same = experts[:, :, None] == experts[:, None, :]
+    repeated = same.tril(-1).any(-1)
+    weights = (same * weights[:, None, :]).sum(-1).masked_fill(repeated, 0)
+    statistics = RouteStatistics(visited.sum(-1, dtype=torch.int32), (visited & undecided).any(-1))
+    return weights.to(x.dtype), experts.masked_fill(repeated, -1).to(torch.int32), statistics
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (T, P) and weight (K, N, P) -> (T, K, N)."""
+    product = F.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
+    return _wide(product).unflatten(-1, weight.shape[:2])

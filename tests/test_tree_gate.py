@@ -1,0 +1,555 @@
+"""smooth_step, tree_gate and tree_route: values by hand, gradients, saturation, special values and errors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from conftest import TARGETS, Target, reason_to_skip, running
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+import moe_kernels as mk
+from moe_kernels import backends
+
+INF, NAN = math.inf, math.nan
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PARITIES = (None, "tf", "bert")
+REFERENCE = Target("reference", "reference", "cpu")
+
+
+def on_every_target(op: str):
+    @pytest.fixture(params=[REFERENCE, *TARGETS], ids=lambda target: target.id)
+    def target(request):
+        reason = backends.missing(request.param.backend, op)
+        if reason is None and request.param is not REFERENCE:
+            reason = reason_to_skip(request.param, op)
+        if reason is not None:
+            pytest.skip(f"{request.param.id}: {reason}")
+        with running(request.param):
+            yield request.param
+
+    return target
+
+
+target = on_every_target("tree_gate")
+route_target = on_every_target("tree_route")
+
+
+def step(t: float, gamma: float) -> float:
+    u = min(max(t / gamma + 0.5, 0.0), 1.0)
+    return u * u * (3 - 2 * u)
+
+
+def leaves(split: list[float], gamma: float, node: int = 0, prob: float = 1.0) -> list[float]:
+    """Leaf probabilities from left to right by recursion over heap ids, plain floats."""
+    if node >= len(split):
+        return [prob]
+    h = step(split[node], gamma)
+    return leaves(split, gamma, 2 * node + 1, prob * h) + leaves(split, gamma, 2 * node + 2, prob * (1 - h))
+
+
+def gates_by_hand(split: list[list[float]], leaf: list[list[float]], gamma: float, weigh=lambda p: p) -> list[float]:
+    """eq. 3 of one token over all trees in plain floats; `weigh` is the parity modes' place in it."""
+    masses = [
+        [weigh(p) * math.exp(a) for p, a in zip(leaves(s, gamma), row, strict=True)]
+        for s, row in zip(split, leaf, strict=True)
+    ]
+    total = sum(map(sum, masses))
+    return [sum(column) / total for column in zip(*masses, strict=True)]
+
+
+def drawn(tokens: int, dim: int, trees: int, experts: int, *, bias: bool = True, device: str = "cpu") -> dict:
+    """Arguments of a gate whose nodes are, at gamma = 1, about as often saturated as not."""
+    shapes = {"x": (tokens, dim), "split_weight": (trees, experts - 1, dim), "leaf_weight": (trees, experts, dim)}
+    shapes |= {"split_bias": (trees, experts - 1), "leaf_bias": (trees, experts)} if bias else {}
+    found = {name: torch.randn(shape) for name, shape in shapes.items()}
+    for name in ("split_weight", "split_bias"):
+        if name in found:
+            found[name] *= 0.6 / math.sqrt(dim + 1)
+    return {name: each.to(device) for name, each in found.items()}
+
+
+def identity(split: torch.Tensor, leaf: torch.Tensor) -> dict:
+    """Arguments whose pre-activations are split (T, K, E-1) and leaf (T, K, E): x one-hot, the weights hold them."""
+    eye = torch.eye(split.shape[0], dtype=split.dtype, device=split.device)
+    return {"x": eye, "split_weight": split.permute(1, 2, 0), "leaf_weight": leaf.permute(1, 2, 0)}
+
+
+def gate_and_gradients(arguments: dict, grads: tuple, backend: str, **settings) -> dict[str, torch.Tensor]:
+    leaf = {name: each.detach().requires_grad_() for name, each in arguments.items()}
+    outputs = mk.tree_gate(**leaf, **settings, backend=backend)
+    given = [grad.to(each.dtype) for grad, each in zip(grads, outputs, strict=True)]
+    gradients = torch.autograd.grad(outputs, list(leaf.values()), given)
+    return dict(zip(("gates", "leaf_probs", *leaf), (*(each.detach() for each in outputs), *gradients), strict=True))
+
+
+def assert_near(got: torch.Tensor, same_dtype: torch.Tensor, exact: torch.Tensor, floor: float, what: object) -> None:
+    """Off from float64 by at most twice what the reference of the same dtype is, plus the floor; of the largest."""
+    assert got.isfinite().all(), what
+    if exact.numel():
+        size = max(1.0, float(exact.abs().max()))
+        allowed = 2 * float((same_dtype.double() - exact).abs().max()) + floor * size
+        assert float((got.double() - exact).abs().max()) <= allowed, what
+
+
+# ---- the step
+
+
+@pytest.mark.parametrize(
+    ("t", "gamma", "value", "slope"),
+    [
+        (0.0, 1.0, 0.5, 1.5),
+        (0.25, 1.0, 27 / 32, 9 / 8),
+        (-0.25, 1.0, 5 / 32, 9 / 8),
+        (0.5, 1.0, 1.0, 0.0),
+        (-0.5, 1.0, 0.0, 0.0),
+        (7.0, 1.0, 1.0, 0.0),
+        (0.0, 4.0, 0.5, 0.375),
+        (1.0, 4.0, 27 / 32, 9 / 32),
+        (-2.0, 4.0, 0.0, 0.0),
+        (INF, 0.1, 1.0, 0.0),
+        (-INF, 0.1, 0.0, 0.0),
+    ],
+)
+def test_step_by_hand(t, gamma, value, slope):
+    x = torch.tensor(t, dtype=torch.float64, requires_grad=True)
+    h = mk.smooth_step(x, gamma)
+    assert abs(h.item() - value) < 1e-15
+    assert abs(torch.autograd.grad(h, x)[0].item() - slope) < 1e-14
+
+
+@pytest.mark.parametrize("gamma", [1e-3, 0.1, 1.0, 10.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_step_is_right_to_the_last_places_up_to_the_clamp(dtype, gamma):
+    """Against exact rational arithmetic, also where the expanded cubic of eq. 9 returns nothing but noise."""
+    gamma = torch.tensor(gamma, dtype=dtype).item()
+    half = Fraction(gamma) / 2
+    for side, distance in itertools.product((-1, 1), (1e-7, 1e-5, 1e-3, 0.1, 0.4)):
+        t = torch.tensor(side * gamma * (0.5 - distance), dtype=dtype)
+        u = (Fraction(t.item()) + half) / Fraction(gamma)
+        for sign, each in ((1, u), (-1, 1 - u)):
+            exact = float(each * each * (3 - 2 * each))
+            assert abs(mk.smooth_step(sign * t, gamma).item() - exact) <= 8 * torch.finfo(dtype).eps * exact
+        edge = torch.tensor(side * gamma / 2, dtype=dtype)
+        assert mk.smooth_step(edge, gamma).item() == max(side, 0)
+        inside = torch.nextafter(edge, torch.zeros((), dtype=dtype))
+        assert mk.smooth_step(-inside.abs(), gamma).item() > 0
+
+
+def test_step_keeps_nan_shape_and_dtype():
+    t = torch.tensor([[NAN, 0.0]])
+    for dtype in (*DTYPES, torch.float64):
+        h = mk.smooth_step(t.to(dtype), 1.0)
+        assert h.dtype == dtype
+        assert h.shape == (1, 2)
+        assert h[0, 0].isnan()
+        assert h[0, 1] == 0.5
+    assert mk.smooth_step(torch.empty(0, 3), 1.0).shape == (0, 3)
+
+
+# ---- the gate
+
+
+def test_leaves_are_the_experts_from_left_to_right(target):
+    """A walk to every leaf by saturated nodes; five leaves stand at heap ids 7, 8, 4, 5, 6."""
+    for experts in range(2, 18):
+        split = torch.zeros(experts, 1, experts - 1)
+        ids = []
+        for node, row in zip(walk(0, experts), split[:, 0], strict=True):
+            ids.append(node)
+            while node:
+                parent = (node - 1) // 2
+                row[parent] = 9.0 if node == 2 * parent + 1 else -9.0
+                node = parent
+        if experts == 5:
+            assert ids == [7, 8, 4, 5, 6]
+        arguments = identity(split.to(target.device), torch.randn(experts, 1, experts, device=target.device))
+        gates, probs = mk.tree_gate(**arguments, gamma=1.0, backend=target.backend)
+        assert torch.equal(gates.cpu(), torch.eye(experts))
+        assert torch.equal(probs[:, 0].cpu(), torch.eye(experts))
+
+
+def walk(node: int, experts: int) -> list[int]:
+    """Heap ids of the leaves at or below `node`, from left to right."""
+    if node >= experts - 1:
+        return [node]
+    return walk(2 * node + 1, experts) + walk(2 * node + 2, experts)
+
+
+# Pre-activations of two trees of five experts: all nodes inside the step, and with two saturated in the first.
+PLAIN = [[0.1, -0.2, 0.3, 0.0], [-0.4, 0.25, 0.05, -0.1]]
+SATURATED = [[0.6, -0.2, 0.3, -0.5], [-0.4, 0.25, 0.05, -0.1]]
+LEAF = [[0.5, -1.0, 2.0, 0.0, 1.5], [1.0, 0.3, -0.7, 0.9, -0.2]]
+
+
+def test_five_experts_by_hand(target):
+    dtype = torch.float64 if target.backend in ("reference", "cpu") else torch.float32
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+    cases = [(split[:trees], LEAF[:trees]) for split in (PLAIN, SATURATED) for trees in (1, 2)]
+    weighers = {
+        None: lambda p: p,
+        "tf": lambda p: p + 1e-8 if p > 0 else 0.0,
+        "bert": lambda p: p + 1e-6 if p >= 1e-5 else 0.0,
+    }
+    for (split, leaf), parity in itertools.product(cases, PARITIES):
+        arguments = identity(*(torch.tensor([each], dtype=dtype, device=target.device) for each in (split, leaf)))
+        gates, probs = mk.tree_gate(**arguments, gamma=1.0, parity=parity, backend=target.backend)
+        expected = torch.tensor(gates_by_hand(split, leaf, 1.0, weighers[parity]), dtype=torch.float64)
+        assert (gates[0].cpu().double() - expected).abs().max() < tolerance
+        by_hand = torch.tensor([leaves(each, 1.0) for each in split], dtype=torch.float64)
+        assert (probs[0].cpu().double() - by_hand).abs().max() < tolerance
+    # The saturated tree in numbers: the root goes left, and node 3 goes right.
+    h = step(-0.2, 1.0)
+    assert probs[0, 0].tolist() == pytest.approx([0, h, 1 - h, 0, 0], abs=tolerance)
+    assert probs[0, 0][[0, 3, 4]].eq(0).all()
+
+
+def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
+    """(T, P, K, E)"""
+    if target.interpreted:
+        return ((3, 5, 1, 2), (5, 8, 2, 5), (2, 8, 3, 16), (3, 4, 1, 33))
+    small = [(9, 12, 1 + experts % 3, experts) for experts in range(2, 18)]
+    return (*small, (0, 4, 2, 3), (1, 1, 1, 2), (40, 32, 2, 64), (37, 16, 8, 31), (20, 24, 4, 256), (3, 64, 1, 1000))
+
+
+@pytest.mark.parametrize("parity", PARITIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gates_and_gradients(target, dtype, parity):
+    floor = 2.0**-7 if target.interpreted and dtype == torch.bfloat16 else 8 * torch.finfo(dtype).eps
+    if target.interpreted and parity and dtype != torch.float32:
+        pytest.skip("interpreted: the parity modes differ from the gate by two constants, tried in float32")
+    if reason := unsupported(target, parity):
+        assert parity in reason
+        pytest.skip(reason)
+    for size in shapes(target):
+        arguments = {name: each.to(dtype) for name, each in drawn(*size, device=target.device).items()}
+        tokens, _, trees, experts = size
+        grads = tuple(
+            torch.randn(shape, device=target.device) for shape in ((tokens, experts), (tokens, trees, experts))
+        )
+        settings = {"gamma": 0.7, "parity": parity}
+        got = gate_and_gradients(arguments, grads, target.backend, **settings)
+        same = gate_and_gradients(arguments, grads, "reference", **settings)
+        wide = {name: each.double() for name, each in arguments.items()}
+        exact = gate_and_gradients(wide, grads, "reference", **settings)
+        for name, each in got.items():
+            assert each.dtype == dtype
+            assert_near(each, same[name], exact[name], floor, (size, name))
+        # float16 loses probabilities below 6e-8 when it is cast to.
+        if dtype != torch.float16:
+            assert torch.equal(got["leaf_probs"] == 0, same["leaf_probs"] == 0)
+
+
+def unsupported(target: Target, parity: str | None) -> str | None:
+    """The reason why a backend refuses a parity mode by name."""
+    try:
+        mk.tree_gate(**drawn(1, 2, 1, 3, device=target.device), gamma=1.0, parity=parity, backend=target.backend)
+    except mk.BackendError as error:
+        return str(error)
+    return None
+
+
+def test_one_output_at_a_time(target):
+    """A loss on the gates alone, and one on the leaf probabilities alone, as the entropy is."""
+    arguments = drawn(4, 6, 2, 6, device=target.device)
+    for index in range(2):
+        found = []
+        for backend in (target.backend, "reference"):
+            leaf = {name: each.clone().requires_grad_() for name, each in arguments.items()}
+            output = mk.tree_gate(**leaf, gamma=1.0, backend=backend)[index]
+            loss = (output * (output + 1e-6).log()).sum()
+            found.append(torch.autograd.grad(loss, list(leaf.values()), allow_unused=True, materialize_grads=True))
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_are_finite_at_every_scale(target):
+    scales = (1e-6, 1.0, 1e6) if target.interpreted else (1e-6, 1e-3, 1e-1, 1.0, 10.0, 1e3, 1e6)
+    for of_split, of_leaf, gamma in itertools.product(scales, scales, (1e-3, 0.1, 10.0)):
+        if target.interpreted and of_split != of_leaf:
+            continue
+        arguments = drawn(6, 4, 2, 7 if target.interpreted else 23, device=target.device)
+        arguments["split_weight"] *= of_split
+        arguments["leaf_weight"] *= of_leaf
+        for name in ("x", "split_weight"):
+            scaled = arguments | {name: arguments[name] * of_split}
+            grads = torch.randn(6, scaled["leaf_weight"].shape[1]), torch.randn(6, *scaled["leaf_weight"].shape[:2])
+            grads = tuple(each.to(target.device) for each in grads)
+            for output, each in gate_and_gradients(scaled, grads, target.backend, gamma=gamma).items():
+                assert each.isfinite().all(), (of_split, of_leaf, gamma, name, output)
+
+
+def test_next_to_the_clamp_with_everything_at_stake(target):
+    """Paths of nodes one rounding from saturated, to a leaf whose logit outweighs all: 0 times what overflows."""
+    edge = torch.nextafter(torch.tensor(-0.5), torch.tensor(0.0)).item()
+    for experts in (2, 4, 8):  # the probability of leaf 0: 1e-14, 1e-28, 1e-42
+        split = torch.full((2, 1, experts - 1), edge, device=target.device)
+        leaf = torch.zeros(2, 1, experts, device=target.device)
+        leaf[0, 0, 0], leaf[1, 0, 0] = 300.0, 1e6
+        grads = torch.randn(2, experts, device=target.device), torch.randn(2, 1, experts, device=target.device)
+        found = gate_and_gradients(identity(split, leaf), grads, target.backend, gamma=1.0)
+        for name, each in found.items():
+            assert each.isfinite().all(), (experts, name)
+        # From the smallest normal number on a probability counts.
+        assert found["gates"][:, 0].tolist() == [1.0, 1.0] if experts < 8 else [0.0, 0.0]
+
+
+def test_saturated_nodes_get_no_gradient_and_leaves_out_of_reach_do_not_count(target):
+    split = torch.tensor([[[0.8, 0.1, -0.5]], [[0.5, -3.0, 0.2]]], device=target.device)  # tokens 0 and 1, one tree
+    leaf = torch.tensor([[[0.3, -0.2, 900.0, 800.0]], [[INF, 0.4, NAN, -INF]]], device=target.device)
+    # No product with a one-hot x here, which would smear NaN: the biases hold the logits of one token at a time.
+    for token in range(2):
+        weights = {"split_weight": torch.zeros(1, 3, 2), "leaf_weight": torch.zeros(1, 4, 2)}
+        arguments = {"x": torch.zeros(1, 2)} | weights
+        arguments = {name: each.to(target.device) for name, each in arguments.items()}
+        arguments |= {"split_bias": split[token], "leaf_bias": leaf[token]}
+        grads = torch.tensor([[1.0, 2.0, -3.0, 4.0]]), torch.tensor([[[1.0, -2.0, 3.0, 5.0]]])
+        found = gate_and_gradients(arguments, tuple(g.to(target.device) for g in grads), target.backend, gamma=1.0)
+        gates, to_split, to_leaf = (found[name].cpu() for name in ("gates", "split_bias", "leaf_bias"))
+        if token == 0:
+            h = step(0.1, 1.0)
+            q = h * math.exp(0.3) / (h * math.exp(0.3) + (1 - h) * math.exp(-0.2))
+            torch.testing.assert_close(gates, torch.tensor([[q, 1 - q, 0.0, 0.0]]))
+            torch.testing.assert_close(to_leaf[0], q * (1 - q) * torch.tensor([-1.0, 1.0, 0.0, 0.0]))
+            slope = 6 * 0.6 * 0.4
+            # dq/dh = q (1 - q) / (h (1 - h)); the probabilities h and 1 - h have gradients 1 and -2.
+            expected = slope * (-q * (1 - q) / (h * (1 - h)) + 3)
+            torch.testing.assert_close(to_split[0], torch.tensor([0.0, expected, 0.0]))
+        else:
+            assert gates.tolist() == [[0.0, 1.0, 0.0, 0.0]]  # leaf 0 has an infinite logit and probability 0
+            assert not to_leaf.any()
+            assert not to_split.any()
+
+
+def test_nan_stays_with_its_token(target):
+    arguments = drawn(3, 4, 2, 6, device=target.device)
+    arguments["x"][1, 2] = NAN
+    for backend in (target.backend, "reference"):
+        gates, _ = mk.tree_gate(**arguments, gamma=1.0, backend=backend)
+        assert gates[1].isnan().all()
+        assert gates[[0, 2]].isfinite().all()
+
+
+def test_views_are_read(target):
+    arguments = drawn(6, 8, 2, 5, device=target.device)
+    shaped = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}  # strides of two
+    grads = torch.randn(5, 6, device=target.device).t(), torch.randn(5, 2, 6, device=target.device).permute(2, 1, 0)
+    plain = gate_and_gradients(arguments, grads, target.backend, gamma=1.0)
+    for name, each in gate_and_gradients(shaped, grads, target.backend, gamma=1.0).items():
+        torch.testing.assert_close(each, plain[name])
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("parity", PARITIES)
+def test_derivative_in_float64(backend, parity):
+    if backends.missing(backend, "tree_gate"):
+        pytest.skip(str(backends.missing(backend, "tree_gate")))
+    for experts in (2, 5, 11):
+        arguments = {name: each.double() for name, each in drawn(3, 4, 2, experts).items()}
+        names, values = list(arguments), [each.requires_grad_() for each in arguments.values()]
+
+        def gate(*each, names=names):
+            return mk.tree_gate(**dict(zip(names, each, strict=True)), gamma=2.0, parity=parity, backend=backend)
+
+        assert torch.autograd.gradcheck(gate, values)
+
+
+def test_same_bits_whatever_the_threads():
+    if backends.missing("cpu", "tree_gate"):
+        pytest.skip(str(backends.missing("cpu", "tree_gate")))
+    torch.manual_seed(3)
+    split, leaf, grad = torch.randn(700, 2, 63), torch.randn(700, 2, 64), torch.randn(700, 64)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            kernels = backends.load("cpu", "tree_gate")
+            found.append(
+                (*kernels.tree_gate_fwd(split, leaf, 1.0, ""), *kernels.tree_gate_bwd(grad, None, split, leaf, 1.0, ""))
+            )
+    finally:
+        torch.set_num_threads(before)
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+# ---- the route
+
+
+def test_route_is_the_gate_of_saturated_trees(route_target):
+    target = route_target
+    for size in shapes(target):
+        for dtype in (torch.float32,) if target.interpreted else DTYPES:
+            arguments = {name: each.to(dtype) for name, each in drawn(*size, device=target.device).items()}
+            tokens, _, trees, experts = size
+            weights, chosen, found = mk.tree_route(**arguments, gamma=1e-6, statistics=True, backend=target.backend)
+            gates, probs = mk.tree_gate(**arguments, gamma=1e-6, backend="reference")
+            certain = ~found.unsaturated.any(-1)
+            assert certain.sum() >= tokens * 0.9
+            assert weights.dtype == dtype
+            assert chosen.dtype == found.visited.dtype == torch.int32
+            assert found.unsaturated.dtype == torch.bool
+            assert weights.shape == chosen.shape == found.visited.shape == (tokens, trees)
+            dense = torch.zeros_like(gates).scatter_add_(1, chosen.clamp(min=0).long(), weights)
+            allowed = 0.03 if dtype != torch.float32 else 1e-5  # half a place of 16-bit logits of up to 8
+            torch.testing.assert_close(dense[certain], gates[certain], atol=allowed, rtol=allowed)
+            depth = math.ceil(math.log2(experts))
+            shallow = 2**depth - experts  # leaves one level up, on the right
+            path = depth - (probs.argmax(-1) >= experts - shallow).int() * (shallow > 0)
+            assert torch.equal(found.visited[certain].long(), path[certain].long())
+
+
+def test_route_keeps_the_likeliest_leaf(route_target):
+    target = route_target
+    for size in shapes(target):
+        arguments = drawn(*size, device=target.device)
+        weights, chosen, found = mk.tree_route(**arguments, gamma=3.0, statistics=True, backend=target.backend)
+        expected, experts, least = mk.tree_route(**arguments, gamma=3.0, statistics=True, backend="reference")
+        assert torch.equal(chosen, experts)
+        torch.testing.assert_close(weights, expected)
+        assert torch.equal(found.unsaturated, least.unsaturated)
+        assert (found.visited >= least.visited).all()
+        assert (found.visited <= size[3] - 1).all()
+        _, probs = mk.tree_gate(**arguments, gamma=3.0, backend="reference")
+        kept = torch.where(chosen < 0, probs.argmax(-1), chosen.long())  # -1: another tree chose it before
+        assert torch.equal(probs.gather(-1, kept[..., None])[..., 0], probs.amax(-1))
+        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[:, 0]))
+
+
+def test_route_by_hand(route_target):
+    """Three trees of four experts: the first and the last choose expert 2; then a tree with four equal leaves."""
+    target = route_target
+    split = torch.tensor([[[-9.0, 0.0, 9.0], [9.0, 9.0, 0.0], [-9.0, 0.0, 9.0]]], device=target.device)
+    leaf = torch.tensor([[[0.0, 0.0, 1.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.0]]], device=target.device)
+    weights, chosen, found = mk.tree_route(**identity(split, leaf), gamma=1.0, statistics=True, backend=target.backend)
+    assert chosen.tolist() == [[2, 0, -1]]
+    assert found.visited.tolist() == [[2, 2, 2]]
+    assert not found.unsaturated.any()
+    total = math.exp(1.0) + math.exp(2.0) + math.exp(0.5)
+    expected = [(math.exp(1.0) + math.exp(0.5)) / total, math.exp(2.0) / total, 0.0]
+    assert weights[0].tolist() == pytest.approx(expected, rel=1e-6)
+    arguments = identity(split[:, :1] * 0, leaf[:, :1])
+    weights, chosen, found = mk.tree_route(**arguments, gamma=1.0, statistics=True, backend=target.backend)
+    assert (weights.tolist(), chosen.tolist()) == ([[1.0]], [[0]])  # of equal leaves the left-most
+    assert found.unsaturated.tolist() == [[True]]
+    assert len(mk.tree_route(**arguments, gamma=1.0, backend=target.backend)) == 2
+
+
+def test_route_shows_nan(route_target):
+    target = route_target
+    arguments = drawn(4, 4, 2, 6, device=target.device)
+    arguments["x"][1, 2] = NAN
+    arguments["leaf_bias"][1, 5] = NAN
+    arguments["split_bias"][:, 0] = 50.0
+    arguments["split_bias"][:, 2] = NAN  # right of a root that goes left: nobody reads it
+    got = mk.tree_route(**arguments, gamma=1.0, backend=target.backend)
+    expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")
+    assert torch.equal(got[1], expected[1])
+    torch.testing.assert_close(got[0], expected[0], equal_nan=True)
+    assert got[0][1, 0].isnan()
+    assert got[1][1].tolist() == [0, -1]  # a NaN goes left
+    assert got[0][[0, 2, 3]].isfinite().all()
+
+
+def test_routes_have_no_gradient():
+    arguments = {name: each.requires_grad_() for name, each in drawn(3, 4, 2, 5).items()}
+    for backend in (None, "reference"):
+        weights, experts = mk.tree_route(**arguments, gamma=1.0, backend=backend)
+        assert not weights.requires_grad
+        assert not experts.requires_grad
+
+
+# ---- what torch knows, and errors
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_opcheck(backend):
+    if backends.missing(backend, "tree_gate"):
+        pytest.skip(str(backends.missing(backend, "tree_gate")))
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    ops, arguments = torch.ops.moe_kernels, [each.bfloat16() for each in drawn(3, 4, 2, 5, device=device).values()]
+    opcheck(ops.tree_gate_fwd.default, (*arguments, 1.0, "", backend))
+    gates, probs, *logits = ops.tree_gate_fwd(*arguments, 1.0, "", backend)
+    for grad in (probs, None):
+        opcheck(ops.tree_gate_bwd.default, (gates, grad, *logits, 1.0, "", backend))
+    if not backends.missing(backend, "tree_route"):
+        opcheck(ops.tree_route_fwd.default, (*arguments, 1.0, backend))
+
+
+def test_compiles_whole_forward_and_backward():
+    if backends.missing("cpu", "tree_gate"):
+        pytest.skip(str(backends.missing("cpu", "tree_gate")))
+
+    def loss(arguments):
+        gates, probs = mk.tree_gate(**arguments, gamma=1.0)
+        return gates[:, 0].sum() - (probs * (probs + 1e-6).log()).sum()
+
+    # What is at stake is the trace; code for what surrounds the operations takes inductor 15 seconds.
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (3, 5):
+        arguments = {name: each.requires_grad_() for name, each in drawn(tokens, 4, 2, 5).items()}
+        expected = torch.autograd.grad(loss(arguments), list(arguments.values()))
+        for got, want in zip(torch.autograd.grad(compiled(arguments), list(arguments.values())), expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_flops_are_those_of_the_products():
+    tokens, dim, trees, experts = 7, 3, 2, 5
+    arguments = {name: each.requires_grad_() for name, each in drawn(tokens, dim, trees, experts).items()}
+    forward = 2 * tokens * dim * trees * (2 * experts - 1)
+    for backend in ("reference", "cpu"):
+        if backends.missing(backend, "tree_gate"):
+            continue
+        with FlopCounterMode(display=False) as counter:
+            gates, _ = mk.tree_gate(**arguments, gamma=1.0, backend=backend)
+            assert counter.get_total_flops() == forward
+            gates[:, 0].sum().backward()
+        assert counter.get_total_flops() == 3 * forward
+
+
+def test_autocast_does_not_reach_in():
+    arguments = drawn(3, 4, 2, 5)
+    plain = mk.tree_gate(**arguments, gamma=1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert all(map(torch.equal, plain, mk.tree_gate(**arguments, gamma=1.0)))
+
+
+D = drawn(2, 4, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"gamma": 0.0}, ValueError, "gamma must be above 0 and finite, got 0.0"),
+        ({"gamma": INF}, ValueError, "gamma must be above 0 and finite, got inf"),
+        ({"gamma": "1"}, TypeError, "gamma must be a number, got str"),
+        ({"x": D["x"][0]}, ValueError, r"x must be \(T, P\), got shape \(4,\)"),
+        ({"x": D["x"].long()}, TypeError, "x must have dtype"),
+        ({"x": D["x"].double()}, TypeError, "split_weight must have the dtype of x, torch.float64"),
+        ({"split_weight": D["split_weight"][0]}, ValueError, r"split_weight must be \(K, E-1, P\), got"),
+        ({"split_weight": D["split_weight"][:, :0]}, ValueError, "E >= 2 experts"),
+        ({"split_weight": D["split_weight"][:0]}, ValueError, "K >= 1 trees"),
+        ({"split_weight": D["split_weight"][:, :, 1:]}, ValueError, "P = 4 as x has"),
+        ({"leaf_weight": D["leaf_weight"][:, 1:]}, ValueError, r"leaf_weight must have shape \(2, 5, 4\), got"),
+        ({"split_bias": D["split_bias"][0]}, ValueError, r"split_bias must have shape \(2, 4\), got \(4,\)"),
+        ({"leaf_bias": D["leaf_bias"].half()}, TypeError, "leaf_bias must have the dtype of x"),
+        ({"leaf_weight": [1.0]}, TypeError, "leaf_weight must be a Tensor, got list"),
+    ],
+)
+@pytest.mark.parametrize("op", [mk.tree_gate, mk.tree_route], ids=lambda op: op.__name__)
+def test_bad_input_is_named(op, change, error, words):
+    with pytest.raises(error, match=f"^{op.__name__}: .*{words}"):
+        op(**{**D, "gamma": 1.0, **change})
+
+
+def test_unknown_parity_and_bad_steps_are_named():
+    with pytest.raises(ValueError, match="tree_gate: parity must be one of None, 'tf', 'bert'; got 'comet'"):
+        mk.tree_gate(**D, gamma=1.0, parity="comet")
+    with pytest.raises(ValueError, match="smooth_step: gamma must be above 0"):
+        mk.smooth_step(D["x"], -1.0)
+    with pytest.raises(TypeError, match="smooth_step: t must have dtype"):
+        mk.smooth_step(D["x"].long(), 1.0)
