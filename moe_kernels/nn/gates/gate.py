@@ -1,0 +1,89 @@
+"""What every gate takes and gives, so that a layer of experts can hold any of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.ops._checks import check_int
+
+
+@dataclass(frozen=True)
+class GateOutput:
+    """Who gets a token, and with what weight; the same whether the gate chose a few experts or weighs all of them.
+
+    weights (T, K), floating, and experts (T, K), int32 with -1 for none and no expert twice: a dense gate has K = E,
+    all experts in order. `gates` (T, E) is the same as one row a token, `dense` whether the gate computed it so.
+    losses: regularisers () by name, times their coefficients, to be added to the task's loss; none in evaluation.
+    statistics: detached tensors by name, for the record.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    num_experts: int
+    dense: bool = False
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of_gates(
+        cls, gates: Tensor, losses: dict[str, Tensor] | None = None, statistics: dict[str, Tensor] | None = None
+    ) -> GateOutput:
+        """The output of a dense gate, gates (T, E)."""
+        experts = torch.arange(gates.shape[1], dtype=torch.int32, device=gates.device).expand(gates.shape)
+        return cls(gates, experts, gates.shape[1], True, losses or {}, statistics or {})
+
+    @property
+    def gates(self) -> Tensor:
+        """(T, E): every expert's weight, 0 where it was not chosen."""
+        if self.dense:
+            return self.weights
+        # Whoever was not chosen goes to a column of its own: no two weights meet, so nothing is added up.
+        columns = torch.where(self.experts < 0, self.num_experts, self.experts).long()
+        wide = self.weights.new_zeros(self.weights.shape[0], self.num_experts + 1)
+        return wide.scatter(1, columns, self.weights)[:, : self.num_experts]
+
+    @property
+    def loss(self) -> Tensor:
+        """(): the sum of the losses, 0 where there are none."""
+        return sum(
+            self.losses.values(),
+            self.weights.new_zeros((), dtype=torch.promote_types(self.weights.dtype, torch.float32)),
+        )
+
+
+class Gate(nn.Module):
+    """A gate: `gate(x, ids=None) -> GateOutput`, x (T, D) and ids (T,) whatever the data knows its tokens by.
+
+    Gates compute in the dtype of their parameters, whatever autocast says, and convert x to it: a choice that rests on
+    bfloat16 logits is a different choice.
+    """
+
+    def __init__(self, num_experts: int, fewest: int = 1) -> None:
+        super().__init__()
+        name = type(self).__name__
+        self.num_experts = check_int(name, "num_experts", num_experts, fewest, 2**31 - 1, "experts")
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        raise NotImplementedError
+
+    def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """linear(x) (T, out) in the dtype of the linear's weight."""
+        if x.dim() != 2 or x.shape[1] != linear.in_features:
+            raise ValueError(f"{type(self).__name__}: x must be (T, {linear.in_features}), got shape {tuple(x.shape)}")
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(linear.weight.dtype), linear.weight, linear.bias)
+
+
+def uniform_(parameter: Tensor, bound: float, generator: torch.Generator | None) -> None:
+    """U(-bound, bound) in place."""
+    with torch.no_grad():
+        parameter.uniform_(-bound, bound, generator=generator)
+
+
+def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
+    """N(0, 1 / E^2) like logits (T, E): V-MoE's (paper 003), and the epsilon of the sparse ViT's gate (paper 002)."""
+    return torch.randn(logits.shape, dtype=logits.dtype, device=logits.device, generator=generator) / logits.shape[-1]

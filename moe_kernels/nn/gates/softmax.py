@@ -1,0 +1,50 @@
+"""The dense softmax gate, the plainest of paper 001's baselines and phase one of the sparse ViT (paper 002)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
+from moe_kernels.nn.losses import importance_loss
+
+
+class SoftmaxGate(Gate):
+    """Every token goes to every expert: gates = softmax(W x + b + noise).
+
+    Args:
+        dim: D. num_experts: E >= 1. bias: whether there is a b.
+        noise: N(0, 1 / E^2) on the logits in training (paper 002), none in evaluation.
+        importance: coefficient of nn.importance_loss of the clean probabilities; 0: none.
+        generator: draws the noise; None is torch's own.
+
+    Output: dense. losses: "importance" where its coefficient is not 0. Parameters: `linear`, initialised as
+    nn.Linear. Gradient: to x and the parameters.
+
+    Source: paper 001, section 4 ("Softmax"); paper 002, section 3.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        *,
+        bias: bool = True,
+        noise: bool = False,
+        importance: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(num_experts)
+        self.linear = nn.Linear(dim, num_experts, bias=bias)
+        self.noise, self.importance, self.generator = noise, importance, generator
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        logits = self.project(self.linear, x)
+        noisy = logits + expert_noise(logits, self.generator) if self.noise and self.training else logits
+        losses = {}
+        if self.training and self.importance:
+            losses["importance"] = self.importance * importance_loss(logits.softmax(-1))
+        return GateOutput.of_gates(noisy.softmax(-1), losses)
+
+    def extra_repr(self) -> str:
+        return f"noise={self.noise}, importance={self.importance:g}"

@@ -1,0 +1,98 @@
+"""The top-k gates: choice first (paper 001, CompeteSMoE), or softmax first (V-MoE, the sparse ViT)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
+from moe_kernels.nn.losses import balance_loss, importance_loss, load_loss, router_z_loss
+from moe_kernels.ops._checks import check_choice, check_int
+from moe_kernels.ops.topk_gate import ORDERS, topk_gate
+
+NOISES = (None, "jitter", "vmoe")
+
+
+class TopKGate(Gate):
+    """k experts a token: weights, experts = topk_gate(W x + b + noise).
+
+    Args:
+        dim: D. num_experts: E. k: from 1 to E. order: of topk_gate; softmax_topk keeps a gradient where k = 1.
+        noise: in training None; "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first (paper 001's
+            baseline); or "vmoe", N(0, 1 / E^2) (paper 003). None in evaluation.
+        bias: whether there is a b. V-MoE and CompeteSMoE: papers 003 without, 004 with one.
+        importance, load, balance, z: coefficients of the losses of that name in moe_kernels.nn; 0: none. `load` needs
+            noise="vmoe"; `balance` counts first choices, as Switch and GShard do. V-MoE: importance = load = 0.005.
+        generator: draws the noise; None is torch's own. backend: of topk_gate.
+
+    Output: sparse, choices in descending order. losses: those with a coefficient. Parameters: `linear`, initialised as
+    nn.Linear but b = 0; `noise_linear` (W_n) where there is jitter. Gradient: through the weights; under "jitter" to
+    W_n as well; the choice is a constant.
+
+    Source: paper 001, section 4 ("Top-k"), without its code's fault that a chosen logit of 0 is dropped; paper 003,
+    eq. 3 and appendix A.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        k: int,
+        *,
+        order: str = "topk_softmax",
+        noise: str | None = None,
+        bias: bool = True,
+        importance: float = 0.0,
+        load: float = 0.0,
+        balance: float = 0.0,
+        z: float = 0.0,
+        generator: torch.Generator | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(num_experts)
+        self.k = check_int("TopKGate", "k", k, 1, num_experts, "choices among E experts")
+        check_choice("TopKGate", "order", order, ORDERS)
+        check_choice("TopKGate", "noise", noise, NOISES)
+        if load and noise != "vmoe":
+            raise ValueError(f"TopKGate: load needs noise='vmoe', its loss is not defined without; got {noise!r}")
+        self.linear = nn.Linear(dim, num_experts, bias=bias)
+        if bias:
+            nn.init.zeros_(self.linear.bias)
+        if noise == "jitter":
+            self.noise_linear = nn.Linear(dim, num_experts, bias=False)
+            nn.init.zeros_(self.noise_linear.weight)
+        self.order, self.noise, self.generator, self.backend = order, noise, generator, backend
+        self.coefficients = {"importance": importance, "load": load, "balance": balance, "z": z}
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        logits = self.project(self.linear, x)
+        noise = self._noise(logits, x) if self.training else None
+        weights, experts = topk_gate(logits, self.k, order=self.order, noise=noise, backend=self.backend)
+        losses = self._losses(logits, noise, experts) if self.training else {}
+        return GateOutput(weights, experts, self.num_experts, losses=losses)
+
+    def _noise(self, logits: Tensor, x: Tensor) -> Tensor | None:
+        if self.noise is None:
+            return None
+        if self.noise == "vmoe":
+            return expert_noise(logits, self.generator)
+        normal = torch.randn(logits.shape, dtype=logits.dtype, device=logits.device, generator=self.generator)
+        return normal * F.softplus(self.project(self.noise_linear, x))
+
+    def _losses(self, logits: Tensor, noise: Tensor | None, experts: Tensor) -> dict[str, Tensor]:
+        losses = {}
+        wanted = {name: coefficient for name, coefficient in self.coefficients.items() if coefficient}
+        if "importance" in wanted:
+            losses["importance"] = importance_loss(logits.softmax(-1))
+        if "load" in wanted and noise is not None:
+            losses["load"] = load_loss(logits, logits + noise, self.k, 1 / self.num_experts)
+        if "balance" in wanted:
+            first = F.one_hot(experts[:, 0].long(), self.num_experts).sum(0)
+            losses["balance"] = balance_loss(logits.softmax(-1), first)
+        if "z" in wanted:
+            losses["z"] = router_z_loss(logits)
+        return {name: wanted[name] * loss for name, loss in losses.items()}
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}, order={self.order!r}, noise={self.noise!r}"
