@@ -4,7 +4,7 @@ Requests in visiting order fall into chunks; a request's slot is the number of r
 and before it in its own. Nothing is sorted, there are no atomics, and the only scratch memory is chunks * E counts.
 
 Priority routing does sort its T * E pairs. One program then walks down them, as the definition does: a thousand at a
-time while nothing is open, 64 at a time where something is. That is one multiprocessor's work, and no wait for the host.
+time while nothing is open, 64 at a time where something is. One multiprocessor works, and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def configurations() -> list[Configuration]:
     sizes = {"capacity": "i32", "E": "i32"}
     found.append(Configuration("plan_finish", _plan_finish, types | sizes, {"BLOCK": WINDOW}, 4))
     types = {"pairs_ptr": "*i64", "experts_ptr": "*i32", "room_ptr": "*i32", "left": "i32", "pairs": "i64", "E": "i32"}
-    found.append(Configuration("plan_match", _plan_match, types, {"BLOCK": WALKED, "TILE": TILE}, 4))
+    found.append(Configuration("plan_match", _plan_match, types, {"BLOCK": WALKED, "TILE": TILE}, 8))
     return found
 
 
@@ -213,11 +213,11 @@ def _open(
 ):
     """(token, expert) of the pairs at these places, and whether the token is free and the expert has room."""
     inside = place < pairs
-    pair = tl.load(pairs_ptr + place, mask=inside, other=0)
+    pair = tl.load(pairs_ptr + place, mask=inside, other=0).to(tl.int32)  # T * E is below 2^31
     token = pair // E
     expert = pair - token * E
     free = tl.load(experts_ptr + token, mask=inside, other=0) < 0
-    return token, expert.to(tl.int32), free & (tl.load(room_ptr + expert, mask=inside, other=0) > 0)
+    return token, expert, free & (tl.load(room_ptr + expert, mask=inside, other=0) > 0)
 
 
 @triton.jit
@@ -334,7 +334,7 @@ def plan_priority_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
     room = scores.new_full((num_experts,), capacity, dtype=torch.int32)
     most = min(num_tokens, num_experts * capacity)
     if most:
-        _plan_match[(1,)](pairs, experts, room, most, pairs.numel(), num_experts, BLOCK=WALKED, TILE=TILE)
+        _plan_match[(1,)](pairs, experts, room, most, pairs.numel(), num_experts, BLOCK=WALKED, TILE=TILE, num_warps=8)
     first = scores.argmax(dim=1) if num_tokens else pairs
     requested = torch.zeros_like(room).scatter_add_(0, first, torch.ones_like(first, dtype=torch.int32))
     offsets, row_token, row_choice, slot_row, _, kept, _ = make_plan_fwd(experts, num_experts, capacity, None, "token")
