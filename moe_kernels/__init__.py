@@ -5,7 +5,7 @@ from moe_kernels.backends import BackendError, available_backends, explain, use_
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.dispatch import dispatch
 from moe_kernels.ops.harden import harden
-from moe_kernels.ops.kwta import k_from_fraction, kwta, kwta_mask
+from moe_kernels.ops.kwta import k_from_fraction, kwta, kwta_apply, kwta_bits, kwta_mask
 from moe_kernels.ops.plan import expert_capacity, make_plan, plan_expert_choice, plan_priority
 from moe_kernels.ops.sinkhorn import sinkhorn
 from moe_kernels.ops.topk_gate import topk_gate
@@ -25,6 +25,8 @@ __all__ = [
     "harden",
     "k_from_fraction",
     "kwta",
+    "kwta_apply",
+    "kwta_bits",
     "kwta_mask",
     "make_plan",
     "plan_expert_choice",

@@ -34,5 +34,27 @@ def kwta_mask(x: Tensor, k: int, *, ties: str = "index") -> Tensor:
     raise ValueError(f"kwta: ties must be 'index', 'strict' or 'all', got {ties!r}")
 
 
+def kwta_bits(x: Tensor, k: int, *, ties: str = "index") -> tuple[Tensor, Tensor]:
+    """What wins, and who: `kwta` of x and its mask, packed."""
+    return kwta(x.detach(), k, ties=ties), pack_bits(kwta_mask(x.detach(), k, ties=ties))
+
+
+def kwta_apply(values: Tensor, bits: Tensor) -> Tensor:
+    """values (..., N) where the packed mask is set, +0 elsewhere."""
+    return torch.where(unpack_bits(bits, values.shape[-1]), values, torch.zeros_like(values))
+
+
+def pack_bits(mask: Tensor) -> Tensor:
+    """bool (..., N) -> int32 (..., ceil(N / 32)): bit i of word w is element 32 w + i, and bits past N are 0."""
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 32)).unflatten(-1, (-1, 32))
+    words = (padded.long() << torch.arange(32, device=mask.device)).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def unpack_bits(bits: Tensor, n: int) -> Tensor:
+    """int32 (..., ceil(N / 32)) -> bool (..., N)."""
+    return ((bits[..., None] >> torch.arange(32, device=bits.device)) & 1).bool().flatten(-2)[..., :n]
+
+
 def _greater(a: Tensor, b: Tensor) -> Tensor:
     return (a > b) | (a.isnan() & ~b.isnan())

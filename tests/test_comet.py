@@ -74,6 +74,15 @@ def test_any_leading_dimensions_give_what_their_rows_give():
     assert [m.shape for m in net.masks(x)] == [(2, 3, 12), (2, 3, 9), (2, 3, 10)]
 
 
+def test_masks_kept_for_samples_that_come_again_change_nothing():
+    net, x = model(0.3, activation="tanh"), torch.randn(50, 7)
+    kept, rows = net.router.kept(x, chunk=16), torch.tensor([3, 49, 0, 3])
+    bits = [layer[rows] for layer in kept]
+    assert all(torch.equal(a, b) for a, b in zip(bits, net.router(x[rows]), strict=True))
+    gradients = [torch.autograd.grad(y.square().sum(), list(net.parameters())) for y in (net(x[rows], bits), net(x[rows]))]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_p_one_is_the_dense_mlp_bit_for_bit():
     net = model(1.0, activation="gelu")
     layers = []
@@ -184,9 +193,9 @@ def test_ties_of_a_black_image(ties):
 
 def test_masks_do_not_depend_on_autocast_and_values_keep_its_dtype():
     net, x = model(widths=(64, 96, 96, 8), activation="relu"), torch.randn(40, 64)
-    masks, scores = net.masks(x), net.router(x)
+    masks, bits = net.masks(x), net.router(x)
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = net.hidden[0](x, scores[0])
+        hidden = net.hidden[0](x, bits=bits[0])
         y = net(x)
         assert all(torch.equal(a, b) for a, b in zip(masks, net.masks(x), strict=True))
         values = torch.relu(torch.nn.functional.linear(x, net.hidden[0].weight, net.hidden[0].bias))

@@ -251,3 +251,27 @@ def test_k_from_fraction_reads_the_decimal():
 def test_bad_input_is_named(call, error, words):
     with pytest.raises(error, match=f"^kwta.*{words}"):
         call(torch.randn(2, 5))
+
+
+@pytest.mark.parametrize("ties", TIES)
+def test_bits_are_the_packed_mask_and_keep_what_it_keeps(target, ties):
+    x = torch.randn(2, 3, 70, device=target.device).round(decimals=1)
+    y, bits = mk.kwta_bits(x, 33, ties=ties, backend=target.backend)
+    mask = mk.kwta_mask(x, 33, ties=ties, backend="reference")
+    words = [[sum(int(m) << i for i, m in enumerate(row[w : w + 32])) for w in (0, 32, 64)] for row in mask.view(6, 70)]
+    assert [[word % 2**32 for word in row] for row in bits.view(6, 3).tolist()] == words
+    assert same_bits(y, torch.where(mask, x, 0))
+    for dtype in (torch.float32, torch.bfloat16):
+        values = torch.randn(2, 3, 70, device=target.device).to(dtype).requires_grad_()
+        kept = mk.kwta_apply(values, bits, backend=target.backend)
+        assert same_bits(kept.detach(), torch.where(mask, values.detach(), 0))
+        (gradient,) = torch.autograd.grad(kept, values, torch.ones_like(kept))
+        assert torch.equal(gradient, mask.to(dtype))
+
+
+def test_bits_of_another_shape_or_dtype_are_refused():
+    values = torch.randn(4, 70)
+    with pytest.raises(ValueError, match=r"kwta_apply: bits must be \(4, 3\).*got \(4, 2\)"):
+        mk.kwta_apply(values, torch.zeros(4, 2, dtype=torch.int32))
+    with pytest.raises(TypeError, match="kwta_apply: bits must have dtype int32"):
+        mk.kwta_apply(values, torch.zeros(4, 3))

@@ -34,7 +34,7 @@ FILES = {
     "smooth_step": "tree_gate",
     "tree_route": "tree_gate",
 }
-ALIASES = {"plan": "make_plan", "kwta_mask": "kwta"}
+ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_apply": "kwta"}
 
 _wanted: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=None)
 

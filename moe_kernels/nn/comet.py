@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.ops._checks import check_choice, check_int
-from moe_kernels.ops.kwta import TIES, k_from_fraction, kwta, kwta_mask
+from moe_kernels.ops.kwta import TIES, k_from_fraction, kwta, kwta_apply, kwta_bits, unpack_bits
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
@@ -32,13 +32,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class FixedRouting(nn.Module):
-    """The frozen routing network: x_0 -> c_1 .. c_{L-1}, the scores by which the neurons of every layer compete.
+    """The frozen routing network: x_0 -> m_1 .. m_{L-1}, the neurons of every layer that answer x_0, as bits.
 
         c_l = V_l z_{l-1},  z_l = C_{k_l}(c_l) * c_l,  z_0 = x_0             (paper 000, eqs. 4 to 6; g the identity)
         V_l ~ U(-1/sqrt(N_{l-1}), 1/sqrt(N_{l-1})),  k_l = k_from_fraction(p, N_l),  no bias
 
     V_l, (N_l, N_{l-1}), is the buffer `weight_l`: saved in the state dict, moved with the module, no parameter.
-    The scores depend on x_0 alone and no gradient enters: not V, and not x_0.
+    The masks depend on x_0 alone, so for samples that come again they need be computed once (`kept`).
+    No gradient enters: not V, and not x_0. One selection a layer: the winners' scores go on, their bits come out.
     Dtype: that of V, whatever autocast says and whatever x_0 is (x_0 is converted): masks do not depend on autocast.
 
     Args:
@@ -78,19 +79,23 @@ class FixedRouting(nn.Module):
             _draw(weight, weight.shape[1], generator)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """x_0 (..., N_0) -> the scores [c_1 (..., N_1), .., c_{L-1} (..., N_{L-1})]."""
-        scores: list[Tensor] = []
+        """x_0 (..., N_0) -> [m_1, .., m_{L-1}] (eq. 5), packed: int32 (..., ceil(N_l / 32)), as kwta_bits has them."""
+        packed: list[Tensor] = []
         z = x.detach()
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            for weight in self.buffers():
-                if scores:
-                    z = kwta(scores[-1], self.ks[len(scores) - 1], ties=self.ties, backend=self.backend)
-                scores.append(F.linear(z.to(weight.dtype), weight))
-        return scores
+            for weight, k in zip(self.buffers(), self.ks, strict=True):
+                scores = F.linear(z.to(weight.dtype), weight)
+                z, bits = kwta_bits(scores, k, ties=self.ties, backend=self.backend)
+                packed.append(bits)
+        return packed
+
+    def kept(self, x: Tensor, chunk: int = 4096) -> list[Tensor]:
+        """The bits of many samples x_0 (n, N_0), `chunk` at a time: one bit a neuron is all that stays."""
+        return [torch.cat(layer) for layer in zip(*map(self, x.split(chunk)), strict=True)]
 
     def masks(self, x: Tensor) -> list[Tensor]:
-        """x_0 (..., N_0) -> [m_1 bool (..., N_1), .., m_{L-1} bool (..., N_{L-1})]: who is active (eq. 5)."""
-        return [kwta_mask(c, k, ties=self.ties, backend=self.backend) for c, k in zip(self(x), self.ks, strict=True)]
+        """x_0 (..., N_0) -> [m_1 bool (..., N_1), .., m_{L-1} bool (..., N_{L-1})]: who is active."""
+        return [unpack_bits(bits, n) for bits, n in zip(self(x), self.widths[1:], strict=True)]
 
     def extra_repr(self) -> str:
         return f"widths={self.widths}, p={self.p}, ks={self.ks}, ties={self.ties!r}"
@@ -102,7 +107,8 @@ class MaskedLinear(nn.Linear):
         x_l = C_k(c) * f(W x_{l-1} + b)                                        (paper 000, eqs. 7 and 8)
 
     W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)). Gradients are those of a layer that has the active
-    neurons only: an inactive one gives zero to its row of W, to b and to x_{l-1}. The scores c are a constant.
+    neurons only: an inactive one gives zero to its row of W, to b and to x_{l-1}. The scores c are a constant. A mask
+    that is known already comes as bits instead of scores.
     Dtype: the output has that of f(W x + b), under autocast the narrow one. Where c differs, both are widened to the
     type that holds both, selected, and narrowed back: exact, since kwta copies what it keeps.
 
@@ -134,11 +140,16 @@ class MaskedLinear(nn.Linear):
         check_choice("MaskedLinear", "ties", ties, TIES)
         self.activation, self.ties, self.backend = activation, ties, backend
 
-    def forward(self, x: Tensor, c: Tensor | None = None) -> Tensor:
-        """x (..., N_in), c (..., N_out) -> (..., N_out). Without c every neuron answers: the dense layer."""
+    def forward(self, x: Tensor, c: Tensor | None = None, *, bits: Tensor | None = None) -> Tensor:
+        """x (..., N_in), scores c (..., N_out) or bits (..., ceil(N_out / 32)) -> (..., N_out).
+
+        Without either every neuron answers: the dense layer.
+        """
         values = super().forward(x)
         if self.activation is not None:
             values = ACTIVATIONS[self.activation](values)
+        if bits is not None:
+            return kwta_apply(values, bits, backend=self.backend)
         if c is None:
             return values
         wide = torch.promote_types(c.dtype, values.dtype)
@@ -204,11 +215,16 @@ class CometMLP(nn.Module):
                 _draw(parameter, layer.in_features, generator)
         self.router.reset_parameters(generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x_0 (..., N_0) -> a_L (..., N_L)."""
-        scores = [None] * len(self.hidden) if self.dense else self.router(x)
-        for layer, c in zip(self.hidden, scores, strict=True):
-            x = layer(x, c)
+    def forward(self, x: Tensor, bits: Sequence[Tensor | None] | None = None) -> Tensor:
+        """x_0 (..., N_0) -> a_L (..., N_L).
+
+        bits: who answers x_0 in every hidden layer, where that is known (rows of `router.kept`); None for a layer in
+        which all do.
+        """
+        if bits is None:
+            bits = [None] * len(self.hidden) if self.dense else self.router(x)
+        for layer, mask in zip(self.hidden, bits, strict=True):
+            x = layer(x, bits=mask)
         return self.output(x)
 
     def masks(self, x: Tensor) -> list[Tensor]:

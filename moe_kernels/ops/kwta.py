@@ -21,6 +21,7 @@ from torch import Tensor
 import python_ref.kwta as reference
 from moe_kernels import backends, library
 from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_like, check_tensor
+from python_ref.kwta import pack_bits, unpack_bits  # noqa: F401 the layout of the bits, for who keeps masks
 
 TIES = ("index", "strict", "all")
 
@@ -81,6 +82,54 @@ def kwta_mask(x: Tensor, k: int, *, ties: str = "index", backend: str | None = N
     if chosen == "reference":
         return reference.kwta_mask(x.detach(), k, ties=ties)
     return library.ops.kwta_mask(_rows(x.detach()), k, ties, chosen).view(x.shape)
+
+
+def kwta_bits(x: Tensor, k: int, *, ties: str = "index", backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """`kwta` of x and its mask as bits, from one selection: y (..., N), bits int32 (..., ceil(N / 32)).
+
+    Bit i of word w is element 32 w + i; bits past N are 0. For masks that are kept (a frozen routing network's, for
+    samples that come again) or used on several tensors: `kwta_apply` takes them. Arguments, order of values, tie rules
+    and errors are those of `kwta`. Not differentiable: y is a constant too.
+    """
+    k = _check("kwta_bits", x, k, ties)
+    chosen = backends.choose("kwta", backend, x)
+    if chosen == "reference":
+        return reference.kwta_bits(x, k, ties=ties)
+    y, bits = library.ops.kwta_fwd(_rows(x.detach()), None, k, ties, True, chosen)
+    return y.view(x.shape), bits.view(*x.shape[:-1], bits.shape[-1])
+
+
+def kwta_apply(values: Tensor, bits: Tensor, *, backend: str | None = None) -> Tensor:
+    """Keeps the elements whose bit is set and zeroes the rest: y = m * values, with m from `kwta_bits`.
+
+    Args:
+        values: (..., N), of a dtype that `kwta` takes; not necessarily that of the scores which the bits came from.
+        bits: int32 (..., ceil(N / 32)) with the leading dimensions and on the device of values. Bits past N are ignored.
+
+    A kept value is copied bit for bit; every other element is +0. Gradient: to values where kept. Twice differentiable.
+
+    Raises:
+        TypeError: values is no tensor of those dtypes, or bits is not int32.
+        ValueError: bits of another shape or device.
+    """
+    check_tensor("kwta_apply", "values", values, FLOATING)
+    check_tensor("kwta_apply", "bits", bits, (torch.int32,))
+    if values.dim() == 0:
+        raise ValueError("kwta_apply: values must have at least one dimension (..., N), got a scalar")
+    expected = (*values.shape[:-1], library.words(values.shape[-1]))
+    if bits.shape != expected or bits.device != values.device:
+        raise ValueError(
+            f"kwta_apply: bits must be {expected} on {values.device}, as values are {tuple(values.shape)}; "
+            f"got {tuple(bits.shape)} on {bits.device}"
+        )
+    chosen = backends.choose("kwta", backend, values)
+    if chosen == "reference":
+        return reference.kwta_apply(values, bits)
+    rows = _rows(values)
+    words = bits.reshape(rows.shape[0], bits.shape[-1]).contiguous()
+    differentiable = torch.is_grad_enabled() and rows.requires_grad
+    y = (_Masked.apply if differentiable else library.ops.kwta_bwd)(rows, words, chosen)
+    return y if values.dim() == 2 else y.view(values.shape)
 
 
 def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
