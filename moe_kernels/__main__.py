@@ -17,9 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | train")
     commands.add_parser("info", help="this machine, what was built for it, and which backend runs which operation")
     _add_verify(commands.add_parser("verify", help="every kernel that can run here against its reference"))
-    train = commands.add_parser("train", help="train the COMET MLP on real images, dense and k-winner-take-all")
+    train = commands.add_parser("train", help="train the systems of the papers: a recipe, its data, a table at the end")
     if words[:1] == ["train"]:  # only then: its arguments need modules that info and verify can do without
-        importlib.import_module("moe_kernels.train").add_arguments(train)
+        importlib.import_module("moe_kernels.train").add_arguments(train, words[1:])
     args = parser.parse_args(words)
     if args.command == "info":
         print(info.describe())

@@ -119,7 +119,7 @@ def test_unknown_names_are_refused_with_the_known_ones(capsys, option: str, know
 def test_train_gets_its_arguments_from_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[argparse.Namespace] = []
     train = SimpleNamespace(
-        add_arguments=lambda parser: parser.add_argument("--epochs", type=int),
+        add_arguments=lambda parser, words: parser.add_argument("--epochs", type=int),
         run=lambda args: seen.append(args) or 7,
     )
     monkeypatch.setitem(sys.modules, "moe_kernels.train", train)

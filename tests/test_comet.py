@@ -79,7 +79,9 @@ def test_masks_kept_for_samples_that_come_again_change_nothing():
     kept, rows = net.router.kept(x, chunk=16), torch.tensor([3, 49, 0, 3])
     bits = [layer[rows] for layer in kept]
     assert all(torch.equal(a, b) for a, b in zip(bits, net.router(x[rows]), strict=True))
-    gradients = [torch.autograd.grad(y.square().sum(), list(net.parameters())) for y in (net(x[rows], bits), net(x[rows]))]
+    gradients = [
+        torch.autograd.grad(y.square().sum(), list(net.parameters())) for y in (net(x[rows], bits), net(x[rows]))
+    ]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 

@@ -229,6 +229,8 @@ class CometMLP(nn.Module):
 
     def masks(self, x: Tensor) -> list[Tensor]:
         """x_0 (..., N_0) -> [m_1, .., m_{L-1}], bool (..., N_l): the neurons that answer x_0."""
+        if self.dense:
+            return [x.new_ones((*x.shape[:-1], n), dtype=torch.bool) for n in self.router.widths[1:]]
         return self.router.masks(x)
 
     @property

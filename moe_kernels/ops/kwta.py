@@ -104,7 +104,7 @@ def kwta_apply(values: Tensor, bits: Tensor, *, backend: str | None = None) -> T
 
     Args:
         values: (..., N), of a dtype that `kwta` takes; not necessarily that of the scores which the bits came from.
-        bits: int32 (..., ceil(N / 32)) with the leading dimensions and on the device of values. Bits past N are ignored.
+        bits: int32 (..., ceil(N / 32)), leading dimensions and device those of values. Bits past N are ignored.
 
     A kept value is copied bit for bit; every other element is +0. Gradient: to values where kept. Twice differentiable.
 

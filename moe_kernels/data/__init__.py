@@ -15,7 +15,7 @@ import re
 import struct
 import zipfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ _CIFAR_NAME = re.compile(r"(data_batch_[1-5]|test_batch)(\.bin)?")
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Images:
     """Images float32 (n, C * H * W) in [-1, 1], labels int64 (n,) into `classes`; image_shape is (C, H, W)."""
 
     name: str
@@ -44,8 +44,26 @@ class Dataset:
     classes: tuple[str, ...]
     image_shape: tuple[int, int, int]
 
+    @property
+    def train(self) -> tuple[Tensor, Tensor]:
+        return self.train_x, self.train_y
 
-def load(name_or_path: str | Path) -> Dataset:
+    @property
+    def test(self) -> tuple[Tensor, Tensor]:
+        return self.test_x, self.test_y
+
+    def to(self, device: torch.device | str) -> Images:
+        names = ("train_x", "train_y", "test_x", "test_y")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def __str__(self) -> str:
+        return f"{self.name}: {len(self.train_y)} training and {len(self.test_y)} test images {self.image_shape}"
+
+
+Dataset = Images
+
+
+def load(name_or_path: str | Path) -> Images:
     """The data set of that name, or in those files.
 
     Args:
@@ -103,16 +121,16 @@ def _has_jpegs(file: Path) -> bool:
     return zipfile.is_zipfile(file) and "jpeg.npy" in zipfile.ZipFile(file).namelist()
 
 
-def _digits() -> Dataset:
+def _digits() -> Images:
     bunch = _need("sklearn.datasets", "scikit-learn").load_digits()
     x = torch.tensor(bunch.data, dtype=torch.float32).div_(8).sub_(1)  # pixels are 0 to 16
     y = torch.tensor(bunch.target, dtype=torch.int64)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(DIGITS_SEED))
     train, test = order[: len(y) * 4 // 5], order[len(y) * 4 // 5 :]
-    return Dataset("digits", x[train], y[train], x[test], y[test], tuple(map(str, range(10))), (1, 8, 8))
+    return Images("digits", x[train], y[train], x[test], y[test], tuple(map(str, range(10))), (1, 8, 8))
 
 
-def _mnist(folder: Path) -> Dataset:
+def _mnist(folder: Path) -> Images:
     images = {part: _idx(folder, part, "images", 3) for part in ("train", "t10k")}
     labels = {part: _idx(folder, part, "labels", 1) for part in ("train", "t10k")}
     for part in images:
@@ -151,7 +169,7 @@ def _idx(folder: Path, part: str, what: str, rank: int) -> Tensor:
     return _bytes(content[4 + 4 * rank :]).view(sizes)
 
 
-def _cifar10(place: Path) -> Dataset:
+def _cifar10(place: Path) -> Images:
     """`place` is folder/*.bin for the binary batches, folder/* for the Python ones."""
     files = [place.parent / (name + place.suffix) for name in CIFAR10_BATCHES]
     missing = [file.name for file in files if not file.is_file()]
@@ -196,7 +214,7 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which such a batch has no use for")
 
 
-def _jpeg(file: Path) -> Dataset:
+def _jpeg(file: Path) -> Images:
     numpy, image = _need("numpy", "numpy"), _need("PIL.Image", "Pillow")
     keys = ("jpeg", "offsets", "labels", "is_test", "classes")
     try:
@@ -243,7 +261,7 @@ def _jpeg(file: Path) -> Dataset:
     )
 
 
-def _dataset(name: str, parts: list[Tensor], classes: tuple[str, ...], image_shape: tuple[int, ...]) -> Dataset:
+def _dataset(name: str, parts: list[Tensor], classes: tuple[str, ...], image_shape: tuple[int, ...]) -> Images:
     """From bytes: train_x, train_y, test_x, test_y."""
     for y in parts[1::2]:
         if int(y.min()) < 0 or int(y.max()) >= len(classes):
@@ -253,7 +271,7 @@ def _dataset(name: str, parts: list[Tensor], classes: tuple[str, ...], image_sha
     train_x, test_x = (x.reshape(len(x), -1).float().div_(127.5).sub_(1) for x in parts[::2])
     train_y, test_y = (y.long() for y in parts[1::2])
     height, width = image_shape[1:]
-    return Dataset(name, train_x, train_y, test_x, test_y, classes, (image_shape[0], height, width))
+    return Images(name, train_x, train_y, test_x, test_y, classes, (image_shape[0], height, width))
 
 
 def _read(file: Path) -> bytes:

@@ -1,0 +1,194 @@
+"""python -m moe_kernels train RECIPE: trains the sides of a comparison, with a log, checkpoints, a table and a picture.
+
+First an agreement check: the same training steps on the fast backend and on the reference. Then, where the recipe asks
+for it, a learning rate is chosen for each side. Then every side trains with every seed, in turn between evaluations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_kernels import backends, info, recipes
+from moe_kernels.data import load
+from moe_kernels.recipes import Recipe
+from moe_kernels.train.agreement import Agreement, check_agreement, print_agreement
+from moe_kernels.train.comparison import Comparison
+from moe_kernels.train.report import picture, summarise, table, write_json
+
+DEFAULT = "comet"
+
+
+def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
+    """Declares the options of `run` for the recipe that `words`, the command line after "train", begins with.
+
+    Its fields are options of their own, so the recipe has to be known first.
+    """
+    name = words[0] if words and not words[0].startswith("-") else DEFAULT
+    try:
+        recipe = recipes.find(name)
+    except ValueError as error:
+        parser.error(str(error))
+    module = sys.modules[recipe.__module__]
+    parser.description = f"{module.__doc__}\nRecipes: {', '.join(recipes.names())} (default: {DEFAULT})."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("recipe", nargs="?", default=DEFAULT, help="first of all; its options differ from others'")
+    for field in dataclasses.fields(recipe):
+        _add_field(parser, field, recipe.SIDES)
+    number = _at_least(int, 1)
+    parser.add_argument("--seeds", type=number, default=1, help="how many, for a mean and a spread (default: 1)")
+    parser.add_argument("--every", type=_at_least(int, 0), default=0, help="steps between evaluations; 0: an epoch")
+    parser.add_argument(
+        "--out", type=Path, help="folder for log, checkpoint, result and picture (default: none written)"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on where the checkpoint in --out was written")
+    parser.add_argument("--backend", choices=backends.NAMES, help="of every operation (default: the fastest that runs)")
+    parser.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
+    parser.add_argument(
+        "--threads",
+        type=number,
+        help="of the CPU (default: torch's; 1 for digits, whose steps are over before a second thread wakes)",
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write every number there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check, training, table. 0; 1 if backend and reference disagree; 2 if it cannot start; 130 if interrupted."""
+    threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        try:
+            if args.backend:
+                stack.enter_context(backends.use_backend(args.backend))
+            if args.resume and args.out is None:
+                raise ValueError("--resume needs --out, the folder of the checkpoint")
+            recipe = _recipe(args)
+            device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            backend = backends.choose("kwta", None, torch.empty(0, device=device))
+            data = load(args.data)
+            if not isinstance(data, recipe.ACCEPTS):
+                raise ValueError(f"{args.recipe} wants {recipe.ACCEPTS.__name__}, and {args.data} has {data.name}")
+            torch.set_num_threads(args.threads or (1 if args.data == "digits" else threads))
+            comparison = Comparison(recipe, recipe.splits(data.to(device)), args.seeds, args.every, args.out)
+            if args.resume:
+                comparison.resume()
+            return _run(args, comparison, backend)
+        except (ValueError, ImportError, OSError, backends.BackendError) as error:
+            print(f"train: {error}", file=sys.stderr)
+            return 2
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _run(args: argparse.Namespace, comparison: Comparison, backend: str) -> int:
+    recipe, data = comparison.recipe, comparison.data
+    print(f"{args.recipe}: {_settings(recipe)}")
+    print(f"{data.source}; {comparison.device.type}, {torch.get_num_threads()} thread(s), backend {backend}\n")
+    agreements = _check(comparison, backend)
+    try:
+        with _progress(comparison.total_steps) as tick:
+            comparison.train(tick, print)
+    except KeyboardInterrupt:
+        print("interrupted" + (f"; --resume goes on from {comparison.checkpoint}" if comparison.checkpoint else ""))
+        return 130
+    histories = comparison.histories()
+    summaries = summarise(histories, recipe.METRIC)
+    print(f"\n{table(summaries, recipe.METRIC)}")
+    print("Mean ± spread over the seeds. Load: share of the test samples that use an expert; dead: experts none uses;")
+    print("entropy of the gates in nats. FLOPs of evaluating a sample, by torch's counter; a step's time is a median.")
+    status = 0 if all(each.passed for each in agreements.values()) else 1
+    result = {
+        "recipe": args.recipe,
+        "settings": dataclasses.asdict(recipe),
+        "data": str(data.source),
+        "machine": info.machine(),
+        "threads": torch.get_num_threads(),
+        "backend": backend,
+        "agreement": {
+            name: {"passed": each.passed, "steps": [dataclasses.asdict(step) for step in each.steps]}
+            for name, each in agreements.items()
+        },
+        "summary": [dataclasses.asdict(each) for each in summaries],
+        "runs": [dataclasses.asdict(each) for each in histories],
+        "status": status,
+    }
+    if args.json:
+        write_json(args.json, result)
+    if args.out:
+        write_json(args.out / "result.json", result)
+        drawn = picture(args.out / "plot.png", histories, recipe.METRIC, f"{args.recipe} on {data.source.name}")
+        missing = "" if drawn else "; no picture: pip install moe_kernels[bench]"
+        print(f"log, checkpoint, result{' and picture' * drawn} in {args.out}{missing}")
+    return status
+
+
+def _check(comparison: Comparison, backend: str) -> dict[str, Agreement]:
+    recipe = comparison.recipe
+    if backend == "reference":
+        print("agreement: everything runs on the reference itself here, so there is nothing to compare\n")
+        return {}
+    found = {}
+    for name, variant in recipe.variants().items() if recipe.check_steps else ():
+        found[name] = check_agreement(*comparison.pair(variant), recipe.check_steps)
+        print_agreement(name, found[name], backend)
+    return found
+
+
+def _recipe(args: argparse.Namespace) -> Recipe:
+    kind = recipes.find(args.recipe)
+    values: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(kind)}
+    several: dict[str, Any] = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return kind(**values | several)
+
+
+def _settings(recipe: Recipe) -> str:
+    pairs = dataclasses.asdict(recipe).items()
+    return ", ".join(f"{k} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in pairs if v != ())
+
+
+def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides: tuple[str, ...]) -> None:
+    name = f"--{field.name.replace('_', '-')}"
+    default: Any = field.default
+    several = isinstance(default, tuple)
+    shown = " ".join(map(str, default)) if several else default
+    text = f"{field.metadata['help']} (default: {'none' if shown == '' else shown})".replace("%", "%%")
+    if isinstance(default, bool):
+        parser.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=text)
+        return
+    kind: Any = type(default[0]) if several and default else float if several else type(default)
+    low = field.metadata["low"]
+    if kind is not str:
+        kind = _at_least(kind, -math.inf if low is None else low)
+    choices = sides if field.name == "sides" else field.metadata["choices"]
+    parser.add_argument(name, type=kind, default=default, choices=choices, nargs="+" if several else None, help=text)
+
+
+def _at_least(kind: type, low: float) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not low <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it in "invalid int value"
+    return parse
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[], None]]:
+    """A bar where a person looks on and rich is installed, else nothing."""
+    if not (sys.stdout.isatty() and importlib.util.find_spec("rich")):
+        yield lambda: None
+        return
+    with importlib.import_module("rich.progress").Progress(transient=True) as bar:
+        task = bar.add_task("training", total=steps)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,54 @@
+"""Files that are whole or absent, and checkpoints that cannot run code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VERSION = 1
+
+
+def write(path: Path, content: bytes | str) -> None:
+    """Replaces the file in one piece: whoever reads, and whatever interrupts, finds the old one or the new one."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        _to_disk(file)
+    os.replace(part, path)
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Writes tensors in plain containers, whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        torch.save({"version": VERSION, **state}, file)
+        _to_disk(file)
+    os.replace(part, path)
+
+
+def load(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
+    """What `save` wrote, on the CPU. Tensors and plain containers alone are admitted (weights_only).
+
+    Raises:
+        ValueError: no such file, a damaged one, one that asks for anything else, of another version or without `keys`.
+    """
+    if not path.is_file():
+        raise ValueError(f"there is no checkpoint {path}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{path} is no whole checkpoint of tensors and plain containers: {first}") from error
+    if not isinstance(state, dict) or state.get("version") != VERSION or any(key not in state for key in keys):
+        raise ValueError(f"{path} is no checkpoint of this program (version {VERSION}, with {', '.join(keys)})")
+    return state
+
+
+def _to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,169 @@
+"""All sides of a recipe with all seeds: what is tuned, what is trained, in which order, and the checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_kernels.recipes import Recipe, Splits
+from moe_kernels.train import checkpoint
+from moe_kernels.train.loop import Row, Run
+from moe_kernels.train.report import History, log
+
+
+class Comparison:
+    """Every side gets the same seeds, batches, steps and, where learning rates are tuned, the same candidates.
+
+    Tuning trains each side once with each rate, on nine tenths of the training set with the first seed, and takes the
+    rate of the best last evaluation on the remaining tenth. The test set has no part in it.
+    """
+
+    def __init__(self, recipe: Recipe, data: Splits, seeds: int, every: int, out: Path | None) -> None:
+        self.recipe, self.data, self.every = recipe, data, every
+        self.device = data.train[0].device
+        self.seeds = range(recipe.seed, recipe.seed + seeds)
+        self.variants = recipe.variants()
+        self.done: dict[str, History] = {}
+        self.live: dict[str, Run] = {}
+        self.restored: dict[str, dict[str, Any]] = {}
+        self.out = out
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return None if self.out is None else self.out / "checkpoint.pt"
+
+    @property
+    def total_steps(self) -> int:
+        """Of everything, for the progress bar."""
+        size = len(self.data.train[0])
+        final, tuned = (
+            self.recipe.steps or self.recipe.epochs * math.ceil(n / self.recipe.batch_size)
+            for n in (size, size - size // 10)
+        )
+        return len(self.variants) * (len(self.seeds) * final + len(self.recipe.tune) * tuned)
+
+    def train(self, tick: Callable[[], None], say: Callable[[str], None]) -> None:
+        """Tuning, then the runs that count. Sides take turns, an evaluation each; seeds come one after another."""
+        if self.recipe.tune:
+            split = _held_out(self.data, self.recipe.seed)
+            for name, variant in self.variants.items():
+                for lr in self.recipe.tune:
+                    key = f"{name} at {lr:g}"
+                    self._together({key: (name, dataclasses.replace(variant, lr=lr), split, "tune")}, tick, say)
+                self.variants[name] = dataclasses.replace(variant, lr=self._best_rate(name))
+                say(f"{name}: learning rate {self.variants[name].lr:g}")
+        for seed in self.seeds:
+            chosen = {
+                f"{name}, seed {seed}": (name, dataclasses.replace(variant, seed=seed), self.data, "final")
+                for name, variant in self.variants.items()
+            }
+            self._together(chosen, tick, say)
+
+    def histories(self) -> list[History]:
+        return list(self.done.values())
+
+    def pair(self, variant: Recipe) -> tuple[Run, Callable[[], Run]]:
+        """A run for the agreement check, and how to make its twin."""
+        return Run(variant, variant.seed, self.data), lambda: Run(variant, variant.seed, self.data)
+
+    def resume(self) -> None:
+        """Takes up the checkpoint in `out`.
+
+        Raises:
+            ValueError: there is none, it is damaged, or it belongs to a run with other settings or data.
+        """
+        assert self.checkpoint is not None
+        state = checkpoint.load(self.checkpoint, ("settings", "done", "live"))
+        mine, theirs = self._settings(), state["settings"]
+        differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+        if differing:
+            listed = ", ".join(f"{k} {theirs.get(k)!r}, not {mine.get(k)!r}" for k in differing)
+            raise ValueError(f"{self.checkpoint} belongs to a run with {listed}")
+        self.done = {key: History(**each) for key, each in state["done"].items()}
+        self.restored = state["live"]
+
+    def _together(
+        self,
+        runs: dict[str, tuple[str, Recipe, Splits, str]],
+        tick: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        """Trains these side by side, so that a machine that slows down slows all of them."""
+        for key, (_, recipe, data, _) in runs.items():
+            if key not in self.done:
+                self.live[key] = Run(recipe, recipe.seed, data)
+                if key in self.restored:
+                    self.live[key].load_state(self.restored.pop(key))
+        for point in self._points(self.live.values()):
+            for key, run in self.live.items():
+                if run.step < point or not run.rows:
+                    run.advance(point, tick)
+                    say(_line(key, run.rows[-1]))
+            self._save()
+        for key, (side, recipe, _, stage) in runs.items():
+            if key in self.live:
+                run = self.live[key]
+                parameters = sum(p.numel() for p in run.task.model.parameters() if p.requires_grad)
+                self.done[key] = History(
+                    side, run.seed, recipe.lr, stage, run.rows, run.flops(), run.setup_seconds, parameters
+                )
+        self.live = {}
+        self._save()
+
+    def _points(self, runs: Iterable[Run]) -> list[int]:
+        """Steps after which to evaluate: 0, every so many, the last."""
+        points: set[int] = set()
+        for run in runs:
+            points.update(range(0, run.steps, self.every or run.epoch_steps), {run.steps})
+        return sorted(points)
+
+    def _best_rate(self, name: str) -> float:
+        sign = 1 if self.recipe.HIGHER_IS_BETTER else -1
+        tried = [each for each in self.done.values() if each.side == name and each.stage == "tune"]
+        scores = [sign * each.rows[-1][f"test {self.recipe.METRIC}"] for each in tried]
+        return tried[max(range(len(tried)), key=lambda i: -math.inf if math.isnan(scores[i]) else scores[i])].lr
+
+    def _settings(self) -> dict[str, Any]:
+        fields = dataclasses.asdict(self.recipe)
+        del fields["data"]  # the same files may lie elsewhere
+        return {
+            **fields,
+            "recipe": type(self.recipe).__name__,
+            "seeds": len(self.seeds),
+            "every": self.every,
+            "training samples": len(self.data.train[0]),
+            "test samples": len(self.data.test[0]),
+            "dataset": self.data.source.name,
+        }
+
+    def _save(self) -> None:
+        if self.out is None or self.checkpoint is None:
+            return
+        state = {
+            "settings": self._settings(),
+            "done": {key: dataclasses.asdict(each) for key, each in self.done.items()},
+            "live": {key: run.state() for key, run in self.live.items()},
+        }
+        checkpoint.save(self.checkpoint, state)
+        open_runs = [History(key, run.seed, run.recipe.lr, "running", run.rows) for key, run in self.live.items()]
+        checkpoint.write(self.out / "log.csv", log([*self.done.values(), *open_runs]))
+
+
+def _held_out(data: Splits, seed: int) -> Splits:
+    """Nine tenths of the training set to train on and a random tenth in the place of the test set."""
+    n = len(data.train[0])
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(data.train[0].device)
+    test, train = order[: n // 10], order[n // 10 :]
+    return Splits(data.source, *(tuple(t.index_select(0, rows) for t in data.train) for rows in (train, test)))
+
+
+def _line(key: str, row: Row) -> str:
+    numbers = (f"{name} {row[name]:.4f}" for name in row if name == "loss" or name.startswith("test "))
+    return f"step {row['step']:>6.0f}  {key:<24} {'  '.join(numbers)}  {row['seconds'] * 1e3:.2f} ms/step"

@@ -1,0 +1,201 @@
+"""One run: a side of a comparison with one seed, from its first step to its last, interrupted or not.
+
+Batch t of epoch e is row block t of a permutation that (seed, e) alone decide, and a run has random numbers of its own,
+so that runs may take turns, stop and go on without any of them noticing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from moe_kernels.nn.utilisation import Utilisation
+from moe_kernels.recipes import Batch, Recipe, Splits, Task
+
+Row = dict[str, float]  # one evaluation: step, epoch, loss, measures, routing, seconds a step
+
+
+class Random:
+    """Random numbers of one run on every device, which nothing outside `use` draws from."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        self.state: dict[str, Tensor] = {}
+        before = self._read()
+        torch.manual_seed(seed)
+        self.state = self._read()
+        self._set(before)
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        before = self._read()
+        self._set(self.state)
+        try:
+            yield
+        finally:
+            self.state = self._read()
+            self._set(before)
+
+    def _read(self) -> dict[str, Tensor]:
+        found = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            found["cuda"] = torch.cuda.get_rng_state(self.device)
+        return found
+
+    def _set(self, state: dict[str, Tensor]) -> None:
+        torch.set_rng_state(state["cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], self.device)
+
+
+@dataclass
+class Run:
+    """A task on its way: `advance` takes steps, `evaluate` adds a row to `rows`."""
+
+    recipe: Recipe
+    seed: int
+    data: Splits
+    task: Task = field(init=False)
+    step: int = 0
+    rows: list[Row] = field(default_factory=list)
+    setup_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.device = self.data.train[0].device
+        self.random = Random(self.seed, self.device)
+        started = time.perf_counter()
+        with self.random.use():
+            self.task = self.recipe.build(self.data, self.seed, self.steps)
+        self.setup_seconds = time.perf_counter() - started
+        for group in self.task.optimiser.param_groups:
+            group["initial_lr"] = group["lr"]
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    @property
+    def epoch_steps(self) -> int:
+        return math.ceil(len(self.data.train[0]) / self.recipe.batch_size)
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.steps or self.recipe.epochs * self.epoch_steps
+
+    def batch(self, step: int) -> Batch:
+        """What step `step`, counted from 0, trains on."""
+        epoch, block = divmod(step, self.epoch_steps)
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
+            order = torch.randperm(len(self.data.train[0]), generator=generator)
+            self._order = epoch, order.to(self.device)
+        size = self.recipe.batch_size
+        index = self._order[1][block * size : (block + 1) * size]
+        return Batch(tuple(tensor.index_select(0, index) for tensor in self.data.train), index)
+
+    def take_step(self) -> dict[str, Tensor]:
+        """One step; the losses, still on the device."""
+        task, batch = self.task, self.batch(self.step)
+        if task.before_step is not None:
+            task.before_step(self.step)
+        factor = task.schedule(self.step)
+        for group in task.optimiser.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+        task.optimiser.zero_grad()
+        losses = task.loss(batch)
+        losses["loss"].backward()
+        if task.clip is not None:
+            torch.nn.utils.clip_grad_norm_(task.model.parameters(), task.clip)
+        task.optimiser.step()
+        self.step += 1
+        return {name: value.detach() for name, value in losses.items()}
+
+    def advance(self, to: int, tick: Callable[[], None] = lambda: None) -> None:
+        """Steps up to number `to`, then an evaluation; at step 0 the evaluation alone. `tick` is called every step."""
+        sums: dict[str, Tensor] = {}
+        first = self.step
+        with self.random.use():
+            self.task.model.train()
+            self._wait()
+            started = time.perf_counter()
+            while self.step < to:
+                for name, value in self.take_step().items():
+                    sums[name] = value.clone() if name not in sums else sums[name].add_(value)
+                tick()
+            self._wait()
+            seconds = time.perf_counter() - started
+            taken = self.step - first
+            means = {name: value.item() / taken for name, value in sums.items()}
+            row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan, **means}
+            self.rows.append(row | self.evaluate() | {"seconds": seconds / taken if taken else math.nan})
+
+    @torch.no_grad()
+    def evaluate(self) -> Row:
+        """The measures and the routing over the test set."""
+        task, sums, weights = self.task, dict[str, Any](), dict[str, Any]()
+        used, entropy, routers = Utilisation(), torch.zeros((), device=self.device), 0
+        task.model.eval()
+        for batch in self._test_batches():
+            for name, (value, weight) in task.evaluate(batch).items():
+                sums[name] = sums.get(name, 0) + value
+                weights[name] = weights.get(name, 0) + weight
+            if task.routing is not None:
+                layers = task.routing(batch)
+                used.update([layer.active for layer in layers])
+                for probs in (layer.probs for layer in layers if layer.probs is not None):
+                    entropy += torch.special.entr(probs.float()).sum()
+                    routers += probs.shape[:-1].numel()
+        task.model.train()
+        row = {f"test {name}": float(sums[name]) / max(float(weights[name]), 1e-30) for name in sums}
+        return row | (_routing(used, entropy.item() / routers if routers else math.nan) if used.counts else {})
+
+    def flops(self) -> float:
+        """Floating-point operations of evaluating one test sample, by torch's counter (a multiply-add is two)."""
+        batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None)
+        self.task.model.eval()
+        with self.random.use(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+            self.task.evaluate(batch)
+        self.task.model.train()
+        return counter.get_total_flops() / len(batch.tensors[0])
+
+    def state(self) -> dict[str, Any]:
+        """All that a run which goes on later needs."""
+        return {
+            "step": self.step,
+            "rows": self.rows,
+            "random": self.random.state,
+            "model": self.task.model.state_dict(),
+            "optimiser": self.task.optimiser.state_dict(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.task.model.load_state_dict(state["model"])
+        self.task.optimiser.load_state_dict(state["optimiser"])
+        self.random.state = state["random"]
+        self.step, self.rows = state["step"], [dict(row) for row in state["rows"]]
+
+    def _test_batches(self) -> Iterator[Batch]:
+        for tensors in zip(*(tensor.split(self.recipe.eval_batch) for tensor in self.data.test), strict=True):
+            yield Batch(tensors, None)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _routing(used: Utilisation, entropy: float) -> Row:
+    """Experts a sample (mean over layers), the least and the most used expert's share of the samples, those that none
+    uses, and the mean entropy of the gates in nats."""
+    share = used.share()
+    return {
+        "experts": sum(layer.sum().item() for layer in share) / len(share),
+        "least load": min(layer.min().item() for layer in share),
+        "most load": max(layer.max().item() for layer in share),
+        "dead": float(sum(len(layer) for layer in used.dead())),
+        "entropy": entropy,
+    }
