@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moe_kernels.backends import FILES, NAMES
+from moe_kernels.backends import NAMES, file_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -30,19 +30,15 @@ def operations(root: Path = ROOT) -> list[str]:
     return sorted(path.stem for path in (root / "moe_kernels" / "ops").glob("[!_]*.py"))
 
 
-def _file(op: str) -> str:
-    """The basename that an operation's files share: "plan" for make_plan."""
-    return FILES.get(op, op)
-
-
 def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
-    return any(root.glob(_SOURCES[backend][0].format(op=_file(op))))
+    return any(root.glob(_SOURCES[backend][0].format(op=file_of(backend, op))))
 
 
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files whose change makes a result of this operation and backend stale."""
-    patterns = [*_SOURCES[backend], "moe_kernels/ops/{op}.py"]
-    return sorted({path for pattern in patterns for path in root.glob(pattern.format(op=_file(op)))})
+    kernels = [pattern.format(op=file_of(backend, op)) for pattern in _SOURCES[backend]]
+    patterns = [*kernels, f"moe_kernels/ops/{file_of('reference', op)}.py"]
+    return sorted({path for pattern in patterns for path in root.glob(pattern)})
 
 
 def digest(op: str, backend: str, root: Path = ROOT) -> str:
@@ -101,7 +97,8 @@ def passed(entry: dict[str, Any]) -> bool:
 def _counts(entry: dict[str, Any], op: str, backend: str) -> bool:
     # A Triton kernel that was interpreted, or a CUDA kernel on the host executor, did not run on a GPU.
     on_gpu = entry["device"] == "cuda" or backend not in GPU_BACKENDS
-    return _file(entry["operation"]) == _file(op) and entry["backend"] == backend and on_gpu
+    same = file_of("reference", entry["operation"]) == file_of("reference", op)
+    return same and entry["backend"] == backend and on_gpu
 
 
 def states(results: Iterable[Result], root: Path = ROOT) -> dict[str, dict[str, str]]:

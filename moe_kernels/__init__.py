@@ -4,6 +4,9 @@ from moe_kernels._version import __version__
 from moe_kernels.backends import BackendError, available_backends, explain, use_backend
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.dispatch import dispatch
+from moe_kernels.ops.expert_mlp import expert_mlp
+from moe_kernels.ops.expert_norms import expert_norms
+from moe_kernels.ops.grouped_gemm import grouped_gemm
 from moe_kernels.ops.harden import harden
 from moe_kernels.ops.kwta import k_from_fraction, kwta, kwta_apply, kwta_bits, kwta_mask
 from moe_kernels.ops.plan import expert_capacity, make_plan, plan_expert_choice, plan_priority
@@ -21,7 +24,10 @@ __all__ = [
     "combine",
     "dispatch",
     "expert_capacity",
+    "expert_mlp",
+    "expert_norms",
     "explain",
+    "grouped_gemm",
     "harden",
     "k_from_fraction",
     "kwta",

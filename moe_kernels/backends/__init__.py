@@ -36,6 +36,9 @@ FILES = {
 }
 ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_apply": "kwta"}
 
+# Operations whose kernels are all another one's: only their definition has a file of its own.
+MADE_OF = {"expert_mlp": "grouped_gemm", "expert_norms": "grouped_gemm"}
+
 _wanted: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=None)
 
 
@@ -93,7 +96,7 @@ def unsupported(name: str, op: str, device: str, dtype: torch.dtype) -> str | No
     op = ALIASES.get(op, op)
     reason = missing(name, op)
     if reason is None and name != "reference":
-        reason = getattr(load(name, op), f"{op}_supports")(device, dtype)
+        reason = getattr(load(name, op), f"{MADE_OF.get(op, op)}_supports")(device, dtype)
     return reason
 
 
@@ -105,15 +108,21 @@ def missing(name: str, op: str) -> str | None:
         namespace = load(name, op)
     except ImportError as error:
         return str(error)
-    if not hasattr(namespace, op if name == "reference" else f"{op}_fwd"):
+    if not hasattr(namespace, op if name == "reference" else f"{MADE_OF.get(op, op)}_fwd"):
         return f"{name} does not implement {op}"
     return None
+
+
+def file_of(name: str, op: str) -> str:
+    """The basename of the file in which backend `name` keeps `op`: "plan" for make_plan."""
+    op = FILES.get(op, op)
+    return op if name == "reference" else MADE_OF.get(op, op)
 
 
 @cache
 def load(name: str, op: str) -> ModuleType:
     """The namespace in which backend `name` keeps `op`."""
-    op = FILES.get(op, op)
+    op = file_of(name, op)
     if name == "reference":
         return importlib.import_module(f"python_ref.{op}")
     if name != "triton":

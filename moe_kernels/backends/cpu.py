@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.native import combine, dispatch, kwta, plan, sinkhorn, topk_gate
+from moe_kernels.backends.native import combine, dispatch, grouped_gemm_cpu, kwta, plan, sinkhorn, topk_gate
 
 try:
     from moe_kernels import _cpu as module  # type: ignore[attr-defined]  # compiled
@@ -53,7 +53,7 @@ def _supports(device: str, dtype: torch.dtype) -> str | None:
 
 
 kwta_supports = topk_gate_supports = plan_expert_choice_supports = plan_priority_supports = _supports
-dispatch_supports = combine_supports = sinkhorn_supports = _supports
+dispatch_supports = combine_supports = grouped_gemm_supports = sinkhorn_supports = _supports
 
 
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
@@ -74,6 +74,12 @@ plan_priority_fwd = partial(plan.plan_priority, _self)
 dispatch_fwd = partial(dispatch.fwd, _self)
 combine_fwd = partial(combine.fwd, _self)
 combine_bwd = partial(combine.bwd, _self)
+
+grouped_gemm_fwd = grouped_gemm_cpu.fwd
+grouped_gemm_bwd_weight = grouped_gemm_cpu.bwd_weight
+activation_bwd = grouped_gemm_cpu.activation_bwd
+expert_mlp_bwd_hidden = grouped_gemm_cpu.hidden_bwd
+grouped_gemm_norms = grouped_gemm_cpu.norms
 
 sinkhorn_fwd = partial(sinkhorn.fwd, _self)
 sinkhorn_bwd = partial(sinkhorn.bwd, _self)

@@ -60,6 +60,19 @@ def check_like(op: str, name: str, tensor: Tensor, other_name: str, other: Tenso
         )
 
 
+def check_fits(
+    op: str, name: str, tensor: object, shape: tuple[int, ...], letters: str, other_name: str, other: Tensor
+) -> None:
+    """`tensor` has that shape, spelled in `letters`, and the dtype and device of `other`."""
+    check_tensor(op, name, tensor, (other.dtype,))
+    assert isinstance(tensor, Tensor)
+    if tensor.shape != shape or tensor.device != other.device:
+        raise ValueError(
+            f"{op}: {name} must be {letters} = {tuple(shape)} on the device of {other_name}, {other.device}; "
+            f"got {tuple(tensor.shape)} on {tensor.device}"
+        )
+
+
 def check_int(op: str, name: str, value: object, low: int, high: int, meaning: str) -> int:
     """`value` as an int within [low, high]."""
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,0 +1,197 @@
+"""The expert MLP: dispatch, two grouped products with an activation between them, combine, as one function.
+
+    h_r = act(x_t W_in_e + b_in_e),   y_t = sum over the kept rows r of t of w_tk (h_r W_out_e + b_out_e)
+    a_r = dy_t W_out_e^T,   dw_tk = <h_r, a_r> + <b_out_e, dy_t>,   dpre_r = w_tk a_r act'(pre_r)
+    dW_out_e = sum of w_tk h_r^T dy_t,   db_out_e = sum of w_tk dy_t
+    dx_t = sum of dpre_r W_in_e^T,   dW_in_e = sum of x_t^T dpre_r,   db_in_e = sum of dpre_r
+
+Saved for backward: x, the plan, pre (R, H or 2 H) and the parameters. Since dw comes from h and a, neither the second
+product's output nor its gradient is ever kept; h is computed again from pre in the kernel that needs it. Gathered rows
+of x and of dy are stored nowhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import python_ref.expert_mlp as reference
+from moe_kernels import backends, library
+from moe_kernels.ops._checks import FLOATING, check_first, check_fits, check_rank, check_tensor
+from moe_kernels.ops.grouped_gemm import check_activation, transposed
+from moe_kernels.plan import RoutingPlan
+
+
+def expert_mlp(
+    x: Tensor,
+    plan: RoutingPlan,
+    w_in: Tensor,
+    w_out: Tensor,
+    *,
+    weights: Tensor | None,
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    activation: str | None = "gelu",
+    backend: str | None = None,
+) -> Tensor:
+    """Every token through the experts that the plan gave it, summed by gate weight: (T, D) -> (T, Dout).
+
+    Args:
+        x: (T, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride.
+        plan: of T tokens and E experts, on the device of x.
+        w_in: (E, D, H), or (E, D, 2 H) for a gated activation, in the dtype of x; any strides (see grouped_gemm).
+        w_out: (E, H, Dout) in the dtype of x.
+        weights: (T, K) gate weights, any of those dtypes, read as float32 (as float64 with a float64 x); None counts
+            every kept choice once.
+        b_in, b_out: (E, H or 2 H) and (E, Dout) in the dtype of x, or None.
+        activation: as in grouped_gemm.
+        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    Returns:
+        y (T, Dout) in the dtype of x: combine of grouped_gemm of grouped_gemm of dispatch, within rounding. A token
+        whose choices were all dropped is zero; a dropped choice adds nothing, whatever its weight.
+
+    Gradient: to x, w_in, w_out, weights, b_in and b_out; zero for dropped choices and for experts without rows. Once
+    differentiable. FLOPs (torch's counter), with W = H or 2 H columns of w_in: 2 R (D W + H Dout) + 2 R Dout forward,
+    twice that of the products backward.
+
+    Raises:
+        TypeError: a tensor of another dtype, or a torch.func transform.
+        ValueError: shapes or devices that do not fit, an unknown activation, a gated one with an odd W.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: the experts of papers 002, 003 and 004 in MegaBlocks' dropless form; the gradient of the gate weights from
+    the hidden layer is SonicMoE's (arXiv 2512.14080).
+    """
+    check_tensor("expert_mlp", "x", x, FLOATING)
+    check_rank("expert_mlp", "x", x, "(T, D)")
+    check_first("expert_mlp", "x", x, plan.num_tokens, "tokens of the plan", plan.row_token.device)
+    check_parameters("expert_mlp", x, plan.num_experts, w_in, w_out, b_in, b_out, activation)
+    if weights is not None:
+        check_tensor("expert_mlp", "weights", weights, FLOATING)
+        if weights.shape != plan.slot_row.shape or weights.device != x.device:
+            raise ValueError(
+                f"expert_mlp: weights must be (T, K) like plan.slot_row, {tuple(plan.slot_row.shape)} on {x.device}; "
+                f"got {tuple(weights.shape)} on {weights.device}"
+            )
+    chosen = backends.choose("expert_mlp", backend, x)
+    if chosen == "reference":
+        return reference.expert_mlp(
+            x, plan, w_in, w_out, weights=weights, b_in=b_in, b_out=b_out, activation=activation
+        )
+    if weights is not None:
+        weights = weights.to(library.wide(x.dtype)).contiguous()
+    given = (x, weights, w_in, w_out, b_in, b_out)
+    trains = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
+    arrays = (plan.expert_offsets, plan.row_token, plan.row_choice, plan.slot_row)
+    return _ExpertMLP.apply(*given, *arrays, activation or "", trains, chosen)
+
+
+def check_parameters(
+    op: str,
+    x: Tensor,
+    num_experts: int | None,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    activation: str | None,
+) -> None:
+    """Parameters of two-layer experts fit x (T, D), each other and, unless None, `num_experts`."""
+    check_rank(op, "w_in", w_in, "(E, D, H)")
+    check_rank(op, "w_out", w_out, "(E, H, Dout)")
+    experts = w_in.shape[0] if num_experts is None else num_experts
+    width, dout = w_in.shape[2], w_out.shape[2]
+    check_activation(op, activation, width)
+    hidden = width // 2 if activation in library.GATED else width
+    check_fits(op, "w_in", w_in, (experts, x.shape[1], width), "(E, D, H)", "x", x)
+    check_fits(op, "w_out", w_out, (experts, hidden, dout), "(E, H, Dout)", "x", x)
+    if b_in is not None:
+        check_fits(op, "b_in", b_in, (experts, width), "(E, H)", "x", x)
+    if b_out is not None:
+        check_fits(op, "b_out", b_out, (experts, dout), "(E, Dout)", "x", x)
+
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor | None,
+        w_in: Tensor,
+        w_out: Tensor,
+        b_in: Tensor | None,
+        b_out: Tensor | None,
+        expert_offsets: Tensor,
+        row_token: Tensor,
+        row_choice: Tensor,
+        slot_row: Tensor,
+        activation: str,
+        trains: bool,
+        backend: str,
+    ) -> Tensor:
+        hidden, pre = library.ops.grouped_gemm_fwd(
+            x, w_in, expert_offsets, row_token, b_in, activation, trains, backend
+        )
+        rows, _ = library.ops.grouped_gemm_fwd(hidden, w_out, expert_offsets, None, b_out, "", False, backend)
+        plan = (expert_offsets, row_token, row_choice, slot_row)
+        ctx.save_for_backward(x, weights, w_in, w_out, b_out, pre, *plan)
+        ctx.activation, ctx.backend = activation, backend
+        return library.ops.combine_fwd(rows, weights, slot_row, backend)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, w_in, w_out, b_out, pre, expert_offsets, row_token, row_choice, slot_row = ctx.saved_tensors
+        to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = ctx.needs_input_grad[:6]
+        backend = ctx.backend
+        dx = dweights = dw_in = dw_out = db_in = db_out = None
+        row_weight = _row_weight(weights, row_token, row_choice, library.wide(x.dtype))
+        dpre, weighted, drow_weight = library.ops.expert_mlp_bwd_hidden(
+            grad, w_out, expert_offsets, row_token, row_weight, pre, ctx.activation, backend
+        )
+        if to_weights:
+            if b_out is not None:
+                drow_weight = drow_weight + _bias_share(grad, b_out, expert_offsets, row_token)
+            dweights = torch.zeros_like(weights)
+            if drow_weight.numel():
+                dweights = torch.where(slot_row >= 0, drow_weight[slot_row.clamp(min=0)], dweights)
+        if to_w_out:
+            dw_out, _ = library.ops.grouped_gemm_bwd_weight(
+                weighted, grad, expert_offsets, None, row_token, False, backend
+            )
+        if to_b_out:  # the weight gradient of a single column that holds the gate weights
+            column = row_weight.to(x.dtype)[:, None]
+            db_out, _ = library.ops.grouped_gemm_bwd_weight(
+                column, grad, expert_offsets, None, row_token, False, backend
+            )
+            db_out = db_out[:, 0]
+        if to_x:
+            dx = library.ops.combine_fwd(transposed(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
+        if to_w_in or to_b_in:
+            dw_in, db_in = library.ops.grouped_gemm_bwd_weight(
+                x, dpre, expert_offsets, row_token, None, to_b_in, backend
+            )
+        return dx, dweights, dw_in, dw_out, db_in if to_b_in else None, db_out, *[None] * 7
+
+
+def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, wide: torch.dtype) -> Tensor:
+    """(R,): the gate weight of every row, 1 without weights, 0 for a row not in use."""
+    used = row_token >= 0
+    if weights is None or weights.numel() == 0:
+        return used.to(wide)
+    return torch.where(used, weights[row_token.clamp(min=0), row_choice.clamp(min=0)], 0)
+
+
+def _bias_share(grad: Tensor, b_out: Tensor, expert_offsets: Tensor, row_token: Tensor) -> Tensor:
+    """(R,): <b_out_e, dy_t> of every row, from one (T, Dout) x (Dout, E) product, so that no row of dy is gathered."""
+    wide = library.wide(grad.dtype)
+    of_pair = grad.to(wide) @ b_out.to(wide).t()
+    row = torch.arange(row_token.shape[0], device=row_token.device, dtype=torch.int32)
+    expert = torch.searchsorted(expert_offsets[1:], row, right=True).clamp(max=b_out.shape[0] - 1)
+    if of_pair.numel() == 0:
+        return of_pair.new_zeros(row.shape)
+    return torch.where(row_token >= 0, of_pair[row_token.clamp(min=0), expert], 0)

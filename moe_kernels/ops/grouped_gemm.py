@@ -1,0 +1,167 @@
+"""The grouped GEMM: rows grouped by expert, each times the weight of its expert, with bias and activation behind it.
+
+    pre_r = x_r W_e + b_e,   out_r = act(pre_r)        for expert_offsets_e <= r < expert_offsets_e+1;   0 from there on
+    dpre  = act'(pre) dout,   dx_r = dpre_r W_e^T      the same product on the transposed weight, which is not copied
+    dW_e  = sum over rows r of e of x_r^T dpre_r,   db_e = sum over rows r of e of dpre_r
+
+x (R, Din), or x (T, Din) read through row_token, so that nobody stores the gathered rows. Sums are float32 (float64
+stays) and in a fixed order. Saved for backward: x, weight and, where there is an activation, pre. Offsets stay on the
+device: nothing here waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import python_ref.grouped_gemm as reference
+from moe_kernels import backends, library
+from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_rank, check_tensor
+
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh", *library.GATED)
+
+
+def grouped_gemm(
+    rows: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    row_token: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Every expert's rows times its weight: (R, Din) x (E, Din, Dout) -> (R, Dout).
+
+    Args:
+        rows: (R, Din), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), grouped by expert; with
+            row_token the tokens (T, Din) themselves. Rows may have any stride.
+        weight: (E, Din, Dout) in the dtype of rows, any strides. Copied only if neither of the last two dimensions is
+            contiguous: a transposed weight is read in place.
+        expert_offsets: (E + 1,) int32 or int64: rows of expert e are offsets[e] up to offsets[e + 1], as in a
+            RoutingPlan. From 0, never falling, at most R.
+        bias: (E, Dout) in the dtype of rows, or None.
+        activation: None, "relu", "gelu" (erf's), "silu", "tanh", or the gated "swiglu" and "geglu", which halve the
+            result: silu (or gelu) of the first Dout / 2 columns times the other ones.
+        row_token: (R,) int32 or int64: row r reads rows[row_token[r]]; -1 reads zeros.
+        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    Returns:
+        (R, Dout), or (R, Dout / 2) if gated, in the dtype of rows: products, bias and activation in float32 (float64
+        stays). Rows from expert_offsets[E] on are zero, whatever stands in them. float32 products are IEEE; TF32 only
+        where torch.backends.cuda.matmul.allow_tf32 asks for it. Same input, same bits.
+
+    Gradient: to rows, weight and bias; zero for rows not in use and for experts without rows. With row_token a token's
+    rows are summed in float32 and in their order, without atomics. Once differentiable.
+    FLOPs (torch's counter): 2 R Din Dout forward, twice that backward.
+
+    Offsets that fall or exceed R, and tokens outside [-1, T), raise ValueError for tensors on the CPU. On a GPU, where
+    looking would wait for the device, they are the caller's to keep.
+
+    Raises:
+        TypeError: a tensor of another dtype, or a torch.func transform.
+        ValueError: shapes or devices that do not fit, an unknown activation, a gated one with an odd Dout, or indices
+            as above.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: the dense form is GShard's einsum; ragged groups without padding are MegaBlocks', the gather inside the
+    product is ScatterMoE's.
+    """
+    check_tensor("grouped_gemm", "rows", rows, FLOATING)
+    check_rank("grouped_gemm", "rows", rows, "(R, Din)")
+    check_rank("grouped_gemm", "weight", weight, "(E, Din, Dout)")
+    num_experts, _, dout = weight.shape
+    check_fits("grouped_gemm", "weight", weight, (num_experts, rows.shape[1], dout), "(E, Din, Dout)", "rows", rows)
+    if bias is not None:
+        check_fits("grouped_gemm", "bias", bias, (num_experts, dout), "(E, Dout)", "rows", rows)
+    check_activation("grouped_gemm", activation, dout)
+    expert_offsets = _check_index("expert_offsets", expert_offsets, "(E + 1,)", num_experts + 1, rows)
+    if row_token is not None:
+        row_token = _check_index("row_token", row_token, "(R,)", None, rows)
+    chosen = backends.choose("grouped_gemm", backend, rows)
+    if chosen == "reference":
+        library.refuse_bad_rows(expert_offsets, rows, row_token)
+        return reference.grouped_gemm(
+            rows, weight, expert_offsets, bias=bias, activation=activation, row_token=row_token
+        )
+    trains = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (rows, weight, bias))
+    return _GroupedGemm.apply(rows, weight, bias, expert_offsets, row_token, activation or "", trains, chosen)
+
+
+def check_activation(op: str, activation: object, width: int) -> None:
+    """`activation` is None or a known name, and a gated one finds two halves in `width` columns."""
+    if activation is not None and activation not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"{op}: activation must be None or one of {known}; got {activation!r}")
+    if activation in library.GATED and width % 2:
+        raise ValueError(f"{op}: {activation} needs an even number of columns, two halves; got {width}")
+
+
+def _check_index(name: str, index: Tensor, shape: str, size: int | None, rows: Tensor) -> Tensor:
+    """`index` is (size,) on the device of rows; as int32."""
+    check_tensor("grouped_gemm", name, index, INDEX)
+    if index.dim() != 1 or (size is not None and index.shape[0] != size) or index.device != rows.device:
+        expected = f"{shape} on {rows.device}" if size is None else f"{shape} = ({size},) on {rows.device}"
+        raise ValueError(f"grouped_gemm: {name} must be {expected}; got {tuple(index.shape)} on {index.device}")
+    return index.to(torch.int32).contiguous()
+
+
+class _GroupedGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        expert_offsets: Tensor,
+        row_token: Tensor | None,
+        activation: str,
+        trains: bool,
+        backend: str,
+    ) -> Tensor:
+        keep_pre = trains and activation != ""
+        out, pre = library.ops.grouped_gemm_fwd(
+            rows, weight, expert_offsets, row_token, bias, activation, keep_pre, backend
+        )
+        ctx.save_for_backward(rows, weight, expert_offsets, row_token, pre)
+        ctx.activation, ctx.backend = activation, backend
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, expert_offsets, row_token, pre = ctx.saved_tensors
+        to_rows, to_weight, to_bias = ctx.needs_input_grad[:3]
+        drows = dweight = dbias = None
+        if ctx.activation:
+            grad = library.ops.activation_bwd(grad, pre, ctx.activation, ctx.backend)
+        if to_rows:
+            drows = transposed(grad, weight, expert_offsets, ctx.backend)
+            if row_token is not None:
+                drows = _sum_rows(drows, row_token, rows.shape[0], ctx.backend)
+        if to_weight or to_bias:
+            dweight, dbias = library.ops.grouped_gemm_bwd_weight(
+                rows, grad, expert_offsets, row_token, None, to_bias, ctx.backend
+            )
+        return drows, dweight, dbias if to_bias else None, None, None, None, None, None
+
+
+def transposed(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
+    """grad (R, Dout) -> (R, Din): every expert's rows times its transposed weight."""
+    return library.ops.grouped_gemm_fwd(grad, weight.transpose(1, 2), expert_offsets, None, None, "", False, backend)[0]
+
+
+def _sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int, backend: str) -> Tensor:
+    """(R, D) -> (T, D): every token's sum of its rows, in float32 and in their order.
+
+    A plan in which tokens are the experts is a stable counting sort of the rows by token; segments of it are summed
+    without atomics.
+    """
+    if rows.shape[0] == 0:
+        return rows.new_zeros((num_tokens, rows.shape[1]))
+    offsets, order, *_ = library.ops.make_plan_fwd(row_token[:, None], num_tokens, None, None, "token", backend)
+    in_order = rows.index_select(0, order.clamp(min=0)).to(library.wide(rows.dtype))
+    return torch.segment_reduce(in_order, "sum", offsets=offsets.long(), axis=0, unsafe=True).to(rows.dtype)

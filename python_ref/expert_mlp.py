@@ -1,0 +1,25 @@
+"""The expert MLP, by definition: dispatch, two grouped products with an activation between them, combine."""
+
+from typing import Any
+
+from torch import Tensor
+
+from python_ref.combine import combine
+from python_ref.dispatch import dispatch
+from python_ref.grouped_gemm import grouped_gemm
+
+
+def expert_mlp(
+    x: Tensor,
+    plan: Any,
+    w_in: Tensor,
+    w_out: Tensor,
+    *,
+    weights: Tensor | None,
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    activation: str | None = "gelu",
+) -> Tensor:
+    """x (T, D) -> y (T, Dout): sum over kept rows of weights_tk (act(x_t W_in_e + b_in_e) W_out_e + b_out_e)."""
+    hidden = grouped_gemm(dispatch(x, plan), w_in, plan.expert_offsets, bias=b_in, activation=activation)
+    return combine(grouped_gemm(hidden, w_out, plan.expert_offsets, bias=b_out), plan, weights)

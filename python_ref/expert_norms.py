@@ -1,0 +1,33 @@
+"""The norm of every expert's output for every token, by definition: all (T, E, Dout) outputs, then their norms.
+
+Paper 004 (CompeteSMoE): experts compete by how strongly they respond, s_te = ||expert_e(x_t)||.
+"""
+
+import torch
+from torch import Tensor
+
+from python_ref.grouped_gemm import activate
+
+
+def expert_norms(
+    x: Tensor,
+    w_in: Tensor,
+    w_out: Tensor,
+    *,
+    b_in: Tensor | None = None,
+    b_out: Tensor | None = None,
+    activation: str | None = "relu",
+) -> Tensor:
+    """x (T, D), w_in (E, D, H or 2 H), w_out (E, H, Dout) -> s (T, E).
+
+    s_te = ||act(x_t W_in_e + b_in_e) W_out_e + b_out_e||, the l2 norm; its gradient at zero is zero. Computed in
+    float32 (float64 stays), the hidden layer and the result rounded to the dtype of x.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    pre = torch.einsum("td,edh->teh", x.to(wide), w_in.to(wide))
+    if b_in is not None:
+        pre = pre + b_in.to(wide)
+    out = torch.einsum("teh,ehd->ted", activate(pre, activation).to(x.dtype).to(wide), w_out.to(wide))
+    if b_out is not None:
+        out = out + b_out.to(wide)
+    return torch.linalg.vector_norm(out, dim=-1).to(x.dtype)

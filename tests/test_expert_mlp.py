@@ -1,0 +1,210 @@
+"""The expert MLP: values and gradients against a float64 sum over tokens, choices and experts, on every backend."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_dispatch import plans
+from test_grouped_gemm import ACTS, DTYPES, finest, judge, results, skip_unsupported
+from torch.utils.flop_counter import FlopCounterMode
+
+import moe_kernels as mk
+from moe_kernels import backends
+
+OP = "expert_mlp"
+KINDS = dict(zip(plans(), ("gelu", "swiglu", "relu", "silu", "geglu", "tanh", "gelu", "gelu"), strict=True))
+
+
+def dense(plan, x, w_in, w_out, weights=None, b_in=None, b_out=None, activation="gelu"):
+    """Every expert on every token, then the kept choices of each token, in float64 on the CPU."""
+    pre = torch.einsum("td,edh->teh", x, w_in) + (0 if b_in is None else b_in)
+    out = torch.einsum("teh,ehd->ted", ACTS[activation](pre), w_out) + (0 if b_out is None else b_out)
+    y = 0 * out.sum(1) + (0 if weights is None else 0 * weights.sum())  # so that an empty plan has gradients as well
+    bounds = plan.expert_offsets.tolist()
+    for row in range(bounds[-1]):
+        expert = next(e for e in range(plan.num_experts) if bounds[e] <= row < bounds[e + 1])
+        token, choice = int(plan.row_token[row]), int(plan.row_choice[row])
+        weight = 1 if weights is None else weights[token, choice]
+        y[token] = y[token] + weight * out[token, expert]
+    return y
+
+
+def leaves_of(plan, dtype, device, activation, dim=12, hidden=20, dout=10, with_bias=True):
+    width = 2 * hidden if activation in ("swiglu", "geglu") else hidden
+    experts = plan.num_experts
+    leaves = {
+        "x": torch.randn(plan.num_tokens, dim),
+        "w_in": torch.randn(experts, dim, width) / math.sqrt(dim),
+        "w_out": torch.randn(experts, hidden, dout) / math.sqrt(hidden),
+        "weights": torch.rand(plan.num_tokens, plan.num_choices),
+    }
+    if with_bias:
+        leaves |= {"b_in": torch.randn(experts, width), "b_out": torch.randn(experts, dout)}
+    return {name: each.to(device, dtype) for name, each in leaves.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
+    skip_unsupported(target, dtype, OP)
+    plan, activation = plans(target.device)[kind], KINDS[kind]
+    leaves = leaves_of(plan, dtype, target.device, activation, with_bias=kind != "dropped")
+    grad = torch.randn(plan.num_tokens, 10).to(dtype)
+    truth = results(
+        lambda **given: dense(plan, activation=activation, **given),
+        {name: each.cpu().double() for name, each in leaves.items()},
+        grad,
+    )
+    leaves["weights"] = leaves["weights"].masked_fill(plan.slot_row < 0, math.nan)  # a dropped choice's must not matter
+    got, reference = (
+        results(
+            lambda backend=backend, **given: mk.expert_mlp(plan=plan, activation=activation, backend=backend, **given),
+            leaves,
+            grad,
+        )
+        for backend in (target.backend, "reference")
+    )
+    # The hidden layer, its gradient and the weighted hidden layer are each rounded once more than by the reference.
+    judge(target, dtype, got, reference, truth, floor=2.0)
+    assert not got["weights"][plan.slot_row < 0].any()
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", None])
+def test_without_gate_weights(target, activation):
+    dtype = finest(target, OP)
+    plan = plans(target.device)["unused rows"]
+    leaves = leaves_of(plan, dtype, target.device, activation)
+    del leaves["weights"]
+    grad = torch.randn(plan.num_tokens, 10)
+    truth = results(
+        lambda **given: dense(plan, activation=activation, **given),
+        {name: each.cpu().double() for name, each in leaves.items()},
+        grad,
+    )
+    got, reference = (
+        results(
+            lambda backend=backend, **given: mk.expert_mlp(
+                plan=plan, weights=None, activation=activation, backend=backend, **given
+            ),
+            leaves,
+            grad,
+        )
+        for backend in (target.backend, "reference")
+    )
+    judge(target, dtype, got, reference, truth, floor=2.0)
+
+
+def test_float32_gates_weigh_bfloat16_experts(target):
+    plan = plans(target.device)["dropped"]
+    leaves = leaves_of(plan, torch.bfloat16, target.device, "silu")
+    leaves["weights"] = leaves["weights"].float().requires_grad_()
+    y = mk.expert_mlp(plan=plan, activation="silu", backend=target.backend, **leaves)
+    assert y.dtype == torch.bfloat16
+    assert torch.autograd.grad(y.float().sum(), leaves["weights"])[0].dtype == torch.float32
+
+
+def test_twice_the_same_bits(target):
+    dtype, plan = finest(target, OP), plans(target.device)["everything"]
+    leaves = leaves_of(plan, dtype, target.device, "swiglu")
+    first, second = (
+        results(
+            lambda **given: mk.expert_mlp(plan=plan, activation="swiglu", backend=target.backend, **given),
+            leaves,
+            torch.ones(plan.num_tokens, 10),
+        )
+        for _ in range(2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_it_is_the_composition_of_the_public_operations(target):
+    dtype, plan = finest(target, OP), plans(target.device)["dropped"]
+    leaves = leaves_of(plan, dtype, target.device, "gelu")
+
+    def composed(x, w_in, w_out, weights, b_in, b_out):
+        run = {"backend": target.backend}
+        hidden = mk.grouped_gemm(
+            mk.dispatch(x, plan, **run), w_in, plan.expert_offsets, bias=b_in, activation="gelu", **run
+        )
+        return mk.combine(mk.grouped_gemm(hidden, w_out, plan.expert_offsets, bias=b_out, **run), plan, weights, **run)
+
+    grad = torch.randn(plan.num_tokens, 10)
+    expected = results(composed, leaves, grad)
+    got = results(lambda **given: mk.expert_mlp(plan=plan, backend=target.backend, **given), leaves, grad)
+    tolerance = 8 * torch.finfo(dtype).eps
+    for name, value in got.items():
+        scale = float(expected[name].float().abs().max())
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=tolerance * scale)
+
+
+def test_little_is_saved():
+    """x, the pre-activation, gates, plan and parameters: no hidden layer, no row of the second product."""
+    plan = mk.make_plan(torch.randint(0, 8, (100, 2)), 8)
+    leaves = {name: each.requires_grad_() for name, each in leaves_of(plan, torch.float32, "cpu", "gelu").items()}
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+        mk.expert_mlp(plan=plan, backend="cpu", **leaves)
+    others = [each for each in saved if not any(each is leaf for leaf in leaves.values())]
+    floats = [tuple(each.shape) for each in others if each.is_floating_point()]
+    assert floats == [(plan.num_rows, 20)]
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", ["dropped", "unused rows", "expert choice", "no room"])
+def test_derivatives_in_float64(backend, kind):
+    plan, activation = plans()[kind], KINDS[kind] if KINDS[kind] != "relu" else "tanh"
+    leaves = leaves_of(plan, torch.float64, "cpu", activation, dim=2, hidden=3, dout=2)
+    names = list(leaves)
+
+    def call(*given):
+        return mk.expert_mlp(plan=plan, activation=activation, backend=backend, **dict(zip(names, given, strict=True)))
+
+    assert torch.autograd.gradcheck(call, [each.requires_grad_() for each in leaves.values()])
+
+
+def test_it_compiles_forward_and_backward():
+    def layer(x, logits, w_in, w_out):
+        weights, experts = mk.topk_gate(logits, 2)
+        plan = mk.make_plan(experts, 4, capacity=5)
+        return mk.expert_mlp(x, plan, w_in, w_out, weights=weights, activation="silu")
+
+    leaves = [torch.randn(size, requires_grad=True) for size in ((12, 8), (12, 4), (4, 8, 6), (4, 6, 5))]
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected, got = (torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (layer, compiled))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_flops_are_counted():
+    plan = plans()["everything"]
+    leaves = {name: each.requires_grad_() for name, each in leaves_of(plan, torch.float32, "cpu", "gelu").items()}
+    with FlopCounterMode(display=False) as counter:
+        mk.expert_mlp(plan=plan, backend="cpu", **leaves).sum().backward()
+    rows, products = plan.num_rows, 2 * plan.num_rows * (12 * 20 + 20 * 10)
+    moving = 2 * rows * 10 + rows * 12  # combine forward; the sum of the gradient to x
+    bias = 2 * rows * 10 + 2 * plan.num_tokens * 10 * 5  # to b_out, and its share of the gradient to the gates
+    assert counter.get_total_flops() == 3 * products + moving + bias
+
+
+def test_bad_input_is_named():
+    plan = plans()["dropped"]
+    good = leaves_of(plan, torch.float32, "cpu", "gelu")
+    for change, error, words in (
+        ({"x": good["x"][1:]}, ValueError, "x must have 23 rows, the tokens of the plan"),
+        ({"w_in": good["w_in"][1:]}, ValueError, r"w_in must be \(E, D, H\) = \(5, 12, 20\)"),
+        ({"w_out": good["w_out"][:, 1:]}, ValueError, r"w_out must be \(E, H, Dout\) = \(5, 20, 10\)"),
+        ({"w_out": good["w_out"].double()}, TypeError, "w_out must have dtype float32; got float64"),
+        ({"b_in": good["b_out"]}, ValueError, r"b_in must be \(E, H\) = \(5, 20\)"),
+        ({"b_out": good["b_in"]}, ValueError, r"b_out must be \(E, Dout\) = \(5, 10\)"),
+        ({"weights": good["weights"][:, 1:]}, ValueError, r"weights must be \(T, K\) like plan.slot_row"),
+        ({"activation": "selu"}, ValueError, "activation must be None or one of"),
+        ({"activation": "geglu"}, ValueError, r"w_out must be \(E, H, Dout\) = \(5, 10, 10\)"),
+    ):
+        for backend in ("cpu", "reference"):
+            with pytest.raises(error, match=f"^expert_mlp: {words}"):
+                mk.expert_mlp(plan=plan, backend=backend, **{**good, **change})
+    with pytest.raises(mk.BackendError, match="expert_mlp: backend 'triton' cannot run here"):
+        mk.expert_mlp(plan=plan, backend="triton", **{name: each.double() for name, each in good.items()})
+    assert backends.missing("reference", OP) is None

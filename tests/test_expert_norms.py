@@ -1,0 +1,144 @@
+"""Expert norms: values and gradients against all (T, E, D) outputs in float64, and the memory they do without."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_grouped_gemm import ACTS, DTYPES, judge, results, skip_unsupported
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import moe_kernels as mk
+
+OP = "expert_norms"
+
+
+def dense(x, w_in, w_out, b_in=None, b_out=None, activation="relu"):
+    pre = torch.einsum("td,edh->teh", x, w_in) + (0 if b_in is None else b_in)
+    out = torch.einsum("teh,ehd->ted", ACTS[activation](pre), w_out) + (0 if b_out is None else b_out)
+    return out.square().sum(-1).sqrt()
+
+
+def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, with_bias=True):
+    width = 2 * hidden if activation in ("swiglu", "geglu") else hidden
+    leaves = {
+        "x": torch.randn(tokens, dim),
+        "w_in": torch.randn(experts, dim, width) / math.sqrt(dim),
+        "w_out": torch.randn(experts, hidden, dout) / math.sqrt(hidden),
+    }
+    if with_bias:
+        leaves |= {"b_in": torch.randn(experts, width), "b_out": torch.randn(experts, dout)}
+    return {name: each.to(device, dtype) for name, each in leaves.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
+def test_values_and_gradients_are_the_dense_ones(target, activation, dtype):
+    skip_unsupported(target, dtype, OP)
+    sizes = (13, 2, 12, 20, 10) if target.interpreted else (70, 5, 33, 50, 41)
+    for with_bias in (True, False):
+        leaves = leaves_of(dtype, target.device, activation, *sizes, with_bias=with_bias)
+        grad = torch.randn(sizes[:2]).to(dtype)
+        truth = results(
+            lambda **given: dense(activation=activation, **given),
+            {name: each.cpu().double() for name, each in leaves.items()},
+            grad,
+        )
+        got, reference = (
+            results(
+                lambda backend=backend, **given: mk.expert_norms(activation=activation, backend=backend, **given),
+                leaves,
+                grad,
+            )
+            for backend in (target.backend, "reference")
+        )
+        # Output, its gradient and that of the hidden layer are stored, so rounded, once more than by the reference.
+        judge(target, dtype, got, reference, truth, floor=2.0)
+
+
+def test_the_gradient_at_zero_is_zero(target):
+    dtype = torch.bfloat16
+    leaves = leaves_of(dtype, target.device, "relu", 6, 2, 8, 8, 4, with_bias=False)
+    leaves["x"][2] = 0  # both norms of token 2 are zero
+    got = results(lambda **given: mk.expert_norms(backend=target.backend, **given), leaves, torch.ones(6, 2))
+    assert not got["out"][2].any()
+    assert not got["x"][2].any()
+    assert all(each.isfinite().all() for each in got.values())
+    leaves["x"][3] = math.nan
+    s = mk.expert_norms(backend=target.backend, **leaves)
+    assert s.isnan().any(1).tolist() == [False, False, False, True, False, False]
+
+
+def test_the_outputs_are_never_stored():
+    """Peak memory at T = 4096, E = 16, D = H = 352 is below a fifth of the (T, E, D) outputs."""
+    tokens, experts, dim = 4096, 16, 352
+    leaves = leaves_of(torch.float32, "cpu", "relu", tokens, experts, dim, dim, dim)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        s = mk.expert_norms(backend="cpu", **leaves)
+    peak = now = 0
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    assert 4 * s.numel() <= peak < 4 * tokens * experts * dim / 5
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("activation", ["tanh", "geglu", None])
+def test_derivatives_in_float64(backend, activation):
+    leaves = leaves_of(torch.float64, "cpu", activation, 4, 3, 2, 3, 2)
+    names = list(leaves)
+
+    def call(*given):
+        return mk.expert_norms(activation=activation, backend=backend, **dict(zip(names, given, strict=True)))
+
+    assert torch.autograd.gradcheck(call, [each.requires_grad_() for each in leaves.values()])
+
+
+@pytest.mark.parametrize("sizes", [(0, 2, 3, 4, 5), (3, 2, 3, 4, 0), (3, 2, 0, 4, 5), (3, 1, 1, 1, 1)], ids=str)
+def test_empty_and_thin(sizes):
+    leaves = leaves_of(torch.float32, "cpu", "relu", *sizes)
+    got, expected = (
+        results(
+            lambda backend=backend, **given: mk.expert_norms(backend=backend, **given), leaves, torch.ones(sizes[:2])
+        )
+        for backend in ("cpu", "reference")
+    )
+    for name in got:
+        torch.testing.assert_close(got[name], expected[name])
+
+
+def test_it_compiles_forward_and_backward():
+    leaves = [torch.randn(size, requires_grad=True) for size in ((7, 8), (3, 8, 6), (3, 6, 5))]
+
+    def layer(x, w_in, w_out):
+        return mk.expert_norms(x, w_in, w_out, activation="gelu").log1p()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected, got = (torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (layer, compiled))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_flops_are_counted():
+    leaves = leaves_of(torch.float32, "cpu", "relu", 7, 3, 8, 6, 5)
+    with FlopCounterMode(display=False) as counter:
+        mk.expert_norms(
+            backend="cpu", **{name: each.requires_grad_() for name, each in leaves.items()}
+        ).sum().backward()
+    assert counter.get_total_flops() == 4 * 2 * 7 * 3 * (8 * 6 + 6 * 5)
+
+
+def test_bad_input_is_named():
+    good = leaves_of(torch.float32, "cpu", "relu", 7, 3, 8, 6, 5)
+    for change, error, words in (
+        ({"x": good["x"][0]}, ValueError, r"x must be \(T, D\)"),
+        ({"w_in": good["w_in"][:, 1:]}, ValueError, r"w_in must be \(E, D, H\) = \(3, 8, 6\)"),
+        ({"w_out": good["w_out"][1:]}, ValueError, r"w_out must be \(E, H, Dout\) = \(3, 6, 5\)"),
+        ({"activation": "softmax"}, ValueError, "activation must be None or one of"),
+    ):
+        for backend in ("cpu", "reference"):
+            with pytest.raises(error, match=f"^expert_norms: {words}"):
+                mk.expert_norms(backend=backend, **{**good, **change})

@@ -1,0 +1,351 @@
+"""The grouped GEMM: values and gradients against a float64 loop over experts, on every backend."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
+
+import moe_kernels as mk
+from moe_kernels import backends
+from moe_kernels.verify import relative_error
+
+OP = "grouped_gemm"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTS = {
+    "relu": lambda pre: pre.clamp(min=0),
+    "gelu": lambda pre: pre * (1 + torch.erf(pre / math.sqrt(2))) / 2,
+    "silu": lambda pre: pre / (1 + torch.exp(-pre)),
+    "tanh": torch.tanh,
+    None: lambda pre: pre,
+}
+ACTS["swiglu"] = lambda pre: ACTS["silu"](pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1]
+ACTS["geglu"] = lambda pre: ACTS["gelu"](pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1]
+
+# Rows of each of the experts, as a share; the last tenth of the rows is nobody's.
+ROUTINGS = {
+    "uniform": (1, 1, 1, 1, 1),
+    "zipf": (100, 44, 27, 19, 14),
+    "adversarial": (12, 6, 0, 6, 0),
+    "empty": (0, 0, 0, 0, 0),
+    "single": (0, 0, 1e-9, 0, 0),  # one token
+}
+
+
+def offsets_of(kind, rows, device="cpu"):
+    share = torch.tensor(ROUTINGS[kind], dtype=torch.float64)
+    counts = (share / share.sum().clamp(min=1e-9) * rows * 0.9).floor().long()
+    if kind == "single":
+        counts = (share > 0).long()
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32).to(device)
+
+
+def loop(x, weight, offsets, bias, activation, token):
+    """The definition once more, in float64 and on the CPU."""
+    x, weight = x.cpu().double(), weight.cpu().double()
+    rows = x if token is None else torch.where((token >= 0).cpu()[:, None], x[token.cpu().clamp(min=0)], 0)
+    outs, bounds = [], offsets.tolist()
+    for e, (first, last) in enumerate(pairwise(bounds)):
+        pre = rows[first:last] @ weight[e]
+        outs.append(ACTS[activation](pre if bias is None else pre + bias[e].cpu().double()))
+    width = weight.shape[2] // 2 if activation in ("swiglu", "geglu") else weight.shape[2]
+    return torch.cat([*outs, torch.zeros(len(rows) - bounds[-1], width, dtype=torch.float64)])
+
+
+def skip_unsupported(target, dtype, op=OP):
+    reason = backends.unsupported(target.backend, op, target.device, dtype)
+    if reason:
+        pytest.skip(reason)
+
+
+def finest(target, op=OP):
+    """float32, or bfloat16 where the backend has no float32."""
+    return torch.bfloat16 if backends.unsupported(target.backend, op, target.device, torch.float32) else torch.float32
+
+
+def judge(target, dtype, got, reference, truth, floor=1.0):
+    """At most twice the error of the reference in the same dtype, plus `floor` of its epsilons; relative to the largest
+    magnitude. Triton's interpreter truncates to bfloat16, twice as far off as rounding."""
+    eps = torch.finfo(dtype).eps * (2 if target.interpreted and dtype == torch.bfloat16 else 1)
+    assert got.keys() == reference.keys() == truth.keys()
+    for name in got:
+        assert got[name].dtype == dtype, name
+        allowed = 2 * relative_error(reference[name].cpu(), truth[name]) + floor * eps
+        error = relative_error(got[name].cpu(), truth[name])
+        assert error <= allowed, f"{name}: off by {error:.3g}, allowed {allowed:.3g}"
+
+
+def results(call, leaves, grad):
+    """Output and gradients of call(**leaves) by name."""
+    leaves = {name: each.detach().requires_grad_() for name, each in leaves.items()}
+    out = call(**leaves)
+    gradients = torch.autograd.grad(out, list(leaves.values()), grad.to(out.device, out.dtype))
+    return {"out": out.detach()} | dict(zip(leaves, gradients, strict=True))
+
+
+def check(target, dtype, kind, sizes, activation, gathered, with_bias=True):
+    rows, din, dout, experts = sizes
+    device, tokens = target.device, max(1, rows // 2)
+    offsets = offsets_of(kind, rows, device)
+    token = torch.randint(-1, tokens, (rows,), device=device) if gathered else None
+    leaves = {
+        "x": torch.randn(tokens if gathered else rows, din, device=device).to(dtype),
+        "weight": (torch.randn(experts, din, dout, device=device) / math.sqrt(din)).to(dtype),
+    }
+    if with_bias:
+        leaves["bias"] = torch.randn(experts, dout, device=device).to(dtype)
+    grad = torch.randn(rows, dout // 2 if activation in ("swiglu", "geglu") else dout).to(dtype)
+    used = int(offsets[-1])
+    grad[used:] = math.nan  # rows not in use must not matter
+    if not gathered:
+        leaves["x"][used:] = math.nan
+
+    def call(backend):
+        return lambda x, weight, bias=None: mk.grouped_gemm(
+            x, weight, offsets, bias=bias, activation=activation, row_token=token, backend=backend
+        )
+
+    def exact(x, weight, bias=None):
+        return loop(x, weight, offsets, bias, activation, token)
+
+    got, reference = (results(call(backend), leaves, grad) for backend in (target.backend, "reference"))
+    truth = results(exact, {name: each.cpu().double() for name, each in leaves.items()}, grad)
+    judge(target, dtype, got, reference, truth)
+    assert not got["out"][used:].any()
+    empty = (offsets.diff() == 0).cpu()
+    assert all(not got[name][empty].any() for name in got if name in ("weight", "bias"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_values_and_gradients_are_those_of_the_loop(target, kind, dtype):
+    skip_unsupported(target, dtype)
+    activation = dict(zip(ROUTINGS, (None, "gelu", "swiglu", "relu", "tanh"), strict=True))[kind]
+    sizes = (37, 19, 26, 5) if target.interpreted else (150, 33, 70, 5)
+    for gathered in (False, True):
+        check(target, dtype, kind, sizes, activation, gathered, with_bias=kind != "adversarial")
+
+
+@pytest.mark.parametrize("activation", [act for act in ACTS if act])
+def test_activations(target, activation):
+    for dtype in (torch.float32, torch.bfloat16):
+        if backends.unsupported(target.backend, OP, target.device, dtype) is None:
+            check(target, dtype, "zipf", (29, 16, 40, 5), activation, gathered=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_odd_sizes(target, dtype):
+    skip_unsupported(target, dtype)
+    if target.interpreted:
+        pytest.skip("as many programs as take the interpreter a minute; the smaller odd sizes run there")
+    ROUTINGS["seven"] = (3, 1, 4, 1, 5, 9, 2)
+    check(target, dtype, "seven", (727, 577, 859, 7), "gelu", gathered=True)
+    check(target, dtype, "seven", (727, 577, 858, 7), "swiglu", gathered=False)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 6, 5), (9, 0, 6, 5), (9, 4, 0, 5), (9, 1, 1, 5), (5, 300, 2, 5)], ids=str)
+def test_empty_and_thin(target, sizes):
+    for gathered in (False, True):
+        check(target, finest(target), "uniform", sizes, None, gathered)
+
+
+def test_weights_of_any_strides(target):
+    dtype, device = finest(target), target.device
+    offsets, x = offsets_of("uniform", 40, device), torch.randn(40, 24, device=device).to(dtype)
+    base = torch.randn(5, 32, 32, device=device).to(dtype)
+    for weight in (
+        base[:, :24, :16],
+        base.transpose(1, 2)[:, :24, :16],
+        base[:, 1:25, 3:19],
+        base[:, :24, ::2],
+        base[:1, :24, :16].expand(5, -1, -1),
+        base[::2, :24].repeat(2, 1, 1)[:5],
+    ):
+        for rows in (x, torch.randn(24, 40, device=device).to(dtype).t(), x[:1].expand(40, -1)):
+            grad = torch.ones(1, 1).expand(40, weight.shape[2])
+            got, reference = (
+                results(
+                    lambda x, weight, backend=backend: mk.grouped_gemm(x, weight, offsets, backend=backend),
+                    {"x": rows, "weight": weight},
+                    grad,
+                )
+                for backend in (target.backend, "reference")
+            )
+            truth = results(
+                lambda x, weight: loop(x, weight, offsets, None, None, None),
+                {"x": rows.cpu().double(), "weight": weight.cpu().double()},
+                grad,
+            )
+            judge(target, dtype, got, reference, truth)
+
+
+def test_nan_stays_in_its_row_and_in_its_expert(target):
+    dtype, device = finest(target), target.device
+    offsets = torch.tensor([0, 4, 4, 8, 10, 12], dtype=torch.int32, device=device)
+    x, weight = torch.randn(12, 16, device=device).to(dtype), torch.randn(5, 16, 24, device=device).to(dtype)
+    x[5], weight[1] = math.nan, math.nan  # expert 1 has no rows
+    got = results(
+        lambda x, weight: mk.grouped_gemm(x, weight, offsets, activation="relu", backend=target.backend),
+        {"x": x, "weight": weight},
+        torch.ones(12, 24),
+    )
+    assert got["out"].isnan().all(1).tolist() == [row == 5 for row in range(12)]
+    assert got["weight"].isnan().flatten(1).any(1).tolist() == [False, False, True, False, False]
+    assert not got["weight"][1].any()
+
+
+def test_twice_the_same_bits(target):
+    dtype, device = finest(target), target.device
+    offsets, token = offsets_of("zipf", 60, device), torch.randint(0, 20, (60,), device=device)
+    leaves = {
+        "x": torch.randn(20, 40, device=device).to(dtype),
+        "weight": torch.randn(5, 40, 48, device=device).to(dtype),
+        "bias": torch.randn(5, 48, device=device).to(dtype),
+    }
+
+    def call(x, weight, bias):
+        return mk.grouped_gemm(
+            x, weight, offsets, bias=bias, activation="gelu", row_token=token, backend=target.backend
+        )
+
+    first, second = (results(call, leaves, torch.ones(60, 48)) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@contextmanager
+def fenced():
+    """Within the block new_empty gives tensors of NaN between two fences, which must be whole at the end."""
+    plain, fences = torch.Tensor.new_empty, []
+
+    def new_empty(self, *size, dtype=None, device=None):
+        size = torch.Size(size[0]) if len(size) == 1 and not isinstance(size[0], int) else torch.Size(size)
+        dtype, margin = dtype or self.dtype, 256
+        flat = plain(self, (size.numel() + 2 * margin,), dtype=dtype, device=device or self.device).fill_(7)
+        middle = flat[margin : margin + size.numel()].view(size)
+        fences.append((flat, margin))
+        return middle.fill_(math.nan) if dtype.is_floating_point else middle
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", new_empty)
+        yield
+    assert all((flat[:margin] == 7).all() and (flat[-margin:] == 7).all() for flat, margin in fences)
+
+
+@pytest.mark.parametrize("kind", ROUTINGS)
+def test_nothing_is_written_beside_the_outputs(target, kind):
+    with fenced():
+        check(target, finest(target), kind, (37, 19, 26, 5), "geglu", gathered=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("activation", ["gelu", "silu", "tanh", "swiglu", "geglu", None])
+def test_derivatives_in_float64(backend, activation):
+    offsets = offsets_of("adversarial", 10)
+    x, weight, bias = (
+        torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((10, 3), (5, 3, 4), (5, 4))
+    )
+    for token in (None, torch.randint(-1, 10, (12,))):
+
+        def call(x, weight, bias, token=token):
+            return mk.grouped_gemm(
+                x, weight, offsets, bias=bias, activation=activation, row_token=token, backend=backend
+            )
+
+        assert torch.autograd.gradcheck(call, (x, weight, bias))
+
+
+def test_a_second_derivative_is_refused():
+    x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(1, 3, 5, requires_grad=True)
+    y = mk.grouped_gemm(x, weight, torch.tensor([0, 4]), backend="cpu")
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_only_what_is_asked_for_is_computed():
+    x, weight, bias = torch.randn(4, 3), torch.randn(1, 3, 5), torch.randn(1, 5, requires_grad=True)
+    y = mk.grouped_gemm(x, weight, torch.tensor([0, 4]), bias=bias, backend="cpu")
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), bias)[0], torch.full((1, 5), 4.0))
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    for keep, rows in ((False, 0), (True, 4)):
+        out, pre = torch.ops.moe_kernels.grouped_gemm_fwd(x, weight, offsets, None, bias, "relu", keep, "cpu")
+        assert pre.shape == (rows, 5)
+        assert out.shape == (4, 5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_opcheck(backend):
+    if backends.missing(backend, OP):
+        pytest.skip(str(backends.missing(backend, OP)))
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    ops, offsets = torch.ops.moe_kernels, torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    token = torch.randint(-1, 6, (12,), dtype=torch.int32, device=device)
+    x, rows, weight, bias, grad, pre = (
+        torch.randn(size, device=device) for size in ((6, 8), (12, 8), (2, 8, 10), (2, 10), (12, 10), (12, 10))
+    )
+    for keep in (True, False):
+        opcheck(ops.grouped_gemm_fwd.default, (rows, weight, offsets, None, bias, "swiglu", keep, backend))
+    opcheck(ops.grouped_gemm_fwd.default, (x, weight, offsets, token, None, "", False, backend))
+    opcheck(ops.grouped_gemm_bwd_weight.default, (x, grad, offsets, token, None, True, backend))
+    opcheck(ops.grouped_gemm_bwd_weight.default, (grad, x, offsets, None, token, False, backend))
+    opcheck(ops.activation_bwd.default, (grad, pre, "gelu", backend))
+    opcheck(ops.grouped_gemm_norms.default, (rows, weight, offsets, bias, backend))
+    hidden = (x, weight.transpose(1, 2), offsets, token, torch.rand(12, device=device), pre, "silu", backend)
+    opcheck(ops.expert_mlp_bwd_hidden.default, hidden)
+
+
+def test_it_compiles_forward_and_backward():
+    offsets, token = offsets_of("zipf", 20), torch.randint(0, 9, (20,))
+    x, weight = torch.randn(9, 6, requires_grad=True), torch.randn(5, 6, 8, requires_grad=True)
+
+    def layer(x, weight):
+        return mk.grouped_gemm(torch.tanh(x), weight, offsets, activation="swiglu", row_token=token)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    expected, got = (torch.autograd.grad(f(x, weight).square().sum(), (x, weight)) for f in (layer, compiled))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_flops_are_counted():
+    x, weight = torch.randn(9, 6, requires_grad=True), torch.randn(5, 6, 8, requires_grad=True)
+    token = torch.randint(0, 9, (20,))
+    with FlopCounterMode(display=False) as counter:
+        mk.grouped_gemm(x, weight, offsets_of("zipf", 20), row_token=token, backend="cpu").sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 20 * 6 * 8
+
+
+def test_bad_input_is_named():
+    x, weight, offsets = torch.randn(9, 4), torch.randn(2, 4, 3), torch.tensor([0, 5, 9])
+    for args, more, error, words in (
+        ((x.long(), weight, offsets), {}, TypeError, "rows must have dtype"),
+        ((x[0], weight, offsets), {}, ValueError, r"rows must be \(R, Din\)"),
+        ((x, weight[0], offsets), {}, ValueError, r"weight must be \(E, Din, Dout\)"),
+        ((x, weight[:, :3], offsets), {}, ValueError, r"weight must be \(E, Din, Dout\) = \(2, 4, 3\)"),
+        ((x, weight.double(), offsets), {}, TypeError, "weight must have dtype float32; got float64"),
+        ((x, weight, offsets[1:]), {}, ValueError, r"expert_offsets must be \(E \+ 1,\) = \(3,\) on cpu"),
+        ((x, weight, offsets.float()), {}, TypeError, "expert_offsets must have dtype int32, int64"),
+        ((x, weight, offsets + 1), {}, ValueError, "expert_offsets must rise from 0 to at most R = 9"),
+        ((x, weight, torch.tensor([0, 5, 4])), {}, ValueError, "expert_offsets must rise"),
+        ((x, weight, torch.tensor([0, 5, 10])), {}, ValueError, "expert_offsets must rise"),
+        ((x, weight, offsets), {"bias": torch.randn(2, 4)}, ValueError, r"bias must be \(E, Dout\) = \(2, 3\)"),
+        ((x, weight, offsets), {"activation": "celu"}, ValueError, "activation must be None or one of 'relu'"),
+        ((x, weight, offsets), {"activation": "swiglu"}, ValueError, "swiglu needs an even number of columns"),
+        ((x, weight, offsets), {"row_token": torch.tensor([0, 9] * 5)}, ValueError, "row_token must be from -1"),
+        ((x, weight, offsets), {"row_token": torch.tensor([[0]])}, ValueError, r"row_token must be \(R,\)"),
+    ):
+        for backend in ("cpu", "reference"):
+            with pytest.raises(error, match=f"^grouped_gemm: {words}"):
+                mk.grouped_gemm(*args, **more, backend=backend)
+
+
+def test_gelu_is_erfs():
+    pre = torch.linspace(-6, 6, 101)[:, None]
+    out = mk.grouped_gemm(pre, torch.ones(1, 1, 1), torch.tensor([0, 101]), activation="gelu")
+    torch.testing.assert_close(out, F.gelu(pre))
