@@ -1,4 +1,5 @@
-"""Losses that keep experts in use. Plain functions: tensors in, a float32 scalar out (float64 stays), no state.
+"""Losses that keep experts in use, or make them agree. Plain functions: tensors in, a float32 scalar out (float64
+stays), no state.
 
 With p (T, E) the gate's probabilities and CV(v) = std(v) / mean(v) over the experts, std that of the population.
 """
@@ -6,6 +7,7 @@ With p (T, E) the gate's probabilities and CV(v) = std(v) / mean(v) over the exp
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -82,6 +84,68 @@ def router_z_loss(logits: Tensor) -> Tensor:
     Gradient: to logits. Source: ST-MoE (Zoph et al. 2022), eq. 5; weight 0.001 there.
     """
     return torch.logsumexp(_wide(logits), dim=-1).square().mean()
+
+
+def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
+    """mean over t of mu(p_t) / (var(p_t) + eps), over the experts: small where a token's gate is decided.
+
+    Args:
+        probs: (T, E), rows that sum to one. eps: 1 / (E eps) is the loss of a uniform gate; paper 002 gives none.
+
+    Gradient: to probs. Source: paper 002, token-wise inverse coefficient of variance (mu over var, as it prints it).
+    """
+    p = _wide(probs)
+    return (p.mean(-1) / (p.var(-1, unbiased=False) + eps)).mean()
+
+
+def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
+    """mean over e of mu_b(s_be) / (var_b(s_be) + eps), s_be the sum of an expert's gates over the tokens of image b:
+    small where images differ in the experts they use.
+
+    Args:
+        probs: (B, S, E), the gates of S tokens of B images.
+
+    Gradient: to probs. Source: paper 002, batch-wise inverse coefficient of variance. Its sum over a whole batch would
+    leave one number an expert, which has no variance: sums are taken image by image.
+    """
+    s = _wide(probs).sum(1)
+    return (s.mean(0) / (s.var(0, unbiased=False) + eps)).mean()
+
+
+def batch_variation(probs: Tensor, eps: float = 1e-6) -> Tensor:
+    """mean over e of var_b(s_be) / mu_b(s_be + eps), with s as in `batch_inverse_cv`: paper 002's metric of how much
+    images differ in the experts they use. probs (B, S, E)."""
+    s = _wide(probs).sum(1)
+    return (s.var(0, unbiased=False) / (s + eps).mean(0)).mean()
+
+
+def competition_loss(routed: tuple[Tensor, Tensor], winners: tuple[Tensor, Tensor], num_experts: int) -> Tensor:
+    """mean over t and e of (softmax(TopK(s_R))_te - softmax(TopK(s_C))_te)^2, zeros outside each top k.
+
+    Args:
+        routed, winners: (weights (T, K), experts (T, K)) of topk_gate, of the router's logits and of the norms.
+            winners is a constant.
+
+    Gradient: to routed's weights. Source: paper 004, eq. 3; mean over T * E, as nn.MSELoss has it.
+    """
+    difference = _scattered(*routed, num_experts) - _scattered(*winners, num_experts).detach()
+    return difference.square().mean()
+
+
+def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
+    """mean over rows of 1/2 sum (p - q)(log p - log q), p and q the softmax of the two (..., classes).
+
+    Gradient: to both. Source: paper 003 (THOR), consistency loss, summed there and divided by the tokens; MoEBERT's
+    prediction distillation.
+    """
+    p, q = (F.log_softmax(_wide(each), dim=-1) for each in (logits, others))
+    return 0.5 * ((p.exp() - q.exp()) * (p - q)).sum(-1).mean()
+
+
+def _scattered(weights: Tensor, experts: Tensor, num_experts: int) -> Tensor:
+    """(T, E): the weights at their experts, zeros elsewhere."""
+    zeros = _wide(weights).new_zeros(weights.shape[0], num_experts)
+    return zeros.scatter(1, experts.long(), _wide(weights))
 
 
 def _wide(x: Tensor) -> Tensor:

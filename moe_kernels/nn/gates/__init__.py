@@ -1,7 +1,26 @@
 """Gates with one call and one result: `gate(x (T, D), ids=None) -> GateOutput`, so that a layer takes any of them."""
 
+from moe_kernels.nn.gates.competition import CompetitionGate
+from moe_kernels.nn.gates.ensemble import EnsembleGate
 from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.hyper import HyperRouterGate
+from moe_kernels.nn.gates.manual import ManualGate
 from moe_kernels.nn.gates.softmax import SoftmaxGate
+from moe_kernels.nn.gates.stable import StableGate
+from moe_kernels.nn.gates.thor import RandomGate
 from moe_kernels.nn.gates.topk import TopKGate
+from moe_kernels.nn.gates.xmoe import XMoEGate
 
-__all__ = ["Gate", "GateOutput", "SoftmaxGate", "TopKGate"]
+__all__ = [
+    "CompetitionGate",
+    "EnsembleGate",
+    "Gate",
+    "GateOutput",
+    "HyperRouterGate",
+    "ManualGate",
+    "RandomGate",
+    "SoftmaxGate",
+    "StableGate",
+    "TopKGate",
+    "XMoEGate",
+]

@@ -1,0 +1,150 @@
+"""The experts of a layer: their parameters in one tensor a weight, evaluated row by row of a routing plan."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.ops._checks import check_int
+from moe_kernels.ops.combine import combine
+from moe_kernels.ops.expert_mlp import expert_mlp
+from moe_kernels.ops.grouped_gemm import grouped_gemm
+from moe_kernels.plan import RoutingPlan
+
+GATED = ("swiglu", "geglu")
+
+
+class Experts(nn.Module):
+    """E experts of equal shape. `experts(x, plan, weights)` (T, D) -> (T, Dout): what the layer needs.
+
+    `rows(x, plan)` (R, Dout) are the experts' outputs before they are weighed, for several gates that share experts:
+    combine(rows, plan, weights) of each gate.
+    """
+
+    num_experts: int
+    backend: str | None
+
+    def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, plan: RoutingPlan, weights: Tensor | None) -> Tensor:
+        return combine(self.rows(x, plan), plan, weights, backend=self.backend)
+
+
+class ExpertLayer(Experts):
+    """Experts of one layer: dropout(act(x W_e + b_e)), paper 001's for MovieLens (ReLU, dropout 0.5).
+
+    Args:
+        num_experts, dim, out: E, D, Dout. activation: of grouped_gemm. dropout: rate after the activation.
+
+    Parameters: weight (E, D, Dout) and bias (E, Dout), (..., 2 Dout) where the activation is gated; each expert is
+    initialised as an nn.Linear.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        out: int,
+        *,
+        activation: str | None = "relu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts = check_int("ExpertLayer", "num_experts", num_experts, 1, 2**31 - 1, "experts")
+        columns = 2 * out if activation in GATED else out
+        self.weight = stacked(num_experts, dim, columns)
+        self.bias = stacked_bias(num_experts, dim, columns) if bias else None
+        self.activation, self.dropout, self.backend = activation, dropout, backend
+
+    def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
+        out = grouped_gemm(
+            x,
+            self.weight,
+            plan.expert_offsets,
+            bias=self.bias,
+            activation=self.activation,
+            row_token=plan.row_token,
+            backend=self.backend,
+        )
+        return F.dropout(out, self.dropout, self.training)
+
+
+class ExpertMLP(Experts):
+    """Experts of two layers, dropout(act(x W_in_e + b_in_e) W_out_e + b_out_e): a transformer's feed-forward block.
+
+    Args:
+        num_experts, dim, hidden: E, D, H. out: Dout, D if None. activation: of expert_mlp; gated ones halve the
+            columns of w_in. dropout: rate on the weighted sum, as after a dense feed-forward block.
+
+    Parameters: w_in (E, D, H or 2 H), b_in, w_out (E, H, Dout), b_out; each expert is initialised as two nn.Linear.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        hidden: int,
+        out: int | None = None,
+        *,
+        activation: str = "gelu",
+        bias: bool = True,
+        dropout: float = 0.0,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts = check_int("ExpertMLP", "num_experts", num_experts, 1, 2**31 - 1, "experts")
+        columns, out = (2 * hidden if activation in GATED else hidden), out or dim
+        self.w_in, self.w_out = stacked(num_experts, dim, columns), stacked(num_experts, hidden, out)
+        self.b_in = stacked_bias(num_experts, dim, columns) if bias else None
+        self.b_out = stacked_bias(num_experts, hidden, out) if bias else None
+        self.activation, self.dropout, self.backend = activation, dropout, backend
+
+    def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
+        offsets, backend = plan.expert_offsets, self.backend
+        hidden = grouped_gemm(
+            x,
+            self.w_in,
+            offsets,
+            bias=self.b_in,
+            activation=self.activation,
+            row_token=plan.row_token,
+            backend=backend,
+        )
+        return F.dropout(
+            grouped_gemm(hidden, self.w_out, offsets, bias=self.b_out, backend=backend), self.dropout, self.training
+        )
+
+    def forward(self, x: Tensor, plan: RoutingPlan, weights: Tensor | None) -> Tensor:
+        y = expert_mlp(
+            x,
+            plan,
+            self.w_in,
+            self.w_out,
+            weights=weights,
+            b_in=self.b_in,
+            b_out=self.b_out,
+            activation=self.activation,
+            backend=self.backend,
+        )
+        return F.dropout(y, self.dropout, self.training)
+
+
+def stacked(num_experts: int, rows: int, columns: int) -> nn.Parameter:
+    """(E, rows, columns), each expert's as the transposed weight of an nn.Linear(rows, columns)."""
+    return _uniform((num_experts, rows, columns), rows)
+
+
+def stacked_bias(num_experts: int, rows: int, columns: int) -> nn.Parameter:
+    """(E, columns), each expert's as the bias of an nn.Linear(rows, columns)."""
+    return _uniform((num_experts, columns), rows)
+
+
+def _uniform(shape: tuple[int, ...], fan_in: int) -> nn.Parameter:
+    bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
+    return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))

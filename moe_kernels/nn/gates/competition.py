@@ -1,0 +1,93 @@
+"""CompeteSMoE's gate (paper 004): now and then all experts compete, and the router learns who won."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_kernels.nn.experts import ExpertMLP
+from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.topk import TopKGate
+from moe_kernels.nn.losses import competition_loss
+from moe_kernels.ops.expert_norms import expert_norms
+from moe_kernels.ops.topk_gate import topk_gate
+
+
+class CompetitionGate(Gate):
+    """k experts a token, by a router or, on a competition step, by the l2 norms of all experts' outputs.
+
+        s_C,i = ||expert_i(x)||     s_R = router logits
+        competition step: weights, experts = topk_gate(s_C, k), loss alpha * MSE(softmax(TopK(s_R)), softmax(TopK(s_C)))
+        any other step, and evaluation: the router's top-k
+
+    Args:
+        router: the TopKGate that learns. experts: the ExpertMLP of the layer that this gate stands in; not a
+            submodule, the layer owns it.
+        rate: lambda, the chance of a competition step in training, a number or a function of the step from 0; every
+            layer flips its own coin. alpha: weight of the router loss.
+        through_norms: whether the output's gradient reaches the experts through the norm weights too, as the published
+            code has it, or, False, through their outputs alone. The target of the loss is a constant either way.
+        coin: a CPU generator for the coin; None is torch's own. The host flips it and waits for no device.
+
+    losses: "router" on competition steps, the router's own on the others. statistics: "competed" (), 0 or 1, and on
+    competition steps "agreement" (), the share of the k winners that the router also has.
+
+    State: `steps` counts training calls and is kept in the state dict. Source: paper 004, eqs. 3 to 5, section 3.3.
+    """
+
+    def __init__(
+        self,
+        router: TopKGate,
+        experts: ExpertMLP,
+        *,
+        rate: float | Callable[[int], float] = 0.05,
+        alpha: float = 1.0,
+        through_norms: bool = True,
+        coin: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(router.num_experts)
+        self.router, self.rate, self.alpha = router, rate, alpha
+        self.through_norms, self.coin = through_norms, coin
+        self._experts = (experts,)  # in a tuple, so that it is no submodule
+        self.steps = 0
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        compete = False
+        if self.training:
+            rate = self.rate(self.steps) if callable(self.rate) else self.rate
+            compete = torch.rand((), generator=self.coin).item() < rate
+            self.steps += 1
+        if not compete:
+            routed = self.router(x, ids)
+            statistics = routed.statistics | {"competed": x.new_zeros(())}
+            return GateOutput(routed.weights, routed.experts, self.num_experts, routed.dense, routed.losses, statistics)
+        return self._compete(x)
+
+    def _compete(self, x: Tensor) -> GateOutput:
+        (experts,) = self._experts
+        k = self.router.k
+        norms = expert_norms(
+            x,
+            experts.w_in,
+            experts.w_out,
+            b_in=experts.b_in,
+            b_out=experts.b_out,
+            activation=experts.activation,
+            backend=experts.backend,
+        )
+        weights, winners = topk_gate(norms if self.through_norms else norms.detach(), k)
+        # The router's input is a constant here: the loss is the router's alone (eq. 4).
+        logits = self.router.project(self.router.linear, x.detach())
+        routed, chosen = topk_gate(logits, k)
+        loss = competition_loss((routed, chosen), (weights, winners), self.num_experts)
+        agreement = (chosen[:, :, None] == winners[:, None, :]).any(-1).float().mean()
+        statistics = {"competed": x.new_ones(()), "agreement": agreement}
+        return GateOutput(weights, winners, self.num_experts, False, {"router": self.alpha * loss}, statistics)
+
+    def get_extra_state(self) -> int:
+        return self.steps
+
+    def set_extra_state(self, state: int) -> None:
+        self.steps = int(state)

@@ -1,0 +1,41 @@
+"""HyperRouter: the router's weights come from a frozen network of a trained embedding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.ops._checks import check_int
+from moe_kernels.ops.topk_gate import topk_gate
+
+
+class HyperRouterGate(Gate):
+    """k experts a token: topk_gate(W x + b, k) with (W | b) = H(v) reshaped (E, D + 1), the last column the bias.
+
+    Args:
+        dim: D. num_experts: E. k. hidden: width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)), 256 in the
+            published code. backend: of topk_gate.
+
+    Parameters: `embedding` v (1, D) trains, `hypernetwork` does not. Source: Do et al. 2023, baseline of paper 004.
+    """
+
+    def __init__(self, dim: int, num_experts: int, k: int, *, hidden: int = 256, backend: str | None = None) -> None:
+        super().__init__(num_experts)
+        self.k = check_int("HyperRouterGate", "k", k, 1, num_experts, "choices among E experts")
+        self.embedding = nn.Parameter(torch.randn(1, dim))
+        self.hypernetwork = nn.Sequential(
+            nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, num_experts * (dim + 1))
+        ).requires_grad_(False)
+        self.backend = backend
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        rows = self.hypernetwork(self.embedding).view(self.num_experts, -1)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(rows.dtype), rows[:, :-1], rows[:, -1])
+        weights, experts = topk_gate(logits, self.k, backend=self.backend)
+        return GateOutput(weights, experts, self.num_experts)
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}"

@@ -1,0 +1,75 @@
+"""StableMoE's gate: a routing that is learned in stage one, distilled into a small router, and then stays."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.nn.gates.gate import Gate, GateOutput
+
+
+class StableGate(Gate):
+    """One expert a token by affinity s = x e_i; stage two, and all evaluation, by a router that sees the ids alone.
+
+        stage one:   expert = argmax_i s_i;          stage two:   expert = argmax_i (embedding[id] W_r)_i
+        weight = sigmoid(s_expert);   the layer adds (1 - weight) x: MoE(..., pass_through=True)
+        losses: "balance"  balance * sum_i (n_i - nbar) / nbar * sum over the tokens t of i of sigmoid(s_ti)
+                "distill"  distill * mean over tokens of CE(embedding[id] W_r, argmax s)          stage one alone
+
+    Args:
+        dim: D. num_experts: E. vocabulary: how many ids there are. embedding: width of the router's own embedding.
+        balance, distill: coefficients, 0.3 each in the paper. `begin_stage_two()` ends stage one.
+
+    Input: x (T, D) and ids (T,). Parameters: `centroids` (E, D), orthogonal with gain 0.1; `embedding`, `router`.
+    Gradient: to centroids through the weight and the balance loss; the choice is a constant. The published code sums
+    the distillation loss over tokens; the mean here does not change with the batch. State: `stage` is kept.
+
+    Source: Dai et al. 2022, eqs. 3 to 9, a baseline of paper 004. Experts train in both stages.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        vocabulary: int,
+        *,
+        embedding: int = 50,
+        balance: float = 0.3,
+        distill: float = 0.3,
+    ) -> None:
+        super().__init__(num_experts)
+        self.centroids = nn.Parameter(torch.empty(num_experts, dim))
+        nn.init.orthogonal_(self.centroids, gain=0.1)
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.router = nn.Linear(embedding, num_experts, bias=False)
+        self.balance, self.distill = balance, distill
+        self.stage = 1
+
+    def begin_stage_two(self) -> None:
+        """From now on the distilled router decides, in training too."""
+        self.stage = 2
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        if ids is None:
+            raise ValueError("StableGate: expected ids, what the distilled router sees; got None")
+        affinity = F.linear(x.to(self.centroids.dtype), self.centroids)
+        losses = {}
+        if self.training and self.stage == 1:
+            experts = affinity.detach().argmax(-1)
+            losses["distill"] = self.distill * F.cross_entropy(self.router(self.embedding(ids.long())), experts)
+        else:
+            with torch.no_grad():
+                experts = self.router(self.embedding(ids.long())).argmax(-1)
+        weights = affinity.sigmoid().gather(1, experts[:, None])
+        if self.training:
+            count = torch.zeros(self.num_experts, device=x.device).scatter_add_(0, experts, x.new_ones(len(x)).float())
+            mean = max(x.shape[0], 1) / self.num_experts
+            losses["balance"] = self.balance * (((count - mean) / mean)[experts] * weights[:, 0]).sum()
+        return GateOutput(weights, experts.to(torch.int32)[:, None], self.num_experts, losses=losses)
+
+    def get_extra_state(self) -> int:
+        return self.stage
+
+    def set_extra_state(self, state: int) -> None:
+        self.stage = int(state)

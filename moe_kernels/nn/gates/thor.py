@@ -1,0 +1,43 @@
+"""THOR's gate (paper 003): experts by lot, and a loss that makes them agree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.ops._checks import check_choice
+
+INFERENCE = ("token", "ids")
+
+
+class RandomGate(Gate):
+    """One expert with weight 1, uniformly at random: no parameters, no scaling.
+
+    In training one draw serves the whole batch, anew for every call, so that two passes over a batch may or may not
+    coincide: loss = CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), which differentiates both.
+
+    Args:
+        num_experts: E. inference: "token", a draw for every token, or "ids", one for all tokens of equal id (from 0 up
+            to below T), such as those of a sentence; the published code's second mode draws by position instead.
+        generator: on the device of x; None is torch's own.
+
+    Source: paper 003 (THOR), section 3 and algorithm 1.
+    """
+
+    def __init__(self, num_experts: int, *, inference: str = "token", generator: torch.Generator | None = None) -> None:
+        super().__init__(num_experts)
+        check_choice("RandomGate", "inference", inference, INFERENCE)
+        self.inference, self.generator = inference, generator
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        by_ids = self.inference == "ids" and not self.training
+        if by_ids and ids is None:
+            raise ValueError("RandomGate: inference='ids' expected ids (T,); got None")
+        draws = (1 if self.training else x.shape[0],)
+        drawn = torch.randint(self.num_experts, draws, dtype=torch.int32, device=x.device, generator=self.generator)
+        experts = (drawn[ids.long()] if by_ids and ids is not None else drawn.expand(x.shape[0]))[:, None]
+        return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
+
+    def extra_repr(self) -> str:
+        return f"inference={self.inference!r}"

@@ -1,0 +1,65 @@
+"""XMoE's gate: a low-dimensional projection against expert embeddings, in both readings of its cosine."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.ops._checks import check_choice, check_int
+from moe_kernels.ops.topk_gate import topk_gate
+
+SCORES = ("code", "cosine")
+RADIUS = 1.5
+
+
+class XMoEGate(Gate):
+    """k experts a token: topk_gate(scores, k) of r = W_d x (R^{d_e}) against embeddings e_i.
+
+        "code"     score_i = <r, e_i> / ||e_i||; e_i is set to norm 1.5 before every forward, without a gradient, and r
+                   is not normalised: what the published code computes
+        "cosine"   score_i = <r, e_i> / (||r|| ||e_i|| temperature)
+
+    Args:
+        dim: D. num_experts: E. k. embedding: d_e (8 in paper 004, 16 in torchscale). score: which of the two.
+        temperature: of "cosine". backend: of topk_gate.
+
+    Parameters: `linear` (d_e, D) without bias, `embeddings` (E, d_e), orthogonal with gain 0.32. Gradient: through r
+    and through the normalisation of e, not through its rescaling.
+
+    Source: Chi et al. 2022, as baseline of paper 004 (spec of its published code).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        k: int,
+        *,
+        embedding: int = 8,
+        score: str = "code",
+        temperature: float = 0.3,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(num_experts)
+        self.k = check_int("XMoEGate", "k", k, 1, num_experts, "choices among E experts")
+        check_choice("XMoEGate", "score", score, SCORES)
+        self.linear = nn.Linear(dim, embedding, bias=False)
+        self.embeddings = nn.Parameter(torch.empty(num_experts, embedding))
+        nn.init.orthogonal_(self.embeddings, gain=0.32)
+        self.score, self.temperature, self.backend = score, temperature, backend
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        r = self.project(self.linear, x)
+        if self.score == "code":
+            with torch.no_grad():
+                self.embeddings.mul_(RADIUS / self.embeddings.norm(dim=-1, keepdim=True))
+            scores = r @ F.normalize(self.embeddings, dim=-1).t()
+        else:
+            scores = F.normalize(r, dim=-1) @ F.normalize(self.embeddings, dim=-1).t() / self.temperature
+        weights, experts = topk_gate(scores, self.k, backend=self.backend)
+        return GateOutput(weights, experts, self.num_experts)
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}, score={self.score!r}"

@@ -1,0 +1,150 @@
+"""The layer of experts: a gate, a policy and experts. Every paper's layer is one of these with other parts in it.
+
+    y_t = sum over the choices k of t that the policy keeps of weight_tk expert_(e_tk)(x_t)
+
+Papers 000 to 004 in these terms: softmax or tree gates over all experts, MultiGateMoE where tasks share them (001);
+SoftmaxGate, then TopKGate(k=1) under TokenChoice, ExpertChoice or PriorityRouting, expert_dropout=0.1, ManualGate
+(002); TopKGate("softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4), EnsembleGate,
+RandomGate (003); CompetitionGate, TopKGate as it is, frozen, or with a growing k, XMoEGate, StableGate,
+HyperRouterGate, and Switch, TopKGate(k=1, order="softmax_topk", balance=0.01) (004).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.nn.experts import Experts
+from moe_kernels.nn.gates import Gate, GateOutput
+from moe_kernels.nn.policies import TokenChoice, nonzero_choices
+from moe_kernels.ops.combine import combine
+from moe_kernels.ops.plan import make_plan
+from moe_kernels.plan import RoutingPlan
+
+Policy = Callable[[GateOutput, bool], tuple[RoutingPlan, Tensor]]
+
+
+@dataclass(frozen=True)
+class MoEOutput:
+    """What a layer of experts computed.
+
+    y: (..., Dout), one a gate where there are several gates. plan: who went where. losses: () by name, weighted, to be
+    added to the task's loss. statistics: detached, by name; "experts_per_token" () and "load" (E), rows of every expert
+    over T, are always there.
+    """
+
+    y: Tensor | tuple[Tensor, ...]
+    plan: RoutingPlan
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> Tensor:
+        """(): the sum of the losses, 0 where there are none."""
+        return sum(self.losses.values(), torch.zeros((), device=self.plan.row_token.device))
+
+
+class MoE(nn.Module):
+    """A layer of experts with one gate.
+
+        out = MoE(TopKGate(352, 16, 2), ExpertMLP(16, 352, 352, activation="relu"))(x)
+
+    Args:
+        gate: from nn.gates, over as many experts as there are. experts: ExpertMLP or ExpertLayer.
+        policy: TokenChoice() (drops nothing), ExpertChoice or PriorityRouting of nn.policies.
+        expert_dropout: probability that an expert's weight is zero for a sample in training (paper 002, 10 %); the
+            remaining ones are neither renormalised nor scaled. A sample is a row of x's first dimension.
+        pass_through: add (1 - sum of the kept weights) x, so that a token without an expert passes as it is
+            (StableMoE); Dout = D then.
+
+    Input: x (..., D), any number of leading dimensions; ids (...), where the gate goes by them. Output: MoEOutput with
+    y (..., Dout). A token that no expert kept is zero: the residual around the layer carries it.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        experts: Experts,
+        policy: Policy | None = None,
+        *,
+        expert_dropout: float = 0.0,
+        pass_through: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_experts("MoE", [gate], experts)
+        self.gate, self.experts = gate, experts
+        self.policy: Policy = policy or TokenChoice()
+        self.expert_dropout, self.pass_through = expert_dropout, pass_through
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> MoEOutput:
+        tokens = x.reshape(-1, x.shape[-1])
+        output = self.gate(tokens, None if ids is None else ids.reshape(-1))
+        plan, weights = self.policy(output, self.training)
+        if self.expert_dropout and self.training:
+            weights = weights * _keep_experts(self.expert_dropout, x, plan)
+        y = self.experts(tokens, plan, weights)
+        if self.pass_through:
+            y = y + (1 - (weights * (plan.slot_row >= 0)).sum(-1, keepdim=True)).to(x.dtype) * tokens
+        return MoEOutput(y.reshape(*x.shape[:-1], -1), plan, output.losses, output.statistics | load_of(plan))
+
+    def extra_repr(self) -> str:
+        return f"policy={self.policy}, expert_dropout={self.expert_dropout:g}"
+
+
+class MultiGateMoE(nn.Module):
+    """Experts shared by several tasks, each with a gate of its own: every expert is evaluated once a token (MMoE).
+
+        y_task = sum over e of gate_task(x)_e expert_e(x)
+
+    An expert whose weight is exactly 0 for every task, as a saturated tree's are, is not evaluated for that token:
+    dense-to-sparse training pays in this way, and statistics["experts_per_token"] is the `n/s` of paper 001.
+
+    Args:
+        gates: one a task, all over the same experts. experts: ExpertMLP or ExpertLayer.
+
+    Input: x (T, D); ids (T,), where the gates go by them. Output: MoEOutput with y a tuple of (T, Dout), losses and
+    statistics by "task0.name". Source: paper 001, section 2; Ma et al. 2018.
+    """
+
+    def __init__(self, gates: Sequence[Gate], experts: Experts) -> None:
+        super().__init__()
+        _check_experts("MultiGateMoE", gates, experts)
+        self.gates, self.experts = nn.ModuleList(gates), experts
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> MoEOutput:
+        outputs = [gate(x, ids) for gate in self.gates]
+        gates = [output.gates for output in outputs]
+        used = torch.stack([gate.detach() for gate in gates]).abs().sum(0)
+        plan = make_plan(nonzero_choices(used), self.experts.num_experts)
+        rows = self.experts.rows(x, plan)
+        y = tuple(combine(rows, plan, gate, backend=self.experts.backend) for gate in gates)
+        named = [(f"task{index}", output) for index, output in enumerate(outputs)]
+        losses = {f"{task}.{name}": loss for task, output in named for name, loss in output.losses.items()}
+        statistics = {f"{task}.{name}": each for task, output in named for name, each in output.statistics.items()}
+        return MoEOutput(y, plan, losses, statistics | load_of(plan))
+
+
+def load_of(plan: RoutingPlan) -> dict[str, Tensor]:
+    """The statistics of any plan: rows a token, rows of every expert over T, and the share of requests dropped."""
+    tokens = max(plan.num_tokens, 1)
+    rows = plan.kept.sum() / tokens
+    return {"experts_per_token": rows, "load": plan.kept / tokens, "dropped": plan.dropped_share}
+
+
+def _keep_experts(rate: float, x: Tensor, plan: RoutingPlan) -> Tensor:
+    """(T, K): 0 where a sample has lost the expert of a slot, else 1."""
+    samples = x.shape[0]
+    kept = torch.rand(samples, plan.num_experts, device=x.device) >= rate
+    token = torch.arange(plan.num_tokens, device=x.device)[:, None]
+    row = plan.slot_row.clamp(min=0)
+    expert = torch.searchsorted(plan.expert_offsets[1:], row, right=True).clamp(max=plan.num_experts - 1)
+    return kept[token // max(plan.num_tokens // max(samples, 1), 1), expert]
+
+
+def _check_experts(name: str, gates: Sequence[Gate], experts: Experts) -> None:
+    for gate in gates:
+        if gate.num_experts != experts.num_experts:
+            raise ValueError(f"{name}: the gate is over {gate.num_experts} experts, there are {experts.num_experts}")

@@ -1,0 +1,196 @@
+"""Gates of papers 002 to 004 and their losses: worked numbers, what trains and what does not, round trips."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe_kernels.nn import ExpertMLP, MoE, TopKGate, losses, schedules
+from moe_kernels.nn.gates.competition import CompetitionGate
+from moe_kernels.nn.gates.ensemble import EnsembleGate, ensemble_log_probs, tile
+from moe_kernels.nn.gates.hyper import HyperRouterGate
+from moe_kernels.nn.gates.manual import MNIST, ManualGate
+from moe_kernels.nn.gates.stable import StableGate
+from moe_kernels.nn.gates.thor import RandomGate
+from moe_kernels.nn.gates.xmoe import XMoEGate
+
+T, D, H, E, K = 10, 6, 5, 4, 2
+
+
+def competing(**options):
+    experts, router = ExpertMLP(E, D, H, activation="relu"), TopKGate(D, E, K)
+    return MoE(CompetitionGate(router, experts, **options), experts).double()
+
+
+def test_winners_are_the_strongest_experts():
+    torch.manual_seed(0)
+    layer, x = competing(rate=1.0, alpha=3.0), torch.randn(T, D, dtype=torch.float64)
+    experts = layer.experts
+    hidden = F.relu(torch.einsum("td,edh->teh", x, experts.w_in) + experts.b_in)
+    every = torch.einsum("teh,ehd->ted", hidden, experts.w_out) + experts.b_out
+    norms = every.norm(dim=-1)
+    top = norms.topk(K)
+    target = torch.zeros(T, E, dtype=torch.float64).scatter(1, top.indices, top.values.softmax(-1))
+    logits = layer.gate.router.linear(x)
+    best = logits.topk(K)
+    routed = torch.zeros(T, E, dtype=torch.float64).scatter(1, best.indices, best.values.softmax(-1))
+
+    out = layer(x)
+    torch.testing.assert_close(out.y, (target[..., None] * every).sum(1))
+    torch.testing.assert_close(out.losses["router"], 3 * (routed - target).square().mean())
+    shared = torch.tensor(
+        [len(set(a) & set(b)) / K for a, b in zip(top.indices.tolist(), best.indices.tolist(), strict=False)]
+    )
+    torch.testing.assert_close(out.statistics["agreement"], shared.mean())
+
+
+@pytest.mark.parametrize("through_norms", [True, False])
+def test_who_learns_from_a_competition(through_norms):
+    layer, x = competing(rate=1.0, through_norms=through_norms), torch.randn(T, D, dtype=torch.float64)
+    out = layer(x)
+    experts, router = layer.experts, layer.gate.router.linear
+    assert all(
+        grad is None
+        for grad in torch.autograd.grad(out.loss, experts.parameters(), allow_unused=True, retain_graph=True)
+    )
+    assert torch.autograd.grad(out.loss, router.weight, retain_graph=True)[0].abs().sum() > 0
+    # One expert at a time is what the weights do not depend on: with K = 1 they would be 1.
+    (grad,) = torch.autograd.grad(out.y.sum(), router.weight, allow_unused=True, retain_graph=True)
+    assert grad is None
+    weights = layer.gate(x).weights
+    assert weights.requires_grad == through_norms
+
+
+def test_the_coin():
+    layer, x = competing(rate=lambda step: float(step == 1), coin=torch.Generator()), torch.randn(T, D).double()
+    competed = [float(layer(x).statistics["competed"]) for _ in range(3)]
+    assert competed == [0, 1, 0]
+    other = competing()
+    other.load_state_dict(layer.state_dict())
+    assert other.gate.steps == 3
+    assert not layer.eval()(x).losses
+    assert layer.gate.steps == 3
+    assert sum(name.startswith("gate._experts") for name, _ in layer.named_parameters()) == 0
+
+
+def test_ensemble_members_have_experts_of_their_own():
+    torch.manual_seed(0)
+    gate, x = EnsembleGate(D, E, 1, members=2), torch.randn(5, D)
+    tiled, members = tile(x, 2)
+    assert torch.equal(tiled[::2], x)
+    assert members.tolist() == [0, 1] * 5
+    out = gate(tiled, members)
+    for t in range(10):
+        m = t % 2
+        probs = (tiled[t] @ gate.weight[m]).softmax(-1)
+        assert out.experts[t, 0] == m * 2 + probs.argmax()
+        torch.testing.assert_close(out.weights[t, 0], probs.max())  # softmax over its own two, not renormalised
+    logits = torch.randn(6, 3)
+    expected = torch.stack([logits[2 * b : 2 * b + 2].softmax(-1).mean(0) for b in range(3)])
+    torch.testing.assert_close(ensemble_log_probs(logits, 2).exp(), expected)
+    with pytest.raises(ValueError, match="EnsembleGate: members must divide 4"):
+        EnsembleGate(D, E, 1, members=3)
+    with pytest.raises(ValueError, match="EnsembleGate: expected ids"):
+        gate(x)
+
+
+def test_thor_draws_one_expert_a_batch_and_one_a_token_or_sentence():
+    gate, x = RandomGate(E, generator=torch.Generator().manual_seed(0)), torch.randn(1000, D)
+    draws = [gate(x).experts for _ in range(60)]
+    assert all(bool((each == each[0]).all()) for each in draws)
+    assert {int(each[0]) for each in draws} == set(range(E))
+    counts = gate.eval()(x).experts.flatten().bincount(minlength=E)
+    assert (counts - 250).abs().max() < 5 * math.sqrt(1000 * 0.25 * 0.75)
+    gate.inference = "ids"
+    sentences = torch.arange(1000) // 10
+    by_sentence = gate(x, sentences).experts.view(100, 10)
+    assert (by_sentence == by_sentence[:, :1]).all()
+    assert len(by_sentence[:, 0].unique()) == E
+    with pytest.raises(ValueError, match="RandomGate: inference='ids'"):
+        gate(x)
+
+
+def test_labels_decide():
+    gate = ManualGate(MNIST)
+    assert gate.num_experts == 5
+    experts = gate(torch.zeros(10, D), torch.arange(10)).experts[:, 0].tolist()
+    pairs = [{d for d in range(10) if experts[d] == e} for e in range(5)]
+    assert pairs == [{1, 7}, {2, 5}, {3, 4}, {6, 9}, {0, 8}]
+    with pytest.raises(ValueError, match="ManualGate: expected experts from 0"):
+        ManualGate([0, -1])
+
+
+@pytest.mark.parametrize("score", ["code", "cosine"])
+def test_xmoe_scores(score):
+    gate, x = XMoEGate(D, E, K, score=score, temperature=0.5).double(), torch.randn(T, D, dtype=torch.float64)
+    out = gate(x)
+    r, e = x @ gate.linear.weight.t(), gate.embeddings
+    cosine = (r @ e.t()) / e.norm(dim=-1)
+    scores = cosine if score == "code" else cosine / r.norm(dim=-1, keepdim=True) / 0.5
+    torch.testing.assert_close(out.weights, scores.topk(K).values.softmax(-1))
+    norms = e.norm(dim=-1)
+    torch.testing.assert_close(norms, torch.full_like(norms, 1.5 if score == "code" else 0.32), rtol=1e-6, atol=0)
+
+
+def test_stable_routing_by_hand():
+    gate = StableGate(D, E, vocabulary=7)
+    layer, x, ids = MoE(gate, ExpertMLP(E, D, H), pass_through=True), torch.randn(T, D), torch.arange(T) % 7
+    out = layer(x, ids)
+    affinity = x @ gate.centroids.t()
+    chosen = affinity.argmax(-1)
+    alpha = affinity.max(-1).values.sigmoid()
+    count = chosen.bincount(minlength=E).float()
+    balance = sum((count[e] - T / E) / (T / E) * affinity[chosen == e, e].sigmoid().sum() for e in range(E))
+    logits = gate.embedding(ids) @ gate.router.weight.t()
+    torch.testing.assert_close(out.losses["balance"], 0.3 * balance)
+    torch.testing.assert_close(out.losses["distill"], 0.3 * F.cross_entropy(logits, chosen))
+    hidden = F.gelu(torch.einsum("td,edh->teh", x, layer.experts.w_in) + layer.experts.b_in)
+    every = torch.einsum("teh,ehd->ted", hidden, layer.experts.w_out) + layer.experts.b_out
+    expected = alpha[:, None] * every[torch.arange(T), chosen] + (1 - alpha[:, None]) * x
+    torch.testing.assert_close(out.y, expected, atol=1e-5, rtol=1e-5)
+
+    gate.begin_stage_two()
+    other = StableGate(D, E, vocabulary=7)
+    other.load_state_dict(gate.state_dict())
+    assert other.stage == 2
+    two = other(x, ids)
+    assert set(two.losses) == {"balance"}
+    assert torch.equal(two.experts[:, 0].long(), logits.argmax(-1))
+    assert torch.equal(StableGate.forward(gate.eval(), x, ids).experts, two.experts)
+
+
+def test_a_hypernetwork_makes_the_router():
+    gate, x = HyperRouterGate(D, E, K, hidden=8), torch.randn(T, D)
+    rows = gate.hypernetwork(gate.embedding).view(E, D + 1)
+    logits = x @ rows[:, :D].t() + rows[:, D]
+    torch.testing.assert_close(gate(x).weights, logits.topk(K).values.softmax(-1))
+    assert [name for name, each in gate.named_parameters() if each.requires_grad] == ["embedding"]
+
+
+def test_losses_of_paper_002():
+    probs = torch.tensor([[0.25] * 4, [1.0, 0, 0, 0]])
+    # mu = 1/4; the variance is 0, and 1/4 - 1/16 = 3/16
+    assert losses.inverse_cv(probs, 0.01).item() == pytest.approx((25 + 0.25 / (3 / 16 + 0.01)) / 2)
+    images = torch.tensor([[[1.0, 0], [1, 0]], [[0, 1], [1, 0]]])  # s = [[2, 0], [1, 1]]
+    assert losses.batch_inverse_cv(images, 0.01).item() == pytest.approx((1.5 / 0.26 + 0.5 / 0.26) / 2)
+    assert losses.batch_variation(images, 0).item() == pytest.approx((0.25 / 1.5 + 0.25 / 0.5) / 2)
+
+
+def test_consistency_is_a_symmetric_divergence():
+    p, q = torch.tensor([[0.9, 0.1]]), torch.tensor([[0.5, 0.5]])
+    expected = 0.5 * (0.4 * math.log(0.9 / 0.5) - 0.4 * math.log(0.1 / 0.5))
+    assert losses.symmetric_kl(p.log(), q.log()).item() == pytest.approx(expected)
+    assert losses.symmetric_kl(q.log(), p.log()).item() == pytest.approx(expected)
+
+
+def test_schedules():
+    assert [schedules.growing_k(t, 4) for t in range(6)] == [2, 6, 9, 12, 16, 16]  # 5.5 to even is 6, 12.5 is 12
+    assert schedules.falling_rate(0) == pytest.approx(2 / 3)
+    assert schedules.falling_rate(3000) == pytest.approx(0.5)
+    layer = competing()
+    schedules.train_gates_alone(layer)
+    trains = {name for name, each in layer.named_parameters() if each.requires_grad}
+    assert trains == {"gate.router.linear.weight", "gate.router.linear.bias"}

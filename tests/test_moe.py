@@ -1,0 +1,155 @@
+"""The layer of experts: against loops over tokens and experts in float64, under every policy; what papers put in it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from moe_kernels.nn import ExpertLayer, ExpertMLP, MoE, MultiGateMoE, SoftmaxGate, TopKGate
+from moe_kernels.nn.gates import GateOutput
+from moe_kernels.nn.policies import ExpertChoice, PriorityRouting, TokenChoice, nonzero_choices
+
+T, D, H, E = 12, 6, 5, 4
+
+
+def double(module):
+    return module.double()
+
+
+def outputs(experts, x):
+    """(T, E, Dout): every expert of every token, one at a time."""
+    every = []
+    for e in range(E):
+        if isinstance(experts, ExpertLayer):
+            y = F.relu(x @ experts.weight[e] + experts.bias[e])
+        else:
+            y = F.gelu(x @ experts.w_in[e] + experts.b_in[e]) @ experts.w_out[e] + experts.b_out[e]
+        every.append(y)
+    return torch.stack(every, 1)
+
+
+@pytest.mark.parametrize("experts", [ExpertMLP(E, D, H).double(), ExpertLayer(E, D, H).double()], ids=["mlp", "layer"])
+def test_a_layer_is_the_weighted_sum_of_its_experts(experts):
+    torch.manual_seed(0)
+    x = torch.randn(3, T // 3, D, dtype=torch.float64, requires_grad=True)
+    layer = double(MoE(TopKGate(D, E, 2), experts))
+    out = layer(x)
+    gates = layer.gate(x.reshape(T, D)).gates
+    expected = (gates[..., None] * outputs(experts, x.reshape(T, D))).sum(1).reshape(3, T // 3, -1)
+    torch.testing.assert_close(out.y, expected)
+    inputs = [x, *layer.parameters()]
+    for got, want in zip(
+        torch.autograd.grad(out.y.square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+    assert out.statistics["experts_per_token"] == 2
+    torch.testing.assert_close(out.statistics["load"] * T, out.plan.requested.float())
+
+
+def test_capacity_drops_and_the_dropped_are_zero():
+    torch.manual_seed(0)
+    layer = MoE(TopKGate(D, E, 1, order="softmax_topk"), ExpertMLP(E, D, H), TokenChoice(0.5))
+    out = layer(torch.randn(T, D))
+    dropped = (out.plan.slot_row < 0).all(1)
+    assert out.plan.kept.max() <= math.ceil(T * 0.5 / E)
+    assert dropped.any()
+    assert not dropped.all()
+    assert torch.equal(out.y[dropped], torch.zeros(int(dropped.sum()), D))
+    assert (out.y[~dropped] != 0).any(1).all()
+
+
+def test_capacity_may_change_after_training():
+    layer = MoE(TopKGate(D, E, 1), ExpertMLP(E, D, H), TokenChoice(1.0, factor_eval=None, multiple_of=4))
+    x = torch.ones(T, D)  # all of them to one expert
+    assert layer(x).plan.kept.max() == 4
+    assert layer.eval()(x).plan.kept.max() == T
+
+
+@pytest.mark.parametrize(("priority", "kept"), [(None, [0, 1]), ("max", [2, 1]), ("sum", [3, 2])])
+def test_priorities_of_paper_003(priority, kept):
+    weights = torch.tensor([[0.5, 0.1], [0.6, 0.1], [0.7, 0.1], [0.45, 0.44]])
+    gate = GateOutput(weights, torch.tensor([[0, 1], [0, 2], [0, 3], [0, 1]], dtype=torch.int32), E)
+    plan, _ = TokenChoice(1.0, priority=priority)(gate, True)  # ceil(4 * 2 / 4) = 2 rows
+    assert plan.row_token[:2].tolist() == kept
+
+
+def test_experts_choose():
+    torch.manual_seed(0)
+    layer = double(MoE(SoftmaxGate(D, E), ExpertMLP(E, D, H), ExpertChoice(1.0)))
+    x = torch.randn(T, D, dtype=torch.float64)
+    out, gates = layer(x), layer.gate(x).gates
+    taken = torch.zeros_like(gates).scatter_(0, gates.topk(T // E, dim=0).indices, 1)
+    torch.testing.assert_close(out.y, ((gates * taken)[..., None] * outputs(layer.experts, x)).sum(1))
+    assert out.plan.kept.tolist() == [T // E] * E
+
+
+def test_priority_routing_gives_every_token_one_expert_and_even_loads():
+    layer = MoE(SoftmaxGate(D, E), ExpertMLP(E, D, H), PriorityRouting())
+    out = layer(torch.randn(T, D))
+    assert out.plan.kept.tolist() == [T // E] * E
+    assert (out.plan.slot_row >= 0).all()
+
+
+def test_expert_dropout_is_by_sample_and_in_training_alone():
+    torch.manual_seed(0)
+    experts = ExpertMLP(E, D, H)
+    layer = MoE(SoftmaxGate(D, E), experts, expert_dropout=0.5)
+    x = torch.randn(40, 2, D)
+    x[:, 1] = x[:, 0]  # both tokens of a sample are the same, so they lose the same experts
+    y = layer(x).y
+    torch.testing.assert_close(y[:, 0], y[:, 1])
+    every, gates = outputs(experts, x[:, 0]), layer.gate(x[:, 0]).gates
+    subsets = torch.tensor([[(s >> e) & 1 for e in range(E)] for s in range(2**E)])
+    possible = torch.einsum("te,se,ted->tsd", gates, subsets.float(), every)
+    assert ((possible - y[:, :1]).abs().amax(-1).amin(1) < 1e-5).all()
+    full = (gates[..., None] * every).sum(1)
+    assert ((y[:, 0] - full).abs().amax(-1) > 1e-4).float().mean() > 0.7  # 15 of 16 subsets
+    torch.testing.assert_close(layer.eval()(x).y[:, 0], full, atol=1e-5, rtol=1e-5)
+
+
+def test_what_no_expert_takes_passes_through():
+    gate = TopKGate(D, E, 1, order="softmax_topk")
+    layer = double(MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=True))
+    x = torch.randn(T, D, dtype=torch.float64)
+    out, weights = layer(x), gate(x).weights
+    kept = (out.plan.slot_row >= 0).double() * weights
+    inner = MoE(gate, layer.experts, TokenChoice(0.5))(x).y
+    torch.testing.assert_close(out.y, inner + (1 - kept) * x)
+
+
+@pytest.mark.parametrize("experts", [ExpertMLP(E, D, H).double(), ExpertLayer(E, D, H).double()], ids=["mlp", "layer"])
+def test_tasks_share_experts_that_run_once(experts):
+    gates = [double(SoftmaxGate(D, E)), double(TopKGate(D, E, 1))]
+    layer = MultiGateMoE(gates, experts)
+    x = torch.randn(T, D, dtype=torch.float64)
+    out, every = layer(x), outputs(experts, x)
+    for y, gate in zip(out.y, gates, strict=True):
+        torch.testing.assert_close(y, (gate(x).gates[..., None] * every).sum(1))
+    assert out.statistics["experts_per_token"] == E
+    sparse = MultiGateMoE([gates[1], gates[1]], experts)(x)
+    assert sparse.statistics["experts_per_token"] == 1  # what no task asks for is not evaluated
+
+
+def test_an_expert_of_weight_zero_is_no_choice():
+    gates = torch.tensor([[0.0, 0.5, -0.0, 0.5]])
+    assert nonzero_choices(gates).tolist() == [[-1, 1, -1, 3]]
+
+
+def test_experts_start_as_linear_layers_do():
+    experts = ExpertMLP(3, 400, 100).requires_grad_(False)
+    assert experts.w_in.abs().max() <= 1 / 20
+    assert experts.w_in.std() == pytest.approx(1 / 20 / math.sqrt(3), rel=0.02)
+    assert experts.w_out.abs().max() <= 1 / 10
+    assert experts.b_out.abs().max() <= 1 / 10
+
+
+def test_a_gate_over_other_experts_is_refused():
+    with pytest.raises(ValueError, match="MoE: the gate is over 4 experts, there are 3"):
+        MoE(TopKGate(D, E, 2), ExpertMLP(3, D, H))
+    with pytest.raises(ValueError, match="TokenChoice: priority"):
+        TokenChoice(priority="min")
