@@ -15,6 +15,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench import checks, compare, ledger, measure, plot, report
+from bench.peers import known as every_peer
+from bench.registry import ENTRIES
+from bench.shapes import ROUTINGS
 from moe_kernels import info
 from moe_kernels.verify import KERNELS, Row, cells, verify
 
@@ -31,11 +34,19 @@ if not console.is_terminal:
 class Shapes(str, Enum):
     quick = "quick"
     papers = "papers"
+    llm = "llm"
 
 
-Ops = Annotated[list[str] | None, typer.Option("--op", help="One operation; may be repeated. Default: all.")]
-Backends = Annotated[list[str] | None, typer.Option("--backend", help=f"{', '.join(KERNELS)}; may be repeated.")]
-Dtypes = Annotated[list[str], typer.Option("--dtype", help="float32, bfloat16 or float16; may be repeated.")]
+SEVERAL = "Repeated, or with commas. Default: all."
+DTYPES = ("float32", "bfloat16", "float16")
+Ops = Annotated[list[str] | None, typer.Option("--op", help=f"Operations. {SEVERAL}")]
+Backends = Annotated[list[str] | None, typer.Option("--backend", help=f"{', '.join(KERNELS)}. {SEVERAL}")]
+Dtypes = Annotated[list[str], typer.Option("--dtype", help=f"{', '.join(DTYPES)}. Repeated, or with commas.")]
+Routings = Annotated[list[str] | None, typer.Option("--routing", help=f"{', '.join(ROUTINGS)}. {SEVERAL}")]
+Peers = Annotated[
+    list[str] | None, typer.Option("--peers", help=f"Parts of their names, such as torch or pot; none. {SEVERAL}")
+]
+Curves = Annotated[bool, typer.Option(help="The scaling curve of every operation as well.")]
 Threads = Annotated[
     list[int] | None, typer.Option("--threads", help="CPU threads; may be repeated. Default: 1 and all.")
 ]
@@ -47,16 +58,20 @@ ShapeSet = Annotated[Shapes, typer.Option("--shapes", help="Which of the registr
 def run_command(
     op: Ops = None,
     shapes: ShapeSet = Shapes.quick,
+    routing: Routings = None,
     backend: Backends = None,
+    peers: Peers = None,
     dtype: Dtypes = ["float32", "bfloat16"],  # noqa: B006 typer reads it and never writes
     threads: Threads = None,
     seconds: Seconds = 0.4,
+    curves: Curves = True,
     out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = ledger.ROOT / "bench" / "out",
 ) -> None:
     """Verifies what can run here, measures what was right, and writes <out>/<device>.json, report.md and pictures."""
+    request = _request(shapes, routing, peers, dtype, threads, curves)
     _describe_machine()
     rows = _verified(op, backend)
-    result = _measured(rows, shapes, dtype, threads, seconds)
+    result = _measured(rows, request, seconds)
     path = ledger.write(result, out)
     (out / "report.md").write_text(report.document(result, plot.draw(result, out)))
     console.print(f"results {path}, report {out / 'report.md'}", soft_wrap=True)
@@ -83,7 +98,7 @@ def verify_command(
     found = {row: checks.kernel_checks(row) for row in rows}
     pairs = {(row.operation, row.backend) for row in rows if row.verdict == "ok" and row.device == "cuda"}
     sanitized = {pair: checks.sanitizers(*pair) for pair in sorted(pairs)}
-    result = _measured(rows, shapes, dtype, None, seconds)
+    result = _measured(rows, _request(shapes, None, None, dtype, None, True), seconds)
     result["suite"] = checks.suite() if torch.cuda.is_available() else {}
     by_key = {(row.operation, row.backend, row.dtype): words for row, words in found.items()}
     for entry in result["entries"]:
@@ -140,9 +155,44 @@ def _describe_machine() -> None:
     console.print(f"Python {facts['python']}, torch {facts['torch']}, Triton {facts['triton']}")
 
 
+def _words(values: Iterable[str] | None) -> tuple[str, ...]:
+    """Values of an option that may be repeated or hold commas."""
+    return tuple(word for value in values or () for word in value.split(",") if word)
+
+
+def _known(option: str, words: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
+    for word in words:
+        if word not in known:
+            raise typer.BadParameter(f"{option} must be one of {', '.join(known)}; got {word!r}")
+    return words
+
+
+def _request(
+    shapes: Shapes,
+    routing: list[str] | None,
+    peers: list[str] | None,
+    dtype: list[str],
+    threads: list[int] | None,
+    curves: bool,
+) -> measure.Request:
+    wanted = _words(peers)
+    names = sorted(every_peer(ENTRIES))
+    for part in wanted:
+        if part != "none" and not any(part.lower() in name.lower() for name in names):
+            raise typer.BadParameter(f"--peers must be none or part of one of {', '.join(names)}; got {part!r}")
+    return measure.Request(
+        shapes=shapes.value,
+        dtypes=_known("--dtype", _words(dtype), DTYPES),
+        threads=tuple(threads or sorted({1, torch.get_num_threads()})),
+        routings=_known("--routing", _words(routing), ROUTINGS) or ROUTINGS,
+        peers=None if not wanted else tuple(part for part in wanted if part != "none"),
+        curves=curves,
+    )
+
+
 def _verified(ops: list[str] | None, backends: list[str] | None) -> list[Row]:
     try:
-        rows = list(verify(ops or (), backends or ()))
+        rows = list(verify(_words(ops), _words(backends)))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     header = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "")
@@ -150,22 +200,20 @@ def _verified(ops: list[str] | None, backends: list[str] | None) -> list[Row]:
     return rows
 
 
-def _measured(
-    rows: list[Row], shapes: Shapes, dtypes: list[str], threads: list[int] | None, seconds: float
-) -> ledger.Result:
-    counts = threads or sorted({1, torch.get_num_threads()})
-    jobs, refused = measure.plan(rows, shapes.value, dtypes, counts)
+def _measured(rows: list[Row], request: measure.Request, seconds: float) -> ledger.Result:
+    jobs, refused = measure.plan(rows, request)
     limits = measure.ceilings(jobs)
-    figures: list[measure.Figure] = []
+    found = measure.Found(left_out=refused)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(jobs))
-        for job, each in zip(jobs, measure.run(jobs, limits, seconds), strict=True):
-            figures += each
+        for job, each in zip(jobs, measure.run(jobs, limits, seconds, request.peers), strict=True):
+            found.add(each)
             progress.update(task, advance=1, description=str(job))
-    _print_table("Measured", report.FIGURE_HEADER, [report.figure_cells(each) for each in figures])
-    for line in refused:
+    _print_table("Measured", report.FIGURE_HEADER, [report.figure_cells(each) for each in found.figures])
+    result = measure.result(rows, found, limits)
+    for line in result["not_measured"]:
         console.print(f"not measured: {line}", soft_wrap=True)
-    return measure.result(rows, figures, limits, refused)
+    return result
 
 
 def _print_table(title: str, header: tuple[str, ...], rows: Iterable[Sequence[str]]) -> None:

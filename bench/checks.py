@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.ledger import ROOT
+from bench.measure import tensors_of
 from bench.registry import ENTRIES, Calls, Inputs
 from moe_kernels.verify import Row
 
@@ -90,5 +91,4 @@ def _calls(row: Row) -> tuple[Inputs, Calls]:
 
 def _bytes(output: object) -> list[Tensor]:
     """Outputs as bytes: a NaN is not equal to itself, its bits are."""
-    tensors = output if isinstance(output, tuple | list) else (output,)
-    return [each.detach().contiguous().view(torch.uint8).clone() for each in tensors if isinstance(each, Tensor)]
+    return [each.contiguous().view(torch.uint8).clone() for each in tensors_of(output)]

@@ -23,12 +23,14 @@ Calls = dict[str, Callable[[Inputs], object]]  # by direction
 class Entry:
     """One operation of the bench.
 
-    shapes: sets of shapes by name, "quick" and "papers" among them; rows(shape, device type) completes them.
+    shapes: sets of shapes by name: "quick", "papers", "llm", and "scaling", which differ in one size over two decades.
+        complete(shape, device type) fits a shape to the device.
     inputs(shape, dtype, device): fresh random inputs.
     kernel(backend): what to call for that backend, by direction.
-    peers: the same for other implementations, by name.
+    peers: the same for PyTorch's own compositions, by name; those of other packages stand in bench/peers.py.
     flops(shape, direction), least_bytes(shape, dtype, direction): of one call; every input read once, every output
         written once.
+    leaves, grad: names of the inputs that training differentiates by, and of the gradient of the output.
     """
 
     shapes: dict[str, list[Shape]]
@@ -40,6 +42,21 @@ class Entry:
     least_bytes: Callable[[Shape, torch.dtype, str], int]
     directions: tuple[str, ...] = DIRECTIONS
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    leaves: tuple[str, ...] = ()
+    grad: str = "grad"
+
+
+def through_autograd(forward: Callable[[Inputs], Any], leaves: tuple[str, ...], grad: str) -> Calls:
+    """Forward without autograd and, where there are leaves, training through it."""
+
+    def infer(inputs: Inputs) -> object:
+        with torch.no_grad():
+            return forward(inputs)
+
+    def train(inputs: Inputs) -> object:
+        return torch.autograd.grad(forward(inputs), [inputs[name] for name in leaves], inputs[grad])
+
+    return {"forward": infer, "training": train} if leaves else {"forward": infer}
 
 
 def label(shape: Shape) -> str:

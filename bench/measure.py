@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench import ledger, timing
+from bench import ledger, nvml, peers, routing, timing, tracing
 from bench.registry import ENTRIES, Inputs, Shape, label
+from bench.shapes import ROUTINGS
 from moe_kernels import info
 from moe_kernels.verify import Row, threads
 
 MEMCPY = "memcpy"
+ROUGHLY = 0.05
 
 Figure = dict[str, Any]
+Calls = dict[str, Callable[[Inputs], object]]
 Ceilings = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be measured: a set of shapes and which of them, dtypes, CPU threads, peers (None: all), curves.
+
+    curves: the scaling of every operation too, forward, in the first dtype, on the most threads.
+    """
+
+    shapes: str = "quick"
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    threads: tuple[int, ...] = (1,)
+    routings: tuple[str, ...] = ROUTINGS
+    peers: tuple[str, ...] | None = None
+    curves: bool = True
 
 
 @dataclass(frozen=True)
@@ -32,11 +50,26 @@ class Job:
     device: str
     threads: int
     backends: tuple[str, ...]
+    curve: bool = False
 
     def __str__(self) -> str:
         return (
             f"{self.op} {label(self.shape)} {short(self.dtype)} {self.direction}, {setting(self.device, self.threads)}"
         )
+
+
+@dataclass
+class Found:
+    """What jobs gave: figures, points of the scaling curves, and what was left out, each line with its reason."""
+
+    figures: list[Figure] = field(default_factory=list)
+    curves: list[Figure] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def add(self, other: Found) -> None:
+        self.figures += other.figures
+        self.curves += other.curves
+        self.left_out += [line for line in other.left_out if line not in self.left_out]
 
 
 def short(dtype: torch.dtype) -> str:
@@ -48,7 +81,7 @@ def setting(device: str, count: int) -> str:
     return "cuda" if device == "cuda" else f"{count} thread{'s' * (count > 1)}"
 
 
-def plan(rows: list[Row], shapes: str, dtypes: list[str], thread_counts: list[int]) -> tuple[list[Job], list[str]]:
+def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
     """The jobs that verified kernels allow, and for every other kernel why it is not measured."""
     allowed: dict[tuple[str, str, str], list[str]] = {}
     refused = []
@@ -56,18 +89,39 @@ def plan(rows: list[Row], shapes: str, dtypes: list[str], thread_counts: list[in
         reason = refusal(row)
         if reason:
             refused.append(f"{row.operation} {row.backend} {row.dtype}: {reason}")
-        elif row.dtype in dtypes:
+        elif row.dtype in request.dtypes:
             allowed.setdefault((row.operation, row.dtype, row.device), []).append(row.backend)
-    jobs = []
+    jobs, drawn = [], set()
     for (op, name, device), backends in allowed.items():
         entry, dtype = ENTRIES[op], getattr(torch, name)
         if dtype not in entry.dtypes:
+            refused.append(f"{op} {name}: verified, and not among the dtypes that are measured")
             continue
-        for count in thread_counts if device == "cpu" else [1]:
-            for shape in entry.shapes[shapes]:
-                full = entry.complete(shape, device)
-                jobs += [Job(op, full, dtype, each, device, count, tuple(backends)) for each in entry.directions]
-    return jobs, refused
+        threads = request.threads if device == "cpu" else (1,)
+        job = partial(Job, op=op, dtype=dtype, device=device, backends=tuple(backends))
+        shapes = _shapes(op, request.shapes, device, request.routings)
+        if not shapes:
+            refused.append(f"{op}: has no shapes called {request.shapes} with that routing")
+        jobs += [
+            job(shape=shape, direction=direction, threads=count)
+            for count in threads
+            for shape in shapes
+            for direction in entry.directions
+        ]
+        if request.curves and (op, device) not in drawn:
+            drawn.add((op, device))
+            curve = _shapes(op, "scaling", device, ROUTINGS)
+            if not curve:
+                refused.append(f"{op}: has no shapes called scaling")
+            jobs += [job(shape=shape, direction="forward", threads=max(threads), curve=True) for shape in curve]
+    return jobs, list(dict.fromkeys(refused))
+
+
+def _shapes(op: str, name: str, device: str, routings: tuple[str, ...]) -> list[Shape]:
+    entry = ENTRIES[op]
+    chosen = [each for each in entry.shapes.get(name, []) if each.get("routing", routings[0]) in routings]
+    full = [entry.complete(each, device) if name != "scaling" else dict(each) for each in chosen]
+    return [each for index, each in enumerate(full) if each not in full[:index]]
 
 
 def refusal(row: Row) -> str:
@@ -91,18 +145,23 @@ def ceilings(jobs: list[Job]) -> Ceilings:
     return found
 
 
-def run(jobs: list[Job], limits: Ceilings, budget: float) -> Iterator[list[Figure]]:
+def run(jobs: list[Job], limits: Ceilings, budget: float, peers: tuple[str, ...] | None = None) -> Iterator[Found]:
     """Takes the samples of each job, `budget` seconds a job; one figure a backend."""
     for job in jobs:
+        found = Found()
         with threads(job.threads):
-            samples, more = _samples(job, budget)
+            samples, more = _samples(job, budget, peers, found)
         memcpy = samples.pop(MEMCPY)
         kernels = {name: samples.pop(name) for name in job.backends}
         limit = limits[setting(job.device, job.threads)]
-        yield [figure(job, name, sample, samples, memcpy, limit) | more[name] for name, sample in kernels.items()]
+        figures = [figure(job, name, each, samples, memcpy, limit) | more[name] for name, each in kernels.items()]
+        (found.curves if job.curve else found.figures).extend(figures)
+        yield found
 
 
-def _samples(job: Job, budget: float) -> tuple[dict[str, timing.Sample], dict[str, Figure]]:
+def _samples(
+    job: Job, budget: float, wanted: tuple[str, ...] | None, found: Found
+) -> tuple[dict[str, timing.Sample], dict[str, Figure]]:
     """Samples of kernels, peers and memcpy by name, and what else is known of each kernel."""
     entry, size = ENTRIES[job.op], ENTRIES[job.op].least_bytes(job.shape, job.dtype, job.direction)
 
@@ -110,17 +169,68 @@ def _samples(job: Job, budget: float) -> tuple[dict[str, timing.Sample], dict[st
         source = torch.zeros(size // 2, dtype=torch.uint8, device=job.device)
         return {**entry.inputs(job.shape, job.dtype, job.device), MEMCPY: (source, torch.empty_like(source))}
 
+    one = inputs()
     calls: dict[str, Callable[[Inputs], object]] = {MEMCPY: lambda each: each[MEMCPY][1].copy_(each[MEMCPY][0])}
     calls |= {name: entry.kernel(name)[job.direction] for name in job.backends}
-    calls |= {name: peer[job.direction] for name, peer in entry.peers.items()}
-    one = inputs()
+    others, waiting = _peers(job, one, wanted, calls[job.backends[0]], found)
+    calls |= others
+    bound = {name: partial(call, one) for name, call in calls.items()}
+    more: dict[str, Figure] = {name: {} for name in job.backends}
     if job.device != "cuda":
-        bound = {name: partial(call, one) for name, call in calls.items()}
-        return timing.time_cpu(bound, budget), {name: {} for name in job.backends}
-    samples = timing.time_gpu(calls, [one, *(inputs() for _ in range(timing.sets_for(size) - 1))], budget)
-    telemetry = timing.nvml()  # right after the load, before the clocks fall
-    launches = {name: timing.launch_seconds(partial(calls[name], one)) * 1e6 for name in job.backends}
-    return samples, {name: {"launch_us": launch, **telemetry} for name, launch in launches.items()}
+        samples = timing.time_cpu(bound, budget)
+    else:
+        sets = [one, *(inputs() for _ in range(timing.sets_for(size) - 1))]
+        works = timing.launchers(calls, sets, waiting)
+        samples = timing.time_gpu(works, len(sets), budget)
+        for name in job.backends:
+            launch = timing.launch_seconds(bound[name])
+            more[name] = {"launch_us": launch * 1e6} | nvml.watch(works[name], len(sets), min(budget, 0.2))
+        del works, sets
+    if job.direction == "training" and not job.curve:
+        peaks = {name: tracing.peak_bytes(bound[name], job.device) / 2**20 for name in bound if name != MEMCPY}
+        for name in job.backends:
+            more[name] |= {"peak_mib": peaks[name], "peers_peak_mib": {other: peaks[other] for other in others}}
+    return samples, more
+
+
+def _peers(
+    job: Job, inputs: Inputs, wanted: tuple[str, ...] | None, kernel: Callable[[Inputs], object], found: Found
+) -> tuple[Calls, set[str]]:
+    """The peers that run here and compute what the kernel does, and which of them wait for the GPU."""
+    entry = ENTRIES[job.op]
+    calls, missing, waiting = peers.available(job.op, entry, job.device, job.dtype, wanted)
+    chosen: Calls = {}
+    for name, by_direction in calls.items():
+        if job.direction not in by_direction:
+            continue
+        # PyTorch's compositions are compared by the tests; another package's kernel may first run here.
+        missing |= {} if name in entry.peers else _wrong(name, by_direction[job.direction], kernel, inputs)
+        if name not in missing:
+            chosen[name] = by_direction[job.direction]
+    for name, reason in missing.items():
+        found.left_out.append(f"peer {name} of {job.op}: {reason}")
+    return chosen, waiting & set(chosen)
+
+
+def _wrong(
+    name: str, peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object], inputs: Inputs
+) -> dict[str, str]:
+    """{name: reason} where a peer fails, or is off by more than ROUGHLY of the norm; ties may fall elsewhere."""
+    try:
+        got = peer(inputs)
+    except Exception as raised:
+        return {name: f"fails: {type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"}
+    mine, its = ([each.float() for each in tensors_of(output)] for output in (kernel(inputs), got))
+    if [each.shape for each in mine] != [each.shape for each in its]:
+        return {name: "gives another shape"}
+    off = max((float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(mine, its, strict=True)), default=0.0)
+    return {} if off <= ROUGHLY else {name: f"gives another result, off by {off:.2g} of its norm"}
+
+
+def tensors_of(output: object) -> list[torch.Tensor]:
+    """The tensors that a call returned."""
+    found = output if isinstance(output, tuple | list) else (output,)
+    return [each.detach() for each in found if isinstance(each, torch.Tensor)]
 
 
 def figure(
@@ -147,6 +257,9 @@ def figure(
         "direction": job.direction,
         "shape": label(job.shape),
         "setting": setting(job.device, job.threads),
+        "sizes": job.shape,
+        "least_bytes": size,
+        "flops": flops,
         "us": sample.median * 1e6,
         "low_us": sample.low * 1e6,
         "high_us": sample.high * 1e6,
@@ -159,25 +272,28 @@ def figure(
     }
 
 
-def result(rows: list[Row], figures: list[Figure], limits: Ceilings, refused: list[str]) -> dict[str, Any]:
+def result(rows: list[Row], found: Found, limits: Ceilings) -> dict[str, Any]:
     """One run as data: the machine, and per operation, backend and dtype the sources, the verdict and the figures."""
     facts = info.machine()
     entries = []
     for row in rows:
         if row.verdict != "not run":
-            mine = [each for each in figures if all(each[key] == value for key, value in _key(row).items())]
             sources = ledger.digest(row.operation, row.backend)
-            entries.append({**asdict(row), "sources": sources, "checks": {}, "figures": mine})
+            mine = {"figures": _of(row, found.figures), "curves": _of(row, found.curves)}
+            entries.append({**asdict(row), "sources": sources, "checks": {}, **mine})
+    without = nvml.missing() if facts["gpus"] else "no GPU"
     return {
         "device": info.device_name(facts),
         "gpu": bool(facts["gpus"]),
         "date": date.today().isoformat(),
         "machine": facts,
         "ceilings": limits,
-        "not_measured": refused,
+        "loads": routing.loads(),
+        "not_measured": found.left_out + ([f"clocks, power and energy: {without}"] if without else []),
         "entries": entries,
     }
 
 
-def _key(row: Row) -> dict[str, str]:
-    return {"op": row.operation, "backend": row.backend, "dtype": row.dtype}
+def _of(row: Row, figures: list[Figure]) -> list[Figure]:
+    key = {"op": row.operation, "backend": row.backend, "dtype": row.dtype}
+    return [each for each in figures if all(each[name] == value for name, value in key.items())]

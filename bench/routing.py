@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import moe_kernels as mk
-from bench.entry import Calls, Entry, Inputs, Shape
+from bench.entry import Entry, Inputs, Shape, label, through_autograd
+from bench.shapes import LLM, PAPERS, ROUTINGS, fewer_tokens, routed, sizes
 
-# (T, D, E, K) of the design, the last one of paper 004 (CompeteSMoE).
-SIZES = ((8192, 512, 64, 2), (32768, 256, 128, 8), (24576, 352, 16, 2))
-ROUTINGS = ("uniform", "zipf", "adversarial")
-
-
-def _shapes(sizes: tuple[tuple[int, ...], ...], routings: tuple[str, ...]) -> list[Shape]:
-    return [dict(zip("TDEK", each, strict=True)) | {"routing": kind} for each in sizes for kind in routings]
-
-
-SHAPES = {"quick": _shapes(SIZES[:1], ROUTINGS), "papers": _shapes(SIZES, ROUTINGS)}
+QUICK: list[Shape] = [{"T": 8192, "D": 512, "E": 64, "K": 2}]
+SHAPES = {
+    "quick": routed(QUICK),
+    "papers": routed(QUICK + sizes(PAPERS, "TDEK")),
+    "llm": routed(sizes(LLM, "TDEK")),
+    "scaling": routed([{"T": tokens, "D": 128, "E": 64, "K": 2} for tokens in (512, 2048, 8192, 32768, 65536)])[::3],
+}
 
 
 def logits(shape: Shape, device: str) -> Tensor:
@@ -38,6 +37,15 @@ def logits(shape: Shape, device: str) -> Tensor:
     return (share.log() + noise).clamp(min=-1e4).to(device)
 
 
+def loads(shape: Shape = QUICK[0]) -> dict[str, Any]:
+    """Tokens that every expert gets under each kind of routing, the busiest expert first."""
+    found = {}
+    for kind in ROUTINGS:
+        experts = logits({**shape, "routing": kind}, "cpu").topk(shape["K"], -1).indices
+        found[kind] = experts.flatten().bincount(minlength=shape["E"]).sort(descending=True).values.tolist()
+    return {"shape": label(shape), "tokens": found}
+
+
 def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     scores = logits(shape, device)
     weights, experts = mk.topk_gate(scores, shape["K"], backend="reference")
@@ -48,41 +56,14 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     leaves |= {"leaf_logits": scores.to(dtype)}
     found |= {name: each.clone().requires_grad_() for name, each in leaves.items()}
     found |= {"experts": experts.to(torch.int32), "plan": plan, "k": shape["K"], "E": shape["E"]}
+    found |= {"row_slot": plan.row_token * shape["K"] + plan.row_choice}
+    found |= {"row_expert": torch.arange(shape["E"], device=device).repeat_interleave(plan.kept).to(torch.int32)}
     return found | {"gate_grad": torch.randn(shape["T"], shape["K"], device=device).to(dtype)}
 
 
-def _both(forward: Any, leaves: tuple[str, ...], grad: str) -> Calls:
-    """Forward without autograd, and training through it."""
-
-    def infer(inputs: Inputs) -> object:
-        with torch.no_grad():
-            return forward(inputs)
-
-    def train(inputs: Inputs) -> object:
-        return torch.autograd.grad(forward(inputs), [inputs[name] for name in leaves], inputs[grad])
-
-    return {"forward": infer, "training": train}
-
-
-def _gate(backend: str) -> Calls:
-    return _both(lambda i: mk.topk_gate(i["leaf_logits"], i["k"], backend=backend)[0], ("leaf_logits",), "gate_grad")
-
-
-def _plan(backend: str) -> Calls:
-    def forward(inputs: Inputs) -> object:
-        made = mk.make_plan(inputs["experts"], inputs["E"], backend=backend)
-        return made.expert_offsets, made.row_token, made.row_choice, made.slot_row
-
-    return {"forward": forward}
-
-
-def _dispatch(backend: str) -> Calls:
-    return _both(lambda i: mk.dispatch(i["leaf_x"], i["plan"], backend=backend), ("leaf_x",), "rows")
-
-
-def _combine(backend: str) -> Calls:
-    leaves = ("leaf_rows", "leaf_weights")
-    return _both(lambda i: mk.combine(i["leaf_rows"], i["plan"], i["leaf_weights"], backend=backend), leaves, "x")
+def _plan(inputs: Inputs, backend: str) -> object:
+    made = mk.make_plan(inputs["experts"], inputs["E"], backend=backend)
+    return made.expert_offsets, made.row_token, made.row_choice, made.slot_row
 
 
 def _torch_plan(inputs: Inputs) -> object:
@@ -119,47 +100,54 @@ def _bytes(once: Any, backward: Any) -> Any:
     return least
 
 
-def _entry(kernel: Any, peer: dict[str, Calls], once: Any, backward: Any, flops: tuple[int, int], **more: Any) -> Entry:
-    """flops: per element of the (R, D) rows, forward and in all."""
+def _entry(forward: Any, leaves: str, peers: dict[str, Any], once: Any, backward: Any, flops: tuple[int, int]) -> Entry:
+    """forward(inputs, backend); leaves: names, then that of the gradient. flops: per element of the (R, D) rows."""
+    *names, grad = leaves.split()
+    calls = partial(through_autograd, leaves=tuple(names), grad=grad)
     return Entry(
         shapes=SHAPES,
-        complete=lambda shape, device: shape,
+        complete=fewer_tokens,
         inputs=_inputs,
-        kernel=kernel,
-        peers=peer,
+        kernel=lambda backend: calls(partial(forward, backend=backend)),
+        peers={name: calls(peer) for name, peer in peers.items()},
         flops=lambda shape, direction: shape["T"] * shape["K"] * shape["D"] * flops[direction == "training"],
         least_bytes=_bytes(once, backward),
-        **{"directions": ("forward", "training"), "dtypes": (torch.float32, torch.bfloat16), **more},
+        directions=("forward", "training") if names else ("forward",),
+        dtypes=(torch.float32, torch.bfloat16) if names else (torch.float32,),
+        leaves=tuple(names),
+        grad=grad,
     )
 
 
 ENTRIES = {
     "topk_gate": _entry(
-        _gate,
-        {"torch topk+softmax": _both(_torch_gate, ("leaf_logits",), "gate_grad")},
+        lambda i, backend: mk.topk_gate(i["leaf_logits"], i["k"], backend=backend)[0],
+        "leaf_logits gate_grad",
+        {"torch topk+softmax": _torch_gate},
         lambda t, d, e, k: (t * e + t * k, t * k),
         lambda t, d, e, k: (2 * t * k + t * e, t * k),
         (0, 0),
     ),
     "make_plan": _entry(
         _plan,
-        {"torch argsort+bincount+cumsum": {"forward": _torch_plan}},
+        "no_grad",
+        {"torch argsort+bincount+cumsum": _torch_plan},
         lambda t, d, e, k: (0, 4 * t * k + 3 * e),
         lambda t, d, e, k: (0, 0),
         (0, 0),
-        directions=("forward",),
-        dtypes=(torch.float32,),
     ),
     "dispatch": _entry(
-        _dispatch,
-        {"torch index_select": _both(lambda i: i["leaf_x"].index_select(0, i["plan"].row_token), ("leaf_x",), "rows")},
+        lambda i, backend: mk.dispatch(i["leaf_x"], i["plan"], backend=backend),
+        "leaf_x rows",
+        {"torch index_select": lambda i: i["leaf_x"].index_select(0, i["plan"].row_token)},
         lambda t, d, e, k: (t * d + t * k * d, t * k),
         lambda t, d, e, k: (t * d + t * k * d, t * k),
         (0, 1),
     ),
     "combine": _entry(
-        _combine,
-        {"torch index_add": _both(_torch_combine, ("leaf_rows", "leaf_weights"), "x")},
+        lambda i, backend: mk.combine(i["leaf_rows"], i["plan"], i["leaf_weights"], backend=backend),
+        "leaf_rows leaf_weights x",
+        {"torch index_add": _torch_combine},
         lambda t, d, e, k: (t * d + t * k * d + t * k, t * k),
         lambda t, d, e, k: (t * d + 2 * t * k * d + 2 * t * k, t * k),
         (2, 5),

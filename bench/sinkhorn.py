@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels as mk
-from bench.entry import Calls, Entry, Inputs, Shape
+from bench.entry import Calls, Entry, Inputs, Shape, through_autograd
 
 
 def _shape(batch: int, n: int, iterations: int, tau: float) -> Shape:
@@ -16,22 +16,17 @@ def _shape(batch: int, n: int, iterations: int, tau: float) -> Shape:
 def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     size = (int(shape["B"]), int(shape["n"]), int(shape["n"]))
     scores, grad = (torch.randn(size, device=device).to(dtype) for _ in range(2))
-    leaf = scores.clone().requires_grad_()
-    return {"scores": scores, "leaf": leaf, "grad": grad, "R": int(shape["R"]), "tau": float(shape["tau"])}
+    return {"leaf": scores.requires_grad_(), "grad": grad, "R": int(shape["R"]), "tau": float(shape["tau"])}
 
 
 def _kernel(backend: str) -> Calls:
-    def p(inputs: Inputs, scores: Tensor) -> Tensor:
-        return mk.sinkhorn(scores, inputs["R"], tau=inputs["tau"], backend=backend)
-
-    return {
-        "forward": lambda inputs: p(inputs, inputs["scores"]),
-        "training": lambda inputs: torch.autograd.grad(p(inputs, inputs["leaf"]), inputs["leaf"], inputs["grad"]),
-    }
+    return through_autograd(
+        lambda inputs: mk.sinkhorn(inputs["leaf"], inputs["R"], tau=inputs["tau"], backend=backend), ("leaf",), "grad"
+    )
 
 
-def _loop(inputs: Inputs, scores: Tensor) -> Tensor:
-    log_p = scores / inputs["tau"]
+def _loop(inputs: Inputs) -> Tensor:
+    log_p = inputs["leaf"] / inputs["tau"]
     for _ in range(inputs["R"]):
         log_p = log_p - log_p.logsumexp(-1, keepdim=True)
         log_p = log_p - log_p.logsumexp(-2, keepdim=True)
@@ -54,6 +49,8 @@ ENTRIES = {
     "sinkhorn": Entry(
         shapes={
             "quick": [_shape(16384, 4, 20, 1.0), _shape(256, 64, 50, 1.0), _shape(256, 64, 50, 1e-5)],
+            "llm": [_shape(65536, 4, 20, 1.0)],
+            "scaling": [_shape(16, n, 20, 1.0) for n in (4, 16, 64, 256, 512)],
             "papers": [
                 _shape(*size, tau)
                 for size in ((65536, 4, 20), (4096, 16, 50), (4096, 64, 50), (64, 256, 150), (1, 16, 150))
@@ -63,17 +60,11 @@ ENTRIES = {
         complete=lambda shape, device: shape,
         inputs=_inputs,
         kernel=_kernel,
-        peers={
-            "torch log-form loop": {
-                "forward": lambda inputs: _loop(inputs, inputs["scores"]),
-                "training": lambda inputs: torch.autograd.grad(
-                    _loop(inputs, inputs["leaf"]), inputs["leaf"], inputs["grad"]
-                ),
-            }
-        },
+        peers={"torch log-form loop": through_autograd(_loop, ("leaf",), "grad")},
         flops=_flops,
         least_bytes=_least_bytes,
         directions=("forward", "training"),
         dtypes=(torch.float32,),
+        leaves=("leaf",),
     )
 }

@@ -13,7 +13,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -113,15 +113,27 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def time_gpu(
-    calls: Mapping[str, Callable[[Any], object]], input_sets: list[Any], budget: float = 0.5
-) -> dict[str, Sample]:
-    """Interleaved medians on the GPU of calls that take one of `input_sets`.
+def time_gpu(works: Mapping[str, Callable[[], object]], calls: int, budget: float = 0.5) -> dict[str, Sample]:
+    """Interleaved medians of a call on the GPU; each of `works` (see `launchers`) launches that many of them."""
 
-    A sample is one replay of a CUDA graph that runs the call once on every input set. The sets together exceed the L2
-    cache (see sets_for), and each keeps its output until the capture ends, so that no call finds its data there.
+    def measure(work: Callable[[], object]) -> Callable[[], float]:
+        return lambda: _between_events(work) / calls
+
+    return interleave({name: measure(work) for name, work in works.items()}, budget)
+
+
+def launchers(
+    calls: Mapping[str, Callable[[Any], object]], input_sets: list[Any], eager: Container[str] = ()
+) -> dict[str, Callable[[], object]]:
+    """For every call, what runs it once on each of `input_sets`: a CUDA graph, or for names in `eager` plain launches.
+
+    The sets together exceed the L2 cache (see sets_for), and each keeps its output until the capture ends, so that no
+    call finds its data there.
     """
-    return interleave({name: _replayer(call, input_sets) for name, call in calls.items()}, budget)
+    return {
+        name: partial(_launch, call, input_sets) if name in eager else _graph(call, input_sets)
+        for name, call in calls.items()
+    }
 
 
 def sets_for(bytes_per_call: int) -> int:
@@ -130,7 +142,11 @@ def sets_for(bytes_per_call: int) -> int:
     return max(2, min(-(-3 * l2 // bytes_per_call), 2**32 // bytes_per_call, 64))
 
 
-def _replayer(call: Callable[[Any], object], input_sets: list[Any]) -> Callable[[], float]:
+def _launch(call: Callable[[Any], object], input_sets: list[Any]) -> list[object]:
+    return [call(inputs) for inputs in input_sets]
+
+
+def _graph(call: Callable[[Any], object], input_sets: list[Any]) -> Callable[[], object]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # warm-up outside of the capture: compiles, and lets libraries allocate
@@ -140,9 +156,9 @@ def _replayer(call: Callable[[Any], object], input_sets: list[Any]) -> Callable[
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [call(inputs) for inputs in input_sets]
+        kept = _launch(call, input_sets)
     del kept
-    return lambda: _between_events(graph.replay) / len(input_sets)
+    return graph.replay
 
 
 def _between_events(work: Callable[[], object]) -> float:
@@ -180,7 +196,7 @@ def ceilings(device: str, dtypes: list[torch.dtype], budget: float = 0.3) -> dic
         if on_gpu or dtype in (torch.float32, torch.bfloat16):
             calls[_name(dtype)] = _product(side, dtype, device)
     if on_gpu:
-        samples = time_gpu(calls, [None, None], budget)
+        samples = time_gpu(launchers(calls, [None, None]), 2, budget)
     else:
         samples = time_cpu({name: partial(call, None) for name, call in calls.items()}, budget)
     work = {name: 2 * size if name == "copy" else 2 * side**3 for name in calls}
@@ -195,23 +211,3 @@ def _product(side: int, dtype: torch.dtype, device: str) -> Callable[[Any], obje
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def nvml() -> dict[str, Any]:
-    """Clocks in MHz, power in W, temperature in C and throttle reasons of GPU 0, where nvidia-ml-py is installed."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        return {
-            "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            "memory_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-            "watts": pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-            "celsius": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-            "throttle_reasons": hex(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
-        }
-    except ImportError:
-        return {}
-    except pynvml.NVMLError as error:
-        return {"error": str(error)}

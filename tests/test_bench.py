@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 import bench.__main__ as command
-from bench import checks, compare, ledger, measure, registry, report, timing
+from bench import checks, compare, ledger, measure, nvml, peers, registry, report, timing, tracing
 from bench.entry import DIRECTIONS
 from moe_kernels.backends import cpu
 from moe_kernels.verify import Row, verify
@@ -32,7 +33,8 @@ PEER = "torch topk+scatter+mul"
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bench on kWTA alone, one shape of 4 rows and the small cases."""
-    entry = replace(ENTRY, shapes={"quick": [{"N": 100, "p": 0.5}]}, complete=lambda shape, device: {"R": 4, **shape})
+    shapes = {"quick": [{"N": 100, "p": 0.5}], "scaling": [{"R": 4, "N": n, "p": 0.5} for n in (10, 1000)]}
+    entry = replace(ENTRY, shapes=shapes, complete=lambda shape, device: {"R": 4, **shape})
     monkeypatch.setitem(registry.ENTRIES, "kwta", entry)
     operations = verify.__globals__["OPERATIONS"]
     monkeypatch.setitem(verify.__globals__, "OPERATIONS", {"kwta": operations["kwta"]})
@@ -155,6 +157,36 @@ def test_a_figure_follows_from_its_samples() -> None:
     assert found["peers"] == {PEER: pytest.approx(8)}
 
 
+def test_peak_memory_counts_what_is_held_at_once() -> None:
+    x = torch.randn(1000)
+    assert tracing.peak_bytes(lambda: x + 1, "cpu") == pytest.approx(4000, abs=100)
+    assert tracing.peak_bytes(lambda: (x + 1) + (x + 2), "cpu") == pytest.approx(12000, abs=300)
+    assert tracing.peak_bytes(lambda: torch.add(x, 1, out=x), "cpu") < 200
+
+
+def test_telemetry_gives_medians_reasons_and_energy_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    joules = iter((5.0, 7.0))
+    fake = SimpleNamespace(
+        NVMLError=RuntimeError, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, NVML_TEMPERATURE_GPU=0, nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: "gpu", nvmlDeviceGetClockInfo=lambda gpu, which: 1000 * which,
+        nvmlDeviceGetPowerUsage=lambda gpu: 350_000, nvmlDeviceGetTemperature=lambda gpu, which: 60,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 0x4 | 0x20,
+        nvmlDeviceGetTotalEnergyConsumption=lambda gpu: 1000 * next(joules),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    launched: list[int] = []
+    found = nvml.watch(lambda: launched.append(1), 4, 0.0)
+    assert found.pop("joules_per_call") == pytest.approx(2.0 / (4 * len(launched)))
+    assert found == {
+        "sm_mhz": 1000, "memory_mhz": 2000, "watts": 350.0, "celsius": 60, "throttled": "power cap, software thermal",
+    }  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert nvml.missing() == "nvidia-ml-py is not installed"
+    assert nvml.watch(lambda: None, 1, 0.0) == {}
+
+
 # Refusals
 
 
@@ -166,7 +198,7 @@ def test_only_right_kernels_are_measured() -> None:
         replace(ROW, backend="cuda", dtype="-", device="-", verdict="not run", note="no GPU"),
         replace(ROW, operation="unheard"),
     ]
-    jobs, refused = measure.plan(rows, "quick", ["float32", "bfloat16"], [1, 2])
+    jobs, refused = measure.plan(rows, measure.Request(threads=(1, 2), curves=False))
     assert {(job.op, job.backends, job.dtype) for job in jobs} == {("kwta", ("cpu",), torch.float32)}
     assert {job.threads for job in jobs} == {1, 2}
     assert len(jobs) == 2 * len(ENTRY.shapes["quick"]) * len(DIRECTIONS)
@@ -189,6 +221,8 @@ def test_run_writes_results_report_and_picture(tmp_path: Path) -> None:
     assert entry["sources"] == ledger.digest("kwta", "cpu")
     assert [figure["direction"] for figure in entry["figures"]] == list(DIRECTIONS)
     assert [len(each["figures"]) for each in result["entries"]] == [3, 0, 0, 0]
+    assert [each["shape"] for each in entry["curves"]] == ["R=4 N=10 p=0.5", "R=4 N=1000 p=0.5"]
+    assert entry["figures"][2]["peak_mib"] > 0
     text = (tmp_path / "report.md").read_text()
     assert "| kwta | cpu | float32 | forward | R=4 N=100 p=0.5 | 1 thread |" in text
     assert "![kwta.png](kwta.png)" in text
@@ -204,7 +238,18 @@ def test_run_refuses_to_measure_a_wrong_kernel_and_fails(monkeypatch, tmp_path: 
         return (y.neg_() if x.dtype == torch.float32 else y), bits
 
     monkeypatch.setattr(cpu, "kwta_fwd", wrong)
-    arguments = ["run", "--backend", "cpu", "--dtype", "float32", "--dtype", "bfloat16", "--threads", "1"]
+    arguments = [
+        "run",
+        "--backend",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--dtype",
+        "bfloat16",
+        "--threads",
+        "1",
+        "--no-curves",
+    ]
     done = CliRunner().invoke(command.app, [*arguments, "--seconds", "0", "--out", str(tmp_path)])
     assert done.exit_code == 1
     (path,) = tmp_path.glob("*.json")
@@ -227,10 +272,72 @@ def test_verify_writes_a_result_that_the_ledger_reads(tmp_path: Path) -> None:
     assert ledger.state("kwta", "cpu", [result]) == f"verified {result['date']} on {result['device']}"
 
 
-def test_an_unknown_operation_is_refused() -> None:
-    done = CliRunner().invoke(command.app, ["run", "--op", "nonsense"])
+@pytest.mark.parametrize("option", ["--op", "--backend", "--routing", "--peers", "--dtype", "--shapes"])
+def test_an_unknown_word_is_refused(option: str) -> None:
+    done = CliRunner().invoke(command.app, ["run", option, "nonsense"])
     assert done.exit_code == 2
     assert "nonsense" in done.output
+
+
+def test_a_request_chooses_routings_and_sets_of_shapes() -> None:
+    rows = [replace(ROW, operation="dispatch"), ROW]
+    jobs, refused = measure.plan(rows, measure.Request("llm", ("float32",), (1,), ("zipf", "uniform"), curves=False))
+    assert {job.shape["routing"] for job in jobs if job.op == "dispatch"} == {"zipf", "uniform"}
+    assert any(job.op == "kwta" for job in jobs)
+    assert max(job.shape["T"] for job in jobs if job.op == "dispatch") == 4096  # a CPU's
+    assert refused == []
+
+
+def test_what_has_no_shapes_of_a_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.ENTRIES, "kwta", replace(ENTRY, shapes={"quick": ENTRY.shapes["quick"]}))
+    _, refused = measure.plan([ROW], measure.Request("llm"))
+    assert refused == ["kwta: has no shapes called llm with that routing", "kwta: has no shapes called scaling"]
+
+
+@pytest.mark.parametrize("op", list(registry.ENTRIES))
+def test_a_scaling_curve_varies_one_size_over_two_decades(op: str) -> None:
+    shapes = registry.ENTRIES[op].shapes["scaling"]
+    varying = [name for name in shapes[0] if len({shape[name] for shape in shapes}) > 1]
+    assert len(varying) == 1
+    sizes = [shape[varying[0]] for shape in shapes]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] / sizes[0] >= 100
+
+
+# Peers
+
+
+def test_a_peer_is_one_function_and_is_named_when_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "PACKAGES", {})
+    peers.peer("kwta", "here", "math")(lambda inputs: inputs["leaf"] * inputs["mask"])
+    peers.peer("kwta", "not installed", "a_package_that_nobody_has")(lambda inputs: None)
+    peers.peer("kwta", "on GPUs", "math", device="cuda")(lambda inputs: None)
+    peers.peer("kwta", "wrong", "math")(lambda inputs: -inputs["leaf"] * inputs["mask"])
+    peers.peer("kwta", "broken", "math")(lambda inputs: {}["nothing"])
+    job = measure.Job("kwta", SHAPE, torch.float32, "training", "cpu", 1, ("cpu",))
+    (found,) = measure.run([job], {"1 thread": {"copy": 1.0}}, 0.0)
+    assert set(found.figures[0]["peers"]) == set(found.figures[0]["peers_peak_mib"]) == {PEER, "here"}
+    assert sorted(found.left_out) == [
+        "peer broken of kwta: fails: KeyError: 'nothing'",
+        "peer not installed of kwta: a_package_that_nobody_has is not installed",
+        "peer on GPUs of kwta: takes cuda tensors only",
+        "peer wrong of kwta: gives another result, off by 2 of its norm",
+    ]
+
+
+@pytest.mark.parametrize(("wanted", "names"), [(None, {PEER}), (("TOPK",), {PEER}), (("pot",), set()), ((), set())])
+def test_peers_are_chosen_by_parts_of_their_names(wanted, names) -> None:
+    calls, _, _ = peers.available("kwta", ENTRY, "cpu", torch.float32, wanted)
+    assert set(calls) == names
+
+
+@pytest.mark.parametrize("direction", ["forward", "training"])
+def test_pot_computes_what_sinkhorn_does(direction: str) -> None:
+    entry = registry.ENTRIES["sinkhorn"]
+    inputs = entry.inputs({"B": 3, "n": 5, "R": 4, "tau": 0.5}, torch.float32, "cpu")
+    calls, missing, _ = peers.available("sinkhorn", entry, "cpu", torch.float32)
+    assert list(missing) == ["flash-sinkhorn"]
+    torch.testing.assert_close(calls["POT"][direction](inputs), entry.kernel("cpu")[direction](inputs))
 
 
 @pytest.mark.usefixtures("tiny")

@@ -1,0 +1,117 @@
+"""Peers from other packages: one function each, `inputs -> output` of an operation, named with its reason when missing.
+
+PyTorch's own compositions need nothing and stand in the operation's Entry. What cannot be compared is here too, with
+the reason, so that a report says so. A peer that gives another result than the kernel is not compared (see measure).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from bench.entry import Calls, Entry, Inputs, through_autograd
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`forward` of a package's implementation; `reason` why it can never be compared, empty if it can.
+
+    device: the only type of tensors it takes, empty for any. waits: it waits for the GPU, so that no graph holds it.
+    """
+
+    name: str
+    module: str
+    forward: Callable[[Inputs], object] | None = None
+    device: str = ""
+    waits: bool = False
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
+    reason: str = ""
+
+    def missing(self, device: str, dtype: torch.dtype) -> str:
+        """Why it cannot run here; empty if it can."""
+        if self.reason:
+            return self.reason
+        if self.device and self.device != device:
+            return f"takes {self.device} tensors only"
+        if dtype not in self.dtypes:
+            return f"does not take {str(dtype).removeprefix('torch.')}"
+        return "" if importlib.util.find_spec(self.module) else f"{self.module} is not installed"
+
+
+PACKAGES: dict[str, list[Peer]] = {}
+
+
+def peer(op: str, name: str, module: str, **more: object) -> Callable[[Callable[[Inputs], object]], object]:
+    """Registers the function below it as a peer of `op`; the other fields of Peer by name."""
+
+    def register(forward: Callable[[Inputs], object]) -> Callable[[Inputs], object]:
+        PACKAGES.setdefault(op, []).append(Peer(name, module, forward, **more))  # type: ignore[arg-type]
+        return forward
+
+    return register
+
+
+def available(
+    op: str, entry: Entry, device: str, dtype: torch.dtype, wanted: Iterable[str] | None = None
+) -> tuple[dict[str, Calls], dict[str, str], set[str]]:
+    """Calls by name of every peer of `op`, why the others are missing, and which wait for the GPU.
+
+    wanted: parts of names, such as "torch" or "pot"; None is all of them, and an empty one is none.
+    """
+    chosen = None if wanted is None else [part.lower() for part in wanted]
+
+    def asked(name: str) -> bool:
+        return chosen is None or any(part in name.lower() for part in chosen)
+
+    calls = {name: each for name, each in entry.peers.items() if asked(name)}
+    missing, waiting = {}, set()
+    for each in PACKAGES.get(op, []):
+        if not asked(each.name):
+            continue
+        reason = each.missing(device, dtype)
+        if reason or each.forward is None:
+            missing[each.name] = reason
+            continue
+        calls[each.name] = through_autograd(each.forward, entry.leaves, entry.grad)
+        waiting |= {each.name} if each.waits else set()
+    return calls, missing, waiting
+
+
+def known(entries: dict[str, Entry]) -> set[str]:
+    """Every peer's name, missing ones too."""
+    own = {name for entry in entries.values() for name in entry.peers}
+    return own | {each.name for packages in PACKAGES.values() for each in packages}
+
+
+@peer("sinkhorn", "POT", "ot", dtypes=(torch.float32,))
+def _pot(inputs: Inputs) -> object:
+    from ot.batch import bregman_log_projection_batch
+
+    log_k = inputs["leaf"] / inputs["tau"]
+    options = {"max_iter": inputs["R"], "tol": 0.0, "grad": "autodiff"}
+    return bregman_log_projection_batch(log_k, **options)["T"] * log_k.shape[-1]
+
+
+@peer("dispatch", "megablocks gather", "megablocks", device="cuda")
+def _megablocks_gather(inputs: Inputs) -> object:
+    from megablocks import ops
+
+    offsets = inputs["plan"].expert_offsets[1:]
+    return ops.gather(inputs["leaf_x"], inputs["row_slot"], inputs["row_expert"], offsets, inputs["k"])
+
+
+@peer("combine", "megablocks scatter", "megablocks", device="cuda")
+def _megablocks_scatter(inputs: Inputs) -> object:
+    from megablocks import ops
+
+    weights, offsets = inputs["leaf_weights"].flatten(), inputs["plan"].expert_offsets[1:]
+    slots, experts = inputs["row_slot"], inputs["row_expert"]
+    return ops.scatter(inputs["leaf_rows"], slots, experts, weights, offsets, inputs["k"])
+
+
+PACKAGES["sinkhorn"].append(
+    Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds under squared distances, no matrix of scores")
+)
