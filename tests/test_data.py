@@ -8,15 +8,16 @@ import re
 import struct
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from moe_kernels.data import CIFAR10_BATCHES, CIFAR10_CLASSES, load
+from moe_kernels.data import CIFAR10_BATCHES, CIFAR10_CLASSES, files, load
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = Path(os.environ.get("MOE_KERNELS_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
 def shared(name: str) -> Path:
@@ -160,6 +161,54 @@ def test_a_python_batch_cannot_run_code(tmp_path):
         load(tmp_path)
 
 
+def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
+    """An array as a pickle writes it, with a shape to reconstruct, a dtype and a state of one's own."""
+    return (
+        b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n"
+        + b"J" + struct.pack("<i", shape) + b"\x85U\x01btR(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\n(U"
+        + bytes([len(dtype)]) + dtype + b"K\x00K\x01tR\x89" + state + b"tbU\x06labels](K\x01eu."
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (reduced(0, b"O8", b"]"), "array of something else than bytes"),
+        (reduced(2**31 - 1, b"u1", b"U\x03abc"), "array .1, 3072. with 3 bytes"),  # takes no 2 GiB
+        (b"\x80\x02Nr\xff\xff\xff\x7f.", "numbers its memories up to 2147483647"),
+        (b"\x80\x02" + b"(" * 3 + b"cbuiltins\neval\n.", "asks for builtins.eval"),
+        (pickle.dumps({b"data": [1, 2], b"labels": [1]}), "expected an array, got list"),
+    ],
+)
+def test_hostile_pickles_are_refused_and_take_no_memory(tmp_path, batch, message):
+    for name in CIFAR10_BATCHES:
+        (tmp_path / name).write_bytes(batch)
+    with pytest.raises(ValueError, match=rf"data_batch_1: expected a CIFAR-10 Python batch.*{message}|{message}"):
+        load(tmp_path)
+
+
+def test_cifar100_in_both_formats(tmp_path):
+    rng = np.random.default_rng(2)
+    batches = {
+        part: (rng.integers(0, 100, 3), rng.integers(0, 256, (3, 3072), dtype=np.uint8)) for part in ("train", "test")
+    }
+    binary, python = tmp_path / "bin", tmp_path / "python" / "cifar-100-python"
+    binary.mkdir()
+    python.mkdir(parents=True)
+    (binary / "fine_label_names.txt").write_text("")
+    (python / "meta").write_bytes(b"")
+    for part, (labels, pixels) in batches.items():
+        records = b"".join(bytes([7, y]) + x.tobytes() for y, x in zip(labels.tolist(), pixels, strict=True))
+        (binary / f"{part}.bin").write_bytes(records)
+        batch = {b"data": pixels, b"fine_labels": labels.tolist(), b"coarse_labels": [7] * 3}
+        (python / part).write_bytes(pickle.dumps(batch, protocol=2))
+    for path in (binary, python.parent, python / "train"):
+        found = load(path)
+        assert (found.name, len(found.classes)) == ("cifar100", 100)
+        assert found.train_y.tolist() == batches["train"][0].tolist()
+        torch.testing.assert_close(found.test_x, scaled(batches["test"][1]), rtol=0, atol=1e-6)
+
+
 def test_npz_of_jpegs(tmp_path):
     colours = write_jpegs(tmp_path / "flags.npz")
     data = load(tmp_path / "flags.npz")
@@ -185,9 +234,10 @@ def test_paths_without_a_set_are_refused(tmp_path):
     with pytest.raises(ValueError, match="expected 'digits' or a path to MNIST"):
         load(tmp_path / "nothing")
     (tmp_path / "notes.txt").write_text("x")
-    for path in (tmp_path, tmp_path / "notes.txt"):
-        with pytest.raises(ValueError, match=r"expected MNIST as IDX files.*; found none"):
-            load(path)
+    with pytest.raises(ValueError, match=r"expected MNIST as IDX files.*; found none"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match=r"notes.txt: expected at least 100 bytes of text, got 1"):
+        load(tmp_path / "notes.txt")
 
 
 def damage(folder: Path, name: str, change) -> None:
@@ -249,6 +299,98 @@ def test_damaged_npz_is_refused(tmp_path, changes, message):
     write_jpegs(tmp_path / "flags.npz", **changes)
     with pytest.raises(ValueError, match=message):
         load(tmp_path / "flags.npz")
+
+
+def test_text_is_bytes_split_nine_to_one(tmp_path):
+    content = ("To be, or not to be" * 20).encode()[:200]
+    (tmp_path / "tiny_shakespeare.txt.gz").write_bytes(gzip.compress(content))
+    found = load(tmp_path)
+    assert (found.name, found.vocabulary) == ("tiny_shakespeare", bytes(sorted(set(content))))
+    parts = [found.train_tokens, found.valid_tokens, found.test_tokens]
+    assert [len(part) for part in parts] == [180, 10, 10]
+    assert bytes(found.vocabulary[i] for part in parts for i in part.tolist()) == content
+    windows = found.windows("train", 16)
+    assert windows.shape == (11, 17)
+    assert torch.equal(windows[3], found.train_tokens[48:65])
+    with pytest.raises(ValueError, match="expected more than 10 bytes of test text, got 10"):
+        found.windows("test", 10)
+
+
+def test_text_in_parts_says_which_are_missing(tmp_path):
+    (tmp_path / "wiki.valid.tokens").write_bytes(b"abc" * 9)
+    with pytest.raises(ValueError, match="no train, test"):
+        load(tmp_path)
+    (tmp_path / "wiki.test.tokens").write_bytes(b"cab" * 3)
+    found = load(tmp_path)
+    assert (len(found.train_tokens), len(found.valid_tokens), len(found.test_tokens)) == (27, 0, 9)
+    assert "trained on its validation text" in found.name
+    (tmp_path / "wiki.train.tokens").write_bytes(b"d" * 50)
+    assert load(tmp_path).train_tokens.tolist() == [3] * 50
+
+
+def test_a_truncated_enwik8_is_refused(tmp_path):
+    (tmp_path / "enwik8").write_bytes(b"<mediawiki" * 100)
+    with pytest.raises(ValueError, match="expected the 100000000 bytes of enwik8, got 1000"):
+        load(tmp_path)
+    with zipfile.ZipFile(tmp_path / "text8.zip", "w") as archive:
+        archive.writestr("text8", b"a" * 200)
+    with pytest.raises(ValueError, match="bytes of text8, got 200"):
+        load(tmp_path / "text8.zip")
+
+
+def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LIMIT", 1000)
+    (tmp_path / "tiny_shakespeare.txt.gz").write_bytes(gzip.compress(bytes(5000)))
+    with pytest.raises(ValueError, match="expected at most 1000 bytes, got more"):
+        load(tmp_path)
+
+
+def test_prepared_ratings(tmp_path):
+    (tmp_path / "movielens_val.csv").write_text("user,movie,watched,rating\n3,5,1,4\n0,9,0,0\n")
+    with pytest.raises(ValueError, match=r"no movielens_test\.csv"):
+        load(tmp_path)
+    (tmp_path / "movielens_test.csv.gz").write_bytes(gzip.compress(b"user,movie,watched,rating\n7,1,1,5\n"))
+    found = load(tmp_path)
+    assert [t.tolist() for t in found.train] == [[3, 0], [5, 9], [1, 0], [4, 0]]
+    assert [t.tolist() for t in found.test] == [[7], [1], [1], [5]]
+    assert (found.num_users, found.num_movies) == (8, 10)
+    assert "trained on its validation rows" in found.name
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("user,film\n", "expected the header user,movie,watched,rating, got b'user,film'"),
+        ("user,movie,watched,rating\n1,2,1,3\n1,2,x,3\n", "line 3: expected 4 whole numbers"),
+        ("user,movie,watched,rating\n1,2,1\n", "line 2: expected 4 whole numbers"),
+        ("user,movie,watched,rating\n1,2,1,99999999999999999999\n", "line 2: expected 4 whole numbers"),
+        ("user,movie,watched,rating\n1,2,1,3\n1,2,0,3\n", "line 3: expected rows of a user"),
+        ("user,movie,watched,rating\n1,1000000,1,3\n", "line 2: expected rows of a user and a movie below 1000000"),
+        ("user,movie,watched,rating\n", "got none"),
+    ],
+)
+def test_damaged_ratings_are_refused(tmp_path, content, message):
+    (tmp_path / "movielens_test.csv").write_text("user,movie,watched,rating\n7,1,1,5\n")
+    (tmp_path / "movielens_val.csv").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_published_ratings_get_as_many_movies_that_were_not_watched(tmp_path):
+    rng = np.random.default_rng(0)
+    watched = {(u, m) for u, m in rng.integers(1, [8, 40], (80, 2)).tolist()} | {(7, 41)}
+    lines = [f"{u}::{m}::{1 + (u + m) % 5}::97830{i:04d}\n" for i, (u, m) in enumerate(sorted(watched))]
+    (tmp_path / "ratings.dat").write_text("".join(lines))
+    found, again = load(tmp_path), load(tmp_path / "ratings.dat")
+    rows = [torch.cat(pair).tolist() for pair in zip(found.train, found.test, strict=True)]
+    assert rows == [torch.cat(pair).tolist() for pair in zip(again.train, again.test, strict=True)]
+    every = list(zip(*rows, strict=True))
+    positive = {(u + 1, m + 1, r) for u, m, w, r in every if w}
+    assert positive == {(u, m, 1 + (u + m) % 5) for u, m in watched}
+    negative = [(u + 1, m + 1) for u, m, w, r in every if not w and r == 0]
+    assert len(every) == 2 * len(watched) == 2 * len(negative)
+    assert watched.isdisjoint(negative)
+    assert len(found.test[0]) == 2 * len(watched) // 10
 
 
 @pytest.mark.parametrize("missing", ["sklearn.datasets", "PIL.Image"])

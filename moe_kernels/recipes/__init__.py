@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_kernels.data import Dataset, Images
+from moe_kernels.data import Images
 
 
 class Batch(NamedTuple):
@@ -34,7 +34,7 @@ class Batch(NamedTuple):
 class Splits(NamedTuple):
     """What a run trains on and what judges it: tensors whose first dimension counts samples."""
 
-    source: Dataset
+    source: Any  # the data set: a Dataset of the kind that the recipe accepts
     train: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
 

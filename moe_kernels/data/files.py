@@ -1,0 +1,162 @@
+"""Files that somebody else wrote: read whole, up to a limit, or refused with a reason. Nothing in them can run."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import importlib
+import io
+import pickle
+import pickletools
+import re
+import zipfile
+import zlib
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIMIT = 1 << 31  # bytes of a file, also of a packed one's content: the largest set read here has 614 million
+
+
+def read(file: Path) -> bytes:
+    """The content of a file, of a .gz, or of the one file in a .zip.
+
+    Raises:
+        ValueError: a damaged archive, or more than LIMIT bytes.
+    """
+    try:
+        if file.suffix == ".gz":
+            with gzip.open(file) as packed:
+                content = packed.read(LIMIT + 1)
+        elif file.suffix == ".zip":
+            with zipfile.ZipFile(file) as archive:
+                (member,) = archive.namelist()
+                with archive.open(member) as packed:
+                    content = packed.read(LIMIT + 1)
+        else:
+            with file.open("rb") as plain:
+                content = plain.read(LIMIT + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        kind = "zip file with one file in it" if file.suffix == ".zip" else "gzip file"
+        raise ValueError(f"data: {file}: expected a whole {kind}; {error}") from error
+    if len(content) > LIMIT:
+        raise ValueError(f"data: {file}: expected at most {LIMIT} bytes, got more")
+    return content
+
+
+def as_bytes(content: bytes | bytearray) -> Tensor:
+    """uint8 (n,)."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+def integers(file: Path, lines: list[bytes], separator: bytes, columns: int, first_line: int) -> Tensor:
+    """int64 (len(lines), columns) of lines of whole numbers; first_line is the number of the first in an error."""
+    if all(line.count(separator) == columns - 1 for line in lines):
+        try:
+            cells = list(map(int, separator.join(lines).split(separator))) if lines else []
+            return torch.tensor(cells, dtype=torch.int64).view(-1, columns)
+        except (ValueError, OverflowError, RuntimeError):
+            pass  # which line it was is looked for below
+    for number, line in enumerate(lines, first_line):
+        if not re.fullmatch(rb"-?\d{1,18}(%s-?\d{1,18}){%d}" % (separator, columns - 1), line):
+            raise ValueError(
+                f"data: {file}, line {number}: expected {columns} whole numbers between {separator.decode()!r}, "
+                f"got {line[:60]!r}"
+            )
+    raise ValueError(f"data: {file}: expected lines of {columns} whole numbers between {separator.decode()!r}")
+
+
+def need(module: str, package: str) -> Any:
+    """An optional module, or an ImportError that says how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"data: this set needs {package}: pip install moe_kernels[bench] ({error})") from error
+
+
+def unpickle(content: bytes) -> Any:
+    """Plain containers, numbers, strings and uint8 arrays (as tensors) out of a pickle, without numpy.
+
+    Raises:
+        pickle.UnpicklingError, and whatever else a pickle that is none makes the reader raise: see `BROKEN_PICKLE`.
+    """
+    for count, (opcode, number, _) in enumerate(pickletools.genops(content)):
+        # The reader makes room for as many memories as the largest number asks for, 16 GiB if it is 2^31.
+        if "PUT" in opcode.name and number > count:
+            raise pickle.UnpicklingError(f"it numbers its memories up to {number} after {count} steps")
+    return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
+
+
+BROKEN_PICKLE = (
+    pickle.UnpicklingError,
+    EOFError,
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+    ImportError,
+)
+
+
+class _Dtype:
+    """Stands for numpy.dtype: remembers which one, and nothing can be set."""
+
+    def __init__(self, code: Any, *flags: Any) -> None:
+        self.code = code.decode("ascii") if isinstance(code, bytes) else code
+
+    def __setstate__(self, state: Any) -> None:
+        """Byte order and fields: of no meaning to single bytes."""
+
+
+class _Array:
+    """Stands for numpy.ndarray, whose memory a hostile pickle could ask for; holds what the pickle itself holds."""
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, self.fortran, content = state
+        if not isinstance(dtype, _Dtype) or dtype.code not in ("u1", "|u1") or not isinstance(content, bytes):
+            raise pickle.UnpicklingError("it holds an array of something else than bytes")
+        self.shape = tuple(int(size) for size in shape)
+        if any(size < 0 for size in self.shape) or prod(self.shape) != len(content):
+            raise pickle.UnpicklingError(f"it holds an array {self.shape} with {len(content)} bytes")
+        self.content = content
+
+    def tensor(self) -> Tensor:
+        if self.fortran:
+            order = range(len(self.shape) - 1, -1, -1)
+            return as_bytes(self.content).view(self.shape[::-1]).permute(*order).contiguous()
+        return as_bytes(self.content).view(self.shape)
+
+
+def tensor(found: Any) -> Tensor:
+    """An array that `unpickle` found; TypeError for anything else."""
+    if not isinstance(found, _Array) or not hasattr(found, "content"):
+        raise TypeError(f"expected an array, got {type(found).__name__}")
+    return found.tensor()
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Arrays of bytes in plain containers, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("numpy", "ndarray"):
+            return _Array
+        if (module, name) == ("numpy", "dtype"):
+            return _Dtype
+        if module in {"numpy.core.multiarray", "numpy._core.multiarray"} and name == "_reconstruct":
+            return lambda kind, shape, code: _Array()  # __setstate__ fills it
+        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes in protocol 2
+            return _latin1
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which such a batch has no use for")
+
+
+def _latin1(text: str, encoding: str) -> bytes:
+    if codecs.lookup(encoding).name != "iso8859-1":
+        raise pickle.UnpicklingError(f"it encodes bytes in {encoding!r}")
+    return text.encode("latin-1")

@@ -1,0 +1,120 @@
+"""MovieLens: who watched what and how much they liked it, for the two tasks of paper 001."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_kernels.data.files import integers, read
+
+HEADER = b"user,movie,watched,rating"
+MOST = 1_000_000  # users or movies: an id decides the size of an embedding
+SEED = 0  # of the unwatched movies and the split of ratings.dat
+
+_PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
+
+
+@dataclass(frozen=True)
+class Ratings:
+    """Rows of user, movie int64 (n,), watched float32 (n,) in {0, 1}, rating float32 (n,): 1 to 5, 0 if not watched."""
+
+    name: str
+    train: tuple[Tensor, ...]
+    test: tuple[Tensor, ...]
+    num_users: int
+    num_movies: int
+
+    def to(self, device: torch.device | str) -> Ratings:
+        train, test = (tuple(tensor.to(device) for tensor in part) for part in (self.train, self.test))
+        return replace(self, train=train, test=test)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {len(self.train[0])} training and {len(self.test[0])} test rows, {self.num_users} users, "
+            f"{self.num_movies} movies"
+        )
+
+
+def find(file: Path) -> tuple[str, Path] | None:
+    """The kind of ratings and their place: ratings.dat, or folder/movielens_*."""
+    if file.name == "ratings.dat":
+        return "MovieLens", file
+    return ("MovieLens, prepared", file.parent / "movielens_*") if _PREPARED.fullmatch(file.name) else None
+
+
+def load_prepared(place: Path) -> Ratings:
+    """The CSVs that paper 001's authors prepared. Their training features are not public: where there is no
+    movielens_train.csv, the validation rows train, as the name then says."""
+    files = {m[1]: f for f in sorted(place.parent.glob(place.name)) if (m := _PREPARED.fullmatch(f.name))}
+    training = "train" if "train" in files else "val"
+    missing = [f"movielens_{part}.csv" for part in (training, "test") if part not in files]
+    if missing:
+        raise ValueError(
+            f"data: expected MovieLens as movielens_val.csv and _test.csv in {place.parent}; no {missing[0]}"
+        )
+    name = "movielens" if training == "train" else "movielens (trained on its validation rows)"
+    return _ratings(name, *(_prepared(files[part]) for part in (training, "test")))
+
+
+def _prepared(file: Path) -> Tensor:
+    lines = read(file).splitlines()
+    if not lines or lines[0] != HEADER:
+        raise ValueError(f"data: {file}: expected the header {HEADER.decode()}, got {(lines or [b''])[0][:60]!r}")
+    rows = integers(file, lines[1:], b",", 4, 2)
+    watched, rating = rows[:, 2], rows[:, 3]
+    wrong = (watched < 0) | (watched > 1) | (rating < watched) | (rating > 5 * watched)
+    return _checked(file, rows, wrong, 2)
+
+
+def load_published(file: Path) -> Ratings:
+    """GroupLens' ratings.dat of MovieLens-1M: UserID::MovieID::Rating::Timestamp, ids from 1.
+
+    As paper 001 prepares it: for every rating a movie that the user did not watch, drawn uniformly, watched 0 and
+    rating 0. A fixed random tenth of the rows is the test set.
+    """
+    rows = integers(file, read(file).splitlines(), b"::", 4, 1)
+    rows[:, :2] -= 1
+    rows = _checked(file, rows, (rows[:, 2] < 1) | (rows[:, 2] > 5), 1)
+    user, movie, rating = rows[:, 0], rows[:, 1], rows[:, 2]
+    generator = torch.Generator().manual_seed(SEED)
+    unwatched = _unwatched(file, user, movie, generator)
+    positive = torch.stack([user, movie, torch.ones_like(user), rating], 1)
+    negative = torch.stack([user, unwatched, torch.zeros_like(user), torch.zeros_like(user)], 1)
+    shuffled = torch.cat([positive, negative])[torch.randperm(2 * len(user), generator=generator)]
+    tenth = max(len(shuffled) // 10, 1)
+    return _ratings("movielens-1m", shuffled[tenth:], shuffled[:tenth])
+
+
+def _unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Generator) -> Tensor:
+    """For every row a movie that its user has no row with: drawn, and drawn again where the user has."""
+    movies = int(movie.max()) + 1
+    watched = (user * movies + movie).unique()
+    found = torch.empty_like(movie)
+    open_rows = torch.arange(len(user))
+    for _ in range(200):
+        found[open_rows] = torch.randint(movies, (len(open_rows),), generator=generator)
+        open_rows = open_rows[torch.isin(user[open_rows] * movies + found[open_rows], watched)]
+        if len(open_rows) == 0:
+            return found
+    raise ValueError(f"data: {file}: user {int(user[open_rows[0]]) + 1} has next to no movie that is not rated")
+
+
+def _checked(file: Path, rows: Tensor, wrong: Tensor, first_line: int) -> Tensor:
+    wrong = wrong | (rows[:, :2] < 0).any(1) | (rows[:, :2] >= MOST).any(1)
+    if len(rows) == 0 or wrong.any():
+        line = f", line {int(wrong.nonzero()[0]) + first_line}" if len(rows) else ""
+        raise ValueError(
+            f"data: {file}{line}: expected rows of a user and a movie below {MOST}, and a rating from 1 to 5 (0 where "
+            f"not watched){'; got none' * (len(rows) == 0)}"
+        )
+    return rows
+
+
+def _ratings(name: str, train: Tensor, test: Tensor) -> Ratings:
+    sizes = torch.cat([train, test])[:, :2].amax(0) + 1
+    parts = [(rows[:, 0], rows[:, 1], rows[:, 2].float(), rows[:, 3].float()) for rows in (train, test)]
+    return Ratings(name, parts[0], parts[1], int(sizes[0]), int(sizes[1]))

@@ -1,0 +1,90 @@
+"""Text, byte by byte: Tiny Shakespeare, WikiText, enwik8, text8, or any other file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_kernels.data.files import as_bytes, read
+
+HUNDRED_MILLION = 100_000_000  # bytes of enwik8 and of text8
+
+_WHOLE = re.compile(r"(enwik8|text8)(\.zip|\.gz)?|tiny_?shakespeare\.txt(\.gz)?")
+_PART = re.compile(r"(?P<set>wiki(?:text)?[-\d]*)[._](?P<part>train|valid|test)\.(?:tokens|raw|txt)(?:\.gz)?")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Three stretches of text as uint8 (n,) into `vocabulary`, the bytes that occur anywhere in it."""
+
+    name: str
+    train_tokens: Tensor
+    valid_tokens: Tensor
+    test_tokens: Tensor
+    vocabulary: bytes
+
+    def windows(self, part: str, length: int) -> Tensor:
+        """uint8 (n, length + 1), a view: stretches of `length` tokens one after another, and the token after each."""
+        tokens: Tensor = getattr(self, f"{part}_tokens")
+        if len(tokens) <= length:
+            raise ValueError(f"data: {self.name}: expected more than {length} bytes of {part} text, got {len(tokens)}")
+        return tokens.unfold(0, length + 1, length)
+
+    def to(self, device: torch.device | str) -> Text:
+        names = ("train_tokens", "valid_tokens", "test_tokens")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    def __str__(self) -> str:
+        sizes = " / ".join(str(len(t)) for t in (self.train_tokens, self.valid_tokens, self.test_tokens))
+        return f"{self.name}: {sizes} bytes to train, validate and test, {len(self.vocabulary)} different ones"
+
+
+def find(file: Path) -> tuple[str, Path] | None:
+    """The kind of text and its place: a file, or folder/set* for one in parts."""
+    if _WHOLE.fullmatch(file.name):
+        return "text", file
+    if match := _PART.fullmatch(file.name):
+        return "text in parts", file.parent / f"{match['set']}*"
+    return None
+
+
+def load(file: Path) -> Text:
+    """One file: enwik8 and text8 as everybody splits them, 90, 5 and 5 million bytes; others in the same proportion."""
+    content, name = read(file), file.name.partition(".")[0]
+    if name in ("enwik8", "text8") and len(content) != HUNDRED_MILLION:
+        raise ValueError(f"data: {file}: expected the {HUNDRED_MILLION} bytes of {name}, got {len(content)}")
+    if len(content) < 100:
+        raise ValueError(f"data: {file}: expected at least 100 bytes of text, got {len(content)}")
+    first, second = len(content) * 90 // 100, len(content) * 95 // 100
+    return _text(name, [content[:first], content[first:second], content[second:]])
+
+
+def load_parts(place: Path) -> Text:
+    """A set whose parts are files. Where the training part is missing, which its name then says, the validation part
+    trains and is not validated on."""
+    files = {m["part"]: f for f in sorted(place.parent.glob(place.name)) if (m := _PART.fullmatch(f.name))}
+    if "test" not in files or len(files) < 2:
+        missing = ", ".join(part for part in ("train", "valid", "test") if part not in files)
+        raise ValueError(
+            f"data: expected {place.name} with test and train or valid text in {place.parent}; no {missing}"
+        )
+    parts, name = {part: read(file) for part, file in files.items()}, place.name.removesuffix("*")
+    if "train" not in parts:
+        parts, name = parts | {"train": parts["valid"], "valid": b""}, f"{name} (trained on its validation text)"
+    for part in ("train", "test"):
+        if not parts[part]:
+            raise ValueError(f"data: {files[part]}: expected text, got an empty file")
+    return _text(name, [parts["train"], parts.get("valid", b""), parts["test"]])
+
+
+def _text(name: str, parts: list[bytes]) -> Text:
+    tokens = [as_bytes(part).long() for part in parts]
+    known = torch.stack([part.bincount(minlength=256) for part in tokens]).sum(0).nonzero().flatten()
+    number = torch.zeros(256, dtype=torch.uint8)
+    number[known] = torch.arange(len(known), dtype=torch.uint8)
+    train, valid, test = (number[part] for part in tokens)
+    return Text(name, train, valid, test, bytes(known.tolist()))
