@@ -85,7 +85,7 @@ def unpickle(content: bytes) -> Any:
     """
     for count, (opcode, number, _) in enumerate(pickletools.genops(content)):
         # The reader makes room for as many memories as the largest number asks for, 16 GiB if it is 2^31.
-        if "PUT" in opcode.name and number > count:
+        if "PUT" in opcode.name and isinstance(number, int) and number > count:
             raise pickle.UnpicklingError(f"it numbers its memories up to {number} after {count} steps")
     return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
 
