@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_kernels.nn import ExpertLayer, ExpertMLP, MoE, MultiGateMoE, SoftmaxGate, TopKGate
+from moe_kernels.nn import ExpertLayer, ExpertMLP, LocalSearch, MoE, MultiGateMoE, SoftmaxGate, TopKGate
 from moe_kernels.nn.gates import GateOutput
 from moe_kernels.nn.policies import ExpertChoice, PriorityRouting, TokenChoice, nonzero_choices
 
@@ -153,3 +153,22 @@ def test_a_gate_over_other_experts_is_refused():
         MoE(TopKGate(D, E, 2), ExpertMLP(3, D, H))
     with pytest.raises(ValueError, match="TokenChoice: priority"):
         TokenChoice(priority="min")
+
+
+def test_tasks_share_a_permutation():
+    pytest.importorskip("scipy", reason="hardening needs scipy")
+    torch.manual_seed(0)
+    gates, search = [SoftmaxGate(D, E), SoftmaxGate(D, E)], LocalSearch(E, 3)
+    layer, x = MultiGateMoE(gates, ExpertLayer(E, D, H), search), torch.randn(T, D)
+    out = layer(x)
+    every = outputs(layer.experts, x)
+    for y, gate in zip(out.y, gates, strict=True):
+        permuted = gate(x).gates @ search.soft[0]
+        torch.testing.assert_close(y, ((permuted / permuted.sum(-1, keepdim=True))[..., None] * every).sum(1))
+    assert search.step == 1  # one step a call, however many tasks
+    torch.testing.assert_close(out.losses["permutation"], search.regulariser(None))
+    layer(x), layer(x)
+    assert search.hardened
+    hard = layer(x)
+    for y, gate in zip(hard.y, gates, strict=True):
+        torch.testing.assert_close(y, (gate(x).gates[:, search.source[0], None] * every).sum(1))

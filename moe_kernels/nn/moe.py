@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moe_kernels.nn.experts import Experts
 from moe_kernels.nn.gates import Gate, GateOutput
+from moe_kernels.nn.local_search import LocalSearch
 from moe_kernels.nn.policies import TokenChoice, nonzero_choices
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.plan import make_plan
@@ -104,26 +105,34 @@ class MultiGateMoE(nn.Module):
 
     Args:
         gates: one a task, all over the same experts. experts: ExpertMLP or ExpertLayer.
+        search: the permutation that all tasks share, the "+" of COMET+ (paper 001); None: none.
 
-    Input: x (T, D); ids (T,), where the gates go by them. Output: MoEOutput with y a tuple of (T, Dout), losses and
-    statistics by "task0.name". Source: paper 001, section 2; Ma et al. 2018.
+    Input: x (T, D); ids (T,), where the gates go by them. Output: MoEOutput with y a tuple of (T, Dout), losses by
+    "task0.name" and, with a search in training, "permutation", and statistics by "task0.name", where
+    "task0.gates" (T, E) are the weights that the experts got. Source: paper 001, section 2; Ma et al. 2018.
     """
 
-    def __init__(self, gates: Sequence[Gate], experts: Experts) -> None:
+    def __init__(self, gates: Sequence[Gate], experts: Experts, search: LocalSearch | None = None) -> None:
         super().__init__()
         _check_experts("MultiGateMoE", gates, experts)
-        self.gates, self.experts = nn.ModuleList(gates), experts
+        self.gates, self.experts, self.search = nn.ModuleList(gates), experts, search
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> MoEOutput:
         outputs = [gate(x, ids) for gate in self.gates]
-        gates = [output.gates for output in outputs]
+        gates, losses = [output.gates for output in outputs], {}
+        if self.search is not None:
+            permutation = self.search.permutation()
+            gates = [self.search.permute(each, permutation) for each in gates]
+            if self.training:
+                losses["permutation"] = self.search.regulariser(permutation)
         used = torch.stack([gate.detach() for gate in gates]).abs().sum(0)
         plan = make_plan(nonzero_choices(used), self.experts.num_experts)
         rows = self.experts.rows(x, plan)
         y = tuple(combine(rows, plan, gate, backend=self.experts.backend) for gate in gates)
         named = [(f"task{index}", output) for index, output in enumerate(outputs)]
-        losses = {f"{task}.{name}": loss for task, output in named for name, loss in output.losses.items()}
+        losses |= {f"{task}.{name}": loss for task, output in named for name, loss in output.losses.items()}
         statistics = {f"{task}.{name}": each for task, output in named for name, each in output.statistics.items()}
+        statistics |= {f"task{index}.gates": each.detach() for index, each in enumerate(gates)}
         return MoEOutput(y, plan, losses, statistics | load_of(plan))
 
 

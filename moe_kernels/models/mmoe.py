@@ -1,0 +1,51 @@
+"""The two-task recommender of paper 001, supplement S1.2: shared experts, a gate a task."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.nn.experts import Experts
+from moe_kernels.nn.gates import Gate
+from moe_kernels.nn.local_search import LocalSearch
+from moe_kernels.nn.moe import MoEOutput, MultiGateMoE
+
+
+class MMoE(nn.Module):
+    """Users and movies -> (watched logit (B,), rating (B,)), and what the layer of experts said.
+
+        h = [embedding of the user, embedding of the movie]     y_task = head_task(MultiGateMoE(h)_task)
+
+    Args:
+        num_users, num_movies: ids from 0. gates: two, over h of 2 * embedding features; ids are the users.
+        experts: over the same features, with `width` outputs. search: shared by both tasks, or None.
+        embedding: features of each of the two (128). width: of an expert and of a head's hidden layer (256).
+
+    Embeddings start uniform in +-0.05, as the paper's code has them. Source: paper 001, supplement S1.2.
+    """
+
+    def __init__(
+        self,
+        num_users: int,
+        num_movies: int,
+        gates: tuple[Gate, Gate],
+        experts: Experts,
+        search: LocalSearch | None = None,
+        *,
+        embedding: int = 128,
+        width: int = 256,
+    ) -> None:
+        super().__init__()
+        self.users, self.movies = nn.Embedding(num_users, embedding), nn.Embedding(num_movies, embedding)
+        for table in (self.users, self.movies):
+            nn.init.uniform_(table.weight, -0.05, 0.05)
+        self.moe = MultiGateMoE(gates, experts, search)
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)) for _ in gates
+        )
+
+    def forward(self, users: Tensor, movies: Tensor) -> tuple[Tensor, Tensor, MoEOutput]:
+        h = torch.cat([self.users(users), self.movies(movies)], dim=-1)
+        out = self.moe(h, users)
+        watched, rating = (head(y)[:, 0] for head, y in zip(self.heads, out.y, strict=True))
+        return watched, rating, out

@@ -1,0 +1,127 @@
+"""From a dense feed-forward layer to experts, guided by the importance of its neurons, and the losses that distil it
+(MoEBERT, as paper 001 uses it).
+
+    I_j    = sum over samples s of | sum_c W1_jc dL_s/dW1_jc + sum_r W2_rj dL_s/dW2_rj |
+    expert e = the `share` most important neurons, then every E-th of the rest from the e-th on, `hidden` in all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.nn.experts import ExpertMLP
+from moe_kernels.nn.losses import symmetric_kl
+from moe_kernels.ops._checks import check_int
+
+
+class NeuronImportance:
+    """I (hidden) of a layer fc2(act(fc1(x))), summed over what runs forward and backward inside the block:
+
+        with NeuronImportance(ffn.fc1, ffn.fc2) as importance:
+            for x, y in batches: loss_of_each_sample(model(x), y).sum().backward()
+        importance.value
+
+    Of the first dimension of fc1's input every index is a sample; the loss is to be a sum over samples, each of which
+    contributes to its own rows alone. No gradient of a weight is needed a sample: the two sums are
+    sum_t dpre_tj (pre_tj - b_j) and sum_t h_tj dh_tj over the tokens t of the sample. Biases do not count.
+
+    Source: Zuo et al. 2022 (MoEBERT), section 3.2; absolute value after adding the two terms, as its code has it.
+    """
+
+    def __init__(self, fc1: nn.Linear, fc2: nn.Linear) -> None:
+        if fc1.out_features != fc2.in_features:
+            raise ValueError(
+                f"NeuronImportance: fc2 must take the {fc1.out_features} features of fc1, it takes {fc2.in_features}"
+            )
+        self.fc1, self.fc2 = fc1, fc2
+        self.value = fc1.weight.new_zeros(fc1.out_features)
+
+    def __enter__(self) -> NeuronImportance:
+        self._hooks = [
+            self.fc1.register_forward_hook(lambda module, args, out: self._watch(out, self.fc1.bias)),
+            self.fc2.register_forward_pre_hook(lambda module, args: self._watch(args[0], None)),
+        ]
+        self._first: list[Tensor] = []
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _watch(self, x: Tensor, bias: Tensor | None) -> None:
+        def add(grad: Tensor) -> None:
+            value = x.detach() if bias is None else x.detach() - bias.detach()
+            products = (value * grad).flatten(1, -2).sum(1) if x.dim() > 2 else value * grad
+            # Backward reaches fc2's input first, then fc1's output.
+            self._first.append(products)
+            if len(self._first) == 2:
+                self.value += (self._first[0] + self._first[1]).abs().sum(0)
+                self._first = []
+
+        x.register_hook(add)
+
+
+def split_neurons(importance: Tensor, num_experts: int, hidden: int, share: int) -> list[Tensor]:
+    """The neurons of every expert, int64 in the order of their importance: `share` common ones, then its own.
+
+    At most `hidden` of them. Where the others do not divide by num_experts the last experts have one neuron less,
+    unless `hidden` cuts them all.
+    """
+    check_int("split_neurons", "share", share, 0, min(hidden, len(importance)), "neurons that all experts have")
+    order = importance.argsort(descending=True, stable=True)
+    common, others = order[:share], order[share:]
+    return [torch.cat([common, others[e::num_experts]])[:hidden] for e in range(num_experts)]
+
+
+@torch.no_grad()
+def split_ffn(
+    fc1: nn.Linear, fc2: nn.Linear, importance: Tensor, num_experts: int, hidden: int, share: int, activation: str
+) -> ExpertMLP:
+    """ExpertMLP whose experts are copies of neurons of fc2(act(fc1(x))), each with the whole bias of fc2.
+
+    Args:
+        importance: (neurons). num_experts, hidden, share: as in `split_neurons`; MoEBERT: 4, 768, 512 of 3072.
+        activation: "relu", "gelu", "silu" or "tanh": act(0) must be 0, for an expert that is a neuron short.
+
+    MoEBERT's experts have a LayerNorm and the residual inside; here both stay around the layer, the same while the
+    LayerNorms of a layer's experts are equal, as they are at the start.
+    """
+    if activation not in ("relu", "gelu", "silu", "tanh"):
+        raise ValueError(f"split_ffn: activation must be relu, gelu, silu or tanh; got {activation!r}")
+    experts = ExpertMLP(num_experts, fc1.in_features, hidden, fc2.out_features, activation=activation, bias=True).to(
+        fc1.weight
+    )
+    for parameter in experts.parameters():
+        parameter.zero_()
+    for e, neurons in enumerate(split_neurons(importance, num_experts, hidden, share)):
+        count = len(neurons)
+        experts.w_in[e, :, :count] = fc1.weight[neurons].t()
+        experts.w_out[e, :count] = fc2.weight[:, neurons].t()
+        if fc1.bias is not None and experts.b_in is not None:
+            experts.b_in[e, :count] = fc1.bias[neurons]
+        if fc2.bias is not None and experts.b_out is not None:
+            experts.b_out[e] = fc2.bias
+    return experts
+
+
+def distillation_loss(
+    student: Sequence[Tensor], teacher: Sequence[Tensor], logits: Tensor, teacher_logits: Tensor
+) -> Tensor:
+    """sum over layers of the mean squared difference of hidden states, plus symmetric_kl of the predictions.
+
+    Args:
+        student, teacher: hidden states of equal shapes, the embedding's among them; the teacher is a constant (and in
+            eval mode, so that its dropout is off). logits, teacher_logits: (B, classes).
+
+    Source: MoEBERT, section 3.4; weight 5 there, beside the task's cross-entropy.
+    """
+    if len(student) != len(teacher):
+        raise ValueError(
+            f"distillation_loss: expected {len(teacher)} hidden states like the teacher's, got {len(student)}"
+        )
+    layers = sum(F.mse_loss(own, other.detach()) for own, other in zip(student, teacher, strict=True))
+    return layers + symmetric_kl(logits, teacher_logits.detach())

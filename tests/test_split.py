@@ -1,0 +1,64 @@
+"""MoEBERT's split: importance against per-sample weight gradients, neurons by hand, an expert equal to its neurons."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moe_kernels.nn.split import NeuronImportance, distillation_loss, split_ffn, split_neurons
+from moe_kernels.ops.plan import make_plan
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 3)], ids=["samples", "samples of 3 tokens"])
+def test_importance_is_of_per_sample_gradients(shape):
+    torch.manual_seed(0)
+    fc1, fc2 = nn.Linear(4, 7).double(), nn.Linear(7, 4).double()
+    batches = [torch.randn(*shape, 4, dtype=torch.float64) for _ in range(2)]
+
+    def losses(x):
+        return fc2(F.gelu(fc1(x))).square().flatten(1).sum(1)
+
+    with NeuronImportance(fc1, fc2) as importance:
+        for x in batches:
+            losses(x.requires_grad_()).sum().backward()
+
+    expected = torch.zeros(7, dtype=torch.float64)
+    for x in batches:
+        for loss in losses(x):
+            g1, g2 = torch.autograd.grad(loss, [fc1.weight, fc2.weight], retain_graph=True)
+            expected += ((fc1.weight * g1).sum(1) + (fc2.weight * g2).sum(0)).abs().detach()
+    torch.testing.assert_close(importance.value, expected)
+    losses(batches[0]).sum().backward()
+    torch.testing.assert_close(importance.value, expected)  # outside the block nothing is added
+
+
+def test_neurons_by_hand():
+    importance = torch.tensor([1.0, 9, 3, 7, 5, 2, 8])  # in order: 1 6 3 4 2 5 0
+    assert [each.tolist() for each in split_neurons(importance, 2, 4, 2)] == [[1, 6, 3, 2], [1, 6, 4, 5]]
+    assert [each.tolist() for each in split_neurons(importance, 2, 5, 2)] == [[1, 6, 3, 2, 0], [1, 6, 4, 5]]
+    with pytest.raises(ValueError, match="split_neurons: share"):
+        split_neurons(importance, 2, 4, 5)
+
+
+def test_an_expert_is_its_neurons():
+    torch.manual_seed(0)
+    fc1, fc2, x = nn.Linear(4, 7), nn.Linear(7, 4), torch.randn(6, 4)
+    importance = torch.rand(7)
+    experts = split_ffn(fc1, fc2, importance, 2, 5, 2, "gelu")
+    for e, neurons in enumerate(split_neurons(importance, 2, 5, 2)):
+        expected = F.gelu(F.linear(x, fc1.weight[neurons], fc1.bias[neurons])) @ fc2.weight[:, neurons].t() + fc2.bias
+        found = experts(x, make_plan(torch.full((6, 1), e), 2), None)
+        torch.testing.assert_close(found, expected)
+    whole = split_ffn(fc1, fc2, importance, 3, 7, 7, "relu")  # all neurons shared: the layer itself
+    torch.testing.assert_close(whole(x, make_plan(torch.full((6, 1), 2), 3), None), fc2(F.relu(fc1(x))))
+
+
+def test_distillation():
+    a, b = torch.zeros(2, 3), torch.ones(2, 3)
+    p, q = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5]]).log()
+    kl = 0.5 * ((p.exp() - q.exp()) * (p - q)).sum()
+    assert distillation_loss([a, a], [b, a], p, q).item() == pytest.approx(1 + kl.item())
+    with pytest.raises(ValueError, match="distillation_loss: expected 2"):
+        distillation_loss([a], [b, a], p, q)
