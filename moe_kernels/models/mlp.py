@@ -20,17 +20,19 @@ def comet_mlp(
     seed: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    kind: type[CometMLP] = CometMLP,
 ) -> CometMLP:
     """The paper's classifier: `layers` linear layers, hence layers - 1 hidden ones, all `width` wide.
 
     The paper takes 4 layers, widths 100, 500, 1000, 3000 and keep fractions 0.1, 0.5, 0.9; softplus is the default of
     the public code. p = 1 is its "standard model". `seed` draws backbone and routing; None is torch's own generator.
+    `kind`: a class of models.comparison instead.
     Input (..., inputs), output (..., classes); the rest as for CometMLP.
     """
     generator = None
     if seed is not None:
         generator = torch.Generator(device or torch.get_default_device()).manual_seed(seed)
-    return CometMLP(
+    return kind(
         (inputs, *[width] * (layers - 1), classes),
         p,
         activation=activation,

@@ -1,6 +1,6 @@
 """Thin modules over the operations: parameters and reshapes; no algorithm lives here."""
 
-from moe_kernels.nn.comet import ACTIVATIONS, CometMLP, FixedRouting, MaskedLinear
+from moe_kernels.nn.comet import ACTIVATIONS, CometFFN, CometMLP, FixedRouting, MaskedLinear
 from moe_kernels.nn.experts import ExpertLayer, ExpertMLP, Experts
 from moe_kernels.nn.gates import (
     CompetitionGate,
@@ -34,6 +34,7 @@ from moe_kernels.nn.utilisation import Utilisation
 
 __all__ = [
     "ACTIVATIONS",
+    "CometFFN",
     "CometMLP",
     "CompetitionGate",
     "EnsembleGate",

@@ -160,6 +160,57 @@ class MaskedLinear(nn.Linear):
         return f"{super().extra_repr()}, k={self.k}, activation={self.activation!r}, ties={self.ties!r}"
 
 
+class CometFFN(nn.Module):
+    """A transformer's feed-forward layer with COMET's mask over its hidden neurons (paper 000, section 4.2.2).
+
+        c = V x,  y = W_out (C_k(c) * f(W_in x + b_in)) + b_out
+
+    The paper says that the random projection and the cap are applied in the MLP layers, and no more. Here V (H, D) is
+    frozen and sees what the layer sees, and the output is not masked: layer-wise routing. Bits from elsewhere, such as
+    a FixedRouting over the embedded tokens, take its place. p = 1 is the dense layer; V is drawn all the same.
+
+    Args:
+        dim, hidden: D, H. p: keep fraction of the hidden neurons. activation: f, a name in ACTIVATIONS.
+        dropout: rate after the hidden layer and after the output. ties: of kwta.
+
+    Input (..., D), output (..., D).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        p: float = 0.5,
+        *,
+        activation: str = "tanh",
+        dropout: float = 0.0,
+        ties: str = "index",
+    ) -> None:
+        super().__init__()
+        self.hidden = MaskedLinear(dim, hidden, k_from_fraction(p, hidden), activation=activation, ties=ties)
+        self.output = nn.Linear(hidden, dim)
+        self.dropout = dropout
+        self.router = FixedRouting((dim, hidden), p, ties=ties)
+
+    @property
+    def dense(self) -> bool:
+        """Every neuron always wins."""
+        return self.hidden.k == self.hidden.out_features
+
+    def forward(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
+        """bits (..., ceil(H / 32)): who answers x, where something else than V x decides it."""
+        if bits is None and not self.dense:
+            (bits,) = self.router(x)
+        x = F.dropout(self.hidden(x, bits=bits), self.dropout, self.training)
+        return F.dropout(self.output(x), self.dropout, self.training)
+
+    def mask(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
+        """bool (..., H): the neurons that answer x in `forward`."""
+        if self.dense:
+            return x.new_ones((*x.shape[:-1], self.hidden.out_features), dtype=torch.bool)
+        return self.router.masks(x)[0] if bits is None else unpack_bits(bits, self.hidden.out_features)
+
+
 class CometMLP(nn.Module):
     """The MLP of paper 000: L linear layers, the L-1 hidden ones masked by a FixedRouting, the output never.
 

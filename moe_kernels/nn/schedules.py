@@ -1,12 +1,38 @@
-"""What changes while a network trains: plain functions of the step, and two that say which parameters train."""
+"""What changes while a network trains: plain functions of the step, and two that say which parameters train.
+
+Steps count from 0. A learning rate is step -> factor of the rate that the recipe names.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch import nn
 
 from moe_kernels.nn.gates import Gate
+
+LearningRate = Callable[[int], float]
+
+
+def constant(step: int) -> float:
+    """The learning rate stays what it is."""
+    return 1.0
+
+
+def warmup(steps: int, then: LearningRate = constant) -> LearningRate:
+    """(step + 1) / steps up to 1, then `then`, counted from the end of the warm-up. No step is taken at rate 0."""
+    return lambda step: (step + 1) / steps if step < steps else then(step - steps)
+
+
+def cosine(steps: int, floor: float = 0.0) -> LearningRate:
+    """From 1 down to `floor` along half a cosine over `steps` steps, and there from then on."""
+    return lambda step: floor + (1 - floor) * (1 + math.cos(math.pi * min(step / max(steps, 1), 1))) / 2
+
+
+def inverse_root(steps: int) -> LearningRate:
+    """min((step + 1) / steps, sqrt(steps / (step + 1))): a warm-up, then 1 / sqrt(t), continuous where they meet."""
+    return lambda step: min((step + 1) / steps, math.sqrt(steps / (step + 1)))
 
 
 def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels.data import Images
+from moe_kernels.nn.schedules import LearningRate, constant
 
 
 class Batch(NamedTuple):
@@ -50,11 +51,6 @@ class Routing(NamedTuple):
 Measures = Mapping[str, tuple[Tensor, Tensor | float]]
 
 
-def constant(step: int) -> float:
-    """The learning rate stays what it is."""
-    return 1.0
-
-
 @dataclass
 class Task:
     """One side of a comparison, ready to train. All functions are called on whole batches, under the task's own random
@@ -72,7 +68,7 @@ class Task:
     optimiser: torch.optim.Optimizer
     loss: Callable[[Batch], Mapping[str, Tensor]]
     evaluate: Callable[[Batch], Measures]
-    schedule: Callable[[int], float] = constant
+    schedule: LearningRate = constant
     before_step: Callable[[int], None] | None = None
     routing: Callable[[Batch], list[Routing]] | None = None
     clip: float | None = None

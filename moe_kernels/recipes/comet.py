@@ -1,8 +1,8 @@
-"""Paper 000: the COMET MLP on images, beside its dense twin and the paper's other comparison models.
+"""Paper 000: the COMET MLP on images, beside its dense twin or any of the paper's other comparison models.
 
 The paper trains 4 layers of 100 to 3000 neurons on CIFAR-10 for 100 epochs by SGD at a learning rate of 1e-4 (1e-3 in
 appendix A.2, with momentum in A.6), without augmentation, decay or schedule. The defaults here are a small network,
-momentum and a higher rate, so that scikit-learn's digits reach their accuracy in seconds.
+momentum and a higher rate, so that scikit-learn's digits reach their accuracy in seconds; comet_width has the paper's.
 The routing network is frozen, so its masks are computed once for every training image and kept, a bit a neuron.
 Where the mean image is far from zero, as in digits and MNIST, all scores share a part and some 3 % of the neurons never
 win; on CIFAR-10, and on MNIST with its mean taken off, every neuron wins for some image.
@@ -10,33 +10,37 @@ win; on CIFAR-10, and on MNIST with its mean taken off, every neuron wins for so
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from moe_kernels.models.mlp import comet_mlp
-from moe_kernels.nn.comet import ACTIVATIONS
-from moe_kernels.ops.kwta import TIES
+from moe_kernels.models.comparison import MODELS, MoEMLP, comparison_mlp, tied_masks
+from moe_kernels.nn.comet import ACTIVATIONS, CometMLP
+from moe_kernels.ops.kwta import TIES, k_from_fraction, unpack_bits
+from moe_kernels.ops.topk_gate import topk_gate
 from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
 
 
 @dataclass(frozen=True)
 class Comet(Recipe):
-    """Sides: standard (dense) and comet (kWTA, frozen routing), from the same initial weights."""
+    """Sides: models.comparison.MODELS; all that have the same shape start from the same weights."""
 
-    SIDES: ClassVar[tuple[str, ...]] = ("standard", "comet")
+    SIDES: ClassVar[tuple[str, ...]] = MODELS
 
     sides: tuple[str, ...] = option(("standard", "comet"), "models to compare")
     width: tuple[int, ...] = option((500,), "neurons of a hidden layer; the paper: 100, 500, 1000, 3000", low=1)
     layers: int = option(4, "linear layers", low=2)
-    keep: float = option(0.5, "keep fraction of kWTA; the paper: 0.1, 0.5, 0.9")
+    keep: float = option(0.5, "keep fraction p; the paper: 0.1, 0.5, 0.9")
     activation: str = option(
         "tanh", "the paper's in its larger networks; its public code has softplus", choices=tuple(sorted(ACTIVATIONS))
     )
     ties: str = option("index", "who wins a tie", choices=TIES)
     keep_masks: bool = option(True, "compute the frozen masks once and keep them")
+    l1: float = option(1e-5, "of side l1, times the sum of the absolute weights; the paper names none", low=0)
     lr: float = option(0.01, "learning rate of SGD; the paper: 1e-4, 1e-3", low=0)
     momentum: float = option(0.9, "of SGD; the paper: none, but in appendix A.6", low=0)
     check_steps: int = option(30, "steps of the agreement check of fast and reference backend; 0: none", low=0)
@@ -51,38 +55,85 @@ class Comet(Recipe):
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         x, _ = data.train
         (width,) = self.width
-        # Drawn on the CPU, so that one seed gives one network on every device; the same one for every side.
-        model = comet_mlp(
+        model = comparison_mlp(
+            self.side,
             x.shape[1],
             width,
             len(data.source.classes),
             layers=self.layers,
-            p=self.keep if self.side == "comet" else 1.0,
+            p=self.keep,
             activation=self.activation,
             ties=self.ties,
             seed=seed,
-            device="cpu",
         ).to(x.device)
-        kept = model.router.kept(x) if self.keep_masks and not model.dense else None
+        optimiser = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), self.lr, self.momentum)
+        if isinstance(model, MoEMLP):
+            return classifier(model, optimiser, lambda batch: model(batch.tensors[0]), routing=_top_expert(model))
+        known = self._known_masks(model, x)
 
-        def logits(batch: Batch) -> torch.Tensor:
-            if kept is None or batch.rows is None:
-                return model(batch.tensors[0])
-            return model(batch.tensors[0], [layer.index_select(0, batch.rows) for layer in kept])
+        def routing(batch: Batch) -> list[Routing]:
+            bits = known(batch)
+            if bits is None:
+                return [Routing(mask) for mask in model.masks(batch.tensors[0])]
+            return [Routing(unpack_bits(each, width)) for each in bits]
 
+        weights = [p for p in model.parameters() if p.dim() == 2]
         return classifier(
             model,
-            torch.optim.SGD(model.parameters(), self.lr, self.momentum),
-            logits,
-            routing=lambda batch: [Routing(mask) for mask in model.masks(batch.tensors[0])],
+            optimiser,
+            lambda batch: model(batch.tensors[0], known(batch)),
+            routing=routing,
+            penalty=(lambda: self.l1 * sum(w.abs().sum() for w in weights)) if self.side == "l1" else None,
         )
 
+    def _known_masks(self, model: CometMLP, x: Tensor) -> Callable[[Batch], list[Tensor] | None]:
+        """batch -> who answers it in every hidden layer, where that is known before the model runs.
 
-def classifier(model: torch.nn.Module, optimiser: torch.optim.Optimizer, logits: Any, **rest: Any) -> Task:
-    """A task whose batches are x, y: cross-entropy of logits(batch), judged by accuracy."""
+        The paper does not say what masks that belong to training examples do in tests. As in its public code, Bernoulli
+        masking then has all neurons on, and example-tied dropout its generalisation neurons, the first k, alone.
+        """
+        (width,), hidden = self.width, self.layers - 1
+        kept: list[Tensor] | None = None
+        in_tests: Tensor | None = None
+        if self.side == "comet" and self.keep_masks and not model.dense:
+            kept = model.router.kept(x)
+        elif self.side in ("bernoulli", "tied"):
+            always = k_from_fraction(self.keep, width) if self.side == "tied" else 0
+            kept = [tied_masks(len(x), width, self.keep, always, x.device) for _ in range(hidden)]
+            if always:
+                in_tests = tied_masks(1, width, 0.0, always, x.device)
 
-    def loss(batch: Batch) -> dict[str, torch.Tensor]:
-        return {"loss": F.cross_entropy(logits(batch), batch.tensors[1])}
+        def known(batch: Batch) -> list[Tensor] | None:
+            if batch.rows is None:
+                return None if in_tests is None else [in_tests.expand(len(batch.tensors[0]), -1)] * hidden
+            return None if kept is None else [layer.index_select(0, batch.rows) for layer in kept]
+
+        return known
+
+
+def _top_expert(model: MoEMLP) -> Callable[[Batch], list[Routing]]:
+    def routing(batch: Batch) -> list[Routing]:
+        logits = model.logits(batch.tensors[0])
+        _, experts = topk_gate(logits, 1)
+        active = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts.long(), True)
+        return [Routing(active, logits.softmax(-1))]
+
+    return routing
+
+
+def classifier(
+    model: torch.nn.Module,
+    optimiser: torch.optim.Optimizer,
+    logits: Callable[[Batch], Tensor],
+    *,
+    penalty: Callable[[], Any] | None = None,
+    **rest: Any,
+) -> Task:
+    """A task whose batches are x, y: cross-entropy of logits(batch), plus a penalty, judged by accuracy."""
+
+    def loss(batch: Batch) -> dict[str, Tensor]:
+        cross_entropy = F.cross_entropy(logits(batch), batch.tensors[1])
+        return {"loss": cross_entropy if penalty is None else cross_entropy + penalty()}
 
     def evaluate(batch: Batch) -> Measures:
         y, found = batch.tensors[1], logits(batch)

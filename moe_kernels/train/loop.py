@@ -138,7 +138,8 @@ class Run:
     def evaluate(self) -> Row:
         """The measures and the routing over the test set."""
         task, sums, weights = self.task, dict[str, Any](), dict[str, Any]()
-        used, entropy, routers = Utilisation(), torch.zeros((), device=self.device), 0
+        used: list[Utilisation] = []  # one a layer: they may differ in what counts as a sample
+        entropy, routers = torch.zeros((), device=self.device), 0
         task.model.eval()
         for batch in self._test_batches():
             for name, (value, weight) in task.evaluate(batch).items():
@@ -146,13 +147,15 @@ class Run:
                 weights[name] = weights.get(name, 0) + weight
             if task.routing is not None:
                 layers = task.routing(batch)
-                used.update([layer.active for layer in layers])
+                used = used or [Utilisation() for _ in layers]
+                for counted, layer in zip(used, layers, strict=True):
+                    counted.update([layer.active])
                 for probs in (layer.probs for layer in layers if layer.probs is not None):
                     entropy += torch.special.entr(probs.float()).sum()
                     routers += probs.shape[:-1].numel()
         task.model.train()
         row = {f"test {name}": float(sums[name]) / max(float(weights[name]), 1e-30) for name in sums}
-        return row | (_routing(used, entropy.item() / routers if routers else math.nan) if used.counts else {})
+        return row | (_routing(used, entropy.item() / routers if routers else math.nan) if used else {})
 
     def flops(self) -> float:
         """Floating-point operations of evaluating one test sample, by torch's counter (a multiply-add is two)."""
@@ -188,14 +191,14 @@ class Run:
             torch.cuda.synchronize(self.device)
 
 
-def _routing(used: Utilisation, entropy: float) -> Row:
+def _routing(used: list[Utilisation], entropy: float) -> Row:
     """Experts a sample (mean over layers), the least and the most used expert's share of the samples, those that none
     uses, and the mean entropy of the gates in nats."""
-    share = used.share()
+    share = [layer for counted in used for layer in counted.share()]
     return {
         "experts": sum(layer.sum().item() for layer in share) / len(share),
         "least load": min(layer.min().item() for layer in share),
         "most load": max(layer.max().item() for layer in share),
-        "dead": float(sum(len(layer) for layer in used.dead())),
+        "dead": float(sum(int((layer == 0).sum()) for layer in share)),
         "entropy": entropy,
     }

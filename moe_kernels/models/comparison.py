@@ -1,0 +1,180 @@
+"""The models that paper 000, section 4.2.1, compares its COMET MLP with, under their published definitions.
+
+The public code differs from the paper in several of them (a mask from f(a) instead of a, a Bernoulli mask of 0.5 at any
+p, a gate that multiplies nothing); these follow the paper, and say where it leaves something open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.models.mlp import comet_mlp
+from moe_kernels.nn.comet import ACTIVATIONS, CometMLP, MaskedLinear
+from moe_kernels.ops.combine import combine
+from moe_kernels.ops.dispatch import dispatch
+from moe_kernels.ops.grouped_gemm import ACTIVATIONS as FUSED
+from moe_kernels.ops.grouped_gemm import grouped_gemm
+from moe_kernels.ops.kwta import k_from_fraction, kwta, kwta_mask, pack_bits
+from moe_kernels.ops.plan import make_plan
+from moe_kernels.ops.topk_gate import topk_gate
+
+
+class ScoredMLP(CometMLP):
+    """A CometMLP whose masks come from the backbone: the mask is a constant, gradients flow through the survivors.
+
+    by "activations": m_l = C_k(a_l), the Topk model: the pre-activations compete. Trainable.
+    by "inputs": m_l = C_k(V_l x_{l-1}), layer-wise routing: a frozen random projection of what the layer sees.
+    """
+
+    by = "activations"
+
+    def forward(self, x: Tensor, bits: Sequence[Tensor | None] | None = None) -> Tensor:
+        return self.output(self._hidden(x)[0])
+
+    def masks(self, x: Tensor) -> list[Tensor]:
+        return self._hidden(x)[1]
+
+    def _hidden(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        masks = []
+        for layer, v in zip(self.hidden, self.router.buffers(), strict=True):
+            assert isinstance(layer, MaskedLinear)
+            a = F.linear(x, layer.weight, layer.bias)
+            c = (a if self.by == "activations" else F.linear(x, v)).detach()
+            x = kwta(c, layer.k, values=ACTIVATIONS[self.activation](a), ties=self.ties, backend=self.backend)
+            if not self.training:
+                masks.append(kwta_mask(c, layer.k, ties=self.ties, backend=self.backend))
+        return x, masks
+
+
+class LayerwiseMLP(ScoredMLP):
+    """Layer-wise routing."""
+
+    by = "inputs"
+
+
+class DropoutMLP(CometMLP):
+    """The dense MLP with dropout of rate 1 - p after every hidden layer; `rate` is set by `comparison_mlp`."""
+
+    rate = 0.5
+
+    def forward(self, x: Tensor, bits: Sequence[Tensor | None] | None = None) -> Tensor:
+        for layer in self.hidden:
+            x = F.dropout(layer(x), self.rate, self.training)
+        return self.output(x)
+
+
+class MoEMLP(nn.Module):
+    """floor(1 / p) experts, each an MLP with p N neurons a layer, of which a router picks one (top-1).
+
+        y = softmax(r(x))_e expert_e(x),  e the largest of r(x)
+
+    The router r is an MLP with one hidden layer, as wide as an expert's. The paper does not say whether its output
+    weighs the expert's; here the probability does, so that the trainable router has a gradient. `frozen`: the router
+    is not trained.
+    """
+
+    def __init__(self, widths: Sequence[int], p: float, *, activation: str, frozen: bool) -> None:
+        super().__init__()
+        inner = [k_from_fraction(p, n) for n in widths[1:-1]]
+        self.num_experts, self.activation = int(1 / Fraction(str(p))), activation
+        sizes = list(pairwise((widths[0], *inner, widths[-1])))
+        self.weights = nn.ParameterList(torch.empty(self.num_experts, n_in, n_out) for n_in, n_out in sizes)
+        self.biases = nn.ParameterList(torch.empty(self.num_experts, n_out) for _, n_out in sizes)
+        self.router_in = nn.Linear(widths[0], inner[0])
+        self.router_out = nn.Linear(inner[0], self.num_experts)
+        with torch.no_grad():
+            for weight, bias in zip(self.weights, self.biases, strict=True):
+                for parameter in (weight, bias):
+                    parameter.uniform_(-(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
+        for layer in (self.router_in, self.router_out) if frozen else ():
+            layer.requires_grad_(False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The router's, (T, E)."""
+        return self.router_out(ACTIVATIONS[self.activation](self.router_in(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T, N_0) -> (T, N_L)."""
+        weights, experts = topk_gate(self.logits(x), 1, order="softmax_topk")
+        plan = make_plan(experts, self.num_experts)
+        rows = dispatch(x, plan)
+        fused = self.activation if self.activation in FUSED else None
+        for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True), 1):
+            last = number == len(self.weights)
+            rows = grouped_gemm(rows, weight, plan.expert_offsets, bias=bias, activation=None if last else fused)
+            if not last and fused is None:
+                rows = ACTIVATIONS[self.activation](rows)
+        return combine(rows, plan, weights)
+
+
+MASKED = {"comet": CometMLP, "topk": ScoredMLP, "layerwise": LayerwiseMLP}
+MODELS = (
+    "standard",
+    "smaller",
+    "dropout",
+    "topk",
+    "moe",
+    "moe-fixed",
+    "layerwise",
+    "bernoulli",
+    "tied",
+    "l1",
+    "comet",
+)
+
+
+def comparison_mlp(
+    name: str,
+    inputs: int,
+    width: int,
+    classes: int,
+    *,
+    layers: int = 4,
+    p: float = 0.5,
+    activation: str = "softplus",
+    ties: str = "index",
+    seed: int | None = None,
+) -> CometMLP | MoEMLP:
+    """One of MODELS: COMET or a model that it is compared with, at keep fraction p.
+
+    "smaller" is p N wide. "bernoulli" and "tied" are dense models to be given `tied_masks` in training; "l1" is the
+    standard one, whose loss has a term more. All but the smaller one and the mixtures of experts get the same initial
+    weights from the same seed (the mixtures draw theirs from torch's own generator).
+    """
+    if name in ("moe", "moe-fixed"):
+        widths = (inputs, *[width] * (layers - 1), classes)
+        return MoEMLP(widths, p, activation=activation, frozen=name == "moe-fixed")
+    model = comet_mlp(
+        inputs,
+        k_from_fraction(p, width) if name == "smaller" else width,
+        classes,
+        layers=layers,
+        p=p if name in MASKED else 1.0,
+        activation=activation,
+        ties=ties,
+        seed=seed,
+        device="cpu",  # one seed gives one network on every device
+        kind=DropoutMLP if name == "dropout" else MASKED.get(name, CometMLP),
+    )
+    if isinstance(model, DropoutMLP):
+        model.rate = 1 - p
+    return model
+
+
+def tied_masks(samples: int, width: int, p: float, always: int, device: torch.device, chunk: int = 4096) -> Tensor:
+    """A mask for every training example, as bits (samples, ceil(width / 32)): each neuron with probability p, the first
+    `always` ones (generalisation neurons) with certainty. Drawn by torch's own generator of the CPU.
+
+    always = 0 is Bernoulli masking, else example-tied dropout (Maini et al. 2023).
+    """
+    common = torch.arange(width) < always
+    packed = [
+        pack_bits((torch.rand(min(chunk, samples - first), width) < p) | common) for first in range(0, samples, chunk)
+    ]
+    return torch.cat(packed).to(device)

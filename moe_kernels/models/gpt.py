@@ -1,0 +1,59 @@
+"""A small GPT with COMET feed-forward layers (paper 000, section 4.3 and appendix A.4)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.models.transformer import Blocks
+
+
+class GPT(nn.Module):
+    """Learned tokens and positions, causal blocks, logits over the vocabulary by the token embedding itself, as GPT-2.
+
+    The paper: GPT-2's sizes (12, 24, 36 layers of 768, 1024, 1280), hidden 4 dim, p = 0.5, tanh. p = 1 is the dense
+    model. Weights ~ N(0, 0.02^2), those that end in the residual stream divided by sqrt(2 depth); the frozen routing
+    keeps its own distribution. Input: tokens (B, S), S at most `length`; output (B, S, vocabulary).
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        length: int,
+        *,
+        dim: int = 128,
+        depth: int = 4,
+        heads: int = 4,
+        hidden: int | None = None,
+        p: float = 0.5,
+        activation: str = "tanh",
+        dropout: float = 0.0,
+        router_input: str = "layer",
+    ) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.tokens = nn.Embedding(vocabulary, dim)
+        self.positions = nn.Parameter(torch.empty(length, dim))
+        self.blocks = Blocks(
+            depth,
+            dim,
+            heads,
+            hidden or 4 * dim,
+            p,
+            causal=True,
+            activation=activation,
+            dropout=dropout,
+            router_input=router_input,
+        )
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif "norm" not in name:
+                residual = name.endswith(("project.weight", "output.weight"))
+                nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5 if residual else 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x) + self.positions[: x.shape[1]]
+        x = self.blocks(F.dropout(x, self.dropout, self.training))
+        return F.linear(x, self.tokens.weight)

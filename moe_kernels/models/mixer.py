@@ -1,0 +1,65 @@
+"""A small MLP-Mixer with COMET feed-forward layers (paper 000, section 4.2.2 and appendix A.3)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from moe_kernels.models.vit import patches
+from moe_kernels.nn.comet import CometFFN
+
+
+class MixerBlock(nn.Module):
+    """x + tokens(LN(x)^T)^T, then x + channels(LN(x)): a feed-forward layer over the patches and one over the channels.
+
+    What routes the first is a channel's row of patches, what routes the second a patch. Input and output (B, S, D).
+    """
+
+    def __init__(self, tokens: CometFFN, channels: CometFFN, dim: int) -> None:
+        super().__init__()
+        self.norm_tokens, self.norm_channels = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.tokens, self.channels = tokens, channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.tokens(self.norm_tokens(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.channels(self.norm_channels(x))
+
+
+class Mixer(nn.Module):
+    """Patches, blocks, the mean over the patches and a linear head.
+
+    The paper: depth 6, dim 512 or 3072, patch 4, p = 0.5, tanh; its base code widens tokens by 4 and channels by 0.5.
+    p = 1 is the dense model. Input (B, C * H * W), output (B, classes).
+    """
+
+    def __init__(
+        self,
+        image_shape: tuple[int, int, int],
+        classes: int,
+        *,
+        patch: int = 4,
+        dim: int = 512,
+        depth: int = 6,
+        expansion: tuple[float, float] = (4.0, 0.5),
+        p: float = 0.5,
+        activation: str = "tanh",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        count = height // patch * (width // patch)
+        self.image_shape, self.patch = image_shape, patch
+        self.embed = nn.Linear(channels * patch * patch, dim)
+
+        def feed_forward(size: int, factor: float) -> CometFFN:
+            return CometFFN(size, max(1, int(size * factor)), p, activation=activation, dropout=dropout)
+
+        self.blocks = nn.ModuleList(
+            MixerBlock(feed_forward(count, expansion[0]), feed_forward(dim, expansion[1]), dim) for _ in range(depth)
+        )
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(patches(x, self.image_shape, self.patch))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))

@@ -1,0 +1,89 @@
+"""The pre-norm transformer block with a COMET feed-forward layer, and how the masks of a whole network are seen."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.nn.comet import CometFFN, FixedRouting
+
+ROUTER_INPUTS = ("layer", "embedding")
+
+
+class Block(nn.Module):
+    """x + attention(LN(x)), then x + ffn(LN(x)). Input and output (B, S, D); `causal` lets no token see a later one."""
+
+    def __init__(self, dim: int, heads: int, ffn: CometFFN, *, causal: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"Block: dim must be a multiple of heads, got {dim} and {heads}")
+        self.heads, self.causal, self.dropout = heads, causal, dropout
+        self.norm_attention, self.norm_ffn = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.project = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.ffn = ffn
+
+    def forward(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        mixed = self.project(mixed.transpose(1, 2).flatten(2))
+        x = x + F.dropout(mixed, self.dropout, self.training)
+        return x + self.ffn(self.norm_ffn(x), bits)
+
+
+class Blocks(nn.Module):
+    """`depth` blocks and a last LayerNorm.
+
+    router_input: "layer" routes each feed-forward layer by its own input; "embedding" routes all of them by the
+    embedded tokens, through a frozen chain of its own as in the MLP: c_l = V_l z_{l-1}, z_0 = x.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        dim: int,
+        heads: int,
+        hidden: int,
+        p: float,
+        *,
+        causal: bool = False,
+        activation: str = "tanh",
+        dropout: float = 0.0,
+        router_input: str = "layer",
+    ) -> None:
+        super().__init__()
+        if router_input not in ROUTER_INPUTS:
+            raise ValueError(f"Blocks: router_input must be one of {ROUTER_INPUTS}, got {router_input!r}")
+        self.blocks = nn.ModuleList(
+            Block(
+                dim,
+                heads,
+                CometFFN(dim, hidden, p, activation=activation, dropout=dropout),
+                causal=causal,
+                dropout=dropout,
+            )
+            for _ in range(depth)
+        )
+        self.norm = nn.LayerNorm(dim)
+        chain = router_input == "embedding" and p < 1
+        self.router = FixedRouting((dim, *[hidden] * depth), p) if chain else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bits = [None] * len(self.blocks) if self.router is None else self.router(x)
+        for block, mask in zip(self.blocks, bits, strict=True):
+            x = block(x, mask)
+        return self.norm(x)
+
+
+@torch.no_grad()
+def ffn_masks(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """bool (..., H) for every CometFFN that model(x) goes through, in that order: who answers."""
+    masks: list[Tensor] = []
+    layers = [module for module in model.modules() if isinstance(module, CometFFN)]
+    hooks = [layer.register_forward_pre_hook(lambda layer, args: masks.append(layer.mask(*args))) for layer in layers]
+    try:
+        model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return masks

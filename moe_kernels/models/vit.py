@@ -1,0 +1,58 @@
+"""A small vision transformer with COMET feed-forward layers (paper 000, section 4.2.2 and appendix A.3)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.models.transformer import Blocks
+
+
+def patches(x: Tensor, image_shape: tuple[int, int, int], patch: int) -> Tensor:
+    """Images (B, C * H * W) -> (B, H / patch * W / patch, C * patch * patch), row by row of patches."""
+    channels, height, width = image_shape
+    if height % patch or width % patch:
+        raise ValueError(f"patches: expected sides of a multiple of {patch} pixels, got {height} x {width}")
+    x = x.reshape(-1, channels, height // patch, patch, width // patch, patch)
+    return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+class ViT(nn.Module):
+    """Patches, a class token and learned positions, blocks, and a linear head on the class token.
+
+    The paper: depth 6, 8 heads, dim 512, hidden 512, 3072 or 6144, patch 4, dropout 0.1, p = 0.5, tanh. p = 1 is the
+    dense model. Input (B, C * H * W), output (B, classes).
+    """
+
+    def __init__(
+        self,
+        image_shape: tuple[int, int, int],
+        classes: int,
+        *,
+        patch: int = 4,
+        dim: int = 512,
+        depth: int = 6,
+        heads: int = 8,
+        hidden: int = 512,
+        p: float = 0.5,
+        activation: str = "tanh",
+        dropout: float = 0.1,
+        router_input: str = "layer",
+    ) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        self.image_shape, self.patch, self.dropout = image_shape, patch, dropout
+        self.embed = nn.Linear(channels * patch * patch, dim)
+        self.class_token = nn.Parameter(torch.randn(dim) * 0.02)
+        self.positions = nn.Parameter(torch.randn(height // patch * (width // patch) + 1, dim) * 0.02)
+        self.blocks = Blocks(
+            depth, dim, heads, hidden, p, activation=activation, dropout=dropout, router_input=router_input
+        )
+        self.head = nn.Linear(dim, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(patches(x, self.image_shape, self.patch))
+        x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1) + self.positions
+        x = self.blocks(F.dropout(x, self.dropout, self.training))
+        return self.head(x[:, 0])

@@ -1,0 +1,126 @@
+"""Every recipe takes steps through the fast backend and through the reference, with the same losses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+
+import pytest
+import torch
+
+from moe_kernels import data, recipes, train
+from moe_kernels.data.text import load as load_text
+from moe_kernels.models.comparison import MODELS
+from moe_kernels.nn.schedules import cosine, inverse_root, warmup
+from moe_kernels.recipes import Splits, comet
+from moe_kernels.train.loop import Run
+
+# Options that make a recipe small, and its data. A new recipe needs a line here.
+SMALL: dict[str, tuple[str, list[str]]] = {
+    "comet": ("images", ["--width", "20", "--sides", *MODELS]),
+    "comet_width": ("images", ["--width", "8", "20", "--tune", "0.1"]),
+    "comet_vit": ("images", ["--dim", "16", "--depth", "2", "--heads", "2", "--hidden", "24"]),
+    "comet_mixer": ("images", ["--dim", "16", "--depth", "2"]),
+    "comet_gpt": ("text", ["--dim", "16", "--depth", "2", "--heads", "2", "--length", "12", "--dropout", "0.1"]),
+}
+
+
+def images() -> data.Images:
+    """Three classes of 8 x 8 images, told apart by their brightest corner."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(80) % 3
+    x = torch.randn(80, 64, generator=generator) * 0.3
+    x[torch.arange(80), y * 7] += 2
+    return data.Images("corners", x[:40], y[:40], x[40:], y[40:], ("a", "b", "c"), (1, 8, 8))
+
+
+@pytest.fixture
+def arguments(monkeypatch, tmp_path):
+    """name, words -> the command line of that recipe, small and on the CPU."""
+    text = tmp_path / "words.txt"
+    text.write_text("the cat sat on the mat and the rat sat on the cat. " * 30)
+    made = {"images": images, "text": partial(load_text, text)}
+    monkeypatch.setattr(train, "load", lambda name: made[name]())
+
+    def parse(name: str, *words: str) -> argparse.Namespace:
+        parser = argparse.ArgumentParser()
+        train.add_arguments(parser, [name])
+        source, small = SMALL[name]
+        common = ["--data", source, "--device", "cpu", "--batch-size", "16", "--steps", "3", "--threads", "1"]
+        return parser.parse_args([name, *common, *small, *words])
+
+    return parse
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_fast_backend_and_reference_take_the_same_steps(arguments, tmp_path, capsys, name):
+    assert train.run(arguments(name, "--check-steps", "2", "--json", str(tmp_path / "run.json"))) == 0
+    report = json.loads((tmp_path / "run.json").read_text())
+    sides = {run["side"] for run in report["runs"]}
+    assert set(report["agreement"]) == sides
+    for side, agreement in report["agreement"].items():
+        assert agreement["passed"], side
+        assert len(agreement["steps"]) == 2
+    metric = recipes.find(name).METRIC
+    for run in report["runs"]:
+        assert run["rows"][-1][f"test {metric}"] is not None
+        assert run["rows"][-1]["loss"] > 0
+        assert run["flops"] > 0
+
+
+def test_dropout_too_goes_on_where_it_stopped(arguments, monkeypatch, tmp_path):
+    """A network with dropout and a schedule, stopped after its second evaluation."""
+    runs, right = {}, Run.advance
+    for name in ("whole", "broken"):
+        args = arguments(
+            "comet_gpt", "--check-steps", "0", "--every", "2", "--steps", "7", "--out", str(tmp_path / name)
+        )
+        if name == "broken":
+            with monkeypatch.context() as patch:
+                patch.setattr(Run, "advance", lambda run, to, tick: _stop() if to > 4 else right(run, to, tick))
+                assert train.run(args) == 130
+            args.resume = True
+        assert train.run(args) == 0
+        report = json.loads((tmp_path / name / "result.json").read_text())
+        runs[name] = [[(row["loss"], row["test bits"]) for row in run["rows"]] for run in report["runs"]]
+    assert runs["whole"] == runs["broken"]
+
+
+def _stop() -> None:
+    raise KeyboardInterrupt
+
+
+def test_masks_that_are_kept_change_no_loss():
+    points = images()
+    splits = Splits(points, points.train, points.test)
+    found = []
+    for keep in (True, False):
+        run = Run(comet.Comet(sides=("comet",), width=(20,), keep_masks=keep, batch_size=8), 0, splits)
+        found.append([run.take_step()["loss"].item() for _ in range(8)])
+    assert found[0] == found[1]
+
+
+def test_a_data_set_of_the_wrong_kind_is_refused(arguments, capsys):
+    args = arguments("comet_vit")
+    args.data = "text"
+    assert train.run(args) == 2
+    assert "comet_vit wants Images" in capsys.readouterr().err
+
+
+def test_the_l1_side_adds_the_absolute_weights():
+    points = images()
+    splits = Splits(points, points.train, points.test)
+    plain, l1 = (Run(comet.Comet(sides=(side,), width=(20,), l1=0.5), 0, splits) for side in ("standard", "l1"))
+    total = sum(p.detach().abs().sum() for p in l1.task.model.parameters() if p.dim() == 2)
+    torch.testing.assert_close(l1.take_step()["loss"], plain.take_step()["loss"] + 0.5 * total)
+
+
+def test_learning_rates_of_a_run():
+    rate = warmup(4, cosine(10, floor=0.1))
+    assert [rate(step) for step in (0, 1, 3)] == [0.25, 0.5, 1.0]
+    assert rate(4) == 1
+    assert rate(9) == pytest.approx(0.55)
+    assert rate(14) == rate(99) == pytest.approx(0.1)
+    root = inverse_root(100)
+    assert (root(49), root(99), root(399)) == (0.5, 1.0, 0.5)
