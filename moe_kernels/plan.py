@@ -80,6 +80,19 @@ class RoutingPlan:
         """Requests of the busiest expert over the mean of all, a float32 scalar: 1 is balance, E is collapse."""
         return self.requested.max() * self.num_experts / self.requested.sum().clamp(min=1)
 
+    @property
+    def slot_expert(self) -> Tensor:
+        """(T, K) int32: the expert whose row a choice became; -1 if it was dropped, or was no choice."""
+        expert = torch.searchsorted(self.expert_offsets[1:], self.slot_row.clamp(min=0), right=True, out_int32=True)
+        return torch.where(self.slot_row >= 0, expert, -1)
+
+    @property
+    def used(self) -> Tensor:
+        """(T, E) bool: the experts that a token reached."""
+        expert = torch.where(self.slot_row >= 0, self.slot_expert, self.num_experts).long()
+        wide = expert.new_zeros(self.num_tokens, self.num_experts + 1, dtype=torch.bool)
+        return wide.scatter(1, expert, True)[:, : self.num_experts]
+
     def to_padded(self, rows: Tensor, capacity: int) -> Tensor:
         """rows (R, D) -> (E, capacity, D): slot c of expert e, zeros where it is empty.
 

@@ -115,6 +115,8 @@ def test_the_docstring_example(target):
     assert plan.row_token.tolist() == [0, 1, 3, 0]
     assert plan.row_choice.tolist() == [0, 0, 0, 1]
     assert plan.slot_row.tolist() == [[0, 3], [1, -1], [-1, -1], [2, -1]]
+    assert plan.slot_expert.tolist() == [[0, 1], [0, -1], [-1, -1], [1, -1]]
+    assert plan.used.tolist() == [[True, True], [True, False], [False, False], [False, True]]
     assert plan.dropped_share == 0.5
     assert plan.imbalance == 1.0
 

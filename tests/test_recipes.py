@@ -14,15 +14,26 @@ from moe_kernels.data.text import load as load_text
 from moe_kernels.models.comparison import MODELS
 from moe_kernels.nn.schedules import cosine, inverse_root, warmup
 from moe_kernels.recipes import Splits, comet
+from moe_kernels.recipes.competesmoe import CompeteSMoE
+from moe_kernels.recipes.vmoe import VMoE
 from moe_kernels.train.loop import Run
 
 # Options that make a recipe small, and its data. A new recipe needs a line here.
-SMALL: dict[str, tuple[str, list[str]]] = {
-    "comet": ("images", ["--width", "20", "--sides", *MODELS]),
-    "comet_width": ("images", ["--width", "8", "20", "--tune", "0.1"]),
-    "comet_vit": ("images", ["--dim", "16", "--depth", "2", "--heads", "2", "--hidden", "24"]),
-    "comet_mixer": ("images", ["--dim", "16", "--depth", "2"]),
-    "comet_gpt": ("text", ["--dim", "16", "--depth", "2", "--heads", "2", "--length", "12", "--dropout", "0.1"]),
+SMALL: dict[str, tuple[str, str]] = {
+    "comet": ("images", f"--width 20 --sides {' '.join(MODELS)}"),
+    "comet_width": ("images", "--width 8 20 --tune 0.1"),
+    "comet_vit": ("images", "--dim 16 --depth 2 --heads 2 --hidden 24"),
+    "comet_mixer": ("images", "--dim 16 --depth 2"),
+    "comet_gpt": ("text", "--dim 16 --depth 2 --heads 2 --length 12 --dropout 0.1"),
+    "competesmoe": (
+        "text",
+        f"--sides {' '.join(CompeteSMoE.SIDES)} --dim 16 --hidden 12 --depth 1 --heads 2 --length 12 --experts 4",
+    ),
+    "manual": ("digits", "--dim 16 --heads 2 --hidden 12"),
+    "vmoe": (
+        "images",
+        f"--sides {' '.join(VMoE.SIDES)} --dim 16 --depth 2 --moe-layers 1 --heads 2 --hidden 12 --experts 4",
+    ),
 }
 
 
@@ -40,7 +51,8 @@ def arguments(monkeypatch, tmp_path):
     """name, words -> the command line of that recipe, small and on the CPU."""
     text = tmp_path / "words.txt"
     text.write_text("the cat sat on the mat and the rat sat on the cat. " * 30)
-    made = {"images": images, "text": partial(load_text, text)}
+    digits = partial(data.load, "digits")
+    made = {"images": images, "digits": digits, "text": partial(load_text, text)}
     monkeypatch.setattr(train, "load", lambda name: made[name]())
 
     def parse(name: str, *words: str) -> argparse.Namespace:
@@ -48,7 +60,7 @@ def arguments(monkeypatch, tmp_path):
         train.add_arguments(parser, [name])
         source, small = SMALL[name]
         common = ["--data", source, "--device", "cpu", "--batch-size", "16", "--steps", "3", "--threads", "1"]
-        return parser.parse_args([name, *common, *small, *words])
+        return parser.parse_args([name, *common, *small.split(), *words])
 
     return parse
 

@@ -167,7 +167,7 @@ def test_other_weights_do_not_agree():
     agreement = train.check_agreement(runs[0], lambda: runs[1], 1)
     assert not agreement.passed
     assert agreement.steps[0].wrong_masks > 0
-    assert agreement.steps[0].weight_error > 1e-5
+    assert agreement.steps[0].gradient_error > 1e-5
 
 
 def test_reference_has_nothing_to_be_compared_with(arguments, capsys):

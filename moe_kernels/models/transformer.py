@@ -14,7 +14,7 @@ ROUTER_INPUTS = ("layer", "embedding")
 class Block(nn.Module):
     """x + attention(LN(x)), then x + ffn(LN(x)). Input and output (B, S, D); `causal` lets no token see a later one."""
 
-    def __init__(self, dim: int, heads: int, ffn: CometFFN, *, causal: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, dim: int, heads: int, ffn: nn.Module, *, causal: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
         if dim % heads:
             raise ValueError(f"Block: dim must be a multiple of heads, got {dim} and {heads}")
@@ -23,11 +23,15 @@ class Block(nn.Module):
         self.qkv, self.project = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.ffn = ffn
 
-    def forward(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
+        """x + attention(LN(x))."""
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         mixed = self.project(mixed.transpose(1, 2).flatten(2))
-        x = x + F.dropout(mixed, self.dropout, self.training)
+        return x + F.dropout(mixed, self.dropout, self.training)
+
+    def forward(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
+        x = self.attend(x)
         return x + self.ffn(self.norm_ffn(x), bits)
 
 

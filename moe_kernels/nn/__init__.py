@@ -12,6 +12,7 @@ from moe_kernels.nn.gates import (
     RandomGate,
     SoftmaxGate,
     StableGate,
+    StagedGate,
     TopKGate,
     XMoEGate,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "RandomGate",
     "SoftmaxGate",
     "StableGate",
+    "StagedGate",
     "TokenChoice",
     "TopKGate",
     "Utilisation",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +33,14 @@ Policy = Callable[[GateOutput, bool], tuple[RoutingPlan, Tensor]]
 class MoEOutput:
     """What a layer of experts computed.
 
-    y: (..., Dout), one a gate where there are several gates. plan: who went where. losses: () by name, weighted, to be
-    added to the task's loss. statistics: detached, by name; "experts_per_token" () and "load" (E), rows of every expert
-    over T, are always there.
+    y: (..., Dout), a tuple of one a gate where there are several. plan: who went where. gates: what each gate said,
+    before any policy. losses: () by name, weighted, to be added to the task's loss. statistics: detached, by name;
+    "experts_per_token" (), "load" (E), rows of every expert over T, and "dropped" () are always there.
     """
 
-    y: Tensor | tuple[Tensor, ...]
+    y: Any
     plan: RoutingPlan
+    gates: tuple[GateOutput, ...]
     losses: dict[str, Tensor] = field(default_factory=dict)
     statistics: dict[str, Tensor] = field(default_factory=dict)
 
@@ -89,7 +91,9 @@ class MoE(nn.Module):
         y = self.experts(tokens, plan, weights)
         if self.pass_through:
             y = y + (1 - (weights * (plan.slot_row >= 0)).sum(-1, keepdim=True)).to(x.dtype) * tokens
-        return MoEOutput(y.reshape(*x.shape[:-1], -1), plan, output.losses, output.statistics | load_of(plan))
+        return MoEOutput(
+            y.reshape(*x.shape[:-1], -1), plan, (output,), output.losses, output.statistics | load_of(plan)
+        )
 
     def extra_repr(self) -> str:
         return f"policy={self.policy}, expert_dropout={self.expert_dropout:g}"
@@ -133,7 +137,7 @@ class MultiGateMoE(nn.Module):
         losses |= {f"{task}.{name}": loss for task, output in named for name, loss in output.losses.items()}
         statistics = {f"{task}.{name}": each for task, output in named for name, each in output.statistics.items()}
         statistics |= {f"task{index}.gates": each.detach() for index, each in enumerate(gates)}
-        return MoEOutput(y, plan, losses, statistics | load_of(plan))
+        return MoEOutput(y, plan, tuple(outputs), losses, statistics | load_of(plan))
 
 
 def load_of(plan: RoutingPlan) -> dict[str, Tensor]:
@@ -148,9 +152,7 @@ def _keep_experts(rate: float, x: Tensor, plan: RoutingPlan) -> Tensor:
     samples = x.shape[0]
     kept = torch.rand(samples, plan.num_experts, device=x.device) >= rate
     token = torch.arange(plan.num_tokens, device=x.device)[:, None]
-    row = plan.slot_row.clamp(min=0)
-    expert = torch.searchsorted(plan.expert_offsets[1:], row, right=True).clamp(max=plan.num_experts - 1)
-    return kept[token // max(plan.num_tokens // max(samples, 1), 1), expert]
+    return kept[token // max(plan.num_tokens // max(samples, 1), 1), plan.slot_expert]  # of nobody: no matter
 
 
 def _check_experts(name: str, gates: Sequence[Gate], experts: Experts) -> None:

@@ -7,6 +7,7 @@ from moe_kernels.nn.gates.hyper import HyperRouterGate
 from moe_kernels.nn.gates.manual import ManualGate
 from moe_kernels.nn.gates.softmax import SoftmaxGate
 from moe_kernels.nn.gates.stable import StableGate
+from moe_kernels.nn.gates.staged import StagedGate
 from moe_kernels.nn.gates.thor import RandomGate
 from moe_kernels.nn.gates.topk import TopKGate
 from moe_kernels.nn.gates.xmoe import XMoEGate
@@ -21,6 +22,7 @@ __all__ = [
     "RandomGate",
     "SoftmaxGate",
     "StableGate",
+    "StagedGate",
     "TopKGate",
     "XMoEGate",
 ]

@@ -1,0 +1,156 @@
+"""Transformers with layers of experts: the GPT of paper 004 and the ViT of papers 002 and 003.
+
+A model is told by a function which of its feed-forward layers are layers of experts: `layer(index) -> MoE`, or None for
+a dense one. CompeteSMoE and the sparse ViT have one in every block, GLaM in every second, V-MoE in the last two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moe_kernels.models.transformer import Block
+from moe_kernels.models.vit import patches
+from moe_kernels.nn.comet import CometFFN
+from moe_kernels.nn.gates.ensemble import tile
+from moe_kernels.nn.moe import MoE, MoEOutput
+
+Layer = Callable[[int], MoE | None]
+
+
+class MoEBlock(nn.Module):
+    """x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> the same and what the layer of experts said."""
+
+    def __init__(self, dim: int, heads: int, moe: MoE, *, causal: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.block = Block(dim, heads, moe, causal=causal, dropout=dropout)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, MoEOutput]:
+        block = self.block
+        x = block.attend(x)
+        out = block.ffn(block.norm_ffn(x), ids)
+        return x + F.dropout(out.y, block.dropout, self.training), out
+
+
+class MoEBlocks(nn.Module):
+    """`depth` blocks, dense or with experts, and a last LayerNorm: x (B, S, D), ids (B, S) -> x, outputs of the layers.
+
+    members: M > 1 tiles the batch before the first layer of experts, every sample once for each member of an ensemble
+        (E^3), and the gates' ids are the members. The layers before it run once a sample.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        dim: int,
+        heads: int,
+        hidden: int,
+        layer: Layer,
+        *,
+        causal: bool = False,
+        activation: str = "gelu",
+        dropout: float = 0.0,
+        members: int = 1,
+    ) -> None:
+        super().__init__()
+        self.members = members
+        self.blocks = nn.ModuleList()
+        for index in range(depth):
+            moe = layer(index)
+            if moe is not None:
+                self.blocks.append(MoEBlock(dim, heads, moe, causal=causal, dropout=dropout))
+                continue
+            dense = CometFFN(dim, hidden, 1.0, activation=activation, dropout=dropout)
+            self.blocks.append(Block(dim, heads, dense, causal=causal, dropout=dropout))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, list[MoEOutput]]:
+        outputs: list[MoEOutput] = []
+        for block in self.blocks:
+            if not isinstance(block, MoEBlock):
+                x = block(x)
+                continue
+            if self.members > 1 and not outputs:
+                x, member = tile(x, self.members)
+                ids = member[:, None].expand(x.shape[:2])
+            x, out = block(x, ids)
+            outputs.append(out)
+        return self.norm(x), outputs
+
+
+class MoEGPT(nn.Module):
+    """Tokens (B, S) -> logits (B, S, vocabulary) and the outputs of the layers of experts; gates' ids are the tokens.
+
+    Learned tokens and positions, causal pre-norm blocks, the token embedding as the last layer. Weights outside the
+    layers of experts ~ N(0, 0.02^2). Paper 004 trains 6 to 8 layers of 264 to 352 with hidden layers as wide.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        length: int,
+        layer: Layer,
+        *,
+        dim: int = 128,
+        depth: int = 4,
+        heads: int = 4,
+        hidden: int = 128,
+        activation: str = "relu",
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.tokens = nn.Embedding(vocabulary, dim)
+        self.positions = nn.Parameter(torch.empty(length, dim))
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions, std=0.02)
+        self.blocks = MoEBlocks(depth, dim, heads, hidden, layer, causal=True, activation=activation, dropout=dropout)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[MoEOutput]]:
+        h = self.tokens(x) + self.positions[: x.shape[1]]
+        h, outputs = self.blocks(F.dropout(h, self.dropout, self.training), x)
+        return F.linear(h, self.tokens.weight), outputs
+
+
+class MoEViT(nn.Module):
+    """Images (B, C * H * W) -> logits (B, classes) and the outputs of the layers of experts.
+
+    Patches, a class token, learned positions, blocks, a linear head on the class token. ids (B,), one an image, reach
+    the gates of all its tokens. With members M > 1 logits are (B M, classes): see nn.gates.ensemble.
+    """
+
+    def __init__(
+        self,
+        image_shape: tuple[int, int, int],
+        classes: int,
+        layer: Layer,
+        *,
+        patch: int = 4,
+        dim: int = 192,
+        depth: int = 6,
+        heads: int = 12,
+        hidden: int = 768,
+        activation: str = "gelu",
+        dropout: float = 0.0,
+        members: int = 1,
+    ) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        self.image_shape, self.patch, self.dropout = image_shape, patch, dropout
+        self.embed = nn.Linear(channels * patch * patch, dim)
+        self.class_token = nn.Parameter(torch.randn(dim) * 0.02)
+        self.positions = nn.Parameter(torch.randn(height // patch * (width // patch) + 1, dim) * 0.02)
+        self.blocks = MoEBlocks(
+            depth, dim, heads, hidden, layer, activation=activation, dropout=dropout, members=members
+        )
+        self.head = nn.Linear(dim, classes)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, list[MoEOutput]]:
+        x = self.embed(patches(x, self.image_shape, self.patch))
+        x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1) + self.positions
+        spread = None if ids is None else ids[:, None].expand(x.shape[:2])
+        x, outputs = self.blocks(F.dropout(x, self.dropout, self.training), spread)
+        return self.head(x[:, 0]), outputs

@@ -1,0 +1,47 @@
+"""Two gates, one after the other: dense and then sparse (paper 002), or told by label and then learned."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.topk import TopKGate
+
+
+class StagedGate(Gate):
+    """first(x) in stage one, second(x) from stage two on; set `stage`, by a schedule, before a step.
+
+    Args:
+        first, second: over the same experts. distill: in stage two, weight of the mean over tokens of
+            KL(first's gates || softmax of second's logits); second must then be a TopKGate.
+        second_in_evaluation: evaluation takes the second gate in stage one too; for a first one that is told labels.
+
+    The training loop says what trains: nn.schedules.train_gates_alone(model) in stage two of the sparse ViT, all of it
+    in stage three. losses: those of the gate in use, and "distill". Source: paper 002, section 3.
+    """
+
+    def __init__(self, first: Gate, second: Gate, *, distill: float = 0.0, second_in_evaluation: bool = False) -> None:
+        super().__init__(first.num_experts)
+        if first.num_experts != second.num_experts:
+            raise ValueError(f"StagedGate: first is over {first.num_experts} experts, second over {second.num_experts}")
+        if distill and not isinstance(second, TopKGate):
+            raise TypeError(f"StagedGate: distill wants second to be a TopKGate, got {type(second).__name__}")
+        self.first, self.second, self.stage = first, second, 1
+        self.distill, self.second_in_evaluation = distill, second_in_evaluation
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        if self.stage == 1 and (self.training or not self.second_in_evaluation):
+            return self.first(x, ids)
+        output = self.second(x, ids)
+        if not (self.training and self.distill and self.stage == 2 and isinstance(self.second, TopKGate)):
+            return output
+        with torch.no_grad():
+            target = self.first(x, ids).gates
+        log_probs = self.second.project(self.second.linear, x).log_softmax(-1)
+        divergence = torch.nn.functional.kl_div(log_probs, target.to(log_probs.dtype), reduction="batchmean")
+        losses = output.losses | {"distill": self.distill * divergence}
+        return GateOutput(output.weights, output.experts, self.num_experts, output.dense, losses, output.statistics)
+
+    def extra_repr(self) -> str:
+        return f"stage={self.stage}, distill={self.distill:g}"

@@ -1,0 +1,87 @@
+"""Paper 002, Table 6: is a decomposition by hand better than a learned one? Digits in pairs that look alike, a pair an
+expert, against token choice.
+
+One transformer layer and five experts. By hand, tokens go by the label of their image for half of the steps; then all
+but the gate is frozen, and the gate learns. `shuffled` is the control: the digits in random pairs. Labels never reach
+the test: evaluation takes the learned gate throughout, which is only trained in the second half.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_kernels.models.moe import MoEViT
+from moe_kernels.nn.experts import ExpertMLP
+from moe_kernels.nn.gates import Gate, ManualGate, StagedGate, TopKGate
+from moe_kernels.nn.gates.manual import MNIST
+from moe_kernels.nn.moe import MoE
+from moe_kernels.nn.schedules import cosine
+from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
+
+
+@dataclass(frozen=True)
+class Manual(Recipe):
+    """Sides: learned (token choice), manual (pairs that look alike, then the gate), shuffled (random ones)"""
+
+    SIDES: ClassVar[tuple[str, ...]] = ("learned", "manual", "shuffled")
+
+    sides: tuple[str, ...] = option(("learned", "manual", "shuffled"), "decompositions to compare")
+    patch: int = option(2, "pixels of a patch's side; MNIST: 4 or 7", low=1)
+    dim: int = option(64, "width of the model", low=1)
+    heads: int = option(4, "of attention", low=1)
+    hidden: int = option(64, "hidden layer of an expert", low=1)
+    batch_size: int = option(64, "images a step", low=1)
+    lr: float = option(1e-3, "learning rate of Adam, cosine to zero", low=0)
+
+    def variants(self) -> dict[str, Recipe]:
+        return {side: replace(self, sides=(side,)) for side in self.sides}
+
+    def build(self, data: Splits, seed: int, steps: int) -> Task:
+        classes, image_shape = len(data.source.classes), data.source.image_shape
+        if classes != len(MNIST):
+            raise ValueError(f"manual: expected ten digits, {data.source.name} has {classes} classes")
+        by_hand = list(MNIST)
+        if self.side == "shuffled":
+            random.Random(seed).shuffle(by_hand)
+        learned = TopKGate(self.dim, 5, 1, order="softmax_topk", noise="vmoe", balance=0.01)
+        gate: Gate = learned
+        if self.side != "learned":
+            gate = StagedGate(ManualGate(by_hand), learned, second_in_evaluation=True)
+        moe = MoE(gate, ExpertMLP(5, self.dim, self.hidden))
+        model = MoEViT(
+            image_shape, classes, lambda index: moe, patch=self.patch, dim=self.dim, depth=1, heads=self.heads
+        ).to(data.train[0].device)
+
+        def loss(batch: Batch) -> dict[str, Tensor]:
+            x, y = batch.tensors
+            logits, (out,) = model(x, y)
+            task = F.cross_entropy(logits, y)
+            return {"loss": task + out.loss, "task": task}
+
+        def evaluate(batch: Batch) -> Measures:
+            x, y = batch.tensors
+            logits, _ = model(x)
+            nats = F.cross_entropy(logits, y, reduction="sum")
+            return {"accuracy": ((logits.argmax(-1) == y).sum(), len(y)), "loss": (nats, len(y))}
+
+        def before_step(step: int) -> None:
+            if isinstance(gate, StagedGate):
+                gate.stage = 1 if step < steps // 2 else 2
+                model.requires_grad_(gate.stage == 1)
+                learned.requires_grad_(gate.stage == 2)
+
+        return Task(
+            model,
+            torch.optim.Adam(model.parameters(), self.lr),
+            loss,
+            evaluate,
+            schedule=cosine(steps),
+            before_step=before_step,
+            routing=lambda batch: [Routing(out.plan.used) for out in model(batch.tensors[0])[1]],
+        )
