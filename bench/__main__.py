@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench import checks, compare, ledger, measure, plot, report
+from bench import checks, compare, document, ledger, measure, report
 from bench.peers import known as every_peer
 from bench.registry import ENTRIES
 from bench.shapes import ROUTINGS
@@ -29,6 +29,9 @@ app = typer.Typer(
 console = Console()
 if not console.is_terminal:
     console.width = 180  # a log has no width to fit into
+
+
+OUT = ledger.ROOT / "bench" / "out"
 
 
 class Shapes(str, Enum):
@@ -65,16 +68,16 @@ def run_command(
     threads: Threads = None,
     seconds: Seconds = 0.4,
     curves: Curves = True,
-    out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = ledger.ROOT / "bench" / "out",
+    out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = OUT,
 ) -> None:
-    """Verifies what can run here, measures what was right, and writes <out>/<device>.json, report.md and pictures."""
+    """Verifies what can run here, measures what was right, and writes <out>/<device>.json and report.md, .html."""
     request = _request(shapes, routing, peers, dtype, threads, curves)
     _describe_machine()
     rows = _verified(op, backend)
     result = _measured(rows, request, seconds)
     path = ledger.write(result, out)
-    (out / "report.md").write_text(report.document(result, plot.draw(result, out)))
-    console.print(f"results {path}, report {out / 'report.md'}", soft_wrap=True)
+    text, html = document.write([result], out)
+    console.print(f"results {path}, report {text}, with pictures {html}", soft_wrap=True)
     _leave(result)
 
 
@@ -115,20 +118,23 @@ def verify_command(
 
 @app.command("report")
 def report_command(
+    results: Annotated[list[Path] | None, typer.Argument(help="Results. Default: those of bench/results.")] = None,
+    out: Annotated[Path, typer.Option(help="Where report.md, report.html and pictures go.")] = OUT,
     readme: Annotated[bool, typer.Option("--readme", help="Rewrite the generated sections of README.md.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit 1 with a diff if README.md is out of date.")] = False,
 ) -> None:
-    """Prints the ledger and the measured tables of bench/results as Markdown, or keeps the README's copy of them."""
+    """Writes report.md and report.html from results and prints their ledger, or keeps the README's copy of it."""
     if check:
         difference = report.outdated()
         print(difference or "README.md is up to date")
         raise typer.Exit(1 if difference else 0)
-    results = ledger.read()
     if readme:
-        report.README.write_text(report.rendered(report.README.read_text(), results))
+        report.README.write_text(report.rendered(report.README.read_text(), ledger.read()))
         print("README.md rewritten")
-    else:
-        print(f"{report.operations(results)}\n\n{report.measured(results)}")
+        return
+    found = [json.loads(path.read_text()) for path in results] if results else ledger.read()
+    text, html = document.write(found, out)
+    print(f"{report.operations(found)}\n\n{report.measured(found)}\n\nreport {text}, with pictures {html}")
 
 
 @app.command("compare")

@@ -1,7 +1,9 @@
-"""Pictures of one run: how many times as fast as its peer an operation is, and how near the machine's ceiling."""
+"""Pictures of one run: rooflines, ratios to peers, scaling curves and the experts' load."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +11,169 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+
+from bench.ledger import Result
+
+MARKERS = {"float32": "o", "bfloat16": "s", "float16": "^"}
+FILLED: dict[str, Any] = {"forward": "full", "backward": "left", "training": "none"}
 
 
-def draw(result: dict[str, Any], folder: Path) -> list[str]:
-    """Writes <operation>.png for every measured operation and returns the names."""
-    figures = [figure for entry in result["entries"] for figure in entry["figures"]]
-    return [_operation(op, figures, result["device"], folder) for op in sorted({figure["op"] for figure in figures})]
+def draw(result: Result, folder: Path) -> dict[str, str]:
+    """Writes <device>-<picture>.png for what was measured; file names by picture."""
+    figures = _all(result, "figures")
+    drawn = {
+        "roofline": _roofline(result, figures) if figures else None,
+        "peers": _peers([each for each in figures if each["peers"]]),
+        "scaling": _scaling(_all(result, "curves")),
+        "load": _load(result["loads"]) if result.get("loads") else None,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {}
+    for picture, canvas in drawn.items():
+        if canvas is not None:
+            names[picture] = f"{re.sub(r'[^a-z0-9]+', '-', result['device'].lower()).strip('-')}-{picture}.png"
+            canvas.savefig(folder / names[picture], dpi=100)
+            plt.close(canvas)
+    return names
 
 
-def _operation(op: str, figures: list[dict[str, Any]], device: str, folder: Path) -> str:
-    mine = [figure for figure in figures if figure["op"] == op]
-    directions = list(dict.fromkeys(figure["direction"] for figure in mine))
-    size = (4.5 * len(directions), 7)
-    canvas, axes = plt.subplots(2, len(directions), figsize=size, sharex=True, squeeze=False, layout="constrained")
-    for column, direction in enumerate(directions):
-        lines: dict[str, list[dict[str, Any]]] = {}
-        for figure in (each for each in mine if each["direction"] == direction):
-            lines.setdefault(f"{figure['backend']} {figure['dtype']}, {figure['setting']}", []).append(figure)
-        top, bottom = axes[0][column], axes[1][column]
-        for name, each in lines.items():
-            shapes = [figure["shape"].replace(" ", "\n") for figure in each]
-            if each[0]["peers"]:
-                top.plot(shapes, [min(figure["peers"].values()) for figure in each], "o-", label=name)
-            bottom.plot(shapes, [figure["ceiling_percent"] for figure in each], "o-", label=name)
-        top.set(title=direction, yscale="log")
-        top.yaxis.set_major_formatter("{x:g}")
-        top.yaxis.set_minor_formatter("{x:g}")
-        bottom.set_ylim(bottom=0)
-    axes[0][0].set_ylabel("times as fast as the best peer")
-    axes[1][0].set_ylabel("percent of the measured ceiling")
-    axes[1][0].legend(fontsize="small")
-    canvas.suptitle(f"{op} on {device}")
-    canvas.savefig(folder / f"{op}.png", dpi=120)
-    plt.close(canvas)
-    return f"{op}.png"
+def _all(result: Result, which: str) -> list[dict[str, Any]]:
+    return [figure for entry in result["entries"] for figure in entry.get(which, [])]
+
+
+def _unique(values: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _colors(figures: list[dict[str, Any]]) -> dict[str, Any]:
+    return {op: plt.get_cmap("tab10")(index % 10) for index, op in enumerate(_unique(each["op"] for each in figures))}
+
+
+def _roofline(result: Result, figures: list[dict[str, Any]]) -> Canvas:
+    """A row for every setting: GFLOP/s over FLOPs a byte under its roofs and, left, GB/s of what only moves bytes."""
+    settings = _unique(each["setting"] for each in figures)
+    canvas, axes = plt.subplots(
+        len(settings), 2, figsize=(11, 4.2 * len(settings)), width_ratios=(1, 3), squeeze=False, layout="constrained"
+    )
+    colors = _colors(figures)
+    for (left, right), setting in zip(axes, settings, strict=True):
+        limits = result["ceilings"][setting]
+        mine = [each for each in figures if each["setting"] == setting]
+        counted = [each for each in mine if each["flops"]]
+        _roofs(right, limits, [each["flops"] / each["least_bytes"] for each in counted] or [1.0])
+        for each in counted:
+            _point(right, each["flops"] / each["least_bytes"], each["gflop_per_s"], each, colors)
+        moving = [each for each in mine if not each["flops"]]
+        names = _unique(each["op"] for each in moving)
+        for each in moving:
+            _point(left, names.index(each["op"]), each["gb_per_s"], each, colors)
+        left.axhline(limits["copy"], color="black", linewidth=1)
+        left.set(xticks=range(len(names)), xticklabels=names, title="no FLOPs", ylabel="GB/s", yscale="log")
+        left.tick_params(axis="x", rotation=20)
+        right.set(title=setting, ylabel="GFLOP/s", xlabel="FLOPs a byte, at the least", xscale="log", yscale="log")
+        right.grid(alpha=0.3)
+    handles = [plt.Line2D([], [], color=color, marker="o", linestyle="", label=op) for op, color in colors.items()]
+    handles += [
+        plt.Line2D([], [], color="gray", marker=MARKERS.get(dtype, "x"), linestyle="", label=dtype)
+        for dtype in _unique(each["dtype"] for each in figures)
+    ]
+    handles += [
+        plt.Line2D([], [], color="gray", marker="o", fillstyle=FILLED[direction], linestyle="", label=direction)
+        for direction in _unique(each["direction"] for each in figures)
+    ]
+    canvas.legend(handles=handles, loc="outside lower center", ncols=6, fontsize="small")
+    canvas.suptitle(f"{result['device']}, {result['date']}: measured, under ceilings of the same run")
+    return canvas
+
+
+def _roofs(axis: Axes, limits: dict[str, float], intensities: list[float]) -> None:
+    low, high = min(intensities) / 4, max(*intensities, *(limits[name] / limits["copy"] for name in limits)) * 4
+    for name, limit in limits.items():
+        if name != "copy":
+            ridge = limit / limits["copy"]
+            axis.plot([low, ridge, high], [low * limits["copy"], limit, limit], color="black", linewidth=1)
+            axis.annotate(f"{name} product", (high, limit), ha="right", va="bottom", fontsize="small")
+    axis.annotate("copy", (low, low * limits["copy"]), va="bottom", fontsize="small")
+
+
+def _point(axis: Axes, x: float, y: float, figure: dict[str, Any], colors: dict[str, Any]) -> None:
+    axis.plot(
+        x, y, MARKERS.get(figure["dtype"], "x"), color=colors[figure["op"]], fillstyle=FILLED[figure["direction"]]
+    )
+
+
+def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
+    """Times as fast as each peer: the range over the shapes, and its middle."""
+    bars: dict[tuple[str, str], list[float]] = {}
+    for each in figures:
+        for peer, ratio in each["peers"].items():
+            line = f"{each['op']} {each['backend']} {each['dtype']} {each['direction']}, {each['setting']}"
+            bars.setdefault((line, peer), []).append(ratio)
+    if not bars:
+        return None
+    canvas, axis = plt.subplots(figsize=(11, 1.2 + 0.2 * len(bars)), layout="constrained")
+    colors = {peer: plt.get_cmap("tab20")(i % 20) for i, peer in enumerate(_unique(peer for _, peer in bars))}
+    labelled = set[str]()
+    for row, ((_, peer), ratios) in enumerate(bars.items()):
+        label = None if peer in labelled else f"over {peer}"
+        labelled.add(peer)
+        axis.plot([min(ratios), max(ratios)], [row, row], color=colors[peer], linewidth=5, label=label)
+        axis.plot(sorted(ratios)[len(ratios) // 2], row, "|", color="black")
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set(xscale="log", xlabel="times as fast", yticks=range(len(bars)), ylim=(len(bars), -1))
+    axis.set_yticklabels([line for line, _ in bars], fontsize="x-small")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.grid(axis="x", alpha=0.3)
+    canvas.legend(loc="outside lower center", ncols=3, fontsize="small")
+    return canvas
+
+
+def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
+    """Time over the size that varies, with the floor of its bytes and FLOPs: parallel lines grow alike."""
+    names = _unique((each["op"], each["setting"]) for each in curves)
+    if not names:
+        return None
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    size = (3.8 * columns, 3.2 * rows)
+    canvas, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    for axis in axes.flat[len(names) :]:
+        axis.set_visible(False)
+    for axis, (op, setting) in zip(axes.flat, names, strict=False):
+        mine = [each for each in curves if (each["op"], each["setting"]) == (op, setting)]
+        name = varying(mine)
+        for backend in _unique(each["backend"] for each in mine):
+            line = [each for each in mine if each["backend"] == backend]
+            sizes = [each["sizes"][name] for each in line]
+            axis.plot(sizes, [each["us"] for each in line], "o-", label=backend)
+        for peer in mine[0]["peers"]:
+            axis.plot(sizes, [each["us"] * each["peers"].get(peer, float("nan")) for each in line], ".--", label=peer)
+        floors = [each["us"] * each["ceiling_percent"] / 100 for each in line]
+        axis.plot(sizes, floors, ":", color="black", label="floor")
+        axis.set(xscale="log", yscale="log", xlabel=name, ylabel="us", title=f"{op} {mine[0]['dtype']}, {setting}")
+        axis.legend(fontsize="x-small")
+    return canvas
+
+
+def varying(curve: list[dict[str, Any]]) -> str:
+    """The size in which the points of a curve differ."""
+    sizes = [each["sizes"] for each in curve]
+    return next((name for name in sizes[0] if len({str(each[name]) for each in sizes}) > 1), next(iter(sizes[0])))
+
+
+def _load(loads: dict[str, Any]) -> Canvas:
+    """Tokens an expert, the busiest first, under every kind of routing that the figures were taken on."""
+    kinds = loads["tokens"]
+    canvas, axes = plt.subplots(1, len(kinds), figsize=(11, 2.6), sharey=True, squeeze=False, layout="constrained")
+    for axis, (kind, tokens) in zip(axes[0], kinds.items(), strict=True):
+        mean = sum(tokens) / len(tokens)
+        axis.bar(range(len(tokens)), tokens, width=1.0)
+        axis.axhline(mean, color="black", linewidth=1)
+        idle = tokens.count(0)
+        axis.set(title=f"{kind}: busiest {tokens[0] / mean:.1f} x the mean, {idle} idle", xlabel="expert")
+        axis.title.set_fontsize("medium")
+    axes[0][0].set_ylabel("choices")
+    canvas.suptitle(loads["shape"], fontsize="medium")
+    return canvas

@@ -1,4 +1,4 @@
-"""Results as Markdown: the report of one run, and the generated sections of the README."""
+"""Results as Markdown tables: the generated sections of the README."""
 
 from __future__ import annotations
 
@@ -14,12 +14,6 @@ from moe_kernels.backends import NAMES
 README = ledger.ROOT / "README.md"
 SECTIONS = ("operations", "measured")
 
-HOW_TO_READ = """\
-Times are medians of interleaved runs, with the 10th and 90th percentile; `!` marks those where the latter is over
-twice the former: the machine was busy, and only one thread's figures are corrected for that. *Ceiling*: the least time
-that this machine's own copy and matrix product, measured in the same run, allow for the operation's least bytes (each
-input read once, each output written once) and FLOPs, over the time taken; what lies in a cache can pass 100%.
-*memcpy*: times as long as a copy of those bytes. Last: times as fast as each peer."""
 UNSTEADY = 2.0
 GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"}
 
@@ -81,41 +75,20 @@ def _span(values: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def document(result: ledger.Result, plots: Sequence[str] = ()) -> str:
-    """The whole report of one run."""
-    facts, parts = result["machine"], [f"# {result['device']}, {result['date']}"]
-    gpus = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "none; what needs one was not run"
-    parts.append(
-        f"CPU {facts['cpu']}, {facts['cores']} cores, {facts['isa']}. GPU: {gpus} (driver {facts['driver']}). "
-        f"Python {facts['python']}, torch {facts['torch']}, Triton {facts['triton']}."
-    )
-    header = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "checks")
-    parts += ["## Verified", markdown(header, [_verdict(entry) for entry in result["entries"]])]
-    if result.get("suite"):
-        parts.append("Test suite: " + "; ".join(f"{name} {word}" for name, word in result["suite"].items()))
-    parts.append("## Ceilings of this machine")
-    parts.append(markdown(("setting", "what", "reached"), _ceiling_rows(result["ceilings"])))
-    rows = [figure_cells(figure) for entry in result["entries"] for figure in entry["figures"]]
-    parts += ["## Measured", HOW_TO_READ, markdown(FIGURE_HEADER, rows)]
-    parts += [f"![{name}]({name})" for name in plots]
-    if result["not_measured"]:
-        parts += ["## Not measured", "\n".join(f"* {line}" for line in result["not_measured"])]
-    return "\n\n".join(parts) + "\n"
-
-
 FIGURE_HEADER = (
     "operation", "backend", "dtype", "direction", "shape", "setting",
     "us (10% to 90%)", "GB/s", "ceiling", "memcpy", "as fast as",
 )  # fmt: skip
 
 
-def figure_cells(figure: dict[str, Any]) -> tuple[str, ...]:
+def figure_cells(figure: dict[str, Any], stale: bool = False) -> tuple[str, ...]:
     """A figure as text for a table, in the order of FIGURE_HEADER."""
     busy = " !" if _unsteady(figure) else ""
     spread = f"{_us(figure['us'])} ({_us(figure['low_us'])} to {_us(figure['high_us'])}){busy}"
     peers = ", ".join(f"{name} x{ratio:.3g}" for name, ratio in figure["peers"].items())
     return (
-        *(figure[key] for key in ("op", "backend", "dtype", "direction", "shape", "setting")),
+        figure["op"] + " (stale)" * stale,
+        *(figure[key] for key in ("backend", "dtype", "direction", "shape", "setting")),
         spread,
         f"{figure['gb_per_s']:.3g}",
         f"{figure['ceiling_percent']:.0f}%",
@@ -130,24 +103,6 @@ def _unsteady(figure: dict[str, Any]) -> bool:
 
 def _us(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _verdict(entry: dict[str, Any]) -> tuple[str, ...]:
-    keys = ("operation", "backend", "dtype", "device", "cases", "error", "allowed", "verdict")
-    checks = ", ".join(f"{name}: {word}" for name, word in entry["checks"].items())
-    return (*(f"{entry[key]:.3g}" if isinstance(entry[key], float) else str(entry[key]) for key in keys), checks)
-
-
-def _ceiling_rows(ceilings: dict[str, dict[str, float]]) -> list[tuple[str, str, str]]:
-    return [
-        (
-            setting,
-            name if name == "copy" else f"{name} product",
-            f"{value:.4g} {'GB/s' if name == 'copy' else 'GFLOP/s'}",
-        )
-        for setting, limits in ceilings.items()
-        for name, value in limits.items()
-    ]
 
 
 def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) -> str:

@@ -37,5 +37,5 @@ def sizes(table: Mapping[str, tuple[int, ...]], names: str) -> list[Shape]:
 
 
 def fewer_tokens(shape: Shape, device: str) -> Shape:
-    """On a CPU at most 4096 tokens: a language model's 32768 rows of 2048 to 7168 would take seconds a call."""
-    return {**shape, "T": min(shape["T"], 4096)} if device == "cpu" else shape
+    """On a CPU at most 2^25 elements of rows, 128 MB: a language model's own would take seconds a call."""
+    return {**shape, "T": min(shape["T"], 2**25 // (shape["K"] * shape["D"]))} if device == "cpu" else shape

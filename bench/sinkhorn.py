@@ -48,9 +48,9 @@ def _flops(shape: Shape, direction: str) -> int:
 ENTRIES = {
     "sinkhorn": Entry(
         shapes={
-            "quick": [_shape(16384, 4, 20, 1.0), _shape(256, 64, 50, 1.0), _shape(256, 64, 50, 1e-5)],
+            "quick": [_shape(16384, 4, 20, 1.0), _shape(64, 64, 50, 1.0), _shape(64, 64, 50, 1e-5)],
             "llm": [_shape(65536, 4, 20, 1.0)],
-            "scaling": [_shape(16, n, 20, 1.0) for n in (4, 16, 64, 256, 512)],
+            "scaling": [_shape(4, n, 20, 1.0) for n in (4, 16, 64, 256, 512)],
             "papers": [
                 _shape(*size, tau)
                 for size in ((65536, 4, 20), (4096, 16, 50), (4096, 64, 50), (64, 256, 150), (1, 16, 150))

@@ -1,0 +1,160 @@
+"""The report: every result with its pictures, as Markdown and as one HTML page that needs no other file."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+from typing import Any
+
+from markdown_it import MarkdownIt
+
+from bench import ledger, plot
+from bench.report import FIGURE_HEADER, figure_cells, markdown, operations
+
+HOW_TO_READ = """\
+Times are medians of interleaved runs, with the 10th and 90th percentile; `!` marks those where the latter is over
+twice the former: the machine was busy, and only one thread's figures are corrected for that. *Ceiling*: the least time
+that this machine's own copy and matrix product, measured in the same run, allow for the operation's least bytes (each
+input read once, each output written once) and FLOPs, over the time taken; what lies in a cache can pass 100%.
+*memcpy*: times as long as a copy of those bytes. Last: times as fast as each peer, on the same inputs in the same run.
+Absolute times on a CPU that others share mean little: read the ratios."""
+CAPTIONS = {
+    "roofline": "Every figure under the roofs of the same run. The slope is the copy's bandwidth, the flat parts are "
+    "matrix products by dtype; the distance to the roof is what is left to gain. Left: what moves bytes and counts no "
+    "FLOPs, against the copy.",
+    "peers": "Times as fast as each peer: the bar is the range over the shapes, the stroke its middle. Left of the "
+    "line the peer is faster.",
+    "scaling": "Time over the size that varies. Where a line is steeper than the dotted floor, the cost grows faster "
+    "than the work.",
+    "load": "Choices an expert gets under each kind of routing that the figures were taken on; the line is the mean.",
+}
+STYLE = """\
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 13px; margin: 1em 0 }
+th, td { border: 1px solid #ddd; padding: 0.2em 0.6em; text-align: left }
+th { background: #f4f4f4 } tr:nth-child(even) { background: #fafafa } img { max-width: 100% }"""
+
+
+def write(results: list[ledger.Result], folder: Path, root: Path = ledger.ROOT) -> tuple[Path, Path]:
+    """report.md with its pictures beside it and report.html with them inside."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = document(results, {result["device"]: plot.draw(result, folder) for result in results}, root)
+    paths = folder / "report.md", folder / "report.html"
+    paths[0].write_text(text)
+    paths[1].write_text(page(text, folder))
+    return paths
+
+
+def page(text: str, folder: Path) -> str:
+    """Markdown as HTML, with the pictures of `folder` inside it."""
+    body = MarkdownIt("commonmark").enable("table").render(text)
+
+    def inside(match: re.Match[str]) -> str:
+        return f'src="data:image/png;base64,{base64.b64encode((folder / match[1]).read_bytes()).decode()}"'
+
+    body = re.sub(r'src="([^"/:]+\.png)"', inside, body)
+    head = f'<meta charset="utf-8"><title>moe_kernels, measured</title><style>{STYLE}</style>'
+    return f"<!doctype html><html lang=en><head>{head}</head><body>\n{body}</body></html>\n"
+
+
+def document(
+    results: list[ledger.Result], pictures: dict[str, dict[str, str]] | None = None, root: Path = ledger.ROOT
+) -> str:
+    """The whole report; pictures: file names by device and picture."""
+    parts = ["# moe_kernels, measured", "## Ledger", operations(results, root)]
+    if not results:
+        parts.append("Nothing was measured yet: `python -m bench run` does.")
+    for result in results:
+        parts += _device(result, (pictures or {}).get(result["device"], {}), root)
+    return "\n\n".join(parts) + "\n"
+
+
+def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list[str]:
+    facts, entries = result["machine"], result["entries"]
+    gpus = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "none; what needs one was not run"
+    parts = [
+        f"## {result['device']}, {result['date']}",
+        f"CPU {facts['cpu']}, {facts['cores']} cores, {facts['isa']}. GPU: {gpus} (driver {facts['driver']}). "
+        f"Python {facts['python']}, torch {facts['torch']}, Triton {facts['triton']}.",
+    ]
+    stale = sorted({f"{each['operation']} {each['backend']}" for each in entries if ledger.is_stale(each, root)})
+    if stale:
+        parts.append(f"**Stale**, because their sources changed since they ran: {', '.join(stale)}.")
+    parts += ["### Verified against the definition", markdown(_VERDICT, [_verdict(each, root) for each in entries])]
+    if result.get("suite"):
+        parts.append("Test suite: " + "; ".join(f"{name} {word}" for name, word in result["suite"].items()))
+    if result["not_measured"]:
+        parts += ["### Not run, and why", "\n".join(f"* {line}" for line in result["not_measured"])]
+    parts += ["### Ceilings of this machine", markdown(("setting", "what", "reached"), _ceilings(result["ceilings"]))]
+    parts += [f"![{name}]({file})\n\n{CAPTIONS[name]}" for name, file in pictures.items()]
+    curves = [row for entry in entries for row in _growth(entry)]
+    if curves:
+        parts += ["### Growth", markdown(_GROWTH, curves)]
+    figures = [figure for entry in entries for figure in entry["figures"]]
+    if figures:
+        rows = [figure_cells(each, ledger.is_stale(entry, root)) for entry in entries for each in entry["figures"]]
+        parts += ["### Figures", HOW_TO_READ, markdown(FIGURE_HEADER, rows)]
+    for title, header, cells in (("Memory", _MEMORY, _memory), ("Clocks, power, energy", _TELEMETRY, _telemetry)):
+        found = [cells(each) for each in figures if header[-1][0] in each]
+        if found:
+            parts += [f"### {title}", markdown((*_KEY, *(words for _, words in header)), found)]
+    return parts
+
+
+_KEY = ("op", "backend", "dtype", "direction", "shape", "setting")
+_VERDICT = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "checks")
+_GROWTH = ("operation", "backend", "dtype", "setting", "from", "to", "time", "work", "ceiling, from", "ceiling, to")
+_MEMORY = (("peak_mib", "MiB at the height of a training step, beyond its inputs"), ("peers_peak_mib", "peers"))
+_TELEMETRY = (
+    ("launch_us", "host us a launch"),
+    ("joules_per_call", "J a call"),
+    ("watts", "W"),
+    ("celsius", "C"),
+    ("memory_mhz", "memory MHz"),
+    ("throttled", "throttled by"),
+    ("sm_mhz", "SM MHz"),
+)
+
+
+def _verdict(entry: dict[str, Any], root: Path) -> tuple[str, ...]:
+    keys = ("operation", "backend", "dtype", "device", "cases", "error", "allowed", "verdict")
+    checks = ", ".join(f"{name}: {word}" for name, word in entry["checks"].items())
+    cells = [f"{entry[key]:.3g}" if isinstance(entry[key], float) else str(entry[key]) for key in keys]
+    cells[-1] += " (stale)" * ledger.is_stale(entry, root)
+    return (*cells, checks)
+
+
+def _ceilings(ceilings: dict[str, dict[str, float]]) -> list[tuple[str, str, str]]:
+    what = {"copy": ("copy", "GB/s")}
+    rows = []
+    for setting, limits in ceilings.items():
+        for name, value in limits.items():
+            words, unit = what.get(name, (f"{name} product", "GFLOP/s"))
+            rows.append((setting, words, f"{value:.4g} {unit}"))
+    return rows
+
+
+def _growth(entry: dict[str, Any]) -> list[tuple[str, ...]]:
+    """How much longer the largest of a curve took than the smallest, beside how much more work it was."""
+    rows = []
+    for setting in dict.fromkeys(each["setting"] for each in entry.get("curves", [])):
+        curve = [each for each in entry["curves"] if each["setting"] == setting]
+        first, last = curve[0], curve[-1]
+        # The floor of a figure: what its bytes and FLOPs need at this machine's ceilings.
+        floors = [each["us"] * each["ceiling_percent"] for each in (first, last)]
+        key = (entry["operation"], entry["backend"], first["dtype"], setting)
+        growth = (f"x{last['us'] / first['us']:.3g}", f"x{floors[1] / floors[0]:.3g}")
+        reached = (f"{each['ceiling_percent']:.0f}%" for each in (first, last))
+        rows.append((*key, first["shape"], last["shape"], *growth, *reached))
+    return rows
+
+
+def _memory(figure: dict[str, Any]) -> tuple[str, ...]:
+    peers = ", ".join(f"{name} {value:.3g}" for name, value in figure["peers_peak_mib"].items())
+    return (*(figure[key] for key in _KEY), f"{figure['peak_mib']:.3g}", peers)
+
+
+def _telemetry(figure: dict[str, Any]) -> tuple[str, ...]:
+    values = [figure.get(key, "") for key, _ in _TELEMETRY]
+    return (*(figure[key] for key in _KEY), *(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))

@@ -1,0 +1,191 @@
+"""python -m bench: its ledger, its reports and its comparisons. Nothing here depends on a time."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+from typer.testing import CliRunner
+
+import bench.__main__ as command
+from bench import compare, document, ledger, report
+
+PEER = "torch topk+scatter+mul"
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout with kwta on the CPU and in CUDA, and no Triton kernel."""
+    for name in ("moe_kernels/ops/kwta.py", "csrc/cpu/kwta.cpp", "csrc/cuda/kwta.cu", "csrc/include/moe/warp.cuh"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"// {name}\n")
+    return tmp_path
+
+
+def result_of(tree: Path, backend: str, *, gpu: bool = True, date: str = "2026-01-02", **changes) -> ledger.Result:
+    figure = {
+        "op": "kwta", "backend": backend, "dtype": "float32", "direction": "forward", "shape": "R=4 N=100 p=0.5",
+        "setting": "cuda" if gpu else "2 threads", "us": 123456.0, "low_us": 1.0, "high_us": 2.0, "samples": 5,
+        "sizes": {"R": 4, "N": 100, "p": 0.5}, "least_bytes": 3200, "flops": 400,
+        "gb_per_s": 7.0, "gflop_per_s": 1.0, "ceiling_percent": 87.0, "over_memcpy": 1.5, "peers": {PEER: 21.0},
+    }  # fmt: skip
+    entry = {
+        "operation": "kwta", "backend": backend, "dtype": "float32", "device": "cuda" if gpu else "cpu",
+        "sources": ledger.digest("kwta", backend, tree), "verdict": "ok",
+        "cases": 3, "error": 0.0, "allowed": 0.0, "checks": {}, "figures": [figure], "curves": [],
+    }  # fmt: skip
+    machine = {"cpu": "Some CPU", "cores": 2, "isa": "avx2", "driver": "1", "python": "3", "torch": "2", "triton": "3"}
+    machine["gpus"] = [{"name": "Some GPU"}] if gpu else []
+    facts = {"device": "Some GPU" if gpu else "Some CPU", "gpu": gpu, "date": date, "machine": machine}
+    facts |= {"ceilings": {figure["setting"]: {"copy": 8.0, "float32": 100.0}}, "not_measured": ["one: why"]}
+    return {**facts, "entries": [entry | changes]}
+
+
+def test_ledger_states(tree: Path) -> None:
+    state = partial(ledger.state, "kwta", root=tree)
+    assert state("cuda", []) == "never run on a GPU"
+    assert state("cpu", []) == "tested on every change"
+    assert state("triton", []) == "-"
+    result = result_of(tree, "cuda")
+    assert state("cuda", [result]) == "verified 2026-01-02 on Some GPU"
+    assert state("cuda", [result_of(tree, "cuda", verdict="FAILED")]) == "FAILED 2026-01-02 on Some GPU"
+    bad_check = {"memcheck": "FAILED: status 9", "racecheck": "not run: not installed"}
+    assert state("cuda", [result_of(tree, "cuda", checks=bad_check)]) == "FAILED 2026-01-02 on Some GPU"
+    newer = result_of(tree, "cuda", date="2026-03-04")
+    assert state("cuda", [result, newer]) == "verified 2026-03-04 on Some GPU"
+    assert state("cpu", [result_of(tree, "cpu", gpu=False)]) == "verified 2026-01-02 on Some CPU"
+
+
+@pytest.mark.parametrize("source", ["csrc/cuda/kwta.cu", "csrc/include/moe/warp.cuh", "moe_kernels/ops/kwta.py"])
+def test_a_result_is_stale_once_a_source_changes(tree: Path, source: str) -> None:
+    result = result_of(tree, "cuda")
+    (tree / source).write_text("// something else\n")
+    assert ledger.state("kwta", "cuda", [result], tree) == "stale: sources changed since 2026-01-02"
+
+
+def test_sources_of_another_backend_or_operation_leave_a_result_fresh(tree: Path) -> None:
+    result = result_of(tree, "cuda")
+    (tree / "csrc/cpu/kwta.cpp").write_text("// faster\n")
+    (tree / "csrc/cuda/sinkhorn.cu").write_text("// new\n")
+    assert ledger.state("kwta", "cuda", [result], tree).startswith("verified")
+
+
+def test_a_kernel_that_was_interpreted_has_not_run_on_a_gpu(tree: Path) -> None:
+    interpreted = result_of(tree, "cuda", gpu=False)
+    assert ledger.state("kwta", "cuda", [interpreted], tree) == "never run on a GPU"
+
+
+def test_results_survive_writing_and_reading(tree: Path) -> None:
+    result = result_of(tree, "cuda")
+    assert ledger.write(result, tree / "results").name == "some-gpu.json"
+    assert ledger.read(tree / "results") == [result]
+
+
+def test_measured_shows_gpu_times_and_only_ratios_of_cpus(tree: Path) -> None:
+    gpu = report.measured([result_of(tree, "cuda")], tree)
+    assert "| `kwta` | cuda | float32 | forward | 1 | 1.23e+05 | 7 | 87 | 1.5 | torch topk+scatter+mul 21 |" in gpu
+    on_cpu = report.measured([result_of(tree, "cpu", gpu=False)], tree)
+    assert "| `kwta` | cpu | float32 | forward, 2 threads | 1 | 1.5 | torch topk+scatter+mul 21 |" in on_cpu
+    assert "No GPU was there" in on_cpu
+    result = result_of(tree, "cuda") | {"entries": result_of(tree, "cpu", gpu=False)["entries"]}
+    cpu_beside_gpu = report.measured([result], tree)
+    assert "| `kwta` | cpu | float32 | forward, 2 threads | 1 |  |  |  | 1.5 |" in cpu_beside_gpu
+
+
+def test_measured_gives_the_range_over_shapes_and_marks_what_is_stale(tree: Path) -> None:
+    result = result_of(tree, "cuda")
+    figures = result["entries"][0]["figures"]
+    figures.append(figures[0] | {"shape": "another", "peers": {PEER: 9.5}})
+    (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
+    text = report.measured([result], tree)
+    assert "| `kwta` (stale) | cuda | float32 | forward | 2 |" in text
+    assert "torch topk+scatter+mul 9.5 to 21" in text
+
+
+def test_document_marks_what_is_stale_and_holds_several_devices(tree: Path) -> None:
+    gpu, cpu = result_of(tree, "cuda"), result_of(tree, "cpu", gpu=False)
+    gpu["entries"][0]["figures"][0] |= {"launch_us": 3.0, "sm_mhz": 1980.0, "watts": 640.0, "throttled": "power cap"}
+    text = document.document([gpu, cpu], root=tree)
+    assert "(stale)" not in text
+    assert "| kwta | cuda | float32 | forward | R=4 N=100 p=0.5 | cuda | 3 |  | 640 |  |  | power cap | 1980 |" in text
+    assert text.index("## Some GPU") < text.index("* one: why") < text.index("## Some CPU")
+    (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
+    text = document.document([gpu, cpu], root=tree)
+    assert "**Stale**, because their sources changed since they ran: kwta cuda." in text
+    assert "| kwta (stale) | cuda |" in text
+    assert "| kwta | cpu |" in text
+
+
+def test_a_report_without_results_says_so(tmp_path: Path) -> None:
+    text, html = document.write([], tmp_path)
+    assert "Nothing was measured yet" in text.read_text()
+    assert "<h1>" in html.read_text()
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1.1, 0), (0.5, 0), (2.0, 1)])
+def test_compare_catches_a_kernel_made_slower(tree: Path, factor: float, status: int) -> None:
+    before, after = result_of(tree, "cuda"), result_of(tree, "cuda")
+    after["entries"][0]["figures"][0]["us"] *= factor
+    paths = []
+    for name, result in {"before": before, "after": after}.items():
+        paths.append(str(ledger.write(result, tree / name)))
+    done = CliRunner().invoke(command.app, ["compare", *paths])
+    assert done.exit_code == status, done.output
+    assert (f"x{factor:.2f}" in done.output) == (factor != 1.1)
+
+
+def test_compare_reads_cpus_by_memcpy_and_skips_what_only_one_run_has(tree: Path) -> None:
+    before, after = (result_of(tree, "cpu", gpu=False) for _ in range(2))
+    figures = after["entries"][0]["figures"]
+    figures.append(figures[0] | {"shape": "new"})
+    figures[0] = figures[0] | {"us": 5.0, "over_memcpy": 3.0, "peers": {PEER: 7.0}}
+    (change,) = compare.changes(before, after)
+    assert (change.before, change.after, change.slowdown) == (1.5, 3.0, 2.0)
+
+
+def test_compare_lets_a_cpus_memcpy_drift_alone(tree: Path) -> None:
+    before, after = (result_of(tree, "cpu", gpu=False) for _ in range(2))
+    after["entries"][0]["figures"][0] |= {"over_memcpy": 3.0, "peers": {PEER: 20.0}}
+    (change,) = compare.changes(before, after)
+    assert change.slowdown == pytest.approx(21 / 20)
+
+
+def test_figures_of_a_busy_machine_are_marked(tree: Path) -> None:
+    result = result_of(tree, "cpu", gpu=False)
+    figure = result["entries"][0]["figures"][0]
+    assert "busy" not in report.measured([result], tree)
+    figure["high_us"] = 2.1 * figure["low_us"]
+    assert "forward, 2 threads (busy machine)" in report.measured([result], tree)
+    assert report.figure_cells(figure)[6].endswith("!")
+
+
+README = "# Title\n<!-- {0}:begin -->\nold\n<!-- {0}:end -->\ntext\n<!-- {1}:begin -->\n<!-- {1}:end -->\nend\n"
+
+
+def test_readme_sections_are_rewritten_and_go_out_of_date(tree: Path) -> None:
+    readme, results = tree / "README.md", [result_of(tree, "cuda")]
+    readme.write_text(README.format(*report.SECTIONS))
+    assert "-old" in report.outdated(readme, results, tree)
+    readme.write_text(report.rendered(readme.read_text(), results, tree))
+    text = readme.read_text()
+    assert "| `kwta` | the definition |" not in text  # this tree has no reference
+    assert "verified 2026-01-02 on Some GPU" in text
+    assert text.startswith("# Title\n")
+    assert text.endswith("end\n")
+    assert report.outdated(readme, results, tree) == ""
+    (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
+    assert "+" in report.outdated(readme, results, tree)
+
+
+def test_a_readme_without_markers_is_refused(tree: Path) -> None:
+    with pytest.raises(ValueError, match="operations:begin"):
+        report.rendered("# Title\n", [], tree)
+
+
+def test_readme_of_this_checkout_is_up_to_date() -> None:
+    assert report.outdated() == "", "run python -m bench report --readme"
