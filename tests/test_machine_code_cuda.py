@@ -39,6 +39,8 @@ INSTRUCTIONS = {
     r"plan_rank_kernel<.*>": [r"MATCH\.ANY"],
     r"dispatch_kernel<uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"combine_(bwd_)?kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128", r"FFMA"],
+    r"sinkhorn_kernel<.*>": [r"LDG\.E\.128", r"STG\.E\.128", r"FFMA", r"MUFU\.EX2", r"MUFU\.RCP"],
+    r"sinkhorn_(streamed_)?bwd_kernel.*": [r"DFMA"],
 }
 
 Resources = dict[str, dict[str, int]]

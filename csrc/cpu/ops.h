@@ -45,11 +45,11 @@
                    const void* weights, const int32_t* row_token, const int32_t* slot_row,                          \
                    const int32_t* expert_offsets, const int32_t* row_choice, void* drows, void* dweights,           \
                    int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim, int threads);      \
-  void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, const double* taus,     \
-                    int64_t iterations, void* p, void* scratch, int64_t scratch_stride, int64_t batch, int64_t n,    \
-                    int threads);                                                                                    \
+  void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,        \
+                    double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,             \
+                    int64_t batch, int64_t n, int threads);                                                          \
   void sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,                 \
-                    const void* scores, int64_t stride_batch, int64_t stride_row, const double* taus,                \
+                    const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, \
                     int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride, int64_t batch,         \
                     int64_t n, int threads);
 

@@ -12,6 +12,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "moe/cooling.h"
 #include "moe/lanes.h"
 #include "sinkhorn_stage.h"
 
@@ -149,13 +150,13 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   for (int64_t t = 0; t < iterations; ++t)
     scale<packed>(k, n, blocks, v + t * width, {u + t * rows}, v + (t + 1) * width);
 
-  // dS = k * h; both potentials' gradients start from dP, and then run back through the iterations.
+  // dS = k * h / tau; both potentials' gradients start from dP, and then run back through the iterations.
   const Rows<packed, double> last{u + (iterations - 1) * rows};
   std::fill(dg, dg + width, 0.0);
   for (int64_t i = 0; i < n; ++i) {
     Vec<double> total{};
     for (int64_t j = 0; j < blocks; ++j) {
-      const Vec<double> scale = last[i] * load(v + iterations * width + j * w) * inv_tau;
+      const Vec<double> scale = last[i] * load(v + iterations * width + j * w);
       const Vec<double> share = scale * part.at(grad, i, j), weight = load(k + i * width + j * w) * share;
       store(h + i * width + j * w, share);
       store(dg + j * w, load(dg + j * w) - weight);
@@ -191,7 +192,7 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   }
   for (int64_t i = 0; i < n; ++i)
     for (int64_t j = 0; j < blocks; ++j)
-      part.put(out, i, j, load(k + i * width + j * w) * load(h + i * width + j * w), Form::scaled_float, Form::scaled_double);
+      part.put(out, i, j, load(k + i * width + j * w) * load(h + i * width + j * w) * inv_tau, Form::scaled_float, Form::scaled_double);
 }
 
 // The logarithm of a sum after its largest summand; nothing to sum gives an anchor of 0 and a logarithm of 0.
@@ -267,13 +268,13 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const double* g
 }
 
 template <bool packed, class Wide>
-void log_forward(const Part<packed, Wide, double>& part, int64_t iterations, const double* taus,
+void log_forward(const Part<packed, Wide, double>& part, int64_t iterations, const Cooling& taus,
                  const Stage<packed, Wide>& out, Arena arena) {
   if (!part.wanted(Form::logarithmic, Form::logarithmic)) return;
   const Potentials<packed> p(part.n, part.width(), arena);
   std::fill(p.g, p.g + part.width(), 0.0);
-  for (int64_t t = 0; t < iterations; ++t) iterate(part, taus[t], p.g, p);
-  const double inv_tau = 1 / taus[iterations - 1];
+  for (int64_t t = 0; t < iterations; ++t) iterate(part, taus(t), p.g, p);
+  const double inv_tau = 1 / taus(iterations - 1);
   for (int64_t i = 0; i < part.n; ++i)
     for (int64_t j = 0; j < part.blocks; ++j) {
       const Vec<double> value = exp(p.columns_normal(part.score(i, j), i, j, inv_tau));
@@ -282,7 +283,7 @@ void log_forward(const Part<packed, Wide, double>& part, int64_t iterations, con
 }
 
 template <bool packed, class Wide>
-void log_backward(const Part<packed, Wide, double>& part, int64_t iterations, const double* taus,
+void log_backward(const Part<packed, Wide, double>& part, int64_t iterations, const Cooling& taus,
                   const Stage<packed, Wide>& grad, const Stage<packed, Wide>& out, Arena arena) {
   if (!part.wanted(Form::logarithmic, Form::logarithmic)) return;
   constexpr int w = kLanes<double>;
@@ -293,16 +294,16 @@ void log_backward(const Part<packed, Wide, double>& part, int64_t iterations, co
   const auto state = [&](int64_t t) { return Potentials<packed>(n, width, arena.after(t * Potentials<packed>::bytes(n, width))); };
   const auto g_before = [&](int64_t t) { return t == 0 ? start : state(t - 1).g; };
   std::fill(start, start + width, 0.0);
-  for (int64_t t = 0; t < iterations; ++t) iterate(part, taus[t], g_before(t), state(t));
+  for (int64_t t = 0; t < iterations; ++t) iterate(part, taus(t), g_before(t), state(t));
 
-  const double last_inv_tau = 1 / taus[iterations - 1];
+  const double last_inv_tau = 1 / taus(iterations - 1);
   const Potentials<packed> last = state(iterations - 1);
   std::fill(dg, dg + width, 0.0);
   for (int64_t i = 0; i < n; ++i) {
     Vec<double> total{};
     for (int64_t j = 0; j < blocks; ++j) {
       const Vec<double> p = exp(last.columns_normal(part.score(i, j), i, j, last_inv_tau));
-      const Vec<double> weight = p * part.at(grad, i, j) * last_inv_tau;
+      const Vec<double> weight = p * part.at(grad, i, j);
       store(ds + i * width + j * w, weight);
       store(dg + j * w, load(dg + j * w) - weight);
       total -= weight;
@@ -311,7 +312,7 @@ void log_backward(const Part<packed, Wide, double>& part, int64_t iterations, co
   }
   for (int64_t t = iterations; t-- > 0; std::swap(dg, next)) {
     const Potentials<packed> p = state(t);
-    const double *before = g_before(t), inv_tau = 1 / taus[t];
+    const double *before = g_before(t), inv_tau = 1 / taus(t);
     std::fill(next, next + width, 0.0);
     for (int64_t i = 0; i < n; ++i) {
       double* row = ds + i * width;
@@ -336,7 +337,7 @@ void log_backward(const Part<packed, Wide, double>& part, int64_t iterations, co
   }
   for (int64_t i = 0; i < n; ++i)
     for (int64_t j = 0; j < blocks; ++j)
-      part.put(out, i, j, load(ds + i * width + j * w), Form::logarithmic, Form::logarithmic);
+      part.put(out, i, j, load(ds + i * width + j * w) * last_inv_tau, Form::logarithmic, Form::logarithmic);
 }
 
 struct Call {
@@ -346,8 +347,7 @@ struct Call {
   int64_t grad_stride_batch, grad_stride_row;
   void* out;  // contiguous
   int64_t batch, n;
-  const double* taus;
-  int64_t iterations;
+  Cooling taus;
   char* scratch;
   int64_t scratch_stride;
 };
@@ -359,8 +359,8 @@ void work(const Call& c, int64_t first, int64_t end, char* scratch) {
   using Staged = Stage<packed, Wide>;
   Arena arena(scratch);
   const Staged scores(c.n, &arena), out(c.n, &arena), grad(c.grad == nullptr ? 0 : c.n, &arena);
-  const bool one_tau = c.taus[0] == c.taus[c.iterations - 1];
-  const double inv_tau = 1 / c.taus[0];
+  const bool one_tau = c.taus.constant();
+  const double inv_tau = 1 / c.taus(0);
   for (int64_t m = first * Staged::group; m < std::min(end * Staged::group, c.batch); m += Staged::group) {
     const int64_t count = std::min(Staged::group, c.batch - m);
     Form form[Staged::group];
@@ -374,16 +374,16 @@ void work(const Call& c, int64_t first, int64_t end, char* scratch) {
     }
     if constexpr (sizeof(Wide) == 4) {
       const Part<packed, Wide, float> part(scores, 0, form);
-      if (c.grad == nullptr) scaled_forward(part, c.iterations, inv_tau, Form::scaled_float, out, arena);
+      if (c.grad == nullptr) scaled_forward(part, c.taus.iterations(), inv_tau, Form::scaled_float, out, arena);
     }
     for (int64_t h = 0; h < Part<packed, Wide, double>::parts; ++h) {
       const Part<packed, Wide, double> part(scores, h, form);
       if (c.grad == nullptr) {
-        scaled_forward(part, c.iterations, inv_tau, Form::scaled_double, out, arena);
-        log_forward(part, c.iterations, c.taus, out, arena);
+        scaled_forward(part, c.taus.iterations(), inv_tau, Form::scaled_double, out, arena);
+        log_forward(part, c.taus.iterations(), c.taus, out, arena);
       } else {
-        scaled_backward(part, c.iterations, inv_tau, grad, out, arena);
-        log_backward(part, c.iterations, c.taus, grad, out, arena);
+        scaled_backward(part, c.taus.iterations(), inv_tau, grad, out, arena);
+        log_backward(part, c.taus.iterations(), c.taus, grad, out, arena);
       }
     }
     out.template write<F>(static_cast<Key*>(c.out) + m * c.n * c.n, count, form);
@@ -407,17 +407,18 @@ void run(int dtype, const Call& c, int threads) {
 
 }  // namespace
 
-void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, const double* taus,
-                  int64_t iterations, void* p, void* scratch, int64_t scratch_stride, int64_t batch, int64_t n, int threads) {
-  run(dtype, {scores, stride_batch, stride_row, nullptr, 0, 0, p, batch, n, taus, iterations, static_cast<char*>(scratch),
-              scratch_stride}, threads);
+void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
+                  double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride, int64_t batch,
+                  int64_t n, int threads) {
+  run(dtype, {scores, stride_batch, stride_row, nullptr, 0, 0, p, batch, n, {first_tau, last_tau, iterations},
+              static_cast<char*>(scratch), scratch_stride}, threads);
 }
 
 void sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row, const void* scores,
-                  int64_t stride_batch, int64_t stride_row, const double* taus, int64_t iterations, void* dscores,
-                  void* scratch, int64_t scratch_stride, int64_t batch, int64_t n, int threads) {
-  run(dtype, {scores, stride_batch, stride_row, grad, grad_stride_batch, grad_stride_row, dscores, batch, n, taus, iterations,
-              static_cast<char*>(scratch), scratch_stride}, threads);
+                  int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
+                  void* dscores, void* scratch, int64_t scratch_stride, int64_t batch, int64_t n, int threads) {
+  run(dtype, {scores, stride_batch, stride_row, grad, grad_stride_batch, grad_stride_row, dscores, batch, n,
+              {first_tau, last_tau, iterations}, static_cast<char*>(scratch), scratch_stride}, threads);
 }
 
 }  // namespace MOE_ISA

@@ -1,5 +1,5 @@
 // Every launcher of csrc/cuda. A launcher starts its kernels on `stream` and returns what the launch said; it waits for
-// nothing and allocates nothing. Arguments are pointers, int64_t, int and float, and the stream comes last: the Python
+// nothing and allocates nothing. Arguments are pointers, int64_t, int, float and double, and the stream comes last: the Python
 // module and the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
 #pragma once
 
@@ -107,8 +107,29 @@ cudaError_t combine_bwd(int dtype,
                         int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,
                         cudaStream_t stream);
 
+// Sinkhorn's iteration: rows, then columns, of exp(scores / tau) normalised, `iterations` times, tau falling
+// geometrically from first_tau to last_tau. Without iterations there is nothing to launch.
+cudaError_t sinkhorn_fwd(int dtype,
+                         const void* scores,  // (B, n, n), last dimension contiguous
+                         int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
+                         void* p,        // (B, n, n) contiguous
+                         void* scratch,  // (B, n, n) float32 where n > 64 and dtype is not float32
+                         int64_t scratch_stride,  // not used
+                         int64_t batch, int64_t n, cudaStream_t stream);
+
+cudaError_t sinkhorn_bwd(int dtype,
+                         const void* grad,  // (B, n, n), last dimension contiguous
+                         int64_t grad_stride_batch, int64_t grad_stride_row,
+                         const void* scores,  // (B, n, n), last dimension contiguous
+                         int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
+                         void* dscores,  // (B, n, n) contiguous
+                         void* scratch,  // (B, stride): float64 (R, 2, n), and after it (n, n) where n > 64
+                         int64_t scratch_stride,  // bytes
+                         int64_t batch, int64_t n, cudaStream_t stream);
+
 }  // namespace moe
 
 #define MOE_CUDA_OPS(X) \
   X(kwta_fwd) X(kwta_bwd) X(topk_gate_fwd) X(topk_gate_bwd) \
-  X(make_plan_fwd) X(dispatch_fwd) X(combine_fwd) X(combine_bwd)
+  X(make_plan_fwd) X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
+  X(sinkhorn_fwd) X(sinkhorn_bwd)

@@ -44,6 +44,15 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
     return experts.new_empty((chunks(experts), segments, num_experts), dtype=torch.int32)
 
 
+def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
+    """(threads, bytes): matrices and vectors of 64 bytes for each element, or of rows of doubles padded to 16."""
+    n = scores.shape[-1]
+    # Every iteration keeps its potentials: in logarithms three vectors of rows and three of columns.
+    matrices, vectors = (5, 12 + 6 * iterations) if backward else (3, 12)
+    vector = 64 * n if n <= 16 else 8 * -(-n // 16) * 16
+    return scores.new_empty((chunks(scores), (matrices * n + vectors) * vector), dtype=torch.uint8)
+
+
 def launch(name: str, work: Tensor, *args: int | float) -> None:
     getattr(module, name)(isa, *args, chunks(work))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.native import combine, dispatch, kwta, plan, topk_gate
+from moe_kernels.backends.native import combine, dispatch, kwta, plan, sinkhorn, topk_gate
 
 try:
     from moe_kernels import _cuda as module  # type: ignore[attr-defined]  # compiled
@@ -20,6 +20,7 @@ except ImportError as error:
 # tests/simt runs the same launchers on the host: it puts its own module here, and device_type "cpu".
 device_type = "cuda"
 
+SINKHORN_LARGEST = 1024  # n of a matrix for which a block has room in shared memory
 PLAN_TILE = 1024  # requests that a block of csrc/cuda/plan.cu takes at a time
 
 _self = sys.modules[__name__]
@@ -53,13 +54,23 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
     return experts.new_empty((chunks, num_experts), dtype=torch.int32)
 
 
+def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
+    """(B, bytes): two vectors of doubles for every iteration; a matrix of sums, where none stays in registers."""
+    batch, n, _ = scores.shape
+    if backward:
+        size = 8 * n * (2 * iterations + (n if n > 64 else 0))
+    else:
+        size = 4 * n * n if n > 64 and scores.dtype != torch.float32 else 0
+    return scores.new_empty((batch, size), dtype=torch.uint8)
+
+
 def _supports(device: str, dtype: torch.dtype) -> str | None:
     if module is None:
         return _not_built
     return _native.unsupported(device, device_type, dtype, (torch.float32, torch.bfloat16, torch.float16))
 
 
-kwta_supports = topk_gate_supports = dispatch_supports = combine_supports = _supports
+kwta_supports = topk_gate_supports = dispatch_supports = combine_supports = sinkhorn_supports = _supports
 
 
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
@@ -78,3 +89,6 @@ make_plan_fwd = partial(plan.make_plan, _self)
 dispatch_fwd = partial(dispatch.fwd, _self)
 combine_fwd = partial(combine.fwd, _self)
 combine_bwd = partial(combine.bwd, _self)
+
+sinkhorn_fwd = partial(sinkhorn.fwd, _self)
+sinkhorn_bwd = partial(sinkhorn.bwd, _self)

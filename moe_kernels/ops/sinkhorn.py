@@ -4,14 +4,15 @@
                                                                                        (paper 001, eqs. 7 and 8)
 In potentials, f^t_i = tau log sum_j exp((S_ij - g^(t-1)_j) / tau), g^t_j = tau log sum_i exp((S_ij - f^t_i) / tau):
 
-    P = exp((S_ij - f_i - g_j) / tau),  w = P * dP / tau,  df = -w 1,  dg = -w' 1,  dS = w, and for t from last to first
+    P = exp((S_ij - f_i - g_j) / tau),  w = P * dP,  df = -w 1,  dg = -w' 1,  dS = w, and for t from last to first
     B = exp((S - f^t - g^t) / tau):      dS += B diag(dg),  df -= B dg
-    A = exp((S - f^t - g^(t-1)) / tau):  dS += diag(df) A,  dg = -A' df,  df = 0
+    A = exp((S - f^t - g^(t-1)) / tau):  dS += diag(df) A,  dg = -A' df,  df = 0;   at last dS /= tau
 
 scores, P are (batch, n, n). Saved for backward: the scores alone; a kernel recomputes the potentials, O(n) an
-iteration, and never keeps an iterate. scores / tau needs more bits than float32 has (at tau = 1e-7 it is 1e7 and more),
-so a kernel scales exp(S / tau) by vectors only where the matrix's range allows it, and elsewhere takes differences in
-more than float32 before it takes exp.
+iteration, and never keeps an iterate. It divides by tau at the end: where P is exactly 1, as it mostly is at small tau,
+w cancels exactly, while w / tau would be rounded in one sum and, fused with its addition, not in the other. scores / tau
+needs more bits than float32 has (at tau = 1e-7 it is 1e7 and more), so a kernel scales exp(S / tau) by vectors only
+where the matrix's range allows it, and elsewhere takes differences in more than float32 before it takes exp.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def sinkhorn(
             dependence on iterations, refused unless every row sum is within 1e-5 of one. The check waits for a GPU.
         anneal_from: a temperature >= tau from which the iterations cool geometrically to tau, potentials (in units of
             scores) kept. From 1 to 1e-7 in 50 iterations reaches a permutation where a fixed 1e-7 never does.
-        backend: "reference", "cpu" or "triton" (n <= 64); None chooses (see moe_kernels.explain), and the reference
-            for larger n on a GPU.
+        backend: "reference", "cpu", "triton" (n <= 64) or "cuda" (n <= 1024); None chooses (see moe_kernels.explain),
+            and the reference for larger n on a GPU.
 
     Returns:
         (..., n, n) in the dtype of scores, accurate to its rounding.
@@ -112,15 +113,14 @@ class _Sinkhorn(torch.autograd.Function):
 
 
 def _choose(backend: str | None, scores: Tensor) -> str:
-    """As backends.choose, which does not know of n: Triton's matrices stay in registers."""
-    chosen = backends.choose("sinkhorn", backend, scores)
-    if chosen != "triton" or scores.shape[-1] <= (largest := backends.load("triton", "sinkhorn").LARGEST):
+    """As backends.choose, which does not know of n: GPUs hold matrices on the chip."""
+    chosen, n = backends.choose("sinkhorn", backend, scores), scores.shape[-1]
+    largest = n if chosen == "reference" else getattr(backends.load(chosen, "sinkhorn"), "SINKHORN_LARGEST", n)
+    if n <= largest:
         return chosen
     if backend is None:
         return "reference"
-    raise backends.BackendError(
-        f"sinkhorn: backend 'triton' cannot run here: it takes n up to {largest}, not {scores.shape[-1]}"
-    )
+    raise backends.BackendError(f"sinkhorn: backend {chosen!r} cannot run here: it takes n up to {largest}, not {n}")
 
 
 def _temperature(name: str, value: object, low: float) -> float:

@@ -58,8 +58,8 @@ def _library(path: Path | None) -> ctypes.CDLL:
 
 
 def _word(value: float, kind: str) -> int:
-    if kind == "f":
-        return int.from_bytes(struct.pack("<f", value), "little")
+    if kind in "fd":
+        return int.from_bytes(struct.pack(f"<{kind}", value), "little")
     return int(value) & 0xFFFFFFFFFFFFFFFF
 
 

@@ -21,9 +21,9 @@ template <class T>
 T argument(uint64_t word) {
   if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(static_cast<uintptr_t>(word));
   if constexpr (std::is_integral_v<T>) return static_cast<T>(word);
-  if constexpr (std::is_same_v<T, float>) {
-    float value;
-    std::memcpy(&value, &word, sizeof value);  // the low half: words are little-endian
+  if constexpr (std::is_floating_point_v<T>) {
+    T value;
+    std::memcpy(&value, &word, sizeof value);  // of a float the low half: words are little-endian
     return value;
   }
 }
@@ -34,6 +34,7 @@ constexpr char type_letter() {
   if constexpr (std::is_same_v<T, int>) return 'i';
   if constexpr (std::is_same_v<T, int64_t>) return 'l';
   if constexpr (std::is_same_v<T, float>) return 'f';
+  if constexpr (std::is_same_v<T, double>) return 'd';
 }
 
 struct Launcher {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_kernels.backends.triton import Configuration, unsupported
 
-LARGEST = 64  # n of a matrix that a program holds
+SINKHORN_LARGEST = 64  # n of a matrix that a program holds
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -179,7 +179,7 @@ def _sinkhorn_bwd(
         log_sum = tl.load(at, mask=inside, other=0.0)
         columns_normal = tl.exp(((scores - f[:, :, None]) - anchor[:, None, :]) * inv_tau - log_sum[:, None, :])
         if t == iterations - 1:
-            ds = columns_normal * ds * inv_tau
+            ds = columns_normal * ds
             df = -tl.sum(ds, axis=2)
             dg = -tl.sum(ds, axis=1)
         change = columns_normal * dg[:, None, :]
@@ -190,6 +190,7 @@ def _sinkhorn_bwd(
         dg = -tl.sum(change, axis=1)
         df = tl.zeros((M, N), dtype=tl.float64)
         t -= 1
+    ds = ds / tl.load(taus_ptr + iterations - 1)
     _store(dscores_ptr, tl.where(broken[:, None, None], float("nan"), ds), B, n, M, N)
 
 

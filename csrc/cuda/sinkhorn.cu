@@ -1,0 +1,282 @@
+// Sinkhorn's iteration (definition: python_ref/sinkhorn.py; backward: the equations of ops/sinkhorn.py). A matrix stays in
+// registers for the whole solve: of a thread, of part of a warp, of a warp or of a block, by n; a larger one is read
+// again and again (sinkhorn_streamed.h). Each matrix takes the cheaper of two forms that its range allows: exp(S / tau)
+// once and then scaled by vectors; or potentials in units of scores, in double, and exp of differences every time.
+#include "moe/launch.cuh"
+#include "ops.h"
+#include "sinkhorn_streamed.h"
+#include "sinkhorn_tile.h"
+
+namespace moe {
+namespace {
+
+template <class Team>
+__global__ void __launch_bounds__(Team::kBlock, 1)
+    sinkhorn_kernel(Matrices scores,  // (B, n, n)
+                    void* p,          // (B, n, n)
+                    bool vectors, Cooling cooling, int64_t batch, int n) {
+  SHARED(double, exchange, [Team::kExchange]);
+  Team team(exchange);
+  if (team.matrix >= batch) return;
+  typename Team::Tile tile;
+  team.read(scores, vectors, n, -infinity(), tile);
+  const Form form = team.form(tile, n, cooling, kFloatRange);
+  if (form == Form::scaled) {
+    Scaled<float, Team> s(team, tile, 1 / cooling(0));
+    for (int64_t t = 0; t < cooling.iterations(); t++) s.rows(team), s.columns(team);
+#pragma unroll
+    for (int a = 0; a < Team::kTall; a++) {
+#pragma unroll
+      for (int b = 0; b < Team::kWide; b++) tile[a][b] = s.k[a][b] * s.u[a] * s.v[b];
+    }
+  } else {
+    Potentials<float, Team> s;
+    const int64_t iterations = form == Form::broken ? 0 : cooling.iterations();
+    for (int64_t t = 0; t < iterations; t++) s.rows(team, tile, cooling(t)), s.columns(team, tile, cooling(t));
+    const double inv_tau = 1 / cooling(cooling.iterations() - 1);
+#pragma unroll
+    for (int a = 0; a < Team::kTall; a++) {
+#pragma unroll
+      for (int b = 0; b < Team::kWide; b++) {
+        tile[a][b] = form == Form::broken ? NAN : s.columns_normal(tile[a][b], a, b, inv_tau);
+      }
+    }
+  }
+  team.write(p, scores.dtype, vectors, n, tile);
+}
+
+// What every iteration leaves of its columns: (R, 2, n).
+template <class Team>
+struct History {
+  double* data;
+  const Team& team;
+  int n;
+
+  __device__ void put(int64_t t, int which, const double (&values)[Team::kWide]) const {
+    if (team.row > 0) return;  // the first of each column's threads
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) {
+      if (team.column + b < n) data[(2 * t + which) * n + team.column + b] = values[b];
+    }
+  }
+  __device__ double get(int64_t t, int which, int b) const {
+    return team.column + b < n ? data[(2 * t + which) * n + team.column + b] : 0.0;
+  }
+};
+
+// `tile` holds scores, and dscores afterwards.
+template <class Team>
+__device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typename Team::Tile& grad,
+                                const History<Team>& history, const Cooling& cooling) {
+  const double inv_tau = 1 / cooling(0);
+  const int64_t last = cooling.iterations() - 1;
+  Scaled<double, Team> s(team, tile, inv_tau);
+  for (int64_t t = 0; t <= last; t++) {
+    s.rows(team), s.columns(team);
+    history.put(t, 0, s.v);
+  }
+  team.sync();
+  // dS = k * h / tau; both potentials' gradients start from dP, and then run back through the iterations.
+  double h[Team::kTall][Team::kWide], df[Team::kTall], dg[Team::kWide] = {};
+#pragma unroll
+  for (int a = 0; a < Team::kTall; a++) {
+    df[a] = 0;
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) {
+      h[a][b] = s.u[a] * s.v[b] * grad[a][b];
+      df[a] -= s.k[a][b] * h[a][b], dg[b] -= s.k[a][b] * h[a][b];
+    }
+    df[a] = team.along_row(df[a], Add());
+  }
+  team.along_columns(dg, Add());
+  for (int64_t t = last; t >= 0; t--) {
+    double y[Team::kWide];
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) {
+      y[b] = dg[b] * s.v[b], dg[b] = 0;
+      s.v[b] = t > 0 ? history.get(t - 1, 0, b) : 1.0;
+    }
+    s.rows(team);
+#pragma unroll
+    for (int a = 0; a < Team::kTall; a++) {
+      double total = 0;
+#pragma unroll
+      for (int b = 0; b < Team::kWide; b++) total += s.k[a][b] * y[b];
+      const double x = s.u[a] * (df[a] - s.u[a] * team.along_row(total, Add()));
+      df[a] = 0;
+#pragma unroll
+      for (int b = 0; b < Team::kWide; b++) {
+        h[a][b] += s.u[a] * y[b] + x * s.v[b];
+        dg[b] -= s.k[a][b] * x;
+      }
+    }
+    team.along_columns(dg, Add());
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) dg[b] *= s.v[b];
+  }
+#pragma unroll
+  for (int a = 0; a < Team::kTall; a++) {
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) tile[a][b] = static_cast<float>(s.k[a][b] * h[a][b] * inv_tau);
+  }
+}
+
+template <class Team>
+__device__ void log_backward(Team& team, typename Team::Tile& tile, const typename Team::Tile& grad,
+                             const History<Team>& history, const Cooling& cooling) {
+  const int64_t last = cooling.iterations() - 1;
+  Potentials<double, Team> s;
+  for (int64_t t = 0; t <= last; t++) {
+    s.rows(team, tile, cooling(t)), s.columns(team, tile, cooling(t));
+    history.put(t, 0, s.column_anchor), history.put(t, 1, s.column_log);
+  }
+  team.sync();
+  double ds[Team::kTall][Team::kWide], df[Team::kTall], dg[Team::kWide] = {};
+  const double last_inv_tau = 1 / cooling(last);
+#pragma unroll
+  for (int a = 0; a < Team::kTall; a++) {
+    df[a] = 0;
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) {
+      ds[a][b] = s.columns_normal(tile[a][b], a, b, last_inv_tau) * grad[a][b];
+      df[a] -= ds[a][b], dg[b] -= ds[a][b];
+    }
+    df[a] = team.along_row(df[a], Add());
+  }
+  team.along_columns(dg, Add());
+  for (int64_t t = last; t >= 0; t--) {
+    const double tau = cooling(t), inv_tau = 1 / tau;
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) {
+      s.column_anchor[b] = history.get(t, 0, b), s.column_log[b] = history.get(t, 1, b);
+      s.g[b] = t > 0 ? history.get(t - 1, 0, b) + cooling(t - 1) * history.get(t - 1, 1, b) : 0.0;
+    }
+    s.rows(team, tile, tau);
+    double next[Team::kWide] = {};
+#pragma unroll
+    for (int a = 0; a < Team::kTall; a++) {
+      double total = 0;
+#pragma unroll
+      for (int b = 0; b < Team::kWide; b++) {
+        const double change = s.columns_normal(tile[a][b], a, b, inv_tau) * dg[b];
+        ds[a][b] += change, total += change;
+      }
+      const double d = df[a] - team.along_row(total, Add());
+      df[a] = 0;
+#pragma unroll
+      for (int b = 0; b < Team::kWide; b++) {
+        const double change = s.rows_normal(tile[a][b], a, b, inv_tau) * d;
+        ds[a][b] += change, next[b] -= change;
+      }
+    }
+    team.along_columns(next, Add());
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) dg[b] = next[b];
+  }
+#pragma unroll
+  for (int a = 0; a < Team::kTall; a++) {
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) tile[a][b] = static_cast<float>(ds[a][b] * last_inv_tau);
+  }
+}
+
+template <class Team>
+__global__ void __launch_bounds__(Team::kBlock, 1)
+    sinkhorn_bwd_kernel(Matrices grad,    // (B, n, n)
+                        Matrices scores,  // (B, n, n)
+                        void* dscores,    // (B, n, n)
+                        double* scratch,  // (B, stride)
+                        int64_t stride, bool vectors, Cooling cooling, int64_t batch, int n) {
+  SHARED(double, exchange, [Team::kExchange]);
+  Team team(exchange);
+  if (team.matrix >= batch) return;
+  typename Team::Tile tile, dp;
+  team.read(scores, vectors, n, -infinity(), tile);
+  team.read(grad, vectors, n, 0.0f, dp);
+  const History<Team> history{scratch + team.matrix * stride, team, n};
+  const Form form = team.form(tile, n, cooling, kDoubleRange);
+  if (form == Form::scaled) {
+    scaled_backward(team, tile, dp, history, cooling);
+  } else if (form == Form::logarithmic) {
+    log_backward(team, tile, dp, history, cooling);
+  } else {
+#pragma unroll
+    for (int a = 0; a < Team::kTall; a++) {
+#pragma unroll
+      for (int b = 0; b < Team::kWide; b++) tile[a][b] = NAN;
+    }
+  }
+  team.write(dscores, scores.dtype, vectors, n, tile);
+}
+
+using Thread = Team<1, 1, 4, 4>;      // n <= 4
+using Quad = Team<2, 2, 4, 4>;        // n <= 8
+using HalfWarp = Team<4, 4, 4, 4>;    // n <= 16
+using Warp = Team<8, 4, 4, 8>;        // n <= 32, forward
+using WarpGroup = Team<16, 8, 4, 8>;  // n <= 64, forward
+using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward, which has two matrices of doubles to hold
+using WholeBlock = Team<16, 16, 4, 4>;  // n <= 64, backward
+
+template <class Team>
+cudaError_t start(const Matrices& scores, void* p, const Cooling& cooling, int64_t batch, int64_t n, cudaStream_t stream) {
+  const bool vectors = scores.in_vectors(n) && is_aligned(p, 16);
+  return launch(sinkhorn_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, scores, p, vectors, cooling, batch,
+                static_cast<int>(n));
+}
+
+template <class Team>
+cudaError_t start_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* scratch, int64_t stride,
+                      const Cooling& cooling, int64_t batch, int64_t n, cudaStream_t stream) {
+  const bool vectors = grad.in_vectors(n) && scores.in_vectors(n) && is_aligned(dscores, 16);
+  return launch(sinkhorn_bwd_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, grad, scores, dscores, scratch,
+                stride, vectors, cooling, batch, static_cast<int>(n));
+}
+
+bool plausible(int dtype, int64_t iterations, int64_t batch, int64_t n) {
+  return (dtype == float32 || dtype == bfloat16 || dtype == float16) && iterations > 0 && batch >= 0 &&
+         batch <= INT32_MAX && n >= 0 && n <= kLargest;
+}
+
+}  // namespace
+
+cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
+                         double last_tau, int64_t iterations, void* p, void* scratch, int64_t /*scratch_stride*/,
+                         int64_t batch, int64_t n, cudaStream_t stream) {
+  if (!plausible(dtype, iterations, batch, n)) return cudaErrorInvalidValue;
+  if (batch == 0 || n == 0) return cudaSuccess;
+  const Matrices from{scores, stride_batch, stride_row, dtype};
+  const Cooling cooling(first_tau, last_tau, iterations);
+  const auto resident = n <= Thread::kN      ? start<Thread>
+                        : n <= Quad::kN      ? start<Quad>
+                        : n <= HalfWarp::kN  ? start<HalfWarp>
+                        : n <= Warp::kN      ? start<Warp>
+                        : n <= WarpGroup::kN ? start<WarpGroup>
+                                             : nullptr;
+  if (resident != nullptr) return resident(from, p, cooling, batch, n, stream);
+  float* const k = static_cast<float*>(dtype == float32 ? p : scratch);
+  return launch(sinkhorn_streamed_kernel, dim3(static_cast<unsigned>(batch)), Streamed::threads(n),
+                Streamed::shared_bytes(n), stream, from, p, k, cooling, static_cast<int>(n));
+}
+
+cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
+                         const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
+                         int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride, int64_t batch,
+                         int64_t n, cudaStream_t stream) {
+  if (!plausible(dtype, iterations, batch, n)) return cudaErrorInvalidValue;
+  if (batch == 0 || n == 0) return cudaSuccess;
+  const Matrices dp{grad, grad_stride_batch, grad_stride_row, dtype}, from{scores, stride_batch, stride_row, dtype};
+  const Cooling cooling(first_tau, last_tau, iterations);
+  double* const room = static_cast<double*>(scratch);
+  const int64_t stride = scratch_stride / 8;
+  const auto resident = n <= Thread::kN       ? start_bwd<Thread>
+                        : n <= Quad::kN       ? start_bwd<Quad>
+                        : n <= HalfWarp::kN   ? start_bwd<HalfWarp>
+                        : n <= TwoWarps::kN   ? start_bwd<TwoWarps>
+                        : n <= WholeBlock::kN ? start_bwd<WholeBlock>
+                                              : nullptr;
+  if (resident != nullptr) return resident(dp, from, dscores, room, stride, cooling, batch, n, stream);
+  return launch(sinkhorn_streamed_bwd_kernel, dim3(static_cast<unsigned>(batch)), Streamed::threads(n),
+                Streamed::shared_bytes(n), stream, dp, from, dscores, room, stride, cooling, static_cast<int>(n));
+}
+
+}  // namespace moe

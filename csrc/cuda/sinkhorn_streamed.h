@@ -1,0 +1,273 @@
+// Matrices too large for registers: a block each, which reads the matrix from memory (the L2 cache, mostly) again in
+// every half step. A warp takes every kWarps-th row; sums over columns meet in shared memory.
+#pragma once
+
+#include "sinkhorn_tile.h"
+
+namespace moe {
+namespace {
+
+constexpr int kLargest = 1024;          // n: what the shared memory of an A100 has room for
+constexpr int kStreamThreads = 512;     // of a block, at most
+constexpr int kSharedLimit = 160 * 1024;
+
+class Streamed {
+ public:
+  static constexpr int kVectors = 6;
+
+  int n, warp, warps, lane;
+  double *f, *g, *anchor, *logs, *df, *dg;  // (n)
+  double* partial;                          // (warps, n), of which each warp has a row
+
+  __device__ Streamed(double* shared, const Matrices& scores, int n)
+      : n(n), warp(threadIdx.x / kWarpSize), warps(blockDim.x / kWarpSize), lane(threadIdx.x % kWarpSize), f(shared),
+        g(f + n), anchor(g + n), logs(anchor + n), df(logs + n), dg(df + n), partial(dg + n), scores_(scores),
+        start_(int64_t(blockIdx.x) * scores.stride_batch) {}
+
+  static int threads(int64_t n) { return (kVectors + 16) * n * 8 <= kSharedLimit ? kStreamThreads : kStreamThreads / 2; }
+  static int shared_bytes(int64_t n) { return static_cast<int>((kVectors + threads(n) / kWarpSize) * n * 8); }
+
+  __device__ float score(int i, int j) const {
+    return widened(scores_.data, scores_.dtype, start_ + i * scores_.stride_row + j);
+  }
+
+  template <class Each>
+  __device__ void for_rows(Each each) const {
+    for (int i = warp; i < n; i += warps) each(i);
+  }
+  template <class Each>
+  __device__ void for_columns(Each each) const {
+    for (int j = lane; j < n; j += kWarpSize) each(j);
+  }
+  template <class T>
+  __device__ void clear(T* mine, T value) const {
+    for_columns([&](int j) { mine[j] = value; });
+  }
+
+  // Hands each column's combination over the warps to each(j, combined), and leaves `next` in the slots.
+  template <class T, class Combine, class Each>
+  __device__ void collect(T* partials, Combine combine, T next, Each each) const {
+    __syncthreads();
+    for (int j = threadIdx.x; j < n; j += blockDim.x) {
+      T total = partials[j];
+      partials[j] = next;
+      for (int w = 1; w < warps; w++) {
+        total = combine(total, partials[w * n + j]);
+        partials[w * n + j] = next;
+      }
+      each(j, total);
+    }
+    __syncthreads();
+  }
+
+  template <class T, class Combine>
+  __device__ T along_row(T value, Combine combine) const {
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      value = combine(value, __shfl_xor_sync(kAllLanes, value, offset));
+    }
+    return value;
+  }
+
+  __device__ Form form(const Cooling& cooling, double limit) const {
+    int wide = !cooling.constant(), broken = 0;
+    for_rows([&](int i) {
+      float high = -infinity(), negated_low = -infinity();
+      for_columns([&](int j) {
+        const float x = score(i, j);
+        high = fmaxf(high, x), negated_low = fmaxf(negated_low, -x);
+        broken |= !(x < infinity());
+      });
+      high = along_row(high, Max()), negated_low = along_row(negated_low, Max());
+      wide |= negated_low == infinity() || !((high + negated_low) / cooling(0) < limit);
+    });
+    if (__syncthreads_or(broken)) return Form::broken;
+    return __syncthreads_or(wide) ? Form::logarithmic : Form::scaled;
+  }
+
+  // Potential of row i, given g: the largest of what is summed and the logarithm of the sum after it.
+  template <class T>
+  __device__ void row(int i, double inv_tau, double& most, double& log_sum) const {
+    most = -infinity();
+    for_columns([&](int j) { most = Max()(most, score(i, j) - g[j]); });
+    most = finite(along_row(most, Max()));
+    double total = 0;
+    for_columns([&](int j) { total += share<T>(((score(i, j) - g[j]) - most) * inv_tau); });
+    log_sum = log_of(along_row(total, Add()));
+  }
+
+  // f, and then anchor, logs and g. Slots of `partial` hold -inf before and after.
+  template <class T>
+  __device__ void iterate(double tau) const {
+    const double inv_tau = 1 / tau;
+    double* const mine = partial + warp * n;
+    for_rows([&](int i) {
+      double most, log_sum;
+      row<T>(i, inv_tau, most, log_sum);
+      const double potential = most + tau * log_sum;
+      if (lane == 0) f[i] = potential;
+      for_columns([&](int j) { mine[j] = Max()(mine[j], score(i, j) - potential); });
+    });
+    collect(partial, Max(), 0.0, [&](int j, double most) { anchor[j] = finite(most); });
+    for_rows([&](int i) {
+      for_columns([&](int j) { mine[j] += share<T>(((score(i, j) - f[i]) - anchor[j]) * inv_tau); });
+    });
+    collect(partial, Add(), -double(infinity()), [&](int j, double total) {
+      logs[j] = log_of(total);
+      g[j] = anchor[j] + tau * logs[j];
+    });
+  }
+
+  template <class T>
+  __device__ T columns_normal(int i, int j, double inv_tau) const {
+    return share<T>(((score(i, j) - f[i]) - anchor[j]) * inv_tau - logs[j]);
+  }
+
+  template <class T>
+  __device__ static T share(double x) {
+    T y;
+    exponential(x, y);
+    return y;
+  }
+  __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
+
+ private:
+  Matrices scores_;
+  int64_t start_;
+};
+
+// P = diag(u) k diag(v); k (n, n) stays in memory, and each element with the thread that wrote it.
+__device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float* k, void* p, int dtype, int64_t start) {
+  float *const u = reinterpret_cast<float*>(s.f), *const v = reinterpret_cast<float*>(s.g);
+  float *const partials = reinterpret_cast<float*>(s.partial), *const mine = partials + s.warp * s.n;
+  const double inv_tau = 1 / cooling(0);
+  s.for_rows([&](int i) {
+    float most = -infinity();
+    s.for_columns([&](int j) { most = fmaxf(most, s.score(i, j)); });
+    const double anchor = s.along_row(most, Max());
+    s.for_columns([&](int j) { exponential((s.score(i, j) - anchor) * inv_tau, k[int64_t(i) * s.n + j]); });
+  });
+  s.clear(mine, 0.0f);
+  for (int j = threadIdx.x; j < s.n; j += blockDim.x) v[j] = 1.0f;
+  __syncthreads();
+  for (int64_t t = 0; t < cooling.iterations(); t++) {
+    s.for_rows([&](int i) {
+      const float* const row = k + int64_t(i) * s.n;
+      float total = 0.0f;
+      s.for_columns([&](int j) { total += row[j] * v[j]; });
+      const float share = reciprocal(s.along_row(total, Add()));
+      if (s.lane == 0) u[i] = share;
+      s.for_columns([&](int j) { mine[j] += row[j] * share; });
+    });
+    s.collect(partials, Add(), 0.0f, [&](int j, float total) { v[j] = reciprocal(total); });
+  }
+  s.for_rows([&](int i) {
+    s.for_columns([&](int j) {
+      const int64_t at = int64_t(i) * s.n + j;
+      put(p, dtype, start + at, k[at] * u[i] * v[j]);
+    });
+  });
+}
+
+__global__ void __launch_bounds__(kStreamThreads, 1)
+    sinkhorn_streamed_kernel(Matrices scores,  // (B, n, n)
+                             void* p,          // (B, n, n)
+                             float* k,         // (B, n, n) scratch; p itself where that is float32
+                             Cooling cooling, int n) {
+  DYNAMIC_SHARED(double, shared);
+  const Streamed s(shared, scores, n);
+  const int64_t start = int64_t(blockIdx.x) * n * n;
+  const Form form = s.form(cooling, kFloatRange);
+  if (form == Form::scaled) return scaled_streamed(s, cooling, k + start, p, scores.dtype, start);
+  if (form == Form::logarithmic) {
+    s.clear(s.partial + s.warp * n, -double(infinity()));
+    for (int j = threadIdx.x; j < n; j += blockDim.x) s.g[j] = 0;
+    __syncthreads();
+    for (int64_t t = 0; t < cooling.iterations(); t++) s.iterate<float>(cooling(t));
+  }
+  const double inv_tau = 1 / cooling(cooling.iterations() - 1);
+  s.for_rows([&](int i) {
+    s.for_columns([&](int j) {
+      const float value = form == Form::broken ? NAN : s.columns_normal<float>(i, j, inv_tau);
+      put(p, scores.dtype, start + int64_t(i) * n + j, value);
+    });
+  });
+}
+
+__global__ void __launch_bounds__(kStreamThreads, 1)
+    sinkhorn_streamed_bwd_kernel(Matrices grad,     // (B, n, n)
+                                 Matrices scores,   // (B, n, n)
+                                 void* dscores,     // (B, n, n)
+                                 double* scratch,   // (B, stride): columns' anchors and logarithms (R, 2, n), dS (n, n)
+                                 int64_t stride, Cooling cooling, int n) {
+  DYNAMIC_SHARED(double, shared);
+  const Streamed s(shared, scores, n);
+  const int64_t start = int64_t(blockIdx.x) * n * n, last = cooling.iterations() - 1;
+  if (s.form(cooling, 0) == Form::broken) {
+    s.for_rows([&](int i) { s.for_columns([&](int j) { put(dscores, scores.dtype, start + int64_t(i) * n + j, NAN); }); });
+    return;
+  }
+  double* const history = scratch + blockIdx.x * stride;
+  double *const ds = history + 2 * (last + 1) * n, *const mine = s.partial + s.warp * n;
+  s.clear(mine, -double(infinity()));
+  for (int j = threadIdx.x; j < n; j += blockDim.x) s.g[j] = 0;
+  __syncthreads();
+  for (int64_t t = 0; t <= last; t++) {
+    s.iterate<double>(cooling(t));
+    for (int j = threadIdx.x; j < n; j += blockDim.x) {
+      history[2 * t * n + j] = s.anchor[j], history[(2 * t + 1) * n + j] = s.logs[j];
+    }
+  }
+  s.clear(mine, 0.0);
+  const double last_inv_tau = 1 / cooling(last);
+  s.for_rows([&](int i) {
+    double total = 0;
+    s.for_columns([&](int j) {
+      const double dp = widened(grad.data, grad.dtype, blockIdx.x * grad.stride_batch + i * grad.stride_row + j);
+      const double weight = s.columns_normal<double>(i, j, last_inv_tau) * dp;
+      ds[int64_t(i) * n + j] = weight;
+      mine[j] -= weight;
+      total -= weight;
+    });
+    total = s.along_row(total, Add());
+    if (s.lane == 0) s.df[i] = total;
+  });
+  s.collect(s.partial, Add(), 0.0, [&](int j, double total) { s.dg[j] = total; });
+  for (int64_t t = last; t >= 0; t--) {
+    const double tau = cooling(t), inv_tau = 1 / tau;
+    for (int j = threadIdx.x; j < n; j += blockDim.x) {
+      const double *const now = history + 2 * t * n + j, *const before = now - 2 * n;
+      s.anchor[j] = now[0], s.logs[j] = now[n];
+      s.g[j] = t == 0 ? 0.0 : before[0] + cooling(t - 1) * before[n];
+    }
+    __syncthreads();
+    s.for_rows([&](int i) {
+      double most, log_sum, total = 0;
+      s.row<double>(i, inv_tau, most, log_sum);
+      if (s.lane == 0) s.f[i] = most + tau * log_sum;
+      __syncwarp();
+      double* const row = ds + int64_t(i) * n;
+      s.for_columns([&](int j) {
+        const double change = s.columns_normal<double>(i, j, inv_tau) * s.dg[j];
+        row[j] += change;
+        total += change;
+      });
+      const double d = (t == last ? s.df[i] : 0.0) - s.along_row(total, Add());
+      s.for_columns([&](int j) {
+        const double change = Streamed::share<double>(((s.score(i, j) - s.g[j]) - most) * inv_tau - log_sum) * d;
+        row[j] += change;
+        mine[j] -= change;
+      });
+    });
+    s.collect(s.partial, Add(), 0.0, [&](int j, double total) { s.dg[j] = total; });
+  }
+  s.for_rows([&](int i) {
+    s.for_columns([&](int j) {
+      const int64_t at = int64_t(i) * n + j;
+      put(dscores, scores.dtype, start + at, static_cast<float>(ds[at] * last_inv_tau));
+    });
+  });
+}
+
+}  // namespace
+}  // namespace moe

@@ -1,0 +1,327 @@
+// A matrix in the registers of a team of threads: a tile each, and what they do together along rows and columns.
+#pragma once
+
+#include <cmath>
+
+#include "moe/cooling.h"
+#include "moe/dtypes.h"
+#include "moe/reciprocal.cuh"
+#include "moe/rows.cuh"
+#include "moe/shared.cuh"
+#include "moe/warp.cuh"
+
+namespace moe {
+namespace {
+
+// Row-wise range of S / tau up to which scaling vectors, at most exp(range), and their products stay normal numbers.
+constexpr float kFloatRange = 60, kDoubleRange = 300;
+
+enum class Form { broken, scaled, logarithmic };
+
+struct Add {
+  template <class T>
+  __device__ T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+struct Max {
+  template <class T>
+  __device__ T operator()(T a, T b) const {
+    return a > b ? a : b;
+  }
+};
+
+__device__ __forceinline__ float widened(const void* from, int dtype, int64_t at) {
+  if (dtype == float32) return load(static_cast<const float*>(from) + at);
+  if (dtype == bfloat16) return widen(static_cast<const __nv_bfloat16*>(from)[at]);
+  return widen(static_cast<const __half*>(from)[at]);
+}
+
+__device__ __forceinline__ void put(void* to, int dtype, int64_t at, float value) {
+  if (dtype == float32) {
+    static_cast<float*>(to)[at] = value;
+  } else if (dtype == bfloat16) {
+    narrow(value, static_cast<__nv_bfloat16*>(to)[at]);
+  } else {
+    narrow(value, static_cast<__half*>(to)[at]);
+  }
+}
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+__device__ __forceinline__ double finite(double most) { return most > -1e300 ? most : 0.0; }
+
+// exp in the arithmetic that the sum is taken in; the argument is a difference, and always in double.
+__device__ __forceinline__ void exponential(double x, float& y) { y = expf(static_cast<float>(x)); }
+__device__ __forceinline__ void exponential(double x, double& y) { y = exp(x); }
+
+// (batch, n, n), last dimension contiguous.
+struct Matrices {
+  const void* data;
+  int64_t stride_batch, stride_row;
+  int dtype;
+
+  // In pieces of four float32.
+  bool in_vectors(int64_t n) const {
+    return dtype == float32 && n % 4 == 0 && stride_batch % 4 == 0 && stride_row % 4 == 0 && is_aligned(data, 16);
+  }
+};
+
+// ROWS x COLUMNS threads that hold a matrix of up to N x N, TALL x WIDE elements each: within a warp, or all of a block.
+template <int ROWS, int COLUMNS, int TALL, int WIDE>
+class Team {
+ public:
+  static constexpr int kTall = TALL, kWide = WIDE, kN = ROWS * TALL, kThreads = ROWS * COLUMNS;
+  static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
+  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that have to exchange
+  static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
+  static_assert(COLUMNS * WIDE == kN && COLUMNS <= kWarpSize);
+
+  using Tile = float[TALL][WIDE];
+
+  int64_t matrix;
+  int row, column;  // of the first element
+
+  __device__ explicit Team(double* exchange) : exchange_(exchange) {
+    const int rank = threadIdx.x % kThreads;
+    matrix = int64_t(blockIdx.x) * kTeams + threadIdx.x / kThreads;
+    row = rank / COLUMNS * TALL, column = rank % COLUMNS * WIDE;
+    lane_ = threadIdx.x % kWarpSize;
+    if constexpr (kThreads < kWarpSize) mask_ = ((1u << kThreads) - 1) << (lane_ / kThreads * kThreads);
+  }
+
+  static dim3 blocks(int64_t batch) { return dim3(static_cast<unsigned>((batch + kTeams - 1) / kTeams)); }
+
+  __device__ bool inside(int a, int b, int n) const { return row + a < n && column + b < n; }
+
+  __device__ void sync() const {
+    if constexpr (kWarps > 0) {
+      __syncthreads();
+    } else if constexpr (kThreads > 1) {
+      __syncwarp(mask_);
+    }
+  }
+
+  // Over the columns of one row; then over the rows, column by column. Every thread receives the same bits.
+  template <class T, class Combine>
+  __device__ T along_row(T value, Combine combine) const {
+#pragma unroll
+    for (int offset = COLUMNS / 2; offset > 0; offset /= 2) {
+      value = combine(value, __shfl_xor_sync(mask_, value, offset));
+    }
+    return value;
+  }
+
+  template <int COUNT, class T, class Combine>
+  __device__ void along_columns(T (&values)[COUNT], Combine combine) {
+#pragma unroll
+    for (int offset = COLUMNS; offset < (kWarps ? kWarpSize : kThreads); offset *= 2) {
+#pragma unroll
+      for (int b = 0; b < COUNT; b++) values[b] = combine(values[b], __shfl_xor_sync(mask_, values[b], offset));
+    }
+    if constexpr (kWarps > 0) {
+      // Consecutive calls alternate between two sets of slots, so one barrier a call is enough (see exchange_warp_sums).
+      T* const slots = reinterpret_cast<T*>(exchange_ + turn_ * kWarps * kN);
+      turn_ ^= 1;
+      const int mine = lane_ % COLUMNS * COUNT;
+      if (lane_ < COLUMNS) {
+#pragma unroll
+        for (int b = 0; b < COUNT; b++) slots[threadIdx.x / kWarpSize * kN + mine + b] = values[b];
+      }
+      __syncthreads();
+#pragma unroll
+      for (int b = 0; b < COUNT; b++) {
+        values[b] = slots[mine + b];
+        for (int warp = 1; warp < kWarps; warp++) values[b] = combine(values[b], slots[warp * kN + mine + b]);
+      }
+    }
+  }
+
+  __device__ void read(const Matrices& from, bool vectors, int n, float other, Tile& tile) const {
+    const int64_t start = matrix * from.stride_batch + row * from.stride_row + column;
+#pragma unroll
+    for (int a = 0; a < TALL; a++) {
+#pragma unroll
+      for (int b = 0; b < WIDE; b += 4) {
+        const int64_t at = start + a * from.stride_row + b;
+        if (vectors) {
+          const bool whole = inside(a, b, n);
+          const float4 four = whole ? load(reinterpret_cast<const float4*>(static_cast<const float*>(from.data) + at))
+                                    : make_float4(other, other, other, other);
+          tile[a][b] = four.x, tile[a][b + 1] = four.y, tile[a][b + 2] = four.z, tile[a][b + 3] = four.w;
+        } else {
+#pragma unroll
+          for (int c = 0; c < 4; c++) tile[a][b + c] = inside(a, b + c, n) ? widened(from.data, from.dtype, at + c) : other;
+        }
+      }
+    }
+  }
+
+  __device__ void write(void* to, int dtype, bool vectors, int n, const Tile& tile) const {
+    const int64_t start = (matrix * n + row) * n + column;
+#pragma unroll
+    for (int a = 0; a < TALL; a++) {
+#pragma unroll
+      for (int b = 0; b < WIDE; b += 4) {
+        const int64_t at = start + a * n + b;
+        if (vectors) {
+          if (!inside(a, b, n)) continue;
+          const float4 four = {tile[a][b], tile[a][b + 1], tile[a][b + 2], tile[a][b + 3]};
+          *reinterpret_cast<float4*>(static_cast<float*>(to) + at) = four;
+        } else {
+#pragma unroll
+          for (int c = 0; c < 4; c++) {
+            if (inside(a, b + c, n)) put(to, dtype, at + c, tile[a][b + c]);
+          }
+        }
+      }
+    }
+  }
+
+  // The form that this matrix can take: scaled where no row of S / tau spans `limit` or more.
+  __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit) {
+    float found[2] = {0.0f, 0.0f};  // the widest row, and whether something is NaN or +inf
+#pragma unroll
+    for (int a = 0; a < TALL; a++) {
+      float high = -infinity(), negated_low = -infinity();
+#pragma unroll
+      for (int b = 0; b < WIDE; b++) {
+        if (!inside(a, b, n)) continue;
+        high = fmaxf(high, scores[a][b]), negated_low = fmaxf(negated_low, -scores[a][b]);
+        if (!(scores[a][b] < infinity())) found[1] = 1.0f;
+      }
+      high = along_row(high, Max()), negated_low = along_row(negated_low, Max());
+      // Of a row with a forbidden pair: infinite, also where the whole row is forbidden.
+      const float range = negated_low == infinity() ? negated_low : high + negated_low;
+      if (row + a < n) found[0] = fmaxf(found[0], range);
+    }
+    found[1] = along_row(found[1], Max());
+    along_columns(found, Max());
+    if (found[1] > 0.0f) return Form::broken;
+    return cooling.constant() && found[0] / cooling(0) < limit ? Form::scaled : Form::logarithmic;
+  }
+
+ private:
+  double* exchange_;  // (2, kWarps, kN)
+  int turn_ = 0, lane_;
+  uint32_t mask_ = kAllLanes;
+};
+
+// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). The exponents are taken in double: float's are off by 60
+// units. Padding has k = 0 and scales by 0.
+template <class T, class Team>
+struct Scaled {
+  T k[Team::kTall][Team::kWide], u[Team::kTall], v[Team::kWide];
+
+  __device__ Scaled(Team& team, const typename Team::Tile& scores, double inv_tau) {
+#pragma unroll
+    for (int a = 0; a < Team::kTall; a++) {
+      float most = -infinity();
+#pragma unroll
+      for (int b = 0; b < Team::kWide; b++) most = fmaxf(most, scores[a][b]);
+      const double anchor = finite(team.along_row(most, Max()));
+#pragma unroll
+      for (int b = 0; b < Team::kWide; b++) exponential((scores[a][b] - anchor) * inv_tau, k[a][b]);
+    }
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) v[b] = T(1);
+  }
+
+  // u = 1 / (k v)
+  __device__ void rows(Team& team) {
+#pragma unroll
+    for (int a = 0; a < Team::kTall; a++) {
+      T total = 0;
+#pragma unroll
+      for (int b = 0; b < Team::kWide; b++) total += k[a][b] * v[b];
+      u[a] = inverse(team.along_row(total, Add()));
+    }
+  }
+
+  // v = 1 / (k' u)
+  __device__ void columns(Team& team) {
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) {
+      v[b] = 0;
+#pragma unroll
+      for (int a = 0; a < Team::kTall; a++) v[b] += k[a][b] * u[a];
+    }
+    team.along_columns(v, Add());
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) v[b] = inverse(v[b]);
+  }
+
+ private:
+  __device__ static T inverse(T total) { return total > T(0) ? reciprocal(total) : T(0); }
+};
+
+// Potentials in units of scores, an anchor and a logarithm each: f = row_anchor + tau row_log, g likewise. The anchor is
+// the largest of what is summed; added up at once they would lose to rounding what 1 / tau then makes large. T is what
+// exponentials are summed in.
+template <class T, class Team>
+struct Potentials {
+  double row_anchor[Team::kTall], row_log[Team::kTall], f[Team::kTall];
+  double column_anchor[Team::kWide], column_log[Team::kWide], g[Team::kWide] = {};
+
+  __device__ void rows(Team& team, const typename Team::Tile& scores, double tau) {
+    const double inv_tau = 1 / tau;
+#pragma unroll
+    for (int a = 0; a < Team::kTall; a++) {
+      double most = scores[a][0] - g[0];
+#pragma unroll
+      for (int b = 1; b < Team::kWide; b++) most = Max()(most, scores[a][b] - g[b]);
+      row_anchor[a] = finite(team.along_row(most, Max()));
+      T total = 0;
+#pragma unroll
+      for (int b = 0; b < Team::kWide; b++) total += share(((scores[a][b] - g[b]) - row_anchor[a]) * inv_tau);
+      row_log[a] = log_of(team.along_row(static_cast<double>(total), Add()));
+      f[a] = row_anchor[a] + tau * row_log[a];
+    }
+  }
+
+  __device__ void columns(Team& team, const typename Team::Tile& scores, double tau) {
+    const double inv_tau = 1 / tau;
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) {
+      column_anchor[b] = scores[0][b] - f[0];
+#pragma unroll
+      for (int a = 1; a < Team::kTall; a++) column_anchor[b] = Max()(column_anchor[b], scores[a][b] - f[a]);
+    }
+    team.along_columns(column_anchor, Max());
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) {
+      column_anchor[b] = finite(column_anchor[b]);
+      T total = 0;
+#pragma unroll
+      for (int a = 0; a < Team::kTall; a++) total += share(((scores[a][b] - f[a]) - column_anchor[b]) * inv_tau);
+      column_log[b] = static_cast<double>(total);
+    }
+    team.along_columns(column_log, Add());
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) {
+      column_log[b] = log_of(column_log[b]);
+      g[b] = column_anchor[b] + tau * column_log[b];
+    }
+  }
+
+  // The matrix with its rows normalised, given the column potential before (g); then with its columns normalised.
+  __device__ T rows_normal(float score, int a, int b, double inv_tau) const {
+    return share(((score - g[b]) - row_anchor[a]) * inv_tau - row_log[a]);
+  }
+  __device__ T columns_normal(float score, int a, int b, double inv_tau) const {
+    return share(((score - f[a]) - column_anchor[b]) * inv_tau - column_log[b]);
+  }
+
+  // The logarithm of a sum after its largest summand; of nothing 0.
+  __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
+
+ private:
+  __device__ static T share(double x) {
+    T y;
+    exponential(x, y);
+    return y;
+  }
+};
+
+}  // namespace
+}  // namespace moe

@@ -1,0 +1,32 @@
+// The temperature of each of Sinkhorn's iterations. Plain C++: both the CPU and the CUDA kernels include this.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define MOE_HOST_DEVICE __host__ __device__
+#else
+#define MOE_HOST_DEVICE
+#endif
+
+namespace moe {
+namespace {  // compiled once per instruction set
+
+// Geometric from `first` to `last`, which the last iteration has exactly; a function of t alone, so that the way back
+// sees the bits of the way there.
+class Cooling {
+ public:
+  Cooling(double first, double last, int64_t iterations)
+      : last_(last), step_(iterations > 1 ? std::log2(first / last) / double(iterations - 1) : 0.0), iterations_(iterations) {}
+  MOE_HOST_DEVICE double operator()(int64_t t) const { return last_ * exp2(step_ * double(iterations_ - 1 - t)); }
+  MOE_HOST_DEVICE int64_t iterations() const { return iterations_; }
+  MOE_HOST_DEVICE bool constant() const { return step_ == 0; }
+
+ private:
+  double last_, step_;
+  int64_t iterations_;
+};
+
+}  // namespace
+}  // namespace moe

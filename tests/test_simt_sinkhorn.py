@@ -1,0 +1,50 @@
+"""Sinkhorn's kernels under the sanitizers and in every order of threads. Their values on all backends are tested in
+test_sinkhorn.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import simt
+import torch
+
+import moe_kernels as mk
+
+pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=f"simt: {simt.unavailable()}")
+
+# A thread, a quad, half a warp, a warp, several warps, and read from memory: each with a matrix that it does not fill.
+SIZES = (3, 7, 13, 31, 61, 65)
+
+
+def check(n: int, iterations: int, dtype: torch.dtype = torch.float32, gap: int = 0) -> None:
+    """Scaled, logarithmic, forbidding and broken matrices in one batch, forward and backward."""
+    scores = torch.randn(5, n, n + gap) * torch.tensor([1.0, 300.0, 1.0, 1.0, 1e6])[:, None, None]
+    scores[2, 0, : n // 2] = -math.inf
+    scores[3, n - 1, n - 1] = math.nan
+    scores, grad = scores[..., :n].to(dtype), torch.randn(5, n, n + gap)[..., :n].to(dtype)
+    leaf, double = scores.detach().requires_grad_(), scores.double().requires_grad_()
+    p = mk.sinkhorn(leaf, iterations, backend="cuda")
+    q = mk.sinkhorn(double, iterations, backend="reference")
+    (got,) = torch.autograd.grad(p, leaf, grad)
+    (expected,) = torch.autograd.grad(q, double, grad.double())
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(p.double(), q, rtol=unit, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(got.double(), expected, rtol=2 * unit + 1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_order_of_threads(seed: int) -> None:
+    with simt.use(seed=seed):
+        for n in SIZES:
+            check(n, 2)
+
+
+@pytest.mark.parametrize("build", ["asan", "tsan"])
+def test_sanitizers(build: str) -> None:
+    with simt.use(build, seed=2):
+        for n, dtype in zip(SIZES, (torch.float32, torch.float16, torch.bfloat16) * 2, strict=True):
+            check(n, 2, dtype, gap=n % 3)
+        check(4, 2)  # in vectors
+        check(64, 1)
+        check(65, 1, torch.float16)  # in memory of its own
