@@ -10,9 +10,9 @@ In potentials, f^t_i = tau log sum_j exp((S_ij - g^(t-1)_j) / tau), g^t_j = tau 
 
 scores, P are (batch, n, n). Saved for backward: the scores alone; a kernel recomputes the potentials, O(n) an
 iteration, and never keeps an iterate. It divides by tau at the end: where P is exactly 1, as it mostly is at small tau,
-w cancels exactly, while w / tau would be rounded in one sum and, fused with its addition, not in the other. scores / tau
-needs more bits than float32 has (at tau = 1e-7 it is 1e7 and more), so a kernel scales exp(S / tau) by vectors only
-where the matrix's range allows it, and elsewhere takes differences in more than float32 before it takes exp.
+w cancels exactly, while w / tau would be rounded in one sum and, fused with its addition, not in the other.
+scores / tau needs more bits than float32 has (at tau = 1e-7 it is 1e7 and more), so a kernel scales exp(S / tau) by
+vectors only where the matrix's range allows it, and elsewhere takes differences in more than float32 before exp.
 """
 
 from __future__ import annotations
