@@ -1,4 +1,6 @@
-# make test, make bench, make lint: each does all of its own set-up, in a virtual environment.
+# make test, make bench, make lint, make gpu: each does all of its own set-up, in a virtual environment.
+# make gpu verifies and measures everything on this machine's GPU within ten minutes; with QUICK=1 within two.
+# make baseline saves how the kernels stand to PyTorch; make regression fails where one has lost since.
 # With VENV=0 they use what is installed: make test VENV=0 PYTHON=python3
 
 PYTHON ?= python3
@@ -13,7 +15,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: test bench lint build clean
+.PHONY: test bench gpu baseline regression lint build clean
 
 test: build
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
@@ -21,6 +23,19 @@ test: build
 bench: build
 	$(RUN) -m bench run --shapes quick
 	$(RUN) -m moe_kernels train
+
+gpu: build
+	$(RUN) -m bench gpu $(if $(QUICK),--quick)
+
+SAVED := bench/out/regression
+REGRESSION = $(RUN) -m pytest bench/test_regression.py --benchmark-storage=$(SAVED) \
+	--benchmark-columns=median,iqr,rounds --benchmark-sort=name $(PYTEST)
+
+baseline: build
+	$(REGRESSION) --benchmark-autosave
+
+regression: build
+	$(REGRESSION) $(if $(wildcard $(SAVED)/*/*.json),--benchmark-compare --benchmark-compare-fail=median:25%)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -1,8 +1,10 @@
-"""python -m bench run | verify | report | compare"""
+"""python -m bench run | verify | gpu | report | profile | compare"""
 
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
@@ -15,6 +17,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench import checks, compare, document, ledger, measure, report
+from bench import profile as profiling
+from bench.entry import DIRECTIONS
 from bench.peers import known as every_peer
 from bench.registry import ENTRIES
 from bench.shapes import ROUTINGS
@@ -95,25 +99,71 @@ def verify_command(
     Writes bench/results/<device>.json with the hash of the sources that ran: what `report` and the README go by.
     """
     _describe_machine()
-    rows = _verified(op, backend)
     if not torch.cuda.is_available():
         console.print("No GPU here: this proves the CPU kernels alone, and says nothing of Triton or CUDA.")
-    found = {row: checks.kernel_checks(row) for row in rows}
-    pairs = {(row.operation, row.backend) for row in rows if row.verdict == "ok" and row.device == "cuda"}
-    sanitized = {pair: checks.sanitizers(*pair) for pair in sorted(pairs)}
-    result = _measured(rows, _request(shapes, None, None, dtype, None, True), seconds)
-    result["suite"] = checks.suite() if torch.cuda.is_available() else {}
-    by_key = {(row.operation, row.backend, row.dtype): words for row, words in found.items()}
-    for entry in result["entries"]:
-        pair = (entry["operation"], entry["backend"])
-        entry["checks"] = by_key[(*pair, entry["dtype"])] | sanitized.get(pair, {})
-    path = ledger.write(result, out)
-    checked = [*by_key.items(), *(((*pair, "all"), words) for pair, words in sanitized.items())]
-    checked.append((("all",) * 3, result["suite"]))
-    lines = [(*key, *item) for key, words in checked for item in words.items()]
-    _print_table("Checks", ("operation", "backend", "dtype", "check", "verdict"), lines)
-    console.print(f"result {path}", soft_wrap=True)
-    _leave(result)
+    _proved(_verified(op, backend), _request(shapes, None, None, dtype, None, True), seconds, out)
+
+
+@app.command("gpu")
+def gpu_command(
+    quick: Annotated[bool, typer.Option("--quick", help="Values and figures only, within two minutes.")] = False,
+    minutes: Annotated[float | None, typer.Option(help="Time for all of it. Default: 9.5, or 1.75 if quick.")] = None,
+    out: Annotated[Path, typer.Option(help="Where result and report go.")] = ledger.RESULTS,
+) -> None:
+    """Verifies everything, measures everything and leaves result, report and README's ledger ready to commit.
+
+    What found no time is named in the report. Needs a GPU.
+    """
+    if not torch.cuda.is_available():
+        console.print("No GPU that torch can use: `python -m bench run` measures the CPU.")
+        raise typer.Exit(2)
+    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 9.5))
+    _describe_machine()
+    request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
+    rows = _verified(None, None)
+    try:
+        _proved(rows, request, 0.2 if quick else 0.4, out, until, proof=not quick)
+    finally:
+        document.write(ledger.read(out), out)
+        report.README.write_text(report.rendered(report.README.read_text(), ledger.read()))
+        console.print(f"report {out / 'report.md'}, ledger and tables in {report.README}", soft_wrap=True)
+
+
+@app.command("profile")
+def profile_command(
+    op: Annotated[str, typer.Option("--op", help="The operation.")],
+    backend: Annotated[str | None, typer.Option("--backend", help="Default: the first that runs here.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help=", ".join(DTYPES))] = "float32",
+    direction: Annotated[str, typer.Option("--direction", help=", ".join(DIRECTIONS))] = "training",
+    shapes: ShapeSet = Shapes.quick,
+    shape: Annotated[int, typer.Option("--shape", help="Which shape of the set.")] = 0,
+    threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
+    tools: Annotated[bool, typer.Option(help="Nsight Compute and proton too, where they are installed.")] = True,
+    out: Annotated[Path, typer.Option(help="Where the trace goes.")] = OUT,
+) -> None:
+    """Traces one operation, and says what each kernel takes of its time and of the floor."""
+    _known("--op", (op,), ENTRIES)
+    _known("--dtype", (dtype,), DTYPES)
+    _known("--direction", (direction,), DIRECTIONS)
+    job, reason = profiling.job_of(op, backend, dtype, direction, shapes.value, shape, threads)
+    if job is None:
+        raise typer.BadParameter(reason)
+    found = profiling.profile(job, out)
+    lines = []
+    for each in found.lines:
+        launches = "-" if each.launches is None else f"{each.launches:g}"
+        lines.append((each.name, launches, f"{each.us:.3g}", f"{each.share:.0%}", f"x{each.floors:.2f}"))
+    _print_table(str(job), ("kernel", "a call", "us", "share", "floors"), lines)
+    console.print(
+        f"the call takes {found.us:.4g} us, its floor is {found.floor_us:.4g} us: {found.floor_us / found.us:.0%} of "
+        f"the ceiling; what no kernel above accounts for is the host's"
+    )
+    console.print(f"trace {found.trace}", soft_wrap=True)
+    if tools:
+        again = [f"--op={op}", f"--backend={job.backends[0]}", f"--dtype={dtype}", f"--direction={direction}"]
+        again += [f"--shapes={shapes.value}", f"--shape={shape}", f"--threads={threads}", f"--out={out}"]
+        for name, word in profiling.tools(job, again, out).items():
+            console.print(f"{name}: {word}", soft_wrap=True)
 
 
 @app.command("report")
@@ -206,13 +256,48 @@ def _verified(ops: list[str] | None, backends: list[str] | None) -> list[Row]:
     return rows
 
 
-def _measured(rows: list[Row], request: measure.Request, seconds: float) -> ledger.Result:
+def _proved(
+    rows: list[Row],
+    request: measure.Request,
+    seconds: float,
+    out: Path,
+    until: float = math.inf,
+    *,
+    proof: bool = True,
+) -> None:
+    """The checks beside the values, then figures; two fifths of the time until `until` are the figures'."""
+    found = {row: checks.kernel_checks(row) for row in rows}
+    pairs = sorted({(row.operation, row.backend) for row in rows if row.verdict == "ok" and row.device == "cuda"})
+    limit = None if until == math.inf else 0.3 * max(until - time.monotonic(), 0)
+    skipped = dict.fromkeys(checks.SANITIZERS, "not run: --quick")
+    sanitized = checks.sanitizers(pairs, limit) if proof else dict.fromkeys(pairs, skipped)
+    suite = {"pytest": "not run: no GPU" if not torch.cuda.is_available() else "not run: --quick"}
+    if proof and torch.cuda.is_available():
+        suite = checks.suite(limit)
+    result = _measured(rows, request, seconds, until)
+    result["suite"] = suite
+    by_key = {(row.operation, row.backend, row.dtype): words for row, words in found.items()}
+    for entry in result["entries"]:
+        pair = (entry["operation"], entry["backend"])
+        entry["checks"] = by_key[(*pair, entry["dtype"])] | sanitized.get(pair, {})
+    path = ledger.write(result, out)
+    checked = [*by_key.items(), *(((*pair, "all"), words) for pair, words in sanitized.items())]
+    checked.append((("all",) * 3, suite))
+    lines = [(*key, *item) for key, words in checked for item in words.items()]
+    _print_table("Checks", ("operation", "backend", "dtype", "check", "verdict"), lines)
+    console.print(f"result {path}", soft_wrap=True)
+    _leave(result)
+
+
+def _measured(rows: list[Row], request: measure.Request, seconds: float, until: float = math.inf) -> ledger.Result:
     jobs, refused = measure.plan(rows, request)
     limits = measure.ceilings(jobs)
     found = measure.Found(left_out=refused)
+    # Inputs, warm-up and graphs take about as long as the samples.
+    budget = min(seconds, 0.5 * max(until - time.monotonic(), 0) / max(len(jobs), 1))
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(jobs))
-        for job, each in zip(jobs, measure.run(jobs, limits, seconds, request.peers), strict=True):
+        for job, each in zip(jobs, measure.run(jobs, limits, budget, request.peers, until), strict=True):
             found.add(each)
             progress.update(task, advance=1, description=str(job))
     _print_table("Measured", report.FIGURE_HEADER, [report.figure_cells(each) for each in found.figures])

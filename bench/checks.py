@@ -3,10 +3,14 @@ report of a sanitizer, and the test suite on a real GPU. A check says "ok", "FAI
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -18,6 +22,7 @@ from moe_kernels.verify import Row
 
 REPEATS = 20
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
+OUT_OF_TIME = "not run: out of time"
 
 
 def kernel_checks(row: Row) -> dict[str, str]:
@@ -56,26 +61,44 @@ def no_host_sync(row: Row) -> str:
     return "ok"
 
 
-def sanitizers(op: str, backend: str) -> dict[str, str]:
-    """compute-sanitizer's tools over the small cases of one operation and backend."""
-    program = shutil.which("compute-sanitizer")
+def sanitizers(pairs: Iterable[tuple[str, str]], seconds: float | None = None) -> dict[tuple[str, str], dict[str, str]]:
+    """compute-sanitizer's tools over the small cases of operations and backends, several at a time."""
+    program, until = shutil.which("compute-sanitizer"), time.monotonic() + (seconds or float("inf"))
     if program is None:
-        return dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
-    found = {}
-    for tool in SANITIZERS:
+        missing = dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
+        return {pair: dict(missing) for pair in pairs}
+
+    def check(job: tuple[tuple[str, str], str]) -> str:
+        (op, backend), tool = job
+        left = until - time.monotonic()
+        if left < 1:
+            return OUT_OF_TIME
         verify = [sys.executable, "-m", "moe_kernels", "verify", "--small", "--op", op, "--backend", backend]
-        found[tool] = run([program, "--tool", tool, "--error-exitcode", "9", *verify])
+        return run([program, "--tool", tool, "--error-exitcode", "9", *verify], None if seconds is None else left)
+
+    jobs = [(pair, tool) for pair in pairs for tool in SANITIZERS]
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        words = list(pool.map(check, jobs))
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for (pair, tool), word in zip(jobs, words, strict=True):
+        found.setdefault(pair, {})[tool] = word
     return found
 
 
-def suite() -> dict[str, str]:
+def suite(seconds: float | None = None) -> dict[str, str]:
     """The whole test suite: with a GPU it runs the Triton and CUDA kernels there, not in an interpreter."""
-    return {"pytest": run([sys.executable, "-m", "pytest", "-q", "--no-header"])}
+    several = ["-n", str(max(1, (os.cpu_count() or 1) // 2))] if importlib.util.find_spec("xdist") else []
+    return {"pytest": run([sys.executable, "-m", "pytest", "-q", "--no-header", *several], seconds)}
 
 
-def run(command: Iterable[str]) -> str:
+def run(command: Iterable[str], seconds: float | None = None) -> str:
     """A command's verdict, with its last line where it failed."""
-    done = subprocess.run(list(command), cwd=ROOT, capture_output=True, text=True, errors="replace")
+    try:
+        done = subprocess.run(
+            list(command), cwd=ROOT, capture_output=True, text=True, errors="replace", timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return OUT_OF_TIME
     if done.returncode == 0:
         return "ok"
     lines = (done.stdout + done.stderr).strip().splitlines()

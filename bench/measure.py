@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -145,10 +147,16 @@ def ceilings(jobs: list[Job]) -> Ceilings:
     return found
 
 
-def run(jobs: list[Job], limits: Ceilings, budget: float, peers: tuple[str, ...] | None = None) -> Iterator[Found]:
-    """Takes the samples of each job, `budget` seconds a job; one figure a backend."""
+def run(
+    jobs: list[Job], limits: Ceilings, budget: float, peers: tuple[str, ...] | None = None, until: float = math.inf
+) -> Iterator[Found]:
+    """Takes the samples of each job, `budget` seconds a job; one figure a backend. None after `until`."""
     for job in jobs:
         found = Found()
+        if time.monotonic() > until:
+            found.left_out.append(f"{job}: out of time")
+            yield found
+            continue
         with threads(job.threads):
             samples, more = _samples(job, budget, peers, found)
         memcpy = samples.pop(MEMCPY)

@@ -66,25 +66,41 @@ def time_cpu(
         with undisturbed_clock() if alone else nullcontext(time.perf_counter) as chosen:
             return time_cpu(calls, budget, chosen)
 
-    def measure(call: Callable[[], object]) -> Callable[[], float]:
-        def once() -> float:
-            start = clock()
-            call()
-            return clock() - start
-
-        first = once()  # warms up; what takes a tenth of a second has no need of a second one
-        repeats = max(1, round(SAMPLE_SECONDS / max(once() if first < 0.1 else first, 1e-9)))
-
-        def sample() -> float:
-            began = clock()
-            for _ in range(repeats):
-                call()
-            return (clock() - began) / repeats
-
-        return sample
-
     with no_garbage_collection():
-        return interleave({name: measure(call) for name, call in calls.items()}, budget, clock)
+        return interleave({name: _sampler(call, clock) for name, call in calls.items()}, budget, clock)
+
+
+def _sampler(call: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
+    """Takes a sample: seconds a call, over as many calls as SAMPLE_SECONDS hold."""
+
+    def once() -> float:
+        start = clock()
+        call()
+        return clock() - start
+
+    first = once()  # warms up; what takes a tenth of a second has no need of a second one
+    repeats = max(1, round(SAMPLE_SECONDS / max(once() if first < 0.1 else first, 1e-9)))
+
+    def sample() -> float:
+        began = clock()
+        for _ in range(repeats):
+            call()
+        return (clock() - began) / repeats
+
+    return sample
+
+
+@contextmanager
+def samplers(
+    calls: Mapping[str, Callable[[Any], object]], input_sets: list[Any], device: str
+) -> Iterator[dict[str, Callable[[], float]]]:
+    """For every call, what takes one sample of it: of the GPU, or of one thread of the CPU."""
+    if device == "cuda":
+        works = launchers(calls, input_sets)
+        yield {name: partial(_seconds, work, len(input_sets)) for name, work in works.items()}
+        return
+    with undisturbed_clock() as clock:
+        yield {name: _sampler(partial(call, input_sets[0]), clock) for name, call in calls.items()}
 
 
 @contextmanager
@@ -120,10 +136,11 @@ def no_garbage_collection() -> Iterator[None]:
 def time_gpu(works: Mapping[str, Callable[[], object]], calls: int, budget: float = 0.5) -> dict[str, Sample]:
     """Interleaved medians of a call on the GPU; each of `works` (see `launchers`) launches that many of them."""
 
-    def measure(work: Callable[[], object]) -> Callable[[], float]:
-        return lambda: _between_events(work) / calls
+    return interleave({name: partial(_seconds, work, calls) for name, work in works.items()}, budget)
 
-    return interleave({name: measure(work) for name, work in works.items()}, budget)
+
+def _seconds(work: Callable[[], object], calls: int) -> float:
+    return _between_events(work) / calls
 
 
 def launchers(

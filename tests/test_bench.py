@@ -356,3 +356,10 @@ def test_a_kernel_that_changes_its_mind_is_not_repeatable(monkeypatch: pytest.Mo
 def test_a_command_that_fails_says_so() -> None:
     assert checks.run([sys.executable, "-c", "pass"]) == "ok"
     assert checks.run([sys.executable, "-c", "print('oh'); exit(3)"]) == "FAILED: status 3: oh"
+    assert checks.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == "not run: out of time"
+
+
+def test_what_found_no_time_is_named() -> None:
+    job = measure.Job("kwta", SHAPE, torch.float32, "forward", "cpu", 1, ("cpu",))
+    (found,) = measure.run([job], {}, 0.1, until=time.monotonic() - 1)
+    assert (found.figures, found.left_out) == ([], [f"{job}: out of time"])

@@ -1,0 +1,151 @@
+"""One operation under torch.profiler: a trace, and what each kernel takes of the time that the floor allows."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench import measure, tracing
+from bench.ledger import ROOT
+from bench.registry import ENTRIES
+from moe_kernels.info import placement
+from moe_kernels.verify import KERNELS, threads
+
+CALLS = 10
+
+
+class Line(NamedTuple):
+    """One kernel: launches and microseconds a call, its share of all kernels, and how many floors it takes.
+
+    On a CPU, where the profiler's wall clock counts the neighbours' work too, the microseconds are the share of the
+    call's own; launches are a GPU's.
+    """
+
+    name: str
+    launches: float | None
+    us: float
+    share: float
+    floors: float
+
+
+class Profile(NamedTuple):
+    """us: the call as the bench times it. floor_us: the least that this machine's ceilings allow for the whole call."""
+
+    lines: list[Line]
+    us: float
+    floor_us: float
+    trace: Path
+
+
+class _Listener(TorchDispatchMode):
+    """Where it listens, the operations go through torch's dispatcher, which tells the profiler their names."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def name_of(job: measure.Job) -> str:
+    return f"{job.op}-{job.backends[0]}-{measure.short(job.dtype)}-{job.direction}"
+
+
+def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
+    """Writes <folder>/<operation>-<backend>-<dtype>-<direction>.trace.json, for chrome://tracing or Perfetto."""
+    limits = measure.ceilings([job])
+    (found,) = measure.run([job], limits, seconds, ())
+    figure = found.figures[0]
+    floor = figure["us"] * figure["ceiling_percent"] / 100
+    call = _call(job)
+    with threads(job.threads):
+        call()
+        with tracing.recorded(job.device) as profiler:
+            for _ in range(CALLS):
+                call()
+            if job.device == "cuda":
+                torch.cuda.synchronize()
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = folder / f"{name_of(job)}.trace.json"
+    profiler.export_chrome_trace(str(trace))
+    on_gpu = job.device == "cuda"
+    spent = []
+    for event in profiler.key_averages():
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if us > 0 and event.key != "PythonDispatchMode":  # the listener itself
+            spent.append((event.key, event.count / CALLS, us / CALLS))
+    total = sum(us for *_, us in spent)
+    scale = 1.0 if on_gpu else figure["us"] / total
+    lines = [
+        Line(name, count if on_gpu else None, us * scale, us / total, us * scale / floor) for name, count, us in spent
+    ]
+    return Profile(sorted(lines, key=lambda line: -line.us), figure["us"], floor, trace)
+
+
+def _call(job: measure.Job) -> Callable[[], object]:
+    entry = ENTRIES[job.op]
+    call = partial(entry.kernel(job.backends[0])[job.direction], entry.inputs(job.shape, job.dtype, job.device))
+    if job.device == "cuda":
+        return call
+
+    def listened() -> object:
+        with _Listener():
+            return call()
+
+    return listened
+
+
+def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str]:
+    """What Nsight Compute and Triton's proton wrote, or why they were not run; arguments repeat this profile."""
+    found = {}
+    program = shutil.which("ncu")
+    if job.device != "cuda":
+        return dict.fromkeys(("Nsight Compute", "proton"), "not run: no GPU")
+    if program is None:
+        found["Nsight Compute"] = "not run: ncu is not installed"
+    else:
+        out = folder / f"{name_of(job)}.ncu-rep"
+        again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
+        command = [program, "--set", "full", "--launch-count", "20", "--force-overwrite", "--export", str(out), *again]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
+        found["Nsight Compute"] = str(out) if done.returncode == 0 else f"failed: {done.stdout.strip()[-200:]}"
+    found["proton"] = _proton(job, folder)
+    return found
+
+
+def _proton(job: measure.Job, folder: Path) -> str:
+    if importlib.util.find_spec("triton.profiler") is None:
+        return "not run: triton.profiler is not installed"
+    from triton import profiler as proton
+
+    name, call = str(folder / name_of(job)), _call(job)
+    try:
+        proton.start(name)
+        for _ in range(CALLS):
+            call()
+        proton.finalize()
+    except Exception as raised:  # a driver without the rights, another profiler at work
+        return f"failed: {type(raised).__name__}: {raised}"
+    return f"{name}.hatchet"
+
+
+def job_of(
+    op: str, backend: str | None, dtype: str, direction: str, shapes: str, index: int, count: int
+) -> tuple[measure.Job | None, str]:
+    """What is to be profiled, or why it cannot be."""
+    places = {name: placement(op, name, getattr(torch, dtype)) for name in ([backend] if backend else KERNELS)}
+    for name, (device, _) in places.items():
+        if device == "cuda" or (device == "cpu" and name == "cpu"):
+            entry = ENTRIES[op]
+            sizes = entry.shapes.get(shapes, [])
+            if direction not in entry.directions or index >= len(sizes):
+                return None, f"{op} has directions {', '.join(entry.directions)} and {len(sizes)} {shapes} shapes"
+            shape = entry.complete(sizes[index], device)
+            return measure.Job(op, shape, getattr(torch, dtype), direction, device, count, (name,)), ""
+    return None, "; ".join(f"{name}: {place.reason or 'interpreted on the CPU'}" for name, place in places.items())

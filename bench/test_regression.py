@@ -1,0 +1,68 @@
+"""The regression set: every kernel against PyTorch's own composition, saved and compared by pytest-benchmark.
+
+    make baseline      saves what the kernels of this checkout reach on this machine
+    make regression    fails where one lost a quarter against PyTorch since, or is slower than PyTorch
+
+A round takes one sample of the kernel and one of the composition, next to each other, and what is recorded is the first
+over the second: what the machine does besides falls on both. It is no part of CI, where nothing can be timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from bench import timing
+from bench.registry import ENTRIES
+from moe_kernels.info import placement
+from moe_kernels.verify import KERNELS, threads
+
+ROUNDS = 30
+SLOWER = 1.2  # a matrix product is the library's own on a CPU, and may be off by the noise
+
+_elapsed = [0.0]
+
+
+def pytorchs_times() -> float:
+    """A clock that counts how often the composition could have run."""
+    return _elapsed[0]
+
+
+def _cases() -> list[tuple[str, str, str]]:
+    cases = []
+    for op, entry in ENTRIES.items():
+        for backend in KERNELS if entry.peers else ():
+            device = placement(op, backend).device
+            if device == "cuda" or (device == "cpu" and backend == "cpu"):  # an interpreted kernel has no speed
+                cases += [(op, backend, direction) for direction in entry.directions]
+    return cases
+
+
+@pytest.mark.benchmark(timer=pytorchs_times)
+@pytest.mark.parametrize(("op", "backend", "direction"), _cases())
+def test_keeps_up_with_pytorch(benchmark, op: str, backend: str, direction: str) -> None:
+    entry, device = ENTRIES[op], placement(op, backend).device
+    assert device is not None
+    shape = entry.complete(entry.shapes["quick"][0], device)
+    peer = next(iter(entry.peers.values()))
+    if direction not in peer:
+        pytest.skip("PyTorch's composition has no such direction")
+    calls = {"kernel": entry.kernel(backend)[direction], "peer": peer[direction]}
+    sets = _inputs(op, shape, device)
+    with threads(1), timing.no_garbage_collection(), timing.samplers(calls, sets, device) as samples:
+        benchmark.pedantic(lambda: _round(samples), rounds=ROUNDS, warmup_rounds=1)
+    benchmark.extra_info |= {"shape": str(shape), "peer": next(iter(entry.peers))}
+    if benchmark.enabled:
+        assert benchmark.stats.stats.median < SLOWER, "slower than PyTorch's own composition"
+
+
+def _inputs(op: str, shape: dict, device: str) -> list[dict]:
+    entry, dtype = ENTRIES[op], ENTRIES[op].dtypes[0]
+    count = timing.sets_for(entry.least_bytes(shape, dtype, "forward")) if device == "cuda" else 1
+    return [entry.inputs(shape, dtype, device) for _ in range(count)]
+
+
+def _round(samples: dict[str, Callable[[], float]]) -> None:
+    peer, kernel = samples["peer"](), samples["kernel"]()
+    _elapsed[0] += kernel / peer

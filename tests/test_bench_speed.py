@@ -1,0 +1,141 @@
+"""python -m bench against clocks of others, and against kernels made slower on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+from typer.testing import CliRunner
+
+import bench.__main__ as command
+from bench import compare, ledger, measure, profile, registry, timing
+from moe_kernels.backends import cpu
+from moe_kernels.verify import Row, threads
+
+ROW = Row("kwta", "cpu", "float32", "cpu", 1, 0.0, 0.0, "ok", "")
+JOBS = [
+    measure.Job("kwta", {"R": 512, "N": 512, "p": 0.5}, torch.float32, direction, "cpu", 1, ("cpu",))
+    for direction in ("forward", "backward")
+]
+
+
+def result() -> ledger.Result:
+    limits = measure.ceilings(JOBS)
+    found = measure.Found()
+    for each in measure.run(JOBS, limits, 0.2):
+        found.add(each)
+    return measure.result([ROW], found, limits)
+
+
+def doubled(kernel: Callable[..., object]) -> Callable[..., object]:
+    def slow(*args):
+        kernel(*args)
+        kernel(*args)
+        return kernel(*args)
+
+    return slow
+
+
+def asleep(kernel: Callable[..., object]) -> Callable[..., object]:
+    def slow(*args):
+        time.sleep(2e-3)
+        return kernel(*args)
+
+    return slow
+
+
+@pytest.mark.parametrize("slower", [doubled, asleep])
+def test_compare_finds_the_kernel_that_was_made_slower(monkeypatch, tmp_path: Path, slower) -> None:
+    before = result()
+    monkeypatch.setattr(cpu, "kwta_fwd", slower(cpu.kwta_fwd))
+    after = result()
+    worst = compare.changes(before, after)[0]
+    assert worst.figure[3] == "forward"
+    assert worst.slowdown > 1.5
+    paths = [str(ledger.write(each, tmp_path / name)) for name, each in {"old": before, "new": after}.items()]
+    done = CliRunner().invoke(command.app, ["compare", *paths, "--tolerance", "0.5"])
+    assert done.exit_code == 1, done.output
+
+
+def test_a_figure_agrees_with_the_cpu_time_that_the_same_call_takes() -> None:
+    """thread_time is another clock, read in a loop of its own; the machine may be busy, so the best of three counts."""
+    entry, job = registry.ENTRIES["kwta"], JOBS[0]
+    inputs = entry.inputs(job.shape, job.dtype, "cpu")
+    call = entry.kernel("cpu")["forward"]
+
+    def independently() -> float:
+        taken = []
+        for _ in range(100):
+            start = time.thread_time()
+            call(inputs)
+            taken.append(time.thread_time() - start)
+        return statistics.median(taken)
+
+    with threads(1):
+        pairs = [(timing.time_cpu({"call": lambda: call(inputs)}, 0.2)["call"], independently()) for _ in range(3)]
+    assert any(0.9 * sample.low <= other <= 1.1 * sample.high for sample, other in pairs), pairs
+
+
+def test_the_regression_set_fails_where_a_kernel_loses_against_pytorch(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_benchmark")
+    slow = f"import sys; sys.path.insert(0, {str(ledger.ROOT)!r})\nfrom moe_kernels.backends import cpu\n"
+    slow += "right = cpu.kwta_fwd\ncpu.kwta_fwd = lambda *args: (right(*args), right(*args), right(*args))[0]\n"
+    (tmp_path / "slowed.py").write_text(slow)
+    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/test_regression.py"]
+    program += ["-k", "kwta-cpu-forward", f"--benchmark-storage={tmp_path / 'saved'}"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "MOE_KERNELS_BACKEND": "cpu"}
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*program, *more], cwd=ledger.ROOT, env=environment, capture_output=True, text=True)
+
+    saved = run("--benchmark-autosave")
+    assert saved.returncode == 0, saved.stdout
+    compared = run("-p", "slowed", "--benchmark-compare", "--benchmark-compare-fail=median:60%")
+    assert compared.returncode != 0
+    lines = (compared.stdout + compared.stderr).split("Performance has regressed", 1)[1]
+    assert "kwta-cpu-forward" in lines
+    (path,) = (tmp_path / "saved").glob("*/*.json")
+    ratios = {
+        each["params"]["direction"]: each["stats"]["median"] for each in json.loads(path.read_text())["benchmarks"]
+    }
+    assert 0 < ratios["forward"] < 1  # in units of PyTorch's own time
+
+
+def test_profile_names_the_kernel_that_takes_the_time(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(timing, "ceilings", lambda *args: {"copy": 10.0, "float32": 100.0})
+    found = profile.profile(JOBS[0], tmp_path, 0.01)
+    assert found.lines[0].name == "moe_kernels::kwta_fwd"
+    assert found.lines[0].share > 0.5
+    assert sum(line.us for line in found.lines) == pytest.approx(found.us)
+    assert found.floor_us == pytest.approx(2 * 512 * 512 * 4 / 10e9 * 1e6)
+    assert json.loads(found.trace.read_text())["traceEvents"]
+    assert profile.tools(JOBS[0], [], tmp_path) == {"Nsight Compute": "not run: no GPU", "proton": "not run: no GPU"}
+
+
+def test_profile_says_what_cannot_be_profiled() -> None:
+    for arguments, reason in (
+        (["--op", "nonsense"], "nonsense"),
+        (["--op", "make_plan", "--direction", "training"], "forward"),
+        (["--op", "kwta", "--shape", "99"], "shapes"),
+    ):
+        done = CliRunner().invoke(command.app, ["profile", *arguments])
+        assert done.exit_code == 2
+        assert reason in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU this would measure for ten minutes")
+def test_gpu_refuses_a_machine_without_one() -> None:
+    done = CliRunner().invoke(command.app, ["gpu"])
+    assert done.exit_code == 2
+    assert "No GPU" in done.output
