@@ -112,6 +112,9 @@ def _megablocks_scatter(inputs: Inputs) -> object:
     return ops.scatter(inputs["leaf_rows"], slots, experts, weights, offsets, inputs["k"])
 
 
-PACKAGES["sinkhorn"].append(
-    Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds under squared distances, no matrix of scores")
-)
+UNEQUAL = {
+    "sinkhorn": Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds, no matrix of scores"),
+    "expert_mlp": Peer("sonic-moe", "sonicmoe", reason="its layer routes by itself; no plan can be handed to it"),
+}
+for _op, _peer in UNEQUAL.items():
+    PACKAGES.setdefault(_op, []).append(_peer)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,11 +115,12 @@ def test_the_regression_set_fails_where_a_kernel_loses_against_pytorch(tmp_path:
 
 def test_profile_names_the_kernel_that_takes_the_time(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(timing, "ceilings", lambda *args: {"copy": 10.0, "float32": 100.0})
-    found = profile.profile(JOBS[0], tmp_path, 0.01)
+    job = replace(JOBS[0], shape={"R": 4096, "N": 512, "p": 0.5})  # long beside what a busy machine puts between
+    found = profile.profile(job, tmp_path, 0.01)
     assert found.lines[0].name == "moe_kernels::kwta_fwd"
     assert found.lines[0].share > 0.5
     assert sum(line.us for line in found.lines) == pytest.approx(found.us)
-    assert found.floor_us == pytest.approx(2 * 512 * 512 * 4 / 10e9 * 1e6)
+    assert found.floor_us == pytest.approx(2 * 4096 * 512 * 4 / 10e9 * 1e6)
     assert json.loads(found.trace.read_text())["traceEvents"]
     assert profile.tools(JOBS[0], [], tmp_path) == {"Nsight Compute": "not run: no GPU", "proton": "not run: no GPU"}
 
