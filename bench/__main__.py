@@ -110,7 +110,7 @@ def gpu_command(
     minutes: Annotated[float | None, typer.Option(help="Time for all of it. Default: 9.5, or 1.75 if quick.")] = None,
     out: Annotated[Path, typer.Option(help="Where result and report go.")] = ledger.RESULTS,
 ) -> None:
-    """Verifies everything, measures everything and leaves result, report and README's ledger ready to commit.
+    """Verifies and measures the GPU's kernels; leaves result, report and README's ledger ready to commit.
 
     What found no time is named in the report. Needs a GPU.
     """
@@ -120,7 +120,7 @@ def gpu_command(
     until = time.monotonic() + 60 * (minutes or (1.75 if quick else 9.5))
     _describe_machine()
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
-    rows = _verified(None, None)
+    rows = _verified(None, list(ledger.GPU_BACKENDS), small=quick)
     try:
         _proved(rows, request, 0.2 if quick else 0.4, out, until, proof=not quick)
     finally:
@@ -246,9 +246,9 @@ def _request(
     )
 
 
-def _verified(ops: list[str] | None, backends: list[str] | None) -> list[Row]:
+def _verified(ops: list[str] | None, backends: list[str] | None, *, small: bool = False) -> list[Row]:
     try:
-        rows = list(verify(_words(ops), _words(backends)))
+        rows = list(verify(_words(ops), _words(backends), small=small))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     header = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "")
@@ -293,6 +293,8 @@ def _measured(rows: list[Row], request: measure.Request, seconds: float, until: 
     jobs, refused = measure.plan(rows, request)
     limits = measure.ceilings(jobs)
     found = measure.Found(left_out=refused)
+    if until < math.inf:
+        jobs = measure.in_turns(jobs)
     # Inputs, warm-up and graphs take about as long as the samples.
     budget = min(seconds, 0.5 * max(until - time.monotonic(), 0) / max(len(jobs), 1))
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

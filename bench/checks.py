@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from bench.ledger import ROOT
 from bench.measure import tensors_of
 from bench.registry import ENTRIES, Calls, Inputs
+from bench.timing import wait_for_gpu
 from moe_kernels.verify import Row
 
 REPEATS = 20
@@ -50,14 +52,9 @@ def no_host_sync(row: Row) -> str:
     """No direction makes the host wait for the GPU, once its kernels are compiled."""
     inputs, calls = _calls(row)
     for direction, call in calls.items():
-        call(inputs)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            call(inputs)
-        except RuntimeError as error:
-            return f"FAILED: {direction}: {str(error).splitlines()[0]}"
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        waited = wait_for_gpu(partial(call, inputs))
+        if waited:
+            return f"FAILED: {direction}: {waited}"
     return "ok"
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -147,6 +148,14 @@ def ceilings(jobs: list[Job]) -> Ceilings:
     return found
 
 
+def in_turns(jobs: list[Job]) -> list[Job]:
+    """One job of every operation, then the next of each: where the time runs out, none is left out altogether."""
+    by_op: dict[str, list[Job]] = {}
+    for job in jobs:
+        by_op.setdefault(job.op, []).append(job)
+    return [job for turn in zip_longest(*by_op.values()) for job in turn if job]
+
+
 def run(
     jobs: list[Job], limits: Ceilings, budget: float, peers: tuple[str, ...] | None = None, until: float = math.inf
 ) -> Iterator[Found]:
@@ -180,7 +189,7 @@ def _samples(
     one = inputs()
     calls: dict[str, Callable[[Inputs], object]] = {MEMCPY: lambda each: each[MEMCPY][1].copy_(each[MEMCPY][0])}
     calls |= {name: entry.kernel(name)[job.direction] for name in job.backends}
-    others, waiting = _peers(job, one, wanted, calls[job.backends[0]], found)
+    others = _peers(job, one, wanted, calls[job.backends[0]], found)
     calls |= others
     bound = {name: partial(call, one) for name, call in calls.items()}
     more: dict[str, Figure] = {name: {} for name in job.backends}
@@ -188,6 +197,10 @@ def _samples(
         samples = timing.time_cpu(bound, budget)
     else:
         sets = [one, *(inputs() for _ in range(timing.sets_for(size) - 1))]
+        waiting = {name for name, call in bound.items() if timing.wait_for_gpu(call)}
+        found.left_out += [
+            f"a graph of {job.op} by {name}: it waits for the GPU, so it was launched" for name in waiting
+        ]
         works = timing.launchers(calls, sets, waiting)
         samples = timing.time_gpu(works, len(sets), budget)
         for name in job.backends:
@@ -203,10 +216,10 @@ def _samples(
 
 def _peers(
     job: Job, inputs: Inputs, wanted: tuple[str, ...] | None, kernel: Callable[[Inputs], object], found: Found
-) -> tuple[Calls, set[str]]:
-    """The peers that run here and compute what the kernel does, and which of them wait for the GPU."""
+) -> Calls:
+    """The peers that run here and compute what the kernel does."""
     entry = ENTRIES[job.op]
-    calls, missing, waiting = peers.available(job.op, entry, job.device, job.dtype, wanted)
+    calls, missing = peers.available(job.op, entry, job.device, job.dtype, wanted)
     chosen: Calls = {}
     for name, by_direction in calls.items():
         if job.direction not in by_direction:
@@ -217,7 +230,7 @@ def _peers(
             chosen[name] = by_direction[job.direction]
     for name, reason in missing.items():
         found.left_out.append(f"peer {name} of {job.op}: {reason}")
-    return chosen, waiting & set(chosen)
+    return chosen
 
 
 def _wrong(

@@ -19,14 +19,13 @@ from bench.entry import Calls, Entry, Inputs, through_autograd
 class Peer:
     """`forward` of a package's implementation; `reason` why it can never be compared, empty if it can.
 
-    device: the only type of tensors it takes, empty for any. waits: it waits for the GPU, so that no graph holds it.
+    device: the only type of tensors it takes, empty for any.
     """
 
     name: str
     module: str
     forward: Callable[[Inputs], object] | None = None
     device: str = ""
-    waits: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     reason: str = ""
 
@@ -56,8 +55,8 @@ def peer(op: str, name: str, module: str, **more: object) -> Callable[[Callable[
 
 def available(
     op: str, entry: Entry, device: str, dtype: torch.dtype, wanted: Iterable[str] | None = None
-) -> tuple[dict[str, Calls], dict[str, str], set[str]]:
-    """Calls by name of every peer of `op`, why the others are missing, and which wait for the GPU.
+) -> tuple[dict[str, Calls], dict[str, str]]:
+    """Calls by name of every peer of `op`, and why the others are missing.
 
     wanted: parts of names, such as "torch" or "pot"; None is all of them, and an empty one is none.
     """
@@ -67,7 +66,7 @@ def available(
         return chosen is None or any(part in name.lower() for part in chosen)
 
     calls = {name: each for name, each in entry.peers.items() if asked(name)}
-    missing, waiting = {}, set()
+    missing = {}
     for each in PACKAGES.get(op, []):
         if not asked(each.name):
             continue
@@ -76,8 +75,7 @@ def available(
             missing[each.name] = reason
             continue
         calls[each.name] = through_autograd(each.forward, entry.leaves, entry.grad)
-        waiting |= {each.name} if each.waits else set()
-    return calls, missing, waiting
+    return calls, missing
 
 
 def known(entries: dict[str, Entry]) -> set[str]:

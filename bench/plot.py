@@ -125,6 +125,7 @@ def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
     axis.set(xscale="log", xlabel="times as fast", yticks=range(len(bars)), ylim=(len(bars), -1))
     axis.set_yticklabels([line for line, _ in bars], fontsize="x-small")
     axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("{x:g}")
     axis.grid(axis="x", alpha=0.3)
     canvas.legend(loc="outside lower center", ncols=3, fontsize="small")
     return canvas

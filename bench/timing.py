@@ -96,7 +96,8 @@ def samplers(
 ) -> Iterator[dict[str, Callable[[], float]]]:
     """For every call, what takes one sample of it: of the GPU, or of one thread of the CPU."""
     if device == "cuda":
-        works = launchers(calls, input_sets)
+        waiting = {name for name, call in calls.items() if wait_for_gpu(partial(call, input_sets[0]))}
+        works = launchers(calls, input_sets, waiting)
         yield {name: partial(_seconds, work, len(input_sets)) for name, work in works.items()}
         return
     with undisturbed_clock() as clock:
@@ -161,6 +162,19 @@ def sets_for(bytes_per_call: int) -> int:
     """Input sets that leave nothing in L2 from one turn to the next: three times its size, within 4 GiB of memory."""
     l2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 * 2**20
     return max(2, min(-(-3 * l2 // bytes_per_call), 2**32 // bytes_per_call, 64))
+
+
+def wait_for_gpu(call: Callable[[], object]) -> str:
+    """What torch says of a call that, once warm, makes the host wait for the GPU: no graph can hold it. Else empty."""
+    call()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return ""
 
 
 def _launch(call: Callable[[Any], object], input_sets: list[Any]) -> list[object]:

@@ -38,7 +38,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.ENTRIES, "kwta", entry)
     operations = verify.__globals__["OPERATIONS"]
     monkeypatch.setitem(verify.__globals__, "OPERATIONS", {"kwta": operations["kwta"]})
-    monkeypatch.setattr(command, "verify", partial(verify, small=True))
+    monkeypatch.setattr(command, "verify", lambda ops, names, small: verify(ops, names, small=True))
     monkeypatch.setattr(timing, "ceilings", lambda *args: {"copy": 10.0, "float32": 100.0})
 
 
@@ -332,7 +332,7 @@ def test_a_peer_is_one_function_and_is_named_when_missing(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("wanted", "names"), [(None, {PEER}), (("TOPK",), {PEER}), (("pot",), set()), ((), set())])
 def test_peers_are_chosen_by_parts_of_their_names(wanted, names) -> None:
-    calls, _, _ = peers.available("kwta", ENTRY, "cpu", torch.float32, wanted)
+    calls, _ = peers.available("kwta", ENTRY, "cpu", torch.float32, wanted)
     assert set(calls) == names
 
 
@@ -340,7 +340,7 @@ def test_peers_are_chosen_by_parts_of_their_names(wanted, names) -> None:
 def test_pot_computes_what_sinkhorn_does(direction: str) -> None:
     entry = registry.ENTRIES["sinkhorn"]
     inputs = entry.inputs({"B": 3, "n": 5, "R": 4, "tau": 0.5}, torch.float32, "cpu")
-    calls, missing, _ = peers.available("sinkhorn", entry, "cpu", torch.float32)
+    calls, missing = peers.available("sinkhorn", entry, "cpu", torch.float32)
     assert list(missing) == ["flash-sinkhorn"]
     torch.testing.assert_close(calls["POT"][direction](inputs), entry.kernel("cpu")[direction](inputs))
 
@@ -357,6 +357,14 @@ def test_a_command_that_fails_says_so() -> None:
     assert checks.run([sys.executable, "-c", "pass"]) == "ok"
     assert checks.run([sys.executable, "-c", "print('oh'); exit(3)"]) == "FAILED: status 3: oh"
     assert checks.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == "not run: out of time"
+
+
+def test_operations_take_turns_where_time_is_short() -> None:
+    rows = [ROW, replace(ROW, operation="dispatch")]
+    jobs, _ = measure.plan(rows, measure.Request(threads=(1,)))
+    turns = measure.in_turns(jobs)
+    assert sorted(map(str, turns)) == sorted(map(str, jobs))
+    assert [job.op for job in turns[:4]] == ["kwta", "dispatch"] * 2
 
 
 def test_what_found_no_time_is_named() -> None:
