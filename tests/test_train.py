@@ -137,7 +137,7 @@ def plant_wrong_mask(monkeypatch):
 
     def wrong(grad, bits):
         out = right(grad, bits)
-        out[-1] = grad[-1]  # one sample's inactive neurons answer and learn, too
+        out[0] = grad[0]  # one sample's inactive neurons answer and learn, too
         return out
 
     monkeypatch.setattr(cpu, "kwta_bwd", wrong)

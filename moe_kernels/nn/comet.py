@@ -93,6 +93,18 @@ class FixedRouting(nn.Module):
         """The bits of many samples x_0 (n, N_0), `chunk` at a time: one bit a neuron is all that stays."""
         return [torch.cat(layer) for layer in zip(*map(self, x.split(chunk)), strict=True)]
 
+    def unpacked(self, bits: Sequence[Tensor]) -> list[Tensor]:
+        """Bits of every layer, (..., ceil(N_l / 32)), as zeros and ones (..., N_l) of V's dtype: one call if all layers
+        are of one width."""
+        widths = self.widths[1:]
+        ones = self.get_buffer("weight_1").new_ones
+        if len(set(widths)) == 1:
+            packed = torch.stack(list(bits))
+            return list(kwta_apply(ones((*packed.shape[:-1], widths[0])), packed, backend=self.backend))
+        return [
+            kwta_apply(ones((*b.shape[:-1], n)), b, backend=self.backend) for b, n in zip(bits, widths, strict=True)
+        ]
+
     def masks(self, x: Tensor) -> list[Tensor]:
         """x_0 (..., N_0) -> [m_1 bool (..., N_1), .., m_{L-1} bool (..., N_{L-1})]: who is active."""
         return [unpack_bits(bits, n) for bits, n in zip(self(x), self.widths[1:], strict=True)]
@@ -266,16 +278,21 @@ class CometMLP(nn.Module):
                 _draw(parameter, layer.in_features, generator)
         self.router.reset_parameters(generator)
 
-    def forward(self, x: Tensor, bits: Sequence[Tensor | None] | None = None) -> Tensor:
+    def forward(self, x: Tensor, masks: Sequence[Tensor] | None = None) -> Tensor:
         """x_0 (..., N_0) -> a_L (..., N_L).
 
-        bits: who answers x_0 in every hidden layer, where that is known (rows of `router.kept`); None for a layer in
-        which all do.
+        masks: m_1 .. m_{L-1} as numbers, where who answers x_0 is known, such as rows of `router.kept` through
+        `router.unpacked`. They are multiplied by, as eq. 8 prints it: at 500 neurons and batches of 32 on one thread a
+        training step took 1.1 times the dense one's, with `kwta_apply` in every layer 1.25 times, and routed 1.5 times.
         """
-        if bits is None:
-            bits = [None] * len(self.hidden) if self.dense else self.router(x)
-        for layer, mask in zip(self.hidden, bits, strict=True):
-            x = layer(x, bits=mask)
+        if masks is not None:
+            for layer, mask in zip(self.hidden, masks, strict=True):
+                values = layer(x)
+                x = values * mask.to(values.dtype)
+            return self.output(x)
+        bits = [None] * len(self.hidden) if self.dense else self.router(x)
+        for layer, each in zip(self.hidden, bits, strict=True):
+            x = layer(x, bits=each)
         return self.output(x)
 
     def masks(self, x: Tensor) -> list[Tensor]:

@@ -125,11 +125,11 @@ def kwta_apply(values: Tensor, bits: Tensor, *, backend: str | None = None) -> T
     chosen = backends.choose("kwta", backend, values)
     if chosen == "reference":
         return reference.kwta_apply(values, bits)
-    rows = _rows(values)
-    words = bits.reshape(rows.shape[0], bits.shape[-1]).contiguous()
-    differentiable = torch.is_grad_enabled() and rows.requires_grad
-    y = (_Masked.apply if differentiable else library.ops.kwta_bwd)(rows, words, chosen)
-    return y if values.dim() == 2 else y.view(values.shape)
+    differentiable = torch.is_grad_enabled() and values.requires_grad
+    mask = _Masked.apply if differentiable else library.ops.kwta_bwd
+    if values.dim() == 2:
+        return mask(values, bits.contiguous(), chosen)
+    return mask(_rows(values), bits.reshape(-1, bits.shape[-1]).contiguous(), chosen).view(values.shape)
 
 
 def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
@@ -174,7 +174,8 @@ class _Masked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Masked.apply(grad, *ctx.saved_tensors, ctx.backend), None, None
+        (bits,) = ctx.saved_tensors
+        return (_Masked.apply if torch.is_grad_enabled() else library.ops.kwta_bwd)(grad, bits, ctx.backend), None, None
 
 
 def _check(op: str, x: Tensor, k: int, ties: str) -> int:

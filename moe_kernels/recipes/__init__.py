@@ -30,6 +30,8 @@ class Batch(NamedTuple):
 
     tensors: tuple[Tensor, ...]  # as the recipe's `splits` orders them: for images x (B, N), y (B)
     rows: Tensor | None
+    order: Tensor | None = None  # of the whole epoch: rows is order[start : start + B]
+    start: int = 0
 
 
 class Splits(NamedTuple):

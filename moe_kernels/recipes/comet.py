@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.models.comparison import MODELS, MoEMLP, comparison_mlp, tied_masks
-from moe_kernels.nn.comet import ACTIVATIONS, CometMLP
-from moe_kernels.ops.kwta import TIES, k_from_fraction, unpack_bits
+from moe_kernels.nn.comet import ACTIVATIONS, CometMLP, FixedRouting
+from moe_kernels.ops.kwta import TIES, k_from_fraction
 from moe_kernels.ops.topk_gate import topk_gate
 from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
 
@@ -72,10 +72,10 @@ class Comet(Recipe):
         known = self._known_masks(model, x)
 
         def routing(batch: Batch) -> list[Routing]:
-            bits = known(batch)
-            if bits is None:
-                return [Routing(mask) for mask in model.masks(batch.tensors[0])]
-            return [Routing(unpack_bits(each, width)) for each in bits]
+            masks = known(batch)
+            if masks is None:
+                masks = model.masks(batch.tensors[0])
+            return [Routing(mask.bool()) for mask in masks]
 
         weights = [p for p in model.parameters() if p.dim() == 2]
         return classifier(
@@ -94,21 +94,49 @@ class Comet(Recipe):
         """
         (width,), hidden = self.width, self.layers - 1
         kept: list[Tensor] | None = None
-        in_tests: Tensor | None = None
+        in_tests: list[Tensor] | None = None
         if self.side == "comet" and self.keep_masks and not model.dense:
             kept = model.router.kept(x)
         elif self.side in ("bernoulli", "tied"):
             always = k_from_fraction(self.keep, width) if self.side == "tied" else 0
             kept = [tied_masks(len(x), width, self.keep, always, x.device) for _ in range(hidden)]
             if always:
-                in_tests = tied_masks(1, width, 0.0, always, x.device)
+                in_tests = model.router.unpacked([tied_masks(1, width, 0.0, always, x.device)] * hidden)
+        handed_out = None if kept is None else KeptMasks(model.router, kept)
 
         def known(batch: Batch) -> list[Tensor] | None:
             if batch.rows is None:
-                return None if in_tests is None else [in_tests.expand(len(batch.tensors[0]), -1)] * hidden
-            return None if kept is None else [layer.index_select(0, batch.rows) for layer in kept]
+                return None if in_tests is None else [mask.expand(len(batch.tensors[0]), -1) for mask in in_tests]
+            return None if handed_out is None else handed_out(batch)
 
         return known
+
+
+class KeptMasks:
+    """Masks of the training samples, kept as bits (n, ceil(N / 32)) a layer and handed out as numbers, batch by batch.
+
+    They are unpacked for the steps ahead too, up to AHEAD numbers: one call for many steps. Alone it took 0.2 ms of a
+    step of 4 ms.
+    """
+
+    AHEAD = 1 << 18  # a megabyte: stays in cache
+
+    def __init__(self, router: FixedRouting, bits: list[Tensor]) -> None:
+        self.router, self.bits = router, bits
+        self.order: Tensor | None = None
+        self.first = self.end = 0
+        self.masks: list[Tensor] = []
+
+    def __call__(self, batch: Batch) -> list[Tensor]:
+        assert batch.rows is not None
+        assert batch.order is not None
+        start, count = batch.start, len(batch.rows)
+        if self.order is not batch.order or not self.first <= start <= start + count <= self.end:
+            steps = max(1, self.AHEAD // max(count * sum(self.router.widths[1:]), 1))
+            rows = batch.order[start : start + steps * count]
+            self.masks = self.router.unpacked([layer.index_select(0, rows) for layer in self.bits])
+            self.order, self.first, self.end = batch.order, start, start + len(rows)
+        return [mask[start - self.first : start - self.first + count] for mask in self.masks]
 
 
 def _top_expert(model: MoEMLP) -> Callable[[Batch], list[Routing]]:

@@ -94,9 +94,9 @@ class Run:
             generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
             order = torch.randperm(len(self.data.train[0]), generator=generator)
             self._order = epoch, order.to(self.device)
-        size = self.recipe.batch_size
-        index = self._order[1][block * size : (block + 1) * size]
-        return Batch(tuple(tensor.index_select(0, index) for tensor in self.data.train), index)
+        order, start = self._order[1], block * self.recipe.batch_size
+        rows = order[start : start + self.recipe.batch_size]
+        return Batch(tuple(tensor.index_select(0, rows) for tensor in self.data.train), rows, order, start)
 
     def take_step(self) -> dict[str, Tensor]:
         """One step; the losses, still on the device."""
