@@ -142,11 +142,12 @@ def test_activations(target, activation):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_odd_sizes(target, dtype):
     skip_unsupported(target, dtype)
-    if target.interpreted:
+    if target.interpreted and target.backend == "triton":
         pytest.skip("as many programs as take the interpreter a minute; the smaller odd sizes run there")
     ROUTINGS["seven"] = (3, 1, 4, 1, 5, 9, 2)
     check(target, dtype, "seven", (727, 577, 859, 7), "gelu", gathered=True)
-    check(target, dtype, "seven", (727, 577, 858, 7), "swiglu", gathered=False)
+    if not target.interpreted:
+        check(target, dtype, "seven", (727, 577, 858, 7), "swiglu", gathered=False)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 6, 5), (9, 0, 6, 5), (9, 4, 0, 5), (9, 1, 1, 5), (5, 300, 2, 5)], ids=str)

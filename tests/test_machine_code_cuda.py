@@ -41,6 +41,9 @@ INSTRUCTIONS = {
     r"combine_(bwd_)?kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128", r"FFMA"],
     r"sinkhorn_kernel<.*>": [r"LDG\.E\.128", r"STG\.E\.128", r"FFMA", r"MUFU\.EX2", r"MUFU\.RCP"],
     r"sinkhorn_(streamed_)?bwd_kernel.*": [r"DFMA"],
+    r"grouped_gemm_(wgrad_)?kernel<.*>": [r"HMMA\.16816\.F32", r"LDSM\.16\.M88\.4|LDSM\.16\.MT88\.4"],
+    r"grouped_gemm_(wgrad_)?kernel<.*, Tile<[\d, ]*, true>.*>": [r"LDGSTS\.E\.BYPASS\..*128\.ZFILL"],
+    r"grouped_gemm_kernel<.*, (Activate|Hidden)<.*> >|grouped_gemm_wgrad_kernel<.*>": [r"STG\.E\.128"],
 }
 
 Resources = dict[str, dict[str, int]]

@@ -127,9 +127,81 @@ cudaError_t sinkhorn_bwd(int dtype,
                          int64_t scratch_stride,  // bytes
                          int64_t batch, int64_t n, cudaStream_t stream);
 
+// out_r = act(x_r W_e + b_e) for the rows r of expert e, zeros from row expert_offsets[E] on. Gated activations:
+// act(gate) * linear of the two halves of a row.
+cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16, as all of grouped GEMM
+                             const void* x,              // (R, Din), or (T, Din) with row_token; last one contiguous
+                             int64_t x_stride,           // elements from row to row
+                             const int32_t* row_token,   // (R), -1 for zeros; or nullptr
+                             const void* weight,         // (E, Din, Dout), Dout contiguous; transposed: Din
+                             int64_t expert_stride,      // elements from expert to expert
+                             int64_t weight_stride,      // along Din; transposed: along Dout
+                             int transposed,
+                             const int32_t* expert_offsets,  // (E + 1)
+                             const void* bias,           // (E, Dout), last dimension contiguous, or nullptr
+                             int64_t bias_stride,        // elements from expert to expert
+                             int activation,             // an Activation of moe/activation.cuh
+                             void* out,                  // (R, Dout) contiguous; gated: (R, Dout / 2)
+                             void* pre,                  // (R, Dout) contiguous: x W + b; or nullptr
+                             int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
+
+// dW_e = sum over the rows of expert e of x_r^T grad_r, and db_e = sum of grad_r: zeros without rows.
+cudaError_t grouped_gemm_bwd_weight(int dtype,
+                                    const void* x,        // (R, Din), or (T, Din) with x_token
+                                    int64_t x_stride,     // elements from row to row
+                                    const int32_t* x_token,     // (R), or nullptr
+                                    const void* grad,           // (R, Dout), or (T, Dout) with grad_token
+                                    int64_t grad_stride,        // elements from row to row
+                                    const int32_t* grad_token,  // (R), or nullptr
+                                    const int32_t* expert_offsets,  // (E + 1)
+                                    void* dweight,        // (E, Din, Dout) contiguous
+                                    void* dbias,          // (E, Dout) contiguous, or nullptr
+                                    int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout,
+                                    cudaStream_t stream);
+
+// dpre = grad act'(pre).
+cudaError_t activation_bwd(int dtype,
+                           const void* grad,     // (R, H), last dimension contiguous
+                           int64_t grad_stride,  // elements from row to row
+                           const void* pre,      // (R, H) contiguous; gated: (R, 2 H)
+                           int activation,
+                           void* dpre,           // like pre
+                           int64_t num_rows, int64_t hidden, cudaStream_t stream);
+
+// With h = act(pre) and a_r = grad_token W_e, which is not kept: dpre = row_weight a act'(pre), weighted = row_weight
+// h, and <h, a>, of which each 128 columns leave a partial sum. Zeros from row expert_offsets[E] on.
+cudaError_t expert_mlp_bwd_hidden(int dtype,
+                                  const void* grad,          // (T, D), last dimension contiguous
+                                  int64_t grad_stride,       // elements from token to token
+                                  const int32_t* row_token,  // (R)
+                                  const void* weight,        // (E, D, H) as in grouped_gemm_fwd
+                                  int64_t expert_stride, int64_t weight_stride, int transposed,
+                                  const int32_t* expert_offsets,  // (E + 1)
+                                  const float* row_weight,   // (R)
+                                  const void* pre,           // (R, H) contiguous; gated: (R, 2 H)
+                                  int activation,
+                                  void* dpre,                // like pre
+                                  void* weighted,            // (R, H)
+                                  float* partial,            // (ceil(H / 128), R)
+                                  int64_t num_rows, int64_t num_experts, int64_t dim, int64_t hidden,
+                                  cudaStream_t stream);
+
+// The sum of squares of rows_r W_e + b_e over each 128 columns.
+cudaError_t grouped_gemm_norms(int dtype,
+                               const void* rows,     // (R, Din), last dimension contiguous
+                               int64_t rows_stride,  // elements from row to row
+                               const void* weight,   // (E, Din, Dout) as in grouped_gemm_fwd
+                               int64_t expert_stride, int64_t weight_stride, int transposed,
+                               const int32_t* expert_offsets,  // (E + 1)
+                               const void* bias,     // (E, Dout), last dimension contiguous, or nullptr
+                               int64_t bias_stride,  // elements from expert to expert
+                               float* partial,       // (ceil(Dout / 128), R)
+                               int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
+
 }  // namespace moe
 
 #define MOE_CUDA_OPS(X) \
   X(kwta_fwd) X(kwta_bwd) X(topk_gate_fwd) X(topk_gate_bwd) \
   X(make_plan_fwd) X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
-  X(sinkhorn_fwd) X(sinkhorn_bwd)
+  X(sinkhorn_fwd) X(sinkhorn_bwd) \
+  X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(activation_bwd) X(grouped_gemm_norms) X(expert_mlp_bwd_hidden)

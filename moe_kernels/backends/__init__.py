@@ -26,6 +26,10 @@ NAMES = ("reference", "cpu", "triton", "cuda")
 # the host executor shows races that Triton's interpreter cannot.
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 
+# Operations that try CUDA tensors in another order. Triton's products are wgmma on sm_90, which alone keeps the tensor
+# cores there busy; those of csrc/cuda are mma.sync, as both are on sm_80. Not measured either.
+ORDER = {"grouped_gemm": ("triton", "cuda", "reference")}
+
 # Operations that stand in another one's file, and the operation that a file is named after.
 FILES = {
     "make_plan": "plan",
@@ -83,7 +87,8 @@ def _decide(op: str, name: str | None, device: str, dtype: torch.dtype) -> str:
         if reason is not None:
             raise BackendError(f"{op}: backend {name!r} cannot run here: {reason}")
         return name
-    for name in AUTOMATIC.get(device, ("reference",)):
+    order = ORDER.get(MADE_OF.get(op, op)) if device == "cuda" else None
+    for name in order or AUTOMATIC.get(device, ("reference",)):
         if unsupported(name, op, device, dtype) is None:
             if name == "reference" and device == "cuda":
                 _warn_reference(op)

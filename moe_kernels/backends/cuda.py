@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.native import combine, dispatch, kwta, plan, sinkhorn, topk_gate
+from moe_kernels.backends.native import combine, dispatch, grouped_gemm_cuda, kwta, plan, sinkhorn, topk_gate
 
 try:
     from moe_kernels import _cuda as module  # type: ignore[attr-defined]  # compiled
@@ -77,6 +77,12 @@ def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
     return _supports(device, torch.float32)  # of the device alone: experts are int32 or int64
 
 
+def grouped_gemm_supports(device: str, dtype: torch.dtype) -> str | None:
+    if dtype == torch.float32:
+        return _supports(device, dtype) or "sm_80 tensor-core kernel: bfloat16 and float16"
+    return _supports(device, dtype)
+
+
 kwta_fwd = partial(kwta.fwd, _self)
 kwta_mask = partial(kwta.mask, _self)
 kwta_bwd = partial(kwta.bwd, _self)
@@ -92,3 +98,9 @@ combine_bwd = partial(combine.bwd, _self)
 
 sinkhorn_fwd = partial(sinkhorn.fwd, _self)
 sinkhorn_bwd = partial(sinkhorn.bwd, _self)
+
+grouped_gemm_fwd = partial(grouped_gemm_cuda.fwd, _self)
+grouped_gemm_bwd_weight = partial(grouped_gemm_cuda.bwd_weight, _self)
+activation_bwd = partial(grouped_gemm_cuda.activation_bwd, _self)
+expert_mlp_bwd_hidden = partial(grouped_gemm_cuda.hidden_bwd, _self)
+grouped_gemm_norms = partial(grouped_gemm_cuda.norms, _self)

@@ -1,0 +1,78 @@
+// The hidden units of an expert MLP, backward: the epilogue of one product gives three gradients.
+#include "moe/activation.cuh"
+#include "moe/grouped_gemm.cuh"
+#include "ops.h"
+
+namespace moe {
+namespace {
+
+// Of h = act(pre) and y = sum over a token's rows of w h W_out. From a = dy W_out^T, which is never kept, come
+// dpre = w a act'(pre), w h for the gradient of W_out, and dw = <h, a>.
+template <class T>
+struct Hidden {
+  const float* row_weight;  // (R)
+  const T* pre;             // (R, H), of gated activations (R, 2 H)
+  int activation;
+  T* dpre;         // like pre
+  T* weighted;     // (R, H)
+  float* partial;  // (column tiles, R)
+  int64_t num_rows, hidden;
+  bool wide;
+
+  template <class Tile>
+  __device__ void operator()(const float* sums, const Rows& rows, const Columns<Tile::kN>& columns,
+                             int column_tile) const {
+    constexpr int kPieces = Tile::kN / kPiece;
+    const bool gated = is_gated(activation);
+    for (int i = threadIdx.x; i < Tile::kM * kPieces; i += Tile::kThreads) {
+      const int row = i / kPieces, c = i % kPieces * kPiece, left = row < rows.count ? columns.left(c) : 0;
+      const int64_t at = (rows.first + row) * (gated ? 2 : 1) * hidden + columns.at(c);
+      Piece a = {}, gate = {}, linear = {};
+      float dot = 0.0f;
+      if (left > 0 && rows.expert >= 0) {
+        const float weight = load(row_weight + rows.first + row);
+        read_sums(sums + row * Tile::kPitch + c, a);
+        read_piece(pre + at, left, wide, gate);
+        if (gated) read_piece(pre + at + hidden, left, wide, linear);
+        with_activation(activation, [&](auto curve) {
+#pragma unroll
+          for (int d = 0; d < kPiece; d++) {
+            const Point point = curve(gate[d]);
+            const float h = gated ? point.value * linear[d] : point.value, da = weight * a[d];
+            if (d < left) dot = __fmaf_rn(h, a[d], dot);
+            gate[d] = gated ? da * linear[d] * point.slope : da * point.slope;
+            linear[d] = da * point.value;
+            a[d] = weight * h;
+          }
+        });
+      }
+      if (left > 0) {
+        write_piece(weighted + (rows.first + row) * hidden + columns.at(c), left, wide, a);
+        write_piece(dpre + at, left, wide, gate);
+        if (gated) write_piece(dpre + at + hidden, left, wide, linear);
+      }
+      write_row_sum<Tile>(dot, row, rows, column_tile, num_rows, partial);
+    }
+  }
+};
+
+}  // namespace
+
+cudaError_t expert_mlp_bwd_hidden(int dtype, const void* grad, int64_t grad_stride, const int32_t* row_token,
+                                  const void* weight, int64_t expert_stride, int64_t weight_stride, int transposed,
+                                  const int32_t* expert_offsets, const float* row_weight, const void* pre,
+                                  int activation, void* dpre, void* weighted, float* partial, int64_t num_rows,
+                                  int64_t num_experts, int64_t dim, int64_t hidden, cudaStream_t stream) {
+  if (!plausible(num_rows, num_experts, dim, hidden) || !is_activation(activation)) return cudaErrorInvalidValue;
+  return with_16_bits(dtype, [&](auto element) {
+    using T = decltype(element);
+    const Product<T> product{static_cast<const T*>(grad), grad_stride, row_token, static_cast<const T*>(weight),
+                             expert_stride, weight_stride, expert_offsets, num_rows, num_experts, dim, hidden,
+                             transposed, false, 0, 0};
+    const bool wide = rows_divide(16, hidden * int64_t(sizeof(T)), {}, {pre, dpre, weighted});
+    return start(product, Hidden<T>{row_weight, static_cast<const T*>(pre), activation, static_cast<T*>(dpre),
+                                    static_cast<T*>(weighted), partial, num_rows, hidden, wide}, stream);
+  });
+}
+
+}  // namespace moe

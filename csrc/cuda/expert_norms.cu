@@ -1,0 +1,52 @@
+// The norms of rows of a grouped product, whose columns are squared and added up as they come.
+#include "moe/grouped_gemm.cuh"
+#include "ops.h"
+
+namespace moe {
+namespace {
+
+// The sum of squares of x W + b.
+template <class T>
+struct Norms {
+  Bias<T> bias;
+  float* partial;  // (column tiles, R)
+  int64_t num_rows;
+  bool wide;
+
+  template <class Tile>
+  __device__ void operator()(const float* sums, const Rows& rows, const Columns<Tile::kN>& columns,
+                             int column_tile) const {
+    constexpr int kPieces = Tile::kN / kPiece;
+    for (int i = threadIdx.x; i < Tile::kM * kPieces; i += Tile::kThreads) {
+      const int row = i / kPieces, c = i % kPieces * kPiece, left = row < rows.count ? columns.left(c) : 0;
+      float square = 0.0f;
+      if (left > 0) {
+        Piece values;
+        read_sums(sums + row * Tile::kPitch + c, values);
+        bias.add(rows.expert, columns.at(c), left, wide, values);
+#pragma unroll
+        for (int d = 0; d < kPiece; d++) square = __fmaf_rn(values[d], values[d], square);
+      }
+      write_row_sum<Tile>(square, row, rows, column_tile, num_rows, partial);
+    }
+  }
+};
+
+}  // namespace
+
+cudaError_t grouped_gemm_norms(int dtype, const void* rows, int64_t rows_stride, const void* weight,
+                               int64_t expert_stride, int64_t weight_stride, int transposed,
+                               const int32_t* expert_offsets, const void* bias, int64_t bias_stride, float* partial,
+                               int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream) {
+  if (!plausible(num_rows, num_experts, din, dout)) return cudaErrorInvalidValue;
+  return with_16_bits(dtype, [&](auto element) {
+    using T = decltype(element);
+    const Product<T> product{static_cast<const T*>(rows), rows_stride, nullptr, static_cast<const T*>(weight),
+                             expert_stride, weight_stride, expert_offsets, num_rows, num_experts, din, dout,
+                             transposed, false, 0, 0};
+    const bool wide = rows_divide(16, 0, {bias ? bias_stride * int64_t(sizeof(T)) : 0}, {bias});
+    return start(product, Norms<T>{{static_cast<const T*>(bias), bias_stride}, partial, num_rows, wide}, stream);
+  });
+}
+
+}  // namespace moe

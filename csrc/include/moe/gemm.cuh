@@ -1,0 +1,340 @@
+// The product of one tile on the tensor cores of sm_80, for bf16 and fp16: cp.async fills a ring of stages in shared
+// memory, ldmatrix takes fragments out of it, mma.sync multiplies them into float32 sums in registers.
+//
+// Both factors have an outer index (m or n) and k in common. One that is contiguous along k is staged as it lies, a
+// row an outer index (AlongK); one that is contiguous across k is staged a row a k (AcrossK) and transposed by
+// ldmatrix. Whatever is past an end, and rows that a gather leaves out, are zeros.
+#pragma once
+
+#include "moe/async_copy.cuh"
+#include "moe/mma.cuh"
+#include "moe/rows.cuh"
+
+namespace moe {
+
+constexpr int kPiece = 8;  // elements: 16 bytes, what cp.async copies and what ldmatrix reads of a row
+
+// A block computes M x N sums and takes K products of each at a time. With ALIGNED every row starts at a multiple of 16
+// bytes; else its elements are loaded one by one.
+template <int M, int N, int K, int WARPS_M, int WARPS_N, bool ALIGNED_>
+struct Tile {
+  static constexpr int kM = M, kN = N, kK = K, kStages = 4, kWarpsM = WARPS_M;
+  static constexpr int kWarpM = M / WARPS_M, kWarpN = N / WARPS_N, kThreads = WARPS_M * WARPS_N * kWarpSize;
+  static constexpr bool kAligned = ALIGNED_;
+  static constexpr int kStage = (M + N) * K;  // elements
+  // Sums in shared memory, a row after the other: 8 more floats make the 8 rows and 4 pairs of columns that a warp
+  // writes at once fall on different banks.
+  static constexpr int kPitch = N + 8;
+  static constexpr int kSharedBytes = std::max(kStages * kStage * 2, M * kPitch * 4);
+  static_assert(2 * (kSharedBytes + 1024) <= 164 * 1024, "two blocks, and 1 KB of the system's for each, on an A100");
+  using Sums = float[kWarpM / 16][kWarpN / 8][4];
+};
+
+// An SM of an A100 multiplies 1024 pairs a clock, and moves 128 bytes to or from shared memory. 128 x 128 x 32 products
+// are 512 clocks; with 64 x 64 sums a warp shared memory is read for 256 of them and written for 128, with 64 x 32 it
+// would be read for 384 and never rest. 4 stages of 16 KB leave room for two blocks in 164 KB, and two blocks of 128
+// threads for 255 registers each, of which the sums are 128.
+using LargeTile = Tile<128, 128, 32, 2, 2, true>;
+
+// Few rows an expert: what counts is how many bytes of weights are on their way. Two blocks with 3 stages of 20 KB are
+// 120 KB, six times what an SM must have asked for at any time if 2 TB/s, shared by 108, take a microsecond.
+using FewRowsTile = Tile<32, 128, 64, 1, 4, true>;
+
+// Rows that start anywhere: right at any size, and slow, as eight loads do what one copy did.
+using UnalignedTile = Tile<32, 128, 32, 1, 4, false>;
+
+// Where element 0 of a piece stands in a staged matrix of COLUMNS columns. ldmatrix reads the same piece of 8 rows at
+// once, so these must fall into the 8 different 16-byte parts of a 128-byte line of banks. A row of 128 bytes or more
+// starts a line, and piece p goes where p ^ row % 8 is. Of rows of 64 bytes two make a line, and p ^ row / 2 % 4 does.
+template <int COLUMNS>
+__device__ __forceinline__ int staged(int row, int piece) {
+  constexpr int kPieces = COLUMNS / kPiece, kMask = kPieces < 8 ? kPieces - 1 : 7;
+  static_assert(kPieces == 4 || kPieces % 8 == 0);
+  return row * COLUMNS + (piece ^ (row / (kPieces < 8 ? 2 : 1) & kMask)) * kPiece;
+}
+
+// How many elements a piece has if `left` are left, which may be less than none.
+__device__ __forceinline__ int piece_length(int left) { return min(max(left, 0), kPiece); }
+
+// The first `valid` elements of a piece, and zeros.
+template <bool ALIGNED, class T>
+__device__ __forceinline__ void copy_piece(T* destination, const T* source, int valid) {
+  if constexpr (ALIGNED) {
+    async_copy<16>(destination, source, valid * static_cast<int>(sizeof(T)));
+  } else {
+    const auto* bits = reinterpret_cast<const uint16_t*>(source);
+    uint32_t words[kPiece / 2];
+#pragma unroll
+    for (int w = 0; w < kPiece / 2; w++) {
+      const uint32_t low = 2 * w < valid ? load(bits + 2 * w) : 0;
+      words[w] = low | (2 * w + 1 < valid ? uint32_t(load(bits + 2 * w + 1)) << 16 : 0);
+    }
+    *reinterpret_cast<uint4*>(destination) = {words[0], words[1], words[2], words[3]};
+  }
+}
+
+// OUTER rows of a matrix that is contiguous along k. A thread copies the same piece of a few of them.
+template <class T, class Tile, int OUTER>
+class AlongK {
+  static constexpr int kPieces = Tile::kK / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
+  static constexpr int kRows = OUTER / kRowsAtOnce;
+
+  const T* rows_[kRows];
+  uint32_t exists_ = 0;  // bit i: of row i
+
+ public:
+  static constexpr bool kAlong = true;
+  static constexpr int kColumns = Tile::kK;
+
+  // row_at(i) is where row i starts, or nullptr for zeros.
+  template <class RowAt>
+  __device__ AlongK(const T* anywhere, RowAt row_at) {
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {
+      const T* const row = row_at(static_cast<int>(threadIdx.x) / kPieces + i * kRowsAtOnce);
+      exists_ |= uint32_t(row != nullptr) << i;
+      rows_[i] = row ? row : anywhere;
+    }
+  }
+
+  __device__ void copy(T* stage, int k, int num_k) {
+    const int piece = threadIdx.x % kPieces, column = k + piece * kPiece, valid = piece_length(num_k - column);
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {
+      const int row = threadIdx.x / kPieces + i * kRowsAtOnce;
+      copy_piece<Tile::kAligned>(stage + staged<kColumns>(row, piece), rows_[i] + column, exists_ >> i & 1 ? valid : 0);
+    }
+  }
+};
+
+// A row a k, OUTER columns each, which lie one after the other in the matrix.
+template <class T, class Tile, int OUTER>
+class AcrossK {
+  static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
+  static constexpr int kRows = Tile::kK / kRowsAtOnce;
+
+  const T* next_;  // this thread's piece of the row that it copies next
+  int64_t apart_;  // elements from there to the one after it
+  int valid_;      // elements of its piece that exist
+
+  __device__ static int row(int i) { return threadIdx.x / kPieces + i * kRowsAtOnce; }
+
+ public:
+  static constexpr bool kAlong = false;
+  static constexpr int kColumns = OUTER;
+
+  // column_at(i) is where column i stands in a row of the matrix, columns_left(i) how many there are from it on.
+  template <class ColumnAt, class ColumnsLeft>
+  __device__ AcrossK(const T* matrix, int64_t stride, ColumnAt column_at, ColumnsLeft columns_left)
+      : apart_(kRowsAtOnce * stride) {
+    const int column = threadIdx.x % kPieces * kPiece;
+    next_ = matrix + row(0) * stride + column_at(column);
+    valid_ = piece_length(columns_left(column));
+  }
+
+  __device__ void copy(T* stage, int k, int num_k) {
+#pragma unroll
+    for (int i = 0; i < kRows; i++, next_ += apart_) {
+      copy_piece<Tile::kAligned>(stage + staged<kColumns>(row(i), threadIdx.x % kPieces), next_,
+                                 k + row(i) < num_k ? valid_ : 0);
+    }
+  }
+};
+
+// The same of rows that a list may pick: row k of the product is row index[k] of the matrix, zeros where that is
+// negative, or row k itself without a list.
+template <class T, class Tile, int OUTER>
+class GatheredAcrossK {
+  static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
+  static constexpr int kRows = Tile::kK / kRowsAtOnce;
+
+  const T* columns_;  // of this thread's piece
+  int64_t stride_;
+  const int32_t* index_;
+  int valid_;
+  int32_t next_[kRows];  // which rows it copies next: looked up one copy ahead
+
+  __device__ static int row(int i) { return threadIdx.x / kPieces + i * kRowsAtOnce; }
+
+  __device__ void look_up(int k, int num_k) {
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {
+      const int at = k + row(i);
+      next_[i] = at >= num_k ? -1 : index_ ? load(index_ + at) : at;
+    }
+  }
+
+ public:
+  static constexpr bool kAlong = false;
+  static constexpr int kColumns = OUTER;
+
+  __device__ GatheredAcrossK(const T* matrix, int64_t stride, const int32_t* index, int first_column, int num_columns,
+                             int num_k)
+      : stride_(stride), index_(index) {
+    const int column = first_column + threadIdx.x % kPieces * kPiece;
+    columns_ = matrix + column;
+    valid_ = piece_length(num_columns - column);
+    look_up(0, num_k);
+  }
+
+  __device__ void copy(T* stage, int k, int num_k) {
+#pragma unroll
+    for (int i = 0; i < kRows; i++) {
+      copy_piece<Tile::kAligned>(stage + staged<kColumns>(row(i), threadIdx.x % kPieces), columns_ + next_[i] * stride_,
+                                 next_[i] >= 0 ? valid_ : 0);
+    }
+    look_up(k + Tile::kK, num_k);
+  }
+};
+
+// What a warp multiplies at once: its rows of A and columns of B at 16 consecutive k.
+template <class T, class Tile, class A, class B>
+struct Fragments {
+  uint32_t a[Tile::kWarpM / 16][4];
+  uint32_t b[Tile::kWarpN / 8][2];
+
+  // The 8 x 8 matrices of 16 outer indices and 16 k, in the order that mma.sync wants: of A the second one is the next
+  // 8 rows, of B the next 8 k.
+  template <class Factor, bool IS_B>
+  __device__ static void load_16x16(uint32_t (&fragment)[4], const T* matrix, int outer, int k) {
+    const int lane = threadIdx.x % kWarpSize, low = lane / 8 % 2 * 8, high = lane / 16 * 8;
+    outer += IS_B ? high : low;
+    k += IS_B ? low : high;
+    const int row = (Factor::kAlong ? outer : k) + lane % 8, column = Factor::kAlong ? k : outer;
+    load_matrix<4, !Factor::kAlong>(fragment, matrix + staged<Factor::kColumns>(row, column / kPiece));
+  }
+
+  __device__ void load(const T* stage, int m, int n, int k) {
+#pragma unroll
+    for (int i = 0; i < Tile::kWarpM / 16; i++) load_16x16<A, false>(a[i], stage, m + 16 * i, k);
+#pragma unroll
+    for (int j = 0; j < Tile::kWarpN / 16; j++) {
+      uint32_t two[4];
+      load_16x16<B, true>(two, stage + Tile::kM * Tile::kK, n + 16 * j, k);
+      b[2 * j][0] = two[0], b[2 * j][1] = two[1], b[2 * j + 1][0] = two[2], b[2 * j + 1][1] = two[3];
+    }
+  }
+
+  __device__ void multiply(typename Tile::Sums& sums) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kWarpM / 16; i++) {
+#pragma unroll
+      for (int j = 0; j < Tile::kWarpN / 8; j++) mma_m16n8k16<T>(sums[i][j], a[i], b[j]);
+    }
+  }
+};
+
+// First row and column of the tile that are this warp's.
+template <class Tile>
+__device__ __forceinline__ int warp_m() {
+  return threadIdx.x / kWarpSize % Tile::kWarpsM * Tile::kWarpM;
+}
+template <class Tile>
+__device__ __forceinline__ int warp_n() {
+  return threadIdx.x / kWarpSize / Tile::kWarpsM * Tile::kWarpN;
+}
+
+// sums += A B over k in [0, num_k). While the warps multiply one stage, the others are being filled; while they
+// multiply 16 k, the fragments of the next 16 are being loaded. One barrier for every kK, before the last 16 of a stage
+// are multiplied: past it everyone may read the next stage, and nobody reads this one, which the next turn fills.
+template <class T, class Tile, class A, class B>
+__device__ __forceinline__ void multiply(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
+  constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;
+  const int turns = (num_k + Tile::kK - 1) / Tile::kK;
+  const auto stage = [&](int turn) { return stages + turn % kStages * Tile::kStage; };
+  const auto copy = [&](int turn) {
+    if (turn < turns) {
+      a.copy(stage(turn), turn * Tile::kK, num_k);
+      b.copy(stage(turn) + Tile::kM * Tile::kK, turn * Tile::kK, num_k);
+    }
+    async_commit();
+  };
+  if (turns == 0) return;
+  for (int turn = 0; turn < kStages - 1; turn++) copy(turn);
+  async_wait<kStages - 2>();
+  __syncthreads();
+  const int m = warp_m<Tile>(), n = warp_n<Tile>();
+  Fragments<T, Tile, A, B> fragments[2];
+  fragments[0].load(stage(0), m, n, 0);
+  for (int turn = 0; turn < turns; turn++) {
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+      const bool last = step == kSteps - 1;
+      if (last) {
+        async_wait<kStages - 2>();
+        __syncthreads();
+      }
+      // After the last turn, of a stage that holds nothing: not multiplied, and cheaper than a branch.
+      fragments[(step + 1) % 2].load(stage(turn + last), m, n, last ? 0 : 16 * (step + 1));
+      if (step == 0) copy(turn + kStages - 1);
+      fragments[step % 2].multiply(sums);
+    }
+  }
+  async_wait<0>();
+}
+
+// The block's sums, in shared memory that `multiply` no longer needs: row r, column c at [r * kPitch + c].
+template <class Tile>
+__device__ __forceinline__ void stage_sums(float* staged_sums, const typename Tile::Sums& sums) {
+  const int lane = threadIdx.x % kWarpSize;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < Tile::kWarpM / 16; i++) {
+#pragma unroll
+    for (int j = 0; j < Tile::kWarpN / 8; j++) {
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int row = warp_m<Tile>() + 16 * i + 8 * half + lane / 4, column = warp_n<Tile>() + 8 * j + lane % 4 * 2;
+        *reinterpret_cast<float2*>(staged_sums + row * Tile::kPitch + column) = {sums[i][j][2 * half],
+                                                                                sums[i][j][2 * half + 1]};
+      }
+    }
+  }
+  __syncthreads();
+}
+
+using Piece = float[kPiece];
+
+__device__ __forceinline__ void read_sums(const float* from, Piece& values) {
+  const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+  values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
+  values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
+}
+
+// The first `count` of 8 neighbouring elements, zeros for the rest. `wide`: they may be taken as 16 bytes.
+template <class T>
+__device__ __forceinline__ void read_piece(const T* from, int count, bool wide, Piece& values) {
+  if (wide && count >= kPiece) {
+    Pack<T, uint4>::unpack(load(reinterpret_cast<const uint4*>(from)), values);
+    return;
+  }
+#pragma unroll
+  for (int d = 0; d < kPiece; d++) values[d] = d < count ? widen(from[d]) : 0.0f;
+}
+
+template <class T>
+__device__ __forceinline__ void write_piece(T* to, int count, bool wide, const Piece& values) {
+  if (wide && count >= kPiece) {
+    *reinterpret_cast<uint4*>(to) = Pack<T, uint4>::pack(values);
+    return;
+  }
+#pragma unroll
+  for (int d = 0; d < kPiece; d++) {
+    if (d < count) narrow(values[d], to[d]);
+  }
+}
+
+// Which of rows x columns tiles block `index` takes: eight rows of tiles together, so that blocks that run at the same
+// time share rows and columns in the L2 cache.
+struct Place {
+  int row, column;
+
+  __device__ Place(int index, int rows, int columns) {
+    constexpr int kTogether = 8;
+    const int first = index / (kTogether * columns) * kTogether, together = min(kTogether, rows - first);
+    row = first + (index - first * columns) % together;
+    column = (index - first * columns) / together;
+  }
+};
+
+}  // namespace moe

@@ -1,0 +1,178 @@
+// Grouped GEMM: rows that are sorted by expert, or gathered so, times their expert's weights. What becomes of the
+// products is the epilogue's: csrc/cuda/grouped_gemm.cu, expert_mlp.cu and expert_norms.cu have one each. An epilogue
+// is called once a block with the sums of its tile in shared memory (stage_sums of moe/gemm.cuh).
+#pragma once
+
+#include "moe/dtypes.h"
+#include "moe/gemm.cuh"
+#include "moe/launch.cuh"
+
+namespace moe {
+
+// A tile of rows costs the same whether they are there or not: with fewer than this many an expert, 32 rows a tile.
+constexpr int64_t kFewRows = 64;
+
+template <class T>
+struct Product {
+  const T* x;                     // (R, Din), or (T, Din) with row_token
+  int64_t x_stride;               // elements from row to row
+  const int32_t* row_token;       // (R), -1 for rows not in use; or nullptr
+  const T* weight;                // (E, Din, Dout)
+  int64_t expert_stride;          // elements from expert to expert
+  int64_t weight_stride;          // from row to row of Din; transposed, of Dout: the other one is contiguous
+  const int32_t* expert_offsets;  // (E + 1)
+  int64_t num_rows, num_experts, din, dout;
+  int transposed, gated;
+
+  int row_tiles, column_tiles;  // set by `start`
+};
+
+// The rows of a tile. Those past expert_offsets[E] belong to nobody: expert -1.
+struct Rows {
+  int expert;
+  int64_t first;
+  int count;  // may be negative: the tile is empty
+};
+
+// Tile `index` of M rows without a list of tiles: expert e starts at tile offsets[e] / M + e. That leaves it
+// offsets[e + 1] / M - offsets[e] / M + 1 tiles, which is enough for its rows, and grows with e, so that a warp finds e
+// by two rounds of 32 probes in a thousand. The rows that nobody uses are those of an expert E.
+template <int M>
+__device__ Rows rows_of_tile(int index, const int32_t* offsets, int num_experts, int64_t num_rows) {
+  const auto offset = [&](int e) { return min(max(int64_t(load(offsets + e)), int64_t(0)), num_rows); };
+  const auto first_tile = [&](int e) { return offset(e) / M + e; };
+  const int lane = threadIdx.x % kWarpSize;
+  int expert = 0;
+  for (int candidates = num_experts + 1; candidates > 1;) {
+    const int apart = (candidates + kWarpSize - 1) / kWarpSize, probe = lane * apart;
+    const bool reached = probe < candidates && first_tile(expert + probe) <= index;
+    const int passed = max(__popc(__ballot_sync(kAllLanes, reached)) - 1, 0) * apart;
+    expert += passed;
+    candidates = min(apart, candidates - passed);
+  }
+  const int64_t first = offset(expert) + (index - first_tile(expert)) * M;
+  const int64_t end = expert < num_experts ? offset(expert + 1) : num_rows;
+  return {expert < num_experts ? expert : -1, first, static_cast<int>(min(end - first, int64_t(M)))};
+}
+
+// The columns of a tile: N neighbours, or of a gated product N / 2 gates and the linear parts that they multiply.
+template <int N>
+struct Columns {
+  int first, end;  // of the neighbours, or of the gates; the linear part of column i is column end + i
+  bool gated;
+
+  __device__ Columns(int tile, int dout, bool gated_)
+      : first(tile * (gated_ ? N / 2 : N)), end(gated_ ? dout / 2 : dout), gated(gated_) {}
+  __device__ int at(int c) const { return first + c + (gated && c >= N / 2 ? end - N / 2 : 0); }
+  __device__ int left(int c) const { return end - first - (gated ? c % (N / 2) : c); }
+};
+
+template <class T>
+struct Bias {
+  const T* values;  // (E, Dout), or nullptr
+  int64_t stride;   // elements from expert to expert
+
+  // Adds it to 8 sums of an expert's columns from `column` on.
+  __device__ void add(int expert, int column, int count, bool wide, Piece& sums) const {
+    if (!values || expert < 0) return;
+    Piece bias;
+    read_piece(values + expert * stride + column, count, wide, bias);
+#pragma unroll
+    for (int d = 0; d < kPiece; d++) sums[d] += bias[d];
+  }
+};
+
+// Sum over the lanes that share a row of a tile, and where the sum of a column tile goes.
+template <class Tile>
+__device__ void write_row_sum(float value, int row, const Rows& rows, int column_tile, int64_t num_rows,
+                              float* partial) {  // (column tiles, R)
+  constexpr int kLanes = Tile::kN / kPiece;
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  if (threadIdx.x % kLanes == 0 && row < rows.count) partial[column_tile * num_rows + rows.first + row] = value;
+}
+
+template <class T, class Tile, bool TRANSPOSED, class Epilogue>
+__global__ void __launch_bounds__(Tile::kThreads, 2)
+    grouped_gemm_kernel(const Product<T> product, const Epilogue epilogue) {
+  DYNAMIC_SHARED(T, stages);
+  const Place place(blockIdx.x, product.row_tiles, product.column_tiles);
+  const Rows rows = rows_of_tile<Tile::kM>(place.row, product.expert_offsets, static_cast<int>(product.num_experts),
+                                           product.num_rows);
+  if (rows.count <= 0) return;
+  const Columns<Tile::kN> columns(place.column, static_cast<int>(product.dout), product.gated);
+  typename Tile::Sums sums = {};
+  if (rows.expert >= 0) {
+    const int num_k = static_cast<int>(product.din);
+    AlongK<T, Tile, Tile::kM> a(product.x, [&](int i) -> const T* {
+      if (i >= rows.count) return nullptr;
+      const int64_t from = product.row_token ? load(product.row_token + rows.first + i) : rows.first + i;
+      return from < 0 ? nullptr : product.x + from * product.x_stride;
+    });
+    const T* const weight = product.weight + rows.expert * product.expert_stride;
+    if constexpr (TRANSPOSED) {
+      AlongK<T, Tile, Tile::kN> b(weight, [&](int c) {
+        return columns.left(c) > 0 ? weight + columns.at(c) * product.weight_stride : nullptr;
+      });
+      multiply<T, Tile>(stages, a, b, num_k, sums);
+    } else {
+      AcrossK<T, Tile, Tile::kN> b(weight, product.weight_stride, [&](int c) { return columns.at(c); },
+                                   [&](int c) { return columns.left(c); });
+      multiply<T, Tile>(stages, a, b, num_k, sums);
+    }
+  }
+  float* const staged_sums = reinterpret_cast<float*>(stages);
+  stage_sums<Tile>(staged_sums, sums);
+  epilogue.template operator()<Tile>(staged_sums, rows, columns, place.column);
+}
+
+template <class T, class Tile, bool TRANSPOSED, class Epilogue>
+cudaError_t start_tile(Product<T> product, const Epilogue& epilogue, cudaStream_t stream) {
+  const int64_t halves = product.gated ? 2 : 1, width = Tile::kN / halves;
+  const int64_t column_tiles = (product.dout / halves + width - 1) / width;
+  const int64_t row_tiles = product.num_rows / Tile::kM + product.num_experts + 1;
+  if (row_tiles * column_tiles > INT32_MAX) return cudaErrorInvalidValue;
+  product.row_tiles = static_cast<int>(row_tiles), product.column_tiles = static_cast<int>(column_tiles);
+  return launch(grouped_gemm_kernel<T, Tile, TRANSPOSED, Epilogue>,
+                dim3(static_cast<unsigned>(row_tiles * column_tiles)), Tile::kThreads, Tile::kSharedBytes, stream,
+                product, epilogue);
+}
+
+template <class T, class Tile, class Epilogue>
+cudaError_t start_layout(const Product<T>& product, const Epilogue& epilogue, cudaStream_t stream) {
+  return product.transposed ? start_tile<T, Tile, true>(product, epilogue, stream)
+                            : start_tile<T, Tile, false>(product, epilogue, stream);
+}
+
+// The tile that fits, if there is anything to compute.
+template <class T, class Epilogue>
+cudaError_t start(const Product<T>& product, const Epilogue& epilogue, cudaStream_t stream) {
+  if (product.num_rows == 0 || product.dout == 0) return cudaSuccess;
+  constexpr int64_t kSize = sizeof(T);
+  const int64_t second_half = product.gated && !product.transposed ? product.dout / 2 : 0;
+  const bool aligned = rows_divide(
+      16, second_half * kSize,
+      {product.x_stride * kSize, product.weight_stride * kSize, product.expert_stride * kSize},
+      {product.x, product.weight});
+  if (!aligned) return start_layout<T, UnalignedTile>(product, epilogue, stream);
+  return product.num_rows < kFewRows * product.num_experts
+             ? start_layout<T, FewRowsTile>(product, epilogue, stream)
+             : start_layout<T, LargeTile>(product, epilogue, stream);
+}
+
+inline bool plausible(int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout) {
+  return num_rows >= 0 && num_rows <= INT32_MAX && num_experts >= 1 && num_experts < INT32_MAX && din >= 0 &&
+         din <= kMaxRow && dout >= 0 && dout <= kMaxRow;
+}
+
+// Calls run with an element of the type.
+template <class Run>
+cudaError_t with_16_bits(int dtype, Run run) {
+  switch (dtype) {
+    case bfloat16: return run(__nv_bfloat16{});
+    case float16: return run(__half{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace moe

@@ -1,0 +1,267 @@
+"""The grouped GEMM kernels under the sanitizers, in every order of threads, and on every tile. Their values on all
+backends are tested in test_grouped_gemm.py, test_expert_mlp.py and test_expert_norms.py."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import simt
+import torch
+from torch import Tensor
+
+from moe_kernels.backends import cuda
+from moe_kernels.backends.native.grouped_gemm_cuda import ACTIVATIONS
+from moe_kernels.library import GATED
+from python_ref.grouped_gemm import activate
+
+pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=f"simt: {simt.unavailable()}")
+
+SEEDS = range(8)
+DTYPES = (torch.bfloat16, torch.float16)
+
+# Rows of each expert, and rows after them that are nobody's. From 64 rows an expert on, tiles of 128 x 128.
+Shape = tuple[tuple[int, ...], int]
+FEW: Shape = ((5, 0, 40, 3), 2)
+MANY: Shape = ((70, 0), 60)
+
+
+def offsets_of(counts: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
+    return (torch.randn(rows, columns + gap) / 4).to(dtype)[:, gap:]
+
+
+def weights(experts: int, din: int, dout: int, dtype: torch.dtype, transposed: bool = False) -> Tensor:
+    shape = (experts, dout, din) if transposed else (experts, din, dout)
+    weight = (torch.randn(shape) / 4).to(dtype)
+    return weight.transpose(1, 2) if transposed else weight
+
+
+def tokens(num_rows: int, used: int, num_tokens: int) -> Tensor:
+    """A token for every row, none for a few and for those that are nobody's."""
+    token = torch.randint(num_tokens, (num_rows,), dtype=torch.int32)
+    token[1::7] = -1
+    token[used:] = -1
+    return token
+
+
+def gathered(x: Tensor, token: Tensor | None) -> Tensor:
+    x = x.double()
+    return x if token is None else torch.where((token >= 0)[:, None], x[token.clamp(min=0).long()], 0.0)
+
+
+def expert_of(offsets: Tensor) -> Tensor:
+    return torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
+
+
+def products(x: Tensor, weight: Tensor, offsets: Tensor, token: Tensor | None, bias: Tensor | None) -> Tensor:
+    """x W + b in float64, of the rows in use."""
+    expert = expert_of(offsets)
+    pre = torch.einsum("rd,rdh->rh", gathered(x, token)[: len(expert)], weight.double()[expert])
+    return pre if bias is None else pre + bias.double()[expert]
+
+
+def close(got: Tensor, exact: Tensor, used: int) -> None:
+    """One rounding and float32 sums of |terms| below 16; zeros where nobody's rows are."""
+    eps = torch.finfo(got.dtype).eps
+    assert ((got[:used].double() - exact).abs() <= eps * exact.abs() + 2e-5).all()
+    assert not got[used:].any()
+
+
+def check_fwd(
+    shape: Shape,
+    din: int,
+    dout: int,
+    activation: str = "",
+    dtype: torch.dtype = torch.bfloat16,
+    gap: int = 0,
+    gather: bool = False,
+    transposed: bool = False,
+) -> None:
+    counts, spare = shape
+    offsets, num_rows = offsets_of(counts), sum(counts) + spare
+    used = sum(counts)
+    token = tokens(num_rows, used, 9) if gather else None
+    x = matrix(9 if gather else num_rows, din, dtype, gap)
+    weight, bias = weights(len(counts), din, dout, dtype, transposed), matrix(len(counts), dout, dtype, gap)
+    if not gather:
+        x[used:] = torch.nan
+    out, pre = cuda.grouped_gemm_fwd(x, weight, offsets, token, bias, activation, True)
+    exact = products(x, weight, offsets, token, bias)
+    close(pre, exact, used)
+    close(out, activate(exact, activation or None), used)
+    again, none = cuda.grouped_gemm_fwd(x, weight, offsets, token, bias, activation, False)
+    assert torch.equal(again, out)
+    assert none.shape == (0, dout)
+
+
+def check_bwd_weight(
+    shape: Shape,
+    din: int,
+    dout: int,
+    dtype: torch.dtype = torch.bfloat16,
+    gap: int = 0,
+    gather: str = "",
+) -> None:
+    counts, spare = shape
+    offsets, num_rows, used = offsets_of(counts), sum(counts) + spare, sum(counts)
+    lists = {name: tokens(num_rows, used, 9) if name in gather else None for name in ("x", "grad")}
+    x, grad = (
+        matrix(num_rows if lists[name] is None else 9, width, dtype, gap)
+        for name, width in (("x", din), ("grad", dout))
+    )
+    for name, each in (("x", x), ("grad", grad)):
+        if lists[name] is None:
+            each[used:] = torch.nan
+    dweight, dbias = cuda.grouped_gemm_bwd_weight(x, grad, offsets, lists["x"], lists["grad"], True)
+    of_expert = torch.nn.functional.one_hot(expert_of(offsets), len(counts)).double()
+    rows, grads = gathered(x, lists["x"])[:used], gathered(grad, lists["grad"])[:used]
+    close(dweight.flatten(1), torch.einsum("re,ri,rj->eij", of_expert, rows, grads).flatten(1), len(counts))
+    close(dbias, torch.einsum("re,rj->ej", of_expert, grads), len(counts))
+
+
+def check_hidden(shape: Shape, dim: int, hidden: int, activation: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    counts, spare = shape
+    offsets, num_rows, used = offsets_of(counts), sum(counts) + spare, sum(counts)
+    token = tokens(num_rows, used, 9)
+    grad, w_out, row_weight = matrix(9, dim, dtype), weights(len(counts), hidden, dim, dtype), torch.rand(num_rows)
+    pre = matrix(num_rows, 2 * hidden if activation in GATED else hidden, dtype) * 4
+    pre[used:], row_weight[used:] = torch.nan, torch.nan
+    dpre, weighted, dweight = cuda.expert_mlp_bwd_hidden(grad, w_out, offsets, token, row_weight, pre, activation)
+    a = products(grad, w_out.transpose(1, 2), offsets, token, None)
+    leaf, weight = pre[:used].double().requires_grad_(), row_weight[:used].double()
+    h = activate(leaf, activation or None)
+    (exact,) = torch.autograd.grad(h, leaf, weight[:, None] * a)
+    close(dpre, exact, used)
+    close(weighted, weight[:, None] * h.detach(), used)
+    close(dweight[:, None], (h.detach() * a).sum(1, keepdim=True), used)
+
+
+def check_norms(shape: Shape, din: int, dout: int, transposed: bool = False) -> None:
+    counts, spare = shape
+    offsets, num_rows, used = offsets_of(counts), sum(counts) + spare, sum(counts)
+    rows, weight = matrix(num_rows, din, torch.float16), weights(len(counts), din, dout, torch.float16, transposed)
+    bias = matrix(len(counts), dout, torch.float16)
+    rows[used:] = torch.nan
+    got = cuda.grouped_gemm_norms(rows, weight, offsets, bias)
+    exact = products(rows, weight, offsets, None, bias).square().sum(1)
+    torch.testing.assert_close(got[:used].double(), exact, rtol=1e-5, atol=1e-5)
+    assert not got[used:].any()
+
+
+def check_everything(dtype: torch.dtype) -> None:
+    """Both tiles, both layouts of weights, and rows that start anywhere."""
+    for shape in (FEW, MANY):
+        check_fwd(shape, 200, 136, "geglu", dtype, gather=True)  # of K = 64 four turns, of 32 seven: a ring of 4 stages
+        check_fwd(shape, 136, 72, "gelu", dtype, gather=True, transposed=True)
+        check_hidden(shape, 72, 40, "swiglu", dtype)
+        check_norms(shape, 24, 136, transposed=True)
+    check_fwd(FEW, 37, 27, "tanh", dtype, gather=True)
+    check_fwd(FEW, 37, 26, "swiglu", dtype, transposed=True)
+    check_hidden(FEW, 13, 135, "relu", dtype)
+    check_norms(FEW, 13, 135)
+    check_bwd_weight(MANY, 136, 72, dtype, gather="x")
+    check_bwd_weight(FEW, 13, 67, dtype, gather="grad")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_in_any_order_of_threads(seed: int) -> None:
+    with simt.use(seed=seed):
+        check_everything(DTYPES[seed % 2])
+
+
+@pytest.mark.parametrize("build", ["asan", "tsan"])
+def test_under_sanitizers(build: str) -> None:
+    with simt.use(build, seed=2):
+        check_everything(torch.bfloat16)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str) -> None:
+    with simt.use(seed=3):
+        check_fwd(FEW, 24, 40, activation, torch.float16)
+        check_hidden(FEW, 24, 40, activation, torch.float16)
+        for hidden in (40, 13):
+            pre = (torch.randn(9, hidden * (1 + (activation in GATED))) * 3).half()
+            grad = torch.randn(9, hidden).half()
+            leaf = pre.double().requires_grad_()
+            (exact,) = torch.autograd.grad(activate(leaf, activation or None), leaf, grad.double())
+            close(cuda.activation_bwd(grad, pre, activation), exact, 9)
+
+
+@pytest.mark.parametrize("gap", [1, 2, 8])
+def test_views_and_poison(gap: int) -> None:
+    with simt.use("asan", seed=1):
+        check_fwd(FEW, 24, 40, "gelu", gap=gap)
+        check_bwd_weight(FEW, 24, 40, gap=gap)
+
+
+def test_gradients_of_many_small_experts() -> None:
+    counts = tuple(torch.randint(4, (220,)).tolist())  # 220 blocks: enough for tiles of 128 x 128
+    with simt.use(seed=4):
+        check_bwd_weight((counts, 3), 24, 136, gather="x grad")
+
+
+@pytest.mark.parametrize("num_experts", [1, 31, 32, 33, 1030])
+def test_experts_are_found(num_experts: int) -> None:
+    """All rows at the end, at the start, with one expert, and spread: what a search by 32 probes may miss."""
+    for kind in range(4):
+        counts = [0] * num_experts
+        for row in range(40):
+            counts[(-1 - row % 3, row % 3, num_experts // 2, row * 7)[kind] % num_experts] += 1
+        with simt.use(seed=kind):
+            check_fwd((tuple(counts), kind), 8, 8)
+
+
+def test_nothing_to_multiply() -> None:
+    with simt.use():
+        check_fwd(((0, 0), 5), 16, 16, "gelu")
+        check_fwd(((0, 0), 0), 16, 16)
+        check_fwd(((3, 2), 1), 0, 16, "silu")  # of no columns: the activation of the bias
+        check_fwd(((3, 2), 1), 16, 0)
+        check_bwd_weight(((0, 0), 0), 16, 16)
+        check_bwd_weight(((3, 0), 2), 0, 16)
+        check_bwd_weight(((3, 0), 2), 16, 0)
+        check_hidden(((3, 0), 2), 16, 0, "relu")
+        check_norms(((3, 0), 2), 16, 0)
+
+
+def test_rows_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # 4 GB that nobody touches
+    base = torch.empty(2**31 + 4096, dtype=torch.bfloat16)
+    rows = base.as_strided((2, 24), (2**31, 1))
+    wide = base[64:].as_strided((2, 24, 16), (2**31, 16, 1))
+    x, weight, offsets = matrix(2, 24, torch.bfloat16), weights(2, 24, 16, torch.bfloat16), offsets_of((1, 1))
+    rows.copy_(x)
+    wide.copy_(weight)
+    with simt.use():
+        expected = cuda.grouped_gemm_fwd(x, weight, offsets, None, None, "", False)[0]
+        assert torch.equal(cuda.grouped_gemm_fwd(rows, wide, offsets, None, None, "", False)[0], expected)
+        gradients = [cuda.grouped_gemm_bwd_weight(each, x, offsets, None, None, False)[0] for each in (x, rows)]
+        assert torch.equal(*gradients)
+
+
+def test_launchers_refuse() -> None:
+    module = simt.Module()
+    plain = [0, 0, 0, 0, 0, 0, 0, 0]  # x, strides, lists and weights
+
+    def fwd(dtype: int = 1, activation: int = 0, rows: int = 1, experts: int = 1, din: int = 8, dout: int = 8) -> None:
+        module.grouped_gemm_fwd(dtype, *plain, 0, 0, activation, 0, 0, rows, experts, din, dout, 0)
+
+    for wrong in (
+        {"dtype": 0}, {"dtype": 3}, {"activation": 7}, {"activation": -1}, {"activation": 5, "dout": 7},
+        {"rows": -1}, {"rows": 2**31}, {"experts": 0}, {"din": -1}, {"dout": 2**31}, {"rows": 2**31 - 1, "dout": 2**30},
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match="grouped_gemm_fwd: CUDA error 1"):
+            fwd(**wrong)
+    with pytest.raises(RuntimeError, match="grouped_gemm_bwd_weight: CUDA error 1"):
+        module.grouped_gemm_bwd_weight(0, *[0] * 9, 1, 1, 8, 8, 0)
+    with pytest.raises(RuntimeError, match="expert_mlp_bwd_hidden: CUDA error 1"):
+        module.expert_mlp_bwd_hidden(1, *[0] * 10, 7, 0, 0, 0, 1, 1, 8, 8, 0)
+    with pytest.raises(RuntimeError, match="grouped_gemm_norms: CUDA error 1"):
+        module.grouped_gemm_norms(1, *[0] * 10, 1, 0, 8, 8, 0)
+    with pytest.raises(RuntimeError, match="activation_bwd: CUDA error 1"):
+        module.activation_bwd(1, 0, 0, 0, 9, 0, 1, 8, 0)
