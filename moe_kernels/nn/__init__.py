@@ -4,9 +4,11 @@ from moe_kernels.nn.comet import ACTIVATIONS, CometFFN, CometMLP, FixedRouting, 
 from moe_kernels.nn.experts import ExpertLayer, ExpertMLP, Experts
 from moe_kernels.nn.gates import (
     CompetitionGate,
+    DSelectKGate,
     EnsembleGate,
     Gate,
     GateOutput,
+    HashGate,
     HyperRouterGate,
     ManualGate,
     RandomGate,
@@ -14,6 +16,7 @@ from moe_kernels.nn.gates import (
     StableGate,
     StagedGate,
     TopKGate,
+    TreeGate,
     XMoEGate,
 )
 from moe_kernels.nn.local_search import LocalSearch
@@ -28,6 +31,7 @@ from moe_kernels.nn.losses import (
     load_loss,
     router_z_loss,
     symmetric_kl,
+    tree_entropy,
 )
 from moe_kernels.nn.moe import MoE, MoEOutput, MultiGateMoE
 from moe_kernels.nn.policies import ExpertChoice, PriorityRouting, TokenChoice
@@ -38,6 +42,7 @@ __all__ = [
     "CometFFN",
     "CometMLP",
     "CompetitionGate",
+    "DSelectKGate",
     "EnsembleGate",
     "ExpertChoice",
     "ExpertLayer",
@@ -46,6 +51,7 @@ __all__ = [
     "FixedRouting",
     "Gate",
     "GateOutput",
+    "HashGate",
     "HyperRouterGate",
     "LocalSearch",
     "ManualGate",
@@ -60,6 +66,7 @@ __all__ = [
     "StagedGate",
     "TokenChoice",
     "TopKGate",
+    "TreeGate",
     "Utilisation",
     "XMoEGate",
     "balance_loss",
@@ -72,4 +79,5 @@ __all__ = [
     "load_loss",
     "router_z_loss",
     "symmetric_kl",
+    "tree_entropy",
 ]

@@ -142,6 +142,18 @@ def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
     return 0.5 * ((p.exp() - q.exp()) * (p - q)).sum(-1).mean()
 
 
+def tree_entropy(leaf_probs: Tensor, eps: float = 1e-6) -> Tensor:
+    """mean over t of the sum over trees and leaves of -p log(p + eps): 0 where every tree is saturated.
+
+    Args:
+        leaf_probs: (T, K, E) of tree_gate.
+
+    Gradient: to leaf_probs. Source: paper 001, section 3.2, with the eps of the published code.
+    """
+    p = _wide(leaf_probs)
+    return -(p * (p + eps).log()).sum((-2, -1)).mean()
+
+
 def _scattered(weights: Tensor, experts: Tensor, num_experts: int) -> Tensor:
     """(T, E): the weights at their experts, zeros elsewhere."""
     zeros = _wide(weights).new_zeros(weights.shape[0], num_experts)

@@ -1,0 +1,70 @@
+"""DSelect-k (Hazimeh et al. 2021), paper 001's differentiable baseline: k selectors that spell their expert in bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_kernels.nn.gates.gate import Gate, GateOutput, uniform_
+from moe_kernels.ops._checks import check_int, check_positive
+from moe_kernels.ops.tree_gate import smooth_step
+
+
+class DSelectKGate(Gate):
+    """gates_i = sum over j of w_j r_ji,  r_ji = product over bits b of i of h(z_jb) where it is set, 1 - h(z_jb) where not.
+
+        z = Z x + c  (T, k, m),  w = softmax(A x + a)  (T, k),  m = ceil(log2 E), the highest bit first
+
+    Args:
+        dim: D. num_experts: E >= 2. k: selectors. gamma: width of the smooth step.
+        entropy: coefficient of mean over t of -sum over j, i of r log(r + 1e-6).
+        reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6) where E is no power of two: codes
+            from E on belong to nobody, and what a selector gives them is lost. Gates are not renormalised.
+        generator: draws Z ~ U(-gamma/100, gamma/100); c is 0; None is torch's own.
+
+    Output: dense. losses: "entropy" and "reciprocal" in training. statistics: "experts_per_sample", the mean number of
+    gates of at least 1e-5. Gradient: to x and the parameters of `code` and `mix`.
+
+    Source: Hazimeh et al. 2021, with the entropy averaged over the batch as paper 001's code has it.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        k: int,
+        *,
+        gamma: float = 1.0,
+        entropy: float = 0.0,
+        reciprocal: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(num_experts, fewest=2)
+        self.k = check_int("DSelectKGate", "k", k, 1, 2**31 - 1, "selectors")
+        self.gamma = check_positive("DSelectKGate", "gamma", gamma)
+        self.entropy, self.reciprocal = entropy, reciprocal
+        bits = (num_experts - 1).bit_length()
+        self.code, self.mix = nn.Linear(dim, k * bits), nn.Linear(dim, k)
+        uniform_(self.code.weight, self.gamma / 100, generator)
+        nn.init.zeros_(self.code.bias)
+        self.register_buffer(
+            "bits", (torch.arange(num_experts)[:, None] >> torch.arange(bits - 1, -1, -1)) & 1 == 1, persistent=False
+        )
+
+    bits: Tensor
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        z = self.project(self.code, x).view(x.shape[0], self.k, 1, -1)
+        set_, clear = smooth_step(z, self.gamma), smooth_step(-z, self.gamma)
+        selectors = torch.where(self.bits, set_, clear).prod(-1)
+        gates = (self.project(self.mix, x).softmax(-1)[..., None] * selectors).sum(1)
+        losses = {}
+        if self.training and self.entropy:
+            losses["entropy"] = -self.entropy * (selectors * (selectors + 1e-6).log()).sum((1, 2)).mean()
+        if self.training and self.reciprocal and self.num_experts & (self.num_experts - 1):
+            losses["reciprocal"] = self.reciprocal * (1 / (selectors.sum(-1) + 1e-6)).sum()
+        used = (gates.detach() >= 1e-5).sum(-1).float().mean()
+        return GateOutput.of_gates(gates, losses, {"experts_per_sample": used})
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}, gamma={self.gamma:g}, entropy={self.entropy:g}, reciprocal={self.reciprocal:g}"

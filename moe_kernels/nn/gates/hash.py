@@ -1,0 +1,70 @@
+"""Hash gates: an id's expert is drawn once and never learned (paper 001's baseline, and MoEBERT's)."""
+
+from __future__ import annotations
+
+import heapq
+
+import torch
+from torch import Tensor
+
+from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.ops._checks import check_int
+
+
+class HashGate(Gate):
+    """The expert of id i is table[i], its weight 1.
+
+    Args:
+        num_ids: ids are 0 .. num_ids - 1: users, or tokens of a vocabulary.
+        num_experts: E.
+        frequencies: (num_ids,), how often each id occurs, or None. None: every id draws its expert uniformly. Else the
+            ids that occur go, in descending frequency, to the expert that has the least so far (equal ones: the lower
+            id, the lower expert), and the others draw theirs.
+        generator: draws; None is torch's own.
+
+    Input: ids (T,), int32 or int64. Output: sparse, k = 1; weights in the dtype of x and without a gradient. State:
+    the buffer `table`, int32.
+
+    Source: paper 001, section 4 ("Hash-r"); MoEBERT's hash-random and hash-balance.
+    """
+
+    table: Tensor
+
+    def __init__(
+        self,
+        num_ids: int,
+        num_experts: int,
+        *,
+        frequencies: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(num_experts)
+        check_int("HashGate", "num_ids", num_ids, 1, 2**31 - 1, "ids")
+        table = torch.randint(num_experts, (num_ids,), dtype=torch.int32, generator=generator)
+        if frequencies is not None:
+            if frequencies.shape != (num_ids,):
+                raise ValueError(f"HashGate: frequencies must be ({num_ids},), got shape {tuple(frequencies.shape)}")
+            _balance(table, frequencies.cpu(), num_experts)
+        self.register_buffer("table", table)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        if ids is None:
+            raise ValueError("HashGate: expected ids, by which it knows its tokens; got None")
+        if ids.shape != x.shape[:1]:
+            raise ValueError(f"HashGate: ids must be ({x.shape[0]},) for x {tuple(x.shape)}, got {tuple(ids.shape)}")
+        experts = self.table[ids.long()][:, None]
+        return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
+
+    def extra_repr(self) -> str:
+        return f"num_ids={self.table.numel()}, num_experts={self.num_experts}"
+
+
+def _balance(table: Tensor, frequencies: Tensor, num_experts: int) -> None:
+    """Writes the experts of the ids that occur into the table."""
+    loads = [(frequencies.new_zeros(()).item(), expert) for expert in range(num_experts)]
+    for index in frequencies.sort(descending=True, stable=True).indices.tolist():
+        if frequencies[index] <= 0:
+            return
+        load, expert = loads[0]
+        table[index] = expert
+        heapq.heapreplace(loads, (load + frequencies[index].item(), expert))
