@@ -58,6 +58,23 @@ def test_routing(sanitized, dtype):
         assert torch.equal(make(scores, 9, backend="cpu")[0].slot_row, make(scores, 9, backend="reference")[0].slot_row)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_tree_gate(sanitized, dtype):
+    for tokens, dim, trees, experts in ((1, 1, 1, 2), (3, 33, 3, 7), (130, 17, 2, 64), (2, 40, 1, 100)):
+        size = {"x": (tokens, dim), "split_weight": (trees, experts - 1, dim), "leaf_weight": (trees, experts, dim)}
+        arguments = {name: torch.randn(each).to(dtype).requires_grad_() for name, each in size.items()}
+        for parity in (None, "bert"):
+            gates, probs = mk.tree_gate(**arguments, gamma=2.0, parity=parity, backend="cpu")
+            expected, _ = mk.tree_gate(**arguments, gamma=2.0, parity=parity, backend="reference")
+            torch.testing.assert_close(gates, expected)
+            (gates.float().square().sum() + probs.float().square().sum()).backward()
+        assert all(each.grad.isfinite().all() for each in arguments.values())
+        if dtype != torch.bfloat16:  # whose pre-activations the reference rounds
+            for gamma in (1e-6, 4.0):
+                got = mk.tree_route(**arguments, gamma=gamma, backend="cpu")
+                assert torch.equal(got[1], mk.tree_route(**arguments, gamma=gamma, backend="reference")[1])
+
+
 def test_an_overrun_is_caught():
     x, y = torch.randn(1, 40), torch.empty(1, 39)
     module = simt.Module("asan", unit=simt.CPU[ISA])

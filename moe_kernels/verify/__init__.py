@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moe_kernels import backends
 from moe_kernels.info import placement
-from moe_kernels.verify import combine, dispatch, kwta, make_plan, sinkhorn, topk_gate
+from moe_kernels.verify import combine, dispatch, kwta, make_plan, sinkhorn, topk_gate, tree_gate
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
 KERNELS = tuple(name for name in backends.NAMES if name != "reference")
@@ -32,6 +32,8 @@ OPERATIONS: dict[str, Operation] = {
     "dispatch": dispatch.OPERATION,
     "combine": combine.OPERATION,
     "sinkhorn": sinkhorn.OPERATION,
+    "tree_gate": tree_gate.GATE,
+    "tree_route": tree_gate.ROUTE,
 }
 
 

@@ -11,7 +11,7 @@ from moe_kernels.ops.tree_gate import smooth_step
 
 
 class DSelectKGate(Gate):
-    """gates_i = sum over j of w_j r_ji,  r_ji = product over bits b of i of h(z_jb) where it is set, 1 - h(z_jb) where not.
+    """gates_i = sum over j of w_j r_ji,  r_ji = product over bits b of i: h(z_jb) if set, else 1 - h(z_jb).
 
         z = Z x + c  (T, k, m),  w = softmax(A x + a)  (T, k),  m = ceil(log2 E), the highest bit first
 

@@ -1,0 +1,60 @@
+"""The tree gate and its route, at gammas that saturate none, some and all of the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from moe_kernels.ops import tree_gate
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+
+
+def _drawn(dtype: torch.dtype, device: str, small: bool) -> Iterator[tuple[str, Inputs]]:
+    draw = torch.Generator().manual_seed(0)
+    many = ((1, 3, 1, 2), (9, 8, 2, 5), (40, 48, 2, 64), (7, 33, 4, 100), (5, 16, 1, 1024))
+    for tokens, dim, trees, experts in ((3, 5, 1, 2), (4, 8, 2, 5)) if small else many:
+        weights = {"split_weight": (trees, experts - 1, dim), "leaf_weight": (trees, experts, dim)}
+        biases = {"split_bias": (trees, experts - 1), "leaf_bias": (trees, experts)}
+        for given in ({}, biases):
+            shapes = {"x": (tokens, dim), **weights, **given}
+            tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+            tensors["split_weight"] *= 0.5 / dim**0.5
+            inputs = {name: each.to(dtype).to(device) for name, each in tensors.items()}
+            yield f"{tokens} x {dim}, K={trees}, E={experts}{', biases' * bool(given)}", inputs
+
+
+def _gate_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    draw = torch.Generator().manual_seed(1)
+    for name, inputs in _drawn(dtype, device, small):
+        (tokens, _), (trees, experts, _) = inputs["x"].shape, inputs["leaf_weight"].shape
+        grads = {"grad_gates": (tokens, experts), "grad_leaf_probs": (tokens, trees, experts)}
+        given = {each: torch.randn(shape, generator=draw).to(dtype).to(device) for each, shape in grads.items()}
+        for gamma in (10.0, 1.0):
+            yield Case(f"{name}, gamma={gamma:g}", {**inputs, **given, "gamma": gamma})
+
+
+def _gate(inputs: Inputs, backend: str) -> Outputs:
+    arguments = {name: each for name, each in inputs.items() if not name.startswith("grad")}
+    leaf = {name: each.detach().requires_grad_() for name, each in arguments.items() if name != "gamma"}
+    gates, probs = tree_gate.tree_gate(**leaf, gamma=inputs["gamma"], backend=backend)
+    grads = [inputs["grad_gates"], inputs["grad_leaf_probs"]]
+    gradients = torch.autograd.grad((gates, probs), list(leaf.values()), grads)
+    found = {f"gradient of {name}": each for name, each in zip(leaf, gradients, strict=True)}
+    return {"gates": gates, "leaf_probs": probs, **found}
+
+
+def _route_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    for name, inputs in _drawn(dtype, device, small):
+        # The reference rounds pre-activations to 16 bits, kernels do not: of leaves about as likely either may win.
+        for gamma in (3.0, 1e-6) if dtype.itemsize > 2 else (1e-6,):
+            yield Case(f"{name}, gamma={gamma:g}", {**inputs, "gamma": gamma})
+
+
+def _route(inputs: Inputs, backend: str) -> Outputs:
+    found = tree_gate.tree_route(**inputs, backend=backend)
+    return {"weights": found[0], "experts": found[1]}
+
+
+GATE = Operation(_gate_cases, _gate, exact=frozenset(), floor=16.0)
+ROUTE = Operation(_route_cases, _route, exact=frozenset({"experts"}), floor=8.0)
