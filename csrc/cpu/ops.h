@@ -10,7 +10,8 @@
 #define MOE_CPU_OPS(X) X(kwta_fwd) X(kwta_bwd) \
   X(topk_gate_fwd) X(topk_gate_bwd) X(make_plan_fwd) X(plan_expert_choice_fwd) X(plan_priority_fwd) \
   X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
-  X(sinkhorn_fwd) X(sinkhorn_bwd)
+  X(sinkhorn_fwd) X(sinkhorn_bwd) \
+  X(tree_gate_fwd) X(tree_gate_bwd) X(tree_route_fwd)
 // clang-format on
 
 #define MOE_DECLARE_CPU_OPS                                                                                         \
@@ -51,7 +52,18 @@
   void sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,                 \
                     const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, \
                     int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride, int64_t batch,         \
-                    int64_t n, int threads);
+                    int64_t n, int threads);                                                                         \
+  void tree_gate_fwd(int dtype, const void* split_logits, const void* leaf_logits, void* gates, void* leaf_probs,    \
+                     void* scratch, int64_t scratch_stride, int64_t tokens, int64_t trees, int64_t experts,          \
+                     double gamma, double epsilon, double least, int threads);                                       \
+  void tree_gate_bwd(int dtype, const void* grad_gates, const void* grad_leaf_probs, const void* split_logits,       \
+                     const void* leaf_logits, void* dsplit, void* dleaf, void* scratch, int64_t scratch_stride,      \
+                     int64_t tokens, int64_t trees, int64_t experts, double gamma, double epsilon, double least,     \
+                     int threads);                                                                                   \
+  void tree_route_fwd(int dtype, const void* x, int64_t stride, const void* split_weight, const void* leaf_weight,   \
+                      const void* split_bias, const void* leaf_bias, void* weights, int32_t* experts,                \
+                      int32_t* visited, void* unsaturated, void* scratch, int64_t scratch_stride, int64_t tokens,    \
+                      int64_t dim, int64_t trees, int64_t num_experts, double gamma, int threads);
 
 namespace moe {
 namespace base {

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.native import combine, dispatch, grouped_gemm_cpu, kwta, plan, sinkhorn, topk_gate
+from moe_kernels.backends.native import (
+    combine,
+    dispatch,
+    grouped_gemm_cpu,
+    kwta,
+    plan,
+    sinkhorn,
+    topk_gate,
+    tree_gate,
+)
 
 try:
     from moe_kernels import _cpu as module  # type: ignore[attr-defined]  # compiled
@@ -63,6 +72,7 @@ def _supports(device: str, dtype: torch.dtype) -> str | None:
 
 kwta_supports = topk_gate_supports = plan_expert_choice_supports = plan_priority_supports = _supports
 dispatch_supports = combine_supports = grouped_gemm_supports = sinkhorn_supports = _supports
+tree_gate_supports = tree_route_supports = _supports
 
 
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
@@ -92,3 +102,7 @@ grouped_gemm_norms = grouped_gemm_cpu.norms
 
 sinkhorn_fwd = partial(sinkhorn.fwd, _self)
 sinkhorn_bwd = partial(sinkhorn.bwd, _self)
+
+tree_gate_fwd = partial(tree_gate.fwd, _self)
+tree_gate_bwd = partial(tree_gate.bwd, _self)
+tree_route_fwd = partial(tree_gate.route, _self)

@@ -1,0 +1,54 @@
+// What tree_gate.cpp and tree_route.cpp share: the smooth step, and where the leaves of a heap stand.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace moe {
+namespace MOE_ISA {
+namespace {
+
+// h(t) = u^2 (3 - 2 u), u = t / gamma + 1/2, clamped. Of u and 1 - u the smaller is the distance to the clamp in units
+// of gamma: half - |t| is exact close to it, so that neither branch loses places there.
+template <class Wide>
+struct Step {
+  Wide half, inverse;
+
+  explicit Step(double gamma) : half(Wide(gamma / 2)), inverse(1 / Wide(gamma)) {}
+  Wide distance(Wide t) const {
+    const Wide r = (half - (t < 0 ? -t : t)) * inverse;
+    return r < 0 ? Wide(0) : r;  // a NaN stays one
+  }
+  // The less likely branch's probability, 0 where saturated: h(t) where t < 0, else h(-t).
+  Wide low(Wide t) const {
+    const Wide r = distance(t);
+    return r * r * (3 - 2 * r);
+  }
+};
+
+// First heap id of the level that holds `node`.
+inline int64_t level_of(int64_t node) { return (int64_t(1) << (63 - __builtin_clzll(uint64_t(node) + 1))) - 1; }
+
+// Leaves are nodes E-1 .. 2E-2; from left to right those of the deepest level come first.
+struct Leaves {
+  int64_t experts, deepest, deep;  // the deepest level's first id, and how many leaves stand there
+
+  explicit Leaves(int64_t experts) : experts(experts), deepest(level_of(2 * experts - 2)), deep(2 * experts - 1 - deepest) {}
+
+  int64_t expert(int64_t node) const { return node >= deepest ? node - deepest : node - (experts - 1) + deep; }
+
+  template <class Wide>
+  void to_experts(const Wide* heap, Wide* by_expert) const {
+    std::copy(heap + deepest, heap + deepest + deep, by_expert);
+    std::copy(heap + experts - 1, heap + deepest, by_expert + deep);
+  }
+  template <class Wide>
+  void to_heap(const Wide* by_expert, Wide* heap) const {
+    std::copy(by_expert, by_expert + deep, heap + deepest);
+    std::copy(by_expert + deep, by_expert + experts, heap + experts - 1);
+  }
+};
+
+}  // namespace
+}  // namespace MOE_ISA
+}  // namespace moe

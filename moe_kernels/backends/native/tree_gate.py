@@ -1,0 +1,113 @@
+"""The tree gate and its conditional descent on the C++ backends (csrc/cpu/tree_gate.cpp, csrc/cpu/tree_route.cpp)."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moe_kernels.backends import _native
+from moe_kernels.library import rows, wide
+
+PAD = 16  # elements to which a row of scratch is rounded up
+BLOCK = 128  # tokens that go down a tree together
+
+
+def fwd(
+    native: ModuleType, split_logits: Tensor, leaf_logits: Tensor, gamma: float, mode: str
+) -> tuple[Tensor, Tensor]:
+    tokens, _, experts = leaf_logits.shape
+    gates = leaf_logits.new_empty((tokens, experts), dtype=wide(leaf_logits.dtype))
+    leaf_probs = gates.new_empty(leaf_logits.shape)
+    results = (native.pointer("tree_gate", each, gates.dtype, each.dim()) for each in (gates, leaf_probs))
+    _launch(native, "tree_gate_fwd", split_logits, leaf_logits, gamma, mode, after=results)
+    return gates, leaf_probs
+
+
+def bwd(
+    native: ModuleType,
+    grad_gates: Tensor,
+    grad_leaf_probs: Tensor | None,
+    split_logits: Tensor,
+    leaf_logits: Tensor,
+    gamma: float,
+    mode: str,
+) -> tuple[Tensor, Tensor]:
+    dsplit, dleaf = torch.empty_like(split_logits), torch.empty_like(leaf_logits)
+    dtype = wide(leaf_logits.dtype)
+    grads = native.pointer("tree_gate", grad_gates, dtype, 2), native.pointer("tree_gate", grad_leaf_probs, dtype, 3)
+    results = (native.pointer("tree_gate", each, leaf_logits.dtype, 3) for each in (dsplit, dleaf))
+    _launch(native, "tree_gate_bwd", split_logits, leaf_logits, gamma, mode, before=grads, after=results)
+    return dsplit, dleaf
+
+
+def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
+    """What is added to a leaf's probability, and from which probability on a leaf counts (ops/tree_gate.py)."""
+    limits = torch.finfo(dtype)
+    return {"": (0.0, limits.tiny), "tf": (1e-8, limits.tiny * limits.eps), "bert": (1e-6, 1e-5)}[mode]
+
+
+def _launch(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=()) -> None:
+    tokens, trees, experts = leaf_logits.shape
+    dtype = wide(leaf_logits.dtype)
+    # Three rows of nodes and three of leaves, rounded up, and a heap; Rows in csrc/cpu/tree_gate.cpp.
+    stride = dtype.itemsize * PAD * (6 * -(-trees * experts // PAD) + -(-2 * experts // PAD))
+    scratch = leaf_logits.new_empty((native.chunks(leaf_logits), stride), dtype=torch.uint8)
+    native.launch(
+        name,
+        leaf_logits,
+        _native.DTYPES[leaf_logits.dtype],
+        *before,
+        native.pointer("tree_gate", split_logits, leaf_logits.dtype, 3),
+        native.pointer("tree_gate", leaf_logits, leaf_logits.dtype, 3),
+        *after,
+        native.pointer("tree_gate", scratch, torch.uint8, 2),
+        stride,
+        tokens,
+        trees,
+        experts,
+        gamma,
+        *weighing(mode, dtype),
+    )
+
+
+def route(
+    native: ModuleType,
+    x: Tensor,
+    split_weight: Tensor,
+    leaf_weight: Tensor,
+    split_bias: Tensor | None,
+    leaf_bias: Tensor | None,
+    gamma: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = rows(x)
+    (tokens, dim), (trees, experts, _) = x.shape, leaf_weight.shape
+    weights = x.new_empty((tokens, trees), dtype=wide(x.dtype))
+    chosen, visited = (weights.new_empty(weights.shape, dtype=torch.int32) for _ in range(2))
+    unsaturated = weights.new_empty(weights.shape, dtype=torch.bool)
+    stride = 8 * (BLOCK + 2) * dim + 16 * (BLOCK + experts + 1)
+    scratch = x.new_empty((native.chunks(x), stride), dtype=torch.uint8)
+    weight = [each.contiguous() for each in (split_weight, leaf_weight)]
+    bias = [None if each is None else each.contiguous() for each in (split_bias, leaf_bias)]
+    native.launch(
+        "tree_route_fwd",
+        x,
+        _native.DTYPES[x.dtype],
+        native.pointer("tree_route", x, x.dtype, 2),
+        x.stride(0),
+        *(native.pointer("tree_route", each, x.dtype, 3) for each in weight),
+        *(native.pointer("tree_route", each, x.dtype, 2) for each in bias),
+        native.pointer("tree_route", weights, weights.dtype, 2),
+        native.pointer("tree_route", chosen, torch.int32, 2),
+        native.pointer("tree_route", visited, torch.int32, 2),
+        native.pointer("tree_route", unsaturated, torch.bool, 2),
+        native.pointer("tree_route", scratch, torch.uint8, 2),
+        stride,
+        tokens,
+        dim,
+        trees,
+        experts,
+        gamma,
+    )
+    return weights, chosen, visited, unsaturated
