@@ -35,8 +35,8 @@ def configurations():
 
 def compiled(each: kernels.Configuration, capability: int) -> dict:
     types = {**each.types, **dict.fromkeys(each.constants, "constexpr")}
-    # torch's allocator aligns to 16 bytes and more; strides and sizes are left general.
-    aligned = [name for name, kind in each.types.items() if kind.startswith("*")]
+    # torch's allocator aligns to 16 bytes and more.
+    aligned = [name for name, kind in each.types.items() if kind.startswith("*") or name in each.divisible]
     names = each.kernel.arg_names
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     options = {"num_warps": each.num_warps, "num_stages": each.num_stages}
@@ -65,4 +65,8 @@ def run(tool: str, *arguments: str) -> str:
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    print(json.dumps({each.name: compiled(each, capability) for each in configurations()}))
+    print(
+        json.dumps(
+            {each.name: compiled(each, capability) for each in configurations() if capability in each.capabilities}
+        )
+    )

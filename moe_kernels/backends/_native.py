@@ -30,6 +30,11 @@ def pointer(op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int, devic
     return tensor.data_ptr()
 
 
+def aligned(tensor: Tensor, size: int) -> bool:
+    """Whether the first element lies at a multiple of `size` bytes."""
+    return tensor.data_ptr() % size == 0
+
+
 def unsupported(device: str, expected: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """None if kernels for device type `expected` and these dtypes take such tensors, or the reason."""
     if device != expected:

@@ -17,6 +17,8 @@ class Configuration(NamedTuple):
     constants: dict[str, Any]
     num_warps: int
     num_stages: int = 2
+    divisible: tuple[str, ...] = ()  # integers that are multiples of 16; pointers are, other integers are left general
+    capabilities: tuple[int, ...] = (80, 90)
 
 
 def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:

@@ -1,0 +1,353 @@
+"""Backward of the grouped products in Triton: gradient to the weights, and the hidden layer of an expert MLP.
+
+The gradient to rows is the forward kernel on transposed weights. The one to the weights sums over an expert's rows in
+order: a program owns a tile of dW and walks all of them, so that nothing is added twice or atomically; its operands are
+read by pointers on every device, since a bulk copy of a last step would bring rows of the next expert.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_kernels.backends.triton import Configuration
+from moe_kernels.backends.triton._grouped_configs import GENERAL, TILES, Tiles
+from moe_kernels.backends.triton._grouped_launch import (
+    activation_of,
+    blocks,
+    configuration,
+    launch_tiles,
+    operands,
+    precision,
+)
+from moe_kernels.backends.triton._grouped_tiles import (
+    SLICE,
+    activate_with_slope,
+    find_tile,
+    halves,
+    product,
+    raster,
+    tile_rows,
+)
+
+TILE = 2048  # elements of a program of activation_bwd
+
+
+def configurations() -> list[Configuration]:
+    """Every tile, gathered as in an expert MLP and, where two halves cost more, gated."""
+    pointers = {"row_token_ptr": "*i32", "row_weight_ptr": "*fp32", "expert_offsets_ptr": "*i32"}
+    pointers |= {"partial_ptr": "*fp32", "pre_ptr": "", "dpre_ptr": "", "weighted_ptr": ""}
+    found = []
+
+    def add(which, tiles, short="bf16", gated=True, odd=False):
+        name, constants = (
+            f"expert_mlp_bwd_hidden {'gated' if gated else 'plain'}",
+            {"ACTIVATION": "gelu", "GATED": gated},
+        )
+        found.append(
+            configuration(
+                name, _expert_mlp_bwd_hidden, which, tiles, short, pointers, constants, transposed=True, odd=odd
+            )
+        )
+
+    for which in (80, 90):
+        for tiles in dict.fromkeys(TILES["hidden", which]):
+            add(which, tiles)
+        add(which, TILES["hidden", which][-1], gated=False)
+        add(which, GENERAL["hidden"], odd=True)
+        add(which, GENERAL["hidden"], "fp32")
+        for tiles in dict.fromkeys(TILES["weight", which]):
+            found.append(_weight_configuration(which, tiles, "bf16", False))
+        found.append(_weight_configuration(which, GENERAL["weight"], "bf16", True))
+        found.append(_weight_configuration(which, GENERAL["weight"], "fp32", False))
+    types = {"grad_ptr": "*bf16", "pre_ptr": "*bf16", "dpre_ptr": "*bf16", "stride_grad": "i32", "stride_pre": "i32"}
+    types |= {"R": "i32", "N": "i32"}
+    constants = {"ACTIVATION": "gelu", "GATED": True, "BLOCK_M": 1, "BLOCK_N": TILE}
+    found.append(Configuration("activation_bwd bf16", _activation_bwd, types, constants, 4))
+    return found
+
+
+def _weight_configuration(which: int, tiles: Tiles, short: str, odd: bool) -> Configuration:
+    sizes = {"stride_x": "i32", "stride_grad": "i32", "K": "i32", "N": "i32"}
+    types = {"x_ptr": f"*{short}", "grad_ptr": f"*{short}", "dweight_ptr": f"*{short}", "dbias_ptr": f"*{short}"}
+    types |= {"x_token_ptr": "*i32", "grad_token_ptr": "*i32", "expert_offsets_ptr": "*i32"} | sizes
+    constants = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "WIDE": False, "PRECISION": "ieee"}
+    constants |= {"GATHER_X": True, "GATHER_GRAD": False, "BIAS": True}
+    return Configuration(
+        f"grouped_gemm_bwd_weight {short}{' odd' * odd} {tiles.m}x{tiles.n}x{tiles.k}", _grouped_gemm_bwd_weight, types,
+        constants, tiles.num_warps, _stages(tiles, True).num_stages, () if odd else tuple(sizes), (which,),
+    )  # fmt: skip
+
+
+@triton.jit
+def _rows_of(
+    ptr,  # (T or R, D)
+    token_ptr,  # (R); not read unless GATHER
+    row,
+    end,
+    d,
+    D,
+    stride,
+    GATHER: tl.constexpr,
+    WIDE: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
+):
+    """(rows, columns) of some rows of an expert, or (columns, rows) if TRANSPOSED; zeros past its end."""
+    token = row.to(tl.int64)
+    if GATHER:
+        token = tl.load(token_ptr + row, mask=row < end, other=-1).to(tl.int64)
+    there = (row < end) & (token >= 0)
+    if TRANSPOSED:  # by pointers: a transposed tile of shared memory would not become cp.async on sm_80
+        at, inside = token[None, :] * stride + d[:, None], there[None, :] & (d < D)[:, None]
+    else:
+        at, inside = token[:, None] * stride + d[None, :], there[:, None] & (d < D)[None, :]
+    values = tl.load(ptr + at, mask=inside, other=0.0)
+    if WIDE:
+        values = values.to(tl.float32)
+    return values
+
+
+@triton.jit
+def _grouped_gemm_bwd_weight(
+    x_ptr,  # (T or R, K)
+    grad_ptr,  # (T or R, N)
+    x_token_ptr,  # (R); not read unless GATHER_X
+    grad_token_ptr,  # (R); not read unless GATHER_GRAD
+    expert_offsets_ptr,  # (E + 1)
+    dweight_ptr,  # (E, K, N) contiguous
+    dbias_ptr,  # (E, N) contiguous; not written unless BIAS
+    stride_x,
+    stride_grad,
+    K,
+    N,
+    GATHER_X: tl.constexpr,
+    GATHER_GRAD: tl.constexpr,
+    BIAS: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # of K
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # rows of a step
+):
+    expert = tl.program_id(1)
+    row_tile, column_tile = raster(tl.cdiv(N, BLOCK_N))
+    begin = tl.load(expert_offsets_ptr + expert)
+    end = tl.load(expert_offsets_ptr + expert + 1)
+    k = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if BIAS:
+        # A walk of its own, by one row of tiles: in the other one it would hold up the products of all.
+        if row_tile == 0:
+            sums = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
+            for start in tl.range(begin, end, BLOCK_K, num_stages=1):
+                row = start + tl.arange(0, BLOCK_K)
+                sums += _rows_of(grad_ptr, grad_token_ptr, row, end, n, N, stride_grad, GATHER_GRAD, True)
+            dbias = tl.sum(sums, axis=0).to(dbias_ptr.dtype.element_ty)
+            tl.store(dbias_ptr + expert.to(tl.int64) * N + n, dbias, mask=n < N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        row = start + tl.arange(0, BLOCK_K)
+        a = _rows_of(x_ptr, x_token_ptr, row, end, k, K, stride_x, GATHER_X, WIDE, True)
+        b = _rows_of(grad_ptr, grad_token_ptr, row, end, n, N, stride_grad, GATHER_GRAD, WIDE)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    at = dweight_ptr + (expert.to(tl.int64) * K + k[:, None]) * N + n[None, :]
+    tl.store(at, total.to(dweight_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def _expert_mlp_bwd_hidden(
+    x,  # (T, K) gradient of y, or its descriptor
+    w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED
+    row_token_ptr,  # (R)
+    row_weight_ptr,  # (R)
+    expert_offsets_ptr,  # (E + 1)
+    pre_ptr,  # (R, N or 2 N) contiguous
+    dpre_ptr,  # (R, N or 2 N) contiguous
+    weighted_ptr,  # (R, N) contiguous
+    partial_ptr,  # (R, column tiles)
+    stride_x,
+    stride_w_E,
+    stride_w,
+    E,
+    R,
+    K,
+    N,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    GATHER: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    column_tiles = tl.cdiv(N, BLOCK_N)
+    row_tile, column_tile = raster(column_tiles)
+    expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
+    if first >= end:
+        return
+    row, there, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
+    column = column_tile * BLOCK_N
+    depth, used = tl.where(expert < E, K, 0), tl.where(expert < E, end, 0)  # zeros go to the rows past the end
+    dh, _ = product(
+        x, w, token, first, expert, column, column, depth, N, stride_x, stride_w_E, stride_w,
+        False, TRANSPOSED, X_TMA, W_TMA, WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    weight = tl.load(row_weight_ptr + row, mask=row < used, other=0.0)
+    partial = _finish_hidden(
+        dh, weight, pre_ptr, dpre_ptr, weighted_ptr, row, there, used, column, N, ACTIVATION, GATED
+    )
+    tl.store(partial_ptr + row * column_tiles + column_tile, partial, mask=there)
+
+
+@triton.jit
+def _finish_hidden(
+    dh,
+    weight,
+    pre_ptr,
+    dpre_ptr,
+    weighted_ptr,
+    row,
+    there,
+    used,
+    column,
+    N,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Stores of a tile, slice after slice; returns the share of its columns in <h, dh>."""
+    HALF: tl.constexpr = dh.shape[1] // 2
+    if HALF >= SLICE:
+        left, right = halves(dh)
+        partial = _finish_hidden(
+            left, weight, pre_ptr, dpre_ptr, weighted_ptr, row, there, used, column, N, ACTIVATION, GATED
+        )
+        partial += _finish_hidden(
+            right, weight, pre_ptr, dpre_ptr, weighted_ptr, row, there, used, column + HALF, N, ACTIVATION, GATED
+        )
+    else:
+        n = column + tl.arange(0, dh.shape[1])
+        inside, known = there[:, None] & (n < N)[None, :], (row < used)[:, None] & (n < N)[None, :]
+        at = row[:, None] * (2 * N if GATED else N) + n[None, :]
+        pre = tl.load(pre_ptr + at, mask=known, other=0.0).to(tl.float32)
+        h, slope = activate_with_slope(pre, ACTIVATION)
+        if GATED:
+            linear = tl.load(pre_ptr + at + N, mask=known, other=0.0).to(tl.float32)
+            tl.store(dpre_ptr + at + N, (weight[:, None] * dh * h).to(dpre_ptr.dtype.element_ty), mask=inside)
+            h *= linear
+            slope *= linear
+        tl.store(dpre_ptr + at, (weight[:, None] * dh * slope).to(dpre_ptr.dtype.element_ty), mask=inside)
+        at = row[:, None] * N + n[None, :]
+        tl.store(weighted_ptr + at, (weight[:, None] * h).to(weighted_ptr.dtype.element_ty), mask=inside)
+        partial = tl.sum(tl.where(inside, h * dh, 0.0), axis=1)
+    return partial
+
+
+@triton.jit
+def _activation_bwd(
+    grad_ptr,  # (R, N)
+    pre_ptr,  # (R, N or 2 N)
+    dpre_ptr,  # (R, N or 2 N) contiguous
+    stride_grad,
+    stride_pre,
+    R,
+    N,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    inside = (row < R) & (n < N)
+    grad = tl.load(grad_ptr + row * stride_grad + n, mask=inside, other=0.0).to(tl.float32)
+    pre = tl.load(pre_ptr + row * stride_pre + n, mask=inside, other=0.0).to(tl.float32)
+    y, slope = activate_with_slope(pre, ACTIVATION)
+    at = dpre_ptr + row * (2 * N if GATED else N) + n
+    if GATED:
+        linear = tl.load(pre_ptr + row * stride_pre + N + n, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at + N, (grad * y).to(dpre_ptr.dtype.element_ty), mask=inside)
+        slope *= linear
+    tl.store(at, (grad * slope).to(dpre_ptr.dtype.element_ty), mask=inside)
+
+
+def _stages(tiles: Tiles, gathered: bool) -> Tiles:
+    """Where rows wait for their indices, Triton gives the loads of each half of the stages."""
+    return tiles._replace(num_stages=2 * tiles.num_stages - 1) if gathered else tiles
+
+
+def grouped_gemm_bwd_weight(
+    x: Tensor,
+    grad: Tensor,
+    expert_offsets: Tensor,
+    x_token: Tensor | None,
+    grad_token: Tensor | None,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    num_experts, dim, columns = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
+    dweight = x.new_empty((num_experts, dim, columns))
+    dbias = x.new_empty((num_experts if with_bias else 0, columns))
+    if num_experts == 0 or columns == 0:
+        return dweight, dbias
+    rows = (x if x_token is None else x_token).shape[0]
+
+    def launch(tiles):
+        row_tiles = max(triton.cdiv(dim, tiles.m), 1)  # with no column of x there is still a bias
+        _grouped_gemm_bwd_weight[(row_tiles * triton.cdiv(columns, tiles.n), num_experts)](
+            x, grad, expert_offsets if x_token is None else x_token,
+            expert_offsets if grad_token is None else grad_token, expert_offsets, dweight, dbias,
+            x.stride(0), grad.stride(0), dim, columns,
+            GATHER_X=x_token is not None, GATHER_GRAD=grad_token is not None, BIAS=with_bias,
+            **precision(x.dtype), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
+        )  # fmt: skip
+
+    launch_tiles("weight", x, grad, rows, num_experts, columns, launch)
+    return dweight, dbias
+
+
+def expert_mlp_bwd_hidden(
+    grad: Tensor,
+    w_out: Tensor,
+    expert_offsets: Tensor,
+    row_token: Tensor,
+    row_weight: Tensor,
+    pre: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, (num_experts, hidden, _) = row_token.shape[0], w_out.shape
+    dpre, weighted = pre.new_empty(pre.shape), pre.new_empty((rows, hidden))
+    drow_weight = row_weight.new_zeros(rows)
+    if weighted.numel() == 0:
+        return dpre, weighted, drow_weight
+
+    def launch(tiles):
+        nonlocal drow_weight
+        column_tiles = triton.cdiv(hidden, tiles.n)
+        partial = row_weight.new_empty((rows, column_tiles))
+        _expert_mlp_bwd_hidden[((rows // tiles.m + num_experts + 1) * column_tiles,)](
+            row_token_ptr=row_token, row_weight_ptr=row_weight, expert_offsets_ptr=expert_offsets, pre_ptr=pre,
+            dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=rows, N=hidden,
+            **operands(grad, w_out.transpose(1, 2), True, tiles), **activation_of(activation),
+        )  # fmt: skip
+        drow_weight = partial.sum(1)
+
+    launch_tiles("hidden", grad, w_out, rows, num_experts, hidden, launch)
+    return dpre, weighted, drow_weight
+
+
+def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
+    dpre = pre.new_empty(pre.shape)
+    rows, columns = grad.shape
+    if grad.numel():
+        block = min(triton.next_power_of_2(columns), TILE)
+        block_m = TILE // block
+        _activation_bwd[(triton.cdiv(rows, block_m), triton.cdiv(columns, block))](
+            grad, pre, dpre, grad.stride(0), pre.stride(0), rows, columns,
+            **activation_of(activation), BLOCK_M=block_m, BLOCK_N=block,
+        )  # fmt: skip
+    return dpre

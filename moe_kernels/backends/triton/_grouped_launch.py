@@ -1,0 +1,130 @@
+"""How a grouped product is launched: its tiles, and the descriptors of its operands where the device takes them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_kernels.backends import _native
+from moe_kernels.backends.triton import Configuration
+from moe_kernels.backends.triton._grouped_configs import GENERAL, TILES, Tiles
+
+GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of a gated one's first half
+
+_timed: dict[tuple[object, ...], Tiles] = {}
+
+
+@functools.cache
+def loop(device: torch.device) -> int:
+    """80 or 90: which shape of inner loop a device runs. The first takes 48 KB, which any device has."""
+    return 90 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 80
+
+
+def launch_tiles(
+    kernel: str, x: Tensor, other: Tensor, rows: int, num_experts: int, columns: int, launch: Callable[[Tiles], None]
+) -> None:
+    """launch(tiles) with the tiles for x (T or R, K) against another operand; with MOE_KERNELS_AUTOTUNE=1 those of the
+    kernel's classes that are fastest here, timed once a shape, which waits for the host."""
+    which, even = loop(x.device), x.dtype != torch.float32 and _even(x, other, columns)
+    tiles = choose(kernel, which, even, rows, num_experts, columns)
+    if even and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
+        key = (kernel, x.device, x.dtype, x.shape[1], columns, num_experts, rows.bit_length())
+        if key not in _timed:
+            known = dict.fromkeys(TILES[kernel, which])
+            _timed[key] = min(known, key=lambda each: triton.testing.do_bench(lambda: launch(each)))
+        tiles = _timed[key]
+    launch(tiles)
+
+
+def choose(kernel: str, which: int, even: bool, rows: int, num_experts: int, columns: int) -> Tiles:
+    """The tiles of a class of shapes: few rows are up to 96 an expert, few columns up to half of the widest tile."""
+    few, narrow, wide = TILES[kernel, which]
+    if not even:
+        return GENERAL[kernel]
+    if rows <= 96 * num_experts:
+        return few
+    return narrow if columns <= wide.n // 2 else wide
+
+
+def _even(x: Tensor, other: Tensor, columns: int) -> bool:
+    """Whether rows start at multiples of 16 bytes and, as Triton compiles for it, sizes are multiples of 16."""
+    strides = [stride for each in (x, other) for stride in each.stride() if stride != 1]
+    return not any(size % 16 for size in (x.shape[1], columns, *strides)) and all(
+        _native.aligned(each, 16) for each in (x, other)
+    )
+
+
+def activation_of(name: str) -> dict[str, Any]:
+    return {"ACTIVATION": GATES.get(name, name), "GATED": name in GATES}
+
+
+def precision(dtype: torch.dtype) -> dict[str, Any]:
+    """IEEE float32 unless torch allows TF32; the interpreter, which cannot multiply bfloat16, has 16 bits widened."""
+    matmul = torch.backends.cuda.matmul
+    # Older torch has allow_tf32 alone; newer torch refuses to read it once its successor was set.
+    tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    wide = triton.knobs.runtime.interpret and dtype != torch.float32
+    return {"PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee", "WIDE": wide}
+
+
+def blocks(tiles: Tiles) -> dict[str, int]:
+    shape = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k}
+    return shape | {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+
+
+def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str, Any]:
+    """The arguments of _grouped_tiles.product: x (T or R, K) and weight (E, K, N), either dimension contiguous."""
+    transposed = weight.shape[2] > 1 and weight.stride(2) != 1
+    stored = weight.transpose(1, 2) if transposed else weight
+    w = _descriptor(stored, [1, tiles.n, tiles.k] if transposed else [1, tiles.k, tiles.n])
+    rows = x if gather else _descriptor(x, [tiles.m, tiles.k])
+    return precision(x.dtype) | blocks(tiles) | {
+        "x": rows, "w": w, "stride_x": x.stride(0), "stride_w_E": stored.stride(0), "stride_w": stored.stride(1),
+        "E": weight.shape[0], "K": weight.shape[1], "BLOCK_E": triton.next_power_of_2(weight.shape[0] + 1),
+        "GATHER": gather, "TRANSPOSED": transposed, "X_TMA": rows is not x, "W_TMA": w is not stored,
+    }  # fmt: skip
+
+
+def _descriptor(x: Tensor, block: list[int]) -> Tensor | TensorDescriptor:
+    """A descriptor of x for bulk copies of such blocks, or x where it or the device cannot have one."""
+    *outer, last = x.stride()
+    possible = loop(x.device) == 90 and x.element_size() == 2 and x.numel() > 0 and last == 1 and _native.aligned(x, 16)
+    if not possible or any(stride <= 0 or stride % 8 for stride in outer):
+        return x
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+
+
+def configuration(
+    name: str,
+    kernel: Any,
+    which: int,
+    tiles: Tiles,
+    short: str,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    gather: bool = True,
+    transposed: bool = False,
+    odd: bool = False,
+    tf32: bool = False,
+) -> Configuration:
+    """A launch of a kernel around _grouped_tiles.product, for the devices of that loop: `odd` if sizes are no multiples
+    of 16. `types` are of the arguments beside the product's, "" for pointers to the element type."""
+    tma = which == 90 and short != "fp32" and not odd
+    m, n, k, warps, stages = tiles
+    x = f"tensordesc<{short}[{m}, {k}]>" if tma and not gather else f"*{short}"
+    w = f"tensordesc<{short}[1, {f'{n}, {k}' if transposed else f'{k}, {n}'}]>" if tma else f"*{short}"
+    sizes = {"stride_x": "i32", "stride_w_E": "i32", "stride_w": "i32", "K": "i32", "N": "i32"}
+    types = {"x": x, "w": w} | {argument: kind or f"*{short}" for argument, kind in types.items()} | sizes
+    constants = constants | {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "BLOCK_E": 128, "GATHER": gather}
+    constants |= {"TRANSPOSED": transposed, "X_TMA": tma and not gather, "W_TMA": tma, "WIDE": False}
+    return Configuration(
+        f"{name} {short}{' tf32' * tf32}{' odd' * odd} {m}x{n}x{k}", kernel, types | {"E": "i32", "R": "i32"},
+        constants | {"PRECISION": "tf32" if tf32 else "ieee"}, warps, stages, () if odd else tuple(sizes), (which,),
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""What the grouped products share: whose tile a program owns, the product of a tile, the activations after it.
+
+Expert e owns the row tiles from expert_offsets[e] // BLOCK_M + e on. That is at least ceil(rows / BLOCK_M) of them and
+at most one more, in closed form: a program finds its expert in one look at expert_offsets, a launch has
+R // BLOCK_M + E + 1 row tiles whatever the counts are, and nobody waits for them. "Expert" E is the rows past the end.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SLICE = tl.constexpr(32)  # columns that an epilogue takes at a time: elementwise code over all of a tile would spill
+GROUP = tl.constexpr(8)  # row tiles that take turns on a column tile, so that its weights and their rows stay in L2
+
+
+@triton.jit
+def find_tile(
+    tile,
+    expert_offsets_ptr,  # (E + 1)
+    E,
+    R,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # more than E
+):
+    """Expert of a row tile, its first row and the end of the expert's rows; first >= end if it holds none."""
+    e = tl.arange(0, BLOCK_E)
+    starts = tl.load(expert_offsets_ptr + e, mask=e <= E, other=0) // BLOCK_M + e
+    expert = tl.sum(((starts <= tile) & (e <= E)).to(tl.int32), axis=0) - 1
+    begin = tl.load(expert_offsets_ptr + expert)
+    end = tl.load(expert_offsets_ptr + expert + 1, mask=expert < E, other=R)
+    return expert, begin + (tile - begin // BLOCK_M - expert) * BLOCK_M, end
+
+
+@triton.jit
+def raster(column_tiles):
+    """Row and column tile of a program: GROUP row tiles go through the columns together."""
+    group = tl.program_id(0) // (GROUP * column_tiles)
+    rows = tl.minimum(tl.num_programs(0) // column_tiles - group * GROUP, GROUP)
+    inside = tl.program_id(0) - group * GROUP * column_tiles
+    return group * GROUP + inside % rows, inside // rows
+
+
+@triton.jit
+def tile_rows(first, end, row_token_ptr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
+    """(BLOCK_M): rows of a tile, whether the expert has them, and the rows of x to read, -1 for none; 64-bit."""
+    row = first.to(tl.int64) + tl.arange(0, BLOCK_M)
+    there = row < end
+    if GATHER:
+        token = tl.load(row_token_ptr + row, mask=there, other=-1).to(tl.int64)
+    else:
+        token = tl.where(there, row, -1)
+    return row, there, token
+
+
+@triton.jit
+def product(
+    x,  # (T or R, K), or its descriptor
+    w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED
+    token,  # (BLOCK_M): rows of x
+    first,
+    expert,
+    column,
+    linear_column,  # of the second product, if GATED
+    depth,  # K, or 0 for zeros
+    N,
+    stride_x,
+    stride_w_E,
+    stride_w,  # of the dimension of w that is not contiguous
+    GATED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """x w_e of one tile in float32, and a second tile of columns of the same x if GATED.
+
+    Pointers become cp.async; a descriptor, where strides are multiples of 16 bytes on sm_90, becomes a bulk copy by one
+    thread. A gathered x has no descriptor: rows of a bulk copy are neighbours before sm_100.
+    """
+    k = tl.arange(0, BLOCK_K)
+    n = column + tl.arange(0, BLOCK_N)
+    if not X_TMA:
+        x += token[:, None] * stride_x + k[None, :]
+    if not W_TMA:
+        w += expert.to(tl.int64) * stride_w_E
+        if TRANSPOSED:
+            w += n[None, :].to(tl.int64) * stride_w + k[:, None]
+        else:
+            w += k[:, None].to(tl.int64) * stride_w + n[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    linear = total
+    for start in range(0, depth, BLOCK_K):
+        inside = start + k < depth
+        if X_TMA:
+            a = x.load([first, start])
+        else:
+            a = tl.load(x, mask=(token >= 0)[:, None] & inside[None, :], other=0.0)
+            x += BLOCK_K
+        if WIDE:
+            a = a.to(tl.float32)
+        b = _weights(w, expert, start, column, inside, n < N, TRANSPOSED, W_TMA, WIDE, BLOCK_N, BLOCK_K)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        if GATED:
+            second = w if W_TMA else w + (linear_column - column).to(tl.int64) * (stride_w if TRANSPOSED else 1)
+            b = _weights(second, expert, start, linear_column, inside, n < N, TRANSPOSED, W_TMA, WIDE, BLOCK_N, BLOCK_K)
+            linear = tl.dot(a, b, linear, input_precision=PRECISION)
+        if not W_TMA:
+            w += BLOCK_K if TRANSPOSED else BLOCK_K * stride_w
+    return total, linear
+
+
+@triton.jit
+def _weights(
+    w,
+    expert,
+    start,
+    column,
+    k_inside,
+    n_inside,
+    TRANSPOSED: tl.constexpr,
+    W_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """(BLOCK_K, BLOCK_N) of an expert's weights."""
+    if W_TMA and TRANSPOSED:
+        b = w.load([expert, column, start]).reshape(BLOCK_N, BLOCK_K).T
+    elif W_TMA:
+        b = w.load([expert, start, column]).reshape(BLOCK_K, BLOCK_N)
+    else:
+        b = tl.load(w, mask=k_inside[:, None] & n_inside[None, :], other=0.0)
+    if WIDE:
+        b = b.to(tl.float32)
+    return b
+
+
+@triton.jit
+def halves(x):
+    """The left and the right half of a tile's columns; in the layout of products nothing moves."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """The activation of float32 x: relu, gelu (by erf), silu, tanh or "" for none."""
+    if ACTIVATION == "relu":
+        y = tl.where(x < 0.0, 0.0, x)
+    elif ACTIVATION == "gelu":
+        y = x * _normal(x)
+    elif ACTIVATION == "silu":
+        y = x * tl.sigmoid(x)
+    elif ACTIVATION == "tanh":
+        y = _tanh(x)
+    else:
+        y = x
+    return y
+
+
+@triton.jit
+def activate_with_slope(x, ACTIVATION: tl.constexpr):
+    """The activation of float32 x and its derivative; relu's is 0 at 0."""
+    if ACTIVATION == "relu":
+        y = tl.where(x < 0.0, 0.0, x)
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
+    elif ACTIVATION == "gelu":
+        share = _normal(x)
+        y = x * share
+        slope = share + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    elif ACTIVATION == "silu":
+        share = tl.sigmoid(x)
+        y = x * share
+        slope = share * (1.0 + x * (1.0 - share))
+    elif ACTIVATION == "tanh":
+        y = _tanh(x)
+        slope = 1.0 - y * y
+    else:
+        y = x
+        slope = tl.full(x.shape, 1.0, tl.float32)
+    return y, slope
+
+
+@triton.jit
+def _normal(x):
+    """The normal distribution function."""
+    return 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _tanh(x):
+    """Through exp, which costs small x its digits: below 1/4 the series, whose next term is 2e-9 there."""
+    square = x * x
+    series = 0.021869488536155203 * square - 0.05396825396825397
+    series = (series * square + 0.13333333333333333) * square - 0.3333333333333333
+    return tl.where(square < 0.0625, x + x * square * series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))

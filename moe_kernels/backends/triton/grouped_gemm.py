@@ -1,0 +1,223 @@
+"""Grouped products of expert rows in Triton, and the squared norms of their rows.
+
+Rows of an expert meet its weights in tiles of one launch; rows are gathered as they are read, the bias and the
+activation ride on the float32 accumulators. Arithmetic bounds it: a tile of 128 x 128 in 16 bits does 64 products a
+byte read, and L2 serves most of the bytes. One kernel, two inner loops: see _grouped_tiles.product.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_kernels.backends.triton import Configuration, unsupported
+from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 the rest of this backend's grouped GEMM
+    activation_bwd,
+    expert_mlp_bwd_hidden,
+    grouped_gemm_bwd_weight,
+)
+from moe_kernels.backends.triton._grouped_configs import GENERAL, TILES, Tiles
+from moe_kernels.backends.triton._grouped_launch import GATES, activation_of, configuration, launch_tiles, operands
+from moe_kernels.backends.triton._grouped_tiles import SLICE, activate, find_tile, halves, product, raster, tile_rows
+from moe_kernels.backends.triton._rows import TYPES
+
+
+def configurations() -> list[Configuration]:
+    """Every tile with gathered rows; the other variants, unaligned rows among them, on the widest tile."""
+    pointers = {"bias_ptr": "", "row_token_ptr": "*i32", "expert_offsets_ptr": "*i32", "out_ptr": "", "pre_ptr": ""}
+    found = []
+
+    def add(what, which, tiles, short="bf16", out="", **variant):
+        constants = {"BIAS": True, "KEEP_PRE": True, "NORMS": False, "ACTIVATION": "gelu", "GATED": "gated" in what}
+        constants |= {name: variant.pop(name) for name in tuple(variant) if name in constants}
+        name = f"grouped_gemm_fwd {what}"
+        found.append(
+            configuration(
+                name, _grouped_gemm_fwd, which, tiles, short, pointers | {"out_ptr": out}, constants, **variant
+            )
+        )
+
+    for which in (80, 90):
+        for kernel, what in (("fwd", "plain"), ("gated", "gated")):
+            for tiles in dict.fromkeys(TILES[kernel, which]):
+                add(what, which, tiles)
+            add(what, which, GENERAL[kernel], odd=True)
+            add(what, which, GENERAL[kernel], "fp32")
+        widest = TILES["fwd", which][-1]
+        add("plain", which, widest, "fp16")
+        add("plain", which, GENERAL["fwd"], "fp32", tf32=True)
+        add("to rows", which, widest, ACTIVATION="", BIAS=False, KEEP_PRE=False, gather=False, transposed=True)
+        add("norms", which, widest, out="*fp32", ACTIVATION="", KEEP_PRE=False, NORMS=True, gather=False)
+    return found
+
+
+@triton.jit
+def _grouped_gemm_fwd(
+    x,  # (T or R, K), or its descriptor
+    w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED; 2 N columns if GATED
+    bias_ptr,  # (E, N or 2 N) contiguous; not read unless BIAS
+    row_token_ptr,  # (R); not read unless GATHER
+    expert_offsets_ptr,  # (E + 1)
+    out_ptr,  # (R, N) contiguous; (R, column tiles) float32 if NORMS
+    pre_ptr,  # (R, N or 2 N) contiguous; not written unless KEEP_PRE
+    stride_x,
+    stride_w_E,
+    stride_w,
+    E,
+    R,
+    K,
+    N,
+    BIAS: tl.constexpr,
+    KEEP_PRE: tl.constexpr,
+    NORMS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+    GATHER: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    X_TMA: tl.constexpr,
+    W_TMA: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    column_tiles = tl.cdiv(N, BLOCK_N)
+    row_tile, column_tile = raster(column_tiles)
+    expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
+    if first >= end:
+        return
+    row, there, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
+    column = column_tile * BLOCK_N
+    # Zeros go to the rows past the end: no steps, no bias, and every activation of 0 is 0.
+    depth, biased = tl.where(expert < E, K, 0), tl.where(expert < E, N, 0)
+    pre, linear = product(
+        x, w, token, first, expert, column, column + N, depth, N, stride_x, stride_w_E, stride_w,
+        GATED, TRANSPOSED, X_TMA, W_TMA, WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    if NORMS:
+        n = column + tl.arange(0, BLOCK_N)
+        if BIAS:
+            pre += tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n < biased, other=0.0).to(tl.float32)[None, :]
+        squares = tl.sum(tl.where((n < N)[None, :], pre * pre, 0.0), axis=1)
+        tl.store(out_ptr + row * column_tiles + column_tile, squares, mask=there)
+    else:
+        bias_ptr += expert.to(tl.int64) * (2 * N if GATED else N)
+        _finish(
+            pre, linear, bias_ptr, out_ptr, pre_ptr, row, there, column, biased, N, BIAS, KEEP_PRE, ACTIVATION, GATED
+        )
+
+
+@triton.jit
+def _finish(
+    pre,
+    linear,
+    bias_ptr,
+    out_ptr,
+    pre_ptr,
+    row,
+    there,
+    column,
+    biased,  # N, or 0 where there is no bias
+    N,
+    BIAS: tl.constexpr,
+    KEEP_PRE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Bias, activation and stores of a tile, slice after slice."""
+    HALF: tl.constexpr = pre.shape[1] // 2
+    if HALF >= SLICE:
+        pre, pre_right = halves(pre)
+        linear, linear_right = halves(linear)
+        _finish(
+            pre, linear, bias_ptr, out_ptr, pre_ptr, row, there, column, biased, N, BIAS, KEEP_PRE, ACTIVATION, GATED
+        )
+        _finish(
+            pre_right, linear_right, bias_ptr, out_ptr, pre_ptr, row, there, column + HALF, biased, N,
+            BIAS, KEEP_PRE, ACTIVATION, GATED,
+        )  # fmt: skip
+    else:
+        n = column + tl.arange(0, pre.shape[1])
+        if BIAS:
+            pre += tl.load(bias_ptr + n, mask=n < biased, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                linear += tl.load(bias_ptr + N + n, mask=n < biased, other=0.0).to(tl.float32)[None, :]
+        inside = there[:, None] & (n < N)[None, :]
+        if KEEP_PRE:
+            at = pre_ptr + row[:, None] * (2 * N if GATED else N) + n[None, :]
+            tl.store(at, pre.to(pre_ptr.dtype.element_ty), mask=inside)
+            if GATED:
+                tl.store(at + N, linear.to(pre_ptr.dtype.element_ty), mask=inside)
+        out = activate(pre, ACTIVATION)
+        if GATED:
+            out *= linear
+        tl.store(out_ptr + row[:, None] * N + n[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def grouped_gemm_supports(device: str, dtype: torch.dtype) -> str | None:
+    return unsupported(device, dtype, tuple(TYPES))
+
+
+def grouped_gemm_fwd(
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    row_token: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    keep_pre: bool,
+) -> tuple[Tensor, Tensor]:
+    rows, columns = (x if row_token is None else row_token).shape[0], weight.shape[2]
+    gated = activation in GATES
+    out = x.new_empty((rows, columns // 2 if gated else columns))
+    pre = x.new_empty((rows if keep_pre else 0, columns))
+    if out.numel():
+
+        def launch(tiles):
+            _launch(x, weight, expert_offsets, row_token, bias, activation, out, pre, tiles)
+
+        launch_tiles("gated" if gated else "fwd", x, weight, rows, weight.shape[0], out.shape[1], launch)
+    return out, pre
+
+
+def grouped_gemm_norms(rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
+    (num_rows, _), (num_experts, _, columns) = rows.shape, weight.shape
+    squares = rows.new_zeros(num_rows, dtype=torch.float32)
+    if num_rows == 0 or columns == 0:
+        return squares
+
+    def launch(tiles):
+        nonlocal squares
+        partial = rows.new_empty((num_rows, triton.cdiv(columns, tiles.n)), dtype=torch.float32)
+        _launch(rows, weight, expert_offsets, None, bias, "", partial, rows, tiles, norms=True)
+        squares = partial.sum(1)
+
+    launch_tiles("fwd", rows, weight, num_rows, num_experts, columns, launch)
+    return squares
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    row_token: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    out: Tensor,
+    pre: Tensor,
+    tiles: Tiles,
+    norms: bool = False,
+) -> None:
+    columns = weight.shape[2] // 2 if activation in GATES else weight.shape[2]
+    grid = ((out.shape[0] // tiles.m + weight.shape[0] + 1) * triton.cdiv(columns, tiles.n),)
+    _grouped_gemm_fwd[grid](
+        bias_ptr=expert_offsets if bias is None else bias.contiguous(),
+        row_token_ptr=expert_offsets if row_token is None else row_token,
+        expert_offsets_ptr=expert_offsets, out_ptr=out, pre_ptr=pre, R=out.shape[0], N=columns,
+        BIAS=bias is not None, KEEP_PRE=not norms and pre.shape[0] > 0, NORMS=norms,
+        **operands(x, weight, row_token is not None, tiles), **activation_of(activation),
+    )  # fmt: skip

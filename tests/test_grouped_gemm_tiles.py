@@ -1,0 +1,59 @@
+"""How the Triton grouped GEMM cuts its work: many tiles, tensor descriptors, and which tiles a shape gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_grouped_gemm import check
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from conftest import TARGETS, running
+
+from moe_kernels.backends.triton import _grouped_configs, _grouped_launch
+from moe_kernels.backends.triton._grouped_configs import Tiles
+
+
+@pytest.fixture
+def target():
+    with running(next(each for each in TARGETS if each.backend == "triton")) as found:
+        yield found
+
+
+def test_many_tiles(target, monkeypatch):
+    for kernel in _grouped_configs.GENERAL:
+        monkeypatch.setitem(_grouped_configs.GENERAL, kernel, Tiles(16, 16, 16, 4, 2))
+    # 12 row tiles, more than take turns on a column tile, and three column tiles.
+    check(target, torch.float32, "zipf", (100, 20, 41, 5), "gelu", gathered=True)
+    check(target, torch.float32, "adversarial", (60, 20, 44, 5), "swiglu", gathered=False)
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_tensor_descriptors(target, gathered, monkeypatch):
+    made = []
+
+    def descriptor(x, *shape):
+        made.append(tuple(x.shape))
+        return plain(x, *shape)
+
+    plain = _grouped_launch.TensorDescriptor
+    monkeypatch.setattr(_grouped_launch, "TensorDescriptor", descriptor)
+    if target.interpreted:
+        monkeypatch.setattr(_grouped_launch, "loop", lambda device: 90)
+    elif _grouped_launch.loop(torch.device("cuda", torch.cuda.current_device())) != 90:
+        pytest.skip("this GPU has no tensor descriptors in hardware")
+    # Tiles reach past every edge: of the columns, of the sum, of an expert's rows and of the weights of an expert.
+    check(target, torch.bfloat16, "zipf", (48, 80, 96, 5), "swiglu", gathered)
+    tokens = 24 if gathered else 48
+    assert set(made) == {(5, 80, 96), (48, 96)} | (set() if gathered else {(tokens, 80)})
+
+
+def test_tiles_of_a_shape():
+    few, narrow, wide = _grouped_configs.TILES["fwd", 90]
+    for even, rows, columns, expected in (
+        (True, 8 * 96, 2048, few),
+        (True, 8 * 97, 2048, wide),
+        (True, 8 * 97, 128, narrow),
+        (False, 8 * 97, 2048, _grouped_configs.GENERAL["fwd"]),
+    ):
+        assert _grouped_launch.choose("fwd", 90, even, rows, 8, columns) == expected
