@@ -118,6 +118,9 @@ def test_a_data_set_of_the_wrong_kind_is_refused(arguments, capsys):
     args.data = "text"
     assert train.run(args) == 2
     assert "comet_vit wants Images" in capsys.readouterr().err
+    args.data = ""
+    assert train.run(args) == 2
+    assert "comet_vit needs --data: folder or file of CIFAR-10" in capsys.readouterr().err
 
 
 def test_the_l1_side_adds_the_absolute_weights():

@@ -248,6 +248,12 @@ def test_tuning_never_sees_the_test_set(arguments, monkeypatch, tmp_path):
     assert {run["rows"][-1]["step"] for run in tuned} == {5 * math.ceil(180 / 16)}
 
 
+def test_a_single_rate_is_no_choice_and_takes_no_time(arguments, tmp_path):
+    words = ["--tune", "0.2", "--check-steps", "0", "--epochs", "1", "--json", str(tmp_path / "run.json")]
+    assert train.run(arguments(*words)) == 0
+    assert [(run["stage"], run["lr"]) for run in numbers(tmp_path / "run.json")] == [("final", 0.2)] * 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -74,6 +74,9 @@ def run(args: argparse.Namespace) -> int:
             recipe = _recipe(args)
             device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
             backend = backends.choose("kwta", None, torch.empty(0, device=device))
+            if not args.data:
+                (field,) = (each for each in dataclasses.fields(recipe) if each.name == "data")
+                raise ValueError(f"{args.recipe} needs --data: {field.metadata['help']}")
             data = load(args.data)
             if not isinstance(data, recipe.ACCEPTS):
                 raise ValueError(f"{args.recipe} wants {recipe.ACCEPTS.__name__}, and {args.data} has {data.name}")

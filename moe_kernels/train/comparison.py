@@ -47,14 +47,22 @@ class Comparison:
             self.recipe.steps or self.recipe.epochs * math.ceil(n / self.recipe.batch_size)
             for n in (size, size - size // 10)
         )
-        return len(self.variants) * (len(self.seeds) * final + len(self.recipe.tune) * tuned)
+        return len(self.variants) * (len(self.seeds) * final + len(self._candidates) * tuned)
+
+    @property
+    def _candidates(self) -> tuple[float, ...]:
+        """Learning rates to try: none where there is no choice."""
+        return self.recipe.tune if len(self.recipe.tune) > 1 else ()
 
     def train(self, tick: Callable[[], None], say: Callable[[str], None]) -> None:
         """Tuning, then the runs that count. Sides take turns, an evaluation each; seeds come one after another."""
-        if self.recipe.tune:
+        if len(self.recipe.tune) == 1:
+            (rate,) = self.recipe.tune
+            self.variants = {name: dataclasses.replace(each, lr=rate) for name, each in self.variants.items()}
+        if self._candidates:
             split = _held_out(self.data, self.recipe.seed)
             for name, variant in self.variants.items():
-                for lr in self.recipe.tune:
+                for lr in self._candidates:
                     key = f"{name} at {lr:g}"
                     self._together({key: (name, dataclasses.replace(variant, lr=lr), split, "tune")}, tick, say)
                 self.variants[name] = dataclasses.replace(variant, lr=self._best_rate(name))
