@@ -39,10 +39,10 @@ def result() -> ledger.Result:
     return measure.result([ROW], found, limits)
 
 
-def doubled(kernel: Callable[..., object]) -> Callable[..., object]:
+def repeated(kernel: Callable[..., object]) -> Callable[..., object]:
     def slow(*args):
-        kernel(*args)
-        kernel(*args)
+        for _ in range(7):  # a busy machine hides less
+            kernel(*args)
         return kernel(*args)
 
     return slow
@@ -56,7 +56,7 @@ def asleep(kernel: Callable[..., object]) -> Callable[..., object]:
     return slow
 
 
-@pytest.mark.parametrize("slower", [doubled, asleep])
+@pytest.mark.parametrize("slower", [repeated, asleep])
 def test_compare_finds_the_kernel_that_was_made_slower(monkeypatch, tmp_path: Path, slower) -> None:
     before = result()
     monkeypatch.setattr(cpu, "kwta_fwd", slower(cpu.kwta_fwd))
@@ -115,6 +115,7 @@ def test_the_regression_set_fails_where_a_kernel_loses_against_pytorch(tmp_path:
 
 def test_profile_names_the_kernel_that_takes_the_time(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(timing, "ceilings", lambda *args: {"copy": 10.0, "float32": 100.0})
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # poison takes as long as kWTA
     job = replace(JOBS[0], shape={"R": 4096, "N": 512, "p": 0.5})  # long beside what a busy machine puts between
     found = profile.profile(job, tmp_path, 0.01)
     assert found.lines[0].name == "moe_kernels::kwta_fwd"
