@@ -4,6 +4,7 @@ Paper 001, eqs. 7 and 8: S^0 = exp(scores / tau), R times rows and columns. exp(
 tau, and float32 cannot hold scores / tau near 1e7, hence logarithms and float64.
 """
 
+from functools import partial
 from math import isqrt
 from typing import Any
 
@@ -17,18 +18,38 @@ RESIDUAL = 1e-5
 
 
 def sinkhorn(
-    scores: Tensor, iterations: int, *, tau: float = 1.0, gradient: str = "unrolled", anneal_from: float | None = None
+    scores: Tensor,
+    iterations: int,
+    *,
+    tau: float = 1.0,
+    gradient: str = "unrolled",
+    anneal_from: float | None = None,
+    rows: Tensor | None = None,
+    columns: Tensor | None = None,
+    noise: Tensor | None = None,
+    tolerance: float | None = None,
 ) -> Tensor:
     """scores (..., n, n) -> (..., n, n): exp(scores / tau) with rows, then columns normalised, `iterations` times.
 
     Columns come last and sum to one; rows do once it has converged. -inf forbids a pair; a row or column of nothing
     else stays zero. A matrix that holds NaN or +inf becomes NaN altogether (if iterations > 0).
     anneal_from: iteration t works at temperatures(...)[t], on the same potentials in units of scores.
+    rows, columns (..., n): what they sum to instead of one. noise (..., n, n): added to scores.
+    tolerance: a matrix whose row and column sums are all within it takes no further iteration.
     gradient "unrolled": of exactly this, iterates recomputed from sqrt(iterations) checkpoints; "implicit": see
     implicit_gradient, refused where a row sum is off by more than RESIDUAL.
     """
+    noisy = scores if noise is None else scores + noise
+    one = torch.ones(1, dtype=torch.float64, device=scores.device)
+    sums = [one if x is None else x.double() for x in (rows, columns)]
     if gradient == "implicit":
-        return _Implicit.apply(scores, iterations, tau, anneal_from)
+        return _Implicit.apply(noisy, iterations, tau, anneal_from, sums, tolerance)
+    return _unrolled(noisy, iterations, tau, anneal_from, sums, tolerance)
+
+
+def _unrolled(
+    scores: Tensor, iterations: int, tau: float, anneal_from: float | None, sums: list[Tensor], tolerance: float | None
+) -> Tensor:
     taus = temperatures(iterations, tau, anneal_from)
     log_p = scores.double() / (taus[0] if taus else tau)
     if iterations > 0:
@@ -36,10 +57,9 @@ def sinkhorn(
         log_p = log_p + torch.where(broken, torch.nan, 0.0)
     stride = isqrt(iterations) + 1
     ratios = [before / after for before, after in zip(taus[:1] + taus, taus, strict=False)]
+    some = partial(_iterate, sums=sums, tolerance=tolerance)
     for start in range(0, iterations, stride):
-        log_p = checkpoint(
-            _iterate, log_p, ratios[start : start + stride], use_reentrant=False, preserve_rng_state=False
-        )
+        log_p = checkpoint(some, log_p, ratios[start : start + stride], use_reentrant=False, preserve_rng_state=False)
     return log_p.exp().to(scores.dtype)
 
 
@@ -51,12 +71,25 @@ def temperatures(iterations: int, tau: float, anneal_from: float | None = None) 
     return [tau * (anneal_from / tau) ** ((iterations - 1 - t) / steps) for t in range(iterations)]
 
 
-def _iterate(log_p: Tensor, ratios: list[float]) -> Tensor:
+def _iterate(log_p: Tensor, ratios: list[float], sums: list[Tensor], tolerance: float | None) -> Tensor:
+    rows, columns = sums
     for ratio in ratios:
+        before = log_p
         log_p = log_p * ratio if ratio != 1 else log_p
-        log_p = log_p - _log_sum(log_p, -1)
-        log_p = log_p - _log_sum(log_p, -2)
+        log_p = log_p - _log_sum(log_p, -1) + rows.log()[..., None]
+        log_p = log_p - _log_sum(log_p, -2) + columns.log()[..., None, :]
+        if tolerance is not None:
+            log_p = torch.where(_within(before.detach(), sums, tolerance)[..., None, None], before, log_p)
     return log_p
+
+
+def _within(log_p: Tensor, sums: list[Tensor], tolerance: float) -> Tensor:
+    """(...): whether all row and column sums are within tolerance of what they should be, but for empty ones."""
+    inside = torch.ones(log_p.shape[:-2], dtype=torch.bool, device=log_p.device)
+    for dim, expected in zip((-1, -2), sums, strict=True):
+        empty = (log_p == -torch.inf).all(dim)
+        inside = inside & (((log_p.exp().sum(dim) - expected).abs() <= tolerance) | empty).all(-1)
+    return inside
 
 
 def _log_sum(log_p: Tensor, dim: int) -> Tensor:
@@ -65,13 +98,14 @@ def _log_sum(log_p: Tensor, dim: int) -> Tensor:
     return log_p.masked_fill(empty, 0).logsumexp(dim, keepdim=True).masked_fill(empty, 0)
 
 
-def check_converged(p: Tensor) -> None:
-    """ValueError where a row of p (..., n, n) does not sum to one: the implicit gradient would be another map's."""
-    off = (p.double().sum(-1) - 1).abs()
+def check_converged(p: Tensor, rows: Tensor | float = 1.0) -> None:
+    """ValueError where a row of p (..., n, n) has not the sum it should: the fixed point's gradient is not p's."""
+    off = (p.double().sum(-1) - rows).abs()
     if not bool((off <= RESIDUAL).all()):
         worst = float(off.nan_to_num(nan=torch.inf).max())
         raise ValueError(
-            f"sinkhorn: gradient='implicit' holds at the fixed point; expected row sums within {RESIDUAL:g} of 1, got "
+            f"sinkhorn: gradient='implicit' holds at the fixed point; expected row sums within {RESIDUAL:g} of 1 (or "
+            f"of rows), got "
             f"one off by {worst:.3g}: more iterations, a higher tau, or gradient='unrolled'"
         )
 
@@ -96,9 +130,9 @@ def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
 
 class _Implicit(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, iterations: int, tau: float, anneal_from: float | None) -> Tensor:
-        p = sinkhorn(scores.double(), iterations, tau=tau, anneal_from=anneal_from)
-        check_converged(p)
+    def forward(ctx: Any, scores: Tensor, iterations: int, tau: float, anneal_from, sums, tolerance) -> Tensor:
+        p = _unrolled(scores.double(), iterations, tau, anneal_from, sums, tolerance)
+        check_converged(p, sums[0])
         ctx.save_for_backward(p)
         ctx.tau, ctx.dtype = tau, scores.dtype
         return p.to(scores.dtype)
@@ -107,4 +141,4 @@ class _Implicit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (p,) = ctx.saved_tensors
-        return implicit_gradient(p, grad, ctx.tau).to(ctx.dtype), None, None, None
+        return implicit_gradient(p, grad, ctx.tau).to(ctx.dtype), None, None, None, None, None

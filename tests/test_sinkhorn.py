@@ -247,6 +247,67 @@ def test_pot_agrees_where_it_has_converged(target):
     assert error(got, expected) < 1e-5
 
 
+def test_marginals_against_pot_and_gradcheck():
+    ot = pytest.importorskip("ot", reason="POT is not installed")
+    scores, rows = torch.randn(2, 5, 5, dtype=torch.float64), torch.rand(2, 5, dtype=torch.float64) + 0.2
+    columns = torch.full((5,), 1 / 5, dtype=torch.float64)
+    rows = rows / rows.sum(-1, keepdim=True)
+    p = mk.sinkhorn(scores, 300, tau=0.5, rows=rows, columns=columns)
+    for got, each, row in zip(p, scores, rows, strict=True):
+        assert error(got, ot.sinkhorn(row, columns, -each, 0.5, numItermax=5000, stopThr=1e-14)) < 1e-9
+    early = mk.sinkhorn(scores, 1, tau=0.05, rows=rows, columns=columns)
+    torch.testing.assert_close(early.sum(-2), columns.expand(2, 5))  # columns come last
+    leaves = [x.requires_grad_() for x in (scores, rows, columns)]
+    assert torch.autograd.gradcheck(lambda s, r, c: mk.sinkhorn(s, 4, tau=0.4, rows=r, columns=c), leaves)
+    fixed = {"rows": rows.detach(), "columns": columns.detach()}
+    assert torch.autograd.gradcheck(lambda s: mk.sinkhorn(s, 300, tau=0.5, gradient="implicit", **fixed), scores)
+
+
+def test_noise_is_added(target):
+    scores, noise = (torch.randn(2, 4, 4, device=target.device, requires_grad=True) for _ in range(2))
+    p = mk.sinkhorn(scores, 3, tau=0.3, noise=noise, backend=target.backend)
+    assert torch.equal(p, mk.sinkhorn(scores + noise, 3, tau=0.3, backend=target.backend))
+    to_scores, to_noise = torch.autograd.grad(p.square().sum(), (scores, noise))
+    assert to_scores.any()
+    assert torch.equal(to_scores, to_noise)
+
+
+def test_tolerance_stops_each_matrix_by_itself():
+    scores = torch.randn(4, 6, 6, dtype=torch.float64) * torch.tensor([0.3, 1.0, 3.0, 8.0])[:, None, None]
+    scores[2, 1] = -INF  # a row of nothing is not waited for
+    counts = []
+    for each in scores:
+        p, count = each.exp(), 0
+        while count < 40 and not all(((p.sum(d) - 1).abs() * (p.sum(d) > 0)).amax() <= 1e-3 for d in (-1, -2)):
+            count += 1
+            p = mk.sinkhorn(each, count, backend="reference")
+        counts.append(count)
+    assert len(set(counts)) > 2, counts
+    leaf = scores.clone().requires_grad_()
+    grad = torch.randn_like(scores)
+    p = mk.sinkhorn(leaf, 40, tolerance=1e-3)
+    (got,) = torch.autograd.grad(p, leaf, grad)
+    for i, count in enumerate(counts):
+        alone = scores[i].clone().requires_grad_()
+        q = mk.sinkhorn(alone, count, backend="reference")
+        torch.testing.assert_close(p[i], q, rtol=0, atol=1e-12)
+        torch.testing.assert_close(got[i], torch.autograd.grad(q, alone, grad[i])[0], rtol=0, atol=1e-12)
+
+
+def test_options_that_a_backend_does_not_have(target):
+    if target is REFERENCE:
+        pytest.skip("the reference has them all")
+    scores, ones = torch.randn(2, 3, 3, device=target.device), torch.ones(3, device=target.device)
+    for options in ({"rows": ones}, {"columns": ones}, {"tolerance": 0.1}):
+        name = next(iter(options))
+        with pytest.raises(backends.BackendError, match=f"sinkhorn: backend '{target.backend}'.* not take {name}"):
+            mk.sinkhorn(scores, 2, **options, backend=target.backend)
+        with backends.use_backend(target.backend), pytest.raises(backends.BackendError, match="not take"):
+            mk.sinkhorn(scores, 2, **options)
+        expected = mk.sinkhorn(scores, 2, **options, backend="reference")
+        assert torch.equal(mk.sinkhorn(scores, 2, **options), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_the_float64_result_rounded(target, dtype):
     scores = torch.randn(3, 5, 5, device=target.device).to(dtype)
@@ -339,6 +400,15 @@ def test_harden_is_the_best_assignment():
         (lambda s: mk.sinkhorn(s, 2, tau="1"), TypeError, "sinkhorn: tau must be a number, got str"),
         (lambda s: mk.sinkhorn(s, 2, anneal_from=0.5), ValueError, "sinkhorn: anneal_from must be at least tau = 1"),
         (lambda s: mk.sinkhorn(s, 2, gradient="exact"), ValueError, "sinkhorn: gradient must be one of 'unrolled'"),
+        (lambda s: mk.sinkhorn(s, 2, noise=s[0]), ValueError, "sinkhorn: noise must have the shape of scores"),
+        (
+            lambda s: mk.sinkhorn(s, 2, rows=s[0, :2]),
+            ValueError,
+            r"sinkhorn: rows must broadcast to \(3,\) .* got \(2,\)",
+        ),
+        (lambda s: mk.sinkhorn(s, 2, columns=[1.0]), TypeError, "sinkhorn: columns must be a Tensor, got list"),
+        (lambda s: mk.sinkhorn(s, 2, tolerance=-1), ValueError, "sinkhorn: tolerance must be above 0 .* got -1"),
+        (lambda s: mk.sinkhorn(s, 2, tolerance=0.1, anneal_from=2), ValueError, "sinkhorn: tolerance would stop .*"),
         (lambda s: torch.vmap(lambda m: mk.sinkhorn(m, 2))(s[None]), TypeError, "sinkhorn: torch.func transforms"),
         (lambda s: mk.harden(s[0]), ValueError, r"harden: soft must be \(\.\.\., n, n\)"),
         (lambda s: mk.harden(s * NAN), ValueError, "harden: soft must hold neither NaN"),

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "moe/formats.h"
 #include "moe/lanes.h"
@@ -67,6 +68,9 @@ struct Stage {
     const bool whole = packed && stride_row == n;  // a matrix is one long row
     const int64_t rows = whole ? 1 : n, columns = whole ? n * n : n;
     if (count < group) std::fill(data, data + n * row, Wide(0));
+    if constexpr (kTransposes<F>) {
+      if (whole && count == group) return read_transposed(from, stride_batch);
+    }
     for (int64_t l = 0; l < count; ++l)
       for (int64_t i = 0; i < rows; ++i) {
         const typename F::Key* in = from + l * stride_batch + i * stride_row;
@@ -78,6 +82,11 @@ struct Stage {
   template <class F>
   void write(typename F::Key* to, int64_t count, const Form* form) const {
     const int64_t rows = packed ? 1 : n, columns = packed ? n * n : n;
+    if constexpr (kTransposes<F>) {
+      if (count == group && std::none_of(form, form + group, [](Form each) { return each == Form::broken; })) {
+        return write_transposed(to);
+      }
+    }
     for (int64_t l = 0; l < count; ++l)
       for (int64_t i = 0; i < rows; ++i, to += columns)
         if (form[l] == Form::broken) {
@@ -85,6 +94,37 @@ struct Stage {
         } else {
           for (int64_t j = 0; j < columns; ++j) to[j] = F::narrow(data[i * row + j * group + l]);
         }
+  }
+
+  // A group of whole matrices in blocks of as many elements as there are lanes: element by element costs as much as
+  // twenty iterations of n = 4.
+  template <class F>
+  static constexpr bool kTransposes = packed && sizeof(typename F::Key) == sizeof(Wide);
+
+  template <class Key>
+  void read_transposed(const Key* from, int64_t stride_batch) const {
+    int64_t e = 0;
+    for (; e + group <= n * n; e += group) {
+      Vec<Wide> block[kLanes<Wide>];
+      for (int l = 0; l < group; ++l) block[l] = (Vec<Wide>)load(from + l * stride_batch + e);
+      transpose(block);
+      for (int l = 0; l < group; ++l) store(data + (e + l) * group, block[l]);
+    }
+    for (; e < n * n; ++e)
+      for (int64_t l = 0; l < group; ++l) std::memcpy(data + e * group + l, from + l * stride_batch + e, sizeof(Wide));
+  }
+
+  template <class Key>
+  void write_transposed(Key* to) const {
+    int64_t e = 0;
+    for (; e + group <= n * n; e += group) {
+      Vec<Wide> block[kLanes<Wide>];
+      for (int l = 0; l < group; ++l) block[l] = load(data + (e + l) * group);
+      transpose(block);
+      for (int l = 0; l < group; ++l) store(to + l * n * n + e, (Vec<Key>)block[l]);
+    }
+    for (; e < n * n; ++e)
+      for (int64_t l = 0; l < group; ++l) std::memcpy(to + l * n * n + e, data + e * group + l, sizeof(Wide));
   }
 
   // The form that each matrix can take; padding must not widen its row.
@@ -135,6 +175,51 @@ struct Rows {
       data[i] = v[0];
     }
   }
+};
+
+// One part of a stage, that is kLanes<T> of its matrices or its only one, in the arithmetic T; it answers for those of
+// its matrices that have the one form or the other.
+template <bool packed, class Wide, class T>
+class Part {
+ public:
+  static constexpr int64_t parts = packed ? Stage<packed, Wide>::group / kLanes<T> : 1;
+
+  const Stage<packed, Wide>& scores;
+  int64_t part, n, blocks;
+  bool wanted = false;
+
+  Part(const Stage<packed, Wide>& scores, int64_t part, const Form* form, Form one, Form other)
+      : scores(scores), part(part), n(scores.n), blocks(packed ? scores.n : scores.row / kLanes<T>) {
+    for (int l = 0; l < (packed ? kLanes<T> : 1); ++l) {
+      const Form each = form[part * kLanes<T> + l];
+      mask_[l] = each == one || each == other ? -1 : 0;
+      wanted |= mask_[l] != 0;
+    }
+  }
+
+  int64_t width() const { return blocks * kLanes<T>; }
+  Vec<double> score(int64_t i, int64_t j) const { return at(scores, i, j); }
+  Vec<double> at(const Stage<packed, Wide>& stage, int64_t i, int64_t j) const {
+    return load_as<double>(stage.template block<double>(i, j, part));
+  }
+
+  // Only into the lanes whose matrices are wanted.
+  void put(const Stage<packed, Wide>& out, int64_t i, int64_t j, Vec<T> value) const {
+    Wide* to = out.template block<T>(i, j, part);
+    if constexpr (packed) {
+      Values old;
+      std::memcpy(&old, to, sizeof old);
+      const Values chosen = mask_ ? __builtin_convertvector(value, Values) : old;
+      std::memcpy(to, &chosen, sizeof chosen);
+    } else {
+      store_as<T>(to, value);
+    }
+  }
+
+ private:
+  static constexpr int kBytes = kLanes<T> * int(sizeof(Wide));
+  using Values = typename VecOf<Wide, kBytes>::type;
+  typename VecOf<std::conditional_t<sizeof(Wide) == 8, int64_t, int32_t>, kBytes>::type mask_{};
 };
 
 }  // namespace

@@ -76,7 +76,12 @@ def choose(op: str, backend: str | None, x: Tensor) -> str:
 
 @torch.compiler.assume_constant_result
 def _choose(op: str, backend: str | None, device: str, dtype: torch.dtype) -> str:
-    return _decide(op, backend or _wanted.get() or os.environ.get("MOE_KERNELS_BACKEND"), device, dtype)
+    return _decide(op, asked(backend), device, dtype)
+
+
+def asked(backend: str | None) -> str | None:
+    """The backend asked for by name, in whichever way; None leaves the choice."""
+    return backend or _wanted.get() or os.environ.get("MOE_KERNELS_BACKEND")
 
 
 @cache

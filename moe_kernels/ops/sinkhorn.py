@@ -17,8 +17,7 @@ vectors only where the matrix's range allows it, and elsewhere takes differences
 
 from __future__ import annotations
 
-from math import inf, isfinite, prod
-from numbers import Real
+from math import prod
 from typing import Any
 
 import torch
@@ -27,7 +26,15 @@ from torch.autograd.function import once_differentiable
 
 import python_ref.sinkhorn as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_square, check_tensor
+from moe_kernels.ops._checks import (
+    FLOATING,
+    check_choice,
+    check_int,
+    check_like,
+    check_positive,
+    check_square,
+    check_tensor,
+)
 
 GRADIENTS = ("unrolled", "implicit")
 
@@ -39,6 +46,10 @@ def sinkhorn(
     tau: float = 1.0,
     gradient: str = "unrolled",
     anneal_from: float | None = None,
+    rows: Tensor | None = None,
+    columns: Tensor | None = None,
+    noise: Tensor | None = None,
+    tolerance: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """exp(scores / tau) with its rows, then its columns, normalised, `iterations` times.
@@ -53,37 +64,52 @@ def sinkhorn(
         iterations: R >= 0; each is rows, then columns. 0 gives exp(scores / tau).
         tau: temperature, finite and above 0. Down to 1e-7 the result is within 1e-6 of float64's on the same scores.
         gradient: "unrolled", of exactly what was computed; or "implicit", of the fixed point, with O(n^2) memory and no
-            dependence on iterations, refused unless every row sum is within 1e-5 of one. The check waits for a GPU.
+            dependence on iterations, refused unless every row sum is within 1e-5 of what it should be. The check waits
+            for a GPU.
         anneal_from: a temperature >= tau from which the iterations cool geometrically to tau, potentials (in units of
             scores) kept. From 1 to 1e-7 in 50 iterations reaches a permutation where a fixed 1e-7 never does.
-        backend: "reference", "cpu", "triton" (n <= 64) or "cuda" (n <= 1024); None chooses (see moe_kernels.explain),
-            and the reference for larger n on a GPU.
+        rows, columns: (..., n), broadcast over matrices, any floating dtype: what rows and columns sum to instead of
+            one. Above 0 and of equal totals, which nothing checks; otherwise rows never converge.
+        noise: like scores, and added to them: Gumbel noise draws permutations (Gumbel-Sinkhorn).
+        tolerance: a matrix whose row and column sums are all within it takes no further iteration. Not while cooling.
+        backend: "reference", "cpu", "triton" (n <= 64) or "cuda" (n <= 1024); None chooses (see moe_kernels.explain).
+            rows, columns and tolerance are the reference's alone, as is larger n on a GPU.
 
     Returns:
         (..., n, n) in the dtype of scores, accurate to its rounding.
 
-    Gradient: to scores, once differentiable on kernels. It carries the factor 1 / tau: at tau = 1e-7 entries are 0 or 1
-    and it is mostly exactly zero. Autocast: runs in the dtype it is given. FLOPs (torch's counter): 4 n^2 an iteration
-    and matrix forward, 12 backward: multiply-adds of the vector-scaled form.
+    Gradient: to scores and noise (and, unrolled, rows and columns), once differentiable on kernels. It carries the
+    factor 1 / tau: at tau = 1e-7 entries are 0 or 1 and it is mostly exactly zero. Autocast: runs in the dtype it is
+    given. FLOPs (torch's counter): 4 n^2 an iteration and matrix forward, 12 backward: multiply-adds of the
+    vector-scaled form.
 
     Raises:
-        TypeError: scores is no tensor of those dtypes, iterations no int, tau no number, or a torch.func transform.
-        ValueError: scores not (..., n, n), iterations < 0, tau not in (0, inf), anneal_from < tau, an unknown gradient,
-            or gradient="implicit" for scores whose iterates have not converged.
+        TypeError: scores is no tensor of those dtypes, noise has another dtype, iterations no int, tau no number, or a
+            torch.func transform.
+        ValueError: scores not (..., n, n), iterations < 0, tau or tolerance not in (0, inf), anneal_from < tau, rows or
+            columns that do not broadcast to (..., n), noise of another shape or device, tolerance with anneal_from, an
+            unknown gradient, or gradient="implicit" for scores whose iterates have not converged, or with rows or
+            columns that want a gradient.
         BackendError: the backend asked for by name cannot run this.
 
-    Source: paper 001, eqs. 7 and 8.
+    Source: paper 001, eqs. 7 and 8; noise: Mena, Belanger, Linderman, Snoek 2018.
     """
     check_tensor("sinkhorn", "scores", scores, FLOATING)
     check_square("sinkhorn", "scores", scores)
     iterations = check_int("sinkhorn", "iterations", iterations, 0, 2**31 - 1, "iterations")
-    tau = _temperature("tau", tau, 0.0)
-    if anneal_from is not None:
-        anneal_from = _temperature("anneal_from", anneal_from, tau)
+    tau = check_positive("sinkhorn", "tau", tau)
+    anneal_from = _check_annealing(anneal_from, tau, tolerance)
     check_choice("sinkhorn", "gradient", gradient, GRADIENTS)
-    chosen = _choose(backend, scores)
+    for name, sums in (("rows", rows), ("columns", columns)):
+        _check_sums(name, sums, scores, gradient)
+    if noise is not None:
+        check_tensor("sinkhorn", "noise", noise, FLOATING)
+        check_like("sinkhorn", "noise", noise, "scores", scores)
+        scores = scores + noise
+    options: dict[str, Any] = {"rows": rows, "columns": columns, "tolerance": tolerance}
+    chosen = _choose(backend, scores, [name for name, value in options.items() if value is not None])
     if chosen == "reference" or iterations == 0:
-        return reference.sinkhorn(scores, iterations, tau=tau, gradient=gradient, anneal_from=anneal_from)
+        return reference.sinkhorn(scores, iterations, tau=tau, gradient=gradient, anneal_from=anneal_from, **options)
     matrices = library.rows(scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:]))
     taus = reference.temperatures(iterations, tau, anneal_from)
     if torch.is_grad_enabled() and scores.requires_grad:
@@ -112,23 +138,46 @@ class _Sinkhorn(torch.autograd.Function):
         return library.ops.sinkhorn_bwd(library.rows(grad), saved, ctx.taus, ctx.backend), None, None, None
 
 
-def _choose(backend: str | None, scores: Tensor) -> str:
-    """As backends.choose, which does not know of n: GPUs hold matrices on the chip."""
+def _choose(backend: str | None, scores: Tensor, options: list[str]) -> str:
+    """As backends.choose, which knows neither of n, as GPUs hold matrices on the chip, nor of options."""
     chosen, n = backends.choose("sinkhorn", backend, scores), scores.shape[-1]
-    largest = n if chosen == "reference" else getattr(backends.load(chosen, "sinkhorn"), "SINKHORN_LARGEST", n)
-    if n <= largest:
+    if chosen == "reference":
         return chosen
-    if backend is None:
+    largest = getattr(backends.load(chosen, "sinkhorn"), "SINKHORN_LARGEST", n)
+    if n <= largest and not options:
+        return chosen
+    if backends.asked(backend) is None:
         return "reference"
-    raise backends.BackendError(f"sinkhorn: backend {chosen!r} cannot run here: it takes n up to {largest}, not {n}")
+    reason = f"it takes n up to {largest}, not {n}" if n > largest else f"it does not take {', '.join(options)}"
+    raise backends.BackendError(f"sinkhorn: backend {chosen!r} cannot run here: {reason}")
 
 
-def _temperature(name: str, value: object, low: float) -> float:
-    """`value` as a float, finite, above zero and not below `low`."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"sinkhorn: {name} must be a number, got {type(value).__name__}")
-    number = float(value)
-    if not (isfinite(number) and number > 0 and number >= low):
-        expected = f"at least tau = {low:g}" if low else f"above 0 and below {inf}"
-        raise ValueError(f"sinkhorn: {name} must be {expected}, a temperature; got {number}")
-    return number
+def _check_annealing(anneal_from: object, tau: float, tolerance: object) -> float | None:
+    if tolerance is not None:
+        check_positive("sinkhorn", "tolerance", tolerance)
+    if anneal_from is None:
+        return None
+    if tolerance is not None:
+        raise ValueError("sinkhorn: tolerance would stop a matrix at a temperature on the way; got anneal_from as well")
+    hot = check_positive("sinkhorn", "anneal_from", anneal_from)
+    if hot < tau:
+        raise ValueError(f"sinkhorn: anneal_from must be at least tau = {tau:g}, a temperature; got {hot}")
+    return hot
+
+
+def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -> None:
+    """`sums` broadcasts to a number for each row of scores, and wants no gradient that there is not."""
+    if sums is None:
+        return
+    check_tensor("sinkhorn", name, sums, FLOATING)
+    shape = scores.shape[:-1]
+    broadcasts = sums.dim() <= len(shape) and all(
+        have in (1, want) for have, want in zip(sums.shape[::-1], shape[::-1], strict=False)
+    )
+    if not broadcasts or sums.device != scores.device:
+        raise ValueError(
+            f"sinkhorn: {name} must broadcast to {tuple(shape)} on {scores.device}; got {tuple(sums.shape)} on "
+            f"{sums.device}"
+        )
+    if gradient == "implicit" and sums.requires_grad:
+        raise ValueError(f"sinkhorn: gradient='implicit' has none for {name}; got one that requires it")

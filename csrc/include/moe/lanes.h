@@ -72,6 +72,24 @@ inline V swapped(V v, std::index_sequence<lane...>) {
   return __builtin_shufflevector(v, v, int(lane ^ step)...);
 }
 
+// Lane l of row r becomes lane r of row l, by exchanging squares of half, a quarter, ... of the lanes.
+template <int step, class V, size_t... lane>
+inline void exchange(V& upper, V& lower, std::index_sequence<lane...>) {
+  constexpr int count = sizeof...(lane);
+  const V first = __builtin_shufflevector(upper, lower, int(lane & step ? count + lane - step : lane)...);
+  lower = __builtin_shufflevector(upper, lower, int(lane & step ? count + lane : lane + step)...);
+  upper = first;
+}
+
+template <class V, int lanes, int step = lanes / 2>
+inline void transpose(V (&rows)[lanes]) {
+  if constexpr (step > 0) {
+    for (int r = 0; r < lanes; ++r)
+      if (!(r & step)) exchange<step>(rows[r], rows[r + step], std::make_index_sequence<lanes>());
+    transpose<V, lanes, step / 2>(rows);
+  }
+}
+
 // combine over all lanes, in every lane of the result.
 template <class T, int step = kLanes<T> / 2, class Combine>
 inline Vec<T> across(Vec<T> v, Combine combine) {

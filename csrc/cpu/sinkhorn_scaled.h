@@ -1,0 +1,148 @@
+// Sinkhorn's iteration on exp(S / tau), taken once and then scaled by vectors.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "sinkhorn_stage.h"
+
+namespace moe {
+namespace MOE_ISA {
+namespace {
+
+// k = exp((S - row maximum) / tau), (n, width). The exponents are taken in double: float's are off by 60 units.
+template <bool packed, class Wide, class T>
+void exponentials(const Part<packed, Wide, T>& part, double inv_tau, T* k) {
+  constexpr int halves = kLanes<T> / kLanes<double>;
+  const auto block = [&](int64_t i, int64_t j, int half) {
+    const Wide* from = part.scores.template block<T>(i, j, part.part) + half * kLanes<double>;
+    return load_as<double>(from);
+  };
+  for (int64_t i = 0; i < part.n; ++i) {
+    Vec<double> most[halves];
+    for (int h = 0; h < halves; ++h) most[h] = block(i, 0, h);
+    for (int64_t j = 1; j < part.blocks; ++j)
+      for (int h = 0; h < halves; ++h) most[h] = max(most[h], block(i, j, h));
+    if constexpr (!packed) {
+      for (int h = 1; h < halves; ++h) most[0] = max(most[0], most[h]);
+      for (int h = halves; h-- > 0;) most[h] = row_max<packed, double>(most[0]);
+    }
+    for (int64_t j = 0; j < part.blocks; ++j)
+      for (int h = 0; h < halves; ++h)
+        store_as<double>(k + (i * part.blocks + j) * kLanes<T> + h * kLanes<double>, exp((block(i, j, h) - most[h]) * inv_tau));
+  }
+}
+
+// Calls work(first row, how many rows) on blocks of four rows, whose loads and sums overlap, and then row by row.
+template <class Work>
+void in_blocks(int64_t n, Work work) {
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) work(i, std::integral_constant<int, 4>());
+  for (; i < n; ++i) work(i, std::integral_constant<int, 1>());
+}
+
+// u = 1 / (k v), next = 1 / (k' u)
+template <bool packed, class T>
+void scale(const T* k, int64_t n, int64_t blocks, const T* v, Rows<packed, T> u, T* next) {
+  constexpr int w = kLanes<T>;
+  const int64_t width = blocks * w;
+  std::fill(next, next + width, T(0));
+  in_blocks(n, [&](int64_t i, auto rows) {
+    const T* row = k + i * width;
+    Vec<T> total[rows] = {}, share[rows];
+    for (int64_t j = 0; j < width; j += w)
+      for (int r = 0; r < rows; ++r) total[r] += load(row + r * width + j) * load(v + j);
+    for (int r = 0; r < rows; ++r) u.set(i + r, share[r] = reciprocal(row_sum<packed, T>(total[r])));
+    for (int64_t j = 0; j < width; j += w) {
+      Vec<T> sum = load(next + j);
+      for (int r = 0; r < rows; ++r) sum += load(row + r * width + j) * share[r];
+      store(next + j, sum);
+    }
+  });
+  for (int64_t j = 0; j < width; j += w) {
+    const Vec<T> total = load(next + j);
+    store(next + j, total == T(0) ? Vec<T>{} : reciprocal(total));  // a padding column stays zero
+  }
+}
+
+template <bool packed, class Wide, class T>
+void scaled_forward(const Part<packed, Wide, T>& part, int64_t iterations, double inv_tau,
+                    const Stage<packed, Wide>& out, Arena arena) {
+  if (!part.wanted) return;
+  constexpr int w = kLanes<T>;
+  T* k = arena.take<T>(part.n * part.width());
+  T *v = arena.take<T>(part.width()), *next = arena.take<T>(part.width());
+  const auto u = Rows<packed, T>::take(part.n, &arena);
+  exponentials(part, inv_tau, k);
+  std::fill(v, v + part.width(), T(1));
+  for (int64_t t = 0; t < iterations; ++t, std::swap(v, next)) scale<packed>(k, part.n, part.blocks, v, u, next);
+  for (int64_t i = 0; i < part.n; ++i)
+    for (int64_t j = 0; j < part.blocks; ++j) {
+      const Vec<T> p = load(k + (i * part.blocks + j) * w) * u[i] * load(v + j * w);
+      part.put(out, i, j, p);
+    }
+}
+
+template <bool packed, class Wide>
+void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations, double inv_tau,
+                     const Stage<packed, Wide>& grad, const Stage<packed, Wide>& out, Arena arena) {
+  if (!part.wanted) return;
+  constexpr int w = kLanes<double>;
+  const int64_t n = part.n, blocks = part.blocks, width = part.width(), rows = packed ? n * w : n;
+  double *k = arena.take<double>(n * width), *h = arena.take<double>(n * width);
+  double *u = arena.take<double>(iterations * rows), *v = arena.take<double>((iterations + 1) * width);
+  double *dg = arena.take<double>(width), *y = arena.take<double>(width);
+  const auto df = Rows<packed, double>::take(n, &arena);
+  exponentials(part, inv_tau, k);
+  std::fill(v, v + width, 1.0);
+  for (int64_t t = 0; t < iterations; ++t)
+    scale<packed>(k, n, blocks, v + t * width, {u + t * rows}, v + (t + 1) * width);
+
+  // dS = k * h / tau; both potentials' gradients start from dP, and then run back through the iterations.
+  const Rows<packed, double> last{u + (iterations - 1) * rows};
+  std::fill(dg, dg + width, 0.0);
+  for (int64_t i = 0; i < n; ++i) {
+    Vec<double> total{};
+    for (int64_t j = 0; j < blocks; ++j) {
+      const Vec<double> scale = last[i] * load(v + iterations * width + j * w);
+      const Vec<double> share = scale * part.at(grad, i, j), weight = load(k + i * width + j * w) * share;
+      store(h + i * width + j * w, share);
+      store(dg + j * w, load(dg + j * w) - weight);
+      total -= weight;
+    }
+    df.set(i, row_sum<packed, double>(total));
+  }
+  for (int64_t t = iterations; t-- > 0;) {
+    const double* before = v + t * width;
+    const Rows<packed, double> shares{u + t * rows};
+    for (int64_t j = 0; j < blocks; ++j) store(y + j * w, load(dg + j * w) * load(before + width + j * w));
+    std::fill(dg, dg + width, 0.0);
+    in_blocks(n, [&](int64_t i, auto rows) {
+      const double* row = k + i * width;
+      double* sum = h + i * width;
+      Vec<double> total[rows] = {}, share[rows], x[rows];
+      for (int64_t j = 0; j < width; j += w)
+        for (int r = 0; r < rows; ++r) total[r] += load(row + r * width + j) * load(y + j);
+      for (int r = 0; r < rows; ++r) {
+        share[r] = shares[i + r], x[r] = share[r] * (df[i + r] - share[r] * row_sum<packed, double>(total[r]));
+        df.set(i + r, Vec<double>{});
+      }
+      for (int64_t j = 0; j < width; j += w) {
+        Vec<double> change = load(dg + j);
+        for (int r = 0; r < rows; ++r) {
+          change -= load(row + r * width + j) * x[r];
+          store(sum + r * width + j, load(sum + r * width + j) + share[r] * load(y + j) + x[r] * load(before + j));
+        }
+        store(dg + j, change);
+      }
+    });
+    for (int64_t j = 0; j < blocks; ++j) store(dg + j * w, load(dg + j * w) * load(before + j * w));
+  }
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t j = 0; j < blocks; ++j)
+      part.put(out, i, j, load(k + i * width + j * w) * load(h + i * width + j * w) * inv_tau);
+}
+
+}  // namespace
+}  // namespace MOE_ISA
+}  // namespace moe
