@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from moe_kernels import data, recipes, train
+from moe_kernels.data import Ratings
 from moe_kernels.data.text import load as load_text
 from moe_kernels.models.comparison import MODELS
 from moe_kernels.nn.schedules import cosine, inverse_root, warmup
 from moe_kernels.recipes import Splits, comet
 from moe_kernels.recipes.competesmoe import CompeteSMoE
+from moe_kernels.recipes.movielens import MovieLens
 from moe_kernels.recipes.vmoe import VMoE
 from moe_kernels.train.loop import Run
 
@@ -30,11 +32,25 @@ SMALL: dict[str, tuple[str, str]] = {
         f"--sides {' '.join(CompeteSMoE.SIDES)} --dim 16 --hidden 12 --depth 1 --heads 2 --length 12 --experts 4",
     ),
     "manual": ("digits", "--dim 16 --heads 2 --hidden 12"),
+    "movielens": (
+        "ratings",
+        f"--sides {' '.join(MovieLens.SIDES)} --experts 4 --search-epochs 1 --dropout 0.1",
+    ),
     "vmoe": (
         "images",
         f"--sides {' '.join(VMoE.SIDES)} --dim 16 --depth 2 --moe-layers 1 --heads 2 --hidden 12 --experts 4",
     ),
 }
+
+
+def ratings() -> Ratings:
+    """Users of two tastes and movies of two kinds; who does not watch does not rate."""
+    draw = torch.Generator().manual_seed(0)
+    users, movies = torch.randint(0, 20, (160,), generator=draw), torch.randint(0, 30, (160,), generator=draw)
+    liked = (users % 2 == movies % 2).float()
+    watched = (torch.rand(160, generator=draw) < 0.2 + 0.6 * liked).float()
+    rows = (users, movies, watched, watched * (2 + 3 * liked))
+    return Ratings("tastes", tuple(each[:80] for each in rows), tuple(each[80:] for each in rows), 20, 30)
 
 
 def images() -> data.Images:
@@ -52,7 +68,7 @@ def arguments(monkeypatch, tmp_path):
     text = tmp_path / "words.txt"
     text.write_text("the cat sat on the mat and the rat sat on the cat. " * 30)
     digits = partial(data.load, "digits")
-    made = {"images": images, "digits": digits, "text": partial(load_text, text)}
+    made = {"images": images, "digits": digits, "ratings": ratings, "text": partial(load_text, text)}
     monkeypatch.setattr(train, "load", lambda name: made[name]())
 
     def parse(name: str, *words: str) -> argparse.Namespace:

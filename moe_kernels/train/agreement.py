@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ from moe_kernels.train.loop import Run
 # Allowed between the two runs, relative to max(1, |loss|) and to the largest gradient. Weights are not compared: where
 # a gradient is zero but for rounding, as that of an attention's key bias is, Adam's step is its sign. kWTA copies what
 # it keeps and writes zeros elsewhere, so its two runs add and multiply the same numbers, and on most machines agree in
-# every bit. Matrix products may sum in another order (torch promises none): one rounding of float32 is 6e-8, and some
-# dozens of steps of a stable run amplify it by less than a hundred.
+# every bit. Matrix products may sum in another order (torch promises none): one rounding of float32 is 6e-8, and a
+# network amplifies it by less than a hundred.
 TOLERANCE = 1e-5
 
 
@@ -50,7 +51,8 @@ class Agreement:
 def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) -> Agreement:
     """Takes the same steps from the same weights on the backend in force and on the reference, and compares every one.
 
-    Who is routed where must be the same; losses and gradients may differ by TOLERANCE.
+    Every step starts from the weights and moments of the run on the backend in force. Who is routed where must be the
+    same; losses and gradients may differ by TOLERANCE.
     """
     with backends.use_backend("reference"):
         reference = make_reference()
@@ -61,6 +63,8 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
             wrong = sum(int((a != b).sum()) for a, b in zip(routed, _routed(reference), strict=True))
             expected = _step(reference)
         gradients = _gradient_error(fast.task.model, reference.task.model)
+        reference.task.model.load_state_dict(fast.task.model.state_dict())
+        reference.task.optimiser.load_state_dict(copy.deepcopy(fast.task.optimiser.state_dict()))
         found.append(Step(number, wrong, loss.item(), expected.item(), _error(loss, expected).item(), gradients))
     return Agreement(found)
 

@@ -1,0 +1,117 @@
+"""Paper 001: gates and local search on MovieLens, two tasks, 16 experts (Table 1).
+
+The paper trains on 200,000 rows for 10 epochs, Adam at 2.5e-5, batches of 512, task weights 0.9 (watched, binary
+cross-entropy) and 0.1 (rating, squared error over the rows that have one); "+" learns a permutation for 5 epochs. Its
+training features are not public: of the prepared files the validation rows train and the test rows judge.
+"+untrained" is the control: the same permutation schedule, and a U that never learns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_kernels.data import Ratings
+from moe_kernels.models.mmoe import MMoE
+from moe_kernels.nn.experts import ExpertLayer
+from moe_kernels.nn.gates import DSelectKGate, Gate, HashGate, SoftmaxGate, TopKGate, TreeGate
+from moe_kernels.nn.local_search import SCHEDULES, LocalSearch
+from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
+
+GATES = ("softmax", "hash", "topk", "dselect", "comet")
+
+
+@dataclass(frozen=True)
+class MovieLens(Recipe):
+    """Sides: softmax, hash, topk, dselect, comet, each as it is, with "+" or with "+untrained"."""
+
+    SIDES: ClassVar[tuple[str, ...]] = tuple(gate + plus for gate in GATES for plus in ("", "+", "+untrained"))
+    ACCEPTS: ClassVar[type] = Ratings
+    METRIC: ClassVar[str] = "loss"
+    HIGHER_IS_BETTER: ClassVar[bool] = False
+
+    data: str = option("", "folder with MovieLens, as ratings.dat or prepared")
+    sides: tuple[str, ...] = option(("hash", "topk", "comet"), "gates to compare, with local search or without")
+    rows: int = option(200_000, "training rows, the first ones of a shuffle by the seed of the data; 0: all", low=0)
+    experts: int = option(16, "experts that the tasks share", low=2)
+    k: int = option(2, "choices of a sparse gate, trees of the tree gate", low=1)
+    gamma: float = option(0.01, "width of the smooth step", low=0)
+    entropy: float = option(1.0, "lambda, weight of the entropy of the tree gate and DSelect-k", low=0)
+    zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0)
+    search_epochs: int = option(5, "epochs that learn the permutation", low=0)
+    schedule: str = option("paper", "of the permutation's temperature", choices=SCHEDULES)
+    watched_weight: float = option(0.9, "alpha: weight of the task `watched`; 1 - alpha that of `rating`", low=0)
+    dropout: float = option(0.5, "of an expert's output", low=0)
+    batch_size: int = option(512, "samples a step", low=1)
+    lr: float = option(2.5e-5, "learning rate of Adam", low=0)
+
+    def splits(self, data: Any) -> Splits:
+        chosen = torch.randperm(len(data.train[0]), generator=torch.Generator().manual_seed(0))
+        chosen = chosen[: self.rows or None].to(data.train[0].device)
+        return Splits(data, tuple(column[chosen] for column in data.train), data.test)
+
+    def variants(self) -> dict[str, Recipe]:
+        return {side: replace(self, sides=(side,)) for side in self.sides}
+
+    def build(self, data: Splits, seed: int, steps: int) -> Task:
+        users = data.train[0]
+        gate, plus, control = self.side.partition("+")
+        experts = ExpertLayer(self.experts, 256, 256, activation="relu", dropout=self.dropout)
+        search = None
+        if plus:
+            epoch = math.ceil(len(users) / self.batch_size)
+            search = LocalSearch(
+                self.experts,
+                self.search_epochs * epoch,
+                zeta=self.zeta,
+                renormalise=gate != "dselect",
+                schedule=self.schedule,
+            )
+            if control:
+                search.scores.requires_grad_(False)
+        first, second = (self._gate(gate, data.source.num_users) for _ in range(2))
+        gates = (first, first if gate == "hash" else second)  # a user's expert is the same for both tasks
+        model = MMoE(data.source.num_users, data.source.num_movies, gates, experts, search).to(users.device)
+
+        def loss(batch: Batch) -> dict[str, Tensor]:
+            watched, rating, out = model(*batch.tensors[:2])
+            task = self._task_loss(watched, rating, *batch.tensors[2:])
+            return {"loss": task + out.loss, "task": task, "experts": out.statistics["experts_per_token"]}
+
+        def evaluate(batch: Batch) -> Measures:
+            watched, rating, _ = model(*batch.tensors[:2])
+            truth, stars = batch.tensors[2:]
+            size, rated = len(truth), stars > 0
+            return {
+                "loss": (size * self._task_loss(watched, rating, truth, stars), size),
+                "watched accuracy": (((watched > 0) == (truth > 0.5)).sum(), size),
+                "rating error": ((torch.where(rated, rating - stars, 0) ** 2).sum(), rated.sum()),
+            }
+
+        def routing(batch: Batch) -> list[Routing]:
+            found = model(*batch.tensors[:2])[2].statistics
+            return [Routing(gates > 1e-5, gates) for gates in (found["task0.gates"], found["task1.gates"])]
+
+        return Task(model, torch.optim.Adam(model.parameters(), self.lr), loss, evaluate, routing=routing)
+
+    def _task_loss(self, watched: Tensor, rating: Tensor, truth: Tensor, stars: Tensor) -> Tensor:
+        rated = stars > 0
+        error = torch.where(rated, rating - stars, 0).square().sum() / rated.sum().clamp(min=1)
+        entropy = F.binary_cross_entropy_with_logits(watched, truth)
+        return self.watched_weight * entropy + (1 - self.watched_weight) * error
+
+    def _gate(self, name: str, num_users: int) -> Gate:
+        if name == "softmax":
+            return SoftmaxGate(256, self.experts)
+        if name == "hash":
+            return HashGate(num_users, self.experts)
+        if name == "topk":
+            return TopKGate(256, self.experts, self.k)
+        if name == "dselect":
+            return DSelectKGate(256, self.experts, self.k, gamma=self.gamma, entropy=self.entropy)
+        return TreeGate(256, self.experts, self.k, gamma=self.gamma, entropy=self.entropy)
