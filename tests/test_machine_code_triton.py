@@ -31,6 +31,8 @@ INSTRUCTIONS = {
     r"sinkhorn_.*": [r"LDG\.E", r"STG\.E", r"DFMA"],
     r"(grouped_gemm|expert_mlp|activation)_.*": [r"LDG", r"STG\.E"],
     r"plan_.*": [r"LDG\.E", r"STG\.E"],
+    r"tree_gate_(fwd|bwd) .*": [r"LDG\.E", r"STG\.E", r"MUFU\.EX2"],
+    r"tree_gate_fused .*": [r"HG?MMA", r"LDGSTS\.E\.BYPASS\.128", r"BAR\.SYNC", r"MUFU\.EX2"],
 }
 
 # The inner loops of the products in 16 bits: cp.async and mma.sync, or descriptors (TMA) and wgmma.

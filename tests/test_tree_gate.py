@@ -344,6 +344,39 @@ def test_views_are_read(target):
         torch.testing.assert_close(each, plain[name])
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_products_and_tree_in_one_kernel(dtype):
+    """Triton's kernel for one tree of few experts; its logits are what backward reads."""
+    target = next(each for each in TARGETS if each.id == "triton")
+    if reason := reason_to_skip(target, "tree_gate"):
+        pytest.skip(reason)
+    kernels = backends.load("triton", "tree_gate")
+    floor = 2.0**-7 if target.interpreted and dtype == torch.bfloat16 else 8 * torch.finfo(dtype).eps
+    for tokens, dim, experts, biases in ((70, 32, 2, ()), (3, 80, 5, ("split_bias",)), (65, 16, 64, ("leaf_bias",))):
+        arguments = drawn(tokens, dim, 1, experts, device=target.device)
+        kept = ("x", "split_weight", "leaf_weight", *biases)
+        arguments = {name: arguments[name].to(dtype) for name in kept}
+        assert kernels.tree_gate_fits(*(arguments[name] for name in kept[:3]))
+        grads = (
+            torch.randn(tokens, experts, device=target.device),
+            torch.randn(tokens, 1, experts, device=target.device),
+        )
+        wide = {name: each.double() for name, each in arguments.items()}
+        got = gate_and_gradients(arguments, grads, "triton", gamma=1.0)
+        same = gate_and_gradients(arguments, grads, "reference", gamma=1.0)
+        exact = gate_and_gradients(wide, grads, "reference", gamma=1.0)
+        for name, each in got.items():
+            assert_near(each, same[name], exact[name], floor, (experts, name))
+    for kind, dim, trees, experts in (
+        (dtype, 24, 1, 8),
+        (dtype, 32, 2, 8),
+        (dtype, 32, 1, 65),
+        (torch.float, 32, 1, 8),
+    ):
+        leaf_weight = torch.zeros(trees, experts, dim, dtype=kind)
+        assert not kernels.tree_gate_fits(leaf_weight[0], leaf_weight[:, 1:], leaf_weight)
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("parity", PARITIES)
 def test_derivative_in_float64(backend, parity):

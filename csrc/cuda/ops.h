@@ -198,10 +198,50 @@ cudaError_t grouped_gemm_norms(int dtype,
                                float* partial,       // (ceil(Dout / 128), R)
                                int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
+// The tree gate after its matrix products: leaf_probs_tji = product of the branch probabilities on the way to leaf i of
+// tree j, gates_ti = sum over j of w_tji exp(leaf_logits_tji) / sum over j and i of the same, where w is leaf_probs +
+// epsilon, or 0 where leaf_probs is less than `least`.
+cudaError_t tree_gate_fwd(int dtype,
+                          const void* split_logits,  // (T, K, E - 1) contiguous, nodes in heap order
+                          const void* leaf_logits,   // (T, K, E) contiguous, leaves from left to right
+                          void* gates,               // (T, E) float32
+                          void* leaf_probs,          // (T, K, E) float32
+                          void* scratch, int64_t scratch_stride,  // not used
+                          int64_t tokens, int64_t num_trees, int64_t num_experts, float gamma, float epsilon,
+                          float least, cudaStream_t stream);
+
+cudaError_t tree_gate_bwd(int dtype,
+                          const void* grad_gates,       // (T, E) float32
+                          const void* grad_leaf_probs,  // (T, K, E) float32, or nullptr: zeros
+                          const void* split_logits,     // (T, K, E - 1) contiguous
+                          const void* leaf_logits,      // (T, K, E) contiguous
+                          void* dsplit,                 // (T, K, E - 1) contiguous
+                          void* dleaf,                  // (T, K, E) contiguous
+                          void* scratch, int64_t scratch_stride,  // not used
+                          int64_t tokens, int64_t num_trees, int64_t num_experts, float gamma, float epsilon,
+                          float least, cudaStream_t stream);
+
+// The descent of every tree from its root, which keeps the likeliest leaf, and a softmax over the kept leaves.
+cudaError_t tree_route_fwd(int dtype,
+                           const void* x,             // (T, P), last dimension contiguous
+                           int64_t x_stride,          // elements from token to token
+                           const void* split_weight,  // (K, E - 1, P) contiguous, nodes in heap order
+                           const void* leaf_weight,   // (K, E, P) contiguous, leaves from left to right
+                           const void* split_bias,    // (K, E - 1), or nullptr
+                           const void* leaf_bias,     // (K, E), or nullptr
+                           void* weights,             // (T, K) float32; 0 where an earlier tree has the expert
+                           int32_t* experts,          // (T, K); -1 there
+                           int32_t* visited,          // (T, K): nodes whose weights were read
+                           uint8_t* unsaturated,      // (T, K): whether one as likely as the leaf was not saturated
+                           void* scratch, int64_t scratch_stride,  // not used
+                           int64_t tokens, int64_t dim, int64_t num_trees, int64_t num_experts, float gamma,
+                           cudaStream_t stream);
+
 }  // namespace moe
 
 #define MOE_CUDA_OPS(X) \
   X(kwta_fwd) X(kwta_bwd) X(topk_gate_fwd) X(topk_gate_bwd) \
   X(make_plan_fwd) X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
   X(sinkhorn_fwd) X(sinkhorn_bwd) \
-  X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(activation_bwd) X(grouped_gemm_norms) X(expert_mlp_bwd_hidden)
+  X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(activation_bwd) X(grouped_gemm_norms) X(expert_mlp_bwd_hidden) \
+  X(tree_gate_fwd) X(tree_gate_bwd) X(tree_route_fwd)

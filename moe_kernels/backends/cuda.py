@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.native import combine, dispatch, grouped_gemm_cuda, kwta, plan, sinkhorn, topk_gate
+from moe_kernels.backends.native import combine, dispatch, grouped_gemm_cuda, kwta, plan, sinkhorn, topk_gate, tree_gate
 
 try:
     from moe_kernels import _cuda as module  # type: ignore[attr-defined]  # compiled
@@ -71,6 +71,7 @@ def _supports(device: str, dtype: torch.dtype) -> str | None:
 
 
 kwta_supports = topk_gate_supports = dispatch_supports = combine_supports = sinkhorn_supports = _supports
+tree_gate_supports = tree_route_supports = _supports
 
 
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
@@ -104,3 +105,7 @@ grouped_gemm_bwd_weight = partial(grouped_gemm_cuda.bwd_weight, _self)
 activation_bwd = partial(grouped_gemm_cuda.activation_bwd, _self)
 expert_mlp_bwd_hidden = partial(grouped_gemm_cuda.hidden_bwd, _self)
 grouped_gemm_norms = partial(grouped_gemm_cuda.norms, _self)
+
+tree_gate_fwd = partial(tree_gate.fwd, _self)
+tree_gate_bwd = partial(tree_gate.bwd, _self)
+tree_route_fwd = partial(tree_gate.route, _self)

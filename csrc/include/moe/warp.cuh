@@ -10,18 +10,19 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 
 __device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(kAllLanes, value); }
 
-// In a fixed order of additions: every lane holds the same bits, run after run.
-__device__ __forceinline__ float warp_sum(float value) {
+// In a fixed order of additions: every lane holds the same bits, run after run. With fewer lanes, a power of two, it is
+// over as many neighbours.
+__device__ __forceinline__ float warp_sum(float value, int lanes = kWarpSize) {
 #pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+  for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
   return value;
 }
 
 __device__ __forceinline__ float2 warp_sum(float2 value) { return {warp_sum(value.x), warp_sum(value.y)}; }
 
-__device__ __forceinline__ float warp_max(float value) {
+__device__ __forceinline__ float warp_max(float value, int lanes = kWarpSize) {
 #pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
     value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, offset));
   }
   return value;

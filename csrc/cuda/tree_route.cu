@@ -1,0 +1,217 @@
+// The tree gate's descent. A warp takes a token and a tree, goes down to the likelier side of each node and reads the
+// weights of the nodes it meets, and no others; what it leaves aside at a node that is not saturated waits on a stack,
+// which the lanes hold together, and is looked at only if it is as likely as the best leaf by then.
+#include <cfloat>
+
+#include "moe/dtypes.h"
+#include "moe/launch.cuh"
+#include "moe/rows.cuh"
+#include "moe/shared.cuh"
+#include "moe/tree.cuh"
+#include "moe/warp.cuh"
+#include "ops.h"
+
+namespace moe {
+namespace {
+
+constexpr int kWarps = 8;         // of a block
+constexpr int kBlocks = 2;        // for one SM: aiming at more the compiler would spill
+constexpr int kMostTrees = 1024;  // 8 KB of shared memory a token, of which there is then one a block
+
+// Rows of weights with their biases, and a token to multiply them with.
+template <class T, class Vector>
+struct Products {
+  const Vector* x;       // (P)
+  const Vector* weight;  // (rows, P)
+  const T* bias;         // (rows), or nullptr
+  int vectors, lane;
+
+  // In the dtype of x, as the matrix product of the whole gate gives it; the same in every lane.
+  __device__ float operator[](int row) const {
+    using Elements = Pack<T, Vector>;
+    float sum = 0.0f;
+    for (int v = lane; v < vectors; v += kWarpSize) {
+      typename Elements::Floats a, b;
+      Elements::unpack(load(x + v), a);
+      Elements::unpack(load(weight + row * int64_t(vectors) + v), b);
+#pragma unroll
+      for (int i = 0; i < Elements::kElements; i++) sum = __fmaf_rn(a[i], b[i], sum);
+    }
+    T rounded;
+    narrow(warp_sum(sum) + (bias ? widen(bias[row]) : 0.0f), rounded);
+    return widen(rounded);
+  }
+};
+
+// A place in a tree and the probability of getting there.
+struct Place {
+  int node;
+  float prob;
+};
+
+// Lane i holds entry i: a level of the tree leaves at most one.
+struct Stack {
+  Place mine{0, 0.0f};
+  int size = 0;
+
+  __device__ void push(Place place, int lane) {
+    if (lane == size) mine = place;
+    size++;
+  }
+  __device__ Place pop() {
+    size--;
+    return {__shfl_sync(kAllLanes, mine.node, size), __shfl_sync(kAllLanes, mine.prob, size)};
+  }
+};
+
+struct Descent {
+  Place best{INT32_MAX, 0.0f};  // the likeliest leaf so far, the left-most of several
+  int expert = INT32_MAX, visited = 0;
+  float undecided = -1.0f, unknown = -1.0f;  // probability of the likeliest node that is not saturated, or NaN
+
+  // A node that is NaN counts as one that goes left.
+  template <class Logits>
+  __device__ void run(const Logits& split_logits, const Tree& tree, const SmoothStep& step, int lane) {
+    Stack aside;
+    Place at{1, 1.0f};
+    for (;;) {
+      while (at.node < tree.num_experts && at.prob >= best.prob) {
+        float t = split_logits[at.node - 1];
+        visited++;
+        if (t != t) {
+          unknown = fmaxf(unknown, at.prob);
+          t = step.half;
+        }
+        const Split split(t, step);
+        if (!split.saturated()) undecided = fmaxf(undecided, at.prob);
+        const float left = at.prob * split.left(), right = at.prob * split.right();
+        const int side = right > left;
+        if (fminf(left, right) > 0.0f) aside.push({2 * at.node + 1 - side, fminf(left, right)}, lane);
+        at = {2 * at.node + side, fmaxf(left, right)};
+      }
+      if (at.node >= tree.num_experts) {
+        const int found = tree.expert(at.node);
+        if (at.prob > best.prob || (at.prob == best.prob && found < expert)) best = at, expert = found;
+      }
+      if (aside.size == 0) return;
+      at = aside.pop();
+    }
+  }
+};
+
+// A softmax over the kept leaves; an expert of several trees gets the sum at its first place.
+__device__ void merge(const float* logits,    // (K)
+                      const int32_t* chosen,  // (K)
+                      float* weights,         // (K)
+                      int32_t* experts,       // (K)
+                      int num_trees, int lane) {
+  float highest = -FLT_MAX, total = 0.0f;
+  for (int j = lane; j < num_trees; j += kWarpSize) highest = fmaxf(highest, logits[j]);
+  highest = warp_max(highest);
+  for (int j = lane; j < num_trees; j += kWarpSize) total += expf(logits[j] - highest);
+  total = warp_sum(total);
+  for (int j = lane; j < num_trees; j += kWarpSize) {
+    bool first = true;
+    float sum = 0.0f;
+    for (int other = 0; other < num_trees; other++) {
+      if (chosen[other] != chosen[j]) continue;
+      first &= other >= j;
+      sum += expf(logits[other] - highest);
+    }
+    weights[j] = first ? sum / total : 0.0f;
+    experts[j] = first ? chosen[j] : -1;
+  }
+}
+
+template <class T, class Vector>
+__global__ void __launch_bounds__(kWarps * kWarpSize, kBlocks)
+    tree_route_kernel(const Vector* x,             // (T, P)
+                      int64_t x_stride,            // vectors from token to token
+                      const Vector* split_weight,  // (K, E - 1, P)
+                      const Vector* leaf_weight,   // (K, E, P)
+                      const T* split_bias,         // (K, E - 1), or nullptr
+                      const T* leaf_bias,          // (K, E), or nullptr
+                      float* weights,              // (T, K)
+                      int32_t* experts,            // (T, K)
+                      int32_t* visited,            // (T, K)
+                      uint8_t* unsaturated,        // (T, K)
+                      int64_t tokens, int num_trees, Tree tree, SmoothStep step, int vectors) {
+  DYNAMIC_SHARED(float, shared);
+  const int lane = threadIdx.x, place = threadIdx.z;  // of blockDim.y warps that share a token's trees
+  float* const logits = shared + place * 2 * num_trees;
+  int32_t* const chosen = reinterpret_cast<int32_t*>(logits + num_trees);
+  const int64_t token = int64_t(blockIdx.x) * blockDim.z + place;
+  const int64_t first = token * num_trees;
+  x += token * x_stride;
+  for (int j = threadIdx.y; token < tokens && j < num_trees; j += blockDim.y) {
+    const int64_t leaves = int64_t(j) * tree.num_experts, nodes = leaves - j;
+    Descent descent;
+    descent.run(Products<T, Vector>{x, split_weight + nodes * vectors, split_bias ? split_bias + nodes : nullptr,
+                                    vectors, lane},
+                tree, step, lane);
+    const Products<T, Vector> leaf_logits{x, leaf_weight + leaves * vectors, leaf_bias ? leaf_bias + leaves : nullptr,
+                                          vectors, lane};
+    const float logit = leaf_logits[descent.expert];
+    if (lane > 0) continue;
+    logits[j] = descent.unknown >= descent.best.prob ? NAN : logit;
+    chosen[j] = descent.expert;
+    visited[first + j] = descent.visited;
+    unsaturated[first + j] = descent.undecided >= descent.best.prob;
+  }
+  __syncthreads();
+  if (token < tokens && threadIdx.y == 0) merge(logits, chosen, weights + first, experts + first, num_trees, lane);
+}
+
+struct Call {
+  const void* x;
+  int64_t x_stride;
+  const void *split_weight, *leaf_weight, *split_bias, *leaf_bias;
+  float* weights;
+  int32_t *experts, *visited;
+  uint8_t* unsaturated;
+  int64_t tokens, num_trees, num_experts, dim;
+  float gamma;
+};
+
+template <class T, class Vector>
+cudaError_t start(const Call& c, cudaStream_t stream) {
+  constexpr int kElements = Pack<T, Vector>::kElements;
+  int warps = 1;  // for a token
+  while (warps < kWarps && warps < c.num_trees) warps *= 2;
+  const int together = kWarps / warps;
+  const dim3 grid(static_cast<unsigned>((c.tokens + together - 1) / together));
+  return launch(tree_route_kernel<T, Vector>, grid, dim3(kWarpSize, warps, together),
+                together * c.num_trees * (sizeof(float) + sizeof(int32_t)), stream, static_cast<const Vector*>(c.x),
+                c.x_stride / kElements, static_cast<const Vector*>(c.split_weight),
+                static_cast<const Vector*>(c.leaf_weight), static_cast<const T*>(c.split_bias),
+                static_cast<const T*>(c.leaf_bias), c.weights, c.experts, c.visited, c.unsaturated, c.tokens,
+                static_cast<int>(c.num_trees), Tree(c.num_experts), SmoothStep(c.gamma),
+                static_cast<int>(c.dim / kElements));
+}
+
+}  // namespace
+
+cudaError_t tree_route_fwd(int dtype, const void* x, int64_t x_stride, const void* split_weight,
+                           const void* leaf_weight, const void* split_bias, const void* leaf_bias, void* weights,
+                           int32_t* experts, int32_t* visited, uint8_t* unsaturated, void* /*scratch*/,
+                           int64_t /*scratch_stride*/, int64_t tokens, int64_t dim, int64_t num_trees,
+                           int64_t num_experts, float gamma, cudaStream_t stream) {
+  if (tokens < 0 || tokens > INT32_MAX || num_trees < 1 || num_trees > kMostTrees || num_experts < 2 ||
+      num_experts > kMaxRow || dim < 0 || dim > kMaxRow) {
+    return cudaErrorInvalidValue;
+  }
+  if (tokens == 0) return cudaSuccess;
+  const int64_t size = element_size(dtype);
+  const bool vectors = rows_divide(16, dim * size, {x_stride * size}, {x, split_weight, leaf_weight});
+  const Call call{x,       x_stride, split_weight, leaf_weight, split_bias, leaf_bias,   static_cast<float*>(weights),
+                  experts, visited,  unsaturated,  tokens,      num_trees,  num_experts, dim, gamma};
+  switch (dtype) {
+    case float32: return vectors ? start<float, uint4>(call, stream) : start<float, uint32_t>(call, stream);
+    case bfloat16:
+      return vectors ? start<__nv_bfloat16, uint4>(call, stream) : start<__nv_bfloat16, uint16_t>(call, stream);
+    case float16: return vectors ? start<__half, uint4>(call, stream) : start<__half, uint16_t>(call, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace moe

@@ -1,0 +1,382 @@
+"""The tree gate in Triton: a program per few tokens, the probabilities of a tree's places in registers.
+
+A tree is laid out as if all of its leaves were at the last level: 2^DEPTH places from left to right, of which a leaf
+that is a level higher takes the left one of two, with probability 1. Downwards each place walks along its ancestors,
+whose pre-activations it shares with its neighbours in the first-level cache; upwards, in the backward, a level halves
+the row. Where one tree's columns fit, forward is one kernel with the matrix products in it.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_kernels.backends.native.tree_gate import weighing
+from moe_kernels.backends.triton import Configuration, unsupported
+
+TILE = 512  # places of a program, 4 a thread
+MOST_EXPERTS = 4096
+MOST_FUSED = 64  # experts: 128 columns of float32 sums for 64 tokens are 64 registers a thread
+
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+def configurations() -> list[Configuration]:
+    """Every dtype, trees of three sizes; backward also without a gradient of leaf_probs; the products fused."""
+    numbers = dict.fromkeys(("half", "slope", "epsilon", "least"), "fp32")
+    found = []
+    for short in TYPES.values():
+        element, outputs = f"*{short}", {"gates_ptr": "*fp32", "leaf_probs_ptr": "*fp32"}
+        logits = {"split_logits_ptr": element, "leaf_logits_ptr": element}
+        sizes = {"T": "i32", "K": "i32", "E": "i32"} | numbers
+        fwd = logits | outputs | sizes
+        bwd = {"grad_gates_ptr": "*fp32", "grad_leaf_probs_ptr": "*fp32"} | logits
+        bwd |= {"dsplit_ptr": element, "dleaf_ptr": element} | sizes
+        for num_experts in (8, 64, 1024) if short == "fp32" else (64,):
+            constants, warps = _blocks(num_experts)
+            name = f"{short} {num_experts}"
+            found.append(Configuration(f"tree_gate_fwd {name}", _tree_gate_fwd, fwd, constants, warps))
+            for given in (False, True) if num_experts == 64 else (True,):
+                flags, label = constants | {"LEAF_PROBS": given}, f"{name}{' leaf_probs' * given}"
+                found.append(Configuration(f"tree_gate_bwd {label}", _tree_gate_bwd, bwd, flags, warps))
+        inputs = ("x_ptr", "split_weight_ptr", "leaf_weight_ptr", "split_bias_ptr", "leaf_bias_ptr")
+        fused = dict.fromkeys(inputs, element) | outputs | logits | {"T": "i32", "P_16": "i32", "E": "i32"} | numbers
+        for num_experts in () if short == "fp32" else (8, 64):
+            constants, warps, stages = _fused_blocks(num_experts)
+            constants |= {"BIASES": 3, "WIDEN": False}
+            name = f"tree_gate_fused {short} {num_experts}"
+            found.append(Configuration(name, _tree_gate_fused, fused, constants, warps, stages))
+    return found
+
+
+def _blocks(num_experts: int) -> tuple[dict[str, int], int]:
+    """Tokens of a program and levels of a tree, and warps."""
+    depth = (num_experts - 1).bit_length()
+    tokens = max(TILE >> depth, 1)
+    return {"BLOCK_T": tokens, "DEPTH": depth}, max((tokens << depth) // 128, 4)
+
+
+def _fused_blocks(num_experts: int) -> tuple[dict[str, int], int, int]:
+    """The same with the columns of a matrix product, of which there are 16 or more; and stages."""
+    depth = (num_experts - 1).bit_length()
+    columns = max(1 << depth, 16)
+    return {"BLOCK_T": 64, "BLOCK_P": 64, "COLUMNS": columns, "DEPTH": depth}, max(columns // 8, 4), 3
+
+
+@triton.jit
+def _share(t, half, slope):
+    """clamp(1/2 + t / gamma) to full relative precision: near the clamp t + gamma / 2 is exact. A NaN stays one."""
+    return tl.where(t >= half, 1.0, tl.where(t <= -half, 0.0, (t + half) * slope))
+
+
+@triton.jit
+def _derivative(t, left, right, half, slope):
+    """d/dt of a h + b (1 - h), given left = a h and right = b (1 - h): left h' / h - right h' / (1 - h).
+
+    h' / h is 6 w / (gamma u (3 - 2u)), and left holds the factor u^2.
+    """
+    u, w = _share(t, half, slope), _share(-t, half, slope)
+    of_u, of_w = u * (3.0 - 2.0 * u), w * (3.0 - 2.0 * w)
+    saturated = (u == 0.0) | (w == 0.0)
+    d = 6.0 * slope * (left * (w * of_w) - right * (u * of_u)) / tl.where(saturated, 1.0, of_u * of_w)
+    return tl.where(saturated, 0.0, d)
+
+
+@triton.jit
+def _experts(E, DEPTH: tl.constexpr):
+    """The expert of each place, and whether it has one."""
+    place = tl.arange(0, 1 << DEPTH)
+    deep = 2 * E - (1 << DEPTH)
+    return tl.where(place < deep, place, (place + deep) // 2), (place < deep) | (place % 2 == 0)
+
+
+@triton.jit
+def _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: tl.constexpr):
+    """Probability of each of a tree's places: (BLOCK_T, 2^DEPTH); the tree's nodes are a row of E - 1."""
+    place = tl.arange(0, 1 << DEPTH)
+    v = tl.full((BLOCK_T, 1 << DEPTH), 1.0, tl.float32)
+    for level in range(DEPTH):
+        node = (1 << level) - 1 + (place >> (DEPTH - level))
+        # What is no node goes left.
+        there = real[:, None] & (node < E - 1)
+        t = tl.load(split_logits_ptr + row[:, None] * (E - 1) + node, mask=there, other=float("inf")).to(tl.float32)
+        right = ((place >> (DEPTH - 1 - level)) & 1) != 0
+        u = _share(tl.where(right, -t, t), half, slope)
+        v *= u * u * (3.0 - 2.0 * u)
+    return v
+
+
+@triton.jit
+def _gates(
+    split_logits_ptr,  # (T, K, E - 1) contiguous
+    leaf_logits_ptr,  # (T, K, E) contiguous
+    gates_ptr,  # (T, E) contiguous
+    leaf_probs_ptr,  # (T, K, E) contiguous
+    first,
+    T,
+    K,
+    E,
+    half,
+    slope,
+    epsilon,
+    least,
+    BLOCK_T: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Gates and leaf probabilities of tokens `first` to first + BLOCK_T."""
+    split_logits_ptr += first * K * (E - 1)
+    leaf_logits_ptr += first * K * E
+    leaf_probs_ptr += first * K * E
+    token = tl.arange(0, BLOCK_T)
+    real = token < T - first
+    expert, leaf = _experts(E, DEPTH)
+    inside = real[:, None] & leaf
+    highest = tl.full((BLOCK_T,), LOWEST, tl.float32)
+    sums = tl.zeros((BLOCK_T, 1 << DEPTH), tl.float32)
+    for k in range(K):
+        row = token * K + k
+        v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH)
+        at = row[:, None] * E + expert
+        tl.store(leaf_probs_ptr + at, v, mask=inside)
+        a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        counts = leaf[None, :] & ~(v < least)
+        higher = tl.maximum(highest, tl.max(tl.where(counts, a, LOWEST), axis=1))
+        terms = tl.where(counts, (v + epsilon) * tl.exp(a - higher[:, None]), 0.0)
+        sums = sums * tl.exp(highest - higher)[:, None] + terms
+        highest = higher
+    gates = sums / tl.sum(sums, axis=1)[:, None]
+    tl.store(gates_ptr + first * E + token[:, None] * E + expert, gates, mask=inside)
+
+
+@triton.jit
+def _tree_gate_fwd(
+    split_logits_ptr,  # (T, K, E - 1) contiguous
+    leaf_logits_ptr,  # (T, K, E) contiguous
+    gates_ptr,  # (T, E) contiguous
+    leaf_probs_ptr,  # (T, K, E) contiguous
+    T,
+    K,
+    E,
+    half,
+    slope,
+    epsilon,
+    least,
+    BLOCK_T: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    _gates(
+        split_logits_ptr, leaf_logits_ptr, gates_ptr, leaf_probs_ptr, tl.program_id(0).to(tl.int64) * BLOCK_T,
+        T, K, E, half, slope, epsilon, least, BLOCK_T, DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _tree_gate_bwd(
+    grad_gates_ptr,  # (T, E) contiguous
+    grad_leaf_probs_ptr,  # (T, K, E) contiguous; not read unless LEAF_PROBS
+    split_logits_ptr,  # (T, K, E - 1) contiguous
+    leaf_logits_ptr,  # (T, K, E) contiguous
+    dsplit_ptr,  # (T, K, E - 1) contiguous
+    dleaf_ptr,  # (T, K, E) contiguous
+    T,
+    K,
+    E,
+    half,
+    slope,
+    epsilon,
+    least,
+    LEAF_PROBS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    split_logits_ptr += first * K * (E - 1)
+    dsplit_ptr += first * K * (E - 1)
+    leaf_logits_ptr += first * K * E
+    dleaf_ptr += first * K * E
+    token = tl.arange(0, BLOCK_T)
+    real = token < T - first
+    expert, leaf = _experts(E, DEPTH)
+    inside = real[:, None] & leaf
+    grad = tl.load(grad_gates_ptr + first * E + token[:, None] * E + expert, mask=inside, other=0.0)
+    highest = tl.full((BLOCK_T,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    dot = tl.zeros((BLOCK_T,), tl.float32)
+    for k in range(K):
+        row = token * K + k
+        v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH)
+        a = tl.load(leaf_logits_ptr + row[:, None] * E + expert, mask=inside, other=0.0).to(tl.float32)
+        counts = leaf[None, :] & ~(v < least)
+        higher = tl.maximum(highest, tl.max(tl.where(counts, a, LOWEST), axis=1))
+        terms = tl.where(counts, (v + epsilon) * tl.exp(a - higher[:, None]), 0.0)
+        scale = tl.exp(highest - higher)
+        total = total * scale + tl.sum(terms, axis=1)
+        dot = dot * scale + tl.sum(terms * grad, axis=1)
+        highest = higher
+    grad -= (dot / total)[:, None]
+    # Read and computed again, tree by tree: K of them do not stay in registers.
+    for k in range(K):
+        row = token * K + k
+        v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH)
+        at = row[:, None] * E + expert
+        a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        counts = leaf[None, :] & ~(v < least)
+        # What counts is at least the smallest normal number, and so is the total: the quotient is finite.
+        change = tl.where(counts, tl.exp(a - highest[:, None]) / total[:, None] * grad, 0.0)
+        dleaf = (v + epsilon) * change
+        tl.store(dleaf_ptr + at, dleaf.to(dleaf_ptr.dtype.element_ty), mask=inside)
+        below = v * change
+        if LEAF_PROBS:
+            given = tl.load(grad_leaf_probs_ptr + first * K * E + at, mask=inside, other=0.0)
+            below += tl.where(leaf, v, 0.0) * given
+        for up in tl.static_range(1, DEPTH + 1):
+            left, right = tl.split(tl.reshape(below, (BLOCK_T, 1 << (DEPTH - up), 2)))
+            node = (1 << (DEPTH - up)) - 1 + tl.arange(0, 1 << (DEPTH - up))
+            at, there = row[:, None] * (E - 1) + node, real[:, None] & (node < E - 1)
+            t = tl.load(split_logits_ptr + at, mask=there, other=0.0).to(tl.float32)
+            dsplit = _derivative(t, left, right, half, slope)
+            tl.store(dsplit_ptr + at, dsplit.to(dsplit_ptr.dtype.element_ty), mask=there)
+            below = left + right
+
+
+@triton.jit
+def _tree_gate_fused(
+    x_ptr,  # (T, P) contiguous
+    split_weight_ptr,  # (1, E - 1, P) contiguous
+    leaf_weight_ptr,  # (1, E, P) contiguous
+    split_bias_ptr,  # (1, E - 1); not read unless BIASES & 1
+    leaf_bias_ptr,  # (1, E); not read unless BIASES & 2
+    gates_ptr,  # (T, E) contiguous
+    leaf_probs_ptr,  # (T, 1, E) contiguous
+    split_logits_ptr,  # (T, 1, E - 1) contiguous
+    leaf_logits_ptr,  # (T, 1, E) contiguous
+    T,
+    P_16,  # P / 16, so that the compiler knows of 16-byte pieces
+    E,
+    half,
+    slope,
+    epsilon,
+    least,
+    BIASES: tl.constexpr,
+    WIDEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * BLOCK_T
+    token = tl.arange(0, BLOCK_T)
+    real = token < T - first
+    column = tl.arange(0, COLUMNS)
+    node, leaf = column < E - 1, column < E
+    splits = tl.zeros((BLOCK_T, COLUMNS), tl.float32)
+    leaves = tl.zeros((BLOCK_T, COLUMNS), tl.float32)
+    p, P = tl.arange(0, BLOCK_P), P_16 * 16
+    x_ptr += first * P
+    for start in range(0, P, BLOCK_P):
+        within = start + p < P
+        x = tl.load(x_ptr + token[:, None] * P + start + p, mask=real[:, None] & within, other=0.0)
+        at = split_weight_ptr + column * P + (start + p)[:, None]
+        split_weight = tl.load(at, mask=node & within[:, None], other=0.0)
+        at = leaf_weight_ptr + column * P + (start + p)[:, None]
+        leaf_weight = tl.load(at, mask=leaf & within[:, None], other=0.0)
+        if WIDEN:
+            x, split_weight, leaf_weight = x.to(tl.float32), split_weight.to(tl.float32), leaf_weight.to(tl.float32)
+        splits = tl.dot(x, split_weight, splits)
+        leaves = tl.dot(x, leaf_weight, leaves)
+    if BIASES & 1:
+        splits += tl.load(split_bias_ptr + column, mask=node, other=0.0).to(tl.float32)
+    if BIASES & 2:
+        leaves += tl.load(leaf_bias_ptr + column, mask=leaf, other=0.0).to(tl.float32)
+    at = split_logits_ptr + first * (E - 1) + token[:, None] * (E - 1) + column
+    tl.store(at, splits.to(x_ptr.dtype.element_ty), mask=real[:, None] & node)
+    at = leaf_logits_ptr + first * E + token[:, None] * E + column
+    tl.store(at, leaves.to(x_ptr.dtype.element_ty), mask=real[:, None] & leaf)
+    # What this program has written it reads again, in the dtype of x as backward does, from the nearest cache.
+    tl.debug_barrier()
+    _gates(
+        split_logits_ptr, leaf_logits_ptr, gates_ptr, leaf_probs_ptr, first,
+        T, 1, E, half, slope, epsilon, least, BLOCK_T, DEPTH,
+    )  # fmt: skip
+
+
+def tree_gate_supports(device: str, dtype: torch.dtype) -> str | None:
+    return unsupported(device, dtype, tuple(TYPES))
+
+
+def tree_gate_fwd(split_logits: Tensor, leaf_logits: Tensor, gamma: float, mode: str) -> tuple[Tensor, Tensor]:
+    num_tokens, _, num_experts = leaf_logits.shape
+    gates = leaf_logits.new_empty((num_tokens, num_experts), dtype=torch.float32)
+    leaf_probs = gates.new_empty(leaf_logits.shape)
+    _launch(_tree_gate_fwd, (split_logits, leaf_logits, gates, leaf_probs), leaf_logits, gamma, mode)
+    return gates, leaf_probs
+
+
+def tree_gate_bwd(
+    grad_gates: Tensor,
+    grad_leaf_probs: Tensor | None,
+    split_logits: Tensor,
+    leaf_logits: Tensor,
+    gamma: float,
+    mode: str,
+) -> tuple[Tensor, Tensor]:
+    dsplit, dleaf = torch.empty_like(split_logits), torch.empty_like(leaf_logits)
+    grads = grad_gates, grad_gates if grad_leaf_probs is None else grad_leaf_probs
+    tensors = (*grads, split_logits, leaf_logits, dsplit, dleaf)
+    _launch(_tree_gate_bwd, tensors, leaf_logits, gamma, mode, LEAF_PROBS=grad_leaf_probs is not None)
+    return dsplit, dleaf
+
+
+def _launch(kernel, tensors: tuple[Tensor, ...], leaf_logits: Tensor, gamma: float, mode: str, **constants) -> None:
+    num_tokens, num_trees, num_experts = leaf_logits.shape
+    if num_experts > MOST_EXPERTS:
+        raise ValueError(f"tree_gate: the Triton kernel takes at most {MOST_EXPERTS} experts, got {num_experts}")
+    if num_tokens == 0:
+        return
+    blocks, warps = _blocks(num_experts)
+    kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+        *tensors, num_tokens, num_trees, num_experts, *_numbers(gamma, mode),
+        **blocks, **constants, num_warps=warps,
+    )  # fmt: skip
+
+
+def _numbers(gamma: float, mode: str) -> tuple[float, ...]:
+    """half, slope, epsilon and least"""
+    return gamma / 2, 1 / gamma, *weighing(mode, torch.float32)
+
+
+def tree_gate_fits(x: Tensor, split_weight: Tensor, leaf_weight: Tensor) -> bool:
+    """Whether tree_gate_fused_fwd takes these: one tree of few experts in 16 bits, as tensor cores do, and P in 16s."""
+    num_trees, num_experts, dim = leaf_weight.shape
+    return x.dtype != torch.float32 and num_trees == 1 and num_experts <= MOST_FUSED and dim % 16 == 0
+
+
+def tree_gate_fused_fwd(
+    x: Tensor,
+    split_weight: Tensor,
+    leaf_weight: Tensor,
+    split_bias: Tensor | None,
+    leaf_bias: Tensor | None,
+    gamma: float,
+    mode: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, (num_tokens, dim), num_experts = x.contiguous(), x.shape, leaf_weight.shape[1]
+    gates = x.new_empty((num_tokens, num_experts), dtype=torch.float32)
+    leaf_probs = gates.new_empty((num_tokens, 1, num_experts))
+    split_logits, leaf_logits = x.new_empty((num_tokens, 1, num_experts - 1)), x.new_empty(leaf_probs.shape)
+    if num_tokens == 0:
+        return gates, leaf_probs, split_logits, leaf_logits
+    biases = [x if bias is None else bias.contiguous() for bias in (split_bias, leaf_bias)]
+    given = (split_bias is not None) + 2 * (leaf_bias is not None)
+    blocks, warps, stages = _fused_blocks(num_experts)
+    # The interpreter multiplies bfloat16 as if it were an integer.
+    widen = triton.knobs.runtime.interpret
+    _tree_gate_fused[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+        x, split_weight.contiguous(), leaf_weight.contiguous(), *biases, gates, leaf_probs, split_logits, leaf_logits,
+        num_tokens, dim // 16, num_experts, *_numbers(gamma, mode),
+        BIASES=given, WIDEN=widen, **blocks, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return gates, leaf_probs, split_logits, leaf_logits
