@@ -1,4 +1,4 @@
-"""smooth_step, tree_gate and tree_route: values by hand, gradients, saturation, special values and errors."""
+"""smooth_step and tree_gate: values by hand, gradients, saturation, special values and errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ def on_every_target(op: str):
 
 
 target = on_every_target("tree_gate")
-route_target = on_every_target("tree_route")
 
 
 def step(t: float, gamma: float) -> float:
@@ -96,9 +95,6 @@ def assert_near(got: torch.Tensor, same_dtype: torch.Tensor, exact: torch.Tensor
         assert float((got.double() - exact).abs().max()) <= allowed, what
 
 
-# ---- the step
-
-
 @pytest.mark.parametrize(
     ("t", "gamma", "value", "slope"),
     [
@@ -149,9 +145,6 @@ def test_step_keeps_nan_shape_and_dtype():
         assert h[0, 0].isnan()
         assert h[0, 1] == 0.5
     assert mk.smooth_step(torch.empty(0, 3), 1.0).shape == (0, 3)
-
-
-# ---- the gate
 
 
 def test_leaves_are_the_experts_from_left_to_right(target):
@@ -409,95 +402,6 @@ def test_same_bits_whatever_the_threads():
         torch.set_num_threads(before)
     for others in found[1:]:
         assert all(map(torch.equal, found[0], others))
-
-
-# ---- the route
-
-
-def test_route_is_the_gate_of_saturated_trees(route_target):
-    target = route_target
-    for size in shapes(target):
-        for dtype in (torch.float32,) if target.interpreted else DTYPES:
-            arguments = {name: each.to(dtype) for name, each in drawn(*size, device=target.device).items()}
-            tokens, _, trees, experts = size
-            weights, chosen, found = mk.tree_route(**arguments, gamma=1e-6, statistics=True, backend=target.backend)
-            gates, probs = mk.tree_gate(**arguments, gamma=1e-6, backend="reference")
-            certain = ~found.unsaturated.any(-1)
-            assert certain.sum() >= tokens * 0.9
-            assert weights.dtype == dtype
-            assert chosen.dtype == found.visited.dtype == torch.int32
-            assert found.unsaturated.dtype == torch.bool
-            assert weights.shape == chosen.shape == found.visited.shape == (tokens, trees)
-            dense = torch.zeros_like(gates).scatter_add_(1, chosen.clamp(min=0).long(), weights)
-            allowed = 0.03 if dtype != torch.float32 else 1e-5  # half a place of 16-bit logits of up to 8
-            torch.testing.assert_close(dense[certain], gates[certain], atol=allowed, rtol=allowed)
-            depth = math.ceil(math.log2(experts))
-            shallow = 2**depth - experts  # leaves one level up, on the right
-            path = depth - (probs.argmax(-1) >= experts - shallow).int() * (shallow > 0)
-            assert torch.equal(found.visited[certain].long(), path[certain].long())
-
-
-def test_route_keeps_the_likeliest_leaf(route_target):
-    target = route_target
-    for size in shapes(target):
-        arguments = drawn(*size, device=target.device)
-        weights, chosen, found = mk.tree_route(**arguments, gamma=3.0, statistics=True, backend=target.backend)
-        expected, experts, least = mk.tree_route(**arguments, gamma=3.0, statistics=True, backend="reference")
-        assert torch.equal(chosen, experts)
-        torch.testing.assert_close(weights, expected)
-        assert torch.equal(found.unsaturated, least.unsaturated)
-        assert (found.visited >= least.visited).all()
-        assert (found.visited <= size[3] - 1).all()
-        _, probs = mk.tree_gate(**arguments, gamma=3.0, backend="reference")
-        kept = torch.where(chosen < 0, probs.argmax(-1), chosen.long())  # -1: another tree chose it before
-        assert torch.equal(probs.gather(-1, kept[..., None])[..., 0], probs.amax(-1))
-        torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[:, 0]))
-
-
-def test_route_by_hand(route_target):
-    """Three trees of four experts: the first and the last choose expert 2; then a tree with four equal leaves."""
-    target = route_target
-    split = torch.tensor([[[-9.0, 0.0, 9.0], [9.0, 9.0, 0.0], [-9.0, 0.0, 9.0]]], device=target.device)
-    leaf = torch.tensor([[[0.0, 0.0, 1.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.5, 0.0]]], device=target.device)
-    weights, chosen, found = mk.tree_route(**identity(split, leaf), gamma=1.0, statistics=True, backend=target.backend)
-    assert chosen.tolist() == [[2, 0, -1]]
-    assert found.visited.tolist() == [[2, 2, 2]]
-    assert not found.unsaturated.any()
-    total = math.exp(1.0) + math.exp(2.0) + math.exp(0.5)
-    expected = [(math.exp(1.0) + math.exp(0.5)) / total, math.exp(2.0) / total, 0.0]
-    assert weights[0].tolist() == pytest.approx(expected, rel=1e-6)
-    arguments = identity(split[:, :1] * 0, leaf[:, :1])
-    weights, chosen, found = mk.tree_route(**arguments, gamma=1.0, statistics=True, backend=target.backend)
-    assert (weights.tolist(), chosen.tolist()) == ([[1.0]], [[0]])  # of equal leaves the left-most
-    assert found.unsaturated.tolist() == [[True]]
-    assert len(mk.tree_route(**arguments, gamma=1.0, backend=target.backend)) == 2
-
-
-def test_route_shows_nan(route_target):
-    target = route_target
-    arguments = drawn(4, 4, 2, 6, device=target.device)
-    arguments["x"][1, 2] = NAN
-    arguments["leaf_bias"][1, 5] = NAN
-    arguments["split_bias"][:, 0] = 50.0
-    arguments["split_bias"][:, 2] = NAN  # right of a root that goes left: nobody reads it
-    got = mk.tree_route(**arguments, gamma=1.0, backend=target.backend)
-    expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")
-    assert torch.equal(got[1], expected[1])
-    torch.testing.assert_close(got[0], expected[0], equal_nan=True)
-    assert got[0][1, 0].isnan()
-    assert got[1][1].tolist() == [0, -1]  # a NaN goes left
-    assert got[0][[0, 2, 3]].isfinite().all()
-
-
-def test_routes_have_no_gradient():
-    arguments = {name: each.requires_grad_() for name, each in drawn(3, 4, 2, 5).items()}
-    for backend in (None, "reference"):
-        weights, experts = mk.tree_route(**arguments, gamma=1.0, backend=backend)
-        assert not weights.requires_grad
-        assert not experts.requires_grad
-
-
-# ---- what torch knows, and errors
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])
