@@ -75,6 +75,19 @@ def test_tree_gate(sanitized, dtype):
                 assert torch.equal(got[1], mk.tree_route(**arguments, gamma=gamma, backend="reference")[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_sinkhorn(sanitized, dtype):
+    for batch, n in ((1, 1), (17, 4), (3, 5), (33, 16), (2, 17)):
+        scales = torch.tensor([1.0, 100.0, 3000.0]).repeat(batch)[:batch, None, None]  # every form
+        scores = (scales * torch.randn(batch, n, n + 1)).to(dtype)[..., :n].requires_grad_()
+        p = mk.sinkhorn(scores, 3, backend="cpu")
+        expected = mk.sinkhorn(scores, 3, backend="reference")
+        torch.testing.assert_close(p, expected)
+        grad = torch.randn(batch, n, n).to(dtype)
+        (got,) = torch.autograd.grad(p, scores, grad)
+        torch.testing.assert_close(got, torch.autograd.grad(expected, scores, grad)[0])
+
+
 def test_an_overrun_is_caught():
     x, y = torch.randn(1, 40), torch.empty(1, 39)
     module = simt.Module("asan", unit=simt.CPU[ISA])

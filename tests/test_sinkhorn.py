@@ -78,7 +78,7 @@ def sizes(target: Target) -> tuple[tuple[int, int], ...]:
     if target.interpreted and target.backend == "cuda":
         return ((1, 3), (3, 5), (4, 20), (7, 30), (16, 9), (17, 3), (40, 2), (70, 2))
     if target.interpreted:
-        return ((2, 3), (3, 5), (7, 4), (16, 3))
+        return ((2, 3), (3, 5), (7, 4), (16, 3), (70, 2))
     large = () if target.backend == "reference" else ((129, 6), (256, 3))
     return ((1, 3), (2, 1), (3, 20), (4, 20), (7, 150), (16, 50), (17, 20), (33, 9), (64, 20), *large)
 
@@ -306,6 +306,15 @@ def test_options_that_a_backend_does_not_have(target):
             mk.sinkhorn(scores, 2, **options)
         expected = mk.sinkhorn(scores, 2, **options, backend="reference")
         assert torch.equal(mk.sinkhorn(scores, 2, **options), expected)
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_what_is_too_large_for_a_gpu_is_refused_by_name(backend):
+    target = next(each for each in TARGETS if each.backend == backend)
+    if reason := reason_to_skip(target, "sinkhorn"):
+        pytest.skip(reason)
+    with running(target), pytest.raises(backends.BackendError, match=f"backend '{backend}'.* n up to 1024, not 1025"):
+        mk.sinkhorn(torch.zeros(1025, 1025, device=target.device), 1, backend=backend)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -72,7 +72,7 @@ def sinkhorn(
             one. Above 0 and of equal totals, which nothing checks; otherwise rows never converge.
         noise: like scores, and added to them: Gumbel noise draws permutations (Gumbel-Sinkhorn).
         tolerance: a matrix whose row and column sums are all within it takes no further iteration. Not while cooling.
-        backend: "reference", "cpu", "triton" (n <= 64) or "cuda" (n <= 1024); None chooses (see moe_kernels.explain).
+        backend: "reference", "cpu", "triton" or "cuda" (n <= 1024 both); None chooses (see moe_kernels.explain).
             rows, columns and tolerance are the reference's alone, as is larger n on a GPU.
 
     Returns:
