@@ -239,6 +239,14 @@ def _broken_matrix(scores_ptr, stride_B, stride_I, n, ROWS: tl.constexpr, N: tl.
 
 
 @triton.jit
+def _column_places(ptr, t, B, n, N: tl.constexpr):
+    """Addresses of the anchors after iteration t, how far behind them the logarithms are, and which there are: ptr is
+    (iterations, 2, B, n)."""
+    j = tl.arange(0, N)
+    return ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j, n.to(tl.int64) * B, j < n
+
+
+@triton.jit
 def _streamed_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
@@ -277,10 +285,9 @@ def _streamed_fwd(
             most = risen
         log_sum = tl.where(total > 0, tl.log(tl.where(total > 0, total, 1.0)), 0.0)
         if HISTORY:
-            j = tl.arange(0, N)
-            at = history_ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j
-            tl.store(at, anchor, mask=j < n)
-            tl.store(at + n.to(tl.int64) * B, log_sum, mask=j < n)
+            at, step, inside = _column_places(history_ptr, t, B, n, N)
+            tl.store(at, anchor, mask=inside)
+            tl.store(at + step, log_sum, mask=inside)
         g = anchor + tau * log_sum
         t += 1
     if not HISTORY:
@@ -297,12 +304,10 @@ def _streamed_fwd(
 @triton.jit
 def _column_state(history_ptr, taus_ptr, t, B, n, N: tl.constexpr):
     """Anchors and logarithms of the columns after iteration t, and the potential before it."""
-    j = tl.arange(0, N)
-    at = history_ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j
-    step = n.to(tl.int64) * B
-    anchor = tl.load(at, mask=j < n, other=0.0)
-    log_sum = tl.load(at + step, mask=j < n, other=0.0)
-    earlier = (j < n) & (t + tl.zeros((N,), dtype=tl.int32) > 0)  # before the first iteration g is 0
+    at, step, inside = _column_places(history_ptr, t, B, n, N)
+    anchor = tl.load(at, mask=inside, other=0.0)
+    log_sum = tl.load(at + step, mask=inside, other=0.0)
+    earlier = inside & (t + tl.zeros((N,), dtype=tl.int32) > 0)  # before the first iteration g is 0
     tau = tl.load(taus_ptr + tl.maximum(t - 1, 0))
     before = tl.load(at - 2 * step, mask=earlier, other=0.0) + tau * tl.load(at - step, mask=earlier, other=0.0)
     return anchor, log_sum, before
