@@ -6,6 +6,7 @@ hands over to the backend named in its last argument, and one fake. Autograd sta
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -372,9 +373,9 @@ def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | No
     if expert_offsets.device.type != "cpu":
         return
     num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
-    if expert_offsets[0] != 0 or expert_offsets[-1] > num_rows or (expert_offsets.diff() < 0).any():
-        got = expert_offsets.tolist()
-        raise ValueError(f"grouped_gemm: expert_offsets must rise from 0 to at most R = {num_rows}; got {got}")
+    bounds = expert_offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] > num_rows or any(first > last for first, last in pairwise(bounds)):
+        raise ValueError(f"grouped_gemm: expert_offsets must rise from 0 to at most R = {num_rows}; got {bounds}")
     if row_token is None or num_rows == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(row_token))

@@ -10,9 +10,17 @@
 #define MOE_CPU_OPS(X) X(kwta_fwd) X(kwta_bwd) \
   X(topk_gate_fwd) X(topk_gate_bwd) X(make_plan_fwd) X(plan_expert_choice_fwd) X(plan_priority_fwd) \
   X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
+  X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(activation_bwd) X(expert_mlp_bwd_hidden) X(grouped_gemm_norms) \
   X(sinkhorn_fwd) X(sinkhorn_bwd) \
   X(tree_gate_fwd) X(tree_gate_bwd) X(tree_route_fwd)
 // clang-format on
+
+// A product of rows with the weights of their experts: weight(e, k, j) = weight[e * stride_e + k * stride_k + j * stride_j],
+// one of the last two strides 1; or, where it is not null, `product` (rows, dout), which torch's library made.
+#define MOE_PRODUCT_ARGS                                                                                             \
+  int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
+      int64_t stride_k, int64_t stride_j, const void *product, int product_dtype, const int32_t *expert_offsets,     \
+      int64_t num_experts, int64_t din, int64_t dout, void *scratch, int64_t scratch_stride
 
 #define MOE_DECLARE_CPU_OPS                                                                                         \
   void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, int64_t values_stride, void* y,    \
@@ -46,6 +54,17 @@
                    const void* weights, const int32_t* row_token, const int32_t* slot_row,                          \
                    const int32_t* expert_offsets, const int32_t* row_choice, void* drows, void* dweights,           \
                    int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim, int threads);      \
+  void grouped_gemm_fwd(MOE_PRODUCT_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,     \
+                        int threads);                                                                                \
+  void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, const void* grad, \
+                               int64_t grad_stride, const int32_t* grad_token, const int32_t* expert_offsets,        \
+                               int64_t num_experts, void* dweight, void* dbias, void* scratch,                       \
+                               int64_t scratch_stride, int64_t din, int64_t dout, int threads);                      \
+  void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void* pre, int activation, void* dpre, \
+                      int64_t rows, int64_t width, int threads);                                                     \
+  void expert_mlp_bwd_hidden(MOE_PRODUCT_ARGS, const void* row_weight, const void* pre, int activation, void* dpre,  \
+                             void* weighted, void* drow_weight, int64_t rows, int threads);                          \
+  void grouped_gemm_norms(MOE_PRODUCT_ARGS, const void* bias, void* out, int64_t rows, int threads);                 \
   void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,        \
                     double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,             \
                     int64_t batch, int64_t n, int threads);                                                          \

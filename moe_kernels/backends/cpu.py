@@ -94,11 +94,11 @@ dispatch_fwd = partial(dispatch.fwd, _self)
 combine_fwd = partial(combine.fwd, _self)
 combine_bwd = partial(combine.bwd, _self)
 
-grouped_gemm_fwd = grouped_gemm_cpu.fwd
-grouped_gemm_bwd_weight = grouped_gemm_cpu.bwd_weight
-activation_bwd = grouped_gemm_cpu.activation_bwd
-expert_mlp_bwd_hidden = grouped_gemm_cpu.hidden_bwd
-grouped_gemm_norms = grouped_gemm_cpu.norms
+grouped_gemm_fwd = partial(grouped_gemm_cpu.fwd, _self)
+grouped_gemm_bwd_weight = partial(grouped_gemm_cpu.bwd_weight, _self)
+activation_bwd = partial(grouped_gemm_cpu.activation_bwd, _self)
+expert_mlp_bwd_hidden = partial(grouped_gemm_cpu.hidden_bwd, _self)
+grouped_gemm_norms = partial(grouped_gemm_cpu.norms, _self)
 
 sinkhorn_fwd = partial(sinkhorn.fwd, _self)
 sinkhorn_bwd = partial(sinkhorn.bwd, _self)

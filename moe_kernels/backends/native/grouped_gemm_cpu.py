@@ -1,44 +1,32 @@
-"""The grouped GEMM on CPU tensors: torch's matrix library, expert by expert, as offsets are at hand there.
+"""The grouped GEMM on CPU tensors: small experts in csrc/cpu/grouped_gemm.cpp, large ones by torch's matrix library.
 
-float16 is widened first: its own products run at a hundredth of float32's speed.
+A call of that library costs as much as a million multiplications, and its threads share one product; a small expert is
+done by then, and threads do better with an expert each. Either way bias, activation and what follows them are fused in
+C++. Offsets are at hand on the CPU, so reading them is no wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.backends import _native
 from moe_kernels.library import GATED, wide
 
-aten = torch.ops.aten
+ACTIVATIONS = {name: code for code, name in enumerate(("", "relu", "gelu", "silu", "tanh", *GATED))}
 
-_SPAN = 1024  # rows at a time where intermediate results would fill the memory
+# Of csrc/cpu/grouped_gemm.cpp: rows that share a packed weight, columns of a panel at most, and the weight gradient's
+# rows at a time and rows of a block.
+SPAN, PANEL, DEPTH, BLOCK = 192, 32, 256, 96
 
-Function = Callable[..., Tensor]
-
-_GATE: dict[str, Function] = {"swiglu": F.silu, "geglu": F.gelu}
-_PLAIN: dict[str, Function] = {
-    "": lambda pre: pre,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
-_BACKWARD: dict[str, Function] = {  # of the gradient, of what went in and of what came out
-    "": lambda grad, pre, out: grad,
-    "relu": lambda grad, pre, out: aten.threshold_backward(grad, pre, 0),
-    "gelu": lambda grad, pre, out: aten.gelu_backward(grad, pre),
-    "silu": lambda grad, pre, out: aten.silu_backward(grad, pre),
-    "tanh": lambda grad, pre, out: aten.tanh_backward(grad, out),
-}
-_BACKWARD |= {"swiglu": _BACKWARD["silu"], "geglu": _BACKWARD["gelu"]}
+SMALL = 2**22  # multiplications of an expert with its rows, on average, up to which C++ is faster
 
 
 def fwd(
+    native: ModuleType,
     x: Tensor,
     weight: Tensor,
     expert_offsets: Tensor,
@@ -47,20 +35,28 @@ def fwd(
     activation: str,
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
-    num_rows, width = (x if row_token is None else row_token).shape[0], weight.shape[2]
-    out = x.new_zeros((num_rows, width // 2 if activation in GATED else width))
-    pre = x.new_zeros((num_rows if keep_pre else 0, width))
-    for expert, first, last in _groups(expert_offsets, _SPAN):
-        found = _gather(x, row_token, first, last) @ weight[expert].to(wide(x.dtype))
-        if bias is not None:
-            found += bias[expert]
-        if keep_pre:
-            pre[first:last] = found
-        out[first:last] = _activate(found, activation)
+    num_rows, dout = (x if row_token is None else row_token).shape[0], weight.shape[2]
+    out = x.new_empty((num_rows, dout // 2 if activation in GATED else dout))
+    pre = x.new_empty((num_rows if keep_pre else 0, dout))
+    if not activation and not _is_small(weight, num_rows) and _product_dtype(x) == x.dtype:
+        return _large_product(x, weight, expert_offsets, row_token, bias, out), pre
+    place = pre if keep_pre else None if activation else out
+    args, _held = _product(native, out, x, weight, expert_offsets, row_token, place)
+    native.launch(
+        "grouped_gemm_fwd",
+        out,
+        *args,
+        native.pointer("grouped_gemm", bias, x.dtype, 2),
+        ACTIVATIONS[activation],
+        native.pointer("grouped_gemm", out, x.dtype, 2),
+        native.pointer("grouped_gemm", pre if keep_pre else None, x.dtype, 2),
+        num_rows,
+    )
     return out, pre
 
 
 def bwd_weight(
+    native: ModuleType,
     x: Tensor,
     grad: Tensor,
     expert_offsets: Tensor,
@@ -68,22 +64,63 @@ def bwd_weight(
     grad_token: Tensor | None,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    num_experts, width = expert_offsets.shape[0] - 1, grad.shape[1]
-    dweight = x.new_zeros((num_experts, x.shape[1], width))
-    dbias = x.new_zeros((num_experts if with_bias else 0, width))
-    for expert, first, last in _groups(expert_offsets):
-        rows = _gather(grad, grad_token, first, last)
-        dweight[expert] = _gather(x, x_token, first, last).t() @ rows
-        if with_bias:
-            dbias[expert] = rows.sum(0)
+    num_experts, din, dout = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
+    dweight = x.new_empty((num_experts, din, dout))
+    dbias = x.new_empty((num_experts if with_bias else 0, dout))
+    num_rows = (x if x_token is None else x_token).shape[0]
+    if not _is_small(dweight, num_rows):
+        dtype = _product_dtype(x)
+        for expert, (first, last) in enumerate(pairwise(expert_offsets.tolist())):
+            rows = _gather(x, x_token, first, last).to(dtype).t()
+            columns = _gather(grad, grad_token, first, last).to(dtype)
+            if dtype == x.dtype:
+                torch.mm(rows, columns, out=dweight[expert])
+            else:
+                dweight[expert] = rows @ columns
+        if not with_bias:
+            return dweight, dbias
+        din = 0  # column sums alone are left
+    scratch = _scratch(native, grad, BLOCK * dout + DEPTH * (BLOCK + PANEL))
+    native.launch(
+        "grouped_gemm_bwd_weight",
+        grad,
+        _native.DTYPES[x.dtype],
+        native.pointer("grouped_gemm", x, x.dtype, 2),
+        x.stride(0),
+        native.pointer("grouped_gemm", x_token, torch.int32, 1),
+        native.pointer("grouped_gemm", grad, x.dtype, 2),
+        grad.stride(0),
+        native.pointer("grouped_gemm", grad_token, torch.int32, 1),
+        native.pointer("grouped_gemm", expert_offsets, torch.int32, 1),
+        num_experts,
+        native.pointer("grouped_gemm", dweight, x.dtype, 3),
+        native.pointer("grouped_gemm", dbias if with_bias else None, x.dtype, 2),
+        native.pointer("grouped_gemm", scratch, scratch.dtype, 2),
+        scratch.shape[1],
+        din,
+        dout,
+    )
     return dweight, dbias
 
 
-def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
-    return _activate_both(pre.to(wide(pre.dtype)), activation, grad.to(wide(pre.dtype)))[1].to(pre.dtype)
+def activation_bwd(native: ModuleType, grad: Tensor, pre: Tensor, activation: str) -> Tensor:
+    dpre = pre.new_empty(pre.shape)
+    native.launch(
+        "activation_bwd",
+        pre,
+        _native.DTYPES[pre.dtype],
+        native.pointer("grouped_gemm", grad, pre.dtype, 2),
+        grad.stride(0),
+        native.pointer("grouped_gemm", pre, pre.dtype, 2),
+        ACTIVATIONS[activation],
+        native.pointer("grouped_gemm", dpre, pre.dtype, 2),
+        *grad.shape,
+    )
+    return dpre
 
 
 def hidden_bwd(
+    native: ModuleType,
     grad: Tensor,
     w_out: Tensor,
     expert_offsets: Tensor,
@@ -92,55 +129,123 @@ def hidden_bwd(
     pre: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dpre, weighted = torch.zeros_like(pre), pre.new_zeros((pre.shape[0], w_out.shape[1]))
-    drow_weight = torch.zeros_like(row_weight)
-    for expert, first, last in _groups(expert_offsets):
-        row = slice(first, last)
-        to_hidden = _gather(grad, row_token, first, last) @ w_out[expert].to(row_weight.dtype).t()
-        weight = row_weight[row, None]
-        hidden, dpre[row] = _activate_both(pre[row].to(weight.dtype), activation, weight * to_hidden)
-        weighted[row] = weight * hidden
-        drow_weight[row] = (hidden * to_hidden).sum(1)
+    dpre, weighted = pre.new_empty(pre.shape), pre.new_empty((pre.shape[0], w_out.shape[1]))
+    drow_weight = row_weight.new_empty(row_weight.shape)
+    args, _held = _product(native, pre, grad, w_out.transpose(1, 2), expert_offsets, row_token, weighted)
+    native.launch(
+        "expert_mlp_bwd_hidden",
+        pre,
+        *args,
+        native.pointer("expert_mlp", row_weight, wide(pre.dtype), 1),
+        native.pointer("expert_mlp", pre, pre.dtype, 2),
+        ACTIVATIONS[activation],
+        native.pointer("expert_mlp", dpre, pre.dtype, 2),
+        native.pointer("expert_mlp", weighted, pre.dtype, 2),
+        native.pointer("expert_mlp", drow_weight, row_weight.dtype, 1),
+        pre.shape[0],
+    )
     return dpre, weighted, drow_weight
 
 
-def norms(rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
-    sums = rows.new_zeros(rows.shape[0], dtype=wide(rows.dtype))
-    for expert, first, last in _groups(expert_offsets, _SPAN):
-        found = rows[first:last].to(sums.dtype) @ weight[expert].to(sums.dtype)
-        if bias is not None:
-            found += bias[expert]
-        sums[first:last] = found.square_().sum(1)
-    return sums
+def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
+    out = rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
+    args, _held = _product(native, rows, rows, weight, expert_offsets, None, None)
+    native.launch(
+        "grouped_gemm_norms",
+        rows,
+        *args,
+        native.pointer("expert_norms", bias, rows.dtype, 2),
+        native.pointer("expert_norms", out, out.dtype, 1),
+        rows.shape[0],
+    )
+    return out
 
 
-def _groups(expert_offsets: Tensor, span: int = 2**31) -> Iterator[tuple[int, int, int]]:
-    """(expert, first row, row after the last) of every expert that has rows, at most `span` of them at a time."""
+def _is_small(weight: Tensor, num_rows: int) -> bool:
+    """Whether the products of num_rows rows with weight (E, Din, Dout) are for csrc/cpu/grouped_gemm.cpp."""
+    return num_rows * weight.shape[1] * weight.shape[2] <= SMALL * weight.shape[0]
+
+
+def _product(
+    native: ModuleType,
+    work: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    row_token: Tensor | None,
+    place: Tensor | None,
+) -> tuple[tuple[int, ...], tuple[Tensor | None, Tensor]]:
+    """The arguments of MOE_PRODUCT_ARGS, for a launch on `work`, and the tensors made for it, to be held until then.
+
+    A product of large experts is made here, in `place` where that has its dtype.
+    """
+    num_rows, (num_experts, din, dout) = (x if row_token is None else row_token).shape[0], weight.shape
+    product = None
+    if _is_small(weight, num_rows):
+        scratch = _scratch(native, work, SPAN * (din + dout) + PANEL * din)
+    else:
+        if place is None or place.dtype != _product_dtype(x):
+            place = x.new_empty((num_rows, dout), dtype=_product_dtype(x))
+        product = _large_product(x, weight, expert_offsets, row_token, None, place)
+        scratch = _scratch(native, work, dout)
+    by_column = weight.stride(2) != 1 and dout > 1  # then the middle dimension is the contiguous one
+    args = (
+        _native.DTYPES[x.dtype],
+        native.pointer("grouped_gemm", x, x.dtype, 2),
+        x.stride(0),
+        native.pointer("grouped_gemm", row_token, torch.int32, 1),
+        native.pointer("grouped_gemm", weight.transpose(1, 2) if by_column else weight, x.dtype, 3),
+        weight.stride(0),
+        weight.stride(1),
+        weight.stride(2) if by_column else 1,
+        native.pointer("grouped_gemm", product, x.dtype if product is None else product.dtype, 2),
+        _native.DTYPES[x.dtype if product is None else product.dtype],
+        native.pointer("grouped_gemm", expert_offsets, torch.int32, 1),
+        num_experts,
+        din,
+        dout,
+        native.pointer("grouped_gemm", scratch, scratch.dtype, 2),
+        scratch.shape[1],
+    )
+    return args, (product, scratch)
+
+
+def _large_product(
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    row_token: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    """out (R, Dout): torch's product of every expert with its rows, and zeros."""
     bounds = expert_offsets.tolist()
     for expert, (first, last) in enumerate(pairwise(bounds)):
-        yield from ((expert, row, min(row + span, last)) for row in range(first, last, span))
+        if first < last:
+            rows, columns = _gather(x, row_token, first, last).to(out.dtype), weight[expert].to(out.dtype)
+            if bias is None:
+                torch.mm(rows, columns, out=out[first:last])
+            else:
+                torch.addmm(bias[expert], rows, columns, out=out[first:last])
+    out[bounds[-1] :] = 0
+    return out
+
+
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """What torch multiplies x in: float16 is a hundred times slower than float32, bfloat16 four times where the CPU has
+    no instruction for it."""
+    native_bfloat16 = torch.cpu._is_avx512_bf16_supported()
+    return x.dtype if x.dtype != torch.float16 and (x.dtype != torch.bfloat16 or native_bfloat16) else torch.float32
+
+
+def _scratch(native: ModuleType, work: Tensor, size: int) -> Tensor:
+    """Memory for each thread of a launch on `work`."""
+    return work.new_empty((native.chunks(work), size), dtype=wide(work.dtype))
 
 
 def _gather(x: Tensor, token: Tensor | None, first: int, last: int) -> Tensor:
-    """Rows first to last, widened: x itself, or the tokens that stand there, zeros for -1."""
+    """Rows first to last: x itself, or the tokens that stand there, zeros for -1."""
     if token is None:
-        return x[first:last].to(wide(x.dtype))
+        return x[first:last]
     index = token[first:last]
-    return torch.where((index >= 0)[:, None], x[index.clamp(min=0)], 0).to(wide(x.dtype))
-
-
-def _activate(pre: Tensor, activation: str) -> Tensor:
-    if activation in GATED:
-        gate, linear = pre.chunk(2, dim=-1)
-        return _GATE[activation](gate) * linear
-    return _PLAIN[activation](pre)
-
-
-def _activate_both(pre: Tensor, activation: str, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """act(pre), and grad times its derivative."""
-    out = _activate(pre, activation)
-    if activation in GATED:
-        gate, linear = pre.chunk(2, dim=-1)
-        to_gate = _BACKWARD[activation](grad * linear, gate, None)
-        return out, torch.cat([to_gate, grad * _GATE[activation](gate)], dim=-1)
-    return out, _BACKWARD[activation](grad, pre, out)
+    return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)

@@ -1,0 +1,103 @@
+// Activations and their slopes as plain arithmetic, so that loops of them vectorise (definition: python_ref/grouped_gemm.py).
+#pragma once
+
+#include <cmath>
+
+#include "moe/exp.h"
+
+namespace moe {
+namespace MOE_ISA {
+
+// As moe_kernels/backends/native/grouped_gemm_cpu.py numbers them. Gated ones take two halves of the columns.
+enum class Activation : int { none = 0, relu = 1, gelu = 2, silu = 3, tanh = 4, swiglu = 5, geglu = 6 };
+
+constexpr bool is_gated(Activation act) { return act == Activation::swiglu || act == Activation::geglu; }
+
+// act(x) and its derivative.
+template <class T>
+struct Sloped {
+  T value, slope;
+};
+
+// erf within 3 units in the last place: x P(x^2) / Q(x^2), the rational approximation of Eigen and XLA; 1 from 4 on.
+inline float erf(float x) {
+  const float bounded = x < -4.0f ? -4.0f : x > 4.0f ? 4.0f : x, s = bounded * bounded;
+  float p = -2.72614225801306e-10f;
+  p = p * s + 2.77068142495902e-08f;
+  p = p * s - 2.10102402082508e-06f;
+  p = p * s - 5.69250639462346e-05f;
+  p = p * s - 7.34990630326855e-04f;
+  p = p * s - 2.95459980854025e-03f;
+  p = p * s - 1.60960333262415e-02f;
+  float q = -1.45660718464996e-05f;
+  q = q * s - 2.13374055278905e-04f;
+  q = q * s - 1.68282697438203e-03f;
+  q = q * s - 7.37332916720468e-03f;
+  q = q * s - 1.42647390514189e-02f;
+  return bounded * p / q;
+}
+
+inline double erf(double x) { return std::erf(x); }
+
+// tanh: by its series (Cephes' tanhf) where 1 - 2 / (e^2x + 1) would cancel.
+inline float tanh(float x) {
+  const float s = x * x;
+  float p = -5.70498872745e-3f;
+  p = p * s + 2.06390887954e-2f;
+  p = p * s - 5.37397155531e-2f;
+  p = p * s + 1.33314422036e-1f;
+  p = p * s - 3.33332819422e-1f;
+  const float small = p * s * x + x, large = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
+  return (x < 0 ? -x : x) < 0.625f ? small : large;
+}
+
+inline double tanh(double x) { return std::tanh(x); }
+
+// Of a gated activation: of its gate. relu keeps NaN.
+template <Activation act, class T>
+inline T value_of(T x) {
+  if constexpr (act == Activation::relu) return x < 0 ? T(0) : x;
+  if constexpr (act == Activation::gelu || act == Activation::geglu)
+    return T(0.5) * x * (T(1) + erf(x * T(0.70710678118654752)));
+  if constexpr (act == Activation::silu || act == Activation::swiglu) return x / (T(1) + exp(-x));
+  if constexpr (act == Activation::tanh) return tanh(x);
+  return x;
+}
+
+template <Activation act, class T>
+inline Sloped<T> sloped(T x) {
+  if constexpr (act == Activation::relu) return {x < 0 ? T(0) : x, x <= 0 ? T(0) : T(1)};
+  if constexpr (act == Activation::gelu || act == Activation::geglu) {
+    const T below = T(0.5) * (T(1) + erf(x * T(0.70710678118654752)));
+    return {x * below, below + x * exp(T(-0.5) * x * x) * T(0.39894228040143268)};
+  }
+  if constexpr (act == Activation::silu || act == Activation::swiglu) {
+    const T gate = T(1) / (T(1) + exp(-x));
+    return {x * gate, gate + x * gate * (T(1) - gate)};
+  }
+  if constexpr (act == Activation::tanh) {
+    const T y = tanh(x);
+    return {y, T(1) - y * y};
+  }
+  return {x, T(1)};
+}
+
+// Calls work(std::integral_constant<Activation, act>()).
+template <class Work>
+inline void with_activation(int activation, Work work) {
+  switch (Activation(activation)) {
+#define MOE_CASE(act) \
+  case Activation::act: return work(std::integral_constant<Activation, Activation::act>());
+    MOE_CASE(none)
+    MOE_CASE(relu)
+    MOE_CASE(gelu)
+    MOE_CASE(silu)
+    MOE_CASE(tanh)
+    MOE_CASE(swiglu)
+    MOE_CASE(geglu)
+#undef MOE_CASE
+  }
+}
+
+}  // namespace MOE_ISA
+}  // namespace moe
