@@ -59,10 +59,11 @@ struct Rows {
     if (token == nullptr) return x + row * stride;
     return token[row] < 0 ? nullptr : x + token[row] * stride;
   }
+  template <int64_t usual = 0>
   void copy(typename F::Wide* to, int64_t row, int64_t first, int64_t count) const {
     const auto* from = at(row);
     if (from == nullptr) std::fill(to, to + count, typename F::Wide(0));
-    else widen_row<F>(to, from + first, count);
+    else widen_row<F, usual>(to, from + first, count);
   }
 };
 
@@ -82,15 +83,18 @@ struct Product {
   Wide* scratch;  // of every thread: sums of a span, a panel, rows of a span; or the sums of a row that stands ready
   int64_t scratch_stride;
 
-  // Calls finish(expert, row, sums of dout columns), which may write over the sums.
+  // Calls finish(expert, row, sums of dout columns), which may write over the sums. They stand in `place` (R, dout) if that
+  // is not null.
   template <class Finish>
-  void run(int threads, Finish finish) const {
+  void run(int threads, Wide* place, Finish finish) const {
     groups.each_span(kSpan, threads, [&](int thread, int64_t e, int64_t first, int64_t count) {
-      Wide* sums = scratch + thread * scratch_stride;
-      if (product == nullptr) multiply(e, first, count, sums);
+      Wide* own = scratch + thread * scratch_stride;
+      Wide* sums = place ? place + first * dout : own;
+      if (product == nullptr) multiply(e, first, count, sums, own + kSpan * dout);
       for (int64_t r = 0; r < count; ++r) {
-        if (product) ready(first + r, sums);
-        finish(e, first + r, product ? sums : sums + r * dout);
+        Wide* row_sums = place || !product ? sums + r * dout : sums;
+        if (product) ready(first + r, row_sums);
+        finish(e, first + r, row_sums);
       }
     });
   }
@@ -103,8 +107,8 @@ struct Product {
     });
   }
 
-  void multiply(int64_t e, int64_t first, int64_t count, Wide* sums) const {
-    Wide *panel = sums + kSpan * dout, *rows = panel + kPanel<Wide> * din;
+  void multiply(int64_t e, int64_t first, int64_t count, Wide* sums, Wide* panel) const {
+    Wide* rows = panel + kPanel<Wide> * din;
     const Wide* a = rows;
     int64_t a_row = din;
     if (sizeof(Key) == sizeof(Wide) && x.token == nullptr) {
@@ -135,12 +139,16 @@ void forward(const Product<F>& sums, const typename F::Key* bias, int activation
   with_activation(activation, [&](auto constant) {
     constexpr Activation act = decltype(constant)::value;
     const int64_t dout = sums.dout, width = is_gated(act) ? dout / 2 : dout;
-    sums.run(threads, [&](int64_t e, int64_t row, Wide* p) {
+    // Where the sums are the result, but for a bias, they are made in its place.
+    constexpr bool plain = act == Activation::none && sizeof(typename F::Key) == sizeof(Wide);
+    Wide* place = plain && pre == nullptr ? reinterpret_cast<Wide*>(out) : nullptr;
+    sums.run(threads, place, [&](int64_t e, int64_t row, Wide* p) {
       if (bias) {
         const auto* b = bias + e * dout;
 #pragma omp simd
         for (int64_t j = 0; j < dout; ++j) p[j] += F::widen(b[j]);
       }
+      if (place) return;
       if (pre) {
 #pragma omp simd
         for (int64_t j = 0; j < dout; ++j) pre[row * dout + j] = F::narrow(p[j]);
@@ -192,12 +200,12 @@ struct WeightGradient {
     if (rows == 0) std::fill(sums, sums + count * dout, Wide(0));
     for (int64_t k = 0; k < rows && count > 0; k += kDepth) {
       const int64_t depth = std::min(kDepth, rows - k), row = groups.first(e) + k;
-      for (int64_t r = 0; r < depth; ++r) x.copy(block + r * kBlock, row + r, start, count);
+      for (int64_t r = 0; r < depth; ++r) x.template copy<kBlock>(block + r * kBlock, row + r, start, count);
       for (int64_t j = 0; j < dout; j += kPanel<Wide>) {
         const int64_t columns = std::min<int64_t>(kPanel<Wide>, dout - j);
         for (int64_t r = 0; r < depth; ++r) {
           Wide* to = panel + r * kPanel<Wide>;
-          grad.copy(to, row + r, j, columns);
+          grad.template copy<kPanel<Wide>>(to, row + r, j, columns);
           std::fill(to + columns, to + kPanel<Wide>, Wide(0));
         }
         panel_product(block, int64_t(1), kBlock, panel, depth, sums + j, dout, count, columns, k > 0);
@@ -242,7 +250,7 @@ void hidden_backward(const Product<F>& sums, const typename F::Wide* row_weight,
   with_activation(activation, [&](auto constant) {
     constexpr Activation act = decltype(constant)::value;
     const int64_t hidden = sums.dout, width = is_gated(act) ? 2 * hidden : hidden;
-    sums.run(threads, [&](int64_t, int64_t row, const Wide* a) {
+    sums.run(threads, nullptr, [&](int64_t, int64_t row, const Wide* a) {
       const auto* p = pre + row * width;
       auto* to = weighted + row * hidden;
       const Wide w = row_weight[row];
@@ -266,7 +274,7 @@ void hidden_backward(const Product<F>& sums, const typename F::Wide* row_weight,
 template <class F>
 void norms(const Product<F>& sums, const typename F::Key* bias, typename F::Wide* out, int64_t rows, int threads) {
   using Wide = typename F::Wide;
-  sums.run(threads, [&](int64_t e, int64_t row, const Wide* y) {
+  sums.run(threads, nullptr, [&](int64_t e, int64_t row, const Wide* y) {
     const auto* b = bias == nullptr ? nullptr : bias + e * sums.dout;
     Wide sum = 0;
 #pragma omp simd reduction(+ : sum)

@@ -74,9 +74,14 @@ inline void panel_product(const T* a, int64_t a_row, int64_t a_k, const T* b, in
   }
 }
 
-// to[i] = from[i], widened.
-template <class F>
+// to[i] = from[i], widened. Most rows have `usual` elements, and a loop of a known length is a few instructions.
+template <class F, int64_t usual = 0>
 inline void widen_row(typename F::Wide* to, const typename F::Key* from, int64_t count) {
+  if (usual > 0 && count == usual) {
+#pragma omp simd
+    for (int64_t i = 0; i < usual; ++i) to[i] = F::widen(from[i]);
+    return;
+  }
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) to[i] = F::widen(from[i]);
 }
@@ -111,7 +116,7 @@ inline void pack(typename F::Wide* panel, const typename F::Key* b, int64_t b_k,
   b += first * b_j;
   if (b_j == 1) {
     for (int64_t k = 0; k < depth; ++k, panel += width) {
-      widen_row<F>(panel, b + k * b_k, count);
+      widen_row<F, width>(panel, b + k * b_k, count);
       std::fill(panel + count, panel + width, T(0));
     }
     return;
@@ -125,7 +130,7 @@ inline void pack(typename F::Wide* panel, const typename F::Key* b, int64_t b_k,
 #pragma GCC unroll 16
       for (int i = 0; i < lanes; ++i) {
         alignas(64) T row[lanes];
-        widen_row<F>(row, b + (j + i) * b_j + k, lanes);
+        widen_row<F, lanes>(row, b + (j + i) * b_j + k, lanes);
         square[i] = load(row);
       }
       transpose<T>(square);

@@ -7,7 +7,8 @@ C++. Offsets are at hand on the CPU, so reading them is no wait.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import pairwise, repeat
 from types import ModuleType
 
 import torch
@@ -22,7 +23,7 @@ ACTIVATIONS = {name: code for code, name in enumerate(("", "relu", "gelu", "silu
 # rows at a time and rows of a block.
 SPAN, PANEL, DEPTH, BLOCK = 192, 32, 256, 96
 
-SMALL = 2**22  # multiplications of an expert with its rows, on average, up to which C++ is faster
+SMALL = 2**21  # multiplications of an expert with its rows, on average, up to which C++ is faster
 
 
 def fwd(
@@ -70,13 +71,14 @@ def bwd_weight(
     num_rows = (x if x_token is None else x_token).shape[0]
     if not _is_small(dweight, num_rows):
         dtype = _product_dtype(x)
-        for expert, (first, last) in enumerate(pairwise(expert_offsets.tolist())):
-            rows = _gather(x, x_token, first, last).to(dtype).t()
-            columns = _gather(grad, grad_token, first, last).to(dtype)
+        sizes = _sizes(expert_offsets, num_rows)
+        for rows, columns, place in zip(
+            _split(x, x_token, sizes), _split(grad, grad_token, sizes), dweight.unbind(), strict=False
+        ):
             if dtype == x.dtype:
-                torch.mm(rows, columns, out=dweight[expert])
+                torch.mm(rows.t(), columns, out=place)
             else:
-                dweight[expert] = rows @ columns
+                place.copy_(rows.to(dtype).t() @ columns.to(dtype))
         if not with_bias:
             return dweight, dbias
         din = 0  # column sums alone are left
@@ -219,15 +221,17 @@ def _large_product(
     out: Tensor,
 ) -> Tensor:
     """out (R, Dout): torch's product of every expert with its rows, and zeros."""
-    bounds = expert_offsets.tolist()
-    for expert, (first, last) in enumerate(pairwise(bounds)):
-        if first < last:
-            rows, columns = _gather(x, row_token, first, last).to(out.dtype), weight[expert].to(out.dtype)
-            if bias is None:
-                torch.mm(rows, columns, out=out[first:last])
-            else:
-                torch.addmm(bias[expert], rows, columns, out=out[first:last])
-    out[bounds[-1] :] = 0
+    sizes = _sizes(expert_offsets, out.shape[0])
+    *places, unused = out.split(sizes)
+    unused.zero_()
+    shifts = repeat(None) if bias is None else bias.unbind()
+    for place, columns, shift, rows in zip(places, weight.unbind(), shifts, _split(x, row_token, sizes), strict=False):
+        if rows.dtype != out.dtype:
+            rows, columns = rows.to(out.dtype), columns.to(out.dtype)
+        if shift is None:
+            torch.mm(rows, columns, out=place)
+        else:
+            torch.addmm(shift, rows, columns, out=place)
     return out
 
 
@@ -243,9 +247,14 @@ def _scratch(native: ModuleType, work: Tensor, size: int) -> Tensor:
     return work.new_empty((native.chunks(work), size), dtype=wide(work.dtype))
 
 
-def _gather(x: Tensor, token: Tensor | None, first: int, last: int) -> Tensor:
-    """Rows first to last: x itself, or the tokens that stand there, zeros for -1."""
+def _sizes(expert_offsets: Tensor, num_rows: int) -> list[int]:
+    """Rows of every expert, and those that are nobody's."""
+    bounds = [*expert_offsets.tolist(), num_rows]
+    return [last - first for first, last in pairwise(bounds)]
+
+
+def _split(x: Tensor, token: Tensor | None, sizes: list[int]) -> Iterable[Tensor]:
+    """The rows of every expert: of x, or the tokens that stand there, gathered one expert at a time, zeros for -1."""
     if token is None:
-        return x[first:last]
-    index = token[first:last]
-    return x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0)
+        return x.split(sizes)
+    return (x.index_select(0, index.clamp(min=0)).masked_fill_((index < 0)[:, None], 0) for index in token.split(sizes))
