@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bench import kwta, routing, sinkhorn, tree_gate
+from bench import experts, kwta, routing, sinkhorn, tree_gate
 from bench.entry import Calls, Entry, Inputs, Shape, label
 
 __all__ = ["ENTRIES", "Calls", "Entry", "Inputs", "Shape", "label"]
 
-ENTRIES: dict[str, Entry] = {**kwta.ENTRIES, **routing.ENTRIES, **sinkhorn.ENTRIES, **tree_gate.ENTRIES}
+ENTRIES: dict[str, Entry] = {**kwta.ENTRIES, **routing.ENTRIES, **experts.ENTRIES, **sinkhorn.ENTRIES, **tree_gate.ENTRIES}

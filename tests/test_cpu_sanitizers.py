@@ -8,6 +8,7 @@ import torch
 
 import moe_kernels as mk
 from moe_kernels.backends import cpu
+from moe_kernels.backends.native import grouped_gemm_cpu
 
 pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable()))
 
@@ -86,6 +87,28 @@ def test_sinkhorn(sanitized, dtype):
         grad = torch.randn(batch, n, n).to(dtype)
         (got,) = torch.autograd.grad(p, scores, grad)
         torch.testing.assert_close(got, torch.autograd.grad(expected, scores, grad)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("small", [True, False])
+def test_experts(sanitized, dtype, small, monkeypatch):
+    monkeypatch.setattr(grouped_gemm_cpu, "SMALL", 2**40 if small else -1)
+    for tokens, experts, dim, hidden, dout in ((1, 1, 1, 1, 1), (37, 5, 33, 19, 9), (300, 2, 17, 100, 33)):
+        plan = mk.make_plan(torch.randint(-1, experts, (tokens, 2)), experts, capacity=tokens, backend="reference")
+        for activation, width in (("gelu", hidden), ("swiglu", 2 * hidden)):
+            sizes = {"x": (tokens, dim), "w_in": (experts, dim, width), "w_out": (experts, hidden, dout)}
+            sizes |= {"weights": (tokens, 2), "b_in": (experts, width), "b_out": (experts, dout)}
+            leaves = {name: torch.randn(size).to(dtype).requires_grad_() for name, size in sizes.items()}
+            mk.expert_mlp(plan=plan, activation=activation, backend="cpu", **leaves).float().sum().backward()
+            del leaves["weights"]
+            mk.expert_norms(activation=activation, backend="cpu", **leaves).float().sum().backward()
+            assert all(each.grad.isfinite().all() for each in leaves.values())
+            rows = torch.randn(plan.num_rows, dim).to(dtype).requires_grad_()
+            weight = leaves["w_in"].detach().transpose(1, 2).contiguous().transpose(1, 2)
+            out = mk.grouped_gemm(rows, weight, plan.expert_offsets, activation=activation, backend="cpu")
+            out.float().sum().backward()
+            expected = mk.grouped_gemm(rows, weight, plan.expert_offsets, activation=activation, backend="reference")
+            torch.testing.assert_close(out, expected)
 
 
 def test_an_overrun_is_caught():

@@ -107,7 +107,8 @@ struct Product {
     });
   }
 
-  void multiply(int64_t e, int64_t first, int64_t count, Wide* sums, Wide* panel) const {
+  // Not inline: what finishes a row comes in 4 formats and 7 activations.
+  [[gnu::noinline]] void multiply(int64_t e, int64_t first, int64_t count, Wide* sums, Wide* panel) const {
     Wide* rows = panel + kPanel<Wide> * din;
     const Wide* a = rows;
     int64_t a_row = din;

@@ -19,7 +19,18 @@ from torch import Tensor
 
 from moe_kernels import backends
 from moe_kernels.info import placement
-from moe_kernels.verify import combine, dispatch, kwta, make_plan, sinkhorn, topk_gate, tree_gate
+from moe_kernels.verify import (
+    combine,
+    dispatch,
+    expert_mlp,
+    expert_norms,
+    grouped_gemm,
+    kwta,
+    make_plan,
+    sinkhorn,
+    topk_gate,
+    tree_gate,
+)
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
 KERNELS = tuple(name for name in backends.NAMES if name != "reference")
@@ -31,6 +42,9 @@ OPERATIONS: dict[str, Operation] = {
     "make_plan": make_plan.OPERATION,
     "dispatch": dispatch.OPERATION,
     "combine": combine.OPERATION,
+    "grouped_gemm": grouped_gemm.OPERATION,
+    "expert_mlp": expert_mlp.OPERATION,
+    "expert_norms": expert_norms.OPERATION,
     "sinkhorn": sinkhorn.OPERATION,
     "tree_gate": tree_gate.GATE,
     "tree_route": tree_gate.ROUTE,

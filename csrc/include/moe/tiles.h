@@ -57,9 +57,9 @@ inline void tile(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t dep
   }
 }
 
-// c (rows, columns <= kPanel) = a b, plus c if `more`, tile by tile.
+// c (rows, columns <= kPanel) = a b, plus c if `more`, tile by tile. Not inline: every caller would carry five tiles.
 template <class T>
-inline void panel_product(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t depth, T* c, int64_t c_row,
+[[gnu::noinline]] void panel_product(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t depth, T* c, int64_t c_row,
                           int64_t rows, int64_t columns, bool more) {
   for (int64_t i = 0; i < rows; i += kTileRows) {
     const int left = int(std::min<int64_t>(kTileRows, rows - i));

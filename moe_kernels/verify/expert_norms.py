@@ -1,0 +1,16 @@
+"""Expert norms, on the tokens and experts of the grouped GEMM's inputs."""
+
+from __future__ import annotations
+
+from moe_kernels.ops import expert_norms
+from moe_kernels.verify.grouped_gemm import FLOOR, expert_cases, leaves_of, named_gradients
+from moe_kernels.verify.operation import Inputs, Operation, Outputs
+
+
+def _run(inputs: Inputs, backend: str) -> Outputs:
+    leaves = leaves_of(inputs, "x", "w_in", "w_out", "b_in", "b_out")
+    norms = expert_norms.expert_norms(activation=inputs["activation"], backend=backend, **leaves)
+    return {"norms": norms, **named_gradients(norms, leaves, inputs["grad_norms"])}
+
+
+OPERATION = Operation(expert_cases, _run, exact=frozenset(), floor=FLOOR)

@@ -1,0 +1,69 @@
+"""The grouped GEMM with every activation, gathered and not, and the inputs that it shares with the expert MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from moe_kernels.library import GATED
+from moe_kernels.ops import grouped_gemm, plan
+from moe_kernels.verify.make_plan import routings
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+
+FLOOR = 4.0  # a sum one by one is that much worse than one by blocks
+SIZES = ((1, 2, 1), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
+
+
+def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    """A plan, an activation, and what an expert MLP takes with it."""
+    activations = (None, *grouped_gemm.ACTIVATIONS)
+    for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
+        if num_experts > 128:  # the reference takes one after the other
+            continue
+        made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference")
+        made = tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, made)
+        activation, (dim, width, dout) = activations[index % len(activations)], SIZES[index % len(SIZES)]
+        hidden = width // 2 if activation in GATED else width
+        sizes = {
+            "x": (made.num_tokens, dim),
+            "weights": tuple(experts.shape),
+            "w_in": (num_experts, dim, width),
+            "w_out": (num_experts, hidden, dout),
+            "b_in": (num_experts, width),
+            "b_out": (num_experts, dout),
+            "grad_hidden": (made.num_rows, hidden),
+            "grad": (made.num_tokens, dout),
+            "grad_norms": (made.num_tokens, num_experts),
+        }
+        tensors = {each: torch.randn(size).to(dtype).to(device) for each, size in sizes.items()}
+        inputs = {"plan": made, "activation": activation, **tensors}
+        yield Case(f"{name}, {dim} x {width} x {dout}, {activation}", inputs)
+
+
+def named_gradients(out: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> Outputs:
+    found = torch.autograd.grad(out, list(leaves.values()), grad)
+    return {f"gradient of {name}": each for name, each in zip(leaves, found, strict=True)}
+
+
+def leaves_of(inputs: Inputs, *names: str) -> dict[str, Tensor]:
+    return {name: inputs[name].detach().requires_grad_() for name in names}
+
+
+def _run(inputs: Inputs, backend: str) -> Outputs:
+    made, leaves = inputs["plan"], leaves_of(inputs, "x", "w_in", "b_in")
+    out = grouped_gemm.grouped_gemm(
+        leaves["x"],
+        leaves["w_in"],
+        made.expert_offsets,
+        bias=leaves["b_in"],
+        activation=inputs["activation"],
+        row_token=made.row_token,
+        backend=backend,
+    )
+    return {"out": out, **named_gradients(out, leaves, inputs["grad_hidden"])}
+
+
+OPERATION = Operation(expert_cases, _run, exact=frozenset(), floor=FLOOR)
