@@ -7,4 +7,10 @@ from bench.entry import Calls, Entry, Inputs, Shape, label
 
 __all__ = ["ENTRIES", "Calls", "Entry", "Inputs", "Shape", "label"]
 
-ENTRIES: dict[str, Entry] = {**kwta.ENTRIES, **routing.ENTRIES, **experts.ENTRIES, **sinkhorn.ENTRIES, **tree_gate.ENTRIES}
+ENTRIES: dict[str, Entry] = {
+    **kwta.ENTRIES,
+    **routing.ENTRIES,
+    **experts.ENTRIES,
+    **sinkhorn.ENTRIES,
+    **tree_gate.ENTRIES,
+}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
+
 from moe_kernels.ops import expert_norms
 from moe_kernels.verify.grouped_gemm import FLOOR, expert_cases, leaves_of, named_gradients
-from moe_kernels.verify.operation import Inputs, Operation, Outputs
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
@@ -13,4 +17,9 @@ def _run(inputs: Inputs, backend: str) -> Outputs:
     return {"norms": norms, **named_gradients(norms, leaves, inputs["grad_norms"])}
 
 
-OPERATION = Operation(expert_cases, _run, exact=frozenset(), floor=FLOOR)
+def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    """Few experts: here each of them takes every token."""
+    return (case for case in expert_cases(dtype, device, small) if case.inputs["plan"].num_experts <= 8)
+
+
+OPERATION = Operation(_cases, _run, exact=frozenset(), floor=FLOOR)

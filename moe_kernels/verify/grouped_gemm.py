@@ -14,7 +14,7 @@ from moe_kernels.verify.make_plan import routings
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
 FLOOR = 4.0  # a sum one by one is that much worse than one by blocks
-SIZES = ((1, 2, 1), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
+SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
 
 
 def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:

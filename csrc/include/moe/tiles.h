@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
+#include <type_traits>
 
 #include "moe/formats.h"
 #include "moe/lanes.h"
@@ -86,25 +86,6 @@ inline void widen_row(typename F::Wide* to, const typename F::Key* from, int64_t
   for (int64_t i = 0; i < count; ++i) to[i] = F::widen(from[i]);
 }
 
-template <int step, class V, size_t... lane>
-inline void exchange(V& a, V& b, std::index_sequence<lane...>) {
-  constexpr int n = sizeof...(lane);
-  const V low = __builtin_shufflevector(a, b, int(lane & step ? n + lane - step : lane)...);
-  b = __builtin_shufflevector(a, b, int(lane & step ? n + lane : lane + step)...);
-  a = low;
-}
-
-// Transposes a square of kLanes vectors, by exchanging ever smaller blocks.
-template <class T, int step = kLanes<T> / 2>
-inline void transpose(Vec<T> (&square)[kLanes<T>]) {
-  if constexpr (step > 0) {
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes<T>; ++i)
-      if (!(i & step)) exchange<step>(square[i], square[i + step], std::make_index_sequence<kLanes<T>>());
-    transpose<T, step / 2>(square);
-  }
-}
-
 // panel (depth, kPanel) of columns `first` on of b (depth, columns), zeros behind the last one; b(k, j) = b[k * b_k + j * b_j],
 // of which one stride is 1.
 template <class F>
@@ -133,7 +114,7 @@ inline void pack(typename F::Wide* panel, const typename F::Key* b, int64_t b_k,
         widen_row<F, lanes>(row, b + (j + i) * b_j + k, lanes);
         square[i] = load(row);
       }
-      transpose<T>(square);
+      transpose(square);
 #pragma GCC unroll 16
       for (int i = 0; i < lanes; ++i) store(panel + (k + i) * width + j, square[i]);
     }
