@@ -11,6 +11,7 @@
 
 #include "moe/activations.h"
 #include "moe/formats.h"
+#include "moe/pages.h"
 #include "moe/tiles.h"
 
 namespace moe {
@@ -140,6 +141,8 @@ void forward(const Product<F>& sums, const typename F::Key* bias, int activation
   with_activation(activation, [&](auto constant) {
     constexpr Activation act = decltype(constant)::value;
     const int64_t dout = sums.dout, width = is_gated(act) ? dout / 2 : dout;
+    expect_pages(out, rows * width * int64_t(sizeof(*out)));
+    if (pre) expect_pages(pre, rows * dout * int64_t(sizeof(*pre)));
     // Where the sums are the result, but for a bias, they are made in its place.
     constexpr bool plain = act == Activation::none && sizeof(typename F::Key) == sizeof(Wide);
     Wide* place = plain && pre == nullptr ? reinterpret_cast<Wide*>(out) : nullptr;
@@ -181,22 +184,27 @@ struct WeightGradient {
 
   void run(int threads) const {
     const int64_t blocks = std::max<int64_t>(1, (din + kBlock - 1) / kBlock);
+    expect_pages(dweight, groups.num_experts * din * dout * int64_t(sizeof(Key)));
     std::atomic<int64_t> next{0};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
-      Wide* sums = scratch + thread * scratch_stride;
+      Wide *own = scratch + thread * scratch_stride, *more = own + kBlock * dout;
       for (int64_t i = next++; i < groups.num_experts * blocks; i = next++) {
         const int64_t e = i / blocks, start = i % blocks * kBlock, count = std::min(kBlock, din - start);
-        multiply(e, start, count, sums);
         Key* to = dweight + (e * din + start) * dout;
-        for (int64_t j = 0; j < count * dout; ++j) to[j] = F::narrow(sums[j]);
-        if (dbias != nullptr && start == 0) column_sums(e, sums);
+        if constexpr (sizeof(Key) == sizeof(Wide)) {
+          multiply(e, start, count, reinterpret_cast<Wide*>(to), more);
+        } else {
+          multiply(e, start, count, own, more);
+          for (int64_t j = 0; j < count * dout; ++j) to[j] = F::narrow(own[j]);
+        }
+        if (dbias != nullptr && start == 0) column_sums(e, own);
       }
     }
   }
 
-  void multiply(int64_t e, int64_t start, int64_t count, Wide* sums) const {
-    Wide *block = sums + kBlock * dout, *panel = block + kDepth * kBlock;
+  void multiply(int64_t e, int64_t start, int64_t count, Wide* sums, Wide* block) const {
+    Wide* panel = block + kDepth * kBlock;
     const int64_t rows = groups.rows(e);
     if (rows == 0) std::fill(sums, sums + count * dout, Wide(0));
     for (int64_t k = 0; k < rows && count > 0; k += kDepth) {

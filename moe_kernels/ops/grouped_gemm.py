@@ -163,5 +163,8 @@ def _sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int, backend: str) ->
     if rows.shape[0] == 0:
         return rows.new_zeros((num_tokens, rows.shape[1]))
     offsets, order, *_ = library.ops.make_plan_fwd(row_token[:, None], num_tokens, None, None, "token", backend)
+    if backend == "cpu":  # the column sums of a weight gradient without columns of x: a third of segment_reduce's time
+        none = rows.new_empty((rows.shape[0], 0))
+        return library.ops.grouped_gemm_bwd_weight(none, rows, offsets, None, order, True, backend)[1]
     in_order = rows.index_select(0, order.clamp(min=0)).to(library.wide(rows.dtype))
     return torch.segment_reduce(in_order, "sum", offsets=offsets.long(), axis=0, unsafe=True).to(rows.dtype)
