@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.models.transformer import Block
-from moe_kernels.models.vit import patches
+from moe_kernels.models.vit import PatchEmbedding
 from moe_kernels.nn.comet import CometFFN
 from moe_kernels.nn.gates.ensemble import tile
 from moe_kernels.nn.moe import MoE, MoEOutput
@@ -138,19 +138,13 @@ class MoEViT(nn.Module):
         members: int = 1,
     ) -> None:
         super().__init__()
-        channels, height, width = image_shape
-        self.image_shape, self.patch, self.dropout = image_shape, patch, dropout
-        self.embed = nn.Linear(channels * patch * patch, dim)
-        self.class_token = nn.Parameter(torch.randn(dim) * 0.02)
-        self.positions = nn.Parameter(torch.randn(height // patch * (width // patch) + 1, dim) * 0.02)
+        self.embed = PatchEmbedding(image_shape, patch, dim, dropout)
         self.blocks = MoEBlocks(
             depth, dim, heads, hidden, layer, activation=activation, dropout=dropout, members=members
         )
         self.head = nn.Linear(dim, classes)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, list[MoEOutput]]:
-        x = self.embed(patches(x, self.image_shape, self.patch))
-        x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1) + self.positions
-        spread = None if ids is None else ids[:, None].expand(x.shape[:2])
-        x, outputs = self.blocks(F.dropout(x, self.dropout, self.training), spread)
+        x = self.embed(x)
+        x, outputs = self.blocks(x, None if ids is None else ids[:, None].expand(x.shape[:2]))
         return self.head(x[:, 0]), outputs

@@ -18,6 +18,23 @@ def patches(x: Tensor, image_shape: tuple[int, int, int], patch: int) -> Tensor:
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
+class PatchEmbedding(nn.Module):
+    """Images (B, C * H * W) -> (B, 1 + patches, dim): a class token and the projected patches, learned positions on."""
+
+    def __init__(self, image_shape: tuple[int, int, int], patch: int, dim: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        self.image_shape, self.patch, self.dropout = image_shape, patch, dropout
+        self.project = nn.Linear(channels * patch * patch, dim)
+        self.class_token = nn.Parameter(torch.randn(dim) * 0.02)
+        self.positions = nn.Parameter(torch.randn(height // patch * (width // patch) + 1, dim) * 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.project(patches(x, self.image_shape, self.patch))
+        x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1) + self.positions
+        return F.dropout(x, self.dropout, self.training)
+
+
 class ViT(nn.Module):
     """Patches, a class token and learned positions, blocks, and a linear head on the class token.
 
@@ -41,18 +58,11 @@ class ViT(nn.Module):
         router_input: str = "layer",
     ) -> None:
         super().__init__()
-        channels, height, width = image_shape
-        self.image_shape, self.patch, self.dropout = image_shape, patch, dropout
-        self.embed = nn.Linear(channels * patch * patch, dim)
-        self.class_token = nn.Parameter(torch.randn(dim) * 0.02)
-        self.positions = nn.Parameter(torch.randn(height // patch * (width // patch) + 1, dim) * 0.02)
+        self.embed = PatchEmbedding(image_shape, patch, dim, dropout)
         self.blocks = Blocks(
             depth, dim, heads, hidden, p, activation=activation, dropout=dropout, router_input=router_input
         )
         self.head = nn.Linear(dim, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(patches(x, self.image_shape, self.patch))
-        x = torch.cat([self.class_token.expand(len(x), 1, -1), x], 1) + self.positions
-        x = self.blocks(F.dropout(x, self.dropout, self.training))
-        return self.head(x[:, 0])
+        return self.head(self.blocks(self.embed(x))[:, 0])
