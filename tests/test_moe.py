@@ -133,11 +133,18 @@ def test_tasks_share_experts_that_run_once(experts):
     assert out.statistics["experts_per_token"] == E
     sparse = MultiGateMoE([gates[1], gates[1]], experts)(x)
     assert sparse.statistics["experts_per_token"] == 1  # what no task asks for is not evaluated
+    assert sparse.plan.num_rows == T  # nor are there rows for it: the shared gate spoke once
+    several = [gates[1], double(TopKGate(D, E, 1))]
+    out = MultiGateMoE(several, experts)(x)
+    assert out.plan.num_rows == 2 * T
+    for y, gate in zip(out.y, several, strict=True):
+        torch.testing.assert_close(y, (gate(x).gates[..., None] * every).sum(1))
 
 
 def test_an_expert_of_weight_zero_is_no_choice():
-    gates = torch.tensor([[0.0, 0.5, -0.0, 0.5]])
-    assert nonzero_choices(gates).tolist() == [[-1, 1, -1, 3]]
+    gates = torch.tensor([[0.0, 0.5, -0.0, 0.5], [0.0, 0.0, 1.0, 0.0]])
+    assert nonzero_choices(gates, 4).tolist() == [[-1, 1, -1, 3], [-1, -1, 2, -1]]
+    assert nonzero_choices(gates, 2).tolist() == [[3, 1], [2, -1]]
 
 
 def test_experts_start_as_linear_layers_do():

@@ -108,7 +108,8 @@ class MultiGateMoE(nn.Module):
     dense-to-sparse training pays in this way, and statistics["experts_per_token"] is the `n/s` of paper 001.
 
     Args:
-        gates: one a task, all over the same experts. experts: ExpertMLP or ExpertLayer.
+        gates: one a task, all over the same experts; a gate given for several tasks speaks once for all of them.
+        experts: ExpertMLP or ExpertLayer.
         search: the permutation that all tasks share, the "+" of COMET+ (paper 001); None: none.
 
     Input: x (T, D); ids (T,), where the gates go by them. Output: MoEOutput with y a tuple of (T, Dout), losses by
@@ -122,17 +123,22 @@ class MultiGateMoE(nn.Module):
         self.gates, self.experts, self.search = nn.ModuleList(gates), experts, search
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> MoEOutput:
-        outputs = [gate(x, ids) for gate in self.gates]
+        said = {gate: gate(x, ids) for gate in dict.fromkeys(self.gates)}
+        outputs = [said[gate] for gate in self.gates]
         gates, losses = [output.gates for output in outputs], {}
+        k = sum(output.experts.shape[1] for output in said.values())  # experts a token at most: rows are bounded by it
         if self.search is not None:
             permutation = self.search.permutation()
+            if permutation is not None:
+                k = self.experts.num_experts
             gates = [self.search.permute(each, permutation) for each in gates]
             if self.training:
                 losses["permutation"] = self.search.regulariser(permutation)
         used = torch.stack([gate.detach() for gate in gates]).abs().sum(0)
-        plan = make_plan(nonzero_choices(used), self.experts.num_experts)
-        rows = self.experts.rows(x, plan)
-        y = tuple(combine(rows, plan, gate, backend=self.experts.backend) for gate in gates)
+        choices = nonzero_choices(used, k)
+        plan = make_plan(choices, self.experts.num_experts)
+        rows, slots = self.experts.rows(x, plan), choices.clamp(min=0).long()
+        y = tuple(combine(rows, plan, gate.gather(1, slots), backend=self.experts.backend) for gate in gates)
         named = [(f"task{index}", output) for index, output in enumerate(outputs)]
         losses |= {f"{task}.{name}": loss for task, output in named for name, loss in output.losses.items()}
         statistics = {f"{task}.{name}": each for task, output in named for name, each in output.statistics.items()}

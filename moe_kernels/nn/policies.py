@@ -81,7 +81,11 @@ class PriorityRouting:
         return plan_priority(scores, expert_capacity(scores.shape[0], 1, gate.num_experts, self.factor))
 
 
-def nonzero_choices(gates: Tensor) -> Tensor:
-    """The experts (T, E) int32 of gates (T, E), -1 where a gate is exactly 0: those that need not be evaluated."""
+def nonzero_choices(gates: Tensor, k: int) -> Tensor:
+    """The experts (T, min(k, E)) int32 of gates (T, E) that are not exactly 0: those that have to be evaluated.
+
+    k: as many as a token has at most. -1 where it has fewer.
+    """
     experts = torch.arange(gates.shape[1], dtype=torch.int32, device=gates.device)
-    return torch.where(gates != 0, experts, -1)
+    choices = torch.where(gates != 0, experts, -1)
+    return choices if k >= choices.shape[1] else choices.topk(k).values

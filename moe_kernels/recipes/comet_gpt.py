@@ -77,7 +77,7 @@ class CometGPT(Recipe):
 
         return Task(
             model,
-            torch.optim.AdamW(groups, self.lr),
+            torch.optim.AdamW(groups, self.lr, fused=True),
             lambda batch: {"loss": cross_entropy(batch)},
             evaluate,
             schedule=warmup(self.warmup, cosine(steps - self.warmup)),

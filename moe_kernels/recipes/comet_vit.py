@@ -64,7 +64,7 @@ def trained_by_adam(model: torch.nn.Module, lr: float, steps: int) -> Task:
     """A classifier of images by Adam and a cosine."""
     return classifier(
         model,
-        torch.optim.Adam(model.parameters(), lr),
+        torch.optim.Adam(model.parameters(), lr, fused=True),
         lambda batch: model(batch.tensors[0]),
         schedule=cosine(steps),
         routing=lambda batch: [Routing(mask) for mask in ffn_masks(model, batch.tensors[0])],

@@ -119,7 +119,7 @@ class CompeteSMoE(Recipe):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return Task(
             model,
-            torch.optim.Adam(trained, self.lr),
+            torch.optim.Adam(trained, self.lr, fused=True),
             loss,
             evaluate,
             schedule=schedules.warmup(max(steps // 10, 1)),

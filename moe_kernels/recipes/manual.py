@@ -78,7 +78,7 @@ class Manual(Recipe):
 
         return Task(
             model,
-            torch.optim.Adam(model.parameters(), self.lr),
+            torch.optim.Adam(model.parameters(), self.lr, fused=True),
             loss,
             evaluate,
             schedule=cosine(steps),

@@ -97,7 +97,7 @@ class MovieLens(Recipe):
             found = model(*batch.tensors[:2])[2].statistics
             return [Routing(gates > 1e-5, gates) for gates in (found["task0.gates"], found["task1.gates"])]
 
-        return Task(model, torch.optim.Adam(model.parameters(), self.lr), loss, evaluate, routing=routing)
+        return Task(model, torch.optim.Adam(model.parameters(), self.lr, fused=True), loss, evaluate, routing=routing)
 
     def _task_loss(self, watched: Tensor, rating: Tensor, truth: Tensor, stars: Tensor) -> Tensor:
         rated = stars > 0

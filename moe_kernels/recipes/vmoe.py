@@ -116,7 +116,7 @@ class VMoE(Recipe):
 
         return Task(
             model,
-            torch.optim.Adam(model.parameters(), self.lr),
+            torch.optim.Adam(model.parameters(), self.lr, fused=True),
             loss,
             evaluate,
             schedule=schedules.cosine(steps),
