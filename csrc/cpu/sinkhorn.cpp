@@ -81,7 +81,7 @@ void work(const Call& c, int64_t first, int64_t end, char* scratch) {
     const int64_t count = std::min(Staged::group, c.batch - m);
     Form form[Staged::group];
     scores.template read<F>(static_cast<const Key*>(c.scores) + m * c.stride_batch, c.stride_batch, c.stride_row, count);
-    scores.classify(1 / c.taus(0), c.taus.constant(), form);
+    scores.classify(c.taus(0), c.taus.constant(), form);
     scores.pad(-std::numeric_limits<Wide>::infinity());
     if (c.grad != nullptr) {
       const auto* from = static_cast<const Key*>(c.grad) + m * c.grad_stride_batch;

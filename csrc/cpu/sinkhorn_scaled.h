@@ -12,24 +12,27 @@ namespace {
 
 // k = exp((S - row maximum) / tau), (n, width). The exponents are taken in double: float's are off by 60 units.
 template <bool packed, class Wide, class T>
-void exponentials(const Part<packed, Wide, T>& part, double inv_tau, T* k) {
+inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t blocks, double inv_tau, T* k) {
   constexpr int halves = kLanes<T> / kLanes<double>;
   const auto block = [&](int64_t i, int64_t j, int half) {
     const Wide* from = part.scores.template block<T>(i, j, part.part) + half * kLanes<double>;
     return load_as<double>(from);
   };
-  for (int64_t i = 0; i < part.n; ++i) {
+  for (int64_t i = 0; i < n; ++i) {
     Vec<double> most[halves];
     for (int h = 0; h < halves; ++h) most[h] = block(i, 0, h);
-    for (int64_t j = 1; j < part.blocks; ++j)
+    for (int64_t j = 1; j < blocks; ++j)
       for (int h = 0; h < halves; ++h) most[h] = max(most[h], block(i, j, h));
     if constexpr (!packed) {
       for (int h = 1; h < halves; ++h) most[0] = max(most[0], most[h]);
       for (int h = halves; h-- > 0;) most[h] = row_max<packed, double>(most[0]);
     }
-    for (int64_t j = 0; j < part.blocks; ++j)
+    for (int64_t j = 0; j < blocks; ++j)
       for (int h = 0; h < halves; ++h)
-        store_as<double>(k + (i * part.blocks + j) * kLanes<T> + h * kLanes<double>, exp((block(i, j, h) - most[h]) * inv_tau));
+      {
+        const Vec<double> x = (block(i, j, h) - most[h]) * inv_tau;
+        store_as<double>(k + (i * blocks + j) * kLanes<T> + h * kLanes<double>, packed ? exp_within_range(x) : exp(x));
+      }
   }
 }
 
@@ -73,7 +76,7 @@ void scaled_forward(const Part<packed, Wide, T>& part, int64_t iterations, doubl
   T* k = arena.take<T>(part.n * part.width());
   T *v = arena.take<T>(part.width()), *next = arena.take<T>(part.width());
   const auto u = Rows<packed, T>::take(part.n, &arena);
-  exponentials(part, inv_tau, k);
+  exponentials(part, part.n, part.blocks, inv_tau, k);
   std::fill(v, v + part.width(), T(1));
   for (int64_t t = 0; t < iterations; ++t, std::swap(v, next)) scale<packed>(k, part.n, part.blocks, v, u, next);
   for (int64_t i = 0; i < part.n; ++i)
@@ -93,7 +96,7 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   double *u = arena.take<double>(iterations * rows), *v = arena.take<double>((iterations + 1) * width);
   double *dg = arena.take<double>(width), *y = arena.take<double>(width);
   const auto df = Rows<packed, double>::take(n, &arena);
-  exponentials(part, inv_tau, k);
+  exponentials(part, part.n, part.blocks, inv_tau, k);
   std::fill(v, v + width, 1.0);
   for (int64_t t = 0; t < iterations; ++t)
     scale<packed>(k, n, blocks, v + t * width, {u + t * rows}, v + (t + 1) * width);

@@ -29,26 +29,39 @@ struct Small {
   Vec<T> at(int i, int j, int p) const { return load(k[p] + (i * n + j) * w); }
 
   void start(double inv_tau) {
-    for (int p = 0; p < parts; ++p) exponentials(part(p), inv_tau, k[p]);
+    for (int p = 0; p < parts; ++p) exponentials(part(p), n, n, inv_tau, k[p]);
     each_of(n, [&](int j, int p) { v[j][p] = broadcast(T(1)); });
   }
   // u = 1 / (k v)
   void rows() {
-    each_of(n, [&](int i, int p) {
-      Vec<T> total = at(i, 0, p) * v[0][p];
-#pragma GCC unroll 4
-      for (int j = 1; j < n; ++j) total += at(i, j, p) * v[j][p];
-      u[i][p] = reciprocal(total);
-    });
+    inverses(u, [&](int i, int j, int p) { return at(i, j, p) * v[j][p]; });
   }
   // v = 1 / (k' u)
   void columns() {
-    each_of(n, [&](int j, int p) {
-      Vec<T> total = at(0, j, p) * u[0][p];
-#pragma GCC unroll 4
-      for (int i = 1; i < n; ++i) total += at(i, j, p) * u[i][p];
-      v[j][p] = reciprocal(total);
+    inverses(v, [&](int j, int i, int p) { return at(i, j, p) * u[i][p]; });
+  }
+
+  // of sum_j term(i, j). In double two at a time: the range leaves room for their product, whose reciprocal gives both.
+  template <class Term>
+  static void inverses(Vec<T> (&of)[n][parts], Term term) {
+    each_of(n / 2, [&](int half, int p) {
+      const int i = 2 * half;
+      const Vec<T> one = sum_of([&](int j) { return term(i, j, p); });
+      const Vec<T> other = sum_of([&](int j) { return term(i + 1, j, p); });
+      if constexpr (parts == 1) {
+        of[i][p] = reciprocal(one), of[i + 1][p] = reciprocal(other);
+      } else {
+        const Vec<T> both = reciprocal(one * other);
+        of[i][p] = other * both, of[i + 1][p] = one * both;
+      }
     });
+  }
+  // In two halves where there is one part: then latency counts, and otherwise the number of instructions.
+  template <class Term>
+  static Vec<T> sum_of(Term term) {
+    static_assert(n == 4);
+    if constexpr (parts == 1) return (term(0) + term(1)) + (term(2) + term(3));
+    return term(0) + term(1) + term(2) + term(3);
   }
 
   template <class Work>
@@ -71,55 +84,65 @@ void small_forward(const Stage<true, Wide>& scores, const Form* form, Form wante
     s.each_of(n, [&](int j, int p) { s.part(p).put(out, i, j, s.at(i, j, p) * s.u[i][p] * s.v[j][p]); });
 }
 
-// As scaled_backward.
+// As scaled_backward. Forwards all parts advance together, backwards one after the other, with h in registers.
 template <int n, class Wide>
 void small_backward(const Stage<true, Wide>& scores, const Form* form, int64_t iterations, double inv_tau,
                     const Stage<true, Wide>& grad, const Stage<true, Wide>& out, Arena arena) {
   using State = Small<n, Wide, double>;
   using V = Vec<double>;
-  constexpr int parts = State::parts;
+  constexpr int parts = State::parts, w = kLanes<double>;
   State s(scores, form, Form::scaled_float, Form::scaled_double);
   if (!s.wanted()) return;
   s.start(inv_tau);
-  // v before iteration t and u after it: (R, 2, n, parts).
-  constexpr int64_t vectors = n * parts;
-  double* const history = arena.take<double>(iterations * 2 * vectors * kLanes<double>);
+  // v before iteration t and u after it: (parts, R, 2, n).
+  double* const history = arena.take<double>(parts * iterations * 2 * n * w);
   const auto place = [&](int64_t t, int which, int i, int p) {
-    return history + ((2 * t + which) * vectors + i * parts + p) * kLanes<double>;
+    return history + (((p * iterations + t) * 2 + which) * n + i) * w;
   };
   for (int64_t t = 0; t < iterations; ++t) {
     s.each_of(n, [&](int j, int p) { store(place(t, 0, j, p), s.v[j][p]); });
     s.rows(), s.columns();
     s.each_of(n, [&](int i, int p) { store(place(t, 1, i, p), s.u[i][p]); });
   }
-  V h[n][n][parts], df[n][parts] = {}, dg[n][parts] = {};
-  for (int i = 0; i < n; ++i)
-    s.each_of(n, [&](int j, int p) {
-      h[i][j][p] = s.u[i][p] * s.v[j][p] * s.part(p).at(grad, i, j);
-      const V weight = s.at(i, j, p) * h[i][j][p];
-      df[i][p] -= weight, dg[j][p] -= weight;
-    });
-  for (int64_t t = iterations; t-- > 0;) {
-    V y[n][parts], before[n][parts];
-    s.each_of(n, [&](int j, int p) {
-      y[j][p] = dg[j][p] * s.v[j][p], before[j][p] = load(place(t, 0, j, p)), dg[j][p] = V{};
-    });
-    s.each_of(n, [&](int i, int p) {
-      V total = s.at(i, 0, p) * y[0][p];
+  for (int p = 0; p < parts; ++p) {
+    V h[n][n], df[n] = {}, dg[n] = {};
 #pragma GCC unroll 4
-      for (int j = 1; j < n; ++j) total += s.at(i, j, p) * y[j][p];
-      const V share = load(place(t, 1, i, p)), x = share * (df[i][p] - share * total);
-      df[i][p] = V{};
+    for (int i = 0; i < n; ++i)
 #pragma GCC unroll 4
       for (int j = 0; j < n; ++j) {
-        h[i][j][p] += share * y[j][p] + x * before[j][p];
-        dg[j][p] -= s.at(i, j, p) * x;
+        h[i][j] = s.u[i][p] * s.v[j][p] * s.part(p).at(grad, i, j);
+        const V weight = s.at(i, j, p) * h[i][j];
+        df[i] -= weight, dg[j] -= weight;
       }
-    });
-    s.each_of(n, [&](int j, int p) { s.v[j][p] = before[j][p], dg[j][p] *= before[j][p]; });
+    V y[n];
+#pragma GCC unroll 4
+    for (int j = 0; j < n; ++j) y[j] = dg[j] * s.v[j][p], df[j] *= s.u[j][p];
+    for (int64_t t = iterations; t-- > 0;) {
+      V before[n], change[n] = {};
+#pragma GCC unroll 4
+      for (int j = 0; j < n; ++j) before[j] = load(place(t, 0, j, p));
+#pragma GCC unroll 4
+      for (int i = 0; i < n; ++i) {
+        V total = s.at(i, 0, p) * y[0];
+#pragma GCC unroll 4
+        for (int j = 1; j < n; ++j) total += s.at(i, j, p) * y[j];
+        const V share = load(place(t, 1, i, p)), x = df[i] - share * share * total;
+        df[i] = V{};
+#pragma GCC unroll 4
+        for (int j = 0; j < n; ++j) {
+          h[i][j] += share * y[j];  // two multiply-adds, which in one expression would be three instructions
+          h[i][j] += x * before[j];
+          change[j] -= s.at(i, j, p) * x;
+        }
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < n; ++j) y[j] = change[j] * (before[j] * before[j]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < n; ++i)
+#pragma GCC unroll 4
+      for (int j = 0; j < n; ++j) s.part(p).put(out, i, j, s.at(i, j, p) * h[i][j] * inv_tau);
   }
-  for (int i = 0; i < n; ++i)
-    s.each_of(n, [&](int j, int p) { s.part(p).put(out, i, j, s.at(i, j, p) * h[i][j][p] * inv_tau); });
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ namespace {
 // Row-wise range of S / tau up to which scaling vectors, at most exp(range), and their products stay normal numbers.
 constexpr double kFloatRange = 60, kDoubleRange = 300;
 
-enum class Form { broken, scaled_float, scaled_double, logarithmic };
+enum class Form { scaled_float, scaled_double, logarithmic, broken };
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -127,33 +127,29 @@ struct Stage {
       for (int64_t l = 0; l < group; ++l) std::memcpy(to + l * n * n + e, data + e * group + l, sizeof(Wide));
   }
 
-  // The form that each matrix can take; padding must not widen its row.
-  void classify(double inv_tau, bool one_tau, Form* form) const {
+  // The form that each matrix can take, the worst that some lane of it needs; padding must not widen its row.
+  void classify(double tau, bool one_tau, Form* form) const {
     using V = Vec<Wide>;
     constexpr Wide inf = std::numeric_limits<Wide>::infinity();
-    V range{}, lowest = broadcast(inf);
-    auto whole = range == range;
+    V range{}, lowest = broadcast(inf), kind{};
     for (int64_t i = 0; i < n; ++i) {
       V high = broadcast(-inf), low = broadcast(inf);
       for (int64_t j = 0; j < row; j += kLanes<Wide>) {
         const V x = load(data + i * row + j);
         high = max(high, x), low = -max(-low, -x);
-        whole &= x < inf;  // neither NaN nor +inf
+        kind = x < inf ? kind : broadcast(Wide(Form::broken));  // NaN or +inf
       }
       lowest = -max(-lowest, -low);
       range = max(range, row_max<packed, Wide>(high) + row_max<packed, Wide>(-low));
     }
-    for (int64_t l = 0; l < group; ++l) {
-      bool forbidden = false, broken = false;
-      for (int64_t lane = packed ? l : 0; lane < (packed ? l + 1 : kLanes<Wide>); ++lane)
-        forbidden |= lowest[lane] == -inf, broken |= !whole[lane];
-      const double wide = forbidden || !one_tau ? inf : double(range[l]) * inv_tau;
-      const bool narrow = sizeof(Wide) == 4 && wide < kFloatRange;
-      form[l] = broken ? Form::broken
-                : narrow ? Form::scaled_float
-                : wide < kDoubleRange ? Form::scaled_double
-                                      : Form::logarithmic;
-    }
+    const auto needs = [&](auto widened, Form least) { kind = widened ? max(kind, broadcast(Wide(least))) : kind; };
+    if (sizeof(Wide) == 8) needs(kind == kind, Form::scaled_double);
+    needs(!(range < Wide(kFloatRange * tau)), Form::scaled_double);
+    needs(!(range < Wide(kDoubleRange * tau)), Form::logarithmic);
+    needs(lowest == -inf, Form::logarithmic);  // a forbidden pair
+    if (!one_tau) needs(kind == kind, Form::logarithmic);
+    kind = row_max<packed, Wide>(kind);
+    for (int64_t l = 0; l < group; ++l) form[l] = Form(int(kind[l]));
   }
 
   void pad(Wide value) const {
