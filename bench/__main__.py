@@ -72,13 +72,18 @@ def run_command(
     threads: Threads = None,
     seconds: Seconds = 0.4,
     curves: Curves = True,
+    minutes: Annotated[float | None, typer.Option(help="Time for all of it. Default: what it takes.")] = None,
     out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = OUT,
 ) -> None:
-    """Verifies what can run here, measures what was right, and writes <out>/<device>.json and report.md, .html."""
+    """Verifies what can run here, measures what was right, and writes <out>/<device>.json and report.md, .html.
+
+    With --minutes one figure of every operation comes first, then the next of each; the report names what found no time.
+    """
+    until = time.monotonic() + 60 * (minutes or math.inf)
     request = _request(shapes, routing, peers, dtype, threads, curves)
     _describe_machine()
     rows = _verified(op, backend)
-    result = _measured(rows, request, seconds)
+    result = _measured(rows, request, seconds, until)
     path = ledger.write(result, out)
     text, html = document.write([result], out)
     console.print(f"results {path}, report {text}, with pictures {html}", soft_wrap=True)
