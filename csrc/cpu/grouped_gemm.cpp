@@ -7,10 +7,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <type_traits>
 
 #include "moe/activations.h"
-#include "moe/formats.h"
+#include "moe/elements.h"
 #include "moe/pages.h"
 #include "moe/tiles.h"
 
@@ -20,7 +19,12 @@ namespace {
 
 constexpr int64_t kSpan = 192;   // rows that share a packing of their expert's weight, which costs as much as 10 to 20
 constexpr int64_t kDepth = 256;  // rows that the weight gradient sums at a time: a panel of them is 32 KB
-constexpr int64_t kBlock = 96;   // rows of dW that share it
+constexpr int64_t kBlock = 132;  // rows of dW that share it: full tiles, and 128 are one block
+
+// Rows of one expert; none at the end.
+struct Span {
+  int64_t expert, first, rows = 0;
+};
 
 // Rows of experts, and the spans of them that threads take one after the other.
 struct Groups {
@@ -31,7 +35,7 @@ struct Groups {
   int64_t rows(int64_t e) const { return offsets[e + 1] - offsets[e]; }
   int64_t used() const { return offsets[num_experts]; }
 
-  // Calls work(thread, expert, first row, rows) for every span of at most `span` rows of one expert.
+  // Calls work(thread, span, the thread's next span) for every span of at most `span` rows of one expert.
   template <class Work>
   void each_span(int64_t span, int threads, Work work) const {
     const auto spans_of = [&](int64_t e) { return (rows(e) + span - 1) / span; };
@@ -39,280 +43,281 @@ struct Groups {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
       int64_t e = 0, before = 0;  // spans of the experts before e
-      for (int64_t i = next++;; i = next++) {
+      const auto take = [&]() -> Span {
+        const int64_t i = next++;
         while (e < num_experts && i >= before + spans_of(e)) before += spans_of(e++);
-        if (e == num_experts) break;
+        if (e == num_experts) return {};
         const int64_t row = (i - before) * span;
-        work(thread, e, first(e) + row, std::min(span, rows(e) - row));
+        return {e, first(e) + row, std::min(span, rows(e) - row)};
+      };
+      for (Span now = take(), later; now.rows > 0; now = later) {
+        later = take();
+        work(thread, now, later);
       }
     }
   }
 };
 
-// x (rows, dim), read through `token` where that is not null: -1 reads zeros.
-template <class F>
+// Rows of x, read through `token` where that is not null: -1 reads zeros.
+template <class T>
 struct Rows {
-  const typename F::Key* x;
+  Elements<T> kind;
+  const char* x;
   int64_t stride;
   const int32_t* token;
 
-  const typename F::Key* at(int64_t row) const {
-    if (token == nullptr) return x + row * stride;
-    return token[row] < 0 ? nullptr : x + token[row] * stride;
+  // to (rows, count) = columns `column` on of rows `first` on.
+  void copy(T* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
+    const int64_t start = token == nullptr ? first * stride : 0;
+    kind.widen(to, to_row, x + (start + column) * kind.size, stride, token == nullptr ? nullptr : token + first, rows,
+               count);
   }
-  template <int64_t usual = 0>
-  void copy(typename F::Wide* to, int64_t row, int64_t first, int64_t count) const {
-    const auto* from = at(row);
-    if (from == nullptr) std::fill(to, to + count, typename F::Wide(0));
-    else widen_row<F, usual>(to, from + first, count);
+
+  // Rows that stand one behind the other.
+  Ahead::Piece piece(int64_t first, int64_t rows, int64_t dim) const {
+    if (token != nullptr || stride != dim) return {};
+    return {x + first * dim * kind.size, rows * dim * kind.size};
   }
 };
 
-// What a product of rows needs: sums (R, dout) are x W_e, or stand ready in `product` of `product_dtype`.
-template <class F>
-struct Product {
-  using Key = typename F::Key;
-  using Wide = typename F::Wide;
+// Steps of the inner loop in a product (rows, depth) by (depth, columns).
+template <class T>
+int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
+  return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
+}
 
-  Rows<F> x;
-  const Key* weight;
+// What a product of rows needs: sums (R, dout) are x W_e, or stand ready in `product`.
+template <class T>
+struct Product {
+  Rows<T> x;
+  const char* weight;
   int64_t stride_e, stride_k, stride_j;
-  const void* product;
-  int product_dtype;
+  Elements<T> product_kind;
+  char* product;
   Groups groups;
   int64_t din, dout;
-  Wide* scratch;  // of every thread: sums of a span, a panel, rows of a span; or the sums of a row that stands ready
+  T* scratch;  // of every thread: sums of a span, a panel, rows of a span; or the sums of a row that stands ready
   int64_t scratch_stride;
 
   // Calls finish(expert, row, sums of dout columns), which may write over the sums. They stand in `place` (R, dout) if that
   // is not null.
   template <class Finish>
-  void run(int threads, Wide* place, Finish finish) const {
-    groups.each_span(kSpan, threads, [&](int thread, int64_t e, int64_t first, int64_t count) {
-      Wide* own = scratch + thread * scratch_stride;
-      Wide* sums = place ? place + first * dout : own;
-      if (product == nullptr) multiply(e, first, count, sums, own + kSpan * dout);
-      for (int64_t r = 0; r < count; ++r) {
-        Wide* row_sums = place || !product ? sums + r * dout : sums;
-        if (product) ready(first + r, row_sums);
-        finish(e, first + r, row_sums);
+  void run(int threads, T* place, Finish finish) const {
+    if (product && product_kind.wide) place = reinterpret_cast<T*>(product);
+    groups.each_span(kSpan, threads, [&](int thread, Span span, Span later) {
+      T* own = scratch + thread * scratch_stride;
+      T* sums = place ? place + span.first * dout : own;
+      if (product == nullptr) multiply(span, later, sums, own + kSpan * dout);
+      for (int64_t row = span.first; row < span.first + span.rows; ++row) {
+        T* row_sums = sums;
+        if (product && !product_kind.wide)
+          product_kind.widen(row_sums, dout, product + row * dout * product_kind.size, 0, nullptr, 1, dout);
+        else
+          row_sums += (row - span.first) * dout;
+        finish(span.expert, row, row_sums);
       }
     });
   }
 
-  void ready(int64_t row, Wide* sums) const {
-    with_format(product_dtype, [&](auto format) {
-      using From = decltype(format);
-      if constexpr (std::is_same_v<typename From::Wide, Wide>)
-        widen_row<From>(sums, static_cast<const typename From::Key*>(product) + row * dout, dout);
-    });
-  }
-
-  // Not inline: what finishes a row comes in 4 formats and 7 activations.
-  [[gnu::noinline]] void multiply(int64_t e, int64_t first, int64_t count, Wide* sums, Wide* panel) const {
-    Wide* rows = panel + kPanel<Wide> * din;
-    const Wide* a = rows;
+  void multiply(Span span, Span later, T* sums, T* panel) const {
+    T* rows = panel + kPanel<T> * din;
+    const T* a = rows;
     int64_t a_row = din;
-    if (sizeof(Key) == sizeof(Wide) && x.token == nullptr) {
-      a = reinterpret_cast<const Wide*>(x.at(first));
+    if (x.kind.wide && x.token == nullptr) {
+      a = reinterpret_cast<const T*>(x.x) + span.first * x.stride;
       a_row = x.stride;
     } else {
-      for (int64_t r = 0; r < count; ++r) x.copy(rows + r * din, first + r, 0, din);
+      x.copy(rows, din, span.first, span.rows, 0, din);
     }
-    for (int64_t j = 0; j < dout; j += kPanel<Wide>) {
-      pack<F>(panel, weight + e * stride_e, stride_k, stride_j, din, j, dout);
-      panel_product(a, a_row, int64_t(1), panel, din, sums + j, dout, count, std::min<int64_t>(kPanel<Wide>, dout - j),
-                    false);
+    const auto weight_of = [&](Span of) { return weight + of.expert * stride_e * x.kind.size; };
+    Ahead ahead{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, din, dout)};
+    if (later.rows > 0 && later.expert != span.expert)
+      ahead.pieces[1] = {weight_of(later), din * dout * x.kind.size};
+    for (int64_t j = 0; j < dout; j += kPanel<T>) {
+      pack(panel, x.kind, weight_of(span), stride_k, stride_j, din, j, dout);
+      panel_product(a, a_row, int64_t(1), panel, din, sums + j, dout, span.rows,
+                    std::min<int64_t>(kPanel<T>, dout - j), false, ahead);
     }
   }
 };
 
-// Zeros from row `used` on.
-template <class Key>
-void clear(Key* out, int64_t used, int64_t rows, int64_t columns) {
-  if (out != nullptr && columns > 0 && rows > used)
-    std::memset(out + used * columns, 0, size_t((rows - used) * columns) * sizeof(Key));
+// Zeros from row `used` on, of rows of `bytes`.
+void clear(void* out, int64_t used, int64_t rows, int64_t bytes) {
+  if (out != nullptr && bytes > 0 && rows > used)
+    std::memset(static_cast<char*>(out) + used * bytes, 0, size_t((rows - used) * bytes));
 }
 
-template <class F>
-void forward(const Product<F>& sums, const typename F::Key* bias, int activation, typename F::Key* out,
-             typename F::Key* pre, int64_t rows, int threads) {
-  using Wide = typename F::Wide;
-  with_activation(activation, [&](auto constant) {
-    constexpr Activation act = decltype(constant)::value;
-    const int64_t dout = sums.dout, width = is_gated(act) ? dout / 2 : dout;
-    expect_pages(out, rows * width * int64_t(sizeof(*out)));
-    if (pre) expect_pages(pre, rows * dout * int64_t(sizeof(*pre)));
-    // Where the sums are the result, but for a bias, they are made in its place.
-    constexpr bool plain = act == Activation::none && sizeof(typename F::Key) == sizeof(Wide);
-    Wide* place = plain && pre == nullptr ? reinterpret_cast<Wide*>(out) : nullptr;
-    sums.run(threads, place, [&](int64_t e, int64_t row, Wide* p) {
-      if (bias) {
-        const auto* b = bias + e * dout;
-#pragma omp simd
-        for (int64_t j = 0; j < dout; ++j) p[j] += F::widen(b[j]);
-      }
-      if (place) return;
-      if (pre) {
-#pragma omp simd
-        for (int64_t j = 0; j < dout; ++j) pre[row * dout + j] = F::narrow(p[j]);
-      }
-      auto* to = out + row * width;
-#pragma omp simd
-      for (int64_t j = 0; j < width; ++j) {
-        const Wide y = value_of<act>(p[j]);
-        to[j] = F::narrow(is_gated(act) ? y * p[j + width] : y);
-      }
-    });
-    clear(out, sums.groups.used(), rows, width);
-    clear(pre, sums.groups.used(), rows, dout);
+template <class T>
+void forward(const Product<T>& sums, const char* bias, int activation, char* out, char* pre, int64_t rows, int threads) {
+  const Elements<T>& kind = sums.x.kind;
+  const RowsOf<T> act = rows_of<T>(activation);
+  const int64_t dout = sums.dout, width = act.gated ? dout / 2 : dout;
+  const int64_t out_bytes = width * kind.size, pre_bytes = dout * kind.size;
+  expect_pages(out, rows * out_bytes);
+  if (pre) expect_pages(pre, rows * pre_bytes);
+  // Where the sums are pre, or the result but for a bias, they are made in its place.
+  const bool plain = Activation(activation) == Activation::none && !pre;
+  T* place = kind.wide && (plain || pre) ? reinterpret_cast<T*>(plain ? out : pre) : nullptr;
+  sums.run(threads, place, [&](int64_t e, int64_t row, T* p) {
+    if (bias) kind.add(p, bias + e * pre_bytes, dout);
+    if (plain && place) return;
+    if (pre && !place) kind.narrow(pre + row * pre_bytes, p, dout);
+    char* to = out + row * out_bytes;
+    if (kind.wide) {
+      act.value(reinterpret_cast<T*>(to), p, p + width, width);
+    } else {
+      if (!plain) act.value(p, p, p + width, width);
+      kind.narrow(to, p, width);
+    }
   });
+  clear(out, sums.groups.used(), rows, out_bytes);
+  clear(pre, sums.groups.used(), rows, pre_bytes);
 }
 
 // dW_e = x_e^T grad_e, kBlock rows of dW at a time, and dbias_e, the column sums of grad_e, with the first of them.
-template <class F>
+template <class T>
 struct WeightGradient {
-  using Key = typename F::Key;
-  using Wide = typename F::Wide;
-
-  Rows<F> x, grad;
+  Rows<T> x, grad;
   Groups groups;
-  Key *dweight, *dbias;
+  char *dweight, *dbias;
   int64_t din, dout;
-  Wide* scratch;  // of every thread: a block of dW, kDepth rows of that block of x, a panel of as many rows of grad
+  T* scratch;  // of every thread: a panel of kDepth rows of grad, a block of as many rows of x, that block of dW
   int64_t scratch_stride;
 
   void run(int threads) const {
+    const Elements<T>& kind = x.kind;
     const int64_t blocks = std::max<int64_t>(1, (din + kBlock - 1) / kBlock);
-    expect_pages(dweight, groups.num_experts * din * dout * int64_t(sizeof(Key)));
+    expect_pages(dweight, groups.num_experts * din * dout * kind.size);
     std::atomic<int64_t> next{0};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
-      Wide *own = scratch + thread * scratch_stride, *more = own + kBlock * dout;
+      T *panel = scratch + thread * scratch_stride, *block = panel + kDepth * kPanel<T>, *own = block + kDepth * kBlock;
       for (int64_t i = next++; i < groups.num_experts * blocks; i = next++) {
         const int64_t e = i / blocks, start = i % blocks * kBlock, count = std::min(kBlock, din - start);
-        Key* to = dweight + (e * din + start) * dout;
-        if constexpr (sizeof(Key) == sizeof(Wide)) {
-          multiply(e, start, count, reinterpret_cast<Wide*>(to), more);
-        } else {
-          multiply(e, start, count, own, more);
-          for (int64_t j = 0; j < count * dout; ++j) to[j] = F::narrow(own[j]);
-        }
+        char* to = dweight + (e * din + start) * dout * kind.size;
+        multiply(e, start, count, kind.wide ? reinterpret_cast<T*>(to) : own, panel, block);
+        if (!kind.wide) kind.narrow(to, own, count * dout);
         if (dbias != nullptr && start == 0) column_sums(e, own);
       }
     }
   }
 
-  void multiply(int64_t e, int64_t start, int64_t count, Wide* sums, Wide* block) const {
-    Wide* panel = block + kDepth * kBlock;
+  void multiply(int64_t e, int64_t start, int64_t count, T* sums, T* panel, T* block) const {
     const int64_t rows = groups.rows(e);
-    if (rows == 0) std::fill(sums, sums + count * dout, Wide(0));
+    if (rows == 0) std::fill(sums, sums + count * dout, T(0));
+    Ahead ahead{{}, steps_of<T>(count, rows, dout)};
+    if (e + 1 < groups.num_experts) {
+      const int64_t next = groups.first(e + 1), more = groups.rows(e + 1);
+      ahead.pieces[0] = x.piece(next, more, din);
+      ahead.pieces[1] = grad.piece(next, more, dout);
+    }
     for (int64_t k = 0; k < rows && count > 0; k += kDepth) {
       const int64_t depth = std::min(kDepth, rows - k), row = groups.first(e) + k;
-      for (int64_t r = 0; r < depth; ++r) x.template copy<kBlock>(block + r * kBlock, row + r, start, count);
-      for (int64_t j = 0; j < dout; j += kPanel<Wide>) {
-        const int64_t columns = std::min<int64_t>(kPanel<Wide>, dout - j);
-        for (int64_t r = 0; r < depth; ++r) {
-          Wide* to = panel + r * kPanel<Wide>;
-          grad.template copy<kPanel<Wide>>(to, row + r, j, columns);
-          std::fill(to + columns, to + kPanel<Wide>, Wide(0));
-        }
-        panel_product(block, int64_t(1), kBlock, panel, depth, sums + j, dout, count, columns, k > 0);
+      x.copy(block, kBlock, row, depth, start, count);
+      for (int64_t j = 0; j < dout; j += kPanel<T>) {
+        const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
+        if (columns < kPanel<T>) std::fill(panel, panel + depth * kPanel<T>, T(0));
+        grad.copy(panel, kPanel<T>, row, depth, j, columns);
+        panel_product(block, int64_t(1), kBlock, panel, depth, sums + j, dout, count, columns, k > 0, ahead);
       }
     }
   }
 
-  void column_sums(int64_t e, Wide* sums) const {
-    std::fill(sums, sums + dout, Wide(0));
-    for (int64_t row = groups.first(e); row < groups.first(e + 1); ++row) {
-      const Key* from = grad.at(row);
-      if (from == nullptr) continue;
-#pragma omp simd
-      for (int64_t j = 0; j < dout; ++j) sums[j] += F::widen(from[j]);
+  void column_sums(int64_t e, T* sums) const {
+    std::fill(sums, sums + dout, T(0));
+    for (int64_t i = groups.first(e); i < groups.first(e + 1); ++i) {
+      const int64_t row = grad.token == nullptr ? i : grad.token[i];
+      if (row >= 0) grad.kind.add(sums, grad.x + row * grad.stride * grad.kind.size, dout);
     }
-    Key* to = dbias + e * dout;
-#pragma omp simd
-    for (int64_t j = 0; j < dout; ++j) to[j] = F::narrow(sums[j]);
+    x.kind.narrow(dbias + e * dout * x.kind.size, sums, dout);
   }
 };
 
-// dpre = grad act'(pre) of one row of `width` results; pre and dpre have both halves where the activation is gated.
-template <class F, Activation act, class Grad>
-void row_backward(Grad grad, const typename F::Key* pre, typename F::Key* dpre, int64_t width) {
-#pragma omp simd
-  for (int64_t j = 0; j < width; ++j) {
-    const auto y = sloped<act>(F::widen(pre[j]));
-    if constexpr (is_gated(act)) {
-      dpre[j] = F::narrow(grad(j) * y.slope * F::widen(pre[j + width]));
-      dpre[j + width] = F::narrow(grad(j) * y.value);
-    } else {
-      dpre[j] = F::narrow(grad(j) * y.slope);
-    }
+constexpr int64_t kChunk = 256;  // columns of an activation at a time, on the stack
+
+// Columns j up to j + count of a row of pre, which has both halves of `width` columns where the activation is gated.
+template <class T>
+struct Chunk {
+  const Elements<T>& kind;
+  const RowsOf<T>& act;
+  int64_t j, width, count;
+  alignas(64) T room[2][kChunk];
+  const T *gate, *up;
+
+  Chunk(const Elements<T>& kind, const RowsOf<T>& act, const char* pre, int64_t width, int64_t j)
+      : kind(kind), act(act), j(j), width(width), count(std::min(kChunk, width - j)) {
+    gate = kind.read(pre + j * kind.size, room[0], count);
+    up = act.gated ? kind.read(pre + (width + j) * kind.size, room[1], count) : nullptr;
   }
-}
 
-template <class F>
-void hidden_backward(const Product<F>& sums, const typename F::Wide* row_weight, const typename F::Key* pre,
-                     int activation, typename F::Key* dpre, typename F::Key* weighted, typename F::Wide* drow_weight,
-                     int64_t rows, int threads) {
-  using Wide = typename F::Wide;
-  with_activation(activation, [&](auto constant) {
-    constexpr Activation act = decltype(constant)::value;
-    const int64_t hidden = sums.dout, width = is_gated(act) ? 2 * hidden : hidden;
-    sums.run(threads, nullptr, [&](int64_t, int64_t row, const Wide* a) {
-      const auto* p = pre + row * width;
-      auto* to = weighted + row * hidden;
-      const Wide w = row_weight[row];
-      Wide dot = 0;
+  // dpre = grad act'(pre)
+  void backward(const T* grad, char* dpre) {
+    char *to = dpre + j * kind.size, *to_up = to + width * kind.size;
+    if (kind.wide) return act.slope(reinterpret_cast<T*>(to), reinterpret_cast<T*>(to_up), grad, gate, up, count);
+    act.slope(room[0], room[1], grad, gate, up, count);
+    kind.narrow(to, room[0], count);
+    if (act.gated) kind.narrow(to_up, room[1], count);
+  }
+};
+
+template <class T>
+void hidden_backward(const Product<T>& sums, const T* row_weight, const char* pre, int activation, char* dpre,
+                     char* weighted, T* drow_weight, int64_t rows, int threads) {
+  const Elements<T>& kind = sums.x.kind;
+  const RowsOf<T> act = rows_of<T>(activation);
+  const int64_t hidden = sums.dout, bytes = hidden * kind.size, pre_bytes = act.gated ? 2 * bytes : bytes;
+  sums.run(threads, nullptr, [&](int64_t, int64_t row, T* a) {
+    const T w = row_weight[row];
+    T dot = 0;
+    for (int64_t j = 0; j < hidden; j += kChunk, a += kChunk) {
+      Chunk<T> chunk(kind, act, pre + row * pre_bytes, hidden, j);
+      alignas(64) T h[kChunk];
+      act.value(h, chunk.gate, chunk.up, chunk.count);
 #pragma omp simd reduction(+ : dot)
-      for (int64_t j = 0; j < hidden; ++j) {
-        Wide h = value_of<act>(F::widen(p[j]));
-        if constexpr (is_gated(act)) h *= F::widen(p[j + hidden]);
-        dot += h * a[j];
-        to[j] = F::narrow(w * h);
+      for (int64_t i = 0; i < chunk.count; ++i) {
+        dot += h[i] * a[i];
+        h[i] *= w;
+        a[i] *= w;
       }
-      drow_weight[row] = dot;
-      row_backward<F, act>([&](int64_t j) { return w * a[j]; }, p, dpre + row * width, hidden);
-    });
-    clear(dpre, sums.groups.used(), rows, width);
-    clear(weighted, sums.groups.used(), rows, hidden);
-    clear(drow_weight, sums.groups.used(), rows, 1);
+      chunk.backward(a, dpre + row * pre_bytes);
+      kind.narrow(weighted + row * bytes + j * kind.size, h, chunk.count);  // where a may have stood
+    }
+    drow_weight[row] = dot;
   });
+  clear(dpre, sums.groups.used(), rows, pre_bytes);
+  clear(weighted, sums.groups.used(), rows, bytes);
+  clear(drow_weight, sums.groups.used(), rows, sizeof(T));
 }
 
-template <class F>
-void norms(const Product<F>& sums, const typename F::Key* bias, typename F::Wide* out, int64_t rows, int threads) {
-  using Wide = typename F::Wide;
-  sums.run(threads, nullptr, [&](int64_t e, int64_t row, const Wide* y) {
-    const auto* b = bias == nullptr ? nullptr : bias + e * sums.dout;
-    Wide sum = 0;
+template <class T>
+void norms(const Product<T>& sums, const char* bias, T* out, int64_t rows, int threads) {
+  const Elements<T>& kind = sums.x.kind;
+  sums.run(threads, nullptr, [&](int64_t e, int64_t row, T* y) {
+    if (bias) kind.add(y, bias + e * sums.dout * kind.size, sums.dout);
+    T sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < sums.dout; ++j) {
-      const Wide shifted = b == nullptr ? y[j] : y[j] + F::widen(b[j]);
-      sum += shifted * shifted;
-    }
+    for (int64_t j = 0; j < sums.dout; ++j) sum += y[j] * y[j];
     out[row] = sum;
   });
-  clear(out, sums.groups.used(), rows, 1);
+  clear(out, sums.groups.used(), rows, sizeof(T));
 }
 
 // The arguments that launchers of products share, in the order of ops.h.
-#define MOE_PRODUCT                                                                                               \
-  {                                                                                                               \
-    {static_cast<const Key*>(x), x_stride, row_token}, static_cast<const Key*>(weight), stride_e, stride_k, stride_j, \
-        product, product_dtype, {expert_offsets, num_experts}, din, dout, static_cast<Wide*>(scratch), scratch_stride \
+#define MOE_PRODUCT(T)                                                                                          \
+  Product<T> {                                                                                                  \
+    {elements_of<T>(dtype), static_cast<const char*>(x), x_stride, row_token}, static_cast<const char*>(weight), \
+        stride_e, stride_k, stride_j, elements_of<T>(product_dtype), static_cast<char*>(product),                \
+        {expert_offsets, num_experts}, din, dout, static_cast<T*>(scratch), scratch_stride                      \
   }
 
 }  // namespace
 
 void grouped_gemm_fwd(MOE_PRODUCT_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,
                       int threads) {
-  with_format(dtype, [&](auto format) {
-    using F = decltype(format);
-    using Key = typename F::Key;
-    using Wide = typename F::Wide;
-    forward<F>(MOE_PRODUCT, static_cast<const Key*>(bias), activation, static_cast<Key*>(out), static_cast<Key*>(pre),
-               rows, threads);
+  with_wide(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    forward(MOE_PRODUCT(T), static_cast<const char*>(bias), activation, static_cast<char*>(out),
+            static_cast<char*>(pre), rows, threads);
   });
 }
 
@@ -320,18 +325,17 @@ void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const i
                              int64_t grad_stride, const int32_t* grad_token, const int32_t* expert_offsets,
                              int64_t num_experts, void* dweight, void* dbias, void* scratch, int64_t scratch_stride,
                              int64_t din, int64_t dout, int threads) {
-  with_format(dtype, [&](auto format) {
-    using F = decltype(format);
-    using Key = typename F::Key;
-    using Wide = typename F::Wide;
-    const WeightGradient<F> work{{static_cast<const Key*>(x), x_stride, x_token},
-                                 {static_cast<const Key*>(grad), grad_stride, grad_token},
+  with_wide(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const Elements<T> kind = elements_of<T>(dtype);
+    const WeightGradient<T> work{{kind, static_cast<const char*>(x), x_stride, x_token},
+                                 {kind, static_cast<const char*>(grad), grad_stride, grad_token},
                                  {expert_offsets, num_experts},
-                                 static_cast<Key*>(dweight),
-                                 static_cast<Key*>(dbias),
+                                 static_cast<char*>(dweight),
+                                 static_cast<char*>(dbias),
                                  din,
                                  dout,
-                                 static_cast<Wide*>(scratch),
+                                 static_cast<T*>(scratch),
                                  scratch_stride};
     work.run(threads);
   });
@@ -339,40 +343,36 @@ void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const i
 
 void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void* pre, int activation, void* dpre,
                     int64_t rows, int64_t width, int threads) {
-  with_format(dtype, [&](auto format) {
-    using F = decltype(format);
-    using Key = typename F::Key;
-    with_activation(activation, [&](auto constant) {
-      constexpr Activation act = decltype(constant)::value;
-      const int64_t columns = is_gated(act) ? 2 * width : width;
+  with_wide(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const Elements<T> kind = elements_of<T>(dtype);
+    const RowsOf<T> act = rows_of<T>(activation);
+    const int64_t bytes = (act.gated ? 2 : 1) * width * kind.size;
 #pragma omp parallel for num_threads(threads) schedule(static)
-      for (int64_t r = 0; r < rows; ++r) {
-        const Key* from = static_cast<const Key*>(grad) + r * grad_stride;
-        row_backward<F, act>([&](int64_t j) { return F::widen(from[j]); }, static_cast<const Key*>(pre) + r * columns,
-                             static_cast<Key*>(dpre) + r * columns, width);
+    for (int64_t r = 0; r < rows; ++r) {
+      const char* from = static_cast<const char*>(grad) + r * grad_stride * kind.size;
+      for (int64_t j = 0; j < width; j += kChunk) {
+        Chunk<T> chunk(kind, act, static_cast<const char*>(pre) + r * bytes, width, j);
+        alignas(64) T room[kChunk];
+        chunk.backward(kind.read(from + j * kind.size, room, chunk.count), static_cast<char*>(dpre) + r * bytes);
       }
-    });
+    }
   });
 }
 
 void expert_mlp_bwd_hidden(MOE_PRODUCT_ARGS, const void* row_weight, const void* pre, int activation, void* dpre,
                            void* weighted, void* drow_weight, int64_t rows, int threads) {
-  with_format(dtype, [&](auto format) {
-    using F = decltype(format);
-    using Key = typename F::Key;
-    using Wide = typename F::Wide;
-    hidden_backward<F>(MOE_PRODUCT, static_cast<const Wide*>(row_weight), static_cast<const Key*>(pre), activation,
-                       static_cast<Key*>(dpre), static_cast<Key*>(weighted), static_cast<Wide*>(drow_weight), rows,
-                       threads);
+  with_wide(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    hidden_backward(MOE_PRODUCT(T), static_cast<const T*>(row_weight), static_cast<const char*>(pre), activation,
+                    static_cast<char*>(dpre), static_cast<char*>(weighted), static_cast<T*>(drow_weight), rows, threads);
   });
 }
 
 void grouped_gemm_norms(MOE_PRODUCT_ARGS, const void* bias, void* out, int64_t rows, int threads) {
-  with_format(dtype, [&](auto format) {
-    using F = decltype(format);
-    using Key = typename F::Key;
-    using Wide = typename F::Wide;
-    norms<F>(MOE_PRODUCT, static_cast<const Key*>(bias), static_cast<Wide*>(out), rows, threads);
+  with_wide(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    norms(MOE_PRODUCT(T), static_cast<const char*>(bias), static_cast<T*>(out), rows, threads);
   });
 }
 

@@ -3,24 +3,25 @@
 #include "moe/bind.h"
 #include "ops.h"
 
-#include <array>
+#include <utility>
+#include <vector>
 
 namespace py = pybind11;
 
 namespace {
 
 #if defined(__x86_64__)
-#define EACH_ISA(op) moe::base::op, moe::avx2::op, moe::avx512::op
+#define EACH_ISA(op) moe::launcher<moe::base::op>, moe::launcher<moe::avx2::op>, moe::launcher<moe::avx512::op>
 #else
-#define EACH_ISA(op) moe::base::op
+#define EACH_ISA(op) moe::launcher<moe::base::op>
 #endif
 
-template <class... Args, class... Rest>
-void bind(py::module_& m, const char* name, void (*first)(Args...), Rest... rest) {
-  const std::array<void (*)(Args...), 1 + sizeof...(rest)> by_isa{first, rest...};
-  m.def(name, [by_isa](int isa, typename moe::Wire<Args>::type... args) {
+void bind(py::module_& m, const char* name, std::vector<moe::Launcher> by_isa) {
+  m.def(name, [name, by_isa = std::move(by_isa)](int isa, const py::args& args) {
+    const moe::Launcher& launcher = by_isa.at(isa);
+    const auto words = moe::words_of(name, launcher.types, args);
     py::gil_scoped_release unlocked;
-    by_isa.at(isa)(moe::Wire<Args>::unpack(args)...);
+    launcher.call(words.data());
   });
 }
 
@@ -40,7 +41,7 @@ py::tuple available_isas() {
 
 PYBIND11_MODULE(_cpu, m) {
   m.attr("isas") = available_isas();
-#define BIND(op) bind(m, #op, EACH_ISA(op));
+#define BIND(op) bind(m, #op, {EACH_ISA(op)});
   MOE_CPU_OPS(BIND)
 #undef BIND
 }

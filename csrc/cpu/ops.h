@@ -16,10 +16,11 @@
 // clang-format on
 
 // A product of rows with the weights of their experts: weight(e, k, j) = weight[e * stride_e + k * stride_k + j * stride_j],
-// one of the last two strides 1; or, where it is not null, `product` (rows, dout), which torch's library made.
+// one of the last two strides 1; or, where it is not null, `product` (rows, dout), which torch's library made and which is
+// written over.
 #define MOE_PRODUCT_ARGS                                                                                             \
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
-      int64_t stride_k, int64_t stride_j, const void *product, int product_dtype, const int32_t *expert_offsets,     \
+      int64_t stride_k, int64_t stride_j, void *product, int product_dtype, const int32_t *expert_offsets,           \
       int64_t num_experts, int64_t din, int64_t dout, void *scratch, int64_t scratch_stride
 
 #define MOE_DECLARE_CPU_OPS                                                                                         \

@@ -2,7 +2,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <sstream>
 #include <stdexcept>
 #include <string>
 
@@ -14,15 +13,12 @@ namespace py = pybind11;
 namespace {
 
 // A launcher's error becomes an exception that names the operation and its arguments, the shapes among them.
-template <class... Args>
-void bind(py::module_& m, const char* name, cudaError_t (*launcher)(Args...)) {
-  m.def(name, [name, launcher](typename moe::Wire<Args>::type... args) {
-    const cudaError_t status = launcher(moe::Wire<Args>::unpack(args)...);
-    if (status == cudaSuccess) return;
-    std::ostringstream message;
-    message << name << ": " << cudaGetErrorString(status) << "; arguments";
-    ((message << ' ' << args), ...);
-    throw std::runtime_error(message.str());
+void bind(py::module_& m, const char* name, const moe::Launcher& launcher) {
+  m.def(name, [name, launcher](const py::args& args) {
+    const auto status = cudaError_t(launcher.call(moe::words_of(name, launcher.types, args).data()));
+    if (status != cudaSuccess)
+      throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(status) + "; arguments " +
+                               std::string(py::str(args)));
   });
 }
 
@@ -35,7 +31,7 @@ PYBIND11_MODULE(_cuda, m) {
     int version = 0;
     return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
   });
-#define BIND(op) bind(m, #op, moe::op);
+#define BIND(op) bind(m, #op, moe::launcher<moe::op>);
   MOE_CUDA_OPS(BIND)
 #undef BIND
 }

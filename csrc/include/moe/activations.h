@@ -82,12 +82,41 @@ inline Sloped<T> sloped(T x) {
   return {x, T(1)};
 }
 
-// Calls work(std::integral_constant<Activation, act>()).
-template <class Work>
-inline void with_activation(int activation, Work work) {
+// out = act(pre) times, if gated, `up`; and from the gradient of that the gradients to pre and up. Any output may stand in
+// the place of any input.
+template <class T>
+struct RowsOf {
+  bool gated;
+  void (*value)(T* out, const T* pre, const T* up, int64_t count);
+  void (*slope)(T* dpre, T* dup, const T* grad, const T* pre, const T* up, int64_t count);
+};
+
+template <Activation act, class T>
+void value_row(T* out, const T* pre, const T* up, int64_t count) {
+#pragma omp simd
+  for (int64_t j = 0; j < count; ++j) out[j] = is_gated(act) ? value_of<act>(pre[j]) * up[j] : value_of<act>(pre[j]);
+}
+
+template <Activation act, class T>
+void slope_row(T* dpre, T* dup, const T* grad, const T* pre, const T* up, int64_t count) {
+#pragma omp simd
+  for (int64_t j = 0; j < count; ++j) {
+    const auto y = sloped<act>(pre[j]);
+    const T g = grad[j];
+    if constexpr (is_gated(act)) {
+      dpre[j] = g * y.slope * up[j];
+      dup[j] = g * y.value;
+    } else {
+      dpre[j] = g * y.slope;
+    }
+  }
+}
+
+template <class T>
+inline RowsOf<T> rows_of(int activation) {
   switch (Activation(activation)) {
 #define MOE_CASE(act) \
-  case Activation::act: return work(std::integral_constant<Activation, Activation::act>());
+  case Activation::act: return {is_gated(Activation::act), value_row<Activation::act, T>, slope_row<Activation::act, T>};
     MOE_CASE(none)
     MOE_CASE(relu)
     MOE_CASE(gelu)
@@ -97,6 +126,7 @@ inline void with_activation(int activation, Work work) {
     MOE_CASE(geglu)
 #undef MOE_CASE
   }
+  return {};
 }
 
 }  // namespace MOE_ISA

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "moe/formats.h"
+#include "moe/elements.h"
 #include "moe/lanes.h"
 
 namespace moe {
@@ -23,16 +23,40 @@ constexpr int kPanel = 2 * kLanes<T>;  // columns of a panel
 
 inline int64_t panels_of(int64_t columns, int panel) { return (columns + panel - 1) / panel; }
 
+// Memory that the next product will read, asked for while this one computes: 64 rows through a new 128 x 128 weight take
+// half as long again where they wait for it. One request in every step of the inner loop, as a processor has room for a
+// dozen and then waits as well.
+struct Ahead {
+  struct Piece {
+    const char* from = nullptr;
+    int64_t bytes = 0;
+  };
+  Piece pieces[2];
+  int64_t steps;  // until the next product
+
+  // The first address and the distance to the next one, for some of the steps. No piece left: any address that is mapped.
+  Piece take(int64_t some, const void* mapped) {
+    Piece& piece = pieces[pieces[0].bytes > 0 ? 0 : 1];
+    if (piece.bytes <= 0) return {static_cast<const char*>(mapped), 0};
+    const int64_t apart = std::min<int64_t>(64, (pieces[0].bytes + pieces[1].bytes) / steps + 1);
+    const Piece taken{piece.from, apart};
+    piece = {piece.from + some * apart, piece.bytes - some * apart};
+    steps = std::max<int64_t>(steps - some, 1);
+    return taken;
+  }
+};
+
 // c (M, columns) = a b, plus c if `more`. a(m, k) = a[m * a_row + k * a_k]; b (depth, kPanel) packed.
 template <int M, class T>
 inline void tile(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t depth, T* c, int64_t c_row, int rows,
-                 int64_t columns, bool more) {
+                 int64_t columns, bool more, Ahead::Piece ahead) {
   constexpr int lanes = kLanes<T>;
   Vec<T> sum[M][2] = {};
   const T* at[M];
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m) at[m] = a + std::min(m, rows - 1) * a_row;  // rows that are not there repeat the last one
-  for (int64_t k = 0; k < depth; ++k, b += 2 * lanes) {
+  for (int64_t k = 0; k < depth; ++k, b += 2 * lanes, ahead.from += ahead.bytes) {
+    __builtin_prefetch(ahead.from, 0, 2);
     const Vec<T> b0 = load(b), b1 = load(b + lanes);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
@@ -60,11 +84,12 @@ inline void tile(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t dep
 // c (rows, columns <= kPanel) = a b, plus c if `more`, tile by tile. Not inline: every caller would carry five tiles.
 template <class T>
 [[gnu::noinline]] void panel_product(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t depth, T* c, int64_t c_row,
-                          int64_t rows, int64_t columns, bool more) {
+                          int64_t rows, int64_t columns, bool more, Ahead& ahead) {
   for (int64_t i = 0; i < rows; i += kTileRows) {
     const int left = int(std::min<int64_t>(kTileRows, rows - i));
+    const Ahead::Piece asked = ahead.take(depth, a);
     const auto run = [&](auto size) {
-      tile<size.value>(a + i * a_row, a_row, a_k, b, depth, c + i * c_row, c_row, left, columns, more);
+      tile<size.value>(a + i * a_row, a_row, a_k, b, depth, c + i * c_row, c_row, left, columns, more, asked);
     };
     if (left == 1) run(std::integral_constant<int, 1>());
     else if (left == 2) run(std::integral_constant<int, 2>());
@@ -74,55 +99,36 @@ template <class T>
   }
 }
 
-// to[i] = from[i], widened. Most rows have `usual` elements, and a loop of a known length is a few instructions.
-template <class F, int64_t usual = 0>
-inline void widen_row(typename F::Wide* to, const typename F::Key* from, int64_t count) {
-  if (usual > 0 && count == usual) {
-#pragma omp simd
-    for (int64_t i = 0; i < usual; ++i) to[i] = F::widen(from[i]);
-    return;
-  }
-#pragma omp simd
-  for (int64_t i = 0; i < count; ++i) to[i] = F::widen(from[i]);
-}
-
 // panel (depth, kPanel) of columns `first` on of b (depth, columns), zeros behind the last one; b(k, j) = b[k * b_k + j * b_j],
 // of which one stride is 1.
-template <class F>
-inline void pack(typename F::Wide* panel, const typename F::Key* b, int64_t b_k, int64_t b_j, int64_t depth,
-                 int64_t first, int64_t columns) {
-  using T = typename F::Wide;
+template <class T>
+void pack(T* panel, const Elements<T>& kind, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first,
+          int64_t columns) {
   constexpr int width = kPanel<T>, lanes = kLanes<T>;
   const int64_t count = std::min<int64_t>(width, columns - first);
-  b += first * b_j;
-  if (b_j == 1) {
-    for (int64_t k = 0; k < depth; ++k, panel += width) {
-      widen_row<F, width>(panel, b + k * b_k, count);
-      std::fill(panel + count, panel + width, T(0));
-    }
-    return;
-  }
+  b += first * b_j * kind.size;
   if (count < width) std::fill(panel, panel + depth * width, T(0));
-  int64_t j = 0;
-  for (; j + lanes <= count; j += lanes) {
-    int64_t k = 0;
-    for (; b_k == 1 && k + lanes <= depth; k += lanes) {
-      Vec<T> square[lanes];
+  if (b_j == 1) return kind.widen(panel, width, b, b_k, nullptr, depth, count);
+  for (int64_t j = 0; j < count; j += lanes) {
+    const int64_t across = std::min<int64_t>(lanes, count - j);
+    for (int64_t k = 0; k < depth; k += lanes) {
+      const int64_t down = std::min<int64_t>(lanes, depth - k);
+      alignas(64) T square[lanes * lanes];
+      kind.widen(square, lanes, b + (k + j * b_j) * kind.size, b_j, nullptr, across, down);
+      T* to = panel + k * width + j;
+      if (across == lanes && down == lanes) {
+        Vec<T> rows[lanes];
 #pragma GCC unroll 16
-      for (int i = 0; i < lanes; ++i) {
-        alignas(64) T row[lanes];
-        widen_row<F, lanes>(row, b + (j + i) * b_j + k, lanes);
-        square[i] = load(row);
+        for (int i = 0; i < lanes; ++i) rows[i] = load(square + i * lanes);
+        transpose(rows);
+#pragma GCC unroll 16
+        for (int i = 0; i < lanes; ++i) store(to + i * width, rows[i]);
+      } else {
+        for (int64_t i = 0; i < down; ++i)
+          for (int64_t l = 0; l < across; ++l) to[i * width + l] = square[l * lanes + i];
       }
-      transpose(square);
-#pragma GCC unroll 16
-      for (int i = 0; i < lanes; ++i) store(panel + (k + i) * width + j, square[i]);
     }
-    for (; k < depth; ++k)
-      for (int i = 0; i < lanes; ++i) panel[k * width + j + i] = F::widen(b[k * b_k + (j + i) * b_j]);
   }
-  for (; j < count; ++j)
-    for (int64_t k = 0; k < depth; ++k) panel[k * width + j] = F::widen(b[k * b_k + j * b_j]);
 }
 
 }  // namespace MOE_ISA

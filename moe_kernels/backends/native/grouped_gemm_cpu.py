@@ -20,7 +20,7 @@ ACTIVATIONS = {name: code for code, name in enumerate(("", "relu", "gelu", "silu
 
 # Of csrc/cpu/grouped_gemm.cpp: rows that share a packed weight, columns of a panel at most, and the weight gradient's
 # rows at a time and rows of a block.
-SPAN, PANEL, DEPTH, BLOCK = 192, 32, 256, 96
+SPAN, PANEL, DEPTH, BLOCK = 192, 32, 256, 132
 
 # Multiplications of an expert with its rows, on average, up to which C++ is faster on one thread. Sharing one product
 # costs more the more threads there are.
@@ -245,8 +245,8 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 
 def _scratch(native: ModuleType, work: Tensor, size: int) -> Tensor:
-    """Memory for each thread of a launch on `work`."""
-    return work.new_empty((native.chunks(work), size), dtype=wide(work.dtype))
+    """Memory for each thread of a launch on `work`, in whole vectors."""
+    return work.new_empty((native.chunks(work), -(-size // 16) * 16), dtype=wide(work.dtype))
 
 
 def _sizes(expert_offsets: Tensor, num_rows: int) -> list[int]:

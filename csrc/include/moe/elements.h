@@ -1,0 +1,88 @@
+// Formats chosen at run time: a tensor's elements as floats or doubles (T) and back, many at a time. What is written on T
+// compiles twice instead of four times, and a call through a pointer is nothing beside a row.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "moe/formats.h"
+
+namespace moe {
+namespace MOE_ISA {
+
+template <class T>
+struct Elements {
+  int64_t size;  // bytes of one
+  bool wide;     // they are T
+
+  // to (rows, count) = rows of `from`, `stride` elements apart, or those that `token` names: -1 gives zeros.
+  void (*widen)(T* to, int64_t to_row, const void* from, int64_t stride, const int32_t* token, int64_t rows,
+                int64_t count);
+  void (*add)(T* to, const void* from, int64_t count);  // to += from
+  void (*narrow)(void* to, const T* from, int64_t count);
+
+  // `count` elements as T: themselves, or in `room`.
+  const T* read(const void* from, T* room, int64_t count) const {
+    if (wide) return static_cast<const T*>(from);
+    widen(room, count, from, 0, nullptr, 1, count);
+    return room;
+  }
+};
+
+// In steps of a known length, so that the short rows of panels are a few instructions.
+template <class Work>
+inline void each_element(int64_t count, Work work) {
+  int64_t i = 0;
+  const auto steps_of = [&](auto step) {
+    for (; i + step <= count; i += step) {
+#pragma omp simd
+      for (int64_t j = i; j < i + step; ++j) work(j);
+    }
+  };
+  steps_of(std::integral_constant<int64_t, 32>());
+  steps_of(std::integral_constant<int64_t, 8>());
+  for (; i < count; ++i) work(i);
+}
+
+template <class F>
+void widen_block(typename F::Wide* to, int64_t to_row, const void* from, int64_t stride, const int32_t* token,
+                 int64_t rows, int64_t count) {
+  for (int64_t r = 0; r < rows; ++r, to += to_row) {
+    const int64_t row = token == nullptr ? r : token[r];
+    const auto* source = static_cast<const typename F::Key*>(from) + row * stride;
+    if (row < 0) std::fill(to, to + count, typename F::Wide(0));
+    else each_element(count, [=](int64_t i) { to[i] = F::widen(source[i]); });
+  }
+}
+
+template <class F>
+void add_row(typename F::Wide* to, const void* from, int64_t count) {
+  each_element(count, [=](int64_t i) { to[i] += F::widen(static_cast<const typename F::Key*>(from)[i]); });
+}
+
+template <class F>
+void narrow_row(void* to, const typename F::Wide* from, int64_t count) {
+  each_element(count, [=](int64_t i) { static_cast<typename F::Key*>(to)[i] = F::narrow(from[i]); });
+}
+
+// Of a dtype that is computed in T.
+template <class T>
+inline Elements<T> elements_of(int dtype) {
+  Elements<T> found{};
+  with_format(dtype, [&](auto format) {
+    using F = decltype(format);
+    if constexpr (std::is_same_v<typename F::Wide, T>)
+      found = {sizeof(typename F::Key), sizeof(typename F::Key) == sizeof(T), widen_block<F>, add_row<F>, narrow_row<F>};
+  });
+  return found;
+}
+
+// Calls work(T()) for the type that a dtype is computed in.
+template <class Work>
+inline void with_wide(int dtype, Work work) {
+  if (DType(dtype) == DType::float64) work(double());
+  else work(float());
+}
+
+}  // namespace MOE_ISA
+}  // namespace moe

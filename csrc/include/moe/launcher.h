@@ -1,0 +1,65 @@
+// A launcher called with words: one type of function for every launcher, so that a binding of many arguments costs the
+// compiler next to nothing. A word holds an argument's bits: a pointer, an integer, a double, or a float in the low half.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace moe {
+
+struct Launcher {
+  int (*call)(const uint64_t* words);  // what the launcher returns, 0 if nothing
+  const char* types;                   // of every argument: p pointer, i int, l int64_t, f float, d double
+};
+
+template <class T>
+T argument(uint64_t word) {
+  if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(static_cast<uintptr_t>(word));
+  if constexpr (std::is_integral_v<T>) return static_cast<T>(word);
+  if constexpr (std::is_floating_point_v<T>) {
+    T value;
+    std::memcpy(&value, &word, sizeof value);  // words are little-endian
+    return value;
+  }
+}
+
+template <class T>
+constexpr char type_letter() {
+  if constexpr (std::is_pointer_v<T>) return 'p';
+  if constexpr (std::is_same_v<T, int>) return 'i';
+  if constexpr (std::is_same_v<T, int64_t>) return 'l';
+  if constexpr (std::is_same_v<T, float>) return 'f';
+  if constexpr (std::is_same_v<T, double>) return 'd';
+}
+
+template <class... Arguments>
+constexpr char kTypes[] = {type_letter<Arguments>()..., '\0'};
+
+template <auto function>
+struct Unpack;
+
+template <class Result, class... Arguments, Result (*function)(Arguments...)>
+struct Unpack<function> {
+  template <size_t... i>
+  static int apply(const uint64_t* words, std::index_sequence<i...>) {
+    if constexpr (std::is_void_v<Result>) {
+      function(argument<Arguments>(words[i])...);
+      return 0;
+    } else {
+      return function(argument<Arguments>(words[i])...);
+    }
+  }
+  static int call(const uint64_t* words) { return apply(words, std::index_sequence_for<Arguments...>{}); }
+};
+
+template <class Result, class... Arguments>
+constexpr const char* types_of(Result (*)(Arguments...)) {
+  return kTypes<Arguments...>;
+}
+
+template <auto function>
+constexpr Launcher launcher{Unpack<function>::call, types_of(function)};
+
+}  // namespace moe
