@@ -271,6 +271,34 @@ _define(
 )
 
 
+def _sinkhorn_sums_fwd(
+    scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float, backend: str
+) -> Tensor:
+    return backends.load(backend, "sinkhorn").sinkhorn_sums_fwd(scores, taus, rows, columns, tolerance)
+
+
+def _sinkhorn_sums_bwd(
+    grad: Tensor, scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return backends.load(backend, "sinkhorn").sinkhorn_sums_bwd(grad, scores, taus, rows, columns, tolerance)
+
+
+_define(
+    "sinkhorn_sums_fwd(Tensor scores, float[] taus, Tensor rows, Tensor columns, float tolerance, str backend) -> "
+    "Tensor",
+    _sinkhorn_sums_fwd,
+    lambda scores, *rest: scores.new_empty(scores.shape),
+    lambda scores, taus, *rest, out_shape=None, **kwargs: 4 * len(taus) * scores[0] * scores[1] * scores[2],
+)
+_define(
+    "sinkhorn_sums_bwd(Tensor grad, Tensor scores, float[] taus, Tensor rows, Tensor columns, float tolerance, "
+    "str backend) -> (Tensor, Tensor, Tensor)",
+    _sinkhorn_sums_bwd,
+    lambda grad, scores, taus, rows, columns, *rest: tuple(x.new_empty(x.shape) for x in (scores, rows, columns)),
+    lambda grad, scores, taus, *rest, out_shape=None, **kwargs: 12 * len(taus) * scores[0] * scores[1] * scores[2],
+)
+
+
 def _products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (T, P), weight (K, N, P), bias (K, N) -> (T, K, N)"""
     flat = torch.nn.functional.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())

@@ -87,6 +87,11 @@ def test_sinkhorn(sanitized, dtype):
         grad = torch.randn(batch, n, n).to(dtype)
         (got,) = torch.autograd.grad(p, scores, grad)
         torch.testing.assert_close(got, torch.autograd.grad(expected, scores, grad)[0])
+        sums = {"rows": torch.rand(batch, n) + 0.5, "columns": torch.rand(n) + 0.5, "tolerance": 0.3}
+        p = mk.sinkhorn(scores, 3, **sums, backend="cpu")
+        torch.testing.assert_close(p, mk.sinkhorn(scores, 3, **sums, backend="reference"))
+        p.backward(grad)
+        assert scores.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

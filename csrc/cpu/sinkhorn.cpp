@@ -31,7 +31,27 @@ struct Call {
   Cooling taus;
   char* scratch;
   int64_t scratch_stride;
+  struct {
+    const double *rows, *columns;  // (batch, n) that they are to sum to; null: one, and no tolerance
+    double tolerance;              // below 0: none
+    double *drows, *dcolumns;      // (batch, n)
+  } sums;
 };
+
+// Of the matrices of a part, of which the first is `first`: each(matrix, lane) for those that there are.
+template <bool packed, class Each>
+void for_lanes(const Call& c, int64_t first, Each each) {
+  for (int64_t l = 0; l < (packed ? kLanes<double> : 1) && first + l < c.batch; ++l) each(first + l, l);
+}
+
+template <bool packed>
+Sums<packed> sums_of(const Call& c, int64_t first, int64_t width, Arena* arena) {
+  const Sums<packed> sums(c.n, width, c.sums.tolerance, arena);
+  for_lanes<packed>(c, first, [&](int64_t m, int64_t l) {
+    sums.read(c.sums.rows + m * c.n, c.sums.columns + m * c.n, c.n, l);
+  });
+  return sums;
+}
 
 // What each form does to the matrices of a stage that take it.
 template <class T, bool packed, class Wide>
@@ -51,7 +71,7 @@ void forward(const Stage<packed, Wide>& scores, const Form* form, const Cooling&
   scaled_parts<double>(scores, form, Form::scaled_double, taus, out, arena);
   for (int64_t h = 0; h < Part<packed, Wide, double>::parts; ++h) {
     const Part<packed, Wide, double> other(scores, h, form, Form::logarithmic, Form::logarithmic);
-    log_forward(other, taus.iterations(), taus, out, arena);
+    log_forward<packed, Wide>(other, taus, nullptr, out, arena);
   }
 }
 
@@ -66,7 +86,27 @@ void backward(const Stage<packed, Wide>& scores, const Form* form, const Cooling
     const Part<packed, Wide, double> part(scores, h, form, Form::scaled_float, Form::scaled_double);
     if (!small) scaled_backward(part, taus.iterations(), 1 / taus(0), grad, out, arena);
     const Part<packed, Wide, double> other(scores, h, form, Form::logarithmic, Form::logarithmic);
-    log_backward(other, taus.iterations(), taus, grad, out, arena);
+    log_backward<packed, Wide>(other, taus, nullptr, grad, out, arena);
+  }
+}
+
+// With sums of their own, or a tolerance: in logarithms, which any matrix can take.
+template <bool packed, class Wide>
+void with_sums(const Call& c, int64_t first, const Stage<packed, Wide>& scores, const Form* form,
+               const Stage<packed, Wide>& grad, const Stage<packed, Wide>& out, Arena arena) {
+  for (int64_t h = 0; h < Part<packed, Wide, double>::parts; ++h, first += kLanes<double>) {
+    const Part<packed, Wide, double> part(scores, h, form, Form::logarithmic, Form::logarithmic);
+    Arena rest = arena;
+    const Sums<packed> sums = sums_of<packed>(c, first, part.width(), &rest);
+    if (c.grad == nullptr) {
+      log_forward(part, c.taus, &sums, out, rest);
+      continue;
+    }
+    log_backward(part, c.taus, &sums, grad, out, rest);
+    for_lanes<packed>(c, first, [&](int64_t m, int64_t l) {
+      const bool broken = form[h * kLanes<double> + l] == Form::broken;
+      sums.write(c.sums.drows + m * c.n, c.sums.dcolumns + m * c.n, c.n, l, broken);
+    });
   }
 }
 
@@ -81,14 +121,16 @@ void work(const Call& c, int64_t first, int64_t end, char* scratch) {
     const int64_t count = std::min(Staged::group, c.batch - m);
     Form form[Staged::group];
     scores.template read<F>(static_cast<const Key*>(c.scores) + m * c.stride_batch, c.stride_batch, c.stride_row, count);
-    scores.classify(c.taus(0), c.taus.constant(), form);
+    scores.classify(c.taus(0), c.sums.rows == nullptr && c.taus.constant(), form);
     scores.pad(-std::numeric_limits<Wide>::infinity());
     if (c.grad != nullptr) {
       const auto* from = static_cast<const Key*>(c.grad) + m * c.grad_stride_batch;
       grad.template read<F>(from, c.grad_stride_batch, c.grad_stride_row, count);
       grad.pad(Wide(0));
     }
-    if (c.grad == nullptr) {
+    if (c.sums.rows != nullptr) {
+      with_sums(c, m, scores, form, grad, out, arena);
+    } else if (c.grad == nullptr) {
       forward(scores, form, c.taus, out, arena);
     } else {
       backward(scores, form, c.taus, grad, out, arena);
@@ -118,14 +160,32 @@ void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t s
                   double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride, int64_t batch,
                   int64_t n, int threads) {
   run(dtype, {scores, stride_batch, stride_row, nullptr, 0, 0, p, batch, n, {first_tau, last_tau, iterations},
-              static_cast<char*>(scratch), scratch_stride}, threads);
+              static_cast<char*>(scratch), scratch_stride, {}}, threads);
 }
 
 void sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row, const void* scores,
                   int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                   void* dscores, void* scratch, int64_t scratch_stride, int64_t batch, int64_t n, int threads) {
   run(dtype, {scores, stride_batch, stride_row, grad, grad_stride_batch, grad_stride_row, dscores, batch, n,
-              {first_tau, last_tau, iterations}, static_cast<char*>(scratch), scratch_stride}, threads);
+              {first_tau, last_tau, iterations}, static_cast<char*>(scratch), scratch_stride, {}}, threads);
+}
+
+void sinkhorn_sums_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
+                       double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,
+                       int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
+                       int threads) {
+  run(dtype, {scores, stride_batch, stride_row, nullptr, 0, 0, p, batch, n, {first_tau, last_tau, iterations},
+              static_cast<char*>(scratch), scratch_stride, {rows, columns, tolerance, nullptr, nullptr}}, threads);
+}
+
+void sinkhorn_sums_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
+                       const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
+                       int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride, int64_t batch,
+                       int64_t n, const double* rows, const double* columns, double tolerance, double* drows,
+                       double* dcolumns, int threads) {
+  run(dtype, {scores, stride_batch, stride_row, grad, grad_stride_batch, grad_stride_row, dscores, batch, n,
+              {first_tau, last_tau, iterations}, static_cast<char*>(scratch), scratch_stride,
+              {rows, columns, tolerance, drows, dcolumns}}, threads);
 }
 
 }  // namespace MOE_ISA

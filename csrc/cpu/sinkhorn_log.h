@@ -24,19 +24,70 @@ inline void finish(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total)
 
 inline Vec<double> finite(Vec<double> most) { return most > -std::numeric_limits<double>::max() ? most : Vec<double>{}; }
 
-// Both potentials after an iteration: f = anchor + tau * log of a row's sum (n), g likewise of a column (width).
+// What the rows and columns of a part's matrices are to sum to, how near is near enough, and the gradients of the sums.
+template <bool packed>
+struct Sums {
+  Rows<packed, double> rows, drows;
+  double *columns, *dcolumns;
+  double tolerance;  // below 0: none
+
+  Sums(int64_t n, int64_t width, double tolerance, Arena* arena)
+      : rows(Rows<packed, double>::take(n, arena)), drows(Rows<packed, double>::take(n, arena)),
+        columns(arena->take<double>(width)), dcolumns(arena->take<double>(width)), tolerance(tolerance) {
+    const int64_t count = packed ? width : n;
+    std::fill(rows.data, rows.data + count, 1.0), std::fill(drows.data, drows.data + count, 0.0);
+    std::fill(columns, columns + width, 1.0), std::fill(dcolumns, dcolumns + width, 0.0);
+  }
+  // Of one matrix, in its lane.
+  void read(const double* from_rows, const double* from_columns, int64_t n, int64_t lane) const {
+    for (int64_t i = 0; i < n; ++i) rows.data[at(i, lane)] = from_rows[i], columns[at(i, lane)] = from_columns[i];
+  }
+  void write(double* to_rows, double* to_columns, int64_t n, int64_t lane, bool broken) const {
+    for (int64_t i = 0; i < n; ++i) {
+      to_rows[i] = broken ? std::numeric_limits<double>::quiet_NaN() : drows.data[at(i, lane)];
+      to_columns[i] = broken ? std::numeric_limits<double>::quiet_NaN() : dcolumns[at(i, lane)];
+    }
+  }
+
+ private:
+  static int64_t at(int64_t i, int64_t lane) { return packed ? i * kLanes<double> + lane : i; }
+};
+
+// Both potentials after an iteration: f = anchor + tau * log of a row's sum (n), g likewise of a column (width); and
+// which matrices took it, 1 or 0.
 template <bool packed>
 struct Potentials {
   Rows<packed, double> row_anchor, row_log, f;
-  double *column_anchor, *column_log, *g;
+  double *column_anchor, *column_log, *g, *taken;
 
   Potentials(int64_t n, int64_t width, Arena arena)
       : row_anchor(Rows<packed, double>::take(n, &arena)), row_log(Rows<packed, double>::take(n, &arena)),
         f(Rows<packed, double>::take(n, &arena)), column_anchor(arena.take<double>(width)),
-        column_log(arena.take<double>(width)), g(arena.take<double>(width)) {}
+        column_log(arena.take<double>(width)), g(arena.take<double>(width)), taken(arena.take<double>(kLanes<double>)) {}
 
   static int64_t bytes(int64_t n, int64_t width) {
-    return 3 * (round_up(8 * n * (packed ? kLanes<double> : 1), 64) + round_up(8 * width, 64));
+    return 3 * (round_up(8 * n * (packed ? kLanes<double> : 1), 64) + round_up(8 * width, 64)) + 64;
+  }
+
+  // Before the first iteration.
+  void clear(int64_t n, int64_t width) const {
+    for (const auto& each : {row_anchor, row_log, f}) std::fill(each.data, each.data + (packed ? width : n), 0.0);
+    for (double* each : {column_anchor, column_log, g}) std::fill(each, each + width, 0.0);
+    store(taken, broadcast(1.0));
+  }
+  // What was before, in the lanes of matrices that take no further iteration.
+  void keep(const Potentials& before, int64_t n, int64_t width) const {
+    const auto moves = load(taken) != 0.0;
+    for (int64_t i = 0; i < n; ++i) {
+      row_anchor.set(i, moves ? row_anchor[i] : before.row_anchor[i]);
+      row_log.set(i, moves ? row_log[i] : before.row_log[i]);
+      f.set(i, moves ? f[i] : before.f[i]);
+    }
+    for (int64_t j = 0; j < width; j += kLanes<double>) {
+      store(column_anchor + j, moves ? load(column_anchor + j) : load(before.column_anchor + j));
+      store(column_log + j, moves ? load(column_log + j) : load(before.column_log + j));
+      store(g + j, moves ? load(g + j) : load(before.g + j));
+    }
   }
 
   // log of the matrix with its rows normalised, given the column potential before; then of it with columns normalised.
@@ -49,10 +100,43 @@ struct Potentials {
   }
 };
 
+// Whether exp(S / tau) itself has columns as they are to be, in every lane of a matrix that has.
 template <bool packed, class Wide>
-void iterate(const Part<packed, Wide, double>& part, double tau, const double* g_before, const Potentials<packed>& p) {
-  constexpr int w = kLanes<double>;
+Vec<double> columns_off(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
+  Vec<double> most{};
+  for (int64_t j = 0; j < part.blocks; ++j) {
+    Vec<double> total{}, high = broadcast(-std::numeric_limits<double>::infinity());
+    for (int64_t i = 0; i < part.n; ++i) {
+      const Vec<double> x = part.score(i, j) * inv_tau;
+      high = max(high, x), total += exp(x < 700.0 ? x : broadcast(700.0));
+    }
+    const Vec<double> off = total - load(sums.columns + j * kLanes<double>);
+    most = max(most, high < -std::numeric_limits<double>::max() ? Vec<double>{} : max(off, -off));
+  }
+  return row_max<packed, double>(most);
+}
+
+// Whether the row sums of a matrix, of which an iteration has just taken the logarithms, were off before it: an empty
+// row's were not. At the first one the columns' count as well, which are right after any other.
+template <bool packed, class Wide>
+void decide(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
+            const Potentials<packed>& p, const Sums<packed>& sums, bool first) {
   const double inv_tau = 1 / tau;
+  Vec<double> most = first ? columns_off(part, inv_tau, sums) : Vec<double>{};
+  for (int64_t i = 0; i < part.n; ++i) {
+    const Vec<double> x = (p.row_anchor[i] - before.row_anchor[i]) * inv_tau + (p.row_log[i] - before.row_log[i]);
+    const Vec<double> off = sums.rows[i] * (exp(x < 700.0 ? x : broadcast(700.0)) - 1.0);
+    most = max(most, max(off, -off));
+  }
+  store(p.taken, load(before.taken) != 0.0 && most > sums.tolerance ? broadcast(1.0) : Vec<double>{});
+}
+
+// Without sums they are all one.
+template <bool packed, class Wide>
+void iterate(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
+             const Potentials<packed>& p, const Sums<packed>* sums, bool first) {
+  constexpr int w = kLanes<double>;
+  const double inv_tau = 1 / tau, *const g_before = before.g;
   const Vec<double> lowest = broadcast(-std::numeric_limits<double>::infinity());
   for (int64_t i = 0; i < part.n; ++i) {
     Vec<double> most = lowest, total{}, log_sum;
@@ -62,7 +146,8 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const double* g
       const Vec<double> x = ((part.score(i, j) - load(g_before + j * w)) - most) * inv_tau;
       if (any_from(x, kNegligible)) total += exp(x);
     }
-    finish(&most, &log_sum, row_sum<packed, double>(total));
+    total = row_sum<packed, double>(total);
+    finish(&most, &log_sum, sums == nullptr ? total : total / sums->rows[i]);
     p.row_anchor.set(i, most), p.row_log.set(i, log_sum), p.f.set(i, most + tau * log_sum);
   }
   for (int64_t j = 0; j < part.blocks; ++j) store(p.column_anchor + j * w, lowest), store(p.column_log + j * w, Vec<double>{});
@@ -81,20 +166,34 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const double* g
   }
   for (int64_t j = 0; j < part.blocks; ++j) {
     Vec<double> anchor = load(p.column_anchor + j * w), log_sum;
-    finish(&anchor, &log_sum, load(p.column_log + j * w));
+    const Vec<double> total = load(p.column_log + j * w);
+    finish(&anchor, &log_sum, sums == nullptr ? total : total / load(sums->columns + j * w));
     store(p.column_anchor + j * w, anchor), store(p.column_log + j * w, log_sum);
     store(p.g + j * w, anchor + tau * log_sum);
   }
+  store(p.taken, broadcast(1.0));
+  if (sums != nullptr && sums->tolerance >= 0) decide(part, tau, before, p, *sums, first), p.keep(before, part.n, part.width());
+}
+
+// Iteration t from state(t - 1) to state(t) until none is left or no matrix takes the next; how many there were.
+template <bool packed, class Wide, class State>
+int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, State state) {
+  state(-1).clear(part.n, part.width());
+  int64_t t = 0;
+  for (; t < taus.iterations() && any_from(load(state(t - 1).taken), 1.0); ++t)
+    iterate(part, taus(t), state(t - 1), state(t), sums, t == 0);
+  return t;
 }
 
 template <bool packed, class Wide>
-void log_forward(const Part<packed, Wide, double>& part, int64_t iterations, const Cooling& taus,
+void log_forward(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums,
                  const Stage<packed, Wide>& out, Arena arena) {
   if (!part.wanted) return;
-  const Potentials<packed> p(part.n, part.width(), arena);
-  std::fill(p.g, p.g + part.width(), 0.0);
-  for (int64_t t = 0; t < iterations; ++t) iterate(part, taus(t), p.g, p);
-  const double inv_tau = 1 / taus(iterations - 1);
+  const auto state = [&](int64_t t) {
+    return Potentials<packed>(part.n, part.width(), arena.after((t & 1) * Potentials<packed>::bytes(part.n, part.width())));
+  };
+  const Potentials<packed> p = state(iterate_all(part, taus, sums, state) - 1);
+  const double inv_tau = 1 / taus(taus.iterations() - 1);
   for (int64_t i = 0; i < part.n; ++i)
     for (int64_t j = 0; j < part.blocks; ++j) {
       const Vec<double> value = exp(p.columns_normal(part.score(i, j), i, j, inv_tau));
@@ -103,20 +202,19 @@ void log_forward(const Part<packed, Wide, double>& part, int64_t iterations, con
 }
 
 template <bool packed, class Wide>
-void log_backward(const Part<packed, Wide, double>& part, int64_t iterations, const Cooling& taus,
+void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums,
                   const Stage<packed, Wide>& grad, const Stage<packed, Wide>& out, Arena arena) {
   if (!part.wanted) return;
   constexpr int w = kLanes<double>;
   const int64_t n = part.n, blocks = part.blocks, width = part.width();
   double *ds = arena.take<double>(n * width), *dg = arena.take<double>(width), *next = arena.take<double>(width);
-  double* start = arena.take<double>(width);
   const auto df = Rows<packed, double>::take(n, &arena);
-  const auto state = [&](int64_t t) { return Potentials<packed>(n, width, arena.after(t * Potentials<packed>::bytes(n, width))); };
-  const auto g_before = [&](int64_t t) { return t == 0 ? start : state(t - 1).g; };
-  std::fill(start, start + width, 0.0);
-  for (int64_t t = 0; t < iterations; ++t) iterate(part, taus(t), g_before(t), state(t));
+  const auto state = [&](int64_t t) {
+    return Potentials<packed>(n, width, arena.after((t + 1) * Potentials<packed>::bytes(n, width)));
+  };
+  const int64_t iterations = iterate_all(part, taus, sums, state);
 
-  const double last_inv_tau = 1 / taus(iterations - 1);
+  const double last_inv_tau = 1 / taus(taus.iterations() - 1);
   const Potentials<packed> last = state(iterations - 1);
   std::fill(dg, dg + width, 0.0);
   for (int64_t i = 0; i < n; ++i) {
@@ -132,8 +230,14 @@ void log_backward(const Part<packed, Wide, double>& part, int64_t iterations, co
   }
   for (int64_t t = iterations; t-- > 0; std::swap(dg, next)) {
     const Potentials<packed> p = state(t);
-    const double *before = g_before(t), inv_tau = 1 / taus(t);
+    const double *before = state(t - 1).g, inv_tau = 1 / taus(t);
+    const auto moves = load(p.taken) != 0.0;
     std::fill(next, next + width, 0.0);
+    for (int64_t j = 0; sums != nullptr && j < width; j += w) {
+      const Vec<double> all = load(dg + j), share = moves ? all / load(sums->columns + j) : Vec<double>{};
+      store(next + j, moves ? Vec<double>{} : all), store(dg + j, share);
+      store(sums->dcolumns + j, load(sums->dcolumns + j) - share);
+    }
     for (int64_t i = 0; i < n; ++i) {
       double* row = ds + i * width;
       Vec<double> total{};
@@ -144,8 +248,12 @@ void log_backward(const Part<packed, Wide, double>& part, int64_t iterations, co
         store(row + j * w, load(row + j * w) + change);
         total += change;
       }
-      const Vec<double> d = df[i] - row_sum<packed, double>(total);
-      df.set(i, Vec<double>{});
+      Vec<double> d = df[i] - row_sum<packed, double>(total);
+      df.set(i, moves ? Vec<double>{} : d);
+      if (sums != nullptr) {
+        d = moves ? d / sums->rows[i] : Vec<double>{};
+        sums->drows.set(i, sums->drows[i] - d);
+      }
       for (int64_t j = 0; j < blocks; ++j) {
         const Vec<double> x = p.rows_normal(part.score(i, j), before, i, j, inv_tau);
         if (!any_from(x, kNegligible)) continue;

@@ -56,8 +56,8 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     """(threads, bytes): matrices and vectors of 64 bytes for each element, or of rows of doubles padded to 16."""
     n = scores.shape[-1]
-    # Every iteration keeps its potentials: in logarithms three vectors of rows and three of columns.
-    matrices, vectors = (5, 12 + 6 * iterations) if backward else (3, 12)
+    # Every iteration keeps its potentials: in logarithms three vectors of rows and three of columns, and who took it.
+    matrices, vectors = (5, 20 + 7 * iterations) if backward else (3, 20)
     vector = 64 * n if n <= 16 else 8 * -(-n // 16) * 16
     return scores.new_empty((chunks(scores), (matrices * n + vectors) * vector), dtype=torch.uint8)
 
@@ -102,6 +102,8 @@ grouped_gemm_norms = partial(grouped_gemm_cpu.norms, _self)
 
 sinkhorn_fwd = partial(sinkhorn.fwd, _self)
 sinkhorn_bwd = partial(sinkhorn.bwd, _self)
+sinkhorn_sums_fwd = partial(sinkhorn.sums_fwd, _self)
+sinkhorn_sums_bwd = partial(sinkhorn.sums_bwd, _self)
 
 tree_gate_fwd = partial(tree_gate.fwd, _self)
 tree_gate_bwd = partial(tree_gate.bwd, _self)

@@ -73,7 +73,8 @@ def sinkhorn(
         noise: like scores, and added to them: Gumbel noise draws permutations (Gumbel-Sinkhorn).
         tolerance: a matrix whose row and column sums are all within it takes no further iteration. Not while cooling.
         backend: "reference", "cpu", "triton" or "cuda" (n <= 1024 both); None chooses (see moe_kernels.explain).
-            rows, columns and tolerance are the reference's alone, as is larger n on a GPU.
+            rows, columns and tolerance are the reference's and the CPU's, whose kernel then works in logarithms alone
+            and takes a tenth of the reference's time; "triton" and "cuda" refuse them.
 
     Returns:
         (..., n, n) in the dtype of scores, accurate to its rounding.
@@ -112,30 +113,51 @@ def sinkhorn(
         return reference.sinkhorn(scores, iterations, tau=tau, gradient=gradient, anneal_from=anneal_from, **options)
     matrices = library.rows(scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:]))
     taus = reference.temperatures(iterations, tau, anneal_from)
-    if torch.is_grad_enabled() and scores.requires_grad:
-        p = _Sinkhorn.apply(matrices, taus, gradient, chosen)
+    given: tuple[Any, ...] = ()
+    if any(value is not None for value in options.values()):
+        given = (_vectors(rows, scores), _vectors(columns, scores), -1.0 if tolerance is None else tolerance)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (scores, *given[:2])):
+        p = _Sinkhorn.apply(matrices, taus, gradient, chosen, *given)
     else:
-        p = library.ops.sinkhorn_fwd(matrices, taus, chosen)
+        p = _forward(matrices, taus, given, chosen)
     return p.view(scores.shape)
+
+
+def _vectors(sums: Tensor | None, scores: Tensor) -> Tensor:
+    """(B, n), float64: what a kernel takes for rows or columns, ones where none are given."""
+    each = scores.new_ones((1,), dtype=torch.float64) if sums is None else sums.double()
+    return each.expand(scores.shape[:-1]).reshape(-1, scores.shape[-1]).contiguous()
+
+
+def _forward(scores: Tensor, taus: list[float], sums: tuple[Any, ...], backend: str) -> Tensor:
+    if sums:
+        return library.ops.sinkhorn_sums_fwd(scores, taus, *sums, backend)
+    return library.ops.sinkhorn_fwd(scores, taus, backend)
 
 
 class _Sinkhorn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, taus: list[float], gradient: str, backend: str) -> Tensor:
-        p = library.ops.sinkhorn_fwd(scores, taus, backend)
-        ctx.taus, ctx.implicit, ctx.backend = taus, gradient == "implicit", backend
+    def forward(ctx: Any, scores: Tensor, taus: list[float], gradient: str, backend: str, *sums: Any) -> Tensor:
+        p = _forward(scores, taus, sums, backend)
+        ctx.taus, ctx.implicit, ctx.backend, ctx.tolerance = taus, gradient == "implicit", backend, sums[2:]
         if ctx.implicit:
-            reference.check_converged(p)
-        ctx.save_for_backward(p if ctx.implicit else scores)
+            reference.check_converged(p, *sums[:1])
+        ctx.save_for_backward(p if ctx.implicit else scores, *sums[:2])
         return p
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (saved,) = ctx.saved_tensors
+        saved, *sums = ctx.saved_tensors
         if ctx.implicit:
-            return reference.implicit_gradient(saved, grad, ctx.taus[-1]).to(saved.dtype), None, None, None
-        return library.ops.sinkhorn_bwd(library.rows(grad), saved, ctx.taus, ctx.backend), None, None, None
+            dscores = reference.implicit_gradient(saved, grad, ctx.taus[-1]).to(saved.dtype)
+        elif sums:
+            arguments = (library.rows(grad), saved, ctx.taus, *sums, *ctx.tolerance, ctx.backend)
+            dscores, *dsums = library.ops.sinkhorn_sums_bwd(*arguments)
+            return dscores, None, None, None, *dsums, None
+        else:
+            dscores = library.ops.sinkhorn_bwd(library.rows(grad), saved, ctx.taus, ctx.backend)
+        return dscores, None, None, None, *(None for _ in (*sums, *ctx.tolerance))
 
 
 def _choose(backend: str | None, scores: Tensor, options: list[str]) -> str:
@@ -143,8 +165,9 @@ def _choose(backend: str | None, scores: Tensor, options: list[str]) -> str:
     chosen, n = backends.choose("sinkhorn", backend, scores), scores.shape[-1]
     if chosen == "reference":
         return chosen
-    largest = getattr(backends.load(chosen, "sinkhorn"), "SINKHORN_LARGEST", n)
-    if n <= largest and not options:
+    kernels = backends.load(chosen, "sinkhorn")
+    largest = getattr(kernels, "SINKHORN_LARGEST", n)
+    if n <= largest and (not options or hasattr(kernels, "sinkhorn_sums_fwd")):
         return chosen
     if backends.asked(backend) is None:
         return "reference"

@@ -22,7 +22,33 @@ def bwd(native: ModuleType, grad: Tensor, scores: Tensor, taus: list[float]) -> 
     return dscores
 
 
-def _launch(native: ModuleType, name: str, scores: Tensor, taus: list[float], out: Tensor, *grad: Tensor) -> None:
+def sums_fwd(
+    native: ModuleType, scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float
+) -> Tensor:
+    p = scores.new_empty(scores.shape)
+    _launch(native, "sinkhorn_sums_fwd", scores, taus, p, sums=(*_vectors(native, rows, columns), tolerance))
+    return p
+
+
+def sums_bwd(
+    native: ModuleType, grad: Tensor, scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dscores = scores.new_empty(scores.shape)
+    drows, dcolumns = (x.new_empty(x.shape) for x in (rows, columns))
+    sums = (*_vectors(native, rows, columns), tolerance, *_vectors(native, drows, dcolumns))
+    _launch(native, "sinkhorn_sums_bwd", scores, taus, dscores, grad, sums=sums)
+    return dscores, drows, dcolumns
+
+
+def _launch(
+    native: ModuleType,
+    name: str,
+    scores: Tensor,
+    taus: list[float],
+    out: Tensor,
+    *grad: Tensor,
+    sums: tuple[int | float, ...] = (),
+) -> None:
     batch, n, _ = scores.shape
     scratch = native.sinkhorn_scratch(scores, len(taus), backward=bool(grad))
     native.launch(
@@ -38,9 +64,15 @@ def _launch(native: ModuleType, name: str, scores: Tensor, taus: list[float], ou
         scratch.shape[1],
         batch,
         n,
+        *sums,
     )
 
 
 def _matrices(native: ModuleType, x: Tensor) -> tuple[int, int, int]:
     """Address and strides of (batch, n, n)."""
     return native.pointer("sinkhorn", x, x.dtype, 3), x.stride(0), x.stride(1)
+
+
+def _vectors(native: ModuleType, *vectors: Tensor) -> list[int]:
+    """Addresses of (batch, n) float64."""
+    return [native.pointer("sinkhorn", x, torch.float64, 2) for x in vectors]
