@@ -15,13 +15,16 @@ struct Step {
   Wide half, inverse;
 
   explicit Step(double gamma) : half(Wide(gamma / 2)), inverse(1 / Wide(gamma)) {}
-  Wide distance(Wide t) const {
-    const Wide r = (half - (t < 0 ? -t : t)) * inverse;
-    return r < 0 ? Wide(0) : r;  // a NaN stays one
+  // Of one pre-activation or of a vector of them.
+  template <class V>
+  V distance(V t) const {
+    const V r = (half - (t < 0 ? -t : t)) * inverse;
+    return r < 0 ? V{} : r;  // a NaN stays one
   }
   // The less likely branch's probability, 0 where saturated: h(t) where t < 0, else h(-t).
-  Wide low(Wide t) const {
-    const Wide r = distance(t);
+  template <class V>
+  V low(V t) const {
+    const V r = distance(t);
     return r * r * (3 - 2 * r);
   }
 };
@@ -37,15 +40,16 @@ struct Leaves {
 
   int64_t expert(int64_t node) const { return node >= deepest ? node - deepest : node - (experts - 1) + deep; }
 
+  // `heap` holds node q at place q + 1.
   template <class Wide>
   void to_experts(const Wide* heap, Wide* by_expert) const {
-    std::copy(heap + deepest, heap + deepest + deep, by_expert);
-    std::copy(heap + experts - 1, heap + deepest, by_expert + deep);
+    std::copy(heap + deepest + 1, heap + deepest + 1 + deep, by_expert);
+    std::copy(heap + experts, heap + deepest + 1, by_expert + deep);
   }
   template <class Wide>
   void to_heap(const Wide* by_expert, Wide* heap) const {
-    std::copy(by_expert, by_expert + deep, heap + deepest);
-    std::copy(by_expert + deep, by_expert + experts, heap + experts - 1);
+    std::copy(by_expert, by_expert + deep, heap + deepest + 1);
+    std::copy(by_expert + deep, by_expert + experts, heap + experts);
   }
 };
 

@@ -1,7 +1,7 @@
 // The tree gate on the CPU (definition: python_ref/tree_gate.py; backward: the equations of ops/tree_gate.py).
 //
-// A token's trees are worked on together: steps and exponentials in one loop over all of their nodes and leaves, then
-// the products down each tree level by level, in heap order, where the children of a level lie side by side.
+// A token at a time: the products down each tree level by level, in heap order, where the children of a level lie side by
+// side, and back up it; the exponentials in one loop over the leaves of all trees.
 
 #include "ops.h"
 
@@ -10,91 +10,115 @@
 
 #include "moe/exp.h"
 #include "moe/formats.h"
+#include "moe/lanes.h"
 #include "tree.h"
 
 namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kPad = 16;  // elements; loops over whole vectors have no remainder
+constexpr int64_t kPad = 16;  // elements, as many as a vector holds or more: loops over whole vectors have no remainder
 
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
-// A thread's rows. Padding is written once, and never read for a result.
+// A thread's rows of one token. In a tree's row and in the heap node q stands at place m = q + 1, whose children are at
+// 2 m and 2 m + 1: each level of a vector or more then starts at a whole one. What is read beyond a level or a row is
+// written again or never read for a result; padding of leaves is written once, to 0.
 template <class F>
 struct Rows {
+  using Key = typename F::Key;
   using Wide = typename F::Wide;
+  using V = Vec<Wide>;
+  static constexpr int64_t lanes = kLanes<Wide>;
+  static constexpr auto every = std::make_index_sequence<lanes>();
 
-  int64_t trees, experts, nodes, leaves;  // nodes and leaves: of all trees, padded
-  Wide *split, *left, *right;             // (nodes): pre-activations, then h(s) and h(-s); backward: h'/h of both sides
-  Wide *logit, *prob, *q;                 // (leaves), experts in order
-  Wide *heap;                             // (2 E - 1) of one tree
+  int64_t trees, experts, stride, leaves;  // stride: from a tree's nodes to the next one's; leaves: of all trees, padded
+  Wide* split;                             // (K, stride): pre-activations; backward: their gradients
+  Wide *logit, *prob, *q;                  // (leaves), experts in order
+  Wide* heap;                              // (2 E + 2 kPad) of one tree
 
   Rows(char* room, int64_t trees, int64_t experts)
-      : trees(trees), experts(experts), nodes(padded(trees * (experts - 1))), leaves(padded(trees * experts)) {
-    Wide* next = reinterpret_cast<Wide*>(room);
-    for (Wide** row : {&split, &left, &right}) *row = next, next += nodes;
+      : trees(trees), experts(experts), stride(padded(experts)), leaves(padded(trees * experts)) {
+    Wide* next = split = reinterpret_cast<Wide*>(room);
+    next += trees * stride;
     for (Wide** row : {&logit, &prob, &q}) *row = next, next += leaves;
     heap = next;
-    std::fill(reinterpret_cast<Wide*>(room), heap, Wide(0));
+    std::fill(split, heap + padded(2 * experts) + 2 * kPad, Wide(0));
   }
 
-  void read(const typename F::Key* split_logits, const typename F::Key* leaf_logits) const {
-    for (int64_t i = 0; i < trees * (experts - 1); ++i) split[i] = F::widen(split_logits[i]);
+  void read(const Key* split_logits, const Key* leaf_logits) const {
+    for (int64_t k = 0; k < trees; ++k)
+      for (int64_t i = 0; i < experts - 1; ++i) split[k * stride + 1 + i] = F::widen(split_logits[k * (experts - 1) + i]);
     for (int64_t i = 0; i < trees * experts; ++i) logit[i] = F::widen(leaf_logits[i]);
   }
 
-  // Probabilities of the leaves.
-  void descend(const Step<Wide>& step) const {
-#pragma omp simd
-    for (int64_t i = 0; i < nodes; ++i) {
-      const Wide low = step.low(split[i]), high = 1 - low;
-      left[i] = split[i] < 0 ? low : high;
-      right[i] = split[i] < 0 ? high : low;
-    }
+  // Probabilities of the leaves. The next token's rows are fetched meanwhile: they are too short for the processor to
+  // see them coming, and waiting for them takes a quarter of the time.
+  void descend(const Step<Wide>& step, const Key* next_split, const Key* next_leaf) const {
     const Leaves order(experts);
+    heap[1] = 1;
     for (int64_t k = 0; k < trees; ++k) {
-      const Wide *to_left = left + k * (experts - 1), *to_right = right + k * (experts - 1);
-      heap[0] = 1;
-      for (int64_t first = 0; first < experts - 1; first = 2 * first + 1) {
-        const int64_t last = std::min(2 * first + 1, experts - 1);
-#pragma omp simd
-        for (int64_t node = first; node < last; ++node) {
-          heap[2 * node + 1] = heap[node] * to_left[node];
-          heap[2 * node + 2] = heap[node] * to_right[node];
+      const Wide* const node = split + k * stride;
+      for (int64_t first = 1; first < experts; first *= 2) {
+        for (int64_t m = first; m < std::min(2 * first, experts); m += lanes) {
+          __builtin_prefetch(next_split + k * experts + m);
+          __builtin_prefetch(next_leaf + k * experts + m);
+          const V t = load(node + m), reached = load(heap + m), low = step.low(t) * reached, high = reached - low;
+          const V left = t < 0 ? low : high, right = t < 0 ? high : low;
+          store(heap + 2 * m, zipped<0>(left, right, every));
+          store(heap + 2 * m + lanes, zipped<1>(left, right, every));
         }
       }
       order.to_experts(heap, prob + k * experts);
     }
   }
 
-  // The joint softmax; a leaf counts whose probability is not below `least`, as a NaN never is. Others take exp(0) and
-  // drop it: exp(-inf) is as slow as a subnormal result, an assist of 150 cycles a vector.
-  void softmax(Wide epsilon, Wide least) const {
-    Wide highest = -std::numeric_limits<Wide>::infinity(), sum = 0;
-#pragma omp simd reduction(max : highest)
-    for (int64_t i = 0; i < leaves; ++i)
-      highest = !(prob[i] < least) && logit[i] > highest ? logit[i] : highest;
-#pragma omp simd reduction(+ : sum)
+  // The joint softmax but for its scale, which is returned: q times it. A leaf counts whose probability is not below
+  // `least`, as a NaN never is. Others take exp(0) and drop it: exp(-inf) is as slow as a subnormal result, an assist of
+  // 150 cycles a vector.
+  Wide softmax(Wide epsilon, Wide least) const {
+    const V none = broadcast(-std::numeric_limits<Wide>::infinity());
+    V top = none, sum{};
+    for (int64_t i = 0; i < leaves; i += lanes) top = max(load(prob + i) < least ? none : load(logit + i), top);
+    const Wide highest = across<Wide>(top, max<V>)[0];
+#pragma omp simd
     for (int64_t i = 0; i < leaves; ++i) {
       const bool counts = !(prob[i] < least);
       const Wide mass = (prob[i] + epsilon) * exp(counts ? logit[i] - highest : Wide(0));
-      sum += q[i] = counts ? mass : Wide(0);
+      q[i] = counts ? mass : Wide(0);
     }
-    const Wide share = 1 / sum;
-#pragma omp simd
-    for (int64_t i = 0; i < leaves; ++i) q[i] *= share;
+    for (int64_t i = 0; i < leaves; i += lanes) sum += load(q + i);
+    return 1 / across<Wide>(sum, [](V a, V b) { return a + b; })[0];
   }
 
-  // h'/h of the branch to the left into `left`, of the one to the right into `right`.
-  void slopes(const Step<Wide>& step) const {
-#pragma omp simd
-    for (int64_t i = 0; i < nodes; ++i) {
-      const Wide r = step.distance(split[i]), low = r * r * (3 - 2 * r), slope = 6 * (1 - r) * step.inverse;
-      const Wide of_low = r == 0 ? Wide(0) : slope / (r * (3 - 2 * r)), of_high = slope * r / (1 - low);
-      left[i] = split[i] < 0 ? of_low : of_high;
-      right[i] = split[i] < 0 ? of_high : of_low;
+  // From the heap's leaves up: every node's sum, and the gradient of its pre-activation in place of that.
+  void ascend(const Step<Wide>& step, int64_t k) const {
+    Wide* const node = split + k * stride;
+    int64_t first = 1;
+    while (2 * first < experts) first *= 2;
+    for (; first > 0; first /= 2) {
+      const int64_t last = std::min(2 * first, experts);
+      for (int64_t m = first; m < last; m += lanes) {
+        const V a = load(heap + 2 * m), b = load(heap + 2 * m + lanes);
+        const V left = unzipped<0>(a, b, every), right = unzipped<1>(a, b, every);
+        // h'/h is 6 (1 - r) / (gamma r (3 - 2 r)) of the branch whose probability is r^2 (3 - 2 r), over one denominator.
+        const V t = load(node + m), r = step.distance(t), share = r * (3 - 2 * r), high = 1 - r * share;
+        const V slope = 6 * step.inverse * (1 - r) * reciprocal(r == 0 ? broadcast(Wide(1)) : share * high);
+        const V of_low = (t < 0 ? left : right) * high, of_high = (t < 0 ? right : left) * (r * share);
+        const V rise = (t < 0 ? of_low - of_high : of_high - of_low) * slope;
+        keep(node + m, r == 0 ? V{} : rise, last - m);
+        keep(heap + m, left + right, last - m);
+      }
     }
+  }
+
+  // The first n lanes of v. A whole vector is written, so that the level above, which reads one, need not wait.
+  static void keep(Wide* to, V v, int64_t n) {
+    store(to, n < lanes ? (indices(every) < Wide(n) ? v : load(to)) : v);
+  }
+  template <size_t... lane>
+  static V indices(std::index_sequence<lane...>) {
+    return V{Wide(lane)...};
   }
 };
 
@@ -105,19 +129,21 @@ void forward(const void* split_logits, const void* leaf_logits, void* gates, voi
   using Key = typename F::Key;
   using Wide = typename F::Wide;
   const Step<Wide> step(gamma);
+  const int64_t nodes = trees * (experts - 1), leaves = trees * experts;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t worker = 0; worker < threads; ++worker) {
     const Rows<F> row(scratch + worker * scratch_stride, trees, experts);
     for (int64_t t = worker * tokens / threads; t < (worker + 1) * tokens / threads; ++t) {
-      row.read(static_cast<const Key*>(split_logits) + t * trees * (experts - 1),
-               static_cast<const Key*>(leaf_logits) + t * trees * experts);
-      row.descend(step);
-      std::copy(row.prob, row.prob + trees * experts, static_cast<Wide*>(leaf_probs) + t * trees * experts);
-      row.softmax(Wide(epsilon), Wide(least));
+      const Key *split = static_cast<const Key*>(split_logits) + t * nodes,
+                *leaf = static_cast<const Key*>(leaf_logits) + t * leaves;
+      row.read(split, leaf);
+      row.descend(step, split + nodes, leaf + leaves);
+      std::copy(row.prob, row.prob + leaves, static_cast<Wide*>(leaf_probs) + t * leaves);
+      const Wide share = row.softmax(Wide(epsilon), Wide(least));
       Wide* gate = static_cast<Wide*>(gates) + t * experts;
-      std::copy(row.q, row.q + experts, gate);
+      for (int64_t e = 0; e < experts; ++e) gate[e] = share * row.q[e];
       for (int64_t k = 1; k < trees; ++k)
-        for (int64_t e = 0; e < experts; ++e) gate[e] += row.q[k * experts + e];
+        for (int64_t e = 0; e < experts; ++e) gate[e] += share * row.q[k * experts + e];
     }
   }
 }
@@ -131,29 +157,30 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
   const Step<Wide> step(gamma);
   const Leaves order(experts);
   const bool parity = epsilon > 0;
+  const int64_t nodes = trees * (experts - 1), leaves = trees * experts;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t worker = 0; worker < threads; ++worker) {
     const Rows<F> row(scratch + worker * scratch_stride, trees, experts);
     for (int64_t t = worker * tokens / threads; t < (worker + 1) * tokens / threads; ++t) {
-      row.read(static_cast<const Key*>(split_logits) + t * trees * (experts - 1),
-               static_cast<const Key*>(leaf_logits) + t * trees * experts);
-      row.descend(step);
-      row.softmax(Wide(epsilon), Wide(least));
-      row.slopes(step);
+      const Key *split = static_cast<const Key*>(split_logits) + t * nodes,
+                *leaf = static_cast<const Key*>(leaf_logits) + t * leaves;
+      row.read(split, leaf);
+      row.descend(step, split + nodes, leaf + leaves);
+      const Wide share = row.softmax(Wide(epsilon), Wide(least));
       const Wide* grad = static_cast<const Wide*>(grad_gates) + t * experts;
       Wide mean = 0;
       for (int64_t k = 0; k < trees; ++k) {
         const Wide* q = row.q + k * experts;
 #pragma omp simd reduction(+ : mean)
-        for (int64_t e = 0; e < experts; ++e) mean += q[e] * grad[e];
+        for (int64_t e = 0; e < experts; ++e) mean += q[e] * share * grad[e];
       }
       for (int64_t k = 0; k < trees; ++k) {
-        const int64_t first = (t * trees + k) * experts;
+        const int64_t first = t * leaves + k * experts;
         Wide *q = row.q + k * experts, *prob = row.prob + k * experts;
         Key* out = static_cast<Key*>(dleaf) + first;
 #pragma omp simd
         for (int64_t e = 0; e < experts; ++e) {
-          q[e] *= grad[e] - mean;
+          q[e] = q[e] * share * (grad[e] - mean);  // in this order: share can be as large as 1 / least
           out[e] = F::narrow(q[e]);
         }
         if (parity)
@@ -163,21 +190,10 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
           for (int64_t e = 0; e < experts; ++e) q[e] += prob[e] * grad_prob[e];
         }
         order.to_heap(q, row.heap);
-        const Wide *left = row.left + k * (experts - 1), *right = row.right + k * (experts - 1);
-        Wide* to = row.split + k * (experts - 1);
-        for (int64_t bottom = experts - 1; bottom > 0;) {
-          const int64_t top = level_of(bottom - 1);
-#pragma omp simd
-          for (int64_t node = top; node < bottom; ++node) {
-            const Wide below_left = row.heap[2 * node + 1], below_right = row.heap[2 * node + 2];
-            row.heap[node] = below_left + below_right;
-            to[node] = below_left * left[node] - below_right * right[node];
-          }
-          bottom = top;
-        }
+        row.ascend(step, k);
+        Key* to = static_cast<Key*>(dsplit) + t * nodes + k * (experts - 1);
+        for (int64_t i = 0; i < experts - 1; ++i) to[i] = F::narrow(row.split[k * row.stride + 1 + i]);
       }
-      Key* out = static_cast<Key*>(dsplit) + t * trees * (experts - 1);
-      for (int64_t i = 0; i < trees * (experts - 1); ++i) out[i] = F::narrow(row.split[i]);
     }
   }
 }

@@ -159,10 +159,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       float dlogit = 0.0f;
       below = 0.0f;
       if (weighing.counts(v)) {
-        // What counts is at least the smallest normal number, and so is the total: the quotient is finite.
-        const float slope = expf(widen(leaf_logits[at]) - softmax.highest) / softmax.total * (grad_gates[i] - mean);
-        dlogit = (v + weighing.epsilon) * slope;
-        below = v * slope;
+        // What counts is at least the smallest normal number, and so is the total: the quotient is finite. Its product
+        // with a gradient need not be, that of its share of v is.
+        const float share = expf(widen(leaf_logits[at]) - softmax.highest) / softmax.total, grad = grad_gates[i] - mean;
+        dlogit = (v + weighing.epsilon) * share * grad;
+        below = v * share * grad;
       }
       if (grad_leaf_probs) below += v * grad_leaf_probs[at];
       if (real) narrow(dlogit, dleaf[at]);

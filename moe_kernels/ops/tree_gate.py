@@ -140,7 +140,7 @@ class _TreeGate(torch.autograd.Function):
             flat = each.flatten(1)
             if wants_x:
                 product = flat, weight.flatten(0, 1)
-                dx = torch.mm(*product) if dx is None else torch.addmm(dx, *product)
+                dx = torch.mm(*product) if dx is None else torch.addmm(dx, *product, out=dx)
             if wants[i]:
                 dweights[i] = torch.mm(flat.t(), x).view(weight.shape)
             if wants[2 + i]:

@@ -97,6 +97,19 @@ inline void transpose(V (&rows)[lanes]) {
   }
 }
 
+// A lane of a and a lane of b in turn: of the lower halves (half = 0) or of the upper ones (1).
+template <int half, class V, size_t... lane>
+inline V zipped(V a, V b, std::index_sequence<lane...>) {
+  constexpr int count = sizeof...(lane);
+  return __builtin_shufflevector(a, b, int(half * count / 2 + lane / 2 + lane % 2 * count)...);
+}
+
+// The even (odd = 0) or the odd lanes of a and then of b.
+template <int odd, class V, size_t... lane>
+inline V unzipped(V a, V b, std::index_sequence<lane...>) {
+  return __builtin_shufflevector(a, b, int(2 * lane + odd)...);
+}
+
 // combine over all lanes, in every lane of the result.
 template <class T, int step = kLanes<T> / 2, class Combine>
 inline Vec<T> across(Vec<T> v, Combine combine) {

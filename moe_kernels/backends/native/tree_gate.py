@@ -51,8 +51,9 @@ def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
 def _launch(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=()) -> None:
     tokens, trees, experts = leaf_logits.shape
     dtype = wide(leaf_logits.dtype)
-    # Three rows of nodes and three of leaves, rounded up, and a heap; Rows in csrc/cpu/tree_gate.cpp.
-    stride = dtype.itemsize * PAD * (6 * -(-trees * experts // PAD) + -(-2 * experts // PAD))
+    # A row of nodes a tree, three of all leaves, and a heap, rounded up; Rows in csrc/cpu/tree_gate.cpp.
+    rows = trees * -(-experts // PAD) + 3 * -(-trees * experts // PAD) + -(-2 * experts // PAD) + 2
+    stride = dtype.itemsize * PAD * rows
     scratch = leaf_logits.new_empty((native.chunks(leaf_logits), stride), dtype=torch.uint8)
     native.launch(
         name,

@@ -224,11 +224,12 @@ def _tree_gate_bwd(
         at = row[:, None] * E + expert
         a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
         counts = leaf[None, :] & ~(v < least)
-        # What counts is at least the smallest normal number, and so is the total: the quotient is finite.
-        change = tl.where(counts, tl.exp(a - highest[:, None]) / total[:, None] * grad, 0.0)
-        dleaf = (v + epsilon) * change
+        # What counts is at least the smallest normal number, and so is the total: the quotient is finite. Its product
+        # with a gradient need not be, that of its share of v is.
+        share = tl.where(counts, tl.exp(a - highest[:, None]) / total[:, None], 0.0)
+        dleaf = (v + epsilon) * share * grad
         tl.store(dleaf_ptr + at, dleaf.to(dleaf_ptr.dtype.element_ty), mask=inside)
-        below = v * change
+        below = v * share * grad
         if LEAF_PROBS:
             given = tl.load(grad_leaf_probs_ptr + first * K * E + at, mask=inside, other=0.0)
             below += tl.where(leaf, v, 0.0) * given
