@@ -371,12 +371,7 @@ def test_products_and_tree_in_one_kernel(dtype):
         exact = gate_and_gradients(wide, grads, "reference", gamma=1.0)
         for name, each in got.items():
             assert_near(each, same[name], exact[name], floor, (experts, name))
-    for kind, dim, trees, experts in (
-        (dtype, 24, 1, 8),
-        (dtype, 32, 2, 8),
-        (dtype, 32, 1, 65),
-        (torch.float, 32, 1, 8),
-    ):
+    for kind, dim, trees, experts in ((dtype, 24, 1, 8), (dtype, 32, 2, 8), (dtype, 32, 1, 65), (DTYPES[0], 32, 1, 8)):
         leaf_weight = torch.zeros(trees, experts, dim, dtype=kind)
         assert not kernels.tree_gate_fits(leaf_weight[0], leaf_weight[:, 1:], leaf_weight)
 
