@@ -77,7 +77,7 @@ def run_command(
 ) -> None:
     """Verifies what can run here, measures what was right, and writes <out>/<device>.json and report.md, .html.
 
-    With --minutes one figure of every operation comes first, then the next of each; the report names what found no time.
+    With --minutes one figure of every operation comes first, then the next of each; the report names what had no time.
     """
     until = time.monotonic() + 60 * (minutes or math.inf)
     request = _request(shapes, routing, peers, dtype, threads, curves)
