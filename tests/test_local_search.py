@@ -94,6 +94,27 @@ def test_each_choice_has_its_own_permutation():
         search(torch.rand(5, 3))
 
 
+@pytest.mark.parametrize("schedule", ["paper", "annealed"])
+def test_noise_moves_the_scores_in_stage_one_alone(schedule):
+    search, quiet = (LocalSearch(5, 3, noise=noise, schedule=schedule) for noise in (0.3, 0.0))
+    quiet.load_state_dict(search.state_dict())
+    torch.manual_seed(7)
+    soft = search.permutation()
+    torch.manual_seed(7)
+    gumbel = -torch.empty(1, 5, 5).exponential_().log()
+    assert not torch.equal(soft, quiet.permutation())
+    quiet.set_extra_state({"step": 0})
+    with torch.no_grad():
+        quiet.scores += 0.3 * gumbel
+    torch.testing.assert_close(soft, quiet.permutation())
+    soft.square().sum().backward()
+    assert search.scores.grad is not None
+    search.permutation()
+    drawn = torch.get_rng_state()
+    search.eval().permutation(), search.train().permutation()  # hard, both of them
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
 @pytest.mark.parametrize("taken", [0, 3, 6, 9])  # before, in stage one, at the switch, after
 def test_state_survives_a_round_trip(taken):
     gates = torch.rand(4, 5).softmax(-1)
@@ -150,6 +171,7 @@ def test_bad_arguments_are_named(monkeypatch):
     for arguments, words in (
         ({"num_experts": 0, "steps": 1}, "num_experts must be from 1"),
         ({"num_experts": 3, "steps": -1}, "steps must be from 0"),
+        ({"num_experts": 3, "steps": 1, "noise": -0.1}, "noise must be finite and at least 0, got -0.1"),
         ({"num_experts": 3, "steps": 1, "schedule": "slow"}, "schedule must be one of 'paper', 'annealed'"),
     ):
         with pytest.raises(ValueError, match=f"LocalSearch: {words}"):

@@ -12,6 +12,7 @@ P g; the published code computes g P, as here. Evaluation always uses the hard p
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +43,16 @@ class LocalSearch(nn.Module):
             and is then rounded to a doubly stochastic matrix. At the paper's temperatures S is often no permutation
             when stage one ends: of 100 random U of n = 16 none was, and the loss jumps at the switch.
         bound: U ~ U(-bound, bound), drawn by `generator`. backend: of sinkhorn.
+        noise: in training's stage one S is that of U + noise * Gumbel(0, 1), drawn anew every step by torch's
+            generator (Gumbel-Sinkhorn, Mena et al. 2018); 0, the paper's, draws nothing. The last S, noise and all, is
+            what becomes the permutation.
 
     State: U is the parameter `scores` (permutations, n, n); buffers `soft` (the last S), `source` (the hard
     permutation: expert j takes the gate source[j]) and `distance` (permutations), the largest |S - P| at the switch,
     NaN before; `step` is saved beside them. All of it survives a state dict in either stage.
 
     Raises:
-        ValueError, TypeError: num_experts or permutations below 1, steps below 0, an unknown schedule.
+        ValueError, TypeError: num_experts or permutations below 1, steps or noise below 0, an unknown schedule.
         ImportError: scipy is missing, which hardening needs: pip install moe_kernels[assignment].
 
     Source: paper 001, section 3.3, and the published code (schedule, entropies, direction).
@@ -68,6 +72,7 @@ class LocalSearch(nn.Module):
         renormalise: bool = True,
         schedule: str = "paper",
         bound: float = 0.05,
+        noise: float = 0.0,
         backend: str | None = None,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
@@ -80,7 +85,9 @@ class LocalSearch(nn.Module):
         if importlib.util.find_spec("scipy") is None:
             raise ImportError("LocalSearch: hardening needs scipy: pip install moe_kernels[assignment]")
         self.zeta, self.renormalise, self.schedule, self.backend = zeta, renormalise, schedule, backend
-        self.bound, self.step = bound, 0
+        if not 0 <= noise < float("inf"):
+            raise ValueError(f"LocalSearch: noise must be finite and at least 0, got {noise}")
+        self.bound, self.noise, self.step = bound, noise, 0
         self.scores = nn.Parameter(torch.empty(count, n, n, device=device))
         self.register_buffer("soft", torch.zeros(count, n, n, device=device))
         self.register_buffer("source", torch.arange(n, device=device).repeat(count, 1))
@@ -128,11 +135,13 @@ class LocalSearch(nn.Module):
                 self.distance.copy_((self.soft - hard).abs().amax((1, 2)))
             return None
         tau, iterations = self.temperature(self.step), self.iterations(self.step)
+        options: dict[str, Any] = {"tau": tau, "backend": self.backend}
+        if self.noise > 0:
+            options["noise"] = -self.noise * torch.empty_like(self.scores).exponential_().log()
         if self.schedule == "paper":
-            soft = sinkhorn(self.scores, iterations, tau=tau, backend=self.backend)
+            soft = sinkhorn(self.scores, iterations, **options)
         else:
-            cooled = sinkhorn(self.scores, max(iterations, 50), tau=tau, anneal_from=HOT, backend=self.backend)
-            soft = rounded(cooled)
+            soft = rounded(sinkhorn(self.scores, max(iterations, 50), anneal_from=HOT, **options))
         self.soft.copy_(soft.detach())
         self._stale = True
         return soft
