@@ -9,11 +9,13 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import Target
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
 from moe_kernels import backends
+from moe_kernels.backends.native import grouped_gemm_cpu
 from moe_kernels.verify import relative_error
 
 OP = "grouped_gemm"
@@ -139,6 +141,22 @@ def test_activations(target, activation):
     for dtype in (torch.float32, torch.bfloat16):
         if backends.unsupported(target.backend, OP, target.device, dtype) is None:
             check(target, dtype, "zipf", (29, 16, 40, 5), activation, gathered=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["zipf", "adversarial", "single"])
+def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
+    """Products of torch's library: grouped_mm where rows are whole vectors, else expert by expert."""
+    monkeypatch.setattr(grouped_gemm_cpu, "SMALL", -1)
+    target = Target("cpu", "cpu", "cpu")
+    for din, dout in ((16, 48), (33, 70)):
+        for activation, gathered in ((None, False), ("swiglu", True)):
+            for with_bias in (False, True):
+                check(target, dtype, kind, (150, din, dout, 5), activation, gathered, with_bias)
+    x, weight, offsets = torch.randn(6, 16), torch.randn(2, 16, 32), torch.tensor([0, 2, 5])
+    rows = x.to(dtype)[:1].expand(6, 16)  # all at one address
+    got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
+    torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

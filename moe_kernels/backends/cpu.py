@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_kernels.backends import _native
 from moe_kernels.backends.native import (
+    activation,
     combine,
     dispatch,
     grouped_gemm_cpu,
@@ -96,7 +97,7 @@ combine_bwd = partial(combine.bwd, _self)
 
 grouped_gemm_fwd = partial(grouped_gemm_cpu.fwd, _self)
 grouped_gemm_bwd_weight = partial(grouped_gemm_cpu.bwd_weight, _self)
-activation_bwd = partial(grouped_gemm_cpu.activation_bwd, _self)
+activation_bwd = partial(activation.bwd, _self)
 expert_mlp_bwd_hidden = partial(grouped_gemm_cpu.hidden_bwd, _self)
 grouped_gemm_norms = partial(grouped_gemm_cpu.norms, _self)
 

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.native import combine, dispatch, grouped_gemm_cuda, kwta, plan, sinkhorn, topk_gate, tree_gate
+from moe_kernels.backends.native import (
+    activation,
+    combine,
+    dispatch,
+    grouped_gemm_cuda,
+    kwta,
+    plan,
+    sinkhorn,
+    topk_gate,
+    tree_gate,
+)
 
 try:
     from moe_kernels import _cuda as module  # type: ignore[attr-defined]  # compiled
@@ -102,7 +112,7 @@ sinkhorn_bwd = partial(sinkhorn.bwd, _self)
 
 grouped_gemm_fwd = partial(grouped_gemm_cuda.fwd, _self)
 grouped_gemm_bwd_weight = partial(grouped_gemm_cuda.bwd_weight, _self)
-activation_bwd = partial(grouped_gemm_cuda.activation_bwd, _self)
+activation_bwd = partial(activation.bwd, _self)
 expert_mlp_bwd_hidden = partial(grouped_gemm_cuda.hidden_bwd, _self)
 grouped_gemm_norms = partial(grouped_gemm_cuda.norms, _self)
 

@@ -8,7 +8,7 @@
 namespace moe {
 namespace MOE_ISA {
 
-// As moe_kernels/backends/native/grouped_gemm_cpu.py numbers them. Gated ones take two halves of the columns.
+// As moe_kernels/backends/native/activation.py numbers them. Gated ones take two halves of the columns.
 enum class Activation : int { none = 0, relu = 1, gelu = 2, silu = 3, tanh = 4, swiglu = 5, geglu = 6 };
 
 constexpr bool is_gated(Activation act) { return act == Activation::swiglu || act == Activation::geglu; }

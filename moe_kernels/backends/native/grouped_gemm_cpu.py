@@ -1,7 +1,7 @@
 """The grouped GEMM on CPU tensors: small experts in csrc/cpu/grouped_gemm.cpp, large ones by torch's matrix library.
 
 A call of that library costs as much as a million multiplications, and its threads share one product; a small expert is
-done by then, and threads do better with an expert each. Either way bias, activation and what follows them are fused in
+done by then, and threads do better with an expert each. Of large ones torch's own grouped_mm makes the loop where it can. Either way bias, activation and what follows them are fused in
 C++. Offsets are at hand on the CPU, so reading them is no wait.
 """
 
@@ -11,12 +11,12 @@ from itertools import pairwise, repeat
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.backends import _native
+from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, wide
-
-ACTIVATIONS = {name: code for code, name in enumerate(("", "relu", "gelu", "silu", "tanh", *GATED))}
 
 # Of csrc/cpu/grouped_gemm.cpp: rows that share a packed weight, columns of a panel at most, and the weight gradient's
 # rows at a time and rows of a block.
@@ -38,12 +38,12 @@ def fwd(
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
     num_rows, dout = (x if row_token is None else row_token).shape[0], weight.shape[2]
+    large = not _is_small(weight.shape, num_rows)
+    if large and not activation and not keep_pre and _product_dtype(x) == x.dtype:
+        return _large_product(x, weight, expert_offsets, row_token, bias), x.new_empty((0, dout))
     out = x.new_empty((num_rows, dout // 2 if activation in GATED else dout))
-    pre = x.new_empty((num_rows if keep_pre else 0, dout))
-    if not activation and not _is_small(weight, num_rows) and _product_dtype(x) == x.dtype:
-        return _large_product(x, weight, expert_offsets, row_token, bias, out), pre
-    place = pre if keep_pre else None if activation else out
-    args, _held = _product(native, out, x, weight, expert_offsets, row_token, place)
+    args, product, _held = _product(native, out, x, weight, expert_offsets, row_token)
+    pre = _place(product, x.dtype, (num_rows, dout)) if keep_pre else x.new_empty((0, dout))
     native.launch(
         "grouped_gemm_fwd",
         out,
@@ -67,19 +67,11 @@ def bwd_weight(
     with_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     num_experts, din, dout = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
-    dweight = x.new_empty((num_experts, din, dout))
     dbias = x.new_empty((num_experts if with_bias else 0, dout))
-    num_rows = (x if x_token is None else x_token).shape[0]
-    if not _is_small(dweight, num_rows):
-        dtype = _product_dtype(x)
-        sizes = _sizes(expert_offsets, num_rows)
-        for rows, columns, place in zip(
-            _split(x, x_token, sizes), _split(grad, grad_token, sizes), dweight.unbind(), strict=False
-        ):
-            if dtype == x.dtype:
-                torch.mm(rows.t(), columns, out=place)
-            else:
-                place.copy_(rows.to(dtype).t() @ columns.to(dtype))
+    if _is_small((num_experts, din, dout), (x if x_token is None else x_token).shape[0]):
+        dweight = x.new_empty((num_experts, din, dout))
+    else:
+        dweight = _large_weight_gradient(_gathered(x, x_token), _gathered(grad, grad_token), expert_offsets)
         if not with_bias:
             return dweight, dbias
         din = 0  # column sums alone are left
@@ -106,22 +98,6 @@ def bwd_weight(
     return dweight, dbias
 
 
-def activation_bwd(native: ModuleType, grad: Tensor, pre: Tensor, activation: str) -> Tensor:
-    dpre = pre.new_empty(pre.shape)
-    native.launch(
-        "activation_bwd",
-        pre,
-        _native.DTYPES[pre.dtype],
-        native.pointer("grouped_gemm", grad, pre.dtype, 2),
-        grad.stride(0),
-        native.pointer("grouped_gemm", pre, pre.dtype, 2),
-        ACTIVATIONS[activation],
-        native.pointer("grouped_gemm", dpre, pre.dtype, 2),
-        *grad.shape,
-    )
-    return dpre
-
-
 def hidden_bwd(
     native: ModuleType,
     grad: Tensor,
@@ -132,9 +108,9 @@ def hidden_bwd(
     pre: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dpre, weighted = pre.new_empty(pre.shape), pre.new_empty((pre.shape[0], w_out.shape[1]))
-    drow_weight = row_weight.new_empty(row_weight.shape)
-    args, _held = _product(native, pre, grad, w_out.transpose(1, 2), expert_offsets, row_token, weighted)
+    dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
+    args, product, _held = _product(native, pre, grad, w_out.transpose(1, 2), expert_offsets, row_token)
+    weighted = _place(product, pre.dtype, (pre.shape[0], w_out.shape[1]))
     native.launch(
         "expert_mlp_bwd_hidden",
         pre,
@@ -152,7 +128,7 @@ def hidden_bwd(
 
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
-    args, _held = _product(native, rows, rows, weight, expert_offsets, None, None)
+    args, *_held = _product(native, rows, rows, weight, expert_offsets, None)
     native.launch(
         "grouped_gemm_norms",
         rows,
@@ -164,9 +140,9 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
     return out
 
 
-def _is_small(weight: Tensor, num_rows: int) -> bool:
-    """Whether the products of num_rows rows with weight (E, Din, Dout) are for csrc/cpu/grouped_gemm.cpp."""
-    num_experts, din, dout = weight.shape
+def _is_small(size: tuple[int, ...], num_rows: int) -> bool:
+    """Whether products of num_rows rows with a weight of `size` (E, Din, Dout) are for csrc/cpu/grouped_gemm.cpp."""
+    num_experts, din, dout = size
     return num_rows * din * dout <= SMALL * num_experts * min(num_experts, torch.get_num_threads())
 
 
@@ -177,20 +153,15 @@ def _product(
     weight: Tensor,
     expert_offsets: Tensor,
     row_token: Tensor | None,
-    place: Tensor | None,
-) -> tuple[tuple[int, ...], tuple[Tensor | None, Tensor]]:
-    """The arguments of MOE_PRODUCT_ARGS, for a launch on `work`, and the tensors made for it, to be held until then.
-
-    A product of large experts is made here, in `place` where that has its dtype.
-    """
+) -> tuple[tuple[int, ...], Tensor | None, Tensor]:
+    """The arguments of MOE_PRODUCT_ARGS, for a launch on `work`, and what is to be held until then: the product of
+    large experts, made here, whose rows a launch may write over once it has read them, and scratch memory."""
     num_rows, (num_experts, din, dout) = (x if row_token is None else row_token).shape[0], weight.shape
     product = None
-    if _is_small(weight, num_rows):
+    if _is_small(weight.shape, num_rows):
         scratch = _scratch(native, work, SPAN * (din + dout) + PANEL * din)
     else:
-        if place is None or place.dtype != _product_dtype(x):
-            place = x.new_empty((num_rows, dout), dtype=_product_dtype(x))
-        product = _large_product(x, weight, expert_offsets, row_token, None, place)
+        product = _large_product(x, weight, expert_offsets, row_token, None)
         scratch = _scratch(native, work, dout)
     by_column = weight.stride(2) != 1 and dout > 1  # then the middle dimension is the contiguous one
     args = (
@@ -211,30 +182,67 @@ def _product(
         native.pointer("grouped_gemm", scratch, scratch.dtype, 2),
         scratch.shape[1],
     )
-    return args, (product, scratch)
+    return args, product, scratch
+
+
+def _place(product: Tensor | None, dtype: torch.dtype, size: tuple[int, int]) -> Tensor:
+    """Where to write what has a row for every row of the product: in its place, if it has that dtype."""
+    return product if product is not None and product.dtype == dtype else torch.empty(size, dtype=dtype)
 
 
 def _large_product(
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
+    x: Tensor, weight: Tensor, expert_offsets: Tensor, row_token: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """out (R, Dout): torch's product of every expert with its rows, and zeros."""
-    sizes = _sizes(expert_offsets, out.shape[0])
+    """(R, Dout): torch's product of every expert with its rows, and zeros."""
+    rows, dtype = _gathered(x, row_token), _product_dtype(x)
+    sizes = _sizes(expert_offsets, rows.shape[0])
+    if bias is None and _takes_grouped_mm(rows, weight):
+        out = F.grouped_mm(rows, weight, offs=expert_offsets[1:])
+        out[rows.shape[0] - sizes[-1] :].zero_()
+        return out
+    out = x.new_empty((rows.shape[0], weight.shape[2]), dtype=dtype)
     *places, unused = out.split(sizes)
     unused.zero_()
     shifts = repeat(None) if bias is None else bias.unbind()
-    for place, columns, shift, rows in zip(places, weight.unbind(), shifts, _split(x, row_token, sizes), strict=False):
-        if rows.dtype != out.dtype:
-            rows, columns = rows.to(out.dtype), columns.to(out.dtype)
+    for place, columns, shift, part in zip(places, weight.unbind(), shifts, rows.split(sizes), strict=False):
         if shift is None:
-            torch.mm(rows, columns, out=place)
+            torch.mm(part.to(dtype), columns.to(dtype), out=place)
         else:
-            torch.addmm(shift, rows, columns, out=place)
+            torch.addmm(shift, part, columns, out=place)
     return out
+
+
+def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> Tensor:
+    """(E, Din, Dout): torch's product of every expert's rows of x, transposed, and of grad."""
+    if _takes_grouped_mm(x, grad):
+        return F.grouped_mm(x.t(), grad, offs=expert_offsets[1:])
+    dtype, sizes = _product_dtype(x), _sizes(expert_offsets, x.shape[0])
+    out = x.new_empty((len(sizes) - 1, x.shape[1], grad.shape[1]))
+    for rows, columns, place in zip(x.split(sizes), grad.split(sizes), out.unbind(), strict=False):
+        if dtype == x.dtype:
+            torch.mm(rows.t(), columns, out=place)
+        else:
+            place.copy_(rows.to(dtype).t() @ columns.to(dtype))
+    return out
+
+
+def _takes_grouped_mm(*operands: Tensor) -> bool:
+    """Whether torch has grouped_mm, which loops over experts without Python, and these are as it wants them: not
+    float64, and matrices of either layout whose rows begin at multiples of 16 bytes."""
+    dtype = operands[0].dtype
+    return (
+        hasattr(F, "grouped_mm")
+        and dtype == _product_dtype(operands[0]) != torch.float64
+        and all(
+            each.numel() > 0
+            and matrix.stride(-1) == 1
+            and matrix.stride(-2) >= matrix.shape[-1]
+            and all(stride * each.element_size() % 16 == 0 for stride in matrix.stride()[:-1])
+            and _native.aligned(each, 16)
+            for each in operands
+            for matrix in [each if each.stride(-1) == 1 else each.transpose(-1, -2)]
+        )
+    )
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
@@ -255,13 +263,13 @@ def _sizes(expert_offsets: Tensor, num_rows: int) -> list[int]:
     return [last - first for first, last in pairwise(bounds)]
 
 
-def _split(x: Tensor, token: Tensor | None, sizes: list[int]) -> tuple[Tensor, ...]:
-    """The rows of every expert: of x, or the tokens that stand there, zeros for -1.
+def _gathered(x: Tensor, token: Tensor | None) -> Tensor:
+    """The rows of x, or the tokens that stand there, zeros for -1.
 
-    Gathered all at once: a call of torch for every expert would cost a tenth of the product of 32 rows of 256.
+    All at once: a call of torch for every expert would cost a tenth of the product of 32 rows of 256.
     """
     if token is None:
-        return x.split(sizes)
+        return x
     if token.numel() == 0 or token.min() >= 0:
-        return x.index_select(0, token).split(sizes)
-    return x.index_select(0, token.clamp(min=0)).masked_fill_((token < 0)[:, None], 0).split(sizes)
+        return x.index_select(0, token)
+    return x.index_select(0, token.clamp(min=0)).masked_fill_((token < 0)[:, None], 0)

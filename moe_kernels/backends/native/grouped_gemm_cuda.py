@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
+from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED
-
-# As csrc/include/moe/activation.cuh numbers them.
-ACTIVATIONS = {"": 0, "relu": 1, "gelu": 2, "silu": 3, "tanh": 4, "swiglu": 5, "geglu": 6}
 
 COLUMNS = 128  # of a tile: as many leave one partial sum
 
@@ -79,22 +77,6 @@ def bwd_weight(
         dout,
     )
     return dweight, dbias
-
-
-def activation_bwd(native: ModuleType, grad: Tensor, pre: Tensor, activation: str) -> Tensor:
-    dpre = pre.new_empty(pre.shape)
-    native.launch(
-        "activation_bwd",
-        grad,
-        _native.DTYPES[grad.dtype],
-        native.pointer("grouped_gemm", grad, grad.dtype, 2),
-        grad.stride(0),
-        native.pointer("grouped_gemm", pre, grad.dtype, 2),
-        ACTIVATIONS[activation],
-        native.pointer("grouped_gemm", dpre, grad.dtype, 2),
-        *grad.shape,
-    )
-    return dpre
 
 
 def hidden_bwd(

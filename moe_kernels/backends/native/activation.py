@@ -1,0 +1,29 @@
+"""Activations of the grouped GEMM: the numbers that the kernels know them by, and the gradient of one by itself."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import Tensor
+
+from moe_kernels.backends import _native
+from moe_kernels.library import GATED
+
+# As csrc/include/moe/activations.h and activation.cuh number them.
+ACTIVATIONS = {name: code for code, name in enumerate(("", "relu", "gelu", "silu", "tanh", *GATED))}
+
+
+def bwd(native: ModuleType, grad: Tensor, pre: Tensor, activation: str) -> Tensor:
+    dpre = pre.new_empty(pre.shape)
+    native.launch(
+        "activation_bwd",
+        pre,
+        _native.DTYPES[pre.dtype],
+        native.pointer("grouped_gemm", grad, pre.dtype, 2),
+        grad.stride(0),
+        native.pointer("grouped_gemm", pre, pre.dtype, 2),
+        ACTIVATIONS[activation],
+        native.pointer("grouped_gemm", dpre, pre.dtype, 2),
+        *grad.shape,
+    )
+    return dpre
