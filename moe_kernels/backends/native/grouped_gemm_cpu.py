@@ -1,8 +1,9 @@
 """The grouped GEMM on CPU tensors: small experts in csrc/cpu/grouped_gemm.cpp, large ones by torch's matrix library.
 
 A call of that library costs as much as a million multiplications, and its threads share one product; a small expert is
-done by then, and threads do better with an expert each. Of large ones torch's own grouped_mm makes the loop where it can. Either way bias, activation and what follows them are fused in
-C++. Offsets are at hand on the CPU, so reading them is no wait.
+done by then, and threads do better with an expert each. The loop over large ones is torch's own grouped_mm where that
+takes them. Either way bias, activation and what follows them are fused in C++. Offsets are at hand on the CPU, so
+reading them is no wait.
 """
 
 from __future__ import annotations
