@@ -110,9 +110,10 @@ def _megablocks_scatter(inputs: Inputs) -> object:
     return ops.scatter(inputs["leaf_rows"], slots, experts, weights, offsets, inputs["k"])
 
 
-UNEQUAL = {
-    "sinkhorn": Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds, no matrix of scores"),
-    "expert_mlp": Peer("sonic-moe", "sonicmoe", reason="its layer routes by itself; no plan can be handed to it"),
-}
-for _op, _peer in UNEQUAL.items():
+UNEQUAL = (
+    ("sinkhorn", Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds, no matrix of scores")),
+    ("expert_mlp", Peer("sonic-moe", "sonicmoe", reason="its layer routes by itself; no plan can be handed to it")),
+    ("expert_mlp", Peer("liger-kernel", "liger_kernel", reason="its experts are SwiGLU, those measured here are not")),
+)
+for _op, _peer in UNEQUAL:
     PACKAGES.setdefault(_op, []).append(_peer)
