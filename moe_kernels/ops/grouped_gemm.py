@@ -83,7 +83,7 @@ def grouped_gemm(
         row_token = _check_index("row_token", row_token, "(R,)", None, rows)
     chosen = backends.choose("grouped_gemm", backend, rows)
     if chosen == "reference":
-        library.refuse_bad_rows(expert_offsets, rows, row_token)
+        library.grouped_gemm.refuse_bad_rows(expert_offsets, rows, row_token)
         return reference.grouped_gemm(
             rows, weight, expert_offsets, bias=bias, activation=activation, row_token=row_token
         )

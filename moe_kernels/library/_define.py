@@ -1,0 +1,59 @@
+"""How an operation is made known to torch, and the small things that several of them share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+_library = torch.library.Library("moe_kernels", "DEF")
+
+# What is defined, to be called by ops/<op>.py: ops.kwta_fwd(...) is torch.ops.moe_kernels.kwta_fwd(...), sooner.
+ops = SimpleNamespace()
+
+
+def define(schema: str, implementation, fake, flops) -> None:
+    """The operation of that schema, in torch's registry and in `ops`."""
+    name = schema[: schema.index("(")]
+    _library.define(schema)
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_kernels::{name}", fake, lib=_library)
+    register_flop_formula(getattr(torch.ops.moe_kernels, name))(flops)
+    registered = getattr(torch.ops.moe_kernels, name).default
+
+    def call(*args):
+        # Past the dispatcher, which takes 7 us, unless somebody listens there: a compiler, a FLOP counter, a fake mode.
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+            return registered(*args)
+        return implementation(*args)
+
+    setattr(ops, name, call)
+
+
+def rows(x: Tensor) -> Tensor:
+    """x (R, N) with a contiguous last dimension, copied only if it has none."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+GATED = ("swiglu", "geglu")  # activations that halve the columns
+
+
+def matrices(weight: Tensor) -> Tensor:
+    """weight (E, M, N) with a contiguous last or middle dimension, copied only if it has neither."""
+    return weight if weight.stride(-1) == 1 or weight.stride(-2) == 1 else weight.contiguous()
+
+
+def words(n: int) -> int:
+    """int32 words that hold a packed mask of n elements."""
+    return (n + 31) // 32
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What a kernel computes in: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def no_flops(*args, **kwargs) -> int:
+    return 0

@@ -1,0 +1,75 @@
+"""The three plans: arrays of a RoutingPlan."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_kernels import backends
+from moe_kernels.library._define import define, no_flops
+
+
+def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
+    """ValueError for an id outside [-1, E) on the CPU; a GPU would have to be waited for, and counts it as -1."""
+    if experts.device.type != "cpu" or experts.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(experts))
+    if low < -1 or high >= num_experts:
+        raise ValueError(f"make_plan: experts must be from -1 (none) to {num_experts - 1}; got {low} to {high}")
+
+
+def plan_rows(num_tokens: int, k: int, num_experts: int, capacity: int | None) -> int:
+    """R: rows that a plan makes room for, known without looking at the choices."""
+    return num_tokens * k if capacity is None else torch.sym_min(num_tokens * k, num_experts * capacity)
+
+
+def _make_plan(
+    experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order: str, backend: str
+):
+    refuse_unknown_experts(experts, num_experts)
+    return backends.load(backend, "plan").make_plan_fwd(experts, num_experts, capacity, priority, order)
+
+
+def _plan_fake(x: Tensor, num_tokens: int, k: int, num_experts: int, rows: int) -> tuple[Tensor, ...]:
+    shapes = ((num_experts + 1,), (rows,), (rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
+    return tuple(x.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+def _make_plan_fake(experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order, backend):
+    num_tokens, k = experts.shape
+    return _plan_fake(experts, num_tokens, k, num_experts, plan_rows(num_tokens, k, num_experts, capacity))
+
+
+def _plan_expert_choice_fake(scores: Tensor, capacity: int, backend: str):
+    num_tokens, num_experts = scores.shape
+    rows = plan_rows(num_tokens, num_experts, num_experts, capacity)
+    return _plan_fake(scores, num_tokens, num_experts, num_experts, rows)
+
+
+def _plan_priority_fake(scores: Tensor, capacity: int, backend: str):
+    num_tokens, num_experts = scores.shape
+    arrays = _plan_fake(scores, num_tokens, 1, num_experts, plan_rows(num_tokens, 1, num_experts, capacity))
+    return *arrays, scores.new_empty((num_tokens, 1), dtype=torch.int32)
+
+
+_PLAN = ", ".join(["Tensor"] * 7)  # expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped
+
+define(
+    "make_plan_fwd(Tensor experts, SymInt num_experts, SymInt? capacity, Tensor? priority, str order, str backend) -> "
+    f"({_PLAN})",
+    _make_plan,
+    _make_plan_fake,
+    no_flops,
+)
+define(
+    f"plan_expert_choice_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN})",
+    lambda scores, capacity, backend: backends.load(backend, "plan").plan_expert_choice_fwd(scores, capacity),
+    _plan_expert_choice_fake,
+    no_flops,
+)
+define(
+    f"plan_priority_fwd(Tensor scores, SymInt capacity, str backend) -> ({_PLAN}, Tensor)",
+    lambda scores, capacity, backend: backends.load(backend, "plan").plan_priority_fwd(scores, capacity),
+    _plan_priority_fake,
+    no_flops,
+)
