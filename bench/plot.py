@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import LogLocator
 
 from bench.ledger import Result
 
@@ -48,7 +49,7 @@ def _unique(values: Iterable[Any]) -> list[Any]:
 
 
 def _colors(figures: list[dict[str, Any]]) -> dict[str, Any]:
-    return {op: plt.get_cmap("tab10")(index % 10) for index, op in enumerate(_unique(each["op"] for each in figures))}
+    return {op: plt.get_cmap("Paired")(index % 12) for index, op in enumerate(_unique(each["op"] for each in figures))}
 
 
 def _roofline(result: Result, figures: list[dict[str, Any]]) -> Canvas:
@@ -124,8 +125,9 @@ def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
     axis.axvline(1, color="black", linewidth=1)
     axis.set(xscale="log", xlabel="times as fast", yticks=range(len(bars)), ylim=(len(bars), -1))
     axis.set_yticklabels([line for line, _ in bars], fontsize="x-small")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.xaxis.set_minor_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("")
     axis.grid(axis="x", alpha=0.3)
     canvas.legend(loc="outside lower center", ncols=3, fontsize="small")
     return canvas
@@ -149,7 +151,7 @@ def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
             line = [each for each in mine if each["backend"] == backend]
             sizes = [each["sizes"][name] for each in line]
             axis.plot(sizes, [each["us"] for each in line], "o-", label=backend)
-        for peer in mine[0]["peers"]:
+        for peer in dict.fromkeys(name for each in line for name in each["peers"]):
             axis.plot(sizes, [each["us"] * each["peers"].get(peer, float("nan")) for each in line], ".--", label=peer)
         floors = [each["us"] * each["ceiling_percent"] / 100 for each in line]
         axis.plot(sizes, floors, ":", color="black", label="floor")

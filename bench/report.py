@@ -31,7 +31,10 @@ def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 
 
 def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
-    """One table a device: ranges over its shapes. A CPU shows ratios alone: times of shared machines mean nothing."""
+    """One table a device: ranges over its shapes, of a CPU on the fewest threads. The whole is in document.py's report.
+
+    A CPU shows ratios alone: times of shared machines mean nothing.
+    """
     parts = []
     for result in results:
         rows = [row for entry in result["entries"] for row in _summary(entry, result["gpu"], root)]
@@ -53,14 +56,20 @@ def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 
 
 def _summary(entry: dict[str, Any], gpu: bool, root: Path) -> list[Sequence[str]]:
-    """A row for every direction and setting of an entry, each with its ranges over the shapes."""
+    """A row for every direction of an entry in its first setting, each with its ranges over the shapes."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    directions = {figure["direction"] for figure in entry["figures"]}
     for figure in entry["figures"]:
-        groups.setdefault((figure["direction"], figure["setting"]), []).append(figure)
+        told = figure["direction"] == "backward" and "training" in directions
+        if figure["setting"] == entry["figures"][0]["setting"] and not told:
+            groups.setdefault((figure["direction"], figure["setting"]), []).append(figure)
     stale = " (stale)" if ledger.is_stale(entry, root) else ""
     rows: list[Sequence[str]] = []
     for (direction, setting), figures in groups.items():
-        peers = ", ".join(f"{name} {_span([each['peers'][name] for each in figures])}" for name in figures[0]["peers"])
+        ratios: dict[str, list[float]] = {}  # a peer may be wrong on one shape, and is then not compared on that
+        for name, ratio in (peer for each in figures for peer in each["peers"].items()):
+            ratios.setdefault(name, []).append(ratio)
+        peers = ", ".join(f"{name} {_span(values)}" for name, values in ratios.items())
         on_gpu = setting == "cuda"
         numbers = [_span([each[key] for each in figures]) if on_gpu else "" for key in GPU_COLUMNS] if gpu else []
         numbers.append(_span([each["over_memcpy"] for each in figures]))

@@ -100,11 +100,22 @@ def test_measured_shows_gpu_times_and_only_ratios_of_cpus(tree: Path) -> None:
 def test_measured_gives_the_range_over_shapes_and_marks_what_is_stale(tree: Path) -> None:
     result = result_of(tree, "cuda")
     figures = result["entries"][0]["figures"]
-    figures.append(figures[0] | {"shape": "another", "peers": {PEER: 9.5}})
+    figures.append(figures[0] | {"shape": "another", "peers": {PEER: 9.5, "sometimes": 2.0}})
     (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
     text = report.measured([result], tree)
     assert "| `kwta` (stale) | cuda | float32 | forward | 2 |" in text
-    assert "torch topk+scatter+mul 9.5 to 21" in text
+    assert "torch topk+scatter+mul 9.5 to 21, sometimes 2 |" in text  # a peer may be wrong on other shapes
+
+
+def test_measured_leaves_more_threads_and_what_training_holds_to_the_report(tree: Path) -> None:
+    result = result_of(tree, "cpu", gpu=False)
+    figures = result["entries"][0]["figures"]
+    figures += [figures[0] | {"direction": name} for name in ("backward", "training")]
+    figures.append(figures[0] | {"setting": "3 threads"})
+    text = report.measured([result], tree)
+    assert "training" in text
+    assert "backward" not in text
+    assert "3 threads" not in text
 
 
 def test_document_marks_what_is_stale_and_holds_several_devices(tree: Path) -> None:
