@@ -21,7 +21,7 @@ test: build
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
 
 bench: build
-	$(RUN) -m bench run --shapes quick --minutes 5
+	$(RUN) -m bench run --shapes quick --minutes 7
 	$(RUN) -m moe_kernels train
 
 gpu: build
