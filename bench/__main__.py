@@ -72,7 +72,7 @@ def run_command(
     threads: Threads = None,
     seconds: Seconds = 0.4,
     curves: Curves = True,
-    minutes: Annotated[float | None, typer.Option(help="Time for all of it. Default: what it takes.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.1, help="Time for all. Default: what it takes.")] = None,
     out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = OUT,
 ) -> None:
     """Verifies what can run here, measures what was right, and writes <out>/<device>.json and report.md, .html.
@@ -112,7 +112,7 @@ def verify_command(
 @app.command("gpu")
 def gpu_command(
     quick: Annotated[bool, typer.Option("--quick", help="Values and figures only, within two minutes.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Time for all of it. Default: 9.5, or 1.75 if quick.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0.1, help="Time for all; else 9.5, or 1.75 if quick.")] = None,
     out: Annotated[Path, typer.Option(help="Where result and report go.")] = ledger.RESULTS,
 ) -> None:
     """Verifies and measures the GPU's kernels; leaves result, report and README's ledger ready to commit.
