@@ -18,6 +18,15 @@ constexpr double kFloatRange = 60, kDoubleRange = 300;
 
 enum class Form { scaled_float, scaled_double, logarithmic, broken };
 
+// Of each matrix of a group, and which there are.
+template <int64_t group>
+struct Forms {
+  Form each[group];
+  unsigned found = 0;
+
+  bool has(Form form) const { return found >> int(form) & 1; }
+};
+
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 class Arena {
@@ -46,11 +55,12 @@ Vec<T> row_max(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return max(a, b); });
 }
 
-// Scores, gradients and results of the matrices worked on together, as Wide. Packed: lane l of element (i, j) is matrix l
-// of the group. Otherwise a matrix by itself, its rows padded to whole vectors.
+// Scores, gradients and results of the matrices worked on together, as Wide. Packed: element l of (i, j) is matrix l of
+// the group, two vectors of them, as one alone would wait for its own results. Otherwise a matrix by itself, its rows
+// padded to whole vectors.
 template <bool packed, class Wide>
 struct Stage {
-  static constexpr int64_t group = packed ? kLanes<Wide> : 1;
+  static constexpr int64_t vectors = packed ? 2 : 1, group = packed ? vectors * kLanes<Wide> : 1;
 
   int64_t n, row;  // elements a row
   Wide* data;
@@ -80,16 +90,14 @@ struct Stage {
   }
 
   template <class F>
-  void write(typename F::Key* to, int64_t count, const Form* form) const {
+  void write(typename F::Key* to, int64_t count, const Forms<group>& forms) const {
     const int64_t rows = packed ? 1 : n, columns = packed ? n * n : n;
     if constexpr (kTransposes<F>) {
-      if (count == group && std::none_of(form, form + group, [](Form each) { return each == Form::broken; })) {
-        return write_transposed(to);
-      }
+      if (count == group && !forms.has(Form::broken)) return write_transposed(to);
     }
     for (int64_t l = 0; l < count; ++l)
       for (int64_t i = 0; i < rows; ++i, to += columns)
-        if (form[l] == Form::broken) {
+        if (forms.each[l] == Form::broken) {
           std::fill(to, to + columns, F::narrow(std::numeric_limits<Wide>::quiet_NaN()));
         } else {
           for (int64_t j = 0; j < columns; ++j) to[j] = F::narrow(data[i * row + j * group + l]);
@@ -103,53 +111,64 @@ struct Stage {
 
   template <class Key>
   void read_transposed(const Key* from, int64_t stride_batch) const {
+    constexpr int w = kLanes<Wide>;
     int64_t e = 0;
-    for (; e + group <= n * n; e += group) {
-      Vec<Wide> block[kLanes<Wide>];
-      for (int l = 0; l < group; ++l) block[l] = (Vec<Wide>)load(from + l * stride_batch + e);
-      transpose(block);
-      for (int l = 0; l < group; ++l) store(data + (e + l) * group, block[l]);
-    }
+    for (; e + w <= n * n; e += w)
+      for (int64_t first = 0; first < group; first += w) {
+        Vec<Wide> block[w];
+        for (int l = 0; l < w; ++l) block[l] = (Vec<Wide>)load(from + (first + l) * stride_batch + e);
+        transpose(block);
+        for (int l = 0; l < w; ++l) store(data + (e + l) * group + first, block[l]);
+      }
     for (; e < n * n; ++e)
       for (int64_t l = 0; l < group; ++l) std::memcpy(data + e * group + l, from + l * stride_batch + e, sizeof(Wide));
   }
 
   template <class Key>
   void write_transposed(Key* to) const {
+    constexpr int w = kLanes<Wide>;
     int64_t e = 0;
-    for (; e + group <= n * n; e += group) {
-      Vec<Wide> block[kLanes<Wide>];
-      for (int l = 0; l < group; ++l) block[l] = load(data + (e + l) * group);
-      transpose(block);
-      for (int l = 0; l < group; ++l) store(to + l * n * n + e, (Vec<Key>)block[l]);
-    }
+    for (; e + w <= n * n; e += w)
+      for (int64_t first = 0; first < group; first += w) {
+        Vec<Wide> block[w];
+        for (int l = 0; l < w; ++l) block[l] = load(data + (e + l) * group + first);
+        transpose(block);
+        for (int l = 0; l < w; ++l) store(to + (first + l) * n * n + e, (Vec<Key>)block[l]);
+      }
     for (; e < n * n; ++e)
       for (int64_t l = 0; l < group; ++l) std::memcpy(to + l * n * n + e, data + e * group + l, sizeof(Wide));
   }
 
-  // The form that each matrix can take, the worst that some lane of it needs; padding must not widen its row.
-  void classify(double tau, bool one_tau, Form* form) const {
+  // The form that each of `count` matrices can take, the worst that some lane of it needs; padding must not widen its row.
+  Forms<group> classify(double tau, bool one_tau, int64_t count) const {
     using V = Vec<Wide>;
     constexpr Wide inf = std::numeric_limits<Wide>::infinity();
-    V range{}, lowest = broadcast(inf), kind{};
-    for (int64_t i = 0; i < n; ++i) {
-      V high = broadcast(-inf), low = broadcast(inf);
-      for (int64_t j = 0; j < row; j += kLanes<Wide>) {
-        const V x = load(data + i * row + j);
-        high = max(high, x), low = -max(-low, -x);
-        kind = x < inf ? kind : broadcast(Wide(Form::broken));  // NaN or +inf
+    constexpr int64_t w = kLanes<Wide>;
+    Forms<group> forms;
+    for (int64_t first = 0; first < vectors * w; first += w) {
+      V range{}, lowest = broadcast(inf), kind{};
+      for (int64_t i = 0; i < n; ++i) {
+        V high = broadcast(-inf), low = broadcast(inf);
+        for (int64_t j = first; j < row; j += vectors * w) {
+          const V x = load(data + i * row + j);
+          high = max(high, x), low = -max(-low, -x);
+          kind = x < inf ? kind : broadcast(Wide(Form::broken));  // NaN or +inf
+        }
+        lowest = -max(-lowest, -low);
+        range = max(range, row_max<packed, Wide>(high) + row_max<packed, Wide>(-low));
       }
-      lowest = -max(-lowest, -low);
-      range = max(range, row_max<packed, Wide>(high) + row_max<packed, Wide>(-low));
+      const auto needs = [&](auto widened, Form least) { kind = widened ? max(kind, broadcast(Wide(least))) : kind; };
+      if (sizeof(Wide) == 8) needs(kind == kind, Form::scaled_double);
+      needs(!(range < Wide(kFloatRange * tau)), Form::scaled_double);
+      needs(!(range < Wide(kDoubleRange * tau)), Form::logarithmic);
+      needs(lowest == -inf, Form::logarithmic);  // a forbidden pair
+      if (!one_tau) needs(kind == kind, Form::logarithmic);
+      kind = row_max<packed, Wide>(kind);
+      for (int64_t l = 0; l < group / vectors; ++l) forms.each[first + l] = Form(int(kind[l]));
     }
-    const auto needs = [&](auto widened, Form least) { kind = widened ? max(kind, broadcast(Wide(least))) : kind; };
-    if (sizeof(Wide) == 8) needs(kind == kind, Form::scaled_double);
-    needs(!(range < Wide(kFloatRange * tau)), Form::scaled_double);
-    needs(!(range < Wide(kDoubleRange * tau)), Form::logarithmic);
-    needs(lowest == -inf, Form::logarithmic);  // a forbidden pair
-    if (!one_tau) needs(kind == kind, Form::logarithmic);
-    kind = row_max<packed, Wide>(kind);
-    for (int64_t l = 0; l < group; ++l) form[l] = Form(int(kind[l]));
+    std::fill(forms.each + count, forms.each + group, Form::broken);  // there is none to work on
+    for (int64_t l = 0; l < count; ++l) forms.found |= 1u << int(forms.each[l]);
+    return forms;
   }
 
   void pad(Wide value) const {
@@ -184,10 +203,11 @@ class Part {
   int64_t part, n, blocks;
   bool wanted = false;
 
-  Part(const Stage<packed, Wide>& scores, int64_t part, const Form* form, Form one, Form other)
+  Part(const Stage<packed, Wide>& scores, int64_t part, const Forms<Stage<packed, Wide>::group>& forms, Form one, Form other)
       : scores(scores), part(part), n(scores.n), blocks(packed ? scores.n : scores.row / kLanes<T>) {
+    if (!forms.has(one) && !forms.has(other)) return;
     for (int l = 0; l < (packed ? kLanes<T> : 1); ++l) {
-      const Form each = form[part * kLanes<T> + l];
+      const Form each = forms.each[part * kLanes<T> + l];
       mask_[l] = each == one || each == other ? -1 : 0;
       wanted |= mask_[l] != 0;
     }

@@ -57,9 +57,11 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     """(threads, bytes): matrices and vectors of 64 bytes for each element, or of rows of doubles padded to 16."""
     n = scores.shape[-1]
+    packed = n <= 16  # then what is read and written is of twice as many matrices as are worked on
     # Every iteration keeps its potentials: in logarithms three vectors of rows and three of columns, and who took it.
-    matrices, vectors = (5, 20 + 7 * iterations) if backward else (3, 20)
-    vector = 64 * n if n <= 16 else 8 * -(-n // 16) * 16
+    staged, matrices, vectors = (3, 2, 20 + 8 * iterations) if backward else (2, 1, 20)
+    matrices += 2 * staged if packed else staged
+    vector = 64 * n if packed else 8 * -(-n // 16) * 16
     return scores.new_empty((chunks(scores), (matrices * n + vectors) * vector), dtype=torch.uint8)
 
 

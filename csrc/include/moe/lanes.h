@@ -153,19 +153,35 @@ inline Vec<double> reciprocal(Vec<double> x) {
 #endif
 }
 
-// exp(x) for |x| <= 708 to 1 unit in the last place or two: x = n log 2 + r, |r| <= log(2) / 2, Taylor to r^12, whose
-// remainder is below 2e-16, in three parts that do not wait for each other. Anything for other x.
+// exp(x) for |x| <= 708 to 1 unit in the last place or two, anything for other x: x = n log 2 + r, |r| <= log(2) / 2,
+// Taylor to r^12, whose remainder is below 2e-16, in three parts that do not wait for each other. Where two registers hold
+// a table of sixteen, n counts sixteenths and Taylor to r^7 is enough, which takes two thirds of the instructions.
 inline Vec<double> exp_within_range(Vec<double> x) {
-  const Vec<double> shifted = x * 1.4426950408889634 + 0x1.8p52;  // the integer nearest, in the low bits
+#if defined(__AVX512F__)
+  constexpr double steps = 16;
+  // Bits of 2^(j / 16), less those that n adds where the bits above j raise the exponent.
+  constexpr Vec<int64_t> lower = {0x3ff0000000000000, 0x3fefb5586cf9890f, 0x3fef72b83c7d517b, 0x3fef387a6e756238,
+                                  0x3fef06fe0a31b715, 0x3feedea64c123422, 0x3feebfdad5362a27, 0x3feeab07dd485429};
+  constexpr Vec<int64_t> upper = {0x3feea09e667f3bcd, 0x3feea11473eb0187, 0x3feeace5422aa0db, 0x3feec49182a3f090,
+                                  0x3feee89f995ad3ad, 0x3fef199bdd85529c, 0x3fef5818dcfba487, 0x3fefa4afa2a490da};
+#else
+  constexpr double steps = 1;
+#endif
+  const Vec<double> shifted = x * (steps * 1.4426950408889634) + 0x1.8p52;  // the integer nearest, in the low bits
   const Vec<double> n = shifted - 0x1.8p52;
-  const Vec<double> r = (x - n * 0x1.62e42fee00000p-1) - n * 0x1.a39ef35793c76p-33;
+  const Vec<double> r = (x - n * (0x1.62e42fee00000p-1 / steps)) - n * (0x1.a39ef35793c76p-33 / steps);
   const Vec<double> r2 = r * r, r4 = r2 * r2;
   const Vec<double> low = (1.0 + r) + r2 * (0.5 + r * (1.0 / 6));
   const Vec<double> middle = (1.0 / 24 + r * (1.0 / 120)) + r2 * (1.0 / 720 + r * (1.0 / 5040));
+#if defined(__AVX512F__)
+  const auto power = (Vec<int64_t>)_mm512_permutex2var_epi64((__m512i)lower, (__m512i)shifted, (__m512i)upper);
+  return (low + r4 * middle) * (Vec<double>)(power + ((Vec<int64_t>)shifted << 48));
+#else
   const Vec<double> high = (1.0 / 40320 + r * (1.0 / 362880)) + r2 * (1.0 / 3628800 + r * (1.0 / 39916800));
   const Vec<double> p = low + r4 * (middle + r4 * (high + r4 * (1.0 / 479001600)));
   const Vec<uint64_t> power = ((Vec<uint64_t>)shifted << 52) + (uint64_t(1023) << 52);
   return p * (Vec<double>)power;
+#endif
 }
 
 // Of any x <= 709: below -708 it is 0; NaN stays NaN.
