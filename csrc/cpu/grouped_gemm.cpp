@@ -107,7 +107,7 @@ struct Product {
     groups.each_span(kSpan, threads, [&](int thread, Span span, Span later) {
       T* own = scratch + thread * scratch_stride;
       T* sums = place ? place + span.first * dout : own;
-      if (product == nullptr) multiply(span, later, sums, own + kSpan * dout);
+      if (product == nullptr) multiply(span, later, sums, own + kSpan * dout, place != nullptr);
       for (int64_t row = span.first; row < span.first + span.rows; ++row) {
         T* row_sums = sums;
         if (product && !product_kind.wide)
@@ -119,7 +119,7 @@ struct Product {
     });
   }
 
-  void multiply(Span span, Span later, T* sums, T* panel) const {
+  void multiply(Span span, Span later, T* sums, T* panel, bool fresh) const {
     T* rows = panel + kPanel<T> * din;
     const T* a = rows;
     int64_t a_row = din;
@@ -130,13 +130,15 @@ struct Product {
       x.copy(rows, din, span.first, span.rows, 0, din);
     }
     const auto weight_of = [&](Span of) { return weight + of.expert * stride_e * x.kind.size; };
-    Ahead ahead{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, din, dout)};
+    Ahead ahead{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, din, dout), fresh};
     if (later.rows > 0 && later.expert != span.expert)
       ahead.pieces[1] = {weight_of(later), din * dout * x.kind.size};
     for (int64_t j = 0; j < dout; j += kPanel<T>) {
-      pack(panel, x.kind, weight_of(span), stride_k, stride_j, din, j, dout);
-      panel_product(a, a_row, int64_t(1), panel, din, sums + j, dout, span.rows,
-                    std::min<int64_t>(kPanel<T>, dout - j), false, ahead);
+      const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
+      const bool whole = x.kind.wide && stride_j == 1 && columns == kPanel<T> && span.rows > kTileRows / 2;
+      const T* b = whole ? reinterpret_cast<const T*>(weight_of(span)) + j : panel;
+      if (!whole) pack(panel, x.kind, weight_of(span), stride_k, stride_j, din, j, dout);
+      panel_product(a, a_row, 1, b, stride_k, panel, din, sums + j, dout, span.rows, columns, false, ahead);
     }
   }
 };
@@ -205,7 +207,7 @@ struct WeightGradient {
   void multiply(int64_t e, int64_t start, int64_t count, T* sums, T* panel, T* block) const {
     const int64_t rows = groups.rows(e);
     if (rows == 0) std::fill(sums, sums + count * dout, T(0));
-    Ahead ahead{{}, steps_of<T>(count, rows, dout)};
+    Ahead ahead{{}, steps_of<T>(count, rows, dout), x.kind.wide};
     if (e + 1 < groups.num_experts) {
       const int64_t next = groups.first(e + 1), more = groups.rows(e + 1);
       ahead.pieces[0] = x.piece(next, more, din);
@@ -213,13 +215,18 @@ struct WeightGradient {
     }
     for (int64_t k = 0; k < rows && count > 0; k += kDepth) {
       const int64_t depth = std::min(kDepth, rows - k), row = groups.first(e) + k;
-      x.copy(block, kBlock, row, depth, start, count);
+      for (int64_t i = 0; i < count; i += kTogether)
+        x.copy(block + i * depth, kTogether, row, depth, start + i, std::min<int64_t>(kTogether, count - i));
       for (int64_t j = 0; j < dout; j += kPanel<T>) {
         const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
+        const bool whole = grad.kind.wide && grad.token == nullptr && columns == kPanel<T> && count > kTileRows / 2;
+        const T* b = whole ? reinterpret_cast<const T*>(grad.x) + row * grad.stride + j : panel;
         if (columns < kPanel<T>) std::fill(panel, panel + depth * kPanel<T>, T(0));
-        grad.copy(panel, kPanel<T>, row, depth, j, columns);
-        panel_product(block, int64_t(1), kBlock, panel, depth, sums + j, dout, count, columns, k > 0, ahead);
+        if (!whole) grad.copy(panel, kPanel<T>, row, depth, j, columns);
+        panel_product(block, 1, kTogether, b, grad.stride, panel, depth, sums + j, dout, count, columns,
+                      k > 0, ahead);
       }
+      ahead.fresh = false;
     }
   }
 

@@ -38,8 +38,7 @@ _SERIAL = 1 << 15
 _self = sys.modules[__name__]
 
 
-def pointer(op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> int:
-    return _native.pointer(op, tensor, dtype, rank, device_type)
+pointer = partial(_native.pointer, device_type=device_type)
 
 
 def chunks(work: Tensor) -> int:

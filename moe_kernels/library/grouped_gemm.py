@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | No
         return
     num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
     bounds = expert_offsets.tolist()
-    if bounds[0] != 0 or bounds[-1] > num_rows or any(first > last for first, last in pairwise(bounds)):
+    if bounds[0] != 0 or bounds[-1] > num_rows or bounds != sorted(bounds):
         raise ValueError(f"grouped_gemm: expert_offsets must rise from 0 to at most R = {num_rows}; got {bounds}")
     if row_token is None or num_rows == 0:
         return

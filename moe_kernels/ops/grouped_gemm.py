@@ -87,8 +87,10 @@ def grouped_gemm(
         return reference.grouped_gemm(
             rows, weight, expert_offsets, bias=bias, activation=activation, row_token=row_token
         )
-    trains = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (rows, weight, bias))
-    return _GroupedGemm.apply(rows, weight, bias, expert_offsets, row_token, activation or "", trains, chosen)
+    act = activation or ""
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (rows, weight, bias)):
+        return _GroupedGemm.apply(rows, weight, bias, expert_offsets, row_token, act, chosen)
+    return library.ops.grouped_gemm_fwd(rows, weight, expert_offsets, row_token, bias, act, False, chosen)[0]
 
 
 def check_activation(op: str, activation: object, width: int) -> None:
@@ -106,7 +108,7 @@ def _check_index(name: str, index: Tensor, shape: str, size: int | None, rows: T
     if index.dim() != 1 or (size is not None and index.shape[0] != size) or index.device != rows.device:
         expected = f"{shape} on {rows.device}" if size is None else f"{shape} = ({size},) on {rows.device}"
         raise ValueError(f"grouped_gemm: {name} must be {expected}; got {tuple(index.shape)} on {index.device}")
-    return index.to(torch.int32).contiguous()
+    return index if index.dtype == torch.int32 and index.is_contiguous() else index.to(torch.int32).contiguous()
 
 
 class _GroupedGemm(torch.autograd.Function):
@@ -119,12 +121,10 @@ class _GroupedGemm(torch.autograd.Function):
         expert_offsets: Tensor,
         row_token: Tensor | None,
         activation: str,
-        trains: bool,
         backend: str,
     ) -> Tensor:
-        keep_pre = trains and activation != ""
         out, pre = library.ops.grouped_gemm_fwd(
-            rows, weight, expert_offsets, row_token, bias, activation, keep_pre, backend
+            rows, weight, expert_offsets, row_token, bias, activation, activation != "", backend
         )
         ctx.save_for_backward(rows, weight, expert_offsets, row_token, pre)
         ctx.activation, ctx.backend = activation, backend
@@ -146,7 +146,7 @@ class _GroupedGemm(torch.autograd.Function):
             dweight, dbias = library.ops.grouped_gemm_bwd_weight(
                 rows, grad, expert_offsets, row_token, None, to_bias, ctx.backend
             )
-        return drows, dweight, dbias if to_bias else None, None, None, None, None, None
+        return drows, dweight, dbias if to_bias else None, None, None, None, None
 
 
 def transposed(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:

@@ -10,6 +10,8 @@
 namespace moe {
 namespace MOE_ISA {
 
+constexpr int kTogether = 12;  // elements of a row that products of columns read together, packed (tiles.h)
+
 template <class T>
 struct Elements {
   int64_t size;  // bytes of one
@@ -40,19 +42,26 @@ inline void each_element(int64_t count, Work work) {
     }
   };
   steps_of(std::integral_constant<int64_t, 32>());
+  steps_of(std::integral_constant<int64_t, 16>());
   steps_of(std::integral_constant<int64_t, 8>());
+  steps_of(std::integral_constant<int64_t, 4>());
   for (; i < count; ++i) work(i);
 }
 
 template <class F>
 void widen_block(typename F::Wide* to, int64_t to_row, const void* from, int64_t stride, const int32_t* token,
                  int64_t rows, int64_t count) {
-  for (int64_t r = 0; r < rows; ++r, to += to_row) {
-    const int64_t row = token == nullptr ? r : token[r];
-    const auto* source = static_cast<const typename F::Key*>(from) + row * stride;
-    if (row < 0) std::fill(to, to + count, typename F::Wide(0));
-    else each_element(count, [=](int64_t i) { to[i] = F::widen(source[i]); });
-  }
+  const auto each_row = [&](auto length) {
+    typename F::Wide* place = to;
+    for (int64_t r = 0; r < rows; ++r, place += to_row) {
+      const int64_t row = token == nullptr ? r : token[r];
+      const auto* source = static_cast<const typename F::Key*>(from) + row * stride;
+      if (row < 0) std::fill(place, place + length, typename F::Wide(0));
+      else each_element(length, [=](int64_t i) { place[i] = F::widen(source[i]); });
+    }
+  };
+  if (count == kTogether) each_row(std::integral_constant<int64_t, kTogether>());  // a tenth of a weight gradient's time
+  else each_row(count);
 }
 
 template <class F>

@@ -33,6 +33,7 @@ struct Ahead {
   };
   Piece pieces[2];
   int64_t steps;  // until the next product
+  bool fresh;     // so are the sums, whose place is in no cache: stores that wait for it take a tenth of a product's time
 
   // The first address and the distance to the next one, for some of the steps. No piece left: any address that is mapped.
   Piece take(int64_t some, const void* mapped) {
@@ -46,29 +47,45 @@ struct Ahead {
   }
 };
 
-// c (M, columns) = a b, plus c if `more`. a(m, k) = a[m * a_row + k * a_k]; b (depth, kPanel) packed.
-template <int M, class T>
-inline void tile(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t depth, T* c, int64_t c_row, int rows,
-                 int64_t columns, bool more, Ahead::Piece ahead) {
-  constexpr int lanes = kLanes<T>;
-  Vec<T> sum[M][2] = {};
-  const T* at[M];
-#pragma GCC unroll 12
-  for (int m = 0; m < M; ++m) at[m] = a + std::min(m, rows - 1) * a_row;  // rows that are not there repeat the last one
-  for (int64_t k = 0; k < depth; ++k, b += 2 * lanes, ahead.from += ahead.bytes) {
-    __builtin_prefetch(ahead.from, 0, 2);
-    const Vec<T> b0 = load(b), b1 = load(b + lanes);
+// c (rows, columns) = a b, plus c if `more`, for M / 2 < rows <= M. a(m, k) = a[m * a_row + k * a_k]; b (depth, kPanel)
+// packed, or if `packs` of rows b_row apart, which go to `packed` on the way. The lower half of the tile ends with the last
+// row, so with fewer than M rows some are computed twice: two offsets and a pointer for every two rows fit the registers.
+template <int M, bool packs, class T>
+inline void tile(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t b_row, T* packed, int64_t depth, T* c,
+                 int64_t c_row, int rows, int64_t columns, bool more, Ahead::Piece ahead, bool fresh) {
+  constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
+  const auto row_of = [&](int m) { return m < half ? m : rows - M + m; };
+  if (fresh) {
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
-      const Vec<T> x = broadcast(at[m][k * a_k]);
+      __builtin_prefetch(c + row_of(m) * c_row, 1);
+      __builtin_prefetch(c + row_of(m) * c_row + lanes, 1);
+    }
+  }
+  Vec<T> sum[M][2] = {};
+  const T* at[half];
+#pragma GCC unroll 6
+  for (int m = 0; m < half; ++m) at[m] = a + m * a_row;
+  int64_t upper = 0, lower = row_of(half) * a_row;
+  for (int64_t k = 0; k < depth; ++k, b += packs ? b_row : 2 * lanes, ahead.from += ahead.bytes) {
+    __builtin_prefetch(ahead.from, 0, 2);
+    const Vec<T> b0 = load(b), b1 = load(b + lanes);
+    if constexpr (packs) {
+      store(packed + k * 2 * lanes, b0);
+      store(packed + k * 2 * lanes + lanes, b1);
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const Vec<T> x = broadcast(m < half ? at[m][upper] : at[m - half][lower]);
       sum[m][0] += x * b0;
       sum[m][1] += x * b1;
     }
+    upper += a_k, lower += a_k;
   }
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
-    if (m >= rows) break;
-    T* out = c + m * c_row;
+    if (m >= half && row_of(m) < half) continue;
+    T* out = c + row_of(m) * c_row;
     if (columns == 2 * lanes) {
       store(out, more ? load(out) + sum[m][0] : sum[m][0]);
       store(out + lanes, more ? load(out + lanes) + sum[m][1] : sum[m][1]);
@@ -81,21 +98,29 @@ inline void tile(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t dep
   }
 }
 
-// c (rows, columns <= kPanel) = a b, plus c if `more`, tile by tile. Not inline: every caller would carry five tiles.
+// c (rows, columns <= kPanel) = a b, plus c if `more`, tile by tile. a is rows a_row apart, or for a_row = 1 packed columns,
+// kTogether after kTogether of them, (depth, kTogether). b is `packed`, or its rows are whole and b_row apart and the first
+// tile packs them, at no cost beside its sums. Not inline: every caller would carry the tiles.
 template <class T>
-[[gnu::noinline]] void panel_product(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t depth, T* c, int64_t c_row,
-                          int64_t rows, int64_t columns, bool more, Ahead& ahead) {
+[[gnu::noinline]] void panel_product(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t b_row, T* packed,
+                                     int64_t depth, T* c, int64_t c_row, int64_t rows, int64_t columns, bool more,
+                                     Ahead& ahead) {
   for (int64_t i = 0; i < rows; i += kTileRows) {
     const int left = int(std::min<int64_t>(kTileRows, rows - i));
     const Ahead::Piece asked = ahead.take(depth, a);
-    const auto run = [&](auto size) {
-      tile<size.value>(a + i * a_row, a_row, a_k, b, depth, c + i * c_row, c_row, left, columns, more, asked);
+    const auto run = [&](auto size, auto packs) {
+      const int64_t start = a_k == 1 ? i * a_row : (i - i % kTogether) * depth + i % kTogether;
+      tile<size.value, packs.value>(a + start, a_row, a_k, b, b_row, packed, depth,
+                                    c + i * c_row, c_row, left, columns, more, asked, ahead.fresh);
     };
-    if (left == 1) run(std::integral_constant<int, 1>());
-    else if (left == 2) run(std::integral_constant<int, 2>());
-    else if (left <= 4) run(std::integral_constant<int, 4>());
-    else if (left <= 6) run(std::integral_constant<int, 6>());
-    else run(std::integral_constant<int, kTileRows>());
+    const std::false_type kept;
+    if (b != packed) run(std::integral_constant<int, kTileRows>(), std::true_type());
+    else if (left == 1) run(std::integral_constant<int, 1>(), kept);
+    else if (left == 2) run(std::integral_constant<int, 2>(), kept);
+    else if (left <= 4) run(std::integral_constant<int, 4>(), kept);
+    else if (left <= 6) run(std::integral_constant<int, 6>(), kept);
+    else run(std::integral_constant<int, kTileRows>(), kept);
+    b = packed;
   }
 }
 
@@ -113,13 +138,17 @@ void pack(T* panel, const Elements<T>& kind, const char* b, int64_t b_k, int64_t
     const int64_t across = std::min<int64_t>(lanes, count - j);
     for (int64_t k = 0; k < depth; k += lanes) {
       const int64_t down = std::min<int64_t>(lanes, depth - k);
-      alignas(64) T square[lanes * lanes];
-      kind.widen(square, lanes, b + (k + j * b_j) * kind.size, b_j, nullptr, across, down);
+      const bool whole = across == lanes && down == lanes, in_place = kind.wide && whole;
+      const char* from = b + (k + j * b_j) * kind.size;
+      alignas(64) T room[lanes * lanes];
+      if (!in_place) kind.widen(room, lanes, from, b_j, nullptr, across, down);
+      const T* square = in_place ? reinterpret_cast<const T*>(from) : room;
+      const int64_t square_row = in_place ? b_j : lanes;
       T* to = panel + k * width + j;
-      if (across == lanes && down == lanes) {
+      if (whole) {
         Vec<T> rows[lanes];
 #pragma GCC unroll 16
-        for (int i = 0; i < lanes; ++i) rows[i] = load(square + i * lanes);
+        for (int i = 0; i < lanes; ++i) rows[i] = load(square + i * square_row);
         transpose(rows);
 #pragma GCC unroll 16
         for (int i = 0; i < lanes; ++i) store(to + i * width, rows[i]);
