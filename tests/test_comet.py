@@ -74,8 +74,9 @@ def test_any_leading_dimensions_give_what_their_rows_give():
     assert [m.shape for m in net.masks(x)] == [(2, 3, 12), (2, 3, 9), (2, 3, 10)]
 
 
-def test_masks_kept_for_samples_that_come_again_change_nothing():
-    net, x = model(0.3, activation="tanh"), torch.randn(50, 7)
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_masks_kept_for_samples_that_come_again_change_nothing(activation):
+    net, x = model(0.3, activation=activation), torch.randn(50, 7)
     kept, rows = net.router.kept(x, chunk=16), torch.tensor([3, 49, 0, 3])
     bits = [layer[rows] for layer in kept]
     assert all(torch.equal(a, b) for a, b in zip(bits, net.router(x[rows]), strict=True))

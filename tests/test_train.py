@@ -268,6 +268,23 @@ def test_a_run_that_cannot_start_says_why(arguments, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flushed", [False, True])
+def test_denormals_are_flushed_in_training_and_afterwards_as_before(arguments, monkeypatch, flushed):
+    seen, right = [], Run.take_step
+
+    def denormal() -> float:
+        return (torch.full((8,), 1e-30) * 1e-10).max().item()
+
+    monkeypatch.setattr(Run, "take_step", lambda run: seen.append(denormal()) or right(run))
+    try:
+        assert torch.set_flush_denormal(flushed)
+        assert train.run(arguments("--steps", "1", "--check-steps", "0")) == 0
+        assert seen == [0, 0]
+        assert (denormal() == 0) == flushed
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_threads_are_those_asked_for_and_afterwards_those_before(arguments, capsys):
     before = torch.get_num_threads()
     for threads in (1, 2):

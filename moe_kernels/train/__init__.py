@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
 
 def run(args: argparse.Namespace) -> int:
     """Check, training, table. 0; 1 if backend and reference disagree; 2 if it cannot start; 130 if interrupted."""
-    threads = torch.get_num_threads()
+    threads, flushed = torch.get_num_threads(), _flushes_denormals()
     with ExitStack() as stack:
         try:
             if args.backend:
@@ -93,7 +93,12 @@ def run(args: argparse.Namespace) -> int:
             return 2
         finally:
             torch.set_num_threads(threads)
-            torch.set_flush_denormal(False)
+            torch.set_flush_denormal(flushed)
+
+
+def _flushes_denormals() -> bool:
+    """What torch.set_flush_denormal was last given: torch does not tell, the product of a denormal does."""
+    return (torch.tensor(1e-40) * 1).item() == 0
 
 
 def _run(args: argparse.Namespace, comparison: Comparison, backend: str) -> int:
