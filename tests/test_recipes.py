@@ -14,10 +14,11 @@ from moe_kernels.data import Ratings
 from moe_kernels.data.text import load as load_text
 from moe_kernels.models.comparison import MODELS
 from moe_kernels.nn.schedules import cosine, inverse_root, warmup
-from moe_kernels.recipes import Splits, comet
+from moe_kernels.recipes import Batch, Splits, comet
 from moe_kernels.recipes.competesmoe import CompeteSMoE
 from moe_kernels.recipes.movielens import MovieLens
 from moe_kernels.recipes.vmoe import VMoE
+from moe_kernels.train import comparison
 from moe_kernels.train.loop import Run
 
 # Options that make a recipe small, and its data. A new recipe needs a line here.
@@ -95,6 +96,47 @@ def test_fast_backend_and_reference_take_the_same_steps(arguments, tmp_path, cap
         assert run["rows"][-1][f"test {metric}"] is not None
         assert run["rows"][-1]["loss"] > 0
         assert run["flops"] > 0
+
+
+def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):
+    """A picture a side with experts, of what a count over single tokens gives; E^3's members count as images."""
+    matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawn, right = {}, comparison.draw
+
+    def draw(path, maps, names, title):
+        drawn[path.name] = maps
+        return right(path, maps, names, title)
+
+    counted, maps_of = {}, comparison.token_maps
+
+    def token_maps(run):
+        x, y = run.data.test
+        run.task.model.eval()
+        tokens = [each.active.tolist() for each in run.task.routing(Batch((x, y), None))]
+        run.task.model.train()
+        counted[f"tokens-{run.recipe.side}-0.png"] = tokens, y.tolist()
+        return maps_of(run)
+
+    monkeypatch.setattr(comparison, "draw", draw)
+    monkeypatch.setattr(comparison, "token_maps", token_maps)
+    words = ("--sides", "dense", "vmoe", "e3", "--check-steps", "0", "--capacity-eval", "8", "--eval-batch", "17")
+    assert train.run(arguments("vmoe", *words, "--out", str(tmp_path))) == 0
+    assert set(drawn) == {"tokens-vmoe-0.png", "tokens-e3-0.png"} == {each.name for each in tmp_path.glob("tokens*")}
+    for name, maps in drawn.items():
+        assert matplotlib.image.imread(tmp_path / name).shape == (312, 1248, 4)
+        layers, y = counted[name]
+        assert len(maps) == len(layers) == 1
+        images = len(layers[0]) // 5  # 2 x 2 patches and a class token
+        members = images // len(y)
+        for expert in range(4):
+            for patch in range(4):
+                share = sum(layers[0][image * 5 + 1 + patch][expert] for image in range(images)) / images
+                assert maps[0].positions[expert, patch // 2, patch % 2].item() == pytest.approx(share)
+            for kind in range(3):
+                mine = [image for image in range(images) if y[image // members] == kind]
+                share = sum(layers[0][image * 5 + token][expert] for image in mine for token in range(5))
+                assert maps[0].classes[expert, kind].item() == pytest.approx(share / (5 * len(mine)))
+        assert maps[0].positions.sum() > 0
 
 
 def test_dropout_too_goes_on_where_it_stopped(arguments, monkeypatch, tmp_path):

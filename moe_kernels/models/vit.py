@@ -25,6 +25,7 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         channels, height, width = image_shape
         self.image_shape, self.patch, self.dropout = image_shape, patch, dropout
+        self.grid = (height // patch, width // patch)
         self.project = nn.Linear(channels * patch * patch, dim)
         self.class_token = nn.Parameter(torch.randn(dim) * 0.02)
         self.positions = nn.Parameter(torch.randn(height // patch * (width // patch) + 1, dim) * 0.02)

@@ -64,6 +64,8 @@ class Task:
     before_step: called with every step before it is taken: phases, temperatures, expert counts.
     routing: batch -> one Routing a layer, in eval mode; None where nothing is routed.
     clip: largest norm of the gradient.
+    grid: rows and columns of an image's patches, where what `routing` routes are the tokens of images, each a class
+        token and then its patches: heat maps of the experts are drawn from these.
     """
 
     model: nn.Module
@@ -74,6 +76,7 @@ class Task:
     before_step: Callable[[int], None] | None = None
     routing: Callable[[Batch], list[Routing]] | None = None
     clip: float | None = None
+    grid: tuple[int, int] | None = None
 
 
 def option(default: Any, help: str, *, low: float | None = None, choices: tuple[str, ...] | None = None) -> Any:

@@ -84,4 +84,5 @@ class Manual(Recipe):
             schedule=cosine(steps),
             before_step=before_step,
             routing=lambda batch: [Routing(out.plan.used) for out in model(batch.tensors[0])[1]],
+            grid=model.embed.grid,
         )

@@ -123,6 +123,7 @@ class VMoE(Recipe):
             before_step=before_step if staged else None,
             routing=routing if side != "dense" and self.moe_layers else None,
             clip=1.0,
+            grid=model.embed.grid if side != "dense" and self.moe_layers else None,
         )
 
     def _layer(self) -> MoE:

@@ -12,6 +12,7 @@ import torch
 
 from moe_kernels.recipes import Recipe, Splits
 from moe_kernels.train import checkpoint
+from moe_kernels.train.heatmaps import draw, token_maps
 from moe_kernels.train.loop import Row, Run
 from moe_kernels.train.report import History, log
 
@@ -119,6 +120,9 @@ class Comparison:
             if key in self.live:
                 run = self.live[key]
                 parameters = sum(p.numel() for p in run.task.model.parameters() if p.requires_grad)
+                if self.out is not None and stage == "final" and run.task.grid is not None:
+                    name = f"tokens-{side}-{run.seed}.png".replace(" ", "-")
+                    draw(self.out / name, token_maps(run), run.data.source.classes, f"tokens of {key}")
                 self.done[key] = History(
                     side, run.seed, recipe.lr, stage, run.rows, run.flops(), run.setup_seconds, parameters
                 )

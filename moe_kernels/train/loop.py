@@ -141,7 +141,7 @@ class Run:
         used: list[Utilisation] = []  # one a layer: they may differ in what counts as a sample
         entropy, routers = torch.zeros((), device=self.device), 0
         task.model.eval()
-        for batch in self._test_batches():
+        for batch in self.test_batches():
             for name, (value, weight) in task.evaluate(batch).items():
                 sums[name] = sums.get(name, 0) + value
                 weights[name] = weights.get(name, 0) + weight
@@ -182,7 +182,8 @@ class Run:
         self.random.state = state["random"]
         self.step, self.rows = state["step"], [dict(row) for row in state["rows"]]
 
-    def _test_batches(self) -> Iterator[Batch]:
+    def test_batches(self) -> Iterator[Batch]:
+        """The test set, `eval_batch` samples at a time."""
         for tensors in zip(*(tensor.split(self.recipe.eval_batch) for tensor in self.data.test), strict=True):
             yield Batch(tensors, None)
 
