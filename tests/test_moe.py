@@ -78,6 +78,39 @@ def test_priorities_of_paper_003(priority, kept):
     assert plan.row_token[:2].tolist() == kept
 
 
+@pytest.mark.parametrize("priority", [None, "max"])
+@pytest.mark.parametrize("order", ["choice", "token"])
+def test_groups_compete_for_capacity_one_after_the_other(priority, order):
+    """Two groups of 5 tokens and one of 2: each is what its tokens give by themselves, one layer's rows of it all."""
+    torch.manual_seed(0)
+    experts = ExpertMLP(E, D, H).double()
+    gate, x = TopKGate(D, E, 2).double(), torch.randn(T, D, dtype=torch.float64)
+    policy = TokenChoice(0.8, priority=priority, order=order, group=5)  # ceil(5 * 2 * 0.8 / 4) = 2 rows a group
+    out = MoE(gate, experts, policy)(x)
+    alone = [MoE(gate, experts, TokenChoice(0.8, priority=priority, order=order))(each) for each in x[:10].split(5)]
+    alone.append(MoE(gate, experts, TokenChoice(2.0, priority=priority, order=order))(x[10:]))  # 2 rows, too
+    torch.testing.assert_close(out.y, torch.cat([each.y for each in alone]))
+    for name in ("requested", "kept", "dropped"):
+        assert torch.equal(getattr(out.plan, name), sum(getattr(each.plan, name) for each in alone)), name
+    assert out.plan.dropped > 0
+    assert torch.equal(out.plan.expert_offsets.diff(), out.plan.kept)
+    assert torch.equal(out.plan.used, torch.cat([each.plan.used for each in alone]))
+
+
+def test_experts_choose_in_every_group():
+    torch.manual_seed(0)
+    gate, experts, x = SoftmaxGate(D, E).double(), ExpertMLP(E, D, H).double(), torch.randn(T, D, dtype=torch.float64)
+    out = MoE(gate, experts, ExpertChoice(1.3, group=6))(x)  # ceil(6 * 1.3 / 4) = 2
+    alone = [MoE(gate, experts, ExpertChoice(1.3))(each) for each in x.split(6)]
+    torch.testing.assert_close(out.y, torch.cat([each.y for each in alone]))
+    assert torch.equal(out.plan.used, torch.cat([each.plan.used for each in alone]))
+    assert out.plan.kept.tolist() == [4] * E
+    with pytest.raises(ValueError, match="ExpertChoice: expected groups of 5 tokens, got 12"):
+        ExpertChoice(group=5)(gate(x), True)
+    with pytest.raises(ValueError, match="TokenChoice: group must be from 1"):
+        TokenChoice(group=0)
+
+
 def test_experts_choose():
     torch.manual_seed(0)
     layer = double(MoE(SoftmaxGate(D, E), ExpertMLP(E, D, H), ExpertChoice(1.0)))

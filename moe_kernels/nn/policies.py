@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_kernels.nn.gates import GateOutput
-from moe_kernels.ops._checks import check_choice
+from moe_kernels.ops._checks import check_choice, check_int
 from moe_kernels.ops.plan import ORDERS, expert_capacity, make_plan, plan_expert_choice, plan_priority
 from moe_kernels.plan import RoutingPlan
 
@@ -27,6 +27,8 @@ class TokenChoice:
     priority: None visits tokens by position; "max" or "sum" by the largest or the summed gate weight of a token,
         Batch Prioritized Routing (paper 003, section 4; its published code has "max" alone).
     order: of make_plan. multiple_of: V-MoE's published code rounds up to 4.
+    group: tokens that compete for capacity, one group after the other, such as those of V-MoE's 8 images: an expert
+        has the capacity of that many tokens for every group, for a last one that is smaller, too. None: all compete.
     """
 
     factor: float | None = None
@@ -34,40 +36,66 @@ class TokenChoice:
     priority: str | None = None
     order: str = "choice"
     multiple_of: int = 1
+    group: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("TokenChoice", "order", self.order, ORDERS)
         if self.priority not in PRIORITIES:
             raise ValueError(f"TokenChoice: priority must be one of {PRIORITIES}; got {self.priority!r}")
+        if self.group is not None:
+            check_int("TokenChoice", "group", self.group, 1, 2**31 - 1, "tokens of a group")
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         num_tokens, k = gate.experts.shape
         factor = self.factor if training or self.factor_eval == "as trained" else self.factor_eval
-        capacity = (
-            None if factor is None else expert_capacity(num_tokens, k, gate.num_experts, factor, self.multiple_of)
-        )
+        group = self.group or max(num_tokens, 1)
+        capacity = None if factor is None else expert_capacity(group, k, gate.num_experts, factor, self.multiple_of)
         priority = None
         if self.priority is not None:
             weights = gate.weights.detach()
             priority = weights.amax(-1) if self.priority == "max" else weights.sum(-1)
-        plan = make_plan(gate.experts, gate.num_experts, capacity=capacity, priority=priority, order=self.order)
-        return plan, gate.weights
+        groups, experts = max(-(-num_tokens // group), 1), gate.experts
+        if groups > 1:  # every expert of every group has rows of its own, and those of an expert lie side by side
+            token = torch.arange(num_tokens, dtype=experts.dtype, device=experts.device)[:, None]
+            experts = torch.where(experts < 0, experts, experts * groups + token // group)
+        plan = make_plan(experts, gate.num_experts * groups, capacity=capacity, priority=priority, order=self.order)
+        return (plan if groups == 1 else _of_all_groups(plan, groups)), gate.weights
 
 
 @dataclass(frozen=True)
 class ExpertChoice:
     """Every expert takes the tokens that score highest with it: the gate's `gates` (T, E) are the scores.
 
-    Source: paper 002, section 3; Zhou et al. 2022. multiple_of: V-MoE's published code rounds up to 4.
+    multiple_of: V-MoE's published code rounds up to 4. group: tokens among which an expert chooses, such as those of an
+    image; None: among all. T has to be a multiple of it.
+    Source: paper 002, section 3; Zhou et al. 2022.
     """
 
     factor: float = 1.0
     multiple_of: int = 1
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.group is not None:
+            check_int("ExpertChoice", "group", self.group, 1, 2**31 - 1, "tokens of a group")
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
-        scores = gate.gates
-        capacity = expert_capacity(scores.shape[0], 1, gate.num_experts, self.factor, self.multiple_of)
-        return plan_expert_choice(scores, min(capacity, scores.shape[0]))
+        scores, num_experts = gate.gates, gate.num_experts
+        group = self.group or max(scores.shape[0], 1)
+        groups, rest = divmod(scores.shape[0], group)
+        if rest:
+            raise ValueError(f"ExpertChoice: expected groups of {group} tokens, got {scores.shape[0]} tokens")
+        capacity = min(expert_capacity(group, 1, num_experts, self.factor, self.multiple_of), group)
+        if groups <= 1:
+            return plan_expert_choice(scores, min(capacity, scores.shape[0]))
+        # The experts of every group stand beside each other over the places in a group: (T, E) as (group, groups * E).
+        chosen, weights = plan_expert_choice(scores.unflatten(0, (groups, group)).transpose(0, 1).flatten(1), capacity)
+        taken, weights = (
+            each.unflatten(1, (groups, num_experts)).transpose(0, 1).flatten(0, 1)
+            for each in (chosen.slot_row >= 0, weights)
+        )
+        experts = torch.where(taken, torch.arange(num_experts, dtype=torch.int32, device=scores.device), -1)
+        return make_plan(experts, num_experts, capacity=groups * capacity), weights
 
 
 @dataclass(frozen=True)
@@ -79,6 +107,21 @@ class PriorityRouting:
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores = gate.gates
         return plan_priority(scores, expert_capacity(scores.shape[0], 1, gate.num_experts, self.factor))
+
+
+def _of_all_groups(plan: RoutingPlan, groups: int) -> RoutingPlan:
+    """The plan over E * groups experts, group by group of each expert, as one over E."""
+
+    def of_experts(counts: Tensor) -> Tensor:
+        return counts.view(-1, groups).sum(1, dtype=torch.int32)
+
+    return replace(
+        plan,
+        num_experts=plan.num_experts // groups,
+        expert_offsets=plan.expert_offsets[::groups].contiguous(),
+        requested=of_experts(plan.requested),
+        kept=of_experts(plan.kept),
+    )
 
 
 def nonzero_choices(gates: Tensor, k: int) -> Tensor:

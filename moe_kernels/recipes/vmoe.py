@@ -45,6 +45,7 @@ class VMoE(Recipe):
     experts: int = option(8, "of a layer; E^3: of all members together", low=2)
     k: int = option(1, "experts a token", low=1)
     members: int = option(2, "of E^3", low=1)
+    group: int = option(8, "images whose tokens compete for capacity; 0: all of a batch", low=0)
     capacity: float = option(1.05, "capacity factor in training; lower it in evaluation with --capacity-eval", low=0)
     capacity_eval: float = option(1.05, "capacity factor in evaluation", low=0)
     balance: float = option(0.005, "weight of V-MoE's importance loss, and of its load loss", low=0)
@@ -65,7 +66,11 @@ class VMoE(Recipe):
         model = MoEViT(
             data.source.image_shape,
             len(data.source.classes),
-            lambda index: self._layer() if side != "dense" and index >= self.depth - self.moe_layers else None,
+            lambda index: (
+                self._layer(data.source.image_shape)
+                if side != "dense" and index >= self.depth - self.moe_layers
+                else None
+            ),
             patch=self.patch,
             dim=self.dim,
             depth=self.depth,
@@ -126,10 +131,16 @@ class VMoE(Recipe):
             grid=model.embed.grid if side != "dense" and self.moe_layers else None,
         )
 
-    def _layer(self) -> MoE:
+    def _layer(self, image_shape: tuple[int, int, int]) -> MoE:
         side, dim, count = self.side, self.dim, self.experts
         experts = ExpertMLP(count, dim, self.hidden)
-        own = TokenChoice(self.capacity, factor_eval=self.capacity_eval)
+        image = 1 + (image_shape[1] // self.patch) * (image_shape[2] // self.patch)  # tokens, the class token first
+        group = self.group * image or None
+        own = TokenChoice(
+            self.capacity,
+            factor_eval=self.capacity_eval,
+            group=group and group * self.members,  # tiled ones, too
+        )
         if side == "softmax":
             return MoE(SoftmaxGate(dim, count, noise=True), experts, expert_dropout=self.expert_dropout)
         if side == "sparsified":
@@ -137,9 +148,11 @@ class VMoE(Recipe):
             staged = StagedGate(SoftmaxGate(dim, count, noise=True), sparse, distill=self.distill)
             return MoE(staged, experts, expert_dropout=self.expert_dropout)
         if side == "token_choice":
-            return MoE(TopKGate(dim, count, 1, order="softmax_topk", noise="vmoe"), experts, TokenChoice(1.0))
+            return MoE(
+                TopKGate(dim, count, 1, order="softmax_topk", noise="vmoe"), experts, TokenChoice(1.0, group=group)
+            )
         if side == "expert_choice":
-            return MoE(SoftmaxGate(dim, count, noise=True), experts, ExpertChoice(1.0, multiple_of=4))
+            return MoE(SoftmaxGate(dim, count, noise=True), experts, ExpertChoice(1.0, multiple_of=4, group=image))
         if side == "priority":
             return MoE(SoftmaxGate(dim, count, noise=True), experts, PriorityRouting())
         if side == "e3":
@@ -157,7 +170,9 @@ class VMoE(Recipe):
             importance=self.balance,
             load=self.balance,
         )
-        policy = TokenChoice(self.capacity, factor_eval=self.capacity_eval, priority=priority, multiple_of=4)
+        policy = TokenChoice(
+            self.capacity, factor_eval=self.capacity_eval, priority=priority, multiple_of=4, group=group
+        )
         return MoE(gate, experts, policy)
 
 
