@@ -23,9 +23,11 @@ from moe_kernels.library import GATED, wide
 # rows at a time and rows of a block.
 SPAN, PANEL, DEPTH, BLOCK = 192, 32, 256, 132
 
-# Multiplications of an expert with its rows, on average, up to which C++ is faster on one thread. Sharing one product
-# costs more the more threads there are.
-SMALL = 2**20
+# Multiplications of an expert with its rows, on average, up to which the weight gradient is as fast in C++ as by torch:
+# 0.98 to 1.05 times there, 0.9 to 1.0 at twice as many (one thread, AVX-512, float32). A product stands so at twice as
+# many, 1.07 to 1.1 and 0.95, and one by a transposed weight, which torch's library packs slowly, at four times, 1.01 to
+# 1.12. With more threads sharing one product costs more: on two, C++ is 1.05 to 1.28 times as fast at 2**25.
+SMALL, PRODUCT, TRANSPOSED = 2**23, 2, 4
 
 
 def fwd(
@@ -39,7 +41,7 @@ def fwd(
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
     num_rows, dout = (x if row_token is None else row_token).shape[0], weight.shape[2]
-    large = not _is_small(weight.shape, num_rows)
+    large = not _is_small(x, weight.shape, num_rows, _times(weight))
     if large and not activation and not keep_pre and _product_dtype(x) == x.dtype:
         return _large_product(x, weight, expert_offsets, row_token, bias), x.new_empty((0, dout))
     out = x.new_empty((num_rows, dout // 2 if activation in GATED else dout))
@@ -69,7 +71,7 @@ def bwd_weight(
 ) -> tuple[Tensor, Tensor]:
     num_experts, din, dout = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
     dbias = x.new_empty((num_experts if with_bias else 0, dout))
-    if _is_small((num_experts, din, dout), (x if x_token is None else x_token).shape[0]):
+    if _is_small(x, (num_experts, din, dout), (x if x_token is None else x_token).shape[0]):
         dweight = x.new_empty((num_experts, din, dout))
     else:
         dweight = _large_weight_gradient(_gathered(x, x_token), _gathered(grad, grad_token), expert_offsets)
@@ -141,10 +143,23 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
     return out
 
 
-def _is_small(size: tuple[int, ...], num_rows: int) -> bool:
-    """Whether products of num_rows rows with a weight of `size` (E, Din, Dout) are for csrc/cpu/grouped_gemm.cpp."""
+def _is_small(x: Tensor, size: tuple[int, ...], num_rows: int, times: int = 1) -> bool:
+    """Whether products of num_rows rows like x with a weight of `size` (E, Din, Dout) are for C++.
+
+    Up to `times` SMALL; a quarter of it in float64, where the weight gradient in C++ is 0.85 times as fast at twice
+    SMALL and 0.96 at half of it, and an eighth in bfloat16 where the CPU multiplies that itself, which was not measured.
+    """
     num_experts, din, dout = size
-    return num_rows * din * dout <= SMALL * num_experts * min(num_experts, torch.get_num_threads())
+    small = SMALL
+    if x.dtype == torch.float64:
+        small //= 4
+    elif x.dtype == torch.bfloat16 == _product_dtype(x):
+        small //= 8
+    return num_rows * din * dout <= times * small * num_experts * min(num_experts, torch.get_num_threads())
+
+
+def _times(weight: Tensor) -> int:
+    return PRODUCT if weight.stride(2) == 1 else TRANSPOSED
 
 
 def _product(
@@ -159,7 +174,7 @@ def _product(
     large experts, made here, whose rows a launch may write over once it has read them, and scratch memory."""
     num_rows, (num_experts, din, dout) = (x if row_token is None else row_token).shape[0], weight.shape
     product = None
-    if _is_small(weight.shape, num_rows):
+    if _is_small(x, weight.shape, num_rows, _times(weight)):
         scratch = _scratch(native, work, SPAN * (din + dout) + PANEL * din)
     else:
         product = _large_product(x, weight, expert_offsets, row_token, None)
@@ -199,7 +214,8 @@ def _large_product(
     sizes = _sizes(expert_offsets, rows.shape[0])
     if bias is None and _takes_grouped_mm(rows, weight):
         out = F.grouped_mm(rows, weight, offs=expert_offsets[1:])
-        out[rows.shape[0] - sizes[-1] :].zero_()
+        if sizes[-1]:
+            out[-sizes[-1] :].zero_()
         return out
     out = x.new_empty((rows.shape[0], weight.shape[2]), dtype=dtype)
     *places, unused = out.split(sizes)
@@ -249,8 +265,8 @@ def _takes_grouped_mm(*operands: Tensor) -> bool:
 def _product_dtype(x: Tensor) -> torch.dtype:
     """What torch multiplies x in: float16 is a hundred times slower than float32, bfloat16 four times where the CPU has
     no instruction for it."""
-    native_bfloat16 = torch.cpu._is_avx512_bf16_supported()
-    return x.dtype if x.dtype != torch.float16 and (x.dtype != torch.bfloat16 or native_bfloat16) else torch.float32
+    slow = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported())
+    return torch.float32 if slow else x.dtype
 
 
 def _scratch(native: ModuleType, work: Tensor, size: int) -> Tensor:
