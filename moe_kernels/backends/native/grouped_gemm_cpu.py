@@ -147,7 +147,7 @@ def _is_small(x: Tensor, size: tuple[int, ...], num_rows: int, times: int = 1) -
     """Whether products of num_rows rows like x with a weight of `size` (E, Din, Dout) are for C++.
 
     Up to `times` SMALL; a quarter of it in float64, where the weight gradient in C++ is 0.85 times as fast at twice
-    SMALL and 0.96 at half of it, and an eighth in bfloat16 where the CPU multiplies that itself, which was not measured.
+    SMALL and 0.96 at half of it; an eighth in bfloat16 where the CPU multiplies that itself, which was not measured.
     """
     num_experts, din, dout = size
     small = SMALL
