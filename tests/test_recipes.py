@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import data, recipes, train
+from moe_kernels import backends, data, recipes, train
 from moe_kernels.data import Ratings
 from moe_kernels.data.text import load as load_text
 from moe_kernels.models.comparison import MODELS
@@ -137,6 +137,24 @@ def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):
                 share = sum(layers[0][image * 5 + token][expert] for image in mine for token in range(5))
                 assert maps[0].classes[expert, kind].item() == pytest.approx(share / (5 * len(mine)))
         assert maps[0].positions.sum() > 0
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_flops_are_those_of_the_experts_that_a_sample_reached(backend):
+    """Two tasks of two choices each: room for four rows a sample, of which common choices leave some empty."""
+    data = ratings()
+    found = {}
+    with backends.use_backend(backend):
+        for side in ("topk", "softmax"):
+            run = Run(MovieLens(sides=(side,), experts=4, rows=0), 0, Splits(data, data.train, data.test))
+            run.task.model.eval()
+            with torch.no_grad():
+                out = run.task.model(*(each[:32] for each in data.test[:2]))[2]
+            found[side] = run.flops(), out.statistics["experts_per_token"].item()
+    (sparse, few), (dense, all_of_them) = found["topk"], found["softmax"]
+    assert 2 <= few < 4 == all_of_them
+    # All else that differs, choosing and summing, is small beside half an expert.
+    assert dense - sparse == pytest.approx((4 - few) * 2 * 256 * 256, abs=256 * 256)
 
 
 def test_dropout_too_goes_on_where_it_stopped(arguments, monkeypatch, tmp_path):
