@@ -17,28 +17,44 @@ GPU_BACKENDS = ("triton", "cuda")
 
 Result = dict[str, Any]
 
-# A backend's own kernel first: where no file matches that pattern, it does not implement the operation.
-_SOURCES = {
-    "reference": ("python_ref/{op}.py",),
-    "cpu": ("csrc/cpu/{op}.cpp", "csrc/include/moe/simd.h"),
-    "triton": ("moe_kernels/backends/triton/{op}.py", "moe_kernels/backends/triton/__init__.py"),
-    "cuda": ("csrc/cuda/{op}*.cu", "csrc/include/moe/*.cuh"),
+# A backend's kernels: where no file matches, it does not implement the operation.
+_KERNELS = {
+    "reference": "python_ref/{op}.py",
+    "cpu": "csrc/cpu/{op}*.cpp",
+    "triton": "moe_kernels/backends/triton/{op}.py",
+    "cuda": "csrc/cuda/{op}*.cu",
 }
+
+# What a file includes, or imports of its backend. ops.h declares every operation: a new one changes no kernel.
+_INCLUDED = re.compile(r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends\.triton\.(\w+) import', re.MULTILINE)
 
 
 def operations(root: Path = ROOT) -> list[str]:
     return sorted(path.stem for path in (root / "moe_kernels" / "ops").glob("[!_]*.py"))
 
 
+def _kernels(op: str, backend: str, root: Path) -> list[Path]:
+    """Those of the operation's own name, and of the one in whose file it stands."""
+    return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
+
+
 def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
-    return any(root.glob(_SOURCES[backend][0].format(op=file_of(backend, op))))
+    return bool(_kernels(op, backend, root))
 
 
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
-    """The files whose change makes a result of this operation and backend stale."""
-    kernels = [pattern.format(op=file_of(backend, op)) for pattern in _SOURCES[backend]]
-    patterns = [*kernels, f"moe_kernels/ops/{file_of('reference', op)}.py"]
-    return sorted({path for pattern in patterns for path in root.glob(pattern)})
+    """The files whose change makes a result of this operation and backend stale, with all that they include."""
+    left = _kernels(op, backend, root)
+    found = {root / "moe_kernels" / "ops" / f"{file_of('reference', op)}.py"}
+    while left:
+        path = left.pop()
+        found.add(path)
+        for header, module in _INCLUDED.findall(path.read_text()):
+            places = (
+                (path.parent / f"{module}.py",) if module else (path.parent / header, root / "csrc/include" / header)
+            )
+            left += [place for place in places if place.is_file() and place not in found]
+    return sorted(found)
 
 
 def digest(op: str, backend: str, root: Path = ROOT) -> str:

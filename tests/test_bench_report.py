@@ -20,10 +20,20 @@ PEER = "torch topk+scatter+mul"
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A checkout with kwta on the CPU and in CUDA, and no Triton kernel."""
-    for name in ("moe_kernels/ops/kwta.py", "csrc/cpu/kwta.cpp", "csrc/cuda/kwta.cu", "csrc/include/moe/warp.cuh"):
+    included = {
+        "moe_kernels/ops/kwta.py": (),
+        "csrc/cpu/kwta.cpp": ("ops.h",),
+        "csrc/cuda/kwta.cu": ("ops.h", "moe/block.cuh", "here.h"),
+        "csrc/cuda/here.h": (),
+        "csrc/cuda/ops.h": (),
+        "csrc/include/moe/block.cuh": ("moe/warp.cuh",),
+        "csrc/include/moe/warp.cuh": (),
+        "csrc/include/moe/other.cuh": (),
+    }
+    for name, headers in included.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"// {name}\n")
+        path.write_text(f"// {name}\n" + "".join(f'#include "{header}"\n' for header in headers))
     return tmp_path
 
 
@@ -61,7 +71,9 @@ def test_ledger_states(tree: Path) -> None:
     assert state("cpu", [result_of(tree, "cpu", gpu=False)]) == "verified 2026-01-02 on Some CPU"
 
 
-@pytest.mark.parametrize("source", ["csrc/cuda/kwta.cu", "csrc/include/moe/warp.cuh", "moe_kernels/ops/kwta.py"])
+@pytest.mark.parametrize(
+    "source", ["csrc/cuda/kwta.cu", "csrc/cuda/here.h", "csrc/include/moe/warp.cuh", "moe_kernels/ops/kwta.py"]
+)
 def test_a_result_is_stale_once_a_source_changes(tree: Path, source: str) -> None:
     result = result_of(tree, "cuda")
     (tree / source).write_text("// something else\n")
@@ -71,6 +83,8 @@ def test_a_result_is_stale_once_a_source_changes(tree: Path, source: str) -> Non
 def test_sources_of_another_backend_or_operation_leave_a_result_fresh(tree: Path) -> None:
     result = result_of(tree, "cuda")
     (tree / "csrc/cpu/kwta.cpp").write_text("// faster\n")
+    (tree / "csrc/include/moe/other.cuh").write_text("// of another kernel\n")
+    (tree / "csrc/cuda/ops.h").write_text("// one more declaration\n")
     (tree / "csrc/cuda/sinkhorn.cu").write_text("// new\n")
     assert ledger.state("kwta", "cuda", [result], tree).startswith("verified")
 
