@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import simt
 import torch
+from test_tree_gate import drawn
 
 import moe_kernels as mk
 from moe_kernels.backends import cpu
-from moe_kernels.backends.native import grouped_gemm_cpu
+from moe_kernels.backends.native import grouped_gemm_cpu, tree_gate_products
 
 pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable()))
 
@@ -74,6 +75,19 @@ def test_tree_gate(sanitized, dtype):
             for gamma in (1e-6, 4.0):
                 got = mk.tree_route(**arguments, gamma=gamma, backend="cpu")
                 assert torch.equal(got[1], mk.tree_route(**arguments, gamma=gamma, backend="reference")[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_tree_products(sanitized, dtype, monkeypatch):
+    for name in ("OVERHEAD", "PACKING"):  # pass over products of as few tokens as these
+        monkeypatch.setattr(tree_gate_products, name, 0)
+    for tokens, dim, trees, experts in ((300, 33, 2, 48), (600, 16, 1, 100)):
+        arguments = {name: each.to(dtype).requires_grad_() for name, each in drawn(tokens, dim, trees, experts).items()}
+        gates, _ = mk.tree_gate(**arguments, gamma=0.1, backend="cpu")
+        expected, _ = mk.tree_gate(**arguments, gamma=0.1, backend="reference")
+        torch.testing.assert_close(gates, expected)
+        gates.float().square().sum().backward()
+        assert all(each.grad.isfinite().all() for each in arguments.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

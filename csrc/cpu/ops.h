@@ -12,7 +12,7 @@
   X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
   X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(activation_bwd) X(expert_mlp_bwd_hidden) X(grouped_gemm_norms) \
   X(sinkhorn_fwd) X(sinkhorn_bwd) X(sinkhorn_sums_fwd) X(sinkhorn_sums_bwd) \
-  X(tree_gate_fwd) X(tree_gate_bwd) X(tree_route_fwd)
+  X(tree_gate_fwd) X(tree_gate_bwd) X(expect_writes) X(tree_reach) X(tree_products_fwd) X(tree_products_bwd) X(tree_route_fwd)
 // clang-format on
 
 // A product of rows with the weights of their experts: weight(e, k, j) = weight[e * stride_e + k * stride_k + j * stride_j],
@@ -22,6 +22,12 @@
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
       int64_t stride_k, int64_t stride_j, void *product, int product_dtype, const int32_t *expert_offsets,           \
       int64_t num_experts, int64_t din, int64_t dout, void *scratch, int64_t scratch_stride
+
+// The products of x (tokens, dim) with a tree gate's weights, of what tree_reach found below a tree's first `levels`.
+#define MOE_TREE_PRODUCTS_ARGS                                                                                       \
+  int dtype, const void *x, int64_t x_stride, void *split_weight, void *leaf_weight, void *split_logits,             \
+      void *leaf_logits, const int32_t *offsets, const int32_t *token, void *packed, void *scratch,                  \
+      int64_t scratch_stride, int64_t tokens, int64_t dim, int64_t trees, int64_t experts, int64_t levels
 
 #define MOE_DECLARE_CPU_OPS                                                                                         \
   void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, int64_t values_stride, void* y,    \
@@ -89,6 +95,12 @@
                      const void* leaf_logits, void* dsplit, void* dleaf, void* scratch, int64_t scratch_stride,      \
                      int64_t tokens, int64_t trees, int64_t experts, double gamma, double epsilon, double least,     \
                      int threads);                                                                                   \
+  void expect_writes(void* output, int64_t bytes, int threads);                                                      \
+  void tree_reach(int dtype, const void* split_logits, int64_t stride_token, int64_t stride_tree, double gamma,       \
+                  int64_t tokens, int64_t trees, int64_t levels, void* bits, int32_t* offsets, int32_t* token,       \
+                  int threads);                                                                                      \
+  void tree_products_fwd(MOE_TREE_PRODUCTS_ARGS, const void* split_bias, const void* leaf_bias, int threads);        \
+  void tree_products_bwd(MOE_TREE_PRODUCTS_ARGS, void* dx, void* dsplit_weight, void* dleaf_weight, int threads);    \
   void tree_route_fwd(int dtype, const void* x, int64_t stride, const void* split_weight, const void* leaf_weight,   \
                       const void* split_bias, const void* leaf_bias, void* weights, int32_t* experts,                \
                       int32_t* visited, void* unsaturated, void* scratch, int64_t scratch_stride, int64_t tokens,    \

@@ -11,6 +11,7 @@
 #include "moe/exp.h"
 #include "moe/formats.h"
 #include "moe/lanes.h"
+#include "moe/pages.h"
 #include "tree.h"
 
 namespace moe {
@@ -130,6 +131,8 @@ void forward(const void* split_logits, const void* leaf_logits, void* gates, voi
   using Wide = typename F::Wide;
   const Step<Wide> step(gamma);
   const int64_t nodes = trees * (experts - 1), leaves = trees * experts;
+  expect_pages(gates, tokens * experts * int64_t(sizeof(Wide)));
+  expect_pages(leaf_probs, tokens * leaves * int64_t(sizeof(Wide)));
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t worker = 0; worker < threads; ++worker) {
     const Rows<F> row(scratch + worker * scratch_stride, trees, experts);
@@ -158,6 +161,8 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
   const Leaves order(experts);
   const bool parity = epsilon > 0;
   const int64_t nodes = trees * (experts - 1), leaves = trees * experts;
+  expect_pages(dsplit, tokens * nodes * int64_t(sizeof(Key)));
+  expect_pages(dleaf, tokens * leaves * int64_t(sizeof(Key)));
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t worker = 0; worker < threads; ++worker) {
     const Rows<F> row(scratch + worker * scratch_stride, trees, experts);

@@ -20,6 +20,7 @@ from moe_kernels.backends.native import (
     sinkhorn,
     topk_gate,
     tree_gate,
+    tree_gate_products,
 )
 
 try:
@@ -44,6 +45,13 @@ pointer = partial(_native.pointer, device_type=device_type)
 def chunks(work: Tensor) -> int:
     """Threads that share this work, each of which may want scratch memory of its own."""
     return 1 if work.numel() < _SERIAL else torch.get_num_threads()
+
+
+def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory that is about to be written whole: in huge pages where it is large (csrc/include/moe/pages.h)."""
+    out = torch.empty(shape, dtype=dtype)
+    module.expect_writes(isa, pointer("fresh", out, dtype, len(shape)), out.nbytes, 1)
+    return out
 
 
 def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
@@ -109,4 +117,6 @@ sinkhorn_sums_bwd = partial(sinkhorn.sums_bwd, _self)
 
 tree_gate_fwd = partial(tree_gate.fwd, _self)
 tree_gate_bwd = partial(tree_gate.bwd, _self)
+tree_gate_logits = partial(tree_gate_products.fwd, _self)
+tree_gate_logits_bwd = partial(tree_gate_products.bwd, _self)
 tree_route_fwd = partial(tree_gate.route, _self)

@@ -12,7 +12,8 @@
 Saved for backward: x, the weights, s and a; a kernel computes p again. Neither direction takes a logarithm or divides
 by a probability: h'/h is 6 (1 - u) / (g u (3 - 2 u)), and 0 where the step is saturated, so every gradient is finite.
 In the softmax a leaf counts from p = the smallest normal number on. A `parity` puts p + 1e-8, or the like, in its place
-there, and then L and R sum da p / (p + 1e-8).
+there, and then L and R sum da p / (p + 1e-8). Where saturated nodes turn most tokens away, "cpu" makes no product that
+its token does not reach, in either direction.
 """
 
 from __future__ import annotations
@@ -132,20 +133,12 @@ class _TreeGate(torch.autograd.Function):
             grad_gates = leaf_logits.new_zeros((x.shape[0], leaf_logits.shape[2]), dtype=library.wide(x.dtype))
         grads = (grad_gates.contiguous(), None if grad_leaf_probs is None else grad_leaf_probs.contiguous())
         dlogits = library.ops.tree_gate_bwd(*grads, split_logits, leaf_logits, *ctx.settings)
-        wants_x, *wants = ctx.needs_input_grad
-        dx: Tensor | None = None
-        dweights: list[Tensor | None] = [None, None]
-        dbiases: list[Tensor | None] = [None, None]
-        for i, (each, weight) in enumerate(zip(dlogits, weights, strict=True)):
-            flat = each.flatten(1)
-            if wants_x:
-                product = flat, weight.flatten(0, 1)
-                dx = torch.mm(*product) if dx is None else torch.addmm(dx, *product, out=dx)
-            if wants[i]:
-                dweights[i] = torch.mm(flat.t(), x).view(weight.shape)
-            if wants[2 + i]:
-                dbiases[i] = each.sum(0)
-        return dx, *dweights, *dbiases, None, None, None
+        wants = list(ctx.needs_input_grad[:5])
+        gamma, _, backend = ctx.settings
+        grads = library.ops.tree_gate_logits_bwd(*dlogits, split_logits, x, *weights, gamma, wants[:3], backend)
+        dproducts = (grad if wanted else None for grad, wanted in zip(grads, wants, strict=False))
+        dbiases = (each.sum(0) if wanted else None for each, wanted in zip(dlogits, wants[3:], strict=True))
+        return *dproducts, *dbiases, None, None, None
 
 
 def tree_route(

@@ -47,6 +47,21 @@ struct Ahead {
   }
 };
 
+// A row of a tile: to (columns) = sum, plus to if `more`.
+template <class T>
+inline void put(T* to, const Vec<T> (&sum)[2], int64_t columns, bool more) {
+  constexpr int lanes = kLanes<T>;
+  if (columns == 2 * lanes) {
+    store(to, more ? load(to) + sum[0] : sum[0]);
+    store(to + lanes, more ? load(to + lanes) + sum[1] : sum[1]);
+  } else {
+    alignas(64) T padded[2 * lanes];
+    store(padded, sum[0]);
+    store(padded + lanes, sum[1]);
+    for (int64_t j = 0; j < columns; ++j) to[j] = more ? to[j] + padded[j] : padded[j];
+  }
+}
+
 // c (rows, columns) = a b, plus c if `more`, for M / 2 < rows <= M. a(m, k) = a[m * a_row + k * a_k]; b (depth, kPanel)
 // packed, or if `packs` of rows b_row apart, which go to `packed` on the way. The lower half of the tile ends with the last
 // row, so with fewer than M rows some are computed twice: two offsets and a pointer for every two rows fit the registers.
@@ -87,16 +102,7 @@ inline void tile(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t b_r
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
     if (m >= half && row_of(m) < half) continue;
-    T* out = c + row_of(m) * c_row;
-    if (columns == 2 * lanes) {
-      store(out, more ? load(out) + sum[m][0] : sum[m][0]);
-      store(out + lanes, more ? load(out + lanes) + sum[m][1] : sum[m][1]);
-    } else {
-      alignas(64) T padded[2 * lanes];
-      store(padded, sum[m][0]);
-      store(padded + lanes, sum[m][1]);
-      for (int64_t j = 0; j < columns; ++j) out[j] = more ? out[j] + padded[j] : padded[j];
-    }
+    put(c + row_of(m) * c_row, sum[m], columns, more);
   }
 }
 

@@ -1,0 +1,329 @@
+// The products of a tree gate whose nodes are mostly saturated: those with what a token cannot reach are passed over.
+//
+// From level `levels` on a tree is cut into branches, of at most kColumns nodes and leaves each. The nodes above, few, are
+// multiplied by torch's library for all tokens; a branch gathers the rows of the tokens that reach it. At E = 256 and
+// pre-activations of size gamma that is a fifth of all products.
+
+#include "ops.h"
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+
+#include "moe/elements.h"
+#include "moe/pages.h"
+#include "moe/tiles.h"
+#include "tree.h"
+
+namespace moe {
+namespace MOE_ISA {
+namespace {
+
+constexpr int64_t kColumns = 32;  // a branch has four levels of nodes and its leaves, 31 in all, and room for 32
+constexpr int64_t kTile = 256;    // tokens whose x or dx, 786 KB at P = 768, stays in the second cache throughout
+constexpr int64_t kDepth = 256;   // rows that the weights' gradient sums at a time
+
+// A matrix in memory: element (i, j) at i * row + j * column, i and j read through `rows` and `columns` where those are not
+// null.
+template <class T>
+struct Matrix {
+  T* at;
+  int64_t row, column;
+  const int32_t *rows = nullptr, *columns = nullptr;
+
+  T* of_row(int64_t i) const { return at + (rows == nullptr ? i : rows[i]) * row; }
+};
+
+// Rows first .. first + M, or up to `rows`, of c (rows, columns) = a b, plus c if `more`; b (depth, kPanel) packed. As tile
+// of moe/tiles.h, but for rows and, `gathered`, steps of a that are anywhere: then their next lines are asked for.
+template <int M, bool gathered, class T>
+void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
+             int64_t columns, bool more, Ahead::Piece ahead) {
+  Vec<T> sum[M][2] = {};
+  const T* at[M];
+  const int64_t last = std::min(first + M, rows) - 1;
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) at[m] = a.of_row(std::min(first + m, last));  // rows that are not there repeat the last one
+  for (int64_t k = 0; k < depth; ++k, b += 2 * kLanes<T>, ahead.from += ahead.bytes) {
+    const int64_t step = (gathered ? a.columns[k] : k) * a.column;
+    __builtin_prefetch(gathered ? reinterpret_cast<const char*>(at[0] + step) + 256 : ahead.from, 0, 2);
+    const Vec<T> b0 = load(b), b1 = load(b + kLanes<T>);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const Vec<T> x = broadcast(at[m][step]);
+      sum[m][0] += x * b0;
+      sum[m][1] += x * b1;
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m)
+    if (first + m <= last) put(c.of_row(first + m), sum[m], columns, more);
+}
+
+// c (rows, columns <= kPanel) = a b, plus c if `more`.
+template <class T, bool gathered = false>
+[[gnu::noinline]] void product(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t rows,
+                               int64_t columns, bool more, Ahead& ahead) {
+  for (int64_t i = 0; i < rows; i += kTileRows) {
+    const Ahead::Piece asked = ahead.take(depth, b);
+    if (rows - i <= 4) tile_of<4, gathered>(a, b, depth, c, i, rows, columns, more, asked);
+    else tile_of<kTileRows, gathered>(a, b, depth, c, i, rows, columns, more, asked);
+  }
+}
+
+// Branch b of tree k is number k << levels | b; `token` holds those that reach it, in order, from offsets[number] on.
+struct Branches {
+  int64_t trees, experts, levels;
+  const int32_t *offsets, *token;
+
+  int64_t count() const { return trees << levels; }
+  int64_t tree(int64_t number) const { return number >> levels; }
+  const int32_t* begin(int64_t number) const { return token + offsets[number]; }
+  const int32_t* end(int64_t number) const { return token + offsets[number + 1]; }
+
+  // Calls visit(first column, how many, index of the first, whether they are leaves) for a branch's nodes and leaves, which
+  // stand side by side in each level; returns the number of columns.
+  template <class Visit>
+  int64_t each_run(int64_t number, Visit visit) const {
+    const Leaves leaves(experts);
+    int64_t column = 0, first = (int64_t(1) << levels) - 1 + number % (int64_t(1) << levels);
+    for (int64_t width = 1; first < 2 * experts - 1; first = 2 * first + 1, width *= 2) {
+      const int64_t last = std::min(first + width, 2 * experts - 1), inner = std::clamp(experts - 1, first, last);
+      if (inner > first) visit(column, inner - first, first, false);
+      if (last > inner) visit(column + inner - first, last - inner, leaves.expert(inner), true);
+      column += last - first;
+    }
+    return column;
+  }
+};
+
+// What belongs to the nodes, (.., K, E-1), and to the leaves, (.., K, E), rows of `dim` elements.
+template <class T>
+struct Pair {
+  T *split, *leaf;
+  int64_t experts, dim;
+
+  // The row of node or leaf `index` of a tree; with a token, `tree` counts the trees of all tokens.
+  T* at(int64_t tree, int64_t index, bool is_leaf) const {
+    return is_leaf ? leaf + (tree * experts + index) * dim : split + (tree * (experts - 1) + index) * dim;
+  }
+};
+
+template <class T>
+struct Products {
+  Branches branches;
+  int64_t tokens, dim;
+  Pair<T> weight, logits;  // logits: pre-activations, or backward their gradients
+  T* packed;               // the branches' weights, (kColumns, P) each and room for panels
+  T* scratch;              // of every thread
+  int64_t scratch_stride;
+  int threads;
+  Elements<T> kind = elements_of<T>(sizeof(T) == 8 ? int(DType::float64) : int(DType::float32));
+
+  static constexpr int64_t panel = kPanel<T>;
+  int64_t room() const { return kColumns * ((dim + kColumns - 1) / kColumns * kColumns); }  // of a branch in `packed`
+
+  // Calls work(number, scratch of the thread) for every one of `count` pieces of work.
+  template <class Work>
+  void share(int64_t count, Work work) const {
+    std::atomic<int64_t> next{0};
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int thread = 0; thread < threads; ++thread)
+      for (int64_t i = next++; i < count; i = next++) work(i, scratch + thread * scratch_stride);
+  }
+
+  // Packs the weights w (columns, P) of every branch that is reached: `across`, in panels (P, panel) of columns, for x w^T;
+  // or in panels (columns, panel) of P, for gradients times w.
+  void pack_weights(bool across) const {
+    share(branches.count(), [&](int64_t number, T* w) {
+      if (branches.begin(number) == branches.end(number)) return;
+      const int64_t columns = branches.each_run(number, [&](int64_t column, int64_t count, int64_t index, bool is_leaf) {
+        const T* from = weight.at(branches.tree(number), index, is_leaf);
+        std::copy(from, from + count * dim, w + column * dim);
+      });
+      const char* from = reinterpret_cast<char*>(w);
+      T* to = packed + number * room();
+      for (int64_t j = 0; across && j < columns; j += panel) pack(to + j * dim, kind, from, 1, dim, dim, j, columns);
+      for (int64_t p = 0; !across && p < dim; p += panel) pack(to + p * kColumns, kind, from, dim, 1, columns, p, dim);
+    });
+  }
+
+  // Calls work(number, token, rows, what is read next) for every branch with the `rows` tokens of a tile that reach it.
+  template <class Work>
+  void each_branch(int64_t tile, Work work) const {
+    const auto place = [&](int64_t number, int64_t t) {
+      return std::lower_bound(branches.begin(number), branches.end(number), t);
+    };
+    for (int64_t number = 0; number < branches.count(); ++number) {
+      const int32_t* token = place(number, tile * kTile);
+      const int64_t rows = place(number, (tile + 1) * kTile) - token;
+      if (rows == 0) continue;
+      const T* next = packed + (number + 1) % branches.count() * room();
+      Ahead ahead{{{reinterpret_cast<const char*>(next), room() * int64_t(sizeof(T))}, {}},
+                  panels_of(rows, kTileRows) * room() / panel,
+                  false};
+      work(number, token, rows, ahead);
+    }
+  }
+
+  // to (rows, kColumns): the logits of `rows` tokens in a branch, of as many columns as are returned
+  int64_t read(int64_t number, const int32_t* token, int64_t rows, T* to) const {
+    return branches.each_run(number, [&](int64_t column, int64_t count, int64_t index, bool is_leaf) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const T* from = logits.at(token[r] * branches.trees + branches.tree(number), index, is_leaf);
+        each_element(count, [from, row = to + r * kColumns + column](int64_t c) { row[c] = from[c]; });
+      }
+    });
+  }
+
+  // Zeros where a token does not come.
+  void forward(const T* x, int64_t stride, const Pair<const T>& bias) const {
+    pack_weights(true);
+    share((tokens + kTile - 1) / kTile, [&](int64_t tile, T* sums) {
+      const int64_t first = tile * kTile * branches.trees, last = std::min(tokens, (tile + 1) * kTile) * branches.trees;
+      std::fill(logits.at(first, 0, false), logits.at(last, 0, false), T(0));
+      std::fill(logits.at(first, 0, true), logits.at(last, 0, true), T(0));
+      each_branch(tile, [&](int64_t number, const int32_t* token, int64_t rows, Ahead& ahead) {
+        const T* w = packed + number * room();
+        const int64_t tree = branches.tree(number);
+        const int64_t columns = branches.each_run(number, [](auto...) {});
+        for (int64_t j = 0; j < columns; j += panel)
+          product<T>({x, stride, 1, token}, w + j * dim, dim, {sums + j, kColumns, 1}, rows, panel, false, ahead);
+        branches.each_run(number, [&](int64_t column, int64_t count, int64_t index, bool is_leaf) {
+          const T* plus = bias.at(tree, index, is_leaf);
+          for (int64_t r = 0; r < rows; ++r) {
+            T* to = logits.at(token[r] * branches.trees + tree, index, is_leaf);
+            each_element(count, [=, from = sums + r * kColumns + column](int64_t c) { to[c] = from[c] + plus[c]; });
+          }
+        });
+      });
+    });
+  }
+
+  // dx (T, P) += the gradients of what tokens reach, times its weights
+  void to_x(T* dx) const {
+    pack_weights(false);
+    share((tokens + kTile - 1) / kTile, [&](int64_t tile, T* grads) {
+      each_branch(tile, [&](int64_t number, const int32_t* token, int64_t rows, Ahead& ahead) {
+        const T* w = packed + number * room();
+        const int64_t columns = read(number, token, rows, grads);
+        for (int64_t p = 0; p < dim; p += panel)
+          product<T>({grads, kColumns, 1}, w + p * kColumns, columns, {dx + p, dim, 1, token}, rows,
+                     std::min(panel, dim - p), true, ahead);
+      });
+    });
+  }
+
+  // The weights' gradients, of a branch at a time.
+  void to_weights(const T* x, int64_t stride, const Pair<T>& dweight) const {
+    share(branches.count(), [&](int64_t number, T* sums) {
+      T *grads = sums + dim * kColumns, *panels = grads + kDepth * kColumns;
+      const int32_t *first = branches.begin(number), *end = branches.end(number);
+      std::fill(grads, grads + kDepth * kColumns, T(0));  // behind the columns of this branch
+      if (first == end) std::fill(sums, sums + dim * kColumns, T(0));
+      Ahead none{{}, 1, false};
+      for (const int32_t* token = first; token < end; token += kDepth) {
+        const int64_t depth = std::min<int64_t>(kDepth, end - token);
+        read(number, token, depth, grads);
+        const Matrix<const T> a{x, 1, stride, nullptr, token};
+        for (int64_t j = 0; j < kColumns; j += panel) {
+          pack(panels, kind, reinterpret_cast<char*>(grads), kColumns, 1, depth, j, kColumns);
+          product<T, true>(a, panels, depth, {sums + j, kColumns, 1}, dim, panel, token > first, none);
+        }
+      }
+      branches.each_run(number, [&](int64_t column, int64_t count, int64_t index, bool is_leaf) {
+        if ((is_leaf ? dweight.leaf : dweight.split) == nullptr) return;
+        for (int64_t c = 0; c < count; ++c) {
+          T* to = dweight.at(branches.tree(number), index + c, is_leaf);
+          for (int64_t p = 0; p < dim; ++p) to[p] = sums[p * kColumns + column + c];
+        }
+      });
+    });
+  }
+};
+
+// Which branches a token reaches, a bit each; `split` holds at least a tree's first levels. Without a jump that depends on
+// data: every other one would be mispredicted.
+template <class T>
+uint64_t reached(const T* split, int64_t levels, T half) {
+  uint64_t away = 0;  // branches that a saturated node turns away from
+  for (int64_t level = 0, q = 0; level < levels; ++level) {
+    const int64_t below = int64_t(1) << (levels - 1 - level);  // branches to the left of a node, and to its right
+    const uint64_t side = (uint64_t(1) << below) - 1;
+    for (int64_t first = 0; first < int64_t(1) << levels; first += 2 * below, ++q) {
+      away |= (side & -uint64_t(split[q] <= -half)) << first;
+      away |= (side & -uint64_t(split[q] >= half)) << (first + below);
+    }
+  }
+  return ~away & ((uint64_t(2) << ((int64_t(1) << levels) - 1)) - 1);
+}
+
+template <class T>
+void reach(const T* split, int64_t stride_token, int64_t stride_tree, double gamma, int64_t tokens, int64_t trees,
+           int64_t levels, uint64_t* bits, int32_t* offsets, int32_t* token, int threads) {
+  const int64_t branches = int64_t(1) << levels;
+  offsets[0] = 0;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t k = 0; k < trees; ++k) {
+    int32_t* count = offsets + 1 + k * branches;
+    std::fill(count, count + branches, 0);
+    for (int64_t t = 0; t < tokens; ++t) {
+      const T* here = split + t * stride_token + k * stride_tree;
+      const uint64_t found = bits[k * tokens + t] = reached(here, levels, T(gamma / 2));
+      for (uint64_t left = found; left != 0; left &= left - 1) ++count[__builtin_ctzll(left)];
+    }
+  }
+  for (int64_t i = 0; i < trees * branches; ++i) offsets[i + 1] += offsets[i];
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t k = 0; k < trees; ++k) {
+    int32_t next[64];
+    std::copy(offsets + k * branches, offsets + (k + 1) * branches, next);
+    for (int64_t t = 0; t < tokens; ++t)
+      for (uint64_t left = bits[k * tokens + t]; left != 0; left &= left - 1)
+        token[next[__builtin_ctzll(left)]++] = int32_t(t);
+  }
+}
+
+#define MOE_PRODUCTS(T)                                                                                       \
+  Products<T> {                                                                                               \
+    {trees, experts, levels, offsets, token}, tokens, dim,                                                            \
+        {static_cast<T*>(split_weight), static_cast<T*>(leaf_weight), experts, dim},                          \
+        {static_cast<T*>(split_logits), static_cast<T*>(leaf_logits), experts, 1}, static_cast<T*>(packed), \
+        static_cast<T*>(scratch), scratch_stride, threads                                                     \
+  }
+
+}  // namespace
+
+void tree_reach(int dtype, const void* split_logits, int64_t stride_token, int64_t stride_tree, double gamma,
+                int64_t tokens, int64_t trees, int64_t levels, void* bits, int32_t* offsets, int32_t* token, int threads) {
+  with_wide(dtype, [&](auto zero) {
+    reach(static_cast<const decltype(zero)*>(split_logits), stride_token, stride_tree, gamma, tokens, trees, levels,
+          static_cast<uint64_t*>(bits), offsets, token, threads);
+  });
+}
+
+void expect_writes(void* output, int64_t bytes, int) { expect_pages(output, bytes); }
+
+void tree_products_fwd(MOE_TREE_PRODUCTS_ARGS, const void* split_bias, const void* leaf_bias, int threads) {
+  with_wide(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const Pair<const T> bias{static_cast<const T*>(split_bias), static_cast<const T*>(leaf_bias), experts, 1};
+    MOE_PRODUCTS(T).forward(static_cast<const T*>(x), x_stride, bias);
+  });
+}
+
+void tree_products_bwd(MOE_TREE_PRODUCTS_ARGS, void* dx, void* dsplit_weight, void* dleaf_weight, int threads) {
+  with_wide(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const auto products = MOE_PRODUCTS(T);
+    if (dx != nullptr) products.to_x(static_cast<T*>(dx));
+    if (dsplit_weight != nullptr || dleaf_weight != nullptr)
+      products.to_weights(static_cast<const T*>(x), x_stride,
+                          {static_cast<T*>(dsplit_weight), static_cast<T*>(dleaf_weight), experts, dim});
+  });
+}
+
+#undef MOE_PRODUCTS
+
+}  // namespace MOE_ISA
+}  // namespace moe

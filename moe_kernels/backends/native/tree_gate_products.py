@@ -1,0 +1,177 @@
+"""The products of a tree gate on CPU tensors: all of them by torch's matrix library, or those that tokens reach
+(csrc/cpu/tree_gate_products.cpp), where nodes are saturated often enough for that to be less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_kernels.backends import _native
+from moe_kernels.library import rows, wide
+from moe_kernels.library.tree_gate import products, products_gradients
+
+# Of csrc/cpu/tree_gate_products.cpp: columns of a branch, and tokens of a tile or rows that are summed at a time.
+COLUMNS, TILE = 32, 256
+
+# Passing over products pays where tokens reach at most this share of the branches. With P = 768 it took 0.57 to 0.65 of
+# the time of all products at a share of 0.23, and 0.84 to 0.96 at 0.31; a row costs as much as OVERHEAD more columns,
+# packing a branch as much as PACKING rows. SAMPLE tokens are asked first.
+WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256
+
+
+def fwd(
+    native: ModuleType,
+    x: Tensor,
+    split_weight: Tensor,
+    leaf_weight: Tensor,
+    split_bias: Tensor | None,
+    leaf_bias: Tensor | None,
+    gamma: float,
+) -> tuple[Tensor, Tensor]:
+    above = _above(leaf_weight)
+    top_weight, top_bias = split_weight[:, :above], None if split_bias is None else split_bias[:, :above]
+    others = split_weight, leaf_weight, split_bias, leaf_bias
+    found = _reach(native, lambda step: products(x[::step], top_weight, top_bias), x, others, above, gamma)
+    dtype = x.dtype if found is None else wide(x.dtype)
+    split, leaf = (native.fresh((x.shape[0], *weight.shape[:2]), dtype) for weight in (split_weight, leaf_weight))
+    if found is None:
+        return products(x, split_weight, split_bias, split), products(x, leaf_weight, leaf_bias, leaf)
+    biases = [
+        torch.zeros(weight.shape[:2], dtype=dtype) if bias is None else bias.to(dtype).contiguous()
+        for weight, bias in ((split_weight, split_bias), (leaf_weight, leaf_bias))
+    ]
+    results = (native.pointer("tree_gate", each, dtype, 2) for each in biases)
+    _launch(native, "tree_products_fwd", x, split_weight, leaf_weight, split, leaf, found, results)
+    split[:, :, :above] = found.top
+    return split.to(x.dtype), leaf.to(x.dtype)
+
+
+def bwd(
+    native: ModuleType,
+    dsplit: Tensor,
+    dleaf: Tensor,
+    split_logits: Tensor,
+    x: Tensor,
+    split_weight: Tensor,
+    leaf_weight: Tensor,
+    gamma: float,
+    wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    above = _above(leaf_weight)
+    given = x, split_weight, leaf_weight
+    found = _reach(native, lambda step: split_logits[::step, :, :above], x, given[1:], above, gamma)
+    dtype = x.dtype if found is None else wide(x.dtype)
+    dx, dsplit_weight, dleaf_weight = results = [
+        native.fresh(each.shape if wanted else (0,), dtype) for each, wanted in zip(given, wants, strict=True)
+    ]
+    if found is None:
+        products_gradients(dsplit, dleaf, *given, results)
+        return dx, dsplit_weight, dleaf_weight
+    top = dsplit[:, :, :above].flatten(1).to(dtype)
+    if wants[0]:
+        torch.mm(top, split_weight[:, :above].flatten(0, 1).to(dtype), out=dx)
+    if wants[1]:
+        dsplit_weight[:, :above] = (top.t() @ x.to(dtype)).view(-1, above, x.shape[1])
+    pointers = (native.pointer("tree_gate", each if each.numel() else None, dtype, each.dim()) for each in results)
+    _launch(native, "tree_products_bwd", *given, dsplit, dleaf, found, pointers)
+    return dx.to(x.dtype), dsplit_weight.to(x.dtype), dleaf_weight.to(x.dtype)
+
+
+def _above(leaf_weight: Tensor) -> int:
+    """Nodes above the branches, whose four last levels and leaves are a panel of COLUMNS; 0: too few to cut a tree."""
+    levels = (leaf_weight.shape[1] - 1).bit_length() - 4
+    return 2**levels - 1 if levels > 1 else 0
+
+
+class _Reach(NamedTuple):
+    """Pre-activations above the branches; per branch the first of its tokens in `token`, with the end of the last."""
+
+    top: Tensor
+    offsets: Tensor
+    token: Tensor
+
+
+def _reach(
+    native: ModuleType,
+    top_of: Callable[[int], Tensor],
+    x: Tensor,
+    others: tuple[Tensor | None, ...],
+    above: int,
+    gamma: float,
+) -> _Reach | None:
+    """Who reaches which branch, by the pre-activations above that top_of(step) has of every step-th token.
+
+    None where so many do that passing over products does not pay, which a few tokens tell; or where one that is passed
+    over could have been NaN, which the definition shows.
+    """
+    tokens, dim = x.shape
+    worth = WORTH * dim / (dim + OVERHEAD) - PACKING / max(tokens, 1)
+    if above == 0 or worth <= 0:
+        return None
+    step = -(-tokens // SAMPLE)
+    if step > 1 and _reached(native, top_of(step), gamma, worth) is None:
+        return None
+    return _reached(native, top_of(1), gamma, worth) if _are_finite(x, others) else None
+
+
+def _reached(native: ModuleType, top: Tensor, gamma: float, worth: float) -> _Reach | None:
+    wide_top = top.to(wide(top.dtype))
+    tokens, trees, above = top.shape
+    branches = trees * (above + 1)
+    offsets = torch.empty(branches + 1, dtype=torch.int32)
+    token, bits = torch.empty(tokens * branches, dtype=torch.int32), torch.empty((trees, tokens), dtype=torch.int64)
+    native.launch(
+        "tree_reach",
+        wide_top,
+        _native.DTYPES[wide_top.dtype],
+        native.pointer("tree_gate", wide_top, wide_top.dtype, 3),
+        wide_top.stride(0),
+        wide_top.stride(1),
+        gamma,
+        tokens,
+        trees,
+        above.bit_length(),
+        native.pointer("tree_gate", bits, torch.int64, 2),
+        native.pointer("tree_gate", offsets, torch.int32, 1),
+        native.pointer("tree_gate", token, torch.int32, 1),
+    )
+    return _Reach(top, offsets, token) if offsets[-1] <= worth * tokens * branches else None
+
+
+def _are_finite(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
+    """Whether no product of x with a weight, plus a bias, can leave the range of the dtype it is computed in."""
+    largest, *of = [sum(abs(float(end)) for end in torch.aminmax(each)) for each in (x, *others) if each is not None]
+    return largest * x.shape[1] * sum(of[:2]) + sum(of[2:]) < torch.finfo(wide(x.dtype)).max
+
+
+def _launch(native, name, x, split_weight, leaf_weight, split, leaf, found, results) -> None:
+    dtype, (tokens, dim), (trees, experts, _) = wide(x.dtype), x.shape, leaf_weight.shape
+    x = rows(x.to(dtype))
+    pairs = [each.to(dtype).contiguous() for each in (split_weight, leaf_weight, split, leaf)]
+    # A branch's weights or their gradient, and two blocks of logits; and the weights of all branches, packed.
+    branches, stride = found.offsets.shape[0] - 1, COLUMNS * (dim + 2 * TILE)
+    scratch = torch.empty((native.chunks(x), stride), dtype=dtype)
+    packed = native.fresh((branches, -(-dim // COLUMNS) * COLUMNS * COLUMNS), dtype)
+    native.launch(
+        name,
+        x,
+        _native.DTYPES[dtype],
+        native.pointer("tree_gate", x, dtype, 2),
+        x.stride(0),
+        *(native.pointer("tree_gate", each, dtype, 3) for each in pairs),
+        native.pointer("tree_gate", found.offsets, torch.int32, 1),
+        native.pointer("tree_gate", found.token, torch.int32, 1),
+        native.pointer("tree_gate", packed, dtype, 2),
+        native.pointer("tree_gate", scratch, dtype, 2),
+        stride,
+        tokens,
+        dim,
+        trees,
+        experts,
+        (branches // trees).bit_length() - 1,
+        *results,
+    )
