@@ -33,11 +33,38 @@ def check(n: int, iterations: int, dtype: torch.dtype = torch.float32, gap: int 
     torch.testing.assert_close(got.double(), expected, rtol=2 * unit + 1e-5, atol=1e-6, equal_nan=True)
 
 
+def check_sums(n: int, iterations: int, tolerance: float | None) -> None:
+    """Sums of their own: matrices that stop at once, later and never, that forbid and that are broken."""
+    scores = torch.randn(5, n, n) * torch.tensor([0.01, 0.3, 300.0, 1.0, 1.0])[:, None, None]
+    rows, columns = torch.ones(5, n), torch.ones(n)
+    scores[0] -= math.log(n)
+    rows[2], columns[0] = torch.rand(n) + 0.5, 1.02
+    scores[3, 0, : n // 2] = -math.inf
+    scores[4, n - 1, n - 1] = math.nan
+    grad = torch.randn(5, n, n)
+    results = []
+    for backend, dtype in (("cuda", torch.float32), ("reference", torch.float64)):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (scores, rows, columns)]
+        sums = {"rows": leaves[1], "columns": leaves[2], "tolerance": tolerance}
+        p = mk.sinkhorn(leaves[0], iterations, **sums, backend=backend)
+        results.append((p.detach(), *torch.autograd.grad(p, leaves, grad.to(dtype))))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_any_order_of_threads(seed: int) -> None:
     with simt.use(seed=seed):
         for n in SIZES:
             check(n, 2)
+        check_sums(SIZES[seed % len(SIZES)], 3, 0.1)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_sums_and_tolerance(n: int) -> None:
+    with simt.use(seed=n):
+        check_sums(n, 3, 0.1)
+        check_sums(n, 2, None)
 
 
 @pytest.mark.parametrize("build", ["asan", "tsan"])
@@ -48,3 +75,5 @@ def test_sanitizers(build: str) -> None:
         check(4, 2)  # in vectors
         check(64, 1)
         check(65, 1, torch.float16)  # in memory of its own
+        for n in SIZES:
+            check_sums(n, 2, 0.1)

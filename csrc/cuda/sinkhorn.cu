@@ -1,7 +1,8 @@
 // Sinkhorn's iteration (definition: python_ref/sinkhorn.py; backward: the equations of ops/sinkhorn.py). A matrix stays in
 // registers for the whole solve: of a thread, of part of a warp, of a warp or of a block, by n; a larger one is read
 // again and again (sinkhorn_streamed.h). Each matrix takes the cheaper of two forms that its range allows: exp(S / tau)
-// once and then scaled by vectors; or potentials in units of scores, in double, and exp of differences every time.
+// once and then scaled by vectors; or potentials in units of scores, in double, and exp of differences every time, which
+// is also what takes sums other than one, and a tolerance.
 #include "moe/launch.cuh"
 #include "ops.h"
 #include "sinkhorn_streamed.h"
@@ -14,13 +15,14 @@ template <class Team>
 __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_kernel(Matrices scores,  // (B, n, n)
                     void* p,          // (B, n, n)
-                    bool vectors, Cooling cooling, int64_t batch, int n) {
+                    bool vectors, Cooling cooling, Sums all, int64_t batch, int n) {
   SHARED(double, exchange, [Team::kExchange]);
   Team team(exchange);
   if (team.matrix >= batch) return;
   typename Team::Tile tile;
   team.read(scores, vectors, n, -infinity(), tile);
-  const Form form = team.form(tile, n, cooling, kFloatRange);
+  const Sums sums = all.of(team.matrix, n);
+  const Form form = team.form(tile, n, cooling, sums.given() ? 0 : kFloatRange);
   if (form == Form::scaled) {
     Scaled<float, Team> s(team, tile, 1 / cooling(0));
     for (int64_t t = 0; t < cooling.iterations(); t++) s.rows(team), s.columns(team);
@@ -30,9 +32,9 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
       for (int b = 0; b < Team::kWide; b++) tile[a][b] = s.k[a][b] * s.u[a] * s.v[b];
     }
   } else {
-    Potentials<float, Team> s;
+    Potentials<float, Team> s(sums);
     const int64_t iterations = form == Form::broken ? 0 : cooling.iterations();
-    for (int64_t t = 0; t < iterations; t++) s.rows(team, tile, cooling(t)), s.columns(team, tile, cooling(t));
+    for (int64_t t = 0; t < iterations && s.iterate(team, tile, cooling(t), t == 0);) t++;
     const double inv_tau = 1 / cooling(cooling.iterations() - 1);
 #pragma unroll
     for (int a = 0; a < Team::kTall; a++) {
@@ -123,16 +125,16 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
 
 template <class Team>
 __device__ void log_backward(Team& team, typename Team::Tile& tile, const typename Team::Tile& grad,
-                             const History<Team>& history, const Cooling& cooling) {
-  const int64_t last = cooling.iterations() - 1;
-  Potentials<double, Team> s;
-  for (int64_t t = 0; t <= last; t++) {
-    s.rows(team, tile, cooling(t)), s.columns(team, tile, cooling(t));
-    history.put(t, 0, s.column_anchor), history.put(t, 1, s.column_log);
+                             const History<Team>& history, const Cooling& cooling, const Sums& sums) {
+  Potentials<double, Team> s(sums);
+  int64_t iterations = 0;
+  while (iterations < cooling.iterations() && s.iterate(team, tile, cooling(iterations), iterations == 0)) {
+    history.put(iterations, 0, s.column_anchor), history.put(iterations, 1, s.column_log);
+    iterations++;
   }
   team.sync();
   double ds[Team::kTall][Team::kWide], df[Team::kTall], dg[Team::kWide] = {};
-  const double last_inv_tau = 1 / cooling(last);
+  const double last_inv_tau = 1 / cooling(cooling.iterations() - 1);
 #pragma unroll
   for (int a = 0; a < Team::kTall; a++) {
     df[a] = 0;
@@ -144,10 +146,12 @@ __device__ void log_backward(Team& team, typename Team::Tile& tile, const typena
     df[a] = team.along_row(df[a], Add());
   }
   team.along_columns(dg, Add());
-  for (int64_t t = last; t >= 0; t--) {
+  for (int64_t t = iterations - 1; t >= 0; t--) {
     const double tau = cooling(t), inv_tau = 1 / tau;
 #pragma unroll
     for (int b = 0; b < Team::kWide; b++) {
+      dg[b] = sums.per_column(dg[b], team.column + b);
+      if (team.row == 0) sums.lower_column(team.column + b, dg[b]);
       s.column_anchor[b] = history.get(t, 0, b), s.column_log[b] = history.get(t, 1, b);
       s.g[b] = t > 0 ? history.get(t - 1, 0, b) + cooling(t - 1) * history.get(t - 1, 1, b) : 0.0;
     }
@@ -161,7 +165,8 @@ __device__ void log_backward(Team& team, typename Team::Tile& tile, const typena
         const double change = s.columns_normal(tile[a][b], a, b, inv_tau) * dg[b];
         ds[a][b] += change, total += change;
       }
-      const double d = df[a] - team.along_row(total, Add());
+      const double d = sums.per_row(df[a] - team.along_row(total, Add()), team.row + a);
+      if (team.column == 0) sums.lower_row(team.row + a, d);
       df[a] = 0;
 #pragma unroll
       for (int b = 0; b < Team::kWide; b++) {
@@ -186,7 +191,7 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
                         Matrices scores,  // (B, n, n)
                         void* dscores,    // (B, n, n)
                         double* scratch,  // (B, stride)
-                        int64_t stride, bool vectors, Cooling cooling, int64_t batch, int n) {
+                        int64_t stride, bool vectors, Cooling cooling, Sums all, int64_t batch, int n) {
   SHARED(double, exchange, [Team::kExchange]);
   Team team(exchange);
   if (team.matrix >= batch) return;
@@ -194,11 +199,15 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   team.read(scores, vectors, n, -infinity(), tile);
   team.read(grad, vectors, n, 0.0f, dp);
   const History<Team> history{scratch + team.matrix * stride, team, n};
-  const Form form = team.form(tile, n, cooling, kDoubleRange);
+  const Sums sums = all.of(team.matrix, n);
+  const Form form = team.form(tile, n, cooling, sums.given() ? 0 : kDoubleRange);
+  const double none = form == Form::broken ? NAN : 0.0;
+  for (int b = 0; team.row == 0 && b < Team::kWide; b++) sums.begin_column(team.column + b, none);
+  for (int a = 0; team.column == 0 && a < Team::kTall; a++) sums.begin_row(team.row + a, none);
   if (form == Form::scaled) {
     scaled_backward(team, tile, dp, history, cooling);
   } else if (form == Form::logarithmic) {
-    log_backward(team, tile, dp, history, cooling);
+    log_backward(team, tile, dp, history, cooling, sums);
   } else {
 #pragma unroll
     for (int a = 0; a < Team::kTall; a++) {
@@ -218,18 +227,19 @@ using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward, which has two matric
 using WholeBlock = Team<16, 16, 4, 4>;  // n <= 64, backward
 
 template <class Team>
-cudaError_t start(const Matrices& scores, void* p, const Cooling& cooling, int64_t batch, int64_t n, cudaStream_t stream) {
+cudaError_t start(const Matrices& scores, void* p, const Cooling& cooling, const Sums& sums, int64_t batch, int64_t n,
+                  cudaStream_t stream) {
   const bool vectors = scores.in_vectors(n) && is_aligned(p, 16);
-  return launch(sinkhorn_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, scores, p, vectors, cooling, batch,
-                static_cast<int>(n));
+  return launch(sinkhorn_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, scores, p, vectors, cooling, sums,
+                batch, static_cast<int>(n));
 }
 
 template <class Team>
 cudaError_t start_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* scratch, int64_t stride,
-                      const Cooling& cooling, int64_t batch, int64_t n, cudaStream_t stream) {
+                      const Cooling& cooling, const Sums& sums, int64_t batch, int64_t n, cudaStream_t stream) {
   const bool vectors = grad.in_vectors(n) && scores.in_vectors(n) && is_aligned(dscores, 16);
   return launch(sinkhorn_bwd_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, grad, scores, dscores, scratch,
-                stride, vectors, cooling, batch, static_cast<int>(n));
+                stride, vectors, cooling, sums, batch, static_cast<int>(n));
 }
 
 bool plausible(int dtype, int64_t iterations, int64_t batch, int64_t n) {
@@ -239,33 +249,37 @@ bool plausible(int dtype, int64_t iterations, int64_t batch, int64_t n) {
 
 }  // namespace
 
-cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
-                         double last_tau, int64_t iterations, void* p, void* scratch, int64_t /*scratch_stride*/,
-                         int64_t batch, int64_t n, cudaStream_t stream) {
+cudaError_t sinkhorn_sums_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
+                              double last_tau, int64_t iterations, void* p, void* scratch, int64_t /*scratch_stride*/,
+                              int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
+                              cudaStream_t stream) {
   if (!plausible(dtype, iterations, batch, n)) return cudaErrorInvalidValue;
   if (batch == 0 || n == 0) return cudaSuccess;
   const Matrices from{scores, stride_batch, stride_row, dtype};
   const Cooling cooling(first_tau, last_tau, iterations);
+  const Sums sums{rows, columns, tolerance, nullptr, nullptr};
   const auto resident = n <= Thread::kN      ? start<Thread>
                         : n <= Quad::kN      ? start<Quad>
                         : n <= HalfWarp::kN  ? start<HalfWarp>
                         : n <= Warp::kN      ? start<Warp>
                         : n <= WarpGroup::kN ? start<WarpGroup>
                                              : nullptr;
-  if (resident != nullptr) return resident(from, p, cooling, batch, n, stream);
+  if (resident != nullptr) return resident(from, p, cooling, sums, batch, n, stream);
   float* const k = static_cast<float*>(dtype == float32 ? p : scratch);
   return launch(sinkhorn_streamed_kernel, dim3(static_cast<unsigned>(batch)), Streamed::threads(n),
-                Streamed::shared_bytes(n), stream, from, p, k, cooling, static_cast<int>(n));
+                Streamed::shared_bytes(n), stream, from, p, k, cooling, sums, static_cast<int>(n));
 }
 
-cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
-                         const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
-                         int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride, int64_t batch,
-                         int64_t n, cudaStream_t stream) {
+cudaError_t sinkhorn_sums_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
+                              const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
+                              double last_tau, int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride,
+                              int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
+                              double* drows, double* dcolumns, cudaStream_t stream) {
   if (!plausible(dtype, iterations, batch, n)) return cudaErrorInvalidValue;
   if (batch == 0 || n == 0) return cudaSuccess;
   const Matrices dp{grad, grad_stride_batch, grad_stride_row, dtype}, from{scores, stride_batch, stride_row, dtype};
   const Cooling cooling(first_tau, last_tau, iterations);
+  const Sums sums{rows, columns, tolerance, drows, dcolumns};
   double* const room = static_cast<double*>(scratch);
   const int64_t stride = scratch_stride / 8;
   const auto resident = n <= Thread::kN       ? start_bwd<Thread>
@@ -274,9 +288,26 @@ cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch,
                         : n <= TwoWarps::kN   ? start_bwd<TwoWarps>
                         : n <= WholeBlock::kN ? start_bwd<WholeBlock>
                                               : nullptr;
-  if (resident != nullptr) return resident(dp, from, dscores, room, stride, cooling, batch, n, stream);
+  if (resident != nullptr) return resident(dp, from, dscores, room, stride, cooling, sums, batch, n, stream);
   return launch(sinkhorn_streamed_bwd_kernel, dim3(static_cast<unsigned>(batch)), Streamed::threads(n),
-                Streamed::shared_bytes(n), stream, dp, from, dscores, room, stride, cooling, static_cast<int>(n));
+                Streamed::shared_bytes(n), stream, dp, from, dscores, room, stride, cooling, sums, static_cast<int>(n));
+}
+
+// Sums of one.
+cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
+                         double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,
+                         int64_t batch, int64_t n, cudaStream_t stream) {
+  return sinkhorn_sums_fwd(dtype, scores, stride_batch, stride_row, first_tau, last_tau, iterations, p, scratch,
+                           scratch_stride, batch, n, nullptr, nullptr, -1, stream);
+}
+
+cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
+                         const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
+                         int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride, int64_t batch,
+                         int64_t n, cudaStream_t stream) {
+  return sinkhorn_sums_bwd(dtype, grad, grad_stride_batch, grad_stride_row, scores, stride_batch, stride_row, first_tau,
+                           last_tau, iterations, dscores, scratch, scratch_stride, batch, n, nullptr, nullptr, -1,
+                           nullptr, nullptr, stream);
 }
 
 }  // namespace moe

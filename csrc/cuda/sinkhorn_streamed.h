@@ -18,11 +18,12 @@ class Streamed {
   int n, warp, warps, lane;
   double *f, *g, *anchor, *logs, *df, *dg;  // (n)
   double* partial;                          // (warps, n), of which each warp has a row
+  const Sums sums;
 
-  __device__ Streamed(double* shared, const Matrices& scores, int n)
+  __device__ Streamed(double* shared, const Matrices& scores, const Sums& all, int n)
       : n(n), warp(threadIdx.x / kWarpSize), warps(blockDim.x / kWarpSize), lane(threadIdx.x % kWarpSize), f(shared),
-        g(f + n), anchor(g + n), logs(anchor + n), df(logs + n), dg(df + n), partial(dg + n), scores_(scores),
-        start_(int64_t(blockIdx.x) * scores.stride_batch) {}
+        g(f + n), anchor(g + n), logs(anchor + n), df(logs + n), dg(df + n), partial(dg + n), sums(all.of(blockIdx.x, n)),
+        scores_(scores), start_(int64_t(blockIdx.x) * scores.stride_batch) {}
 
   static int threads(int64_t n) { return (kVectors + 16) * n * 8 <= kSharedLimit ? kStreamThreads : kStreamThreads / 2; }
   static int shared_bytes(int64_t n) { return static_cast<int>((kVectors + threads(n) / kWarpSize) * n * 8); }
@@ -93,29 +94,47 @@ class Streamed {
     most = finite(along_row(most, Max()));
     double total = 0;
     for_columns([&](int j) { total += share<T>(((score(i, j) - g[j]) - most) * inv_tau); });
-    log_sum = log_of(along_row(total, Add()));
+    log_sum = log_of(sums.per_row(along_row(total, Add()), i));
   }
 
-  // f, and then anchor, logs and g. Slots of `partial` hold -inf before and after.
+  // Before the first iteration.
+  __device__ void begin() const {
+    clear(partial + warp * n, -double(infinity()));
+    for (int j = threadIdx.x; j < n; j += blockDim.x) f[j] = g[j] = anchor[j] = logs[j] = 0;
+    __syncthreads();
+  }
+
+  // f, and then anchor, logs and g; or nothing, and false, where the sums are within the tolerance (see Potentials). Slots
+  // of `partial` hold -inf before, and after true.
   template <class T>
-  __device__ void iterate(double tau) const {
+  __device__ bool iterate(double tau, bool first) const {
     const double inv_tau = 1 / tau;
-    double* const mine = partial + warp * n;
+    double *const mine = partial + warp * n, *const before = df;
+    bool off = sums.tolerance >= 0 && first && columns_off(inv_tau);
     for_rows([&](int i) {
       double most, log_sum;
       row<T>(i, inv_tau, most, log_sum);
       const double potential = most + tau * log_sum;
-      if (lane == 0) f[i] = potential;
+      if (lane == 0) {
+        off |= sums.tolerance >= 0 && sums.row_off(exp((potential - f[i]) * inv_tau), i) > sums.tolerance;
+        before[i] = f[i], f[i] = potential;
+      }
       for_columns([&](int j) { mine[j] = Max()(mine[j], score(i, j) - potential); });
     });
+    if (sums.tolerance >= 0 && !__syncthreads_or(off)) {
+      for (int i = threadIdx.x; i < n; i += blockDim.x) f[i] = before[i];
+      __syncthreads();
+      return false;
+    }
     collect(partial, Max(), 0.0, [&](int j, double most) { anchor[j] = finite(most); });
     for_rows([&](int i) {
       for_columns([&](int j) { mine[j] += share<T>(((score(i, j) - f[i]) - anchor[j]) * inv_tau); });
     });
     collect(partial, Add(), -double(infinity()), [&](int j, double total) {
-      logs[j] = log_of(total);
+      logs[j] = log_of(sums.per_column(total, j));
       g[j] = anchor[j] + tau * logs[j];
     });
+    return true;
   }
 
   template <class T>
@@ -132,6 +151,18 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
+  // Whether some column of this thread, in exp(S / tau) itself, is off by more than the tolerance: an empty one is not.
+  __device__ bool columns_off(double inv_tau) const {
+    bool off = false;
+    for (int j = threadIdx.x; j < n; j += blockDim.x) {
+      float high = -infinity();
+      double total = 0;
+      for (int i = 0; i < n; i++) high = fmaxf(high, score(i, j)), total += exp(score(i, j) * inv_tau);
+      off |= high > -infinity() && sums.column_off(total, j) > sums.tolerance;
+    }
+    return off;
+  }
+
   Matrices scores_;
   int64_t start_;
 };
@@ -173,17 +204,15 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     sinkhorn_streamed_kernel(Matrices scores,  // (B, n, n)
                              void* p,          // (B, n, n)
                              float* k,         // (B, n, n) scratch; p itself where that is float32
-                             Cooling cooling, int n) {
+                             Cooling cooling, Sums sums, int n) {
   DYNAMIC_SHARED(double, shared);
-  const Streamed s(shared, scores, n);
+  const Streamed s(shared, scores, sums, n);
   const int64_t start = int64_t(blockIdx.x) * n * n;
-  const Form form = s.form(cooling, kFloatRange);
+  const Form form = s.form(cooling, sums.given() ? 0 : kFloatRange);
   if (form == Form::scaled) return scaled_streamed(s, cooling, k + start, p, scores.dtype, start);
   if (form == Form::logarithmic) {
-    s.clear(s.partial + s.warp * n, -double(infinity()));
-    for (int j = threadIdx.x; j < n; j += blockDim.x) s.g[j] = 0;
-    __syncthreads();
-    for (int64_t t = 0; t < cooling.iterations(); t++) s.iterate<float>(cooling(t));
+    s.begin();
+    for (int64_t t = 0; t < cooling.iterations() && s.iterate<float>(cooling(t), t == 0);) t++;
   }
   const double inv_tau = 1 / cooling(cooling.iterations() - 1);
   s.for_rows([&](int i) {
@@ -199,27 +228,33 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
                                  Matrices scores,   // (B, n, n)
                                  void* dscores,     // (B, n, n)
                                  double* scratch,   // (B, stride): columns' anchors and logarithms (R, 2, n), dS (n, n)
-                                 int64_t stride, Cooling cooling, int n) {
+                                 int64_t stride, Cooling cooling, Sums sums, int n) {
   DYNAMIC_SHARED(double, shared);
-  const Streamed s(shared, scores, n);
-  const int64_t start = int64_t(blockIdx.x) * n * n, last = cooling.iterations() - 1;
-  if (s.form(cooling, 0) == Form::broken) {
+  const Streamed s(shared, scores, sums, n);
+  const int64_t start = int64_t(blockIdx.x) * n * n;
+  const bool broken = s.form(cooling, 0) == Form::broken;
+  // Each by the thread that lowers it below.
+  s.for_rows([&](int i) {
+    if (s.lane == 0) s.sums.begin_row(i, broken ? NAN : 0.0);
+  });
+  for (int j = threadIdx.x; j < n; j += blockDim.x) s.sums.begin_column(j, broken ? NAN : 0.0);
+  if (broken) {
     s.for_rows([&](int i) { s.for_columns([&](int j) { put(dscores, scores.dtype, start + int64_t(i) * n + j, NAN); }); });
     return;
   }
   double* const history = scratch + blockIdx.x * stride;
-  double *const ds = history + 2 * (last + 1) * n, *const mine = s.partial + s.warp * n;
-  s.clear(mine, -double(infinity()));
-  for (int j = threadIdx.x; j < n; j += blockDim.x) s.g[j] = 0;
-  __syncthreads();
-  for (int64_t t = 0; t <= last; t++) {
-    s.iterate<double>(cooling(t));
+  double *const ds = history + 2 * cooling.iterations() * n, *const mine = s.partial + s.warp * n;
+  s.begin();
+  int64_t iterations = 0;
+  while (iterations < cooling.iterations() && s.iterate<double>(cooling(iterations), iterations == 0)) {
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
-      history[2 * t * n + j] = s.anchor[j], history[(2 * t + 1) * n + j] = s.logs[j];
+      history[2 * iterations * n + j] = s.anchor[j], history[(2 * iterations + 1) * n + j] = s.logs[j];
     }
+    iterations++;
   }
   s.clear(mine, 0.0);
-  const double last_inv_tau = 1 / cooling(last);
+  const int64_t last = iterations - 1;
+  const double last_inv_tau = 1 / cooling(cooling.iterations() - 1);
   s.for_rows([&](int i) {
     double total = 0;
     s.for_columns([&](int j) {
@@ -239,6 +274,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       const double *const now = history + 2 * t * n + j, *const before = now - 2 * n;
       s.anchor[j] = now[0], s.logs[j] = now[n];
       s.g[j] = t == 0 ? 0.0 : before[0] + cooling(t - 1) * before[n];
+      s.dg[j] = s.sums.per_column(s.dg[j], j);
+      s.sums.lower_column(j, s.dg[j]);
     }
     __syncthreads();
     s.for_rows([&](int i) {
@@ -252,7 +289,8 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         row[j] += change;
         total += change;
       });
-      const double d = (t == last ? s.df[i] : 0.0) - s.along_row(total, Add());
+      const double d = s.sums.per_row((t == last ? s.df[i] : 0.0) - s.along_row(total, Add()), i);
+      if (s.lane == 0) s.sums.lower_row(i, d);
       s.for_columns([&](int j) {
         const double change = Streamed::share<double>(((s.score(i, j) - s.g[j]) - most) * inv_tau - log_sum) * d;
         row[j] += change;

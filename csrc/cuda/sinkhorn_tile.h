@@ -67,6 +67,38 @@ struct Matrices {
   }
 };
 
+// What rows and columns are to sum to, how near is near enough, and the gradients of those sums.
+struct Sums {
+  const double *rows, *columns;  // (B, n); null: one, and neither a tolerance nor gradients
+  double tolerance;              // below 0: none
+  double *drows, *dcolumns;      // (B, n)
+  int64_t start = 0;             // of the matrix at hand
+  int n = 0;
+
+  __device__ Sums of(int64_t matrix, int n) const { return {rows, columns, tolerance, drows, dcolumns, matrix * n, n}; }
+  __device__ bool given() const { return rows != nullptr; }
+  __device__ double per_row(double x, int i) const { return given() && i < n ? x / rows[start + i] : x; }
+  __device__ double per_column(double x, int j) const { return given() && j < n ? x / columns[start + j] : x; }
+
+  // By how much row i is off where it sums to `ratio` of what it should; and column j, which sums to `total`.
+  __device__ double row_off(double ratio, int i) const { return i < n ? rows[start + i] * fabs(ratio - 1) : 0.0; }
+  __device__ double column_off(double total, int j) const { return j < n ? fabs(total - columns[start + j]) : 0.0; }
+
+  // Gradients, each by a thread of its own.
+  __device__ void begin_row(int i, double d) const {
+    if (given() && i < n) drows[start + i] = d;
+  }
+  __device__ void begin_column(int j, double d) const {
+    if (given() && j < n) dcolumns[start + j] = d;
+  }
+  __device__ void lower_row(int i, double d) const {
+    if (given() && i < n) drows[start + i] -= d;
+  }
+  __device__ void lower_column(int j, double d) const {
+    if (given() && j < n) dcolumns[start + j] -= d;
+  }
+};
+
 // ROWS x COLUMNS threads that hold a matrix of up to N x N, TALL x WIDE elements each: within a warp, or all of a block.
 template <int ROWS, int COLUMNS, int TALL, int WIDE>
 class Team {
@@ -135,6 +167,12 @@ class Team {
         for (int warp = 1; warp < kWarps; warp++) values[b] = combine(values[b], slots[warp * kN + mine + b]);
       }
     }
+  }
+
+  __device__ double largest(double value) {
+    double most[1] = {along_row(value, Max())};
+    along_columns(most, Max());
+    return most[0];
   }
 
   __device__ void read(const Matrices& from, bool vectors, int n, float other, Tile& tile) const {
@@ -260,8 +298,32 @@ struct Scaled {
 // exponentials are summed in.
 template <class T, class Team>
 struct Potentials {
-  double row_anchor[Team::kTall], row_log[Team::kTall], f[Team::kTall];
-  double column_anchor[Team::kWide], column_log[Team::kWide], g[Team::kWide] = {};
+  const Sums& sums;
+  double row_anchor[Team::kTall], row_log[Team::kTall], f[Team::kTall] = {};
+  double column_anchor[Team::kWide] = {}, column_log[Team::kWide] = {}, g[Team::kWide] = {};
+
+  __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
+
+  // Rows and then columns; or nothing, and false, where their sums are within the tolerance. Those of columns are after
+  // any iteration but for rounding; those of rows follow from how f changes.
+  __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
+    double before[Team::kTall];
+#pragma unroll
+    for (int a = 0; a < Team::kTall; a++) before[a] = f[a];
+    rows(team, scores, tau);
+    if (sums.tolerance >= 0) {
+      double off = first ? columns_off(team, scores, tau) : 0.0;
+#pragma unroll
+      for (int a = 0; a < Team::kTall; a++) off = Max()(off, sums.row_off(exp((f[a] - before[a]) / tau), team.row + a));
+      if (team.largest(off) <= sums.tolerance) {
+#pragma unroll
+        for (int a = 0; a < Team::kTall; a++) f[a] = before[a];
+        return false;
+      }
+    }
+    columns(team, scores, tau);
+    return true;
+  }
 
   __device__ void rows(Team& team, const typename Team::Tile& scores, double tau) {
     const double inv_tau = 1 / tau;
@@ -274,7 +336,7 @@ struct Potentials {
       T total = 0;
 #pragma unroll
       for (int b = 0; b < Team::kWide; b++) total += share(((scores[a][b] - g[b]) - row_anchor[a]) * inv_tau);
-      row_log[a] = log_of(team.along_row(static_cast<double>(total), Add()));
+      row_log[a] = log_of(sums.per_row(team.along_row(static_cast<double>(total), Add()), team.row + a));
       f[a] = row_anchor[a] + tau * row_log[a];
     }
   }
@@ -299,7 +361,7 @@ struct Potentials {
     team.along_columns(column_log, Add());
 #pragma unroll
     for (int b = 0; b < Team::kWide; b++) {
-      column_log[b] = log_of(column_log[b]);
+      column_log[b] = log_of(sums.per_column(column_log[b], team.column + b));
       g[b] = column_anchor[b] + tau * column_log[b];
     }
   }
@@ -316,6 +378,28 @@ struct Potentials {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
+  // By how much the columns of exp(S / tau) itself are off: an empty one is not.
+  __device__ double columns_off(Team& team, const typename Team::Tile& scores, double tau) const {
+    double total[Team::kWide] = {}, off = 0;
+    float high[Team::kWide];
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) {
+      high[b] = -infinity();
+#pragma unroll
+      for (int a = 0; a < Team::kTall; a++) {
+        high[b] = Max()(high[b], scores[a][b]);
+        total[b] += exp(scores[a][b] / tau);
+      }
+    }
+    team.along_columns(total, Add());
+    team.along_columns(high, Max());
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) {
+      if (high[b] > -infinity()) off = Max()(off, sums.column_off(total[b], team.column + b));
+    }
+    return off;
+  }
+
   __device__ static T share(double x) {
     T y;
     exponential(x, y);

@@ -73,8 +73,8 @@ def sinkhorn(
         noise: like scores, and added to them: Gumbel noise draws permutations (Gumbel-Sinkhorn).
         tolerance: a matrix whose row and column sums are all within it takes no further iteration. Not while cooling.
         backend: "reference", "cpu", "triton" or "cuda" (n <= 1024 both); None chooses (see moe_kernels.explain).
-            rows, columns and tolerance are the reference's and the CPU's, whose kernel then works in logarithms alone
-            and takes a tenth of the reference's time; "triton" and "cuda" refuse them.
+            With rows, columns or a tolerance kernels work in logarithms alone, on the CPU in a tenth of the
+            reference's time; "triton" refuses them.
 
     Returns:
         (..., n, n) in the dtype of scores, accurate to its rounding.
