@@ -10,9 +10,19 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// k = exp((S - row maximum) / tau), (n, width). The exponents are taken in double: float's are off by 60 units.
+// k = exp((S - row maximum) / tau), (n, width). Exponents in float, as they are, would be off by 60 units.
 template <bool packed, class Wide, class T>
 inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t blocks, double inv_tau, T* k) {
+  if constexpr (packed && sizeof(T) == 4) {
+    const ExpOfDifference exp_of(inv_tau);
+    for (int64_t i = 0; i < n; ++i) {
+      const auto score = [&](int64_t j) { return load(part.scores.template block<T>(i, j, part.part)); };
+      Vec<T> most = score(0);
+      for (int64_t j = 1; j < n; ++j) most = max(most, score(j));
+      for (int64_t j = 0; j < n; ++j) store(k + (i * n + j) * kLanes<T>, exp_of(score(j), most));
+    }
+    return;
+  }
   constexpr int halves = kLanes<T> / kLanes<double>;
   const auto block = [&](int64_t i, int64_t j, int half) {
     const Wide* from = part.scores.template block<T>(i, j, part.part) + half * kLanes<double>;

@@ -158,7 +158,7 @@ struct Stage {
         range = max(range, row_max<packed, Wide>(high) + row_max<packed, Wide>(-low));
       }
       const auto needs = [&](auto widened, Form least) { kind = widened ? max(kind, broadcast(Wide(least))) : kind; };
-      if (sizeof(Wide) == 8) needs(kind == kind, Form::scaled_double);
+      if (sizeof(Wide) == 8 || !(tau > 1e-30 && tau < 1e30)) needs(kind == kind, Form::scaled_double);
       needs(!(range < Wide(kFloatRange * tau)), Form::scaled_double);
       needs(!(range < Wide(kDoubleRange * tau)), Form::logarithmic);
       needs(lowest == -inf, Form::logarithmic);  // a forbidden pair

@@ -190,6 +190,38 @@ inline Vec<double> exp(Vec<double> x) {
   return x < -708.0 ? Vec<double>{} : y;
 }
 
+// exp((a - b) * scale) in float to two units in the last place, for a product from -80 to 80 and scale from 1e-30 to 1e30:
+// what rounding takes from a - b is added to what is left of it after n log 2 / scale, in two parts, of which n times the
+// first is exact; Taylor to r^7.
+struct ExpOfDifference {
+  float scale, steps, high, low;
+
+  explicit ExpOfDifference(double each) : scale(float(each)), steps(float(each * 1.4426950408889634)) {
+    const double unit = 0.6931471805599453 / each;
+    uint32_t bits;
+    high = float(unit);
+    std::memcpy(&bits, &high, sizeof bits);
+    bits &= 0xfffff000;
+    std::memcpy(&high, &bits, sizeof bits);
+    low = float(unit - high);
+  }
+  Vec<float> operator()(Vec<float> a, Vec<float> b) const {
+    const Vec<float> d = a - b, back = d - a, lost = (a - (d - back)) - (b + back);
+    const Vec<float> shifted = d * steps + 0x1.8p23f;  // the integer nearest, in the low bits
+    const Vec<float> n = shifted - 0x1.8p23f;
+    const Vec<float> r = (((d - n * high) - n * low) + lost) * scale;
+    Vec<float> p = r * (1.0f / 5040) + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const Vec<uint32_t> power = ((Vec<uint32_t>)shifted << 23) + (uint32_t(127) << 23);
+    return p * (Vec<float>)power;
+  }
+};
+
 // log(x) of positive normal x: x = 2^e m with m in [sqrt(1/2), sqrt(2)), log m = 2 artanh((m - 1) / (m + 1)).
 inline Vec<double> log(Vec<double> x) {
   const Vec<int64_t> bits = (Vec<int64_t>)x;
