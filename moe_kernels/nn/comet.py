@@ -94,15 +94,11 @@ class FixedRouting(nn.Module):
         return [torch.cat(layer) for layer in zip(*map(self, x.split(chunk)), strict=True)]
 
     def unpacked(self, bits: Sequence[Tensor]) -> list[Tensor]:
-        """Bits of every layer, (..., ceil(N_l / 32)), as zeros and ones (..., N_l) of V's dtype: one call if all layers
-        are of one width."""
-        widths = self.widths[1:]
+        """Bits of every layer, (..., ceil(N_l / 32)), as zeros and ones (..., N_l) of V's dtype."""
         ones = self.get_buffer("weight_1").new_ones
-        if len(set(widths)) == 1:
-            packed = torch.stack(list(bits))
-            return list(kwta_apply(ones((*packed.shape[:-1], widths[0])), packed, backend=self.backend))
         return [
-            kwta_apply(ones((*b.shape[:-1], n)), b, backend=self.backend) for b, n in zip(bits, widths, strict=True)
+            kwta_apply(ones(n).expand(*b.shape[:-1], n), b, backend=self.backend)
+            for b, n in zip(bits, self.widths[1:], strict=True)
         ]
 
     def masks(self, x: Tensor) -> list[Tensor]:
