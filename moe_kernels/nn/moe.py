@@ -4,9 +4,9 @@
 
 Papers 000 to 004 in these terms: softmax or tree gates over all experts, MultiGateMoE where tasks share them (001);
 SoftmaxGate, then TopKGate(k=1) under TokenChoice, ExpertChoice or PriorityRouting, expert_dropout=0.1, ManualGate
-(002); TopKGate("softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4), EnsembleGate,
-RandomGate (003); CompetitionGate, TopKGate as it is, frozen, or with a growing k, XMoEGate, StableGate,
-HyperRouterGate, and Switch, TopKGate(k=1, order="softmax_topk", balance=0.01) (004).
+(002); TopKGate("softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4, group=tokens of 8
+images), EnsembleGate, RandomGate (003); CompetitionGate, TopKGate as it is, frozen, or with a growing k, XMoEGate,
+StableGate, HyperRouterGate, and Switch, TopKGate(k=1, order="softmax_topk", balance=0.01) (004).
 """
 
 from __future__ import annotations
