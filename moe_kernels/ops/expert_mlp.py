@@ -85,9 +85,10 @@ def expert_mlp(
     if weights is not None:
         weights = weights.to(library.wide(x.dtype)).contiguous()
     given = (x, weights, w_in, w_out, b_in, b_out)
-    trains = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
     arrays = (plan.expert_offsets, plan.row_token, plan.row_choice, plan.slot_row)
-    return _ExpertMLP.apply(*given, *arrays, activation or "", trains, chosen)
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
+        return _ExpertMLP.apply(*given, *arrays, activation or "", chosen)
+    return _forward(*given, *arrays[:2], plan.slot_row, activation or "", False, chosen)[0]
 
 
 def check_parameters(
@@ -115,6 +116,26 @@ def check_parameters(
         check_fits(op, "b_out", b_out, (experts, dout), "(E, Dout)", "x", x)
 
 
+def _forward(
+    x: Tensor,
+    weights: Tensor | None,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    expert_offsets: Tensor,
+    row_token: Tensor,
+    slot_row: Tensor,
+    activation: str,
+    trains: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """y, and pre if that is kept for training."""
+    hidden, pre = library.ops.grouped_gemm_fwd(x, w_in, expert_offsets, row_token, b_in, activation, trains, backend)
+    rows, _ = library.ops.grouped_gemm_fwd(hidden, w_out, expert_offsets, None, b_out, "", False, backend)
+    return library.ops.combine_fwd(rows, weights, slot_row, backend), pre
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -130,17 +151,15 @@ class _ExpertMLP(torch.autograd.Function):
         row_choice: Tensor,
         slot_row: Tensor,
         activation: str,
-        trains: bool,
         backend: str,
     ) -> Tensor:
-        hidden, pre = library.ops.grouped_gemm_fwd(
-            x, w_in, expert_offsets, row_token, b_in, activation, trains, backend
+        y, pre = _forward(
+            x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, slot_row, activation, True, backend
         )
-        rows, _ = library.ops.grouped_gemm_fwd(hidden, w_out, expert_offsets, None, b_out, "", False, backend)
         plan = (expert_offsets, row_token, row_choice, slot_row)
         ctx.save_for_backward(x, weights, w_in, w_out, b_out, pre, *plan)
         ctx.activation, ctx.backend = activation, backend
-        return library.ops.combine_fwd(rows, weights, slot_row, backend)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -175,7 +194,7 @@ class _ExpertMLP(torch.autograd.Function):
             dw_in, db_in = library.ops.grouped_gemm_bwd_weight(
                 x, dpre, expert_offsets, row_token, None, to_b_in, backend
             )
-        return dx, dweights, dw_in, dw_out, db_in if to_b_in else None, db_out, *[None] * 7
+        return dx, dweights, dw_in, dw_out, db_in if to_b_in else None, db_out, *[None] * 6
 
 
 def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, wide: torch.dtype) -> Tensor:
