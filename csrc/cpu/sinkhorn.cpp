@@ -55,60 +55,58 @@ Sums<packed> sums_of(const Call& c, int64_t first, int64_t width, Arena* arena) 
 
 // What each form does to the matrices of a stage that take it.
 template <class T, bool packed, class Wide, class Forms>
-void scaled_parts(const Stage<packed, Wide>& scores, const Forms& forms, Form wanted, const Cooling& taus,
-                  const Stage<packed, Wide>& out, Arena arena) {
+void scaled_parts(const Stage<packed, Wide>& scores, const Forms& forms, Form wanted, const Cooling& taus, Arena arena) {
   using Each = Part<packed, Wide, T>;
   if (!forms.has(wanted)) return;
   if constexpr (packed) {
     for (int64_t h = 0; scores.n == kSmall && h < Each::parts; h += 2)
-      small_forward<kSmall, T>(scores, h, forms, wanted, taus.iterations(), 1 / taus(0), out);
+      small_forward<kSmall, T>(scores, h, forms, wanted, taus.iterations(), 1 / taus(0));
     if (scores.n == kSmall) return;
   }
   for (int64_t h = 0; h < Each::parts; ++h)
-    scaled_forward(Each(scores, h, forms, wanted, wanted), taus.iterations(), 1 / taus(0), out, arena);
+    scaled_forward(Each(scores, h, forms, wanted, wanted), taus.iterations(), 1 / taus(0), arena);
 }
 
 template <bool packed, class Wide, class Forms>
-void forward(const Stage<packed, Wide>& scores, const Forms& forms, const Cooling& taus, const Stage<packed, Wide>& out,
-             Arena arena) {
-  if constexpr (sizeof(Wide) == 4) scaled_parts<float>(scores, forms, Form::scaled_float, taus, out, arena);
-  scaled_parts<double>(scores, forms, Form::scaled_double, taus, out, arena);
+void forward(const Stage<packed, Wide>& scores, const Forms& forms, const Cooling& taus, Arena arena) {
+  if constexpr (sizeof(Wide) == 4) scaled_parts<float>(scores, forms, Form::scaled_float, taus, arena);
+  scaled_parts<double>(scores, forms, Form::scaled_double, taus, arena);
   for (int64_t h = 0; forms.has(Form::logarithmic) && h < Part<packed, Wide, double>::parts; ++h) {
     const Part<packed, Wide, double> other(scores, h, forms, Form::logarithmic, Form::logarithmic);
-    log_forward<packed, Wide>(other, taus, nullptr, out, arena);
+    log_forward<packed, Wide>(other, taus, nullptr, arena);
   }
 }
 
 template <bool packed, class Wide, class Forms>
 void backward(const Stage<packed, Wide>& scores, const Forms& forms, const Cooling& taus,
-              const Stage<packed, Wide>& grad, const Stage<packed, Wide>& out, Arena arena) {
+              const Stage<packed, Wide>& grad, Arena arena) {
   using Each = Part<packed, Wide, double>;
   const bool small = packed && scores.n == kSmall;
   if constexpr (packed) {
     for (int64_t h = 0; small && h < Each::parts; h += 2)
-      small_backward<kSmall>(scores, h, forms, taus.iterations(), 1 / taus(0), grad, out, arena);
+      small_backward<kSmall>(scores, h, forms, taus.iterations(), 1 / taus(0), grad, arena);
   }
   for (int64_t h = 0; h < Each::parts; ++h) {
     const Each part(scores, h, forms, Form::scaled_float, Form::scaled_double);
-    if (!small) scaled_backward(part, taus.iterations(), 1 / taus(0), grad, out, arena);
+    if (!small) scaled_backward(part, taus.iterations(), 1 / taus(0), grad, arena);
     const Each other(scores, h, forms, Form::logarithmic, Form::logarithmic);
-    log_backward<packed, Wide>(other, taus, nullptr, grad, out, arena);
+    log_backward<packed, Wide>(other, taus, nullptr, grad, arena);
   }
 }
 
 // With sums of their own, or a tolerance: in logarithms, which any matrix can take.
 template <bool packed, class Wide, class Forms>
 void with_sums(const Call& c, int64_t first, const Stage<packed, Wide>& scores, const Forms& forms,
-               const Stage<packed, Wide>& grad, const Stage<packed, Wide>& out, Arena arena) {
+               const Stage<packed, Wide>& grad, Arena arena) {
   for (int64_t h = 0; h < Part<packed, Wide, double>::parts; ++h, first += kLanes<double>) {
     const Part<packed, Wide, double> part(scores, h, forms, Form::logarithmic, Form::logarithmic);
     Arena rest = arena;
     const Sums<packed> sums = sums_of<packed>(c, first, part.width(), &rest);
     if (c.grad == nullptr) {
-      log_forward(part, c.taus, &sums, out, rest);
+      log_forward(part, c.taus, &sums, rest);
       continue;
     }
-    log_backward(part, c.taus, &sums, grad, out, rest);
+    log_backward(part, c.taus, &sums, grad, rest);
     for_lanes<packed>(c, first, [&](int64_t m, int64_t l) {
       const bool broken = forms.each[h * kLanes<double> + l] == Form::broken;
       sums.write(c.sums.drows + m * c.n, c.sums.dcolumns + m * c.n, c.n, l, broken);
@@ -122,7 +120,7 @@ void work(const Call& c, int64_t first, int64_t end, char* scratch) {
   using Wide = typename F::Wide;
   using Staged = Stage<packed, Wide>;
   Arena arena(scratch);
-  const Staged scores(c.n, &arena), out(c.n, &arena), grad(c.grad == nullptr ? 0 : c.n, &arena);
+  const Staged scores(c.n, &arena), grad(c.grad == nullptr ? 0 : c.n, &arena);
   for (int64_t m = first * Staged::group; m < std::min(end * Staged::group, c.batch); m += Staged::group) {
     const int64_t count = std::min(Staged::group, c.batch - m);
     scores.template read<F>(static_cast<const Key*>(c.scores) + m * c.stride_batch, c.stride_batch, c.stride_row, count);
@@ -134,13 +132,13 @@ void work(const Call& c, int64_t first, int64_t end, char* scratch) {
       grad.pad(Wide(0));
     }
     if (c.sums.rows != nullptr) {
-      with_sums(c, m, scores, forms, grad, out, arena);
+      with_sums(c, m, scores, forms, grad, arena);
     } else if (c.grad == nullptr) {
-      forward(scores, forms, c.taus, out, arena);
+      forward(scores, forms, c.taus, arena);
     } else {
-      backward(scores, forms, c.taus, grad, out, arena);
+      backward(scores, forms, c.taus, grad, arena);
     }
-    out.template write<F>(static_cast<Key*>(c.out) + m * c.n * c.n, count, forms);
+    scores.template write<F>(static_cast<Key*>(c.out) + m * c.n * c.n, count, forms);
   }
 }
 

@@ -186,8 +186,7 @@ int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus,
 }
 
 template <bool packed, class Wide>
-void log_forward(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums,
-                 const Stage<packed, Wide>& out, Arena arena) {
+void log_forward(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, Arena arena) {
   if (!part.wanted) return;
   const auto state = [&](int64_t t) {
     return Potentials<packed>(part.n, part.width(), arena.after((t & 1) * Potentials<packed>::bytes(part.n, part.width())));
@@ -197,13 +196,13 @@ void log_forward(const Part<packed, Wide, double>& part, const Cooling& taus, co
   for (int64_t i = 0; i < part.n; ++i)
     for (int64_t j = 0; j < part.blocks; ++j) {
       const Vec<double> value = exp(p.columns_normal(part.score(i, j), i, j, inv_tau));
-      part.put(out, i, j, value);
+      part.put(i, j, value);
     }
 }
 
 template <bool packed, class Wide>
 void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums,
-                  const Stage<packed, Wide>& grad, const Stage<packed, Wide>& out, Arena arena) {
+                  const Stage<packed, Wide>& grad, Arena arena) {
   if (!part.wanted) return;
   constexpr int w = kLanes<double>;
   const int64_t n = part.n, blocks = part.blocks, width = part.width();
@@ -265,7 +264,7 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
   }
   for (int64_t i = 0; i < n; ++i)
     for (int64_t j = 0; j < blocks; ++j)
-      part.put(out, i, j, load(ds + i * width + j * w) * last_inv_tau);
+      part.put(i, j, load(ds + i * width + j * w) * last_inv_tau);
 }
 
 }  // namespace

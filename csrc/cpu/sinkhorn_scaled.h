@@ -79,8 +79,7 @@ void scale(const T* k, int64_t n, int64_t blocks, const T* v, Rows<packed, T> u,
 }
 
 template <bool packed, class Wide, class T>
-void scaled_forward(const Part<packed, Wide, T>& part, int64_t iterations, double inv_tau,
-                    const Stage<packed, Wide>& out, Arena arena) {
+void scaled_forward(const Part<packed, Wide, T>& part, int64_t iterations, double inv_tau, Arena arena) {
   if (!part.wanted) return;
   constexpr int w = kLanes<T>;
   T* k = arena.take<T>(part.n * part.width());
@@ -92,13 +91,13 @@ void scaled_forward(const Part<packed, Wide, T>& part, int64_t iterations, doubl
   for (int64_t i = 0; i < part.n; ++i)
     for (int64_t j = 0; j < part.blocks; ++j) {
       const Vec<T> p = load(k + (i * part.blocks + j) * w) * u[i] * load(v + j * w);
-      part.put(out, i, j, p);
+      part.put(i, j, p);
     }
 }
 
 template <bool packed, class Wide>
 void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations, double inv_tau,
-                     const Stage<packed, Wide>& grad, const Stage<packed, Wide>& out, Arena arena) {
+                     const Stage<packed, Wide>& grad, Arena arena) {
   if (!part.wanted) return;
   constexpr int w = kLanes<double>;
   const int64_t n = part.n, blocks = part.blocks, width = part.width(), rows = packed ? n * w : n;
@@ -153,7 +152,7 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   }
   for (int64_t i = 0; i < n; ++i)
     for (int64_t j = 0; j < blocks; ++j)
-      part.put(out, i, j, load(k + i * width + j * w) * load(h + i * width + j * w) * inv_tau);
+      part.put(i, j, load(k + i * width + j * w) * load(h + i * width + j * w) * inv_tau);
 }
 
 }  // namespace

@@ -74,19 +74,19 @@ struct Small {
 
 template <int n, class T, class Wide, class Forms>
 void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, Form wanted, int64_t iterations,
-                   double inv_tau, const Stage<true, Wide>& out) {
+                   double inv_tau) {
   Small<n, Wide, T> s(scores, first, forms, wanted, wanted);
   if (!s.wanted()) return;
   s.start(inv_tau);
   for (int64_t t = 0; t < iterations; ++t) s.rows(), s.columns();
   for (int i = 0; i < n; ++i)
-    s.each_of(n, [&](int j, int p) { s.part[p].put(out, i, j, s.at(i, j, p) * s.u[i][p] * s.v[j][p]); });
+    s.each_of(n, [&](int j, int p) { s.part[p].put(i, j, s.at(i, j, p) * s.u[i][p] * s.v[j][p]); });
 }
 
 // As scaled_backward. Forwards all parts advance together, backwards one after the other, with h in registers.
 template <int n, class Wide, class Forms>
 void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, int64_t iterations,
-                    double inv_tau, const Stage<true, Wide>& grad, const Stage<true, Wide>& out, Arena arena) {
+                    double inv_tau, const Stage<true, Wide>& grad, Arena arena) {
   using State = Small<n, Wide, double>;
   using V = Vec<double>;
   constexpr int parts = State::parts, w = kLanes<double>;
@@ -141,7 +141,7 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
 #pragma GCC unroll 4
     for (int i = 0; i < n; ++i)
 #pragma GCC unroll 4
-      for (int j = 0; j < n; ++j) s.part[p].put(out, i, j, s.at(i, j, p) * h[i][j] * inv_tau);
+      for (int j = 0; j < n; ++j) s.part[p].put(i, j, s.at(i, j, p) * h[i][j] * inv_tau);
   }
 }
 

@@ -55,9 +55,9 @@ Vec<T> row_max(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return max(a, b); });
 }
 
-// Scores, gradients and results of the matrices worked on together, as Wide. Packed: element l of (i, j) is matrix l of
-// the group, two vectors of them, as one alone would wait for its own results. Otherwise a matrix by itself, its rows
-// padded to whole vectors.
+// Scores, and then results in their place, or gradients of the matrices worked on together, as Wide. Packed: element l of
+// (i, j) is matrix l of the group, two vectors of them, as one alone would wait for its own results. Otherwise a matrix by
+// itself, its rows padded to whole vectors.
 template <bool packed, class Wide>
 struct Stage {
   static constexpr int64_t vectors = packed ? 2 : 1, group = packed ? vectors * kLanes<Wide> : 1;
@@ -219,9 +219,9 @@ class Part {
     return load_as<double>(stage.template block<double>(i, j, part));
   }
 
-  // Only into the lanes whose matrices are wanted.
-  void put(const Stage<packed, Wide>& out, int64_t i, int64_t j, Vec<T> value) const {
-    Wide* to = out.template block<T>(i, j, part);
+  // A result in its score's place, but only into the lanes whose matrices are wanted.
+  void put(int64_t i, int64_t j, Vec<T> value) const {
+    Wide* to = scores.template block<T>(i, j, part);
     if constexpr (packed) {
       Values old;
       std::memcpy(&old, to, sizeof old);

@@ -66,7 +66,7 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     n = scores.shape[-1]
     packed = n <= 16  # then what is read and written is of twice as many matrices as are worked on
     # Every iteration keeps its potentials: in logarithms three vectors of rows and three of columns, and who took it.
-    staged, matrices, vectors = (3, 2, 20 + 8 * iterations) if backward else (2, 1, 20)
+    staged, matrices, vectors = (2, 2, 20 + 8 * iterations) if backward else (1, 1, 20)
     matrices += 2 * staged if packed else staged
     vector = 64 * n if packed else 8 * -(-n // 16) * 16
     return scores.new_empty((chunks(scores), (matrices * n + vectors) * vector), dtype=torch.uint8)
