@@ -119,7 +119,7 @@ class KeptMasks:
     takes three times as long as in a row.
     """
 
-    AHEAD = 1 << 18  # a megabyte: a quarter of it was slower by 5 %, four times as much no faster
+    AHEAD = 1 << 21  # 8 MB, 1 to 3 % of a step at 500 and 1000 neurons; with a megabyte 3 to 4 %
 
     def __init__(self, router: FixedRouting, bits: list[Tensor]) -> None:
         self.router, self.bits = router, bits
