@@ -21,10 +21,15 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 X86 = platform.machine() in ("x86_64", "AMD64")
 
-# Each csrc/cpu/<op>.cpp is compiled once per instruction set, into the namespace of that name.
+# Each csrc/cpu/<op>.cpp is compiled once per instruction set, into the namespace of that name. -mno-mmx: gcc 12 moves
+# vectors of 8 bytes through MMX registers, and leaves x87 so that the next long double of the process is NaN.
 ISAS = {"base": ""}
 if X86:
-    ISAS |= {"avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4 -mprefer-vector-width=512"}
+    ISAS = {
+        "base": "-mno-mmx",
+        "avx2": "-mno-mmx -march=x86-64-v3",
+        "avx512": "-mno-mmx -march=x86-64-v4 -mprefer-vector-width=512",
+    }
 
 # -g0: debug information makes a module twenty times as large. -fno-trapping-math and -fno-math-errno let loops with
 # comparisons and sqrt vectorise; neither changes a result.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -105,3 +106,15 @@ def test_the_cuda_module_imports_without_a_gpu(checkout):
     )
     done = build(checkout, "-c", code)
     assert done.stdout.split() == ["8.0", "True"], done.stderr
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump, of binutils, is not installed")
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="MMX is x86's")
+def test_no_kernel_touches_an_mmx_register():
+    """Without an emms after it the x87 unit gives NaN to whoever computes a long double next, numpy for one."""
+    cpu = pytest.importorskip("moe_kernels._cpu")
+    code = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", cpu.__file__], capture_output=True, text=True, check=True
+    )
+    assert "vmovups" in code.stdout
+    assert [line for line in code.stdout.splitlines() if "%mm" in line] == []

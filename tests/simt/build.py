@@ -67,7 +67,11 @@ class Unit:
 
 
 # As setup.py has them.
-MARCH = {"base": [], "avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"]}
+MARCH = {
+    "base": [],
+    "avx2": ["-mno-mmx", "-march=x86-64-v3"],
+    "avx512": ["-mno-mmx", "-march=x86-64-v4", "-mprefer-vector-width=512"],
+}
 
 KERNELS = Unit(Path("csrc/cuda"))
 PLANTED = Unit(HERE / "planted")
