@@ -3,7 +3,6 @@ to 14)."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.train.loop import Run
+from moe_kernels.train.plotting import plotting, save
 
 
 class TokenMap(NamedTuple):
@@ -55,13 +55,9 @@ def token_maps(run: Run) -> list[TokenMap]:
 
 def draw(path: Path, maps: list[TokenMap], names: tuple[str, ...], title: str) -> bool:
     """A row a layer: every expert's share of each patch, then that of each class. False without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
+    pyplot = plotting()
+    if pyplot is None:
         return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     experts, wide = len(maps[0].positions), 4
     canvas, grid = pyplot.subplots(
         len(maps),
@@ -84,8 +80,5 @@ def draw(path: Path, maps: list[TokenMap], names: tuple[str, ...], title: str) -
         grid[-1, -1].set_xticks(range(len(names)), names, rotation=90, fontsize="x-small")
     canvas.colorbar(shown, ax=grid, label="share of the tokens")
     canvas.suptitle(title)
-    part = path.with_name(f"part-{path.name}")
-    canvas.savefig(part, dpi=120)
-    part.replace(path)
-    pyplot.close(canvas)
+    save(canvas, path)
     return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import json
 import math
@@ -15,6 +14,7 @@ from typing import Any
 from moe_kernels import info
 from moe_kernels.train.checkpoint import write
 from moe_kernels.train.loop import Row
+from moe_kernels.train.plotting import plotting, save
 
 
 @dataclass
@@ -110,13 +110,9 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 def picture(path: Path, histories: Sequence[History], metric: str, title: str) -> bool:
     """The metric and the training loss of every side by step, with the range of the seeds. False without matplotlib."""
-    if importlib.util.find_spec("matplotlib") is None:
+    pyplot = plotting()
+    if pyplot is None:
         return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     canvas, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     final = [each for each in histories if each.stage == "final"]
     for axis, name in zip(axes, (f"test {metric}", "loss"), strict=True):
@@ -129,10 +125,7 @@ def picture(path: Path, histories: Sequence[History], metric: str, title: str) -
         axis.set(xlabel="step", ylabel=name.replace("loss", "training loss"))
     axes[0].legend(fontsize="small")
     canvas.suptitle(title)
-    part = path.with_name(f"part-{path.name}")
-    canvas.savefig(part, dpi=120)
-    part.replace(path)
-    pyplot.close(canvas)
+    save(canvas, path)
     return True
 
 

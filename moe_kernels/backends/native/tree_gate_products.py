@@ -82,9 +82,12 @@ def bwd(
 
 
 def _above(leaf_weight: Tensor) -> int:
-    """Nodes above the branches, whose four last levels and leaves are a panel of COLUMNS; 0: too few to cut a tree."""
+    """Nodes above the branches, whose four last levels and leaves are a panel of COLUMNS; 0: the tree is not cut.
+
+    Up to 32 experts it would have two branches at most, and beyond 1024 more than the 64 that fit a word (tree_reach).
+    """
     levels = (leaf_weight.shape[1] - 1).bit_length() - 4
-    return 2**levels - 1 if levels > 1 else 0
+    return 2**levels - 1 if 1 < levels <= 6 else 0
 
 
 class _Reach(NamedTuple):
