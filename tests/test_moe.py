@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_kernels.nn import ExpertLayer, ExpertMLP, LocalSearch, MoE, MultiGateMoE, SoftmaxGate, TopKGate
-from moe_kernels.nn.gates import GateOutput
-from moe_kernels.nn.policies import ExpertChoice, PriorityRouting, TokenChoice, nonzero_choices
+from moe_kernels.nn import ExpertLayer, ExpertMLP, LocalSearch, MoE, MultiGateMoE, SoftmaxGate, TopKGate, TreeGate
+from moe_kernels.nn.gates import GateOutput, HashGate, PermutedGate
+from moe_kernels.nn.policies import ExpertChoice, NonzeroWeights, PriorityRouting, TokenChoice, nonzero_choices
 
 T, D, H, E = 12, 6, 5, 4
 
@@ -212,3 +212,49 @@ def test_tasks_share_a_permutation():
     hard = layer(x)
     for y, gate in zip(hard.y, gates, strict=True):
         torch.testing.assert_close(y, (gate(x).gates[:, search.source[0], None] * every).sum(1))
+
+
+def test_experts_of_weight_zero_are_not_evaluated():
+    """A tree that is nearly saturated: the same outputs and gradients with every expert as with those it chose."""
+    torch.manual_seed(0)
+    gate, experts = TreeGate(D, E, gamma=0.01), ExpertMLP(E, D, H)
+    with torch.no_grad():
+        gate.split_weight.mul_(1000)
+    found = {}
+    for policy in (TokenChoice(), NonzeroWeights()):
+        x = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out = MoE(gate, experts, policy).double()(x)
+        parameters = [x, *gate.parameters(), *experts.parameters()]
+        found[type(policy)] = out, torch.autograd.grad(out.y.square().sum(), parameters)
+    (every, expected), (few, grads) = found.values()
+    torch.testing.assert_close(few.y, every.y)
+    torch.testing.assert_close(grads, expected)
+    assert torch.equal(few.plan.kept, (every.gates[0].gates != 0).sum(0).int())
+    assert few.plan.kept.sum() < every.plan.kept.sum() == T * E
+    sparse = GateOutput(torch.tensor([[0.5, 0.0], [0.25, 0.75]]), torch.tensor([[2, 1], [0, 3]]), E)
+    plan, weights = NonzeroWeights()(sparse, False)
+    assert plan.kept.tolist() == [1, 0, 1, 1]
+    assert weights.sum(1).tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["tree", "hash"])
+def test_a_gate_behind_a_permutation(kind):
+    """One layer with one gate is the layer of tasks with one task, soft and hard."""
+    torch.manual_seed(0)
+    gate = TreeGate(D, E, entropy=0.1) if kind == "tree" else HashGate(5, E)
+    experts, x, ids = ExpertLayer(E, D, H), torch.randn(T, D), torch.arange(T) % 5
+    searches = [LocalSearch(E, 3, zeta=0.1, generator=torch.Generator().manual_seed(2)) for _ in range(2)]
+    one = MoE(PermutedGate(gate, searches[0]), experts, NonzeroWeights())
+    tasks = MultiGateMoE([gate], experts, searches[1])
+    for step in range(5):
+        for layer in (one, tasks):
+            layer.train(step < 4)
+        out, expected = one(x, ids), tasks(x, ids)
+        torch.testing.assert_close(out.y, expected.y[0])
+        torch.testing.assert_close(out.loss, expected.loss)
+        torch.testing.assert_close(out.gates[0].gates, expected.statistics["task0.gates"])
+        assert torch.equal(out.plan.kept, expected.plan.kept)
+        assert ("permutation" in out.losses) == (step < 4)
+    assert searches[0].hardened
+    with pytest.raises(ValueError, match="PermutedGate: expected a search of one permutation of 4 experts, got 1 of 3"):
+        PermutedGate(gate, LocalSearch(3, 1))

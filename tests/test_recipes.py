@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from moe_kernels.models.comparison import MODELS
 from moe_kernels.nn.schedules import cosine, inverse_root, warmup
 from moe_kernels.recipes import Batch, Splits, comet
 from moe_kernels.recipes.competesmoe import CompeteSMoE
+from moe_kernels.recipes.moebert import MoEBERT
 from moe_kernels.recipes.movielens import MovieLens
 from moe_kernels.recipes.vmoe import VMoE
 from moe_kernels.train import comparison
@@ -33,6 +35,11 @@ SMALL: dict[str, tuple[str, str]] = {
         f"--sides {' '.join(CompeteSMoE.SIDES)} --dim 16 --hidden 12 --depth 1 --heads 2 --length 12 --experts 4",
     ),
     "manual": ("digits", "--dim 16 --heads 2 --hidden 12"),
+    "moebert": (
+        "text",
+        f"--sides {' '.join(MoEBERT.SIDES)} --dim 16 --hidden 24 --expert-hidden 8 --share 5 --depth 1 --heads 2 "
+        "--length 12 --windows 8",
+    ),
     "movielens": (
         "ratings",
         f"--sides {' '.join(MovieLens.SIDES)} --experts 4 --search-epochs 1 --dropout 0.1",
@@ -64,12 +71,17 @@ def images() -> data.Images:
 
 
 @pytest.fixture
-def arguments(monkeypatch, tmp_path):
+def text(tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_text("the cat sat on the mat and the rat sat on the cat. " * 30)
+    return load_text(path)
+
+
+@pytest.fixture
+def arguments(monkeypatch, text):
     """name, words -> the command line of that recipe, small and on the CPU."""
-    text = tmp_path / "words.txt"
-    text.write_text("the cat sat on the mat and the rat sat on the cat. " * 30)
     digits = partial(data.load, "digits")
-    made = {"images": images, "digits": digits, "ratings": ratings, "text": partial(load_text, text)}
+    made = {"images": images, "digits": digits, "ratings": ratings, "text": lambda: text}
     monkeypatch.setattr(train, "load", lambda name: made[name]())
 
     def parse(name: str, *words: str) -> argparse.Namespace:
@@ -159,24 +171,79 @@ def test_flops_are_those_of_the_experts_that_a_sample_reached(backend):
 
 def test_dropout_too_goes_on_where_it_stopped(arguments, monkeypatch, tmp_path):
     """A network with dropout and a schedule, stopped after its second evaluation."""
-    runs, right = {}, Run.advance
+    words = ("--check-steps", "0", "--every", "2", "--steps", "7")
+    runs = _interrupted(lambda out: arguments("comet_gpt", *words, "--out", str(tmp_path / out)), 4, monkeypatch)
+    assert runs["whole"] == runs["broken"]
+
+
+def _interrupted(parse, last: int, monkeypatch) -> dict[str, list]:
+    """(loss, bits) of every evaluation, by a run that was never stopped and by one that was after step `last`."""
+    found, right = {}, Run.advance
     for name in ("whole", "broken"):
-        args = arguments(
-            "comet_gpt", "--check-steps", "0", "--every", "2", "--steps", "7", "--out", str(tmp_path / name)
-        )
+        args = parse(name)
         if name == "broken":
             with monkeypatch.context() as patch:
-                patch.setattr(Run, "advance", lambda run, to, tick: _stop() if to > 4 else right(run, to, tick))
+                patch.setattr(Run, "advance", lambda run, to, tick: _stop() if to > last else right(run, to, tick))
                 assert train.run(args) == 130
             args.resume = True
         assert train.run(args) == 0
-        report = json.loads((tmp_path / name / "result.json").read_text())
-        runs[name] = [[(row["loss"], row["test bits"]) for row in run["rows"]] for run in report["runs"]]
-    assert runs["whole"] == runs["broken"]
+        report = json.loads((args.out / "result.json").read_text())
+        found[name] = [[(row["loss"], row["test bits"]) for row in run["rows"]] for run in report["runs"]]
+    return found
 
 
 def _stop() -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("every", "layers"), [(1, 3), (2, 1), (3, 1), (4, 0)])
+def test_experts_stand_in_every_so_many_blocks(text, every, layers):
+    recipe = CompeteSMoE(sides=("smoe",), dim=16, hidden=12, depth=3, moe_every=every, heads=2, length=12)
+    run = Run(recipe, 0, recipe.splits(text))
+    run.task.model.eval()
+    assert len(run.task.routing(next(run.test_batches()))) == layers
+    kinds = [type(block).__name__ for block in run.task.model.blocks.blocks]
+    assert kinds == ["MoEBlock" if index % every == every - 1 else "Block" for index in range(3)]
+
+
+def test_a_split_with_all_neurons_is_the_dense_model(text):
+    """Every expert has every neuron and nothing learns: the student is its teacher, whoever routes its tokens."""
+    for side in ("small", "hash", "balanced", "comet", "hash+"):
+        recipe = MoEBERT(
+            sides=(side,), dim=16, hidden=24, expert_hidden=24, share=24, depth=2, heads=2, length=12, steps=4,
+            lr=0.0, model_dropout=0.0, entropy=0.0, zeta=0.0,
+        )  # fmt: skip
+        run = Run(recipe, 0, recipe.splits(text))
+        before, after = [], []
+        for rows in (before, after):
+            for _ in range(2):
+                rows.append({name: value.item() for name, value in run.take_step().items()})
+            rows.append(run.evaluate())
+        assert "distilled" not in before[0]
+        assert after[0]["distilled"] == pytest.approx(0, abs=1e-10), side
+        assert after[0]["loss"] == pytest.approx(after[0]["text"], abs=1e-8)
+        assert after[-1]["test bits"] == pytest.approx(before[-1]["test bits"], rel=1e-6)
+        assert "experts" in after[-1]
+
+
+def test_distillation_goes_on_where_it_stopped(arguments, monkeypatch, tmp_path):
+    """Stopped between the split and the end: the student, its search and the frozen teacher come back."""
+    words = (
+        "--check-steps",
+        "0",
+        "--every",
+        "2",
+        "--steps",
+        "8",
+        "--model-dropout",
+        "0.1",
+        "--sides",
+        "comet+",
+        "topk",
+    )
+    runs = _interrupted(lambda out: arguments("moebert", *words, "--out", str(tmp_path / out)), 6, monkeypatch)
+    assert runs["whole"] == runs["broken"]
+    assert all(math.isfinite(number) for run in runs["whole"] for row in run[1:] for number in row)
 
 
 def test_masks_that_are_kept_change_no_loss():

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.models.transformer import Block
+from moe_kernels.models.transformer import Block, FeedForward
 from moe_kernels.models.vit import PatchEmbedding
-from moe_kernels.nn.comet import CometFFN
 from moe_kernels.nn.gates.ensemble import tile
 from moe_kernels.nn.moe import MoE, MoEOutput
 
@@ -63,21 +62,27 @@ class MoEBlocks(nn.Module):
             if moe is not None:
                 self.blocks.append(MoEBlock(dim, heads, moe, causal=causal, dropout=dropout))
                 continue
-            dense = CometFFN(dim, hidden, 1.0, activation=activation, dropout=dropout)
+            dense = FeedForward(dim, hidden, activation=activation, dropout=dropout)
             self.blocks.append(Block(dim, heads, dense, causal=causal, dropout=dropout))
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, list[MoEOutput]]:
+    def forward(
+        self, x: Tensor, ids: Tensor | None = None, states: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[MoEOutput]]:
+        """states: a list that gets x and what every block gives, the hidden states that a distillation compares."""
         outputs: list[MoEOutput] = []
+        states = [] if states is None else states
+        states.append(x)
         for block in self.blocks:
-            if not isinstance(block, MoEBlock):
+            if isinstance(block, MoEBlock):
+                if self.members > 1 and not outputs:
+                    x, member = tile(x, self.members)
+                    ids = member[:, None].expand(x.shape[:2])
+                x, out = block(x, ids)
+                outputs.append(out)
+            else:
                 x = block(x)
-                continue
-            if self.members > 1 and not outputs:
-                x, member = tile(x, self.members)
-                ids = member[:, None].expand(x.shape[:2])
-            x, out = block(x, ids)
-            outputs.append(out)
+            states.append(x)
         return self.norm(x), outputs
 
 
@@ -109,9 +114,10 @@ class MoEGPT(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
         self.blocks = MoEBlocks(depth, dim, heads, hidden, layer, causal=True, activation=activation, dropout=dropout)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, list[MoEOutput]]:
+    def forward(self, x: Tensor, states: list[Tensor] | None = None) -> tuple[Tensor, list[MoEOutput]]:
+        """states: as of MoEBlocks."""
         h = self.tokens(x) + self.positions[: x.shape[1]]
-        h, outputs = self.blocks(F.dropout(h, self.dropout, self.training), x)
+        h, outputs = self.blocks(F.dropout(h, self.dropout, self.training), x, states)
         return F.linear(h, self.tokens.weight), outputs
 
 

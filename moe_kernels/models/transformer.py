@@ -1,4 +1,4 @@
-"""The pre-norm transformer block with a COMET feed-forward layer, and how the masks of a whole network are seen."""
+"""The pre-norm transformer block, its dense feed-forward layer or COMET's, and how the masks of a network are seen."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.nn.comet import CometFFN, FixedRouting
+from moe_kernels.nn.comet import ACTIVATIONS, CometFFN, FixedRouting
 
 ROUTER_INPUTS = ("layer", "embedding")
+
+
+class FeedForward(nn.Module):
+    """fc2(act(fc1(x))) with dropout after both: (..., D) -> (..., D). activation: a name in nn.ACTIVATIONS."""
+
+    def __init__(self, dim: int, hidden: int, *, activation: str = "gelu", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.activation, self.dropout = activation, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(ACTIVATIONS[self.activation](self.fc1(x)), self.dropout, self.training)
+        return F.dropout(self.fc2(x), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -30,9 +43,10 @@ class Block(nn.Module):
         mixed = self.project(mixed.transpose(1, 2).flatten(2))
         return x + F.dropout(mixed, self.dropout, self.training)
 
-    def forward(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *routing: Tensor | None) -> Tensor:
+        """routing: what the feed-forward layer takes besides x, such as a CometFFN's bits."""
         x = self.attend(x)
-        return x + self.ffn(self.norm_ffn(x), bits)
+        return x + self.ffn(self.norm_ffn(x), *routing)
 
 
 class Blocks(nn.Module):

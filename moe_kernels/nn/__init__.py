@@ -11,6 +11,7 @@ from moe_kernels.nn.gates import (
     HashGate,
     HyperRouterGate,
     ManualGate,
+    PermutedGate,
     RandomGate,
     SoftmaxGate,
     StableGate,
@@ -34,7 +35,7 @@ from moe_kernels.nn.losses import (
     tree_entropy,
 )
 from moe_kernels.nn.moe import MoE, MoEOutput, MultiGateMoE
-from moe_kernels.nn.policies import ExpertChoice, PriorityRouting, TokenChoice
+from moe_kernels.nn.policies import ExpertChoice, NonzeroWeights, PriorityRouting, TokenChoice
 from moe_kernels.nn.utilisation import Utilisation
 
 __all__ = [
@@ -59,6 +60,8 @@ __all__ = [
     "MoE",
     "MoEOutput",
     "MultiGateMoE",
+    "NonzeroWeights",
+    "PermutedGate",
     "PriorityRouting",
     "RandomGate",
     "SoftmaxGate",

@@ -2,11 +2,12 @@
 
     y_t = sum over the choices k of t that the policy keeps of weight_tk expert_(e_tk)(x_t)
 
-Papers 000 to 004 in these terms: softmax or tree gates over all experts, MultiGateMoE where tasks share them (001);
-SoftmaxGate, then TopKGate(k=1) under TokenChoice, ExpertChoice or PriorityRouting, expert_dropout=0.1, ManualGate
-(002); TopKGate("softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4, group=tokens of 8
-images), EnsembleGate, RandomGate (003); CompetitionGate, TopKGate as it is, frozen, or with a growing k, XMoEGate,
-StableGate, HyperRouterGate, and Switch, TopKGate(k=1, order="softmax_topk", balance=0.01) (004).
+Papers 000 to 004 in these terms: softmax or tree gates over all experts, NonzeroWeights for those that are still in
+use, PermutedGate for the "+", MultiGateMoE where tasks share them (001); SoftmaxGate, then TopKGate(k=1) under
+TokenChoice, ExpertChoice or PriorityRouting, expert_dropout=0.1, ManualGate (002); TopKGate("softmax_topk",
+noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4, group=tokens of 8 images), EnsembleGate, RandomGate
+(003); CompetitionGate, TopKGate as it is, frozen, or with a growing k, XMoEGate, StableGate, HyperRouterGate, and
+Switch, TopKGate(k=1, order="softmax_topk", balance=0.01) (004).
 """
 
 from __future__ import annotations

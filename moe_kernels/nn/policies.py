@@ -63,6 +63,19 @@ class TokenChoice:
 
 
 @dataclass(frozen=True)
+class NonzeroWeights:
+    """Every expert whose weight is not exactly 0, and no other is evaluated: dense-to-sparse training (paper 001).
+
+    For gates that weigh all experts and, as they learn, give most of them 0, as a saturated tree does.
+    """
+
+    def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
+        gates = gate.gates
+        choices = nonzero_choices(gates.detach(), gate.experts.shape[1])
+        return make_plan(choices, gate.num_experts), gates.gather(1, choices.clamp(min=0).long())
+
+
+@dataclass(frozen=True)
 class ExpertChoice:
     """Every expert takes the tokens that score highest with it: the gate's `gates` (T, E) are the scores.
 

@@ -1,8 +1,9 @@
 """Paper 004: CompeteSMoE and its rivals as character-level language models.
 
 The paper trains 6 layers of 264 and 8 of 352 on enwik8 and text8 with 16 experts, two a token, for a budget of a GPU.
-Here a small GPT with a layer of experts in every block; bits per character of the test text, the same budget for all.
-On few steps the competition is behind: it takes steps from the language model that pay later, if at all.
+Here a small GPT with a layer of experts in every block, or in every second one (GLaM's pattern); bits per character of
+the test text, the same budget for all. On few steps the competition is behind: it takes steps from the language model
+that pay later, if at all.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class CompeteSMoE(Recipe):
     length: int = option(128, "characters of a window", low=2)
     dim: int = option(128, "width of the model", low=1)
     hidden: int = option(128, "hidden layer of an expert; the paper: the width of the model", low=1)
-    depth: int = option(4, "blocks, each with a layer of experts", low=1)
+    depth: int = option(4, "blocks", low=1)
+    moe_every: int = option(1, "blocks to one with experts, the last of them: 1 as in Switch here, 2 as in GLaM", low=1)
     heads: int = option(4, "of attention", low=1)
     experts: int = option(16, "of a layer", low=2)
     k: int = option(2, "experts a token", low=1)
@@ -80,7 +82,7 @@ class CompeteSMoE(Recipe):
         model = MoEGPT(
             vocabulary,
             self.length,
-            lambda index: None if side == "dense" else self._layer(vocabulary),
+            lambda index: None if side == "dense" or (index + 1) % self.moe_every else self._layer(vocabulary),
             dim=self.dim,
             depth=self.depth,
             heads=self.heads,

@@ -7,6 +7,7 @@ from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.hash import HashGate
 from moe_kernels.nn.gates.hyper import HyperRouterGate
 from moe_kernels.nn.gates.manual import ManualGate
+from moe_kernels.nn.gates.permuted import PermutedGate
 from moe_kernels.nn.gates.softmax import SoftmaxGate
 from moe_kernels.nn.gates.stable import StableGate
 from moe_kernels.nn.gates.staged import StagedGate
@@ -24,6 +25,7 @@ __all__ = [
     "HashGate",
     "HyperRouterGate",
     "ManualGate",
+    "PermutedGate",
     "RandomGate",
     "SoftmaxGate",
     "StableGate",

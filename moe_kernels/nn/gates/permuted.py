@@ -1,0 +1,34 @@
+"""A gate behind a permutation of its experts that a local search learns: the "+" of paper 001 for a single gate."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.local_search import LocalSearch
+
+
+class PermutedGate(Gate):
+    """gates = search.permute(gate(x).gates); tasks that share experts share a search: MultiGateMoE has one of its own.
+
+    Output: dense, (T, E). While the search learns, every expert has a weight; afterwards as many as gate gives one, and
+    NonzeroWeights evaluates no other. losses: those of gate and, in training, "permutation". A forward in training is
+    a step of the search.
+    """
+
+    def __init__(self, gate: Gate, search: LocalSearch) -> None:
+        super().__init__(gate.num_experts)
+        if search.source.shape != (1, gate.num_experts):
+            count, experts = search.source.shape
+            raise ValueError(
+                f"PermutedGate: expected a search of one permutation of {gate.num_experts} experts, got {count} of "
+                f"{experts}"
+            )
+        self.gate, self.search = gate, search
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        output = self.gate(x, ids)
+        permutation = self.search.permutation()
+        gates = self.search.permute(output.gates, permutation)
+        losses = {"permutation": self.search.regulariser(permutation)} if self.training else {}
+        return GateOutput.of_gates(gates, output.losses | losses, output.statistics)
