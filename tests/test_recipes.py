@@ -249,11 +249,16 @@ def test_distillation_goes_on_where_it_stopped(arguments, monkeypatch, tmp_path)
 def test_masks_that_are_kept_change_no_loss():
     points = images()
     splits = Splits(points, points.train, points.test)
-    found = []
+    found, routed = [], []
     for keep in (True, False):
-        run = Run(comet.Comet(sides=("comet",), width=(20,), keep_masks=keep, batch_size=8), 0, splits)
-        found.append([run.take_step()["loss"].item() for _ in range(8)])
+        run = Run(comet.Comet(sides=("comet",), width=(20,), keep_masks=keep, batch_size=8, eval_batch=17), 0, splits)
+        losses = [run.take_step()["loss"].item() for _ in range(8)]
+        calls = []
+        run.task.model.router.register_forward_hook(lambda *args, calls=calls: calls.append(args))
+        found.append((losses, run.evaluate(), run.flops()))
+        routed.append(len(calls))
     assert found[0] == found[1]
+    assert routed == [1, 1 + 2 * 3]  # that of FLOPs, which are those of an image seen first; measures and routing
 
 
 def test_a_data_set_of_the_wrong_kind_is_refused(arguments, capsys):

@@ -3,7 +3,7 @@
 The paper trains 4 layers of 100 to 3000 neurons on CIFAR-10 for 100 epochs by SGD at a learning rate of 1e-4 (1e-3 in
 appendix A.2, with momentum in A.6), without augmentation, decay or schedule. The defaults here are a small network,
 momentum and a higher rate, so that scikit-learn's digits reach their accuracy in seconds; comet_width has the paper's.
-The routing network is frozen, so its masks are computed once for every training image and kept, a bit a neuron.
+The routing network is frozen, so its masks are computed once for every image and kept, a bit a neuron.
 Where the mean image is far from zero, as in digits and MNIST, all scores share a part and some 3 % of the neurons never
 win; on CIFAR-10, and on MNIST with its mean taken off, every neuron wins for some image.
 """
@@ -69,7 +69,7 @@ class Comet(Recipe):
         optimiser = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), self.lr, self.momentum)
         if isinstance(model, MoEMLP):
             return classifier(model, optimiser, lambda batch: model(batch.tensors[0]), routing=_top_expert(model))
-        known = self._known_masks(model, x)
+        known = self._known_masks(model, x, data.test[0])
 
         def routing(batch: Batch) -> list[Routing]:
             masks = known(batch)
@@ -86,7 +86,7 @@ class Comet(Recipe):
             penalty=(lambda: self.l1 * sum(w.abs().sum() for w in weights)) if self.side == "l1" else None,
         )
 
-    def _known_masks(self, model: CometMLP, x: Tensor) -> Callable[[Batch], Sequence[Tensor] | None]:
+    def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], Sequence[Tensor] | None]:
         """batch -> who answers it in every hidden layer, where that is known before the model runs.
 
         The paper does not say what masks that belong to training examples do in tests. As in its public code, Bernoulli
@@ -94,9 +94,10 @@ class Comet(Recipe):
         """
         (width,), hidden = self.width, self.layers - 1
         kept: list[Tensor] | None = None
+        kept_of_test: list[Tensor] | None = None
         in_tests: list[Tensor] | None = None
         if self.side == "comet" and self.keep_masks and not model.dense:
-            kept = model.router.kept(x)
+            kept, kept_of_test = model.router.kept(x), model.router.kept(test)
         elif self.side in ("bernoulli", "tied"):
             always = k_from_fraction(self.keep, width) if self.side == "tied" else 0
             kept = [tied_masks(len(x), width, self.keep, always, x.device) for _ in range(hidden)]
@@ -105,9 +106,14 @@ class Comet(Recipe):
         handed_out = None if kept is None else KeptMasks(model.router, kept)
 
         def known(batch: Batch) -> Sequence[Tensor] | None:
-            if batch.rows is None:
-                return None if in_tests is None else [mask.expand(len(batch.tensors[0]), -1) for mask in in_tests]
-            return None if handed_out is None else handed_out(batch)
+            count = len(batch.tensors[0])
+            if batch.rows is not None:
+                return None if handed_out is None else handed_out(batch)
+            if in_tests is not None:
+                return [mask.expand(count, -1) for mask in in_tests]
+            if kept_of_test is None or batch.start is None:
+                return None
+            return model.router.unpacked([layer[batch.start : batch.start + count] for layer in kept_of_test])
 
         return known
 
@@ -129,6 +135,7 @@ class KeptMasks:
     def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
         assert batch.rows is not None
         assert batch.order is not None
+        assert batch.start is not None
         if self.order is not batch.order or batch.start not in self.ahead:
             count = max(len(batch.rows), 1)
             steps = max(1, self.AHEAD // (count * sum(self.router.widths[1:])))

@@ -188,8 +188,9 @@ class Run:
 
     def test_batches(self) -> Iterator[Batch]:
         """The test set, `eval_batch` samples at a time."""
-        for tensors in zip(*(tensor.split(self.recipe.eval_batch) for tensor in self.data.test), strict=True):
-            yield Batch(tensors, None)
+        size = self.recipe.eval_batch
+        for start in range(0, len(self.data.test[0]), size):
+            yield Batch(tuple(tensor[start : start + size] for tensor in self.data.test), None, None, start)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
