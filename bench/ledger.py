@@ -26,7 +26,9 @@ _KERNELS = {
 }
 
 # What a file includes, or imports of its backend. ops.h declares every operation: a new one changes no kernel.
-_INCLUDED = re.compile(r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends\.triton\.(\w+) import', re.MULTILINE)
+_INCLUDED = re.compile(
+    r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends\.(?:triton|native)\.(\w+) import', re.MULTILINE
+)
 
 
 def operations(root: Path = ROOT) -> list[str]:
@@ -43,8 +45,15 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 
 
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
-    """The files whose change makes a result of this operation and backend stale, with all that they include."""
+    """The files whose change makes a result of this operation and backend stale, with all that they include.
+
+    Python that calls a C++ kernel is among them, as it has thresholds and sizes; that of the other C++ backend is not.
+    """
     left = _kernels(op, backend, root)
+    if backend in ("cpu", "cuda"):
+        other = "_cuda" if backend == "cpu" else "_cpu"
+        callers = (root / "moe_kernels/backends/native").glob(f"{file_of(backend, op)}*.py")
+        left += [path for path in callers if not path.stem.endswith(other)]
     found = {root / "moe_kernels" / "ops" / f"{file_of('reference', op)}.py"}
     while left:
         path = left.pop()

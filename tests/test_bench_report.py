@@ -29,11 +29,17 @@ def tree(tmp_path: Path) -> Path:
         "csrc/include/moe/block.cuh": ("moe/warp.cuh",),
         "csrc/include/moe/warp.cuh": (),
         "csrc/include/moe/other.cuh": (),
+        "moe_kernels/backends/native/kwta.py": (),
+        "moe_kernels/backends/native/kwta_cpu.py": (),
+        "moe_kernels/backends/native/shared.py": (),
     }
     for name, headers in included.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"// {name}\n" + "".join(f'#include "{header}"\n' for header in headers))
+    (tmp_path / "moe_kernels/backends/native/kwta_cuda.py").write_text(
+        "from moe_kernels.backends.native.shared import THRESHOLD\n"
+    )
     return tmp_path
 
 
@@ -72,7 +78,16 @@ def test_ledger_states(tree: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["csrc/cuda/kwta.cu", "csrc/cuda/here.h", "csrc/include/moe/warp.cuh", "moe_kernels/ops/kwta.py"]
+    "source",
+    [
+        "csrc/cuda/kwta.cu",
+        "csrc/cuda/here.h",
+        "csrc/include/moe/warp.cuh",
+        "moe_kernels/ops/kwta.py",
+        "moe_kernels/backends/native/kwta.py",
+        "moe_kernels/backends/native/kwta_cuda.py",
+        "moe_kernels/backends/native/shared.py",
+    ],
 )
 def test_a_result_is_stale_once_a_source_changes(tree: Path, source: str) -> None:
     result = result_of(tree, "cuda")
@@ -86,6 +101,7 @@ def test_sources_of_another_backend_or_operation_leave_a_result_fresh(tree: Path
     (tree / "csrc/include/moe/other.cuh").write_text("// of another kernel\n")
     (tree / "csrc/cuda/ops.h").write_text("// one more declaration\n")
     (tree / "csrc/cuda/sinkhorn.cu").write_text("// new\n")
+    (tree / "moe_kernels/backends/native/kwta_cpu.py").write_text("SMALL = 1\n")
     assert ledger.state("kwta", "cuda", [result], tree).startswith("verified")
 
 
