@@ -340,7 +340,9 @@ def test_flops_are_counted():
     assert counter.get_total_flops() == 3 * 2 * 20 * 6 * 8
 
 
-def test_bad_input_is_named():
+@pytest.mark.parametrize("small", [grouped_gemm_cpu.SMALL, -1], ids=["by C++", "by torch"])
+def test_bad_input_is_named(small, monkeypatch):
+    monkeypatch.setattr(grouped_gemm_cpu, "SMALL", small)
     x, weight, offsets = torch.randn(9, 4), torch.randn(2, 4, 3), torch.tensor([0, 5, 9])
     for args, more, error, words in (
         ((x.long(), weight, offsets), {}, TypeError, "rows must have dtype"),
@@ -357,6 +359,7 @@ def test_bad_input_is_named():
         ((x, weight, offsets), {"activation": "celu"}, ValueError, "activation must be None or one of 'relu'"),
         ((x, weight, offsets), {"activation": "swiglu"}, ValueError, "swiglu needs an even number of columns"),
         ((x, weight, offsets), {"row_token": torch.tensor([0, 9] * 5)}, ValueError, "row_token must be from -1"),
+        ((x, weight, offsets), {"row_token": torch.tensor([-2, 8] * 5)}, ValueError, "row_token must be from -1"),
         ((x, weight, offsets), {"row_token": torch.tensor([[0]])}, ValueError, r"row_token must be \(R,\)"),
     ):
         for backend in ("cpu", "reference"):

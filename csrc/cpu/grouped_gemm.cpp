@@ -34,6 +34,9 @@ struct Groups {
   int64_t first(int64_t e) const { return offsets[e]; }
   int64_t rows(int64_t e) const { return offsets[e + 1] - offsets[e]; }
   int64_t used() const { return offsets[num_experts]; }
+  bool fit(int64_t most) const {
+    return offsets[0] == 0 && used() <= most && std::is_sorted(offsets, offsets + num_experts + 1);
+  }
 
   // Calls work(thread, span, the thread's next span) for every span of at most `span` rows of one expert.
   template <class Work>
@@ -57,6 +60,14 @@ struct Groups {
     }
   }
 };
+
+// Whether every one of `rows` reads one of `tokens`, or zeros.
+bool within(const int32_t* token, int64_t rows, int64_t tokens) {
+  int32_t low = 0, high = -1;
+#pragma omp simd reduction(min : low) reduction(max : high)
+  for (int64_t r = 0; r < (token == nullptr ? 0 : rows); ++r) low = std::min(low, token[r]), high = std::max(high, token[r]);
+  return low >= -1 && high < tokens;
+}
 
 // Rows of x, read through `token` where that is not null: -1 reads zeros.
 template <class T>
@@ -319,13 +330,16 @@ void norms(const Product<T>& sums, const char* bias, T* out, int64_t rows, int t
 
 }  // namespace
 
-void grouped_gemm_fwd(MOE_PRODUCT_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,
-                      int threads) {
+// 1, and nothing is done, where offsets or tokens do not fit; x has as many rows as there are `tokens`.
+int grouped_gemm_fwd(MOE_PRODUCT_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,
+                     int64_t tokens, int threads) {
+  if (!Groups{expert_offsets, num_experts}.fit(rows) || !within(row_token, rows, tokens)) return 1;
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
     forward(MOE_PRODUCT(T), static_cast<const char*>(bias), activation, static_cast<char*>(out),
             static_cast<char*>(pre), rows, threads);
   });
+  return 0;
 }
 
 void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, const void* grad,

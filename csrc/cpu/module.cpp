@@ -21,7 +21,7 @@ void bind(py::module_& m, const char* name, std::vector<moe::Launcher> by_isa) {
     const moe::Launcher& launcher = by_isa.at(isa);
     const auto words = moe::words_of(name, launcher.types, args);
     py::gil_scoped_release unlocked;
-    launcher.call(words.data());
+    return launcher.call(words.data());
   });
 }
 

@@ -61,8 +61,8 @@
                    const void* weights, const int32_t* row_token, const int32_t* slot_row,                          \
                    const int32_t* expert_offsets, const int32_t* row_choice, void* drows, void* dweights,           \
                    int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim, int threads);      \
-  void grouped_gemm_fwd(MOE_PRODUCT_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,     \
-                        int threads);                                                                                \
+  int grouped_gemm_fwd(MOE_PRODUCT_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,      \
+                       int64_t tokens, int threads);                                                                 \
   void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, const void* grad, \
                                int64_t grad_stride, const int32_t* grad_token, const int32_t* expert_offsets,        \
                                int64_t num_experts, void* dweight, void* dbias, void* scratch,                       \

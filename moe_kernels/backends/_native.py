@@ -14,7 +14,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 
 on_pointer: Callable[[Tensor], None] | None = None
 
 
-def pointer(op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int, device_type: str) -> int:
+def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> int:
     """Address of `tensor`, of that dtype, rank and device, its last dimension contiguous; 0 for None."""
     if tensor is None:
         return 0

@@ -38,8 +38,7 @@ _SERIAL = 1 << 15
 
 _self = sys.modules[__name__]
 
-
-pointer = partial(_native.pointer, device_type=device_type)
+pointer = partial(_native.pointer, device_type)
 
 
 def chunks(work: Tensor) -> int:
@@ -72,8 +71,9 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     return scores.new_empty((chunks(scores), (matrices * n + vectors) * vector), dtype=torch.uint8)
 
 
-def launch(name: str, work: Tensor, *args: int | float) -> None:
-    getattr(module, name)(isa, *args, chunks(work))
+def launch(name: str, work: Tensor, *args: int | float) -> int:
+    """What the kernel returns: 0, or for grouped_gemm_fwd 1 where it found rows that it refuses."""
+    return getattr(module, name)(isa, *args, chunks(work))
 
 
 def _supports(device: str, dtype: torch.dtype) -> str | None:

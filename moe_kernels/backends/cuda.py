@@ -37,7 +37,7 @@ _self = sys.modules[__name__]
 
 
 def pointer(op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> int:
-    return _native.pointer(op, tensor, dtype, rank, device_type)
+    return _native.pointer(device_type, op, tensor, dtype, rank)
 
 
 def launch(name: str, work: Tensor, *args: int | float) -> None:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 _library = torch.library.Library("moe_kernels", "DEF")
@@ -25,7 +27,7 @@ def define(schema: str, implementation, fake, flops) -> None:
 
     def call(*args):
         # Past the dispatcher, which takes 7 us, unless somebody listens there: a compiler, a FLOP counter, a fake mode.
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if is_compiling() or _len_torch_dispatch_stack():
             return registered(*args)
         return implementation(*args)
 
@@ -52,7 +54,7 @@ def words(n: int) -> int:
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What a kernel computes in: float32, or float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def no_flops(*args, **kwargs) -> int:

@@ -7,6 +7,8 @@ from typing import SupportsIndex
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.compiler import is_compiling
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATING = (*HALF_AND_SINGLE, torch.float64)
@@ -22,7 +24,7 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
         raise TypeError(f"{op}: {name} must have dtype {expected}; got {_short(tensor.dtype)}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{op}: {name} must be a strided tensor, got layout {tensor.layout}")
-    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if not is_compiling() and is_functorch_wrapped_tensor(tensor):
         raise TypeError(f"{op}: torch.func transforms (vmap, grad, jvp) are not supported; got a wrapped {name}")
 
 

@@ -88,7 +88,8 @@ def grouped_gemm(
             rows, weight, expert_offsets, bias=bias, activation=activation, row_token=row_token
         )
     act = activation or ""
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (rows, weight, bias)):
+    differentiated = rows.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if differentiated and torch.is_grad_enabled():
         return _GroupedGemm.apply(rows, weight, bias, expert_offsets, row_token, act, chosen)
     return library.ops.grouped_gemm_fwd(rows, weight, expert_offsets, row_token, bias, act, False, chosen)[0]
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_kernels.backends import _native
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, wide
+from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
 # Of csrc/cpu/grouped_gemm.cpp: rows that share a packed weight, columns of a panel at most, and the weight gradient's
 # rows at a time and rows of a block.
@@ -41,22 +42,27 @@ def fwd(
     keep_pre: bool,
 ) -> tuple[Tensor, Tensor]:
     num_rows, dout = (x if row_token is None else row_token).shape[0], weight.shape[2]
-    large = not _is_small(x, weight.shape, num_rows, _times(weight))
-    if large and not activation and not keep_pre and _product_dtype(x) == x.dtype:
-        return _large_product(x, weight, expert_offsets, row_token, bias), x.new_empty((0, dout))
-    out = x.new_empty((num_rows, dout // 2 if activation in GATED else dout))
-    args, product, _held = _product(native, out, x, weight, expert_offsets, row_token)
-    pre = _place(product, x.dtype, (num_rows, dout)) if keep_pre else x.new_empty((0, dout))
-    native.launch(
+    large = _is_large(x, weight, num_rows)
+    if large:
+        refuse_bad_rows(expert_offsets, x, row_token)
+        if not activation and not keep_pre and _product_dtype(x) == x.dtype:
+            return _large_product(x, weight, expert_offsets, row_token, bias), x.new_empty(0, dout)
+    out = torch.empty(num_rows, dout // 2 if activation in GATED else dout, dtype=x.dtype)
+    args, product, _held = _product(native, out, x, weight, expert_offsets, row_token, large)
+    pre = _place(product, x.dtype, (num_rows, dout)) if keep_pre else x.new_empty(0, dout)
+    refused = native.launch(
         "grouped_gemm_fwd",
         out,
         *args,
-        native.pointer("grouped_gemm", bias, x.dtype, 2),
+        0 if bias is None else native.pointer("grouped_gemm", bias, x.dtype, 2),
         ACTIVATIONS[activation],
         native.pointer("grouped_gemm", out, x.dtype, 2),
-        native.pointer("grouped_gemm", pre if keep_pre else None, x.dtype, 2),
+        native.pointer("grouped_gemm", pre, x.dtype, 2) if keep_pre else 0,
         num_rows,
+        x.shape[0],
     )
+    if refused:
+        refuse_bad_rows(expert_offsets, x, row_token)
     return out, pre
 
 
@@ -112,7 +118,9 @@ def hidden_bwd(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
-    args, product, _held = _product(native, pre, grad, w_out.transpose(1, 2), expert_offsets, row_token)
+    weight = w_out.transpose(1, 2)
+    large = _is_large(grad, weight, row_token.shape[0])
+    args, product, _held = _product(native, pre, grad, weight, expert_offsets, row_token, large)
     weighted = _place(product, pre.dtype, (pre.shape[0], w_out.shape[1]))
     native.launch(
         "expert_mlp_bwd_hidden",
@@ -131,7 +139,8 @@ def hidden_bwd(
 
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
-    args, *_held = _product(native, rows, rows, weight, expert_offsets, None)
+    large = _is_large(rows, weight, rows.shape[0])
+    args, *_held = _product(native, rows, rows, weight, expert_offsets, None, large)
     native.launch(
         "grouped_gemm_norms",
         rows,
@@ -158,8 +167,8 @@ def _is_small(x: Tensor, size: tuple[int, ...], num_rows: int, times: int = 1) -
     return num_rows * din * dout <= times * small * num_experts * min(num_experts, torch.get_num_threads())
 
 
-def _times(weight: Tensor) -> int:
-    return PRODUCT if weight.stride(2) == 1 else TRANSPOSED
+def _is_large(x: Tensor, weight: Tensor, num_rows: int) -> bool:
+    return not _is_small(x, weight.shape, num_rows, PRODUCT if weight.stride(2) == 1 else TRANSPOSED)
 
 
 def _product(
@@ -169,28 +178,26 @@ def _product(
     weight: Tensor,
     expert_offsets: Tensor,
     row_token: Tensor | None,
+    large: bool,
 ) -> tuple[tuple[int, ...], Tensor | None, Tensor]:
     """The arguments of MOE_PRODUCT_ARGS, for a launch on `work`, and what is to be held until then: the product of
     large experts, made here, whose rows a launch may write over once it has read them, and scratch memory."""
-    num_rows, (num_experts, din, dout) = (x if row_token is None else row_token).shape[0], weight.shape
-    product = None
-    if _is_small(x, weight.shape, num_rows, _times(weight)):
-        scratch = _scratch(native, work, SPAN * (din + dout) + PANEL * din)
-    else:
-        product = _large_product(x, weight, expert_offsets, row_token, None)
-        scratch = _scratch(native, work, dout)
-    by_column = weight.stride(2) != 1 and dout > 1  # then the middle dimension is the contiguous one
+    dtype, (num_experts, din, dout), strides = x.dtype, weight.shape, weight.stride()
+    product, size, product_args = None, SPAN * (din + dout) + PANEL * din, (0, _native.DTYPES[dtype])
+    if large:
+        product, size = _large_product(x, weight, expert_offsets, row_token, None), dout
+        product_args = native.pointer("grouped_gemm", product, product.dtype, 2), _native.DTYPES[product.dtype]
+    scratch = _scratch(native, work, size)
+    by_column = strides[2] != 1 and dout > 1  # then the middle dimension is the contiguous one
     args = (
-        _native.DTYPES[x.dtype],
-        native.pointer("grouped_gemm", x, x.dtype, 2),
+        _native.DTYPES[dtype],
+        native.pointer("grouped_gemm", x, dtype, 2),
         x.stride(0),
-        native.pointer("grouped_gemm", row_token, torch.int32, 1),
-        native.pointer("grouped_gemm", weight.transpose(1, 2) if by_column else weight, x.dtype, 3),
-        weight.stride(0),
-        weight.stride(1),
-        weight.stride(2) if by_column else 1,
-        native.pointer("grouped_gemm", product, x.dtype if product is None else product.dtype, 2),
-        _native.DTYPES[x.dtype if product is None else product.dtype],
+        0 if row_token is None else native.pointer("grouped_gemm", row_token, torch.int32, 1),
+        native.pointer("grouped_gemm", weight.transpose(1, 2) if by_column else weight, dtype, 3),
+        *strides[:2],
+        strides[2] if by_column else 1,
+        *product_args,
         native.pointer("grouped_gemm", expert_offsets, torch.int32, 1),
         num_experts,
         din,
@@ -271,7 +278,7 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 def _scratch(native: ModuleType, work: Tensor, size: int) -> Tensor:
     """Memory for each thread of a launch on `work`, in whole vectors."""
-    return work.new_empty((native.chunks(work), -(-size // 16) * 16), dtype=wide(work.dtype))
+    return torch.empty(native.chunks(work), -(-size // 16) * 16, dtype=wide(work.dtype))
 
 
 def _sizes(expert_offsets: Tensor, num_rows: int) -> list[int]:
