@@ -111,7 +111,8 @@ def sinkhorn(
     chosen = _choose(backend, scores, [name for name, value in options.items() if value is not None])
     if chosen == "reference" or iterations == 0:
         return reference.sinkhorn(scores, iterations, tau=tau, gradient=gradient, anneal_from=anneal_from, **options)
-    matrices = library.rows(scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:]))
+    flat = scores if scores.dim() == 3 else scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:])
+    matrices = library.rows(flat)
     taus = reference.temperatures(iterations, tau, anneal_from)
     given: tuple[Any, ...] = ()
     if any(value is not None for value in options.values()):
@@ -120,7 +121,7 @@ def sinkhorn(
         p = _Sinkhorn.apply(matrices, taus, gradient, chosen, *given)
     else:
         p = _forward(matrices, taus, given, chosen)
-    return p.view(scores.shape)
+    return p if scores.dim() == 3 else p.view(scores.shape)  # a view of what is differentiated costs autograd a node
 
 
 def _vectors(sums: Tensor | None, scores: Tensor) -> Tensor:

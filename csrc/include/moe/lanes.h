@@ -153,6 +153,16 @@ inline Vec<double> reciprocal(Vec<double> x) {
 #endif
 }
 
+// The same to 2^-42, by one step of third order: an instruction less, for sums that end in float.
+inline Vec<double> reciprocal_for_float(Vec<double> x) {
+#if defined(__AVX512F__)
+  const Vec<double> y = _mm512_maskz_rcp14_pd(0xff, x), error = 1.0 - x * y;
+  return y + y * (error + error * error);
+#else
+  return 1.0 / x;
+#endif
+}
+
 // exp(x) for |x| <= 708 to 1 unit in the last place or two, anything for other x: x = n log 2 + r, |r| <= log(2) / 2,
 // Taylor to r^12, whose remainder is below 2e-16, in three parts that do not wait for each other. Where two registers hold
 // a table of sixteen, n counts sixteenths and Taylor to r^7 is enough, which takes two thirds of the instructions.
