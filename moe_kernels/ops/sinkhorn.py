@@ -74,7 +74,7 @@ def sinkhorn(
         tolerance: a matrix whose row and column sums are all within it takes no further iteration. Not while cooling.
         backend: "reference", "cpu", "triton" or "cuda" (n <= 1024 both); None chooses (see moe_kernels.explain).
             With rows, columns or a tolerance kernels work in logarithms alone, on the CPU in a tenth of the
-            reference's time; "triton" refuses them.
+            reference's time.
 
     Returns:
         (..., n, n) in the dtype of scores, accurate to its rounding.
@@ -108,7 +108,7 @@ def sinkhorn(
         check_like("sinkhorn", "noise", noise, "scores", scores)
         scores = scores + noise
     options: dict[str, Any] = {"rows": rows, "columns": columns, "tolerance": tolerance}
-    chosen = _choose(backend, scores, [name for name, value in options.items() if value is not None])
+    chosen = _choose(backend, scores)
     if chosen == "reference" or iterations == 0:
         return reference.sinkhorn(scores, iterations, tau=tau, gradient=gradient, anneal_from=anneal_from, **options)
     flat = scores if scores.dim() == 3 else scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:])
@@ -161,19 +161,17 @@ class _Sinkhorn(torch.autograd.Function):
         return dscores, None, None, None, *(None for _ in (*sums, *ctx.tolerance))
 
 
-def _choose(backend: str | None, scores: Tensor, options: list[str]) -> str:
-    """As backends.choose, which knows neither of n, as GPUs hold matrices on the chip, nor of options."""
+def _choose(backend: str | None, scores: Tensor) -> str:
+    """As backends.choose, which does not know n: GPUs hold vectors of it on the chip."""
     chosen, n = backends.choose("sinkhorn", backend, scores), scores.shape[-1]
     if chosen == "reference":
         return chosen
-    kernels = backends.load(chosen, "sinkhorn")
-    largest = getattr(kernels, "SINKHORN_LARGEST", n)
-    if n <= largest and (not options or hasattr(kernels, "sinkhorn_sums_fwd")):
+    largest = getattr(backends.load(chosen, "sinkhorn"), "SINKHORN_LARGEST", n)
+    if n <= largest:
         return chosen
     if backends.asked(backend) is None:
         return "reference"
-    reason = f"it takes n up to {largest}, not {n}" if n > largest else f"it does not take {', '.join(options)}"
-    raise backends.BackendError(f"sinkhorn: backend {chosen!r} cannot run here: {reason}")
+    raise backends.BackendError(f"sinkhorn: backend {chosen!r} cannot run here: it takes n up to {largest}, not {n}")
 
 
 def _check_annealing(anneal_from: object, tau: float, tolerance: object) -> float | None:

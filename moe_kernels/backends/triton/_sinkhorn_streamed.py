@@ -1,0 +1,309 @@
+"""Sinkhorn's iteration on matrices that are read again in every iteration: a program each, ROWS rows at a time."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_kernels.backends.triton._sinkhorn_resident import exponential, log_of, log_sum_exp
+
+
+@triton.jit
+def _strip(ptr, stride_B, stride_I, first, n, ROWS: tl.constexpr, N: tl.constexpr, other):
+    """(ROWS, N) in float64, rows from `first` on; `other` where there is no element."""
+    i = first + tl.arange(0, ROWS)
+    j = tl.arange(0, N)
+    offsets = tl.program_id(0).to(tl.int64) * stride_B + i.to(tl.int64)[:, None] * stride_I + j[None, :]
+    x = tl.load(ptr + offsets, mask=(i < n)[:, None] & (j < n)[None, :], other=other)
+    return x.to(tl.float32).to(tl.float64)
+
+
+@triton.jit
+def _store_strip(ptr, x, first, n, ROWS: tl.constexpr, N: tl.constexpr):
+    i = first + tl.arange(0, ROWS)
+    j = tl.arange(0, N)
+    offsets = (tl.program_id(0).to(tl.int64) * n + i[:, None]) * n + j[None, :]
+    inside = (i < n)[:, None] & (j < n)[None, :]
+    tl.store(ptr + offsets, x.to(tl.float32).to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _broken_matrix(scores_ptr, stride_B, stride_I, n, ROWS: tl.constexpr, N: tl.constexpr):
+    """0 or 1: whether the program's matrix holds NaN or +inf."""
+    found = 0
+    for first in range(0, n, ROWS):
+        s = _strip(scores_ptr, stride_B, stride_I, first, n, ROWS, N, -float("inf"))
+        found = tl.maximum(found, tl.max(tl.max((s < float("inf")).to(tl.int32) ^ 1, axis=1), axis=0))
+    return found
+
+
+@triton.jit
+def _inverse(ptr, first, n, SIZE: tl.constexpr, SUMS: tl.constexpr):
+    """(SIZE): one over what rows or columns, `first` and on, are to sum to."""
+    y = tl.full((SIZE,), 1.0, dtype=tl.float64)
+    if SUMS:
+        at, inside = _vector(ptr, first, n, SIZE)
+        y = 1.0 / tl.load(at, mask=inside, other=1.0)
+    return y
+
+
+@triton.jit
+def _vector(ptr, first, n, SIZE: tl.constexpr):
+    """Addresses of SIZE numbers of the program's (n) in (B, n), from `first` on, and which there are."""
+    i = first + tl.arange(0, SIZE)
+    return ptr + tl.program_id(0).to(tl.int64) * n + i, i < n
+
+
+@triton.jit
+def _lower(ptr, d, first, n, SIZE: tl.constexpr):
+    """The program's (n), from `first` on, less d."""
+    at, inside = _vector(ptr, first, n, SIZE)
+    tl.store(at, tl.load(at, mask=inside, other=0.0) - d, mask=inside)
+
+
+@triton.jit
+def _columns_near(
+    scores_ptr, stride_B, stride_I, n, inv_columns, inv_tau, tolerance, ROWS: tl.constexpr, N: tl.constexpr
+):
+    """0 or 1: whether the columns of exp(scores / tau) itself are within the tolerance: an empty one is."""
+    total = tl.zeros((N,), dtype=tl.float64)
+    most = tl.full((N,), -float("inf"), dtype=tl.float64)
+    for first in range(0, n, ROWS):
+        s = _strip(scores_ptr, stride_B, stride_I, first, n, ROWS, N, -float("inf"))
+        total += tl.sum(tl.exp(s * inv_tau), axis=0)
+        most = tl.maximum(most, tl.max(s, axis=0))
+    near = tl.abs(total * inv_columns - 1.0) <= tolerance * inv_columns
+    return tl.min((near | (most == -float("inf"))).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _potentials(ptr, t, first, n, ROWS: tl.constexpr):
+    """Addresses of the rows' potentials after iteration t, and which there are: ptr is (B, 2, n), and iterations take
+    turns, as another thread may still read what this one has read."""
+    i = first + tl.arange(0, ROWS)
+    return ptr + (tl.program_id(0).to(tl.int64) * 2 + t % 2) * n + i, i < n
+
+
+@triton.jit
+def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS: tl.constexpr):
+    """0 or 1: whether rows are within the tolerance before iteration t: off by as much as their potentials change."""
+    at, inside = _potentials(potentials_ptr, t + 1, first, n, ROWS)
+    before = tl.load(at, mask=inside & (t + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
+    off = tl.abs(tl.exp((f - before) * inv_tau) - 1.0)
+    return tl.min((off <= tolerance * inv_rows).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _column_places(ptr, t, B, n, N: tl.constexpr):
+    """Addresses of the anchors after iteration t, how far behind them the logarithms are, and which there are: ptr is
+    (iterations, 2, B, n)."""
+    j = tl.arange(0, N)
+    return ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j, n.to(tl.int64) * B, j < n
+
+
+@triton.jit
+def streamed_fwd(
+    scores_ptr,  # (B, n, n)
+    taus_ptr,  # (iterations)
+    p_ptr,  # (B, n, n) contiguous
+    history_ptr,  # (iterations, 2, B, n)
+    rows_ptr,  # (B, n)
+    columns_ptr,  # (B, n)
+    counts_ptr,  # (B): iterations that were taken
+    stride_scores_B,
+    stride_scores_I,
+    B,
+    n,
+    iterations,
+    tolerance: tl.float64,  # below 0: none
+    potentials_ptr,  # (B, 2, n): f of the last two iterations
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    HISTORY: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    broken = _broken_matrix(scores_ptr, stride_scores_B, stride_scores_I, n, ROWS, N) > 0
+    before = tl.zeros((N,), dtype=tl.float64)
+    g = tl.zeros((N,), dtype=tl.float64)
+    anchor = tl.zeros((N,), dtype=tl.float64)
+    log_sum = tl.zeros((N,), dtype=tl.float64)
+    near = 0
+    count = iterations
+    if SUMS:
+        if tolerance >= 0:
+            inv_columns = _inverse(columns_ptr, 0, n, N, SUMS)
+            inv_tau = 1.0 / tl.load(taus_ptr)
+            near = _columns_near(
+                scores_ptr, stride_scores_B, stride_scores_I, n, inv_columns, inv_tau, tolerance, ROWS, N
+            )
+        near = tl.where(broken, 0, near)
+    t = 0
+    while t < iterations:
+        tau = tl.load(taus_ptr + t)
+        inv_tau = 1.0 / tau
+        before = g
+        most = tl.full((N,), -float("inf"), dtype=tl.float64)
+        total = tl.zeros((N,), dtype=tl.float64)
+        for first in range(0, n, ROWS):
+            s = _strip(scores_ptr, stride_scores_B, stride_scores_I, first, n, ROWS, N, -float("inf"))
+            inv_rows = _inverse(rows_ptr, first, n, ROWS, SUMS)
+            row_anchor, row_log = log_sum_exp(s - before[None, :], inv_rows, inv_tau, 1, HISTORY)
+            f = row_anchor + tau * row_log
+            if SUMS:
+                at, inside = _potentials(potentials_ptr, t, first, n, ROWS)
+                tl.store(at, f, mask=inside)
+                if tolerance >= 0:
+                    near *= _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS)
+            d = s - f[:, None]
+            # The largest so far is the anchor so far, and what was summed on an earlier one is scaled to it.
+            risen = tl.maximum(most, tl.max(d, axis=0))
+            anchor = tl.where(risen > -float("inf"), risen, 0.0)
+            total = total * exponential((most - anchor) * inv_tau, HISTORY)
+            total += tl.sum(exponential((d - anchor[None, :]) * inv_tau, HISTORY), axis=0)
+            most = risen
+        log_sum = log_of(total * _inverse(columns_ptr, 0, n, N, SUMS))
+        if HISTORY:
+            at, step, inside = _column_places(history_ptr, t, B, n, N)
+            tl.store(at, anchor, mask=inside)
+            tl.store(at + step, log_sum, mask=inside)
+        g = anchor + tau * log_sum
+        t += 1
+        if SUMS:
+            if (near > 0) & (tolerance >= 0):
+                if not HISTORY:
+                    anchor = before
+                    log_sum = tl.zeros((N,), dtype=tl.float64)
+                count = t - 1
+                t = iterations
+            near = 1
+            tl.debug_barrier()  # the next turn may read potentials from other threads
+    if SUMS and HISTORY:
+        tl.store(counts_ptr + tl.program_id(0), count)
+    if not HISTORY:
+        tau = tl.load(taus_ptr + iterations - 1)
+        inv_tau = 1.0 / tau
+        for first in range(0, n, ROWS):
+            s = _strip(scores_ptr, stride_scores_B, stride_scores_I, first, n, ROWS, N, -float("inf"))
+            if SUMS:
+                at, inside = _potentials(potentials_ptr, count + 1, first, n, ROWS)
+                f = tl.load(at, mask=inside & (count + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
+            else:
+                row_anchor, row_log = log_sum_exp(s - before[None, :], 1.0, inv_tau, 1, False)
+                f = row_anchor + tau * row_log
+            p = exponential(((s - f[:, None]) - anchor[None, :]) * inv_tau - log_sum[None, :], False)
+            _store_strip(p_ptr, tl.where(broken, float("nan"), p), first, n, ROWS, N)
+
+
+@triton.jit
+def _column_state(history_ptr, taus_ptr, t, B, n, N: tl.constexpr):
+    """Anchors and logarithms of the columns after iteration t, and the potential before it."""
+    at, step, inside = _column_places(history_ptr, t, B, n, N)
+    anchor = tl.load(at, mask=inside, other=0.0)
+    log_sum = tl.load(at + step, mask=inside, other=0.0)
+    earlier = inside & (t + tl.zeros((N,), dtype=tl.int32) > 0)  # before the first iteration g is 0
+    tau = tl.load(taus_ptr + tl.maximum(t - 1, 0))
+    before = tl.load(at - 2 * step, mask=earlier, other=0.0) + tau * tl.load(at - step, mask=earlier, other=0.0)
+    return anchor, log_sum, before
+
+
+@triton.jit
+def _untouched(
+    grad_ptr, stride_grad_B, stride_grad_I, dscores_ptr, scores_ptr, stride_B, stride_I, inv_tau, n,
+    ROWS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The gradient of exp(scores / tau), of which no iteration was taken."""
+    for first in range(0, n, ROWS):
+        s = _strip(scores_ptr, stride_B, stride_I, first, n, ROWS, N, -float("inf"))
+        grad = _strip(grad_ptr, stride_grad_B, stride_grad_I, first, n, ROWS, N, 0.0)
+        _store_strip(dscores_ptr, tl.exp(s * inv_tau) * grad * inv_tau, first, n, ROWS, N)
+
+
+@triton.jit
+def streamed_bwd(
+    grad_ptr,  # (B, n, n)
+    stride_grad_B,
+    stride_grad_I,
+    dscores_ptr,  # (B, n, n) contiguous
+    drows_ptr,  # (B, n), zeros
+    dcolumns_ptr,  # (B, n), zeros
+    scores_ptr,  # (B, n, n)
+    taus_ptr,  # (iterations)
+    history_ptr,  # (iterations, 2, B, n)
+    rows_ptr,  # (B, n)
+    columns_ptr,  # (B, n)
+    counts_ptr,  # (B): iterations that were taken
+    stride_scores_B,
+    stride_scores_I,
+    B,
+    n,
+    iterations,
+    sums_ptr,  # (B, n, n): what dS has come to
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    broken = _broken_matrix(scores_ptr, stride_scores_B, stride_scores_I, n, ROWS, N) > 0
+    last = iterations - 1
+    dg = tl.zeros((N,), dtype=tl.float64)
+    t = iterations
+    if SUMS:
+        t = tl.load(counts_ptr + tl.program_id(0))
+        last = t - 1
+        if t == 0:
+            _untouched(
+                grad_ptr, stride_grad_B, stride_grad_I, dscores_ptr, scores_ptr, stride_scores_B, stride_scores_I,
+                1.0 / tl.load(taus_ptr), n, ROWS, N,
+            )  # fmt: skip
+            t -= 1
+    while t >= 0:  # the first turn only sums dP over columns, the next one is of the last iteration
+        now = tl.minimum(t, last)
+        tau = tl.load(taus_ptr + now)
+        inv_tau = 1.0 / tau
+        anchor, log_sum, before = _column_state(history_ptr, taus_ptr, now, B, n, N)
+        if SUMS:
+            dg *= _inverse(columns_ptr, 0, n, N, SUMS)
+            _lower(dcolumns_ptr, dg, 0, n, N)
+        following = tl.zeros((N,), dtype=tl.float64)
+        for first in range(0, n, ROWS):
+            s = _strip(scores_ptr, stride_scores_B, stride_scores_I, first, n, ROWS, N, -float("inf"))
+            d = s - before[None, :]
+            inv_rows = _inverse(rows_ptr, first, n, ROWS, SUMS)
+            row_anchor, row_log = log_sum_exp(d, inv_rows, inv_tau, 1, True)
+            f = row_anchor + tau * row_log
+            columns_normal = tl.exp(((s - f[:, None]) - anchor[None, :]) * inv_tau - log_sum[None, :])
+            i = first + tl.arange(0, ROWS)
+            j = tl.arange(0, N)
+            inside = (i < n)[:, None] & (j < n)[None, :]
+            at = sums_ptr + (tl.program_id(0).to(tl.int64) * n + i[:, None]) * n + j[None, :]
+            if t >= last:
+                grad = _strip(grad_ptr, stride_grad_B, stride_grad_I, first, n, ROWS, N, 0.0)
+                weight = columns_normal * grad
+            else:
+                weight = tl.load(at, mask=inside, other=0.0)
+            if t > last:
+                following -= tl.sum(weight, axis=0)
+            else:
+                change = columns_normal * dg[None, :]
+                df = -tl.sum(change, axis=1)
+                if t == last:
+                    df -= tl.sum(weight, axis=1)
+                if SUMS:
+                    df *= inv_rows
+                    _lower(drows_ptr, df, first, n, ROWS)
+                rows_normal = tl.exp((d - row_anchor[:, None]) * inv_tau - row_log[:, None])
+                back = rows_normal * df[:, None]
+                following -= tl.sum(back, axis=0)
+                weight = weight + change + back
+                tl.store(at, weight, mask=inside)
+                if t == 0:
+                    ds = tl.where(broken, float("nan"), weight / tl.load(taus_ptr + last))
+                    _store_strip(dscores_ptr, ds, first, n, ROWS, N)
+        dg = following
+        tl.debug_barrier()  # the next turn may read the sums from other threads
+        t -= 1
+    if SUMS:
+        if broken:
+            at, inside = _vector(drows_ptr, 0, n, N)
+            tl.store(at, float("nan"), mask=inside)
+            at, inside = _vector(dcolumns_ptr, 0, n, N)
+            tl.store(at, float("nan"), mask=inside)
