@@ -1,4 +1,4 @@
-"""Sinkhorn iterations from tau = 1 down to 1e-7, with forbidden entries."""
+"""Sinkhorn iterations from tau = 1 down to 1e-7, with forbidden entries, with other sums than one and a tolerance."""
 
 from __future__ import annotations
 
@@ -23,14 +23,22 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
                 grad = torch.randn(3, n, n, generator=draw).to(dtype)
                 inputs = {"scores": scores.to(device), "iterations": iterations, "tau": tau, "grad": grad.to(device)}
                 yield Case(f"{kind} 3 x {n} x {n}, R={iterations}, tau={tau:g}", inputs)
+        rows = torch.rand(3, n, generator=draw) + 0.5
+        sums = {"rows": rows.to(dtype).to(device), "columns": rows.flip(1).to(dtype).to(device), "tolerance": 0.01}
+        scores, grad = (torch.randn(3, n, n, generator=draw).to(dtype).to(device) for _ in range(2))
+        inputs = {"scores": scores, "iterations": iterations, "tau": 1.0, "grad": grad, **sums}
+        yield Case(f"sums 3 x {n} x {n}, R={iterations}", inputs)
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    scores, tau = inputs["scores"].detach().requires_grad_(), inputs["tau"]
-    p = sinkhorn.sinkhorn(scores, inputs["iterations"], tau=tau, backend=backend)
+    given = [name for name in ("scores", "rows", "columns") if name in inputs]
+    leaves = {name: inputs[name].detach().requires_grad_() for name in given}
+    tau, tolerance = inputs["tau"], inputs.get("tolerance")
+    p = sinkhorn.sinkhorn(**leaves, iterations=inputs["iterations"], tau=tau, tolerance=tolerance, backend=backend)
     if tau < 0.05:  # the gradient of a matrix of zeros and ones is what float64 rounds, times 1 / tau
         return {"p": p}
-    return {"p": p, "gradient": torch.autograd.grad(p, scores, inputs["grad"])[0]}
+    gradients = torch.autograd.grad(p, list(leaves.values()), inputs["grad"])
+    return {"p": p, **{f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}}
 
 
 OPERATION = Operation(_cases, _run, exact=frozenset(), floor=8.0)
