@@ -300,6 +300,23 @@ def test_sums_and_tolerance_against_the_definition(target, tolerance):
             torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
+def test_what_is_not_a_number_is_within_no_tolerance(target):
+    """Beside a matrix that takes no iteration: both would without the NaN."""
+    for n in (4, 40):
+        leaf = torch.zeros(2, n, n, device=target.device)
+        leaf[0, 1, 2] = NAN
+        sums = torch.full((2, n), float(n), device=target.device).requires_grad_()
+        p = mk.sinkhorn(leaf.requires_grad_(), 2, rows=sums, columns=sums, tolerance=0.1, backend=target.backend)
+        grad = torch.randn_like(p)
+        to_scores, to_sums = torch.autograd.grad(p, (leaf, sums), grad)
+        assert p[0].isnan().all()
+        assert to_scores[0].isnan().all()
+        assert to_sums[0].isnan().all()
+        assert torch.equal(p[1].detach(), torch.ones_like(p[1]))
+        assert torch.equal(to_scores[1], grad[1])
+        assert not to_sums[1].any()
+
+
 @pytest.mark.parametrize(("n", "iterations", "tolerance"), [(6, 40, 1e-3), (70, 2, 0.1)])
 def test_tolerance_stops_each_matrix_by_itself(target, n, iterations, tolerance):
     """Its counts are those of the sums of the definition's iterates, its value and gradient those of that many."""

@@ -94,7 +94,7 @@ def _broken(scores):
 
 @triton.jit
 def _columns_near(scores, inv_columns, inv_tau, tolerance):
-    """(M): whether the columns of exp(scores / tau) itself are within the tolerance: an empty one is."""
+    """(M), 0 or 1: whether the columns of exp(scores / tau) itself are within the tolerance: an empty one is."""
     off = tl.abs(tl.sum(tl.exp(scores * inv_tau), axis=1) * inv_columns - 1.0)
     empty = tl.max(scores, axis=1) == -float("inf")
     return tl.min(((off <= tolerance * inv_columns) | empty).to(tl.int32), axis=1)

@@ -247,7 +247,8 @@ def streamed_bwd(
     dg = tl.zeros((N,), dtype=tl.float64)
     t = iterations
     if SUMS:
-        t = tl.load(counts_ptr + tl.program_id(0))
+        # Of a broken matrix, which its forward may have held and replaced by zeros, no iteration may have been taken.
+        t = tl.maximum(tl.load(counts_ptr + tl.program_id(0)), broken.to(tl.int32))
         last = t - 1
         if t == 0:
             _untouched(
