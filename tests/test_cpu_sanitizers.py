@@ -123,11 +123,14 @@ def test_experts(sanitized, dtype, small, monkeypatch):
             mk.expert_norms(activation=activation, backend="cpu", **leaves).float().sum().backward()
             assert all(each.grad.isfinite().all() for each in leaves.values())
             rows = torch.randn(plan.num_rows, dim).to(dtype).requires_grad_()
+            leaf = leaves["x"].detach().requires_grad_()
             weight = leaves["w_in"].detach().transpose(1, 2).contiguous().transpose(1, 2)
             out = mk.grouped_gemm(rows, weight, plan.expert_offsets, activation=activation, backend="cpu")
             out.float().sum().backward()
             expected = mk.grouped_gemm(rows, weight, plan.expert_offsets, activation=activation, backend="reference")
             torch.testing.assert_close(out, expected)
+            mk.grouped_gemm(leaf, weight, plan.expert_offsets, row_token=plan.row_token, backend="cpu").sum().backward()
+            assert leaf.grad.isfinite().all()
 
 
 def test_an_overrun_is_caught():

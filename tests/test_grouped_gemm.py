@@ -239,20 +239,25 @@ def test_twice_the_same_bits(target):
 
 @contextmanager
 def fenced():
-    """Within the block new_empty gives tensors of NaN between two fences, which must be whole at the end."""
-    plain, fences = torch.Tensor.new_empty, []
+    """Within the block fresh tensors are of NaN and between two fences, which must be whole at the end."""
+    plain, fences = torch.empty, []
 
-    def new_empty(self, *size, dtype=None, device=None):
+    def empty(*size, dtype, device="cpu"):
         size = torch.Size(size[0]) if len(size) == 1 and not isinstance(size[0], int) else torch.Size(size)
-        dtype, margin = dtype or self.dtype, 256
-        flat = plain(self, (size.numel() + 2 * margin,), dtype=dtype, device=device or self.device).fill_(7)
+        margin = 256
+        flat = plain(size.numel() + 2 * margin, dtype=dtype, device=device).fill_(7)
         middle = flat[margin : margin + size.numel()].view(size)
         fences.append((flat, margin))
         return middle.fill_(math.nan) if dtype.is_floating_point else middle
 
+    def new_empty(self, *size, dtype=None, device=None):
+        return empty(*size, dtype=dtype or self.dtype, device=device or self.device)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "new_empty", new_empty)
+        patch.setattr(torch, "empty", empty)
         yield
+    assert fences
     assert all((flat[:margin] == 7).all() and (flat[-margin:] == 7).all() for flat, margin in fences)
 
 
@@ -365,6 +370,27 @@ def test_bad_input_is_named(small, monkeypatch):
         for backend in ("cpu", "reference"):
             with pytest.raises(error, match=f"^grouped_gemm: {words}"):
                 mk.grouped_gemm(*args, **more, backend=backend)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_rows_are_summed_by_token(dtype):
+    """The gradient of a gather: rows of nobody, tokens of no row, columns that threads share, always in one order."""
+    rows, token = torch.randn(900, 37, dtype=dtype), torch.randint(-1, 300, (900,), dtype=torch.int32)
+    token[token == 17] = 18
+    expected = torch.zeros(301, 37, dtype=torch.float64).index_add(0, token.long() % 301, rows.double())[:300]
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            with fenced():
+                found.append(mk.library.ops.grouped_gemm_sum_rows(rows, token, 300, "cpu"))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+    wide = mk.library.wide(dtype)
+    allowed = 12 * torch.finfo(wide).eps * expected.abs().max() + torch.finfo(dtype).eps / 2 * expected.abs()
+    assert ((found[0].double() - expected).abs() <= allowed).all()
+    assert not found[0][17].any()
 
 
 def test_gelu_is_erfs():

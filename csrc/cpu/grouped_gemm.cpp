@@ -320,6 +320,40 @@ void norms(const Product<T>& sums, const char* bias, T* out, int64_t rows, int t
   clear(out, sums.groups.used(), rows, sizeof(T));
 }
 
+// out (tokens, dim): of each token the sum of the rows that it was read for, in their order. A thread has columns of its
+// own, and in `scratch` a byte a token, whether a row was seen; then, where elements are narrower than T, sums.
+template <class T>
+void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, char* out, char* scratch,
+              int64_t scratch_stride, int64_t num_rows, int64_t tokens, int64_t dim, int threads) {
+  const int64_t share = ((dim + threads - 1) / threads + 15) / 16 * 16;
+  expect_pages(out, tokens * dim * kind.size);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int thread = 0; thread < threads; ++thread) {
+    const int64_t first = thread * share, count = std::min(share, dim - first);
+    if (count <= 0) continue;
+    char* seen = scratch + thread * scratch_stride;
+    T* const sums = reinterpret_cast<T*>(kind.wide ? out : seen + (tokens + 63) / 64 * 64) + (kind.wide ? first : 0);
+    const int64_t apart = kind.wide ? dim : share;
+    std::memset(seen, 0, size_t(tokens));
+    for (int64_t r = 0; r < num_rows; ++r) {
+      const int64_t t = token[r];
+      if (t < 0) continue;
+      T* const sum = sums + t * apart;
+      if (r + 1 < num_rows && token[r + 1] >= 0) {  // no hardware foresees where the next one goes
+        const T* next = sums + token[r + 1] * apart;
+        for (int64_t j = 0; j < count; j += 64 / sizeof(T)) __builtin_prefetch(next + j, 1);
+      }
+      if (!seen[t]) std::fill(sum, sum + count, T(0)), seen[t] = 1;
+      kind.add(sum, rows + (r * dim + first) * kind.size, count);
+    }
+    for (int64_t t = 0; t < tokens; ++t) {
+      T* const sum = sums + t * apart;
+      if (!seen[t]) std::fill(sum, sum + count, T(0));
+      if (!kind.wide) kind.narrow(out + (t * dim + first) * kind.size, sum, count);
+    }
+  }
+}
+
 // The arguments that launchers of products share, in the order of ops.h.
 #define MOE_PRODUCT(T)                                                                                          \
   Product<T> {                                                                                                  \
@@ -359,6 +393,14 @@ void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const i
                                  static_cast<T*>(scratch),
                                  scratch_stride};
     work.run(threads);
+  });
+}
+
+void grouped_gemm_sum_rows(int dtype, const void* rows, const int32_t* token, void* out, void* scratch,
+                           int64_t scratch_stride, int64_t num_rows, int64_t tokens, int64_t dim, int threads) {
+  with_wide(dtype, [&](auto zero) {
+    sum_rows(elements_of<decltype(zero)>(dtype), static_cast<const char*>(rows), token, static_cast<char*>(out),
+             static_cast<char*>(scratch), scratch_stride, num_rows, tokens, dim, threads);
   });
 }
 

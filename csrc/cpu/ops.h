@@ -10,7 +10,8 @@
 #define MOE_CPU_OPS(X) X(kwta_fwd) X(kwta_bwd) \
   X(topk_gate_fwd) X(topk_gate_bwd) X(make_plan_fwd) X(plan_expert_choice_fwd) X(plan_priority_fwd) \
   X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
-  X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(activation_bwd) X(expert_mlp_bwd_hidden) X(grouped_gemm_norms) \
+  X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(grouped_gemm_sum_rows) X(grouped_gemm_norms) X(activation_bwd) \
+  X(expert_mlp_bwd_hidden) \
   X(sinkhorn_fwd) X(sinkhorn_bwd) X(sinkhorn_sums_fwd) X(sinkhorn_sums_bwd) \
   X(tree_gate_fwd) X(tree_gate_bwd) X(expect_writes) X(tree_reach) X(tree_products_fwd) X(tree_products_bwd) X(tree_route_fwd)
 // clang-format on
@@ -67,6 +68,8 @@
                                int64_t grad_stride, const int32_t* grad_token, const int32_t* expert_offsets,        \
                                int64_t num_experts, void* dweight, void* dbias, void* scratch,                       \
                                int64_t scratch_stride, int64_t din, int64_t dout, int threads);                      \
+  void grouped_gemm_sum_rows(int dtype, const void* rows, const int32_t* token, void* out, void* scratch,            \
+                             int64_t scratch_stride, int64_t num_rows, int64_t tokens, int64_t dim, int threads);    \
   void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void* pre, int activation, void* dpre, \
                       int64_t rows, int64_t width, int threads);                                                     \
   void expert_mlp_bwd_hidden(MOE_PRODUCT_ARGS, const void* row_weight, const void* pre, int activation, void* dpre,  \

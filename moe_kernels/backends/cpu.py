@@ -106,6 +106,7 @@ combine_bwd = partial(combine.bwd, _self)
 
 grouped_gemm_fwd = partial(grouped_gemm_cpu.fwd, _self)
 grouped_gemm_bwd_weight = partial(grouped_gemm_cpu.bwd_weight, _self)
+grouped_gemm_sum_rows = partial(grouped_gemm_cpu.sum_rows, _self)
 activation_bwd = partial(activation.bwd, _self)
 expert_mlp_bwd_hidden = partial(grouped_gemm_cpu.hidden_bwd, _self)
 grouped_gemm_norms = partial(grouped_gemm_cpu.norms, _self)

@@ -72,6 +72,20 @@ def _grouped_gemm_bwd_weight_fake(x, grad, expert_offsets, x_token, grad_token, 
     return dweight, x.new_empty((num_experts if with_bias else 0, dout))
 
 
+def _grouped_gemm_sum_rows(x: Tensor, row_token: Tensor, num_tokens: int, backend: str) -> Tensor:
+    """(R, D) -> (T, D): every token's sum of its rows, in float32 and in their order; -1 is no token."""
+    if backend == "cpu":
+        return _kernels(backend).grouped_gemm_sum_rows(rows(x), row_token, num_tokens)
+    # A plan in which tokens are the experts is a stable counting sort of the rows by token; segments of it are summed
+    # without atomics.
+    if x.shape[0] == 0:
+        return x.new_zeros((num_tokens, x.shape[1]))
+    plan = backends.load(backend, "plan").make_plan_fwd
+    offsets, order, *_ = plan(row_token[:, None], num_tokens, None, None, "token")
+    in_order = x.index_select(0, order.clamp(min=0)).to(wide(x.dtype))
+    return torch.segment_reduce(in_order, "sum", offsets=offsets.long(), axis=0, unsafe=True).to(x.dtype)
+
+
 def _expert_mlp_bwd_hidden(
     grad: Tensor,
     w_out: Tensor,
@@ -110,6 +124,12 @@ define(
     _grouped_gemm_bwd_weight,
     _grouped_gemm_bwd_weight_fake,
     lambda x, grad, offsets, x_token, *rest, out_shape=None, **kwargs: _product_flops(x, (0, x[1], grad[1]), x_token),
+)
+define(
+    "grouped_gemm_sum_rows(Tensor x, Tensor row_token, SymInt num_tokens, str backend) -> Tensor",
+    _grouped_gemm_sum_rows,
+    lambda x, row_token, num_tokens, backend: x.new_empty((num_tokens, x.shape[1])),
+    no_flops,
 )
 define(
     "activation_bwd(Tensor grad, Tensor pre, str activation, str backend) -> Tensor",

@@ -142,7 +142,7 @@ class _GroupedGemm(torch.autograd.Function):
         if to_rows:
             drows = transposed(grad, weight, expert_offsets, ctx.backend)
             if row_token is not None:
-                drows = _sum_rows(drows, row_token, rows.shape[0], ctx.backend)
+                drows = library.ops.grouped_gemm_sum_rows(drows, row_token, rows.shape[0], ctx.backend)
         if to_weight or to_bias:
             dweight, dbias = library.ops.grouped_gemm_bwd_weight(
                 rows, grad, expert_offsets, row_token, None, to_bias, ctx.backend
@@ -153,19 +153,3 @@ class _GroupedGemm(torch.autograd.Function):
 def transposed(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
     """grad (R, Dout) -> (R, Din): every expert's rows times its transposed weight."""
     return library.ops.grouped_gemm_fwd(grad, weight.transpose(1, 2), expert_offsets, None, None, "", False, backend)[0]
-
-
-def _sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int, backend: str) -> Tensor:
-    """(R, D) -> (T, D): every token's sum of its rows, in float32 and in their order.
-
-    A plan in which tokens are the experts is a stable counting sort of the rows by token; segments of it are summed
-    without atomics.
-    """
-    if rows.shape[0] == 0:
-        return rows.new_zeros((num_tokens, rows.shape[1]))
-    offsets, order, *_ = library.ops.make_plan_fwd(row_token[:, None], num_tokens, None, None, "token", backend)
-    if backend == "cpu":  # the column sums of a weight gradient without columns of x: a third of segment_reduce's time
-        none = rows.new_empty((rows.shape[0], 0))
-        return library.ops.grouped_gemm_bwd_weight(none, rows, offsets, None, order, True, backend)[1]
-    in_order = rows.index_select(0, order.clamp(min=0)).to(library.wide(rows.dtype))
-    return torch.segment_reduce(in_order, "sum", offsets=offsets.long(), axis=0, unsafe=True).to(rows.dtype)

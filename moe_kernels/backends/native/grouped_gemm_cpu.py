@@ -107,6 +107,29 @@ def bwd_weight(
     return dweight, dbias
 
 
+def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
+    dim, chunks, size = rows.shape[1], native.chunks(rows), -(-num_tokens // 64) * 64
+    out = torch.empty(num_tokens, dim, dtype=rows.dtype)
+    if wide(rows.dtype) != rows.dtype:
+        columns = -(-dim // chunks)
+        size += num_tokens * 64 * -(-columns // 16)  # a thread's columns, in float32
+    scratch = torch.empty(chunks, size, dtype=torch.uint8)
+    native.launch(
+        "grouped_gemm_sum_rows",
+        rows,
+        _native.DTYPES[rows.dtype],
+        native.pointer("grouped_gemm", rows, rows.dtype, 2),
+        native.pointer("grouped_gemm", row_token, torch.int32, 1),
+        native.pointer("grouped_gemm", out, rows.dtype, 2),
+        native.pointer("grouped_gemm", scratch, torch.uint8, 2),
+        size,
+        rows.shape[0],
+        num_tokens,
+        dim,
+    )
+    return out
+
+
 def hidden_bwd(
     native: ModuleType,
     grad: Tensor,
