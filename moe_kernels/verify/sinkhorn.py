@@ -14,8 +14,8 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     draw = torch.Generator().manual_seed(0)
     for n, iterations in ((2, 3), (5, 4)) if small else ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5)):
-        # float64 itself knows scores / tau to 1e-9 only at 1e-7, and at 0.05 gradients are what is left of terms a hundred
-        # times as large: such temperatures are for narrower types.
+        # float64 itself knows scores / tau to 1e-9 only at 1e-7, and at 0.05 gradients are what is left of terms that
+        # are a hundred times as large: such temperatures are for narrower types.
         for tau in (1.0, 0.2) if dtype == torch.float64 else (1.0, 0.05, 1e-3, 1e-7):
             for kind in ("normal", "forbidden"):
                 scores = torch.randn(3, n, n, generator=draw).to(dtype)

@@ -9,6 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Range of the scores of a row over tau up to which scaling vectors, at most exp of it, and their products are normal
+# numbers in float32.
+FLOAT_RANGE = tl.constexpr(60.0)
+
 
 @triton.jit
 def exponential(x, WIDE: tl.constexpr):
@@ -101,6 +105,40 @@ def _columns_near(scores, inv_columns, inv_tau, tolerance):
 
 
 @triton.jit
+def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
+    """(M): how far the scores of the widest row lie apart."""
+    matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    i = tl.arange(0, N)
+    low = tl.min(tl.where((i < n)[None, None, :], scores, float("inf")), axis=2)
+    real = (matrix < B)[:, None] & (i < n)[None, :]
+    # NaN, of a row that is forbidden whole, would be lost in a maximum.
+    span = tl.where(low > -float("inf"), tl.max(scores, axis=2) - low, float("inf"))
+    return tl.max(tl.where(real, span, 0.0), axis=1)
+
+
+@triton.jit
+def _inverse_of(total):
+    """1 / total, in float32; 0 of nothing."""
+    return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+
+
+@triton.jit
+def _scaled(scores, inv_tau, iterations, M: tl.constexpr, N: tl.constexpr):
+    """P = diag(u) k diag(v) in float32, k = exp((scores - a row's largest) / tau): u = 1 / (k v), v = 1 / (k' u)."""
+    most = tl.max(scores, axis=2)
+    most = tl.where(most > -float("inf"), most, 0.0)  # of padding
+    k = tl.exp(((scores - most[:, :, None]) * inv_tau).to(tl.float32))
+    u = tl.zeros((M, N), dtype=tl.float32)
+    v = tl.full((M, N), 1.0, dtype=tl.float32)
+    t = 0
+    while t < iterations:
+        u = _inverse_of(tl.sum(k * v[:, None, :], axis=2))
+        v = _inverse_of(tl.sum(k * u[:, :, None], axis=1))
+        t += 1
+    return k * u[:, :, None] * v[:, None, :]
+
+
+@triton.jit
 def resident_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
@@ -130,10 +168,19 @@ def resident_fwd(
         going = tl.full((M,), 1, dtype=tl.int32)
         count = tl.zeros((M,), dtype=tl.int32)
         f = tl.zeros((M, N), dtype=tl.float64)
+    steps = iterations
+    if not (SUMS or HISTORY):
+        # Matrices whose range allows it take exponentials once, instead of two in every iteration; where only some of a
+        # program's do, it goes both ways.
+        first_tau = tl.load(taus_ptr)
+        one_tau = (first_tau == tl.load(taus_ptr + iterations - 1)).to(tl.int32)
+        first_inv_tau = 1.0 / first_tau
+        scaled = (_spans(scores, B, n, M, N) * first_inv_tau < FLOAT_RANGE).to(tl.int32) * one_tau
+        steps = iterations * (1 - tl.min(scaled, axis=0))
     g = tl.zeros((M, N), dtype=tl.float64)
     x = scores
     t = 0
-    while t < iterations:
+    while t < steps:
         tau = tl.load(taus_ptr + t)
         inv_tau = 1.0 / tau
         anchor, log_sum = log_sum_exp(scores - g[:, None, :], inv_rows, inv_tau, 2, HISTORY)
@@ -167,7 +214,15 @@ def resident_fwd(
     if not HISTORY:
         if SUMS:
             x = tl.where(count[:, None, None] > 0, x, scores * (1.0 / tl.load(taus_ptr)))
-        p = tl.where(broken[:, None, None], float("nan"), exponential(x, False))
+        p = exponential(x, False)
+        if not SUMS:
+            if tl.max(scaled, axis=0) > 0:
+                # Read again: held all along, the scores cost registers in the loop above.
+                again = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
+                again = tl.where(broken[:, None, None], 0.0, again)
+                other = _scaled(again, first_inv_tau, iterations, M, N)
+                p = tl.where(scaled[:, None, None] > 0, other.to(tl.float64), p)
+        p = tl.where(broken[:, None, None], float("nan"), p)
         _store(p_ptr, p, B, n, M, N)
 
 

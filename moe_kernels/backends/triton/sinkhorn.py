@@ -1,8 +1,9 @@
 """Sinkhorn's iteration in Triton: a program per few matrices, which stay in registers for the whole solve, or, above
 RESIDENT, a program per matrix that is read again in every iteration, a few rows at a time.
 
-Potentials are in units of scores and in float64, each an anchor (the largest of what is summed) and the logarithm of
-the sum after it, so that exp sees small differences at any temperature: in float32 forward, in float64 backward.
+Where it holds a matrix whose range allows it, the forward scales exp(S / tau) by vectors, in float32. Else potentials
+are in units of scores and in float64, each an anchor (the largest of what is summed) and the logarithm of the sum after
+it, so that exp sees small differences at any temperature: in float32 forward, in float64 backward.
 """
 
 from __future__ import annotations
