@@ -17,4 +17,5 @@ def _run(inputs: Inputs, backend: str) -> Outputs:
     return {"y": y, "y without weights": plain, "gradient of rows": to_rows, "gradient of weights": to_weights}
 
 
-OPERATION = Operation(moving_cases, _run, exact=frozenset(), floor=1.0)
+# Dot products of 64 elements in two orders: of 25 draws the worst were 1.0 apart.
+OPERATION = Operation(moving_cases, _run, exact=frozenset(), floor=2.0)

@@ -14,12 +14,13 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
 
 def moving_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    draw = torch.Generator().manual_seed(0)
     for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
         made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference")
         made = tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, made)
         dim = (1, 17, 64)[index % 3]
         sizes = {"x": (made.num_tokens, dim), "rows": (made.num_rows, dim), "weights": experts.shape}
-        tensors = {each: torch.randn(size).to(dtype).to(device) for each, size in sizes.items()}
+        tensors = {each: torch.randn(size, generator=draw).to(dtype).to(device) for each, size in sizes.items()}
         yield Case(f"{name}, D={dim}", {"plan": made, **tensors})
 
 

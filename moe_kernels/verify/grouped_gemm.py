@@ -13,13 +13,13 @@ from moe_kernels.ops import grouped_gemm, plan
 from moe_kernels.verify.make_plan import routings
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
-FLOOR = 4.0  # a sum one by one is that much worse than one by blocks
+FLOOR = 8.0  # sums one by one, of sums one by one, against those by blocks: 3.5 in the worst of 25 draws, and 4.4 once
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
 
 
 def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     """A plan, an activation, and what an expert MLP takes with it."""
-    activations = (None, *grouped_gemm.ACTIVATIONS)
+    activations, draw = (None, *grouped_gemm.ACTIVATIONS), torch.Generator().manual_seed(0)
     for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
         if num_experts > 128:  # the reference takes one after the other
             continue
@@ -38,7 +38,7 @@ def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
             "grad": (made.num_tokens, dout),
             "grad_norms": (made.num_tokens, num_experts),
         }
-        tensors = {each: torch.randn(size).to(dtype).to(device) for each, size in sizes.items()}
+        tensors = {each: torch.randn(size, generator=draw).to(dtype).to(device) for each, size in sizes.items()}
         inputs = {"plan": made, "activation": activation, **tensors}
         yield Case(f"{name}, {dim} x {width} x {dout}, {activation}", inputs)
 
