@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn.comet import ACTIVATIONS, CometFFN, FixedRouting
+from moe_kernels.ops._checks import check_choice
 
 ROUTER_INPUTS = ("layer", "embedding")
 
@@ -16,6 +17,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden: int, *, activation: str = "gelu", dropout: float = 0.0) -> None:
         super().__init__()
+        check_choice("FeedForward", "activation", activation, tuple(ACTIVATIONS))
         self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
         self.activation, self.dropout = activation, dropout
 

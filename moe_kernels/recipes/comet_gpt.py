@@ -7,40 +7,33 @@ small network and few steps, for tiny_shakespeare on a CPU.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.data import Text
 from moe_kernels.models.gpt import GPT
 from moe_kernels.models.transformer import ROUTER_INPUTS, ffn_masks
 from moe_kernels.nn.comet import ACTIVATIONS
 from moe_kernels.nn.schedules import cosine, warmup
-from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
+from moe_kernels.recipes import Batch, Measures, Routing, Splits, Task, option
+from moe_kernels.recipes._text import TextRecipe, bits, characters
 
 
 @dataclass(frozen=True)
-class CometGPT(Recipe):
+class CometGPT(TextRecipe):
     """Sides: standard (dense) and comet, from the same initial weights. Judged by bits a character (byte)."""
 
     SIDES: ClassVar[tuple[str, ...]] = ("standard", "comet")
-    ACCEPTS: ClassVar[type] = Text
-    METRIC: ClassVar[str] = "bits"
-    HIGHER_IS_BETTER: ClassVar[bool] = False
 
-    data: str = option("", "a file of text, such as tiny_shakespeare.txt")
     sides: tuple[str, ...] = option(("standard", "comet"), "models to compare")
     epochs: int = option(3, "passes over the training text", low=0)
     batch_size: int = option(32, "windows a step; the paper: 256", low=1)
-    eval_batch: int = option(64, "windows at a time in evaluation", low=1)
     lr: float = option(5e-4, "learning rate of AdamW, after the warm-up falling along a cosine", low=0)
     weight_decay: float = option(0.1, "of AdamW, on matrices and embeddings", low=0)
     warmup: int = option(100, "steps of warm-up; the paper: 1000", low=0)
-    length: int = option(128, "bytes of context; GPT-2: 1024", low=1)
     dim: int = option(128, "of a token; the paper: 768, 1024, 1280", low=1)
     depth: int = option(4, "blocks; the paper: 12, 24, 36", low=1)
     heads: int = option(4, "of attention; the paper: 12, 16, 20", low=1)
@@ -48,9 +41,6 @@ class CometGPT(Recipe):
     activation: str = option("tanh", "of the feed-forward layers", choices=tuple(sorted(ACTIVATIONS)))
     dropout: float = option(0.0, "rate; GPT-2: 0.1", low=0)
     router_input: str = option("layer", "what the frozen routing sees", choices=ROUTER_INPUTS)
-
-    def splits(self, data: Any) -> Splits:
-        return Splits(data, (data.windows("train", self.length),), (data.windows("test", self.length),))
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         model = GPT(
@@ -68,19 +58,20 @@ class CometGPT(Recipe):
         others = [p for p in model.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
 
-        def cross_entropy(batch: Batch) -> Tensor:
-            tokens = batch.tensors[0].long()
-            return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        def loss(batch: Batch) -> dict[str, Tensor]:
+            x, y = characters(batch)
+            return {"loss": F.cross_entropy(model(x).flatten(0, 1), y.flatten())}
 
         def evaluate(batch: Batch) -> Measures:
-            return {"bits": (cross_entropy(batch) / math.log(2) * len(batch.tensors[0]), len(batch.tensors[0]))}
+            x, y = characters(batch)
+            return bits(model(x), y)
 
         return Task(
             model,
             torch.optim.AdamW(groups, self.lr, fused=True),
-            lambda batch: {"loss": cross_entropy(batch)},
+            loss,
             evaluate,
             schedule=warmup(self.warmup, cosine(steps - self.warmup)),
-            routing=lambda batch: [Routing(mask) for mask in ffn_masks(model, batch.tensors[0][:, :-1].long())],
+            routing=lambda batch: [Routing(mask) for mask in ffn_masks(model, characters(batch)[0])],
             clip=1.0,
         )

@@ -8,15 +8,13 @@ that pay later, if at all.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.data import Text
 from moe_kernels.models.moe import MoEGPT
 from moe_kernels.nn import schedules
 from moe_kernels.nn.experts import ExpertMLP
@@ -32,24 +30,20 @@ from moe_kernels.nn.gates import (
 from moe_kernels.nn.losses import symmetric_kl
 from moe_kernels.nn.moe import MoE
 from moe_kernels.nn.policies import TokenChoice
-from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
+from moe_kernels.recipes import Batch, Measures, Routing, Splits, Task, option
+from moe_kernels.recipes._text import TextRecipe, bits, characters
 
 SIDES = ("dense", "smoe", "fixed", "dropout", "switch", "xmoe", "stable", "hyper", "thor", "compete")
 
 
 @dataclass(frozen=True)
-class CompeteSMoE(Recipe):
+class CompeteSMoE(TextRecipe):
     """Sides: dense, smoe, fixed (SMoE-Fixed), dropout (SMoE-Dropout), switch, xmoe, stable, hyper, thor, compete."""
 
     SIDES: ClassVar[tuple[str, ...]] = SIDES
-    ACCEPTS: ClassVar[type] = Text
-    METRIC: ClassVar[str] = "bits"
-    HIGHER_IS_BETTER: ClassVar[bool] = False
 
-    data: str = option("", "path to text: enwik8, text8, Tiny Shakespeare, WikiText, any file")
     sides: tuple[str, ...] = option(("smoe", "fixed", "compete"), "gates to compare")
     steps: int = option(800, "steps instead of epochs; 0: epochs", low=0)
-    length: int = option(128, "characters of a window", low=2)
     dim: int = option(128, "width of the model", low=1)
     hidden: int = option(128, "hidden layer of an expert; the paper: the width of the model", low=1)
     depth: int = option(4, "blocks", low=1)
@@ -65,15 +59,7 @@ class CompeteSMoE(Recipe):
     consistency: float = option(1.0, "alpha of THOR", low=0)
     model_dropout: float = option(0.1, "of embeddings, attention and feed-forward layers", low=0)
     batch_size: int = option(16, "windows a step", low=1)
-    eval_batch: int = option(64, "windows at a time in evaluation", low=1)
     lr: float = option(7e-4, "learning rate of Adam, after a tenth of the steps of warm-up", low=0)
-
-    def splits(self, data: Any) -> Splits:
-        train, test = (data.windows(part, self.length) for part in ("train", "test"))
-        return Splits(data, (train,), (test,))
-
-    def variants(self) -> dict[str, Recipe]:
-        return {side: replace(self, sides=(side,)) for side in self.sides}
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         windows, side = data.train[0], self.side
@@ -92,7 +78,7 @@ class CompeteSMoE(Recipe):
         gates = [module for module in model.modules() if isinstance(module, Gate)]
 
         def loss(batch: Batch) -> dict[str, Tensor]:
-            x, y = _halves(batch)
+            x, y = characters(batch)
             logits, outputs = model(x)
             text = F.cross_entropy(logits.flatten(0, 1), y.flatten())
             extra = sum((out.loss for out in outputs), text.new_zeros(()))
@@ -103,13 +89,11 @@ class CompeteSMoE(Recipe):
             return {"loss": text + extra, "text": text}
 
         def evaluate(batch: Batch) -> Measures:
-            x, y = _halves(batch)
-            logits, _ = model(x)
-            nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
-            return {"bits": (nats / math.log(2), y.numel())}
+            x, y = characters(batch)
+            return bits(model(x)[0], y)
 
         def routing(batch: Batch) -> list[Routing]:
-            return [Routing(out.plan.used) for out in model(_halves(batch)[0])[1]]
+            return [Routing(out.plan.used) for out in model(characters(batch)[0])[1]]
 
         def before_step(step: int) -> None:
             for gate in gates:
@@ -151,8 +135,3 @@ class CompeteSMoE(Recipe):
         else:
             gate = RandomGate(experts)
         return MoE(gate, mlps)
-
-
-def _halves(batch: Batch) -> tuple[Tensor, Tensor]:
-    windows = batch.tensors[0].long()
-    return windows[:, :-1], windows[:, 1:]

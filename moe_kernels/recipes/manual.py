@@ -9,7 +9,7 @@ the test: evaluation takes the learned gate throughout, which is only trained in
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -38,9 +38,6 @@ class Manual(Recipe):
     hidden: int = option(64, "hidden layer of an expert", low=1)
     batch_size: int = option(64, "images a step", low=1)
     lr: float = option(1e-3, "learning rate of Adam, cosine to zero", low=0)
-
-    def variants(self) -> dict[str, Recipe]:
-        return {side: replace(self, sides=(side,)) for side in self.sides}
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         classes, image_shape = len(data.source.classes), data.source.image_shape

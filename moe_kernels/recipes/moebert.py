@@ -8,17 +8,15 @@ neurons of every layer and has no experts, "unguided" splits at random.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.data import Text
 from moe_kernels.models.moe import MoEGPT
 from moe_kernels.models.transformer import Block, FeedForward
 from moe_kernels.nn import schedules
@@ -28,30 +26,26 @@ from moe_kernels.nn.local_search import LocalSearch
 from moe_kernels.nn.moe import MoE, MoEOutput
 from moe_kernels.nn.policies import NonzeroWeights
 from moe_kernels.nn.split import NeuronImportance, distillation_loss, split_ffn
-from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
+from moe_kernels.recipes import Batch, Measures, Routing, Splits, Task, option
+from moe_kernels.recipes._text import TextRecipe, bits, characters
 
 GATES = ("hash", "topk", "comet")
 Part = TypeVar("Part", bound=nn.Module)
 
 
 @dataclass(frozen=True)
-class MoEBERT(Recipe):
+class MoEBERT(TextRecipe):
     """Sides: dense, small, unguided; hash, balanced (hash by frequency), topk and comet; hash+, topk+ and comet+."""
 
     SIDES: ClassVar[tuple[str, ...]] = (
         *("dense", "small", "unguided", "balanced"),
         *(gate + plus for gate in GATES for plus in ("", "+")),
     )
-    ACCEPTS: ClassVar[type] = Text
-    METRIC: ClassVar[str] = "bits"
-    HIGHER_IS_BETTER: ClassVar[bool] = False
 
-    data: str = option("", "path to text: enwik8, text8, Tiny Shakespeare, WikiText, any file")
     sides: tuple[str, ...] = option(("dense", "small", "unguided", "hash", "comet"), "gates and controls to compare")
     steps: int = option(1600, "steps instead of epochs; 0: epochs", low=0)
     dense_share: float = option(0.5, "of the steps, before the split", low=0)
     windows: int = option(256, "of the training text, to tell the importance of neurons by", low=1)
-    length: int = option(128, "characters of a window", low=2)
     dim: int = option(128, "width of the model; BERT: 768", low=1)
     hidden: int = option(512, "neurons of a dense feed-forward layer; BERT: 3072", low=1)
     depth: int = option(4, "blocks; BERT: 12", low=1)
@@ -67,17 +61,9 @@ class MoEBERT(Recipe):
     distill: float = option(5.0, "weight of the distillation", low=0)
     model_dropout: float = option(0.1, "of embeddings and feed-forward layers", low=0)
     batch_size: int = option(16, "windows a step", low=1)
-    eval_batch: int = option(64, "windows at a time in evaluation", low=1)
     lr: float = option(
         7e-4, "learning rate of Adam, after a tenth of the steps of warm-up; fine-tuning BERT: 5e-5", low=0
     )
-
-    def splits(self, data: Any) -> Splits:
-        train, test = (data.windows(part, self.length) for part in ("train", "test"))
-        return Splits(data, (train,), (test,))
-
-    def variants(self) -> dict[str, Recipe]:
-        return {side: replace(self, sides=(side,)) for side in self.sides}
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         windows, split_at = data.train[0], int(self.dense_share * steps)
@@ -89,7 +75,7 @@ class MoEBERT(Recipe):
         pair = Pair(teacher, student, self.share).to(windows.device)
 
         def loss(batch: Batch) -> dict[str, Tensor]:
-            x, y = batch.tensors[0][:, :-1].long(), batch.tensors[0][:, 1:].long()
+            x, y = characters(batch)
             states: list[Tensor] = []
             logits, outputs = pair(x, states)
             text = F.cross_entropy(logits.flatten(0, 1), y.flatten())
@@ -103,20 +89,22 @@ class MoEBERT(Recipe):
             return {"loss": text + extra + self.distill * distilled, "text": text, "distilled": distilled}
 
         def evaluate(batch: Batch) -> Measures:
-            x, y = batch.tensors[0][:, :-1].long(), batch.tensors[0][:, 1:].long()
-            nats = F.cross_entropy(pair(x)[0].flatten(0, 1), y.flatten(), reduction="sum")
-            return {"bits": (nats / math.log(2), y.numel())}
+            x, y = characters(batch)
+            return bits(pair(x)[0], y)
 
         def before_step(step: int) -> None:
             if student is None or step < split_at:
                 return
             if step == split_at:
-                found = importance(teacher, windows[: self.windows].split(self.eval_batch))
-                pair.fill([torch.rand_like(each) for each in found] if self.side == "unguided" else found)
+                if self.side == "unguided":
+                    found = [torch.rand(self.hidden, device=windows.device) for _ in range(self.depth)]
+                else:
+                    found = importance(teacher, windows[: self.windows].split(self.eval_batch))
+                pair.fill(found)
             pair.begin()
 
         def routing(batch: Batch) -> list[Routing]:
-            return [Routing(out.plan.used) for out in pair(batch.tensors[0][:, :-1].long())[1]]
+            return [Routing(out.plan.used) for out in pair(characters(batch)[0])[1]]
 
         return Task(
             pair,
@@ -153,7 +141,7 @@ class MoEBERT(Recipe):
             gate = TreeGate(self.dim, count, self.k, gamma=self.gamma, entropy=self.entropy)
         else:
             gate = HashGate(len(counts), count, frequencies=counts if kind == "balanced" else None)
-        if plus:
+        if plus:  # renormalised, a single choice would have weight 1, and topk's gate no gradient
             gate = PermutedGate(gate, LocalSearch(count, steps // 2, zeta=self.zeta, renormalise=kind != "topk"))
         return MoE(gate, experts, NonzeroWeights() if plus or kind == "comet" else None)
 
@@ -183,8 +171,8 @@ class Pair(nn.Module):
         return self
 
     @torch.no_grad()
-    def fill(self, importance: list[Tensor]) -> None:
-        """The student becomes the teacher with its feed-forward layers split: importance (hidden) of each."""
+    def fill(self, values: list[Tensor]) -> None:
+        """The student becomes the teacher with its feed-forward layers split: `values` (hidden) of each's neurons."""
         assert self.student is not None
         for name in ("tokens", "blocks.norm"):
             _copy(self.teacher, self.student, name)
@@ -192,7 +180,7 @@ class Pair(nn.Module):
         for other, own in zip(_all(self.teacher, Block), _all(self.student, Block), strict=True):
             for name in ("norm_attention", "qkv", "project", "norm_ffn"):
                 _copy(other, own, name)
-        layers = zip(_all(self.teacher, FeedForward), _all(self.student, ExpertMLP), importance, strict=True)
+        layers = zip(_all(self.teacher, FeedForward), _all(self.student, ExpertMLP), values, strict=True)
         for ffn, experts, each in layers:
             hidden = experts.w_in.shape[2]
             share = min(self.share, hidden)

@@ -9,7 +9,7 @@ training features are not public: of the prepared files the validation rows trai
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -54,9 +54,6 @@ class MovieLens(Recipe):
         chosen = torch.randperm(len(data.train[0]), generator=torch.Generator().manual_seed(0))
         chosen = chosen[: self.rows or None].to(data.train[0].device)
         return Splits(data, tuple(column[chosen] for column in data.train), data.test)
-
-    def variants(self) -> dict[str, Recipe]:
-        return {side: replace(self, sides=(side,)) for side in self.sides}
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         users = data.train[0]

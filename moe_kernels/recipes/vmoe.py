@@ -7,7 +7,7 @@ here, so that CIFAR-10 fits a CPU; the defaults of the gates are the papers'.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -56,9 +56,6 @@ class VMoE(Recipe):
     batch_size: int = option(64, "images a step", low=1)
     eval_batch: int = option(256, "images at a time in evaluation", low=1)
     lr: float = option(1e-3, "learning rate of Adam, cosine to zero", low=0)
-
-    def variants(self) -> dict[str, Recipe]:
-        return {side: replace(self, sides=(side,)) for side in self.sides}
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         side, x = self.side, data.train[0]

@@ -1,0 +1,41 @@
+"""What the recipes on text share: windows of characters, each to be told from those before it, judged by bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_kernels.data import Text
+from moe_kernels.recipes import Batch, Measures, Recipe, Splits, option
+
+
+@dataclass(frozen=True)
+class TextRecipe(Recipe):
+    """Its samples are windows (B, length + 1); bits a character of the test text."""
+
+    ACCEPTS: ClassVar[type] = Text
+    METRIC: ClassVar[str] = "bits"
+    HIGHER_IS_BETTER: ClassVar[bool] = False
+
+    data: str = option("", "path to text: enwik8, text8, Tiny Shakespeare, WikiText, any file")
+    eval_batch: int = option(64, "windows at a time in evaluation", low=1)
+    length: int = option(128, "characters of a window; GPT-2: 1024 tokens", low=2)
+
+    def splits(self, data: Any) -> Splits:
+        return Splits(data, (data.windows("train", self.length),), (data.windows("test", self.length),))
+
+
+def characters(batch: Batch) -> tuple[Tensor, Tensor]:
+    """(B, length), what is read, and (B, length), what is to be told: the one after each."""
+    windows = batch.tensors[0].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+def bits(logits: Tensor, y: Tensor) -> Measures:
+    """Cross-entropy of logits (B, length, vocabulary) in bits a character."""
+    nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
+    return {"bits": (nats / math.log(2), y.numel())}
