@@ -148,6 +148,7 @@ def test_activations(target, activation):
 def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
     """Products of torch's library: grouped_mm where rows are whole vectors, else expert by expert."""
     monkeypatch.setattr(grouped_gemm_cpu, "SMALL", -1)
+    monkeypatch.setattr(backends, "remembered", {})
     target = Target("cpu", "cpu", "cpu")
     for din, dout in ((16, 48), (33, 70)):
         for activation, gathered in ((None, False), ("swiglu", True)):
@@ -348,6 +349,7 @@ def test_flops_are_counted():
 @pytest.mark.parametrize("small", [grouped_gemm_cpu.SMALL, -1], ids=["by C++", "by torch"])
 def test_bad_input_is_named(small, monkeypatch):
     monkeypatch.setattr(grouped_gemm_cpu, "SMALL", small)
+    monkeypatch.setattr(backends, "remembered", {})
     x, weight, offsets = torch.randn(9, 4), torch.randn(2, 4, 3), torch.tensor([0, 5, 9])
     for args, more, error, words in (
         ((x.long(), weight, offsets), {}, TypeError, "rows must have dtype"),

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
+#include <new>
 
 #include "moe/activations.h"
 #include "moe/elements.h"
@@ -20,6 +22,25 @@ namespace {
 constexpr int64_t kSpan = 192;   // rows that share a packing of their expert's weight, which costs as much as 10 to 20
 constexpr int64_t kDepth = 256;  // rows that the weight gradient sums at a time: a panel of them is 32 KB
 constexpr int64_t kBlock = 132;  // rows of dW that share it: full tiles, and 128 are one block
+
+// Memory of every thread, in whole cache lines, with nothing in it yet.
+template <class T>
+class Scratch {
+ public:
+  Scratch(int threads, int64_t count)
+      : stride_((count + 15) / 16 * 16), memory_(static_cast<T*>(::operator new(bytes(threads * stride_), kLine))) {}
+  T* of(int thread) const { return memory_.get() + thread * stride_; }
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(T* memory) const { ::operator delete(memory, kLine); }
+  };
+  static size_t bytes(int64_t count) { return size_t(count) * sizeof(T); }
+
+  int64_t stride_;
+  std::unique_ptr<T[], Free> memory_;
+};
 
 // Rows of one expert; none at the end.
 struct Span {
@@ -107,16 +128,16 @@ struct Product {
   char* product;
   Groups groups;
   int64_t din, dout;
-  T* scratch;  // of every thread: sums of a span, a panel, rows of a span; or the sums of a row that stands ready
-  int64_t scratch_stride;
 
   // Calls finish(expert, row, sums of dout columns), which may write over the sums. They stand in `place` (R, dout) if that
   // is not null.
   template <class Finish>
   void run(int threads, T* place, Finish finish) const {
     if (product && product_kind.wide) place = reinterpret_cast<T*>(product);
+    // Sums of a span, a panel, rows of a span; or the sums of a row that stands ready.
+    const Scratch<T> scratch(threads, product ? dout : kSpan * (din + dout) + kPanel<T> * din);
     groups.each_span(kSpan, threads, [&](int thread, Span span, Span later) {
-      T* own = scratch + thread * scratch_stride;
+      T* own = scratch.of(thread);
       T* sums = place ? place + span.first * dout : own;
       if (product == nullptr) multiply(span, later, sums, own + kSpan * dout, place != nullptr);
       for (int64_t row = span.first; row < span.first + span.rows; ++row) {
@@ -194,17 +215,17 @@ struct WeightGradient {
   Groups groups;
   char *dweight, *dbias;
   int64_t din, dout;
-  T* scratch;  // of every thread: a panel of kDepth rows of grad, a block of as many rows of x, that block of dW
-  int64_t scratch_stride;
 
   void run(int threads) const {
     const Elements<T>& kind = x.kind;
     const int64_t blocks = std::max<int64_t>(1, (din + kBlock - 1) / kBlock);
     expect_pages(dweight, groups.num_experts * din * dout * kind.size);
+    // A panel of kDepth rows of grad, a block of as many rows of x, that block of dW.
+    const Scratch<T> scratch(threads, kDepth * (kPanel<T> + kBlock) + kBlock * dout);
     std::atomic<int64_t> next{0};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
-      T *panel = scratch + thread * scratch_stride, *block = panel + kDepth * kPanel<T>, *own = block + kDepth * kBlock;
+      T *panel = scratch.of(thread), *block = panel + kDepth * kPanel<T>, *own = block + kDepth * kBlock;
       for (int64_t i = next++; i < groups.num_experts * blocks; i = next++) {
         const int64_t e = i / blocks, start = i % blocks * kBlock, count = std::min(kBlock, din - start);
         char* to = dweight + (e * din + start) * dout * kind.size;
@@ -321,18 +342,20 @@ void norms(const Product<T>& sums, const char* bias, T* out, int64_t rows, int t
 }
 
 // out (tokens, dim): of each token the sum of the rows that it was read for, in their order. A thread has columns of its
-// own, and in `scratch` a byte a token, whether a row was seen; then, where elements are narrower than T, sums.
+// own, a byte a token, whether a row was seen, and where elements are narrower than T, sums.
 template <class T>
-void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, char* out, char* scratch,
-              int64_t scratch_stride, int64_t num_rows, int64_t tokens, int64_t dim, int threads) {
+void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, char* out, int64_t num_rows,
+              int64_t tokens, int64_t dim, int threads) {
   const int64_t share = ((dim + threads - 1) / threads + 15) / 16 * 16;
+  const Scratch<char> seen_of(threads, (tokens + 63) / 64 * 64);
+  const Scratch<T> sums_of(threads, kind.wide ? 0 : tokens * share);
   expect_pages(out, tokens * dim * kind.size);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int thread = 0; thread < threads; ++thread) {
     const int64_t first = thread * share, count = std::min(share, dim - first);
     if (count <= 0) continue;
-    char* seen = scratch + thread * scratch_stride;
-    T* const sums = reinterpret_cast<T*>(kind.wide ? out : seen + (tokens + 63) / 64 * 64) + (kind.wide ? first : 0);
+    char* seen = seen_of.of(thread);
+    T* const sums = kind.wide ? reinterpret_cast<T*>(out) + first : sums_of.of(thread);
     const int64_t apart = kind.wide ? dim : share;
     std::memset(seen, 0, size_t(tokens));
     for (int64_t r = 0; r < num_rows; ++r) {
@@ -359,7 +382,7 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
   Product<T> {                                                                                                  \
     {elements_of<T>(dtype), static_cast<const char*>(x), x_stride, row_token}, static_cast<const char*>(weight), \
         stride_e, stride_k, stride_j, elements_of<T>(product_dtype), static_cast<char*>(product),                \
-        {expert_offsets, num_experts}, din, dout, static_cast<T*>(scratch), scratch_stride                      \
+        {expert_offsets, num_experts}, din, dout                                                                \
   }
 
 }  // namespace
@@ -378,8 +401,8 @@ int grouped_gemm_fwd(MOE_PRODUCT_ARGS, const void* bias, int activation, void* o
 
 void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, const void* grad,
                              int64_t grad_stride, const int32_t* grad_token, const int32_t* expert_offsets,
-                             int64_t num_experts, void* dweight, void* dbias, void* scratch, int64_t scratch_stride,
-                             int64_t din, int64_t dout, int threads) {
+                             int64_t num_experts, void* dweight, void* dbias, int64_t din, int64_t dout,
+                             int threads) {
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
     const Elements<T> kind = elements_of<T>(dtype);
@@ -389,18 +412,16 @@ void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const i
                                  static_cast<char*>(dweight),
                                  static_cast<char*>(dbias),
                                  din,
-                                 dout,
-                                 static_cast<T*>(scratch),
-                                 scratch_stride};
+                                 dout};
     work.run(threads);
   });
 }
 
-void grouped_gemm_sum_rows(int dtype, const void* rows, const int32_t* token, void* out, void* scratch,
-                           int64_t scratch_stride, int64_t num_rows, int64_t tokens, int64_t dim, int threads) {
+void grouped_gemm_sum_rows(int dtype, const void* rows, const int32_t* token, void* out, int64_t num_rows,
+                           int64_t tokens, int64_t dim, int threads) {
   with_wide(dtype, [&](auto zero) {
     sum_rows(elements_of<decltype(zero)>(dtype), static_cast<const char*>(rows), token, static_cast<char*>(out),
-             static_cast<char*>(scratch), scratch_stride, num_rows, tokens, dim, threads);
+             num_rows, tokens, dim, threads);
   });
 }
 

@@ -1,5 +1,6 @@
 // moe_kernels._cpu: the CPU kernels, each taking the index of an instruction set before its own arguments.
 
+#include "look.h"
 #include "moe/bind.h"
 #include "ops.h"
 
@@ -41,6 +42,11 @@ py::tuple available_isas() {
 
 PYBIND11_MODULE(_cpu, m) {
   m.attr("isas") = available_isas();
+  m.def("read_tensors_by", &moe::Looks::read_by);
+  // Past pybind11, which packs arguments into a tuple.
+  static PyMethodDef look = {"look", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(moe::Looks::look)),
+                             METH_FASTCALL, nullptr};
+  m.add_object("look", PyCFunction_New(&look, nullptr));
 #define BIND(op) bind(m, #op, {EACH_ISA(op)});
   MOE_CPU_OPS(BIND)
 #undef BIND

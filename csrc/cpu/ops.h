@@ -22,7 +22,7 @@
 #define MOE_PRODUCT_ARGS                                                                                             \
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
       int64_t stride_k, int64_t stride_j, void *product, int product_dtype, const int32_t *expert_offsets,           \
-      int64_t num_experts, int64_t din, int64_t dout, void *scratch, int64_t scratch_stride
+      int64_t num_experts, int64_t din, int64_t dout
 
 // The products of x (tokens, dim) with a tree gate's weights, of what tree_reach found below a tree's first `levels`.
 #define MOE_TREE_PRODUCTS_ARGS                                                                                       \
@@ -66,10 +66,10 @@
                        int64_t tokens, int threads);                                                                 \
   void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, const void* grad, \
                                int64_t grad_stride, const int32_t* grad_token, const int32_t* expert_offsets,        \
-                               int64_t num_experts, void* dweight, void* dbias, void* scratch,                       \
-                               int64_t scratch_stride, int64_t din, int64_t dout, int threads);                      \
-  void grouped_gemm_sum_rows(int dtype, const void* rows, const int32_t* token, void* out, void* scratch,            \
-                             int64_t scratch_stride, int64_t num_rows, int64_t tokens, int64_t dim, int threads);    \
+                               int64_t num_experts, void* dweight, void* dbias, int64_t din, int64_t dout,           \
+                               int threads);                                                                         \
+  void grouped_gemm_sum_rows(int dtype, const void* rows, const int32_t* token, void* out, int64_t num_rows,         \
+                             int64_t tokens, int64_t dim, int threads);                                              \
   void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void* pre, int activation, void* dpre, \
                       int64_t rows, int64_t width, int threads);                                                     \
   void expert_mlp_bwd_hidden(MOE_PRODUCT_ARGS, const void* row_weight, const void* pre, int activation, void* dpre,  \

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_
 
 # Operations whose kernels are all another one's: only their definition has a file of its own.
 MADE_OF = {"expert_mlp": "grouped_gemm", "expert_norms": "grouped_gemm"}
+
+# What ops/_checks.py remembers of calls, by what their tensors look like.
+remembered: dict[tuple, Any] = {}
 
 _wanted: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=None)
 
@@ -79,9 +82,12 @@ def _choose(op: str, backend: str | None, device: str, dtype: torch.dtype) -> st
     return _decide(op, asked(backend), device, dtype)
 
 
+wanted = _wanted.get  # what use_backend asks for, or None
+
+
 def asked(backend: str | None) -> str | None:
     """The backend asked for by name, in whichever way; None leaves the choice."""
-    return backend or _wanted.get() or os.environ.get("MOE_KERNELS_BACKEND")
+    return backend or wanted() or os.environ.get("MOE_KERNELS_BACKEND")
 
 
 @cache
@@ -147,6 +153,7 @@ def load(name: str, op: str) -> ModuleType:
 def reconsider() -> None:
     """Forgets earlier choices: for whoever changes what a backend can run, as tests/simt does."""
     _decide.cache_clear()
+    remembered.clear()
 
 
 def candidates(op: str, device: str, dtype: torch.dtype) -> list[Candidate]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +18,14 @@ _library = torch.library.Library("moe_kernels", "DEF")
 ops = SimpleNamespace()
 
 
-def define(schema: str, implementation, fake, flops) -> None:
+# Of some operations: arguments -> a function of such arguments, which does what they do for all that look like these.
+_made_ready: dict[str, Callable[..., Callable[..., Any]]] = {}
+
+
+def define(schema: str, implementation, fake, flops, ready=None) -> None:
     """The operation of that schema, in torch's registry and in `ops`."""
     name = schema[: schema.index("(")]
+    _made_ready[name] = ready or (lambda *args: implementation)
     _library.define(schema)
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_kernels::{name}", fake, lib=_library)
@@ -26,12 +33,26 @@ def define(schema: str, implementation, fake, flops) -> None:
     registered = getattr(torch.ops.moe_kernels, name).default
 
     def call(*args):
-        # Past the dispatcher, which takes 7 us, unless somebody listens there: a compiler, a FLOP counter, a fake mode.
-        if is_compiling() or _len_torch_dispatch_stack():
-            return registered(*args)
-        return implementation(*args)
+        # Past the dispatcher, which takes 7 us, unless somebody listens there.
+        return registered(*args) if _heard() else implementation(*args)
 
     setattr(ops, name, call)
+
+
+def launch(ready: dict[str, Any] | None, stage: str, name: str, *args):
+    """ops.name(*args). What the looks of tensors decide is found at the first call of a `stage` and kept in `ready`,
+    which is the caller's for tensors of one look. None keeps nothing."""
+    if ready is None or _heard():
+        return getattr(ops, name)(*args)
+    run = ready.get(stage)
+    if run is None:
+        run = ready[stage] = _made_ready[name](*args)
+    return run(*args)
+
+
+def _heard() -> bool:
+    """A compiler, a FLOP counter or a fake mode listens to what is called."""
+    return is_compiling() or bool(_len_torch_dispatch_stack())
 
 
 def rows(x: Tensor) -> Tensor:

@@ -50,6 +50,13 @@ def _grouped_gemm_fwd(
     )
 
 
+def _grouped_gemm_fwd_ready(x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend):
+    read_in_place = rows(x) is x and matrices(weight) is weight and (bias is None or rows(bias) is bias)
+    if backend != "cpu" or not read_in_place:
+        return _grouped_gemm_fwd
+    return _kernels(backend).grouped_gemm_fwd_ready(x, weight, expert_offsets, row_token, bias, activation, keep_pre)
+
+
 def _grouped_gemm_fwd_fake(x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend):
     num_rows, dout = _num_rows(x, row_token), weight.shape[2]
     out = x.new_empty((num_rows, dout // 2 if activation in GATED else dout))
@@ -64,6 +71,12 @@ def _grouped_gemm_bwd_weight(x, grad, expert_offsets, x_token, grad_token, with_
     return _kernels(backend).grouped_gemm_bwd_weight(
         rows(x), rows(grad), expert_offsets, x_token, grad_token, with_bias
     )
+
+
+def _grouped_gemm_bwd_weight_ready(x, grad, expert_offsets, x_token, grad_token, with_bias, backend):
+    if backend != "cpu" or rows(x) is not x or rows(grad) is not grad:
+        return _grouped_gemm_bwd_weight
+    return _kernels(backend).grouped_gemm_bwd_weight_ready(x, grad, expert_offsets, x_token, grad_token, with_bias)
 
 
 def _grouped_gemm_bwd_weight_fake(x, grad, expert_offsets, x_token, grad_token, with_bias, backend):
@@ -117,6 +130,7 @@ define(
     _grouped_gemm_fwd,
     _grouped_gemm_fwd_fake,
     lambda x, weight, offsets, row_token, *rest, out_shape=None, **kwargs: _product_flops(x, weight, row_token),
+    _grouped_gemm_fwd_ready,
 )
 define(
     "grouped_gemm_bwd_weight(Tensor x, Tensor grad, Tensor expert_offsets, Tensor? x_token, Tensor? grad_token, "
@@ -124,6 +138,7 @@ define(
     _grouped_gemm_bwd_weight,
     _grouped_gemm_bwd_weight_fake,
     lambda x, grad, offsets, x_token, *rest, out_shape=None, **kwargs: _product_flops(x, (0, x[1], grad[1]), x_token),
+    _grouped_gemm_bwd_weight_ready,
 )
 define(
     "grouped_gemm_sum_rows(Tensor x, Tensor row_token, SymInt num_tokens, str backend) -> Tensor",

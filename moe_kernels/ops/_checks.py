@@ -1,18 +1,60 @@
 """Checks that every operation shares. A message names the operation, what was expected and what came."""
 
 import operator
+from collections.abc import Callable
+from functools import wraps
 from math import isfinite
 from numbers import Real
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.function import once_differentiable as _once_differentiable
 from torch.compiler import is_compiling
+
+from moe_kernels import backends
+from moe_kernels.backends._look import look
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATING = (*HALF_AND_SINGLE, torch.float64)
 INDEX = (torch.int32, torch.int64)
+
+
+def remembered(
+    check: Callable[..., Any], words: tuple, tensors: tuple[Tensor | None, ...]
+) -> tuple[Any, dict[str, Any] | None]:
+    """check(*words, *tensors), made once for tensors of one look, and what is kept for that look (library.launch).
+
+    A look is dtype, shape, strides and device; checks see no more, and choose a backend. Where somebody traces, nothing
+    is remembered or kept.
+    """
+    if is_compiling() or _are_functorch_transforms_active():
+        return check(*words, *tensors), None
+    seen = look(*tensors)
+    key = check, words, backends.wanted(), torch.get_num_threads(), seen
+    try:
+        return backends.remembered[key]
+    except (KeyError, TypeError):  # TypeError: a word without a hash, which the check refuses
+        found: tuple[Any, dict[str, Any]] = check(*words, *tensors), {}
+    if seen is None:
+        return found
+    if len(backends.remembered) >= 4096:  # some MB, should no shape come again
+        backends.remembered.clear()
+    backends.remembered[key] = found
+    return found
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator of that name, without its 10 us where no gradient of the gradient is recorded."""
+    recorded = _once_differentiable(backward)
+
+    @wraps(backward)
+    def either(ctx: Any, *grads: Tensor) -> Any:
+        return recorded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+
+    return either
 
 
 def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import python_ref.expert_mlp as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_first, check_fits, check_rank, check_tensor
+from moe_kernels.ops._checks import FLOATING, check_first, check_fits, check_rank, check_tensor, once_differentiable
 from moe_kernels.ops.grouped_gemm import check_activation, transposed
 from moe_kernels.plan import RoutingPlan
 

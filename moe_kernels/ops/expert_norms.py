@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import python_ref.expert_norms as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_rank, check_tensor
+from moe_kernels.ops._checks import FLOATING, check_rank, check_tensor, once_differentiable
 from moe_kernels.ops.expert_mlp import check_parameters
 from moe_kernels.ops.grouped_gemm import transposed
 

@@ -15,11 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import python_ref.grouped_gemm as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_rank, check_tensor
+from moe_kernels.ops._checks import (
+    FLOATING,
+    INDEX,
+    check_fits,
+    check_rank,
+    check_tensor,
+    once_differentiable,
+    remembered,
+)
 
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", *library.GATED)
 
@@ -70,18 +77,11 @@ def grouped_gemm(
     Source: the dense form is GShard's einsum; ragged groups without padding are MegaBlocks', the gather inside the
     product is ScatterMoE's.
     """
-    check_tensor("grouped_gemm", "rows", rows, FLOATING)
-    check_rank("grouped_gemm", "rows", rows, "(R, Din)")
-    check_rank("grouped_gemm", "weight", weight, "(E, Din, Dout)")
-    num_experts, _, dout = weight.shape
-    check_fits("grouped_gemm", "weight", weight, (num_experts, rows.shape[1], dout), "(E, Din, Dout)", "rows", rows)
-    if bias is not None:
-        check_fits("grouped_gemm", "bias", bias, (num_experts, dout), "(E, Dout)", "rows", rows)
-    check_activation("grouped_gemm", activation, dout)
-    expert_offsets = _check_index("expert_offsets", expert_offsets, "(E + 1,)", num_experts + 1, rows)
-    if row_token is not None:
-        row_token = _check_index("row_token", row_token, "(R,)", None, rows)
-    chosen = backends.choose("grouped_gemm", backend, rows)
+    (chosen, as_it_is), ready = remembered(
+        _check, (activation, backend), (rows, weight, expert_offsets, row_token, bias)
+    )
+    if not as_it_is:
+        expert_offsets, row_token = _as_int32(expert_offsets), None if row_token is None else _as_int32(row_token)
     if chosen == "reference":
         library.grouped_gemm.refuse_bad_rows(expert_offsets, rows, row_token)
         return reference.grouped_gemm(
@@ -90,8 +90,36 @@ def grouped_gemm(
     act = activation or ""
     differentiated = rows.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiated and torch.is_grad_enabled():
-        return _GroupedGemm.apply(rows, weight, bias, expert_offsets, row_token, act, chosen)
-    return library.ops.grouped_gemm_fwd(rows, weight, expert_offsets, row_token, bias, act, False, chosen)[0]
+        return _GroupedGemm.apply(rows, weight, bias, expert_offsets, row_token, act, chosen, ready)
+    given = rows, weight, expert_offsets, row_token, bias
+    return library.launch(ready, "forward", "grouped_gemm_fwd", *given, act, False, chosen)[0]
+
+
+def _check(
+    activation: str | None,
+    backend: str | None,
+    rows: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    row_token: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[str, bool]:
+    """The backend that runs it, and whether it takes the indices as they are."""
+    check_tensor("grouped_gemm", "rows", rows, FLOATING)
+    check_rank("grouped_gemm", "rows", rows, "(R, Din)")
+    check_rank("grouped_gemm", "weight", weight, "(E, Din, Dout)")
+    num_experts, _, dout = weight.shape
+    check_fits("grouped_gemm", "weight", weight, (num_experts, rows.shape[1], dout), "(E, Din, Dout)", "rows", rows)
+    if bias is not None:
+        check_fits("grouped_gemm", "bias", bias, (num_experts, dout), "(E, Dout)", "rows", rows)
+    check_activation("grouped_gemm", activation, dout)
+    _check_index("expert_offsets", expert_offsets, "(E + 1,)", num_experts + 1, rows)
+    indices = [expert_offsets]
+    if row_token is not None:
+        _check_index("row_token", row_token, "(R,)", None, rows)
+        indices.append(row_token)
+    as_it_is = all(index.dtype == torch.int32 and index.is_contiguous() for index in indices)
+    return backends.choose("grouped_gemm", backend, rows), as_it_is
 
 
 def check_activation(op: str, activation: object, width: int) -> None:
@@ -103,13 +131,16 @@ def check_activation(op: str, activation: object, width: int) -> None:
         raise ValueError(f"{op}: {activation} needs an even number of columns, two halves; got {width}")
 
 
-def _check_index(name: str, index: Tensor, shape: str, size: int | None, rows: Tensor) -> Tensor:
-    """`index` is (size,) on the device of rows; as int32."""
+def _check_index(name: str, index: Tensor, shape: str, size: int | None, rows: Tensor) -> None:
+    """`index` is (size,) on the device of rows."""
     check_tensor("grouped_gemm", name, index, INDEX)
     if index.dim() != 1 or (size is not None and index.shape[0] != size) or index.device != rows.device:
         expected = f"{shape} on {rows.device}" if size is None else f"{shape} = ({size},) on {rows.device}"
         raise ValueError(f"grouped_gemm: {name} must be {expected}; got {tuple(index.shape)} on {index.device}")
-    return index if index.dtype == torch.int32 and index.is_contiguous() else index.to(torch.int32).contiguous()
+
+
+def _as_int32(index: Tensor) -> Tensor:
+    return index.to(torch.int32).contiguous()
 
 
 class _GroupedGemm(torch.autograd.Function):
@@ -123,12 +154,12 @@ class _GroupedGemm(torch.autograd.Function):
         row_token: Tensor | None,
         activation: str,
         backend: str,
+        ready: dict[str, Any] | None,
     ) -> Tensor:
-        out, pre = library.ops.grouped_gemm_fwd(
-            rows, weight, expert_offsets, row_token, bias, activation, activation != "", backend
-        )
+        given = rows, weight, expert_offsets, row_token, bias, activation, activation != "", backend
+        out, pre = library.launch(ready, "training", "grouped_gemm_fwd", *given)
         ctx.save_for_backward(rows, weight, expert_offsets, row_token, pre)
-        ctx.activation, ctx.backend = activation, backend
+        ctx.activation, ctx.backend, ctx.ready = activation, backend, ready
         return out
 
     @staticmethod
@@ -136,20 +167,23 @@ class _GroupedGemm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, expert_offsets, row_token, pre = ctx.saved_tensors
         to_rows, to_weight, to_bias = ctx.needs_input_grad[:3]
+        backend, ready = ctx.backend, ctx.ready
         drows = dweight = dbias = None
-        if ctx.activation:
-            grad = library.ops.activation_bwd(grad, pre, ctx.activation, ctx.backend)
+        grad = library.ops.activation_bwd(grad, pre, ctx.activation, backend) if ctx.activation else grad.contiguous()
         if to_rows:
-            drows = transposed(grad, weight, expert_offsets, ctx.backend)
+            drows = transposed(grad, weight, expert_offsets, backend, ready)
             if row_token is not None:
-                drows = library.ops.grouped_gemm_sum_rows(drows, row_token, rows.shape[0], ctx.backend)
+                drows = library.ops.grouped_gemm_sum_rows(drows, row_token, rows.shape[0], backend)
         if to_weight or to_bias:
-            dweight, dbias = library.ops.grouped_gemm_bwd_weight(
-                rows, grad, expert_offsets, row_token, None, to_bias, ctx.backend
-            )
-        return drows, dweight, dbias if to_bias else None, None, None, None, None
+            given = rows, grad, expert_offsets, row_token, None, to_bias, backend
+            stage = "to weight and bias" if to_bias else "to weight"
+            dweight, dbias = library.launch(ready, stage, "grouped_gemm_bwd_weight", *given)
+        return drows, dweight, dbias if to_bias else None, *[None] * 5
 
 
-def transposed(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
+def transposed(
+    grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str, ready: dict[str, Any] | None = None
+) -> Tensor:
     """grad (R, Dout) -> (R, Din): every expert's rows times its transposed weight."""
-    return library.ops.grouped_gemm_fwd(grad, weight.transpose(1, 2), expert_offsets, None, None, "", False, backend)[0]
+    given = grad, weight.transpose(1, 2), expert_offsets, None, None, "", False, backend
+    return library.launch(ready, "to rows", "grouped_gemm_fwd", *given)[0]

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import python_ref.sinkhorn as reference
 from moe_kernels import backends, library
@@ -34,6 +33,7 @@ from moe_kernels.ops._checks import (
     check_positive,
     check_square,
     check_tensor,
+    once_differentiable,
 )
 
 GRADIENTS = ("unrolled", "implicit")

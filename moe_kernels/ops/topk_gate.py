@@ -15,11 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import python_ref.topk_gate as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_like, check_rank, check_tensor
+from moe_kernels.ops._checks import (
+    FLOATING,
+    check_choice,
+    check_int,
+    check_like,
+    check_rank,
+    check_tensor,
+    once_differentiable,
+)
 
 ORDERS = ("topk_softmax", "softmax_topk")
 

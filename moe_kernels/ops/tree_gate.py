@@ -22,11 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import python_ref.tree_gate as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_choice, check_positive, check_rank, check_tensor
+from moe_kernels.ops._checks import (
+    FLOATING,
+    check_choice,
+    check_positive,
+    check_rank,
+    check_tensor,
+    once_differentiable,
+)
 from python_ref.tree_gate import RouteStatistics
 
 PARITIES = (None, "tf", "bert")

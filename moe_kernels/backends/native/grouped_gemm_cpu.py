@@ -8,6 +8,8 @@ reading them is no wait.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import pairwise, repeat
 from types import ModuleType
 
@@ -20,10 +22,6 @@ from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, wide
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
-# Of csrc/cpu/grouped_gemm.cpp: rows that share a packed weight, columns of a panel at most, and the weight gradient's
-# rows at a time and rows of a block.
-SPAN, PANEL, DEPTH, BLOCK = 192, 32, 256, 132
-
 # Multiplications of an expert with its rows, on average, up to which the weight gradient is as fast in C++ as by torch:
 # 0.98 to 1.05 times there, 0.9 to 1.0 at twice as many (one thread, AVX-512, float32). A product stands so at twice as
 # many, 1.07 to 1.1 and 0.95, and one by a transposed weight, which torch's library packs slowly, at four times, 1.01 to
@@ -31,7 +29,11 @@ SPAN, PANEL, DEPTH, BLOCK = 192, 32, 256, 132
 SMALL, PRODUCT, TRANSPOSED = 2**23, 2, 4
 
 
-def fwd(
+def fwd(native: ModuleType, *args) -> tuple[Tensor, Tensor]:
+    return fwd_ready(native, *args)(*args)
+
+
+def fwd_ready(
     native: ModuleType,
     x: Tensor,
     weight: Tensor,
@@ -40,33 +42,69 @@ def fwd(
     bias: Tensor | None,
     activation: str,
     keep_pre: bool,
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """fwd for tensors that look like these: 5 us of Python a call, where finding all this again takes 10 more."""
+    dtype, num_tokens, dout = x.dtype, x.shape[0], weight.shape[2]
+    num_rows = num_tokens if row_token is None else row_token.shape[0]
+    if _is_large(dtype, weight.shape, weight.stride(), num_rows):
+        return partial(_large_fwd, native)
+    native.pointer("grouped_gemm", bias, dtype, 2)
+    code, _, x_stride, _, _, *of_weight, _, _, _, _ = _product(native, x, weight, expert_offsets, row_token, None)
+    size, shape = weight.shape, (num_rows, dout // 2 if activation in GATED else dout)
+    nothing, act = _nothing(dtype, dout), ACTIVATIONS[activation]
+    kernel, isa, threads = native.module.grouped_gemm_fwd, native.isa, native.chunks(x.new_empty(shape))
+
+    def run(x, weight, expert_offsets, row_token, bias, *_):
+        out = x.new_empty(*shape)
+        pre = x.new_empty(num_rows, dout) if keep_pre else None
+        at = _native.addresses(x, row_token, weight, expert_offsets, bias, out, pre)
+        x_at, token_at, weight_at, offsets_at, bias_at, out_at, pre_at = at
+        product = isa, code, x_at, x_stride, token_at, weight_at, *of_weight, offsets_at, *size
+        if kernel(*product, bias_at, act, out_at, pre_at, num_rows, num_tokens, threads):
+            refuse_bad_rows(expert_offsets, x, row_token)
+        return out, nothing if pre is None else pre
+
+    return run
+
+
+def _large_fwd(
+    native: ModuleType,
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    row_token: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    keep_pre: bool,
+    *_,
 ) -> tuple[Tensor, Tensor]:
-    num_rows, dout = (x if row_token is None else row_token).shape[0], weight.shape[2]
-    large = _is_large(x, weight, num_rows)
-    if large:
-        refuse_bad_rows(expert_offsets, x, row_token)
-        if not activation and not keep_pre and _product_dtype(x) == x.dtype:
-            return _large_product(x, weight, expert_offsets, row_token, bias), x.new_empty(0, dout)
-    out = torch.empty(num_rows, dout // 2 if activation in GATED else dout, dtype=x.dtype)
-    args, product, _held = _product(native, out, x, weight, expert_offsets, row_token, large)
-    pre = _place(product, x.dtype, (num_rows, dout)) if keep_pre else x.new_empty(0, dout)
-    refused = native.launch(
+    dtype, dout = x.dtype, weight.shape[2]
+    refuse_bad_rows(expert_offsets, x, row_token)
+    if not activation and not keep_pre and _product_dtype(dtype) is dtype:
+        return _large_product(x, weight, expert_offsets, row_token, bias), _nothing(dtype, dout)
+    product = _large_product(x, weight, expert_offsets, row_token, None)
+    num_rows = product.shape[0]
+    out = x.new_empty(num_rows, dout // 2 if activation in GATED else dout)
+    pre = _place(product, dtype, num_rows, dout) if keep_pre else None
+    native.launch(
         "grouped_gemm_fwd",
         out,
-        *args,
-        0 if bias is None else native.pointer("grouped_gemm", bias, x.dtype, 2),
+        *_product(native, x, weight, expert_offsets, row_token, product),
+        native.pointer("grouped_gemm", bias, dtype, 2),
         ACTIVATIONS[activation],
-        native.pointer("grouped_gemm", out, x.dtype, 2),
-        native.pointer("grouped_gemm", pre, x.dtype, 2) if keep_pre else 0,
+        native.pointer("grouped_gemm", out, dtype, 2),
+        native.pointer("grouped_gemm", pre, dtype, 2),
         num_rows,
         x.shape[0],
     )
-    if refused:
-        refuse_bad_rows(expert_offsets, x, row_token)
-    return out, pre
+    return out, _nothing(dtype, dout) if pre is None else pre
 
 
-def bwd_weight(
+def bwd_weight(native: ModuleType, *args) -> tuple[Tensor, Tensor]:
+    return bwd_weight_ready(native, *args)(*args)
+
+
+def bwd_weight_ready(
     native: ModuleType,
     x: Tensor,
     grad: Tensor,
@@ -74,46 +112,37 @@ def bwd_weight(
     x_token: Tensor | None,
     grad_token: Tensor | None,
     with_bias: bool,
-) -> tuple[Tensor, Tensor]:
-    num_experts, din, dout = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
-    dbias = x.new_empty((num_experts if with_bias else 0, dout))
-    if _is_small(x, (num_experts, din, dout), (x if x_token is None else x_token).shape[0]):
-        dweight = x.new_empty((num_experts, din, dout))
-    else:
-        dweight = _large_weight_gradient(_gathered(x, x_token), _gathered(grad, grad_token), expert_offsets)
-        if not with_bias:
-            return dweight, dbias
-        din = 0  # column sums alone are left
-    scratch = _scratch(native, grad, BLOCK * dout + DEPTH * (BLOCK + PANEL))
-    native.launch(
-        "grouped_gemm_bwd_weight",
-        grad,
-        _native.DTYPES[x.dtype],
-        native.pointer("grouped_gemm", x, x.dtype, 2),
-        x.stride(0),
-        native.pointer("grouped_gemm", x_token, torch.int32, 1),
-        native.pointer("grouped_gemm", grad, x.dtype, 2),
-        grad.stride(0),
-        native.pointer("grouped_gemm", grad_token, torch.int32, 1),
-        native.pointer("grouped_gemm", expert_offsets, torch.int32, 1),
-        num_experts,
-        native.pointer("grouped_gemm", dweight, x.dtype, 3),
-        native.pointer("grouped_gemm", dbias if with_bias else None, x.dtype, 2),
-        native.pointer("grouped_gemm", scratch, scratch.dtype, 2),
-        scratch.shape[1],
-        din,
-        dout,
-    )
-    return dweight, dbias
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """bwd_weight for tensors that look like these."""
+    dtype, num_experts, din, dout = x.dtype, expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
+    small = _is_small(dtype, (num_experts, din, dout), (x if x_token is None else x_token).shape[0])
+    for rows in (x, grad):
+        native.pointer("grouped_gemm", rows, dtype, 2)
+    for indices in (x_token, grad_token, expert_offsets):
+        native.pointer("grouped_gemm", indices, torch.int32, 1)
+    code, x_stride, grad_stride, nothing = _native.DTYPES[dtype], x.stride(0), grad.stride(0), _nothing(dtype, dout)
+    kernel, isa, threads = native.module.grouped_gemm_bwd_weight, native.isa, native.chunks(grad)
+    size = din if small else 0, dout, threads  # no din: column sums alone
+
+    def run(x, grad, expert_offsets, x_token, grad_token, *_):
+        if small:
+            dweight = x.new_empty(num_experts, din, dout)
+        else:
+            dweight = _large_weight_gradient(_gathered(x, x_token), _gathered(grad, grad_token), expert_offsets)
+            if not with_bias:
+                return dweight, nothing
+        dbias = x.new_empty(num_experts, dout) if with_bias else None
+        at = _native.addresses(x, x_token, grad, grad_token, expert_offsets, dweight, dbias)
+        x_at, x_token_at, grad_at, grad_token_at, offsets_at, dweight_at, dbias_at = at
+        rows = x_at, x_stride, x_token_at, grad_at, grad_stride, grad_token_at, offsets_at
+        kernel(isa, code, *rows, num_experts, dweight_at, dbias_at, *size)
+        return dweight, nothing if dbias is None else dbias
+
+    return run
 
 
 def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
-    dim, chunks, size = rows.shape[1], native.chunks(rows), -(-num_tokens // 64) * 64
-    out = torch.empty(num_tokens, dim, dtype=rows.dtype)
-    if wide(rows.dtype) != rows.dtype:
-        columns = -(-dim // chunks)
-        size += num_tokens * 64 * -(-columns // 16)  # a thread's columns, in float32
-    scratch = torch.empty(chunks, size, dtype=torch.uint8)
+    out = rows.new_empty(num_tokens, rows.shape[1])
     native.launch(
         "grouped_gemm_sum_rows",
         rows,
@@ -121,11 +150,8 @@ def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: in
         native.pointer("grouped_gemm", rows, rows.dtype, 2),
         native.pointer("grouped_gemm", row_token, torch.int32, 1),
         native.pointer("grouped_gemm", out, rows.dtype, 2),
-        native.pointer("grouped_gemm", scratch, torch.uint8, 2),
-        size,
         rows.shape[0],
-        num_tokens,
-        dim,
+        *out.shape,
     )
     return out
 
@@ -142,13 +168,13 @@ def hidden_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
     weight = w_out.transpose(1, 2)
-    large = _is_large(grad, weight, row_token.shape[0])
-    args, product, _held = _product(native, pre, grad, weight, expert_offsets, row_token, large)
-    weighted = _place(product, pre.dtype, (pre.shape[0], w_out.shape[1]))
+    large = _is_large(grad.dtype, weight.shape, weight.stride(), row_token.shape[0])
+    product = _large_product(grad, weight, expert_offsets, row_token, None) if large else None
+    weighted = _place(product, pre.dtype, pre.shape[0], w_out.shape[1])
     native.launch(
         "expert_mlp_bwd_hidden",
         pre,
-        *args,
+        *_product(native, grad, weight, expert_offsets, row_token, product),
         native.pointer("expert_mlp", row_weight, wide(pre.dtype), 1),
         native.pointer("expert_mlp", pre, pre.dtype, 2),
         ACTIVATIONS[activation],
@@ -162,12 +188,12 @@ def hidden_bwd(
 
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
-    large = _is_large(rows, weight, rows.shape[0])
-    args, *_held = _product(native, rows, rows, weight, expert_offsets, None, large)
+    large = _is_large(rows.dtype, weight.shape, weight.stride(), rows.shape[0])
+    product = _large_product(rows, weight, expert_offsets, None, None) if large else None
     native.launch(
         "grouped_gemm_norms",
         rows,
-        *args,
+        *_product(native, rows, weight, expert_offsets, None, product),
         native.pointer("expert_norms", bias, rows.dtype, 2),
         native.pointer("expert_norms", out, out.dtype, 1),
         rows.shape[0],
@@ -175,72 +201,69 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
     return out
 
 
-def _is_small(x: Tensor, size: tuple[int, ...], num_rows: int, times: int = 1) -> bool:
-    """Whether products of num_rows rows like x with a weight of `size` (E, Din, Dout) are for C++.
+def _is_small(dtype: torch.dtype, size: tuple[int, ...], num_rows: int, times: int = 1) -> bool:
+    """Whether products of num_rows rows with a weight of `size` (E, Din, Dout) are for C++.
 
     Up to `times` SMALL; a quarter of it in float64, where the weight gradient in C++ is 0.85 times as fast at twice
     SMALL and 0.96 at half of it; an eighth in bfloat16 where the CPU multiplies that itself, which was not measured.
     """
     num_experts, din, dout = size
     small = SMALL
-    if x.dtype == torch.float64:
+    if dtype is torch.float64:
         small //= 4
-    elif x.dtype == torch.bfloat16 == _product_dtype(x):
+    elif dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
         small //= 8
     return num_rows * din * dout <= times * small * num_experts * min(num_experts, torch.get_num_threads())
 
 
-def _is_large(x: Tensor, weight: Tensor, num_rows: int) -> bool:
-    return not _is_small(x, weight.shape, num_rows, PRODUCT if weight.stride(2) == 1 else TRANSPOSED)
+def _is_large(dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], num_rows: int) -> bool:
+    """Whether a product with a weight of that size and those strides is for torch's library."""
+    return not _is_small(dtype, size, num_rows, PRODUCT if strides[2] == 1 else TRANSPOSED)
 
 
 def _product(
     native: ModuleType,
-    work: Tensor,
     x: Tensor,
     weight: Tensor,
     expert_offsets: Tensor,
     row_token: Tensor | None,
-    large: bool,
-) -> tuple[tuple[int, ...], Tensor | None, Tensor]:
-    """The arguments of MOE_PRODUCT_ARGS, for a launch on `work`, and what is to be held until then: the product of
-    large experts, made here, whose rows a launch may write over once it has read them, and scratch memory."""
-    dtype, (num_experts, din, dout), strides = x.dtype, weight.shape, weight.stride()
-    product, size, product_args = None, SPAN * (din + dout) + PANEL * din, (0, _native.DTYPES[dtype])
-    if large:
-        product, size = _large_product(x, weight, expert_offsets, row_token, None), dout
-        product_args = native.pointer("grouped_gemm", product, product.dtype, 2), _native.DTYPES[product.dtype]
-    scratch = _scratch(native, work, size)
-    by_column = strides[2] != 1 and dout > 1  # then the middle dimension is the contiguous one
-    args = (
+    product: Tensor | None,
+) -> tuple[int, ...]:
+    """The arguments of MOE_PRODUCT_ARGS. product: of large experts, whose rows the launch may write over once it has
+    read them."""
+    dtype, strides = x.dtype, weight.stride()
+    by_column = strides[2] != 1 and weight.shape[2] > 1  # then the middle dimension is the contiguous one
+    return (
         _native.DTYPES[dtype],
         native.pointer("grouped_gemm", x, dtype, 2),
         x.stride(0),
-        0 if row_token is None else native.pointer("grouped_gemm", row_token, torch.int32, 1),
+        native.pointer("grouped_gemm", row_token, torch.int32, 1),
         native.pointer("grouped_gemm", weight.transpose(1, 2) if by_column else weight, dtype, 3),
         *strides[:2],
         strides[2] if by_column else 1,
-        *product_args,
+        0 if product is None else native.pointer("grouped_gemm", product, product.dtype, 2),
+        _native.DTYPES[dtype if product is None else product.dtype],
         native.pointer("grouped_gemm", expert_offsets, torch.int32, 1),
-        num_experts,
-        din,
-        dout,
-        native.pointer("grouped_gemm", scratch, scratch.dtype, 2),
-        scratch.shape[1],
+        *weight.shape,
     )
-    return args, product, scratch
 
 
-def _place(product: Tensor | None, dtype: torch.dtype, size: tuple[int, int]) -> Tensor:
+def _place(product: Tensor | None, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
     """Where to write what has a row for every row of the product: in its place, if it has that dtype."""
-    return product if product is not None and product.dtype == dtype else torch.empty(size, dtype=dtype)
+    return product if product is not None and product.dtype == dtype else torch.empty(num_rows, width, dtype=dtype)
+
+
+@cache
+def _nothing(dtype: torch.dtype, width: int) -> Tensor:
+    """(0, width), for a result that nobody asked for: always the same, as making one takes a microsecond."""
+    return torch.empty(0, width, dtype=dtype)
 
 
 def _large_product(
     x: Tensor, weight: Tensor, expert_offsets: Tensor, row_token: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """(R, Dout): torch's product of every expert with its rows, and zeros."""
-    rows, dtype = _gathered(x, row_token), _product_dtype(x)
+    rows, dtype = _gathered(x, row_token), _product_dtype(x.dtype)
     sizes = _sizes(expert_offsets, rows.shape[0])
     if bias is None and _takes_grouped_mm(rows, weight):
         out = F.grouped_mm(rows, weight, offs=expert_offsets[1:])
@@ -263,7 +286,7 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
     """(E, Din, Dout): torch's product of every expert's rows of x, transposed, and of grad."""
     if _takes_grouped_mm(x, grad):
         return F.grouped_mm(x.t(), grad, offs=expert_offsets[1:])
-    dtype, sizes = _product_dtype(x), _sizes(expert_offsets, x.shape[0])
+    dtype, sizes = _product_dtype(x.dtype), _sizes(expert_offsets, x.shape[0])
     out = x.new_empty((len(sizes) - 1, x.shape[1], grad.shape[1]))
     for rows, columns, place in zip(x.split(sizes), grad.split(sizes), out.unbind(), strict=False):
         if dtype == x.dtype:
@@ -279,7 +302,7 @@ def _takes_grouped_mm(*operands: Tensor) -> bool:
     dtype = operands[0].dtype
     return (
         hasattr(F, "grouped_mm")
-        and dtype == _product_dtype(operands[0]) != torch.float64
+        and dtype == _product_dtype(dtype) != torch.float64
         and all(
             each.numel() > 0
             and matrix.stride(-1) == 1
@@ -292,16 +315,12 @@ def _takes_grouped_mm(*operands: Tensor) -> bool:
     )
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """What torch multiplies x in: float16 is a hundred times slower than float32, bfloat16 four times where the CPU has
-    no instruction for it."""
-    slow = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported())
-    return torch.float32 if slow else x.dtype
-
-
-def _scratch(native: ModuleType, work: Tensor, size: int) -> Tensor:
-    """Memory for each thread of a launch on `work`, in whole vectors."""
-    return torch.empty(native.chunks(work), -(-size // 16) * 16, dtype=wide(work.dtype))
+@cache
+def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What torch multiplies `dtype` in: float16 is a hundred times slower than float32, bfloat16 four times where the
+    CPU has no instruction for it."""
+    slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported())
+    return torch.float32 if slow else dtype
 
 
 def _sizes(expert_offsets: Tensor, num_rows: int) -> list[int]:
