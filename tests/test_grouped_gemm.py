@@ -158,6 +158,10 @@ def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
     rows = x.to(dtype)[:1].expand(6, 16)  # all at one address
     got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
     torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
+    for skipped in (0, 1):  # the same look twice, and grouped_mm takes no odd address
+        rows = torch.randn(6 * 16 + 1).to(dtype)[skipped:][: 6 * 16].view(6, 16)
+        got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
+        torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

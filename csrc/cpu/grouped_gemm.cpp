@@ -20,7 +20,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kSpan = 192;   // rows that share a packing of their expert's weight, which costs as much as 10 to 20
-constexpr int64_t kDepth = 256;  // rows that the weight gradient sums at a time: a panel of them is 32 KB
+constexpr int64_t kDepth = 256;  // terms of a sum that are added at a time: a panel of them is 32 KB
 constexpr int64_t kBlock = 132;  // rows of dW that share it: full tiles, and 128 are one block
 
 // Memory of every thread, in whole cache lines, with nothing in it yet.
@@ -135,7 +135,7 @@ struct Product {
   void run(int threads, T* place, Finish finish) const {
     if (product && product_kind.wide) place = reinterpret_cast<T*>(product);
     // Sums of a span, a panel, rows of a span; or the sums of a row that stands ready.
-    const Scratch<T> scratch(threads, product ? dout : kSpan * (din + dout) + kPanel<T> * din);
+    const Scratch<T> scratch(threads, product ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kDepth));
     groups.each_span(kSpan, threads, [&](int thread, Span span, Span later) {
       T* own = scratch.of(thread);
       T* sums = place ? place + span.first * dout : own;
@@ -152,7 +152,7 @@ struct Product {
   }
 
   void multiply(Span span, Span later, T* sums, T* panel, bool fresh) const {
-    T* rows = panel + kPanel<T> * din;
+    T* rows = panel + kPanel<T> * std::min(din, kDepth);
     const T* a = rows;
     int64_t a_row = din;
     if (x.kind.wide && x.token == nullptr) {
@@ -168,9 +168,13 @@ struct Product {
     for (int64_t j = 0; j < dout; j += kPanel<T>) {
       const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
       const bool whole = x.kind.wide && stride_j == 1 && columns == kPanel<T> && span.rows > kTileRows / 2;
-      const T* b = whole ? reinterpret_cast<const T*>(weight_of(span)) + j : panel;
-      if (!whole) pack(panel, x.kind, weight_of(span), stride_k, stride_j, din, j, dout);
-      panel_product(a, a_row, 1, b, stride_k, panel, din, sums + j, dout, span.rows, columns, false, ahead);
+      for (int64_t k = 0; k < din || k == 0; k += kDepth) {
+        const int64_t depth = std::min(kDepth, din - k);
+        const char* const from = weight_of(span) + k * stride_k * x.kind.size;
+        const T* b = whole ? reinterpret_cast<const T*>(from) + j : panel;
+        if (!whole) pack(panel, x.kind, from, stride_k, stride_j, depth, j, dout);
+        panel_product(a + k, a_row, 1, b, stride_k, panel, depth, sums + j, dout, span.rows, columns, k > 0, ahead);
+      }
     }
   }
 };

@@ -42,7 +42,7 @@ def define(schema: str, implementation, fake, flops, ready=None) -> None:
 def launch(ready: dict[str, Any] | None, stage: str, name: str, *args):
     """ops.name(*args). What the looks of tensors decide is found at the first call of a `stage` and kept in `ready`,
     which is the caller's for tensors of one look. None keeps nothing."""
-    if ready is None or _heard():
+    if ready is None or _len_torch_dispatch_stack():  # nobody compiles where it was made
         return getattr(ops, name)(*args)
     run = ready.get(stage)
     if run is None:

@@ -9,19 +9,24 @@ from moe_kernels import backends
 from moe_kernels.library._define import GATED, define, matrices, no_flops, rows, wide
 
 
-def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
-    """ValueError for offsets that fall or exceed R, or tokens outside [-1, T), on the CPU; for a GPU one would wait."""
-    if expert_offsets.device.type != "cpu":
-        return
+def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> int | None:
+    """ValueError for offsets that fall or exceed R, or tokens outside [-1, T), on the CPU; for a GPU one would wait.
+
+    Returns the number of rows in use, where it is known.
+    """
+    if not expert_offsets.is_cpu:
+        return None
     num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
     bounds = expert_offsets.tolist()
     if bounds[0] != 0 or bounds[-1] > num_rows or bounds != sorted(bounds):
         raise ValueError(f"grouped_gemm: expert_offsets must rise from 0 to at most R = {num_rows}; got {bounds}")
-    if row_token is None or num_rows == 0:
-        return
-    low, high = (int(bound) for bound in torch.aminmax(row_token))
-    if low < -1 or high >= rows.shape[0]:
-        raise ValueError(f"grouped_gemm: row_token must be from -1 (zeros) to {rows.shape[0] - 1}; got {low} to {high}")
+    if row_token is not None and num_rows > 0:
+        low, high = (int(bound) for bound in torch.aminmax(row_token))
+        if low < -1 or high >= rows.shape[0]:
+            raise ValueError(
+                f"grouped_gemm: row_token must be from -1 (zeros) to {rows.shape[0] - 1}; got {low} to {high}"
+            )
+    return bounds[-1]
 
 
 def _kernels(backend: str):

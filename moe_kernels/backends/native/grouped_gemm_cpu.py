@@ -9,9 +9,10 @@ reading them is no wait.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise, repeat
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,30 @@ from moe_kernels.library import GATED, wide
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
 # Multiplications of an expert with its rows, on average, up to which the weight gradient is as fast in C++ as by torch:
-# 0.98 to 1.05 times there, 0.9 to 1.0 at twice as many (one thread, AVX-512, float32). A product stands so at twice as
-# many, 1.07 to 1.1 and 0.95, and one by a transposed weight, which torch's library packs slowly, at four times, 1.01 to
-# 1.12. With more threads sharing one product costs more: on two, C++ is 1.05 to 1.28 times as fast at 2**25.
-SMALL, PRODUCT, TRANSPOSED = 2**23, 2, 4
+# 0.98 to 1.05 times there, 0.9 to 1.0 at twice as many (one thread, AVX-512, float32).
+SMALL = 2**23
+
+
+class Limit(NamedTuple):
+    """Up to which C++ multiplies: `times` SMALL, and on one thread, where a side of the weight is over `widest` and
+    torch's library blocks better, `wide` SMALL.
+
+    With more threads sharing one product costs more: on two, C++ is 1.0 to 1.3 times as fast at 2**24 and 2**25 for
+    any sides.
+    """
+
+    times: float
+    widest: float = float("inf")
+    wide: float = 0
+
+
+# C++ against torch at those limits: 1.07 to 1.1, and 0.95 at twice as many; with sides of 352 and 512 1.0 to 1.1 at
+# 2**20 and 2**21, 0.86 to 0.95 at 2**22 and 2**23, where asking torch takes 10 % of a call.
+PRODUCT = Limit(2, 256, 1 / 2)
+# By a transposed weight, which torch's library packs slowly: 1.01 to 1.12.
+TRANSPOSED = Limit(4)
+# 1.1 to 1.6 with sides of 352; of 512 0.73 to 0.96 from 2**20 on.
+GRADIENT = Limit(1, 384, 1 / 16)
 
 
 def fwd(native: ModuleType, *args) -> tuple[Tensor, Tensor]:
@@ -47,7 +68,8 @@ def fwd_ready(
     dtype, num_tokens, dout = x.dtype, x.shape[0], weight.shape[2]
     num_rows = num_tokens if row_token is None else row_token.shape[0]
     if _is_large(dtype, weight.shape, weight.stride(), num_rows):
-        return partial(_large_fwd, native)
+        product_alone = not activation and not keep_pre and row_token is None and bias is None
+        return partial(_grouped_mm if product_alone and _takes_grouped_mm(x, weight) else _large_fwd, native)
     native.pointer("grouped_gemm", bias, dtype, 2)
     code, _, x_stride, _, _, *of_weight, _, _, _, _ = _product(native, x, weight, expert_offsets, row_token, None)
     size, shape = weight.shape, (num_rows, dout // 2 if activation in GATED else dout)
@@ -65,6 +87,17 @@ def fwd_ready(
         return out, nothing if pre is None else pre
 
     return run
+
+
+def _grouped_mm(native: ModuleType, x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest) -> tuple[Tensor, Tensor]:
+    """_large_fwd where it is one call of torch: what that asks besides takes 20 to 40 us."""
+    if not (_native.aligned(x, 16) and _native.aligned(weight, 16)):
+        return _large_fwd(native, x, weight, expert_offsets, *rest)
+    used = refuse_bad_rows(expert_offsets, x, None)
+    out = F.grouped_mm(x, weight, offs=expert_offsets[1:])
+    if used != x.shape[0]:
+        out[used:].zero_()
+    return out, _nothing(x.dtype, weight.shape[2])
 
 
 def _large_fwd(
@@ -115,7 +148,7 @@ def bwd_weight_ready(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """bwd_weight for tensors that look like these."""
     dtype, num_experts, din, dout = x.dtype, expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
-    small = _is_small(dtype, (num_experts, din, dout), (x if x_token is None else x_token).shape[0])
+    small = _is_small(dtype, (num_experts, din, dout), (x if x_token is None else x_token).shape[0], GRADIENT)
     for rows in (x, grad):
         native.pointer("grouped_gemm", rows, dtype, 2)
     for indices in (x_token, grad_token, expert_offsets):
@@ -201,19 +234,19 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
     return out
 
 
-def _is_small(dtype: torch.dtype, size: tuple[int, ...], num_rows: int, times: int = 1) -> bool:
+def _is_small(dtype: torch.dtype, size: tuple[int, ...], num_rows: int, limit: Limit) -> bool:
     """Whether products of num_rows rows with a weight of `size` (E, Din, Dout) are for C++.
 
-    Up to `times` SMALL; a quarter of it in float64, where the weight gradient in C++ is 0.85 times as fast at twice
-    SMALL and 0.96 at half of it; an eighth in bfloat16 where the CPU multiplies that itself, which was not measured.
+    A quarter of the limit in float64, where the weight gradient in C++ is 0.85 times as fast at twice SMALL and 0.96 at
+    half of it; an eighth in bfloat16 where the CPU multiplies that itself, which was not measured.
     """
-    num_experts, din, dout = size
-    small = SMALL
+    (num_experts, din, dout), threads = size, torch.get_num_threads()
+    most = SMALL * (limit.wide if threads == 1 and max(din, dout) > limit.widest else limit.times)
     if dtype is torch.float64:
-        small //= 4
+        most /= 4
     elif dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
-        small //= 8
-    return num_rows * din * dout <= times * small * num_experts * min(num_experts, torch.get_num_threads())
+        most /= 8
+    return num_rows * din * dout <= most * num_experts * min(num_experts, threads)
 
 
 def _is_large(dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], num_rows: int) -> bool:
@@ -297,22 +330,20 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
 
 
 def _takes_grouped_mm(*operands: Tensor) -> bool:
-    """Whether torch has grouped_mm, which loops over experts without Python, and these are as it wants them: not
-    float64, and matrices of either layout whose rows begin at multiples of 16 bytes."""
-    dtype = operands[0].dtype
-    return (
-        hasattr(F, "grouped_mm")
-        and dtype == _product_dtype(dtype) != torch.float64
-        and all(
-            each.numel() > 0
-            and matrix.stride(-1) == 1
-            and matrix.stride(-2) >= matrix.shape[-1]
-            and all(stride * each.element_size() % 16 == 0 for stride in matrix.stride()[:-1])
-            and _native.aligned(each, 16)
-            for each in operands
-            for matrix in [each if each.stride(-1) == 1 else each.transpose(-1, -2)]
-        )
-    )
+    """Whether torch has grouped_mm, which loops over experts without Python, and these are as it wants them."""
+    return all(_in_vectors(each.dtype, each.shape, each.stride()) and _native.aligned(each, 16) for each in operands)
+
+
+@lru_cache(4096)
+def _in_vectors(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Not float64, not empty, and matrices of either layout whose rows begin at multiples of 16 bytes."""
+    if not hasattr(F, "grouped_mm") or dtype != _product_dtype(dtype) or dtype == torch.float64 or 0 in shape:
+        return False
+    *batch, row, column = strides
+    width = shape[-1]
+    if column != 1:
+        row, column, width = column, row, shape[-2]
+    return column == 1 and row >= width and all(stride * dtype.itemsize % 16 == 0 for stride in (*batch, row))
 
 
 @cache
