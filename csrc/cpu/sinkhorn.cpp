@@ -114,16 +114,6 @@ void with_sums(const Call& c, int64_t first, const Stage<packed, Wide>& scores, 
   }
 }
 
-// Asks for the memory of small matrices while those before them are worked on, which a processor does within a page alone:
-// 5 to 10 % of n = 4, R = 20 where arrays are a megabyte and more.
-template <class Key>
-void expect(const void* matrices, int64_t stride_batch, int64_t elements, int64_t first, int64_t end) {
-  constexpr int64_t line = 64 / sizeof(Key);
-  for (int64_t m = first; m < end; ++m)
-    for (int64_t e = 0; e < elements; e += line)
-      __builtin_prefetch(static_cast<const Key*>(matrices) + m * stride_batch + e, 0, 2);
-}
-
 template <class F, bool packed>
 void work(const Call& c, int64_t first, int64_t end, char* scratch) {
   using Key = typename F::Key;
@@ -140,12 +130,6 @@ void work(const Call& c, int64_t first, int64_t end, char* scratch) {
       const auto* from = static_cast<const Key*>(c.grad) + m * c.grad_stride_batch;
       grad.template read<F>(from, c.grad_stride_batch, c.grad_stride_row, count);
       grad.pad(Wide(0));
-    }
-    if constexpr (packed) {
-      const int64_t next = m + Staged::group, last = std::min(next + Staged::group, c.batch), elements = c.n * c.n;
-      expect<Key>(c.scores, c.stride_batch, elements, next, last);
-      if (c.grad != nullptr) expect<Key>(c.grad, c.grad_stride_batch, elements, next, last);
-      expect<Key>(c.out, elements, elements, next, last);
     }
     if (c.sums.rows != nullptr) {
       with_sums(c, m, scores, forms, grad, arena);
