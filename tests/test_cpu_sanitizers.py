@@ -11,6 +11,7 @@ import moe_kernels as mk
 from moe_kernels import backends
 from moe_kernels.backends import cpu
 from moe_kernels.backends.native import grouped_gemm_cpu, tree_gate_products
+from moe_kernels.ops.masked_mlp import masked_mlp
 
 pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable()))
 
@@ -133,6 +134,17 @@ def test_experts(sanitized, dtype, small, monkeypatch):
             torch.testing.assert_close(out, expected)
             mk.grouped_gemm(leaf, weight, plan.expert_offsets, row_token=plan.row_token, backend="cpu").sum().backward()
             assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_masked_mlp(sanitized, dtype):
+    for tokens, n in ((0, 33), (1, 1), (5, 31), (150, 64), (2, 300)):
+        leaves = [torch.randn(size).to(dtype).requires_grad_() for size in ((n, 3), (2, n), (n,), (2,))]
+        bits = torch.randint(-(2**31), 2**31, (tokens, -(-n // 32))).int()
+        for activation in ("tanh", "gelu"):
+            y = masked_mlp(torch.randn(tokens, 3).to(dtype), leaves[:2], leaves[2:], [bits], activation=activation)
+            y.float().sum().backward()
+        assert all(each.grad.isfinite().all() for each in leaves)
 
 
 def test_an_overrun_is_caught():

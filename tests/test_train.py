@@ -133,22 +133,30 @@ def plant_wrong_selection(monkeypatch):
 
 
 def plant_wrong_mask(monkeypatch):
-    right = cpu.kwta_bwd
+    right = cpu.masked_mlp_keep_
 
-    def wrong(grad, bits):
-        out = right(grad, bits)
-        out[0] = grad[0]  # one sample's inactive neurons answer and learn, too
-        return out
+    def wrong(values, bits):
+        first = values[0].clone()
+        right(values, bits)
+        values[0] = first  # one sample's inactive neurons answer, too
 
-    monkeypatch.setattr(cpu, "kwta_bwd", wrong)
+    monkeypatch.setattr(cpu, "masked_mlp_keep_", wrong)
+
+
+def plant_wrong_gradient(monkeypatch):
+    right = cpu.masked_mlp_bwd_
+
+    def wrong(grad, value, bits, activation):
+        return right(grad, value, torch.full_like(bits, -1), activation)  # all of them learn
+
+    monkeypatch.setattr(cpu, "masked_mlp_bwd_", wrong)
 
 
 def plant_nan(monkeypatch):
-    right = cpu.kwta_bwd
-    monkeypatch.setattr(cpu, "kwta_bwd", lambda grad, bits: right(grad, bits) * torch.nan)
+    monkeypatch.setattr(cpu, "masked_mlp_keep_", lambda values, bits: values.fill_(torch.nan))
 
 
-@pytest.mark.parametrize("plant", [plant_wrong_selection, plant_wrong_mask, plant_nan])
+@pytest.mark.parametrize("plant", [plant_wrong_selection, plant_wrong_mask, plant_wrong_gradient, plant_nan])
 def test_agreement_check_catches_a_planted_fault(arguments, monkeypatch, capsys, plant):
     plant(monkeypatch)
     assert train.run(arguments("--epochs", "0", "--backend", "cpu")) == 1

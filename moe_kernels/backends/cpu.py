@@ -16,6 +16,7 @@ from moe_kernels.backends.native import (
     dispatch,
     grouped_gemm_cpu,
     kwta,
+    masked_mlp,
     plan,
     sinkhorn,
     topk_gate,
@@ -92,6 +93,9 @@ def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
 kwta_fwd = partial(kwta.fwd, _self)
 kwta_mask = partial(kwta.mask, _self)
 kwta_bwd = partial(kwta.bwd, _self)
+
+masked_mlp_keep_ = partial(masked_mlp.keep_, _self)
+masked_mlp_bwd_ = partial(masked_mlp.bwd_, _self)
 
 topk_gate_fwd = partial(topk_gate.fwd, _self)
 topk_gate_bwd = partial(topk_gate.bwd, _self)

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.models.comparison import MODELS, MoEMLP, comparison_mlp, tied_masks
-from moe_kernels.nn.comet import ACTIVATIONS, CometMLP, FixedRouting
-from moe_kernels.ops.kwta import TIES, k_from_fraction
+from moe_kernels.nn.comet import ACTIVATIONS, CometMLP
+from moe_kernels.ops.kwta import TIES, k_from_fraction, unpack_bits
 from moe_kernels.ops.topk_gate import topk_gate
 from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
 
@@ -72,10 +72,10 @@ class Comet(Recipe):
         known = self._known_masks(model, x, data.test[0])
 
         def routing(batch: Batch) -> list[Routing]:
-            masks = known(batch)
-            if masks is None:
-                masks = model.masks(batch.tensors[0])
-            return [Routing(mask.bool()) for mask in masks]
+            bits = known(batch)
+            if bits is None:
+                return [Routing(mask) for mask in model.masks(batch.tensors[0])]
+            return [Routing(unpack_bits(each, n)) for each, n in zip(bits, model.router.widths[1:], strict=True)]
 
         weights = [p for p in model.parameters() if p.dim() == 2]
         return classifier(
@@ -87,7 +87,7 @@ class Comet(Recipe):
         )
 
     def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], Sequence[Tensor] | None]:
-        """batch -> who answers it in every hidden layer, where that is known before the model runs.
+        """batch -> who answers it in every hidden layer, as bits, where that is known before the model runs.
 
         The paper does not say what masks that belong to training examples do in tests. As in its public code, Bernoulli
         masking then has all neurons on, and example-tied dropout its generalisation neurons, the first k, alone.
@@ -102,33 +102,33 @@ class Comet(Recipe):
             always = k_from_fraction(self.keep, width) if self.side == "tied" else 0
             kept = [tied_masks(len(x), width, self.keep, always, x.device) for _ in range(hidden)]
             if always:
-                in_tests = model.router.unpacked([tied_masks(1, width, 0.0, always, x.device)] * hidden)
-        handed_out = None if kept is None else KeptMasks(model.router, kept)
+                in_tests = [tied_masks(1, width, 0.0, always, x.device)] * hidden
+        handed_out = None if kept is None else KeptMasks(kept)
 
         def known(batch: Batch) -> Sequence[Tensor] | None:
             count = len(batch.tensors[0])
             if batch.rows is not None:
                 return None if handed_out is None else handed_out(batch)
             if in_tests is not None:
-                return [mask.expand(count, -1) for mask in in_tests]
+                return [each.expand(count, -1) for each in in_tests]
             if kept_of_test is None or batch.start is None:
                 return None
-            return model.router.unpacked([layer[batch.start : batch.start + count] for layer in kept_of_test])
+            return [layer[batch.start : batch.start + count] for layer in kept_of_test]
 
         return known
 
 
 class KeptMasks:
-    """Masks of the training samples, kept as bits (n, ceil(N / 32)) a layer and handed out as numbers, batch by batch.
+    """Masks of the training samples, kept as bits (n, ceil(N / 32)) a layer and handed out batch by batch.
 
-    They are unpacked and cut for the steps ahead too, up to AHEAD numbers: what runs once a step finds cold caches, and
-    takes three times as long as in a row.
+    They are gathered and cut for AHEAD steps at once: what runs once a step finds cold caches, and takes three times as
+    long as in a row.
     """
 
-    AHEAD = 1 << 21  # 8 MB, 1 to 3 % of a step at 500 and 1000 neurons; with a megabyte 3 to 4 %
+    AHEAD = 64
 
-    def __init__(self, router: FixedRouting, bits: list[Tensor]) -> None:
-        self.router, self.bits = router, bits
+    def __init__(self, bits: list[Tensor]) -> None:
+        self.bits = bits
         self.order: Tensor | None = None
         self.ahead: dict[int, tuple[Tensor, ...]] = {}  # by the first row of a batch
 
@@ -138,10 +138,8 @@ class KeptMasks:
         assert batch.start is not None
         if self.order is not batch.order or batch.start not in self.ahead:
             count = max(len(batch.rows), 1)
-            steps = max(1, self.AHEAD // (count * sum(self.router.widths[1:])))
-            rows = batch.order[batch.start : batch.start + steps * count]
-            masks = self.router.unpacked([layer.index_select(0, rows) for layer in self.bits])
-            cut = zip(*(mask.split(count) for mask in masks), strict=True)
+            rows = batch.order[batch.start : batch.start + self.AHEAD * count]
+            cut = zip(*(layer.index_select(0, rows).split(count) for layer in self.bits), strict=True)
             self.order, self.ahead = batch.order, {batch.start + i * count: each for i, each in enumerate(cut)}
         return self.ahead[batch.start]
 

@@ -14,9 +14,9 @@ from moe_kernels.train.loop import Run
 
 # Allowed between the two runs, relative to max(1, |loss|) and to the largest gradient. Weights are not compared: where
 # a gradient is zero but for rounding, as that of an attention's key bias is, Adam's step is its sign. kWTA copies what
-# it keeps and writes zeros elsewhere, so its two runs add and multiply the same numbers, and on most machines agree in
-# every bit. Matrix products may sum in another order (torch promises none): one rounding of float32 is 6e-8, and a
-# network amplifies it by less than a hundred.
+# it keeps and writes zeros elsewhere, so its two runs add and multiply the same numbers. Matrix products and gradients
+# of biases may sum in another order: one rounding of float32 is 6e-8, and a network amplifies it by less than a
+# hundred.
 TOLERANCE = 1e-5
 
 

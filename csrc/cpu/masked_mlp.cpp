@@ -1,0 +1,88 @@
+// The way back through a masked layer on the CPU (definition: python_ref/masked_mlp.py): from the gradient of what the layer
+// gave to that of its pre-activations, in place, and its sum over the rows, in one pass.
+
+#include "ops.h"
+
+#include <algorithm>
+
+#include "moe/activations.h"
+#include "moe/formats.h"
+#include "moe/simd.h"
+
+namespace moe {
+namespace MOE_ISA {
+namespace {
+
+constexpr int64_t kColumns = 4 * kWord;  // of a block: their sums are 8 vectors of 16 floats
+constexpr int64_t kSpan = 128;           // rows summed one by one; such sums are then added up
+
+// The slope times the gradient, where `value` is what the activation gave.
+template <Activation act, class T>
+inline T sloped_by(T grad, T value) {
+  if constexpr (act == Activation::relu) return value <= 0 ? T(0) : grad;
+  if constexpr (act == Activation::tanh) return grad * (T(1) - value * value);
+  return grad;
+}
+
+// `count` columns of a row, at most 32. Inlined, so that whole words have a constant count: 4 times as fast.
+template <Activation act, class F>
+inline __attribute__((always_inline)) void backward_word(typename F::Key* grad, const typename F::Key* value, uint32_t word,
+                                                         typename F::Wide* sum, int count) {
+  using Key = typename F::Key;
+#pragma omp simd
+  for (int i = 0; i < count; ++i) {
+    auto g = F::widen(grad[i]);
+    if constexpr (act != Activation::none) g = sloped_by<act>(g, F::widen(value[i]));
+    const Key kept = F::narrow(g) & Key(-Key(word >> i & 1u));
+    grad[i] = kept;
+    sum[i] += F::widen(kept);
+  }
+}
+
+// Every thread has columns of its own, so that sums do not depend on how many there are.
+template <Activation act, class F>
+void backward(void* grad, const void* value, const int32_t* bits, void* dbias, int64_t rows, int64_t n, int threads) {
+  using Key = typename F::Key;
+  using Wide = typename F::Wide;
+  auto* gradients = static_cast<Key*>(grad);
+  const auto* values = static_cast<const Key*>(value);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t first = 0; first < n; first += kColumns) {
+    const int64_t last = std::min(first + kColumns, n);
+    Wide total[kColumns] = {};
+    for (int64_t start = 0; start < rows; start += kSpan) {
+      Wide sum[kColumns] = {};
+      for (int64_t r = start; r < std::min(start + kSpan, rows); ++r) {
+        for (int64_t i = first; i < last; i += kWord) {
+          const uint32_t word = uint32_t(bits[r * words_of(n) + i / kWord]);
+          Key* g = gradients + r * n + i;
+          const Key* v = act == Activation::none ? nullptr : values + r * n + i;
+          if (last - i >= kWord) {
+            backward_word<act, F>(g, v, word, sum + (i - first), int(kWord));
+          } else {
+            backward_word<act, F>(g, v, word, sum + (i - first), int(last - i));
+          }
+        }
+      }
+      for (int64_t i = 0; i < kColumns; ++i) total[i] += sum[i];
+    }
+    for (int64_t i = first; i < last; ++i) static_cast<Key*>(dbias)[i] = F::narrow(total[i - first]);
+  }
+}
+
+}  // namespace
+
+void masked_mlp_bwd(int dtype, void* grad, const void* value, const int32_t* bits, int activation, void* dbias, int64_t rows,
+                    int64_t n, int threads) {
+  with_format(dtype, [&](auto format) {
+    using F = decltype(format);
+    switch (Activation(activation)) {
+      case Activation::relu: return backward<Activation::relu, F>(grad, value, bits, dbias, rows, n, threads);
+      case Activation::tanh: return backward<Activation::tanh, F>(grad, value, bits, dbias, rows, n, threads);
+      default: return backward<Activation::none, F>(grad, nullptr, bits, dbias, rows, n, threads);
+    }
+  });
+}
+
+}  // namespace MOE_ISA
+}  // namespace moe

@@ -1,0 +1,171 @@
+"""An MLP under known masks: products, activations and masks of all layers as one function.
+
+    a_l = W_l x_{l-1} + b_l,   x_l = m_l * f(a_l),   l = 1 .. L-1;   y = W_L x_{L-1} + b_L     (paper 000, eqs. 7 and 8)
+    da_l = m_l * f'(a_l) * dx_l,   dW_l = da_l^T x_{l-1},   db_l = sum of da_l,   dx_{l-1} = da_l W_l
+
+One node in autograd's graph instead of three a layer, since in a batch of 32 it costs more to call what applies a mask
+than to apply it. Masks are read from their bits and applied in place. Saved for backward: what was given,
+x_1 .. x_{L-1} and, but for relu and tanh, whose slopes follow from their values, a_1 .. a_{L-1}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_compiling
+
+import python_ref.masked_mlp as reference
+from moe_kernels import backends
+from moe_kernels.ops._checks import FLOATING, check_choice, check_tensor
+from moe_kernels.ops.kwta import kwta_apply
+from python_ref.masked_mlp import ACTIVATIONS
+
+_aten = torch.ops.aten
+
+# What turns a_l into its value and leaves no trace of a_l.
+_IN_PLACE = {"relu": torch.relu_, "tanh": torch.tanh_}
+
+# da_l from the gradient of f(a_l) and a_l, of the others.
+_SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu": _aten.gelu_backward.default,
+    "silu": _aten.silu_backward.default,
+    "softplus": lambda grad, a: _aten.softplus_backward.default(grad, a, 1, 20),
+    "mish": _aten.mish_backward.default,
+}
+
+
+def masked_mlp(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    bits: Sequence[Tensor],
+    *,
+    activation: str,
+    backend: str | None = None,
+) -> Tensor:
+    """x_0 through L linear layers, the L-1 hidden ones activated and masked: (..., N_0) -> (..., N_L).
+
+    Args:
+        x: (..., N_0), float32, bfloat16 or float16 (float64 on "reference" and "cpu").
+        weights, biases: L of each, (N_l, N_{l-1}) and (N_l) or None, as torch.nn.functional.linear takes them.
+        bits: the masks m_1 .. m_{L-1} as kwta_bits packs them, int32 (..., ceil(N_l / 32)). Bits past N_l are ignored.
+        activation: f, a name in ACTIVATIONS.
+        backend: of the masks: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+
+    A neuron that does not answer is +0 and hands no gradient on, even where its pre-activation or the gradient that
+    reaches it is NaN or infinite. Gradient: to x, weights and biases. Twice differentiable; the second time, as under
+    autocast (whose dtype the products and masks then have), in torch.compile and on other backends than "cpu", the
+    layers run one by one.
+    FLOPs (torch's counter): those of the products, and one an element masked, in either direction.
+
+    Raises:
+        TypeError: x is no tensor of those dtypes, bits are not int32, or a torch.func transform.
+        ValueError: counts of weights, biases and bits that do not fit, bits of another shape or device, an unknown
+            activation.
+        RuntimeError: what torch.nn.functional.linear refuses.
+        BackendError: the backend asked for by name cannot run this.
+
+    Source: paper 000 (COMET), eqs. 7 and 8.
+    """
+    check_tensor("masked_mlp", "x", x, FLOATING)
+    if activation not in ACTIVATIONS:
+        check_choice("masked_mlp", "activation", activation, tuple(ACTIVATIONS))
+    if not len(weights) == len(biases) == len(bits) + 1:
+        raise ValueError(
+            "masked_mlp: weights and biases must be one of each layer and bits of each but the last; "
+            f"got {len(weights)}, {len(biases)} and {len(bits)}"
+        )
+    chosen = backends.choose("masked_mlp", backend, x)
+    if chosen == "reference":
+        return reference.masked_mlp(x, weights, biases, bits, activation=activation)
+    listened = is_compiling() or _len_torch_dispatch_stack()  # by a compiler, a FLOP counter or a fake mode
+    if chosen != "cpu" or listened or torch.is_autocast_enabled("cpu"):
+        return _layer_by_layer(x, weights, biases, bits, activation, chosen)
+    leading = x.shape[:-1]
+    for mask, weight in zip(bits, weights, strict=False):
+        fits = mask.shape == (*leading, (weight.shape[0] + 31) // 32)
+        if not fits or mask.dtype is not torch.int32 or not mask.is_cpu:
+            kwta_apply(x.new_empty(*leading, weight.shape[0]), mask)  # which says what is wrong with the bits
+    bits = [mask.contiguous() for mask in bits]
+    if x.dim() == 2:
+        return _MaskedMLP.apply(x, activation, bits, *weights, *biases)
+    rows = x.reshape(prod(leading), x.shape[-1])
+    flat = [mask.view(len(rows), mask.shape[-1]) for mask in bits]
+    return _MaskedMLP.apply(rows, activation, flat, *weights, *biases).view(*leading, len(weights[-1]))
+
+
+def _layer_by_layer(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    bits: Sequence[Tensor],
+    activation: str,
+    backend: str,
+) -> Tensor:
+    apply = partial(kwta_apply, backend=backend)
+    return reference.masked_mlp(x, weights, biases, bits, activation=activation, apply=apply)
+
+
+class _MaskedMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: str, bits: Sequence[Tensor], *parameters: Any) -> Tensor:
+        """parameters: L weights, then L biases."""
+        depth, in_place = len(bits), _IN_PLACE.get(activation)
+        keep_ = backends.load("cpu", "masked_mlp").masked_mlp_keep_
+        weights, biases = parameters[: depth + 1], parameters[depth + 1 :]
+        inner, pre = [x], []
+        for layer in range(depth):
+            x = F.linear(x, weights[layer], biases[layer])
+            if in_place is not None:
+                in_place(x)
+            else:
+                pre.append(x)
+                x = ACTIVATIONS[activation](x)
+            keep_(x, bits[layer])
+            inner.append(x)
+        ctx.save_for_backward(*weights, *inner, *pre)
+        ctx.activation, ctx.bits, ctx.biases = activation, bits, biases
+        return F.linear(x, weights[depth], biases[depth])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _differentiable_backward(ctx, grad)
+        saved, bits, activation = ctx.saved_tensors, ctx.bits, ctx.activation
+        to_x, _, _, *needed = ctx.needs_input_grad
+        depth, bwd_ = len(bits), backends.load("cpu", "masked_mlp").masked_mlp_bwd_
+        dparameters: list[Tensor | None] = [None] * len(needed)
+        for layer in range(depth, -1, -1):
+            if layer == depth:
+                dbias = grad.sum(0) if needed[-1] else None
+            elif activation in _IN_PLACE:
+                dbias = bwd_(grad, saved[depth + 2 + layer], bits[layer], activation)
+            else:
+                grad = _SLOPES[activation](grad, saved[2 * depth + 2 + layer])
+                dbias = bwd_(grad, None, bits[layer], "")
+            # Before dW, as autograd has it: the other way round the allocator gave memory back to the system in every
+            # step and took it again, 2 % of a step at 1000 neurons.
+            dx = grad.mm(saved[layer]) if layer or to_x else None
+            if needed[layer]:
+                dparameters[layer] = grad.t().mm(saved[depth + 1 + layer])
+            if needed[depth + 1 + layer]:
+                dparameters[depth + 1 + layer] = dbias
+            grad = dx
+        return grad, None, None, *dparameters
+
+
+def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    depth = len(ctx.bits)
+    *weights, x = ctx.saved_tensors[: depth + 2]
+    y = _layer_by_layer(x, weights, ctx.biases, ctx.bits, ctx.activation, "cpu")
+    given = (x, None, None, *weights, *ctx.biases)
+    wanted = [each for each, needed in zip(given, ctx.needs_input_grad, strict=True) if needed]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)

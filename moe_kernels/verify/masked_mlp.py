@@ -1,0 +1,43 @@
+"""The masked MLP with every activation, on widths whose bits are padded and not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from math import sqrt
+
+import torch
+
+from moe_kernels.ops import masked_mlp
+from moe_kernels.ops.kwta import pack_bits
+from moe_kernels.verify.grouped_gemm import FLOOR, leaves_of, named_gradients
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+
+LAYERS = ("1", "2", "3")
+
+
+def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    draw = torch.Generator().manual_seed(0)
+    for tokens in (0, 1, 3) if small else (0, 1, 32, 300):
+        for activation in sorted(masked_mlp.ACTIVATIONS):
+            widths = (9, 33, 64, 7) if small else (64, 500, 1024, 10)
+            inputs = {"x": torch.randn(tokens, widths[0], generator=draw)}
+            for layer, (n_in, n_out) in zip(LAYERS, pairwise(widths), strict=True):
+                inputs[f"w{layer}"] = torch.randn(n_out, n_in, generator=draw) / sqrt(n_in)
+                inputs[f"b{layer}"] = torch.randn(n_out, generator=draw)
+            inputs["grad"] = torch.randn(tokens, widths[-1], generator=draw)
+            inputs = {name: each.to(dtype).to(device) for name, each in inputs.items()}
+            bits = [pack_bits(torch.rand(tokens, n, generator=draw) < 0.5).to(device) for n in widths[1:-1]]
+            yield Case(f"{tokens} through {widths}, {activation}", {**inputs, "bits": bits, "activation": activation})
+
+
+def _run(inputs: Inputs, backend: str) -> Outputs:
+    leaves = leaves_of(inputs, "x", *(f"{kind}{layer}" for kind in "wb" for layer in LAYERS))
+    weights, biases = ([leaves[f"{kind}{layer}"] for layer in LAYERS] for kind in "wb")
+    y = masked_mlp.masked_mlp(
+        leaves["x"], weights, biases, inputs["bits"], activation=inputs["activation"], backend=backend
+    )
+    return {"y": y, **named_gradients(y, leaves, inputs["grad"])}
+
+
+OPERATION = Operation(_cases, _run, exact=frozenset(), floor=FLOOR)
