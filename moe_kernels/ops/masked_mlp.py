@@ -23,7 +23,7 @@ from torch.compiler import is_compiling
 
 import python_ref.masked_mlp as reference
 from moe_kernels import backends
-from moe_kernels.ops._checks import FLOATING, check_choice, check_tensor
+from moe_kernels.ops._checks import FLOATING, check_choice, check_tensor, remembered
 from moe_kernels.ops.kwta import kwta_apply
 from python_ref.masked_mlp import ACTIVATIONS
 
@@ -74,31 +74,37 @@ def masked_mlp(
 
     Source: paper 000 (COMET), eqs. 7 and 8.
     """
-    check_tensor("masked_mlp", "x", x, FLOATING)
-    if activation not in ACTIVATIONS:
-        check_choice("masked_mlp", "activation", activation, tuple(ACTIVATIONS))
-    if not len(weights) == len(biases) == len(bits) + 1:
-        raise ValueError(
-            "masked_mlp: weights and biases must be one of each layer and bits of each but the last; "
-            f"got {len(weights)}, {len(biases)} and {len(bits)}"
-        )
-    chosen = backends.choose("masked_mlp", backend, x)
+    words = activation, backend, len(biases), len(bits)
+    (chosen, as_it_is), _ = remembered(_check, words, (x, *weights, *bits))
     if chosen == "reference":
         return reference.masked_mlp(x, weights, biases, bits, activation=activation)
     listened = is_compiling() or _len_torch_dispatch_stack()  # by a compiler, a FLOP counter or a fake mode
     if chosen != "cpu" or listened or torch.is_autocast_enabled("cpu"):
         return _layer_by_layer(x, weights, biases, bits, activation, chosen)
-    leading = x.shape[:-1]
-    for mask, weight in zip(bits, weights, strict=False):
-        fits = mask.shape == (*leading, (weight.shape[0] + 31) // 32)
-        if not fits or mask.dtype is not torch.int32 or not mask.is_cpu:
-            kwta_apply(x.new_empty(*leading, weight.shape[0]), mask)  # which says what is wrong with the bits
-    bits = [mask.contiguous() for mask in bits]
-    if x.dim() == 2:
+    if as_it_is:
         return _MaskedMLP.apply(x, activation, bits, *weights, *biases)
-    rows = x.reshape(prod(leading), x.shape[-1])
-    flat = [mask.view(len(rows), mask.shape[-1]) for mask in bits]
+    *leading, n = x.shape
+    rows = x.reshape(prod(leading), n)
+    flat = [mask.reshape(len(rows), mask.shape[-1]).contiguous() for mask in bits]
     return _MaskedMLP.apply(rows, activation, flat, *weights, *biases).view(*leading, len(weights[-1]))
+
+
+def _check(
+    activation: str, backend: str | None, num_biases: int, num_bits: int, x: Tensor, *tensors: Tensor
+) -> tuple[str, bool]:
+    """The backend that runs it, and whether it takes x and the bits as they are; tensors: weights, then bits."""
+    check_tensor("masked_mlp", "x", x, FLOATING)
+    check_choice("masked_mlp", "activation", activation, tuple(ACTIVATIONS))
+    num_weights = len(tensors) - num_bits
+    if not num_weights == num_biases == num_bits + 1:
+        raise ValueError(
+            "masked_mlp: weights and biases must be one of each layer and bits of each but the last; "
+            f"got {num_weights}, {num_biases} and {num_bits}"
+        )
+    bits = tensors[num_weights:]
+    for mask, weight in zip(bits, tensors, strict=False):
+        kwta_apply(x.new_empty(*x.shape[:-1], len(weight)), mask, backend="reference")  # says what is wrong with bits
+    return backends.choose("masked_mlp", backend, x), x.dim() == 2 and all(mask.is_contiguous() for mask in bits)
 
 
 def _layer_by_layer(
