@@ -50,8 +50,8 @@ remembered: dict[tuple, Any] = {}
 
 _wanted: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=None)
 
-# What os.environ reads and writes. Its get raises and catches two exceptions where nothing is set, and every call of an
-# operation asks: 1.7 us, and 20 us where a training step has emptied the caches.
+# What os.environ reads and writes. Its get raises and catches two exceptions where nothing is set: 1.7 us of 3.5 that a
+# choice took, or of 19 to 34 in a training step, which finds cold caches.
 _environment, _key = vars(os.environ)["_data"], os.environ.encodekey(VARIABLE)
 
 
