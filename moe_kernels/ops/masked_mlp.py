@@ -156,8 +156,8 @@ class _MaskedMLP(torch.autograd.Function):
             else:
                 grad = _SLOPES[activation](grad, saved[2 * depth + 2 + layer])
                 dbias = bwd_(grad, None, bits[layer], "")
-            # Before dW, as autograd has it: the other way round the allocator gave memory back to the system and took it
-            # again, 80 to 150 page faults a step at 1000 neurons.
+            # Before dW, as autograd has it: the other way round the allocator gave memory back to the system and took
+            # it again, 80 to 150 page faults a step at 1000 neurons.
             dx = grad.mm(saved[layer]) if layer or to_x else None
             if needed[layer]:
                 dparameters[layer] = grad.t().mm(saved[depth + 1 + layer])
