@@ -280,3 +280,14 @@ def test_utilisation_finds_the_dead_neurons_and_takes_any_leading_dimensions():
         counted.update([mask[..., :2]])
     with pytest.raises(ValueError, match="leading dimensions"):
         Utilisation().update([mask, mask[0]])
+
+
+def test_a_parametrised_layer_is_read_through_its_parametrisation():
+    model = CometMLP((6, 40, 40, 3))
+    torch.nn.utils.parametrizations.weight_norm(model.hidden[0])
+    x = torch.randn(5, 6)
+    bits = model.router(x)
+    with torch.no_grad():
+        model.hidden[0].parametrizations.weight.original0 *= 2  # the norms
+        expected = model.output(model.hidden[1](model.hidden[0](x, bits=bits[0]), bits=bits[1]))
+    torch.testing.assert_close(model(x, bits), expected)

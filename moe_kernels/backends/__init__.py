@@ -89,12 +89,9 @@ def _choose(op: str, backend: str | None, device: str, dtype: torch.dtype) -> st
     return _decide(op, asked(backend), device, dtype)
 
 
-wanted = _wanted.get  # what use_backend asks for, or None
-
-
 def asked(backend: str | None) -> str | None:
     """The backend asked for by name, in whichever way; None leaves the choice."""
-    return backend or wanted() or (os.environ[VARIABLE] if _key in _environment else None)
+    return backend or _wanted.get() or (os.environ[VARIABLE] if _key in _environment else None)
 
 
 @cache

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 
 def by_attributes(*tensors: Tensor | None) -> tuple | None:
-    """Dtype, shape, strides and device of each, and the backend that the environment asks for; None if one has none."""
+    """Type, dtype, shape, strides and device of each; None if one has none."""
     looks: list[tuple | None] = []
     for each in tensors:
         if each is None:
@@ -18,7 +16,7 @@ def by_attributes(*tensors: Tensor | None) -> tuple | None:
             looks.append((type(each), each.dtype, each.shape, each.stride(), each.device))
         else:
             return None
-    return *looks, os.environ.get("MOE_KERNELS_BACKEND")
+    return tuple(looks)
 
 
 # torch.Tensor has the interface from version 2.10 on.

@@ -94,8 +94,7 @@ kwta_fwd = partial(kwta.fwd, _self)
 kwta_mask = partial(kwta.mask, _self)
 kwta_bwd = partial(kwta.bwd, _self)
 
-masked_mlp_keep_ = partial(masked_mlp.keep_, _self)
-masked_mlp_bwd_ = partial(masked_mlp.bwd_, _self)
+masked_mlp_ready = partial(masked_mlp.ready, _self)
 
 topk_gate_fwd = partial(topk_gate.fwd, _self)
 topk_gate_bwd = partial(topk_gate.bwd, _self)

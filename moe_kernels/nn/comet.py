@@ -275,9 +275,12 @@ class CometMLP(nn.Module):
 
     def _layers(self) -> tuple[list[Tensor], list[Tensor]]:
         """W_1 .. W_L and b_1 .. b_L, past Module.__getattr__: 12 calls of 1.5 us are longer than the masks take."""
-        layers: Any = (*self.hidden._modules.values(), self.output)
-        parameters = [layer._parameters for layer in layers]
-        return [each["weight"] for each in parameters], [each["bias"] for each in parameters]
+        modules: Any = self._modules
+        layers = (*modules["hidden"]._modules.values(), modules["output"])
+        held = [layer._parameters for layer in layers]
+        if any("weight" not in each for each in held):  # parametrised
+            return [layer.weight for layer in layers], [layer.bias for layer in layers]
+        return [each["weight"] for each in held], [each["bias"] for each in held]
 
     def masks(self, x: Tensor) -> list[Tensor]:
         """x_0 (..., N_0) -> [m_1, .., m_{L-1}], bool (..., N_l): the neurons that answer x_0."""

@@ -33,7 +33,7 @@ def remembered(
     if is_compiling() or _are_functorch_transforms_active():
         return check(*words, *tensors), None
     seen = look(*tensors)
-    key = check, words, backends.wanted(), torch.get_num_threads(), seen
+    key = check, words, backends.asked(None), torch.get_num_threads(), seen
     try:
         return backends.remembered[key]
     except (KeyError, TypeError):  # TypeError: a word without a hash, which the check refuses

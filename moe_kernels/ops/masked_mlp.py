@@ -75,18 +75,23 @@ def masked_mlp(
     Source: paper 000 (COMET), eqs. 7 and 8.
     """
     words = activation, backend, len(biases), len(bits)
-    (chosen, as_it_is), _ = remembered(_check, words, (x, *weights, *bits))
+    (chosen, as_it_is), ready = remembered(_check, words, (x, *weights, *bits))
     if chosen == "reference":
         return reference.masked_mlp(x, weights, biases, bits, activation=activation)
     listened = is_compiling() or _len_torch_dispatch_stack()  # by a compiler, a FLOP counter or a fake mode
     if chosen != "cpu" or listened or torch.is_autocast_enabled("cpu"):
         return _layer_by_layer(x, weights, biases, bits, activation, chosen)
+    masks = ready["masks"] if ready else _masks(x, weights, activation)
+    if ready is not None:
+        ready["masks"] = masks
+    # Past Function.apply, which looks for what functorch wrapped: 4 us, and 10 in a training step with its cold caches.
+    apply = super(torch.autograd.Function, _MaskedMLP).apply
     if as_it_is:
-        return _MaskedMLP.apply(x, activation, bits, *weights, *biases)
+        return apply(x, activation, bits, masks, *weights, *biases)
     *leading, n = x.shape
     rows = x.reshape(prod(leading), n)
     flat = [mask.reshape(len(rows), mask.shape[-1]).contiguous() for mask in bits]
-    return _MaskedMLP.apply(rows, activation, flat, *weights, *biases).view(*leading, len(weights[-1]))
+    return apply(rows, activation, flat, masks, *weights, *biases).view(*leading, len(weights[-1]))
 
 
 def _check(
@@ -107,6 +112,13 @@ def _check(
     return backends.choose("masked_mlp", backend, x), x.dim() == 2 and all(mask.is_contiguous() for mask in bits)
 
 
+def _masks(x: Tensor, weights: Sequence[Tensor], activation: str) -> Any:
+    """What masks hidden layers like these, forward and back (backends/native/masked_mlp.py)."""
+    slope = activation if activation in _IN_PLACE else ""  # torch's of the others
+    widths = [len(weight) for weight in weights[:-1]]
+    return backends.load("cpu", "masked_mlp").masked_mlp_ready(x.dtype, prod(x.shape[:-1]), widths, slope)
+
+
 def _layer_by_layer(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -121,10 +133,9 @@ def _layer_by_layer(
 
 class _MaskedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, bits: Sequence[Tensor], *parameters: Any) -> Tensor:
-        """parameters: L weights, then L biases."""
-        depth, in_place = len(bits), _IN_PLACE.get(activation)
-        keep_ = backends.load("cpu", "masked_mlp").masked_mlp_keep_
+    def forward(ctx: Any, x: Tensor, activation: str, bits: Sequence[Tensor], masks: Any, *parameters: Any) -> Tensor:
+        """masks: of `_masks`. parameters: L weights, then L biases."""
+        depth, in_place, keep_ = len(bits), _IN_PLACE.get(activation), masks[0]
         weights, biases = parameters[: depth + 1], parameters[depth + 1 :]
         inner, pre = [x], []
         for layer in range(depth):
@@ -134,10 +145,10 @@ class _MaskedMLP(torch.autograd.Function):
             else:
                 pre.append(x)
                 x = ACTIVATIONS[activation](x)
-            keep_(x, bits[layer])
+            keep_(x, bits[layer], layer)
             inner.append(x)
         ctx.save_for_backward(*weights, *inner, *pre)
-        ctx.activation, ctx.bits, ctx.biases = activation, bits, biases
+        ctx.activation, ctx.bits, ctx.masks, ctx.biases = activation, bits, masks, biases
         return F.linear(x, weights[depth], biases[depth])
 
     @staticmethod
@@ -145,17 +156,17 @@ class _MaskedMLP(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiable_backward(ctx, grad)
         saved, bits, activation = ctx.saved_tensors, ctx.bits, ctx.activation
-        to_x, _, _, *needed = ctx.needs_input_grad
-        depth, bwd_ = len(bits), backends.load("cpu", "masked_mlp").masked_mlp_bwd_
+        to_x, _, _, _, *needed = ctx.needs_input_grad
+        depth, (_, bwd_) = len(bits), ctx.masks
         dparameters: list[Tensor | None] = [None] * len(needed)
         for layer in range(depth, -1, -1):
             if layer == depth:
                 dbias = grad.sum(0) if needed[-1] else None
             elif activation in _IN_PLACE:
-                dbias = bwd_(grad, saved[depth + 2 + layer], bits[layer], activation)
+                dbias = bwd_(grad, saved[depth + 2 + layer], bits[layer], layer)
             else:
                 grad = _SLOPES[activation](grad, saved[2 * depth + 2 + layer])
-                dbias = bwd_(grad, None, bits[layer], "")
+                dbias = bwd_(grad, None, bits[layer], layer)
             # Before dW, as autograd has it: the other way round the allocator gave memory back to the system and took
             # it again, 80 to 150 page faults a step at 1000 neurons.
             dx = grad.mm(saved[layer]) if layer or to_x else None
@@ -164,14 +175,14 @@ class _MaskedMLP(torch.autograd.Function):
             if needed[depth + 1 + layer]:
                 dparameters[depth + 1 + layer] = dbias
             grad = dx
-        return grad, None, None, *dparameters
+        return grad, None, None, None, *dparameters
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     depth = len(ctx.bits)
     *weights, x = ctx.saved_tensors[: depth + 2]
     y = _layer_by_layer(x, weights, ctx.biases, ctx.bits, ctx.activation, "cpu")
-    given = (x, None, None, *weights, *ctx.biases)
+    given = (x, None, None, None, *weights, *ctx.biases)
     wanted = [each for each, needed in zip(given, ctx.needs_input_grad, strict=True) if needed]
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
