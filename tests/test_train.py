@@ -5,11 +5,12 @@ import csv
 import json
 import math
 import os
+from functools import partial
 
 import pytest
 import torch
 
-from moe_kernels import data, train
+from moe_kernels import backends, data, train
 from moe_kernels.backends import cpu
 from moe_kernels.models import comet_mlp, dense_twin
 from moe_kernels.recipes import Splits, comet
@@ -132,28 +133,36 @@ def plant_wrong_selection(monkeypatch):
     monkeypatch.setattr(cpu, "kwta_fwd", wrong)
 
 
-def plant_wrong_mask(monkeypatch):
-    right = cpu.masked_mlp_keep_
+def plant_in_masks(monkeypatch, keep_=None, bwd_=None):
+    """What masks known layers, replaced: keep_(right, values, bits, layer) or bwd_(right, grad, value, bits, layer)."""
+    ready = cpu.masked_mlp_ready
 
-    def wrong(values, bits):
+    def wrong(*args):
+        right_keep, right_bwd = ready(*args)
+        return partial(keep_, right_keep) if keep_ else right_keep, partial(bwd_, right_bwd) if bwd_ else right_bwd
+
+    monkeypatch.setattr(cpu, "masked_mlp_ready", wrong)
+    monkeypatch.setattr(backends, "remembered", {})
+
+
+def plant_wrong_mask(monkeypatch):
+    def wrong(right, values, bits, layer):
         first = values[0].clone()
-        right(values, bits)
+        right(values, bits, layer)
         values[0] = first  # one sample's inactive neurons answer, too
 
-    monkeypatch.setattr(cpu, "masked_mlp_keep_", wrong)
+    plant_in_masks(monkeypatch, keep_=wrong)
 
 
 def plant_wrong_gradient(monkeypatch):
-    right = cpu.masked_mlp_bwd_
+    def wrong(right, grad, value, bits, layer):
+        return right(grad, value, torch.full_like(bits, -1), layer)  # all of them learn
 
-    def wrong(grad, value, bits, activation):
-        return right(grad, value, torch.full_like(bits, -1), activation)  # all of them learn
-
-    monkeypatch.setattr(cpu, "masked_mlp_bwd_", wrong)
+    plant_in_masks(monkeypatch, bwd_=wrong)
 
 
 def plant_nan(monkeypatch):
-    monkeypatch.setattr(cpu, "masked_mlp_keep_", lambda values, bits: values.fill_(torch.nan))
+    plant_in_masks(monkeypatch, keep_=lambda right, values, bits, layer: values.fill_(torch.nan))
 
 
 @pytest.mark.parametrize("plant", [plant_wrong_selection, plant_wrong_mask, plant_wrong_gradient, plant_nan])
