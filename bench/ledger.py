@@ -52,7 +52,8 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     left = _kernels(op, backend, root)
     if backend in ("cpu", "cuda"):
         other = "_cuda" if backend == "cpu" else "_cpu"
-        callers = (root / "moe_kernels/backends/native").glob(f"{file_of(backend, op)}*.py")
+        folder = root / "moe_kernels/backends/native"
+        callers = [path for name in {op, file_of(backend, op)} for path in folder.glob(f"{name}*.py")]
         left += [path for path in callers if not path.stem.endswith(other)]
     found = {root / "moe_kernels" / "ops" / f"{file_of('reference', op)}.py"}
     while left:
