@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import simt
 import torch
@@ -108,6 +110,16 @@ def test_sinkhorn(sanitized, dtype):
         torch.testing.assert_close(p, mk.sinkhorn(scores, 3, **sums, backend="reference"))
         p.backward(grad)
         assert scores.grad.isfinite().all()
+
+
+def test_what_is_announced_lives_until_the_next_launch(sanitized):
+    x = torch.randn(8)
+    alive = weakref.ref(x)
+    cpu.pointer("test", x, x.dtype, 1)
+    del x
+    assert alive() is not None
+    mk.kwta(torch.randn(2, 5), 2, backend="cpu")
+    assert alive() is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

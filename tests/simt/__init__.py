@@ -133,21 +133,22 @@ class Module:
         self._product = builder.build(unit, build)
         self._isolated = isolated or build in ("asan", "tsan")
         self._seed = seed
-        self._extents: list[tuple[int, int]] = []
+        # Held until the call: memory that is given back and used again meanwhile would be written over after it.
+        self._announced: list[torch.Tensor] = []
 
     def announce(self, tensor: torch.Tensor) -> None:
         """Makes a tensor's memory known to the next call."""
-        self._extents.append(_extent(tensor))
+        self._announced.append(tensor)
 
     @contextlib.contextmanager
     def buffers(self, *tensors: torch.Tensor) -> Iterator[Module]:
         """The calls inside may touch these tensors and nothing else."""
-        kept = self._extents
-        self._extents = [_extent(each) for each in tensors]
+        kept = self._announced
+        self._announced = list(tensors)
         try:
             yield self
         finally:
-            self._extents = kept
+            self._announced = kept
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         types = _signatures(self._product).get(name)
@@ -163,7 +164,9 @@ class Module:
             raise RuntimeError(f"{name}: {len(arguments)} arguments, {len(types)} expected")
         words = [_word(value, kind) for value, kind in zip(arguments, types, strict=True)]
         if self._isolated:
-            error = _replay(self._product, name, self._seed, words, _merged(self._extents))
+            error = _replay(
+                self._product, name, self._seed, words, _merged([_extent(each) for each in self._announced])
+            )
         else:
             error = self._call_here(name, words)
         if error:
@@ -193,7 +196,7 @@ class _Announced:
             try:
                 launcher(*arguments)
             finally:
-                self._module._extents.clear()
+                self._module._announced.clear()
 
         return call
 
