@@ -10,6 +10,7 @@ import torch
 import moe_kernels as mk
 from moe_kernels import backends
 from moe_kernels.backends import _look
+from moe_kernels.backends.native import grouped_gemm_cpu
 
 LOOKS = [_look.by_attributes] if _look.look is _look.by_attributes else [_look.by_attributes, _look.look]
 
@@ -120,3 +121,18 @@ def test_no_tensor_is_held():
 
 def _cells(run):
     return [cell.cell_contents for cell in getattr(run, "__closure__", None) or ()]
+
+
+def test_inference_first_and_training_then():
+    x, weight, offsets = torch.randn(6, 4), torch.randn(2, 4, 31), torch.tensor([0, 3, 6], dtype=torch.int32)
+    grouped_gemm_cpu._nothing.cache_clear()
+    with torch.inference_mode():
+        mk.grouped_gemm(x, weight, offsets)
+    mk.grouped_gemm(x.requires_grad_(), weight, offsets).sum().backward()
+    torch.testing.assert_close(x.grad[0], weight[0].sum(1))
+
+
+def test_an_error_stands_alone():
+    with pytest.raises(ValueError, match="rows must be") as caught:
+        mk.grouped_gemm(torch.randn(6), torch.randn(2, 4, 3), torch.tensor([0, 3, 6]))
+    assert caught.value.__context__ is None

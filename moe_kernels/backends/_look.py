@@ -19,7 +19,7 @@ def by_attributes(*tensors: Tensor | None) -> tuple | None:
     return tuple(looks)
 
 
-# torch.Tensor has the interface from version 2.10 on.
+# Older versions of torch have no such interface.
 try:
     from moe_kernels import _cpu  # type: ignore[attr-defined]  # compiled
 

@@ -288,8 +288,12 @@ def _place(product: Tensor | None, dtype: torch.dtype, num_rows: int, width: int
 
 @cache
 def _nothing(dtype: torch.dtype, width: int) -> Tensor:
-    """(0, width), for a result that nobody asked for: always the same, as making one takes a microsecond."""
-    return torch.empty(0, width, dtype=dtype)
+    """(0, width), for a result that nobody asked for: always the same, as making one takes a microsecond.
+
+    No tensor of inference mode, in whichever it is first asked for: those cannot be saved for a backward pass.
+    """
+    with torch.inference_mode(False):
+        return torch.empty(0, width, dtype=dtype, device="cpu")
 
 
 def _large_product(
