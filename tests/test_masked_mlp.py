@@ -123,6 +123,8 @@ def test_any_layout_and_any_leading_dimensions_are_those_of_their_rows():
     turned = leaves["x"].view(6, -1).t().contiguous().t()
     given = [weight.t().contiguous().t() for weight in weights]
     torch.testing.assert_close(masked_mlp(turned, given, biases, apart, activation="gelu"), y.view(6, -1))
+    strided = [torch.stack((bias, bias), 1)[:, 0] for bias in biases]
+    torch.testing.assert_close(masked_mlp(turned, given, strided, apart, activation="gelu"), y.view(6, -1))
     one = masked_mlp(leaves["x"][0, 0], weights, biases, [each[0, 0] for each in bits], activation="gelu")
     torch.testing.assert_close(one, y[0, 0])
 
@@ -204,5 +206,9 @@ def test_bad_arguments_are_refused_by_name():
         masked_mlp(x, weights, biases, [bits[0][:, :1], *bits[1:]], activation="tanh")
     with pytest.raises(TypeError, match="bits must have dtype int32"):
         masked_mlp(x, weights, biases, [bits[0].long(), *bits[1:]], activation="tanh")
+    with pytest.raises(RuntimeError, match="expanded size"):
+        masked_mlp(x, weights, [biases[0][1:], *biases[1:]], bits, activation="tanh")
+    with pytest.raises(RuntimeError, match="same dtype"):
+        masked_mlp(x, weights, [biases[0].double(), *biases[1:]], bits, activation="tanh")
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         masked_mlp(x[:, 1:], weights, biases, bits, activation="tanh")

@@ -133,25 +133,25 @@ def plant_wrong_selection(monkeypatch):
     monkeypatch.setattr(cpu, "kwta_fwd", wrong)
 
 
-def plant_in_masks(monkeypatch, keep_=None, bwd_=None):
-    """What masks known layers, replaced: keep_(right, values, bits, layer) or bwd_(right, grad, value, bits, layer)."""
+def plant_in_masks(monkeypatch, fwd_=None, bwd_=None):
+    """A masked layer replaced: fwd_(right, values, bias, bits, layer) or bwd_(right, grad, value, bits, layer)."""
     ready = cpu.masked_mlp_ready
 
     def wrong(*args):
-        right_keep, right_bwd = ready(*args)
-        return partial(keep_, right_keep) if keep_ else right_keep, partial(bwd_, right_bwd) if bwd_ else right_bwd
+        right_fwd, right_bwd = ready(*args)
+        return partial(fwd_, right_fwd) if fwd_ else right_fwd, partial(bwd_, right_bwd) if bwd_ else right_bwd
 
     monkeypatch.setattr(cpu, "masked_mlp_ready", wrong)
     monkeypatch.setattr(backends, "remembered", {})
 
 
 def plant_wrong_mask(monkeypatch):
-    def wrong(right, values, bits, layer):
-        first = values[0].clone()
-        right(values, bits, layer)
-        values[0] = first  # one sample's inactive neurons answer, too
+    def wrong(right, values, bias, bits, layer):
+        open_ = bits.clone()
+        open_[0] = -1
+        right(values, bias, open_, layer)  # one sample's inactive neurons answer, too
 
-    plant_in_masks(monkeypatch, keep_=wrong)
+    plant_in_masks(monkeypatch, fwd_=wrong)
 
 
 def plant_wrong_gradient(monkeypatch):
@@ -162,7 +162,7 @@ def plant_wrong_gradient(monkeypatch):
 
 
 def plant_nan(monkeypatch):
-    plant_in_masks(monkeypatch, keep_=lambda right, values, bits, layer: values.fill_(torch.nan))
+    plant_in_masks(monkeypatch, fwd_=lambda right, values, *rest: values.fill_(torch.nan))
 
 
 @pytest.mark.parametrize("plant", [plant_wrong_selection, plant_wrong_mask, plant_wrong_gradient, plant_nan])

@@ -1,5 +1,5 @@
-// The way back through a masked layer on the CPU (definition: python_ref/masked_mlp.py): from the gradient of what the layer
-// gave to that of its pre-activations, in place, and its sum over the rows, in one pass.
+// A masked layer on the CPU but for its products (definition: python_ref/masked_mlp.py), in place and in one pass: from W x to
+// what the layer gives, and back from the gradient of that to the one of its pre-activations and its sum over the rows.
 
 #include "ops.h"
 
@@ -16,6 +16,37 @@ namespace {
 constexpr int64_t kColumns = 4 * kWord;  // of a block: their sums are 8 vectors of 16 floats
 constexpr int64_t kSpan = 128;           // rows summed one by one; such sums are then added up
 
+// `count` columns of a row, at most 32. Inlined, so that whole words have a constant count: 4 times as fast.
+template <Activation act, class F>
+inline __attribute__((always_inline)) void forward_word(typename F::Key* values, const typename F::Key* bias, uint32_t word,
+                                                        int count) {
+  using Key = typename F::Key;
+#pragma omp simd
+  for (int i = 0; i < count; ++i) {
+    auto a = F::widen(values[i]);
+    if (bias != nullptr) a += F::widen(bias[i]);
+    values[i] = F::narrow(value_of<act>(a)) & Key(-Key(word >> i & 1u));
+  }
+}
+
+template <Activation act, class F>
+void forward(void* values, const void* bias, const int32_t* bits, int64_t rows, int64_t n, int threads) {
+  using Key = typename F::Key;
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < n; i += kWord) {
+      const uint32_t word = uint32_t(bits[r * words_of(n) + i / kWord]);
+      Key* v = static_cast<Key*>(values) + r * n + i;
+      const Key* b = bias == nullptr ? nullptr : static_cast<const Key*>(bias) + i;
+      if (n - i >= kWord) {
+        forward_word<act, F>(v, b, word, int(kWord));
+      } else {
+        forward_word<act, F>(v, b, word, int(n - i));
+      }
+    }
+  }
+}
+
 // The slope times the gradient, where `value` is what the activation gave.
 template <Activation act, class T>
 inline T sloped_by(T grad, T value) {
@@ -24,7 +55,6 @@ inline T sloped_by(T grad, T value) {
   return grad;
 }
 
-// `count` columns of a row, at most 32. Inlined, so that whole words have a constant count: 4 times as fast.
 template <Activation act, class F>
 inline __attribute__((always_inline)) void backward_word(typename F::Key* grad, const typename F::Key* value, uint32_t word,
                                                          typename F::Wide* sum, int count) {
@@ -70,17 +100,31 @@ void backward(void* grad, const void* value, const int32_t* bits, void* dbias, i
   }
 }
 
+// Calls work(format, activation) for the format of a dtype and one of the activations whose slope follows from their value.
+template <class Work>
+void with_layer(int dtype, int activation, Work work) {
+  with_format(dtype, [&](auto format) {
+    switch (Activation(activation)) {
+      case Activation::relu: return work(format, std::integral_constant<Activation, Activation::relu>());
+      case Activation::tanh: return work(format, std::integral_constant<Activation, Activation::tanh>());
+      default: return work(format, std::integral_constant<Activation, Activation::none>());
+    }
+  });
+}
+
 }  // namespace
+
+void masked_mlp_fwd(int dtype, void* values, const void* bias, const int32_t* bits, int activation, int64_t rows, int64_t n,
+                    int threads) {
+  with_layer(dtype, activation, [&](auto format, auto act) {
+    forward<act.value, decltype(format)>(values, bias, bits, rows, n, threads);
+  });
+}
 
 void masked_mlp_bwd(int dtype, void* grad, const void* value, const int32_t* bits, int activation, void* dbias, int64_t rows,
                     int64_t n, int threads) {
-  with_format(dtype, [&](auto format) {
-    using F = decltype(format);
-    switch (Activation(activation)) {
-      case Activation::relu: return backward<Activation::relu, F>(grad, value, bits, dbias, rows, n, threads);
-      case Activation::tanh: return backward<Activation::tanh, F>(grad, value, bits, dbias, rows, n, threads);
-      default: return backward<Activation::none, F>(grad, nullptr, bits, dbias, rows, n, threads);
-    }
+  with_layer(dtype, activation, [&](auto format, auto act) {
+    backward<act.value, decltype(format)>(grad, value, bits, dbias, rows, n, threads);
   });
 }
 

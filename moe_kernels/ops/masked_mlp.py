@@ -4,8 +4,9 @@
     da_l = m_l * f'(a_l) * dx_l,   dW_l = da_l^T x_{l-1},   db_l = sum of da_l,   dx_{l-1} = da_l W_l
 
 One node in autograd's graph instead of three a layer, since in a batch of 32 it costs more to call what applies a mask
-than to apply it. Masks are read from their bits and applied in place. Saved for backward: what was given,
-x_1 .. x_{L-1} and, but for relu and tanh, whose slopes follow from their values, a_1 .. a_{L-1}.
+than to apply it. Bias, relu or tanh, and mask are one call, in place; masks are read from their bits. Saved for
+backward: what was given, x_1 .. x_{L-1} and, but for relu and tanh, whose slopes follow from their values,
+a_1 .. a_{L-1}.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from python_ref.masked_mlp import ACTIVATIONS
 
 _aten = torch.ops.aten
 
-# What turns a_l into its value and leaves no trace of a_l.
-_IN_PLACE = {"relu": torch.relu_, "tanh": torch.tanh_}
+# Their slope follows from their value, so a_l is not kept.
+_IN_PLACE = ("relu", "tanh")
 
 # da_l from the gradient of f(a_l) and a_l, of the others.
 _SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -75,48 +76,57 @@ def masked_mlp(
     Source: paper 000 (COMET), eqs. 7 and 8.
     """
     words = activation, backend, len(biases), len(bits)
-    (chosen, as_it_is), ready = remembered(_check, words, (x, *weights, *bits))
+    (chosen, fused, as_it_is), ready = remembered(_check, words, (x, *weights, *bits, *biases))
     if chosen == "reference":
         return reference.masked_mlp(x, weights, biases, bits, activation=activation)
     listened = is_compiling() or _len_torch_dispatch_stack()  # by a compiler, a FLOP counter or a fake mode
-    if chosen != "cpu" or listened or torch.is_autocast_enabled("cpu"):
+    if not fused or listened or torch.is_autocast_enabled("cpu"):
         return _layer_by_layer(x, weights, biases, bits, activation, chosen)
-    masks = ready["masks"] if ready else _masks(x, weights, activation)
+    hidden = ready["hidden"] if ready else _hidden(x, weights, activation)
     if ready is not None:
-        ready["masks"] = masks
+        ready["hidden"] = hidden
     # Past Function.apply, which looks for what functorch wrapped: 4 us, and 10 in a training step with its cold caches.
     apply = super(torch.autograd.Function, _MaskedMLP).apply
     if as_it_is:
-        return apply(x, activation, bits, masks, *weights, *biases)
+        return apply(x, activation, bits, hidden, *weights, *biases)
     *leading, n = x.shape
     rows = x.reshape(prod(leading), n)
     flat = [mask.reshape(len(rows), mask.shape[-1]).contiguous() for mask in bits]
-    return apply(rows, activation, flat, masks, *weights, *biases).view(*leading, len(weights[-1]))
+    return apply(rows, activation, flat, hidden, *weights, *biases).view(*leading, len(weights[-1]))
 
 
 def _check(
-    activation: str, backend: str | None, num_biases: int, num_bits: int, x: Tensor, *tensors: Tensor
-) -> tuple[str, bool]:
-    """The backend that runs it, and whether it takes x and the bits as they are; tensors: weights, then bits."""
+    activation: str, backend: str | None, num_biases: int, num_bits: int, x: Tensor, *tensors: Any
+) -> tuple[str, bool, bool]:
+    """The backend, whether that is _MaskedMLP, and whether x and the bits are as that takes them.
+
+    tensors: weights, bits, biases.
+    """
     check_tensor("masked_mlp", "x", x, FLOATING)
     check_choice("masked_mlp", "activation", activation, tuple(ACTIVATIONS))
-    num_weights = len(tensors) - num_bits
+    num_weights = len(tensors) - num_bits - num_biases
     if not num_weights == num_biases == num_bits + 1:
         raise ValueError(
             "masked_mlp: weights and biases must be one of each layer and bits of each but the last; "
             f"got {num_weights}, {num_biases} and {num_bits}"
         )
-    bits = tensors[num_weights:]
+    bits, biases = tensors[num_weights : num_weights + num_bits], tensors[num_weights + num_bits :]
     for mask, weight in zip(bits, tensors, strict=False):
         kwta_apply(x.new_empty(*x.shape[:-1], len(weight)), mask, backend="reference")  # says what is wrong with bits
-    return backends.choose("masked_mlp", backend, x), x.dim() == 2 and all(mask.is_contiguous() for mask in bits)
+    chosen = backends.choose("masked_mlp", backend, x)
+    fits = all(
+        bias is None
+        or (bias.is_cpu and bias.dtype == x.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous())
+        for bias, weight in zip(biases, tensors, strict=False)
+    )
+    return chosen, chosen == "cpu" and fits, x.dim() == 2 and all(mask.is_contiguous() for mask in bits)
 
 
-def _masks(x: Tensor, weights: Sequence[Tensor], activation: str) -> Any:
-    """What masks hidden layers like these, forward and back (backends/native/masked_mlp.py)."""
-    slope = activation if activation in _IN_PLACE else ""  # torch's of the others
+def _hidden(x: Tensor, weights: Sequence[Tensor], activation: str) -> Any:
+    """Hidden layers like these but for their products, forward and back (backends/native/masked_mlp.py)."""
+    inside = activation if activation in _IN_PLACE else ""
     widths = [len(weight) for weight in weights[:-1]]
-    return backends.load("cpu", "masked_mlp").masked_mlp_ready(x.dtype, prod(x.shape[:-1]), widths, slope)
+    return backends.load("cpu", "masked_mlp").masked_mlp_ready(x.dtype, prod(x.shape[:-1]), widths, inside)
 
 
 def _layer_by_layer(
@@ -133,22 +143,21 @@ def _layer_by_layer(
 
 class _MaskedMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: str, bits: Sequence[Tensor], masks: Any, *parameters: Any) -> Tensor:
-        """masks: of `_masks`. parameters: L weights, then L biases."""
-        depth, in_place, keep_ = len(bits), _IN_PLACE.get(activation), masks[0]
+    def forward(ctx: Any, x: Tensor, activation: str, bits: Sequence[Tensor], hidden: Any, *parameters: Any) -> Tensor:
+        """hidden: of `_hidden`. parameters: L weights, then L biases."""
+        depth, in_place, fwd_ = len(bits), activation in _IN_PLACE, hidden[0]
+        adds = in_place and x.itemsize > 2  # a product of narrow type would be rounded before its bias and after it
         weights, biases = parameters[: depth + 1], parameters[depth + 1 :]
         inner, pre = [x], []
         for layer in range(depth):
-            x = F.linear(x, weights[layer], biases[layer])
-            if in_place is not None:
-                in_place(x)
-            else:
+            x = x.mm(weights[layer].t()) if adds else F.linear(x, weights[layer], biases[layer])
+            if not in_place:
                 pre.append(x)
                 x = ACTIVATIONS[activation](x)
-            keep_(x, bits[layer], layer)
+            fwd_(x, biases[layer] if adds else None, bits[layer], layer)
             inner.append(x)
         ctx.save_for_backward(*weights, *inner, *pre)
-        ctx.activation, ctx.bits, ctx.masks, ctx.biases = activation, bits, masks, biases
+        ctx.activation, ctx.bits, ctx.hidden, ctx.biases = activation, bits, hidden, biases
         return F.linear(x, weights[depth], biases[depth])
 
     @staticmethod
@@ -157,7 +166,7 @@ class _MaskedMLP(torch.autograd.Function):
             return _differentiable_backward(ctx, grad)
         saved, bits, activation = ctx.saved_tensors, ctx.bits, ctx.activation
         to_x, _, _, _, *needed = ctx.needs_input_grad
-        depth, (_, bwd_) = len(bits), ctx.masks
+        depth, (_, bwd_) = len(bits), ctx.hidden
         dparameters: list[Tensor | None] = [None] * len(needed)
         for layer in range(depth, -1, -1):
             if layer == depth:
