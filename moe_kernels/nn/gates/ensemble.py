@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -65,4 +67,4 @@ def tile(x: Tensor, members: int) -> tuple[Tensor, Tensor]:
 def ensemble_log_probs(logits: Tensor, members: int) -> Tensor:
     """log of the mean over members of softmax: logits (B M, classes) of tiled samples -> (B, classes)."""
     log_probs = F.log_softmax(logits, dim=-1).unflatten(0, (-1, members))
-    return log_probs.logsumexp(1) - torch.tensor(members, dtype=logits.dtype, device=logits.device).log()
+    return log_probs.logsumexp(1) - math.log(members)
