@@ -36,7 +36,7 @@ def dense(plan: mk.RoutingPlan) -> torch.Tensor:
     """The plan as a one-hot (R, T, K) in float64."""
     hot = torch.zeros(plan.num_rows, plan.num_tokens, plan.num_choices, dtype=torch.float64)
     used = int(plan.expert_offsets[-1])
-    hot[torch.arange(used), plan.row_token[:used].long(), plan.row_choice[:used].long()] = 1
+    hot[torch.arange(used), plan.row_token[:used].long().cpu(), plan.row_choice[:used].long().cpu()] = 1
     return hot
 
 
