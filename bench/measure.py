@@ -17,7 +17,7 @@ from bench import ledger, nvml, peers, routing, timing, tracing
 from bench.registry import ENTRIES, Inputs, Shape, label
 from bench.shapes import ROUTINGS
 from moe_kernels import info
-from moe_kernels.verify import Row, threads
+from moe_kernels.verify import Row, said, threads
 
 MEMCPY = "memcpy"
 ROUGHLY = 0.05
@@ -63,15 +63,20 @@ class Job:
 
 @dataclass
 class Found:
-    """What jobs gave: figures, points of the scaling curves, and what was left out, each line with its reason."""
+    """What jobs gave: figures, points of the scaling curves, and what was left out, each line with its reason.
+
+    failed: by operation, backend and dtype, what a kernel that is right on the verified shapes raised on another one.
+    """
 
     figures: list[Figure] = field(default_factory=list)
     curves: list[Figure] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    failed: dict[tuple[str, str, str], str] = field(default_factory=dict)
 
     def add(self, other: Found) -> None:
         self.figures += other.figures
         self.curves += other.curves
+        self.failed |= other.failed
         self.left_out += [line for line in other.left_out if line not in self.left_out]
 
 
@@ -166,8 +171,15 @@ def run(
             found.left_out.append(f"{job}: out of time")
             yield found
             continue
-        with threads(job.threads):
-            samples, more = _samples(job, budget, peers, found)
+        try:
+            with threads(job.threads):
+                samples, more = _samples(job, budget, peers, found)
+        except Exception as raised:  # the jobs before it keep their figures
+            why = f"{job}: {said(raised)}"
+            found.left_out.append(why)
+            found.failed |= {(job.op, backend, short(job.dtype)): why for backend in job.backends}
+            yield found
+            continue
         memcpy = samples.pop(MEMCPY)
         kernels = {name: samples.pop(name) for name in job.backends}
         limit = limits[setting(job.device, job.threads)]
@@ -225,7 +237,7 @@ def _peers(
         if job.direction not in by_direction:
             continue
         # PyTorch's compositions are compared by the tests; another package's kernel may first run here.
-        missing |= {} if name in entry.peers else _wrong(name, by_direction[job.direction], kernel, inputs)
+        missing |= _wrong(name, by_direction[job.direction], None if name in entry.peers else kernel, inputs)
         if name not in missing:
             chosen[name] = by_direction[job.direction]
     for name, reason in missing.items():
@@ -234,13 +246,16 @@ def _peers(
 
 
 def _wrong(
-    name: str, peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object], inputs: Inputs
+    name: str, peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] | None, inputs: Inputs
 ) -> dict[str, str]:
-    """{name: reason} where a peer fails, or is off by more than ROUGHLY of the norm; ties may fall elsewhere."""
+    """{name: reason} where a peer fails, or is off from a kernel by more than ROUGHLY of the norm; ties may fall
+    elsewhere."""
     try:
         got = peer(inputs)
     except Exception as raised:
-        return {name: f"fails: {type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"}
+        return {name: f"fails: {said(raised)}"}
+    if kernel is None:
+        return {}
     mine, its = ([each.float() for each in tensors_of(output)] for output in (kernel(inputs), got))
     if [each.shape for each in mine] != [each.shape for each in its]:
         return {name: "gives another shape"}
@@ -300,7 +315,10 @@ def result(rows: list[Row], found: Found, limits: Ceilings) -> dict[str, Any]:
     for row in rows:
         if row.verdict != "not run":
             sources = ledger.digest(row.operation, row.backend)
-            mine = {"figures": _of(row, found.figures), "curves": _of(row, found.curves)}
+            mine: dict[str, Any] = {"figures": _of(row, found.figures), "curves": _of(row, found.curves)}
+            failed = found.failed.get((row.operation, row.backend, row.dtype))
+            if failed:
+                mine |= {"verdict": "FAILED", "note": failed}
             entries.append({**asdict(row), "sources": sources, "checks": {}, **mine})
     without = nvml.missing() if facts["gpus"] else "no GPU"
     return {

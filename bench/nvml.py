@@ -37,7 +37,7 @@ def missing() -> str:
 
 
 def watch(work: Callable[[], object], calls: int, seconds: float) -> dict[str, Any]:
-    """Repeats `work`, which launches that many calls, for some seconds; empty where NVML is missing.
+    """Repeats `work`, which launches that many calls, for some seconds; empty where NVML or a reading is missing.
 
     Medians of clocks in MHz, power in W and temperature in C, every throttle reason seen, and joules a call where the
     GPU counts its energy (Volta and later).
@@ -55,7 +55,10 @@ def watch(work: Callable[[], object], calls: int, seconds: float) -> dict[str, A
             work()
             launched += calls
             torch.cuda.synchronize()
-        seen.append(_now(pynvml, handle))
+        try:
+            seen.append(_now(pynvml, handle))
+        except pynvml.NVMLError:  # a virtual machine may hide its GPU's sensors
+            return {}
     after = _millijoules(pynvml, handle)
     found = {name: statistics.median(each[name] for each in seen) for name in seen[0] if name != "throttled"}
     found["throttled"] = ", ".join(sorted({word for each in seen for word in each["throttled"]}))

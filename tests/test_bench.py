@@ -182,6 +182,13 @@ def test_telemetry_gives_medians_reasons_and_energy_a_call(monkeypatch: pytest.M
     assert found == {
         "sm_mhz": 1000, "memory_mhz": 2000, "watts": 350.0, "celsius": 60, "throttled": "power cap, software thermal",
     }  # fmt: skip
+
+    def hidden(gpu):
+        raise fake.NVMLError("Not Supported")
+
+    monkeypatch.setattr(fake, "nvmlDeviceGetPowerUsage", hidden)
+    fake.nvmlDeviceGetTotalEnergyConsumption = lambda gpu: 0
+    assert nvml.watch(lambda: None, 1, 0.0) == {}
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert nvml.missing() == "nvidia-ml-py is not installed"
     assert nvml.watch(lambda: None, 1, 0.0) == {}
@@ -267,6 +274,52 @@ def test_run_refuses_to_measure_a_wrong_kernel_and_fails(monkeypatch, tmp_path: 
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_kernel_that_raises_on_one_shape_fails_and_the_others_keep_their_figures(monkeypatch, tmp_path: Path) -> None:
+    right = cpu.kwta_fwd
+
+    def raising(x, *args):
+        if x.shape[1] == 10:
+            raise RuntimeError("kwta_fwd: out of memory\nmore")
+        return right(x, *args)
+
+    rows = list(verify(["kwta"], ["cpu"], small=True))
+    monkeypatch.setattr(command, "verify", lambda *args, **kwargs: rows)
+    monkeypatch.setattr(cpu, "kwta_fwd", raising)
+    arguments = ["run", "--backend", "cpu", "--dtype", "float32", "--threads", "1", "--seconds", "0"]
+    assert CliRunner().invoke(command.app, [*arguments, "--out", str(tmp_path)]).exit_code == 1
+    (result,) = ledger.read(tmp_path)
+    entry = result["entries"][0]
+    why = "kwta R=4 N=10 p=0.5 float32 forward, 1 thread: RuntimeError: kwta_fwd: out of memory"
+    assert (entry["verdict"], entry["note"]) == ("FAILED", why)
+    assert why in result["not_measured"]
+    assert len(entry["figures"]) == 3
+    assert [each["shape"] for each in entry["curves"]] == ["R=4 N=1000 p=0.5"]
+
+
+def test_a_check_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(row: Row) -> str:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(checks, "repeatable", broken)
+    assert checks.kernel_checks(ROW) == {"repeatable": "FAILED: RuntimeError: an illegal memory access"}
+
+
+def test_sanitizers_see_each_tensor_apart_and_no_failing_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text("""#!/bin/sh
+[ "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 ] || exit 1
+case "$*" in
+  *"--tool memcheck"*"--report-api-errors no"*"--op kwta --backend cuda" | *"--tool synccheck"*) ;;
+  *) echo "a race"; exit 9 ;;
+esac
+""")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    found = checks.sanitizers([("kwta", "cuda")])
+    assert found == {("kwta", "cuda"): {"memcheck": "ok", "racecheck": "FAILED: status 9: a race", "synccheck": "ok"}}
+
+
+@pytest.mark.usefixtures("tiny")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU this runs the whole test suite")
 def test_verify_writes_a_result_that_the_ledger_reads(tmp_path: Path) -> None:
     done = CliRunner().invoke(command.app, ["verify", "--backend", "cpu", "--seconds", "0", "--out", str(tmp_path)])
@@ -319,12 +372,16 @@ def test_a_peer_is_one_function_and_is_named_when_missing(monkeypatch: pytest.Mo
     peers.peer("kwta", "on GPUs", "math", device="cuda")(lambda inputs: None)
     peers.peer("kwta", "wrong", "math")(lambda inputs: -inputs["leaf"] * inputs["mask"])
     peers.peer("kwta", "broken", "math")(lambda inputs: {}["nothing"])
+    own = {**ENTRY.peers, "of torch": {"training": lambda inputs: torch.empty(2) @ torch.empty(3)}}
+    monkeypatch.setitem(registry.ENTRIES, "kwta", replace(ENTRY, peers=own))
     job = measure.Job("kwta", SHAPE, torch.float32, "training", "cpu", 1, ("cpu",))
     (found,) = measure.run([job], {"1 thread": {"copy": 1.0}}, 0.0)
     assert set(found.figures[0]["peers"]) == set(found.figures[0]["peers_peak_mib"]) == {PEER, "here"}
     assert sorted(found.left_out) == [
         "peer broken of kwta: fails: KeyError: 'nothing'",
         "peer not installed of kwta: a_package_that_nobody_has is not installed",
+        "peer of torch of kwta: fails: RuntimeError: inconsistent tensor size, expected tensor [2] and src [3] to have "
+        "the same number of elements, but got 2 and 3 elements respectively",
         "peer on GPUs of kwta: takes cuda tensors only",
         "peer wrong of kwta: gives another result, off by 2 of its norm",
     ]
@@ -338,6 +395,7 @@ def test_peers_are_chosen_by_parts_of_their_names(wanted, names) -> None:
 
 @pytest.mark.parametrize("direction", ["forward", "training"])
 def test_pot_computes_what_sinkhorn_does(direction: str) -> None:
+    pytest.importorskip("ot")
     entry = registry.ENTRIES["sinkhorn"]
     inputs = entry.inputs({"B": 3, "n": 5, "R": 4, "tau": 0.5}, torch.float32, "cpu")
     calls, missing = peers.available("sinkhorn", entry, "cpu", torch.float32)

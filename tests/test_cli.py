@@ -98,6 +98,18 @@ def test_verify_reports_a_kernel_that_raises(monkeypatch, capsys) -> None:
     assert "RuntimeError: out of luck" in capsys.readouterr().out
 
 
+def test_verify_reports_a_fault_that_shows_in_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's kernel fails after the call that started it, and with it all that comes later."""
+
+    def heard(*args: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(verify, "_errors", heard)
+    row = verify.check("kwta", "cpu", torch.float32, "cpu", small=True)
+    assert (row.verdict, row.cases) == ("FAILED", 1)
+    assert row.note.endswith("RuntimeError: CUDA error: an illegal memory access was encountered")
+
+
 def test_verify_lists_a_backend_that_cannot_run_with_its_reason(monkeypatch, capsys) -> None:
     monkeypatch.setattr(backends, "unsupported", lambda *args: "no such device")
     assert main(["verify", "--backend", "cuda", "--op", "kwta"]) == 0

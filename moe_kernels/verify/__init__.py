@@ -122,23 +122,27 @@ def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool
 
 def _check(op: str, backend: str, dtype: torch.dtype, device: str, small: bool) -> Row:
     operation, cores = OPERATIONS[op], os.cpu_count() or 1
-    count, worst = 0, (-1.0, 0.0, 0.0, "")
-    for name, inputs in operation.cases(dtype, device, small):
-        count += 1
-        try:
+    count, worst, name = 0, (-1.0, 0.0, 0.0, ""), "first inputs"
+    try:  # all of it: what a kernel did wrong on a GPU, whoever waits for it next hears, and everybody after
+        for name, inputs in operation.cases(dtype, device, small):
+            count += 1
             with poisoned(), threads(cores if _is_large(inputs) else 1):
                 found = operation.run(inputs, backend)
-        except Exception as raised:
-            note = f"{name}: {type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
-            return Row(op, backend, _short(dtype), device, count, math.inf, 0.0, "FAILED", note)
-        for output, error, allowed in _errors(operation, inputs, found):
-            excess = error / allowed if allowed else (math.inf if error else 0.0)
-            if excess > worst[0]:
-                worst = (excess, error, allowed, f"worst: {output} of {name}")
+            for output, error, allowed in _errors(operation, inputs, found):
+                excess = error / allowed if allowed else (math.inf if error else 0.0)
+                if excess > worst[0]:
+                    worst = (excess, error, allowed, f"worst: {output} of {name}")
+    except Exception as raised:
+        return Row(op, backend, _short(dtype), device, count, math.inf, 0.0, "FAILED", f"{name}: {said(raised)}")
     excess, error, allowed, note = worst
     failed = excess > 1
     verdict = "FAILED" if failed else "ok"
     return Row(op, backend, _short(dtype), device, count, error, allowed, verdict, note if failed or error else "")
+
+
+def said(raised: Exception) -> str:
+    """Its type and the first line of its text."""
+    return f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
 
 
 def _is_large(inputs: Inputs) -> bool:
