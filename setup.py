@@ -1,6 +1,6 @@
 """Builds csrc/ into moe_kernels._cpu and, where nvcc is found, moe_kernels._cuda. Everything else is in pyproject.toml.
 
-Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX"), MAX_JOBS, CUDA_HOME, CXX.
+Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX"), MAX_JOBS, CUDA_HOME, CXX, CI.
 """
 
 import os
@@ -33,10 +33,13 @@ if X86:
 
 # -g0: debug information makes a module twenty times as large. -fno-trapping-math and -fno-math-errno let loops with
 # comparisons and sqrt vectorise; neither changes a result.
-CXXFLAGS = (
-    "-O3 -std=c++17 -fPIC -fvisibility=hidden -g0 -Wall -Wextra -Werror -fopenmp -fno-trapping-math -fno-math-errno"
-)
-NVCCFLAGS = "-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden -Werror all-warnings"
+CXXFLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -g0 -Wall -Wextra -fopenmp -fno-trapping-math -fno-math-errno"
+NVCCFLAGS = "-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden"
+
+# Where the tests decide, a warning is an error; elsewhere a compiler that knows more of them must not stop anybody.
+if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+    CXXFLAGS += " -Werror"
+    NVCCFLAGS += " -Werror all-warnings"
 
 
 def find_nvcc() -> Path | None:

@@ -83,6 +83,14 @@ def test_asking_for_cuda_without_nvcc_is_an_error(checkout, tmp_path):
     assert "MOE_KERNELS_CUDA must be 0, 1 or auto; got 'yes'" in done.stderr
 
 
+def test_warnings_are_errors_where_the_tests_decide_and_nowhere_else(checkout):
+    for ci, strict in (("true", True), ("", False)):
+        done = build(checkout, "setup.py", "build_ext", MOE_KERNELS_CUDA="0", CXX="/bin/false", CI=ci)
+        assert done.returncode != 0  # nothing is compiled: the rules are looked at
+        (rules,) = (checkout / "build").glob("temp*/build.ninja")
+        assert ("-Werror" in rules.read_text()) == strict
+
+
 def test_a_bad_architecture_is_an_error(checkout):
     if shutil.which("nvcc") is None:
         pytest.skip("no nvcc on this machine")
