@@ -6,12 +6,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,21 +103,21 @@ def suite(seconds: float | None = None) -> dict[str, str]:
 
 def run(command: Iterable[str], seconds: float | None = None, **variables: str) -> str:
     """A command's verdict, with its last line where it failed; variables: of its environment, beside this one's."""
-    try:
-        done = subprocess.run(
-            list(command),
-            cwd=ROOT,
-            env={**os.environ, **variables},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired:
-        return OUT_OF_TIME
+    # In a session of its own: what it started itself, workers or a sanitizer's target, ends with it and leaves the GPU
+    # to the figures.
+    options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **variables}, "text": True, "errors": "replace"}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with subprocess.Popen(list(command), **options) as done:
+        try:
+            said, _ = done.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return OUT_OF_TIME
+        finally:
+            if done.poll() is None:
+                os.killpg(done.pid, signal.SIGKILL)
     if done.returncode == 0:
         return "ok"
-    lines = (done.stdout + done.stderr).strip().splitlines()
+    lines = said.strip().splitlines()
     return f"FAILED: status {done.returncode}: {lines[-1] if lines else ''}"
 
 

@@ -61,6 +61,8 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
     """Writes <folder>/<operation>-<backend>-<dtype>-<direction>.trace.json, for chrome://tracing or Perfetto."""
     limits = measure.ceilings([job])
     (found,) = measure.run([job], limits, seconds, ())
+    if not found.figures:
+        raise RuntimeError(found.left_out[-1])
     figure = found.figures[0]
     floor = figure["us"] * figure["ceiling_percent"] / 100
     call = _call(job)

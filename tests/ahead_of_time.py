@@ -19,8 +19,9 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 
 import moe_kernels.backends.triton as kernels
 
@@ -33,15 +34,36 @@ def configurations():
         yield from getattr(found, "configurations", list)()
 
 
-def compiled(each: kernels.Configuration, capability: int) -> dict:
-    types = {**each.types, **dict.fromkeys(each.constants, "constexpr")}
+def source(each: kernels.Configuration, ones: tuple[str, ...] = ()) -> ASTSource:
+    constants = each.constants | dict.fromkeys(ones, 1)
+    types = {**each.types, **dict.fromkeys(constants, "constexpr")}
     # torch's allocator aligns to 16 bytes and more.
     aligned = [name for name, kind in each.types.items() if kind.startswith("*") or name in each.divisible]
     names = each.kernel.arg_names
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in ones}
+    return ASTSource(each.kernel, {name: types[name] for name in names}, constants, attributes)
+
+
+def flags(each: kernels.Configuration) -> list[bool | str]:
+    """The constants that make another kernel of it, and not one of another size."""
+    return [value for value in each.constants.values() if isinstance(value, bool | str)]
+
+
+def check_ones(each: kernels.Configuration, capability: int) -> None:
+    """A launch makes constants of the integers that are 1, which have no methods and cannot be assigned to in loops:
+    with every integer 1 the kernel still becomes Triton's intermediate language."""
+    target, context = GPUTarget("cuda", capability, 32), ir.context()
+    backend = make_backend(target)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options({})
+    generated = options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    source(each, tuple(name for name, kind in each.types.items() if kind in ("i32", "i64"))).make_ir(target, *generated)
+
+
+def compiled(each: kernels.Configuration, capability: int) -> dict:
     options = {"num_warps": each.num_warps, "num_stages": each.num_stages}
-    source = ASTSource(each.kernel, {name: types[name] for name in names}, each.constants, attributes)
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    built = triton.compile(source(each), target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -65,8 +87,7 @@ def run(tool: str, *arguments: str) -> str:
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    print(
-        json.dumps(
-            {each.name: compiled(each, capability) for each in configurations() if capability in each.capabilities}
-        )
-    )
+    here = [each for each in configurations() if capability in each.capabilities]
+    for each in {(each.kernel, *map(str, flags(each))): each for each in here}.values():
+        check_ones(each, capability)
+    print(json.dumps({each.name: compiled(each, capability) for each in here}))

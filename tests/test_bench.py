@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 import time
@@ -414,7 +415,23 @@ def test_a_kernel_that_changes_its_mind_is_not_repeatable(monkeypatch: pytest.Mo
 def test_a_command_that_fails_says_so() -> None:
     assert checks.run([sys.executable, "-c", "pass"]) == "ok"
     assert checks.run([sys.executable, "-c", "print('oh'); exit(3)"]) == "FAILED: status 3: oh"
-    assert checks.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5) == "not run: out of time"
+
+
+def test_a_command_out_of_time_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.touch()
+    script = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); time.sleep(60)"
+    outer = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    assert checks.run([sys.executable, "-c", outer, script, str(held)], 1.0) == "not run: out of time"
+    with held.open() as file:
+        for _ in range(100):  # killed, and gone a moment later
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.05)
+        else:
+            pytest.fail("what the command had started went on")
 
 
 def test_operations_take_turns_where_time_is_short() -> None:

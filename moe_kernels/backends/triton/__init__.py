@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,19 @@ def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
     if dtype not in dtypes:
         return f"it takes {', '.join(str(known).removeprefix('torch.') for known in dtypes)}, not {dtype}"
     return None
+
+
+def on_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """`launcher` with the GPU of its first tensor as the current one: Triton launches there, whatever it is given."""
+
+    @wraps(launcher)
+    def there(x: torch.Tensor, *rest: Any) -> Any:
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return launcher(x, *rest)
+        with torch.cuda.device(x.get_device()):
+            return launcher(x, *rest)
+
+    return there
 
 
 def patterns(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration
+from moe_kernels.backends.triton import Configuration, on_device
 from moe_kernels.backends.triton._grouped_configs import GENERAL, TILES, Tiles
 from moe_kernels.backends.triton._grouped_launch import (
     activation_of,
@@ -281,6 +281,7 @@ def _stages(tiles: Tiles, gathered: bool) -> Tiles:
     return tiles._replace(num_stages=2 * tiles.num_stages - 1) if gathered else tiles
 
 
+@on_device
 def grouped_gemm_bwd_weight(
     x: Tensor,
     grad: Tensor,
@@ -310,6 +311,7 @@ def grouped_gemm_bwd_weight(
     return dweight, dbias
 
 
+@on_device
 def expert_mlp_bwd_hidden(
     grad: Tensor,
     w_out: Tensor,
@@ -340,6 +342,7 @@ def expert_mlp_bwd_hidden(
     return dpre, weighted, drow_weight
 
 
+@on_device
 def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
     dpre = pre.new_empty(pre.shape)
     rows, columns = grad.shape

@@ -98,7 +98,7 @@ def _column_places(ptr, t, B, n, N: tl.constexpr):
     """Addresses of the anchors after iteration t, how far behind them the logarithms are, and which there are: ptr is
     (iterations, 2, B, n)."""
     j = tl.arange(0, N)
-    return ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j, n.to(tl.int64) * B, j < n
+    return ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j, tl.cast(n, tl.int64) * B, j < n
 
 
 @triton.jit

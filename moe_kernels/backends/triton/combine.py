@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, unsupported
+from moe_kernels.backends.triton import Configuration, on_device, unsupported
 from moe_kernels.backends.triton._rows import LONGEST, TYPES, clear_rows, tile
 
 
@@ -114,6 +114,7 @@ def combine_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(TYPES))
 
 
+@on_device
 def combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tensor:
     dim = rows.shape[1]
     y = rows.new_empty((slot_row.shape[0], dim))
@@ -127,6 +128,7 @@ def combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tenso
     return y
 
 
+@on_device
 def combine_bwd(
     grad: Tensor,
     rows: Tensor,

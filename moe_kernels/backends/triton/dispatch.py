@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, patterns, unsupported
+from moe_kernels.backends.triton import Configuration, on_device, patterns, unsupported
 from moe_kernels.backends.triton._rows import LONGEST, TYPES, clear_rows, tile
 
 
@@ -53,6 +53,7 @@ def dispatch_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(TYPES))
 
 
+@on_device
 def dispatch_fwd(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor) -> Tensor:
     dim = x.shape[1]
     rows = x.new_empty((row_token.shape[0], dim))

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, unsupported
+from moe_kernels.backends.triton import Configuration, on_device, unsupported
 from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 the rest of this backend's grouped GEMM
     activation_bwd,
     expert_mlp_bwd_hidden,
@@ -162,6 +162,7 @@ def grouped_gemm_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(TYPES))
 
 
+@on_device
 def grouped_gemm_fwd(
     x: Tensor,
     weight: Tensor,
@@ -184,6 +185,7 @@ def grouped_gemm_fwd(
     return out, pre
 
 
+@on_device
 def grouped_gemm_norms(rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     (num_rows, _), (num_experts, _, columns) = rows.shape, weight.shape
     squares = rows.new_zeros(num_rows, dtype=torch.float32)

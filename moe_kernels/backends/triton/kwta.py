@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends._seed import normal_quantile
-from moe_kernels.backends.triton import Configuration, patterns, unsupported
+from moe_kernels.backends.triton import Configuration, on_device, patterns, unsupported
 from moe_kernels.library import words
 
 TIES = {"index": 0, "strict": 1, "all": 2}
@@ -253,6 +253,7 @@ def kwta_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(FORMATS))
 
 
+@on_device
 def kwta_fwd(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool) -> tuple[Tensor, Tensor]:
     y = x.new_empty(x.shape)
     bits = x.new_empty((x.shape[0], words(x.shape[1]) if save_bits else 0), dtype=torch.int32)
@@ -260,12 +261,14 @@ def kwta_fwd(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: boo
     return y, bits
 
 
+@on_device
 def kwta_mask(x: Tensor, k: int, ties: str) -> Tensor:
     mask = x.new_empty(x.shape, dtype=torch.bool)
     _launch(x, None, k, ties, mask=mask)
     return mask
 
 
+@on_device
 def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
     dx = grad.new_empty(grad.shape)
     rows, n = grad.shape

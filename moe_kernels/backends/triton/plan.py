@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, unsupported
+from moe_kernels.backends.triton import Configuration, on_device, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
@@ -45,7 +45,7 @@ def configurations() -> list[Configuration]:
     types = {f"{name}_ptr": "*i32" for name in ("requested", "kept", "expert_offsets", "dropped")}
     sizes = {"capacity": "i32", "E": "i32"}
     found.append(Configuration("plan_finish", _plan_finish, types | sizes, {"BLOCK": WINDOW}, 4))
-    types = {"pairs_ptr": "*i64", "experts_ptr": "*i32", "room_ptr": "*i32", "left": "i32", "pairs": "i64", "E": "i32"}
+    types = {"pairs_ptr": "*i64", "experts_ptr": "*i32", "room_ptr": "*i32", "most": "i32", "pairs": "i64", "E": "i32"}
     found.append(Configuration("plan_match", _plan_match, types, {"BLOCK": WALKED, "TILE": TILE}, 8))
     return found
 
@@ -251,19 +251,20 @@ def _plan_match(
     pairs_ptr,  # (T * E) token * E + expert in descending score
     experts_ptr,  # (T) -1, receives the expert of every token that finds one
     room_ptr,  # (E) the capacity, receives what is left of it
-    left,  # pairs that can be made at most
+    most,  # pairs that can be made
     pairs,
     E,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    made = tl.zeros((), tl.int32)
     start = tl.zeros((), tl.int64)
-    while (start < pairs) & (left > 0):
+    while (start < pairs) & (made < most):
         _, _, found = _open(pairs_ptr, experts_ptr, room_ptr, start + tl.arange(0, BLOCK), pairs, E)
         if tl.sum(found.to(tl.int32)) > 0:
             tile = start
             while tile < start + BLOCK:
-                left -= _match_tile(pairs_ptr, experts_ptr, room_ptr, tile, pairs, E, TILE)
+                made += _match_tile(pairs_ptr, experts_ptr, room_ptr, tile, pairs, E, TILE)
                 tile += TILE
         start += BLOCK
 
@@ -272,6 +273,7 @@ def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, torch.float32, (torch.float32,))  # of the device alone: experts are int32 or int64
 
 
+@on_device
 def make_plan_fwd(
     experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order: str
 ) -> tuple[Tensor, ...]:
@@ -317,6 +319,7 @@ def plan_expert_choice_supports(device: str, dtype: torch.dtype) -> str | None:
 plan_priority_supports = plan_expert_choice_supports
 
 
+@on_device
 def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
     """The winners of every column ask for their expert."""
     num_tokens, num_experts = scores.shape
@@ -325,6 +328,7 @@ def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
     return make_plan_fwd(torch.where(taken, expert, -1).contiguous(), num_experts, capacity, None, "choice")
 
 
+@on_device
 def plan_priority_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
     """Pairs in descending score, walked down by one program: 2 * T * E int64 are scratch memory here."""
     num_tokens, num_experts = scores.shape

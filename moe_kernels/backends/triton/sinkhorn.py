@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, unsupported
+from moe_kernels.backends.triton import Configuration, on_device, unsupported
 from moe_kernels.backends.triton._sinkhorn_resident import resident_bwd, resident_fwd
 from moe_kernels.backends.triton._sinkhorn_streamed import streamed_bwd, streamed_fwd
 
@@ -70,24 +70,28 @@ def sinkhorn_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(TYPES))
 
 
+@on_device
 def sinkhorn_fwd(scores: Tensor, taus: list[float]) -> Tensor:
     p = scores.new_empty(scores.shape)
     _launch_fwd(scores, _temperatures(taus, scores.device), p)
     return p
 
 
+@on_device
 def sinkhorn_bwd(grad: Tensor, scores: Tensor, taus: list[float]) -> Tensor:
     dscores = scores.new_empty(scores.shape)
     _launch_bwd(grad, scores, _temperatures(taus, scores.device), dscores)
     return dscores
 
 
+@on_device
 def sinkhorn_sums_fwd(scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float) -> Tensor:
     p = scores.new_empty(scores.shape)
     _launch_fwd(scores, _temperatures(taus, scores.device), p, sums=(rows, columns), tolerance=tolerance)
     return p
 
 
+@on_device
 def sinkhorn_sums_bwd(
     grad: Tensor, scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:

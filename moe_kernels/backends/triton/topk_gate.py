@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, patterns, unsupported
+from moe_kernels.backends.triton import Configuration, on_device, patterns, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, _keys
 
 TILE = 1024  # logits of a program, 8 a thread
@@ -141,6 +141,7 @@ def topk_gate_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(FORMATS))
 
 
+@on_device
 def topk_gate_fwd(logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty((num_tokens, k), dtype=torch.float32)
@@ -156,6 +157,7 @@ def topk_gate_fwd(logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor, T
     return weights, experts, log_sum
 
 
+@on_device
 def topk_gate_bwd(
     grad: Tensor,
     weights: Tensor,

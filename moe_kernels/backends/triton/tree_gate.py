@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends.native.tree_gate import weighing
-from moe_kernels.backends.triton import Configuration, unsupported
+from moe_kernels.backends.triton import Configuration, on_device, unsupported
 
 TILE = 512  # places of a program, 4 a thread
 MOST_EXPERTS = 4096
@@ -147,7 +147,7 @@ def _gates(
         terms = tl.where(counts, (v + epsilon) * tl.exp(a - higher[:, None]), 0.0)
         sums = sums * tl.exp(highest - higher)[:, None] + terms
         highest = higher
-    gates = sums / tl.sum(sums, axis=1)[:, None]
+    gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # rounded: the gate of an only leaf is 1
     tl.store(gates_ptr + first * E + token[:, None] * E + expert, gates, mask=inside)
 
 
@@ -308,6 +308,7 @@ def tree_gate_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(TYPES))
 
 
+@on_device
 def tree_gate_fwd(split_logits: Tensor, leaf_logits: Tensor, gamma: float, mode: str) -> tuple[Tensor, Tensor]:
     num_tokens, _, num_experts = leaf_logits.shape
     gates = leaf_logits.new_empty((num_tokens, num_experts), dtype=torch.float32)
@@ -316,6 +317,7 @@ def tree_gate_fwd(split_logits: Tensor, leaf_logits: Tensor, gamma: float, mode:
     return gates, leaf_probs
 
 
+@on_device
 def tree_gate_bwd(
     grad_gates: Tensor,
     grad_leaf_probs: Tensor | None,
@@ -355,6 +357,7 @@ def tree_gate_fits(x: Tensor, split_weight: Tensor, leaf_weight: Tensor) -> bool
     return x.dtype != torch.float32 and num_trees == 1 and num_experts <= MOST_FUSED and dim % 16 == 0
 
 
+@on_device
 def tree_gate_fused_fwd(
     x: Tensor,
     split_weight: Tensor,
