@@ -17,19 +17,19 @@ constexpr int64_t kColumns = 4 * kWord;  // of a block: their sums are 8 vectors
 constexpr int64_t kSpan = 128;           // rows summed one by one; such sums are then added up
 
 // `count` columns of a row, at most 32. Inlined, so that whole words have a constant count: 4 times as fast.
-template <Activation act, class F>
+template <Activation act, bool biased, class F>
 inline __attribute__((always_inline)) void forward_word(typename F::Key* values, const typename F::Key* bias, uint32_t word,
                                                         int count) {
   using Key = typename F::Key;
 #pragma omp simd
   for (int i = 0; i < count; ++i) {
     auto a = F::widen(values[i]);
-    if (bias != nullptr) a += F::widen(bias[i]);
+    if constexpr (biased) a += F::widen(bias[i]);
     values[i] = F::narrow(value_of<act>(a)) & Key(-Key(word >> i & 1u));
   }
 }
 
-template <Activation act, class F>
+template <Activation act, bool biased, class F>
 void forward(void* values, const void* bias, const int32_t* bits, int64_t rows, int64_t n, int threads) {
   using Key = typename F::Key;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -37,11 +37,11 @@ void forward(void* values, const void* bias, const int32_t* bits, int64_t rows, 
     for (int64_t i = 0; i < n; i += kWord) {
       const uint32_t word = uint32_t(bits[r * words_of(n) + i / kWord]);
       Key* v = static_cast<Key*>(values) + r * n + i;
-      const Key* b = bias == nullptr ? nullptr : static_cast<const Key*>(bias) + i;
+      const Key* b = biased ? static_cast<const Key*>(bias) + i : nullptr;
       if (n - i >= kWord) {
-        forward_word<act, F>(v, b, word, int(kWord));
+        forward_word<act, biased, F>(v, b, word, int(kWord));
       } else {
-        forward_word<act, F>(v, b, word, int(n - i));
+        forward_word<act, biased, F>(v, b, word, int(n - i));
       }
     }
   }
@@ -117,7 +117,8 @@ void with_layer(int dtype, int activation, Work work) {
 void masked_mlp_fwd(int dtype, void* values, const void* bias, const int32_t* bits, int activation, int64_t rows, int64_t n,
                     int threads) {
   with_layer(dtype, activation, [&](auto format, auto act) {
-    forward<act.value, decltype(format)>(values, bias, bits, rows, n, threads);
+    const auto run = bias ? forward<act.value, true, decltype(format)> : forward<act.value, false, decltype(format)>;
+    run(values, bias, bits, rows, n, threads);
   });
 }
 

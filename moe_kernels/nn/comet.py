@@ -279,9 +279,10 @@ class CometMLP(nn.Module):
         modules: Any = self._modules
         layers = (*modules["hidden"]._modules.values(), modules["output"])
         held = [layer._parameters for layer in layers]
-        if any("weight" not in each for each in held):  # parametrised
+        try:
+            return [each["weight"] for each in held], [each["bias"] for each in held]
+        except KeyError:  # parametrised
             return [layer.weight for layer in layers], [layer.bias for layer in layers]
-        return [each["weight"] for each in held], [each["bias"] for each in held]
 
     def masks(self, x: Tensor) -> list[Tensor]:
         """x_0 (..., N_0) -> [m_1, .., m_{L-1}], bool (..., N_l): the neurons that answer x_0."""

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch.compiler import is_compiling
 
 import python_ref.masked_mlp as reference
 from moe_kernels import backends
@@ -79,12 +78,12 @@ def masked_mlp(
     (chosen, fused, as_it_is), ready = remembered(_check, words, (x, *weights, *bits, *biases))
     if chosen == "reference":
         return reference.masked_mlp(x, weights, biases, bits, activation=activation)
-    listened = is_compiling() or _len_torch_dispatch_stack()  # by a compiler, a FLOP counter or a fake mode
-    if not fused or listened or torch.is_autocast_enabled("cpu"):
+    # ready is None for a compiler; a FLOP counter and a fake mode listen as well.
+    if not fused or ready is None or _len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
         return _layer_by_layer(x, weights, biases, bits, activation, chosen)
-    hidden = ready["hidden"] if ready else _hidden(x, weights, activation)
-    if ready is not None:
-        ready["hidden"] = hidden
+    hidden = ready.get("hidden")
+    if hidden is None:
+        hidden = ready["hidden"] = _hidden(x, weights, activation)
     # Past Function.apply, which looks for what functorch wrapped: 4 us, and 10 in a training step with its cold caches.
     apply = super(torch.autograd.Function, _MaskedMLP).apply
     if as_it_is:

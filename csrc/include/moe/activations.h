@@ -39,16 +39,21 @@ inline float erf(float x) {
 
 inline double erf(double x) { return std::erf(x); }
 
-// tanh: by its series (Cephes' tanhf) where 1 - 2 / (e^2x + 1) would cancel.
+// tanh within 6 units in the last place, and never beyond 1: x P(x^2) / Q(x^2), fitted to the least relative error; 1 from
+// 7.973 on. Half the time of 1 - 2 / (e^2x + 1), which needs a series of its own near 0.
 inline float tanh(float x) {
-  const float s = x * x;
-  float p = -5.70498872745e-3f;
-  p = p * s + 2.06390887954e-2f;
-  p = p * s - 5.37397155531e-2f;
-  p = p * s + 1.33314422036e-1f;
-  p = p * s - 3.33332819422e-1f;
-  const float small = p * s * x + x, large = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
-  return (x < 0 ? -x : x) < 0.625f ? small : large;
+  const float bounded = x < -7.97305059f ? -7.97305059f : x > 7.97305059f ? 7.97305059f : x, s = bounded * bounded;
+  float p = 1.52935353e-8f;
+  p = p * s + 2.19398444e-5f;
+  p = p * s + 3.57435597e-3f;
+  p = p * s + 1.34468317e-1f;
+  p = p * s + 1.0f;
+  float q = 8.54811844e-7f;
+  q = q * s + 3.41578940e-4f;
+  q = q * s + 2.61749625e-2f;
+  q = q * s + 4.67801660e-1f;
+  q = q * s + 1.0f;
+  return bounded * p / q;
 }
 
 inline double tanh(double x) { return std::tanh(x); }
