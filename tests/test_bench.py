@@ -297,6 +297,12 @@ def test_a_kernel_that_raises_on_one_shape_fails_and_the_others_keep_their_figur
     assert [each["shape"] for each in entry["curves"]] == ["R=4 N=1000 p=0.5"]
 
 
+def test_verification_ends_with_the_time_and_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = command._verified(["kwta"], ["cpu"], small=True, until=time.monotonic())
+    assert [(row.dtype, row.verdict) for row in rows] == [("float32", "ok")]
+    assert "out of time: nothing after kwta cpu float32 was verified" in capsys.readouterr().out
+
+
 def test_a_check_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(row: Row) -> str:
         raise RuntimeError("an illegal memory access")
