@@ -85,7 +85,7 @@ def masked_mlp(
     if hidden is None:
         hidden = ready["hidden"] = _hidden(x, weights, activation)
     # Past Function.apply, which looks for what functorch wrapped: 4 us, and 10 in a training step with its cold caches.
-    apply = super(torch.autograd.Function, _MaskedMLP).apply
+    apply = super(torch.autograd.Function, _MaskedMLP).apply if torch.is_grad_enabled() else _forward
     if as_it_is:
         return apply(x, activation, bits, hidden, *weights, *biases)
     *leading, n = x.shape
@@ -140,24 +140,43 @@ def _layer_by_layer(
     return reference.masked_mlp(x, weights, biases, bits, activation=activation, apply=apply)
 
 
+def _forward(
+    x: Tensor,
+    activation: str,
+    bits: Sequence[Tensor],
+    hidden: Any,
+    *parameters: Any,
+    keep: Callable[[Tensor | None, Tensor], None] | None = None,
+) -> Tensor:
+    """hidden: of `_hidden`. parameters: L weights, then L biases. keep(a_l, x_l): of every layer; no a_l in place."""
+    depth, in_place, fwd_ = len(bits), activation in _IN_PLACE, hidden[0]
+    adds = in_place and x.itemsize > 2  # a product of narrow type would be rounded before its bias and after it
+    weights, biases = parameters[: depth + 1], parameters[depth + 1 :]
+    for layer in range(depth):
+        x = x.mm(weights[layer].t()) if adds else F.linear(x, weights[layer], biases[layer])
+        pre = None if in_place else x
+        if not in_place:
+            x = ACTIVATIONS[activation](x)
+        fwd_(x, biases[layer] if adds else None, bits[layer], layer)
+        if keep is not None:
+            keep(pre, x)
+    return F.linear(x, weights[depth], biases[depth])
+
+
 class _MaskedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str, bits: Sequence[Tensor], hidden: Any, *parameters: Any) -> Tensor:
-        """hidden: of `_hidden`. parameters: L weights, then L biases."""
-        depth, in_place, fwd_ = len(bits), activation in _IN_PLACE, hidden[0]
-        adds = in_place and x.itemsize > 2  # a product of narrow type would be rounded before its bias and after it
-        weights, biases = parameters[: depth + 1], parameters[depth + 1 :]
-        inner, pre = [x], []
-        for layer in range(depth):
-            x = x.mm(weights[layer].t()) if adds else F.linear(x, weights[layer], biases[layer])
-            if not in_place:
-                pre.append(x)
-                x = ACTIVATIONS[activation](x)
-            fwd_(x, biases[layer] if adds else None, bits[layer], layer)
+        inner, pre, depth = [x], [], len(bits)
+
+        def keep(a: Tensor | None, x: Tensor) -> None:
             inner.append(x)
-        ctx.save_for_backward(*weights, *inner, *pre)
-        ctx.activation, ctx.bits, ctx.hidden, ctx.biases = activation, bits, hidden, biases
-        return F.linear(x, weights[depth], biases[depth])
+            if a is not None:
+                pre.append(a)
+
+        y = _forward(x, activation, bits, hidden, *parameters, keep=keep)
+        ctx.save_for_backward(*parameters[: depth + 1], *inner, *pre)
+        ctx.activation, ctx.bits, ctx.hidden, ctx.biases = activation, bits, hidden, parameters[depth + 1 :]
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,95 @@
+"""What is measured of the MLP under known masks: paper 000's, a batch of 32, beside the same without masks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+import moe_kernels as mk
+from bench.entry import Calls, Entry, Inputs, Shape, through_autograd
+from moe_kernels.library import words
+from moe_kernels.ops.masked_mlp import masked_mlp
+
+LAYERS = 4
+LEAVES = tuple(f"{kind}{layer}" for kind in ("weight", "bias") for layer in range(LAYERS))
+
+
+def _widths(shape: Shape) -> tuple[int, ...]:
+    return (64, *[shape["N"]] * (LAYERS - 1), 10)
+
+
+def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
+    tokens, widths = shape["B"], _widths(shape)
+    tensors = {"x": torch.randn(tokens, widths[0]), "grad": torch.randn(tokens, widths[-1])}
+    found: Inputs = {name: each.to(device, dtype) for name, each in tensors.items()}
+    for layer, (n_in, n_out) in enumerate(pairwise(widths)):
+        found[f"weight{layer}"] = (torch.randn(n_out, n_in) / n_in**0.5).to(device, dtype).requires_grad_()
+        found[f"bias{layer}"] = torch.randn(n_out).to(device, dtype).requires_grad_()
+    scores = [torch.randn(tokens, n, device=device) for n in widths[1:-1]]
+    found["bits"] = [mk.kwta_bits(each, each.shape[1] // 2)[1] for each in scores]
+    found["masks"] = [mk.kwta_mask(each, each.shape[1] // 2).to(dtype) for each in scores]
+    return found
+
+
+def _parameters(inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
+    tensors = [inputs[name] for name in LEAVES]
+    return tensors[:LAYERS], tensors[LAYERS:]
+
+
+def _kernel(backend: str) -> Calls:
+    def forward(inputs: Inputs) -> Tensor:
+        return masked_mlp(inputs["x"], *_parameters(inputs), inputs["bits"], activation="tanh", backend=backend)
+
+    return through_autograd(forward, LEAVES, "grad")
+
+
+def _layers(inputs: Inputs, masked: bool) -> Tensor:
+    x, (weights, biases) = inputs["x"], _parameters(inputs)
+    for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        x = torch.nn.functional.linear(x, weight, bias)
+        if layer < LAYERS - 1:
+            x = torch.tanh(x)
+            x = x * inputs["masks"][layer] if masked else x
+    return x
+
+
+def _flops(shape: Shape, direction: str) -> int:
+    """Those of the products: all twice more in training, but the gradient to x."""
+    products = [n_in * n_out for n_in, n_out in pairwise(_widths(shape))]
+    return 2 * shape["B"] * (sum(products) if direction == "forward" else 3 * sum(products) - products[0])
+
+
+def _least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
+    """Training reads all again and writes a gradient of every parameter."""
+    widths = _widths(shape)
+    parameters = sum((n_in + 1) * n_out for n_in, n_out in pairwise(widths))
+    given = (shape["B"] * widths[0] + parameters) * dtype.itemsize
+    given += shape["B"] * sum(4 * words(n) for n in widths[1:-1])
+    once = given + shape["B"] * widths[-1] * dtype.itemsize
+    return once if direction == "forward" else 2 * once + parameters * dtype.itemsize
+
+
+ENTRIES = {
+    "masked_mlp": Entry(
+        shapes={
+            "quick": [{"B": 32, "N": n} for n in (100, 500, 1000)],
+            "papers": [{"B": 32, "N": n} for n in (100, 500, 1000, 3000)],
+            "llm": [{"B": 32, "N": 3000}],
+            "scaling": [{"B": tokens, "N": 500} for tokens in (8, 32, 128, 512)],
+        },
+        complete=lambda shape, device: shape,
+        inputs=_inputs,
+        kernel=_kernel,
+        peers={
+            "torch without masks": through_autograd(lambda inputs: _layers(inputs, False), LEAVES, "grad"),
+            "torch, masks multiplied": through_autograd(lambda inputs: _layers(inputs, True), LEAVES, "grad"),
+        },
+        flops=_flops,
+        least_bytes=_least_bytes,
+        directions=("forward", "training"),
+        dtypes=(torch.float32,),
+        leaves=LEAVES,
+    ),
+}
