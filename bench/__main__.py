@@ -23,7 +23,7 @@ from bench.peers import known as every_peer
 from bench.registry import ENTRIES
 from bench.shapes import ROUTINGS
 from moe_kernels import info
-from moe_kernels.verify import KERNELS, Row, cells, verify
+from moe_kernels.verify import KERNELS, OPERATIONS, Row, cells, verify
 
 app = typer.Typer(
     help="Measures every operation against its peers and this machine's own ceilings, and keeps the results.",
@@ -125,7 +125,7 @@ def gpu_command(
     until = time.monotonic() + 60 * (minutes or (1.75 if quick else 9.5))
     _describe_machine()
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
-    # Triton compiles for these cases, 365 kernels for kWTA alone, at 0.3 to 1 s each; CUDA's are built already.
+    # Triton compiles for these cases, CUDA's kernels are built already.
     half = time.monotonic() + 0.5 * (until - time.monotonic())
     rows = [row for name in reversed(ledger.GPU_BACKENDS) for row in _verified(None, [name], small=quick, until=half)]
     try:
@@ -259,7 +259,10 @@ def _verified(
     """Rows in the order of the operations, up to the one that is at work when the time is `until`."""
     rows: list[Row] = []
     try:
-        for row in verify(_words(ops), _words(backends), small=small):
+        checked = verify(_words(ops), _words(backends), small=small)
+        if torch.cuda.is_available() and "triton" in (_words(backends) or KERNELS):
+            checks.compiled(_words(ops) or OPERATIONS, small, until - time.monotonic())
+        for row in checked:
             rows.append(row)
             if time.monotonic() > until:
                 console.print(f"out of time: nothing after {row.operation} {row.backend} {row.dtype} was verified")

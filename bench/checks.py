@@ -4,6 +4,7 @@ report of a sanitizer, and the test suite on a real GPU. A check says "ok", "FAI
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import shutil
 import signal
@@ -22,7 +23,8 @@ from bench.ledger import ROOT
 from bench.measure import tensors_of
 from bench.registry import ENTRIES, Calls, Inputs
 from bench.timing import wait_for_gpu
-from moe_kernels.verify import Row, said
+from moe_kernels.info import placement
+from moe_kernels.verify import DTYPES, Row, said
 
 REPEATS = 20
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
@@ -93,6 +95,38 @@ def sanitizers(pairs: Iterable[tuple[str, str]], seconds: float | None = None) -
     for (pair, tool), word in zip(jobs, words, strict=True):
         found.setdefault(pair, {})[tool] = word
     return found
+
+
+# What a process of `compiled` does: the operation, dtype, device and size of its arguments.
+COMPILES = """
+import sys, torch
+from moe_kernels import verify
+op, dtype, device, size = sys.argv[1:]
+row = verify.check(op, "triton", getattr(torch, dtype), device, small=size == "small")
+sys.exit(f"{row.verdict}: {row.note}" if row.verdict == "FAILED" else 0)
+"""
+
+
+def compiled(ops: Iterable[str], small: bool, seconds: float = math.inf) -> dict[tuple[str, str], str]:
+    """Fills Triton's cache with what verifying `ops` needs, every operation and dtype in a process of its own.
+
+    1170 kernels at 0.3 to 1 s each: one after the other they outlast a lent GPU.
+    """
+    until = time.monotonic() + seconds
+    places = {(op, dtype): placement(op, "triton", dtype).device for op in ops for dtype in DTYPES}
+
+    def compiles(job: tuple[str, torch.dtype]) -> str:
+        op, dtype = job
+        left = until - time.monotonic()
+        if left < 1:
+            return OUT_OF_TIME
+        words = [op, str(dtype).removeprefix("torch."), str(places[job]), "small" if small else "all"]
+        return run([sys.executable, "-c", COMPILES, *words], None if left == math.inf else left)
+
+    jobs = [job for job, device in places.items() if device is not None]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        found = list(pool.map(compiles, jobs))
+    return {(op, str(dtype).removeprefix("torch.")): word for (op, dtype), word in zip(jobs, found, strict=True)}
 
 
 def suite(seconds: float | None = None) -> dict[str, str]:

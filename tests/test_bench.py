@@ -303,6 +303,17 @@ def test_verification_ends_with_the_time_and_says_where(capsys: pytest.CaptureFi
     assert "out of time: nothing after kwta cpu float32 was verified" in capsys.readouterr().out
 
 
+def test_triton_compiles_each_operation_and_dtype_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    assert set(checks.compiled(["kwta"], small=True, seconds=0.5).values()) == {checks.OUT_OF_TIME}
+    monkeypatch.setattr(checks, "DTYPES", (torch.float32,))
+    assert checks.compiled(["make_plan"], small=True) == {("make_plan", "float32"): "ok"}
+    monkeypatch.setattr(checks, "run", lambda command, seconds: " ".join(command[3:]))
+    found = checks.compiled(["kwta", "dispatch"], small=False)
+    assert list(found) == [("kwta", "float32"), ("dispatch", "float32")]
+    assert all(word.split()[:2] == list(job) and word.endswith("all") for job, word in found.items())
+
+
 def test_a_check_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(row: Row) -> str:
         raise RuntimeError("an illegal memory access")
