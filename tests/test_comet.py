@@ -291,3 +291,8 @@ def test_a_parametrised_layer_is_read_through_its_parametrisation():
         model.hidden[0].parametrizations.weight.original0 *= 2  # the norms
         expected = model.output(model.hidden[1](model.hidden[0](x, bits=bits[0]), bits=bits[1]))
     torch.testing.assert_close(model(x, bits), expected)
+
+
+def test_inputs_of_another_width_are_named():
+    with pytest.raises(ValueError, match=r"FixedRouting: x must be \(..., 8\), got shape \(4, 7\)"):
+        CometMLP((8, 5, 3))(torch.randn(4, 7))

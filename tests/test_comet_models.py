@@ -46,9 +46,9 @@ def test_masks_from_the_backbone(name):
     mine, theirs = (torch.autograd.grad(each.square().sum(), [x, *net.parameters()]) for each in (y, expected))
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-    masks = net.eval().masks(X)
-    assert [m.sum(-1).unique().tolist() for m in masks] == [[6], [6]]
-    assert torch.equal(masks[-1], mask)
+    for masks in (net.train().masks(X), net.eval().masks(X)):
+        assert [m.sum(-1).unique().tolist() for m in masks] == [[6], [6]]
+        assert torch.equal(masks[-1], mask)
 
 
 def test_smaller_and_dropout():

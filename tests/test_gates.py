@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -105,14 +106,154 @@ def test_losses_are_those_of_nn_times_their_coefficients():
     torch.testing.assert_close(dense(x).loss, 0.5 * mnn.importance_loss(dense.linear(x).softmax(-1)))
 
 
-@pytest.mark.parametrize("gate", [mnn.SoftmaxGate(6, 4), mnn.TopKGate(6, 4, 2)], ids=lambda gate: type(gate).__name__)
-def test_gates_compute_in_the_dtype_of_their_parameters(gate):
-    x = torch.randn(5, 6).bfloat16()
-    plain = gate(x.float())
+def competing():
+    return mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, 3), rate=1.0)
+
+
+def staged():
+    gate = mnn.StagedGate(mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 1, order="softmax_topk"), distill=1.0)
+    gate.stage = 2
+    return gate
+
+
+D, E, IDS = 6, 4, 12
+LOSSES = {"importance": 0.1, "balance": 0.1, "z": 0.1}
+EVERY = {
+    "softmax": lambda: mnn.SoftmaxGate(D, E, noise=True, importance=0.1),
+    "topk": lambda: mnn.TopKGate(D, E, 2, noise="jitter", **LOSSES),
+    "vmoe": lambda: mnn.TopKGate(D, E, 2, order="softmax_topk", noise="vmoe", load=0.1),
+    "tree": lambda: mnn.TreeGate(D, E, 2, entropy=0.1),
+    "dselect": lambda: mnn.DSelectKGate(D, 3, 2, entropy=0.1),
+    "hash": lambda: mnn.HashGate(IDS, E),
+    "manual": lambda: mnn.ManualGate([0, 1, 2, 3] * 3),
+    "random": lambda: mnn.RandomGate(E),
+    "xmoe": lambda: mnn.XMoEGate(D, E, 2),
+    "xmoe cosine": lambda: mnn.XMoEGate(D, E, 2, score="cosine"),
+    "hyper": lambda: mnn.HyperRouterGate(D, E, 2, hidden=8),
+    "stable": lambda: mnn.StableGate(D, E, IDS),
+    "ensemble": lambda: mnn.EnsembleGate(D, E, 1, noise=True),
+    "staged": staged,
+    "permuted": lambda: mnn.PermutedGate(mnn.TreeGate(D, E, 2), mnn.LocalSearch(E, 5)),
+    "competition": competing,
+}
+every_gate = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+
+
+def layer_of(gate):
+    (own,) = getattr(gate, "_experts", (mnn.ExpertMLP(gate.num_experts, D, 3),))
+    return mnn.MoE(gate, own)
+
+
+def tokens(t=9):
+    return torch.randn(t, D), torch.arange(t) % 2
+
+
+@every_gate
+def test_gates_compute_in_the_dtype_of_their_parameters(make):
+    """Autocast changes no bit of what a gate says, in training, losses included; bfloat16 tokens are converted."""
+    gate, (x, ids) = make(), tokens()
+    x = x if isinstance(gate, mnn.CompetitionGate) else x.bfloat16()  # its experts take no other dtype than theirs
+    before = copy.deepcopy(gate)
+    torch.manual_seed(1)
+    plain = before(x.float(), ids)
+    torch.manual_seed(1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = gate(x)
-    assert out.weights.dtype == torch.float32
-    assert torch.equal(out.gates, plain.gates)
+        out = gate(x, ids)
+    if any(True for _ in gate.parameters()):
+        assert out.weights.dtype == torch.float32
+    assert torch.equal(out.gates.float(), plain.gates)
+    assert {name: loss.item() for name, loss in out.losses.items()} == {
+        name: loss.item() for name, loss in plain.losses.items()
+    }
+
+
+@every_gate
+def test_no_token_is_a_batch_too(make):
+    """y (0, D), losses of 0 that backward goes through, statistics that are numbers."""
+    layer = layer_of(make())
+    x, ids = tokens(0)
+    out = layer(x, ids)
+    assert out.y.shape == (0, D)
+    assert out.gates[0].gates.shape == (0, layer.gate.num_experts)
+    (out.y.sum() + out.loss).backward()
+    if not isinstance(layer.gate, mnn.PermutedGate):  # the entropy of a permutation is not the batch's
+        assert out.loss == 0
+    for name, value in out.statistics.items():
+        assert value.isfinite().all(), name
+    for parameter in layer.parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all()
+
+
+@every_gate
+def test_two_forwards_before_a_backward(make):
+    """As THOR and gradient accumulation have it: the gradients are those of one after the other."""
+    layer = layer_of(make())
+    if isinstance(layer.gate, mnn.PermutedGate):
+        layer.gate.search.step = layer.gate.search.steps  # each forward of stage one is another permutation
+    if isinstance(layer.gate, mnn.XMoEGate):
+        layer(*tokens())  # its first forward rescales
+    twin, (x, ids) = copy.deepcopy(layer), tokens()
+    torch.manual_seed(2)
+    first, second = layer(x, ids), layer(x * 2, ids)
+    (first.y.square().sum() + first.loss).backward()
+    (second.y.square().sum() + second.loss).backward()
+    torch.manual_seed(2)
+    for scale in (1, 2):
+        out = twin(x * scale, ids)
+        (out.y.square().sum() + out.loss).backward()
+    for own, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert (own.grad is None) == (other.grad is None)
+        if own.grad is not None:
+            torch.testing.assert_close(own.grad, other.grad)
+
+
+@every_gate
+def test_a_state_dict_holds_all_that_decides(make):
+    torch.manual_seed(3)
+    gate, (x, ids) = make(), tokens()
+    gate(x, ids)
+    torch.manual_seed(4)
+    other = make()
+    if isinstance(other, mnn.StagedGate):
+        other.stage = 1
+    other.load_state_dict(gate.state_dict())
+    found = []
+    for each in (gate.eval(), other.eval()):
+        torch.manual_seed(5)
+        found.append(each(x, ids).gates)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["hash", "manual", "random", "stable", "ensemble"])
+def test_ids_that_are_none_are_named(name):
+    gate, (x, ids) = EVERY[name](), tokens()
+    if name == "random":
+        gate = mnn.RandomGate(E, inference="ids").eval()
+    called = type(gate).__name__
+    with pytest.raises(ValueError, match=f"{called}: expected ids"):
+        gate(x)
+    with pytest.raises(TypeError, match=f"{called}: ids must have dtype int32, int64; got float32"):
+        gate(x, ids.float())
+    with pytest.raises(ValueError, match=rf"{called}: ids must be \(9,\) for x \(9, 6\), got \(8,\)"):
+        gate(x, ids[1:])
+    for wrong in (-1, IDS):
+        with pytest.raises(ValueError, match=rf"{called}: ids must be from 0 to \d+, got"):
+            gate(x, torch.where(torch.arange(9) == 4, wrong, ids))
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in ("hash", "manual", "random")])
+def test_tokens_of_another_width_are_named(name):
+    gate = EVERY[name]()
+    with pytest.raises(ValueError, match="got shape" if name != "competition" else "expert_norms: w_in must be"):
+        gate(torch.randn(9, D + 1), tokens()[1])
+
+
+def test_stable_balance_in_float64_is_of_float64():
+    gate, x = mnn.StableGate(2, 3, 1, distill=0.0).double(), torch.randn(5, 2, dtype=torch.float64)
+    s = x @ gate.centroids.t()
+    chosen, mean = s.argmax(-1), 5 / 3
+    expected = sum((int((chosen == e).sum()) - mean) / mean * s[chosen == e, e].sigmoid().sum() for e in range(3))
+    torch.testing.assert_close(gate(x, torch.zeros(5).long()).loss, 0.3 * expected, rtol=1e-13, atol=1e-14)
 
 
 def test_bad_arguments_are_named():
@@ -126,3 +267,9 @@ def test_bad_arguments_are_named():
         mnn.TopKGate(4, 4, 2, noise="gumbel")
     with pytest.raises(ValueError, match=r"TopKGate: x must be \(T, 4\), got shape \(2, 3, 4\)"):
         mnn.TopKGate(4, 4, 2)(torch.randn(2, 3, 4))
+    with pytest.raises(TypeError, match="CompetitionGate: expected router to be a TopKGate and experts an ExpertMLP"):
+        mnn.CompetitionGate(mnn.SoftmaxGate(D, E), mnn.ExpertMLP(E, D, 3))
+    with pytest.raises(ValueError, match="CompetitionGate: the router is over 4 experts, there are 3"):
+        mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(3, D, 3))
+    with pytest.raises(ValueError, match="CompetitionGate: rate must be a chance from 0 to 1, got 2"):
+        mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, 3), rate=2.0)

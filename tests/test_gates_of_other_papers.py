@@ -112,7 +112,7 @@ def test_thor_draws_one_expert_a_batch_and_one_a_token_or_sentence():
     by_sentence = gate(x, sentences).experts.view(100, 10)
     assert (by_sentence == by_sentence[:, :1]).all()
     assert len(by_sentence[:, 0].unique()) == E
-    with pytest.raises(ValueError, match="RandomGate: inference='ids'"):
+    with pytest.raises(ValueError, match="RandomGate: expected ids, one for all tokens of a sentence"):
         gate(x)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import moe_kernels as mk
+from moe_kernels import nn
 from moe_kernels.nn.losses import balance_loss, cv_squared, importance_loss, load_loss, router_z_loss
 
 
@@ -65,3 +66,27 @@ def test_gradients_in_float64():
     assert torch.autograd.gradcheck(lambda z, n: load_loss(z, n, 2, 0.25), (logits, noisy))
     assert torch.autograd.gradcheck(lambda z: balance_loss(z.softmax(-1), torch.tensor([3, 2, 1, 0])), (logits,))
     assert torch.autograd.gradcheck(router_z_loss, (logits,))
+
+
+def test_nothing_costs_nothing():
+    """T = 0, and an importance of zeros: all experts are equal."""
+    empty, none = torch.empty(0, 4), torch.empty(0, 2, dtype=torch.int32)
+    routed = (empty[:, :2], none)
+    for loss in (
+        cv_squared(torch.zeros(4)),
+        importance_loss(empty),
+        load_loss(empty, empty, 2, 0.25),
+        balance_loss(empty, torch.zeros(4)),
+        router_z_loss(empty),
+        nn.inverse_cv(empty),
+        nn.batch_inverse_cv(torch.empty(0, 3, 4)),
+        nn.batch_variation(torch.empty(0, 3, 4)),
+        nn.competition_loss(routed, routed, 4),
+        nn.symmetric_kl(empty, empty),
+        nn.tree_entropy(torch.empty(0, 2, 4)),
+    ):
+        assert loss.shape == ()
+        assert loss == 0
+    v = torch.zeros(4, requires_grad=True)
+    cv_squared(v).backward()
+    assert (v.grad == 0).all()

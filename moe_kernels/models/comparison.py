@@ -35,21 +35,23 @@ class ScoredMLP(CometMLP):
     by = "activations"
 
     def forward(self, x: Tensor, bits: Sequence[Tensor] | None = None) -> Tensor:
-        return self.output(self._hidden(x)[0])
+        return self.output(self._hidden(x))
 
     def masks(self, x: Tensor) -> list[Tensor]:
-        return self._hidden(x)[1]
+        masks: list[Tensor] = []
+        self._hidden(x, masks)
+        return masks
 
-    def _hidden(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        masks = []
+    def _hidden(self, x: Tensor, masks: list[Tensor] | None = None) -> Tensor:
+        """x_{L-1}; m_1 .. m_{L-1} are added to `masks`."""
         for layer, v in zip(self.hidden, self.router.buffers(), strict=True):
             assert isinstance(layer, MaskedLinear)
             a = F.linear(x, layer.weight, layer.bias)
             c = (a if self.by == "activations" else F.linear(x, v)).detach()
             x = kwta(c, layer.k, values=ACTIVATIONS[self.activation](a), ties=self.ties, backend=self.backend)
-            if not self.training:
+            if masks is not None:
                 masks.append(kwta_mask(c, layer.k, ties=self.ties, backend=self.backend))
-        return x, masks
+        return x
 
 
 class LayerwiseMLP(ScoredMLP):

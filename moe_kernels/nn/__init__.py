@@ -1,5 +1,6 @@
 """Thin modules over the operations: parameters and reshapes; no algorithm lives here."""
 
+from moe_kernels.nn import schedules
 from moe_kernels.nn.comet import ACTIVATIONS, CometFFN, CometMLP, FixedRouting, MaskedLinear
 from moe_kernels.nn.experts import ExpertLayer, ExpertMLP, Experts
 from moe_kernels.nn.gates import (
@@ -20,6 +21,7 @@ from moe_kernels.nn.gates import (
     TreeGate,
     XMoEGate,
 )
+from moe_kernels.nn.gates.ensemble import ensemble_log_probs, tile
 from moe_kernels.nn.local_search import LocalSearch
 from moe_kernels.nn.losses import (
     balance_loss,
@@ -36,6 +38,7 @@ from moe_kernels.nn.losses import (
 )
 from moe_kernels.nn.moe import MoE, MoEOutput, MultiGateMoE
 from moe_kernels.nn.policies import ExpertChoice, NonzeroWeights, PriorityRouting, TokenChoice
+from moe_kernels.nn.split import NeuronImportance, distillation_loss, split_ffn, split_neurons
 from moe_kernels.nn.utilisation import Utilisation
 
 __all__ = [
@@ -60,6 +63,7 @@ __all__ = [
     "MoE",
     "MoEOutput",
     "MultiGateMoE",
+    "NeuronImportance",
     "NonzeroWeights",
     "PermutedGate",
     "PriorityRouting",
@@ -77,10 +81,16 @@ __all__ = [
     "batch_variation",
     "competition_loss",
     "cv_squared",
+    "distillation_loss",
+    "ensemble_log_probs",
     "importance_loss",
     "inverse_cv",
     "load_loss",
     "router_z_loss",
+    "schedules",
+    "split_ffn",
+    "split_neurons",
     "symmetric_kl",
+    "tile",
     "tree_entropy",
 ]

@@ -73,6 +73,8 @@ class FixedRouting(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """x_0 (..., N_0) -> [m_1, .., m_{L-1}] (eq. 5), packed: int32 (..., ceil(N_l / 32)), as kwta_bits has them."""
+        if x.shape[-1:] != self.widths[:1]:
+            raise ValueError(f"FixedRouting: x must be (..., {self.widths[0]}), got shape {tuple(x.shape)}")
         packed: list[Tensor] = []
         z = x.detach()
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):

@@ -156,7 +156,8 @@ class LocalSearch(nn.Module):
         if p is None:
             permuted = each.gather(-1, self.source.expand(each.shape))
         else:
-            permuted = torch.einsum("...pi,pij->...pj", each.to(p.dtype), p)
+            with torch.autocast(gates.device.type, enabled=False):
+                permuted = torch.einsum("...pi,pij->...pj", each.to(p.dtype), p)
         permuted = permuted.sum(-2) if count > 1 else permuted[..., 0, :]
         if self.renormalise:
             total = permuted.sum(-1, keepdim=True)

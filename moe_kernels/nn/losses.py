@@ -2,6 +2,7 @@
 stays), no state.
 
 With p (T, E) the gate's probabilities and CV(v) = std(v) / mean(v) over the experts, std that of the population.
+A mean over nothing is 0 here: an empty batch, T = 0, adds nothing to any loss.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 def cv_squared(v: Tensor) -> Tensor:
     """Squared coefficient of variation of v (E): var(v) / mean(v)^2, with the population's variance.
 
-    0 where all are equal, E - 1 where one has everything.
+    0 where all are equal, zeros as well, E - 1 where one has everything.
     """
     v = _wide(v)
-    return v.var(unbiased=False) / v.mean().square()
+    variance = v.var(unbiased=False)
+    return variance / torch.where(variance == 0, 1, v.mean().square())
 
 
 def importance_loss(probs: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ def load_loss(logits: Tensor, noisy_logits: Tensor, k: int, noise_std: float) ->
         )
     threshold = _wide(noisy_logits).topk(k, dim=-1).values[:, -1:]
     selected = torch.special.ndtr((_wide(logits) - threshold) / noise_std)  # 1 - Phi(-z) = Phi(z)
-    return cv_squared(selected.mean(dim=0))
+    return cv_squared(batch_mean(selected))
 
 
 def balance_loss(probs: Tensor, requested: Tensor) -> Tensor:
@@ -70,7 +72,7 @@ def balance_loss(probs: Tensor, requested: Tensor) -> Tensor:
     Gradient: to probs through m. Source: Switch Transformer, eq. 4 (weight 0.01 there); GShard, algorithm 1, and
     V-MoE's "gshard" loss, E^2 mean(f m), are the same number.
     """
-    mean = _wide(probs).mean(dim=0)
+    mean = batch_mean(_wide(probs))
     share = requested.to(mean.dtype) / requested.sum().clamp(min=1)
     return probs.shape[-1] * (share * mean).sum()
 
@@ -83,7 +85,7 @@ def router_z_loss(logits: Tensor) -> Tensor:
 
     Gradient: to logits. Source: ST-MoE (Zoph et al. 2022), eq. 5; weight 0.001 there.
     """
-    return torch.logsumexp(_wide(logits), dim=-1).square().mean()
+    return batch_mean(torch.logsumexp(_wide(logits), dim=-1).square())
 
 
 def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
@@ -95,6 +97,8 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
     Gradient: to probs. Source: paper 002, token-wise inverse coefficient of variance (mu over var, as it prints it).
     """
     p = _wide(probs)
+    if not p.shape[0]:  # of which var warns
+        return p.sum()
     return (p.mean(-1) / (p.var(-1, unbiased=False) + eps)).mean()
 
 
@@ -109,14 +113,14 @@ def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
     leave one number an expert, which has no variance: sums are taken image by image.
     """
     s = _wide(probs).sum(1)
-    return (s.mean(0) / (s.var(0, unbiased=False) + eps)).mean()
+    return (batch_mean(s) / (batch_variance(s) + eps)).mean()
 
 
 def batch_variation(probs: Tensor, eps: float = 1e-6) -> Tensor:
     """mean over e of var_b(s_be) / mu_b(s_be + eps), with s as in `batch_inverse_cv`: paper 002's metric of how much
     images differ in the experts they use. probs (B, S, E)."""
     s = _wide(probs).sum(1)
-    return (s.var(0, unbiased=False) / (s + eps).mean(0)).mean()
+    return (batch_variance(s) / (batch_mean(s) + eps)).mean()
 
 
 def competition_loss(routed: tuple[Tensor, Tensor], winners: tuple[Tensor, Tensor], num_experts: int) -> Tensor:
@@ -129,7 +133,7 @@ def competition_loss(routed: tuple[Tensor, Tensor], winners: tuple[Tensor, Tenso
     Gradient: to routed's weights. Source: paper 004, eq. 3; mean over T * E, as nn.MSELoss has it.
     """
     difference = _scattered(*routed, num_experts) - _scattered(*winners, num_experts).detach()
-    return difference.square().mean()
+    return batch_mean(difference.square().mean(-1))
 
 
 def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
@@ -139,7 +143,7 @@ def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
     prediction distillation.
     """
     p, q = (F.log_softmax(_wide(each), dim=-1) for each in (logits, others))
-    return 0.5 * ((p.exp() - q.exp()) * (p - q)).sum(-1).mean()
+    return 0.5 * batch_mean(((p.exp() - q.exp()) * (p - q)).sum(-1).flatten())
 
 
 def tree_entropy(leaf_probs: Tensor, eps: float = 1e-6) -> Tensor:
@@ -151,13 +155,23 @@ def tree_entropy(leaf_probs: Tensor, eps: float = 1e-6) -> Tensor:
     Gradient: to leaf_probs. Source: paper 001, section 3.2, with the eps of the published code.
     """
     p = _wide(leaf_probs)
-    return -(p * (p + eps).log()).sum((-2, -1)).mean()
+    return -batch_mean((p * (p + eps).log()).sum((-2, -1)))
 
 
 def _scattered(weights: Tensor, experts: Tensor, num_experts: int) -> Tensor:
     """(T, E): the weights at their experts, zeros elsewhere."""
     zeros = _wide(weights).new_zeros(weights.shape[0], num_experts)
     return zeros.scatter(1, experts.long(), _wide(weights))
+
+
+def batch_mean(x: Tensor) -> Tensor:
+    """The mean over the first dimension, 0 where that is empty."""
+    return x.mean(0) if x.shape[0] else x.sum(0)
+
+
+def batch_variance(x: Tensor) -> Tensor:
+    """The population's variance over the first dimension, 0 where that is empty."""
+    return x.var(0, unbiased=False) if x.shape[0] else x.sum(0)
 
 
 def _wide(x: Tensor) -> Tensor:

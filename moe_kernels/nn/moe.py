@@ -79,6 +79,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         _check_experts("MoE", [gate], experts)
+        if not 0 <= expert_dropout <= 1:
+            raise ValueError(f"MoE: expert_dropout must be a rate from 0 to 1, got {expert_dropout}")
         self.gate, self.experts = gate, experts
         self.policy: Policy = policy or TokenChoice()
         self.expert_dropout, self.pass_through = expert_dropout, pass_through
@@ -90,10 +92,12 @@ class MoE(nn.Module):
         if self.expert_dropout and self.training:
             weights = weights * _keep_experts(self.expert_dropout, x, plan)
         y = self.experts(tokens, plan, weights)
+        if self.pass_through and y.shape[1] != tokens.shape[1]:
+            raise ValueError(f"MoE: pass_through wants experts from D to D, got {tokens.shape[1]} and {y.shape[1]}")
         if self.pass_through:
             y = y + (1 - (weights * (plan.slot_row >= 0)).sum(-1, keepdim=True)).to(x.dtype) * tokens
         return MoEOutput(
-            y.reshape(*x.shape[:-1], -1), plan, (output,), output.losses, output.statistics | load_of(plan)
+            y.reshape(*x.shape[:-1], y.shape[-1]), plan, (output,), output.losses, output.statistics | load_of(plan)
         )
 
     def extra_repr(self) -> str:
@@ -120,6 +124,8 @@ class MultiGateMoE(nn.Module):
 
     def __init__(self, gates: Sequence[Gate], experts: Experts, search: LocalSearch | None = None) -> None:
         super().__init__()
+        if not gates:
+            raise ValueError("MultiGateMoE: expected at least one gate, got none")
         _check_experts("MultiGateMoE", gates, experts)
         self.gates, self.experts, self.search = nn.ModuleList(gates), experts, search
 

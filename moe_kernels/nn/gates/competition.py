@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.topk import TopKGate
-from moe_kernels.nn.losses import competition_loss
+from moe_kernels.nn.losses import batch_mean, competition_loss
 from moe_kernels.ops.expert_norms import expert_norms
 from moe_kernels.ops.topk_gate import topk_gate
 
@@ -47,7 +47,15 @@ class CompetitionGate(Gate):
         through_norms: bool = True,
         coin: torch.Generator | None = None,
     ) -> None:
+        if not isinstance(router, TopKGate) or not isinstance(experts, ExpertMLP):
+            got = f"{type(router).__name__} and {type(experts).__name__}"
+            raise TypeError(f"CompetitionGate: expected router to be a TopKGate and experts an ExpertMLP, got {got}")
         super().__init__(router.num_experts)
+        if experts.num_experts != router.num_experts:
+            count = experts.num_experts
+            raise ValueError(f"CompetitionGate: the router is over {router.num_experts} experts, there are {count}")
+        if not callable(rate) and not 0 <= rate <= 1:
+            raise ValueError(f"CompetitionGate: rate must be a chance from 0 to 1, got {rate}")
         self.router, self.rate, self.alpha = router, rate, alpha
         self.through_norms, self.coin = through_norms, coin
         self._experts = (experts,)  # in a tuple, so that it is no submodule
@@ -82,8 +90,8 @@ class CompetitionGate(Gate):
         logits = self.router.project(self.router.linear, x.detach())
         routed, chosen = topk_gate(logits, k)
         loss = competition_loss((routed, chosen), (weights, winners), self.num_experts)
-        agreement = (chosen[:, :, None] == winners[:, None, :]).any(-1).float().mean()
-        statistics = {"competed": x.new_ones(()), "agreement": agreement}
+        agreement = (chosen[:, :, None] == winners[:, None, :]).any(-1).float()
+        statistics = {"competed": x.new_ones(()), "agreement": batch_mean(agreement.mean(-1))}
         return GateOutput(weights, winners, self.num_experts, False, {"router": self.alpha * loss}, statistics)
 
     def get_extra_state(self) -> int:

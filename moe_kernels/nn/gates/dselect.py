@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput, uniform_
+from moe_kernels.nn.losses import batch_mean, tree_entropy
 from moe_kernels.ops._checks import check_int, check_positive
 from moe_kernels.ops.tree_gate import smooth_step
 
@@ -54,16 +55,16 @@ class DSelectKGate(Gate):
     bits: Tensor
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        z = self.project(self.code, x).view(x.shape[0], self.k, 1, -1)
+        z = self.project(self.code, x).view(x.shape[0], self.k, 1, self.bits.shape[1])
         set_, clear = smooth_step(z, self.gamma), smooth_step(-z, self.gamma)
         selectors = torch.where(self.bits, set_, clear).prod(-1)
         gates = (self.project(self.mix, x).softmax(-1)[..., None] * selectors).sum(1)
         losses = {}
         if self.training and self.entropy:
-            losses["entropy"] = -self.entropy * (selectors * (selectors + 1e-6).log()).sum((1, 2)).mean()
+            losses["entropy"] = self.entropy * tree_entropy(selectors)
         if self.training and self.reciprocal and self.num_experts & (self.num_experts - 1):
             losses["reciprocal"] = self.reciprocal * (1 / (selectors.sum(-1) + 1e-6)).sum()
-        used = (gates.detach() >= 1e-5).sum(-1).float().mean()
+        used = batch_mean((gates.detach() >= 1e-5).sum(-1).float())
         return GateOutput.of_gates(gates, losses, {"experts_per_sample": used})
 
     def extra_repr(self) -> str:

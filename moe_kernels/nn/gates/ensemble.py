@@ -45,13 +45,12 @@ class EnsembleGate(Gate):
         self.noise, self.generator, self.backend = noise, generator, backend
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        if ids is None:
-            raise ValueError("EnsembleGate: expected ids, the member of each token; got None")
-        every = torch.einsum("td,mde->tme", x.to(self.weight.dtype), self.weight)
-        logits = every[torch.arange(x.shape[0], device=x.device), ids.long()]
+        member = self.known(x, ids, self.members, "the member of each token")
+        every = self.product(x, self.weight.transpose(1, 2).flatten(0, 1)).unflatten(1, (self.members, -1))
+        logits = every[torch.arange(x.shape[0], device=x.device), member]
         noise = expert_noise(logits, self.generator) if self.noise and self.training else None
         weights, experts = topk_gate(logits, self.k, order="softmax_topk", noise=noise, backend=self.backend)
-        own = ids.to(torch.int32)[:, None] * (self.num_experts // self.members)
+        own = member.to(torch.int32)[:, None] * (self.num_experts // self.members)
         return GateOutput(weights, experts + own, self.num_experts)
 
     def extra_repr(self) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
-from moe_kernels.ops._checks import check_int
+from moe_kernels.ops._checks import INDEX, check_int, check_rank, check_tensor
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,30 @@ class Gate(nn.Module):
 
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """linear(x) (T, out) in the dtype of the linear's weight."""
-        if x.dim() != 2 or x.shape[1] != linear.in_features:
-            raise ValueError(f"{type(self).__name__}: x must be (T, {linear.in_features}), got shape {tuple(x.shape)}")
+        return self.product(x, linear.weight, linear.bias)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (T, D) times weight (out, D) transposed, plus bias (out), in the dtype of weight: (T, out)."""
+        if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+            raise ValueError(f"{type(self).__name__}: x must be (T, {weight.shape[1]}), got shape {tuple(x.shape)}")
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(linear.weight.dtype), linear.weight, linear.bias)
+            return F.linear(x.to(weight.dtype), weight, bias)
+
+    def known(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
+        """ids (T,) of the tokens x (T, D) as int64; ValueError, TypeError for others, such as none.
+
+        On the CPU also for ids outside [0, count); a GPU would have to be waited for, and is asked by torch's indexing.
+        """
+        name = type(self).__name__
+        if ids is None:
+            raise ValueError(f"{name}: expected ids, {meaning}; got None")
+        check_tensor(name, "ids", ids, INDEX)
+        check_rank(name, "x", x, "(T, D)")
+        if ids.shape != x.shape[:1]:
+            raise ValueError(f"{name}: ids must be {tuple(x.shape[:1])} for x {tuple(x.shape)}, got {tuple(ids.shape)}")
+        if ids.device.type == "cpu" and not is_compiling() and bool(((ids < 0) | (ids >= count)).any()):
+            raise ValueError(f"{name}: ids must be from 0 to {count - 1}, got {ids.min().item()} to {ids.max().item()}")
+        return ids.long()
 
 
 def uniform_(parameter: Tensor, bound: float, generator: torch.Generator | None) -> None:

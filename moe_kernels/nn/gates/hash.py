@@ -48,11 +48,7 @@ class HashGate(Gate):
         self.register_buffer("table", table)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        if ids is None:
-            raise ValueError("HashGate: expected ids, by which it knows its tokens; got None")
-        if ids.shape != x.shape[:1]:
-            raise ValueError(f"HashGate: ids must be ({x.shape[0]},) for x {tuple(x.shape)}, got {tuple(ids.shape)}")
-        experts = self.table[ids.long()][:, None]
+        experts = self.table[self.known(x, ids, len(self.table), "by which it knows its tokens")][:, None]
         return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
 
     def extra_repr(self) -> str:

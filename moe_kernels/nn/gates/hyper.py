@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
@@ -31,9 +30,9 @@ class HyperRouterGate(Gate):
         self.backend = backend
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        rows = self.hypernetwork(self.embedding).view(self.num_experts, -1)
         with torch.autocast(x.device.type, enabled=False):
-            logits = F.linear(x.to(rows.dtype), rows[:, :-1], rows[:, -1])
+            rows = self.hypernetwork(self.embedding).view(self.num_experts, -1)
+        logits = self.product(x, rows[:, :-1], rows[:, -1])
         weights, experts = topk_gate(logits, self.k, backend=self.backend)
         return GateOutput(weights, experts, self.num_experts)
 

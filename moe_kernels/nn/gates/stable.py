@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.losses import batch_mean
 
 
 class StableGate(Gate):
@@ -51,22 +52,28 @@ class StableGate(Gate):
         self.stage = 2
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        if ids is None:
-            raise ValueError("StableGate: expected ids, what the distilled router sees; got None")
-        affinity = F.linear(x.to(self.centroids.dtype), self.centroids)
+        ids = self.known(x, ids, self.embedding.num_embeddings, "what the distilled router sees")
+        affinity = self.product(x, self.centroids)
         losses = {}
         if self.training and self.stage == 1:
             experts = affinity.detach().argmax(-1)
-            losses["distill"] = self.distill * F.cross_entropy(self.router(self.embedding(ids.long())), experts)
+            unlike = F.cross_entropy(self._distilled(ids), experts, reduction="none")
+            losses["distill"] = self.distill * batch_mean(unlike)
         else:
             with torch.no_grad():
-                experts = self.router(self.embedding(ids.long())).argmax(-1)
+                experts = self._distilled(ids).argmax(-1)
         weights = affinity.sigmoid().gather(1, experts[:, None])
         if self.training:
-            count = torch.zeros(self.num_experts, device=x.device).scatter_add_(0, experts, x.new_ones(len(x)).float())
+            wide = torch.promote_types(weights.dtype, torch.float32)
+            ones = torch.ones(len(x), dtype=wide, device=x.device)
+            count = ones.new_zeros(self.num_experts).scatter_add_(0, experts, ones)
             mean = max(x.shape[0], 1) / self.num_experts
             losses["balance"] = self.balance * (((count - mean) / mean)[experts] * weights[:, 0]).sum()
         return GateOutput(weights, experts.to(torch.int32)[:, None], self.num_experts, losses=losses)
+
+    def _distilled(self, ids: Tensor) -> Tensor:
+        """Logits (T, E) of the router that sees the ids alone."""
+        return self.project(self.router, self.embedding(ids))
 
     def get_extra_state(self) -> int:
         return self.stage

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.topk import TopKGate
+from moe_kernels.nn.losses import batch_mean
 
 
 class StagedGate(Gate):
@@ -18,7 +20,9 @@ class StagedGate(Gate):
         second_in_evaluation: evaluation takes the second gate in stage one too; for a first one that is told labels.
 
     The training loop says what trains: nn.schedules.train_gates_alone(model) in stage two of the sparse ViT, all of it
-    in stage three. losses: those of the gate in use, and "distill". Source: paper 002, section 3.
+    in stage three. losses: those of the gate in use, and "distill". State: `stage` is kept.
+
+    Source: paper 002, section 3.
     """
 
     def __init__(self, first: Gate, second: Gate, *, distill: float = 0.0, second_in_evaluation: bool = False) -> None:
@@ -39,9 +43,15 @@ class StagedGate(Gate):
         with torch.no_grad():
             target = self.first(x, ids).gates
         log_probs = self.second.project(self.second.linear, x).log_softmax(-1)
-        divergence = torch.nn.functional.kl_div(log_probs, target.to(log_probs.dtype), reduction="batchmean")
-        losses = output.losses | {"distill": self.distill * divergence}
+        divergence = F.kl_div(log_probs, target.to(log_probs.dtype), reduction="none").sum(-1)
+        losses = output.losses | {"distill": self.distill * batch_mean(divergence)}
         return GateOutput(output.weights, output.experts, self.num_experts, output.dense, losses, output.statistics)
+
+    def get_extra_state(self) -> int:
+        return self.stage
+
+    def set_extra_state(self, state: int) -> None:
+        self.stage = int(state)
 
     def extra_repr(self) -> str:
         return f"stage={self.stage}, distill={self.distill:g}"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
-from moe_kernels.ops._checks import check_choice
+from moe_kernels.ops._checks import check_choice, check_rank
 
 INFERENCE = ("token", "ids")
 
@@ -31,12 +31,12 @@ class RandomGate(Gate):
         self.inference, self.generator = inference, generator
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        by_ids = self.inference == "ids" and not self.training
-        if by_ids and ids is None:
-            raise ValueError("RandomGate: inference='ids' expected ids (T,); got None")
+        check_rank("RandomGate", "x", x, "(T, D)")
         draws = (1 if self.training else x.shape[0],)
         drawn = torch.randint(self.num_experts, draws, dtype=torch.int32, device=x.device, generator=self.generator)
-        experts = (drawn[ids.long()] if by_ids and ids is not None else drawn.expand(x.shape[0]))[:, None]
+        if self.inference == "ids" and not self.training:
+            drawn = drawn[self.known(x, ids, x.shape[0], "one for all tokens of a sentence")]
+        experts = drawn.expand(x.shape[0])[:, None]
         return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
 
     def extra_repr(self) -> str:

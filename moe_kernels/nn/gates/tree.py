@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
-from moe_kernels.nn.losses import tree_entropy
+from moe_kernels.nn.losses import batch_mean, tree_entropy
 from moe_kernels.ops._checks import check_int, check_positive
 from moe_kernels.ops.tree_gate import tree_gate, tree_route
 
@@ -98,4 +98,4 @@ class TreeGate(Gate):
 
 
 def _experts_per_sample(gates: Tensor) -> Tensor:
-    return (gates.detach() >= 1e-5).sum(-1).float().mean()
+    return batch_mean((gates.detach() >= 1e-5).sum(-1).float())

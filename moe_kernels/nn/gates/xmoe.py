@@ -55,9 +55,12 @@ class XMoEGate(Gate):
         if self.score == "code":
             with torch.no_grad():
                 self.embeddings.mul_(RADIUS / self.embeddings.norm(dim=-1, keepdim=True))
-            scores = r @ F.normalize(self.embeddings, dim=-1).t()
+        # Of a copy: the rescaling of a second forward would spoil what the first one's backward reads.
+        directions = F.normalize(self.embeddings.clone(), dim=-1)
+        if self.score == "code":
+            scores = self.product(r, directions)
         else:
-            scores = F.normalize(r, dim=-1) @ F.normalize(self.embeddings, dim=-1).t() / self.temperature
+            scores = self.product(F.normalize(r, dim=-1), directions) / self.temperature
         weights, experts = topk_gate(scores, self.k, backend=self.backend)
         return GateOutput(weights, experts, self.num_experts)
 
