@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_kernels import nn as mnn
 
@@ -239,6 +240,12 @@ def test_ids_that_are_none_are_named(name):
     for wrong in (-1, IDS):
         with pytest.raises(ValueError, match=rf"{called}: ids must be from 0 to \d+, got"):
             gate(x, torch.where(torch.arange(9) == 4, wrong, ids))
+
+
+def test_ids_without_values_are_not_asked_for_them():
+    """Inside FakeTensorMode, which counts memory and FLOPs of a step that never runs."""
+    with FakeTensorMode():
+        assert EVERY["hash"]()(*tokens()).experts.shape == (9, 1)
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in ("hash", "manual", "random")])

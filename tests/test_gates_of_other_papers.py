@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_kernels.nn import ExpertMLP, MoE, TopKGate, losses, schedules
+from moe_kernels.nn import ExpertMLP, MoE, SoftmaxGate, StagedGate, TopKGate, losses, schedules
 from moe_kernels.nn.gates.competition import CompetitionGate
 from moe_kernels.nn.gates.ensemble import EnsembleGate, ensemble_log_probs, tile
 from moe_kernels.nn.gates.hyper import HyperRouterGate
@@ -197,3 +197,13 @@ def test_schedules():
     schedules.train_gates_alone(layer)
     trains = {name for name, each in layer.named_parameters() if each.requires_grad}
     assert trains == {"gate.router.linear.weight", "gate.router.linear.bias"}
+
+
+def test_phase_two_trains_the_sparse_gates_alone():
+    layer = MoE(StagedGate(SoftmaxGate(D, E), TopKGate(D, E, 1)), ExpertMLP(E, D, H))
+    left = schedules.train_gates_alone(layer)
+    assert {name for name, each in layer.named_parameters() if each.requires_grad} == {
+        "gate.second.linear.weight",
+        "gate.second.linear.bias",
+    }
+    assert all(one is other for one, other in zip(left, layer.gate.second.parameters(), strict=True))

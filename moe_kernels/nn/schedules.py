@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from moe_kernels.nn.gates import Gate
+from moe_kernels.nn.gates import Gate, StagedGate
 
 LearningRate = Callable[[int], float]
 
@@ -54,7 +54,15 @@ def freeze(module: nn.Module) -> nn.Module:
 
 
 def train_gates_alone(model: nn.Module) -> list[nn.Parameter]:
-    """Freezes all but the gates inside, and returns their parameters: phase two of the sparse ViT (paper 002)."""
+    """Freezes all but the gates inside, of a StagedGate the first one too, and returns what is left to train.
+
+    Phase two of the sparse ViT (paper 002): the new sparse gates learn, the dense ones that they replace do not.
+    """
     model.requires_grad_(False)
-    gates = [gate.requires_grad_() for gate in model.modules() if isinstance(gate, Gate)]
-    return [parameter for gate in gates for parameter in gate.parameters()]
+    gates = [module for module in model.modules() if isinstance(module, Gate)]
+    for gate in gates:
+        gate.requires_grad_()
+    for gate in gates:
+        if isinstance(gate, StagedGate):
+            gate.first.requires_grad_(False)
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
