@@ -278,6 +278,7 @@ def test_a_single_rate_is_no_choice_and_takes_no_time(arguments, tmp_path):
         (["--keep", "1.5"], "keep fraction in (0, 1], got 1.5"),
         (["--backend", "cuda"], "backend 'cuda' cannot run here"),
         (["--resume"], "--resume needs --out"),
+        (["--device", "nowhere"], "--device nowhere: Expected one of cpu"),
     ],
 )
 def test_a_run_that_cannot_start_says_why(arguments, capsys, words, message):

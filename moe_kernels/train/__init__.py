@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             if args.resume and args.out is None:
                 raise ValueError("--resume needs --out, the folder of the checkpoint")
             recipe = _recipe(args)
-            device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            device = _device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
             backend = backends.choose("kwta", None, torch.empty(0, device=device))
             if not args.data:
                 (field,) = (each for each in dataclasses.fields(recipe) if each.name == "data")
@@ -94,6 +94,15 @@ def run(args: argparse.Namespace) -> int:
         finally:
             torch.set_num_threads(threads)
             torch.set_flush_denormal(flushed)
+
+
+def _device(name: str) -> torch.device:
+    """ValueError where torch knows no such device, or has none here."""
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:  # the second from a torch without CUDA
+        raise ValueError(f"--device {name}: {str(error).partition(chr(10))[0]}") from error
 
 
 def _flushes_denormals() -> bool:
