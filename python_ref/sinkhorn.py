@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 # Largest error of a row sum at which the gradient at the fixed point stands for that of the iterates.
@@ -43,7 +42,7 @@ def sinkhorn(
     one = torch.ones(1, dtype=torch.float64, device=scores.device)
     sums = [one if x is None else x.double() for x in (rows, columns)]
     if gradient == "implicit":
-        return _Implicit.apply(noisy, iterations, tau, anneal_from, sums, tolerance)
+        return _Implicit.apply(noisy.double(), iterations, tau, anneal_from, sums, tolerance).to(scores.dtype)
     return _unrolled(noisy, iterations, tau, anneal_from, sums, tolerance)
 
 
@@ -131,14 +130,13 @@ def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
 class _Implicit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, iterations: int, tau: float, anneal_from, sums, tolerance) -> Tensor:
-        p = _unrolled(scores.double(), iterations, tau, anneal_from, sums, tolerance)
+        p = _unrolled(scores, iterations, tau, anneal_from, sums, tolerance)
         check_converged(p, sums[0])
         ctx.save_for_backward(p)
-        ctx.tau, ctx.dtype = tau, scores.dtype
-        return p.to(scores.dtype)
+        ctx.tau = tau
+        return p
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (p,) = ctx.saved_tensors
-        return implicit_gradient(p, grad, ctx.tau).to(ctx.dtype), None, None, None, None, None
+        return implicit_gradient(p, grad, ctx.tau), None, None, None, None, None

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,11 +46,56 @@ def test_a_backend_asked_for_by_name_never_falls_back():
         pass
 
 
+def test_there_is_no_explaining_an_unknown_operation():
+    with pytest.raises(ValueError, match=r"explain: op must be one that .* got 'kwtaa'"):
+        mk.explain("kwtaa", torch.randn(3))
+
+
+def test_what_is_no_tensor_or_plan_is_named():
+    x, weight = torch.randn(3, 4), torch.randn(2, 4, 4)
+    plan = mk.make_plan(torch.tensor([[0], [1], [1]]), 2)
+    for op, call in {
+        "dispatch": lambda: mk.dispatch(x, None),
+        "combine": lambda: mk.combine(x, None),
+        "expert_mlp": lambda: mk.expert_mlp(x, None, weight, weight, weights=None),
+    }.items():
+        with pytest.raises(TypeError, match=f"{op}: plan must be a RoutingPlan, got NoneType"):
+            call()
+    for match, call in {
+        "grouped_gemm: weight must be a Tensor": lambda: mk.grouped_gemm(x, None, plan.expert_offsets),
+        "expert_mlp: w_in must be a Tensor": lambda: mk.expert_mlp(x, plan, None, weight, weights=None),
+        "expert_norms: w_out must be a Tensor": lambda: mk.expert_norms(x, weight, None),
+        "k_from_fraction: p must be a number": lambda: mk.k_from_fraction(None, 4),
+        "expert_capacity: factor must be a number": lambda: mk.expert_capacity(4, 1, 2, None),
+    }.items():
+        with pytest.raises(TypeError, match=match):
+            call()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_tangent_is_refused_and_not_lost(backend):
+    x, weight, offsets = torch.randn(3, 4), torch.randn(1, 4, 4), torch.tensor([0, 3])
+    mk.grouped_gemm(x, weight, offsets, backend=backend)  # what is remembered of this look must not answer
+    with forward_ad.dual_level():
+        for op, call in {
+            "kwta": lambda x: mk.kwta(x, 2, backend=backend),
+            "topk_gate": lambda x: mk.topk_gate(x, 2, backend=backend),
+            "grouped_gemm": lambda x: mk.grouped_gemm(x, weight, offsets, backend=backend),
+            "sinkhorn": lambda x: mk.sinkhorn(x[:, :3], 2, backend=backend),
+        }.items():
+            with pytest.raises(TypeError, match=f"{op}: forward-mode derivatives are not supported"):
+                call(forward_ad.make_dual(x, x))
+            call(x)
+
+
 def test_the_first_word_wins(monkeypatch):
     x = torch.randn(3)
     assert backends.choose("kwta", None, x) == "cpu"
     monkeypatch.setenv("MOE_KERNELS_BACKEND", "reference")
     assert backends.choose("kwta", None, x) == "reference"
+    monkeypatch.setenv("MOE_KERNELS_BACKEND", "")  # as if it were not set
+    assert backends.choose("kwta", None, x) == "cpu"
+    monkeypatch.setenv("MOE_KERNELS_BACKEND", "reference")
     with mk.use_backend("cpu"):
         assert backends.choose("kwta", None, x) == "cpu"
         with mk.use_backend("reference"):

@@ -291,10 +291,42 @@ def test_derivatives_in_float64(backend, activation):
 
 def test_a_second_derivative_is_refused():
     x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(1, 3, 5, requires_grad=True)
-    y = mk.grouped_gemm(x, weight, torch.tensor([0, 4]), backend="cpu")
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    y = mk.grouped_gemm(x, weight, torch.tensor([0, 4]), activation="gelu", backend="cpu")
+    for loss in (y.square().sum(), y.sum()):  # of the second the gradient arrives as a constant
+        (dx,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="grouped_gemm: kernels are once_differentiable"):
+            dx.sum().backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="grouped_gemm: kernels are once_differentiable"):
+            torch.autograd.grad(dx.sum() + x.sum(), x)
+
+
+def test_a_bias_of_any_strides(target):
+    dtype = torch.bfloat16 if target.backend == "cuda" else torch.float32
+    x, weight, bias = (torch.randn(size, dtype=dtype) for size in ((9, 4), (3, 4, 6), (3, 6)))
+    offsets, device = torch.tensor([0, 4, 4, 8], dtype=torch.int32), target.device
+    given = x.to(device), weight.to(device), offsets.to(device)
+    padded = torch.full((3, 10), torch.nan, dtype=dtype)
+    padded[:, 2:8] = bias
+    for strided in (padded.to(device)[:, 2:8], bias.t().contiguous().to(device).t()):
+        expected = mk.grouped_gemm(*given, bias=bias.to(device), activation="gelu", backend=target.backend)
+        got = mk.grouped_gemm(*given, bias=strided, activation="gelu", backend=target.backend)
+        assert torch.equal(got, expected)
+    wide = bias[:, :4].to(device)  # a view with the rows of a longer one
+    strided, packed = (
+        mk.expert_norms(given[0], given[1], given[1].mT, b_out=b_out, backend=target.backend)
+        for b_out in (wide, wide.contiguous())
+    )
+    assert torch.equal(strided, packed)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_an_index_that_int32_cannot_hold_is_refused(backend):
+    x, weight, offsets = torch.randn(4, 3), torch.randn(1, 3, 5), torch.tensor([0, 4])
+    with pytest.raises(ValueError, match="grouped_gemm: expert_offsets"):
+        mk.grouped_gemm(x, weight, torch.tensor([0, 2**32 + 4]), backend=backend)
+    for token in (2**32 + 1, -(2**32) + 1):
+        with pytest.raises(ValueError, match="grouped_gemm: row_token"):
+            mk.grouped_gemm(x, weight, offsets, row_token=torch.tensor([0, 1, 2, token]), backend=backend)
 
 
 def test_only_what_is_asked_for_is_computed():

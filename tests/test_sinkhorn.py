@@ -204,6 +204,27 @@ def test_implicit_gradient_at_the_fixed_point(target):
     torch.testing.assert_close(implicit, unrolled, rtol=1e-4, atol=1e-5)
 
 
+def test_second_derivative_at_the_fixed_point():
+    scores = torch.randn(3, 3, dtype=torch.float64).mul(0.3).requires_grad_()
+    grad, direction = torch.randn(2, 3, 3, dtype=torch.float64)
+    second = []
+    for gradient in ("implicit", "unrolled"):
+        p = mk.sinkhorn(scores, 300, gradient=gradient, backend="reference")
+        (first,) = torch.autograd.grad(p, scores, grad, create_graph=True)
+        second += torch.autograd.grad(first, scores, direction)
+    torch.testing.assert_close(*second, rtol=1e-7, atol=1e-9)
+
+
+def test_compiles_whole():
+    def loss(scores):
+        return (mk.sinkhorn(scores, 5, tau=0.5, backend="cpu") * torch.arange(4.0)).sum()
+
+    scores = torch.randn(2, 4, 4, requires_grad=True)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(loss(scores), scores)
+    torch.testing.assert_close(torch.autograd.grad(compiled(scores), scores), expected)
+
+
 def test_implicit_gradient_refuses_what_has_not_converged(target):
     scores = torch.randn(2, 4, 4, device=target.device, requires_grad=True)
     with pytest.raises(ValueError, match=r"sinkhorn: gradient='implicit' holds at the fixed point.*one off by"):

@@ -91,7 +91,7 @@ def _choose(op: str, backend: str | None, device: str, dtype: torch.dtype) -> st
 
 def asked(backend: str | None) -> str | None:
     """The backend asked for by name, in whichever way; None leaves the choice."""
-    return backend or _wanted.get() or (os.environ[VARIABLE] if _key in _environment else None)
+    return backend or _wanted.get() or (os.environ[VARIABLE] or None if _key in _environment else None)
 
 
 @cache
@@ -171,6 +171,8 @@ def explain(op: str, *args: object) -> list[Candidate]:
 
     `explain("kwta", x, k)` marks the backend that would be chosen now with an arrow.
     """
+    if missing("reference", op) is not None:  # which every operation has
+        raise ValueError(f"explain: op must be one that python -m moe_kernels info lists, such as kwta; got {op!r}")
     x = next((arg for arg in args if isinstance(arg, Tensor)), None)
     if x is None:
         raise TypeError(f"explain: expected the arguments of {op}, a Tensor among them; got {args!r}")

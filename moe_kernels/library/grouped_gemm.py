@@ -49,14 +49,14 @@ def _grouped_gemm_fwd(
 ):
     if backend != "cpu":  # whose kernel looks while it is there, in a tenth of the time
         refuse_bad_rows(expert_offsets, x, row_token)
-    bias = None if bias is None else rows(bias)
+    bias = None if bias is None else bias.contiguous()
     return _kernels(backend).grouped_gemm_fwd(
         rows(x), matrices(weight), expert_offsets, row_token, bias, activation, keep_pre
     )
 
 
 def _grouped_gemm_fwd_ready(x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend):
-    read_in_place = rows(x) is x and matrices(weight) is weight and (bias is None or rows(bias) is bias)
+    read_in_place = rows(x) is x and matrices(weight) is weight and (bias is None or bias.is_contiguous())
     if backend != "cpu" or not read_in_place:
         return _grouped_gemm_fwd
     return _kernels(backend).grouped_gemm_fwd_ready(x, weight, expert_offsets, row_token, bias, activation, keep_pre)
@@ -125,7 +125,7 @@ def _expert_mlp_bwd_hidden_fake(grad, w_out, expert_offsets, row_token, row_weig
 
 
 def _grouped_gemm_norms(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None, backend: str) -> Tensor:
-    bias = None if bias is None else rows(bias)
+    bias = None if bias is None else bias.contiguous()
     return _kernels(backend).grouped_gemm_norms(rows(x), matrices(weight), expert_offsets, bias)
 
 

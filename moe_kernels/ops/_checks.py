@@ -2,6 +2,8 @@
 
 import operator
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from functools import wraps
 from math import isfinite
 from numbers import Real
@@ -11,11 +13,13 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as _once_differentiable
 from torch.compiler import is_compiling
 
 from moe_kernels import backends
 from moe_kernels.backends._look import look
+from moe_kernels.plan import RoutingPlan
 
 HALF_AND_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATING = (*HALF_AND_SINGLE, torch.float64)
@@ -30,7 +34,7 @@ def remembered(
     A look is dtype, shape, strides and device; checks see no more, and choose a backend. Where somebody traces, nothing
     is remembered or kept.
     """
-    if is_compiling() or _are_functorch_transforms_active():
+    if is_compiling() or _are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return check(*words, *tensors), None
     seen = look(*tensors)
     key = check, words, backends.asked(None), torch.get_num_threads(), seen
@@ -50,18 +54,44 @@ def remembered(
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's decorator of that name, without its 17 us (a busy core) where none of the gradient's own is recorded."""
-    recorded = _once_differentiable(backward)
+    """torch's decorator of that name, but a second derivative is refused wherever it is asked for, and nothing is done
+    where no gradient's own is recorded (17 us, a busy core).
+
+    torch's leaves out what the saved tensors contribute, without a word, where gradients arrive as constants, such as
+    that of a sum, or are asked for by torch.autograd.grad.
+    """
+    traced = _once_differentiable(backward)
+    op = backward.__module__.rpartition(".")[2]
 
     @wraps(backward)
-    def either(ctx: Any, *grads: Tensor) -> Any:
-        return recorded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
+    def once(ctx: Any, *grads: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        if is_compiling():
+            return traced(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        sources = [each for each in (*grads, *ctx.saved_tensors) if each is not None and each.requires_grad]
+        return _Once.apply(op, found, *sources or [torch.empty(0, requires_grad=True)])
 
-    return either
+    return once
+
+
+class _Once(torch.autograd.Function):
+    """The gradients that were found, of which there are none to their sources."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, found: tuple[Tensor | None, ...], *sources: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.op = op
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(f"{ctx.op}: kernels are once_differentiable; backend='reference' has second derivatives")
 
 
 def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
-    """`tensor` is a strided Tensor of one of `dtypes`, and no functorch transform is looking."""
+    """`tensor` is a strided Tensor of one of `dtypes`; no functorch transform is looking, and it carries no tangent."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -69,12 +99,24 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
         raise TypeError(f"{op}: {name} must have dtype {expected}; got {_short(tensor.dtype)}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{op}: {name} must be a strided tensor, got layout {tensor.layout}")
-    if not is_compiling() and is_functorch_wrapped_tensor(tensor):
+    if is_compiling():
+        return
+    if is_functorch_wrapped_tensor(tensor):
         raise TypeError(f"{op}: torch.func transforms (vmap, grad, jvp) are not supported; got a wrapped {name}")
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise TypeError(f"{op}: forward-mode derivatives are not supported; got a {name} with a tangent")
 
 
-def check_rank(op: str, name: str, tensor: Tensor, shape: str) -> None:
-    """`tensor` has as many dimensions as `shape` has letters, such as "(T, D)"."""
+def check_plan(op: str, plan: object) -> None:
+    """`plan` is a RoutingPlan."""
+    if not isinstance(plan, RoutingPlan):
+        raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
+
+
+def check_rank(op: str, name: str, tensor: object, shape: str) -> None:
+    """`tensor` is a Tensor with as many dimensions as `shape` has letters, such as "(T, D)"."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.dim() != shape.count(",") + 1:
         raise ValueError(f"{op}: {name} must be {shape}, got shape {tuple(tensor.shape)}")
 
@@ -141,6 +183,16 @@ def check_positive(op: str, name: str, value: object) -> float:
     if not (isfinite(number) and number > 0):
         raise ValueError(f"{op}: {name} must be above 0 and finite, got {number}")
     return number
+
+
+def check_decimal(op: str, name: str, value: object) -> Fraction:
+    """`value`, a number or how one is spelled, as what it prints as: the float 0.29 as 29 / 100."""
+    if not isinstance(value, Real | Decimal | str) or isinstance(value, bool):
+        raise TypeError(f"{op}: {name} must be a number or a string that holds one, got {type(value).__name__}")
+    try:
+        return Fraction(str(value))
+    except ValueError as error:
+        raise ValueError(f"{op}: {name} must be a finite number, got {value!r}") from error
 
 
 def check_choice(op: str, name: str, value: object, choices: tuple[str | None, ...]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import python_ref.combine as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_first, check_rank, check_tensor
+from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
 from moe_kernels.ops.dispatch import collect_rows
 from moe_kernels.plan import RoutingPlan
 
@@ -50,6 +50,7 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
     """
     check_tensor("combine", "rows", rows, FLOATING)
     check_rank("combine", "rows", rows, "(R, D)")
+    check_plan("combine", plan)
     check_first("combine", "rows", rows, plan.num_rows, "rows of the plan", plan.row_token.device)
     if weights is not None:
         check_tensor("combine", "weights", weights, FLOATING)

@@ -19,7 +19,15 @@ from torch import Tensor
 
 import python_ref.expert_mlp as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_first, check_fits, check_rank, check_tensor, once_differentiable
+from moe_kernels.ops._checks import (
+    FLOATING,
+    check_first,
+    check_fits,
+    check_plan,
+    check_rank,
+    check_tensor,
+    once_differentiable,
+)
 from moe_kernels.ops.grouped_gemm import check_activation, transposed
 from moe_kernels.plan import RoutingPlan
 
@@ -67,6 +75,7 @@ def expert_mlp(
     """
     check_tensor("expert_mlp", "x", x, FLOATING)
     check_rank("expert_mlp", "x", x, "(T, D)")
+    check_plan("expert_mlp", plan)
     check_first("expert_mlp", "x", x, plan.num_tokens, "tokens of the plan", plan.row_token.device)
     check_parameters("expert_mlp", x, plan.num_experts, w_in, w_out, b_in, b_out, activation)
     if weights is not None:

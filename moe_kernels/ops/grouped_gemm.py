@@ -140,6 +140,9 @@ def _check_index(name: str, index: Tensor, shape: str, size: int | None, rows: T
 
 
 def _as_int32(index: Tensor) -> Tensor:
+    """What int32 cannot hold becomes its bounds: out of range still, where a cast would wrap it to some row."""
+    if index.dtype == torch.int64:
+        index = index.clamp(-(2**31), 2**31 - 1)
     return index.to(torch.int32).contiguous()
 
 

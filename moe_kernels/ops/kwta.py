@@ -20,7 +20,7 @@ from torch import Tensor
 
 import python_ref.kwta as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_like, check_tensor
+from moe_kernels.ops._checks import FLOATING, check_choice, check_decimal, check_int, check_like, check_tensor
 from python_ref.kwta import pack_bits, unpack_bits  # noqa: F401 the layout of the bits, for who keeps masks
 
 TIES = ("index", "strict", "all")
@@ -139,12 +139,13 @@ def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
 
     Raises:
         ValueError: p outside (0, 1], or n < 1.
-        TypeError: n is no int.
+        TypeError: n is no int, p no number.
     """
     n = check_int("k_from_fraction", "n", n, 1, 2**63 - 1, "elements of a row")
-    if not 0 < float(p) <= 1:  # false for NaN too
+    keep = check_decimal("k_from_fraction", "p", p)
+    if not 0 < keep <= 1:
         raise ValueError(f"k_from_fraction: p must be a keep fraction in (0, 1], got {p!r}")
-    return max(1, int(Fraction(str(p)) * n))
+    return max(1, int(keep * n))
 
 
 class _Kwta(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import python_ref.plan as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, INDEX, check_choice, check_int, check_rank, check_tensor
+from moe_kernels.ops._checks import FLOATING, INDEX, check_choice, check_decimal, check_int, check_rank, check_tensor
 from moe_kernels.plan import RoutingPlan
 
 ORDERS = ("choice", "token")
@@ -169,7 +169,7 @@ def expert_capacity(
     floats. V-MoE rounds up to a multiple of 4. The result may exceed the number of tokens; that costs nothing.
 
     Raises:
-        TypeError: a count is no int.
+        TypeError: a count is no int, factor no number.
         ValueError: num_tokens or k < 0, num_experts or multiple_of < 1, a factor that is negative or not finite.
 
     Source: paper 003 (V-MoE), eq. 4.
@@ -177,10 +177,7 @@ def expert_capacity(
     for name, value, low in (("num_tokens", num_tokens, 0), ("k", k, 0), ("num_experts", num_experts, 1)):
         check_int("expert_capacity", name, value, low, 2**63 - 1, "a count")
     check_int("expert_capacity", "multiple_of", multiple_of, 1, 2**63 - 1, "what the capacity is a multiple of")
-    try:
-        exact = Fraction(str(factor)) if isinstance(factor, float) else Fraction(factor)
-    except (ValueError, OverflowError) as error:
-        raise ValueError(f"expert_capacity: factor must be a finite number, got {factor!r}") from error
+    exact = check_decimal("expert_capacity", "factor", factor)
     if exact < 0:
         raise ValueError(f"expert_capacity: factor must not be negative, got {factor!r}")
     capacity = ceil(num_tokens * k * exact / num_experts)

@@ -166,12 +166,18 @@ def _choose(backend: str | None, scores: Tensor) -> str:
     chosen, n = backends.choose("sinkhorn", backend, scores), scores.shape[-1]
     if chosen == "reference":
         return chosen
-    largest = getattr(backends.load(chosen, "sinkhorn"), "SINKHORN_LARGEST", n)
-    if n <= largest:
+    largest = _largest(chosen)
+    if largest is None or n <= largest:
         return chosen
     if backends.asked(backend) is None:
         return "reference"
     raise backends.BackendError(f"sinkhorn: backend {chosen!r} cannot run here: it takes n up to {largest}, not {n}")
+
+
+@torch.compiler.assume_constant_result
+def _largest(backend: str) -> int | None:
+    """The largest n that the backend takes, or None; a compiler does not follow an import."""
+    return getattr(backends.load(backend, "sinkhorn"), "SINKHORN_LARGEST", None)
 
 
 def _check_annealing(anneal_from: object, tau: float, tolerance: object) -> float | None:
