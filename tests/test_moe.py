@@ -100,7 +100,7 @@ def test_groups_compete_for_capacity_one_after_the_other(priority, order):
 def test_experts_choose_in_every_group():
     torch.manual_seed(0)
     gate, experts, x = SoftmaxGate(D, E).double(), ExpertMLP(E, D, H).double(), torch.randn(T, D, dtype=torch.float64)
-    out = MoE(gate, experts, ExpertChoice(1.3, group=6))(x)  # ceil(6 * 1.3 / 4) = 2
+    out = MoE(gate, experts, ExpertChoice(1.3, group=6))(x)  # round(6 * 1.3 / 4) = 2
     alone = [MoE(gate, experts, ExpertChoice(1.3))(each) for each in x.split(6)]
     torch.testing.assert_close(out.y, torch.cat([each.y for each in alone]))
     assert torch.equal(out.plan.used, torch.cat([each.plan.used for each in alone]))
@@ -109,6 +109,23 @@ def test_experts_choose_in_every_group():
         ExpertChoice(group=5)(gate(x), True)
     with pytest.raises(ValueError, match="TokenChoice: group must be from 1"):
         TokenChoice(group=0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "policy", "taken"),
+    [
+        (9, ExpertChoice(), 2),  # 2.25
+        (10, ExpertChoice(), 2),  # 2.5, a half to even
+        (11, ExpertChoice(), 3),
+        (10, ExpertChoice(1.4), 4),  # 3.5
+        (9, ExpertChoice(multiple_of=1), 3),
+        (9, ExpertChoice(multiple_of=4), 4),
+        (1, ExpertChoice(), 0),
+    ],
+)
+def test_experts_choose_the_nearest_whole_number_of_tokens(tokens, policy, taken):
+    plan, _ = policy(SoftmaxGate(D, E)(torch.randn(tokens, D)), True)
+    assert plan.kept.tolist() == [taken] * E
 
 
 def test_experts_choose():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.nn.gates import GateOutput
-from moe_kernels.ops._checks import check_choice, check_int
+from moe_kernels.ops._checks import check_choice, check_decimal, check_int
 from moe_kernels.ops.plan import ORDERS, expert_capacity, make_plan, plan_expert_choice, plan_priority
 from moe_kernels.plan import RoutingPlan
 
@@ -79,13 +79,14 @@ class NonzeroWeights:
 class ExpertChoice:
     """Every expert takes the tokens that score highest with it: the gate's `gates` (T, E) are the scores.
 
-    multiple_of: V-MoE's published code rounds up to 4. group: tokens among which an expert chooses, such as those of an
-    image; None: among all. T has to be a multiple of it.
+    Of a group of n tokens it takes round(n factor / E), a half to even; with multiple_of, as expert_capacity has it:
+    V-MoE's published code rounds up, to a multiple of 4. group: tokens among which an expert chooses, such as those of
+    an image; None: among all. T has to be a multiple of it.
     Source: paper 002, section 3; Zhou et al. 2022.
     """
 
     factor: float = 1.0
-    multiple_of: int = 1
+    multiple_of: int | None = None
     group: int | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +99,7 @@ class ExpertChoice:
         groups, rest = divmod(scores.shape[0], group)
         if rest:
             raise ValueError(f"ExpertChoice: expected groups of {group} tokens, got {scores.shape[0]} tokens")
-        capacity = min(expert_capacity(group, 1, num_experts, self.factor, self.multiple_of), group)
+        capacity = min(self._capacity(group, num_experts), group)
         if groups <= 1:
             return plan_expert_choice(scores, min(capacity, scores.shape[0]))
         # The experts of every group stand beside each other over the places in a group: (T, E) as (group, groups * E).
@@ -109,6 +110,11 @@ class ExpertChoice:
         )
         experts = torch.where(taken, torch.arange(num_experts, dtype=torch.int32, device=scores.device), -1)
         return make_plan(experts, num_experts, capacity=groups * capacity), weights
+
+    def _capacity(self, group: int, num_experts: int) -> int:
+        if self.multiple_of is not None:
+            return expert_capacity(group, 1, num_experts, self.factor, self.multiple_of)
+        return round(check_decimal("ExpertChoice", "factor", self.factor) * group / num_experts)
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,7 @@ class VMoE(Recipe):
                 TopKGate(dim, count, 1, order="softmax_topk", noise="vmoe"), experts, TokenChoice(1.0, group=group)
             )
         if side == "expert_choice":
-            return MoE(SoftmaxGate(dim, count, noise=True), experts, ExpertChoice(1.0, multiple_of=4, group=image))
+            return MoE(SoftmaxGate(dim, count, noise=True), experts, ExpertChoice(1.0, group=image))
         if side == "priority":
             return MoE(SoftmaxGate(dim, count, noise=True), experts, PriorityRouting())
         if side == "e3":
