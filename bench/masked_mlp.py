@@ -1,4 +1,7 @@
-"""What is measured of the MLP under known masks: paper 000's, a batch of 32, beside the same without masks."""
+"""What is measured of the MLP under known masks: paper 000's, a batch of 32, beside the same without masks.
+
+Every neuron answers, so that layers without masks compute the same; what a mask holds changes no time.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-import moe_kernels as mk
 from bench.entry import Calls, Entry, Inputs, Shape, through_autograd
 from moe_kernels.library import words
 from moe_kernels.ops.masked_mlp import masked_mlp
+from python_ref.kwta import pack_bits
 
 LAYERS = 4
 LEAVES = tuple(f"{kind}{layer}" for kind in ("weight", "bias") for layer in range(LAYERS))
@@ -27,10 +30,8 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     for layer, (n_in, n_out) in enumerate(pairwise(widths)):
         found[f"weight{layer}"] = (torch.randn(n_out, n_in) / n_in**0.5).to(device, dtype).requires_grad_()
         found[f"bias{layer}"] = torch.randn(n_out).to(device, dtype).requires_grad_()
-    scores = [torch.randn(tokens, n, device=device) for n in widths[1:-1]]
-    found["bits"] = [mk.kwta_bits(each, each.shape[1] // 2)[1] for each in scores]
-    found["masks"] = [mk.kwta_mask(each, each.shape[1] // 2).to(dtype) for each in scores]
-    return found
+    found["masks"] = [torch.ones(tokens, n, dtype=dtype, device=device) for n in widths[1:-1]]
+    return found | {"bits": [pack_bits(mask.bool()) for mask in found["masks"]]}
 
 
 def _parameters(inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
@@ -77,7 +78,7 @@ ENTRIES = {
             "quick": [{"B": 32, "N": n} for n in (100, 500, 1000)],
             "papers": [{"B": 32, "N": n} for n in (100, 500, 1000, 3000)],
             "llm": [{"B": 32, "N": 3000}],
-            "scaling": [{"B": tokens, "N": 500} for tokens in (8, 32, 128, 512)],
+            "scaling": [{"B": tokens, "N": 500} for tokens in (8, 32, 128, 512, 1024)],
         },
         complete=lambda shape, device: shape,
         inputs=_inputs,

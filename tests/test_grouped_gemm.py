@@ -272,6 +272,15 @@ def test_nothing_is_written_beside_the_outputs(target, kind):
         check(target, finest(target), kind, (37, 19, 26, 5), "geglu", gathered=True)
 
 
+def test_tanh_saturates_at_one(target):
+    rows = torch.tensor([10.0, 50.0, math.inf, -10.0, -math.inf, math.nan], device=target.device)
+    offsets = torch.tensor([0, 6], dtype=torch.int32, device=target.device)
+    weight = torch.ones(1, 1, 1, device=target.device)
+    y = mk.grouped_gemm(rows[:, None], weight, offsets, activation="tanh", backend=target.backend)
+    assert y[:5, 0].tolist() == [1, 1, 1, -1, -1]
+    assert y[5].isnan()
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("activation", ["gelu", "silu", "tanh", "swiglu", "geglu", None])
 def test_derivatives_in_float64(backend, activation):
