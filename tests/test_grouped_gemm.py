@@ -273,10 +273,10 @@ def test_nothing_is_written_beside_the_outputs(target, kind):
 
 
 def test_tanh_saturates_at_one(target):
-    rows = torch.tensor([10.0, 50.0, math.inf, -10.0, -math.inf, math.nan], device=target.device)
+    options = {"dtype": finest(target), "device": target.device}
+    rows, weight = torch.tensor([10.0, 50.0, math.inf, -10.0, -math.inf, math.nan], **options), torch.ones(1, **options)
     offsets = torch.tensor([0, 6], dtype=torch.int32, device=target.device)
-    weight = torch.ones(1, 1, 1, device=target.device)
-    y = mk.grouped_gemm(rows[:, None], weight, offsets, activation="tanh", backend=target.backend)
+    y = mk.grouped_gemm(rows[:, None], weight[:, None, None], offsets, activation="tanh", backend=target.backend)
     assert y[:5, 0].tolist() == [1, 1, 1, -1, -1]
     assert y[5].isnan()
 
