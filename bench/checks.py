@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bench.ledger import ROOT
-from bench.measure import tensors_of
+from bench.measure import short, tensors_of
 from bench.registry import ENTRIES, Calls, Inputs
 from bench.timing import wait_for_gpu
 from moe_kernels.info import placement
@@ -120,13 +120,13 @@ def compiled(ops: Iterable[str], small: bool, seconds: float = math.inf) -> dict
         left = until - time.monotonic()
         if left < 1:
             return OUT_OF_TIME
-        words = [op, str(dtype).removeprefix("torch."), str(places[job]), "small" if small else "all"]
+        words = [op, short(dtype), str(places[job]), "small" if small else "all"]
         return run([sys.executable, "-c", COMPILES, *words], None if left == math.inf else left)
 
     jobs = [job for job, device in places.items() if device is not None]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         found = list(pool.map(compiles, jobs))
-    return {(op, str(dtype).removeprefix("torch.")): word for (op, dtype), word in zip(jobs, found, strict=True)}
+    return {(op, short(dtype)): word for (op, dtype), word in zip(jobs, found, strict=True)}
 
 
 def suite(seconds: float | None = None) -> dict[str, str]:
@@ -143,7 +143,7 @@ def run(command: Iterable[str], seconds: float | None = None, **variables: str) 
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     with subprocess.Popen(list(command), **options) as done:
         try:
-            said, _ = done.communicate(timeout=seconds)
+            text, _ = done.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             return OUT_OF_TIME
         finally:
@@ -151,7 +151,7 @@ def run(command: Iterable[str], seconds: float | None = None, **variables: str) 
                 os.killpg(done.pid, signal.SIGKILL)
     if done.returncode == 0:
         return "ok"
-    lines = said.strip().splitlines()
+    lines = text.strip().splitlines()
     return f"FAILED: status {done.returncode}: {lines[-1] if lines else ''}"
 
 

@@ -1,6 +1,6 @@
 """What is measured of the MLP under known masks: paper 000's, a batch of 32, beside the same without masks.
 
-Every neuron answers, so that layers without masks compute the same; what a mask holds changes no time.
+Every neuron answers, so that layers without masks compute the same; no kernel branches on what a mask holds.
 """
 
 from __future__ import annotations
