@@ -1,6 +1,7 @@
 """What is measured of the MLP under known masks: paper 000's, a batch of 32, beside the same without masks.
 
-Every neuron answers, so that layers without masks compute the same; no kernel branches on what a mask holds.
+Every neuron answers, so that layers without masks compute the same; no kernel branches on what a mask holds. Masks are
+read where those of all samples are kept, as in training; a peer's are a batch's, ready.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from moe_kernels.ops.masked_mlp import masked_mlp
 from python_ref.kwta import pack_bits
 
 LAYERS = 4
+SAMPLES = 2048  # whose masks are kept
 LEAVES = tuple(f"{kind}{layer}" for kind in ("weight", "bias") for layer in range(LAYERS))
 
 
@@ -31,7 +33,8 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
         found[f"weight{layer}"] = (torch.randn(n_out, n_in) / n_in**0.5).to(device, dtype).requires_grad_()
         found[f"bias{layer}"] = torch.randn(n_out).to(device, dtype).requires_grad_()
     found["masks"] = [torch.ones(tokens, n, dtype=dtype, device=device) for n in widths[1:-1]]
-    return found | {"bits": [pack_bits(mask.bool()) for mask in found["masks"]]}
+    kept = [pack_bits(torch.ones(SAMPLES, n, dtype=torch.bool)).to(device) for n in widths[1:-1]]
+    return found | {"bits": kept, "samples": torch.randint(SAMPLES, (tokens,)).to(device)}
 
 
 def _parameters(inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
@@ -41,7 +44,8 @@ def _parameters(inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
 
 def _kernel(backend: str) -> Calls:
     def forward(inputs: Inputs) -> Tensor:
-        return masked_mlp(inputs["x"], *_parameters(inputs), inputs["bits"], activation="tanh", backend=backend)
+        named = {"samples": inputs["samples"], "activation": "tanh", "backend": backend}
+        return masked_mlp(inputs["x"], *_parameters(inputs), inputs["bits"], **named)
 
     return through_autograd(forward, LEAVES, "grad")
 

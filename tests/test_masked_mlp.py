@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -129,6 +130,71 @@ def test_any_layout_and_any_leading_dimensions_are_those_of_their_rows():
     torch.testing.assert_close(one, y[0, 0])
 
 
+@pytest.mark.parametrize("activation", ["tanh", "silu"])
+def test_samples_are_where_the_masks_of_all_are_kept(target, activation):
+    leaves, _ = network(6, device=target.device)
+    kept = [pack_bits(torch.rand(50, n) < 0.5).to(target.device) for n in WIDTHS[1:-1]]
+    for samples in (torch.tensor([49, 0, 7, 7, 31, 2]), torch.tensor([[3, 1, 0], [49, 48, 3]], dtype=torch.int32)):
+        x = leaves["x"].view(*samples.shape, -1)
+        own = [each[samples.to(each.device)] for each in kept]
+
+        def forward(bits, samples, **given):
+            return masked_mlp(
+                given["x"], *parameters(given), bits, activation=activation, samples=samples, backend=target.backend
+            )
+
+        given = {**leaves, "x": x}, torch.ones(*samples.shape, 7)
+        found = results(partial(forward, kept, samples.to(target.device)), *given)
+        expected = results(partial(forward, own, None), *given)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_samples_are_seen_by_compilers_and_in_the_second_derivative():
+    leaves, _ = network(4, widths=(3, 5, 4, 2), dtype=torch.float64)
+    kept, samples = [pack_bits(torch.rand(9, n) < 0.5) for n in (5, 4)], torch.tensor([8, 0, 3, 8])
+    weights, biases = parameters(leaves)
+
+    def forward(x, samples=samples):
+        return masked_mlp(x, weights, biases, kept, activation="tanh", samples=samples)
+
+    torch.autograd.gradgradcheck(forward, [leaves["x"].requires_grad_()])
+    torch.compiler.reset()
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(leaves["x"]), forward(leaves["x"]))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_samples_without_masks_are_refused(backend):
+    leaves, masks = network(6)
+    bits = [pack_bits(mask) for mask in masks]
+
+    def forward(samples, bits=bits):
+        return masked_mlp(leaves["x"], *parameters(leaves), bits, activation="tanh", samples=samples, backend=backend)
+
+    for low, high in ((-1, 5), (0, 6), (0, 2**40)):
+        with pytest.raises(ValueError, match=f"masked_mlp: samples must be from 0 to 5; got {low} to {high}"):
+            forward(torch.tensor([0, low, 2, 3, high, 1]))
+    with pytest.raises(ValueError, match=r"samples must be \(6,\) on cpu.*got \(5,\)"):
+        forward(torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(TypeError, match="samples must have dtype int32, int64"):
+        forward(torch.zeros(6))
+    with pytest.raises(ValueError, match=r"same samples in every layer; got \(6, 2\), \(5, 4\), \(6, 2\)"):
+        forward(torch.zeros(6, dtype=torch.int64), [bits[0], bits[1][:5], bits[2]])
+    with pytest.raises(ValueError, match=r"bits must be \(1, 2\) on cpu"):
+        forward(torch.zeros(6, dtype=torch.int64), [bits[0][:, :1], *bits[1:]])
+
+
+def test_samples_changed_before_backward_are_refused_where_they_have_no_masks():
+    leaves, masks = network(6)
+    samples = torch.arange(6)
+    leaves["w1"].requires_grad_()
+    bits = [pack_bits(mask) for mask in masks]
+    y = masked_mlp(leaves["x"], *parameters(leaves), bits, activation="tanh", samples=samples)
+    samples.add_(1)
+    with pytest.raises(ValueError, match="samples must be from 0 to 5; got 1 to 6"):
+        y.sum().backward()
+
+
 def test_frozen_parameters_and_inputs_get_no_gradient_and_the_others_the_same():
     leaves, masks = network(6)
     expected = results(call(masks, "tanh"), leaves, torch.ones(6, 7))
@@ -146,9 +212,9 @@ def test_every_time_and_with_every_number_of_threads_the_same_bits():
     found = []
     for count in (1, 2, 5):
         with threads(count):
-            _, bwd_ = cpu.masked_mlp_ready(grad.dtype, 300, [500], "")
+            _, bwd_ = cpu.masked_mlp_ready(grad.dtype, 300, 300, [500], "")
             dpre = grad.clone()
-            found.append((bwd_(dpre, None, bits, 0), dpre))
+            found.append((bwd_(dpre, None, bits, None, 0), dpre))
     assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))
     twice = [results(call(masks, "tanh"), leaves, torch.ones(300, 5)) for _ in range(2)]
     assert all(torch.equal(twice[0][name], twice[1][name]) for name in twice[0])

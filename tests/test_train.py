@@ -134,7 +134,7 @@ def plant_wrong_selection(monkeypatch):
 
 
 def plant_in_masks(monkeypatch, fwd_=None, bwd_=None):
-    """A masked layer replaced: fwd_(right, values, bias, bits, layer) or bwd_(right, grad, value, bits, layer)."""
+    """A masked layer replaced: fwd_(right, values, bias, bits, samples, layer), bwd_(right, grad, value, the rest)."""
     ready = cpu.masked_mlp_ready
 
     def wrong(*args):
@@ -146,17 +146,17 @@ def plant_in_masks(monkeypatch, fwd_=None, bwd_=None):
 
 
 def plant_wrong_mask(monkeypatch):
-    def wrong(right, values, bias, bits, layer):
+    def wrong(right, values, bias, bits, samples, layer):
         open_ = bits.clone()
-        open_[0] = -1
-        right(values, bias, open_, layer)  # one sample's inactive neurons answer, too
+        open_[0 if samples is None else samples[0]] = -1
+        right(values, bias, open_, samples, layer)  # one sample's inactive neurons answer, too
 
     plant_in_masks(monkeypatch, fwd_=wrong)
 
 
 def plant_wrong_gradient(monkeypatch):
-    def wrong(right, grad, value, bits, layer):
-        return right(grad, value, torch.full_like(bits, -1), layer)  # all of them learn
+    def wrong(right, grad, value, bits, samples, layer):
+        return right(grad, value, torch.full_like(bits, -1), samples, layer)  # all of them learn
 
     plant_in_masks(monkeypatch, bwd_=wrong)
 

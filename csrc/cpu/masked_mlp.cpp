@@ -29,13 +29,28 @@ inline __attribute__((always_inline)) void forward_word(typename F::Key* values,
   }
 }
 
+// Masks of many samples, or of the rows themselves where `sample` is null.
+struct Masks {
+  const int32_t* bits;    // (num_samples, words_of(n))
+  const int64_t* sample;  // (rows)
+  int64_t n;
+
+  const int32_t* of(int64_t row) const { return bits + (sample ? sample[row] : row) * words_of(n); }
+};
+
+bool are_within(const int64_t* sample, int64_t rows, int64_t num_samples) {
+  return sample == nullptr ||
+         std::all_of(sample, sample + rows, [=](int64_t each) { return 0 <= each && each < num_samples; });
+}
+
 template <Activation act, bool biased, class F>
-void forward(void* values, const void* bias, const int32_t* bits, int64_t rows, int64_t n, int threads) {
+void forward(void* values, const void* bias, Masks masks, int64_t rows, int64_t n, int threads) {
   using Key = typename F::Key;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t r = 0; r < rows; ++r) {
+    const int32_t* bits = masks.of(r);
     for (int64_t i = 0; i < n; i += kWord) {
-      const uint32_t word = uint32_t(bits[r * words_of(n) + i / kWord]);
+      const uint32_t word = uint32_t(bits[i / kWord]);
       Key* v = static_cast<Key*>(values) + r * n + i;
       const Key* b = biased ? static_cast<const Key*>(bias) + i : nullptr;
       if (n - i >= kWord) {
@@ -71,7 +86,7 @@ inline __attribute__((always_inline)) void backward_word(typename F::Key* grad, 
 
 // Every thread has columns of its own, so that sums do not depend on how many there are.
 template <Activation act, class F>
-void backward(void* grad, const void* value, const int32_t* bits, void* dbias, int64_t rows, int64_t n, int threads) {
+void backward(void* grad, const void* value, Masks masks, void* dbias, int64_t rows, int64_t n, int threads) {
   using Key = typename F::Key;
   using Wide = typename F::Wide;
   auto* gradients = static_cast<Key*>(grad);
@@ -83,8 +98,9 @@ void backward(void* grad, const void* value, const int32_t* bits, void* dbias, i
     for (int64_t start = 0; start < rows; start += kSpan) {
       Wide sum[kColumns] = {};
       for (int64_t r = start; r < std::min(start + kSpan, rows); ++r) {
+        const int32_t* bits = masks.of(r);
         for (int64_t i = first; i < last; i += kWord) {
-          const uint32_t word = uint32_t(bits[r * words_of(n) + i / kWord]);
+          const uint32_t word = uint32_t(bits[i / kWord]);
           Key* g = gradients + r * n + i;
           const Key* v = act == Activation::none ? nullptr : values + r * n + i;
           if (last - i >= kWord) {
@@ -114,19 +130,23 @@ void with_layer(int dtype, int activation, Work work) {
 
 }  // namespace
 
-void masked_mlp_fwd(int dtype, void* values, const void* bias, const int32_t* bits, int activation, int64_t rows, int64_t n,
-                    int threads) {
+int masked_mlp_fwd(int dtype, void* values, const void* bias, const int32_t* bits, const int64_t* sample, int64_t num_samples,
+                   int activation, int64_t rows, int64_t n, int threads) {
+  if (!are_within(sample, rows, num_samples)) return 1;
   with_layer(dtype, activation, [&](auto format, auto act) {
     const auto run = bias ? forward<act.value, true, decltype(format)> : forward<act.value, false, decltype(format)>;
-    run(values, bias, bits, rows, n, threads);
+    run(values, bias, {bits, sample, n}, rows, n, threads);
   });
+  return 0;
 }
 
-void masked_mlp_bwd(int dtype, void* grad, const void* value, const int32_t* bits, int activation, void* dbias, int64_t rows,
-                    int64_t n, int threads) {
+int masked_mlp_bwd(int dtype, void* grad, const void* value, const int32_t* bits, const int64_t* sample, int64_t num_samples,
+                   int activation, void* dbias, int64_t rows, int64_t n, int threads) {
+  if (!are_within(sample, rows, num_samples)) return 1;
   with_layer(dtype, activation, [&](auto format, auto act) {
-    backward<act.value, decltype(format)>(grad, value, bits, dbias, rows, n, threads);
+    backward<act.value, decltype(format)>(grad, value, {bits, sample, n}, dbias, rows, n, threads);
   });
+  return 0;
 }
 
 }  // namespace MOE_ISA

@@ -1,11 +1,8 @@
 // moe_kernels._cpu: the CPU kernels, each taking the index of an instruction set before its own arguments.
 
+#include "call.h"
 #include "look.h"
-#include "moe/bind.h"
 #include "ops.h"
-
-#include <utility>
-#include <vector>
 
 namespace py = pybind11;
 
@@ -16,15 +13,6 @@ namespace {
 #else
 #define EACH_ISA(op) moe::launcher<moe::base::op>
 #endif
-
-void bind(py::module_& m, const char* name, std::vector<moe::Launcher> by_isa) {
-  m.def(name, [name, by_isa = std::move(by_isa)](int isa, const py::args& args) {
-    const moe::Launcher& launcher = by_isa.at(isa);
-    const auto words = moe::words_of(name, launcher.types, args);
-    py::gil_scoped_release unlocked;
-    return launcher.call(words.data());
-  });
-}
 
 // From narrow to wide; the flags are those of setup.py.
 py::tuple available_isas() {
@@ -42,12 +30,10 @@ py::tuple available_isas() {
 
 PYBIND11_MODULE(_cpu, m) {
   m.attr("isas") = available_isas();
-  m.def("read_tensors_by", &moe::Looks::read_by);
-  // Past pybind11, which packs arguments into a tuple.
-  static PyMethodDef look = {"look", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(moe::Looks::look)),
-                             METH_FASTCALL, nullptr};
-  m.add_object("look", PyCFunction_New(&look, nullptr));
-#define BIND(op) bind(m, #op, {EACH_ISA(op)});
+  m.def("read_tensors_by", &moe::Tensors::read_by);
+  static PyMethodDef look = moe::fast("look", moe::Looks::look);
+  m.attr("look") = moe::fast_function(&look, nullptr);
+#define BIND(op) moe::bind(m, #op, {EACH_ISA(op)});
   MOE_CPU_OPS(BIND)
 #undef BIND
 }

@@ -36,10 +36,10 @@
                 int threads);                                                                                       \
   void kwta_bwd(int element_size, const void* grad, int64_t grad_stride, const int32_t* bits, void* dx,            \
                 int64_t rows, int64_t n, int threads);                                                             \
-  void masked_mlp_fwd(int dtype, void* values, const void* bias, const int32_t* bits, int activation, int64_t rows,  \
-                      int64_t n, int threads);                                                                      \
-  void masked_mlp_bwd(int dtype, void* grad, const void* value, const int32_t* bits, int activation, void* dbias,    \
-                      int64_t rows, int64_t n, int threads);                                                         \
+  int masked_mlp_fwd(int dtype, void* values, const void* bias, const int32_t* bits, const int64_t* sample,          \
+                     int64_t num_samples, int activation, int64_t rows, int64_t n, int threads);                    \
+  int masked_mlp_bwd(int dtype, void* grad, const void* value, const int32_t* bits, const int64_t* sample,           \
+                     int64_t num_samples, int activation, void* dbias, int64_t rows, int64_t n, int threads);       \
   void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* log_sum, \
                      void* scratch, int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k,         \
                      int softmax_first, int threads);                                                               \

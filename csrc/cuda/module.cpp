@@ -15,7 +15,8 @@ namespace {
 // A launcher's error becomes an exception that names the operation and its arguments, the shapes among them.
 void bind(py::module_& m, const char* name, const moe::Launcher& launcher) {
   m.def(name, [name, launcher](const py::args& args) {
-    const auto status = cudaError_t(launcher.call(moe::words_of(name, launcher.types, args).data()));
+    const auto words = moe::words_of(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
+    const auto status = cudaError_t(launcher.call(words.data()));
     if (status != cudaSuccess)
       throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(status) + "; arguments " +
                                std::string(py::str(args)));

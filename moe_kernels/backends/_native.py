@@ -32,15 +32,6 @@ def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype
     return tensor.data_ptr()
 
 
-def addresses(*tensors: Tensor | None) -> list[int]:
-    """Addresses of tensors that look like some whose `pointer` was taken before; 0 for None."""
-    if on_pointer is not None:
-        for each in tensors:
-            if each is not None:
-                on_pointer(each)
-    return [0 if each is None else each.data_ptr() for each in tensors]
-
-
 def aligned(tensor: Tensor, size: int) -> bool:
     """Whether the first element lies at a multiple of `size` bytes."""
     return tensor.data_ptr() % size == 0

@@ -9,6 +9,15 @@ from moe_kernels import backends
 from moe_kernels.library._define import define, no_flops, rows, words
 
 
+def refuse_bad_samples(samples: Tensor | None, num_samples: int) -> None:
+    """ValueError for samples outside [0, S), on the CPU; for a GPU one would wait."""
+    if samples is None or not samples.is_cpu or samples.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(samples))
+    if low < 0 or high >= num_samples:
+        raise ValueError(f"masked_mlp: samples must be from 0 to {num_samples - 1}; got {low} to {high}")
+
+
 def _kwta_fwd(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str):
     return backends.load(backend, "kwta").kwta_fwd(x, values, k, ties, save_bits)
 

@@ -34,7 +34,7 @@ class ScoredMLP(CometMLP):
 
     by = "activations"
 
-    def forward(self, x: Tensor, bits: Sequence[Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, bits: Sequence[Tensor] | None = None, samples: Tensor | None = None) -> Tensor:
         return self.output(self._hidden(x))
 
     def masks(self, x: Tensor) -> list[Tensor]:
@@ -65,7 +65,7 @@ class DropoutMLP(CometMLP):
 
     rate = 0.5
 
-    def forward(self, x: Tensor, bits: Sequence[Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, bits: Sequence[Tensor] | None = None, samples: Tensor | None = None) -> Tensor:
         for layer in self.hidden:
             x = F.dropout(layer(x), self.rate, self.training)
         return self.output(x)

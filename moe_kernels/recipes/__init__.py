@@ -30,7 +30,6 @@ class Batch(NamedTuple):
 
     tensors: tuple[Tensor, ...]  # as the recipe's `splits` orders them: for images x (B, N), y (B)
     rows: Tensor | None
-    order: Tensor | None = None  # of the whole epoch: rows is order[start : start + B]
     start: int | None = None  # of the test set: the first of its rows; None: rows of no set, as FLOPs are counted on
 
 

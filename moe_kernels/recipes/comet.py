@@ -24,6 +24,9 @@ from moe_kernels.ops.kwta import TIES, k_from_fraction, unpack_bits
 from moe_kernels.ops.topk_gate import topk_gate
 from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
 
+# Masks as bits, a layer each, and which of them are a batch's where they are those of all samples.
+Known = tuple[Sequence[Tensor] | None, Tensor | None]
+
 
 @dataclass(frozen=True)
 class Comet(Recipe):
@@ -72,22 +75,23 @@ class Comet(Recipe):
         known = self._known_masks(model, x, data.test[0])
 
         def routing(batch: Batch) -> list[Routing]:
-            bits = known(batch)
+            bits, samples = known(batch)
             if bits is None:
                 return [Routing(mask) for mask in model.masks(batch.tensors[0])]
-            return [Routing(unpack_bits(each, n)) for each, n in zip(bits, model.router.widths[1:], strict=True)]
+            own = bits if samples is None else [each[samples] for each in bits]
+            return [Routing(unpack_bits(each, n)) for each, n in zip(own, model.router.widths[1:], strict=True)]
 
         weights = [p for p in model.parameters() if p.dim() == 2]
         return classifier(
             model,
             optimiser,
-            lambda batch: model(batch.tensors[0], known(batch)),
+            lambda batch: model(batch.tensors[0], *known(batch)),
             routing=routing,
             penalty=(lambda: self.l1 * sum(w.abs().sum() for w in weights)) if self.side == "l1" else None,
         )
 
-    def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], Sequence[Tensor] | None]:
-        """batch -> who answers it in every hidden layer, as bits, where that is known before the model runs.
+    def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], Known]:
+        """batch -> who answers it in every hidden layer, where that is known before the model runs.
 
         The paper does not say what masks that belong to training examples do in tests. As in its public code, Bernoulli
         masking then has all neurons on, and example-tied dropout its generalisation neurons, the first k, alone.
@@ -103,45 +107,18 @@ class Comet(Recipe):
             kept = [tied_masks(len(x), width, self.keep, always, x.device) for _ in range(hidden)]
             if always:
                 in_tests = [tied_masks(1, width, 0.0, always, x.device)] * hidden
-        handed_out = None if kept is None else KeptMasks(kept)
 
-        def known(batch: Batch) -> Sequence[Tensor] | None:
-            count = len(batch.tensors[0])
+        def known(batch: Batch) -> Known:
             if batch.rows is not None:
-                return None if handed_out is None else handed_out(batch)
+                return kept, None if kept is None else batch.rows
+            count = len(batch.tensors[0])
             if in_tests is not None:
-                return [each.expand(count, -1) for each in in_tests]
+                return [each.expand(count, -1) for each in in_tests], None
             if kept_of_test is None or batch.start is None:
-                return None
-            return [layer[batch.start : batch.start + count] for layer in kept_of_test]
+                return None, None
+            return [layer[batch.start : batch.start + count] for layer in kept_of_test], None
 
         return known
-
-
-class KeptMasks:
-    """Masks of the training samples, kept as bits (n, ceil(N / 32)) a layer and handed out batch by batch.
-
-    They are gathered and cut for AHEAD steps at once: in every step that took 26 to 32 us, since it finds cold caches,
-    and so it takes 1 to 3.
-    """
-
-    AHEAD = 64
-
-    def __init__(self, bits: list[Tensor]) -> None:
-        self.bits = bits
-        self.order: Tensor | None = None
-        self.ahead: dict[int, tuple[Tensor, ...]] = {}  # by the first row of a batch
-
-    def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
-        assert batch.rows is not None
-        assert batch.order is not None
-        assert batch.start is not None
-        if self.order is not batch.order or batch.start not in self.ahead:
-            count = max(len(batch.rows), 1)
-            rows = batch.order[batch.start : batch.start + self.AHEAD * count]
-            cut = zip(*(layer.index_select(0, rows).split(count) for layer in self.bits), strict=True)
-            self.order, self.ahead = batch.order, {batch.start + i * count: each for i, each in enumerate(cut)}
-        return self.ahead[batch.start]
 
 
 def _top_expert(model: MoEMLP) -> Callable[[Batch], list[Routing]]:

@@ -94,9 +94,9 @@ class Run:
             generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
             order = torch.randperm(len(self.data.train[0]), generator=generator)
             self._order = epoch, order.to(self.device)
-        order, start = self._order[1], block * self.recipe.batch_size
-        rows = order[start : start + self.recipe.batch_size]
-        return Batch(tuple(tensor.index_select(0, rows) for tensor in self.data.train), rows, order, start)
+        size = self.recipe.batch_size
+        rows = self._order[1][block * size : (block + 1) * size]
+        return Batch(tuple(tensor.index_select(0, rows) for tensor in self.data.train), rows)
 
     def take_step(self) -> dict[str, Tensor]:
         """One step; the losses, still on the device."""
@@ -190,7 +190,7 @@ class Run:
         """The test set, `eval_batch` samples at a time."""
         size = self.recipe.eval_batch
         for start in range(0, len(self.data.test[0]), size):
-            yield Batch(tuple(tensor[start : start + size] for tensor in self.data.test), None, None, start)
+            yield Batch(tuple(tensor[start : start + size] for tensor in self.data.test), None, start)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -18,7 +18,9 @@ LAYERS = ("1", "2", "3")
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     draw = torch.Generator().manual_seed(0)
-    for tokens in (0, 1, 3) if small else (0, 1, 32, 300):
+    sizes = ((0, 0), (1, 1), (3, 3), (3, 7)) if small else ((0, 0), (1, 1), (32, 32), (32, 70), (300, 300))
+    for tokens, num_samples in sizes:
+        samples = None if num_samples == tokens else torch.randint(num_samples, (tokens,), generator=draw).to(device)
         for activation in sorted(masked_mlp.ACTIVATIONS):
             widths = (9, 33, 64, 7) if small else (64, 500, 1024, 10)
             inputs = {"x": torch.randn(tokens, widths[0], generator=draw)}
@@ -27,16 +29,16 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
                 inputs[f"b{layer}"] = torch.randn(n_out, generator=draw)
             inputs["grad"] = torch.randn(tokens, widths[-1], generator=draw)
             inputs = {name: each.to(dtype).to(device) for name, each in inputs.items()}
-            bits = [pack_bits(torch.rand(tokens, n, generator=draw) < 0.5).to(device) for n in widths[1:-1]]
-            yield Case(f"{tokens} through {widths}, {activation}", {**inputs, "bits": bits, "activation": activation})
+            bits = [pack_bits(torch.rand(num_samples, n, generator=draw) < 0.5).to(device) for n in widths[1:-1]]
+            name = f"{tokens} of {num_samples} through {widths}, {activation}"
+            yield Case(name, {**inputs, "bits": bits, "samples": samples, "activation": activation})
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
     leaves = leaves_of(inputs, "x", *(f"{kind}{layer}" for kind in "wb" for layer in LAYERS))
     weights, biases = ([leaves[f"{kind}{layer}"] for layer in LAYERS] for kind in "wb")
-    y = masked_mlp.masked_mlp(
-        leaves["x"], weights, biases, inputs["bits"], activation=inputs["activation"], backend=backend
-    )
+    named = {name: inputs[name] for name in ("activation", "samples")}
+    y = masked_mlp.masked_mlp(leaves["x"], weights, biases, inputs["bits"], **named, backend=backend)
     return {"y": y, **named_gradients(y, leaves, inputs["grad"])}
 
 

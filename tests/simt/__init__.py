@@ -231,10 +231,17 @@ def use(build: str = "fast", seed: int = 0) -> Iterator[Module]:
 
 
 class _OfOneIsa(Module):
-    """The CPU kernels of one instruction set: the index that picks one among several is dropped."""
+    """The CPU kernels of one instruction set: no index picks one among several, and tensors are as good as their
+    addresses."""
 
-    def _call(self, name: str, types: str, *arguments: float) -> None:
-        super()._call(name, types, *arguments[1:])
+    def _call(self, name: str, types: str, *arguments: float | torch.Tensor | None) -> None:
+        super()._call(name, types, *map(self._address, arguments[1:]))
+
+    def _address(self, given: float | torch.Tensor | None) -> float:
+        if not isinstance(given, torch.Tensor):
+            return given or 0
+        self.announce(given)
+        return given.data_ptr()
 
 
 @contextlib.contextmanager

@@ -12,22 +12,25 @@
 
 namespace moe {
 
-// Python passes a pointer, a stream included, as an integer.
-inline std::vector<uint64_t> words_of(const char* name, const char* types, const pybind11::args& args) {
+// pointer(object): the word of an argument that is a pointer.
+template <class Pointer>
+std::vector<uint64_t> words_of(const char* name, const char* types, PyObject* const* given, size_t given_count,
+                               Pointer pointer) {
   const size_t count = std::strlen(types);
-  if (args.size() != count)
+  if (given_count != count)
     throw pybind11::type_error(std::string(name) + ": expected " + std::to_string(count) + " arguments, got " +
-                               std::to_string(args.size()));
+                               std::to_string(given_count));
   std::vector<uint64_t> words(count);
   for (size_t i = 0; i < count; ++i) {
-    PyObject* given = PyTuple_GET_ITEM(args.ptr(), i);
     if (types[i] == 'd' || types[i] == 'f') {
-      const double value = PyFloat_AsDouble(given);
+      const double value = PyFloat_AsDouble(given[i]);
       const float narrow = float(value);
       if (types[i] == 'd') std::memcpy(&words[i], &value, sizeof value);
       else std::memcpy(&words[i], &narrow, sizeof narrow);
+    } else if (types[i] == 'p') {
+      words[i] = pointer(given[i]);
     } else {
-      const long long value = PyLong_AsLongLong(given);
+      const long long value = PyLong_AsLongLong(given[i]);
       if (types[i] == 'i' && value != int(value))
         throw pybind11::type_error(std::string(name) + ": argument " + std::to_string(i) + " is no 32-bit integer: " +
                                    std::to_string(value));
@@ -37,5 +40,8 @@ inline std::vector<uint64_t> words_of(const char* name, const char* types, const
   }
   return words;
 }
+
+// A pointer, a stream included, that Python passes as an integer.
+inline uint64_t address(PyObject* given) { return uint64_t(PyLong_AsLongLong(given)); }
 
 }  // namespace moe

@@ -79,10 +79,8 @@ def fwd_ready(
     def run(x, weight, expert_offsets, row_token, bias, *_):
         out = x.new_empty(*shape)
         pre = x.new_empty(num_rows, dout) if keep_pre else None
-        at = _native.addresses(x, row_token, weight, expert_offsets, bias, out, pre)
-        x_at, token_at, weight_at, offsets_at, bias_at, out_at, pre_at = at
-        product = isa, code, x_at, x_stride, token_at, weight_at, *of_weight, offsets_at, *size
-        if kernel(*product, bias_at, act, out_at, pre_at, num_rows, num_tokens, threads):
+        product = isa, code, x, x_stride, row_token, weight, *of_weight, expert_offsets, *size
+        if kernel(*product, bias, act, out, pre, num_rows, num_tokens, threads):
             refuse_bad_rows(expert_offsets, x, row_token)
         return out, nothing if pre is None else pre
 
@@ -165,10 +163,8 @@ def bwd_weight_ready(
             if not with_bias:
                 return dweight, nothing
         dbias = x.new_empty(num_experts, dout) if with_bias else None
-        at = _native.addresses(x, x_token, grad, grad_token, expert_offsets, dweight, dbias)
-        x_at, x_token_at, grad_at, grad_token_at, offsets_at, dweight_at, dbias_at = at
-        rows = x_at, x_stride, x_token_at, grad_at, grad_stride, grad_token_at, offsets_at
-        kernel(isa, code, *rows, num_experts, dweight_at, dbias_at, *size)
+        rows = x, x_stride, x_token, grad, grad_stride, grad_token, expert_offsets
+        kernel(isa, code, *rows, num_experts, dweight, dbias, *size)
         return dweight, nothing if dbias is None else dbias
 
     return run
