@@ -173,14 +173,14 @@ class _GroupedGemm(torch.autograd.Function):
         backend, ready = ctx.backend, ctx.ready
         drows = dweight = dbias = None
         grad = library.ops.activation_bwd(grad, pre, ctx.activation, backend) if ctx.activation else grad.contiguous()
-        if to_rows:
-            drows = transposed(grad, weight, expert_offsets, backend, ready)
-            if row_token is not None:
-                drows = library.ops.grouped_gemm_sum_rows(drows, row_token, rows.shape[0], backend)
         if to_weight or to_bias:
             given = rows, grad, expert_offsets, row_token, None, to_bias, backend
             stage = "to weight and bias" if to_bias else "to weight"
             dweight, dbias = library.launch(ready, stage, "grouped_gemm_bwd_weight", *given)
+        if to_rows:
+            drows = transposed(grad, weight, expert_offsets, backend, ready)
+            if row_token is not None:
+                drows = library.ops.grouped_gemm_sum_rows(drows, row_token, rows.shape[0], backend)
         return drows, dweight, dbias if to_bias else None, *[None] * 5
 
 
