@@ -20,7 +20,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kSpan = 192;   // rows that share a packing of their expert's weight, which costs as much as 10 to 20
-constexpr int64_t kDepth = 256;  // terms of a sum that are added at a time: a panel of them is 32 KB
+constexpr int64_t kDepth = 512 / kWide;  // terms of a sum that are added at a time: a panel of them is 32 KB or less
 constexpr int64_t kBlock = 132;  // rows of dW that share it: full tiles, and 128 are one block
 
 // Memory of every thread, in whole cache lines, with nothing in it yet.
@@ -151,6 +151,22 @@ struct Product {
     });
   }
 
+  // The panel that is packed after the one of terms k and columns j on: deeper down, beside it, or of the expert that is
+  // next, if any.
+  void ask_for_next_panel(Ahead& ahead, const char* weight, const char* later, int64_t k, int64_t j) const {
+    if (stride_j != 1) return;
+    if (k + kDepth < din) {
+      k += kDepth;
+    } else if (j + kPanel<T> < dout) {
+      k = 0, j += kPanel<T>;
+    } else {
+      weight = later, k = j = 0;
+    }
+    if (weight == nullptr) return;
+    ahead.lines = {weight + (k * stride_k + j) * x.kind.size, stride_k * x.kind.size};
+    ahead.num_lines = panels_of(std::min<int64_t>(kPanel<T>, dout - j) * x.kind.size, 64);
+  }
+
   void multiply(Span span, Span later, T* sums, T* panel, bool fresh) const {
     T* rows = panel + kPanel<T> * std::min(din, kDepth);
     const T* a = rows;
@@ -163,8 +179,8 @@ struct Product {
     }
     const auto weight_of = [&](Span of) { return weight + of.expert * stride_e * x.kind.size; };
     Ahead ahead{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, din, dout), fresh};
-    if (later.rows > 0 && later.expert != span.expert)
-      ahead.pieces[1] = {weight_of(later), din * dout * x.kind.size};
+    const bool another = later.rows > 0 && later.expert != span.expert;
+    if (another && stride_j != 1) ahead.pieces[1] = {weight_of(later), din * dout * x.kind.size};
     for (int64_t j = 0; j < dout; j += kPanel<T>) {
       const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
       const bool whole = x.kind.wide && stride_j == 1 && columns == kPanel<T> && span.rows > kTileRows / 2;
@@ -172,7 +188,8 @@ struct Product {
         const int64_t depth = std::min(kDepth, din - k);
         const char* const from = weight_of(span) + k * stride_k * x.kind.size;
         const T* b = whole ? reinterpret_cast<const T*>(from) + j : panel;
-        if (!whole) pack(panel, x.kind, from, stride_k, stride_j, depth, j, dout);
+        ask_for_next_panel(ahead, weight_of(span), another ? weight_of(later) : nullptr, k, j);
+        if (!whole) pack<kPanel<T>>(panel, x.kind, from, stride_k, stride_j, depth, j, dout);
         panel_product(a + k, a_row, 1, b, stride_k, panel, depth, sums + j, dout, span.rows, columns, k > 0, ahead);
       }
     }

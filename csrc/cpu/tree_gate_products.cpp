@@ -23,6 +23,15 @@ constexpr int64_t kColumns = 32;  // a branch has four levels of nodes and its l
 constexpr int64_t kTile = 256;    // tokens whose x or dx, 786 KB at P = 768, stays in the second cache throughout
 constexpr int64_t kDepth = 256;   // rows that the weights' gradient sums at a time
 
+// A tile is kRows x two vectors, as branches are no wider than that in AVX-512.
+#if defined(__AVX512F__)
+constexpr int kRows = 12;
+#else
+constexpr int kRows = 6;
+#endif
+template <class T>
+constexpr int kPair = 2 * kLanes<T>;
+
 // A matrix in memory: element (i, j) at i * row + j * column, i and j read through `rows` and `columns` where those are not
 // null.
 template <class T>
@@ -34,7 +43,7 @@ struct Matrix {
   T* of_row(int64_t i) const { return at + (rows == nullptr ? i : rows[i]) * row; }
 };
 
-// Rows first .. first + M, or up to `rows`, of c (rows, columns) = a b, plus c if `more`; b (depth, kPanel) packed. As tile
+// Rows first .. first + M, or up to `rows`, of c (rows, columns) = a b, plus c if `more`; b (depth, kPair) packed. As tile
 // of moe/tiles.h, but for rows and, `gathered`, steps of a that are anywhere: then their next lines are asked for.
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
@@ -60,14 +69,14 @@ void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T
     if (first + m <= last) put(c.of_row(first + m), sum[m], columns, more);
 }
 
-// c (rows, columns <= kPanel) = a b, plus c if `more`.
+// c (rows, columns <= kPair) = a b, plus c if `more`.
 template <class T, bool gathered = false>
 [[gnu::noinline]] void product(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t rows,
                                int64_t columns, bool more, Ahead& ahead) {
-  for (int64_t i = 0; i < rows; i += kTileRows) {
+  for (int64_t i = 0; i < rows; i += kRows) {
     const Ahead::Piece asked = ahead.take(depth, b);
     if (rows - i <= 4) tile_of<4, gathered>(a, b, depth, c, i, rows, columns, more, asked);
-    else tile_of<kTileRows, gathered>(a, b, depth, c, i, rows, columns, more, asked);
+    else tile_of<kRows, gathered>(a, b, depth, c, i, rows, columns, more, asked);
   }
 }
 
@@ -120,7 +129,7 @@ struct Products {
   int threads;
   Elements<T> kind = elements_of<T>(sizeof(T) == 8 ? int(DType::float64) : int(DType::float32));
 
-  static constexpr int64_t panel = kPanel<T>;
+  static constexpr int64_t panel = kPair<T>;
   int64_t room() const { return kColumns * ((dim + kColumns - 1) / kColumns * kColumns); }  // of a branch in `packed`
 
   // Calls work(number, scratch of the thread) for every one of `count` pieces of work.
@@ -143,8 +152,8 @@ struct Products {
       });
       const char* from = reinterpret_cast<char*>(w);
       T* to = packed + number * room();
-      for (int64_t j = 0; across && j < columns; j += panel) pack(to + j * dim, kind, from, 1, dim, dim, j, columns);
-      for (int64_t p = 0; !across && p < dim; p += panel) pack(to + p * kColumns, kind, from, dim, 1, columns, p, dim);
+      for (int64_t j = 0; across && j < columns; j += panel) pack<kPair<T>>(to + j * dim, kind, from, 1, dim, dim, j, columns);
+      for (int64_t p = 0; !across && p < dim; p += panel) pack<kPair<T>>(to + p * kColumns, kind, from, dim, 1, columns, p, dim);
     });
   }
 
@@ -160,7 +169,7 @@ struct Products {
       if (rows == 0) continue;
       const T* next = packed + (number + 1) % branches.count() * room();
       Ahead ahead{{{reinterpret_cast<const char*>(next), room() * int64_t(sizeof(T))}, {}},
-                  panels_of(rows, kTileRows) * room() / panel,
+                  panels_of(rows, kRows) * room() / panel,
                   false};
       work(number, token, rows, ahead);
     }
@@ -227,7 +236,7 @@ struct Products {
         read(number, token, depth, grads);
         const Matrix<const T> a{x, 1, stride, nullptr, token};
         for (int64_t j = 0; j < kColumns; j += panel) {
-          pack(panels, kind, reinterpret_cast<char*>(grads), kColumns, 1, depth, j, kColumns);
+          pack<kPair<T>>(panels, kind, reinterpret_cast<char*>(grads), kColumns, 1, depth, j, kColumns);
           product<T, true>(a, panels, depth, {sums + j, kColumns, 1}, dim, panel, token > first, none);
         }
       }

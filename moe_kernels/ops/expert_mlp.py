@@ -196,12 +196,12 @@ class _ExpertMLP(torch.autograd.Function):
                 column, grad, expert_offsets, None, row_token, False, backend
             )
             db_out = db_out[:, 0]
-        if to_x:
-            dx = library.ops.combine_fwd(transposed(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
         if to_w_in or to_b_in:
             dw_in, db_in = library.ops.grouped_gemm_bwd_weight(
                 x, dpre, expert_offsets, row_token, None, to_b_in, backend
             )
+        if to_x:
+            dx = library.ops.combine_fwd(transposed(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
         return dx, dweights, dw_in, dw_out, db_in if to_b_in else None, db_out, *[None] * 6
 
 

@@ -23,31 +23,34 @@ from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, wide
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
-# Multiplications of an expert with its rows, on average, up to which the weight gradient is as fast in C++ as by torch:
-# 0.98 to 1.05 times there, 0.9 to 1.0 at twice as many (one thread, AVX-512, float32).
+# Multiplications of an expert with its rows, on average, in which limits are given.
 SMALL = 2**23
 
 
 class Limit(NamedTuple):
-    """Up to which C++ multiplies: `times` SMALL, and on one thread, where a side of the weight is over `widest` and
-    torch's library blocks better, `wide` SMALL.
+    """Up to which C++ multiplies, in units of SMALL.
 
-    With more threads sharing one product costs more: on two, C++ is 1.0 to 1.3 times as fast at 2**24 and 2**25 for
-    any sides.
+    On one thread `narrow` where both sides of the weight are at most `widest`, and `wide` elsewhere, as torch's library
+    blocks large weights better; always, if all experts together have no more than `least`. With more threads, which
+    share one product at a cost, `shared` for any sides.
     """
 
-    times: float
-    widest: float = float("inf")
-    wide: float = 0
+    narrow: float
+    widest: int
+    wide: float
+    shared: float
+    least: float = 0
 
 
-# C++ against torch at those limits: 1.07 to 1.1, and 0.95 at twice as many; with sides of 352 and 512 1.0 to 1.1 at
-# 2**20 and 2**21, 0.86 to 0.95 at 2**22 and 2**23, where asking torch takes 10 % of a call.
-PRODUCT = Limit(2, 256, 1 / 2)
-# By a transposed weight, which torch's library packs slowly: 1.01 to 1.12.
-TRANSPOSED = Limit(4)
-# 1.1 to 1.6 with sides of 352; of 512 0.73 to 0.96 from 2**20 on.
-GRADIENT = Limit(1, 384, 1 / 16)
+# C++ against torch, one thread, AVX-512, float32, with what asking takes. Sides of 128 and 256: 1.1 to 1.3 at 2**22 to
+# 2**27; of 352: 1.03 to 1.06 at 2**25; of 512: 1.1 to 1.2 up to 2**23, 1.05 to 1.1 for up to 4 experts at 2**24, 0.90 to 1.0
+# for 8 and 16; 0.8 at 2**28 with sides of 1024. On two threads 1.0 to 1.3 at 2**24 and 2**25.
+PRODUCT = Limit(16, 384, 1, 2, 8)
+# By a transposed weight, which torch's library packs slowly: 1.05 to 1.3 at 2**22 to 2**27 up to 256 wide, 1.15 to 1.25
+# with sides of 512 at 2**24 and 2**25, 0.99 at 2**26.
+TRANSPOSED = Limit(16, 384, 4, 4, 8)
+# 1.0 to 1.15 up to 2**23, 0.94 at 2**24 with sides of 352, 0.91 to 0.98 with sides of 512 at 2**22 and 2**23.
+GRADIENT = Limit(1, 384, 1 / 16, 1)
 
 
 def fwd(native: ModuleType, *args) -> tuple[Tensor, Tensor]:
@@ -237,12 +240,15 @@ def _is_small(dtype: torch.dtype, size: tuple[int, ...], num_rows: int, limit: L
     half of it; an eighth in bfloat16 where the CPU multiplies that itself, which was not measured.
     """
     (num_experts, din, dout), threads = size, torch.get_num_threads()
-    most = SMALL * (limit.wide if threads == 1 and max(din, dout) > limit.widest else limit.times)
+    if threads > 1:
+        most = limit.shared * num_experts * min(num_experts, threads)
+    else:
+        most = max((limit.narrow if max(din, dout) <= limit.widest else limit.wide) * num_experts, limit.least)
     if dtype is torch.float64:
         most /= 4
     elif dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
         most /= 8
-    return num_rows * din * dout <= most * num_experts * min(num_experts, threads)
+    return num_rows * din * dout <= most * SMALL
 
 
 def _is_large(dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], num_rows: int) -> bool:
