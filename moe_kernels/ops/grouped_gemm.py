@@ -90,7 +90,8 @@ def grouped_gemm(
     act = activation or ""
     differentiated = rows.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if differentiated and torch.is_grad_enabled():
-        return _GroupedGemm.apply(rows, weight, bias, expert_offsets, row_token, act, chosen, ready)
+        apply = _GroupedGemm.apply if ready is None else _apply
+        return apply(rows, weight, bias, expert_offsets, row_token, act, chosen, ready)
     given = rows, weight, expert_offsets, row_token, bias
     return library.launch(ready, "forward", "grouped_gemm_fwd", *given, act, False, chosen)[0]
 
@@ -182,6 +183,10 @@ class _GroupedGemm(torch.autograd.Function):
             if row_token is not None:
                 drows = library.ops.grouped_gemm_sum_rows(drows, row_token, rows.shape[0], backend)
         return drows, dweight, dbias if to_bias else None, *[None] * 5
+
+
+# Past Function.apply, which looks for what functorch wrapped: 4 us, and 10 in a training step with its cold caches.
+_apply = super(torch.autograd.Function, _GroupedGemm).apply
 
 
 def transposed(

@@ -43,8 +43,8 @@ class Limit(NamedTuple):
 
 
 # C++ against torch, one thread, AVX-512, float32, with what asking takes. Sides of 128 and 256: 1.1 to 1.3 at 2**22 to
-# 2**27; of 352: 1.03 to 1.06 at 2**25; of 512: 1.1 to 1.2 up to 2**23, at 2**24 1.05 to 1.1 for up to 4 experts and 0.90
-# to 1.0 for 8 and 16; 0.8 at 2**28 with sides of 1024. On two threads 1.0 to 1.3 at 2**24 and 2**25.
+# 2**27; of 352: 1.03 to 1.06 at 2**25; of 512: 1.1 to 1.2 up to 2**23, at 2**24 1.05 to 1.1 for up to 4 experts and
+# 0.90 to 1.0 for 8 and 16; 0.8 at 2**28 with sides of 1024. On two threads 1.0 to 1.3 at 2**24 and 2**25.
 PRODUCT = Limit(16, 384, 1, 2, 8)
 # By a transposed weight, which torch's library packs slowly: 1.05 to 1.3 at 2**22 to 2**27 up to 256 wide, 1.15 to 1.25
 # with sides of 512 at 2**24 and 2**25, 0.99 at 2**26.
