@@ -25,7 +25,7 @@ from torch.compiler import is_compiling
 import python_ref.masked_mlp as reference
 from moe_kernels import backends
 from moe_kernels.library.kwta import refuse_bad_samples
-from moe_kernels.ops._checks import FLOATING, INDEX, check_choice, check_tensor, remembered
+from moe_kernels.ops._checks import FLOATING, INDEX, apply_untraced, check_choice, check_tensor, remembered
 from moe_kernels.ops.kwta import kwta_apply
 from python_ref.masked_mlp import ACTIVATIONS
 
@@ -251,8 +251,7 @@ class _MaskedMLP(torch.autograd.Function):
         return grad, *[None] * 4, *dparameters
 
 
-# Past Function.apply, which looks for what functorch wrapped: 4 us, and 10 in a training step with its cold caches.
-_apply = super(torch.autograd.Function, _MaskedMLP).apply
+_apply = apply_untraced(_MaskedMLP)
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
