@@ -1,4 +1,5 @@
-"""Calls recognised by what their tensors look like: nothing that a check or a launch depends on may be missed."""
+"""Calls recognised by what their tensors look like: nothing that a check or a launch depends on may be missed; and what
+a kernel of C++ takes."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ import torch
 
 import moe_kernels as mk
 from moe_kernels import backends
-from moe_kernels.backends import _look
+from moe_kernels.backends import _look, cpu
 from moe_kernels.backends.native import grouped_gemm_cpu
+from moe_kernels.backends.native.activation import ACTIVATIONS
+from moe_kernels.ops.kwta import pack_bits
 
 LOOKS = [_look.by_attributes] if _look.look is _look.by_attributes else [_look.by_attributes, _look.look]
 
@@ -136,3 +139,39 @@ def test_an_error_stands_alone():
     with pytest.raises(ValueError, match="rows must be") as caught:
         mk.grouped_gemm(torch.randn(6), torch.randn(2, 4, 3), torch.tensor([0, 3, 6]))
     assert caught.value.__context__ is None
+
+
+class Unknown(torch.Tensor):
+    """A type that DLPack's interface is not asked about."""
+
+
+@pytest.mark.parametrize("given", [lambda x: x, torch.Tensor.data_ptr, lambda x: x.as_subclass(Unknown)])
+def test_a_kernel_takes_tensors_of_any_type_and_addresses(given):
+    grad, mask = torch.randn(3, 80)[1:, 7:47], torch.rand(2, 40) < 0.5
+    bits, dx = pack_bits(mask), torch.full((2, 40), torch.nan)
+    cpu.module.kwta_bwd(cpu.isa, 4, given(grad), 80, given(bits), given(dx), 2, 40, 1)
+    assert torch.equal(dx, grad * mask)
+
+
+def test_a_kernel_takes_none_for_nothing():
+    values = torch.randn(2, 40)
+    bits = torch.full((2, 2), -1, dtype=torch.int32)
+    expected = values.tanh()
+    assert cpu.module.masked_mlp_fwd(cpu.isa, 0, values, None, bits, None, 0, ACTIVATIONS["tanh"], 2, 40, 1) == 0
+    torch.testing.assert_close(values, expected)
+
+
+def test_a_kernel_refuses_what_it_cannot_take():
+    x = torch.randn(2, 40)
+    with pytest.raises(TypeError, match="kwta_bwd: expected 8 arguments, got 3"):
+        cpu.module.kwta_bwd(cpu.isa, 4, x, 80)
+    with pytest.raises(TypeError, match="index of an instruction set"):
+        cpu.module.kwta_bwd()
+    with pytest.raises(TypeError, match="argument 0 is no 32-bit integer"):
+        cpu.module.kwta_bwd(cpu.isa, 2**40, x, 40, x, x, 2, 40, 1)
+    with pytest.raises(TypeError):
+        cpu.module.kwta_bwd(cpu.isa, x, x, 40, x, x, 2, 40, 1)
+    with pytest.raises(AttributeError, match="data_ptr"):
+        cpu.module.kwta_bwd(cpu.isa, 4, "words", 40, x, x, 2, 40, 1)
+    with pytest.raises(RuntimeError):
+        cpu.module.kwta_bwd(len(cpu.module.isas), 4, x, 40, x, x, 2, 40, 1)
