@@ -153,6 +153,10 @@ def test_a_kernel_takes_tensors_of_any_type_and_addresses(given):
     assert torch.equal(dx, grad * mask)
 
 
+def test_a_kernel_has_the_name_of_its_launcher():
+    assert cpu.module.kwta_bwd.__name__ == "kwta_bwd"
+
+
 def test_a_kernel_takes_none_for_nothing():
     values = torch.randn(2, 40)
     bits = torch.full((2, 2), -1, dtype=torch.int32)

@@ -25,6 +25,7 @@ inline uint64_t address_of(PyObject* given) {
 struct Kernel {
   std::string name;
   std::vector<Launcher> by_isa;
+  PyMethodDef definition = {};
 
   PyObject* call(PyObject* const* given, size_t count) const {
     if (count == 0) throw pybind11::type_error(name + ": expected the index of an instruction set first");
@@ -63,9 +64,9 @@ PyMethodDef fast(const char* name, Function function) {
 }
 
 inline void bind(pybind11::module_& m, const char* name, std::vector<Launcher> by_isa) {
-  static PyMethodDef definition = fast("kernel", Kernel::from_python);
-  const auto* kernel = new Kernel{name, std::move(by_isa)};  // as long as the module, which is never unloaded
-  m.attr(name) = fast_function(&definition, PyCapsule_New(const_cast<Kernel*>(kernel), nullptr, nullptr));
+  auto* const kernel = new Kernel{name, std::move(by_isa)};  // as long as the module, which is never unloaded
+  kernel->definition = fast(kernel->name.c_str(), Kernel::from_python);
+  m.attr(name) = fast_function(&kernel->definition, PyCapsule_New(kernel, nullptr, nullptr));
 }
 
 }  // namespace moe

@@ -23,12 +23,8 @@ constexpr int64_t kColumns = 32;  // a branch has four levels of nodes and its l
 constexpr int64_t kTile = 256;    // tokens whose x or dx, 786 KB at P = 768, stays in the second cache throughout
 constexpr int64_t kDepth = 256;   // rows that the weights' gradient sums at a time
 
-// A tile is kRows x two vectors, as branches are no wider than that in AVX-512.
-#if defined(__AVX512F__)
-constexpr int kRows = 12;
-#else
-constexpr int kRows = 6;
-#endif
+// A tile is kRows x two vectors, as branches are no wider than that in AVX-512; of as many sums as in moe/tiles.h.
+constexpr int kRows = kTileRows * kWide / 2;
 template <class T>
 constexpr int kPair = 2 * kLanes<T>;
 

@@ -219,8 +219,8 @@ class _MaskedMLP(torch.autograd.Function):
         inner: list[Tensor] = [x]
         pre: list[Tensor] = []
         y = _forward(x, activation, bits, samples, hidden, *parameters, inner=inner, pre=pre)
-        ctx.save_for_backward(*parameters[: len(bits) + 1], *inner, *pre)
-        ctx.activation, ctx.bits, ctx.samples, ctx.hidden = activation, bits, samples, hidden
+        ctx.save_for_backward(*parameters[: len(bits) + 1], *inner, *pre, samples)
+        ctx.activation, ctx.bits, ctx.hidden = activation, bits, hidden
         ctx.biases = parameters[len(bits) + 1 :]
         return y
 
@@ -228,7 +228,8 @@ class _MaskedMLP(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _differentiable_backward(ctx, grad)
-        saved, bits, samples, activation = ctx.saved_tensors, ctx.bits, ctx.samples, ctx.activation
+        saved, bits, activation = ctx.saved_tensors, ctx.bits, ctx.activation
+        samples = saved[-1]
         to_x, _, _, _, _, *needed = ctx.needs_input_grad
         depth, (_, bwd_) = len(bits), ctx.hidden
         dparameters: list[Tensor | None] = [None] * len(needed)
@@ -256,8 +257,9 @@ _apply = apply_untraced(_MaskedMLP)
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     depth = len(ctx.bits)
-    *weights, x = ctx.saved_tensors[: depth + 2]
-    y = _layer_by_layer(x, weights, ctx.biases, _own(ctx.bits, ctx.samples), ctx.activation, "cpu")
+    saved = ctx.saved_tensors
+    *weights, x = saved[: depth + 2]
+    y = _layer_by_layer(x, weights, ctx.biases, _own(ctx.bits, saved[-1]), ctx.activation, "cpu")
     given = (x, *[None] * 4, *weights, *ctx.biases)
     wanted = [each for each, needed in zip(given, ctx.needs_input_grad, strict=True) if needed]
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))

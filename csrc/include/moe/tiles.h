@@ -42,7 +42,8 @@ struct Ahead {
   // The first address and the distance to the next one, for some of the steps. No piece left: any address that is mapped.
   Piece take(int64_t some, const void* mapped) {
     steps = std::max<int64_t>(steps - some, 1);
-    if (num_lines-- > 0) {
+    if (num_lines > 0) {
+      --num_lines;
       const Piece taken = lines;
       lines.from += 64;
       return taken;
