@@ -14,6 +14,7 @@ from moe_kernels import backends
 from moe_kernels.backends import cpu
 from moe_kernels.backends.native import grouped_gemm_cpu, tree_gate_products
 from moe_kernels.ops.masked_mlp import masked_mlp
+from moe_kernels.verify import relative_error
 
 pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable()))
 
@@ -143,7 +144,9 @@ def test_experts(sanitized, dtype, small, monkeypatch):
             out = mk.grouped_gemm(rows, weight, plan.expert_offsets, activation=activation, backend="cpu")
             out.float().sum().backward()
             expected = mk.grouped_gemm(rows, weight, plan.expert_offsets, activation=activation, backend="reference")
-            torch.testing.assert_close(out, expected)
+            # torch's library may round a product of 16 bits before its activation: twice in all.
+            allowed = (2 if dtype == torch.bfloat16 else 16) * torch.finfo(dtype).eps
+            assert relative_error(out, expected) <= allowed
             mk.grouped_gemm(leaf, weight, plan.expert_offsets, row_token=plan.row_token, backend="cpu").sum().backward()
             assert leaf.grad.isfinite().all()
 

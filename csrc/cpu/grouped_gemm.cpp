@@ -42,6 +42,15 @@ class Scratch {
   std::unique_ptr<T[], Free> memory_;
 };
 
+// Rows that a thread takes at a time, of `rows` in all: at most `most`, and fewer where some threads would have less to do,
+// but for what is too little to share.
+int64_t share_of(int64_t rows, int64_t most, int threads) {
+  if (threads == 1) return most;
+  const int64_t each = panels_of(rows, threads);
+  const int64_t turns = std::max({panels_of(each, most), std::min<int64_t>(each / 48, 4), int64_t{1}});
+  return std::clamp<int64_t>(panels_of(panels_of(each, turns), kTileRows) * kTileRows, 4 * kTileRows, most);
+}
+
 // Rows of one expert; none at the end.
 struct Span {
   int64_t expert, first, rows = 0;
@@ -59,24 +68,27 @@ struct Groups {
     return offsets[0] == 0 && used() <= most && std::is_sorted(offsets, offsets + num_experts + 1);
   }
 
-  // Calls work(thread, span, the thread's next span) for every span of at most `span` rows of one expert.
+  // Calls work(thread, span, later) for every span of one expert's rows. later: what that thread will have next, if all take
+  // as long.
   template <class Work>
-  void each_span(int64_t span, int threads, Work work) const {
-    const auto spans_of = [&](int64_t e) { return (rows(e) + span - 1) / span; };
+  void each_span(int threads, Work work) const {
+    const int64_t span = share_of(used(), kSpan, threads);
     std::atomic<int64_t> next{0};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
       int64_t e = 0, before = 0;  // spans of the experts before e
-      const auto take = [&]() -> Span {
-        const int64_t i = next++;
-        while (e < num_experts && i >= before + spans_of(e)) before += spans_of(e++);
+      // The i-th span, none after the last.
+      const auto at = [&](int64_t i, int64_t& e, int64_t& before) -> Span {
+        for (int64_t spans; e < num_experts && i >= before + (spans = panels_of(rows(e), span)); ++e) before += spans;
         if (e == num_experts) return {};
         const int64_t row = (i - before) * span;
         return {e, first(e) + row, std::min(span, rows(e) - row)};
       };
-      for (Span now = take(), later; now.rows > 0; now = later) {
-        later = take();
-        work(thread, now, later);
+      for (int64_t i = next++;; i = next++) {
+        const Span now = at(i, e, before);
+        if (now.rows == 0) break;
+        int64_t later_e = e, later_before = before;
+        work(thread, now, at(i + threads, later_e, later_before));
       }
     }
   }
@@ -136,7 +148,7 @@ struct Product {
     if (product && product_kind.wide) place = reinterpret_cast<T*>(product);
     // Sums of a span, a panel, rows of a span; or the sums of a row that stands ready.
     const Scratch<T> scratch(threads, product ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kDepth));
-    groups.each_span(kSpan, threads, [&](int thread, Span span, Span later) {
+    groups.each_span(threads, [&](int thread, Span span, Span later) {
       T* own = scratch.of(thread);
       T* sums = place ? place + span.first * dout : own;
       if (product == nullptr) multiply(span, later, sums, own + kSpan * dout, place != nullptr);
@@ -239,7 +251,8 @@ struct WeightGradient {
 
   void run(int threads) const {
     const Elements<T>& kind = x.kind;
-    const int64_t blocks = std::max<int64_t>(1, (din + kBlock - 1) / kBlock);
+    const int64_t block_rows = share_of(groups.num_experts * din, kBlock, threads);
+    const int64_t blocks = std::max<int64_t>(1, panels_of(din, block_rows));
     expect_pages(dweight, groups.num_experts * din * dout * kind.size);
     // A panel of kDepth rows of grad, a block of as many rows of x, that block of dW.
     const Scratch<T> scratch(threads, kDepth * (kPanel<T> + kBlock) + kBlock * dout);
@@ -248,7 +261,7 @@ struct WeightGradient {
     for (int thread = 0; thread < threads; ++thread) {
       T *panel = scratch.of(thread), *block = panel + kDepth * kPanel<T>, *own = block + kDepth * kBlock;
       for (int64_t i = next++; i < groups.num_experts * blocks; i = next++) {
-        const int64_t e = i / blocks, start = i % blocks * kBlock, count = std::min(kBlock, din - start);
+        const int64_t e = i / blocks, start = i % blocks * block_rows, count = std::min(block_rows, din - start);
         char* to = dweight + (e * din + start) * dout * kind.size;
         multiply(e, start, count, kind.wide ? reinterpret_cast<T*>(to) : own, panel, block);
         if (!kind.wide) kind.narrow(to, own, count * dout);

@@ -26,10 +26,19 @@ py::tuple available_isas() {
   return py::make_tuple("base");
 }
 
+bool on_amd() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
   m.attr("isas") = available_isas();
+  m.attr("on_amd") = on_amd();
   m.def("read_tensors_by", &moe::Tensors::read_by);
   static PyMethodDef look = moe::fast("look", moe::Looks::look);
   m.attr("look") = moe::fast_function(&look, nullptr);

@@ -34,6 +34,8 @@ device_type = "cpu"
 # Index of the instruction set; MOE_KERNELS_CPU_ISA=base|avx2|avx512 asks for a narrower one.
 isa: int = module.isas.index(os.environ.get("MOE_KERNELS_CPU_ISA", module.isas[-1]))
 
+on_amd: bool = module.on_amd
+
 # Below this many elements one thread is done before a second one wakes.
 _SERIAL = 1 << 15
 
@@ -42,9 +44,9 @@ _self = sys.modules[__name__]
 pointer = partial(_native.pointer, device_type)
 
 
-def chunks(work: Tensor) -> int:
-    """Threads that share this work, each of which may want scratch memory of its own."""
-    return 1 if work.numel() < _SERIAL else torch.get_num_threads()
+def chunks(elements: int) -> int:
+    """Threads that share work on so many elements, each of which may want scratch memory of its own."""
+    return 1 if elements < _SERIAL else torch.get_num_threads()
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -58,7 +60,7 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
     """Scratch for the requests of each chunk of tokens to each expert: (chunks, K or 1, E), choice by choice if `order`
     visits them so."""
     segments = experts.shape[1] if order == "choice" else 1
-    return experts.new_empty((chunks(experts), segments, num_experts), dtype=torch.int32)
+    return experts.new_empty((chunks(experts.numel()), segments, num_experts), dtype=torch.int32)
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
@@ -69,12 +71,12 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     staged, matrices, vectors = (2, 2, 20 + 8 * iterations) if backward else (1, 1, 20)
     matrices += 2 * staged if packed else staged
     vector = 64 * n if packed else 8 * -(-n // 16) * 16
-    return scores.new_empty((chunks(scores), (matrices * n + vectors) * vector), dtype=torch.uint8)
+    return scores.new_empty((chunks(scores.numel()), (matrices * n + vectors) * vector), dtype=torch.uint8)
 
 
 def launch(name: str, work: Tensor, *args: int | float) -> int:
     """What the kernel returns: 0, or for grouped_gemm_fwd 1 where it found rows that it refuses."""
-    return getattr(module, name)(isa, *args, chunks(work))
+    return getattr(module, name)(isa, *args, chunks(work.numel()))
 
 
 def _supports(device: str, dtype: torch.dtype) -> str | None:

@@ -48,7 +48,7 @@ def launch(name: str, work: Tensor, *args: int | float) -> None:
         getattr(module, name)(*args, torch.cuda.current_stream().cuda_stream)
 
 
-def chunks(work: Tensor) -> int:
+def chunks(elements: int) -> int:
     """Pieces of work that want scratch memory of their own: none, as blocks have shared memory."""
     return 0
 

@@ -23,7 +23,7 @@ constexpr int kWide = 2;
 template <class T>
 constexpr int kPanel = kWide * kLanes<T>;  // columns of a panel
 
-inline int64_t panels_of(int64_t columns, int panel) { return (columns + panel - 1) / panel; }
+inline int64_t panels_of(int64_t columns, int64_t panel) { return (columns + panel - 1) / panel; }
 
 // Memory that will soon be read, asked for while something else is computed: 64 rows through a new 128 x 128 weight take
 // half as long again where they wait for it. One request in every step of the inner loop, as a processor has room for a

@@ -1,7 +1,7 @@
 """The grouped GEMM on CPU tensors: small experts in csrc/cpu/grouped_gemm.cpp, large ones by torch's matrix library.
 
 A call of that library costs as much as a million multiplications, and its threads share one product; a small expert is
-done by then, and threads do better with an expert each. The loop over large ones is torch's own grouped_mm where that
+done by then, and threads do better with rows of their own. The loop over large ones is torch's own grouped_mm where it
 takes them. Either way bias, activation and what follows them are fused in C++. Offsets are at hand on the CPU, so
 reading them is no wait.
 """
@@ -27,30 +27,35 @@ from moe_kernels.library.grouped_gemm import refuse_bad_rows
 SMALL = 2**23
 
 
+# Multiplications that take as long as an element of other work.
+AS_ELEMENT = 64
+
+
 class Limit(NamedTuple):
     """Up to which C++ multiplies, in units of SMALL.
 
-    On one thread `narrow` where both sides of the weight are at most `widest`, and `wide` elsewhere, as torch's library
-    blocks large weights better; always, if all experts together have no more than `least`. With more threads, which
-    share one product at a cost, `shared` for any sides.
+    `narrow` where both sides of the weight are at most `widest`, and `wide` elsewhere, as torch's library blocks large
+    weights better; always, if all experts together have no more than `least`.
     """
 
     narrow: float
     widest: int
     wide: float
-    shared: float
     least: float = 0
 
 
-# C++ against torch, one thread, AVX-512, float32, with what asking takes. Sides of 128 and 256: 1.1 to 1.3 at 2**22 to
-# 2**27; of 352: 1.03 to 1.06 at 2**25; of 512: 1.1 to 1.2 up to 2**23, at 2**24 1.05 to 1.1 for up to 4 experts and
-# 0.90 to 1.0 for 8 and 16; 0.8 at 2**28 with sides of 1024. On two threads 1.0 to 1.3 at 2**24 and 2**25.
-PRODUCT = Limit(16, 384, 1, 2, 8)
+# C++ against torch, one thread, an Intel processor, AVX-512, float32, with what asking takes. Sides of 128 and 256: 1.1
+# to 1.3 at 2**22 to 2**27; of 352: 1.03 to 1.06 at 2**25; of 512: 1.1 to 1.2 up to 2**23, at 2**24 1.05 to 1.1 for up
+# to 4 experts and 0.90 to 1.0 for 8 and 16; 0.8 at 2**28 with sides of 1024.
+PRODUCT = Limit(16, 384, 1, 8)
 # By a transposed weight, which torch's library packs slowly: 1.05 to 1.3 at 2**22 to 2**27 up to 256 wide, 1.15 to 1.25
 # with sides of 512 at 2**24 and 2**25, 0.99 at 2**26.
-TRANSPOSED = Limit(16, 384, 4, 4, 8)
+TRANSPOSED = Limit(16, 384, 4, 8)
 # 1.0 to 1.15 up to 2**23, 0.94 at 2**24 with sides of 352, 0.91 to 0.98 with sides of 512 at 2**22 and 2**23.
-GRADIENT = Limit(1, 384, 1 / 16, 1)
+GRADIENT = Limit(1, 384, 1 / 16)
+# In bfloat16, where the processor multiplies that and torch's library lets it: 1.2 to 1.7 at 2**20, 0.6 to 1.2 at 2**22
+# (0.6 and 0.7 with a transposed weight), 0.5 to 0.6 at 2**26.
+BFLOAT16 = Limit(1 / 4, 0, 1 / 4)
 
 
 def fwd(native: ModuleType, *args) -> tuple[Tensor, Tensor]:
@@ -70,14 +75,14 @@ def fwd_ready(
     """fwd for tensors that look like these: 5 us of Python a call, where finding all this again takes 10 more."""
     dtype, num_tokens, dout = x.dtype, x.shape[0], weight.shape[2]
     num_rows = num_tokens if row_token is None else row_token.shape[0]
-    if _is_large(dtype, weight.shape, weight.stride(), num_rows):
+    if _is_large(native, dtype, weight.shape, weight.stride(), num_rows):
         product_alone = not activation and not keep_pre and row_token is None and bias is None
         return partial(_grouped_mm if product_alone and _takes_grouped_mm(x, weight) else _large_fwd, native)
     native.pointer("grouped_gemm", bias, dtype, 2)
     code, _, x_stride, _, _, *of_weight, _, _, _, _ = _product(native, x, weight, expert_offsets, row_token, None)
     size, shape = weight.shape, (num_rows, dout // 2 if activation in GATED else dout)
     nothing, act = _nothing(dtype, dout), ACTIVATIONS[activation]
-    kernel, isa, threads = native.module.grouped_gemm_fwd, native.isa, native.chunks(x.new_empty(shape))
+    kernel, isa, threads = native.module.grouped_gemm_fwd, native.isa, _threads(native, num_rows, size)
 
     def run(x, weight, expert_offsets, row_token, bias, *_):
         out = x.new_empty(*shape)
@@ -149,13 +154,14 @@ def bwd_weight_ready(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """bwd_weight for tensors that look like these."""
     dtype, num_experts, din, dout = x.dtype, expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
-    small = _is_small(dtype, (num_experts, din, dout), (x if x_token is None else x_token).shape[0], GRADIENT)
+    small = _is_small(native, dtype, (num_experts, din, dout), (x if x_token is None else x_token).shape[0], GRADIENT)
     for rows in (x, grad):
         native.pointer("grouped_gemm", rows, dtype, 2)
     for indices in (x_token, grad_token, expert_offsets):
         native.pointer("grouped_gemm", indices, torch.int32, 1)
     code, x_stride, grad_stride, nothing = _native.DTYPES[dtype], x.stride(0), grad.stride(0), _nothing(dtype, dout)
-    kernel, isa, threads = native.module.grouped_gemm_bwd_weight, native.isa, native.chunks(grad)
+    kernel, isa = native.module.grouped_gemm_bwd_weight, native.isa
+    threads = _threads(native, grad.shape[0] if grad_token is None else grad_token.shape[0], (num_experts, din, dout))
     size = din if small else 0, dout, threads  # no din: column sums alone
 
     def run(x, grad, expert_offsets, x_token, grad_token, *_):
@@ -200,12 +206,11 @@ def hidden_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
     weight = w_out.transpose(1, 2)
-    large = _is_large(grad.dtype, weight.shape, weight.stride(), row_token.shape[0])
+    large = _is_large(native, grad.dtype, weight.shape, weight.stride(), row_token.shape[0])
     product = _large_product(grad, weight, expert_offsets, row_token, None) if large else None
     weighted = _place(product, pre.dtype, pre.shape[0], w_out.shape[1])
-    native.launch(
-        "expert_mlp_bwd_hidden",
-        pre,
+    native.module.expert_mlp_bwd_hidden(
+        native.isa,
         *_product(native, grad, weight, expert_offsets, row_token, product),
         native.pointer("expert_mlp", row_weight, wide(pre.dtype), 1),
         native.pointer("expert_mlp", pre, pre.dtype, 2),
@@ -214,46 +219,54 @@ def hidden_bwd(
         native.pointer("expert_mlp", weighted, pre.dtype, 2),
         native.pointer("expert_mlp", drow_weight, row_weight.dtype, 1),
         pre.shape[0],
+        _threads(native, pre.shape[0], weight.shape),
     )
     return dpre, weighted, drow_weight
 
 
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
-    large = _is_large(rows.dtype, weight.shape, weight.stride(), rows.shape[0])
+    large = _is_large(native, rows.dtype, weight.shape, weight.stride(), rows.shape[0])
     product = _large_product(rows, weight, expert_offsets, None, None) if large else None
-    native.launch(
-        "grouped_gemm_norms",
-        rows,
+    native.module.grouped_gemm_norms(
+        native.isa,
         *_product(native, rows, weight, expert_offsets, None, product),
         native.pointer("expert_norms", bias, rows.dtype, 2),
         native.pointer("expert_norms", out, out.dtype, 1),
         rows.shape[0],
+        _threads(native, rows.shape[0], weight.shape),
     )
     return out
 
 
-def _is_small(dtype: torch.dtype, size: tuple[int, ...], num_rows: int, limit: Limit) -> bool:
+def _threads(native: ModuleType, num_rows: int, size: tuple[int, ...]) -> int:
+    """Threads that share products in C++ of num_rows rows with a weight of `size` (E, Din, Dout)."""
+    return native.chunks(num_rows * size[1] * size[2] // AS_ELEMENT)
+
+
+def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int, limit: Limit) -> bool:
     """Whether products of num_rows rows with a weight of `size` (E, Din, Dout) are for C++.
 
+    All are on AMD's processors, where torch's library, which is Intel's, has no AVX-512: 1.05 to 1.5 times as fast from
+    2**20 to 2**30 with sides of 128 to 4096, on one thread and on two (Zen 4, float32; float64 1.1 to 2).
+
     A quarter of the limit in float64, where the weight gradient in C++ is 0.85 times as fast at twice SMALL and 0.96 at
-    half of it; an eighth in bfloat16 where the CPU multiplies that itself, which was not measured.
+    half of it.
     """
-    (num_experts, din, dout), threads = size, torch.get_num_threads()
-    if threads > 1:
-        most = limit.shared * num_experts * min(num_experts, threads)
-    else:
-        most = max((limit.narrow if max(din, dout) <= limit.widest else limit.wide) * num_experts, limit.least)
-    if dtype is torch.float64:
-        most /= 4
-    elif dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
-        most /= 8
-    return num_rows * din * dout <= most * SMALL
+    num_experts, din, dout = size
+    if dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
+        limit = BFLOAT16
+    elif native.on_amd:
+        return SMALL > 0
+    most = max((limit.narrow if max(din, dout) <= limit.widest else limit.wide) * num_experts, limit.least)
+    return num_rows * din * dout <= most * SMALL / (4 if dtype is torch.float64 else 1)
 
 
-def _is_large(dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], num_rows: int) -> bool:
+def _is_large(
+    native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], num_rows: int
+) -> bool:
     """Whether a product with a weight of that size and those strides is for torch's library."""
-    return not _is_small(dtype, size, num_rows, PRODUCT if strides[2] == 1 else TRANSPOSED)
+    return not _is_small(native, dtype, size, num_rows, PRODUCT if strides[2] == 1 else TRANSPOSED)
 
 
 def _product(

@@ -45,7 +45,7 @@ def plan_expert_choice(native: ModuleType, scores: Tensor, capacity: int) -> tup
     num_tokens, num_experts = scores.shape
     rows = plan_rows(num_tokens, num_experts, num_experts, capacity)
     arrays = _arrays(scores, num_tokens, num_experts, num_experts, rows)
-    keys = scores.new_empty((native.chunks(scores), COLUMNS, 32 * words(num_tokens)))
+    keys = scores.new_empty((native.chunks(scores.numel()), COLUMNS, 32 * words(num_tokens)))
     native.launch(
         "plan_expert_choice_fwd",
         scores,

@@ -19,7 +19,7 @@ def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor,
     experts = logits.new_empty((num_tokens, k), dtype=torch.int32)
     log_sum = logits.new_empty(num_tokens, dtype=wide(logits.dtype))
     stride = SCRATCH * 32 * words(num_experts)
-    scratch = logits.new_empty((native.chunks(logits), stride), dtype=torch.uint8)
+    scratch = logits.new_empty((native.chunks(logits.numel()), stride), dtype=torch.uint8)
     native.launch(
         "topk_gate_fwd",
         logits,

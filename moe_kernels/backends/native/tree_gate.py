@@ -54,7 +54,7 @@ def _launch(native, name, split_logits, leaf_logits, gamma, mode, before=(), aft
     # A row of nodes a tree, three of all leaves, and a heap, rounded up; Rows in csrc/cpu/tree_gate.cpp.
     rows = trees * -(-experts // PAD) + 3 * -(-trees * experts // PAD) + -(-2 * experts // PAD) + 2
     stride = dtype.itemsize * PAD * rows
-    scratch = leaf_logits.new_empty((native.chunks(leaf_logits), stride), dtype=torch.uint8)
+    scratch = leaf_logits.new_empty((native.chunks(leaf_logits.numel()), stride), dtype=torch.uint8)
     native.launch(
         name,
         leaf_logits,
@@ -88,7 +88,7 @@ def route(
     chosen, visited = (weights.new_empty(weights.shape, dtype=torch.int32) for _ in range(2))
     unsaturated = weights.new_empty(weights.shape, dtype=torch.bool)
     stride = 8 * (BLOCK + 2) * dim + 16 * (BLOCK + experts + 1)
-    scratch = x.new_empty((native.chunks(x), stride), dtype=torch.uint8)
+    scratch = x.new_empty((native.chunks(x.numel()), stride), dtype=torch.uint8)
     weight = [each.contiguous() for each in (split_weight, leaf_weight)]
     bias = [None if each is None else each.contiguous() for each in (split_bias, leaf_bias)]
     native.launch(

@@ -157,7 +157,7 @@ def _launch(native, name, x, split_weight, leaf_weight, split, leaf, found, resu
     pairs = [each.to(dtype).contiguous() for each in (split_weight, leaf_weight, split, leaf)]
     # A branch's weights or their gradient, and two blocks of logits; and the weights of all branches, packed.
     branches, stride = found.offsets.shape[0] - 1, COLUMNS * (dim + 2 * TILE)
-    scratch = torch.empty((native.chunks(x), stride), dtype=dtype)
+    scratch = torch.empty((native.chunks(x.numel()), stride), dtype=dtype)
     packed = native.fresh((branches, -(-dim // COLUMNS) * COLUMNS * COLUMNS), dtype)
     native.launch(
         name,
