@@ -1,4 +1,4 @@
-"""The products of a tree gate on CPU tensors: all of them by torch's matrix library, or those that tokens reach
+"""The products of a tree gate on CPU tensors: all of them, as a grouped GEMM of one expert, or those that tokens reach
 (csrc/cpu/tree_gate_products.cpp), where nodes are saturated often enough for that to be less."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.library import rows, wide
-from moe_kernels.library.tree_gate import products, products_gradients
+from moe_kernels.backends.native import grouped_gemm_cpu
+from moe_kernels.library import matrices, rows, wide
 
 # Of csrc/cpu/tree_gate_products.cpp: columns of a branch, and tokens of a tile or rows that are summed at a time.
 COLUMNS, TILE = 32, 256
@@ -35,11 +35,11 @@ def fwd(
     above = _above(leaf_weight)
     top_weight, top_bias = split_weight[:, :above], None if split_bias is None else split_bias[:, :above]
     others = split_weight, leaf_weight, split_bias, leaf_bias
-    found = _reach(native, lambda step: products(x[::step], top_weight, top_bias), x, others, above, gamma)
-    dtype = x.dtype if found is None else wide(x.dtype)
-    split, leaf = (native.fresh((x.shape[0], *weight.shape[:2]), dtype) for weight in (split_weight, leaf_weight))
+    found = _reach(native, lambda step: _logits(native, x[::step], top_weight, top_bias), x, others, above, gamma)
     if found is None:
-        return products(x, split_weight, split_bias, split), products(x, leaf_weight, leaf_bias, leaf)
+        return _logits(native, x, split_weight, split_bias), _logits(native, x, leaf_weight, leaf_bias)
+    dtype = wide(x.dtype)
+    split, leaf = (native.fresh((x.shape[0], *weight.shape[:2]), dtype) for weight in (split_weight, leaf_weight))
     biases = [
         torch.zeros(weight.shape[:2], dtype=dtype) if bias is None else bias.to(dtype).contiguous()
         for weight, bias in ((split_weight, split_bias), (leaf_weight, leaf_bias))
@@ -62,23 +62,52 @@ def bwd(
     wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     above = _above(leaf_weight)
-    given = x, split_weight, leaf_weight
-    found = _reach(native, lambda step: split_logits[::step, :, :above], x, given[1:], above, gamma)
-    dtype = x.dtype if found is None else wide(x.dtype)
-    dx, dsplit_weight, dleaf_weight = results = [
-        native.fresh(each.shape if wanted else (0,), dtype) for each, wanted in zip(given, wants, strict=True)
-    ]
+    weights = split_weight, leaf_weight
+    found = _reach(native, lambda step: split_logits[::step, :, :above], x, weights, above, gamma)
     if found is None:
-        products_gradients(dsplit, dleaf, *given, results)
+        grads = torch.cat([dsplit.flatten(1), dleaf.flatten(1)], 1)
+        dx = (
+            _product(native, grads, torch.cat([each.flatten(0, 1) for each in weights])) if wants[0] else x.new_empty(0)
+        )
+        dsplit_weight, dleaf_weight = (
+            _gradient(native, each, x) if wanted else x.new_empty(0)
+            for each, wanted in zip((dsplit, dleaf), wants[1:], strict=True)
+        )
         return dx, dsplit_weight, dleaf_weight
-    top = dsplit[:, :, :above].flatten(1).to(dtype)
-    if wants[0]:
-        torch.mm(top, split_weight[:, :above].flatten(0, 1).to(dtype), out=dx)
+    dtype = wide(x.dtype)
+    top, top_weight = dsplit[:, :, :above].to(dtype), split_weight[:, :above].to(dtype)
+    dx = _product(native, top.flatten(1), top_weight.flatten(0, 1)) if wants[0] else x.new_empty(0, dtype=dtype)
+    dsplit_weight, dleaf_weight = (
+        native.fresh(each.shape if wanted else (0,), dtype) for each, wanted in zip(weights, wants[1:], strict=True)
+    )
     if wants[1]:
-        dsplit_weight[:, :above] = (top.t() @ x.to(dtype)).view(-1, above, x.shape[1])
+        dsplit_weight[:, :above] = _gradient(native, top, x.to(dtype))
+    results = dx, dsplit_weight, dleaf_weight
     pointers = (native.pointer("tree_gate", each if each.numel() else None, dtype, each.dim()) for each in results)
-    _launch(native, "tree_products_bwd", *given, dsplit, dleaf, found, pointers)
+    _launch(native, "tree_products_bwd", x, *weights, dsplit, dleaf, found, pointers)
     return dx.to(x.dtype), dsplit_weight.to(x.dtype), dleaf_weight.to(x.dtype)
+
+
+def _logits(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x (T, P), weight (K, N, P), bias (K, N) -> (T, K, N)"""
+    flat = _product(native, x, weight.flatten(0, 1).t(), None if bias is None else bias.contiguous().view(1, -1))
+    return flat.view(x.shape[0], *weight.shape[:2])
+
+
+def _product(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (T, P), weight (P, N), bias (1, N) -> (T, N)"""
+    return grouped_gemm_cpu.fwd(native, rows(x), matrices(weight[None]), _all_rows(x), None, bias, "", False)[0]
+
+
+def _gradient(native: ModuleType, grad: Tensor, x: Tensor) -> Tensor:
+    """grad (T, K, N), x (T, P) -> (K, N, P)"""
+    flat, _ = grouped_gemm_cpu.bwd_weight(native, rows(grad.flatten(1)), rows(x), _all_rows(x), None, None, False)
+    return flat.view(*grad.shape[1:], x.shape[1])
+
+
+def _all_rows(x: Tensor) -> Tensor:
+    """Offsets of one expert that has every row."""
+    return torch.tensor([0, x.shape[0]], dtype=torch.int32)
 
 
 def _above(leaf_weight: Tensor) -> int:
