@@ -74,8 +74,8 @@ def finest(target, op=OP):
 def judge(target, dtype, got, reference, truth, floor=1.0):
     """At most twice the error of the reference in the same dtype, plus `floor` of its epsilons; relative to the largest
     magnitude. Of float32, at least 4: a sum one by one is that much worse than the reference's, which is by blocks.
-    Triton's interpreter truncates to bfloat16, twice as far off as rounding."""
-    floor = max(floor, 4.0) if dtype == torch.float32 else floor
+    Triton's interpreter truncates to bfloat16, twice as far off as rounding. In float64 the truth is off as well."""
+    floor = max(floor, 4.0) if dtype == torch.float32 else 2 * floor if dtype == torch.float64 else floor
     eps = torch.finfo(dtype).eps * (2 if target.interpreted and dtype == torch.bfloat16 else 1)
     assert got.keys() == reference.keys() == truth.keys()
     for name in got:
@@ -165,11 +165,11 @@ def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_odd_sizes(target, dtype):
+def test_odd_sizes(target, dtype, monkeypatch):
     skip_unsupported(target, dtype)
     if target.interpreted and target.backend == "triton":
         pytest.skip("as many programs as take the interpreter a minute; the smaller odd sizes run there")
-    ROUTINGS["seven"] = (3, 1, 4, 1, 5, 9, 2)
+    monkeypatch.setitem(ROUTINGS, "seven", (3, 1, 4, 1, 5, 9, 2))
     check(target, dtype, "seven", (727, 577, 859, 7), "gelu", gathered=True)
 
 
