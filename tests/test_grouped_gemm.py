@@ -165,6 +165,31 @@ def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_of_torchs_grouped_mm_are_not_padded(dtype, monkeypatch):
+    """It rounds rows of its result up to 16 bytes: 26 columns by a transposed weight, of which 8 suit it."""
+    monkeypatch.setattr(grouped_gemm_cpu, "SMALL", -1)
+    monkeypatch.setattr(backends, "remembered", {})
+    target = Target("cpu", "cpu", "cpu")
+    weight = torch.randn(2, 26, 8).to(dtype).transpose(1, 2)
+    rows, offsets = torch.randn(9, 8).to(dtype), torch.tensor([0, 4, 9])
+    assert mk.grouped_gemm(rows, weight, offsets, backend="cpu").is_contiguous()
+    leaves = {"x": rows, "w_in": torch.randn(2, 8, 26).to(dtype), "w_out": torch.randn(2, 26, 8).to(dtype)}
+    plan, weights = mk.make_plan(torch.tensor([0, 1] * 4 + [1])[:, None], 2), torch.rand(9, 1)
+
+    def call(backend):
+        def run(**given):
+            weight_of_token = weights.to(given["x"].dtype)
+            return mk.expert_mlp(plan=plan, weights=weight_of_token, activation="relu", backend=backend, **given)
+
+        return run
+
+    grad = torch.randn(9, 8)
+    got, reference = (results(call(backend), leaves, grad) for backend in ("cpu", "reference"))
+    truth = results(call("reference"), {name: each.double() for name, each in leaves.items()}, grad)
+    judge(target, dtype, got, reference, truth, floor=2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_odd_sizes(target, dtype, monkeypatch):
     skip_unsupported(target, dtype)
     if target.interpreted and target.backend == "triton":

@@ -348,9 +348,14 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
     return out
 
 
-def _takes_grouped_mm(*operands: Tensor) -> bool:
-    """Whether torch has grouped_mm, which loops over experts without Python, and these are as it wants them."""
-    return all(_in_vectors(each.dtype, each.shape, each.stride()) and _native.aligned(each, 16) for each in operands)
+def _takes_grouped_mm(rows: Tensor, columns: Tensor) -> bool:
+    """Whether torch has grouped_mm, which loops over experts without Python, and these are as it wants them.
+
+    It pads rows of the result to 16 bytes, and whoever reads it here takes them for contiguous.
+    """
+    return columns.shape[-1] * columns.itemsize % 16 == 0 and all(
+        _in_vectors(each.dtype, each.shape, each.stride()) and _native.aligned(each, 16) for each in (rows, columns)
+    )
 
 
 @lru_cache(4096)
