@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
 from moe_kernels import backends
+from moe_kernels.backends import cpu
 from moe_kernels.backends.native import grouped_gemm_cpu
 from moe_kernels.verify import relative_error, threads
 
@@ -485,3 +486,12 @@ def test_gelu_is_erfs():
     pre = torch.linspace(-6, 6, 101)[:, None]
     out = mk.grouped_gemm(pre, torch.ones(1, 1, 1), torch.tensor([0, 101]), activation="gelu")
     torch.testing.assert_close(out, F.gelu(pre))
+
+
+@pytest.mark.parametrize(("rows", "threads_of"), [(4096, 2), (40, 1), (40, 2)])
+def test_few_rows_are_not_for_many_threads(rows, threads_of, monkeypatch):
+    """C++ shares rows alone: a large product of 40 is torch's where two threads are there to share its columns."""
+    monkeypatch.setattr(cpu, "on_amd", True)
+    with threads(threads_of):
+        small = grouped_gemm_cpu._is_small(cpu, torch.float32, (1, 2048, 2048), rows, grouped_gemm_cpu.PRODUCT)
+    assert small == (rows >= grouped_gemm_cpu.LEAST * threads_of)

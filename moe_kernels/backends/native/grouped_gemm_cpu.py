@@ -26,9 +26,8 @@ from moe_kernels.library.grouped_gemm import refuse_bad_rows
 # Multiplications of an expert with its rows, on average, in which limits are given.
 SMALL = 2**23
 
-
-# Multiplications that take as long as an element of other work.
-AS_ELEMENT = 64
+# Multiplications that take as long as an element of other work, and rows of a result that a thread takes at least.
+AS_ELEMENT, LEAST = 64, 24
 
 
 class Limit(NamedTuple):
@@ -251,9 +250,12 @@ def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num
     2**20 to 2**30 with sides of 128 to 4096, on one thread and on two (Zen 4, float32; float64 1.1 to 2).
 
     A quarter of the limit in float64, where the weight gradient in C++ is 0.85 times as fast at twice SMALL and 0.96 at
-    half of it.
+    half of it. Up to SMALL in all where rows do not suffice for all threads, which in C++ share no columns.
     """
     num_experts, din, dout = size
+    threads, shared = torch.get_num_threads(), num_experts * din if limit is GRADIENT else num_rows
+    if threads > 1 and shared < LEAST * threads:
+        return num_rows * din * dout <= SMALL
     if dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
         limit = BFLOAT16
     elif native.on_amd:
