@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from moe_kernels.backends.native import (
 )
 
 try:
-    from moe_kernels import _cpu as module  # type: ignore[attr-defined]  # compiled
+    module: Any = import_module("moe_kernels._cpu")  # whose absence is told without a path
 except ImportError as error:
     raise ImportError(f"the CPU extension is not built ({error}); run pip install . in the checkout") from None
 

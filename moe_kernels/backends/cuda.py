@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from moe_kernels.backends.native import (
 )
 
 try:
-    from moe_kernels import _cuda as module  # type: ignore[attr-defined]  # compiled
+    module: Any = import_module("moe_kernels._cuda")  # whose absence is told without a path
 except ImportError as error:
     module = None
     _not_built = f"the CUDA extension is not built ({error}); install with nvcc on the PATH"
