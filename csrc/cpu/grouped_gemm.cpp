@@ -21,6 +21,7 @@ namespace {
 
 constexpr int64_t kSpan = 192;   // rows that share a packing of their expert's weight, which costs as much as 10 to 20
 constexpr int64_t kDepth = 512 / kWide;  // terms of a sum that are added at a time: a panel of them is 32 KB or less
+constexpr int64_t kLeast = 4 * kTileRows;  // rows of a span or block that are worth a thread: LEAST in grouped_gemm_cpu.py
 constexpr int64_t kBlock = 132;  // rows of dW that share it: full tiles, and 128 are one block
 
 // Memory of every thread, in whole cache lines, with nothing in it yet.
@@ -42,13 +43,13 @@ class Scratch {
   std::unique_ptr<T[], Free> memory_;
 };
 
-// Rows that a thread takes at a time, of `rows` in all: at most `most`, and fewer where some threads would have less to do,
-// but for what is too little to share.
+// Rows that a thread takes at a time, of `rows` in all: every thread the same number of times, up to four times as neither
+// threads nor experts are equal, but no fewer than kLeast, and twice that where it is more than once.
 int64_t share_of(int64_t rows, int64_t most, int threads) {
   if (threads == 1) return most;
   const int64_t each = panels_of(rows, threads);
-  const int64_t turns = std::max({panels_of(each, most), std::min<int64_t>(each / 48, 4), int64_t{1}});
-  return std::clamp<int64_t>(panels_of(panels_of(each, turns), kTileRows) * kTileRows, 4 * kTileRows, most);
+  const int64_t turns = std::max({panels_of(each, most), std::min<int64_t>(each / (2 * kLeast), 4), int64_t{1}});
+  return std::clamp<int64_t>(panels_of(panels_of(each, turns), kTileRows) * kTileRows, kLeast, most);
 }
 
 // Rows of one expert; none at the end.

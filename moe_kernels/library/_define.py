@@ -55,6 +55,11 @@ def _heard() -> bool:
     return is_compiling() or bool(_len_torch_dispatch_stack())
 
 
+def all_rows(x: Tensor) -> Tensor:
+    """Offsets of one expert that has every row of x."""
+    return torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
+
+
 def rows(x: Tensor) -> Tensor:
     """x (R, N) with a contiguous last dimension, copied only if it has none."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

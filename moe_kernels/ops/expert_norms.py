@@ -79,7 +79,7 @@ class _ExpertNorms(torch.autograd.Function):
         activation: str,
         backend: str,
     ) -> Tensor:
-        offsets = _all_rows(x)
+        offsets = library.all_rows(x)
         norms = x.new_empty((x.shape[0], w_in.shape[0]), dtype=library.wide(x.dtype))
         for expert in range(w_in.shape[0]):
             w1, w2, b1, b2 = _expert(expert, w_in, w_out, b_in, b_out)
@@ -112,7 +112,7 @@ def _expert_backward(
     """Gradients to x and to one expert's parameters, where dy = share y."""
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = ctx.needs_input_grad[:5]
     gemm, activation, backend = library.ops.grouped_gemm_fwd, ctx.activation, ctx.backend
-    offsets = _all_rows(x)
+    offsets = library.all_rows(x)
     dx = dw_in = dw_out = db_in = db_out = None
     hidden, pre = gemm(x, w_in, offsets, None, b_in, activation, activation != "", backend)
     dy, _ = gemm(hidden, w_out, offsets, None, b_out, "", False, backend)
@@ -133,8 +133,3 @@ def _expert_backward(
 def _expert(expert: int, *parameters: Tensor | None) -> tuple[Any, ...]:
     """The parameters of one expert, still with a dimension of experts."""
     return tuple(None if each is None else each[expert : expert + 1] for each in parameters)
-
-
-def _all_rows(x: Tensor) -> Tensor:
-    """Offsets of one expert that has every row."""
-    return torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]

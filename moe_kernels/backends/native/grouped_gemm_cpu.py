@@ -52,9 +52,9 @@ PRODUCT = Limit(16, 384, 1, 8)
 TRANSPOSED = Limit(16, 384, 4, 8)
 # 1.0 to 1.15 up to 2**23, 0.94 at 2**24 with sides of 352, 0.91 to 0.98 with sides of 512 at 2**22 and 2**23.
 GRADIENT = Limit(1, 384, 1 / 16)
-# In bfloat16, where the processor multiplies that and torch's library lets it: 1.2 to 1.7 at 2**20, 0.6 to 1.2 at 2**22
-# (0.6 and 0.7 with a transposed weight), 0.5 to 0.6 at 2**26.
-BFLOAT16 = Limit(1 / 4, 0, 1 / 4)
+# For all three in bfloat16 where the processor multiplies that (Zen 4): 1.2 to 2 at 2**20, 0.6 to 1.2 at 2**22, 0.5 to
+# 0.6 at 2**26.
+BFLOAT16 = 1 / 4
 
 
 def fwd(native: ModuleType, *args) -> tuple[Tensor, Tensor]:
@@ -246,8 +246,9 @@ def _threads(native: ModuleType, num_rows: int, size: tuple[int, ...]) -> int:
 def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int, limit: Limit) -> bool:
     """Whether products of num_rows rows with a weight of `size` (E, Din, Dout) are for C++.
 
-    All are on AMD's processors, where torch's library, which is Intel's, has no AVX-512: 1.05 to 1.5 times as fast from
-    2**20 to 2**30 with sides of 128 to 4096, on one thread and on two (Zen 4, float32; float64 1.1 to 2).
+    All are on AMD's processors, where torch's library, which is Intel's, takes a generic path: in the median 1.2 times
+    as fast, from 2**20 to 2**30 with sides of 128 to 4096, and slower in 3 of 624 cases (0.92 to 0.96; Zen 4, float32,
+    one thread).
 
     A quarter of the limit in float64, where the weight gradient in C++ is 0.85 times as fast at twice SMALL and 0.96 at
     half of it. Up to SMALL in all where rows do not suffice for all threads, which in C++ share no columns.
@@ -257,10 +258,11 @@ def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num
     if threads > 1 and shared < LEAST * threads:
         return num_rows * din * dout <= SMALL
     if dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
-        limit = BFLOAT16
+        most = BFLOAT16 * num_experts
     elif native.on_amd:
         return SMALL > 0
-    most = max((limit.narrow if max(din, dout) <= limit.widest else limit.wide) * num_experts, limit.least)
+    else:
+        most = max((limit.narrow if max(din, dout) <= limit.widest else limit.wide) * num_experts, limit.least)
     return num_rows * din * dout <= most * SMALL / (4 if dtype is torch.float64 else 1)
 
 

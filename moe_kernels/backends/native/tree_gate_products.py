@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_kernels.backends import _native
 from moe_kernels.backends.native import grouped_gemm_cpu
-from moe_kernels.library import matrices, rows, wide
+from moe_kernels.library import all_rows, matrices, rows, wide
 
 # Of csrc/cpu/tree_gate_products.cpp: columns of a branch, and tokens of a tile or rows that are summed at a time.
 COLUMNS, TILE = 32, 256
@@ -96,18 +96,13 @@ def _logits(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 def _product(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, P), weight (P, N), bias (1, N) -> (T, N)"""
-    return grouped_gemm_cpu.fwd(native, rows(x), matrices(weight[None]), _all_rows(x), None, bias, "", False)[0]
+    return grouped_gemm_cpu.fwd(native, rows(x), matrices(weight[None]), all_rows(x), None, bias, "", False)[0]
 
 
 def _gradient(native: ModuleType, grad: Tensor, x: Tensor) -> Tensor:
     """grad (T, K, N), x (T, P) -> (K, N, P)"""
-    flat, _ = grouped_gemm_cpu.bwd_weight(native, rows(grad.flatten(1)), rows(x), _all_rows(x), None, None, False)
+    flat, _ = grouped_gemm_cpu.bwd_weight(native, rows(grad.flatten(1)), rows(x), all_rows(x), None, None, False)
     return flat.view(*grad.shape[1:], x.shape[1])
-
-
-def _all_rows(x: Tensor) -> Tensor:
-    """Offsets of one expert that has every row."""
-    return torch.tensor([0, x.shape[0]], dtype=torch.int32)
 
 
 def _above(leaf_weight: Tensor) -> int:
