@@ -78,7 +78,7 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
         f"CPU {facts['cpu']}, {facts['cores']} cores, {facts['isa']}. GPU: {gpus} (driver {facts['driver']}). "
         f"Python {facts['python']}, torch {facts['torch']}, Triton {facts['triton']}.",
     ]
-    stale = sorted({f"{each['operation']} {each['backend']}" for each in entries if ledger.is_stale(each, root)})
+    stale = ledger.stale(result, root)
     if stale:
         parts.append(f"**Stale**, because their sources changed since they ran: {', '.join(stale)}.")
     parts += ["### Verified against the definition", markdown(_VERDICT, [_verdict(each, root) for each in entries])]

@@ -47,18 +47,21 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files whose change makes a result of this operation and backend stale, with all that they include.
 
-    Python that calls a C++ kernel is among them, as it has thresholds and sizes; that of the other C++ backend is not.
+    Python that calls a C++ kernel is among them, as it has thresholds and sizes, and so are kernels whose caller it
+    imports; Python of the other C++ backend is not.
     """
-    left = _kernels(op, backend, root)
+    left, native = _kernels(op, backend, root), root / "moe_kernels/backends/native"
+    other = "_cuda" if backend == "cpu" else "_cpu"
     if backend in ("cpu", "cuda"):
-        other = "_cuda" if backend == "cpu" else "_cpu"
-        folder = root / "moe_kernels/backends/native"
-        callers = [path for name in {op, file_of(backend, op)} for path in folder.glob(f"{name}*.py")]
-        left += [path for path in callers if not path.stem.endswith(other)]
+        left += [path for name in {op, file_of(backend, op)} for path in native.glob(f"{name}*.py")]
     found = {root / "moe_kernels" / "ops" / f"{file_of('reference', op)}.py"}
     while left:
         path = left.pop()
+        if path in found or (path.parent == native and path.stem.endswith(other)):
+            continue
         found.add(path)
+        if path.parent == native:
+            left += root.glob(_KERNELS[backend].format(op=path.stem.removesuffix(f"_{backend}")))
         for header, module in _INCLUDED.findall(path.read_text()):
             places = (
                 (path.parent / f"{module}.py",) if module else (path.parent / header, root / "csrc/include" / header)
@@ -95,6 +98,11 @@ def read(folder: Path = RESULTS) -> list[Result]:
 
 def is_stale(entry: dict[str, Any], root: Path = ROOT) -> bool:
     return entry["sources"] != digest(entry["operation"], entry["backend"], root)
+
+
+def stale(result: Result, root: Path = ROOT) -> list[str]:
+    """Operations and backends of a result whose sources changed since."""
+    return sorted({f"{each['operation']} {each['backend']}" for each in result["entries"] if is_stale(each, root)})
 
 
 def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -> str:

@@ -31,31 +31,31 @@ def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 
 
 def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
-    """One table a device: ranges over its shapes, of a CPU on the fewest threads. The whole is in document.py's report.
+    """One table a device: ranges over its shapes, of a CPU on the fewest threads. The whole, figures of earlier sources
+    included, is in document.py's report.
 
     A CPU shows ratios alone: times of shared machines mean nothing.
     """
+    columns = "operation", "backend", "dtype", "direction", "shapes"
     parts = []
     for result in results:
-        rows = [row for entry in result["entries"] for row in _summary(entry, result["gpu"], root)]
+        if not any(entry["figures"] for entry in result["entries"]):
+            continue
+        note = "" if result["gpu"] else " No GPU was there; ratios only."
+        part = [f"**{result['device']}**, {result['date']}.{note}"]
+        fresh = [entry for entry in result["entries"] if not ledger.is_stale(entry, root)]
+        rows = [row for entry in fresh for row in _summary(entry, result["gpu"])]
         if rows:
             gpu_columns = GPU_COLUMNS.values() if result["gpu"] else ()
-            header = [
-                "operation",
-                "backend",
-                "dtype",
-                "direction",
-                "shapes",
-                *gpu_columns,
-                "x memcpy's time",
-                "x as fast as",
-            ]
-            note = "" if result["gpu"] else " No GPU was there; ratios only."
-            parts.append(f"**{result['device']}**, {result['date']}.{note}\n\n{markdown(header, rows)}")
+            part.append(markdown((*columns, *gpu_columns, "x memcpy's time", "x as fast as"), rows))
+        stale = ledger.stale(result, root)
+        if stale:
+            part.append(f"Not shown, as sources changed since: {', '.join(stale)}.")
+        parts.append("\n\n".join(part))
     return "\n\n".join(parts) or "Nothing measured yet."
 
 
-def _summary(entry: dict[str, Any], gpu: bool, root: Path) -> list[Sequence[str]]:
+def _summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
     """A row for every direction of an entry in its first setting, each with its ranges over the shapes."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     directions = {figure["direction"] for figure in entry["figures"]}
@@ -63,7 +63,6 @@ def _summary(entry: dict[str, Any], gpu: bool, root: Path) -> list[Sequence[str]
         told = figure["direction"] == "backward" and "training" in directions
         if figure["setting"] == entry["figures"][0]["setting"] and not told:
             groups.setdefault((figure["direction"], figure["setting"]), []).append(figure)
-    stale = " (stale)" if ledger.is_stale(entry, root) else ""
     rows: list[Sequence[str]] = []
     for (direction, setting), figures in groups.items():
         ratios: dict[str, list[float]] = {}  # a peer may be wrong on one shape, and is then not compared on that
@@ -74,8 +73,17 @@ def _summary(entry: dict[str, Any], gpu: bool, root: Path) -> list[Sequence[str]
         numbers = [_span([each[key] for each in figures]) if on_gpu else "" for key in GPU_COLUMNS] if gpu else []
         numbers.append(_span([each["over_memcpy"] for each in figures]))
         where = ("" if on_gpu else f", {setting}") + (" (busy machine)" if any(map(_unsteady, figures)) else "")
-        name = f"`{entry['operation']}`{stale}"
-        rows.append((name, entry["backend"], entry["dtype"], direction + where, str(len(figures)), *numbers, peers))
+        rows.append(
+            (
+                f"`{entry['operation']}`",
+                entry["backend"],
+                entry["dtype"],
+                direction + where,
+                str(len(figures)),
+                *numbers,
+                peers,
+            )
+        )
     return rows
 
 

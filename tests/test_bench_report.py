@@ -32,6 +32,7 @@ def tree(tmp_path: Path) -> Path:
         "moe_kernels/backends/native/kwta.py": (),
         "moe_kernels/backends/native/kwta_cpu.py": (),
         "moe_kernels/backends/native/shared.py": (),
+        "csrc/cuda/shared.cu": (),
     }
     for name, headers in included.items():
         path = tmp_path / name
@@ -87,6 +88,7 @@ def test_ledger_states(tree: Path) -> None:
         "moe_kernels/backends/native/kwta.py",
         "moe_kernels/backends/native/kwta_cuda.py",
         "moe_kernels/backends/native/shared.py",
+        "csrc/cuda/shared.cu",
     ],
 )
 def test_a_result_is_stale_once_a_source_changes(tree: Path, source: str) -> None:
@@ -127,14 +129,23 @@ def test_measured_shows_gpu_times_and_only_ratios_of_cpus(tree: Path) -> None:
     assert "| `kwta` | cpu | float32 | forward, 2 threads | 1 |  |  |  | 1.5 |" in cpu_beside_gpu
 
 
-def test_measured_gives_the_range_over_shapes_and_marks_what_is_stale(tree: Path) -> None:
+def test_measured_gives_the_range_over_shapes(tree: Path) -> None:
     result = result_of(tree, "cuda")
     figures = result["entries"][0]["figures"]
     figures.append(figures[0] | {"shape": "another", "peers": {PEER: 9.5, "sometimes": 2.0}})
+    text = report.measured([result], tree)
+    assert "| `kwta` | cuda | float32 | forward | 2 |" in text
+    assert "torch topk+scatter+mul 9.5 to 21, sometimes 2 |" in text  # a peer may be wrong on other shapes
+
+
+def test_measured_only_names_what_is_stale(tree: Path) -> None:
+    result = result_of(tree, "cuda")
+    result["entries"] += result_of(tree, "cpu", gpu=False)["entries"]
     (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
     text = report.measured([result], tree)
-    assert "| `kwta` (stale) | cuda | float32 | forward | 2 |" in text
-    assert "torch topk+scatter+mul 9.5 to 21, sometimes 2 |" in text  # a peer may be wrong on other shapes
+    assert "| `kwta` | cuda |" not in text
+    assert "| `kwta` | cpu |" in text
+    assert "Not shown, as sources changed since: kwta cuda." in text
 
 
 def test_measured_leaves_more_threads_and_what_training_holds_to_the_report(tree: Path) -> None:

@@ -12,7 +12,7 @@ from test_tree_gate import drawn
 import moe_kernels as mk
 from moe_kernels import backends
 from moe_kernels.backends import cpu
-from moe_kernels.backends.native import grouped_gemm_cpu, tree_gate_products
+from moe_kernels.backends.native import grouped_gemm_cpu, tree_gate_products_cpu
 from moe_kernels.ops.masked_mlp import masked_mlp
 from moe_kernels.verify import relative_error
 
@@ -85,7 +85,7 @@ def test_tree_gate(sanitized, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_tree_products(sanitized, dtype, monkeypatch):
     for name in ("OVERHEAD", "PACKING"):  # pass over products of as few tokens as these
-        monkeypatch.setattr(tree_gate_products, name, 0)
+        monkeypatch.setattr(tree_gate_products_cpu, name, 0)
     for tokens, dim, trees, experts in ((300, 33, 2, 48), (600, 16, 1, 100)):
         arguments = {name: each.to(dtype).requires_grad_() for name, each in drawn(tokens, dim, trees, experts).items()}
         gates, _ = mk.tree_gate(**arguments, gamma=0.1, backend="cpu")

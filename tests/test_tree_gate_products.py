@@ -11,7 +11,7 @@ from torch.library import opcheck
 
 import moe_kernels as mk
 from moe_kernels import backends, library
-from moe_kernels.backends.native import tree_gate_products
+from moe_kernels.backends.native import tree_gate_products_cpu
 from moe_kernels.library.tree_gate import products, products_gradients
 from moe_kernels.verify import relative_error, threads
 
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
     """What passing over costs beside products is counted as nothing, so that a hundred tokens of few columns do."""
-    monkeypatch.setattr(tree_gate_products, "PACKING", 0)
-    monkeypatch.setattr(tree_gate_products, "OVERHEAD", 0)
+    monkeypatch.setattr(tree_gate_products_cpu, "PACKING", 0)
+    monkeypatch.setattr(tree_gate_products_cpu, "OVERHEAD", 0)
 
 
 def passes_over(arguments: dict, gamma: float) -> bool:
@@ -118,7 +118,7 @@ def test_nothing_is_passed_over_where_it_does_not_pay(monkeypatch):
     arguments = drawn(300, 16, 2, 64)
     assert passes_over(arguments, GAMMA)
     assert not passes_over(arguments, 10.0)
-    monkeypatch.setattr(tree_gate_products, "PACKING", 40)
+    monkeypatch.setattr(tree_gate_products_cpu, "PACKING", 40)
     assert not passes_over(arguments, GAMMA)
 
 
@@ -144,7 +144,7 @@ def test_same_bits_whatever_the_threads_and_strides():
     """But for gradients of the nodes above the branches, which torch multiplies: they are 0 here."""
     arguments = drawn(700, 40, 3, 64)
     assert passes_over(arguments, GAMMA)
-    above = tree_gate_products._above(arguments["leaf_weight"])
+    above = tree_gate_products_cpu._above(arguments["leaf_weight"])
     grads = torch.randn(700, 64), torch.randn(700, 3, 64)
     strided = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}
     found = []

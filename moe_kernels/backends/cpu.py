@@ -23,7 +23,7 @@ from moe_kernels.backends.native import (
     sinkhorn,
     topk_gate,
     tree_gate,
-    tree_gate_products,
+    tree_gate_products_cpu,
 )
 
 try:
@@ -127,6 +127,6 @@ sinkhorn_sums_bwd = partial(sinkhorn.sums_bwd, _self)
 
 tree_gate_fwd = partial(tree_gate.fwd, _self)
 tree_gate_bwd = partial(tree_gate.bwd, _self)
-tree_gate_logits = partial(tree_gate_products.fwd, _self)
-tree_gate_logits_bwd = partial(tree_gate_products.bwd, _self)
+tree_gate_logits = partial(tree_gate_products_cpu.fwd, _self)
+tree_gate_logits_bwd = partial(tree_gate_products_cpu.bwd, _self)
 tree_route_fwd = partial(tree_gate.route, _self)

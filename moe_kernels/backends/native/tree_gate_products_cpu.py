@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.native import grouped_gemm_cpu
+from moe_kernels.backends.native.grouped_gemm_cpu import bwd_weight
+from moe_kernels.backends.native.grouped_gemm_cpu import fwd as grouped_gemm
 from moe_kernels.library import all_rows, matrices, rows, wide
 
 # Of csrc/cpu/tree_gate_products.cpp: columns of a branch, and tokens of a tile or rows that are summed at a time.
@@ -96,12 +97,12 @@ def _logits(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 def _product(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, P), weight (P, N), bias (1, N) -> (T, N)"""
-    return grouped_gemm_cpu.fwd(native, rows(x), matrices(weight[None]), all_rows(x), None, bias, "", False)[0]
+    return grouped_gemm(native, rows(x), matrices(weight[None]), all_rows(x), None, bias, "", False)[0]
 
 
 def _gradient(native: ModuleType, grad: Tensor, x: Tensor) -> Tensor:
     """grad (T, K, N), x (T, P) -> (K, N, P)"""
-    flat, _ = grouped_gemm_cpu.bwd_weight(native, rows(grad.flatten(1)), rows(x), all_rows(x), None, None, False)
+    flat, _ = bwd_weight(native, rows(grad.flatten(1)), rows(x), all_rows(x), None, None, False)
     return flat.view(*grad.shape[1:], x.shape[1])
 
 
