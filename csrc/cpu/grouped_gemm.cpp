@@ -2,6 +2,7 @@
 // product, done row by row while it is in the cache. Products of large experts come from torch's library, ready, as
 // `product`; then only what follows is left.
 
+#include "groups.h"
 #include "ops.h"
 
 #include <algorithm>
@@ -19,9 +20,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSpan = 192;   // rows that share a packing of their expert's weight, which costs as much as 10 to 20
 constexpr int64_t kDepth = 512 / kWide;  // terms of a sum that are added at a time: a panel of them is 32 KB or less
-constexpr int64_t kLeast = 4 * kTileRows;  // rows of a span or block that are worth a thread: LEAST in grouped_gemm_cpu.py
 constexpr int64_t kBlock = 132;  // rows of dW that share it: full tiles, and 128 are one block
 
 // Memory of every thread, in whole cache lines, with nothing in it yet.
@@ -42,66 +41,6 @@ class Scratch {
   int64_t stride_;
   std::unique_ptr<T[], Free> memory_;
 };
-
-// Rows that a thread takes at a time, of `rows` in all: every thread the same number of times, up to four times as neither
-// threads nor experts are equal, but no fewer than kLeast, and twice that where it is more than once.
-int64_t share_of(int64_t rows, int64_t most, int threads) {
-  if (threads == 1) return most;
-  const int64_t each = panels_of(rows, threads);
-  const int64_t turns = std::max({panels_of(each, most), std::min<int64_t>(each / (2 * kLeast), 4), int64_t{1}});
-  return std::clamp<int64_t>(panels_of(panels_of(each, turns), kTileRows) * kTileRows, kLeast, most);
-}
-
-// Rows of one expert; none at the end.
-struct Span {
-  int64_t expert, first, rows = 0;
-};
-
-// Rows of experts, and the spans of them that threads take one after the other.
-struct Groups {
-  const int32_t* offsets;
-  int64_t num_experts;
-
-  int64_t first(int64_t e) const { return offsets[e]; }
-  int64_t rows(int64_t e) const { return offsets[e + 1] - offsets[e]; }
-  int64_t used() const { return offsets[num_experts]; }
-  bool fit(int64_t most) const {
-    return offsets[0] == 0 && used() <= most && std::is_sorted(offsets, offsets + num_experts + 1);
-  }
-
-  // Calls work(thread, span, later) for every span of one expert's rows. later: what that thread will have next, if all take
-  // as long.
-  template <class Work>
-  void each_span(int threads, Work work) const {
-    const int64_t span = share_of(used(), kSpan, threads);
-    std::atomic<int64_t> next{0};
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int thread = 0; thread < threads; ++thread) {
-      int64_t e = 0, before = 0;  // spans of the experts before e
-      // The i-th span, none after the last.
-      const auto at = [&](int64_t i, int64_t& e, int64_t& before) -> Span {
-        for (int64_t spans; e < num_experts && i >= before + (spans = panels_of(rows(e), span)); ++e) before += spans;
-        if (e == num_experts) return {};
-        const int64_t row = (i - before) * span;
-        return {e, first(e) + row, std::min(span, rows(e) - row)};
-      };
-      for (int64_t i = next++;; i = next++) {
-        const Span now = at(i, e, before);
-        if (now.rows == 0) break;
-        int64_t later_e = e, later_before = before;
-        work(thread, now, at(i + threads, later_e, later_before));
-      }
-    }
-  }
-};
-
-// Whether every one of `rows` reads one of `tokens`, or zeros.
-bool within(const int32_t* token, int64_t rows, int64_t tokens) {
-  int32_t low = 0, high = -1;
-#pragma omp simd reduction(min : low) reduction(max : high)
-  for (int64_t r = 0; r < (token == nullptr ? 0 : rows); ++r) low = std::min(low, token[r]), high = std::max(high, token[r]);
-  return low >= -1 && high < tokens;
-}
 
 // Rows of x, read through `token` where that is not null: -1 reads zeros.
 template <class T>
