@@ -103,6 +103,21 @@ def test_what_does_not_answer_is_zero_whatever_it_holds(target, activation):
     assert found["out"].isnan().any(-1).tolist() == [False, False, bool(masks[1][2].any()), False]
 
 
+def test_no_tokens_with_samples(target):
+    leaves, _ = network(0, widths=(4, 5, 2), device=target.device)
+    bits, samples = torch.zeros(7, 1, dtype=torch.int32, device=target.device), torch.zeros(0, dtype=torch.int64)
+    for name in (target.backend, "reference"):
+        y = masked_mlp(
+            leaves["x"],
+            *parameters(leaves),
+            [bits],
+            activation="relu",
+            samples=samples.to(target.device),
+            backend=name,
+        )
+        assert y.shape == (0, 2)
+
+
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 def test_no_tokens_and_one_hidden_layer_and_none(target, activation):
     for tokens, widths in ((0, WIDTHS), (5, (4, 6, 3)), (5, (4, 3))):
@@ -184,17 +199,6 @@ def test_samples_without_masks_are_refused(backend):
         forward(torch.zeros(6, dtype=torch.int64), [bits[0][:, :1], *bits[1:]])
 
 
-def test_samples_changed_before_backward_are_noticed():
-    leaves, masks = network(6)
-    samples = torch.arange(6)
-    leaves["w1"].requires_grad_()
-    bits = [pack_bits(mask) for mask in masks]
-    y = masked_mlp(leaves["x"], *parameters(leaves), bits, activation="tanh", samples=samples)
-    samples.sub_(1).abs_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
 def test_frozen_parameters_and_inputs_get_no_gradient_and_the_others_the_same():
     leaves, masks = network(6)
     expected = results(call(masks, "tanh"), leaves, torch.ones(6, 7))
@@ -249,14 +253,33 @@ def test_flops_are_those_of_the_products_and_one_for_each_element_masked():
     assert counter.get_total_flops() == 3 * products + 2 * 6 * (32 + 24)
 
 
-def test_a_parameter_changed_before_backward_is_noticed():
+@pytest.mark.parametrize("changed", ["w1", "b1", "bits", "samples"])
+def test_what_is_changed_before_backward_is_noticed(changed):
     leaves, masks = network(6)
     leaves["w1"].requires_grad_()
-    y = call(masks, "tanh")(**leaves)
+    given = {**leaves, "bits": pack_bits(masks[1]), "samples": torch.arange(6)}
+    bits = [pack_bits(masks[0]), given["bits"], pack_bits(masks[2])]
+    y = masked_mlp(leaves["x"], *parameters(leaves), bits, activation="tanh", samples=given["samples"])
     with torch.no_grad():
-        leaves["w1"].add_(1)
+        given[changed].sub_(1).abs_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_list_of_masks_that_changes_and_masks_of_inference_mode_are_those_of_the_call():
+    leaves, masks = network(6)
+    expected = results(call(masks, "tanh"), leaves, torch.ones(6, 7))
+    with torch.inference_mode():
+        kept = [pack_bits(mask) for mask in masks]
+
+    def forward(**given):
+        bits = list(kept)
+        y = masked_mlp(given["x"], *parameters(given), bits, activation="tanh")
+        bits.clear()
+        return y
+
+    found = results(forward, leaves, torch.ones(6, 7))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_bad_arguments_are_refused_by_name():

@@ -3,10 +3,13 @@ a kernel of C++ takes."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import combinations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import moe_kernels as mk
 from moe_kernels import backends
@@ -96,6 +99,53 @@ def test_both_looks_lead_to_the_same_gradients(look, monkeypatch):
             for got, expected in zip(*made, strict=True):
                 torch.testing.assert_close(got, expected)
     assert len(backends.remembered) == 4
+
+
+def test_saved_tensors_that_come_back_with_other_strides():
+    torch.manual_seed(0)
+    x = torch.randn(6, 8)[:, :4].requires_grad_()
+    weight = torch.randn(2, 3, 4).transpose(1, 2).requires_grad_()
+    offsets, grad = torch.tensor([0, 3, 6], dtype=torch.int32), torch.randn(6, 3)
+
+    def gradients(backend="cpu"):
+        return torch.autograd.grad(mk.grouped_gemm(x, weight, offsets, backend=backend), (x, weight), grad)
+
+    def packed(each):
+        return each.clone(memory_format=torch.contiguous_format)
+
+    expected = gradients("reference")
+    for order in ((True, False), (False, True)):
+        backends.remembered.clear()
+        for hooked in order:
+            with torch.autograd.graph.saved_tensors_hooks(packed, lambda each: each) if hooked else nullcontext():
+                torch.testing.assert_close(gradients(), expected)
+
+
+class _Wrapped(torch.Tensor):
+    """Whose memory is elsewhere."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, strides=inner.stride())
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda each: each.inner, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def test_tensors_of_a_class_of_their_own_are_dispatched():
+    x, weight, offsets = torch.randn(6, 4), torch.randn(2, 4, 3), torch.tensor([0, 3, 6], dtype=torch.int32)
+    expected, winners = mk.grouped_gemm(x, weight, offsets), mk.kwta(x, 2)
+    for own in (_Wrapped, FakeTensorMode().from_tensor):
+        found = mk.grouped_gemm(own(x), own(weight), own(offsets)), mk.kwta(own(x), 2)
+        for one, other in zip(found, (expected, winners), strict=True):
+            assert one.shape == other.shape
+            assert isinstance(one, FakeTensor) or torch.equal(one, other)
+    assert backends.remembered  # of the plain ones
+    assert torch.equal(mk.grouped_gemm(x, weight, offsets), expected)
 
 
 def test_a_choice_is_not_remembered_beyond_its_reason(monkeypatch):

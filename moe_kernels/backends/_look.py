@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+TYPES = (Tensor, torch.nn.Parameter)
+
 
 def by_attributes(*tensors: Tensor | None) -> tuple | None:
-    """Type, dtype, shape, strides and device of each; None if one has none."""
+    """Dtype, shape, strides and device of each; None if one has none, or is of a class of its own."""
     looks: list[tuple | None] = []
     for each in tensors:
         if each is None:
             looks.append(None)
-        elif isinstance(each, Tensor) and each.layout is torch.strided:
-            looks.append((type(each), each.dtype, each.shape, each.stride(), each.device))
+        elif type(each) in TYPES and each.layout is torch.strided:
+            looks.append((each.dtype, each.shape, each.stride(), each.device))
         else:
             return None
     return tuple(looks)
@@ -23,7 +25,7 @@ def by_attributes(*tensors: Tensor | None) -> tuple | None:
 try:
     from moe_kernels import _cpu  # type: ignore[attr-defined]  # compiled
 
-    _cpu.read_tensors_by(torch.Tensor.__dlpack_c_exchange_api__, (torch.Tensor, torch.nn.Parameter))
+    _cpu.read_tensors_by(torch.Tensor.__dlpack_c_exchange_api__, TYPES)
     look = _cpu.look
 except (ImportError, AttributeError):
     look = by_attributes

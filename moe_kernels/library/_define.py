@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Hashable
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ ops = SimpleNamespace()
 _made_ready: dict[str, Callable[..., Callable[..., Any]]] = {}
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType, bool, int, float, str, list))
+
+
 def define(schema: str, implementation, fake, flops, ready=None) -> None:
     """The operation of that schema, in torch's registry and in `ops`."""
     name = schema[: schema.index("(")]
@@ -33,15 +36,16 @@ def define(schema: str, implementation, fake, flops, ready=None) -> None:
     registered = getattr(torch.ops.moe_kernels, name).default
 
     def call(*args):
-        # Past the dispatcher, which takes 7 us, unless somebody listens there.
-        return registered(*args) if _heard() else implementation(*args)
+        # Past the dispatcher, which takes 7 us, unless somebody listens there or a tensor has a class of its own, whose
+        # memory need not be there.
+        return registered(*args) if _heard() or not _PLAIN.issuperset(map(type, args)) else implementation(*args)
 
     setattr(ops, name, call)
 
 
-def launch(ready: dict[str, Any] | None, stage: str, name: str, *args):
+def launch(ready: dict[Hashable, Any] | None, stage: Hashable, name: str, *args):
     """ops.name(*args). What the looks of tensors decide is found at the first call of a `stage` and kept in `ready`,
-    which is the caller's for tensors of one look. None keeps nothing."""
+    which is the caller's, or whose stage is, for tensors of one look. None keeps nothing."""
     if ready is None or _len_torch_dispatch_stack():  # nobody compiles where it was made
         return getattr(ops, name)(*args)
     run = ready.get(stage)

@@ -1,7 +1,7 @@
 """Checks that every operation shares. A message names the operation, what was expected and what came."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from decimal import Decimal
 from fractions import Fraction
 from functools import wraps
@@ -28,15 +28,17 @@ INDEX = (torch.int32, torch.int64)
 
 def remembered(
     check: Callable[..., Any], words: tuple, tensors: tuple[Tensor | None, ...]
-) -> tuple[Any, dict[str, Any] | None]:
+) -> tuple[Any, dict[Hashable, Any] | None]:
     """check(*words, *tensors), made once for tensors of one look, and what is kept for that look (library.launch).
 
-    A look is dtype, shape, strides and device; checks see no more, and choose a backend. Where somebody traces, nothing
-    is remembered or kept.
+    A look is dtype, shape, strides and device; checks see no more, and choose a backend. Where somebody traces, or a
+    tensor has none, such as one of a class of its own, nothing is remembered or kept.
     """
     if is_compiling() or _are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return check(*words, *tensors), None
     seen = look(*tensors)
+    if seen is None:
+        return check(*words, *tensors), None
     key = check, words, backends.asked(None), torch.get_num_threads(), seen
     try:
         known = backends.remembered.get(key)
@@ -44,9 +46,7 @@ def remembered(
         known = None
     if known is not None:
         return known
-    found: tuple[Any, dict[str, Any]] = check(*words, *tensors), {}
-    if seen is None:
-        return found
+    found: tuple[Any, dict[Hashable, Any]] = check(*words, *tensors), {}
     if len(backends.remembered) >= 4096:  # some MB, should no shape come again
         backends.remembered.clear()
     backends.remembered[key] = found

@@ -102,7 +102,12 @@ class _ExpertNorms(torch.autograd.Function):
             gradients.append(rest)
             if dx is not None and to_x is not None:
                 dx += to_x
-        stacked = (None if each[0] is None else torch.cat(each) for each in zip(*gradients, strict=True))
+        given = w_in, w_out, b_in, b_out
+        if gradients:
+            stacked = [None if each[0] is None else torch.cat(each) for each in zip(*gradients, strict=True)]
+        else:  # no experts
+            wanted = zip(given, ctx.needs_input_grad[1:5], strict=True)
+            stacked = [torch.zeros_like(each) if each is not None and needed else None for each, needed in wanted]
         return None if dx is None else dx.to(x.dtype), *stacked, None, None
 
 

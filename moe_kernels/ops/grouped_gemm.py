@@ -11,6 +11,7 @@ device: nothing here waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import python_ref.grouped_gemm as reference
 from moe_kernels import backends, library
+from moe_kernels.backends._look import look
 from moe_kernels.ops._checks import (
     FLOATING,
     INDEX,
@@ -159,7 +161,7 @@ class _GroupedGemm(torch.autograd.Function):
         row_token: Tensor | None,
         activation: str,
         backend: str,
-        ready: dict[str, Any] | None,
+        ready: dict[Hashable, Any] | None,
     ) -> Tensor:
         given = rows, weight, expert_offsets, row_token, bias, activation, activation != "", backend
         out, pre = library.launch(ready, "training", "grouped_gemm_fwd", *given)
@@ -172,15 +174,17 @@ class _GroupedGemm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, expert_offsets, row_token, pre = ctx.saved_tensors
         to_rows, to_weight, to_bias = ctx.needs_input_grad[:3]
-        backend, ready = ctx.backend, ctx.ready
         drows = dweight = dbias = None
+        backend = ctx.backend
         grad = library.ops.activation_bwd(grad, pre, ctx.activation, backend) if ctx.activation else grad.contiguous()
+        # Hooks on saved tensors may hand them back with other strides.
+        seen = look(grad, rows, weight, expert_offsets, row_token)
+        ready = None if seen is None else ctx.ready
         if to_weight or to_bias:
             given = rows, grad, expert_offsets, row_token, None, to_bias, backend
-            stage = "to weight and bias" if to_bias else "to weight"
-            dweight, dbias = library.launch(ready, stage, "grouped_gemm_bwd_weight", *given)
+            dweight, dbias = library.launch(ready, ("to weight", to_bias, seen), "grouped_gemm_bwd_weight", *given)
         if to_rows:
-            drows = transposed(grad, weight, expert_offsets, backend, ready)
+            drows = transposed(grad, weight, expert_offsets, backend, ready, seen)
             if row_token is not None:
                 drows = library.ops.grouped_gemm_sum_rows(drows, row_token, rows.shape[0], backend)
         return drows, dweight, dbias if to_bias else None, *[None] * 5
@@ -190,8 +194,13 @@ _apply = apply_untraced(_GroupedGemm)
 
 
 def transposed(
-    grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str, ready: dict[str, Any] | None = None
+    grad: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    backend: str,
+    ready: dict[Hashable, Any] | None = None,
+    seen: Hashable = None,
 ) -> Tensor:
-    """grad (R, Dout) -> (R, Din): every expert's rows times its transposed weight."""
+    """grad (R, Dout) -> (R, Din): every expert's rows times its transposed weight. seen: what tells looks apart."""
     given = grad, weight.transpose(1, 2), expert_offsets, None, None, "", False, backend
-    return library.launch(ready, "to rows", "grouped_gemm_fwd", *given)[0]
+    return library.launch(ready, ("to rows", seen), "grouped_gemm_fwd", *given)[0]

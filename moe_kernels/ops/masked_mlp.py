@@ -154,7 +154,7 @@ def _own(bits: Sequence[Tensor], samples: Tensor | None) -> Sequence[Tensor]:
         return bits
     if not is_compiling():
         refuse_bad_samples(samples, len(bits[0]))
-    return [mask.index_select(0, samples.flatten()).view(*samples.shape, -1) for mask in bits]
+    return [mask.index_select(0, samples.flatten()).view(*samples.shape, mask.shape[-1]) for mask in bits]
 
 
 def _hidden(x: Tensor, weights: Sequence[Tensor], bits: Sequence[Tensor], activation: str) -> Any:
@@ -219,19 +219,26 @@ class _MaskedMLP(torch.autograd.Function):
         inner: list[Tensor] = [x]
         pre: list[Tensor] = []
         y = _forward(x, activation, bits, samples, hidden, *parameters, inner=inner, pre=pre)
-        ctx.save_for_backward(*parameters[: len(bits) + 1], *inner, *pre, samples)
-        ctx.activation, ctx.bits, ctx.hidden = activation, bits, hidden
-        ctx.biases = parameters[len(bits) + 1 :]
+        depth = len(bits)
+        given = samples, *bits, *parameters[depth + 1 :]
+        # Tensors of inference mode cannot be saved, and are not noticed where they change.
+        ctx.unsaved = [each if each is not None and each.is_inference() else None for each in given]
+        ctx.save_for_backward(
+            *parameters[: depth + 1],
+            *inner,
+            *pre,
+            *(each if kept is None else None for each, kept in zip(given, ctx.unsaved, strict=True)),
+        )
+        ctx.activation, ctx.depth, ctx.hidden = activation, depth, hidden
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             return _differentiable_backward(ctx, grad)
-        saved, bits, activation = ctx.saved_tensors, ctx.bits, ctx.activation
-        samples = saved[-1]
+        saved, samples, bits, _ = _saved(ctx)
+        activation, depth, (_, bwd_) = ctx.activation, ctx.depth, ctx.hidden
         to_x, _, _, _, _, *needed = ctx.needs_input_grad
-        depth, (_, bwd_) = len(bits), ctx.hidden
         dparameters: list[Tensor | None] = [None] * len(needed)
         for layer in range(depth, -1, -1):
             if layer == depth:
@@ -255,12 +262,18 @@ class _MaskedMLP(torch.autograd.Function):
 _apply = apply_untraced(_MaskedMLP)
 
 
+def _saved(ctx: Any) -> tuple[Sequence[Tensor], Tensor | None, Sequence[Tensor], Sequence[Tensor | None]]:
+    """L weights, x_0 .. x_{L-1} and a_1 .. a_{L-1} where those were kept; samples; bits; biases."""
+    saved, count, depth = ctx.saved_tensors, len(ctx.unsaved), ctx.depth
+    given = [each if kept is None else kept for each, kept in zip(saved[-count:], ctx.unsaved, strict=True)]
+    return saved[:-count], given[0], given[1 : depth + 1], given[depth + 1 :]
+
+
 def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    depth = len(ctx.bits)
-    saved = ctx.saved_tensors
-    *weights, x = saved[: depth + 2]
-    y = _layer_by_layer(x, weights, ctx.biases, _own(ctx.bits, saved[-1]), ctx.activation, "cpu")
-    given = (x, *[None] * 4, *weights, *ctx.biases)
-    wanted = [each for each, needed in zip(given, ctx.needs_input_grad, strict=True) if needed]
+    saved, samples, bits, biases = _saved(ctx)
+    *weights, x = saved[: ctx.depth + 2]
+    y = _layer_by_layer(x, weights, biases, _own(bits, samples), ctx.activation, "cpu")
+    given = (x, *[None] * 4, *weights, *biases)
+    wanted: Any = [each for each, needed in zip(given, ctx.needs_input_grad, strict=True) if needed]
     found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
