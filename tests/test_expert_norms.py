@@ -97,7 +97,9 @@ def test_derivatives_in_float64(backend, activation):
     assert torch.autograd.gradcheck(call, [each.requires_grad_() for each in leaves.values()])
 
 
-@pytest.mark.parametrize("sizes", [(0, 2, 3, 4, 5), (3, 0, 3, 4, 5), (3, 2, 3, 4, 0), (3, 2, 0, 4, 5), (3, 1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(0, 2, 3, 4, 5), (3, 0, 3, 4, 5), (3, 2, 3, 4, 0), (3, 2, 0, 4, 5), (3, 1, 1, 1, 1)], ids=str
+)
 def test_empty_and_thin(sizes):
     leaves = leaves_of(torch.float32, "cpu", "relu", *sizes)
     got, expected = (

@@ -178,7 +178,7 @@ class _GroupedGemm(torch.autograd.Function):
         backend = ctx.backend
         grad = library.ops.activation_bwd(grad, pre, ctx.activation, backend) if ctx.activation else grad.contiguous()
         # Hooks on saved tensors may hand them back with other strides.
-        seen = look(grad, rows, weight, expert_offsets, row_token)
+        seen = None if ctx.ready is None else look(grad, rows, weight, expert_offsets, row_token)
         ready = None if seen is None else ctx.ready
         if to_weight or to_bias:
             given = rows, grad, expert_offsets, row_token, None, to_bias, backend

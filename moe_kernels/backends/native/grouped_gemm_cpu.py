@@ -74,8 +74,8 @@ def fwd_ready(
     """fwd for tensors that look like these: 5 us of Python a call, where finding all this again takes 10 more."""
     dtype, num_tokens, dout = x.dtype, x.shape[0], weight.shape[2]
     num_rows = num_tokens if row_token is None else row_token.shape[0]
-    if _is_large(native, dtype, weight.shape, weight.stride(), num_rows):
-        product_alone = not activation and not keep_pre and row_token is None and bias is None
+    if _is_large(native, dtype, weight.shape, weight.stride(), num_rows, alone=not activation):
+        product_alone = not activation and row_token is None and bias is None
         return partial(_grouped_mm if product_alone and _takes_grouped_mm(x, weight) else _large_fwd, native)
     native.pointer("grouped_gemm", bias, dtype, 2)
     code, _, x_stride, _, _, *of_weight, _, _, _, _ = _product(native, x, weight, expert_offsets, row_token, None)
@@ -118,9 +118,9 @@ def _large_fwd(
 ) -> tuple[Tensor, Tensor]:
     dtype, dout = x.dtype, weight.shape[2]
     refuse_bad_rows(expert_offsets, x, row_token)
-    if not activation and not keep_pre and _product_dtype(dtype) is dtype:
+    if not activation and _product_dtype(dtype) is dtype:
         return _large_product(x, weight, expert_offsets, row_token, bias), _nothing(dtype, dout)
-    product = _large_product(x, weight, expert_offsets, row_token, None)
+    product = _large_product(x, weight, expert_offsets, row_token, None, alone=False)
     num_rows = product.shape[0]
     out = x.new_empty(num_rows, dout // 2 if activation in GATED else dout)
     pre = _place(product, dtype, num_rows, dout) if keep_pre else None
@@ -206,7 +206,7 @@ def hidden_bwd(
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
     weight = w_out.transpose(1, 2)
     large = _is_large(native, grad.dtype, weight.shape, weight.stride(), row_token.shape[0])
-    product = _large_product(grad, weight, expert_offsets, row_token, None) if large else None
+    product = _large_product(grad, weight, expert_offsets, row_token, None, alone=False) if large else None
     weighted = _place(product, pre.dtype, pre.shape[0], w_out.shape[1])
     native.module.expert_mlp_bwd_hidden(
         native.isa,
@@ -226,7 +226,7 @@ def hidden_bwd(
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
     large = _is_large(native, rows.dtype, weight.shape, weight.stride(), rows.shape[0])
-    product = _large_product(rows, weight, expert_offsets, None, None) if large else None
+    product = _large_product(rows, weight, expert_offsets, None, None, alone=False) if large else None
     native.module.grouped_gemm_norms(
         native.isa,
         *_product(native, rows, weight, expert_offsets, None, product),
@@ -243,8 +243,11 @@ def _threads(native: ModuleType, num_rows: int, size: tuple[int, ...]) -> int:
     return native.chunks(num_rows * size[1] * size[2] // AS_ELEMENT)
 
 
-def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int, limit: Limit) -> bool:
-    """Whether products of num_rows rows with a weight of `size` (E, Din, Dout) are for C++.
+def _is_small(
+    native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int, limit: Limit, *, alone: bool = True
+) -> bool:
+    """Whether products of num_rows rows with a weight of `size` (E, Din, Dout) are for C++. alone: nothing but a bias
+    follows, so that torch may round them to `dtype`.
 
     All are on AMD's processors, where torch's library, which is Intel's, takes a generic path: in the median 1.2 times
     as fast, from 2**20 to 2**30 with sides of 128 to 4096, and slower in 3 of 624 cases (0.92 to 0.96; Zen 4, float32,
@@ -257,7 +260,7 @@ def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num
     threads, shared = torch.get_num_threads(), num_experts * din if limit is GRADIENT else num_rows
     if threads > 1 and shared < LEAST * threads:
         return num_rows * din * dout <= SMALL
-    if dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
+    if alone and dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
         most = BFLOAT16 * num_experts
     elif native.on_amd:
         return SMALL > 0
@@ -267,10 +270,16 @@ def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num
 
 
 def _is_large(
-    native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], num_rows: int
+    native: ModuleType,
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+    strides: tuple[int, ...],
+    num_rows: int,
+    *,
+    alone: bool = False,
 ) -> bool:
     """Whether a product with a weight of that size and those strides is for torch's library."""
-    return not _is_small(native, dtype, size, num_rows, PRODUCT if strides[2] == 1 else TRANSPOSED)
+    return not _is_small(native, dtype, size, num_rows, PRODUCT if strides[2] == 1 else TRANSPOSED, alone=alone)
 
 
 def _product(
@@ -316,12 +325,18 @@ def _nothing(dtype: torch.dtype, width: int) -> Tensor:
 
 
 def _large_product(
-    x: Tensor, weight: Tensor, expert_offsets: Tensor, row_token: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    row_token: Tensor | None,
+    bias: Tensor | None,
+    *,
+    alone: bool = True,
 ) -> Tensor:
-    """(R, Dout): torch's product of every expert with its rows, and zeros."""
-    rows, dtype = _gathered(x, row_token), _product_dtype(x.dtype)
+    """(R, Dout): torch's product of every expert with its rows, and zeros; in float32, or float64, unless `alone`."""
+    rows, dtype = _gathered(x, row_token), _product_dtype(x.dtype) if alone else wide(x.dtype)
     sizes = _sizes(expert_offsets, rows.shape[0])
-    if bias is None and _takes_grouped_mm(rows, weight):
+    if bias is None and dtype is x.dtype and _takes_grouped_mm(rows, weight):
         out = F.grouped_mm(rows, weight, offs=expert_offsets[1:])
         if sizes[-1]:
             out[-sizes[-1] :].zero_()
