@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
 from moe_kernels import backends
-from moe_kernels.backends import cpu
 from moe_kernels.backends.native import grouped_gemm_cpu
-from moe_kernels.verify import relative_error, threads
+from moe_kernels.verify import relative_error
 
 OP = "grouped_gemm"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -445,53 +444,7 @@ def test_bad_input_is_named(small, monkeypatch):
                 mk.grouped_gemm(*args, **more, backend=backend)
 
 
-@pytest.mark.parametrize("counts", [[900], [37, 0, 863], [180] * 5], ids=str)
-def test_products_do_not_depend_on_threads(counts, monkeypatch):
-    """Threads share the rows of few experts, and the rows of their gradients: 1 takes all, 3 some of every size."""
-    monkeypatch.setattr(grouped_gemm_cpu, "SMALL", 2**40)
-    offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    x, weight, bias, grad = (
-        torch.randn(size) for size in ((900, 200), (len(counts), 200, 100), (len(counts), 100), 900)
-    )
-    found = []
-    for count in (1, 2, 3):
-        given = [each.clone().requires_grad_() for each in (x, weight, bias)]
-        with threads(count), fenced():
-            y = mk.grouped_gemm(given[0], given[1], offsets, bias=given[2], activation="gelu", backend="cpu")
-            norms = mk.library.ops.grouped_gemm_norms(x, weight, offsets, bias, "cpu")
-            y.backward(grad[:, None] * y.detach())
-        found.append([y.detach(), norms, *(each.grad for each in given)])
-    for other in found[1:]:
-        assert all(map(torch.equal, found[0], other))
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_rows_are_summed_by_token(dtype):
-    """The gradient of a gather: rows of nobody, tokens of no row, columns that threads share, always in one order."""
-    rows, token = torch.randn(900, 37, dtype=dtype), torch.randint(-1, 300, (900,), dtype=torch.int32)
-    token[token == 17] = 18
-    expected = torch.zeros(301, 37, dtype=torch.float64).index_add(0, token.long() % 301, rows.double())[:300]
-    found = []
-    for count in (1, 3):
-        with threads(count), fenced():
-            found.append(mk.library.ops.grouped_gemm_sum_rows(rows, token, 300, "cpu"))
-    assert torch.equal(*found)
-    wide = mk.library.wide(dtype)
-    allowed = 12 * torch.finfo(wide).eps * expected.abs().max() + torch.finfo(dtype).eps / 2 * expected.abs()
-    assert ((found[0].double() - expected).abs() <= allowed).all()
-    assert not found[0][17].any()
-
-
 def test_gelu_is_erfs():
     pre = torch.linspace(-6, 6, 101)[:, None]
     out = mk.grouped_gemm(pre, torch.ones(1, 1, 1), torch.tensor([0, 101]), activation="gelu")
     torch.testing.assert_close(out, F.gelu(pre))
-
-
-@pytest.mark.parametrize(("rows", "threads_of"), [(4096, 2), (40, 1), (40, 2)])
-def test_few_rows_are_not_for_many_threads(rows, threads_of, monkeypatch):
-    """C++ shares rows alone: a large product of 40 is torch's where two threads are there to share its columns."""
-    monkeypatch.setattr(cpu, "on_amd", True)
-    with threads(threads_of):
-        small = grouped_gemm_cpu._is_small(cpu, torch.float32, (1, 2048, 2048), rows, grouped_gemm_cpu.PRODUCT)
-    assert small == (rows >= grouped_gemm_cpu.LEAST * threads_of)

@@ -21,6 +21,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kDepth = 512 / kWide;  // terms of a sum that are added at a time: a panel of them is 32 KB or less
+constexpr int64_t kSummed = 64;  // rows of a column sum
 constexpr int64_t kBlock = 132;  // rows of dW that share it: full tiles, and 128 are one block
 
 // Memory of every thread, in whole cache lines, with nothing in it yet.
@@ -236,11 +237,17 @@ struct WeightGradient {
     }
   }
 
+  // kSummed rows one by one, then such sums: rounding would grow with the number of rows.
   void column_sums(int64_t e, T* sums) const {
+    T* const some = sums + dout;
     std::fill(sums, sums + dout, T(0));
-    for (int64_t i = groups.first(e); i < groups.first(e + 1); ++i) {
-      const int64_t row = grad.token == nullptr ? i : grad.token[i];
-      if (row >= 0) grad.kind.add(sums, grad.x + row * grad.stride * grad.kind.size, dout);
+    for (int64_t start = groups.first(e); start < groups.first(e + 1); start += kSummed) {
+      std::fill(some, some + dout, T(0));
+      for (int64_t i = start; i < std::min<int64_t>(start + kSummed, groups.first(e + 1)); ++i) {
+        const int64_t row = grad.token == nullptr ? i : grad.token[i];
+        if (row >= 0) grad.kind.add(some, grad.x + row * grad.stride * grad.kind.size, dout);
+      }
+      for (int64_t j = 0; j < dout; ++j) sums[j] += some[j];
     }
     x.kind.narrow(dbias + e * dout * x.kind.size, sums, dout);
   }

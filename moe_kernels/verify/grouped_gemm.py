@@ -15,17 +15,22 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
 FLOOR = 8.0  # sums one by one, of sums one by one, against those by blocks: 3.5 in the worst of 25 draws, and 4.4 once
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
+# Whole tiles of every kernel, and on a CPU products that are left to torch's library.
+LARGE, TOKENS = (512, 512, 512), 300
 
 
 def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     """A plan, an activation, and what an expert MLP takes with it."""
     activations, draw = (None, *grouped_gemm.ACTIVATIONS), torch.Generator().manual_seed(0)
-    for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
+    drawn = [(*routing, activations[i % len(activations)], SIZES[i % 3]) for i, routing in enumerate(routings(small))]
+    if not small:
+        experts = torch.randint(2, (TOKENS, 2), generator=draw)
+        drawn += [("large experts", experts, 2, None, activation, LARGE) for activation in (None, "relu", "swiglu")]
+    for name, experts, num_experts, capacity, activation, (dim, width, dout) in drawn:
         if num_experts > 128:  # the reference takes one after the other
             continue
         made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference")
         made = tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, made)
-        activation, (dim, width, dout) = activations[index % len(activations)], SIZES[index % len(SIZES)]
         hidden = width // 2 if activation in GATED else width
         sizes = {
             "x": (made.num_tokens, dim),
@@ -39,6 +44,9 @@ def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
             "grad_norms": (made.num_tokens, num_experts),
         }
         tensors = {each: torch.randn(size, generator=draw).to(dtype).to(device) for each, size in sizes.items()}
+        if dim == LARGE[0]:  # so that norms stay within float16
+            for weight in ("w_in", "w_out"):
+                tensors[weight] /= dim**0.5
         inputs = {"plan": made, "activation": activation, **tensors}
         yield Case(f"{name}, {dim} x {width} x {dout}, {activation}", inputs)
 

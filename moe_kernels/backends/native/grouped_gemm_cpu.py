@@ -74,9 +74,10 @@ def fwd_ready(
     """fwd for tensors that look like these: 5 us of Python a call, where finding all this again takes 10 more."""
     dtype, num_tokens, dout = x.dtype, x.shape[0], weight.shape[2]
     num_rows = num_tokens if row_token is None else row_token.shape[0]
-    if _is_large(native, dtype, weight.shape, weight.stride(), num_rows, alone=not activation):
-        product_alone = not activation and row_token is None and bias is None
-        return partial(_grouped_mm if product_alone and _takes_grouped_mm(x, weight) else _large_fwd, native)
+    alone = not activation and not keep_pre
+    if _is_large(native, dtype, weight.shape, weight.stride(), num_rows, alone=alone):
+        as_it_is = alone and row_token is None and bias is None
+        return partial(_grouped_mm if as_it_is and _takes_grouped_mm(x, weight) else _large_fwd, native)
     native.pointer("grouped_gemm", bias, dtype, 2)
     code, _, x_stride, _, _, *of_weight, _, _, _, _ = _product(native, x, weight, expert_offsets, row_token, None)
     size, shape = weight.shape, (num_rows, dout // 2 if activation in GATED else dout)
@@ -118,7 +119,7 @@ def _large_fwd(
 ) -> tuple[Tensor, Tensor]:
     dtype, dout = x.dtype, weight.shape[2]
     refuse_bad_rows(expert_offsets, x, row_token)
-    if not activation and _product_dtype(dtype) is dtype:
+    if not activation and not keep_pre and _product_dtype(dtype) is dtype:
         return _large_product(x, weight, expert_offsets, row_token, bias), _nothing(dtype, dout)
     product = _large_product(x, weight, expert_offsets, row_token, None, alone=False)
     num_rows = product.shape[0]

@@ -1,0 +1,81 @@
+"""The grouped GEMM on the CPU: what is for C++ and what for torch's library, and that nobody can tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_grouped_gemm import DTYPES, fenced
+
+import moe_kernels as mk
+from moe_kernels.backends import cpu
+from moe_kernels.backends.native import grouped_gemm_cpu
+from moe_kernels.verify import threads
+
+
+@pytest.mark.parametrize(("rows", "threads_of"), [(4096, 2), (40, 1), (40, 2)])
+def test_few_rows_are_not_for_many_threads(rows, threads_of, monkeypatch):
+    """C++ shares rows alone: a large product of 40 is torch's where two threads are there to share its columns."""
+    monkeypatch.setattr(cpu, "on_amd", True)
+    with threads(threads_of):
+        small = grouped_gemm_cpu._is_small(cpu, torch.float32, (1, 2048, 2048), rows, grouped_gemm_cpu.PRODUCT)
+    assert small == (rows >= grouped_gemm_cpu.LEAST * threads_of)
+
+
+@pytest.mark.parametrize("counts", [[900], [37, 0, 863], [180] * 5], ids=str)
+def test_products_do_not_depend_on_threads(counts, monkeypatch):
+    """Threads share the rows of few experts, and the rows of their gradients: 1 takes all, 3 some of every size."""
+    monkeypatch.setattr(grouped_gemm_cpu, "SMALL", 2**40)
+    offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    x, weight, bias, grad = (
+        torch.randn(size) for size in ((900, 200), (len(counts), 200, 100), (len(counts), 100), 900)
+    )
+    found = []
+    for count in (1, 2, 3):
+        given = [each.clone().requires_grad_() for each in (x, weight, bias)]
+        with threads(count), fenced():
+            y = mk.grouped_gemm(given[0], given[1], offsets, bias=given[2], activation="gelu", backend="cpu")
+            norms = mk.library.ops.grouped_gemm_norms(x, weight, offsets, bias, "cpu")
+            y.backward(grad[:, None] * y.detach())
+        found.append([y.detach(), norms, *(each.grad for each in given)])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+def test_rows_are_summed_by_token(dtype):
+    """The gradient of a gather: rows of nobody, tokens of no row, columns that threads share, always in one order."""
+    rows, token = torch.randn(900, 37, dtype=dtype), torch.randint(-1, 300, (900,), dtype=torch.int32)
+    token[token == 17] = 18
+    expected = torch.zeros(301, 37, dtype=torch.float64).index_add(0, token.long() % 301, rows.double())[:300]
+    found = []
+    for count in (1, 3):
+        with threads(count), fenced():
+            found.append(mk.library.ops.grouped_gemm_sum_rows(rows, token, 300, "cpu"))
+    assert torch.equal(*found)
+    wide = mk.library.wide(dtype)
+    allowed = 12 * torch.finfo(wide).eps * expected.abs().max() + torch.finfo(dtype).eps / 2 * expected.abs()
+    assert ((found[0].double() - expected).abs() <= allowed).all()
+    assert not found[0][17].any()
+
+
+@pytest.mark.parametrize("rows", [8, 800])  # by C++, and large ones by torch's library where that multiplies bfloat16
+def test_what_follows_a_product_follows_its_float32(rows):
+    x, w_in, w_out = torch.zeros(rows, 512), torch.ones(2, 512, 256), torch.ones(2, 256, 16)
+    x[:, :257] = 1  # the product is 257, which bfloat16 has not, and 1 with the bias
+    bias = torch.full((2, 256), -256.0)
+    x, w_in, w_out, bias = (each.bfloat16() for each in (x, w_in, w_out, bias))
+    offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32)
+    for activation in (None, "relu"):
+        given = x.clone().requires_grad_()
+        out = mk.grouped_gemm(given, w_in, offsets, bias=bias, activation=activation)
+        out.sum().backward()
+        assert (out == 1).all()
+        assert (given.grad == 256).all()
+        assert (mk.expert_norms(x, w_in, w_out, b_in=bias, activation=activation) == 1024).all()
+
+
+def test_the_gradient_to_the_bias_does_not_lose_with_every_row():
+    x, weight, bias = torch.zeros(20000, 4), torch.zeros(1, 4, 8), torch.zeros(1, 8, requires_grad=True)
+    out = mk.grouped_gemm(x, weight, torch.tensor([0, 20000], dtype=torch.int32), bias=bias, backend="cpu")
+    out.backward(torch.full_like(out, 0.1))
+    torch.testing.assert_close(bias.grad, torch.full((1, 8), 2000.0), rtol=5e-6, atol=0)  # one by one: 2e-4
