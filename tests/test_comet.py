@@ -208,6 +208,17 @@ def test_masks_do_not_depend_on_autocast_and_values_keep_its_dtype():
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
 
 
+def test_a_network_without_values_tells_shapes():
+    """On the meta device, which has no autocast."""
+    net, x = model(device="meta"), torch.randn(3, 5, WIDTHS[0], device="meta", requires_grad=True)
+    y = net(x)
+    assert (y.shape, y.device.type) == ((3, 5, WIDTHS[-1]), "meta")
+    assert [mask.shape[-1] for mask in net.masks(x)] == list(WIDTHS[1:-1])
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert all(p.grad.shape == p.shape for p in net.parameters())
+
+
 def test_narrow_scores_are_widened_exactly():
     layer = MaskedLinear(6, 32, 10, activation=None)
     x, c = torch.randn(5, 6), torch.randn(5, 32).bfloat16()

@@ -124,6 +124,7 @@ EVERY = {
     "topk": lambda: mnn.TopKGate(D, E, 2, noise="jitter", **LOSSES),
     "vmoe": lambda: mnn.TopKGate(D, E, 2, order="softmax_topk", noise="vmoe", load=0.1),
     "tree": lambda: mnn.TreeGate(D, E, 2, entropy=0.1),
+    "tree, route": lambda: mnn.TreeGate(D, E, 2, route=True),
     "dselect": lambda: mnn.DSelectKGate(D, 3, 2, entropy=0.1),
     "hash": lambda: mnn.HashGate(IDS, E),
     "manual": lambda: mnn.ManualGate([0, 1, 2, 3] * 3),
@@ -246,6 +247,23 @@ def test_ids_without_values_are_not_asked_for_them():
     """Inside FakeTensorMode, which counts memory and FLOPs of a step that never runs."""
     with FakeTensorMode():
         assert EVERY["hash"]()(*tokens()).experts.shape == (9, 1)
+
+
+@every_gate
+def test_a_gate_without_values_tells_shapes(make):
+    """On the meta device, which has no autocast: what the same gate gives where tokens have values."""
+    gate, (x, ids) = make(), tokens()
+    bare = copy.deepcopy(gate).to("meta")
+    for experts in getattr(bare, "_experts", ()):  # of a CompetitionGate: its layer owns and moves them
+        experts.to("meta")
+    evaluated = not isinstance(gate, mnn.PermutedGate)  # whose search hardens there, which goes by values
+    for training in (True, False) if evaluated else (True,):
+        given = gate.train(training)(x, ids)
+        out = bare.train(training)(x.to("meta"), ids.to("meta"))
+        assert out.weights.device.type == out.experts.device.type == out.loss.device.type == "meta"
+        for each in ("weights", "experts", "gates", "loss"):
+            assert getattr(out, each).shape == getattr(given, each).shape
+            assert getattr(out, each).dtype == getattr(given, each).dtype
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name not in ("hash", "manual", "random")])

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_choice, check_int
 from moe_kernels.ops.kwta import TIES, k_from_fraction, kwta, kwta_apply, kwta_bits, unpack_bits
 from moe_kernels.ops.masked_mlp import ACTIVATIONS, masked_mlp
@@ -77,7 +78,7 @@ class FixedRouting(nn.Module):
             raise ValueError(f"FixedRouting: x must be (..., {self.widths[0]}), got shape {tuple(x.shape)}")
         packed: list[Tensor] = []
         z = x.detach()
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(x.device.type):
             for weight, k in zip(self.buffers(), self.ks, strict=True):
                 scores = F.linear(z.to(weight.dtype), weight)
                 z, bits = kwta_bits(scores, k, ties=self.ties, backend=self.backend)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_choice, check_int
 from moe_kernels.ops.harden import harden
 from moe_kernels.ops.sinkhorn import sinkhorn
@@ -156,7 +157,7 @@ class LocalSearch(nn.Module):
         if p is None:
             permuted = each.gather(-1, self.source.expand(each.shape))
         else:
-            with torch.autocast(gates.device.type, enabled=False):
+            with without_autocast(gates.device.type):
                 permuted = torch.einsum("...pi,pij->...pj", each.to(p.dtype), p)
         permuted = permuted.sum(-2) if count > 1 else permuted[..., 0, :]
         if self.renormalise:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import python_ref.tree_gate as reference
 from moe_kernels import backends, library
+from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import (
     FLOATING,
     check_choice,
@@ -109,7 +110,7 @@ def tree_gate(
     gamma = _check("tree_gate", x, split_weight, leaf_weight, gamma, split_bias, leaf_bias)
     check_choice("tree_gate", "parity", parity, PARITIES)
     chosen = backends.choose("tree_gate", backend, x)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         if chosen == "reference":
             biases = {"split_bias": split_bias, "leaf_bias": leaf_bias}
             return reference.tree_gate(x, split_weight, leaf_weight, gamma=gamma, parity=parity, **biases)
@@ -184,7 +185,7 @@ def tree_route(
     """
     gamma = _check("tree_route", x, split_weight, leaf_weight, gamma, split_bias, leaf_bias)
     chosen = backends.choose("tree_route", backend, x)
-    with torch.autocast(x.device.type, enabled=False), torch.no_grad():
+    with without_autocast(x.device.type), torch.no_grad():
         if chosen == "reference":
             biases = {"split_bias": split_bias, "leaf_bias": leaf_bias}
             weights, experts, found = reference.tree_route(x, split_weight, leaf_weight, gamma=gamma, **biases)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import INDEX, check_int, check_rank, check_tensor
 
 
@@ -79,7 +80,7 @@ class Gate(nn.Module):
         """x (T, D) times weight (out, D) transposed, plus bias (out), in the dtype of weight: (T, out)."""
         if x.dim() != 2 or x.shape[1] != weight.shape[1]:
             raise ValueError(f"{type(self).__name__}: x must be (T, {weight.shape[1]}), got shape {tuple(x.shape)}")
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return F.linear(x.to(weight.dtype), weight, bias)
 
     def known(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:

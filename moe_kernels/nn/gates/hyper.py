@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_int
 from moe_kernels.ops.topk_gate import topk_gate
 
@@ -30,7 +31,7 @@ class HyperRouterGate(Gate):
         self.backend = backend
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             rows = self.hypernetwork(self.embedding).view(self.num_experts, -1)
         logits = self.product(x, rows[:, :-1], rows[:, -1])
         weights, experts = topk_gate(logits, self.k, backend=self.backend)

@@ -20,7 +20,7 @@ class TreeGate(Gate):
         bias: nodes and leaves have one, as in the authors' TensorFlow code; the paper prints none.
         parity: of tree_gate.
         route: evaluation goes by tree_route where every tree of the batch is saturated, which waits for a GPU, and by
-            the dense gate where one is not: the same gate either way.
+            the dense gate where one is not, or on the meta device: the same gate either way.
         generator: draws the parameters; None is torch's own. backend: of the operations.
 
     Output: dense, gates (T, E); sparse, one expert a tree, where it was routed. losses: "entropy" in training.
@@ -60,7 +60,7 @@ class TreeGate(Gate):
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         x = x.to(self.split_weight.dtype)
-        if self.route and not self.training and (routed := self._routed(x)) is not None:
+        if self.route and not self.training and not x.is_meta and (routed := self._routed(x)) is not None:
             return routed
         gates, leaf_probs = tree_gate(
             x,

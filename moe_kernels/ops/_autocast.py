@@ -1,0 +1,34 @@
+"""What autocast means here: experts follow it as torch.nn.Linear does; what decides who computes does not."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import is_autocast_available
+
+
+def autocast_on(device_type: str) -> bool:
+    """Whether autocast is on for that device; a device without autocast, such as meta, has it off."""
+    return is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """A context in which autocast is off for that device."""
+    return torch.autocast(device_type, enabled=False) if autocast_on(device_type) else nullcontext()
+
+
+def as_autocast(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
+    """x and parameters as a product under autocast takes them: in the dtype of autocast where it is on for the device
+    of x, else as they are. As in torch, float64 stays float64; gradients arrive in the dtype of what was given.
+    """
+    device_type = x.device.type
+    if not autocast_on(device_type):
+        return x, *parameters
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        each if each is None or not each.is_floating_point() or each.dtype == torch.float64 else each.to(dtype)
+        for each in (x, *parameters)
+    )
