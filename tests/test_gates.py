@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import moe_kernels as mk
 from moe_kernels import nn as mnn
 
 
@@ -150,11 +151,11 @@ def tokens(t=9):
     return torch.randn(t, D), torch.arange(t) % 2
 
 
-@every_gate
-def test_gates_compute_in_the_dtype_of_their_parameters(make):
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "competition"])
+def test_gates_compute_in_the_dtype_of_their_parameters(name):
     """Autocast changes no bit of what a gate says, in training, losses included; bfloat16 tokens are converted."""
-    gate, (x, ids) = make(), tokens()
-    x = x if isinstance(gate, mnn.CompetitionGate) else x.bfloat16()  # its experts take no other dtype than theirs
+    gate, (x, ids) = EVERY[name](), tokens()
+    x = x.bfloat16()
     before = copy.deepcopy(gate)
     torch.manual_seed(1)
     plain = before(x.float(), ids)
@@ -167,6 +168,57 @@ def test_gates_compute_in_the_dtype_of_their_parameters(make):
     assert {name: loss.item() for name, loss in out.losses.items()} == {
         name: loss.item() for name, loss in plain.losses.items()
     }
+
+
+def test_experts_compete_in_the_dtype_they_compute_in():
+    """Under autocast the norms are those of bfloat16 experts; weights and loss are made of them in float32."""
+    gate, (x, _) = competing(), tokens()
+    (experts,) = gate._experts
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = gate(x)
+        assert torch.equal(gate(x.bfloat16()).weights, out.weights)
+    every = [parameter.bfloat16() for parameter in (experts.w_in, experts.w_out, experts.b_in, experts.b_out)]
+    norms = mk.expert_norms(
+        x.bfloat16(), *every[:2], b_in=every[2], b_out=every[3], activation=experts.activation
+    ).float()
+    weights, winners = mk.topk_gate(norms, 2)
+    assert torch.equal(out.weights, weights)
+    assert torch.equal(out.experts, winners)
+    routed = mk.topk_gate(gate.router.linear(x), 2)
+    torch.testing.assert_close(out.losses["router"], mnn.competition_loss(routed, (weights, winners), E))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@every_gate
+def test_a_layer_behind_another_trains_under_autocast(make, dtype):
+    """What comes before gives the dtype of autocast, and so does the layer; gradients have that of the parameters."""
+    torch.manual_seed(0)
+    before, layer, (x, ids) = torch.nn.Linear(D, D), layer_of(make()), tokens()
+    with torch.autocast("cpu", dtype=dtype):
+        out = layer(before(x), ids)
+        assert layer.eval()(before(x), ids).y.dtype == dtype
+    assert out.y.dtype == dtype
+    assert out.loss.dtype == torch.float32
+    (out.y.float().square().sum() + out.loss).backward()
+    trained = [*before.parameters(), *layer.experts.parameters()]
+    trained += [each for name, each in layer.gate.named_parameters() if not name.startswith(("hypernetwork", "first"))]
+    for parameter in trained:
+        assert parameter.grad.dtype == parameter.dtype == torch.float32
+        assert parameter.grad.isfinite().all()
+    assert all(parameter.grad.any() for parameter in before.parameters())
+
+
+def test_a_saturated_tree_routes_under_autocast():
+    torch.manual_seed(0)
+    gate, x = mnn.TreeGate(D, E, 2, route=True).eval(), torch.randn(9, D)
+    with torch.no_grad():
+        gate.split_weight.mul_(1e6)
+    layer = layer_of(gate)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(x)
+    assert out.y.dtype == torch.bfloat16
+    assert out.gates[0].weights.shape == (9, 2)  # an expert a tree
+    torch.testing.assert_close(out.y.float(), layer(x).y, rtol=0.02, atol=0.02)
 
 
 @every_gate

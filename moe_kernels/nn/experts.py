@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.ops._autocast import as_autocast
 from moe_kernels.ops._checks import check_int
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.expert_mlp import expert_mlp
+from moe_kernels.ops.expert_norms import expert_norms
 from moe_kernels.ops.grouped_gemm import grouped_gemm
 from moe_kernels.plan import RoutingPlan
 
@@ -22,6 +24,10 @@ class Experts(nn.Module):
 
     `rows(x, plan)` (R, Dout) are the experts' outputs before they are weighed, for several gates that share experts:
     combine(rows, plan, weights) of each gate.
+
+    Autocast: as torch.nn.Linear. Where it is on for the device of x, x and parameters are cast to its dtype, which the
+    output has, and gradients arrive in the parameters' own; float64 is cast neither there nor here. Gate weights are
+    not cast: whatever their dtype, rows are summed in float32.
     """
 
     num_experts: int
@@ -63,11 +69,12 @@ class ExpertLayer(Experts):
         self.activation, self.dropout, self.backend = activation, dropout, backend
 
     def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
+        x, weight, bias = as_autocast(x, self.weight, self.bias)
         out = grouped_gemm(
             x,
-            self.weight,
+            weight,
             plan.expert_offsets,
-            bias=self.bias,
+            bias=bias,
             activation=self.activation,
             row_token=plan.row_token,
             backend=self.backend,
@@ -107,32 +114,40 @@ class ExpertMLP(Experts):
 
     def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         offsets, backend = plan.expert_offsets, self.backend
+        x, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)
         hidden = grouped_gemm(
             x,
-            self.w_in,
+            w_in,
             offsets,
-            bias=self.b_in,
+            bias=b_in,
             activation=self.activation,
             row_token=plan.row_token,
             backend=backend,
         )
-        return F.dropout(
-            grouped_gemm(hidden, self.w_out, offsets, bias=self.b_out, backend=backend), self.dropout, self.training
-        )
+        return F.dropout(grouped_gemm(hidden, w_out, offsets, bias=b_out, backend=backend), self.dropout, self.training)
 
     def forward(self, x: Tensor, plan: RoutingPlan, weights: Tensor | None) -> Tensor:
+        x, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)
         y = expert_mlp(
             x,
             plan,
-            self.w_in,
-            self.w_out,
+            w_in,
+            w_out,
             weights=weights,
-            b_in=self.b_in,
-            b_out=self.b_out,
+            b_in=b_in,
+            b_out=b_out,
             activation=self.activation,
             backend=self.backend,
         )
         return F.dropout(y, self.dropout, self.training)
+
+    def norms(self, x: Tensor) -> Tensor:
+        """(T, E): the l2 norm of every expert's output for every token x (T, D), in the dtype of the parameters."""
+        narrow, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)
+        norms = expert_norms(
+            narrow, w_in, w_out, b_in=b_in, b_out=b_out, activation=self.activation, backend=self.backend
+        )
+        return norms.to(self.w_in.dtype)
 
 
 def stacked(num_experts: int, rows: int, columns: int) -> nn.Parameter:

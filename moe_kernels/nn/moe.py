@@ -66,6 +66,9 @@ class MoE(nn.Module):
 
     Input: x (..., D), any number of leading dimensions; ids (...), where the gate goes by them. Output: MoEOutput with
     y (..., Dout). A token that no expert kept is zero: the residual around the layer carries it.
+
+    Autocast: experts follow it as torch.nn.Linear does, and y has its dtype; the gate keeps that of its parameters, so
+    that rounding reroutes nobody. With pass_through, y is a sum with x and has the dtype that holds both.
     """
 
     def __init__(
@@ -119,7 +122,8 @@ class MultiGateMoE(nn.Module):
 
     Input: x (T, D); ids (T,), where the gates go by them. Output: MoEOutput with y a tuple of (T, Dout), losses by
     "task0.name" and, with a search in training, "permutation", and statistics by "task0.name", where
-    "task0.gates" (T, E) are the weights that the experts got. Source: paper 001, section 2; Ma et al. 2018.
+    "task0.gates" (T, E) are the weights that the experts got. Autocast: as of MoE. Source: paper 001, section 2; Ma et
+    al. 2018.
     """
 
     def __init__(self, gates: Sequence[Gate], experts: Experts, search: LocalSearch | None = None) -> None:

@@ -11,7 +11,6 @@ from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.topk import TopKGate
 from moe_kernels.nn.losses import batch_mean, competition_loss
-from moe_kernels.ops.expert_norms import expert_norms
 from moe_kernels.ops.topk_gate import topk_gate
 
 
@@ -30,6 +29,8 @@ class CompetitionGate(Gate):
         through_norms: whether the output's gradient reaches the experts through the norm weights too, as the published
             code has it, or, False, through their outputs alone. The target of the loss is a constant either way.
         coin: a CPU generator for the coin; None is torch's own. The host flips it and waits for no device.
+
+    Autocast: experts compete as they compute, in its dtype; router, weights and loss keep that of the parameters.
 
     losses: "router" on competition steps, the router's own on the others. statistics: "competed" (), 0 or 1, and on
     competition steps "agreement" (), the share of the k winners that the router also has.
@@ -76,15 +77,7 @@ class CompetitionGate(Gate):
     def _compete(self, x: Tensor) -> GateOutput:
         (experts,) = self._experts
         k = self.router.k
-        norms = expert_norms(
-            x,
-            experts.w_in,
-            experts.w_out,
-            b_in=experts.b_in,
-            b_out=experts.b_out,
-            activation=experts.activation,
-            backend=experts.backend,
-        )
+        norms = experts.norms(x)
         weights, winners = topk_gate(norms if self.through_norms else norms.detach(), k)
         # The router's input is a constant here: the loss is the router's alone (eq. 4).
         logits = self.router.project(self.router.linear, x.detach())

@@ -61,7 +61,7 @@ class Gate(nn.Module):
     """A gate: `gate(x, ids=None) -> GateOutput`, x (T, D) and ids (T,) whatever the data knows its tokens by.
 
     Gates compute in the dtype of their parameters, whatever autocast says, and convert x to it: a choice that rests on
-    bfloat16 logits is a different choice.
+    bfloat16 logits is a different choice. Experts follow autocast (see Experts), competing ones as well.
     """
 
     def __init__(self, num_experts: int, fewest: int = 1) -> None:
