@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,6 +86,18 @@ def test_mixture_of_whole_mlps(name, activation):
     assert net.router_in.weight.requires_grad == (name == "moe")
     if name == "moe":
         assert (net.router_in.weight.grad != 0).any()
+
+
+@pytest.mark.parametrize("activation", ["relu", "softplus"])
+def test_mixture_of_whole_mlps_under_autocast(activation):
+    """The network of narrowed parameters, bit for bit, trained in float32."""
+    net = mlp("moe", 0.3, activation)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = net(X)
+    assert torch.equal(y, copy.deepcopy(net).bfloat16()(X.bfloat16()))
+    y.float().square().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in net.parameters())
+    assert all(parameter.grad.any() for parameter in net.weights)
 
 
 def test_masks_tied_to_examples():

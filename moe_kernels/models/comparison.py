@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_kernels.models.mlp import comet_mlp
 from moe_kernels.nn.comet import ACTIVATIONS, CometMLP, MaskedLinear
+from moe_kernels.ops._autocast import as_autocast
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.dispatch import dispatch
 from moe_kernels.ops.grouped_gemm import ACTIVATIONS as FUSED
@@ -109,6 +110,7 @@ class MoEMLP(nn.Module):
         fused = self.activation if self.activation in FUSED else None
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True), 1):
             last = number == len(self.weights)
+            rows, weight, bias = as_autocast(rows, weight, bias)
             rows = grouped_gemm(rows, weight, plan.expert_offsets, bias=bias, activation=None if last else fused)
             if not last and fused is None:
                 rows = ACTIVATIONS[self.activation](rows)
