@@ -308,8 +308,7 @@ def test_a_gate_without_values_tells_shapes(make):
     bare = copy.deepcopy(gate).to("meta")
     for experts in getattr(bare, "_experts", ()):  # of a CompetitionGate: its layer owns and moves them
         experts.to("meta")
-    evaluated = not isinstance(gate, mnn.PermutedGate)  # whose search hardens there, which goes by values
-    for training in (True, False) if evaluated else (True,):
+    for training in (True, False):
         given = gate.train(training)(x, ids)
         out = bare.train(training)(x.to("meta"), ids.to("meta"))
         assert out.weights.device.type == out.experts.device.type == out.loss.device.type == "meta"

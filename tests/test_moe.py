@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from moe_kernels.nn import ExpertLayer, ExpertMLP, LocalSearch, MoE, MultiGateMoE, SoftmaxGate, TopKGate, TreeGate
 from moe_kernels.nn.gates import GateOutput, HashGate, PermutedGate
@@ -377,3 +378,20 @@ def test_a_gate_behind_a_permutation(kind):
     assert searches[0].hardened
     with pytest.raises(ValueError, match="PermutedGate: expected a search of one permutation of 4 experts, got 1 of 3"):
         PermutedGate(gate, LocalSearch(3, 1))
+
+
+@pytest.mark.parametrize("policy", [None, TokenChoice(1.0), PriorityRouting(), ExpertChoice(1.0)], ids=repr)
+@pytest.mark.parametrize(
+    "experts", [ExpertMLP(E, D, H, activation="swiglu"), ExpertLayer(E, D, H)], ids=["mlp", "layer"]
+)
+def test_a_layer_without_memory_counts_shapes_and_flops(experts, policy):
+    """On the meta device: what training a layer that fits no machine would take."""
+    layer, found = MoE(TopKGate(D, E, 2), experts, policy), []
+    for device in ("cpu", "meta"):
+        made, x = copy.deepcopy(layer).to(device), torch.randn(T, D, device=device, requires_grad=True)
+        with FlopCounterMode(display=False) as counter:
+            y = made(x).y
+            y.sum().backward()
+        gradients = [x.grad.shape, *(each.grad.shape for each in made.parameters() if each.grad is not None)]
+        found.append((y.shape, gradients, counter.get_total_flops()))
+    assert found[0] == found[1]

@@ -84,6 +84,16 @@ def choose(op: str, backend: str | None, x: Tensor) -> str:
     return _choose(op, backend, "cpu" if x.is_cpu else x.device.type, x.dtype)
 
 
+# What choose_shapes says of meta tensors: the operations of library/ know the shapes of their results.
+SHAPES = "shapes"
+
+
+def choose_shapes(op: str, backend: str | None, x: Tensor) -> str:
+    """As choose, for operations whose definition reads indices, which meta tensors have not, or has other FLOPs."""
+    chosen = choose(op, backend, x)
+    return SHAPES if x.is_meta else chosen
+
+
 @torch.compiler.assume_constant_result
 def _choose(op: str, backend: str | None, device: str, dtype: torch.dtype) -> str:
     return _decide(op, asked(backend), device, dtype)

@@ -9,12 +9,12 @@ TYPES = (Tensor, torch.nn.Parameter)
 
 
 def by_attributes(*tensors: Tensor | None) -> tuple | None:
-    """Dtype, shape, strides and device of each; None if one has none, or is of a class of its own."""
+    """Dtype, shape, strides and device of each; None if one has none, has no memory, or is of a class of its own."""
     looks: list[tuple | None] = []
     for each in tensors:
         if each is None:
             looks.append(None)
-        elif type(each) in TYPES and each.layout is torch.strided:
+        elif type(each) in TYPES and each.layout is torch.strided and not each.is_meta:
             looks.append((each.dtype, each.shape, each.stride(), each.device))
         else:
             return None

@@ -12,6 +12,8 @@ from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
+from moe_kernels import backends
+
 _library = torch.library.Library("moe_kernels", "DEF")
 
 # What is defined, to be called by ops/<op>.py: ops.kwta_fwd(...) is torch.ops.moe_kernels.kwta_fwd(...), sooner.
@@ -36,9 +38,10 @@ def define(schema: str, implementation, fake, flops, ready=None) -> None:
     registered = getattr(torch.ops.moe_kernels, name).default
 
     def call(*args):
-        # Past the dispatcher, which takes 7 us, unless somebody listens there or a tensor has a class of its own, whose
-        # memory need not be there.
-        return registered(*args) if _heard() or not _PLAIN.issuperset(map(type, args)) else implementation(*args)
+        # Past the dispatcher, which takes 7 us, unless somebody listens there, or memory need not be there: that of a
+        # tensor of a class of its own, or on the meta device.
+        elsewhere = _heard() or args[-1] == backends.SHAPES or not _PLAIN.issuperset(map(type, args))
+        return registered(*args) if elsewhere else implementation(*args)
 
     setattr(ops, name, call)
 

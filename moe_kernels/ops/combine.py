@@ -59,7 +59,7 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
         if weights.shape != plan.slot_row.shape:
             expected, got = tuple(plan.slot_row.shape), tuple(weights.shape)
             raise ValueError(f"combine: weights must be (T, K) like plan.slot_row, {expected}; got {got}")
-    chosen = backends.choose("combine", backend, rows)
+    chosen = backends.choose_shapes("combine", backend, rows)
     if chosen == "reference":
         return reference.combine(rows, plan, weights)
     arrays = (plan.row_token, plan.slot_row, plan.expert_offsets)

@@ -85,7 +85,7 @@ def expert_mlp(
                 f"expert_mlp: weights must be (T, K) like plan.slot_row, {tuple(plan.slot_row.shape)} on {x.device}; "
                 f"got {tuple(weights.shape)} on {weights.device}"
             )
-    chosen = backends.choose("expert_mlp", backend, x)
+    chosen = backends.choose_shapes("expert_mlp", backend, x)
     if chosen == "reference":
         return reference.expert_mlp(
             x, plan, w_in, w_out, weights=weights, b_in=b_in, b_out=b_out, activation=activation

@@ -123,7 +123,7 @@ def _check(
         _check_index("row_token", row_token, "(R,)", None, rows)
         indices.append(row_token)
     as_it_is = all(index.dtype == torch.int32 and index.is_contiguous() for index in indices)
-    return backends.choose("grouped_gemm", backend, rows), as_it_is
+    return backends.choose_shapes("grouped_gemm", backend, rows), as_it_is
 
 
 def check_activation(op: str, activation: object, width: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 
+import torch
 from torch import Tensor
 
 import python_ref.harden as reference
@@ -39,6 +40,8 @@ def harden(soft: Tensor, *, backend: str | None = None) -> Tensor:
     check_tensor("harden", "soft", soft, FLOATING)
     check_square("harden", "soft", soft)
     backends.choose("harden", backend, soft)
+    if soft.is_meta:
+        return soft.new_empty(soft.shape[:-1], dtype=torch.int64)
     if importlib.util.find_spec("scipy") is None:
         raise ImportError("harden: linear assignment needs scipy: pip install moe_kernels[assignment]")
     if bool((soft.detach().isnan() | soft.detach().isposinf()).any()):

@@ -151,7 +151,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
     Source: paper 002 (sparse ViT), section 4, "priority routing".
     """
     num_tokens, num_experts, capacity = _check_scores("plan_priority", scores, capacity)
-    chosen = backends.choose("plan_priority", backend, scores)
+    chosen = backends.choose_shapes("plan_priority", backend, scores)
     if chosen == "reference":
         definition, weights = reference.plan_priority(scores, capacity)
         return RoutingPlan(*definition), weights
