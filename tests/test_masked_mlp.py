@@ -291,10 +291,12 @@ def test_bad_arguments_are_refused_by_name():
         masked_mlp(x, weights, biases, bits, activation="swish")
     with pytest.raises(TypeError, match="masked_mlp: x must have dtype"):
         masked_mlp(x.int(), weights, biases, bits, activation="tanh")
-    with pytest.raises(ValueError, match=r"bits must be \(6, 2\) on cpu"):
+    with pytest.raises(ValueError, match=r"masked_mlp: bits must be \(6, 2\) on cpu"):
         masked_mlp(x, weights, biases, [bits[0][:, :1], *bits[1:]], activation="tanh")
-    with pytest.raises(TypeError, match="bits must have dtype int32"):
+    with pytest.raises(TypeError, match="masked_mlp: bits must have dtype int32"):
         masked_mlp(x, weights, biases, [bits[0].long(), *bits[1:]], activation="tanh")
+    with pytest.raises(TypeError, match="masked_mlp: weights must be a Tensor, got NoneType"):
+        masked_mlp(x, [None, *weights[1:]], biases, bits, activation="tanh")
     with pytest.raises(RuntimeError, match="expanded size"):
         masked_mlp(x, weights, [biases[0][1:], *biases[1:]], bits, activation="tanh")
     with pytest.raises(RuntimeError, match="same dtype"):

@@ -63,7 +63,7 @@ def expert_mlp(
 
     Gradient: to x, w_in, w_out, weights, b_in and b_out; zero for dropped choices and for experts without rows. Once
     differentiable. FLOPs (torch's counter), with W = H or 2 H columns of w_in: 2 R (D W + H Dout) + 2 R Dout forward,
-    twice that of the products backward.
+    twice that of the products backward. Autocast casts nothing here (nn.ExpertMLP does).
 
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.

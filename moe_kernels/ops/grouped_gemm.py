@@ -62,10 +62,10 @@ def grouped_gemm(
     Returns:
         (R, Dout), or (R, Dout / 2) if gated, in the dtype of rows: products, bias and activation in float32 (float64
         stays). Rows from expert_offsets[E] on are zero, whatever stands in them. float32 products are IEEE; TF32 only
-        where torch.backends.cuda.matmul.allow_tf32 asks for it. Same input, same bits.
+        where torch.backends.cuda.matmul.allow_tf32 asks for it. Same input, same bits; on a CPU with as many threads.
 
     Gradient: to rows, weight and bias; zero for rows not in use and for experts without rows. With row_token a token's
-    rows are summed in float32 and in their order, without atomics. Once differentiable.
+    rows are summed in float32 and in their order, without atomics. Once differentiable. Autocast casts nothing here.
     FLOPs (torch's counter): 2 R Din Dout forward, twice that backward.
 
     Offsets that fall or exceed R, and tokens outside [-1, T), raise ValueError for tensors on the CPU. On a GPU, where

@@ -10,6 +10,7 @@ element 32 w + i). A kernel reads x once, finds the threshold by counting in reg
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from math import prod
@@ -113,15 +114,9 @@ def kwta_apply(values: Tensor, bits: Tensor, *, backend: str | None = None) -> T
         ValueError: bits of another shape or device.
     """
     check_tensor("kwta_apply", "values", values, FLOATING)
-    check_tensor("kwta_apply", "bits", bits, (torch.int32,))
     if values.dim() == 0:
         raise ValueError("kwta_apply: values must have at least one dimension (..., N), got a scalar")
-    expected = (*values.shape[:-1], library.words(values.shape[-1]))
-    if bits.shape != expected or bits.device != values.device:
-        raise ValueError(
-            f"kwta_apply: bits must be {expected} on {values.device}, as values are {tuple(values.shape)}; "
-            f"got {tuple(bits.shape)} on {bits.device}"
-        )
+    check_bits("kwta_apply", bits, values.shape, values.device)
     chosen = backends.choose("kwta", backend, values)
     if chosen == "reference":
         return reference.kwta_apply(values, bits)
@@ -130,6 +125,17 @@ def kwta_apply(values: Tensor, bits: Tensor, *, backend: str | None = None) -> T
     if values.dim() == 2:
         return mask(values, bits.contiguous(), chosen)
     return mask(_rows(values), bits.reshape(-1, bits.shape[-1]).contiguous(), chosen).view(values.shape)
+
+
+def check_bits(op: str, bits: Tensor, shape: Sequence[int], device: torch.device) -> None:
+    """`bits` are masks of values of that shape, on that device."""
+    check_tensor(op, "bits", bits, (torch.int32,))
+    expected = (*shape[:-1], library.words(shape[-1]))
+    if bits.shape != expected or bits.device != device:
+        raise ValueError(
+            f"{op}: bits must be {expected} on {device}, for values {tuple(shape)}; "
+            f"got {tuple(bits.shape)} on {bits.device}"
+        )
 
 
 def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:

@@ -26,7 +26,7 @@ import python_ref.masked_mlp as reference
 from moe_kernels import backends
 from moe_kernels.library.kwta import refuse_bad_samples
 from moe_kernels.ops._checks import FLOATING, INDEX, apply_untraced, check_choice, check_tensor, remembered
-from moe_kernels.ops.kwta import kwta_apply
+from moe_kernels.ops.kwta import check_bits, kwta_apply
 from python_ref.masked_mlp import ACTIVATIONS
 
 _aten = torch.ops.aten
@@ -116,12 +116,14 @@ def _check(
             f"got {num_weights}, {num_biases} and {num_bits}"
         )
     bits, biases = layers[num_weights : num_weights + num_bits], layers[num_weights + num_bits :]
+    for weight in layers[:num_weights]:
+        check_tensor("masked_mlp", "weights", weight, FLOATING)
     if samples is not None:
         _check_samples(x, bits, samples)
     for mask, weight in zip(bits, layers, strict=False):
         of_one = mask if samples is None else mask[:1]
         rows = x.shape[:-1] if samples is None else of_one.shape[:1]
-        kwta_apply(x.new_empty(*rows, len(weight)), of_one, backend="reference")  # says what is wrong with bits
+        check_bits("masked_mlp", of_one, (*rows, len(weight)), x.device)
     chosen = backends.choose("masked_mlp", backend, x)
     fits = all(
         bias is None
