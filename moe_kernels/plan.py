@@ -25,7 +25,9 @@ class RoutingPlan:
         kept           (E)             those that found room: kept_e = expert_offsets[e + 1] - expert_offsets[e]
         dropped        ()              sum of requested less sum of kept
 
-    Every array is int32, contiguous, and on the device of the experts it was made of; none of them has a gradient.
+    Every array is int32, contiguous, and on the device of the experts it was made of; none of them has a gradient. What
+    takes a plan refuses other arrays, and, on the CPU, indices out of range; that the arrays agree with each other is
+    left to who makes a plan by other means than `make_plan` and its kin.
 
     R is known without waiting for the device: R = min(T * K, E * capacity), or T * K without a capacity. Where fewer
     rows are in use, the rest, from expert_offsets[E] on, hold row_token = row_choice = -1; `dispatch` makes them zero

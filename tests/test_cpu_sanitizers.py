@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 
 import pytest
@@ -63,6 +64,25 @@ def test_routing(sanitized, dtype):
     scores = torch.rand(37, 5).to(dtype)
     for make in (mk.plan_expert_choice, mk.plan_priority):
         assert torch.equal(make(scores, 9, backend="cpu")[0].slot_row, make(scores, 9, backend="reference")[0].slot_row)
+
+
+def test_indices_out_of_range_are_refused_before_anything_is_read_by_them(sanitized):
+    x, weights = torch.randn(6, 3), torch.rand(6, 2)
+    plan = mk.make_plan(torch.tensor([[0, 1]] * 6), 2, backend="reference")
+    rows = torch.randn(plan.num_rows, 3, requires_grad=True)
+    refused = "CUDA error 1$"  # what a launcher returned
+    for name, index in (("slot_row", 12), ("slot_row", 10**8), ("row_token", 6), ("expert_offsets", -1)):
+        wrong = dataclasses.replace(plan, **{name: torch.full_like(getattr(plan, name), index)})
+        with pytest.raises(RuntimeError, match=f"dispatch_fwd: {refused}"):
+            mk.dispatch(x, wrong, backend="cpu")
+        if name == "slot_row":
+            for each in (None, weights):
+                with pytest.raises(RuntimeError, match=f"combine_fwd: {refused}"):
+                    mk.combine(rows, wrong, each, backend="cpu")
+        elif name == "expert_offsets":
+            y = mk.combine(rows, wrong, weights, backend="cpu")
+            with pytest.raises(RuntimeError, match=f"combine_bwd: {refused}"):
+                y.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

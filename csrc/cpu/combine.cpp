@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "moe/formats.h"
+#include "moe/indices.h"
 #include "moe/pages.h"
 
 namespace moe {
@@ -75,22 +76,28 @@ void backward(const void* grad, int64_t grad_stride, const void* rows, int64_t r
 
 }  // namespace
 
-void combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y,
-                 int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, int threads) {
-  (void)num_rows;
+// 1, and nothing is done, where slots hold what is no row.
+int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y,
+                int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, int threads) {
+  if (!within(slot_row, tokens * k, num_rows)) return 1;
   with_format(dtype, [&](auto format) {
     forward<decltype(format)>(rows, rows_stride, weights, slot_row, y, tokens, k, dim, threads);
   });
+  return 0;
 }
 
-void combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
-                 const void* weights, const int32_t*, const int32_t* slot_row, const int32_t* expert_offsets,
-                 const int32_t*, void* drows, void* dweights, int64_t tokens, int64_t k, int64_t num_experts,
-                 int64_t num_rows, int64_t dim, int threads) {
+// 1, and nothing is done, where slots or the number of rows in use do not fit.
+int combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
+                const void* weights, const int32_t*, const int32_t* slot_row, const int32_t* expert_offsets,
+                const int32_t*, void* drows, void* dweights, int64_t tokens, int64_t k, int64_t num_experts,
+                int64_t num_rows, int64_t dim, int threads) {
+  const int64_t used = expert_offsets[num_experts];
+  if (!within(slot_row, tokens * k, num_rows) || used < 0 || used > num_rows) return 1;
   with_format(dtype, [&](auto format) {
-    backward<decltype(format)>(grad, grad_stride, rows, rows_stride, weights, slot_row, expert_offsets[num_experts], drows,
-                               dweights, tokens, k, num_rows, dim, threads);
+    backward<decltype(format)>(grad, grad_stride, rows, rows_stride, weights, slot_row, used, drows, dweights, tokens,
+                               k, num_rows, dim, threads);
   });
+  return 0;
 }
 
 }  // namespace MOE_ISA

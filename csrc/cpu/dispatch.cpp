@@ -5,19 +5,23 @@
 #include <algorithm>
 #include <cstring>
 
+#include "moe/indices.h"
 #include "moe/pages.h"
 #include "moe/simd.h"
 
 namespace moe {
 namespace MOE_ISA {
 
-void dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32_t*, const int32_t* slot_row,
-                  const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k, int64_t num_experts,
-                  int64_t num_rows, int64_t dim, int threads) {
+// 1, and nothing is done, where tokens, rows or the number of them in use do not fit.
+int dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32_t* row_token, const int32_t* slot_row,
+                 const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k, int64_t num_experts,
+                 int64_t num_rows, int64_t dim, int threads) {
   const int64_t bytes = dim * element_size, used = expert_offsets[num_experts];
   const auto* from = static_cast<const char*>(x);
   auto* to = static_cast<char*>(rows);
-  if (bytes == 0) return;
+  if (!within(row_token, num_rows, tokens) || !within(slot_row, tokens * k, num_rows)) return 1;
+  if (used < 0 || used > num_rows) return 1;
+  if (bytes == 0) return 0;
   expect_pages(to, num_rows * bytes);
 #pragma omp parallel num_threads(threads)
   {
@@ -29,6 +33,7 @@ void dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32
 #pragma omp for schedule(static)
     for (int64_t r = used; r < num_rows; ++r) std::memset(to + r * bytes, 0, size_t(bytes));
   }
+  return 0;
 }
 
 }  // namespace MOE_ISA

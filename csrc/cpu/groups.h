@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "moe/indices.h"
 #include "moe/tiles.h"
 
 namespace moe {
@@ -65,14 +66,6 @@ struct Groups {
     }
   }
 };
-
-// Whether every one of `rows` reads one of `tokens`, or zeros.
-inline bool within(const int32_t* token, int64_t rows, int64_t tokens) {
-  int32_t low = 0, high = -1;
-#pragma omp simd reduction(min : low) reduction(max : high)
-  for (int64_t r = 0; r < (token == nullptr ? 0 : rows); ++r) low = std::min(low, token[r]), high = std::max(high, token[r]);
-  return low >= -1 && high < tokens;
-}
 
 }  // namespace
 }  // namespace MOE_ISA

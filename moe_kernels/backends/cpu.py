@@ -77,7 +77,7 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
 
 
 def launch(name: str, work: Tensor, *args: int | float) -> int:
-    """What the kernel returns: 0, or for grouped_gemm_fwd 1 where it found rows that it refuses."""
+    """What the kernel returns: 0, or 1 where it found indices that it refuses."""
     return getattr(module, name)(isa, *args, chunks(work.numel()))
 
 

@@ -6,13 +6,18 @@ from torch import Tensor
 
 from moe_kernels import backends
 from moe_kernels.library._define import define
+from moe_kernels.library.dispatch import refuse_bad_rows
 
 
 def _combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor, backend: str) -> Tensor:
+    if backend != "cpu":  # whose kernels look while they are there
+        refuse_bad_rows("combine", slot_row, rows.shape[0])
     return backends.load(backend, "combine").combine_fwd(rows, weights, slot_row)
 
 
 def _combine_bwd(grad: Tensor, rows: Tensor, weights: Tensor, row_token, slot_row, expert_offsets, row_choice, backend):
+    if backend != "cpu":
+        refuse_bad_rows("combine", slot_row, rows.shape[0], expert_offsets=expert_offsets)
     kernels = backends.load(backend, "combine")
     return kernels.combine_bwd(grad, rows, weights, row_token, slot_row, expert_offsets, row_choice)
 

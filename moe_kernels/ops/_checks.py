@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as _once_differentiable
@@ -117,9 +117,69 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
 
 
 def check_plan(op: str, plan: object) -> None:
-    """`plan` is a RoutingPlan."""
+    """`plan` is a RoutingPlan whose arrays have the dtype, shape, layout and device that it promises.
+
+    What stands in them is for those to look at who read it. 2 us once a plan, which remembers it.
+    """
     if not isinstance(plan, RoutingPlan):
         raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
+    traced = is_compiling()
+    if not traced and "_checked" in plan.__dict__:
+        return
+    arrays = (
+        plan.expert_offsets,
+        plan.row_token,
+        plan.row_choice,
+        plan.slot_row,
+        plan.requested,
+        plan.kept,
+        plan.dropped,
+    )
+    remembered(_check_arrays, (op, plan.num_tokens, plan.num_experts), arrays)
+    if not traced:
+        plan.__dict__["_checked"] = True  # no field: who replaces an array makes a plan without it
+
+
+def _check_arrays(
+    op: str,
+    num_tokens: int,
+    num_experts: int,
+    expert_offsets: Tensor,
+    row_token: Tensor,
+    row_choice: Tensor,
+    slot_row: Tensor,
+    requested: Tensor,
+    kept: Tensor,
+    dropped: Tensor,
+) -> None:
+    # Kernels take sizes from some arrays and read others by them.
+    check_tensor(op, "plan.row_token", row_token, (torch.int32,))
+    check_tensor(op, "plan.slot_row", slot_row, (torch.int32,))
+    check_rank(op, "plan.slot_row", slot_row, "(T, K)")
+    device, rows = row_token.device, (row_token.numel(),)
+    for name, array, letters, shape in (
+        ("slot_row", slot_row, "(T, K)", (num_tokens, slot_row.shape[1])),
+        ("expert_offsets", expert_offsets, "(E + 1,)", (num_experts + 1,)),
+        ("row_token", row_token, "(R,)", rows),
+        ("row_choice", row_choice, "(R,)", rows),
+        ("requested", requested, "(E,)", (num_experts,)),
+        ("kept", kept, "(E,)", (num_experts,)),
+        ("dropped", dropped, "()", ()),
+    ):
+        if not isinstance(array, Tensor) or array.dtype is not torch.int32:
+            check_tensor(op, f"plan.{name}", array, (torch.int32,))
+        if array.shape != shape or not array.is_contiguous() or array.device != device:
+            raise ValueError(
+                f"{op}: plan.{name} must be {letters} = {shape}, contiguous, on {device}; "
+                f"got {tuple(array.shape)} with strides {array.stride()} on {array.device}"
+            )
+    if rows[0] > slot_row.numel():
+        raise ValueError(f"{op}: plan must have at most T K = {slot_row.numel()} rows, got {rows[0]}")
+
+
+def listened_to() -> bool:
+    """A compiler, a fake mode or a counter sees what torch is asked; of values of tensors it may have none."""
+    return is_compiling() or bool(_len_torch_dispatch_stack())
 
 
 def check_rank(op: str, name: str, tensor: object, shape: str) -> None:

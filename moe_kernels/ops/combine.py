@@ -17,7 +17,7 @@ from torch import Tensor
 
 import python_ref.combine as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
+from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor, listened_to
 from moe_kernels.ops.dispatch import collect_rows
 from moe_kernels.plan import RoutingPlan
 
@@ -28,7 +28,8 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
     Args:
         rows: (R, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where
             the last dimension is not contiguous it is copied once.
-        plan: that the rows were dispatched by, on their device.
+        plan: that the rows were dispatched by, on their device. What its arrays hold is looked over on the CPU; on a
+            GPU, where looking would wait for the device, it is the caller's to keep.
         weights: (T, K), any of those dtypes, read as float32 (as float64 with float64 rows): the gate weights of
             `topk_gate` or of a `plan_...`. None: the plain sum.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
@@ -42,8 +43,11 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
     times differentiable. FLOPs (torch's counter): 2 R D forward (R D without weights), 3 R D backward.
 
     Raises:
-        TypeError: rows or weights is no tensor of those dtypes, or a torch.func transform.
-        ValueError: rows that are not (R, D), weights that are not (T, K), either on another device than the plan.
+        TypeError: rows or weights is no tensor of those dtypes, an array of the plan is not int32, or a torch.func
+            transform.
+        ValueError: rows that are not (R, D), weights that are not (T, K), either on another device than the plan;
+            arrays of the plan that are not what RoutingPlan promises; on the CPU slots outside [-1, R), and in the
+            backward of a kernel more than R rows in use.
         BackendError: the backend asked for by name cannot run this.
 
     Source: GShard's combine einsum with the one-hot left out; paper 003 (V-MoE), eq. 2.
@@ -61,6 +65,8 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
             raise ValueError(f"combine: weights must be (T, K) like plan.slot_row, {expected}; got {got}")
     chosen = backends.choose_shapes("combine", backend, rows)
     if chosen == "reference":
+        if not listened_to():
+            library.dispatch.refuse_bad_rows("combine", plan.slot_row, plan.num_rows)
         return reference.combine(rows, plan, weights)
     arrays = (plan.row_token, plan.slot_row, plan.expert_offsets)
     if weights is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import python_ref.dispatch as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
+from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor, listened_to
 from moe_kernels.plan import RoutingPlan
 
 
@@ -26,7 +26,8 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
     Args:
         x: (T, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where the
             last dimension is not contiguous it is copied once.
-        plan: of T tokens, on the device of x.
+        plan: of T tokens, on the device of x. What its arrays hold is looked over on the CPU; on a GPU, where looking
+            would wait for the device, it is the caller's to keep.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:
@@ -36,8 +37,9 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
     has none; no atomics, so it is the same bits every time. Any number of times differentiable. FLOPs: none.
 
     Raises:
-        TypeError: x is no tensor of those dtypes, or a torch.func transform.
-        ValueError: x that is not (T, D) with the plan's T, or on another device.
+        TypeError: x is no tensor of those dtypes, an array of the plan is not int32, or a torch.func transform.
+        ValueError: x that is not (T, D) with the plan's T, or on another device; arrays of the plan that are not what
+            RoutingPlan promises; on the CPU tokens outside [-1, T), slots outside [-1, R), more than R rows in use.
         BackendError: the backend asked for by name cannot run this.
 
     Source: GShard's dispatch einsum with the one-hot left out; paper 003 (V-MoE), section 2.
@@ -48,6 +50,10 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
     check_first("dispatch", "x", x, plan.num_tokens, "tokens of the plan", plan.row_token.device)
     chosen = backends.choose("dispatch", backend, x)
     if chosen == "reference":
+        if not listened_to():
+            library.dispatch.refuse_bad_rows(
+                "dispatch", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets
+            )
         return reference.dispatch(x, plan)
     return _Dispatch.apply(x, plan.row_token, plan.slot_row, plan.expert_offsets, chosen)
 

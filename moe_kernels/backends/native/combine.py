@@ -9,11 +9,12 @@ from torch import Tensor
 
 from moe_kernels.backends import _native
 from moe_kernels.library import wide
+from moe_kernels.library.dispatch import refuse_bad_rows
 
 
 def fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tensor:
     y = rows.new_empty((slot_row.shape[0], rows.shape[1]))
-    native.launch(
+    refused = native.launch(
         "combine_fwd",
         rows,
         _native.DTYPES[rows.dtype],
@@ -25,6 +26,8 @@ def fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_row: Tens
         *slot_row.shape,
         *rows.shape,
     )
+    if refused:
+        refuse_bad_rows("combine", slot_row, rows.shape[0])
     return y
 
 
@@ -39,7 +42,7 @@ def bwd(
     row_choice: Tensor,
 ) -> tuple[Tensor, Tensor]:
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-    native.launch(
+    refused = native.launch(
         "combine_bwd",
         rows,
         _native.DTYPES[rows.dtype],
@@ -58,4 +61,6 @@ def bwd(
         expert_offsets.shape[0] - 1,
         *rows.shape,
     )
+    if refused:
+        refuse_bad_rows("combine", slot_row, rows.shape[0], expert_offsets=expert_offsets)
     return drows, dweights

@@ -7,10 +7,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from moe_kernels.library.dispatch import refuse_bad_rows
+
 
 def fwd(native: ModuleType, x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor) -> Tensor:
     rows = x.new_empty((row_token.shape[0], x.shape[1]))
-    native.launch(
+    refused = native.launch(
         "dispatch_fwd",
         rows,
         x.element_size(),
@@ -24,4 +26,6 @@ def fwd(native: ModuleType, x: Tensor, row_token: Tensor, slot_row: Tensor, expe
         expert_offsets.shape[0] - 1,
         *rows.shape,
     )
+    if refused:
+        refuse_bad_rows("dispatch", slot_row, row_token.shape[0], row_token, expert_offsets)
     return rows

@@ -1,0 +1,146 @@
+"""A plan that nobody made: arrays that are not what RoutingPlan promises are refused before a kernel reads by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import moe_kernels as mk
+
+EXPERTS = torch.tensor([[0, 1], [1, 2], [0, 2], [1, 0], [2, 1], [0, 1]])
+TOKENS, ROWS = 6, 12
+X, SLOTS = torch.randn(TOKENS, 4), torch.randn(ROWS, 4)
+ARRAYS = ("expert_offsets", "row_token", "row_choice", "slot_row", "requested", "kept", "dropped")
+EACH = pytest.mark.parametrize("backend", ["cpu", "reference"])
+
+
+def plan() -> mk.RoutingPlan:
+    return mk.make_plan(EXPERTS, 3)
+
+
+def holding(name: str, value: int) -> mk.RoutingPlan:
+    """The plan with `value` as the last element of one of its arrays."""
+    array = getattr(plan(), name).clone()
+    array.view(-1)[-1] = value
+    return replace(plan(), **{name: array})
+
+
+def expert_mlp(made: mk.RoutingPlan, backend: str) -> Tensor:
+    w_in, w_out = torch.randn(3, 4, 8), torch.randn(3, 8, 4)
+    return mk.expert_mlp(X, made, w_in, w_out, weights=None, backend=backend)
+
+
+# Where each of them looks, and what it calls the bounds.
+OPS: dict[str, Callable[[mk.RoutingPlan, str], Tensor]] = {
+    "dispatch": lambda made, backend: mk.dispatch(X, made, backend=backend),
+    "combine": lambda made, backend: mk.combine(SLOTS, made, backend=backend),
+    "expert_mlp": expert_mlp,
+}
+TOKEN, SLOT = r"row_token must be from -1 \(no token\) to 5", r"slot_row must be from -1 \(no row\) to 11"
+
+
+@EACH
+@pytest.mark.parametrize(
+    ("op", "name", "value", "words"),
+    [
+        *(("dispatch", "row_token", value, TOKEN) for value in (6, 10**8, -2, -(2**31))),
+        *((op, "slot_row", value, SLOT) for op in ("dispatch", "combine") for value in (12, 10**8, -2, -(2**31))),
+        *(("dispatch", "expert_offsets", value, "expert_offsets must end between 0 and R = 12") for value in (13, -1)),
+    ],
+)
+def test_indices_out_of_range_are_refused(op, name, value, words, backend):
+    low = "-?\\d+ to " if name != "expert_offsets" and value > 0 else ""
+    with pytest.raises(ValueError, match=f"^{op}: plan.{words}; got {low}{value}"):
+        OPS[op](holding(name, value), backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_every_instruction_set_refuses_them_whatever_the_dtype_and_width(dtype, monkeypatch):
+    from moe_kernels.backends import cpu
+
+    for isa in range(len(cpu.module.isas)):
+        monkeypatch.setattr(cpu, "isa", isa)
+        for width in (0, 1, 40):
+            with pytest.raises(ValueError, match=r"^dispatch: plan\.slot_row must"):
+                mk.dispatch(torch.randn(TOKENS, width).to(dtype), holding("slot_row", 12), backend="cpu")
+            for weights in (None, torch.rand(TOKENS, 2)):
+                with pytest.raises(ValueError, match=r"^combine: plan\.slot_row must"):
+                    mk.combine(torch.randn(ROWS, width).to(dtype), holding("slot_row", 12), weights, backend="cpu")
+
+
+def test_a_backward_refuses_what_it_alone_reads():
+    rows, weights = SLOTS.clone().requires_grad_(), torch.rand(TOKENS, 2, requires_grad=True)
+    for value in (13, -1):
+        y = mk.combine(rows, holding("expert_offsets", value), weights, backend="cpu")
+        with pytest.raises(
+            ValueError, match=f"^combine: plan.expert_offsets must end between 0 and R = 12; got {value}"
+        ):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize(("name", "value"), [("row_token", 6), ("slot_row", 12), ("expert_offsets", 13)])
+def test_expert_mlp_reads_nothing_by_them(name, value):
+    with pytest.raises(ValueError, match=f"{name} must"):
+        expert_mlp(holding(name, value), "cpu")
+
+
+@EACH
+def test_minus_one_is_still_none(backend):
+    made, first = plan(), int(plan().slot_row[0, 0])
+    dropped = replace(made, slot_row=made.slot_row.masked_fill(made.slot_row == first, -1))
+    y = mk.combine(SLOTS, dropped, backend=backend)
+    torch.testing.assert_close(y[0], SLOTS[made.slot_row[0, 1]])
+    torch.testing.assert_close(y[1:], mk.combine(SLOTS, made, backend="reference")[1:])
+    nobody = mk.make_plan(torch.full_like(EXPERTS, -1), 3, capacity=2)
+    assert not mk.dispatch(X, nobody, backend=backend).any()
+    assert not mk.combine(SLOTS[: nobody.num_rows], nobody, backend=backend).any()
+
+
+@EACH
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", ARRAYS)
+def test_arrays_of_another_kind_are_refused(op, name, backend):
+    right = getattr(plan(), name)
+    OPS[op](plan(), backend)
+    with pytest.raises(TypeError, match=f"^{op}: plan.{name} must have dtype int32; got int64"):
+        OPS[op](replace(plan(), **{name: right.long()}), backend)
+    with pytest.raises(TypeError, match=f"^{op}: plan.{name} must be a Tensor, got list"):
+        OPS[op](replace(plan(), **{name: right.tolist() if right.dim() else [0]}), backend)
+    for wrong in (right[None], torch.cat([right.view(-1), right.view(-1)[:1]]), right.to("meta")):
+        if wrong.device.type == "meta" and name == "row_token":
+            continue  # then it is the tokens that are not on the plan's device
+        seen = "row_(token|choice)" if name == "row_token" else name  # whose length is R; another one is wrong then
+        with pytest.raises(ValueError, match=f"^{op}: plan.{seen} must be "):
+            OPS[op](replace(plan(), **{name: wrong}), backend)
+    if right.dim():
+        with pytest.raises(ValueError, match=f"^{op}: plan.{name} must be .*, contiguous, on cpu; got "):
+            OPS[op](replace(plan(), **{name: torch.stack([right, right], -1)[..., 0]}), backend)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_plan_has_more_rows_than_choices(op):
+    more = torch.zeros(ROWS + 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"^{op}: plan must have at most T K = 12 rows, got 13"):
+        OPS[op](replace(plan(), row_token=more, row_choice=more), "cpu")
+
+
+def test_a_plan_that_was_looked_over_says_nothing_of_one_made_from_it():
+    made = plan()
+    mk.dispatch(X, made)
+    with pytest.raises(TypeError, match=r"^dispatch: plan\.slot_row must have dtype int32"):
+        mk.dispatch(X, replace(made, slot_row=made.slot_row.long()))
+    assert torch.equal(mk.dispatch(X, replace(made, kept=made.kept.clone())), mk.dispatch(X, made))
+
+
+def test_the_reference_compiles_although_it_looks():
+    def there_and_back(x: Tensor, made: mk.RoutingPlan) -> Tensor:
+        return mk.combine(mk.dispatch(x, made, backend="reference"), made, backend="reference")
+
+    got = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")(X, plan())
+    torch.testing.assert_close(got, there_and_back(X, plan()))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert mk.dispatch(mode.from_tensor(X), plan(), backend="reference").shape == (ROWS, 4)
