@@ -8,6 +8,7 @@ import pkgutil
 import platform
 import re
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ def extensions() -> list[tuple[str, str]]:
     """The extension modules and what each was built for."""
     rows = [("_cpu", instruction_set())]
     try:
-        from moe_kernels import _cuda  # type: ignore[attr-defined, unused-ignore]
+        _cuda: Any = import_module("moe_kernels._cuda")  # whose absence is told without a path
     except ImportError as error:
         return [*rows, ("_cuda", f"not built: {error}")]
     offered = _cuda.driver_version()

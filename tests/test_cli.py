@@ -47,6 +47,16 @@ def test_info_says_why_a_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert "the dog ate it" in info.describe()
 
 
+def test_info_names_a_missing_extension_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "moe_kernels._cuda", None)  # as if it were not built
+    monkeypatch.delattr("moe_kernels._cuda", raising=False)
+    name, text = info.extensions()[-1]
+    assert name == "_cuda"
+    assert text.startswith("not built: ")
+    assert "moe_kernels._cuda" in text
+    assert "/" not in text
+
+
 def test_commands_need_neither_typer_nor_rich_nor_matplotlib() -> None:
     blocked = (
         "import sys; sys.modules.update(dict.fromkeys(('typer', 'rich', 'matplotlib', 'numpy.testing', 'sklearn')))"
