@@ -56,6 +56,22 @@ def test_step_is_right_to_the_last_places_up_to_the_clamp(dtype, gamma):
         assert mk.smooth_step(-inside.abs(), gamma).item() > 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_step_wants_a_gamma_that_is_a_number_where_it_is_computed(dtype):
+    """In float32 1e300 is infinite and so is 1 / 1e-40: steps of NaN."""
+    wide = dtype if dtype == torch.float64 else torch.float32
+    t, tiny = torch.tensor([-INF, -1.0, 0.0, 1.0, INF], dtype=dtype), torch.finfo(wide).tiny
+    for gamma in (tiny, 1 / tiny):
+        h = mk.smooth_step(t, gamma)
+        assert h[[0, 2, 4]].tolist() == [0.0, 0.5, 1.0]
+        assert (h + h.flip(0) == 1).all()
+    for gamma in (1e-310, tiny / 2) + ((1e300, 1e-40, 1e38) if wide == torch.float32 else ()):
+        with pytest.raises(
+            ValueError, match=f"smooth_step: gamma must be above 0 and finite in {str(wide)[6:]}, .*; got "
+        ):
+            mk.smooth_step(t, gamma)
+
+
 def test_step_keeps_nan_shape_and_dtype():
     t = torch.tensor([[NAN, 0.0]])
     for dtype in DTYPES:

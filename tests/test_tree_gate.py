@@ -437,6 +437,12 @@ D = drawn(2, 4, 2, 5)
     [
         ({"gamma": 0.0}, ValueError, "gamma must be above 0 and finite, got 0.0"),
         ({"gamma": INF}, ValueError, "gamma must be above 0 and finite, got inf"),
+        (
+            {"gamma": 1e300},
+            ValueError,
+            r"gamma must be above 0 and finite in float32, .* to 8.507e\+37 .*; got 1e\+300",
+        ),
+        ({"gamma": 1e-40}, ValueError, "gamma must be above 0 and finite in float32, from 1.175e-38 .* got 1e-40"),
         ({"gamma": "1"}, TypeError, "gamma must be a number, got str"),
         ({"x": D["x"][0]}, ValueError, r"x must be \(T, P\), got shape \(4,\)"),
         ({"x": D["x"].long()}, TypeError, "x must have dtype"),
@@ -455,6 +461,21 @@ D = drawn(2, 4, 2, 5)
 def test_bad_input_is_named(op, change, error, words):
     with pytest.raises(error, match=f"^{op.__name__}: .*{words}"):
         op(**{**D, "gamma": 1.0, **change})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_narrowest_and_the_widest_step(target, dtype):
+    if dtype == torch.float64 and target.backend not in ("cpu", "reference"):
+        pytest.skip("float64 is for the CPU")
+    arguments = {name: each.to(target.device, dtype) for name, each in D.items()}
+    for gamma in (torch.finfo(dtype).tiny, 1 / torch.finfo(dtype).tiny):
+        for op in (mk.tree_gate, mk.tree_route):
+            if backends.unsupported(target.backend, op.__name__, target.device, dtype):
+                continue
+            found = op(**arguments, gamma=gamma, backend=target.backend)
+            for got, expected in zip(found, op(**arguments, gamma=gamma, backend="reference"), strict=True):
+                assert got.isfinite().all()
+                torch.testing.assert_close(got, expected)
 
 
 def test_unknown_parity_and_bad_steps_are_named():

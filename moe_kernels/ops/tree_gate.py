@@ -38,13 +38,17 @@ from python_ref.tree_gate import RouteStatistics
 
 PARITIES = (None, "tf", "bert")
 
+# The smallest normal number of what is computed in: from there to its inverse gamma and 1 / gamma keep all places.
+_TINY = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
+
 
 def smooth_step(t: Tensor, gamma: float, *, backend: str | None = None) -> Tensor:
     """h(t): 0 up to -gamma/2, 1 from gamma/2, and between them u^2 (3 - 2 u) with u = t/gamma + 1/2. Elementwise.
 
     Args:
         t: float32, bfloat16, float16 or float64, any shape.
-        gamma: width of the step, finite and above 0.
+        gamma: width of the step, above 0 and finite where it is computed, 1 / gamma as well, and both normal numbers
+            there: from 1.2e-38 to 8.5e37 for float32.
         backend: "reference" or None.
 
     Returns:
@@ -55,13 +59,13 @@ def smooth_step(t: Tensor, gamma: float, *, backend: str | None = None) -> Tenso
 
     Raises:
         TypeError: t is no tensor of those dtypes, gamma no number, or a torch.func transform.
-        ValueError: gamma not in (0, inf).
+        ValueError: a gamma that is no such number.
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 001, eq. 9, whose middle interval is misprinted.
     """
     check_tensor("smooth_step", "t", t, FLOATING)
-    gamma = check_positive("smooth_step", "gamma", gamma)
+    gamma = _check_gamma("smooth_step", gamma, t.dtype)
     backends.choose("smooth_step", backend, t)
     return reference.smooth_step(t, gamma)
 
@@ -84,7 +88,7 @@ def tree_gate(
         split_weight: (K, E-1, P) in the dtype of x, nodes in heap order; E >= 2, K >= 1.
         leaf_weight: (K, E, P), leaves from left to right, which is the order of the experts: the leaf of node
             q = E-1 .. 2E-2 of the heap, where E is no power of two the deepest ones, the last of the heap, first.
-        gamma: width of the smooth step, finite and above 0.
+        gamma: width of the smooth step, above 0 and finite, as for smooth_step: from 1.2e-38 to 8.5e37 in float32.
         split_bias, leaf_bias: (K, E-1) and (K, E), or None.
         parity: None; or as the authors' code weighs a leaf where eq. 3 has p: "tf", p + 1e-8, and 0 where p = 0;
             "bert", p + 1e-6, and 0 where p < 1e-5 (that code has no split_bias).
@@ -102,7 +106,8 @@ def tree_gate(
 
     Raises:
         TypeError: a tensor of another dtype than x, gamma no number, or a torch.func transform.
-        ValueError: shapes that do not fit, another device than that of x, gamma not in (0, inf), unknown parity.
+        ValueError: shapes that do not fit, another device than that of x, a gamma that is no such number, an unknown
+            parity.
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 001, eqs. 3 and 9; parity: the authors' TensorFlow and BERT code.
@@ -221,4 +226,16 @@ def _check(op, x, split_weight, leaf_weight, gamma, split_bias, leaf_bias) -> fl
     for name, shape in shapes.items():
         if name in tensors and tensors[name].shape != shape:
             raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(tensors[name].shape)}")
-    return check_positive(op, "gamma", gamma)
+    return _check_gamma(op, gamma, x.dtype)
+
+
+def _check_gamma(op: str, gamma: object, dtype: torch.dtype) -> float:
+    """gamma as a float that is a normal number of what `dtype` is computed in, as is 1 / gamma."""
+    number, wide = check_positive(op, "gamma", gamma), library.wide(dtype)
+    low = _TINY[wide]
+    if not low <= number <= 1 / low:
+        raise ValueError(
+            f"{op}: gamma must be above 0 and finite in {str(wide).removeprefix('torch.')}, from {low:.4g} to "
+            f"{1 / low:.4g} as 1 / gamma must be; got {number}"
+        )
+    return number
