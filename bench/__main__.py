@@ -23,7 +23,7 @@ from bench.peers import known as every_peer
 from bench.registry import ENTRIES
 from bench.shapes import ROUTINGS
 from moe_kernels import info
-from moe_kernels.verify import KERNELS, OPERATIONS, Row, cells, verify
+from moe_kernels.verify import KERNELS, OPERATIONS, Row, cells, idle, verify
 
 app = typer.Typer(
     help="Measures every operation against its peers and this machine's own ceilings, and keeps the results.",
@@ -78,11 +78,13 @@ def run_command(
     """Verifies what can run here, measures what was right, and writes <out>/<device>.json and report.md, .html.
 
     With --minutes one figure of every operation comes first, then the next of each; the report names what had no time.
+    A --backend that can run nothing here ends it, with status 2.
     """
     until = time.monotonic() + 60 * (minutes or math.inf)
     request = _request(shapes, routing, peers, dtype, threads, curves)
     _describe_machine()
     rows = _verified(op, backend)
+    _refuse_idle(backend, rows)
     result = _measured(rows, request, seconds, until)
     path = ledger.write(result, out)
     text, html = document.write([result], out)
@@ -106,7 +108,10 @@ def verify_command(
     _describe_machine()
     if not torch.cuda.is_available():
         console.print("No GPU here: this proves the CPU kernels alone, and says nothing of Triton or CUDA.")
-    _proved(_verified(op, backend), _request(shapes, None, None, dtype, None, True), seconds, out)
+    request = _request(shapes, None, None, dtype, None, True)
+    rows = _verified(op, backend)
+    _refuse_idle(backend, rows)
+    _proved(rows, request, seconds, out)
 
 
 @app.command("gpu")
@@ -272,6 +277,14 @@ def _verified(
     header = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "")
     _print_table("Verified against the reference", header, [cells(row) for row in rows])
     return rows
+
+
+def _refuse_idle(backends: list[str] | None, rows: list[Row]) -> None:
+    """Exits with 2 where a backend asked for by name ran nothing: an empty table is no result of it."""
+    why = idle(_words(backends), rows)
+    if why:
+        console.print(why, soft_wrap=True)
+        raise typer.Exit(2)
 
 
 def _proved(

@@ -246,6 +246,18 @@ def test_run_writes_results_report_and_picture(tmp_path: Path) -> None:
     assert "<td>R=4 N=100 p=0.5</td>" in html
 
 
+@pytest.mark.parametrize("name", ["run", "verify"])
+def test_a_backend_asked_for_by_name_that_cannot_run_leaves_no_empty_result(monkeypatch, tmp_path, name) -> None:
+    rows = [replace(ROW, backend="triton", device="-", verdict="not run", note="the dog ate it")]
+    monkeypatch.setattr(command, "verify", lambda *args, **kwargs: rows)
+    monkeypatch.setattr(command, "_measured", lambda *args: pytest.fail("nothing is there to be measured"))
+    monkeypatch.setattr(checks, "compiled", lambda *args: {})
+    done = CliRunner().invoke(command.app, [name, "--backend", "triton", "--out", str(tmp_path)])
+    assert done.exit_code == 2, done.output
+    assert done.output.splitlines()[-1] == "triton cannot run: the dog ate it"
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.usefixtures("tiny")
 def test_run_refuses_to_measure_a_wrong_kernel_and_fails(monkeypatch, tmp_path: Path) -> None:
     right = cpu.kwta_fwd

@@ -122,10 +122,39 @@ def test_verify_reports_a_fault_that_shows_in_the_comparison(monkeypatch: pytest
 
 def test_verify_lists_a_backend_that_cannot_run_with_its_reason(monkeypatch, capsys) -> None:
     monkeypatch.setattr(backends, "unsupported", lambda *args: "no such device")
-    assert main(["verify", "--backend", "cuda", "--op", "kwta"]) == 0
+    assert main(["verify", "--op", "kwta"]) == 0
     text = capsys.readouterr().out
     assert "no such device" in text
-    assert "0 ok, 0 failed, 1 not run" in text
+    assert "0 ok, 0 failed, 3 not run" in text
+
+
+def test_verify_does_not_pass_a_backend_asked_for_by_name_that_cannot_run(monkeypatch, capsys) -> None:
+    right = backends.unsupported
+    monkeypatch.setattr(
+        backends, "unsupported", lambda name, *args: "no such device" if name == "cuda" else right(name, *args)
+    )
+    for asked in (["cuda"], ["cpu", "cuda"]):
+        words = [word for name in asked for word in ("--backend", name)]
+        assert main(["verify", "--op", "kwta", "--small", *words]) == 2
+        printed = capsys.readouterr()
+        assert "1 not run" in printed.out
+        assert printed.err == "verify: cuda cannot run: no such device\n"
+
+
+def test_verify_passes_a_backend_that_lacks_one_of_the_operations(monkeypatch, capsys) -> None:
+    right = backends.unsupported
+    monkeypatch.setattr(
+        backends, "unsupported", lambda name, op, *args: "none" if op == "dispatch" else right(name, op, *args)
+    )
+    assert main([*CPU_ONLY, "--op", "dispatch", "--op", "kwta"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_failure_is_status_1_whatever_else_could_not_run(monkeypatch) -> None:
+    spoil(monkeypatch, "kwta_fwd", lambda out: out.add_(1))
+    right = backends.unsupported
+    monkeypatch.setattr(backends, "unsupported", lambda name, *args: "no" if name == "cuda" else right(name, *args))
+    assert main([*CPU_ONLY, "--op", "kwta", "--backend", "cuda"]) == 1
 
 
 @pytest.mark.parametrize(("option", "known"), [("--op", "kwta"), ("--backend", "cpu, triton, cuda")])

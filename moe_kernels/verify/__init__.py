@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +78,15 @@ def verify(ops: Iterable[str] = (), names: Iterable[str] = (), *, small: bool = 
     _check_known("operation", wanted, tuple(OPERATIONS))
     _check_known("backend", kernels, KERNELS)
     return (row for op in wanted for backend in kernels for row in _backend_rows(op, backend, small))
+
+
+def idle(names: Iterable[str], rows: Sequence[Row]) -> str:
+    """Which of the backends `names` ran nothing of `rows`, and the first reason of each; empty where all ran."""
+    by_backend = {name: [row for row in rows if row.backend == name] for name in names}
+    reasons = {
+        name: of[0].note for name, of in by_backend.items() if of and all(row.verdict == "not run" for row in of)
+    }
+    return "; ".join(f"{name} cannot run: {reason}" for name, reason in reasons.items())
 
 
 def cases(op: str, dtype: torch.dtype = torch.float32, device: str = "cpu", *, small: bool = False) -> Iterator[Case]:
