@@ -26,6 +26,7 @@ from moe_kernels.ops._checks import (
     check_plan,
     check_rank,
     check_tensor,
+    listened_to,
     once_differentiable,
 )
 from moe_kernels.ops.grouped_gemm import check_activation, transposed
@@ -87,6 +88,10 @@ def expert_mlp(
             )
     chosen = backends.choose_shapes("expert_mlp", backend, x)
     if chosen == "reference":
+        if not listened_to():
+            library.dispatch.refuse_bad_rows(
+                "expert_mlp", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets
+            )
         return reference.expert_mlp(
             x, plan, w_in, w_out, weights=weights, b_in=b_in, b_out=b_out, activation=activation
         )

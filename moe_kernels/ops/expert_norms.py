@@ -44,7 +44,8 @@ def expert_norms(
 
     Returns:
         s (T, E) in the dtype of x. The hidden layer is rounded to that dtype; outputs, squares and their sum are
-        float32 (float64 stays) and are not rounded before the root.
+        float32 (float64 stays) and are not rounded before the root, but for outputs of large experts on a CPU that
+        multiplies bfloat16.
 
     Gradient: to x, the weights and the biases; zero where a norm is zero. Once differentiable. Elements held, with
     W = H or 2 H columns of w_in: T (E + H) forward, T (E + 2 (D + W + Dout)) and the gradients of the parameters

@@ -74,10 +74,9 @@ def fwd_ready(
     """fwd for tensors that look like these: 5 us of Python a call, where finding all this again takes 10 more."""
     dtype, num_tokens, dout = x.dtype, x.shape[0], weight.shape[2]
     num_rows = num_tokens if row_token is None else row_token.shape[0]
-    alone = not activation and not keep_pre
-    if _is_large(native, dtype, weight.shape, weight.stride(), num_rows, alone=alone):
-        as_it_is = alone and row_token is None and bias is None
-        return partial(_grouped_mm if as_it_is and _takes_grouped_mm(x, weight) else _large_fwd, native)
+    if _is_large(native, dtype, weight.shape, weight.stride(), num_rows):
+        product_alone = not activation and not keep_pre and row_token is None and bias is None
+        return partial(_grouped_mm if product_alone and _takes_grouped_mm(x, weight) else _large_fwd, native)
     native.pointer("grouped_gemm", bias, dtype, 2)
     code, _, x_stride, _, _, *of_weight, _, _, _, _ = _product(native, x, weight, expert_offsets, row_token, None)
     size, shape = weight.shape, (num_rows, dout // 2 if activation in GATED else dout)
@@ -121,10 +120,13 @@ def _large_fwd(
     refuse_bad_rows(expert_offsets, x, row_token)
     if not activation and not keep_pre and _product_dtype(dtype) is dtype:
         return _large_product(x, weight, expert_offsets, row_token, bias), _nothing(dtype, dout)
-    product = _large_product(x, weight, expert_offsets, row_token, None, alone=False)
+    product, bias = _with_bias(x, weight, expert_offsets, row_token, bias)
     num_rows = product.shape[0]
-    out = x.new_empty(num_rows, dout // 2 if activation in GATED else dout)
     pre = _place(product, dtype, num_rows, dout) if keep_pre else None
+    if keep_pre or activation in GATED:
+        out = x.new_empty(num_rows, dout // 2 if activation in GATED else dout)
+    else:
+        out = _place(product, dtype, num_rows, dout)
     native.launch(
         "grouped_gemm_fwd",
         out,
@@ -207,7 +209,7 @@ def hidden_bwd(
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
     weight = w_out.transpose(1, 2)
     large = _is_large(native, grad.dtype, weight.shape, weight.stride(), row_token.shape[0])
-    product = _large_product(grad, weight, expert_offsets, row_token, None, alone=False) if large else None
+    product = _large_product(grad, weight, expert_offsets, row_token, None) if large else None
     weighted = _place(product, pre.dtype, pre.shape[0], w_out.shape[1])
     native.module.expert_mlp_bwd_hidden(
         native.isa,
@@ -227,7 +229,7 @@ def hidden_bwd(
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
     large = _is_large(native, rows.dtype, weight.shape, weight.stride(), rows.shape[0])
-    product = _large_product(rows, weight, expert_offsets, None, None, alone=False) if large else None
+    product, bias = _with_bias(rows, weight, expert_offsets, None, bias) if large else (None, bias)
     native.module.grouped_gemm_norms(
         native.isa,
         *_product(native, rows, weight, expert_offsets, None, product),
@@ -244,11 +246,8 @@ def _threads(native: ModuleType, num_rows: int, size: tuple[int, ...]) -> int:
     return native.chunks(num_rows * size[1] * size[2] // AS_ELEMENT)
 
 
-def _is_small(
-    native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int, limit: Limit, *, alone: bool = True
-) -> bool:
-    """Whether products of num_rows rows with a weight of `size` (E, Din, Dout) are for C++. alone: nothing but a bias
-    follows, so that torch may round them to `dtype`.
+def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int, limit: Limit) -> bool:
+    """Whether products of num_rows rows with a weight of `size` (E, Din, Dout) are for C++.
 
     All are on AMD's processors, where torch's library, which is Intel's, takes a generic path: in the median 1.2 times
     as fast, from 2**20 to 2**30 with sides of 128 to 4096, and slower in 3 of 624 cases (0.92 to 0.96; Zen 4, float32,
@@ -261,7 +260,7 @@ def _is_small(
     threads, shared = torch.get_num_threads(), num_experts * din if limit is GRADIENT else num_rows
     if threads > 1 and shared < LEAST * threads:
         return num_rows * din * dout <= SMALL
-    if alone and dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
+    if dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
         most = BFLOAT16 * num_experts
     elif native.on_amd:
         return SMALL > 0
@@ -271,16 +270,10 @@ def _is_small(
 
 
 def _is_large(
-    native: ModuleType,
-    dtype: torch.dtype,
-    size: tuple[int, ...],
-    strides: tuple[int, ...],
-    num_rows: int,
-    *,
-    alone: bool = False,
+    native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], num_rows: int
 ) -> bool:
     """Whether a product with a weight of that size and those strides is for torch's library."""
-    return not _is_small(native, dtype, size, num_rows, PRODUCT if strides[2] == 1 else TRANSPOSED, alone=alone)
+    return not _is_small(native, dtype, size, num_rows, PRODUCT if strides[2] == 1 else TRANSPOSED)
 
 
 def _product(
@@ -325,19 +318,24 @@ def _nothing(dtype: torch.dtype, width: int) -> Tensor:
         return torch.empty(0, width, dtype=dtype, device="cpu")
 
 
+def _with_bias(
+    x: Tensor, weight: Tensor, expert_offsets: Tensor, row_token: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """_large_product, and the bias that is still to be added.
+
+    None where torch gives 16 bits: a product that is rounded before its bias is off by what cancels.
+    """
+    added = bias if x.itemsize == 2 and _product_dtype(x.dtype) is x.dtype else None
+    return _large_product(x, weight, expert_offsets, row_token, added), bias if added is None else None
+
+
 def _large_product(
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor | None,
-    bias: Tensor | None,
-    *,
-    alone: bool = True,
+    x: Tensor, weight: Tensor, expert_offsets: Tensor, row_token: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """(R, Dout): torch's product of every expert with its rows, and zeros; in float32, or float64, unless `alone`."""
-    rows, dtype = _gathered(x, row_token), _product_dtype(x.dtype) if alone else wide(x.dtype)
+    """(R, Dout): torch's product of every expert with its rows, and zeros."""
+    rows, dtype = _gathered(x, row_token), _product_dtype(x.dtype)
     sizes = _sizes(expert_offsets, rows.shape[0])
-    if bias is None and dtype is x.dtype and _takes_grouped_mm(rows, weight):
+    if bias is None and _takes_grouped_mm(rows, weight):
         out = F.grouped_mm(rows, weight, offs=expert_offsets[1:])
         if sizes[-1]:
             out[-sizes[-1] :].zero_()
