@@ -5,7 +5,7 @@ hands over to the backend named in its last argument, and one fake. Autograd sta
 """
 
 from moe_kernels.library import combine, dispatch, grouped_gemm, kwta, plan, sinkhorn, topk_gate, tree_gate  # noqa: F401
-from moe_kernels.library._define import GATED, all_rows, launch, matrices, ops, rows, wide, words
+from moe_kernels.library._define import GATED, all_rows, launch, listened_to, matrices, ops, rows, wide, words
 from moe_kernels.library.plan import plan_rows
 
-__all__ = ["GATED", "all_rows", "launch", "matrices", "ops", "plan_rows", "rows", "wide", "words"]
+__all__ = ["GATED", "all_rows", "launch", "listened_to", "matrices", "ops", "plan_rows", "rows", "wide", "words"]

@@ -40,7 +40,7 @@ def define(schema: str, implementation, fake, flops, ready=None) -> None:
     def call(*args):
         # Past the dispatcher, which takes 7 us, unless somebody listens there, or memory need not be there: that of a
         # tensor of a class of its own, or on the meta device.
-        elsewhere = _heard() or args[-1] == backends.SHAPES or not _PLAIN.issuperset(map(type, args))
+        elsewhere = listened_to() or args[-1] == backends.SHAPES or not _PLAIN.issuperset(map(type, args))
         return registered(*args) if elsewhere else implementation(*args)
 
     setattr(ops, name, call)
@@ -57,8 +57,8 @@ def launch(ready: dict[Hashable, Any] | None, stage: Hashable, name: str, *args)
     return run(*args)
 
 
-def _heard() -> bool:
-    """A compiler, a FLOP counter or a fake mode listens to what is called."""
+def listened_to() -> bool:
+    """A compiler, a FLOP counter or a fake mode sees what is called; of values of tensors it may have none."""
     return is_compiling() or bool(_len_torch_dispatch_stack())
 
 

@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as _once_differentiable
@@ -175,11 +175,6 @@ def _check_arrays(
             )
     if rows[0] > slot_row.numel():
         raise ValueError(f"{op}: plan must have at most T K = {slot_row.numel()} rows, got {rows[0]}")
-
-
-def listened_to() -> bool:
-    """A compiler, a fake mode or a counter sees what torch is asked; of values of tensors it may have none."""
-    return is_compiling() or bool(_len_torch_dispatch_stack())
 
 
 def check_rank(op: str, name: str, tensor: object, shape: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import python_ref.combine as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor, listened_to
+from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
 from moe_kernels.ops.dispatch import collect_rows
 from moe_kernels.plan import RoutingPlan
 
@@ -65,7 +65,7 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
             raise ValueError(f"combine: weights must be (T, K) like plan.slot_row, {expected}; got {got}")
     chosen = backends.choose_shapes("combine", backend, rows)
     if chosen == "reference":
-        if not listened_to():
+        if not library.listened_to():
             library.dispatch.refuse_bad_rows("combine", plan.slot_row, plan.num_rows)
         return reference.combine(rows, plan, weights)
     arrays = (plan.row_token, plan.slot_row, plan.expert_offsets)

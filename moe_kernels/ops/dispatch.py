@@ -16,7 +16,7 @@ from torch import Tensor
 
 import python_ref.dispatch as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor, listened_to
+from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
 from moe_kernels.plan import RoutingPlan
 
 
@@ -50,7 +50,7 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
     check_first("dispatch", "x", x, plan.num_tokens, "tokens of the plan", plan.row_token.device)
     chosen = backends.choose("dispatch", backend, x)
     if chosen == "reference":
-        if not listened_to():
+        if not library.listened_to():
             library.dispatch.refuse_bad_rows(
                 "dispatch", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets
             )

@@ -26,7 +26,6 @@ from moe_kernels.ops._checks import (
     check_plan,
     check_rank,
     check_tensor,
-    listened_to,
     once_differentiable,
 )
 from moe_kernels.ops.grouped_gemm import check_activation, transposed
@@ -88,7 +87,7 @@ def expert_mlp(
             )
     chosen = backends.choose_shapes("expert_mlp", backend, x)
     if chosen == "reference":
-        if not listened_to():
+        if not library.listened_to():
             library.dispatch.refuse_bad_rows(
                 "expert_mlp", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets
             )
