@@ -138,6 +138,17 @@ def test_xmoe_scores(score):
     torch.testing.assert_close(norms, torch.full_like(norms, 1.5 if score == "code" else 0.32), rtol=1e-6, atol=0)
 
 
+def test_evaluation_leaves_xmoes_embeddings_alone():
+    gate, x = XMoEGate(D, E, K), torch.randn(T, D)
+    with torch.no_grad():
+        gate.embeddings[1] = 0
+    before = gate.eval().embeddings.clone()
+    weights = gate(x).weights
+    assert torch.equal(gate.embeddings, before)
+    torch.testing.assert_close(gate.train()(x).weights, weights)
+    assert gate.embeddings[1].eq(0).all()  # it has no direction, and is no NaN
+
+
 def test_stable_routing_by_hand():
     gate = StableGate(D, E, vocabulary=7)
     layer, x, ids = MoE(gate, ExpertMLP(E, D, H), pass_through=True), torch.randn(T, D), torch.arange(T) % 7
@@ -170,7 +181,9 @@ def test_a_hypernetwork_makes_the_router():
     rows = gate.hypernetwork(gate.embedding).view(E, D + 1)
     logits = x @ rows[:, :D].t() + rows[:, D]
     torch.testing.assert_close(gate(x).weights, logits.topk(K).values.softmax(-1))
-    assert [name for name, each in gate.named_parameters() if each.requires_grad] == ["embedding"]
+    for _ in range(2):
+        assert [name for name, each in gate.named_parameters() if each.requires_grad] == ["embedding"]
+        schedules.train_gates_alone(gate)
 
 
 def test_losses_of_paper_002():

@@ -305,6 +305,25 @@ def test_a_gate_over_other_experts_is_refused():
         TokenChoice(priority="min")
 
 
+def test_policies_refuse_at_once():
+    for make, words in (
+        (lambda: TokenChoice(-1.0), "TokenChoice: factor must be at least 0, got -1.0"),
+        (lambda: TokenChoice(1.0, factor_eval="half"), "TokenChoice: factor_eval must be a finite number, got 'half'"),
+        (lambda: TokenChoice(1.0, multiple_of=0), "TokenChoice: multiple_of must be from 1"),
+        (lambda: ExpertChoice(-1.0), "ExpertChoice: factor must be at least 0, got -1.0"),
+        (lambda: PriorityRouting(math.nan), "PriorityRouting: factor must be a finite number, got nan"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+
+
+def test_a_gate_of_several_tasks_says_its_losses_once():
+    gate = TopKGate(D, E, 2, z=1.0)
+    out = MultiGateMoE([gate, gate], ExpertMLP(E, D, H))(torch.randn(T, D))
+    assert set(out.losses) == {"task0.z"}
+    assert {"task0.gates", "task1.gates"} <= set(out.statistics)
+
+
 def test_what_a_layer_cannot_do_is_refused():
     gate = TopKGate(4, 2, 1)
     with pytest.raises(ValueError, match=r"MoE: expert_dropout must be a rate from 0 to 1, got 1\.5"):

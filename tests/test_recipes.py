@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from functools import partial
@@ -287,3 +288,29 @@ def test_learning_rates_of_a_run():
     assert rate(14) == rate(99) == pytest.approx(0.1)
     root = inverse_root(100)
     assert (root(49), root(99), root(399)) == (0.5, 1.0, 0.5)
+
+
+def vmoe(side, epochs=1):
+    points = images()
+    recipe = VMoE(sides=(side,), patch=2, dim=16, depth=2, heads=2, hidden=12, moe_layers=1, experts=4, batch_size=8)
+    return Run(dataclasses.replace(recipe, epochs=epochs, eval_batch=17), 0, Splits(points, points.train, points.test))
+
+
+def test_how_often_is_evaluated_changes_nothing():
+    """THOR draws its experts in evaluation, too."""
+    found = []
+    for points in ((2, 4, 6), (6,)):
+        run = vmoe("thor")
+        for point in points:
+            run.advance(point)
+        found.append({name: value for name, value in run.rows[-1].items() if name not in ("loss", "task", "seconds")})
+    assert found[0] == found[1]
+
+
+def test_flops_know_attention_on_every_device():
+    """torch's counter has no formula for the CPU's: two products of (S, S) and the width of a head, in every block."""
+    run = vmoe("dense")
+    _, tokens, dim = run.task.model.embed(run.data.test[0][:1]).shape
+    pixels, classes = run.data.test[0].shape[1] // (tokens - 1), len(run.data.source.classes)
+    block = 2 * tokens * (4 * dim * dim + 2 * dim * 12) + 2 * 2 * tokens * tokens * dim
+    assert run.flops() == 2 * (tokens - 1) * pixels * dim + 2 * block + 2 * dim * classes

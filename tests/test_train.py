@@ -15,6 +15,7 @@ from moe_kernels.backends import cpu
 from moe_kernels.models import comet_mlp, dense_twin
 from moe_kernels.recipes import Splits, comet
 from moe_kernels.train import checkpoint
+from moe_kernels.train.comparison import Comparison
 from moe_kernels.train.loop import Run
 
 
@@ -249,6 +250,35 @@ def test_checkpoints_that_are_damaged_hostile_or_of_another_run_are_refused(argu
     torch.save({"version": checkpoint.VERSION}, path)
     assert train.run(arguments(*words, "--resume")) == 2
     assert "is no checkpoint of this program" in capsys.readouterr().err
+    path.write_bytes(whole)
+    state = torch.load(path, weights_only=True)
+    for changed in ({"settings": 3}, {"done": [1]}, {"done": {"standard, seed 0": {"shape": 1}}}, {"live": 5}):
+        torch.save(state | changed, path)
+        assert train.run(arguments(*words, "--resume")) == 2
+        assert f"{path} does not fit, its " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "changed", [{"step": 99}, {"step": "one"}, {"model": {}}, {"random": {"cpu": torch.zeros(3)}}, {"rows": 3}], ids=str
+)
+def test_an_open_run_that_does_not_fit_is_refused(arguments, capsys, tmp_path, monkeypatch, changed):
+    words = ["--check-steps", "0", "--epochs", "2", "--out", str(tmp_path)]
+    save = Comparison._save
+
+    def stop(comparison):
+        save(comparison)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Comparison, "_save", stop)
+        assert train.run(arguments(*words)) == 130
+    path = tmp_path / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    (key,) = [key for key in state["live"] if key.startswith("standard")]
+    state["live"][key] |= changed
+    torch.save(state, path)
+    assert train.run(arguments(*words, "--resume")) == 2
+    assert f"{path} does not fit, {key}: " in capsys.readouterr().err
 
 
 def test_tuning_never_sees_the_test_set(arguments, monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_kernels.nn._recompute import recomputed
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_choice, check_int
 from moe_kernels.ops.harden import harden
@@ -31,8 +32,9 @@ class LocalSearch(nn.Module):
 
         gates, regulariser = search(gates)
 
-    In training every call is a step. Where several gates share a permutation, call `permutation()` once a step and
-    `permute` for each gate.
+    In training every call is a step, but for those of a backward pass that computes again (torch.utils.checkpoint),
+    which take the last one's. Where several gates share a permutation, call `permutation()` once a step and `permute`
+    for each gate.
 
     Args:
         num_experts: n.
@@ -128,7 +130,8 @@ class LocalSearch(nn.Module):
             if self._stale:
                 self._harden()
             return None
-        self.step += 1
+        if not recomputed():
+            self.step += 1
         if self.hardened:
             if self.step > 1:
                 self._harden()

@@ -121,9 +121,9 @@ class MultiGateMoE(nn.Module):
         search: the permutation that all tasks share, the "+" of COMET+ (paper 001); None: none.
 
     Input: x (T, D); ids (T,), where the gates go by them. Output: MoEOutput with y a tuple of (T, Dout), losses by
-    "task0.name" and, with a search in training, "permutation", and statistics by "task0.name", where
-    "task0.gates" (T, E) are the weights that the experts got. Autocast: as of MoE. Source: paper 001, section 2; Ma et
-    al. 2018.
+    "task0.name", of a shared gate under its first task, and, with a search in training, "permutation", and statistics
+    by "task0.name", where "task0.gates" (T, E) are the weights that the experts got. Autocast: as of MoE. Source: paper
+    001, section 2; Ma et al. 2018.
     """
 
     def __init__(self, gates: Sequence[Gate], experts: Experts, search: LocalSearch | None = None) -> None:
@@ -151,7 +151,8 @@ class MultiGateMoE(nn.Module):
         rows, slots = self.experts.rows(x, plan), choices.clamp(min=0).long()
         y = tuple(combine(rows, plan, gate.gather(1, slots), backend=self.experts.backend) for gate in gates)
         named = [(f"task{index}", output) for index, output in enumerate(outputs)]
-        losses |= {f"{task}.{name}": loss for task, output in named for name, loss in output.losses.items()}
+        first = {id(output): (task, output) for task, output in reversed(named)}  # of a gate that several tasks share
+        losses |= {f"{task}.{name}": loss for task, output in first.values() for name, loss in output.losses.items()}
         statistics = {f"{task}.{name}": each for task, output in named for name, each in output.statistics.items()}
         statistics |= {f"task{index}.gates": each.detach() for index, each in enumerate(gates)}
         return MoEOutput(y, plan, tuple(outputs), losses, statistics | load_of(plan))

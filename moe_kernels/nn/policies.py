@@ -40,6 +40,10 @@ class TokenChoice:
 
     def __post_init__(self) -> None:
         check_choice("TokenChoice", "order", self.order, ORDERS)
+        for name, factor in (("factor", self.factor), ("factor_eval", self.factor_eval)):
+            if factor is not None and (name, factor) != ("factor_eval", "as trained"):
+                _check_factor("TokenChoice", name, factor)
+        check_int("TokenChoice", "multiple_of", self.multiple_of, 1, 2**31 - 1, "rows")
         if self.priority not in PRIORITIES:
             raise ValueError(f"TokenChoice: priority must be one of {PRIORITIES}; got {self.priority!r}")
         if self.group is not None:
@@ -90,6 +94,9 @@ class ExpertChoice:
     group: int | None = None
 
     def __post_init__(self) -> None:
+        _check_factor("ExpertChoice", "factor", self.factor)
+        if self.multiple_of is not None:
+            check_int("ExpertChoice", "multiple_of", self.multiple_of, 1, 2**31 - 1, "rows")
         if self.group is not None:
             check_int("ExpertChoice", "group", self.group, 1, 2**31 - 1, "tokens of a group")
 
@@ -123,9 +130,17 @@ class PriorityRouting:
 
     factor: float = 1.0
 
+    def __post_init__(self) -> None:
+        _check_factor("PriorityRouting", "factor", self.factor)
+
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores = gate.gates
         return plan_priority(scores, expert_capacity(scores.shape[0], 1, gate.num_experts, self.factor))
+
+
+def _check_factor(policy: str, name: str, factor: object) -> None:
+    if check_decimal(policy, name, factor) < 0:
+        raise ValueError(f"{policy}: {name} must be at least 0, got {factor}")
 
 
 def _of_all_groups(plan: RoutingPlan, groups: int) -> RoutingPlan:

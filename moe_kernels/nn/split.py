@@ -53,6 +53,9 @@ class NeuronImportance:
             hook.remove()
 
     def _watch(self, x: Tensor, bias: Tensor | None) -> None:
+        if not x.requires_grad:  # nothing runs backward from here
+            return
+
         def add(grad: Tensor) -> None:
             value = x.detach() if bias is None else x.detach() - bias.detach()
             products = (value * grad).flatten(1, -2).sum(1) if x.dim() > 2 else value * grad

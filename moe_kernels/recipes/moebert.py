@@ -66,6 +66,8 @@ class MoEBERT(TextRecipe):
     )
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
+        if self.dense_share > 1:
+            raise ValueError(f"moebert: dense-share must be at most 1, got {self.dense_share}")
         windows, split_at = data.train[0], int(self.dense_share * steps)
         counts = windows[:, :-1].flatten().bincount(minlength=len(data.source.vocabulary))
         teacher = self._model(len(counts), lambda index: None)

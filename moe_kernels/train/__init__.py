@@ -142,13 +142,13 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str) -> int:
         "runs": [dataclasses.asdict(each) for each in histories],
         "status": status,
     }
-    if args.json:
-        write_json(args.json, result)
     if args.out:
         write_json(args.out / "result.json", result)
         drawn = picture(args.out / "plot.png", histories, recipe.METRIC, f"{args.recipe} on {data.source.name}")
         missing = "" if drawn else "; no picture: pip install moe_kernels[bench]"
         print(f"log, checkpoint, result{' and picture' * drawn} in {args.out}{missing}")
+    if args.json:  # last: where it cannot be written the folder is whole
+        write_json(args.json, result)
     return status
 
 

@@ -41,7 +41,15 @@ def load(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
         raise ValueError(f"there is no checkpoint {path}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        OSError,
+        ValueError,
+        KeyError,
+        zipfile.BadZipFile,
+    ) as error:
         first = str(error).strip().partition("\n")[0]
         raise ValueError(f"{path} is no whole checkpoint of tensors and plain containers: {first}") from error
     if not isinstance(state, dict) or state.get("version") != VERSION or any(key not in state for key in keys):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +91,25 @@ class Comparison:
         """
         assert self.checkpoint is not None
         state = checkpoint.load(self.checkpoint, ("settings", "done", "live"))
-        mine, theirs = self._settings(), state["settings"]
+        mine = self._settings()
+        with self._of_another_kind("its settings"):
+            theirs = dict(state["settings"])
         differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
         if differing:
             listed = ", ".join(f"{k} {theirs.get(k)!r}, not {mine.get(k)!r}" for k in differing)
             raise ValueError(f"{self.checkpoint} belongs to a run with {listed}")
-        self.done = {key: History(**each) for key, each in state["done"].items()}
-        self.restored = state["live"]
+        with self._of_another_kind("its runs"):
+            self.done = {key: History(**each) for key, each in state["done"].items()}
+            self.restored = dict(state["live"])
+
+    @contextmanager
+    def _of_another_kind(self, what: str) -> Iterator[None]:
+        """What a checkpoint holds that is none of this program's, as one error that names the file."""
+        try:
+            yield
+        except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
+            first = str(error).strip().partition("\n")[0]
+            raise ValueError(f"{self.checkpoint} does not fit, {what}: {type(error).__name__}: {first}") from error
 
     def _together(
         self,
@@ -109,7 +122,8 @@ class Comparison:
             if key not in self.done:
                 self.live[key] = Run(recipe, recipe.seed, data)
                 if key in self.restored:
-                    self.live[key].load_state(self.restored.pop(key))
+                    with self._of_another_kind(key):
+                        self.live[key].load_state(self.restored.pop(key))
         for point in self._points(self.live.values()):
             for key, run in self.live.items():
                 if run.step < point or not run.rows:
@@ -119,12 +133,11 @@ class Comparison:
         for key, (side, recipe, _, stage) in runs.items():
             if key in self.live:
                 run = self.live[key]
-                parameters = sum(p.numel() for p in run.task.model.parameters() if p.requires_grad)
                 if self.out is not None and stage == "final" and run.task.grid is not None:
                     name = f"tokens-{side}-{run.seed}.png".replace(" ", "-")
                     draw(self.out / name, token_maps(run), run.data.source.classes, f"tokens of {key}")
                 self.done[key] = History(
-                    side, run.seed, recipe.lr, stage, run.rows, run.flops(), run.setup_seconds, parameters
+                    side, run.seed, recipe.lr, stage, run.rows, run.flops(), run.setup_seconds, run.parameters
                 )
         self.live = {}
         self._save()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from moe_kernels.nn.utilisation import Utilisation
 from moe_kernels.recipes import Batch, Recipe, Splits, Task
@@ -67,6 +67,7 @@ class Run:
     step: int = 0
     rows: list[Row] = field(default_factory=list)
     setup_seconds: float = 0.0
+    parameters: int = 0
 
     def __post_init__(self) -> None:
         self.device = self.data.train[0].device
@@ -75,6 +76,8 @@ class Run:
         with self.random.use():
             self.task = self.recipe.build(self.data, self.seed, self.steps)
         self.setup_seconds = time.perf_counter() - started
+        # That train in the first phase; a later one may freeze some.
+        self.parameters = sum(each.numel() for each in self.task.model.parameters() if each.requires_grad)
         for group in self.task.optimiser.param_groups:
             group["initial_lr"] = group["lr"]
         self._order: tuple[int, Tensor] = (-1, torch.empty(0))
@@ -132,6 +135,7 @@ class Run:
             taken = self.step - first
             means = {name: value.item() / taken for name, value in sums.items()}
             row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan, **means}
+        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # how often is nothing that training notices
             self.rows.append(row | self.evaluate() | {"seconds": seconds / taken if taken else math.nan})
 
     @torch.no_grad()
@@ -160,11 +164,13 @@ class Run:
     def flops(self) -> float:
         """Floating-point operations of evaluating one test sample, by torch's counter (a multiply-add is two).
 
-        Of experts, the rows that they were given: what paper 001, Table 6, counts, and what is computed.
+        Of experts, the rows that they were given: what paper 001, Table 6, counts, and what their products compute.
         """
         batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None)
         self.task.model.eval()
-        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.moe_kernels.grouped_gemm_fwd: _rows_in_use})
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which torch's counter does not know
+        counted = {torch.ops.moe_kernels.grouped_gemm_fwd: _rows_in_use, attention: _attention}
+        counter = FlopCounterMode(display=False, custom_mapping=counted)
         with self.random.use(), torch.no_grad(), counter:
             self.task.evaluate(batch)
         self.task.model.train()
@@ -181,10 +187,14 @@ class Run:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        if not 0 <= state["step"] <= self.steps:
+            raise ValueError(f"step must be from 0 to {self.steps}, got {state['step']}")
         self.task.model.load_state_dict(state["model"])
         self.task.optimiser.load_state_dict(state["optimiser"])
-        self.random.state = state["random"]
         self.step, self.rows = state["step"], [dict(row) for row in state["rows"]]
+        self.random.state = state["random"]
+        with self.random.use():  # raises where that is no state
+            pass
 
     def test_batches(self) -> Iterator[Batch]:
         """The test set, `eval_batch` samples at a time."""
@@ -195,6 +205,10 @@ class Run:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _attention(query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query, key, value)
 
 
 def _rows_in_use(x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest: Any, **kwargs: Any) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moe_kernels.nn._recompute import recomputed
 from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.topk import TopKGate
@@ -35,7 +36,8 @@ class CompetitionGate(Gate):
     losses: "router" on competition steps, the router's own on the others. statistics: "competed" (), 0 or 1, and on
     competition steps "agreement" (), the share of the k winners that the router also has.
 
-    State: `steps` counts training calls and is kept in the state dict. Source: paper 004, eqs. 3 to 5, section 3.3.
+    State: `steps` counts training calls, without those of a backward pass that computes again, and is kept in the state
+    dict. Source: paper 004, eqs. 3 to 5, section 3.3.
     """
 
     def __init__(
@@ -60,19 +62,27 @@ class CompetitionGate(Gate):
         self.router, self.rate, self.alpha = router, rate, alpha
         self.through_norms, self.coin = through_norms, coin
         self._experts = (experts,)  # in a tuple, so that it is no submodule
-        self.steps = 0
+        self.steps, self._competed = 0, False
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         compete = False
         if self.training:
-            rate = self.rate(self.steps) if callable(self.rate) else self.rate
-            compete = torch.rand((), generator=self.coin).item() < rate
-            self.steps += 1
+            compete = self._flip()
         if not compete:
             routed = self.router(x, ids)
             statistics = routed.statistics | {"competed": x.new_zeros(())}
             return GateOutput(routed.weights, routed.experts, self.num_experts, routed.dense, routed.losses, statistics)
         return self._compete(x)
+
+    def _flip(self) -> bool:
+        again = recomputed()  # torch's own random numbers are then those of before, and have to be drawn
+        if again and self.coin is not None:
+            return self._competed
+        step = self.steps - again
+        rate = self.rate(step) if callable(self.rate) else self.rate
+        self._competed = torch.rand((), generator=self.coin).item() < rate
+        self.steps = step + 1
+        return self._competed
 
     def _compete(self, x: Tensor) -> GateOutput:
         (experts,) = self._experts

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from moe_kernels.nn._recompute import own
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import INDEX, check_int, check_rank, check_tensor
 
@@ -62,6 +63,9 @@ class Gate(nn.Module):
 
     Gates compute in the dtype of their parameters, whatever autocast says, and convert x to it: a choice that rests on
     bfloat16 logits is a different choice. Experts follow autocast (see Experts), competing ones as well.
+
+    Noise is torch's own, or a `generator`'s, which no state dict keeps and torch.utils.checkpoint does not restore: a
+    forward that draws from one is refused there.
     """
 
     def __init__(self, num_experts: int, fewest: int = 1) -> None:
@@ -109,4 +113,6 @@ def uniform_(parameter: Tensor, bound: float, generator: torch.Generator | None)
 
 def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     """N(0, 1 / E^2) like logits (T, E): V-MoE's (paper 003), and the epsilon of the sparse ViT's gate (paper 002)."""
-    return torch.randn(logits.shape, dtype=logits.dtype, device=logits.device, generator=generator) / logits.shape[-1]
+    return (
+        torch.randn(logits.shape, dtype=logits.dtype, device=logits.device, generator=own(generator)) / logits.shape[-1]
+    )

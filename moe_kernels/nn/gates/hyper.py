@@ -30,6 +30,11 @@ class HyperRouterGate(Gate):
         ).requires_grad_(False)
         self.backend = backend
 
+    def requires_grad_(self, requires_grad: bool = True) -> HyperRouterGate:
+        super().requires_grad_(requires_grad)
+        self.hypernetwork.requires_grad_(False)
+        return self
+
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         with without_autocast(x.device.type):
             rows = self.hypernetwork(self.embedding).view(self.num_experts, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_kernels.nn._recompute import own
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.ops._checks import check_choice, check_rank
 
@@ -33,7 +34,9 @@ class RandomGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         check_rank("RandomGate", "x", x, "(T, D)")
         draws = (1 if self.training else x.shape[0],)
-        drawn = torch.randint(self.num_experts, draws, dtype=torch.int32, device=x.device, generator=self.generator)
+        drawn = torch.randint(
+            self.num_experts, draws, dtype=torch.int32, device=x.device, generator=own(self.generator)
+        )
         if self.inference == "ids" and not self.training:
             drawn = drawn[self.known(x, ids, x.shape[0], "one for all tokens of a sentence")]
         experts = drawn.expand(x.shape[0])[:, None]

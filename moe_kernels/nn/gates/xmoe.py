@@ -17,8 +17,8 @@ RADIUS = 1.5
 class XMoEGate(Gate):
     """k experts a token: topk_gate(scores, k) of r = W_d x (R^{d_e}) against embeddings e_i.
 
-        "code"     score_i = <r, e_i> / ||e_i||; e_i is set to norm 1.5 before every forward, without a gradient, and r
-                   is not normalised: what the published code computes
+        "code"     score_i = <r, e_i> / ||e_i||; e_i is set to norm 1.5 before every forward in training, without a
+                   gradient, and r is not normalised: what the published code computes
         "cosine"   score_i = <r, e_i> / (||r|| ||e_i|| temperature)
 
     Args:
@@ -52,9 +52,10 @@ class XMoEGate(Gate):
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         r = self.project(self.linear, x)
-        if self.score == "code":
+        if self.score == "code" and self.training:
             with torch.no_grad():
-                self.embeddings.mul_(RADIUS / self.embeddings.norm(dim=-1, keepdim=True))
+                norms = self.embeddings.norm(dim=-1, keepdim=True)
+                self.embeddings.mul_(torch.where(norms > 0, RADIUS / norms, 1))
         # Of a copy: the rescaling of a second forward would spoil what the first one's backward reads.
         directions = F.normalize(self.embeddings.clone(), dim=-1)
         if self.score == "code":
