@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 from functools import partial
@@ -272,6 +271,18 @@ def test_a_data_set_of_the_wrong_kind_is_refused(arguments, capsys):
     assert "comet_vit needs --data: folder or file of CIFAR-10" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("moebert", ("--dense-share", "2"), "moebert: dense-share must be at most 1, got 2.0"),
+        ("comet_mixer", ("--expansion", "1"), "comet_mixer: expansion must be of tokens and of channels, got (1.0,)"),
+    ],
+)
+def test_options_that_fit_no_side_are_refused(arguments, capsys, name, words, message):
+    assert train.run(arguments(name, *words)) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_l1_side_adds_the_absolute_weights():
     points = images()
     splits = Splits(points, points.train, points.test)
@@ -290,10 +301,18 @@ def test_learning_rates_of_a_run():
     assert (root(49), root(99), root(399)) == (0.5, 1.0, 0.5)
 
 
-def vmoe(side, epochs=1):
-    points = images()
-    recipe = VMoE(sides=(side,), patch=2, dim=16, depth=2, heads=2, hidden=12, moe_layers=1, experts=4, batch_size=8)
-    return Run(dataclasses.replace(recipe, epochs=epochs, eval_batch=17), 0, Splits(points, points.train, points.test))
+def test_the_loss_of_ratings_does_not_depend_on_the_batches_of_evaluation():
+    points, found = ratings(), []
+    for size in (7, 80):
+        recipe = MovieLens(sides=("topk",), experts=4, rows=0, eval_batch=size)
+        found.append(Run(recipe, 0, Splits(points, points.train, points.test)).evaluate()["test loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+def vmoe(side):
+    points, small = images(), {"patch": 2, "dim": 16, "depth": 2, "heads": 2, "hidden": 12, "moe_layers": 1}
+    recipe = VMoE(sides=(side,), experts=4, batch_size=8, epochs=2, eval_batch=17, **small)
+    return Run(recipe, 0, Splits(points, points.train, points.test))
 
 
 def test_how_often_is_evaluated_changes_nothing():

@@ -221,8 +221,9 @@ def test_a_checkpoint_is_whole_or_absent(monkeypatch, tmp_path):
     checkpoint.save(path, {"x": torch.ones(3)})
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError("the disk is full")))
-        with pytest.raises(OSError, match="disk is full"):
+        with pytest.raises(OSError, match=r"disk is full.*checkpoint\.pt'"):
             checkpoint.save(path, {"x": torch.zeros(3)})
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
     assert checkpoint.load(path, ("x",))["x"].tolist() == [1, 1, 1]
 
 
@@ -308,6 +309,7 @@ def test_a_single_rate_is_no_choice_and_takes_no_time(arguments, tmp_path):
         (["--keep", "1.5"], "keep fraction in (0, 1], got 1.5"),
         (["--backend", "cuda"], "backend 'cuda' cannot run here"),
         (["--resume"], "--resume needs --out"),
+        (["--seed", "99999999999999999999"], "seed must be from 0 to 2147483646, got 99999999999999999999"),
         (["--device", "nowhere"], "--device nowhere: Expected one of cpu"),
     ],
 )

@@ -58,7 +58,9 @@ class Task:
     state; none may wait for the device.
 
     loss: batch -> named () tensors; "loss" is differentiated, the others are logged beside it (means over the steps).
-    evaluate: batch -> measures, the recipe's METRIC among them. Called in eval mode without gradients.
+    evaluate: batch -> measures. Called in eval mode without gradients.
+    total: of the measures over all batches -> more of them, which are no mean over samples. The recipe's METRIC is one
+        of either.
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
     before_step: called with every step before it is taken: phases, temperatures, expert counts.
     routing: batch -> one Routing a layer, in eval mode; None where nothing is routed.
@@ -76,6 +78,7 @@ class Task:
     routing: Callable[[Batch], list[Routing]] | None = None
     clip: float | None = None
     grid: tuple[int, int] | None = None
+    total: Callable[[dict[str, float]], dict[str, float]] | None = None
 
 
 def option(default: Any, help: str, *, low: float | None = None, choices: tuple[str, ...] | None = None) -> Any:

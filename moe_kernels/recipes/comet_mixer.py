@@ -35,6 +35,8 @@ class CometMixer(Recipe):
     dropout: float = option(0.0, "rate", low=0)
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
+        if len(self.expansion) != 2:
+            raise ValueError(f"comet_mixer: expansion must be of tokens and of channels, got {self.expansion}")
         tokens, channels = self.expansion
         model = Mixer(
             data.source.image_shape,

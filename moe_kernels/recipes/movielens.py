@@ -85,21 +85,28 @@ class MovieLens(Recipe):
             truth, stars = batch.tensors[2:]
             size, rated = len(truth), stars > 0
             return {
-                "loss": (size * self._task_loss(watched, rating, truth, stars), size),
+                "watched loss": (F.binary_cross_entropy_with_logits(watched, truth, reduction="sum"), size),
                 "watched accuracy": (((watched > 0) == (truth > 0.5)).sum(), size),
                 "rating error": ((torch.where(rated, rating - stars, 0) ** 2).sum(), rated.sum()),
             }
+
+        def total(measures: dict[str, float]) -> dict[str, float]:
+            return {"loss": self._weighed(measures["watched loss"], measures["rating error"])}
 
         def routing(batch: Batch) -> list[Routing]:
             found = model(*batch.tensors[:2])[2].statistics
             return [Routing(gates > 1e-5, gates) for gates in (found["task0.gates"], found["task1.gates"])]
 
-        return Task(model, torch.optim.Adam(model.parameters(), self.lr, fused=True), loss, evaluate, routing=routing)
+        optimiser = torch.optim.Adam(model.parameters(), self.lr, fused=True)
+        return Task(model, optimiser, loss, evaluate, routing=routing, total=total)
 
     def _task_loss(self, watched: Tensor, rating: Tensor, truth: Tensor, stars: Tensor) -> Tensor:
         rated = stars > 0
         error = torch.where(rated, rating - stars, 0).square().sum() / rated.sum().clamp(min=1)
         entropy = F.binary_cross_entropy_with_logits(watched, truth)
+        return self._weighed(entropy, error)
+
+    def _weighed(self, entropy: Any, error: Any) -> Any:
         return self.watched_weight * entropy + (1 - self.watched_weight) * error
 
     def _gate(self, name: str, num_users: int) -> Gate:

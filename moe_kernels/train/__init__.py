@@ -197,7 +197,8 @@ def _at_least(kind: type, low: float) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         value = kind(text)
         if not low <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
+            least = "" if low == -math.inf else f"at least {low} and "
+            raise argparse.ArgumentTypeError(f"must be {least}finite, got {text}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it in "invalid int value"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -15,20 +17,14 @@ VERSION = 1
 
 def write(path: Path, content: bytes | str) -> None:
     """Replaces the file in one piece: whoever reads, and whatever interrupts, finds the old one or the new one."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
+    with _whole(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-        _to_disk(file)
-    os.replace(part, path)
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Writes tensors in plain containers, whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
+    with _whole(path) as file:
         torch.save({"version": VERSION, **state}, file)
-        _to_disk(file)
-    os.replace(part, path)
 
 
 def load(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
@@ -57,6 +53,16 @@ def load(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
     return state
 
 
-def _to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+@contextmanager
+def _whole(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which takes the place of `path` once it is on the disk; an error of writing names that."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error

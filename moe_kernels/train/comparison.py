@@ -26,6 +26,8 @@ class Comparison:
     """
 
     def __init__(self, recipe: Recipe, data: Splits, seeds: int, every: int, out: Path | None) -> None:
+        if not 0 <= recipe.seed < 2**31 - seeds:  # the order of batches is drawn by seed and epoch, 64 bits
+            raise ValueError(f"seed must be from 0 to {2**31 - seeds - 1}, got {recipe.seed}")
         self.recipe, self.data, self.every = recipe, data, every
         self.device = data.train[0].device
         self.seeds = range(recipe.seed, recipe.seed + seeds)

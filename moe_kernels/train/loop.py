@@ -158,7 +158,10 @@ class Run:
                     entropy += torch.special.entr(probs.float()).sum()
                     routers += probs.shape[:-1].numel()
         task.model.train()
-        row = {f"test {name}": float(sums[name]) / max(float(weights[name]), 1e-30) for name in sums}
+        measures = {name: float(sums[name]) / max(float(weights[name]), 1e-30) for name in sums}
+        if task.total is not None:
+            measures = task.total(measures) | measures
+        row = {f"test {name}": value for name, value in measures.items()}
         return row | (_routing(used, entropy.item() / routers if routers else math.nan) if used else {})
 
     def flops(self) -> float:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.losses import batch_mean, tree_entropy
-from moe_kernels.ops._checks import check_int, check_positive
-from moe_kernels.ops.tree_gate import tree_gate, tree_route
+from moe_kernels.ops._checks import check_choice, check_int, check_positive
+from moe_kernels.ops.tree_gate import PARITIES, tree_gate, tree_route
 
 
 class TreeGate(Gate):
@@ -18,7 +18,7 @@ class TreeGate(Gate):
         dim: P. num_experts: E >= 2. trees: K. gamma: width of the smooth step.
         entropy: coefficient lambda of nn.tree_entropy, which drives the trees to one expert each.
         bias: nodes and leaves have one, as in the authors' TensorFlow code; the paper prints none.
-        parity: of tree_gate.
+        parity: of tree_gate; tree_route, which has none, weighs a saturated tree's one leaf by 1 all the same.
         route: evaluation goes by tree_route where every tree of the batch is saturated, which waits for a GPU, and by
             the dense gate where one is not, or on the meta device: the same gate either way.
         generator: draws the parameters; None is torch's own. backend: of the operations.
@@ -47,6 +47,7 @@ class TreeGate(Gate):
     ) -> None:
         super().__init__(num_experts, fewest=2)
         trees = check_int("TreeGate", "trees", trees, 1, 2**31 - 1, "trees")
+        check_choice("TreeGate", "parity", parity, PARITIES)
         self.gamma, self.entropy = check_positive("TreeGate", "gamma", gamma), entropy
         self.parity, self.route, self.backend = parity, route, backend
         self.split_weight = nn.Parameter(torch.empty(trees, num_experts - 1, dim))
