@@ -73,17 +73,8 @@ def _summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
         numbers = [_span([each[key] for each in figures]) if on_gpu else "" for key in GPU_COLUMNS] if gpu else []
         numbers.append(_span([each["over_memcpy"] for each in figures]))
         where = ("" if on_gpu else f", {setting}") + (" (busy machine)" if any(map(_unsteady, figures)) else "")
-        rows.append(
-            (
-                f"`{entry['operation']}`",
-                entry["backend"],
-                entry["dtype"],
-                direction + where,
-                str(len(figures)),
-                *numbers,
-                peers,
-            )
-        )
+        key = f"`{entry['operation']}`", entry["backend"], entry["dtype"], direction + where
+        rows.append((*key, str(len(figures)), *numbers, peers))
     return rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Of tensors whose memory is where they say: a class of its own may keep it elsewhere, or have none.
 TYPES = (Tensor, torch.nn.Parameter)
 
 

@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 from moe_kernels import backends
+from moe_kernels.backends._look import TYPES
 
 _library = torch.library.Library("moe_kernels", "DEF")
 
@@ -23,8 +24,8 @@ ops = SimpleNamespace()
 # Of some operations: arguments -> a function of such arguments, which does what they do for all that look like these.
 _made_ready: dict[str, Callable[..., Callable[..., Any]]] = {}
 
-
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, NoneType, bool, int, float, str, list))
+# What a kernel can be called with as it stands.
+_PLAIN = frozenset((*TYPES, NoneType, bool, int, float, str, list))
 
 
 def define(schema: str, implementation, fake, flops, ready=None) -> None:
@@ -72,7 +73,7 @@ def rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-GATED = ("swiglu", "geglu")  # activations that halve the columns
+GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations that halve the columns
 
 
 def matrices(weight: Tensor) -> Tensor:

@@ -33,8 +33,8 @@ class LocalSearch(nn.Module):
         gates, regulariser = search(gates)
 
     In training every call is a step, but for those of a backward pass that computes again (torch.utils.checkpoint),
-    which take the last one's. Where several gates share a permutation, call `permutation()` once a step and `permute`
-    for each gate.
+    which take the last one's: one forward for every backward there. Where several gates share a permutation, call
+    `permutation()` once a step and `permute` for each gate.
 
     Args:
         num_experts: n.

@@ -31,7 +31,10 @@ def cosine(steps: int, floor: float = 0.0) -> LearningRate:
 
 
 def inverse_root(steps: int) -> LearningRate:
-    """min((step + 1) / steps, sqrt(steps / (step + 1))): a warm-up, then 1 / sqrt(t), continuous where they meet."""
+    """min((step + 1) / steps, sqrt(steps / (step + 1))): a warm-up, then 1 / sqrt(t), continuous where they meet.
+
+    Of 0 steps as of 1.
+    """
     steps = max(steps, 1)
     return lambda step: min((step + 1) / steps, math.sqrt(steps / (step + 1)))
 

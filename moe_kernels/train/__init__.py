@@ -196,9 +196,10 @@ def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides:
 def _at_least(kind: type, low: float) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         value = kind(text)
-        if not low <= value < math.inf:
-            least = "" if low == -math.inf else f"at least {low} and "
-            raise argparse.ArgumentTypeError(f"must be {least}finite, got {text}")
+        if not -math.inf < value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be finite, got {text}")
+        if value < low:
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it in "invalid int value"
