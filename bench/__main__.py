@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +20,7 @@ from rich.table import Table
 
 from bench import checks, compare, document, ledger, measure, report
 from bench import profile as profiling
+from bench.apart import Apart
 from bench.entry import DIRECTIONS
 from bench.peers import known as every_peer
 from bench.registry import ENTRIES
@@ -36,6 +39,8 @@ if not console.is_terminal:
 
 
 OUT = ledger.ROOT / "bench" / "out"
+EVERY = 15  # seconds from one writing of what was measured to the next
+VERIFIED = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "")
 
 
 class Shapes(str, Enum):
@@ -83,7 +88,7 @@ def run_command(
     until = time.monotonic() + 60 * (minutes or math.inf)
     request = _request(shapes, routing, peers, dtype, threads, curves)
     _describe_machine()
-    rows = _verified(op, backend)
+    rows = list(_verified(op, backend))
     _refuse_idle(backend, rows)
     result = _measured(rows, request, seconds, until)
     path = ledger.write(result, out)
@@ -110,7 +115,7 @@ def verify_command(
         console.print("No GPU here: this proves the CPU kernels alone, and says nothing of Triton or CUDA.")
     request = _request(shapes, None, None, dtype, None, True)
     rows = _verified(op, backend)
-    _refuse_idle(backend, rows)
+    _refuse_idle(backend, list(rows))
     _proved(rows, request, seconds, out)
 
 
@@ -130,15 +135,20 @@ def gpu_command(
     until = time.monotonic() + 60 * (minutes or (1.75 if quick else 9.5))
     _describe_machine()
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
-    # Triton compiles for these cases, CUDA's kernels are built already.
-    half = time.monotonic() + 0.5 * (until - time.monotonic())
-    rows = [row for name in reversed(ledger.GPU_BACKENDS) for row in _verified(None, [name], small=quick, until=half)]
+    request = replace(request, first="aims")
+    log = out / "failures.log"
+    log.unlink(missing_ok=True)
+    half = 0.5 * (until - time.monotonic())
+    rows = checks.verified(OPERATIONS, reversed(ledger.GPU_BACKENDS), quick, half, log)
+    _print_table("Verified against the reference", VERIFIED, [cells(row) for row in rows])
     try:
-        _proved(rows, request, 0.2 if quick else 0.4, out, until, proof=not quick)
+        _proved(rows, request, 0.2 if quick else 0.4, out, until, proof=not quick, log=log)
     finally:
         document.write(ledger.read(out), out)
         report.README.write_text(report.rendered(report.README.read_text(), ledger.read()))
         console.print(f"report {out / 'report.md'}, ledger and tables in {report.README}", soft_wrap=True)
+        if log.exists():
+            console.print(f"what failed is in {log}", soft_wrap=True)
 
 
 @app.command("profile")
@@ -258,25 +268,18 @@ def _request(
     )
 
 
-def _verified(
-    ops: list[str] | None, backends: list[str] | None, *, small: bool = False, until: float = math.inf
-) -> list[Row]:
-    """Rows in the order of the operations, up to the one that is at work when the time is `until`."""
-    rows: list[Row] = []
-    try:
-        checked = verify(_words(ops), _words(backends), small=small)
-        if torch.cuda.is_available() and "triton" in (_words(backends) or KERNELS):
-            checks.compiled(_words(ops) or OPERATIONS, small, until - time.monotonic())
-        for row in checked:
-            rows.append(row)
-            if time.monotonic() > until:
-                console.print(f"out of time: nothing after {row.operation} {row.backend} {row.dtype} was verified")
-                break
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    header = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "")
-    _print_table("Verified against the reference", header, [cells(row) for row in rows])
-    return rows
+def _verified(ops: list[str] | None, backends: list[str] | None) -> dict[Row, dict[str, str]]:
+    """Rows in the order of the operations, each with what `checks.kernel_checks` has said of it, if it was asked."""
+    wanted = _known("--op", _words(ops), OPERATIONS) or tuple(OPERATIONS)
+    kernels = _known("--backend", _words(backends), KERNELS) or KERNELS
+    on_gpu = [name for name in ledger.GPU_BACKENDS if name in kernels and torch.cuda.is_available()]
+    here = [name for name in kernels if name not in on_gpu]
+    found: dict[Row, dict[str, str]] = {row: {} for row in verify(_words(ops), here, small=False)} if here else {}
+    if on_gpu:
+        found |= checks.verified(wanted, on_gpu, small=False)
+    found = dict(sorted(found.items(), key=lambda item: wanted.index(item[0].operation)))
+    _print_table("Verified against the reference", VERIFIED, [cells(row) for row in found])
+    return found
 
 
 def _refuse_idle(backends: list[str] | None, rows: list[Row]) -> None:
@@ -288,30 +291,46 @@ def _refuse_idle(backends: list[str] | None, rows: list[Row]) -> None:
 
 
 def _proved(
-    rows: list[Row],
+    rows: dict[Row, dict[str, str]],
     request: measure.Request,
     seconds: float,
     out: Path,
     until: float = math.inf,
     *,
     proof: bool = True,
+    log: Path | None = None,
 ) -> None:
-    """The checks beside the values, then figures; two fifths of the time until `until` are the figures'."""
-    found = {row: checks.kernel_checks(row) for row in rows}
+    """Figures, three fifths of the time until `until`, and the checks beside the values.
+
+    The result is written again and again: a lent GPU may be gone before the last figure.
+    """
+    on_gpu = torch.cuda.is_available()
+    found = {row: words if row.device == "cuda" else checks.kernel_checks(row) for row, words in rows.items()}
     pairs = sorted({(row.operation, row.backend) for row in rows if row.verdict == "ok" and row.device == "cuda"})
-    limit = None if until == math.inf else 0.3 * max(until - time.monotonic(), 0)
-    skipped = dict.fromkeys(checks.SANITIZERS, "not run: --quick")
-    sanitized = checks.sanitizers(pairs, limit) if proof else dict.fromkeys(pairs, skipped)
-    suite = {"pytest": "not run: no GPU" if not torch.cuda.is_available() else "not run: --quick"}
-    if proof and torch.cuda.is_available():
-        suite = checks.suite(limit)
-    result = _measured(rows, request, seconds, until)
-    result["suite"] = suite
+    later = "not run: out of time" if proof else "not run: --quick"
+    sanitized = {pair: dict.fromkeys(checks.SANITIZERS, later) for pair in pairs}
+    suite = {"pytest": later if on_gpu else "not run: no GPU"}
     by_key = {(row.operation, row.backend, row.dtype): words for row, words in found.items()}
-    for entry in result["entries"]:
-        pair = (entry["operation"], entry["backend"])
-        entry["checks"] = by_key[(*pair, entry["dtype"])] | sanitized.get(pair, {})
-    path = ledger.write(result, out)
+
+    def write(result: ledger.Result) -> Path:
+        result["suite"] = suite
+        for entry in result["entries"]:
+            pair = (entry["operation"], entry["backend"])
+            entry["checks"] = by_key[(*pair, entry["dtype"])] | sanitized.get(pair, {})
+        return ledger.write(result, out)
+
+    def left(share: float) -> float | None:
+        return None if until == math.inf else share * max(until - time.monotonic(), 0)
+
+    figures = left(0.6)
+    end = math.inf if figures is None else time.monotonic() + figures
+    result = _measured(list(rows), request, seconds, end if proof else until, write)
+    if proof and on_gpu:
+        suite = checks.suite(left(0.5), log)
+        write(result)
+    if proof:
+        sanitized = checks.sanitizers(pairs, left(1.0), log)
+    path = write(result)
     checked = [*by_key.items(), *(((*pair, "all"), words) for pair, words in sanitized.items())]
     checked.append((("all",) * 3, suite))
     lines = [(*key, *item) for key, words in checked for item in words.items()]
@@ -320,21 +339,35 @@ def _proved(
     _leave(result)
 
 
-def _measured(rows: list[Row], request: measure.Request, seconds: float, until: float = math.inf) -> ledger.Result:
+def _measured(
+    rows: list[Row],
+    request: measure.Request,
+    seconds: float,
+    until: float = math.inf,
+    write: Callable[[ledger.Result], object] = lambda result: None,
+) -> ledger.Result:
+    """The result, handed to `write` every EVERY seconds as far as it is."""
     jobs, refused = measure.plan(rows, request)
-    limits = measure.ceilings(jobs)
     found = measure.Found(left_out=refused)
     if until < math.inf:
         jobs = measure.in_turns(jobs)
     # Inputs, warm-up and graphs take about as long as the samples.
     budget = min(seconds, 0.5 * max(until - time.monotonic(), 0) / max(len(jobs), 1))
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("measuring", total=len(jobs))
-        for job, each in zip(jobs, measure.run(jobs, limits, budget, request.peers, until), strict=True):
-            found.add(each)
-            progress.update(task, advance=1, description=str(job))
-    _print_table("Measured", report.FIGURE_HEADER, [report.figure_cells(each) for each in found.figures])
+    write(measure.result(rows, found, {}))
+    with Apart() if torch.cuda.is_available() else nullcontext() as apart:
+        limits: measure.Ceilings = apart(measure.ceilings, jobs) if apart else measure.ceilings(jobs)
+        written = time.monotonic()
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("measuring", total=len(jobs))
+            for job, each in zip(jobs, measure.run(jobs, limits, budget, request.peers, until, apart), strict=True):
+                found.add(each)
+                progress.update(task, advance=1, description=str(job))
+                if time.monotonic() > written + EVERY:
+                    write(measure.result(rows, found, limits))
+                    written = time.monotonic()
     result = measure.result(rows, found, limits)
+    write(result)
+    _print_table("Measured", report.FIGURE_HEADER, [report.figure_cells(each) for each in found.figures])
     for line in result["not_measured"]:
         console.print(f"not measured: {line}", soft_wrap=True)
     return result

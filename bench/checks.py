@@ -4,16 +4,21 @@ report of a sanitizer, and the test suite on a real GPU. A check says "ok", "FAI
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +40,13 @@ SANITIZER_OPTIONS = {"memcheck": ("--report-api-errors", "no")}
 
 # Out of the blocks that torch's allocator keeps a kernel may run unseen: each tensor gets memory of its own.
 SANITIZED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+# The definition runs beside every kernel: torch's own, some of them hundreds of times, need no look.
+NOT_OURS = ("--kernel-name-exclude", "kernel_substring=at6native")
+TRIED = "import torch; torch.zeros(1, device='cuda').sum().item()"
+
+ON_GPU = "(triton or cuda) and not machine_code and not simt and not build"
+MOST_LOGGED = 200_000  # characters of one command
 
 
 def kernel_checks(row: Row) -> dict[str, str]:
@@ -72,87 +84,159 @@ def no_host_sync(row: Row) -> str:
     return "ok"
 
 
-def sanitizers(pairs: Iterable[tuple[str, str]], seconds: float | None = None) -> dict[tuple[str, str], dict[str, str]]:
+def sanitizers(
+    pairs: Iterable[tuple[str, str]], seconds: float | None = None, log: Path | None = None
+) -> dict[tuple[str, str], dict[str, str]]:
     """compute-sanitizer's tools over the small cases of operations and backends, several at a time."""
     program, until = shutil.which("compute-sanitizer"), time.monotonic() + (seconds or float("inf"))
-    if program is None:
-        missing = dict.fromkeys(SANITIZERS, "not run: compute-sanitizer is not installed")
-        return {pair: dict(missing) for pair in pairs}
+    reason = sanitizer_refuses(program, seconds)
+    if reason:
+        return {pair: dict.fromkeys(SANITIZERS, f"not run: {reason}") for pair in pairs}
 
-    def check(job: tuple[tuple[str, str], str]) -> str:
-        (op, backend), tool = job
+    def check(job: tuple[str, tuple[str, str]]) -> str:
+        tool, (op, backend) = job
         left = until - time.monotonic()
         if left < 1:
             return OUT_OF_TIME
         verify = [sys.executable, "-m", "moe_kernels", "verify", "--small", "--op", op, "--backend", backend]
         options = ["--tool", tool, "--error-exitcode", "9", *SANITIZER_OPTIONS.get(tool, ())]
-        return run([program, *options, *verify], None if seconds is None else left, **SANITIZED)
+        command = [program or "", *options, *NOT_OURS, *verify]
+        return run(command, None if seconds is None else left, log, **SANITIZED)
 
-    jobs = [(pair, tool) for pair in pairs for tool in SANITIZERS]
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+    # Tool by tool: where the time runs out, every kernel has met the first of them.
+    jobs = [(tool, pair) for tool in SANITIZERS for pair in pairs]
+    with ThreadPoolExecutor(max(1, cores() // 2)) as pool:
         words = list(pool.map(check, jobs))
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for (pair, tool), word in zip(jobs, words, strict=True):
+    for (tool, pair), word in zip(jobs, words, strict=True):
         found.setdefault(pair, {})[tool] = word
     return found
 
 
-# What a process of `compiled` does: the operation, dtype, device and size of its arguments.
-COMPILES = """
-import sys, torch
+def sanitizer_refuses(program: str | None, seconds: float | None = None) -> str:
+    """Why compute-sanitizer finds nothing here; empty if it runs. Some sandboxes show it no device it supports."""
+    if program is None:
+        return "compute-sanitizer is not installed"
+    tried = run([program, "--error-exitcode", "9", sys.executable, "-c", TRIED], seconds, None, **SANITIZED)
+    return "" if tried == "ok" else f"compute-sanitizer does not run here: {tried.removeprefix('FAILED: ')}"
+
+
+# What a process of `verified` does: the operation, backend, dtype, device and size of its arguments. The last line is
+# its row and the checks, the last but one of a failure where it was raised.
+VERIFIES = """
+import dataclasses, json, sys, torch
+from bench import checks
 from moe_kernels import verify
-op, dtype, device, size = sys.argv[1:]
-row = verify.check(op, "triton", getattr(torch, dtype), device, small=size == "small")
-sys.exit(f"{row.verdict}: {row.note}" if row.verdict == "FAILED" else 0)
+op, backend, dtype, device, size = sys.argv[1:]
+row = verify.check(op, backend, getattr(torch, dtype), device, small=size == "small")
+found = checks.kernel_checks(row) if size == "all" else {}
+print(json.dumps([dataclasses.asdict(row), found]))
 """
 
 
-def compiled(ops: Iterable[str], small: bool, seconds: float = math.inf) -> dict[tuple[str, str], str]:
-    """Fills Triton's cache with what verifying `ops` needs, every operation and dtype in a process of its own.
+def verified(
+    ops: Iterable[str], backends: Iterable[str], small: bool, seconds: float = math.inf, log: Path | None = None
+) -> dict[Row, dict[str, str]]:
+    """Rows of kernels on a GPU, and what `kernel_checks` says of each unless `small`.
 
-    1170 kernels at 0.3 to 1 s each: one after the other they outlast a lent GPU.
+    Every operation, backend and dtype is a process of its own: what a kernel does wrong on a GPU, everybody after it in
+    its process hears, and 1170 kernels that Triton compiles in 0.3 to 1 s each outlast a lent GPU one after the other.
     """
     until = time.monotonic() + seconds
-    places = {(op, dtype): placement(op, "triton", dtype).device for op in ops for dtype in DTYPES}
+    jobs = [(op, backend, dtype) for backend in backends for op in ops for dtype in DTYPES]
 
-    def compiles(job: tuple[str, torch.dtype]) -> str:
-        op, dtype = job
+    def check(job: tuple[str, str, torch.dtype]) -> tuple[Row, dict[str, str]]:
+        op, backend, dtype = job
+        device, reason = placement(op, backend, dtype)
+        unverified = Row(op, backend, short(dtype), device or "-", 0, 0.0, 0.0, "not run", reason)
+        if device is None:
+            return unverified, {}
         left = until - time.monotonic()
         if left < 1:
-            return OUT_OF_TIME
-        words = [op, short(dtype), str(places[job]), "small" if small else "all"]
-        return run([sys.executable, "-c", COMPILES, *words], None if left == math.inf else left)
+            return replace(unverified, note=OUT_OF_TIME), {}
+        words = [op, backend, short(dtype), device, "small" if small else "all"]
+        status, text = finished([sys.executable, "-c", VERIFIES, *words], None if left == math.inf else left)
+        if status is None:
+            return replace(unverified, note=OUT_OF_TIME), {}
+        lines = text.strip().splitlines() or [""]
+        if status != 0:
+            keep(log, " ".join(words), text)
+            note = f"its process ended with status {status}: {lines[-1]}"
+            return replace(unverified, error=math.inf, verdict="FAILED", note=note), {}
+        row, found = json.loads(lines[-1])
+        if row["verdict"] == "FAILED" or any(word.startswith("FAILED") for word in found.values()):
+            keep(log, " ".join(words), text)
+        return Row(**row), found
 
-    jobs = [job for job, device in places.items() if device is not None]
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        found = list(pool.map(compiles, jobs))
-    return {(op, short(dtype)): word for (op, dtype), word in zip(jobs, found, strict=True)}
+    with ThreadPoolExecutor(cores()) as pool:
+        return dict(pool.map(check, jobs))
 
 
-def suite(seconds: float | None = None) -> dict[str, str]:
-    """The whole test suite: with a GPU it runs the Triton and CUDA kernels there, not in an interpreter."""
-    several = ["-n", str(max(1, (os.cpu_count() or 1) // 2))] if importlib.util.find_spec("xdist") else []
-    return {"pytest": run([sys.executable, "-m", "pytest", "-q", "--no-header", *several], seconds)}
+def suite(seconds: float | None = None, log: Path | None = None) -> dict[str, str]:
+    """The test suite: with a GPU it runs the Triton and CUDA kernels there, not in an interpreter.
+
+    Where seconds are limited, only what those two run; every test's verdict is in the log as soon as it is known.
+    """
+    several = ["-n", str(max(1, cores() // 2))] if importlib.util.find_spec("xdist") else []
+    chosen = ["-v", "-k", ON_GPU] if seconds is not None else ["-q"]
+    command = [sys.executable, "-m", "pytest", "--no-header", "--color=no", *chosen, *several]
+    status, text = finished(command, seconds)
+    if status != 0:
+        keep(log, "pytest", text)
+    word = verdict(status, text)
+    if status is None:
+        failed, passed = (len(re.findall(rf"\b{word}\b.*tests/", text)) for word in ("FAILED", "PASSED"))
+        word = f"FAILED: {failed} tests" if failed else OUT_OF_TIME
+        word += f", {passed} passed before the time was out"
+    return {"pytest": word}
 
 
-def run(command: Iterable[str], seconds: float | None = None, **variables: str) -> str:
+def run(command: Iterable[str], seconds: float | None = None, log: Path | None = None, **variables: str) -> str:
     """A command's verdict, with its last line where it failed; variables: of its environment, beside this one's."""
-    # In a session of its own: what it started itself, workers or a sanitizer's target, ends with it and leaves the GPU
-    # to the figures.
-    options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **variables}, "text": True, "errors": "replace"}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
-    with subprocess.Popen(list(command), **options) as done:
-        try:
-            text, _ = done.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return OUT_OF_TIME
-        finally:
-            if done.poll() is None:
-                os.killpg(done.pid, signal.SIGKILL)
-    if done.returncode == 0:
+    words = list(command)
+    status, text = finished(words, seconds, **variables)
+    if status:
+        keep(log, " ".join(words), text)
+    return verdict(status, text)
+
+
+def verdict(status: int | None, text: str) -> str:
+    if status is None:
+        return OUT_OF_TIME
+    if status == 0:
         return "ok"
     lines = text.strip().splitlines()
-    return f"FAILED: status {done.returncode}: {lines[-1] if lines else ''}"
+    return f"FAILED: status {status}: {lines[-1] if lines else ''}"
+
+
+def finished(command: Iterable[str], seconds: float | None = None, **variables: str) -> tuple[int | None, str]:
+    """A command's status, None where it was out of time, and what it had printed."""
+    # In a session of its own: what it started itself, workers or a sanitizer's target, ends with it and leaves the GPU
+    # to the figures.
+    options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **variables}, "start_new_session": True}
+    with tempfile.TemporaryFile() as printed:
+        with subprocess.Popen(list(command), stdout=printed, stderr=subprocess.STDOUT, **options) as done:
+            try:
+                status: int | None = done.wait(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                status = None
+            finally:
+                if done.poll() is None:
+                    os.killpg(done.pid, signal.SIGKILL)
+        printed.seek(0)
+        return status, printed.read().decode(errors="replace")
+
+
+def keep(log: Path | None, title: str, text: str) -> None:
+    """Appends what somebody printed to the log: a GPU that was lent is gone when the question comes up."""
+    if log is not None:
+        with log.open("a") as file:  # one write, and so not mixed with another thread's
+            file.write(f"==== {title}\n{text[-MOST_LOGGED:]}\n")
+
+
+def cores() -> int:
+    """Those that this process may use: a container's, not its host's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _calls(row: Row) -> tuple[Inputs, Calls]:

@@ -13,13 +13,14 @@ from torch import Tensor
 import moe_kernels as mk
 from bench.entry import Entry, Inputs, Shape, through_autograd
 from bench.routing import logits
-from bench.shapes import LLM, PAPERS, fewer_tokens, routed, sizes
+from bench.shapes import AIMED, LLM, PAPERS, fewer_tokens, routed, sizes
 
 QUICK: list[Shape] = [{"T": 4096, "D": 128, "H": 128, "E": 64, "K": 1}]
 SHAPES = {
     "quick": routed(QUICK),
     "papers": routed(QUICK + sizes(PAPERS, "TDHEK")),
     "llm": routed(sizes(LLM, "TDHEK")),
+    "aims": routed(sizes(AIMED, "TDHEK"), ("uniform",)) + routed(sizes(AIMED, "TDHEK")[:1], ("zipf",)),
     "scaling": [{**QUICK[0], "T": tokens, "routing": "uniform"} for tokens in (512, 2048, 8192, 32768, 65536)],
 }
 NORMS = sizes(PAPERS, "TDHE")
@@ -41,15 +42,17 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     plan_of = {"K": 1, "routing": "uniform", **shape}
     weights, chosen = mk.topk_gate(logits(plan_of, device), plan_of["K"], backend="reference")
     plan = mk.make_plan(chosen, experts, backend="reference")
-    tensors = {
-        "x": torch.randn(tokens, dim),
-        "w_in": torch.randn(experts, dim, hidden) / dim**0.5,
-        "w_out": torch.randn(experts, hidden, dim) / hidden**0.5,
-        "grad": torch.randn(tokens, dim),
-        "grad_rows": torch.randn(plan.num_rows, hidden),
-        "grad_norms": torch.randn(tokens, experts),
+    sizes = {
+        "x": (tokens, dim),
+        "w_in": (experts, dim, hidden),
+        "w_out": (experts, hidden, dim),
+        "grad": (tokens, dim),
+        "grad_rows": (plan.num_rows, hidden),
+        "grad_norms": (tokens, experts),
     }
-    found: Inputs = {name: each.to(device, dtype) for name, each in tensors.items()}
+    # Drawn there: one thread of the host takes 2 s for the 2^28 weights of Qwen3-30B, of which there are two sets.
+    found: Inputs = {name: torch.randn(size, device=device).to(dtype) for name, size in sizes.items()}
+    found |= {"w_in": found["w_in"] / dim**0.5, "w_out": found["w_out"] / hidden**0.5}
     leaves = {name: found[name] for name in ("x", "w_in", "w_out")} | {"weights": weights.to(dtype)}
     found |= {f"leaf_{name}": each.clone().requires_grad_() for name, each in leaves.items()}
     return found | {"plan": plan, "bounds": plan.expert_offsets.tolist()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
 from itertools import zip_longest
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from bench import ledger, nvml, peers, routing, timing, tracing
+from bench.apart import Apart, Lost
 from bench.registry import ENTRIES, Inputs, Shape, label
 from bench.shapes import ROUTINGS
 from moe_kernels import info
@@ -21,6 +22,7 @@ from moe_kernels.verify import Row, said, threads
 
 MEMCPY = "memcpy"
 ROUGHLY = 0.05
+JOB_SECONDS = 60  # a job that compiles four kernels takes 20, one that hangs for ever
 
 Figure = dict[str, Any]
 Calls = dict[str, Callable[[Inputs], object]]
@@ -31,6 +33,8 @@ Ceilings = dict[str, dict[str, float]]
 class Request:
     """What is to be measured: a set of shapes and which of them, dtypes, CPU threads, peers (None: all), curves.
 
+    first: a set before that one, in 16 bits where the operation takes them: float32 products of these sizes take
+        seconds a job.
     curves: the scaling of every operation too, forward, in the first dtype, on the most threads.
     """
 
@@ -40,6 +44,7 @@ class Request:
     routings: tuple[str, ...] = ROUTINGS
     peers: tuple[str, ...] | None = None
     curves: bool = True
+    first: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,9 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
         threads = request.threads if device == "cpu" else (1,)
         job = partial(Job, op=op, dtype=dtype, device=device, backends=tuple(backends))
         shapes = _shapes(op, request.shapes, device, request.routings)
+        if request.first and name == min(set(request.dtypes) & {short(each) for each in entry.dtypes}, key=_width):
+            before = _shapes(op, request.first, device, request.routings)
+            shapes = before + [each for each in shapes if each not in before]
         if not shapes:
             refused.append(f"{op}: has no shapes called {request.shapes} with that routing")
         jobs += [
@@ -123,6 +131,10 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
                 refused.append(f"{op}: has no shapes called scaling")
             jobs += [job(shape=shape, direction="forward", threads=max(threads), curve=True) for shape in curve]
     return jobs, list(dict.fromkeys(refused))
+
+
+def _width(name: str) -> int:
+    return getattr(torch, name).itemsize
 
 
 def _shapes(op: str, name: str, device: str, routings: tuple[str, ...]) -> list[Shape]:
@@ -154,38 +166,80 @@ def ceilings(jobs: list[Job]) -> Ceilings:
 
 
 def in_turns(jobs: list[Job]) -> list[Job]:
-    """One job of every operation, then the next of each: where the time runs out, none is left out altogether."""
-    by_op: dict[str, list[Job]] = {}
-    for job in jobs:
-        by_op.setdefault(job.op, []).append(job)
-    return [job for turn in zip_longest(*by_op.values()) for job in turn if job]
+    """One job of every operation and dtype, the narrow ones first, then the next of each, and the curves after all:
+    where the time runs out, none is left out altogether."""
+    groups: dict[tuple[bool, str, torch.dtype], list[Job]] = {}
+    for job in sorted(jobs, key=lambda job: job.dtype.itemsize):
+        groups.setdefault((job.curve, job.op, job.dtype), []).append(job)
+    taken = []
+    for curve in (False, True):
+        turns = zip_longest(*(group for key, group in groups.items() if key[0] == curve))
+        taken += [job for turn in turns for job in turn if job]
+    return taken
 
 
 def run(
-    jobs: list[Job], limits: Ceilings, budget: float, peers: tuple[str, ...] | None = None, until: float = math.inf
+    jobs: list[Job],
+    limits: Ceilings,
+    budget: float,
+    peers: tuple[str, ...] | None = None,
+    until: float = math.inf,
+    apart: Apart | None = None,
 ) -> Iterator[Found]:
-    """Takes the samples of each job, `budget` seconds a job; one figure a backend. None after `until`."""
-    for job in jobs:
-        found = Found()
-        if time.monotonic() > until:
-            found.left_out.append(f"{job}: out of time")
-            yield found
-            continue
+    """Takes the samples of each job, `budget` seconds a job; one figure a backend. None after `until`.
+
+    apart: where they are taken, so that a kernel which loses the GPU, or JOB_SECONDS, takes no other job with it.
+    Where a job fails, each of its kernels is tried alone and without peers: what is to blame has no figure.
+    """
+
+    def taken(job: Job, peers: tuple[str, ...] | None) -> Found:
+        arguments = job, limits, budget, peers
+        if apart is None:
+            return one(*arguments)
+        left = until - time.monotonic() + 5  # what is left is for the samples, not for what a job began with
         try:
-            with threads(job.threads):
-                samples, more = _samples(job, budget, peers, found)
-        except Exception as raised:  # the jobs before it keep their figures
-            why = f"{job}: {said(raised)}"
-            found.left_out.append(why)
-            found.failed |= {(job.op, backend, short(job.dtype)): why for backend in job.backends}
-            yield found
+            return apart(one, *arguments, seconds=min(left, JOB_SECONDS))
+        except Lost as lost:
+            hurried = left < JOB_SECONDS and time.monotonic() > until
+            return Found(left_out=[f"{job}: out of time"]) if hurried else _failed(job, str(lost))
+
+    for job in jobs:
+        if time.monotonic() > until:
+            yield Found(left_out=[f"{job}: out of time"])
             continue
-        memcpy = samples.pop(MEMCPY)
-        kernels = {name: samples.pop(name) for name in job.backends}
-        limit = limits[setting(job.device, job.threads)]
-        figures = [figure(job, name, each, samples, memcpy, limit) | more[name] for name, each in kernels.items()]
-        (found.curves if job.curve else found.figures).extend(figures)
+        found = taken(job, peers)
+        if found.failed and job.device == "cuda":
+            alone = Found(left_out=found.left_out)
+            for backend in job.backends:
+                alone.add(taken(replace(job, backends=(backend,)), ()))
+            found = alone
         yield found
+
+
+def one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...] | None) -> Found:
+    """The figures of one job, or why there are none."""
+    found = Found()
+    try:
+        with threads(job.threads):
+            samples, more = _samples(job, budget, peers, found)
+    except Exception as raised:  # the jobs before it keep their figures
+        return _failed(job, said(raised), found)
+    finally:
+        if job.device == "cuda":  # the next one's sizes differ: what this one's blocks hold is of no use to it
+            torch.cuda.empty_cache()
+    memcpy = samples.pop(MEMCPY)
+    kernels = {name: samples.pop(name) for name in job.backends}
+    limit = limits[setting(job.device, job.threads)]
+    figures = [figure(job, name, each, samples, memcpy, limit) | more[name] for name, each in kernels.items()]
+    (found.curves if job.curve else found.figures).extend(figures)
+    return found
+
+
+def _failed(job: Job, why: str, found: Found | None = None) -> Found:
+    found, line = found or Found(), f"{job}: {why}"
+    found.left_out.append(line)
+    found.failed |= {(job.op, backend, short(job.dtype)): line for backend in job.backends}
+    return found
 
 
 def _samples(
@@ -202,6 +256,8 @@ def _samples(
     calls: dict[str, Callable[[Inputs], object]] = {MEMCPY: lambda each: each[MEMCPY][1].copy_(each[MEMCPY][0])}
     calls |= {name: entry.kernel(name)[job.direction] for name in job.backends}
     others = _peers(job, one, wanted, calls[job.backends[0]], found)
+    if job.device == "cuda" and not job.curve:
+        _compare(job, calls, others, one, found)
     calls |= others
     bound = {name: partial(call, one) for name, call in calls.items()}
     more: dict[str, Figure] = {name: {} for name in job.backends}
@@ -216,7 +272,7 @@ def _samples(
         works = timing.launchers(calls, sets, waiting)
         samples = timing.time_gpu(works, len(sets), budget)
         for name in job.backends:
-            launch = timing.launch_seconds(bound[name])
+            launch = timing.launch_seconds(bound[name], budget)
             more[name] = {"launch_us": launch * 1e6} | nvml.watch(works[name], len(sets), min(budget, 0.2))
         del works, sets
     if job.direction == "training" and not job.curve:
@@ -224,6 +280,17 @@ def _samples(
         for name in job.backends:
             more[name] |= {"peak_mib": peaks[name], "peers_peak_mib": {other: peaks[other] for other in others}}
     return samples, more
+
+
+def _compare(job: Job, calls: Calls, others: Calls, inputs: Inputs, found: Found) -> None:
+    """Says which kernel is far from PyTorch at this size, which nobody verified; where choices tie it may be right."""
+    name = next((name for name in others if name in ENTRIES[job.op].peers), None)
+    if name is not None:
+        its = others[name](inputs)
+        for backend in job.backends:
+            off = _off(calls[backend](inputs), its)
+            if off > ROUGHLY:
+                found.left_out.append(f"{job}: {backend} is off from {name} by {off:.2g} of its norm")
 
 
 def _peers(
@@ -256,11 +323,17 @@ def _wrong(
         return {name: f"fails: {said(raised)}"}
     if kernel is None:
         return {}
-    mine, its = ([each.float() for each in tensors_of(output)] for output in (kernel(inputs), got))
-    if [each.shape for each in mine] != [each.shape for each in its]:
-        return {name: "gives another shape"}
-    off = max((float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(mine, its, strict=True)), default=0.0)
+    off = _off(kernel(inputs), got)
     return {} if off <= ROUGHLY else {name: f"gives another result, off by {off:.2g} of its norm"}
+
+
+def _off(mine: object, its: object) -> float:
+    """How far apart two outputs are, of the second one's norm; infinite where shapes or NaN differ."""
+    pairs = list(zip_longest(*([each.float() for each in tensors_of(output)] for output in (mine, its))))
+    if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
+        return math.inf
+    found = [float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs]
+    return max((math.inf if math.isnan(off) else off for off in found), default=0.0)
 
 
 def tensors_of(output: object) -> list[torch.Tensor]:

@@ -10,13 +10,14 @@ from torch import Tensor
 
 import moe_kernels as mk
 from bench.entry import Entry, Inputs, Shape, label, through_autograd
-from bench.shapes import LLM, PAPERS, ROUTINGS, fewer_tokens, routed, sizes
+from bench.shapes import AIMED, LLM, PAPERS, ROUTINGS, fewer_tokens, routed, sizes
 
 QUICK: list[Shape] = [{"T": 8192, "D": 512, "E": 64, "K": 2}]
 SHAPES = {
     "quick": routed(QUICK),
     "papers": routed(QUICK + sizes(PAPERS, "TDEK")),
     "llm": routed(sizes(LLM, "TDEK")),
+    "aims": routed(sizes(AIMED, "TDEK")[:1], ("uniform", "zipf")),
     "scaling": routed([{"T": tokens, "D": 128, "E": 64, "K": 2} for tokens in (512, 2048, 8192, 32768, 65536)])[::3],
 }
 
@@ -33,8 +34,8 @@ def logits(shape: Shape, device: str) -> Tensor:
     if shape["routing"] == "adversarial":
         share[experts - experts // 4 :] = 0
         share[0] = share[1:].sum()
-    noise = -torch.log(-torch.log(torch.rand(shape["T"], experts).clamp(1e-20, 1 - 1e-7)))
-    return (share.log() + noise).clamp(min=-1e4).to(device)
+    noise = -torch.log(-torch.log(torch.rand(shape["T"], experts, device=device).clamp(1e-20, 1 - 1e-7)))
+    return (share.to(device).log() + noise).clamp(min=-1e4)
 
 
 def loads(shape: Shape = QUICK[0]) -> dict[str, Any]:
@@ -50,8 +51,8 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     scores = logits(shape, device)
     weights, experts = mk.topk_gate(scores, shape["K"], backend="reference")
     plan = mk.make_plan(experts.to(torch.int32), shape["E"], backend="reference")
-    tensors = {"x": torch.randn(shape["T"], shape["D"]), "rows": torch.randn(plan.num_rows, shape["D"])}
-    found: Inputs = {name: each.to(device, dtype) for name, each in tensors.items()}
+    rows = {"x": shape["T"], "rows": plan.num_rows}
+    found: Inputs = {name: torch.randn(count, shape["D"], device=device).to(dtype) for name, count in rows.items()}
     leaves = {"leaf_x": found["x"], "leaf_rows": found["rows"], "leaf_weights": weights.to(dtype)}
     leaves |= {"leaf_logits": scores.to(dtype)}
     found |= {name: each.clone().requires_grad_() for name, each in leaves.items()}

@@ -17,6 +17,8 @@ LLM = {
     "DeepSeek-V3": (8192, 7168, 2048, 256, 8),
     "gpt-oss": (8192, 2880, 2880, 128, 4),
 }
+# The one that the design's aims are stated for, one of fewer experts, and one whose weights do not fit into L2.
+AIMED = {name: LLM[name] for name in ("Qwen3-30B", "OLMoE", "Mixtral")}
 PAPERS = {
     "CompeteSMoE": (24576, 352, 352, 16, 2),
     "V-MoE S/32": (12800, 512, 2048, 32, 2),

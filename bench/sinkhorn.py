@@ -50,6 +50,7 @@ ENTRIES = {
         shapes={
             "quick": [_shape(16384, 4, 20, 1.0), _shape(64, 64, 50, 1.0), _shape(64, 64, 50, 1e-5)],
             "llm": [_shape(65536, 4, 20, 1.0)],
+            "aims": [_shape(65536, 4, 20, 1.0), _shape(4096, 64, 50, 1.0)],
             "scaling": [_shape(4, n, 20, 1.0) for n in (4, 16, 64, 256, 512)],
             "papers": [
                 _shape(*size, tau)

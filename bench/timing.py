@@ -206,10 +206,10 @@ def _between_events(work: Callable[[], object]) -> float:
     return start.elapsed_time(end) * 1e-3
 
 
-def launch_seconds(call: Callable[[], object], repeats: int = 50) -> float:
-    """Median seconds that the host is busy with one call on the GPU, not waiting for it."""
-    taken = []
-    for _ in range(repeats):
+def launch_seconds(call: Callable[[], object], budget: float = 0.5, repeats: int = 50) -> float:
+    """Median seconds that the host is busy with one call on the GPU, not waiting for it; of fewer where calls last."""
+    taken, began = list[float](), time.perf_counter()
+    while len(taken) < repeats and (len(taken) < FEW_ROUNDS or time.perf_counter() - began < budget):
         torch.cuda.synchronize()
         start = time.perf_counter()
         call()

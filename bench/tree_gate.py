@@ -22,6 +22,7 @@ SHAPES = {
     "papers": [
         _shape(16384, dim, experts, trees) for dim in (768, 4096) for experts in (8, 64, 256) for trees in (1, 4, 8)
     ],
+    "aims": [_shape(16384, 768, 64, 1)],
     "scaling": [_shape(1024, 256, experts, 1) for experts in (8, 32, 128, 512, 1024)],
 }
 

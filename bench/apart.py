@@ -1,0 +1,100 @@
+"""Calls in a process of their own. A kernel that leaves its memory, or never ends, takes the GPU from its process: all
+later calls there fail or wait. That process is ended, and the next call gets a fresh one."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from moe_kernels.verify import said
+
+
+class Lost(RuntimeError):
+    """A call that ended with its process, or was ended with it."""
+
+
+class Apart:
+    """apart(function, *args, seconds=...): what it returns there. Function, arguments and result must pickle.
+
+    A call that raises nothing and leaves the GPU unusable is Lost too: nobody can say what its result is worth.
+    """
+
+    def __init__(self) -> None:
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def __enter__(self) -> Apart:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._end()
+
+    def __call__(self, function: Callable[..., Any], *args: Any, seconds: float = math.inf) -> Any:
+        pipe = self._pipe or self._start()
+        try:
+            pipe.send((function, args))
+            if not pipe.poll(None if seconds == math.inf else max(seconds, 0)):
+                raise Lost(f"did not end within {seconds:.0f} s")
+            result, raised, broken = pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(1)
+            status = self._process.exitcode
+            self._end()
+            raise Lost(f"its process ended with status {status}") from None
+        except BaseException:
+            self._end()
+            raise
+        if broken:
+            self._end()
+            raise Lost(raised or broken)
+        if raised:
+            raise RuntimeError(raised)
+        return result
+
+    def _start(self) -> Connection:
+        context = multiprocessing.get_context("spawn")  # a fork has no use of a GPU that its parent began to use
+        self._pipe, there = context.Pipe()
+        self._process = context.Process(target=_serve, args=(there,), daemon=True)
+        self._process.start()
+        there.close()
+        return self._pipe
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        if self._pipe is not None:
+            self._pipe.close()
+        self._process = self._pipe = None
+
+
+def _serve(pipe: Connection) -> None:
+    broken = ""
+    while not broken:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        result, raised = None, ""
+        try:
+            result = function(*args)
+        except Exception as error:
+            raised = said(error)
+        broken = unusable()
+        pipe.send((result, raised, broken))
+
+
+def unusable() -> str:
+    """What the GPU says to this process where it takes no more of its work; empty where all is well."""
+    if not torch.cuda.is_initialized():
+        return ""
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        return said(error)
+    return ""
