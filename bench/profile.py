@@ -6,7 +6,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,21 +73,33 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
                 call()
             if job.device == "cuda":
                 torch.cuda.synchronize()
+    if job.device == "cuda":  # what Nsight Compute looks at, if it looks (see tools)
+        with torch.cuda.profiler.profile():
+            call()
+            torch.cuda.synchronize()
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / f"{name_of(job)}.trace.json"
     profiler.export_chrome_trace(str(trace))
     on_gpu = job.device == "cuda"
-    spent = []
-    for event in profiler.key_averages():
-        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if us > 0 and event.key != "PythonDispatchMode":  # the listener itself
-            spent.append((event.key, event.count / CALLS, us / CALLS))
+    spent = _spent(profiler.key_averages(), on_gpu)
     total = sum(us for *_, us in spent)
     scale = 1.0 if on_gpu else figure["us"] / total
     lines = [
         Line(name, count if on_gpu else None, us * scale, us / total, us * scale / floor) for name, count, us in spent
     ]
     return Profile(sorted(lines, key=lambda line: -line.us), figure["us"], floor, trace)
+
+
+def _spent(events: Iterable[Any], on_gpu: bool) -> list[tuple[str, float, float]]:
+    """Name, launches and microseconds a call of what took time of its own."""
+    found = []
+    for event in events:
+        if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
+            continue  # has the time of the kernels that it launched, which are events of their own
+        us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if us > 0 and event.key != "PythonDispatchMode":  # the listener itself
+            found.append((event.key, event.count / CALLS, us / CALLS))
+    return found
 
 
 def _call(job: measure.Job) -> Callable[[], object]:
@@ -114,7 +126,9 @@ def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str
     else:
         out = folder / f"{name_of(job)}.ncu-rep"
         again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
-        command = [program, "--set", "full", "--launch-count", "20", "--force-overwrite", "--export", str(out), *again]
+        # Of the first 20 launches of the process all make inputs and ceilings.
+        options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
+        command = [program, *options, "--export", str(out), *again]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
         found["Nsight Compute"] = str(out) if done.returncode == 0 else f"failed: {done.stdout.strip()[-200:]}"
     found["proton"] = _proton(job, folder)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,26 @@ def test_profile_names_the_kernel_that_takes_the_time(monkeypatch, tmp_path: Pat
     assert found.floor_us == pytest.approx(2 * 4096 * 512 * 4 / 10e9 * 1e6)
     assert json.loads(found.trace.read_text())["traceEvents"]
     assert profile.tools(JOBS[0], [], tmp_path) == {"Nsight Compute": "not run: no GPU", "proton": "not run: no GPU"}
+
+
+def test_profile_counts_a_gpus_kernel_once_and_not_its_launch_too() -> None:
+    kinds = torch.autograd.DeviceType
+    events = [
+        SimpleNamespace(key="aten::mm", count=10, device_type=kinds.CPU, self_device_time_total=90.0),
+        SimpleNamespace(key="sm90_gemm", count=20, device_type=kinds.CUDA, self_device_time_total=90.0),
+        SimpleNamespace(key="nothing", count=10, device_type=kinds.CUDA, self_device_time_total=0.0),
+    ]
+    assert profile._spent(events, True) == [("sm90_gemm", 2.0, 9.0)]
+
+
+def test_nsight_compute_looks_at_the_call_and_not_at_its_inputs(monkeypatch, tmp_path: Path) -> None:
+    program = tmp_path / "ncu"
+    program.write_text('#!/bin/sh\ncase "$*" in *"--profile-from-start off"*--no-tools*) exit 0;; esac; exit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(profile, "_proton", lambda *args: "not run")
+    found = profile.tools(replace(JOBS[0], device="cuda"), ["--op=kwta"], tmp_path)
+    assert found["Nsight Compute"] == str(tmp_path / "kwta-cpu-float32-forward.ncu-rep")
 
 
 def test_profile_says_what_cannot_be_profiled() -> None:
