@@ -1,4 +1,4 @@
-"""python -m bench run | verify | gpu | report | profile | compare"""
+"""python -m bench run | verify | gpu | tiles | report | profile | compare"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench import checks, compare, document, ledger, measure, report
+from bench import checks, compare, document, ledger, measure, report, tiles
 from bench import profile as profiling
 from bench.apart import Apart
 from bench.entry import DIRECTIONS
@@ -186,6 +186,23 @@ def profile_command(
         again += [f"--shapes={shapes.value}", f"--shape={shape}", f"--threads={threads}", f"--out={out}"]
         for name, word in profiling.tools(job, again, out).items():
             console.print(f"{name}: {word}", soft_wrap=True)
+
+
+@app.command("tiles")
+def tiles_command(
+    out: Annotated[Path, typer.Option(help="Where tiles.json goes.")] = OUT,
+) -> None:
+    """Times every tile of Triton's grouped products at the aims' shapes. Compiling takes minutes. Needs a GPU."""
+    if not torch.cuda.is_available():
+        console.print("No GPU that torch can use.")
+        raise typer.Exit(2)
+    found: list[tiles.Line] = []
+    out.mkdir(parents=True, exist_ok=True)
+    for lines in tiles.sweep():
+        found += lines
+        (out / "tiles.json").write_text(json.dumps(found, indent=1) + "\n")
+        rows = [[str(each.get(name, "")) for name in ("kernel", "K", "N", "tiles", "ms", "failed")] for each in lines]
+        _print_table(f"{lines[0]['shape']} {lines[0]['activation']}", ("kernel", "K", "N", "tiles", "ms", ""), rows)
 
 
 @app.command("report")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_grouped_gemm import check
 
-pytest.importorskip("triton", reason="Triton is not installed")
+triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from conftest import TARGETS, running
 
@@ -57,3 +57,21 @@ def test_tiles_of_a_shape():
         (False, 8 * 97, 2048, _grouped_configs.GENERAL["fwd"]),
     ):
         assert _grouped_launch.choose("fwd", 90, even, rows, 8, columns) == expected
+
+
+def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(monkeypatch):
+    assert set(_grouped_configs.ALTERNATIVES) == set(_grouped_configs.TILES)
+    for (kernel, which), known in _grouped_configs.ALTERNATIVES.items():
+        for m, n, k, warps, stages in known:
+            columns = 2 * n if kernel == "gated" else n
+            assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048
+            assert m * columns <= 128 * 32 * warps  # 128 sums a thread and as many registers for the rest
+        assert not set(known) & set(_grouped_configs.TILES[kernel, which])
+
+    def no_room(call, **options):
+        raise triton.runtime.OutOfResources(2, 1, "shared memory")
+
+    monkeypatch.setattr(triton.testing, "do_bench", no_room)
+    assert _grouped_launch._milliseconds(lambda tiles: None, Tiles(128, 128, 64, 8, 4)) == float("inf")
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, **options: call() or 2.0)
+    assert _grouped_launch._milliseconds(lambda tiles: None, Tiles(128, 128, 64, 8, 4)) == 2.0

@@ -28,5 +28,5 @@ try:
 
     _cpu.read_tensors_by(torch.Tensor.__dlpack_c_exchange_api__, TYPES)
     look = _cpu.look
-except (ImportError, AttributeError):
+except (ImportError, AttributeError, TypeError):
     look = by_attributes

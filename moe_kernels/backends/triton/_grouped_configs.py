@@ -37,6 +37,18 @@ TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("weight", 80): (Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
 }
+# What MOE_KERNELS_AUTOTUNE=1 tries beside them: fewer stages or half a tile, so that two blocks of an SM take turns in
+# their prologues and epilogues; and twice the rows or columns, which halves what L2 gives for the same products.
+ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
+    ("fwd", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 128, 32, 4, 3), Tiles(128, 256, 32, 8, 3)),
+    ("fwd", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
+    ("gated", 80): (Tiles(128, 64, 32, 8, 4), Tiles(128, 128, 32, 8, 3)),
+    ("gated", 90): (Tiles(128, 64, 64, 8, 3), Tiles(128, 64, 64, 4, 3), Tiles(128, 128, 64, 8, 3)),
+    ("hidden", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 128, 32, 4, 3)),
+    ("hidden", 90): (Tiles(128, 128, 64, 4, 3), Tiles(128, 256, 64, 8, 4), Tiles(256, 128, 64, 8, 4)),
+    ("weight", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 256, 32, 8, 3)),
+    ("weight", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
+}
 # For float32, and for rows that are no multiples of 16 bytes: their elements are read one by one.
 GENERAL = {
     "fwd": Tiles(64, 64, 32, 4, 3),

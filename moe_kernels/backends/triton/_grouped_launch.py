@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +15,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels.backends import _native
 from moe_kernels.backends.triton import Configuration
-from moe_kernels.backends.triton._grouped_configs import GENERAL, TILES, Tiles
+from moe_kernels.backends.triton._grouped_configs import ALTERNATIVES, GENERAL, TILES, Tiles
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of a gated one's first half
 
-_timed: dict[tuple[object, ...], Tiles] = {}
+# Milliseconds that MOE_KERNELS_AUTOTUNE=1 found, by kernel, device, dtype, K, columns, experts and bits of the rows.
+timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
 
 
 @functools.cache
@@ -31,16 +33,24 @@ def launch_tiles(
     kernel: str, x: Tensor, other: Tensor, rows: int, num_experts: int, columns: int, launch: Callable[[Tiles], None]
 ) -> None:
     """launch(tiles) with the tiles for x (T or R, K) against another operand; with MOE_KERNELS_AUTOTUNE=1 those of the
-    kernel's classes that are fastest here, timed once a shape, which waits for the host."""
+    kernel's classes and alternatives that are fastest here, timed once a shape, which waits for the host."""
     which, even = loop(x.device), x.dtype != torch.float32 and _even(x, other, columns)
     tiles = choose(kernel, which, even, rows, num_experts, columns)
     if even and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
         key = (kernel, x.device, x.dtype, x.shape[1], columns, num_experts, rows.bit_length())
-        if key not in _timed:
-            known = dict.fromkeys(TILES[kernel, which])
-            _timed[key] = min(known, key=lambda each: triton.testing.do_bench(lambda: launch(each)))
-        tiles = _timed[key]
+        if key not in timed:
+            known = dict.fromkeys((*TILES[kernel, which], *ALTERNATIVES[kernel, which]))
+            timed[key] = {each: _milliseconds(launch, each) for each in known}
+        tiles = min(timed[key], key=timed[key].__getitem__)
     launch(tiles)
+
+
+def _milliseconds(launch: Callable[[Tiles], None], tiles: Tiles) -> float:
+    """Of a launch, its L2 cache cold; infinite where the device has no room for such tiles."""
+    try:
+        return triton.testing.do_bench(lambda: launch(tiles), return_mode="median")
+    except triton.runtime.OutOfResources:
+        return math.inf
 
 
 def choose(kernel: str, which: int, even: bool, rows: int, num_experts: int, columns: int) -> Tiles:
