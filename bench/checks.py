@@ -122,8 +122,9 @@ def sanitizer_refuses(program: str | None, seconds: float | None = None) -> str:
     return "" if tried == "ok" else f"compute-sanitizer does not run here: {tried.removeprefix('FAILED: ')}"
 
 
-# What a process of `verified` does: the operation, backend, dtype, device and size of its arguments. The last line is
-# its row and the checks, the last but one of a failure where it was raised.
+# What a process of `verified` does: the operation, backend, dtype, device and size of its arguments. A line that begins
+# with TOLD has its row and the checks.
+TOLD = "verified: "
 VERIFIES = """
 import dataclasses, json, sys, torch
 from bench import checks
@@ -131,7 +132,7 @@ from moe_kernels import verify
 op, backend, dtype, device, size = sys.argv[1:]
 row = verify.check(op, backend, getattr(torch, dtype), device, small=size == "small")
 found = checks.kernel_checks(row) if size == "all" else {}
-print(json.dumps([dataclasses.asdict(row), found]))
+print(checks.TOLD + json.dumps([dataclasses.asdict(row), found]))
 """
 
 
@@ -160,11 +161,12 @@ def verified(
         if status is None:
             return replace(unverified, note=OUT_OF_TIME), {}
         lines = text.strip().splitlines() or [""]
-        if status != 0:
+        told = [line for line in lines if line.startswith(TOLD)]  # libraries have words of their own, the last ones too
+        if status != 0 or not told:
             keep(log, " ".join(words), text)
             note = f"its process ended with status {status}: {lines[-1]}"
             return replace(unverified, error=math.inf, verdict="FAILED", note=note), {}
-        row, found = json.loads(lines[-1])
+        row, found = json.loads(told[-1].removeprefix(TOLD))
         if row["verdict"] == "FAILED" or any(word.startswith("FAILED") for word in found.values()):
             keep(log, " ".join(words), text)
         return Row(**row), found

@@ -133,6 +133,8 @@ def test_a_verdict_on_a_gpu_is_one_processs(monkeypatch: pytest.MonkeyPatch, tmp
         ("make_plan", "triton", "float32", "ok")
     ]
     assert not log.exists()
+    monkeypatch.setattr(checks, "VERIFIES", checks.VERIFIES + "print('goodbye')")
+    assert [row.verdict for row in checks.verified(["make_plan"], ["triton"], small=True, log=log)] == ["ok"]
     outside = checks.verified(["make_plan"], ["triton"], small=True, seconds=0.5, log=log)
     assert {(row.verdict, row.note) for row in outside} == {("not run", checks.OUT_OF_TIME)}
     monkeypatch.setattr(checks, "VERIFIES", "print('line 1\\nthe last words'); import os; os.abort()")

@@ -26,6 +26,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block, A100 and H100
 INSTRUCTIONS = {
     r"kwta_fwd .*": [r"LDG\.E"],
     r"kwta_bwd .*": [r"LDG\.E", r"STG\.E"],
+    r"kwta_bwd .* even": [r"LDG\.E\.128", r"STG\.E\.128"],
     r"(dispatch|combine)_.*": [r"LDG\.E", r"STG\.E"],
     r"topk_gate_.*": [r"LDG\.E", r"STG\.E"],
     r"sinkhorn_.*": [r"LDG\.E", r"STG\.E", r"DFMA"],
@@ -33,6 +34,12 @@ INSTRUCTIONS = {
     r"plan_.*": [r"LDG\.E", r"STG\.E"],
     r"tree_gate_(fwd|bwd) .*": [r"LDG\.E", r"STG\.E", r"MUFU\.EX2"],
     r"tree_gate_fused .*": [r"HG?MMA", r"LDGSTS\.E\.BYPASS\.128", r"BAR\.SYNC", r"MUFU\.EX2"],
+}
+
+# And what it must not: rows that are multiples of 16 bytes are read 16 bytes at a time, whichever elements win.
+UNWANTED = {
+    r"kwta_(fwd|bwd) (bfloat16|float16|i16) .*even": [r"LDG\.E\.U16"],
+    r"kwta_fwd float32 .*even": [r"LDG\.E$"],
 }
 
 # The inner loops of the products in 16 bits: cp.async and mma.sync, or descriptors (TMA) and wgmma.
@@ -68,7 +75,12 @@ def test_every_configuration(capability):
             matched.add(pattern)
             for instruction in wanted:
                 assert any(re.match(instruction, code) for code in each["instructions"]), f"{name}: no {instruction}"
-    assert matched == set(instructions), "a pattern matches no configuration"
+        for pattern, unwanted in UNWANTED.items():
+            if re.fullmatch(pattern, name):
+                matched.add(pattern)
+                found = [code for code in each["instructions"] for one in unwanted if re.match(one, code)]
+                assert not found, f"{name}: {found}"
+    assert matched == {*instructions, *UNWANTED}, "a pattern matches no configuration"
 
     table = json.loads(TABLE.read_text())
     if table["triton"] != triton.__version__:

@@ -39,12 +39,17 @@ def configurations() -> list[Configuration]:
         constants = {"TIES": 0, "STORE_Y": True, "STORE_BITS": True, "STORE_MASK": False, "INF": inf, "FORMAT": form}
         constants |= {"RESIDENT": True, "BLOCK": block, "CHUNK": min(block, CHUNK), "TRIALS": TRIALS}
         found.append(Configuration(f"kwta_fwd {short} {block}", _kwta_fwd, types, constants, warps(block)))
+        if block == CHUNK:  # rows at multiples of 16 bytes
+            name, divisible = f"kwta_fwd {short} {block} even", ("stride_x_R", "stride_values_R", "N")
+            found.append(Configuration(name, _kwta_fwd, types, constants, warps(block), 2, divisible))
         if block == RESIDENT:
             longer = constants | {"RESIDENT": False}
             found.append(Configuration(f"kwta_fwd {short} longer", _kwta_fwd, types, longer, warps(block)))
     for pattern in ("*i16", "*i32"):
         types = {"grad_ptr": pattern, "bits_ptr": "*i32", "dx_ptr": pattern, "stride_grad_R": "i64", "N": "i32"}
         found.append(Configuration(f"kwta_bwd {pattern[1:]}", _kwta_bwd, types, {"BLOCK": BLOCK_BWD}, 4))
+        name, divisible = f"kwta_bwd {pattern[1:]} even", ("stride_grad_R", "N")
+        found.append(Configuration(name, _kwta_bwd, types, {"BLOCK": BLOCK_BWD}, 4, 2, divisible))
     return found
 
 
@@ -219,8 +224,9 @@ def _kwta_fwd(
                 ties -= tl.sum(equal)
         wins = wins & (offsets < N)
         if STORE_Y:
-            values = tl.load(values_ptr + row * stride_values_R + offsets, mask=wins, other=0)
-            tl.store(y_ptr + row * N + offsets, values, mask=offsets < N)
+            # All of them: a mask that differs between neighbours would make 16 loads of two or four.
+            values = tl.load(values_ptr + row * stride_values_R + offsets, mask=offsets < N, other=0)
+            tl.store(y_ptr + row * N + offsets, tl.where(wins, values, 0), mask=offsets < N)
         if STORE_BITS:
             lanes = tl.reshape(wins.to(tl.int32), (CHUNK // 32, 32)) << tl.arange(0, 32)[None, :]
             word = start // 32 + tl.arange(0, CHUNK // 32)
@@ -241,12 +247,15 @@ def _kwta_bwd(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n_words = (N + 31) // 32
-    word = tl.load(bits_ptr + row * n_words + offsets // 32, mask=offsets < N, other=0)
-    wins = ((word >> (offsets % 32)) & 1) != 0
-    grad = tl.load(grad_ptr + row * stride_grad_R + offsets, mask=wins & (offsets < N), other=0)
-    tl.store(dx_ptr + row * N + offsets, grad, mask=offsets < N)
+    word = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    lane = tl.arange(0, 32)[None, :]
+    offsets = word[:, None] * 32 + lane
+    # A thread reads a word once for its 16 bytes of a row, and all of these at once, whoever won.
+    bits = tl.load(bits_ptr + row * n_words + word, mask=word < n_words, other=0)
+    wins = ((bits[:, None] >> lane) & 1) != 0
+    grad = tl.load(grad_ptr + row * stride_grad_R + offsets, mask=offsets < N, other=0)
+    tl.store(dx_ptr + row * N + offsets, tl.where(wins, grad, 0), mask=offsets < N)
 
 
 def kwta_supports(device: str, dtype: torch.dtype) -> str | None:
@@ -273,7 +282,7 @@ def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
     dx = grad.new_empty(grad.shape)
     rows, n = grad.shape
     if dx.numel():
-        block = min(triton.next_power_of_2(n), BLOCK_BWD)
+        block = max(min(triton.next_power_of_2(n), BLOCK_BWD), 32)
         grid = (rows, triton.cdiv(n, block))
         _kwta_bwd[grid](patterns(grad), bits, patterns(dx), grad.stride(0), n, BLOCK=block)
     return dx
