@@ -48,8 +48,8 @@ def configurations() -> list[Configuration]:
     for pattern in ("*i16", "*i32"):
         types = {"grad_ptr": pattern, "bits_ptr": "*i32", "dx_ptr": pattern, "stride_grad_R": "i64", "N": "i32"}
         found.append(Configuration(f"kwta_bwd {pattern[1:]}", _kwta_bwd, types, {"BLOCK": BLOCK_BWD}, 4))
-        name, divisible = f"kwta_bwd {pattern[1:]} even", ("stride_grad_R", "N")
-        found.append(Configuration(name, _kwta_bwd, types, {"BLOCK": BLOCK_BWD}, 4, 2, divisible))
+        name, each = f"kwta_bwd {pattern[1:]} even", {"BLOCK": BLOCK_BWD}
+        found.append(Configuration(name, _kwta_bwd, types, each, 4, 2, ("stride_grad_R", "N")))
     return found
 
 
