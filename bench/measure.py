@@ -222,6 +222,8 @@ def one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...] | None
     try:
         with threads(job.threads):
             samples, more = _samples(job, budget, peers, found)
+    except torch.cuda.OutOfMemoryError:  # of inputs and peers, for all that is known: it speaks against no kernel
+        return Found(left_out=[*found.left_out, f"{job}: no room in the GPU's memory"])
     except Exception as raised:  # the jobs before it keep their figures
         return _failed(job, said(raised), found)
     finally:
@@ -252,7 +254,9 @@ def _samples(
         source = torch.zeros(size // 2, dtype=torch.uint8, device=job.device)
         return {**entry.inputs(job.shape, job.dtype, job.device), MEMCPY: (source, torch.empty_like(source))}
 
+    before = torch.cuda.memory_allocated()  # 0 without a GPU
     one = inputs()
+    held = torch.cuda.memory_allocated() - before
     calls: dict[str, Callable[[Inputs], object]] = {MEMCPY: lambda each: each[MEMCPY][1].copy_(each[MEMCPY][0])}
     calls |= {name: entry.kernel(name)[job.direction] for name in job.backends}
     others = _peers(job, one, wanted, calls[job.backends[0]], found)
@@ -264,7 +268,7 @@ def _samples(
     if job.device != "cuda":
         samples = timing.time_cpu(bound, budget)
     else:
-        sets = [one, *(inputs() for _ in range(timing.sets_for(size) - 1))]
+        sets = [one, *(inputs() for _ in range(timing.sets_for(size, held) - 1))]
         waiting = {name for name, call in bound.items() if timing.wait_for_gpu(call)}
         found.left_out += [
             f"a graph of {job.op} by {name}: it waits for the GPU, so it was launched" for name in waiting

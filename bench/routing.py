@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -101,14 +102,27 @@ def _bytes(once: Any, backward: Any) -> Any:
     return least
 
 
-def _entry(forward: Any, leaves: str, peers: dict[str, Any], once: Any, backward: Any, flops: tuple[int, int]) -> Entry:
+def _without_rows(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
+    """Of a gate or a plan, which read none: 38 sets of them would be 180 GB at the largest size."""
+    return _inputs({**shape, "D": 1}, dtype, device)
+
+
+def _entry(
+    forward: Any,
+    leaves: str,
+    peers: dict[str, Any],
+    once: Any,
+    backward: Any,
+    flops: tuple[int, int],
+    inputs: Callable[[Shape, torch.dtype, str], Inputs] = _inputs,
+) -> Entry:
     """forward(inputs, backend); leaves: names, then that of the gradient. flops: per element of the (R, D) rows."""
     *names, grad = leaves.split()
     calls = partial(through_autograd, leaves=tuple(names), grad=grad)
     return Entry(
         shapes=SHAPES,
         complete=fewer_tokens,
-        inputs=_inputs,
+        inputs=inputs,
         kernel=lambda backend: calls(partial(forward, backend=backend)),
         peers={name: calls(peer) for name, peer in peers.items()},
         flops=lambda shape, direction: shape["T"] * shape["K"] * shape["D"] * flops[direction == "training"],
@@ -128,6 +142,7 @@ ENTRIES = {
         lambda t, d, e, k: (t * e + t * k, t * k),
         lambda t, d, e, k: (2 * t * k + t * e, t * k),
         (0, 0),
+        _without_rows,
     ),
     "make_plan": _entry(
         _plan,
@@ -136,6 +151,7 @@ ENTRIES = {
         lambda t, d, e, k: (0, 4 * t * k + 3 * e),
         lambda t, d, e, k: (0, 0),
         (0, 0),
+        _without_rows,
     ),
     "dispatch": _entry(
         lambda i, backend: mk.dispatch(i["leaf_x"], i["plan"], backend=backend),

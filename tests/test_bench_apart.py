@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib")
 from test_bench import SHAPE, tiny  # noqa: F401 a fixture
 
 import bench.__main__ as command
-from bench import checks, ledger, measure, registry
+from bench import checks, ledger, measure, registry, timing
 from bench.apart import Apart, Lost, _serve, unusable
 from moe_kernels.verify import Row, verify
 
@@ -148,3 +148,24 @@ def test_a_suite_out_of_time_says_how_far_it_came(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(checks, "finished", lambda command, seconds: (None, text))
     assert checks.suite(1.0, tmp_path / "log") == {"pytest": "FAILED: 1 tests, 1 passed before the time was out"}
     assert "two[triton]" in (tmp_path / "log").read_text()
+
+
+def test_input_sets_exceed_l2_and_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(L2_cache_size=50 * 2**20))
+    assert timing.sets_for(2**20) == 64
+    assert timing.sets_for(10 * 2**20) == 15
+    assert timing.sets_for(2**30) == 2
+    assert timing.sets_for(10 * 2**20, held=4 * 2**30) == 4
+    largest = registry.ENTRIES["make_plan"].shapes["aims"][0]
+    inputs = registry.ENTRIES["make_plan"].inputs({**largest, "T": 64}, torch.float32, "cpu")
+    assert max(each.numel() for each in inputs.values() if isinstance(each, torch.Tensor)) <= 64 * largest["E"]
+
+
+def test_a_job_without_room_speaks_against_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(measure, "_samples", full)
+    job = measure.Job("kwta", SHAPE, torch.float32, "forward", "cpu", 1, ("cpu",))
+    (found,) = measure.run([job], {}, 0.1)
+    assert (found.left_out, found.failed) == ([f"{job}: no room in the GPU's memory"], {})
