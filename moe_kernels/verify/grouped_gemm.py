@@ -17,6 +17,7 @@ FLOOR = 8.0  # sums one by one, of sums one by one, against those by blocks: 3.5
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
 # Whole tiles of every kernel, and on a CPU products that are left to torch's library.
 LARGE, TOKENS = (512, 512, 512), 300
+NARROW = (128, 128, 128)  # whose columns take other tiles on tensor cores
 
 
 def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
@@ -26,6 +27,7 @@ def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
     if not small:
         experts = torch.randint(2, (TOKENS, 2), generator=draw)
         drawn += [("large experts", experts, 2, None, activation, LARGE) for activation in (None, "relu", "swiglu")]
+        drawn += [("narrow experts", experts, 2, None, activation, NARROW) for activation in (None, "gelu", "swiglu")]
     for name, experts, num_experts, capacity, activation, (dim, width, dout) in drawn:
         if num_experts > 128:  # the reference takes one after the other
             continue
@@ -44,7 +46,7 @@ def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
             "grad_norms": (made.num_tokens, num_experts),
         }
         tensors = {each: torch.randn(size, generator=draw).to(dtype).to(device) for each, size in sizes.items()}
-        if dim == LARGE[0]:  # so that norms stay within float16
+        if dim in (LARGE[0], NARROW[0]):  # so that norms stay within float16
             for weight in ("w_in", "w_out"):
                 tensors[weight] /= dim**0.5
         inputs = {"plan": made, "activation": activation, **tensors}
