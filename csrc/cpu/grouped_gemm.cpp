@@ -143,7 +143,8 @@ struct Product {
         const T* b = whole ? reinterpret_cast<const T*>(from) + j : panel;
         ask_for_next_panel(ahead, weight_of(span), another ? weight_of(later) : nullptr, k, j);
         if (!whole) pack<kPanel<T>>(panel, x.kind, from, stride_k, stride_j, depth, j, dout);
-        panel_product(a + k, a_row, 1, b, stride_k, panel, depth, sums + j, dout, span.rows, columns, k > 0, ahead);
+        const Left<T> rows_from{a + k, a_row, 1};
+        PanelProduct<T>{rows_from, b, stride_k, panel, depth, sums + j, dout, span.rows, columns, k > 0}.run(ahead);
       }
     }
   }
@@ -220,18 +221,22 @@ struct WeightGradient {
       ahead.pieces[0] = x.piece(next, more, din);
       ahead.pieces[1] = grad.piece(next, more, dout);
     }
+    const bool in_place = x.kind.wide && x.token == nullptr;  // then the first panel's tiles pack x
     for (int64_t k = 0; k < rows && count > 0; k += kDepth) {
       const int64_t depth = std::min(kDepth, rows - k), row = groups.first(e) + k;
-      for (int64_t i = 0; i < count; i += kTogether)
-        x.copy(block + i * depth, kTogether, row, depth, start + i, std::min<int64_t>(kTogether, count - i));
+      for (int64_t i = in_place ? count - count % kTileRows : 0; i < count; i += kTogether - i % kTogether)
+        x.copy(block + (i - i % kTogether) * depth + i % kTogether, kTogether, row, depth, start + i,
+               std::min<int64_t>(kTogether - i % kTogether, count - i));
       for (int64_t j = 0; j < dout; j += kPanel<T>) {
         const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
         const bool whole = grad.kind.wide && grad.token == nullptr && columns == kPanel<T> && count > kTileRows / 2;
         const T* b = whole ? reinterpret_cast<const T*>(grad.x) + row * grad.stride + j : panel;
         if (columns < kPanel<T>) std::fill(panel, panel + depth * kPanel<T>, T(0));
         if (!whole) grad.copy(panel, kPanel<T>, row, depth, j, columns);
-        panel_product(block, 1, kTogether, b, grad.stride, panel, depth, sums + j, dout, count, columns,
-                      k > 0, ahead);
+        const Left<T> packed{block, 1, kTogether};
+        const Left<T> standing{reinterpret_cast<const T*>(x.x) + row * x.stride + start, 1, x.stride, block};
+        const Left<T>& columns_of = in_place && j == 0 ? standing : packed;
+        PanelProduct<T>{columns_of, b, grad.stride, panel, depth, sums + j, dout, count, columns, k > 0}.run(ahead);
       }
       ahead.fresh = false;
     }

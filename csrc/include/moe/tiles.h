@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "moe/elements.h"
@@ -73,81 +74,121 @@ inline void put(T* to, const Vec<T> (&sum)[W], int64_t columns, bool more) {
   }
 }
 
-// c (rows, columns <= W vectors) = a b, plus c if `more`, for M / 2 < rows <= M. a(m, k) = a[m * a_row + k * a_k]; b (depth,
-// kPanel) packed, or if `packs` of rows b_row apart, which go to `packed` on the way. The lower half of the tile ends with
-// the last row, so with fewer than M rows some are computed twice: two offsets and a pointer for every two rows fit the
-// registers.
-template <int M, int W, bool packs, class T>
-inline void tile(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t b_row, T* packed, int64_t depth, T* c,
-                 int64_t c_row, int rows, int64_t columns, bool more, Ahead::Piece ahead, bool fresh) {
-  constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
-  const auto row_of = [&](int m) { return m < half ? m : rows - M + m; };
-  if (fresh) {
-#pragma GCC unroll 6
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-      for (int w = 0; w < W; ++w) __builtin_prefetch(c + row_of(m) * c_row + w * lanes, 1);
+// The left side of a product: element (m, k) is at[m * row + k * step]. For step = kTogether and row = 1 they are packed
+// columns, (depth, kTogether) after (depth, kTogether). Where `packed` is not null they are columns that stand step apart,
+// and whole tiles of them go there on the way; what is left over is there already.
+template <class T>
+struct Left {
+  const T* at;
+  int64_t row, step;
+  T* packed = nullptr;
+
+  static int64_t packed_at(int64_t m, int64_t depth) { return (m - m % kTogether) * depth + m % kTogether; }
+
+  // From row m on, a whole tile or what is left over.
+  Left from(int64_t m, int64_t depth, bool whole) const {
+    if (packed != nullptr && whole) return {at + m, row, step, packed + packed_at(m, depth)};
+    if (packed != nullptr) return {packed + packed_at(m, depth), 1, kTogether};
+    return {at + (step == 1 ? m * row : packed_at(m, depth)), row, step};
   }
-  Vec<T> sum[M][W] = {};
-  const T* at[half];
-#pragma GCC unroll 3
-  for (int m = 0; m < half; ++m) at[m] = a + m * a_row;
-  int64_t upper = 0, lower = row_of(half) * a_row;
-  for (int64_t k = 0; k < depth; ++k, b += packs ? b_row : kPanel<T>, ahead.from += ahead.bytes) {
-    __builtin_prefetch(ahead.from, 0, 2);
-    Vec<T> v[W];
+};
+
+// c (rows, columns <= kPanel) = a b, plus c if `more`. b (depth, kPanel) is `packed`, or its rows are whole and b_row apart
+// and the first tile packs them, at no cost beside its sums.
+template <class T>
+struct PanelProduct {
+  Left<T> a;
+  const T* b;
+  int64_t b_row;
+  T* packed;
+  int64_t depth;
+  T* c;
+  int64_t c_row, rows, columns;
+  bool more;
+
+  // From row i on, for M / 2 < left <= M rows. The lower half of the tile ends with the last row, so with fewer than M
+  // rows some are computed twice: two offsets and a pointer for every two rows fit the registers.
+  template <int M, int W, bool packs_a, bool packs_b>
+  [[gnu::always_inline]] inline void tile(int64_t i, int left, Ahead::Piece ahead, bool fresh) const {
+    constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
+    const auto row_of = [&](int m) { return m < half ? m : left - M + m; };
+    T* const to = c + i * c_row;
+    if (fresh) {
+#pragma GCC unroll 6
+      for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int w = 0; w < W; ++w) {
-      v[w] = load(b + w * lanes);
-      if constexpr (packs) {  // rows far apart, which no hardware foresees: a tenth of the time of 512 of them
-        __builtin_prefetch(b + 8 * b_row + w * lanes);
-        store(packed + k * kPanel<T> + w * lanes, v[w]);
+        for (int w = 0; w < W; ++w) __builtin_prefetch(to + row_of(m) * c_row + w * lanes, 1);
+    }
+    Vec<T> sum[M][W] = {};
+    const Left<T> from = a.from(i, depth, left == kTileRows);
+    const T *at[half], *row = packs_b ? b : packed;
+#pragma GCC unroll 3
+    for (int m = 0; m < half; ++m) at[m] = from.at + m * from.row;
+    int64_t upper = 0, lower = row_of(half) * from.row;
+    for (int64_t k = 0; k < depth; ++k, row += packs_b ? b_row : kPanel<T>, ahead.from += ahead.bytes) {
+      __builtin_prefetch(ahead.from, 0, 2);
+      Vec<T> v[W];
+#pragma GCC unroll 4
+      for (int w = 0; w < W; ++w) {
+        v[w] = load(row + w * lanes);
+        if constexpr (packs_b) {  // rows far apart, which no hardware foresees: a tenth of the time of 512 of them
+          __builtin_prefetch(row + 8 * b_row + w * lanes);
+          store(packed + k * kPanel<T> + w * lanes, v[w]);
+        }
       }
+      if constexpr (packs_a) {
+        __builtin_prefetch(at[0] + upper + 8 * from.step);
+        std::memcpy(from.packed + k * kTogether, at[0] + upper, M * sizeof(T));
+      }
+#pragma GCC unroll 6
+      for (int m = 0; m < M; ++m) {
+        const Vec<T> x = broadcast(m < half ? at[m][upper] : at[m - half][lower]);
+#pragma GCC unroll 4
+        for (int w = 0; w < W; ++w) sum[m][w] += x * v[w];
+      }
+      upper += from.step, lower += from.step;
     }
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
-      const Vec<T> x = broadcast(m < half ? at[m][upper] : at[m - half][lower]);
-#pragma GCC unroll 4
-      for (int w = 0; w < W; ++w) sum[m][w] += x * v[w];
+      if (m >= half && row_of(m) < half) continue;
+      put(to + row_of(m) * c_row, sum[m], columns, more);
     }
-    upper += a_k, lower += a_k;
   }
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) {
-    if (m >= half && row_of(m) < half) continue;
-    put(c + row_of(m) * c_row, sum[m], columns, more);
-  }
-}
 
-// c (rows, columns <= kPanel) = a b, plus c if `more`, tile by tile. a is rows a_row apart, or for a_row = 1 packed columns,
-// kTogether after kTogether of them, (depth, kTogether). b is `packed`, or its rows are whole and b_row apart and the first
-// tile packs them, at no cost beside its sums. Not inline: every caller would carry the tiles.
-template <class T>
-[[gnu::noinline]] void panel_product(const T* a, int64_t a_row, int64_t a_k, const T* b, int64_t b_row, T* packed,
-                                     int64_t depth, T* c, int64_t c_row, int64_t rows, int64_t columns, bool more,
-                                     Ahead& ahead) {
-  for (int64_t i = 0; i < rows; i += kTileRows) {
-    const int left = int(std::min<int64_t>(kTileRows, rows - i));
-    const Ahead::Piece asked = ahead.take(depth, a);
-    const int64_t start = a_k == 1 ? i * a_row : (i - i % kTogether) * depth + i % kTogether;
-    const auto run = [&](auto size, auto wide, auto packs) {
-      tile<size.value, wide.value, packs.value>(a + start, a_row, a_k, b, b_row, packed, depth, c + i * c_row, c_row, left,
-                                                columns, more, asked, ahead.fresh);
-    };
-    const auto of_width = [&](auto wide) {
-      const std::false_type kept;
-      if (left == 1) run(std::integral_constant<int, 1>(), wide, kept);
-      else if (left == 2) run(std::integral_constant<int, 2>(), wide, kept);
-      else if (left <= 4) run(std::integral_constant<int, 4>(), wide, kept);
-      else run(std::integral_constant<int, kTileRows>(), wide, kept);
-    };
-    const std::integral_constant<int, kWide> wide;
-    if (b != packed) run(std::integral_constant<int, kTileRows>(), wide, std::true_type());
-    else if (columns > kPanel<T> / 2 || kWide == 2) of_width(wide);
-    else of_width(std::integral_constant<int, 2>());
-    b = packed;
+  // Tiles of rows `first` up to `last`. Not inline, and of a copy that no store can reach: with one loop to a function its
+  // addresses fit the registers, which is worth two hundredths.
+  template <int M, int W, bool packs_a, bool packs_b>
+  [[gnu::noinline]] void tiles(int64_t first, int64_t last, Ahead& ahead) const {
+    const PanelProduct own = *this;
+    for (int64_t i = first; i < last; i += kTileRows) {
+      const int left = int(std::min<int64_t>(M, last - i));
+      own.template tile<M, W, packs_a, packs_b>(i, left, ahead.take(depth, a.at), ahead.fresh);
+    }
   }
-}
+
+  template <int W>
+  void packed_tiles(int64_t first, Ahead& ahead) const {
+    const int64_t whole = rows - rows % kTileRows, left = rows - whole;
+    if (a.packed != nullptr) tiles<kTileRows, W, true, false>(first, whole, ahead);
+    else tiles<kTileRows, W, false, false>(first, whole, ahead);
+    if (first > whole || left == 0) return;
+    if (left == 1) tiles<1, W, false, false>(whole, rows, ahead);
+    else if (left == 2) tiles<2, W, false, false>(whole, rows, ahead);
+    else if (left <= 4) tiles<4, W, false, false>(whole, rows, ahead);
+    else tiles<kTileRows, W, false, false>(whole, rows, ahead);
+  }
+
+  void run(Ahead& ahead) const {
+    int64_t first = 0;
+    if (b != packed) {
+      first = kTileRows;
+      if (a.packed != nullptr && rows >= first) tiles<kTileRows, kWide, true, true>(0, first, ahead);
+      else tiles<kTileRows, kWide, false, true>(0, std::min(rows, first), ahead);
+    }
+    if (columns > kPanel<T> / 2 || kWide == 2) packed_tiles<kWide>(first, ahead);
+    else packed_tiles<2>(first, ahead);
+  }
+};
 
 // panel (depth, width) of columns `first` on of b (depth, columns), zeros behind the last one; b(k, j) = b[k * b_k + j * b_j],
 // of which one stride is 1.
