@@ -136,7 +136,7 @@ struct Product {
     if (another && stride_j != 1) ahead.pieces[1] = {weight_of(later), din * dout * x.kind.size};
     for (int64_t j = 0; j < dout; j += kPanel<T>) {
       const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
-      const bool whole = x.kind.wide && stride_j == 1 && columns == kPanel<T> && span.rows > kTileRows / 2;
+      const bool whole = x.kind.wide && stride_j == 1 && fills_panel<T>(columns, span.rows, stride_k);
       for (int64_t k = 0; k < din || k == 0; k += kDepth) {
         const int64_t depth = std::min(kDepth, din - k);
         const char* const from = weight_of(span) + k * stride_k * x.kind.size;
@@ -229,7 +229,7 @@ struct WeightGradient {
                std::min<int64_t>(kTogether - i % kTogether, count - i));
       for (int64_t j = 0; j < dout; j += kPanel<T>) {
         const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
-        const bool whole = grad.kind.wide && grad.token == nullptr && columns == kPanel<T> && count > kTileRows / 2;
+        const bool whole = grad.kind.wide && grad.token == nullptr && fills_panel<T>(columns, count, grad.stride);
         const T* b = whole ? reinterpret_cast<const T*>(grad.x) + row * grad.stride + j : panel;
         if (columns < kPanel<T>) std::fill(panel, panel + depth * kPanel<T>, T(0));
         if (!whole) grad.copy(panel, kPanel<T>, row, depth, j, columns);
