@@ -215,15 +215,17 @@ struct WeightGradient {
   void multiply(int64_t e, int64_t start, int64_t count, T* sums, T* panel, T* block) const {
     const int64_t rows = groups.rows(e);
     if (rows == 0) std::fill(sums, sums + count * dout, T(0));
-    Ahead ahead{{}, steps_of<T>(count, rows, dout), x.kind.wide};
-    if (e + 1 < groups.num_experts) {
-      const int64_t next = groups.first(e + 1), more = groups.rows(e + 1);
-      ahead.pieces[0] = x.piece(next, more, din);
-      ahead.pieces[1] = grad.piece(next, more, dout);
-    }
     const bool in_place = x.kind.wide && x.token == nullptr;  // then the first panel's tiles pack x
     for (int64_t k = 0; k < rows && count > 0; k += kDepth) {
-      const int64_t depth = std::min(kDepth, rows - k), row = groups.first(e) + k;
+      const int64_t depth = std::min(kDepth, rows - k), row = groups.first(e) + k, next = row + depth;
+      const int64_t more = std::min(kDepth, groups.used() - next);
+      Ahead ahead{{grad.piece(next, more, dout)}, steps_of<T>(count, depth, dout), x.kind.wide && k == 0};
+      if (in_place && k + depth < rows) {  // columns of this block alone
+        ahead.lines = {x.x + (next * x.stride + start) * x.kind.size, x.stride * x.kind.size};
+        ahead.num_lines = panels_of(count * x.kind.size, 64) + 1;
+      } else {
+        ahead.pieces[1] = x.piece(next, more, din);
+      }
       for (int64_t i = in_place ? count - count % kTileRows : 0; i < count; i += kTogether - i % kTogether)
         x.copy(block + (i - i % kTogether) * depth + i % kTogether, kTogether, row, depth, start + i,
                std::min<int64_t>(kTogether - i % kTogether, count - i));
@@ -231,14 +233,13 @@ struct WeightGradient {
         const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
         const bool whole = grad.kind.wide && grad.token == nullptr && fills_panel<T>(columns, count, grad.stride);
         const T* b = whole ? reinterpret_cast<const T*>(grad.x) + row * grad.stride + j : panel;
-        if (columns < kPanel<T>) std::fill(panel, panel + depth * kPanel<T>, T(0));
+        if (!whole && columns < kPanel<T>) std::fill(panel, panel + depth * kPanel<T>, T(0));
         if (!whole) grad.copy(panel, kPanel<T>, row, depth, j, columns);
         const Left<T> packed{block, 1, kTogether};
         const Left<T> standing{reinterpret_cast<const T*>(x.x) + row * x.stride + start, 1, x.stride, block};
         const Left<T>& columns_of = in_place && j == 0 ? standing : packed;
         PanelProduct<T>{columns_of, b, grad.stride, panel, depth, sums + j, dout, count, columns, k > 0}.run(ahead);
       }
-      ahead.fresh = false;
     }
   }
 
