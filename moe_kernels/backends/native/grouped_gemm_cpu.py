@@ -34,13 +34,15 @@ class Limit(NamedTuple):
     """Up to which C++ multiplies, in units of SMALL.
 
     `narrow` where both sides of the weight are at most `widest`, and `wide` elsewhere, as torch's library blocks large
-    weights better; always, if all experts together have no more than `least`.
+    weights better; always, if all experts together have no more than `least`. But not for fewer than `fewest` rows an
+    expert, on average, by weights of more than 128 x 128.
     """
 
     narrow: float
     widest: int
     wide: float
     least: float = 0
+    fewest: int = 0
 
 
 # C++ against torch, one thread, an Intel processor, AVX-512, float32, with what asking takes. Sides of 128 and 256: 1.1
@@ -48,10 +50,10 @@ class Limit(NamedTuple):
 # to 4 experts and 0.90 to 1.0 for 8 and 16; 0.8 at 2**28 with sides of 1024.
 PRODUCT = Limit(16, 384, 1, 8)
 # By a transposed weight, which torch's library packs slowly: 1.05 to 1.3 at 2**22 to 2**27 up to 256 wide, 1.15 to 1.25
-# with sides of 512 at 2**24 and 2**25, 0.99 at 2**26.
-TRANSPOSED = Limit(16, 384, 4, 8)
-# 1.0 to 1.15 up to 2**23, 0.94 at 2**24 with sides of 352, 0.91 to 0.98 with sides of 512 at 2**22 and 2**23.
-GRADIENT = Limit(1, 384, 1 / 16)
+# with sides of 512 at 2**24 and 2**25, 0.99 at 2**26. But it packs none for few rows: 0.6 to 0.9 for 8 and less.
+TRANSPOSED = Limit(16, 384, 4, 8, 12)
+# 0.96 to 1.2 up to 2**25, with sides of 512 up to 2**24 (that library as on an Intel processor, on a Zen 4).
+GRADIENT = Limit(4, 384, 2)
 # For all three in bfloat16 where the processor multiplies that (Zen 4): 1.2 to 2 at 2**20, 0.6 to 1.2 at 2**22, 0.5 to
 # 0.6 at 2**26.
 BFLOAT16 = 1 / 4
@@ -264,6 +266,8 @@ def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num
         most = BFLOAT16 * num_experts
     elif native.on_amd:
         return SMALL > 0
+    elif num_rows < limit.fewest * num_experts and din * dout > 128 * 128:
+        return False
     else:
         most = max((limit.narrow if max(din, dout) <= limit.widest else limit.wide) * num_experts, limit.least)
     return num_rows * din * dout <= most * SMALL / (4 if dtype is torch.float64 else 1)
