@@ -41,6 +41,25 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
         assert all(map(torch.equal, found[0], other))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dout", [512, 160, 33])  # whole panels far apart, a half one behind them, less than half a one
+@pytest.mark.parametrize("count", [*range(1, 21), 25, 96, 97, 98, 103, 140])
+def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeypatch):
+    """Few rows read the weight where it stands, many pack it; tiles are of 1, 2, 4 and 6. Nor does a row of dW."""
+    monkeypatch.setattr(grouped_gemm_cpu, "_is_small", lambda *args: True)
+    long = torch.tensor([0, 140], dtype=torch.int32)
+    x, weight, grad = (torch.randn(size, dtype=dtype) for size in ((140, 140), (1, 140, dout), (140, dout)))
+    out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, long, None, None, "", False, "cpu")
+    dweight, _ = mk.library.ops.grouped_gemm_bwd_weight(x, grad, long, None, None, False, "cpu")
+    assert out.allclose(x @ weight[0], rtol=1e-3, atol=1e-4)
+    assert dweight[0].allclose(x.T @ grad, rtol=1e-3, atol=1e-4)
+    of_some = torch.tensor([0, count], dtype=torch.int32)
+    part, _ = mk.library.ops.grouped_gemm_fwd(x[:count], weight, of_some, None, None, "", False, "cpu")
+    columns, _ = mk.library.ops.grouped_gemm_bwd_weight(x[:, -count:], grad, long, None, None, False, "cpu")
+    assert torch.equal(part, out[:count])
+    assert torch.equal(columns[0], dweight[0, -count:])
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_rows_are_summed_by_token(dtype):
     """The gradient of a gather: rows of nobody, tokens of no row, columns that threads share, always in one order."""
