@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_kernels.data import CIFAR10_BATCHES, CIFAR10_CLASSES, files, load
+from moe_kernels.data import CIFAR10_BATCHES, CIFAR10_CLASSES, files, images, load
 
 SHARED = Path(os.environ.get("MOE_KERNELS_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
@@ -92,7 +92,7 @@ def test_mnist_folder(tmp_path, zipped):
     written = write_mnist(tmp_path, zipped)
     for path in (tmp_path, next(tmp_path.iterdir())):
         data = load(path)
-        assert (data.name, data.image_shape, data.classes) == ("mnist", (1, 3, 2), ("0", "1", "2", "3"))
+        assert (data.name, data.image_shape, data.classes) == ("mnist", (1, 3, 2), tuple("0123456789"))
         for x, y, part in ((data.train_x, data.train_y, "train"), (data.test_x, data.test_y, "t10k")):
             torch.testing.assert_close(x, scaled(written[part][0]), rtol=0, atol=1e-6)
             assert y.dtype == torch.int64
@@ -178,6 +178,7 @@ def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
         (b"\x80\x02Nr\xff\xff\xff\x7f.", "numbers its memories up to 2147483647"),
         (b"\x80\x02" + b"(" * 3 + b"cbuiltins\neval\n.", "asks for builtins.eval"),
         (pickle.dumps({b"data": [1, 2], b"labels": [1]}), "expected an array, got list"),
+        (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x04\x00\x00\x00none\x86R.", "encodes bytes in 'none'"),
     ],
 )
 def test_hostile_pickles_are_refused_and_take_no_memory(tmp_path, batch, message):
@@ -255,7 +256,8 @@ def damage(folder: Path, name: str, change) -> None:
         ("train-images-idx3-ubyte", lambda b: b[:-1], "expected 36 bytes of data .*got 35"),
         ("t10k-labels-idx1-ubyte", lambda b: b[:3], "expected an IDX header"),
         ("t10k-labels-idx1-ubyte", lambda b: b[:4] + struct.pack(">I", 3) + b[8:-1], "3 labels, 4 images"),
-        ("t10k-labels-idx1-ubyte", lambda b: b[:-1] + b"\x09", "expected labels from 0 to 3; got 0 to 9"),
+        ("t10k-labels-idx1-ubyte", lambda b: b[:-1] + b"\x0a", "expected labels from 0 to 9; got 0 to 10"),
+        ("train-labels-idx1-ubyte", lambda b: b[:-1] + b"\xff", "expected labels from 0 to 9; got 0 to 255"),
     ],
 )
 def test_damaged_mnist_is_refused(tmp_path, name, change, message):
@@ -293,12 +295,68 @@ def test_damaged_cifar_is_refused(tmp_path):
         ({"is_test": np.zeros(4)}, "expected training and test images"),
         ({"labels": np.array([0, 1, 2, 3])}, "expected labels from 0 to 2; got 0 to 3"),
         ({"jpeg": np.zeros(8, np.uint8), "offsets": np.array([0, 2, 4, 6, 8])}, "image 0 is not a JPEG"),
+        ({"classes": np.array([b"red", b"green", b"blue"])}, r"its classes is \|S5"),
     ],
 )
 def test_damaged_npz_is_refused(tmp_path, changes, message):
     write_jpegs(tmp_path / "flags.npz", **changes)
     with pytest.raises(ValueError, match=message):
         load(tmp_path / "flags.npz")
+
+
+def test_arrays_of_another_byte_order_are_read(tmp_path):
+    write_jpegs(tmp_path / "flags.npz", labels=np.array([0, 1, 2, 1], ">i4"), is_test=np.array([0, 1, 0, 0], ">i4"))
+    data = load(tmp_path)
+    assert (data.train_y.tolist(), data.test_y.tolist()) == ([0, 2, 1], [1])
+
+
+def test_pictures_that_would_take_more_than_the_limit_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "LIMIT", 4 * 8 * 16 * 3 - 1)
+    write_jpegs(tmp_path / "flags.npz")
+    monkeypatch.setattr(images, "_arrays", lambda file, kinds: {key: np.load(file)[key] for key in kinds})
+    with pytest.raises(ValueError, match=r"at most 1024 x 1024 and 1535 bytes in all; got \(8, 16\) for image 0"):
+        load(tmp_path / "flags.npz")
+
+
+def damaged_zip(method: int, start: int, rubbish: bytes) -> bytes:
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w", method) as archive:
+        archive.writestr("text8", bytes(range(256)) * 50)
+    content = bytearray(buffer.getvalue())
+    content[start : start + len(rubbish)] = rubbish
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        damaged_zip(zipfile.ZIP_BZIP2, 45, bytes(30)),
+        damaged_zip(zipfile.ZIP_LZMA, 50, bytes(30)),
+        damaged_zip(zipfile.ZIP_STORED, -65, b"\x01"),  # its directory says that it is encrypted
+        damaged_zip(zipfile.ZIP_STORED, -6, bytes(4)),  # says that its directory is at the start
+    ],
+    ids=["bzip2", "lzma", "encrypted", "moved"],
+)
+def test_a_damaged_archive_names_its_file(tmp_path, content):
+    (tmp_path / "text8.zip").write_bytes(content)
+    with pytest.raises(ValueError, match=r"data: .*text8\.zip: expected a whole zip file"):
+        load(tmp_path)
+    (tmp_path / "broken.npz").write_bytes(content)
+    (tmp_path / "text8.zip").unlink()
+    with pytest.raises(ValueError, match=r"data: .*broken\.npz: expected an \.npz with jpeg"):
+        load(tmp_path / "broken.npz")
+    with pytest.raises(ValueError, match="found none"):  # in a folder it is not taken for a set
+        load(tmp_path)
+
+
+def test_a_gzip_file_by_a_plain_name_is_refused(tmp_path):
+    (tmp_path / "tiny_shakespeare.txt").write_bytes(gzip.compress(bytes(np.random.default_rng(0).bytes(500))))
+    with pytest.raises(ValueError, match=r"expected no gzip file by that name; call it tiny_shakespeare\.txt\.gz"):
+        load(tmp_path)
+
+
+def test_the_home_of_nobody_is_no_path():
+    with pytest.raises(ValueError, match="there is no ~nobody-of-that-name/x"):
+        load("~nobody-of-that-name/x")
 
 
 def test_text_is_bytes_split_nine_to_one(tmp_path):
@@ -326,6 +384,16 @@ def test_text_in_parts_says_which_are_missing(tmp_path):
     assert "trained on its validation text" in found.name
     (tmp_path / "wiki.train.tokens").write_bytes(b"d" * 50)
     assert load(tmp_path).train_tokens.tolist() == [3] * 50
+
+
+def test_sets_of_text_beside_each_other_are_not_mixed(tmp_path):
+    for number, (name, kind) in enumerate([("wiki.", "tokens"), ("wiki.", "raw"), ("wikitext2_", "txt")]):
+        for part in ("train", "valid", "test"):
+            (tmp_path / f"{name}{part}.{kind}").write_bytes(bytes([97 + number]) * 9)
+    with pytest.raises(ValueError, match="holds 3 sets"):
+        load(tmp_path)
+    for file, letter in (("wiki.test.tokens", b"a"), ("wiki.train.raw", b"b"), ("wikitext2_valid.txt", b"c")):
+        assert load(tmp_path / file).vocabulary == letter
 
 
 def test_a_truncated_enwik8_is_refused(tmp_path):
@@ -364,6 +432,8 @@ def test_prepared_ratings(tmp_path):
         ("user,movie,watched,rating\n1,2,1,3\n1,2,x,3\n", "line 3: expected 4 whole numbers"),
         ("user,movie,watched,rating\n1,2,1\n", "line 2: expected 4 whole numbers"),
         ("user,movie,watched,rating\n1,2,1,99999999999999999999\n", "line 2: expected 4 whole numbers"),
+        ("user,movie,watched,rating\n1,2,1,3\n1,1_0,1,3\n", "line 3: expected 4 whole numbers"),
+        ("user,movie,watched,rating\n1, 2,1,3\n", "line 2: expected 4 whole numbers"),
         ("user,movie,watched,rating\n1,2,1,3\n1,2,0,3\n", "line 3: expected rows of a user"),
         ("user,movie,watched,rating\n1,1000000,1,3\n", "line 2: expected rows of a user and a movie below 1000000"),
         ("user,movie,watched,rating\n", "got none"),

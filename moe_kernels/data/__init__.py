@@ -7,6 +7,7 @@ Normalize(0.5, 0.5)), labels int64 (n,); text is bytes; ratings are rows of user
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,7 @@ def load(name_or_path: str | Path) -> Dataset:
     """
     if str(name_or_path) == "digits":
         return images.digits()
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))  # of nobody who is unknown here
     if not path.exists():
         raise ValueError(f"data: expected 'digits' or a path to {_EXPECTED}; there is no {path}")
     found = _sets(path)
@@ -100,4 +101,8 @@ def _sets(path: Path) -> dict[tuple[str, Path], Path]:
 
 
 def _has_jpegs(file: Path) -> bool:
-    return zipfile.is_zipfile(file) and "jpeg.npy" in zipfile.ZipFile(file).namelist()
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return "jpeg.npy" in archive.namelist()
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile):
+        return False

@@ -14,7 +14,7 @@ from moe_kernels.data.files import as_bytes, read
 HUNDRED_MILLION = 100_000_000  # bytes of enwik8 and of text8
 
 _WHOLE = re.compile(r"(enwik8|text8)(\.zip|\.gz)?|tiny_?shakespeare\.txt(\.gz)?")
-_PART = re.compile(r"(?P<set>wiki(?:text)?[-\d]*)[._](?P<part>train|valid|test)\.(?:tokens|raw|txt)(?:\.gz)?")
+_PART = re.compile(r"(?P<set>wiki(?:text)?[-\d]*)[._](?P<part>train|valid|test)\.(?P<kind>tokens|raw|txt)(?:\.gz)?")
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,16 @@ class Text:
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind of text and its place: a file, or folder/set* for one in parts."""
+    """The kind of text and its place: a file, or folder/set*.kind for one in parts."""
     if _WHOLE.fullmatch(file.name):
         return "text", file
     if match := _PART.fullmatch(file.name):
-        return "text in parts", file.parent / f"{match['set']}*"
+        return "text in parts", file.parent / _spelled(match)
     return None
+
+
+def _spelled(part: re.Match[str]) -> str:
+    return f"{part['set']}*.{part['kind']}"
 
 
 def load(file: Path) -> Text:
@@ -66,13 +70,14 @@ def load(file: Path) -> Text:
 def load_parts(place: Path) -> Text:
     """A set whose parts are files. Where the training part is missing, which its name then says, the validation part
     trains and is not validated on."""
-    files = {m["part"]: f for f in sorted(place.parent.glob(place.name)) if (m := _PART.fullmatch(f.name))}
+    every = ((file, _PART.fullmatch(file.name)) for file in sorted(place.parent.iterdir()))
+    files = {match["part"]: file for file, match in every if match and _spelled(match) == place.name}
     if "test" not in files or len(files) < 2:
         missing = ", ".join(part for part in ("train", "valid", "test") if part not in files)
         raise ValueError(
             f"data: expected {place.name} with test and train or valid text in {place.parent}; no {missing}"
         )
-    parts, name = {part: read(file) for part, file in files.items()}, place.name.removesuffix("*")
+    parts, name = {part: read(file) for part, file in files.items()}, place.name.partition("*")[0]
     if "train" not in parts:
         parts, name = parts | {"train": parts["valid"], "valid": b""}, f"{name} (trained on its validation text)"
     for part in ("train", "test"):
