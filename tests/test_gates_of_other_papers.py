@@ -159,7 +159,7 @@ def test_stable_routing_by_hand():
     count = chosen.bincount(minlength=E).float()
     balance = sum((count[e] - T / E) / (T / E) * affinity[chosen == e, e].sigmoid().sum() for e in range(E))
     logits = gate.embedding(ids) @ gate.router.weight.t()
-    torch.testing.assert_close(out.losses["balance"], 0.3 * balance)
+    torch.testing.assert_close(out.losses["balance"], 0.3 * balance / T)
     torch.testing.assert_close(out.losses["distill"], 0.3 * F.cross_entropy(logits, chosen))
     hidden = F.gelu(torch.einsum("td,edh->teh", x, layer.experts.w_in) + layer.experts.b_in)
     every = torch.einsum("teh,ehd->ted", hidden, layer.experts.w_out) + layer.experts.b_out
@@ -171,9 +171,15 @@ def test_stable_routing_by_hand():
     other.load_state_dict(gate.state_dict())
     assert other.stage == 2
     two = other(x, ids)
-    assert set(two.losses) == {"balance"}
+    assert two.losses == {}
     assert torch.equal(two.experts[:, 0].long(), logits.argmax(-1))
     assert torch.equal(StableGate.forward(gate.eval(), x, ids).experts, two.experts)
+
+
+def test_stable_losses_are_those_of_a_batch_twice_as_large():
+    """Beside a task's loss that is a mean over tokens, they weigh as much whatever the batch."""
+    gate, x, ids = StableGate(D, E, vocabulary=7), torch.randn(T, D), torch.arange(T) % 7
+    torch.testing.assert_close(gate(x.repeat(2, 1), ids.repeat(2)).losses, gate(x, ids).losses)
 
 
 def test_a_hypernetwork_makes_the_router():

@@ -40,7 +40,7 @@ def inverse_root(steps: int) -> LearningRate:
 
 
 def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:
-    """Choices a token at `step` of `steps`: round(lowest + (highest - lowest) step / steps), ties to even, within both.
+    """Choices a token at `step` of `steps`: lowest + round((highest - lowest) step / steps), ties to even, within both.
 
     Set it as the k of a frozen TopKGate: SMoE-Dropout (Chen et al. 2023, a baseline of paper 004).
     """

@@ -15,8 +15,9 @@ class StableGate(Gate):
 
         stage one:   expert = argmax_i s_i;          stage two:   expert = argmax_i (embedding[id] W_r)_i
         weight = sigmoid(s_expert);   the layer adds (1 - weight) x: MoE(..., pass_through=True)
-        losses: "balance"  balance * sum_i (n_i - nbar) / nbar * sum over the tokens t of i of sigmoid(s_ti)
-                "distill"  distill * mean over tokens of CE(embedding[id] W_r, argmax s)          stage one alone
+        losses, of stage one alone, with n_i the tokens of i and nbar their mean over i:
+            "balance"  balance * sum_i (n_i - nbar) / nbar * sum over the tokens t of i of sigmoid(s_ti) / T
+            "distill"  distill * mean over tokens of CE(embedding[id] W_r, argmax s)
 
     Args:
         dim: D. num_experts: E. vocabulary: how many ids there are. embedding: width of the router's own embedding.
@@ -24,7 +25,7 @@ class StableGate(Gate):
 
     Input: x (T, D) and ids (T,). Parameters: `centroids` (E, D), orthogonal with gain 0.1; `embedding`, `router`.
     Gradient: to centroids through the weight and the balance loss; the choice is a constant. The published code sums
-    the distillation loss over tokens; the mean here does not change with the batch. State: `stage` is kept.
+    both losses over tokens, as it does the task's; beside a task's mean they are means. State: `stage` is kept.
 
     Source: Dai et al. 2022, eqs. 3 to 9, a baseline of paper 004. Experts train in both stages.
     """
@@ -55,7 +56,8 @@ class StableGate(Gate):
         ids = self.known(x, ids, self.embedding.num_embeddings, "what the distilled router sees")
         affinity = self.product(x, self.centroids)
         losses = {}
-        if self.training and self.stage == 1:
+        learning = self.training and self.stage == 1
+        if learning:
             experts = affinity.detach().argmax(-1)
             unlike = F.cross_entropy(self._distilled(ids), experts, reduction="none")
             losses["distill"] = self.distill * batch_mean(unlike)
@@ -63,12 +65,12 @@ class StableGate(Gate):
             with torch.no_grad():
                 experts = self._distilled(ids).argmax(-1)
         weights = affinity.sigmoid().gather(1, experts[:, None])
-        if self.training:
+        if learning:
             wide = torch.promote_types(weights.dtype, torch.float32)
             ones = torch.ones(len(x), dtype=wide, device=x.device)
             count = ones.new_zeros(self.num_experts).scatter_add_(0, experts, ones)
             mean = max(x.shape[0], 1) / self.num_experts
-            losses["balance"] = self.balance * (((count - mean) / mean)[experts] * weights[:, 0]).sum()
+            losses["balance"] = self.balance * batch_mean(((count - mean) / mean)[experts] * weights[:, 0])
         return GateOutput(weights, experts.to(torch.int32)[:, None], self.num_experts, losses=losses)
 
     def _distilled(self, ids: Tensor) -> Tensor:
