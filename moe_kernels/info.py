@@ -116,8 +116,9 @@ def _cuda_version(number: int) -> str:
 
 
 def operations() -> list[str]:
-    """Every operation of the package: moe_kernels/ops/<operation>.py."""
-    return sorted(module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_"))
+    """Every operation of the package: moe_kernels/ops/<operation>.py, and those that stand in another one's file."""
+    files = {module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")}
+    return sorted((files - backends.ALIASES.keys()) | backends.FILES.keys())
 
 
 def placement(op: str, backend: str, dtype: torch.dtype = torch.float32) -> Placement:

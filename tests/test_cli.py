@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +40,15 @@ def test_info_names_the_machine_and_every_operation_on_every_backend(capsys: pyt
     assert cpu.module.isas[cpu.isa] in text
     for backend in backends.NAMES:
         assert any(line.split()[:2] == ["kwta", backend] for line in text.splitlines())
+
+
+def test_info_lists_what_has_kernels_of_its_own_in_another_operations_file() -> None:
+    listed = info.operations()
+    assert {"make_plan", "plan_expert_choice", "plan_priority", "tree_gate", "tree_route"} <= set(listed)
+    assert set(verify.OPERATIONS) <= set(listed)
+    for op in listed:
+        assert backends.missing("reference", op) is None
+    assert re.search(r"^tree_route +triton +no +triton does not implement tree_route$", info.describe(), re.MULTILINE)
 
 
 def test_info_says_why_a_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,7 +274,11 @@ def test_a_data_set_of_the_wrong_kind_is_refused(arguments, capsys):
 @pytest.mark.parametrize(
     ("name", "words", "message"),
     [
-        ("moebert", ("--dense-share", "2"), "moebert: dense-share must be at most 1, got 2.0"),
+        (
+            "moebert",
+            ("--hidden", "16", "--expert-hidden", "8", "--share", "9", "--check-steps", "0", "--sides", "hash"),
+            "moebert: share must be at most 8, the least of hidden and expert-hidden; got 9",
+        ),
         ("comet_mixer", ("--expansion", "1"), "comet_mixer: expansion must be of tokens and of channels, got (1.0,)"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_kernels import backends, data, train
+from moe_kernels.__main__ import main
 from moe_kernels.backends import cpu
 from moe_kernels.models import comet_mlp, dense_twin
 from moe_kernels.recipes import Splits, comet
@@ -306,7 +307,7 @@ def test_a_single_rate_is_no_choice_and_takes_no_time(arguments, tmp_path):
     ("words", "message"),
     [
         (["--data", "/no/such/place"], "there is no /no/such/place"),
-        (["--keep", "1.5"], "keep fraction in (0, 1], got 1.5"),
+        (["--keep", "0"], "keep fraction in (0, 1], got 0.0"),
         (["--backend", "cuda"], "backend 'cuda' cannot run here"),
         (["--resume"], "--resume needs --out"),
         (["--seed", "99999999999999999999"], "seed must be from 0 to 2147483646, got 99999999999999999999"),
@@ -358,3 +359,43 @@ def test_an_unknown_recipe_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         train.add_arguments(argparse.ArgumentParser(), ["tea"])
     assert "there is no recipe 'tea'; there are comet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["folder", "file/run.json"])
+def test_a_place_for_the_result_that_cannot_be_written_is_told_before_training(arguments, tmp_path, capsys, place):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    assert train.run(arguments("--json", str(tmp_path / place))) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("train: ")
+    assert str(tmp_path) in printed.err
+
+
+def test_trying_the_place_of_the_result_leaves_what_is_there(tmp_path):
+    (tmp_path / "run.json").write_text("old")
+    checkpoint.try_place(tmp_path / "run.json")
+    checkpoint.try_place(tmp_path / "new" / "run.json")
+    assert [(file.name, file.is_dir()) for file in sorted(tmp_path.iterdir())] == [("new", True), ("run.json", False)]
+    assert (tmp_path / "run.json").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "2", "movielens"], "'movielens' must come before the options, which are its own"),
+        (["movielens", "--watched-weight", "1.5"], "argument --watched-weight: must be at most 1, got 1.5"),
+        (["comet_vit", "--dropout", "2"], "argument --dropout: must be at most 1, got 2"),
+        (["competesmoe", "--rate", "-0.1"], "argument --rate: must be at least 0, got -0.1"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused_by_name(capsys, words, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", *words])
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_device_that_computes_nothing_is_refused(arguments, capsys):
+    assert train.run(arguments("--device", "meta")) == 2
+    assert capsys.readouterr().err.startswith("train: --device meta: ")

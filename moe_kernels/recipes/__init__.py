@@ -81,12 +81,19 @@ class Task:
     total: Callable[[dict[str, float]], dict[str, float]] | None = None
 
 
-def option(default: Any, help: str, *, low: float | None = None, choices: tuple[str, ...] | None = None) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
     """A field of a recipe, and --name on the command line. A tuple takes several values; its first one tells the type.
 
-    low: the least number allowed; every number must be finite.
+    low, high: the least and the largest number allowed; every number must be finite.
     """
-    return field(default=default, metadata={"help": help, "low": low, "choices": choices})
+    return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
 
 
 @dataclass(frozen=True)

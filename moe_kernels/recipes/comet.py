@@ -37,7 +37,7 @@ class Comet(Recipe):
     sides: tuple[str, ...] = option(("standard", "comet"), "models to compare")
     width: tuple[int, ...] = option((500,), "neurons of a hidden layer; the paper: 100, 500, 1000, 3000", low=1)
     layers: int = option(4, "linear layers", low=2)
-    keep: float = option(0.5, "keep fraction p; the paper: 0.1, 0.5, 0.9")
+    keep: float = option(0.5, "keep fraction p; the paper: 0.1, 0.5, 0.9", low=0, high=1)
     activation: str = option(
         "tanh", "the paper's in its larger networks; its public code has softplus", choices=tuple(sorted(ACTIVATIONS))
     )

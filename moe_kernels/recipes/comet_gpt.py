@@ -37,9 +37,9 @@ class CometGPT(TextRecipe):
     dim: int = option(128, "of a token; the paper: 768, 1024, 1280", low=1)
     depth: int = option(4, "blocks; the paper: 12, 24, 36", low=1)
     heads: int = option(4, "of attention; the paper: 12, 16, 20", low=1)
-    keep: float = option(0.5, "keep fraction p")
+    keep: float = option(0.5, "keep fraction p", low=0, high=1)
     activation: str = option("tanh", "of the feed-forward layers", choices=tuple(sorted(ACTIVATIONS)))
-    dropout: float = option(0.0, "rate; GPT-2: 0.1", low=0)
+    dropout: float = option(0.0, "rate; GPT-2: 0.1", low=0, high=1)
     router_input: str = option("layer", "what the frozen routing sees", choices=ROUTER_INPUTS)
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:

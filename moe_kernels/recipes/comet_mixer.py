@@ -30,9 +30,9 @@ class CometMixer(Recipe):
     dim: int = option(512, "of a token; the paper: 512, 3072", low=1)
     depth: int = option(6, "blocks", low=1)
     expansion: tuple[float, ...] = option((4.0, 0.5), "hidden neurons over inputs, of tokens and of channels", low=0)
-    keep: float = option(0.5, "keep fraction p")
+    keep: float = option(0.5, "keep fraction p", low=0, high=1)
     activation: str = option("tanh", "of the feed-forward layers", choices=tuple(sorted(ACTIVATIONS)))
-    dropout: float = option(0.0, "rate", low=0)
+    dropout: float = option(0.0, "rate", low=0, high=1)
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         if len(self.expansion) != 2:

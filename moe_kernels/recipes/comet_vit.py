@@ -36,9 +36,9 @@ class CometViT(Recipe):
     depth: int = option(6, "blocks", low=1)
     heads: int = option(8, "of attention", low=1)
     hidden: int = option(3072, "neurons of a feed-forward layer; the paper: 512, 3072, 6144", low=1)
-    keep: float = option(0.5, "keep fraction p")
+    keep: float = option(0.5, "keep fraction p", low=0, high=1)
     activation: str = option("tanh", "of the feed-forward layers", choices=tuple(sorted(ACTIVATIONS)))
-    dropout: float = option(0.1, "rate, also of the embedding", low=0)
+    dropout: float = option(0.1, "rate, also of the embedding", low=0, high=1)
     router_input: str = option("layer", "what the frozen routing sees", choices=ROUTER_INPUTS)
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:

@@ -51,13 +51,15 @@ class CompeteSMoE(TextRecipe):
     heads: int = option(4, "of attention", low=1)
     experts: int = option(16, "of a layer", low=2)
     k: int = option(2, "experts a token", low=1)
-    rate: float = option(0.05, "lambda: share of the steps in which a layer's experts compete; the paper: 0.03 to 0.09")
+    rate: float = option(
+        0.05, "lambda: share of the steps in which a layer's experts compete; the paper: 0.03 to 0.09", low=0, high=1
+    )
     alpha: float = option(1.0, "weight of the router's loss in those steps; the paper: 1 to 5", low=0)
     balance: float = option(
         0.01, "weight of the balance loss of smoe and switch; the paper's competition has none", low=0
     )
     consistency: float = option(1.0, "alpha of THOR", low=0)
-    model_dropout: float = option(0.1, "of embeddings, attention and feed-forward layers", low=0)
+    model_dropout: float = option(0.1, "of embeddings, attention and feed-forward layers", low=0, high=1)
     batch_size: int = option(16, "windows a step", low=1)
     lr: float = option(7e-4, "learning rate of Adam, after a tenth of the steps of warm-up", low=0)
 

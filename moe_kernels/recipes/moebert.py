@@ -44,7 +44,7 @@ class MoEBERT(TextRecipe):
 
     sides: tuple[str, ...] = option(("dense", "small", "unguided", "hash", "comet"), "gates and controls to compare")
     steps: int = option(1600, "steps instead of epochs; 0: epochs", low=0)
-    dense_share: float = option(0.5, "of the steps, before the split", low=0)
+    dense_share: float = option(0.5, "of the steps, before the split", low=0, high=1)
     windows: int = option(256, "of the training text, to tell the importance of neurons by", low=1)
     dim: int = option(128, "width of the model; BERT: 768", low=1)
     hidden: int = option(512, "neurons of a dense feed-forward layer; BERT: 3072", low=1)
@@ -59,15 +59,18 @@ class MoEBERT(TextRecipe):
     zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0)
     balance: float = option(0.01, "weight of the balance loss of topk", low=0)
     distill: float = option(5.0, "weight of the distillation", low=0)
-    model_dropout: float = option(0.1, "of embeddings and feed-forward layers", low=0)
+    model_dropout: float = option(0.1, "of embeddings and feed-forward layers", low=0, high=1)
     batch_size: int = option(16, "windows a step", low=1)
     lr: float = option(
         7e-4, "learning rate of Adam, after a tenth of the steps of warm-up; fine-tuning BERT: 5e-5", low=0
     )
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
-        if self.dense_share > 1:
-            raise ValueError(f"moebert: dense-share must be at most 1, got {self.dense_share}")
+        most = min(self.hidden, self.expert_hidden)
+        if self.share > most:  # which the split would see, after half of the steps
+            raise ValueError(
+                f"moebert: share must be at most {most}, the least of hidden and expert-hidden; got {self.share}"
+            )
         windows, split_at = data.train[0], int(self.dense_share * steps)
         counts = windows[:, :-1].flatten().bincount(minlength=len(data.source.vocabulary))
         teacher = self._model(len(counts), lambda index: None)
@@ -185,8 +188,7 @@ class Pair(nn.Module):
         layers = zip(_all(self.teacher, FeedForward), _all(self.student, ExpertMLP), values, strict=True)
         for ffn, experts, each in layers:
             hidden = experts.w_in.shape[2]
-            share = min(self.share, hidden)
-            split = split_ffn(ffn.fc1, ffn.fc2, each, experts.num_experts, hidden, share, ffn.activation)
+            split = split_ffn(ffn.fc1, ffn.fc2, each, experts.num_experts, hidden, self.share, ffn.activation)
             experts.load_state_dict(split.state_dict())
 
     def get_extra_state(self) -> dict[str, bool]:

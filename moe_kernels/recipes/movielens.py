@@ -45,8 +45,10 @@ class MovieLens(Recipe):
     zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0)
     search_epochs: int = option(5, "epochs that learn the permutation", low=0)
     schedule: str = option("paper", "of the permutation's temperature", choices=SCHEDULES)
-    watched_weight: float = option(0.9, "alpha: weight of the task `watched`; 1 - alpha that of `rating`", low=0)
-    dropout: float = option(0.5, "of an expert's output", low=0)
+    watched_weight: float = option(
+        0.9, "alpha: weight of the task `watched`; 1 - alpha that of `rating`", low=0, high=1
+    )
+    dropout: float = option(0.5, "of an expert's output", low=0, high=1)
     batch_size: int = option(512, "samples a step", low=1)
     lr: float = option(2.5e-5, "learning rate of Adam", low=0)
 

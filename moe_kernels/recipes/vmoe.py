@@ -50,7 +50,7 @@ class VMoE(Recipe):
     capacity_eval: float = option(1.05, "capacity factor in evaluation", low=0)
     balance: float = option(0.005, "weight of V-MoE's importance loss, and of its load loss", low=0)
     inverse_cv: float = option(0.01, "weight of both losses of the dense side `softmax` (paper 002)", low=0)
-    expert_dropout: float = option(0.1, "of softmax and sparsified (paper 002)", low=0)
+    expert_dropout: float = option(0.1, "of softmax and sparsified (paper 002)", low=0, high=1)
     distill: float = option(1.0, "weight of the distillation to the new gates of `sparsified`", low=0)
     consistency: float = option(1.0, "alpha of THOR", low=0)
     batch_size: int = option(64, "images a step", low=1)

@@ -22,6 +22,7 @@ import torch
 from moe_kernels import backends, info, recipes
 from moe_kernels.data import load
 from moe_kernels.recipes import Recipe
+from moe_kernels.train import checkpoint
 from moe_kernels.train.agreement import Agreement, check_agreement, print_agreement
 from moe_kernels.train.comparison import Comparison
 from moe_kernels.train.report import picture, summarise, table, write_json
@@ -42,12 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
     module = sys.modules[recipe.__module__]
     parser.description = f"{module.__doc__}\nRecipes: {', '.join(recipes.names())} (default: {DEFAULT})."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("recipe", nargs="?", default=DEFAULT, help="first of all; its options differ from others'")
+
+    def first(text: str) -> str:
+        if text != name:  # which is whose options stand below
+            raise argparse.ArgumentTypeError(f"{text!r} must come before the options, which are its own")
+        return text
+
+    parser.add_argument("recipe", nargs="?", type=first, default=name, help="first of all; its options are its own")
     for field in dataclasses.fields(recipe):
         _add_field(parser, field, recipe.SIDES)
-    number = _at_least(int, 1)
+    number = _within(int, 1)
     parser.add_argument("--seeds", type=number, default=1, help="how many, for a mean and a spread (default: 1)")
-    parser.add_argument("--every", type=_at_least(int, 0), default=0, help="steps between evaluations; 0: an epoch")
+    parser.add_argument("--every", type=_within(int, 0), default=0, help="steps between evaluations; 0: an epoch")
     parser.add_argument(
         "--out", type=Path, help="folder for log, checkpoint, result and picture (default: none written)"
     )
@@ -71,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
                 stack.enter_context(backends.use_backend(args.backend))
             if args.resume and args.out is None:
                 raise ValueError("--resume needs --out, the folder of the checkpoint")
+            if args.json:
+                checkpoint.try_place(args.json)
             recipe = _recipe(args)
             device = _device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
             backend = backends.choose("kwta", None, torch.empty(0, device=device))
@@ -97,11 +106,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _device(name: str) -> torch.device:
-    """ValueError where torch knows no such device, or has none here."""
+    """ValueError where torch knows no such device, has none here, or has one that computes nothing."""
     try:
-        torch.empty(0, device=name)
+        torch.zeros((), device=name).item()  # which meta cannot
         return torch.device(name)
-    except (RuntimeError, AssertionError) as error:  # the second from a torch without CUDA
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # the second from a torch without CUDA
         raise ValueError(f"--device {name}: {str(error).partition(chr(10))[0]}") from error
 
 
@@ -186,20 +195,21 @@ def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides:
         parser.add_argument(name, action=argparse.BooleanOptionalAction, default=default, help=text)
         return
     kind: Any = type(default[0]) if several and default else float if several else type(default)
-    low = field.metadata["low"]
     if kind is not str:
-        kind = _at_least(kind, -math.inf if low is None else low)
+        kind = _within(kind, *(field.metadata[end] for end in ("low", "high")))
     choices = sides if field.name == "sides" else field.metadata["choices"]
     parser.add_argument(name, type=kind, default=default, choices=choices, nargs="+" if several else None, help=text)
 
 
-def _at_least(kind: type, low: float) -> Callable[[str], Any]:
+def _within(kind: type, low: float | None, high: float | None = None) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         value = kind(text)
         if not -math.inf < value < math.inf:
             raise argparse.ArgumentTypeError(f"must be finite, got {text}")
-        if value < low:
+        if low is not None and value < low:
             raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
+        if high is not None and value > high:
+            raise argparse.ArgumentTypeError(f"must be at most {high}, got {text}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names it in "invalid int value"

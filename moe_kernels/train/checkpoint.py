@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import zipfile
@@ -19,6 +20,16 @@ def write(path: Path, content: bytes | str) -> None:
     """Replaces the file in one piece: whoever reads, and whatever interrupts, finds the old one or the new one."""
     with _whole(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def try_place(path: Path) -> None:
+    """OSError where `write` could not write, for who would else hear of it hours later; what is there stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    part = path.with_name(f"{path.name}.part")
+    part.touch()
+    part.unlink()
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
