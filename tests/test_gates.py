@@ -347,5 +347,5 @@ def test_bad_arguments_are_named():
         mnn.CompetitionGate(mnn.SoftmaxGate(D, E), mnn.ExpertMLP(E, D, 3))
     with pytest.raises(ValueError, match="CompetitionGate: the router is over 4 experts, there are 3"):
         mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(3, D, 3))
-    with pytest.raises(ValueError, match="CompetitionGate: rate must be a chance from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match=r"CompetitionGate: rate must be from 0 to 1 \(a chance\), got 2"):
         mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, 3), rate=2.0)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.ops._autocast import without_autocast
-from moe_kernels.ops._checks import check_choice, check_int
+from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_size
 from moe_kernels.ops.kwta import TIES, k_from_fraction, kwta, kwta_apply, kwta_bits, unpack_bits
 from moe_kernels.ops.masked_mlp import ACTIVATIONS, masked_mlp
 
@@ -59,6 +59,7 @@ class FixedRouting(nn.Module):
     ) -> None:
         super().__init__()
         self.widths = _widths("FixedRouting", widths, 2)
+        check_backend("FixedRouting", backend)
         check_choice("FixedRouting", "ties", ties, TIES)
         self.p, self.ties, self.backend = p, ties, backend
         self.ks = tuple(k_from_fraction(p, n) for n in self.widths[1:])
@@ -129,11 +130,14 @@ class MaskedLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_size("MaskedLinear", "in_features", in_features)
+        check_size("MaskedLinear", "out_features", out_features)
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.k = check_int("MaskedLinear", "k", k, 0, out_features, "active neurons among out_features")
         if activation is not None:
             check_choice("MaskedLinear", "activation", activation, tuple(ACTIVATIONS))
         check_choice("MaskedLinear", "ties", ties, TIES)
+        check_backend("MaskedLinear", backend)
         self.activation, self.ties, self.backend = activation, ties, backend
 
     def forward(self, x: Tensor, c: Tensor | None = None, *, bits: Tensor | None = None) -> Tensor:
@@ -185,7 +189,7 @@ class CometFFN(nn.Module):
         super().__init__()
         self.hidden = MaskedLinear(dim, hidden, k_from_fraction(p, hidden), activation=activation, ties=ties)
         self.output = nn.Linear(hidden, dim)
-        self.dropout = dropout
+        self.dropout = check_number("CometFFN", "dropout", dropout, 0, 1, "a rate")
         self.router = FixedRouting((dim, hidden), p, ties=ties)
 
     @property

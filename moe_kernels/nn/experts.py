@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.ops._autocast import as_autocast
-from moe_kernels.ops._checks import check_int
+from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_size
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.expert_mlp import expert_mlp
 from moe_kernels.ops.expert_norms import expert_norms
-from moe_kernels.ops.grouped_gemm import grouped_gemm
+from moe_kernels.ops.grouped_gemm import ACTIVATIONS, grouped_gemm
 from moe_kernels.plan import RoutingPlan
 
 GATED = ("swiglu", "geglu")
@@ -63,10 +63,13 @@ class ExpertLayer(Experts):
     ) -> None:
         super().__init__()
         self.num_experts = check_int("ExpertLayer", "num_experts", num_experts, 1, 2**31 - 1, "experts")
+        dim, out = (check_size("ExpertLayer", name, size) for name, size in (("dim", dim), ("out", out)))
+        check_choice("ExpertLayer", "activation", activation, (None, *ACTIVATIONS))
         columns = 2 * out if activation in GATED else out
         self.weight = stacked(num_experts, dim, columns)
         self.bias = stacked_bias(num_experts, dim, columns) if bias else None
-        self.activation, self.dropout, self.backend = activation, dropout, backend
+        self.dropout = check_number("ExpertLayer", "dropout", dropout, 0, 1, "a rate")
+        self.activation, self.backend = activation, check_backend("ExpertLayer", backend)
 
     def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         x, weight, bias = as_autocast(x, self.weight, self.bias)
@@ -106,11 +109,15 @@ class ExpertMLP(Experts):
     ) -> None:
         super().__init__()
         self.num_experts = check_int("ExpertMLP", "num_experts", num_experts, 1, 2**31 - 1, "experts")
-        columns, out = (2 * hidden if activation in GATED else hidden), out or dim
+        sizes = (("dim", dim), ("hidden", hidden), ("out", dim if out is None else out))
+        dim, hidden, out = (check_size("ExpertMLP", name, size) for name, size in sizes)
+        check_choice("ExpertMLP", "activation", activation, (None, *ACTIVATIONS))
+        columns = 2 * hidden if activation in GATED else hidden
         self.w_in, self.w_out = stacked(num_experts, dim, columns), stacked(num_experts, hidden, out)
         self.b_in = stacked_bias(num_experts, dim, columns) if bias else None
         self.b_out = stacked_bias(num_experts, hidden, out) if bias else None
-        self.activation, self.dropout, self.backend = activation, dropout, backend
+        self.dropout = check_number("ExpertMLP", "dropout", dropout, 0, 1, "a rate")
+        self.activation, self.backend = activation, check_backend("ExpertMLP", backend)
 
     def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         offsets, backend = plan.expert_offsets, self.backend

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_kernels.nn._recompute import recomputed
 from moe_kernels.ops._autocast import without_autocast
-from moe_kernels.ops._checks import check_choice, check_int
+from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number
 from moe_kernels.ops.harden import harden
 from moe_kernels.ops.sinkhorn import sinkhorn
 
@@ -87,10 +87,11 @@ class LocalSearch(nn.Module):
         check_choice("LocalSearch", "schedule", schedule, SCHEDULES)
         if importlib.util.find_spec("scipy") is None:
             raise ImportError("LocalSearch: hardening needs scipy: pip install moe_kernels[assignment]")
-        self.zeta, self.renormalise, self.schedule, self.backend = zeta, renormalise, schedule, backend
-        if not 0 <= noise < float("inf"):
-            raise ValueError(f"LocalSearch: noise must be finite and at least 0, got {noise}")
-        self.bound, self.noise, self.step = bound, noise, 0
+        self.zeta = check_number("LocalSearch", "zeta", zeta)
+        self.bound = check_number("LocalSearch", "bound", bound, 0, meaning="of U")
+        self.noise = check_number("LocalSearch", "noise", noise, 0, meaning="times Gumbel's")
+        self.renormalise, self.schedule, self.step = renormalise, schedule, 0
+        self.backend = check_backend("LocalSearch", backend)
         self.scores = nn.Parameter(torch.empty(count, n, n, device=device))
         self.register_buffer("soft", torch.zeros(count, n, n, device=device))
         self.register_buffer("source", torch.arange(n, device=device).repeat(count, 1))

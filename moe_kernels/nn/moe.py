@@ -23,6 +23,7 @@ from moe_kernels.nn.experts import Experts
 from moe_kernels.nn.gates import Gate, GateOutput
 from moe_kernels.nn.local_search import LocalSearch
 from moe_kernels.nn.policies import TokenChoice, nonzero_choices
+from moe_kernels.ops._checks import check_module, check_number
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.plan import make_plan
 from moe_kernels.plan import RoutingPlan
@@ -82,11 +83,12 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         _check_experts("MoE", [gate], experts)
-        if not 0 <= expert_dropout <= 1:
-            raise ValueError(f"MoE: expert_dropout must be a rate from 0 to 1, got {expert_dropout}")
+        if policy is not None and not callable(policy):
+            raise TypeError(f"MoE: policy must be one of nn.policies, got {type(policy).__name__}")
         self.gate, self.experts = gate, experts
         self.policy: Policy = policy or TokenChoice()
-        self.expert_dropout, self.pass_through = expert_dropout, pass_through
+        self.expert_dropout = check_number("MoE", "expert_dropout", expert_dropout, 0, 1, "a rate")
+        self.pass_through = pass_through
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> MoEOutput:
         tokens = x.reshape(-1, x.shape[-1])
@@ -131,6 +133,8 @@ class MultiGateMoE(nn.Module):
         if not gates:
             raise ValueError("MultiGateMoE: expected at least one gate, got none")
         _check_experts("MultiGateMoE", gates, experts)
+        if search is not None:
+            check_module("MultiGateMoE", "search", search, LocalSearch)
         self.gates, self.experts, self.search = nn.ModuleList(gates), experts, search
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> MoEOutput:
@@ -174,6 +178,8 @@ def _keep_experts(rate: float, x: Tensor, plan: RoutingPlan) -> Tensor:
 
 
 def _check_experts(name: str, gates: Sequence[Gate], experts: Experts) -> None:
+    check_module(name, "experts", experts, Experts)
     for gate in gates:
+        check_module(name, "a gate", gate, Gate)
         if gate.num_experts != experts.num_experts:
             raise ValueError(f"{name}: the gate is over {gate.num_experts} experts, there are {experts.num_experts}")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable
 from decimal import Decimal
 from fractions import Fraction
 from functools import wraps
-from math import isfinite
+from math import inf, isfinite
 from numbers import Real
 from typing import Any, SupportsIndex
 
@@ -247,6 +247,36 @@ def check_positive(op: str, name: str, value: object) -> float:
     if not (isfinite(number) and number > 0):
         raise ValueError(f"{op}: {name} must be above 0 and finite, got {number}")
     return number
+
+
+def check_number(
+    op: str, name: str, value: object, low: float = -inf, high: float = inf, meaning: str = "a coefficient"
+) -> float:
+    """`value` as a float, finite and within [low, high]."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    number = float(value)
+    if not (isfinite(number) and low <= number <= high):
+        limits = f"from {low:g} to {high:g}" if isfinite(high) else "finite" + f" and at least {low:g}" * isfinite(low)
+        raise ValueError(f"{op}: {name} must be {limits} ({meaning}), got {number}")
+    return number
+
+
+def check_size(op: str, name: str, value: object, low: int = 0) -> int:
+    """`value` as an int that a dimension of a parameter may have."""
+    return check_int(op, name, value, low, 2**31 - 1, "features")
+
+
+def check_backend(op: str, backend: str | None) -> str | None:
+    """`backend` is the name of one, or None, which leaves the choice; whether it can run is asked of every call."""
+    check_choice(op, "backend", backend, (None, *backends.NAMES))
+    return backend
+
+
+def check_module(op: str, name: str, value: object, kind: type) -> None:
+    """`value` is a module of that kind."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{op}: {name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
 def check_decimal(op: str, name: str, value: object) -> Fraction:

@@ -12,6 +12,7 @@ from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.topk import TopKGate
 from moe_kernels.nn.losses import batch_mean, competition_loss
+from moe_kernels.ops._checks import check_number
 from moe_kernels.ops.topk_gate import topk_gate
 
 
@@ -57,9 +58,8 @@ class CompetitionGate(Gate):
         if experts.num_experts != router.num_experts:
             count = experts.num_experts
             raise ValueError(f"CompetitionGate: the router is over {router.num_experts} experts, there are {count}")
-        if not callable(rate) and not 0 <= rate <= 1:
-            raise ValueError(f"CompetitionGate: rate must be a chance from 0 to 1, got {rate}")
-        self.router, self.rate, self.alpha = router, rate, alpha
+        self.rate = rate if callable(rate) else check_number("CompetitionGate", "rate", rate, 0, 1, "a chance")
+        self.router, self.alpha = router, check_number("CompetitionGate", "alpha", alpha)
         self.through_norms, self.coin = through_norms, coin
         self._experts = (experts,)  # in a tuple, so that it is no submodule
         self.steps, self._competed = 0, False

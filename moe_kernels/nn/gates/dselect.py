@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput, uniform_
 from moe_kernels.nn.losses import batch_mean, tree_entropy
-from moe_kernels.ops._checks import check_int, check_positive
+from moe_kernels.ops._checks import check_int, check_number, check_positive
 from moe_kernels.ops.tree_gate import smooth_step
 
 
@@ -40,10 +40,11 @@ class DSelectKGate(Gate):
         reciprocal: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(num_experts, fewest=2)
+        super().__init__(num_experts, fewest=2, dim=dim)
         self.k = check_int("DSelectKGate", "k", k, 1, 2**31 - 1, "selectors")
         self.gamma = check_positive("DSelectKGate", "gamma", gamma)
-        self.entropy, self.reciprocal = entropy, reciprocal
+        self.entropy = check_number("DSelectKGate", "entropy", entropy)
+        self.reciprocal = check_number("DSelectKGate", "reciprocal", reciprocal)
         bits = (num_experts - 1).bit_length()
         self.code, self.mix = nn.Linear(dim, k * bits), nn.Linear(dim, k)
         uniform_(self.code.weight, self.gamma / 100, generator)

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from moe_kernels.nn._recompute import own
 from moe_kernels.ops._autocast import without_autocast
-from moe_kernels.ops._checks import INDEX, check_int, check_rank, check_tensor
+from moe_kernels.ops._checks import INDEX, check_int, check_rank, check_size, check_tensor
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,12 @@ class Gate(nn.Module):
     forward that draws from one is refused there.
     """
 
-    def __init__(self, num_experts: int, fewest: int = 1) -> None:
+    def __init__(self, num_experts: int, fewest: int = 1, dim: int | None = None) -> None:
+        """fewest: experts. dim: features of x, of a gate that has parameters for them."""
         super().__init__()
         name = type(self).__name__
+        if dim is not None:
+            check_size(name, "dim", dim)
         self.num_experts = check_int(name, "num_experts", num_experts, fewest, 2**31 - 1, "experts")
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:

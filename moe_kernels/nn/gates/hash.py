@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
-from moe_kernels.ops._checks import check_int
+from moe_kernels.ops._checks import FLOATING, INDEX, check_int, check_tensor
 
 
 class HashGate(Gate):
@@ -42,8 +42,11 @@ class HashGate(Gate):
         check_int("HashGate", "num_ids", num_ids, 1, 2**31 - 1, "ids")
         table = torch.randint(num_experts, (num_ids,), dtype=torch.int32, generator=generator)
         if frequencies is not None:
+            check_tensor("HashGate", "frequencies", frequencies, (*INDEX, *FLOATING))
             if frequencies.shape != (num_ids,):
                 raise ValueError(f"HashGate: frequencies must be ({num_ids},), got shape {tuple(frequencies.shape)}")
+            if not ((frequencies >= 0) & (frequencies < torch.inf)).all():
+                raise ValueError("HashGate: frequencies must be finite and at least 0")
             _balance(table, frequencies.cpu(), num_experts)
         self.register_buffer("table", table)
 
@@ -59,7 +62,7 @@ def _balance(table: Tensor, frequencies: Tensor, num_experts: int) -> None:
     """Writes the experts of the ids that occur into the table."""
     loads = [(frequencies.new_zeros(()).item(), expert) for expert in range(num_experts)]
     for index in frequencies.sort(descending=True, stable=True).indices.tolist():
-        if frequencies[index] <= 0:
+        if frequencies[index] == 0:
             return
         load, expert = loads[0]
         table[index] = expert

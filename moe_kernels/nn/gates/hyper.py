@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.ops._autocast import without_autocast
-from moe_kernels.ops._checks import check_int
+from moe_kernels.ops._checks import check_backend, check_int, check_size
 from moe_kernels.ops.topk_gate import topk_gate
 
 
@@ -22,13 +22,14 @@ class HyperRouterGate(Gate):
     """
 
     def __init__(self, dim: int, num_experts: int, k: int, *, hidden: int = 256, backend: str | None = None) -> None:
-        super().__init__(num_experts)
+        super().__init__(num_experts, dim=dim)
         self.k = check_int("HyperRouterGate", "k", k, 1, num_experts, "choices among E experts")
+        hidden = check_size("HyperRouterGate", "hidden", hidden)
         self.embedding = nn.Parameter(torch.randn(1, dim))
         self.hypernetwork = nn.Sequential(
             nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, num_experts * (dim + 1))
         ).requires_grad_(False)
-        self.backend = backend
+        self.backend = check_backend("HyperRouterGate", backend)
 
     def requires_grad_(self, requires_grad: bool = True) -> HyperRouterGate:
         super().requires_grad_(requires_grad)

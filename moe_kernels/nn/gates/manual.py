@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.ops._checks import check_int
 
 MNIST = (4, 0, 1, 2, 2, 1, 3, 0, 4, 3)  # digits {1,7} {2,5} {3,4} {6,9} {8,0} -> experts 0..4
 
@@ -25,11 +26,10 @@ class ManualGate(Gate):
     assignment: Tensor
 
     def __init__(self, assignment: Sequence[int], num_experts: int | None = None) -> None:
-        most = max(assignment, default=0) + 1
+        told = [check_int("ManualGate", "assignment", each, 0, 2**31 - 2, "experts") for each in assignment]
+        most = max(told, default=0) + 1
         super().__init__(most if num_experts is None else num_experts, most)
-        if min(assignment, default=0) < 0:
-            raise ValueError(f"ManualGate: expected experts from 0, got {tuple(assignment)}")
-        self.register_buffer("assignment", torch.tensor(assignment, dtype=torch.int32))
+        self.register_buffer("assignment", torch.tensor(told, dtype=torch.int32))
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         experts = self.assignment[self.known(x, ids, len(self.assignment), "the labels of the tokens")][:, None]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.local_search import LocalSearch
+from moe_kernels.ops._checks import check_module
 
 
 class PermutedGate(Gate):
@@ -17,6 +18,8 @@ class PermutedGate(Gate):
     """
 
     def __init__(self, gate: Gate, search: LocalSearch) -> None:
+        check_module("PermutedGate", "gate", gate, Gate)
+        check_module("PermutedGate", "search", search, LocalSearch)
         super().__init__(gate.num_experts)
         if search.source.shape != (1, gate.num_experts):
             count, experts = search.source.shape

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
 from moe_kernels.nn.losses import importance_loss
+from moe_kernels.ops._checks import check_number
 
 
 class SoftmaxGate(Gate):
@@ -34,9 +35,10 @@ class SoftmaxGate(Gate):
         importance: float = 0.0,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(num_experts)
+        super().__init__(num_experts, dim=dim)
         self.linear = nn.Linear(dim, num_experts, bias=bias)
-        self.noise, self.importance, self.generator = noise, importance, generator
+        self.importance = check_number("SoftmaxGate", "importance", importance)
+        self.noise, self.generator = noise, generator
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         logits = self.project(self.linear, x)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.losses import batch_mean
+from moe_kernels.ops._checks import check_int, check_number, check_size
 
 
 class StableGate(Gate):
@@ -40,12 +41,16 @@ class StableGate(Gate):
         balance: float = 0.3,
         distill: float = 0.3,
     ) -> None:
-        super().__init__(num_experts)
+        super().__init__(num_experts, dim=dim)
         self.centroids = nn.Parameter(torch.empty(num_experts, dim))
         nn.init.orthogonal_(self.centroids, gain=0.1)
-        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.embedding = nn.Embedding(
+            check_int("StableGate", "vocabulary", vocabulary, 1, 2**31 - 1, "ids"),
+            check_size("StableGate", "embedding", embedding),
+        )
         self.router = nn.Linear(embedding, num_experts, bias=False)
-        self.balance, self.distill = balance, distill
+        self.balance = check_number("StableGate", "balance", balance)
+        self.distill = check_number("StableGate", "distill", distill)
         self.stage = 1
 
     def begin_stage_two(self) -> None:

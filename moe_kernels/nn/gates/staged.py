@@ -9,6 +9,7 @@ from torch import Tensor
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.topk import TopKGate
 from moe_kernels.nn.losses import batch_mean
+from moe_kernels.ops._checks import check_module, check_number
 
 
 class StagedGate(Gate):
@@ -26,13 +27,16 @@ class StagedGate(Gate):
     """
 
     def __init__(self, first: Gate, second: Gate, *, distill: float = 0.0, second_in_evaluation: bool = False) -> None:
+        check_module("StagedGate", "first", first, Gate)
+        check_module("StagedGate", "second", second, Gate)
         super().__init__(first.num_experts)
         if first.num_experts != second.num_experts:
             raise ValueError(f"StagedGate: first is over {first.num_experts} experts, second over {second.num_experts}")
         if distill and not isinstance(second, TopKGate):
             raise TypeError(f"StagedGate: distill wants second to be a TopKGate, got {type(second).__name__}")
         self.first, self.second, self.stage = first, second, 1
-        self.distill, self.second_in_evaluation = distill, second_in_evaluation
+        self.distill = check_number("StagedGate", "distill", distill)
+        self.second_in_evaluation = second_in_evaluation
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         if self.stage == 1 and (self.training or not self.second_in_evaluation):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moe_kernels.nn._recompute import own
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
 from moe_kernels.nn.losses import balance_loss, importance_loss, load_loss, router_z_loss
-from moe_kernels.ops._checks import check_choice, check_int
+from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number
 from moe_kernels.ops.topk_gate import ORDERS, topk_gate
 
 NOISES = (None, "jitter", "vmoe")
@@ -51,10 +51,12 @@ class TopKGate(Gate):
         generator: torch.Generator | None = None,
         backend: str | None = None,
     ) -> None:
-        super().__init__(num_experts)
+        super().__init__(num_experts, dim=dim)
         self.k = check_int("TopKGate", "k", k, 1, num_experts, "choices among E experts")
         check_choice("TopKGate", "order", order, ORDERS)
         check_choice("TopKGate", "noise", noise, NOISES)
+        coefficients = {"importance": importance, "load": load, "balance": balance, "z": z}
+        self.coefficients = {name: check_number("TopKGate", name, each) for name, each in coefficients.items()}
         if load and noise != "vmoe":
             raise ValueError(f"TopKGate: load needs noise='vmoe', its loss is not defined without; got {noise!r}")
         self.linear = nn.Linear(dim, num_experts, bias=bias)
@@ -63,8 +65,8 @@ class TopKGate(Gate):
         if noise == "jitter":
             self.noise_linear = nn.Linear(dim, num_experts, bias=False)
             nn.init.zeros_(self.noise_linear.weight)
-        self.order, self.noise, self.generator, self.backend = order, noise, generator, backend
-        self.coefficients = {"importance": importance, "load": load, "balance": balance, "z": z}
+        self.order, self.noise, self.generator = order, noise, generator
+        self.backend = check_backend("TopKGate", backend)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         logits = self.project(self.linear, x)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.losses import batch_mean, tree_entropy
-from moe_kernels.ops._checks import check_choice, check_int, check_positive
+from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_positive
 from moe_kernels.ops.tree_gate import PARITIES, tree_gate, tree_route
 
 
@@ -45,11 +45,12 @@ class TreeGate(Gate):
         generator: torch.Generator | None = None,
         backend: str | None = None,
     ) -> None:
-        super().__init__(num_experts, fewest=2)
+        super().__init__(num_experts, fewest=2, dim=dim)
         trees = check_int("TreeGate", "trees", trees, 1, 2**31 - 1, "trees")
         check_choice("TreeGate", "parity", parity, PARITIES)
-        self.gamma, self.entropy = check_positive("TreeGate", "gamma", gamma), entropy
-        self.parity, self.route, self.backend = parity, route, backend
+        self.gamma = check_positive("TreeGate", "gamma", gamma)
+        self.entropy = check_number("TreeGate", "entropy", entropy)
+        self.parity, self.route, self.backend = parity, route, check_backend("TreeGate", backend)
         self.split_weight = nn.Parameter(torch.empty(trees, num_experts - 1, dim))
         self.leaf_weight = nn.Parameter(torch.empty(trees, num_experts, dim))
         self.split_bias = nn.Parameter(torch.zeros(trees, num_experts - 1)) if bias else None

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
-from moe_kernels.ops._checks import check_choice, check_int
+from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_positive, check_size
 from moe_kernels.ops.topk_gate import topk_gate
 
 SCORES = ("code", "cosine")
@@ -42,13 +42,15 @@ class XMoEGate(Gate):
         temperature: float = 0.3,
         backend: str | None = None,
     ) -> None:
-        super().__init__(num_experts)
+        super().__init__(num_experts, dim=dim)
         self.k = check_int("XMoEGate", "k", k, 1, num_experts, "choices among E experts")
         check_choice("XMoEGate", "score", score, SCORES)
+        embedding = check_size("XMoEGate", "embedding", embedding)
         self.linear = nn.Linear(dim, embedding, bias=False)
         self.embeddings = nn.Parameter(torch.empty(num_experts, embedding))
         nn.init.orthogonal_(self.embeddings, gain=0.32)
-        self.score, self.temperature, self.backend = score, temperature, backend
+        self.score, self.temperature = score, check_positive("XMoEGate", "temperature", temperature)
+        self.backend = check_backend("XMoEGate", backend)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         r = self.project(self.linear, x)

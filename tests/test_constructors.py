@@ -1,0 +1,123 @@
+"""Constructors of nn: what a forward could not use they refuse, at once and by name."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from moe_kernels import nn as mnn
+
+D, E, IDS = 6, 4, 12
+
+
+def constructors():
+    """name -> what makes the module of that name from options of its own, which are right but for those given."""
+    softmax, topk, experts = mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, 3)
+    right = {
+        "SoftmaxGate": {"dim": D, "num_experts": E},
+        "TopKGate": {"dim": D, "num_experts": E, "k": 2, "noise": "vmoe"},
+        "TreeGate": {"dim": D, "num_experts": E},
+        "DSelectKGate": {"dim": D, "num_experts": E, "k": 2},
+        "XMoEGate": {"dim": D, "num_experts": E, "k": 2},
+        "HyperRouterGate": {"dim": D, "num_experts": E, "k": 2},
+        "StableGate": {"dim": D, "num_experts": E, "vocabulary": IDS},
+        "EnsembleGate": {"dim": D, "num_experts": E, "k": 1},
+        "HashGate": {"num_ids": 3, "num_experts": E},
+        "ManualGate": {"assignment": [0, 1]},
+        "StagedGate": {"first": softmax, "second": topk},
+        "PermutedGate": {"gate": softmax, "search": mnn.LocalSearch(E, 5)},
+        "CompetitionGate": {"router": topk, "experts": experts},
+        "LocalSearch": {"num_experts": E, "steps": 5},
+        "ExpertMLP": {"num_experts": E, "dim": D, "hidden": 3},
+        "ExpertLayer": {"num_experts": E, "dim": D, "out": 3},
+        "CometFFN": {"dim": D, "hidden": 3},
+        "MaskedLinear": {"in_features": D, "out_features": 3, "k": 1},
+        "FixedRouting": {"widths": (D, 3)},
+        "MoE": {"gate": softmax, "experts": experts},
+        "MultiGateMoE": {"gates": [softmax], "experts": experts},
+    }
+    return {name: partial(getattr(mnn, name), **options) for name, options in right.items()}
+
+
+COEFFICIENTS = {
+    "SoftmaxGate": ["importance"],
+    "TopKGate": ["importance", "load", "balance", "z"],
+    "TreeGate": ["entropy"],
+    "DSelectKGate": ["entropy", "reciprocal"],
+    "StableGate": ["balance", "distill"],
+    "StagedGate": ["distill"],
+    "CompetitionGate": ["alpha", "rate"],
+    "LocalSearch": ["zeta", "bound", "noise"],
+    "XMoEGate": ["temperature"],
+    "ExpertMLP": ["dropout"],
+    "ExpertLayer": ["dropout"],
+    "CometFFN": ["dropout"],
+    "MoE": ["expert_dropout"],
+}
+SIZES = {
+    **{f"{name}Gate": ["dim"] for name in ("Softmax", "TopK", "Tree", "DSelectK", "Ensemble")},
+    "XMoEGate": ["dim", "embedding"],
+    "HyperRouterGate": ["dim", "hidden"],
+    "StableGate": ["dim", "vocabulary", "embedding"],
+    "ExpertMLP": ["dim", "hidden", "out"],
+    "ExpertLayer": ["dim", "out"],
+    "MaskedLinear": ["in_features", "out_features"],
+}
+MODULES = {
+    "StagedGate": ["first", "second"],
+    "PermutedGate": ["gate", "search"],
+    "MoE": ["gate", "experts", "policy"],
+    "MultiGateMoE": ["experts", "search"],
+}
+OUT_OF_RANGE = [
+    ("XMoEGate", {"temperature": 0.0}, "temperature must be above 0"),
+    ("XMoEGate", {"temperature": -1.0}, "temperature must be above 0"),
+    ("ExpertMLP", {"dropout": 2.0}, "dropout must be from 0 to 1"),
+    ("ExpertMLP", {"dropout": -0.1}, "dropout must be from 0 to 1"),
+    ("ExpertMLP", {"activation": "sine"}, "activation must be one of None, 'relu'"),
+    ("ExpertLayer", {"activation": "sine"}, "activation must be one of None, 'relu'"),
+    ("LocalSearch", {"bound": -1.0}, "bound must be finite and at least 0"),
+    ("ManualGate", {"assignment": [0, -1]}, "assignment must be from 0"),
+    ("HashGate", {"frequencies": torch.tensor([1.0, math.nan, 0.0])}, "frequencies must be finite and at least 0"),
+    ("HashGate", {"frequencies": torch.tensor([1, -1, 0])}, "frequencies must be finite and at least 0"),
+]
+BACKENDS = ["TopKGate", "TreeGate", "XMoEGate", "HyperRouterGate", "EnsembleGate", "LocalSearch", "ExpertMLP"]
+BACKENDS += ["ExpertLayer", "MaskedLinear", "FixedRouting"]
+
+
+@pytest.mark.parametrize("name", constructors())
+def test_constructors_refuse_at_once_what_a_forward_could_not_use(name):
+    make = constructors()[name]
+    for option in COEFFICIENTS.get(name, ()):
+        for value in (math.nan, math.inf, -math.inf):
+            with pytest.raises(ValueError, match=f"^{name}: {option} must be .*, got {value}"):
+                make(**{option: value})
+        for value in ("0.5", True, torch.tensor(0.5)):
+            with pytest.raises(TypeError, match=f"^{name}: {option} must be a number, got {type(value).__name__}"):
+                make(**{option: value})
+    for option in SIZES.get(name, ()):
+        with pytest.raises(ValueError, match=f"^{name}: {option} must be from . to .*, got -1"):
+            make(**{option: -1})
+        with pytest.raises(TypeError, match=f"^{name}: {option} must be an int, got float"):
+            make(**{option: 1.5})
+    for option in MODULES.get(name, ()):
+        with pytest.raises(TypeError, match=f"^{name}: {option} must be|^{name}: a {option} must be"):
+            make(**{option: 3})
+    if name in BACKENDS:
+        with pytest.raises(ValueError, match=f"^{name}: backend must be one of .*; got 'gpu'"):
+            make(backend="gpu")
+    for _, options, words in (each for each in OUT_OF_RANGE if each[0] == name):
+        with pytest.raises(ValueError, match=f"^{name}: {words}"):
+            make(**options)
+
+
+def test_an_expert_of_no_outputs_has_none():
+    assert mnn.ExpertMLP(E, D, 3, out=0).w_out.shape == (E, 3, 0)
+
+
+def test_experts_told_by_fractions_are_refused():
+    with pytest.raises(TypeError, match="ManualGate: assignment must be an int, got float"):
+        mnn.ManualGate([0.5, 1.0])
