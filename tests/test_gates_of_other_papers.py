@@ -122,7 +122,7 @@ def test_labels_decide():
     experts = gate(torch.zeros(10, D), torch.arange(10)).experts[:, 0].tolist()
     pairs = [{d for d in range(10) if experts[d] == e} for e in range(5)]
     assert pairs == [{1, 7}, {2, 5}, {3, 4}, {6, 9}, {0, 8}]
-    with pytest.raises(ValueError, match="ManualGate: expected experts from 0"):
+    with pytest.raises(ValueError, match="ManualGate: assignment must be from 0"):
         ManualGate([0, -1])
 
 

@@ -50,6 +50,8 @@ class LocalSearch(nn.Module):
             generator (Gumbel-Sinkhorn, Mena et al. 2018); 0, the paper's, draws nothing. The last S, noise and all, is
             what becomes the permutation.
 
+    torch.compile breaks its graph in training, where no two steps are alike, and has a whole one in evaluation.
+
     State: U is the parameter `scores` (permutations, n, n); buffers `soft` (the last S), `source` (the hard
     permutation: expert j takes the gate source[j]) and `distance` (permutations), the largest |S - P| at the switch,
     NaN before; `step` is saved beside them. All of it survives a state dict in either stage.
@@ -127,7 +129,15 @@ class LocalSearch(nn.Module):
 
         In training this takes a step, the one that ends stage one waits for a GPU and hardens on the host.
         """
-        if not self.training or self.hardened:
+        if self.training:
+            return self._advance()
+        if self._stale:
+            self._harden()
+        return None
+
+    @torch.compiler.disable(reason="LocalSearch: every step has a temperature and iterations of its own")
+    def _advance(self) -> Tensor | None:
+        if self.hardened:
             if self._stale:
                 self._harden()
             return None
@@ -188,6 +198,7 @@ class LocalSearch(nn.Module):
         stage = "hard" if self.hardened else f"step {self.step} of {self.steps}"
         return f"num_experts={n}, permutations={count}, schedule={self.schedule!r}, {stage}"
 
+    @torch.compiler.disable(reason="LocalSearch: linear assignment is the host's")
     def _harden(self) -> None:
         """Row i, a gate, goes to column c_i, an expert; `source` is the inverse: the gate of each expert."""
         self.source.copy_(harden(self.soft).argsort(-1))

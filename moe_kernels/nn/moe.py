@@ -155,8 +155,8 @@ class MultiGateMoE(nn.Module):
         rows, slots = self.experts.rows(x, plan), choices.clamp(min=0).long()
         y = tuple(combine(rows, plan, gate.gather(1, slots), backend=self.experts.backend) for gate in gates)
         named = [(f"task{index}", output) for index, output in enumerate(outputs)]
-        first = {id(output): (task, output) for task, output in reversed(named)}  # of a gate that several tasks share
-        losses |= {f"{task}.{name}": loss for task, output in first.values() for name, loss in output.losses.items()}
+        first = {gate: f"task{index}" for index, gate in reversed([*enumerate(self.gates)])}  # of those that share it
+        losses |= {f"{first[gate]}.{name}": loss for gate in said for name, loss in said[gate].losses.items()}
         statistics = {f"{task}.{name}": each for task, output in named for name, each in output.statistics.items()}
         statistics |= {f"task{index}.gates": each.detach() for index, each in enumerate(gates)}
         return MoEOutput(y, plan, tuple(outputs), losses, statistics | load_of(plan))

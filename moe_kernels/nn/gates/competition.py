@@ -30,7 +30,8 @@ class CompetitionGate(Gate):
             layer flips its own coin. alpha: weight of the router loss.
         through_norms: whether the output's gradient reaches the experts through the norm weights too, as the published
             code has it, or, False, through their outputs alone. The target of the loss is a constant either way.
-        coin: a CPU generator for the coin; None is torch's own. The host flips it and waits for no device.
+        coin: a CPU generator for the coin; None is torch's own. The host flips it and waits for no device; in training
+            torch.compile breaks its graph there.
 
     Autocast: experts compete as they compute, in its dtype; router, weights and loss keep that of the parameters.
 
@@ -74,6 +75,7 @@ class CompetitionGate(Gate):
             return GateOutput(routed.weights, routed.experts, self.num_experts, routed.dense, routed.losses, statistics)
         return self._compete(x)
 
+    @torch.compiler.disable(reason="CompetitionGate: the host flips a coin")
     def _flip(self) -> bool:
         again = recomputed()  # torch's own random numbers are then those of before, and have to be drawn
         if again and self.coin is not None:

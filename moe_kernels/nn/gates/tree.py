@@ -20,7 +20,8 @@ class TreeGate(Gate):
         bias: nodes and leaves have one, as in the authors' TensorFlow code; the paper prints none.
         parity: of tree_gate; tree_route, which has none, weighs a saturated tree's one leaf by 1 all the same.
         route: evaluation goes by tree_route where every tree of the batch is saturated, which waits for a GPU, and by
-            the dense gate where one is not, or on the meta device: the same gate either way.
+            the dense gate where one is not, or on the meta device: the same gate either way. Which it is, the host
+            decides, and torch.compile breaks its graph there.
         generator: draws the parameters; None is torch's own. backend: of the operations.
 
     Output: dense, gates (T, E); sparse, one expert a tree, where it was routed. losses: "entropy" in training.

@@ -55,9 +55,9 @@ class XMoEGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         r = self.project(self.linear, x)
         if self.score == "code" and self.training:
-            with torch.no_grad():
-                norms = self.embeddings.norm(dim=-1, keepdim=True)
-                self.embeddings.mul_(torch.where(norms > 0, RADIUS / norms, 1))
+            values = self.embeddings.detach()  # torch.compile does not heed no_grad where a parameter is written over
+            norms = values.norm(dim=-1, keepdim=True)
+            values.mul_(torch.where(norms > 0, RADIUS / norms, 1))
         # Of a copy: the rescaling of a second forward would spoil what the first one's backward reads.
         directions = F.normalize(self.embeddings.clone(), dim=-1)
         if self.score == "code":
