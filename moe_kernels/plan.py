@@ -35,21 +35,19 @@ class RoutingPlan:
 
     Four tokens, two choices each, two experts with room for two:
 
+        >>> from moe_kernels import make_plan
         >>> experts = torch.tensor([[0, 1], [0, 1], [0, 1], [1, 0]])
         >>> plan = make_plan(experts, 2, capacity=2)       # first choices 0 0 0 1, then second choices 1 1 1 0
-        >>> plan.requested, plan.kept, plan.dropped
-        (tensor([4, 4]), tensor([2, 2]), tensor(4))
-        >>> plan.expert_offsets                            # rows 0 and 1 are expert 0's, rows 2 and 3 expert 1's
-        tensor([0, 2, 4])
-        >>> plan.row_token                                 # expert 0: tokens 0, 1 (2 came third); expert 1: 3, then 0
-        tensor([0, 1, 3, 0])
-        >>> plan.row_choice                                # token 3's first choice, token 0's second
-        tensor([0, 0, 0, 1])
-        >>> plan.slot_row
-        tensor([[ 0,  3],
-                [ 1, -1],
-                [-1, -1],
-                [ 2, -1]])
+        >>> plan.requested.tolist(), plan.kept.tolist(), plan.dropped.item()
+        ([4, 4], [2, 2], 4)
+        >>> plan.expert_offsets.tolist()                   # rows 0 and 1 are expert 0's, rows 2 and 3 expert 1's
+        [0, 2, 4]
+        >>> plan.row_token.tolist()                        # expert 0: tokens 0, 1 (2 came third); expert 1: 3, then 0
+        [0, 1, 3, 0]
+        >>> plan.row_choice.tolist()                       # token 3's first choice, token 0's second
+        [0, 0, 0, 1]
+        >>> plan.slot_row.tolist()
+        [[0, 3], [1, -1], [-1, -1], [2, -1]]
     """
 
     num_tokens: int

@@ -121,3 +121,15 @@ def test_an_expert_of_no_outputs_has_none():
 def test_experts_told_by_fractions_are_refused():
     with pytest.raises(TypeError, match="ManualGate: assignment must be an int, got float"):
         mnn.ManualGate([0.5, 1.0])
+
+
+def test_what_is_printed_tells_modules_apart():
+    made = {name: make() for name, make in constructors().items()}
+    assert "ExpertMLP(w_in=(4, 6, 3), w_out=(4, 3, 6), " in repr(made["ExpertMLP"])
+    assert "activation='relu', dropout=0.5" in repr(mnn.ExpertLayer(E, D, 3, dropout=0.5))
+    assert "assignment=(0, 1), num_experts=2" in repr(made["ManualGate"])
+    made["StableGate"].begin_stage_two()
+    assert "stage=2" in repr(made["StableGate"])
+    assert "rate=0.05, alpha=1" in repr(made["CompetitionGate"])
+    for name, module in made.items():
+        assert not repr(module).startswith(f"{name}()")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels as mk
+import moe_kernels.plan
 
 EXPERTS = torch.tensor([[0, 1], [1, 2], [0, 2], [1, 0], [2, 1], [0, 1]])
 TOKENS, ROWS = 6, 12
@@ -144,3 +146,7 @@ def test_the_reference_compiles_although_it_looks():
     torch.testing.assert_close(got, there_and_back(X, plan()))
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert mk.dispatch(mode.from_tensor(X), plan(), backend="reference").shape == (ROWS, 4)
+
+
+def test_the_example_in_the_docstring_is_what_happens():
+    assert doctest.testmod(moe_kernels.plan) == (0, 8)

@@ -192,6 +192,9 @@ class CometFFN(nn.Module):
         self.dropout = check_number("CometFFN", "dropout", dropout, 0, 1, "a rate")
         self.router = FixedRouting((dim, hidden), p, ties=ties)
 
+    def extra_repr(self) -> str:
+        return f"dropout={self.dropout:g}"
+
     @property
     def dense(self) -> bool:
         """Every neuron always wins."""

@@ -31,10 +31,16 @@ class Experts(nn.Module):
     """
 
     num_experts: int
+    activation: str | None
+    dropout: float
     backend: str | None
 
     def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        shapes = ", ".join(f"{name}={tuple(each.shape)}" for name, each in self.named_parameters(recurse=False))
+        return f"{shapes}, activation={self.activation!r}, dropout={self.dropout:g}"
 
     def forward(self, x: Tensor, plan: RoutingPlan, weights: Tensor | None) -> Tensor:
         return combine(self.rows(x, plan), plan, weights, backend=self.backend)

@@ -99,6 +99,9 @@ class CompetitionGate(Gate):
         statistics = {"competed": x.new_ones(()), "agreement": batch_mean(agreement.mean(-1))}
         return GateOutput(weights, winners, self.num_experts, False, {"router": self.alpha * loss}, statistics)
 
+    def extra_repr(self) -> str:
+        return f"rate={self.rate}, alpha={self.alpha:g}, through_norms={self.through_norms}"
+
     def get_extra_state(self) -> int:
         return self.steps
 

@@ -54,7 +54,7 @@ class EnsembleGate(Gate):
         return GateOutput(weights, experts + own, self.num_experts)
 
     def extra_repr(self) -> str:
-        return f"members={self.members}, k={self.k}, noise={self.noise}"
+        return f"num_experts={self.num_experts}, members={self.members}, k={self.k}, noise={self.noise}"
 
 
 def tile(x: Tensor, members: int) -> tuple[Tensor, Tensor]:

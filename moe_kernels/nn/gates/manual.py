@@ -34,3 +34,6 @@ class ManualGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         experts = self.assignment[self.known(x, ids, len(self.assignment), "the labels of the tokens")][:, None]
         return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
+
+    def extra_repr(self) -> str:
+        return f"assignment={tuple(self.assignment.tolist())}, num_experts={self.num_experts}"

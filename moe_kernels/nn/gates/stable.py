@@ -82,6 +82,9 @@ class StableGate(Gate):
         """Logits (T, E) of the router that sees the ids alone."""
         return self.project(self.router, self.embedding(ids))
 
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, balance={self.balance:g}, distill={self.distill:g}, stage={self.stage}"
+
     def get_extra_state(self) -> int:
         return self.stage
 

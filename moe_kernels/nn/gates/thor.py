@@ -43,4 +43,4 @@ class RandomGate(Gate):
         return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
 
     def extra_repr(self) -> str:
-        return f"inference={self.inference!r}"
+        return f"num_experts={self.num_experts}, inference={self.inference!r}"
