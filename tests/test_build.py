@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -66,9 +67,13 @@ def test_a_stale_module_never_ships(checkout):
 
 
 def test_a_source_distribution_builds(checkout):
+    (checkout / "tests").mkdir()
+    (checkout / "tests" / "test_alone.py").write_text("import conftest\n")  # setuptools takes tests, not what they need
     done = build(checkout, "setup.py", "-q", "sdist", "-d", "dist")
     assert done.returncode == 0, done.stderr
     (archive,) = (checkout / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        assert not [name for name in packed.getnames() if "/tests" in name]
     names = wheel(checkout, archive, MOE_KERNELS_CUDA="0")
     assert any(name.startswith("moe_kernels/_cpu.") for name in names)
 

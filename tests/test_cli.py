@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import subprocess
 import sys
@@ -73,6 +74,16 @@ def test_commands_need_neither_typer_nor_rich_nor_matplotlib() -> None:
     )
     command = f"{blocked}; from moe_kernels.__main__ import main; sys.exit(main(['info']))"
     assert subprocess.run([sys.executable, "-c", command], capture_output=True).returncode == 0
+
+
+def test_a_reader_who_has_enough_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_kernels", "info"], stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_verify_passes_right_kernels(capsys: pytest.CaptureFixture[str]) -> None:
