@@ -15,7 +15,7 @@ from moe_kernels.__main__ import main
 from moe_kernels.backends import cpu
 from moe_kernels.models import comet_mlp, dense_twin
 from moe_kernels.recipes import Splits, comet
-from moe_kernels.train import checkpoint
+from moe_kernels.train import checkpoint, report
 from moe_kernels.train.comparison import Comparison
 from moe_kernels.train.loop import Run
 
@@ -399,3 +399,19 @@ def test_words_that_make_no_sense_are_refused_by_name(capsys, words, message):
 def test_a_device_that_computes_nothing_is_refused(arguments, capsys):
     assert train.run(arguments("--device", "meta")) == 2
     assert capsys.readouterr().err.startswith("train: --device meta: ")
+
+
+def test_no_two_sides_of_a_picture_look_alike(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    drawn = []
+    monkeypatch.setattr(report, "save", lambda canvas, path: drawn.append(canvas))
+    rows = [{"step": step, "test accuracy": step / 9, "loss": 1.0} for step in range(3)]
+    sides = [f"side {number}" for number in range(24)]
+    assert report.picture(
+        tmp_path / "plot.png", [report.History(side, 0, 0.1, "final", rows) for side in sides], "accuracy", "all"
+    )
+    for axis, label in zip(drawn[0].axes, ("test accuracy", "training loss"), strict=True):
+        assert (axis.get_xlabel(), axis.get_ylabel()) == ("step", label)
+        assert [line.get_label() for line in axis.lines] == sides
+        assert len({(line.get_color(), line.get_linestyle()) for line in axis.lines}) == 24
+    assert drawn[0].axes[0].lines[3].get_xydata().tolist() == [[0, 0], [1, 1 / 9], [2, 2 / 9]]

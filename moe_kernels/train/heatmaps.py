@@ -76,6 +76,7 @@ def draw(path: Path, maps: list[TokenMap], names: tuple[str, ...], title: str) -
         row[0].set_ylabel(f"layer {number}")
         row[-1].set(yticks=range(experts), ylabel="expert")
     grid[0, -1].set_title("of each class")
+    grid[-1, -1].set_xlabel("class")
     if len(names) <= 20:
         grid[-1, -1].set_xticks(range(len(names)), names, rotation=90, fontsize="x-small")
     canvas.colorbar(shown, ax=grid, label="share of the tokens")

@@ -116,12 +116,13 @@ def picture(path: Path, histories: Sequence[History], metric: str, title: str) -
     canvas, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     final = [each for each in histories if each.stage == "final"]
     for axis, name in zip(axes, (f"test {metric}", "loss"), strict=True):
-        for side in dict.fromkeys(each.side for each in final):
+        for number, side in enumerate(dict.fromkeys(each.side for each in final)):
             runs = [each.rows for each in final if each.side == side]
             columns = [[rows[i][name] for rows in runs] for i in range(min(map(len, runs)))]
             steps = [row["step"] for row in runs[0]][: len(columns)]
-            axis.plot(steps, [sum(column) / len(column) for column in columns], label=side)
-            axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), alpha=0.2)
+            look = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}  # ten colours
+            axis.plot(steps, [sum(column) / len(column) for column in columns], label=side, **look)
+            axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=look["color"], alpha=0.2)
         axis.set(xlabel="step", ylabel=name.replace("loss", "training loss"))
     axes[0].legend(fontsize="small")
     canvas.suptitle(title)
