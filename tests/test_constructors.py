@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from moe_kernels import models
 from moe_kernels import nn as mnn
 
 D, E, IDS = 6, 4, 12
@@ -133,3 +134,19 @@ def test_what_is_printed_tells_modules_apart():
     assert "rate=0.05, alpha=1" in repr(made["CompetitionGate"])
     for name, module in made.items():
         assert not repr(module).startswith(f"{name}()")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: models.ViT((1, 8, 8), 3, patch=3), "patches: expected sides of a multiple of 3 pixels, got 8 x 8"),
+        (lambda: models.Mixer((1, 8, 8), 3, patch=0), "patches: expected sides of a multiple of 0 pixels, got 8 x 8"),
+        (lambda: models.MoEViT((1, 8, 8), 3, lambda index: None, patch=16), "patches: expected sides of a multiple"),
+        (lambda: models.GPT(9, 4, dim=8, heads=0), "Block: heads must be from 1"),
+        (lambda: models.GPT(9, 4, dim=8, dropout=2.0), r"CometFFN: dropout must be from 0 to 1 \(a rate\), got 2"),
+        (lambda: models.MoEGPT(9, 4, lambda index: None, dim=8, dropout=math.nan), "FeedForward: dropout must be"),
+    ],
+)
+def test_models_refuse_at_once_what_a_forward_could_not_use(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from moe_kernels.models.vit import patches
+from moe_kernels.models.vit import patch_grid, patches
 from moe_kernels.nn.comet import CometFFN
 
 
@@ -45,16 +45,16 @@ class Mixer(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        channels, height, width = image_shape
-        count = height // patch * (width // patch)
+        rows, columns = patch_grid(image_shape, patch)
         self.image_shape, self.patch = image_shape, patch
-        self.embed = nn.Linear(channels * patch * patch, dim)
+        self.embed = nn.Linear(image_shape[0] * patch * patch, dim)
 
         def feed_forward(size: int, factor: float) -> CometFFN:
             return CometFFN(size, max(1, int(size * factor)), p, activation=activation, dropout=dropout)
 
         self.blocks = nn.ModuleList(
-            MixerBlock(feed_forward(count, expansion[0]), feed_forward(dim, expansion[1]), dim) for _ in range(depth)
+            MixerBlock(feed_forward(rows * columns, expansion[0]), feed_forward(dim, expansion[1]), dim)
+            for _ in range(depth)
         )
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, classes)
 

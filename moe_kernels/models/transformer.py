@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn.comet import ACTIVATIONS, CometFFN, FixedRouting
-from moe_kernels.ops._checks import check_choice
+from moe_kernels.ops._checks import check_choice, check_int, check_number
 
 ROUTER_INPUTS = ("layer", "embedding")
 
@@ -19,7 +19,8 @@ class FeedForward(nn.Module):
         super().__init__()
         check_choice("FeedForward", "activation", activation, tuple(ACTIVATIONS))
         self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
-        self.activation, self.dropout = activation, dropout
+        self.activation = activation
+        self.dropout = check_number("FeedForward", "dropout", dropout, 0, 1, "a rate")
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(ACTIVATIONS[self.activation](self.fc1(x)), self.dropout, self.training)
@@ -31,9 +32,11 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int, ffn: nn.Module, *, causal: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
+        check_int("Block", "heads", heads, 1, 2**31 - 1, "of attention")
         if dim % heads:
             raise ValueError(f"Block: dim must be a multiple of heads, got {dim} and {heads}")
-        self.heads, self.causal, self.dropout = heads, causal, dropout
+        self.heads, self.causal = heads, causal
+        self.dropout = check_number("Block", "dropout", dropout, 0, 1, "a rate")
         self.norm_attention, self.norm_ffn = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.project = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.ffn = ffn

@@ -9,12 +9,18 @@ from torch import Tensor, nn
 from moe_kernels.models.transformer import Blocks
 
 
+def patch_grid(image_shape: tuple[int, int, int], patch: int) -> tuple[int, int]:
+    """Rows and columns of patches, H / patch and W / patch; ValueError where that is no whole number."""
+    _, height, width = image_shape
+    if patch < 1 or height % patch or width % patch:
+        raise ValueError(f"patches: expected sides of a multiple of {patch} pixels, got {height} x {width}")
+    return height // patch, width // patch
+
+
 def patches(x: Tensor, image_shape: tuple[int, int, int], patch: int) -> Tensor:
     """Images (B, C * H * W) -> (B, H / patch * W / patch, C * patch * patch), row by row of patches."""
-    channels, height, width = image_shape
-    if height % patch or width % patch:
-        raise ValueError(f"patches: expected sides of a multiple of {patch} pixels, got {height} x {width}")
-    x = x.reshape(-1, channels, height // patch, patch, width // patch, patch)
+    rows, columns = patch_grid(image_shape, patch)
+    x = x.reshape(-1, image_shape[0], rows, patch, columns, patch)
     return x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
@@ -23,12 +29,11 @@ class PatchEmbedding(nn.Module):
 
     def __init__(self, image_shape: tuple[int, int, int], patch: int, dim: int, dropout: float = 0.0) -> None:
         super().__init__()
-        channels, height, width = image_shape
         self.image_shape, self.patch, self.dropout = image_shape, patch, dropout
-        self.grid = (height // patch, width // patch)
-        self.project = nn.Linear(channels * patch * patch, dim)
+        self.grid = patch_grid(image_shape, patch)
+        self.project = nn.Linear(image_shape[0] * patch * patch, dim)
         self.class_token = nn.Parameter(torch.randn(dim) * 0.02)
-        self.positions = nn.Parameter(torch.randn(height // patch * (width // patch) + 1, dim) * 0.02)
+        self.positions = nn.Parameter(torch.randn(self.grid[0] * self.grid[1] + 1, dim) * 0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.project(patches(x, self.image_shape, self.patch))
