@@ -86,6 +86,18 @@ def test_a_reader_who_has_enough_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_terminal_that_knows_ascii_alone_gets_the_table(tmp_path) -> None:
+    words = ("train", "--width", "8", "--steps", "1", "--check-steps", "0", "--json", str(tmp_path / "run.json"))
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_kernels", *words],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"Mean ? spread over the seeds" in done.stdout
+    assert (tmp_path / "run.json").is_file()
+
+
 def test_verify_passes_right_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*CPU_ONLY, "--op", "kwta"]) == 0
     text = capsys.readouterr().out

@@ -44,7 +44,7 @@ class VMoE(Recipe):
     moe_layers: int = option(2, "the last so many blocks have experts", low=0)
     experts: int = option(8, "of a layer; E^3: of all members together", low=2)
     k: int = option(1, "experts a token", low=1)
-    members: int = option(2, "of E^3", low=1)
+    members: int = option(2, "of E^3", low=2)
     group: int = option(8, "images whose tokens compete for capacity; 0: all of a batch", low=0)
     capacity: float = option(1.05, "capacity factor in training; lower it in evaluation with --capacity-eval", low=0)
     capacity_eval: float = option(1.05, "capacity factor in evaluation", low=0)
