@@ -14,8 +14,8 @@ D, E, IDS = 6, 4, 12
 X, TOKENS = torch.randn(9, D, generator=torch.Generator().manual_seed(0)), torch.arange(9) % IDS
 
 
-def layer(gate):
-    return mnn.MoE(gate, mnn.ExpertMLP(gate.num_experts, D, 3))
+def layer(gate, policy=None):
+    return mnn.MoE(gate, mnn.ExpertMLP(gate.num_experts, D, 3), policy)
 
 
 def competing(**options):
@@ -35,17 +35,21 @@ LAYERS = {
     "hyper": lambda: layer(mnn.HyperRouterGate(D, E, 2, hidden=8)),
     "stable": lambda: layer(mnn.StableGate(D, E, IDS)),
     "staged": lambda: layer(mnn.StagedGate(mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 1))),
+    "capacity": lambda: layer(mnn.TopKGate(D, E, 2), mnn.TokenChoice(1.05, priority="max", multiple_of=4, group=4)),
+    "expert choice": lambda: layer(mnn.SoftmaxGate(D, E), mnn.ExpertChoice(1.5)),
+    "priority": lambda: layer(mnn.SoftmaxGate(D, E), mnn.PriorityRouting()),
+    "nonzero": lambda: layer(mnn.TreeGate(D, E, 2), mnn.NonzeroWeights()),
     "permuted": lambda: layer(mnn.PermutedGate(mnn.TreeGate(D, E, 2), mnn.LocalSearch(E, 5))),
     "competition": competing,
 }
 ON_THE_HOST = ("permuted", "competition")  # in training
 
 
-def found(call, made):
-    """y, the loss and the gradients of the layer `made`, called as `call`."""
+def found(call, made, size=9):
+    """y, the loss and the gradients of the layer `made`, called as `call` on so many tokens."""
     torch.manual_seed(1)
-    x = X.clone().requires_grad_()
-    out = call(x, TOKENS)
+    x = X[:size].clone().requires_grad_()
+    out = call(x, TOKENS[:size])
     parameters = [each for each in made.parameters() if each.requires_grad]
     loss = out.y.square().sum() + out.loss
     gradients = torch.autograd.grad(loss, [x, *parameters], allow_unused=True)
@@ -66,6 +70,20 @@ def test_a_compiled_layer_is_the_layer(name, training):
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ON_THE_HOST])
+def test_one_graph_serves_every_number_of_tokens(name):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    made = LAYERS[name]()
+    state = copy.deepcopy(made.state_dict())
+    compiled = torch.compile(made, fullgraph=True, dynamic=True, backend="aot_eager")
+    for size in (9, 4, 7):
+        expected = found(made, made, size)
+        made.load_state_dict(state)
+        for a, b in zip(found(compiled, made, size), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def shared():

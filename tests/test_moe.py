@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from moe_kernels.nn import ExpertLayer, ExpertMLP, LocalSearch, MoE, MultiGateMoE, SoftmaxGate, TopKGate, TreeGate
+import moe_kernels as mk
+from moe_kernels.nn import (
+    ExpertLayer,
+    ExpertMLP,
+    LocalSearch,
+    MoE,
+    MultiGateMoE,
+    SoftmaxGate,
+    TopKGate,
+    TreeGate,
+    policies,
+)
 from moe_kernels.nn.gates import GateOutput, HashGate, PermutedGate
 from moe_kernels.nn.policies import ExpertChoice, NonzeroWeights, PriorityRouting, TokenChoice, nonzero_choices
 
@@ -414,3 +427,14 @@ def test_a_layer_without_memory_counts_shapes_and_flops(experts, policy):
         gradients = [x.grad.shape, *(each.grad.shape for each in made.parameters() if each.grad is not None)]
         found.append((y.shape, gradients, counter.get_total_flops()))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("factor", [0, 0.29, 1.05, "1.1", Fraction(2, 3), 2])
+def test_policies_have_the_room_of_expert_capacity(factor):
+    """They reckon in whole numbers, which torch.compile follows; a decimal is the one that it prints as, here too."""
+    for tokens, experts, multiple_of in itertools.product((0, 1, 7, 100, 1000), (1, 3, 8), (1, 4)):
+        ratio = policies._ratio("test", "factor", factor)
+        room = mk.expert_capacity(tokens, 2, experts, factor, multiple_of)
+        assert policies._capacity(tokens, 2, experts, ratio, multiple_of) == room
+        chosen = ExpertChoice(factor)._rows(tokens, experts)
+        assert chosen == round(Fraction(str(factor)) * tokens / experts)

@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from moe_kernels.nn.gates import GateOutput
 from moe_kernels.ops._checks import check_choice, check_decimal, check_int
-from moe_kernels.ops.plan import ORDERS, expert_capacity, make_plan, plan_expert_choice, plan_priority
+from moe_kernels.ops.plan import ORDERS, make_plan, plan_expert_choice, plan_priority
 from moe_kernels.plan import RoutingPlan
 
+Ratio = tuple[int, int]
 PRIORITIES = (None, "max", "sum")
 
 
@@ -37,12 +39,15 @@ class TokenChoice:
     order: str = "choice"
     multiple_of: int = 1
     group: int | None = None
+    _ratios: ClassVar[tuple[Ratio | None, Ratio | None]]  # in evaluation, in training
 
     def __post_init__(self) -> None:
         check_choice("TokenChoice", "order", self.order, ORDERS)
-        for name, factor in (("factor", self.factor), ("factor_eval", self.factor_eval)):
-            if factor is not None and (name, factor) != ("factor_eval", "as trained"):
-                _check_factor("TokenChoice", name, factor)
+        trained = None if self.factor is None else _ratio("TokenChoice", "factor", self.factor)
+        later = trained
+        if self.factor_eval != "as trained":
+            later = None if self.factor_eval is None else _ratio("TokenChoice", "factor_eval", self.factor_eval)
+        object.__setattr__(self, "_ratios", (later, trained))
         check_int("TokenChoice", "multiple_of", self.multiple_of, 1, 2**31 - 1, "rows")
         if self.priority not in PRIORITIES:
             raise ValueError(f"TokenChoice: priority must be one of {PRIORITIES}; got {self.priority!r}")
@@ -51,9 +56,9 @@ class TokenChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         num_tokens, k = gate.experts.shape
-        factor = self.factor if training or self.factor_eval == "as trained" else self.factor_eval
+        ratio = self._ratios[bool(training)]
         group = self.group or max(num_tokens, 1)
-        capacity = None if factor is None else expert_capacity(group, k, gate.num_experts, factor, self.multiple_of)
+        capacity = None if ratio is None else _capacity(group, k, gate.num_experts, ratio, self.multiple_of)
         priority = None
         if self.priority is not None:
             weights = gate.weights.detach()
@@ -92,9 +97,10 @@ class ExpertChoice:
     factor: float = 1.0
     multiple_of: int | None = None
     group: int | None = None
+    _ratio: ClassVar[Ratio]
 
     def __post_init__(self) -> None:
-        _check_factor("ExpertChoice", "factor", self.factor)
+        object.__setattr__(self, "_ratio", _ratio("ExpertChoice", "factor", self.factor))
         if self.multiple_of is not None:
             check_int("ExpertChoice", "multiple_of", self.multiple_of, 1, 2**31 - 1, "rows")
         if self.group is not None:
@@ -103,10 +109,10 @@ class ExpertChoice:
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
         group = self.group or max(scores.shape[0], 1)
-        groups, rest = divmod(scores.shape[0], group)
-        if rest:
+        groups = scores.shape[0] // group
+        if scores.shape[0] % group:
             raise ValueError(f"ExpertChoice: expected groups of {group} tokens, got {scores.shape[0]} tokens")
-        capacity = min(self._capacity(group, num_experts), group)
+        capacity = min(self._rows(group, num_experts), group)
         if groups <= 1:
             return plan_expert_choice(scores, min(capacity, scores.shape[0]))
         # The experts of every group stand beside each other over the places in a group: (T, E) as (group, groups * E).
@@ -118,10 +124,12 @@ class ExpertChoice:
         experts = torch.where(taken, torch.arange(num_experts, dtype=torch.int32, device=scores.device), -1)
         return make_plan(experts, num_experts, capacity=groups * capacity), weights
 
-    def _capacity(self, group: int, num_experts: int) -> int:
+    def _rows(self, group: int, num_experts: int) -> int:
         if self.multiple_of is not None:
-            return expert_capacity(group, 1, num_experts, self.factor, self.multiple_of)
-        return round(check_decimal("ExpertChoice", "factor", self.factor) * group / num_experts)
+            return _capacity(group, 1, num_experts, self._ratio, self.multiple_of)
+        part, whole = group * self._ratio[0], num_experts * self._ratio[1]
+        twice, below = 2 * (part % whole), part // whole
+        return below + 1 if twice > whole or (twice == whole and below % 2) else below
 
 
 @dataclass(frozen=True)
@@ -129,18 +137,28 @@ class PriorityRouting:
     """Every token gets one expert; a full expert passes it on to its next best: loads are even (paper 002)."""
 
     factor: float = 1.0
+    _ratio: ClassVar[Ratio]
 
     def __post_init__(self) -> None:
-        _check_factor("PriorityRouting", "factor", self.factor)
+        object.__setattr__(self, "_ratio", _ratio("PriorityRouting", "factor", self.factor))
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores = gate.gates
-        return plan_priority(scores, expert_capacity(scores.shape[0], 1, gate.num_experts, self.factor))
+        return plan_priority(scores, _capacity(scores.shape[0], 1, gate.num_experts, self._ratio))
 
 
-def _check_factor(policy: str, name: str, factor: object) -> None:
-    if check_decimal(policy, name, factor) < 0:
+def _ratio(policy: str, name: str, factor: object) -> Ratio:
+    """The factor as numerator and denominator: whole numbers alone, and tokens not known yet, torch.compile follows."""
+    exact = check_decimal(policy, name, factor)
+    if exact < 0:
         raise ValueError(f"{policy}: {name} must be at least 0, got {factor}")
+    return exact.as_integer_ratio()
+
+
+def _capacity(num_tokens: int, k: int, num_experts: int, ratio: Ratio, multiple_of: int = 1) -> int:
+    """expert_capacity of a factor that is a ratio."""
+    capacity = -(-num_tokens * k * ratio[0] // (num_experts * ratio[1]))
+    return capacity + -capacity % multiple_of
 
 
 def _of_all_groups(plan: RoutingPlan, groups: int) -> RoutingPlan:

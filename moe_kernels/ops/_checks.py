@@ -244,7 +244,7 @@ def check_positive(op: str, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     number = float(value)
-    if not (isfinite(number) and number > 0):
+    if not 0 < number < inf:  # torch.compile follows no isfinite
         raise ValueError(f"{op}: {name} must be above 0 and finite, got {number}")
     return number
 
@@ -256,7 +256,7 @@ def check_number(
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     number = float(value)
-    if not (isfinite(number) and low <= number <= high):
+    if not (low <= number <= high and abs(number) < inf):
         limits = f"from {low:g} to {high:g}" if isfinite(high) else "finite" + f" and at least {low:g}" * isfinite(low)
         raise ValueError(f"{op}: {name} must be {limits} ({meaning}), got {number}")
     return number

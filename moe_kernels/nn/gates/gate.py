@@ -116,6 +116,9 @@ def uniform_(parameter: Tensor, bound: float, generator: torch.Generator | None)
 
 def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     """N(0, 1 / E^2) like logits (T, E): V-MoE's (paper 003), and the epsilon of the sparse ViT's gate (paper 002)."""
-    return (
-        torch.randn(logits.shape, dtype=logits.dtype, device=logits.device, generator=own(generator)) / logits.shape[-1]
-    )
+    return normal_like(logits, generator) / logits.shape[-1]
+
+
+def normal_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """N(0, 1) like x; as torch.randn, which torch.compile does not follow where it gets sizes not known yet."""
+    return torch.empty_like(x).normal_(generator=own(generator))

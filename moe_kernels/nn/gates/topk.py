@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.nn._recompute import own
-from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
+from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise, normal_like
 from moe_kernels.nn.losses import balance_loss, importance_loss, load_loss, router_z_loss
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number
 from moe_kernels.ops.topk_gate import ORDERS, topk_gate
@@ -80,8 +79,7 @@ class TopKGate(Gate):
             return None
         if self.noise == "vmoe":
             return expert_noise(logits, self.generator)
-        normal = torch.randn(logits.shape, dtype=logits.dtype, device=logits.device, generator=own(self.generator))
-        return normal * F.softplus(self.project(self.noise_linear, x))
+        return normal_like(logits, self.generator) * F.softplus(self.project(self.noise_linear, x))
 
     def _losses(self, logits: Tensor, noise: Tensor | None, experts: Tensor) -> dict[str, Tensor]:
         losses = {}
