@@ -256,12 +256,13 @@ def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num
     one thread).
 
     A quarter of the limit in float64, where the weight gradient in C++ is 0.85 times as fast at twice SMALL and 0.96 at
-    half of it. Up to SMALL in all where rows do not suffice for all threads, which in C++ share no columns.
+    half of it. Up to SMALL in all where neither experts nor rows suffice for all threads, which in C++ share no
+    columns; not by weights of more than 128 x 128 where torch's library knows the processor (0.6 to 0.9 on two).
     """
     num_experts, din, dout = size
     threads, shared = torch.get_num_threads(), num_experts * din if limit is GRADIENT else num_rows
-    if threads > 1 and shared < LEAST * threads:
-        return num_rows * din * dout <= SMALL
+    if threads > 1 and max(num_experts, shared // LEAST) < threads:
+        return num_rows * din * dout <= SMALL and (native.on_amd or din * dout <= 128 * 128)
     if dtype is torch.bfloat16 and _product_dtype(dtype) is dtype:
         most = BFLOAT16 * num_experts
     elif native.on_amd:
