@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 
+import moe_kernels as mk
 from moe_kernels import nn as mnn
 
 D, E, IDS = 6, 4, 12
@@ -111,3 +112,14 @@ def test_a_step_of_the_hosts_is_no_graph_of_its_own(make):
             compiled(X)
         made.eval()
         compiled(X)
+
+
+def test_capacities_are_reckoned_in_the_graph():
+    def offsets(x):
+        capacity = mk.expert_capacity(x.shape[0], 2, 4, 1.25)
+        return mk.make_plan(mk.topk_gate(x, 2)[1], 4, capacity=capacity).expert_offsets
+
+    compiled = torch.compile(offsets, fullgraph=True, backend="aot_eager")
+    for tokens in (9, 12, 40):
+        x = torch.randn(tokens, 4)
+        assert torch.equal(compiled(x), offsets(x))

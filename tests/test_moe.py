@@ -22,7 +22,6 @@ from moe_kernels.nn import (
     SoftmaxGate,
     TopKGate,
     TreeGate,
-    policies,
 )
 from moe_kernels.nn.gates import GateOutput, HashGate, PermutedGate
 from moe_kernels.nn.policies import ExpertChoice, NonzeroWeights, PriorityRouting, TokenChoice, nonzero_choices
@@ -430,11 +429,10 @@ def test_a_layer_without_memory_counts_shapes_and_flops(experts, policy):
 
 
 @pytest.mark.parametrize("factor", [0, 0.29, 1.05, "1.1", Fraction(2, 3), 2])
-def test_policies_have_the_room_of_expert_capacity(factor):
-    """They reckon in whole numbers, which torch.compile follows; a decimal is the one that it prints as, here too."""
-    for tokens, experts, multiple_of in itertools.product((0, 1, 7, 100, 1000), (1, 3, 8), (1, 4)):
-        ratio = policies._ratio("test", "factor", factor)
-        room = mk.expert_capacity(tokens, 2, experts, factor, multiple_of)
-        assert policies._capacity(tokens, 2, experts, ratio, multiple_of) == room
-        chosen = ExpertChoice(factor)._rows(tokens, experts)
-        assert chosen == round(Fraction(str(factor)) * tokens / experts)
+def test_room_is_that_of_the_exact_factor(factor):
+    """It is reckoned in whole numbers, which torch.compile follows; a decimal is the one that it prints as."""
+    exact = Fraction(str(factor))
+    for tokens, experts, multiple in itertools.product((0, 1, 7, 100, 1000), (1, 3, 8), (1, 4)):
+        expected = multiple * math.ceil(Fraction(math.ceil(2 * tokens * exact / experts), multiple))
+        assert mk.expert_capacity(tokens, 2, experts, factor, multiple) == expected
+        assert ExpertChoice(factor)._rows(tokens, experts) == round(exact * tokens / experts)

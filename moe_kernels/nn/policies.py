@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.nn.gates import GateOutput
-from moe_kernels.ops._checks import check_choice, check_decimal, check_int
-from moe_kernels.ops.plan import ORDERS, make_plan, plan_expert_choice, plan_priority
+from moe_kernels.ops._checks import check_choice, check_factor, check_int
+from moe_kernels.ops.plan import ORDERS, capacity_of, make_plan, plan_expert_choice, plan_priority
 from moe_kernels.plan import RoutingPlan
 
 Ratio = tuple[int, int]
@@ -43,10 +43,10 @@ class TokenChoice:
 
     def __post_init__(self) -> None:
         check_choice("TokenChoice", "order", self.order, ORDERS)
-        trained = None if self.factor is None else _ratio("TokenChoice", "factor", self.factor)
+        trained = None if self.factor is None else check_factor("TokenChoice", "factor", self.factor)
         later = trained
         if self.factor_eval != "as trained":
-            later = None if self.factor_eval is None else _ratio("TokenChoice", "factor_eval", self.factor_eval)
+            later = None if self.factor_eval is None else check_factor("TokenChoice", "factor_eval", self.factor_eval)
         object.__setattr__(self, "_ratios", (later, trained))
         check_int("TokenChoice", "multiple_of", self.multiple_of, 1, 2**31 - 1, "rows")
         if self.priority not in PRIORITIES:
@@ -58,7 +58,7 @@ class TokenChoice:
         num_tokens, k = gate.experts.shape
         ratio = self._ratios[bool(training)]
         group = self.group or max(num_tokens, 1)
-        capacity = None if ratio is None else _capacity(group, k, gate.num_experts, ratio, self.multiple_of)
+        capacity = None if ratio is None else capacity_of(group, k, gate.num_experts, ratio, self.multiple_of)
         priority = None
         if self.priority is not None:
             weights = gate.weights.detach()
@@ -100,7 +100,7 @@ class ExpertChoice:
     _ratio: ClassVar[Ratio]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_ratio", _ratio("ExpertChoice", "factor", self.factor))
+        object.__setattr__(self, "_ratio", check_factor("ExpertChoice", "factor", self.factor))
         if self.multiple_of is not None:
             check_int("ExpertChoice", "multiple_of", self.multiple_of, 1, 2**31 - 1, "rows")
         if self.group is not None:
@@ -126,7 +126,7 @@ class ExpertChoice:
 
     def _rows(self, group: int, num_experts: int) -> int:
         if self.multiple_of is not None:
-            return _capacity(group, 1, num_experts, self._ratio, self.multiple_of)
+            return capacity_of(group, 1, num_experts, self._ratio, self.multiple_of)
         part, whole = group * self._ratio[0], num_experts * self._ratio[1]
         twice, below = 2 * (part % whole), part // whole
         return below + 1 if twice > whole or (twice == whole and below % 2) else below
@@ -140,25 +140,11 @@ class PriorityRouting:
     _ratio: ClassVar[Ratio]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_ratio", _ratio("PriorityRouting", "factor", self.factor))
+        object.__setattr__(self, "_ratio", check_factor("PriorityRouting", "factor", self.factor))
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores = gate.gates
-        return plan_priority(scores, _capacity(scores.shape[0], 1, gate.num_experts, self._ratio))
-
-
-def _ratio(policy: str, name: str, factor: object) -> Ratio:
-    """The factor as numerator and denominator: whole numbers alone, and tokens not known yet, torch.compile follows."""
-    exact = check_decimal(policy, name, factor)
-    if exact < 0:
-        raise ValueError(f"{policy}: {name} must be at least 0, got {factor}")
-    return exact.as_integer_ratio()
-
-
-def _capacity(num_tokens: int, k: int, num_experts: int, ratio: Ratio, multiple_of: int = 1) -> int:
-    """expert_capacity of a factor that is a ratio."""
-    capacity = -(-num_tokens * k * ratio[0] // (num_experts * ratio[1]))
-    return capacity + -capacity % multiple_of
+        return plan_priority(scores, capacity_of(scores.shape[0], 1, gate.num_experts, self._ratio))
 
 
 def _of_all_groups(plan: RoutingPlan, groups: int) -> RoutingPlan:

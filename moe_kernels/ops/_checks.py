@@ -289,6 +289,15 @@ def check_decimal(op: str, name: str, value: object) -> Fraction:
         raise ValueError(f"{op}: {name} must be a finite number, got {value!r}") from error
 
 
+@torch.compiler.assume_constant_result
+def check_factor(op: str, name: str, value: object) -> tuple[int, int]:
+    """`value`, at least 0, as numerator and denominator: whole numbers are what torch.compile follows."""
+    exact = check_decimal(op, name, value)
+    if exact < 0:
+        raise ValueError(f"{op}: {name} must be at least 0, got {value!r}")
+    return exact.as_integer_ratio()
+
+
 def check_choice(op: str, name: str, value: object, choices: tuple[str | None, ...]) -> None:
     """`value` is one of the words `choices`."""
     if value not in choices:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from decimal import Decimal
 from fractions import Fraction
-from math import ceil
 
 import torch
 from torch import Tensor
 
 import python_ref.plan as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, INDEX, check_choice, check_decimal, check_int, check_rank, check_tensor
+from moe_kernels.ops._checks import FLOATING, INDEX, check_choice, check_factor, check_int, check_rank, check_tensor
 from moe_kernels.plan import RoutingPlan
 
 ORDERS = ("choice", "token")
@@ -177,10 +176,12 @@ def expert_capacity(
     for name, value, low in (("num_tokens", num_tokens, 0), ("k", k, 0), ("num_experts", num_experts, 1)):
         check_int("expert_capacity", name, value, low, 2**63 - 1, "a count")
     check_int("expert_capacity", "multiple_of", multiple_of, 1, 2**63 - 1, "what the capacity is a multiple of")
-    exact = check_decimal("expert_capacity", "factor", factor)
-    if exact < 0:
-        raise ValueError(f"expert_capacity: factor must not be negative, got {factor!r}")
-    capacity = ceil(num_tokens * k * exact / num_experts)
+    return capacity_of(num_tokens, k, num_experts, check_factor("expert_capacity", "factor", factor), multiple_of)
+
+
+def capacity_of(num_tokens: int, k: int, num_experts: int, ratio: tuple[int, int], multiple_of: int = 1) -> int:
+    """expert_capacity of a factor that is a ratio of whole numbers."""
+    capacity = -(-num_tokens * k * ratio[0] // (num_experts * ratio[1]))
     return capacity + -capacity % multiple_of
 
 
