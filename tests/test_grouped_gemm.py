@@ -127,6 +127,25 @@ def check(target, dtype, kind, sizes, activation, gathered, with_bias=True):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [37, 64])
+def test_rows_are_summed_by_token(target, dtype, width):
+    """The gradient of a gather: tokens of no row, of one and of many, rows of nobody, always in one order."""
+    skip_unsupported(target, dtype)
+    rows, token = torch.randn(300, width).to(dtype), torch.randint(-1, 100, (300,), dtype=torch.int32)
+    token[token == 17] = 18
+    token[::7] = 4
+    expected = torch.zeros(101, width, dtype=torch.float64).index_add(0, token.long() % 101, rows.double())[:100]
+    given = rows.to(target.device), token.to(target.device)
+    first, again = (mk.library.ops.grouped_gemm_sum_rows(*given, 100, target.backend) for _ in range(2))
+    assert torch.equal(first, again)
+    eps = torch.finfo(dtype).eps * (1 if target.interpreted and dtype == torch.bfloat16 else 0.5)
+    allowed = 50 * torch.finfo(torch.float32).eps * expected.abs().max() + eps * expected.abs()
+    assert ((first.cpu().double() - expected).abs() <= allowed).all()
+    assert not first[17].any()
+    assert not mk.library.ops.grouped_gemm_sum_rows(given[0][:0], given[1][:0], 3, target.backend).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ROUTINGS)
 def test_values_and_gradients_are_those_of_the_loop(target, kind, dtype):
     skip_unsupported(target, dtype)

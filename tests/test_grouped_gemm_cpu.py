@@ -61,7 +61,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeyp
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_rows_are_summed_by_token(dtype):
+def test_token_sums_do_not_depend_on_threads(dtype):
     """The gradient of a gather: rows of nobody, tokens of no row, columns that threads share, always in one order."""
     rows, token = torch.randn(900, 37, dtype=dtype), torch.randint(-1, 300, (900,), dtype=torch.int32)
     token[token == 17] = 18

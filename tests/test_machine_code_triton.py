@@ -28,6 +28,7 @@ INSTRUCTIONS = {
     r"kwta_bwd .*": [r"LDG\.E", r"STG\.E"],
     r"kwta_bwd .* even": [r"LDG\.E\.128", r"STG\.E\.128"],
     r"(dispatch|combine)_.*": [r"LDG\.E", r"STG\.E"],
+    r"token_sums .*": [r"LDG\.E\.128", r"STG\.E\.128"],
     r"topk_gate_.*": [r"LDG\.E", r"STG\.E"],
     r"sinkhorn_.*": [r"LDG\.E", r"STG\.E", r"DFMA"],
     r"(grouped_gemm|expert_mlp|activation)_.*": [r"LDG", r"STG\.E"],

@@ -92,7 +92,7 @@ def _grouped_gemm_bwd_weight_fake(x, grad, expert_offsets, x_token, grad_token, 
 
 def _grouped_gemm_sum_rows(x: Tensor, row_token: Tensor, num_tokens: int, backend: str) -> Tensor:
     """(R, D) -> (T, D): every token's sum of its rows, in float32 and in their order; -1 is no token."""
-    if backend == "cpu":
+    if backend != "cuda":
         return _kernels(backend).grouped_gemm_sum_rows(rows(x), row_token, num_tokens)
     # A plan in which tokens are the experts is a stable counting sort of the rows by token; segments of it are summed
     # without atomics.

@@ -1,4 +1,5 @@
-"""Backward of the grouped products in Triton: gradient to the weights, and the hidden layer of an expert MLP.
+"""Backward of the grouped products in Triton: gradient to the weights, the hidden layer of an expert MLP, and a gather's
+sums.
 
 The gradient to rows is the forward kernel on transposed weights. The one to the weights sums over an expert's rows in
 order: a program owns a tile of dW and walks all of them, so that nothing is added twice or atomically; its operands are
@@ -30,6 +31,8 @@ from moe_kernels.backends.triton._grouped_tiles import (
     raster,
     tile_rows,
 )
+from moe_kernels.backends.triton._rows import LONGEST, tile
+from moe_kernels.backends.triton.plan import make_plan_fwd
 
 TILE = 2048  # elements of a program of activation_bwd
 
@@ -65,6 +68,12 @@ def configurations() -> list[Configuration]:
     types |= {"R": "i32", "N": "i32"}
     constants = {"ACTIVATION": "gelu", "GATED": True, "BLOCK_M": 1, "BLOCK_N": TILE}
     found.append(Configuration("activation_bwd bf16", _activation_bwd, types, constants, 4))
+    types = {"rows_ptr": "*bf16", "by_token_ptr": "*i32", "token_offsets_ptr": "*i32", "out_ptr": "*bf16"}
+    types |= {"stride_rows_R": "i64", "T": "i32", "D": "i32"}
+    for dim in (64, LONGEST):
+        shape = tile(dim)
+        warps, even = shape.pop("num_warps"), ("stride_rows_R", "D")
+        found.append(Configuration(f"token_sums bf16 {dim}", _token_sums, types, {**shape}, warps, 2, even))
     return found
 
 
@@ -276,6 +285,32 @@ def _activation_bwd(
     tl.store(at, (grad * slope).to(dpre_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _token_sums(
+    rows_ptr,  # (R, D)
+    by_token_ptr,  # (R) rows of token 0 in their order, of token 1, ...
+    token_offsets_ptr,  # (T + 1) into by_token
+    out_ptr,  # (T, D) contiguous
+    stride_rows_R,
+    T,
+    D,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    first = tl.load(token_offsets_ptr + token, mask=token < T, other=0)
+    count = tl.load(token_offsets_ptr + token + 1, mask=token < T, other=0) - first
+    sums = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for i in range(tl.max(count)):
+        here = i < count
+        row = tl.load(by_token_ptr + first + i, mask=here, other=0).to(tl.int64)
+        inside = here[:, None] & (d < D)
+        sums += tl.load(rows_ptr + row[:, None] * stride_rows_R + d, mask=inside, other=0.0).to(tl.float32)
+    out = out_ptr + token[:, None] * D + d
+    tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
+
+
 def _stages(tiles: Tiles, gathered: bool) -> Tiles:
     """Where rows wait for their indices, Triton gives the loads of each half of the stages."""
     return tiles._replace(num_stages=2 * tiles.num_stages - 1) if gathered else tiles
@@ -354,3 +389,19 @@ def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
             **activation_of(activation), BLOCK_M=block_m, BLOCK_N=block,
         )  # fmt: skip
     return dpre
+
+
+@on_device
+def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
+    """(R, D) -> (T, D). A plan in which tokens are the experts is a stable counting sort of the rows by token; each row is
+    read once, where torch's gather, cast and segmented sum move seven times that."""
+    dim = rows.shape[1]
+    out = rows.new_empty((num_tokens, dim))
+    if rows.numel() == 0:
+        return out.zero_()
+    if out.numel():
+        token_offsets, by_token, *_ = make_plan_fwd(row_token[:, None], num_tokens, None, None, "token")
+        shape = tile(dim)
+        grid = (triton.cdiv(num_tokens, shape["BLOCK_T"]), triton.cdiv(dim, shape["BLOCK_D"]))
+        _token_sums[grid](rows, by_token, token_offsets, out, rows.stride(0), num_tokens, dim, **shape)
+    return out

@@ -17,6 +17,7 @@ from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 the re
     activation_bwd,
     expert_mlp_bwd_hidden,
     grouped_gemm_bwd_weight,
+    grouped_gemm_sum_rows,
 )
 from moe_kernels.backends.triton._grouped_configs import GENERAL, TILES, Tiles
 from moe_kernels.backends.triton._grouped_launch import GATES, activation_of, configuration, launch_tiles, operands
