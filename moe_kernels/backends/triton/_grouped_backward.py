@@ -1,5 +1,4 @@
-"""Backward of the grouped products in Triton: gradient to the weights, the hidden layer of an expert MLP, and a gather's
-sums.
+"""Backward of the grouped products in Triton: gradient to the weights, hidden layer of an expert MLP, a gather's sums.
 
 The gradient to rows is the forward kernel on transposed weights. The one to the weights sums over an expert's rows in
 order: a program owns a tile of dW and walks all of them, so that nothing is added twice or atomically; its operands are
@@ -393,8 +392,10 @@ def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
 
 @on_device
 def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
-    """(R, D) -> (T, D). A plan in which tokens are the experts is a stable counting sort of the rows by token; each row is
-    read once, where torch's gather, cast and segmented sum move seven times that."""
+    """(R, D) -> (T, D). A plan in which tokens are the experts is a stable counting sort of the rows by token.
+
+    Each row is read once, where torch's gather, cast and segmented sum move seven times that.
+    """
     dim = rows.shape[1]
     out = rows.new_empty((num_tokens, dim))
     if rows.numel() == 0:
