@@ -157,7 +157,8 @@ def verified(
         if left < 1:
             return replace(unverified, note=OUT_OF_TIME), {}
         words = [op, backend, short(dtype), device, "small" if small else "all"]
-        status, text = finished([sys.executable, "-c", VERIFIES, *words], None if left == math.inf else left)
+        # -u: who is ended by a signal flushes nothing, and its last words tell most.
+        status, text = finished([sys.executable, "-u", "-c", VERIFIES, *words], None if left == math.inf else left)
         if status is None:
             return replace(unverified, note=OUT_OF_TIME), {}
         lines = text.strip().splitlines() or [""]
