@@ -56,7 +56,8 @@ class TokenChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         num_tokens, k = gate.experts.shape
-        ratio = self._ratios[bool(training)]
+        later, trained = self._ratios
+        ratio = trained if training else later
         group = self.group or max(num_tokens, 1)
         capacity = None if ratio is None else capacity_of(group, k, gate.num_experts, ratio, self.multiple_of)
         priority = None
