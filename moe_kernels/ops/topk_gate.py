@@ -94,7 +94,8 @@ class _TopkGate(torch.autograd.Function):
         ctx.mark_non_differentiable(experts)
         ctx.save_for_backward(weights, experts, logits if order == "softmax_topk" else None, log_sum)
         ctx.num_experts, ctx.dtype, ctx.backend = logits.shape[1], logits.dtype, backend
-        return weights.to(logits.dtype), experts
+        # torch 2.11's compiler gives no gradient to an output that is saved.
+        return weights.to(logits.dtype, copy=torch.compiler.is_compiling()), experts
 
     @staticmethod
     @once_differentiable
