@@ -123,3 +123,26 @@ def test_capacities_are_reckoned_in_the_graph():
     for tokens in (9, 12, 40):
         x = torch.randn(tokens, 4)
         assert torch.equal(compiled(x), offsets(x))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, backend: mk.topk_gate(x, 2, backend=backend)[0],
+        lambda x, backend: mk.topk_gate(x, 2, order="softmax_topk", backend=backend)[0],
+        lambda x, backend: mk.sinkhorn(x, 20, backend=backend),
+        lambda x, backend: mk.sinkhorn(x, 200, gradient="implicit", backend=backend),
+        lambda x, backend: mk.kwta(x, 2, backend=backend),
+        lambda x, backend: mk.expert_norms(x, x.detach()[None], x.detach()[None], backend=backend),
+    ],
+    ids=["topk_softmax", "softmax_topk", "sinkhorn", "implicit sinkhorn", "kwta", "expert_norms"],
+)
+def test_outputs_have_their_gradient_compiled(call, backend):
+    """torch 2.11's compiler gave a gate none whose forward ended in a conversion to the dtype that it had."""
+    torch._dynamo.reset()
+    x, compiled = torch.randn(4, 4, requires_grad=True), torch.compile(call, backend="aot_eager")
+    weight = torch.randn(call(x, backend).shape)
+    expected, got = (torch.autograd.grad((each(x, backend) * weight).sum(), x)[0] for each in (call, compiled))
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

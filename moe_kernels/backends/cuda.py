@@ -116,6 +116,7 @@ sinkhorn_sums_bwd = partial(sinkhorn.sums_bwd, _self)
 
 grouped_gemm_fwd = partial(grouped_gemm_cuda.fwd, _self)
 grouped_gemm_bwd_weight = partial(grouped_gemm_cuda.bwd_weight, _self)
+grouped_gemm_sum_rows = partial(grouped_gemm_cuda.sum_rows, _self)
 activation_bwd = partial(activation.bwd, _self)
 expert_mlp_bwd_hidden = partial(grouped_gemm_cuda.hidden_bwd, _self)
 grouped_gemm_norms = partial(grouped_gemm_cuda.norms, _self)

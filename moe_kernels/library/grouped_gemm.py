@@ -92,16 +92,7 @@ def _grouped_gemm_bwd_weight_fake(x, grad, expert_offsets, x_token, grad_token, 
 
 def _grouped_gemm_sum_rows(x: Tensor, row_token: Tensor, num_tokens: int, backend: str) -> Tensor:
     """(R, D) -> (T, D): every token's sum of its rows, in float32 and in their order; -1 is no token."""
-    if backend != "cuda":
-        return _kernels(backend).grouped_gemm_sum_rows(rows(x), row_token, num_tokens)
-    # A plan in which tokens are the experts is a stable counting sort of the rows by token; segments of it are summed
-    # without atomics.
-    if x.shape[0] == 0:
-        return x.new_zeros((num_tokens, x.shape[1]))
-    plan = backends.load(backend, "plan").make_plan_fwd
-    offsets, order, *_ = plan(row_token[:, None], num_tokens, None, None, "token")
-    in_order = x.index_select(0, order.clamp(min=0)).to(wide(x.dtype))
-    return torch.segment_reduce(in_order, "sum", offsets=offsets.long(), axis=0, unsafe=True).to(x.dtype)
+    return _kernels(backend).grouped_gemm_sum_rows(rows(x), row_token, num_tokens)
 
 
 def _expert_mlp_bwd_hidden(

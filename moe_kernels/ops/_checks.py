@@ -262,9 +262,9 @@ def check_number(
     return number
 
 
-def check_size(op: str, name: str, value: object, low: int = 0) -> int:
+def check_size(op: str, name: str, value: object) -> int:
     """`value` as an int that a dimension of a parameter may have."""
-    return check_int(op, name, value, low, 2**31 - 1, "features")
+    return check_int(op, name, value, 0, 2**31 - 1, "features")
 
 
 def check_backend(op: str, backend: str | None) -> str | None:

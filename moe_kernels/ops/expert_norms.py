@@ -65,7 +65,7 @@ def expert_norms(
     chosen = backends.choose("expert_norms", backend, x)
     if chosen == "reference":
         return reference.expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, activation=activation)
-    return _ExpertNorms.apply(x, w_in, w_out, b_in, b_out, activation or "", chosen)
+    return _ExpertNorms.apply(x, w_in, w_out, b_in, b_out, activation or "", chosen).to(x.dtype)
 
 
 class _ExpertNorms(torch.autograd.Function):
@@ -88,7 +88,7 @@ class _ExpertNorms(torch.autograd.Function):
             norms[:, expert] = library.ops.grouped_gemm_norms(hidden, w2, offsets, b2, backend).sqrt()
         ctx.save_for_backward(x, w_in, w_out, b_in, b_out, norms)
         ctx.activation, ctx.backend = activation, backend
-        return norms.to(x.dtype, copy=True)
+        return norms
 
     @staticmethod
     @once_differentiable

@@ -82,8 +82,10 @@ def topk_gate(
         return reference.topk_gate(logits, k, order=order, noise=noise)
     noisy = library.rows(logits if noise is None else logits + noise)
     if torch.is_grad_enabled() and noisy.requires_grad:
-        return _TopkGate.apply(noisy, k, order, chosen)
-    weights, experts, _ = library.ops.topk_gate_fwd(noisy, k, order, chosen)
+        weights, experts = _TopkGate.apply(noisy, k, order, chosen)
+    else:
+        weights, experts, _ = library.ops.topk_gate_fwd(noisy, k, order, chosen)
+    # Not in forward: torch 2.11's compiler drops the gradient of a tensor that is converted there to the dtype it has.
     return weights.to(logits.dtype), experts
 
 
@@ -94,13 +96,11 @@ class _TopkGate(torch.autograd.Function):
         ctx.mark_non_differentiable(experts)
         ctx.save_for_backward(weights, experts, logits if order == "softmax_topk" else None, log_sum)
         ctx.num_experts, ctx.dtype, ctx.backend = logits.shape[1], logits.dtype, backend
-        # torch 2.11's compiler gives no gradient to an output that is saved.
-        return weights.to(logits.dtype, copy=torch.compiler.is_compiling()), experts
+        return weights, experts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         weights, *rest = ctx.saved_tensors
-        grad = grad.to(weights.dtype).contiguous()
-        dlogits = library.ops.topk_gate_bwd(grad, weights, *rest, ctx.num_experts, ctx.dtype, ctx.backend)
+        dlogits = library.ops.topk_gate_bwd(grad.contiguous(), weights, *rest, ctx.num_experts, ctx.dtype, ctx.backend)
         return dlogits, None, None, None

@@ -95,7 +95,7 @@ struct Left {
 
 // Whether a panel of whole rows, `apart` bytes from each other, is best read where it stands, as storing it packed takes
 // longer than what distant rows cost. AVX-512: 24 rows through 512 x 512 are then 1.06 times as fast, 6 and 4 rows 1.26 and
-// 1.8 times; break-even is at 24 to 60 rows where they share few sets of the caches, 4 KB and more apart, at 150 elsewhere.
+// 1.8 times; break-even is at 24 to 48 rows where they share few sets of the caches, 4 KB and more apart, at 150 elsewhere.
 // The others' panels are one cache line wide: 16 rows that stand take 1.1 to 1.5 times as long as packed ones.
 inline bool stands(int64_t rows, int64_t apart) {
   return rows <= (kWide == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
+from moe_kernels.backends.native import plan
 from moe_kernels.backends.native.activation import ACTIVATIONS
-from moe_kernels.library import GATED
+from moe_kernels.library import GATED, wide
 
 COLUMNS = 128  # of a tile: as many leave one partial sum
 
@@ -114,6 +115,16 @@ def hidden_bwd(
         hidden,
     )
     return dpre, weighted, partial.sum(0)
+
+
+def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
+    """(R, D) -> (T, D). A plan in which tokens are the experts is a stable counting sort of the rows by token; segments
+    of it are summed by torch, without atomics."""
+    if rows.shape[0] == 0:
+        return rows.new_zeros((num_tokens, rows.shape[1]))
+    offsets, order, *_ = plan.make_plan(native, row_token[:, None], num_tokens, None, None, "token")
+    in_order = rows.index_select(0, order.clamp(min=0)).to(wide(rows.dtype))
+    return torch.segment_reduce(in_order, "sum", offsets=offsets.long(), axis=0, unsafe=True).to(rows.dtype)
 
 
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
