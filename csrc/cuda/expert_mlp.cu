@@ -19,6 +19,8 @@ struct Hidden {
   int64_t num_rows, hidden;
   bool wide;
 
+  __host__ __device__ static constexpr bool halved() { return false; }
+
   template <class Tile>
   __device__ void operator()(const float* sums, const Rows& rows, const Columns<Tile::kN>& columns,
                              int column_tile) const {
@@ -68,7 +70,7 @@ cudaError_t expert_mlp_bwd_hidden(int dtype, const void* grad, int64_t grad_stri
     using T = decltype(element);
     const Product<T> product{static_cast<const T*>(grad), grad_stride, row_token, static_cast<const T*>(weight),
                              expert_stride, weight_stride, expert_offsets, num_rows, num_experts, dim, hidden,
-                             transposed, false, 0, 0};
+                             transposed, 0, 0};
     const bool wide = rows_divide(16, hidden * int64_t(sizeof(T)), {}, {pre, dpre, weighted});
     return start(product, Hidden<T>{row_weight, static_cast<const T*>(pre), activation, static_cast<T*>(dpre),
                                     static_cast<T*>(weighted), partial, num_rows, hidden, wide}, stream);

@@ -13,6 +13,8 @@ struct Norms {
   int64_t num_rows;
   bool wide;
 
+  __host__ __device__ static constexpr bool halved() { return false; }
+
   template <class Tile>
   __device__ void operator()(const float* sums, const Rows& rows, const Columns<Tile::kN>& columns,
                              int column_tile) const {
@@ -43,7 +45,7 @@ cudaError_t grouped_gemm_norms(int dtype, const void* rows, int64_t rows_stride,
     using T = decltype(element);
     const Product<T> product{static_cast<const T*>(rows), rows_stride, nullptr, static_cast<const T*>(weight),
                              expert_stride, weight_stride, expert_offsets, num_rows, num_experts, din, dout,
-                             transposed, false, 0, 0};
+                             transposed, 0, 0};
     const bool wide = rows_divide(16, 0, {bias ? bias_stride * int64_t(sizeof(T)) : 0}, {bias});
     return start(product, Norms<T>{{static_cast<const T*>(bias), bias_stride}, partial, num_rows, wide}, stream);
   });

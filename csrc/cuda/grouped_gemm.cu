@@ -17,10 +17,11 @@ struct Activate {
   int64_t dout;
   bool wide;
 
+  __host__ __device__ bool halved() const { return is_gated(activation); }
+
   template <class Tile>
   __device__ void operator()(const float* sums, const Rows& rows, const Columns<Tile::kN>& columns, int) const {
-    const bool gated = is_gated(activation);
-    const int pieces = Tile::kN / kPiece / (gated ? 2 : 1);
+    const int pieces = Tile::kN / kPiece / (halved() ? 2 : 1);
     const auto read = [&](int row, int c, Piece& values) {
       read_sums(sums + row * Tile::kPitch + c, values);
       bias.add(rows.expert, columns.at(c), columns.left(c), wide, values);
@@ -35,13 +36,13 @@ struct Activate {
 #pragma unroll
         for (int d = 0; d < kPiece; d++) values[d] = curve(values[d]).value;
       });
-      if (gated) {
+      if (halved()) {
         Piece linear;
         read(row, c + Tile::kN / 2, linear);
 #pragma unroll
         for (int d = 0; d < kPiece; d++) values[d] *= linear[d];
       }
-      T* const to = out + (rows.first + row) * (gated ? dout / 2 : dout);
+      T* const to = out + (rows.first + row) * (halved() ? dout / 2 : dout);
       write_piece(to + columns.at(c), columns.left(c), wide, values);
     }
   }
@@ -92,7 +93,7 @@ cudaError_t grouped_gemm_fwd(int dtype, const void* x, int64_t x_stride, const i
     const bool gated = is_gated(activation);
     const Product<T> product{static_cast<const T*>(x), x_stride, row_token, static_cast<const T*>(weight),
                              expert_stride, weight_stride, expert_offsets, num_rows, num_experts, din, dout,
-                             transposed, gated, 0, 0};
+                             transposed, 0, 0};
     const int64_t row_bytes = dout / (gated ? 2 : 1) * int64_t(sizeof(T));
     const bool wide = rows_divide(16, row_bytes, {bias ? bias_stride * int64_t(sizeof(T)) : 0}, {bias, out, pre});
     return start(product, Activate<T>{{static_cast<const T*>(bias), bias_stride}, activation, static_cast<T*>(out),

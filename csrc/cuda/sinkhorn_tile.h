@@ -5,9 +5,9 @@
 
 #include "moe/cooling.h"
 #include "moe/dtypes.h"
-#include "moe/reciprocal.cuh"
 #include "moe/rows.cuh"
 #include "moe/shared.cuh"
+#include "moe/special.cuh"
 #include "moe/warp.cuh"
 
 namespace moe {

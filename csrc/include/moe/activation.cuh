@@ -3,6 +3,7 @@
 #pragma once
 
 #include "moe/platform.cuh"
+#include "moe/special.cuh"
 
 namespace moe {
 
@@ -17,6 +18,28 @@ struct Point {
   float value, slope;
 };
 
+// The normal distribution up to x and its density there. Up to 0 it is e^(-x^2 / 2) P(t), t = 1 / (1 + 0.29 |x|); P is
+// fitted to the least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions so, its slope 18; by erff, without
+// digits below -5, they are 25 and 36.
+struct Normal {
+  float below, density;
+
+  __device__ explicit Normal(float x) {
+    const float t = reciprocal(1.0f + 0.29f * fabsf(x)), bell = power_of_two(-0.72134752f * x * x);
+    float p = 0.0391919046f * t - 0.192664613f;
+    p = p * t + 0.306926813f;
+    p = p * t - 0.153627184f;
+    p = p * t + 0.188577959f;
+    p = p * t + 0.0749879413f;
+    p = p * t + 0.121498381f;
+    p = p * t + 0.115081028f;
+    p = p * t + 2.77463863e-5f;
+    const float tail = p * bell;
+    below = x < 0.0f ? tail : 1.0f - tail;
+    density = 0.39894228f * bell;
+  }
+};
+
 // Calls work(curve) with the function from float to Point that `activation` applies, to the gate if it is gated.
 template <class Work>
 __device__ __forceinline__ void with_activation(int activation, Work work) {
@@ -25,14 +48,13 @@ __device__ __forceinline__ void with_activation(int activation, Work work) {
     case kGelu:
     case kGeglu:
       return work([](float p) {
-        const float below = 0.5f * (1.0f + erff(p * 0.70710678f));        // the normal distribution up to p
-        const float density = 0.39894228f * expf(-0.5f * p * p);
-        return Point{p * below, below + p * density};
+        const Normal normal(p);
+        return Point{p * normal.below, normal.below + p * normal.density};
       });
     case kSilu:
     case kSwiglu:
       return work([](float p) {
-        const float gate = 1.0f / (1.0f + expf(-p));
+        const float gate = reciprocal(1.0f + power_of_two(-1.442695041f * p));
         return Point{p * gate, gate * (1.0f + p * (1.0f - gate))};
       });
     case kTanh:

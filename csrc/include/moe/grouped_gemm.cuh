@@ -1,6 +1,7 @@
 // Grouped GEMM: rows that are sorted by expert, or gathered so, times their expert's weights. What becomes of the
 // products is the epilogue's: csrc/cuda/grouped_gemm.cu, expert_mlp.cu and expert_norms.cu have one each. An epilogue
-// is called once a block with the sums of its tile in shared memory (stage_sums of moe/gemm.cuh).
+// is called once a block with the sums of its tile in shared memory (stage_sums of moe/gemm.cuh), and says whether the
+// columns are gates and linear parts: a constant where they never are, which saves registers beside the sums.
 #pragma once
 
 #include "moe/dtypes.h"
@@ -22,7 +23,7 @@ struct Product {
   int64_t weight_stride;          // from row to row of Din; transposed, of Dout: the other one is contiguous
   const int32_t* expert_offsets;  // (E + 1)
   int64_t num_rows, num_experts, din, dout;
-  int transposed, gated;
+  int transposed;
 
   int row_tiles, column_tiles;  // set by `start`
 };
@@ -97,10 +98,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
     grouped_gemm_kernel(const Product<T> product, const Epilogue epilogue) {
   DYNAMIC_SHARED(T, stages);
   const Place place(blockIdx.x, product.row_tiles, product.column_tiles);
-  const Rows rows = rows_of_tile<Tile::kM>(place.row, product.expert_offsets, static_cast<int>(product.num_experts),
-                                           product.num_rows);
+  SHARED(Rows, rows, );  // the sums and what the loop needs fill the registers
+  if (threadIdx.x < kWarpSize) {
+    const Rows found = rows_of_tile<Tile::kM>(place.row, product.expert_offsets, static_cast<int>(product.num_experts),
+                                              product.num_rows);
+    if (threadIdx.x == 0) rows = found;
+  }
+  __syncthreads();
   if (rows.count <= 0) return;
-  const Columns<Tile::kN> columns(place.column, static_cast<int>(product.dout), product.gated);
+  const Columns<Tile::kN> columns(place.column, static_cast<int>(product.dout), epilogue.halved());
   typename Tile::Sums sums = {};
   if (rows.expert >= 0) {
     const int num_k = static_cast<int>(product.din);
@@ -128,7 +134,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
 
 template <class T, class Tile, bool TRANSPOSED, class Epilogue>
 cudaError_t start_tile(Product<T> product, const Epilogue& epilogue, cudaStream_t stream) {
-  const int64_t halves = product.gated ? 2 : 1, width = Tile::kN / halves;
+  const int64_t halves = epilogue.halved() ? 2 : 1, width = Tile::kN / halves;
   const int64_t column_tiles = (product.dout / halves + width - 1) / width;
   const int64_t row_tiles = product.num_rows / Tile::kM + product.num_experts + 1;
   if (row_tiles * column_tiles > INT32_MAX) return cudaErrorInvalidValue;
@@ -149,7 +155,7 @@ template <class T, class Epilogue>
 cudaError_t start(const Product<T>& product, const Epilogue& epilogue, cudaStream_t stream) {
   if (product.num_rows == 0 || product.dout == 0) return cudaSuccess;
   constexpr int64_t kSize = sizeof(T);
-  const int64_t second_half = product.gated && !product.transposed ? product.dout / 2 : 0;
+  const int64_t second_half = epilogue.halved() && !product.transposed ? product.dout / 2 : 0;
   const bool aligned = rows_divide(
       16, second_half * kSize,
       {product.x_stride * kSize, product.weight_stride * kSize, product.expert_stride * kSize},

@@ -1,0 +1,35 @@
+// What the special function unit has in one instruction, where CUDA's own functions take 8 and more for subnormal numbers
+// and the last digit.
+#pragma once
+
+#include <cmath>
+
+#include "moe/platform.cuh"
+
+namespace moe {
+
+// 1 / x of normal x > 0, to a unit in the last place; 0 where that is subnormal.
+__device__ __forceinline__ float reciprocal(float x) {
+#ifdef SIMT_HOST
+  return 1.0f / x;
+#else
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+__device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
+
+// 2^x to two units in the last place; 0 where that is subnormal.
+__device__ __forceinline__ float power_of_two(float x) {
+#ifdef SIMT_HOST
+  return x < -126.0f ? 0.0f : std::exp2(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+}  // namespace moe
