@@ -152,6 +152,25 @@ def check_norms(shape: Shape, din: int, dout: int, transposed: bool = False) -> 
     assert not got[used:].any()
 
 
+def check_sum_rows(token: Tensor, num_tokens: int, dim: int, dtype: torch.dtype, gap: int = 0, after: int = 0) -> None:
+    """Bit for bit the sums of a loop in float32, and of integers those of float64; NaN in the rows of nobody."""
+    there = token >= 0
+    view = matrix(len(token), dim + after, dtype, gap)[:, :dim]
+    for rows in (view, torch.randint(-4, 5, (len(token), dim)).to(dtype)):
+        rows[~there] = torch.nan
+        expected = torch.zeros(num_tokens, dim)
+        for row, to in zip(rows[there].float(), token[there].tolist(), strict=True):
+            expected[to] += row
+        got = cuda.grouped_gemm_sum_rows(rows, token, num_tokens)
+        assert torch.equal(got, expected.to(dtype))
+    exact = torch.zeros(num_tokens, dim, dtype=torch.float64).index_add(0, token[there].long(), rows[there].double())
+    assert torch.equal(got, exact.to(dtype))
+
+
+# (rows, tokens, dim): 16 bytes at a time in one pass of 256 threads or in two, or else one element.
+SUMS = [(23, 9, 72), (11, 3, 577), (7, 3, 2072), (40, 300, 8), (3, 2, 1)]
+
+
 def check_everything(dtype: torch.dtype) -> None:
     """Both tiles, both layouts of weights, and rows that start anywhere."""
     for shape in (FEW, MANY):
@@ -179,6 +198,32 @@ def test_under_sanitizers(build: str) -> None:
         check_everything(torch.bfloat16)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sums_in_any_order_of_threads(seed: int) -> None:
+    """Tokens of no row, of few and of most of the rows."""
+    with simt.use(seed=seed):
+        for (num_rows, num_tokens, dim), dtype in itertools.product(SUMS, (torch.float32, *DTYPES)):
+            token = tokens(num_rows, num_rows - 1, num_tokens)
+            check_sum_rows(token, num_tokens, dim, dtype)
+            check_sum_rows(token.clamp(max=0), num_tokens, dim, dtype)
+
+
+@pytest.mark.parametrize("build", ["asan", "tsan"])
+def test_sums_under_sanitizers(build: str) -> None:
+    with simt.use(build, seed=3):
+        for (num_rows, num_tokens, dim), dtype in zip(SUMS, (torch.float32, *DTYPES), strict=False):
+            check_sum_rows(tokens(num_rows, num_rows - 1, num_tokens), num_tokens, dim, dtype)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 32, 33, 1000])
+def test_a_token_of_many_rows(count: int) -> None:
+    """Whole turns of four rows and others, between tokens of no row and of one."""
+    token = torch.tensor([4, *[2] * count, -1, 0], dtype=torch.int32)
+    with simt.use(seed=5):
+        check_sum_rows(token, 6, 24, torch.float32)
+        check_sum_rows(token.flip(0), 6, 13, torch.float16)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str) -> None:
     with simt.use(seed=3):
@@ -197,6 +242,9 @@ def test_views_and_poison(gap: int) -> None:
     with simt.use("asan", seed=1):
         check_fwd(FEW, 24, 40, "gelu", gap=gap)
         check_bwd_weight(FEW, 24, 40, gap=gap)
+        for before, after in ((gap, 0), (0, gap), (gap, 8 - gap)):  # what is not aligned: both, the stride, the address
+            check_sum_rows(tokens(17, 15, 6), 6, 24, torch.bfloat16, before, after)
+            check_sum_rows(tokens(17, 15, 6), 6, 24, torch.float32, before, after)
 
 
 def test_gradients_of_many_small_experts() -> None:
@@ -227,6 +275,10 @@ def test_nothing_to_multiply() -> None:
         check_bwd_weight(((3, 0), 2), 16, 0)
         check_hidden(((3, 0), 2), 16, 0, "relu")
         check_norms(((3, 0), 2), 16, 0)
+        for num_rows, num_tokens, dim in ((0, 3, 16), (0, 0, 16), (3, 3, 0)):
+            check_sum_rows(tokens(num_rows, num_rows, max(num_tokens, 1)), num_tokens, dim, torch.bfloat16)
+        check_sum_rows(torch.full((3,), -1, dtype=torch.int32), 0, 16, torch.bfloat16)
+        check_sum_rows(torch.full((3,), -1, dtype=torch.int32), 5, 16, torch.bfloat16)
 
 
 def test_rows_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +294,9 @@ def test_rows_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> No
         assert torch.equal(cuda.grouped_gemm_fwd(rows, wide, offsets, None, None, "", False)[0], expected)
         gradients = [cuda.grouped_gemm_bwd_weight(each, x, offsets, None, None, False)[0] for each in (x, rows)]
         assert torch.equal(*gradients)
+        token = torch.tensor([1, 1], dtype=torch.int32)
+        for first in (0, 1):  # 2^28 vectors and 2^31 elements from row to row
+            assert torch.equal(*(cuda.grouped_gemm_sum_rows(each[:, first:], token, 2) for each in (x, rows)))
 
 
 def test_launchers_refuse() -> None:
@@ -263,5 +318,8 @@ def test_launchers_refuse() -> None:
         module.expert_mlp_bwd_hidden(1, *[0] * 10, 7, 0, 0, 0, 1, 1, 8, 8, 0)
     with pytest.raises(RuntimeError, match="grouped_gemm_norms: CUDA error 1"):
         module.grouped_gemm_norms(1, *[0] * 10, 1, 0, 8, 8, 0)
+    for dtype, num_tokens, dim in ((3, 1, 8), (0, -1, 8), (0, 2**31, 8), (0, 1, -1), (0, 1, 2**30 + 1)):
+        with pytest.raises(RuntimeError, match="grouped_gemm_sum_rows: CUDA error 1"):
+            module.grouped_gemm_sum_rows(dtype, 0, 8, 0, 0, 0, num_tokens, dim, 0)
     with pytest.raises(RuntimeError, match="activation_bwd: CUDA error 1"):
         module.activation_bwd(1, 0, 0, 0, 9, 0, 1, 8, 0)

@@ -176,6 +176,15 @@ cudaError_t grouped_gemm_bwd_weight(int dtype,
                                     int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout,
                                     cudaStream_t stream);
 
+// out_t = sum of the rows of token t, in float32 and in their order: zeros without rows.
+cudaError_t grouped_gemm_sum_rows(int dtype,
+                                  const void* rows,              // (R, D), last dimension contiguous
+                                  int64_t rows_stride,           // elements from row to row
+                                  const int32_t* by_token,       // (R), rows of token 0 in their order, of token 1, ...
+                                  const int32_t* token_offsets,  // (T + 1) into by_token
+                                  void* out,                     // (T, D) contiguous
+                                  int64_t tokens, int64_t dim, cudaStream_t stream);
+
 // dpre = grad act'(pre).
 cudaError_t activation_bwd(int dtype,
                            const void* grad,     // (R, H), last dimension contiguous
@@ -260,5 +269,6 @@ cudaError_t tree_route_fwd(int dtype,
   X(kwta_fwd) X(kwta_bwd) X(topk_gate_fwd) X(topk_gate_bwd) \
   X(make_plan_fwd) X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
   X(sinkhorn_fwd) X(sinkhorn_bwd) X(sinkhorn_sums_fwd) X(sinkhorn_sums_bwd) \
-  X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(activation_bwd) X(grouped_gemm_norms) X(expert_mlp_bwd_hidden) \
+  X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(grouped_gemm_sum_rows) X(grouped_gemm_norms) \
+  X(activation_bwd) X(expert_mlp_bwd_hidden) \
   X(tree_gate_fwd) X(tree_gate_bwd) X(tree_route_fwd)

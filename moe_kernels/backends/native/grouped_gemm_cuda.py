@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_kernels.backends import _native
 from moe_kernels.backends.native import plan
 from moe_kernels.backends.native.activation import ACTIVATIONS
-from moe_kernels.library import GATED, wide
+from moe_kernels.library import GATED
 
 COLUMNS = 128  # of a tile: as many leave one partial sum
 
@@ -118,13 +118,23 @@ def hidden_bwd(
 
 
 def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
-    """(R, D) -> (T, D). A plan in which tokens are the experts is a stable counting sort of the rows by token; segments
-    of it are summed by torch, without atomics."""
-    if rows.shape[0] == 0:
-        return rows.new_zeros((num_tokens, rows.shape[1]))
-    offsets, order, *_ = plan.make_plan(native, row_token[:, None], num_tokens, None, None, "token")
-    in_order = rows.index_select(0, order.clamp(min=0)).to(wide(rows.dtype))
-    return torch.segment_reduce(in_order, "sum", offsets=offsets.long(), axis=0, unsafe=True).to(rows.dtype)
+    """(R, D) -> (T, D). A plan in which tokens are the experts is a stable counting sort of the rows by token."""
+    out = rows.new_empty((num_tokens, rows.shape[1]))
+    if rows.numel() == 0 or num_tokens == 0:
+        return out.zero_()
+    token_offsets, by_token, *_ = plan.make_plan(native, row_token[:, None], num_tokens, None, None, "token")
+    native.launch(
+        "grouped_gemm_sum_rows",
+        rows,
+        _native.DTYPES[rows.dtype],
+        native.pointer("grouped_gemm", rows, rows.dtype, 2),
+        rows.stride(0),
+        native.pointer("grouped_gemm", by_token, torch.int32, 1),
+        native.pointer("grouped_gemm", token_offsets, torch.int32, 1),
+        native.pointer("grouped_gemm", out, rows.dtype, 2),
+        *out.shape,
+    )
+    return out
 
 
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
