@@ -148,7 +148,7 @@ def halves(x):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """The activation of float32 x: relu, gelu (by erf), silu, tanh or "" for none."""
+    """The activation of float32 x: relu, gelu (erf's), silu, tanh or "" for none."""
     if ACTIVATION == "relu":
         y = tl.where(x < 0.0, 0.0, x)
     elif ACTIVATION == "gelu":
