@@ -234,13 +234,14 @@ def _tree_gate_bwd(
             given = tl.load(grad_leaf_probs_ptr + first * K * E + at, mask=inside, other=0.0)
             below += tl.where(leaf, v, 0.0) * given
         for up in tl.static_range(1, DEPTH + 1):
-            left, right = tl.split(tl.reshape(below, (BLOCK_T, 1 << (DEPTH - up), 2)))
+            pairs = tl.reshape(below, (BLOCK_T, 1 << (DEPTH - up), 2))
+            left, right = tl.split(pairs)
             node = (1 << (DEPTH - up)) - 1 + tl.arange(0, 1 << (DEPTH - up))
             at, there = row[:, None] * (E - 1) + node, real[:, None] & (node < E - 1)
             t = tl.load(split_logits_ptr + at, mask=there, other=0.0).to(tl.float32)
             dsplit = _derivative(t, left, right, half, slope)
             tl.store(dsplit_ptr + at, dsplit.to(dsplit_ptr.dtype.element_ty), mask=there)
-            below = left + right
+            below = tl.sum(pairs, axis=2)
 
 
 @triton.jit
