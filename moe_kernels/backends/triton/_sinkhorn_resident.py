@@ -53,7 +53,8 @@ def _store(ptr, x, B, n, M: tl.constexpr, N: tl.constexpr):
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i = tl.arange(0, N)
     inside = (matrix < B)[:, None, None] & (i < n)[None, :, None] & (i < n)[None, None, :]
-    offsets = (matrix[:, None, None] * n + i[None, :, None]) * n + i[None, None, :]
+    # Not (matrix * n + i) * n: the rows of _vectors, in 64 bits, would be kept for it all through the solve.
+    offsets = matrix[:, None, None] * n * n + (i[None, :, None] * n + i[None, None, :])
     tl.store(ptr + offsets, x.to(tl.float32).to(ptr.dtype.element_ty), mask=inside)
 
 

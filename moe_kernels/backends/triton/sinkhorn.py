@@ -62,7 +62,7 @@ def _blocks(n: int, way: str, sums: bool) -> tuple[dict[str, int], int]:
         return {"ROWS": max(strip // columns, 1), "N": columns}, 8
     if backward and sums:
         return {"M": max(256 // columns**2, 1), "N": columns}, 4
-    tile = 512 if backward or columns >= 16 else 1024
+    tile = 512 if backward or sums or columns >= 16 else 1024
     return {"M": max(tile // columns**2, 1), "N": columns}, 8 if columns >= 32 else 4
 
 
