@@ -52,6 +52,15 @@ PRODUCTS = {
     },
 }
 
+# Bytes of spills that stay under another Triton than the table's: ptxas 12.8 gives up a register or two, read again
+# once after the solve or in a turn of its last pass or of an outer loop, for which one more block fits a multiprocessor.
+SPILLED = {
+    r"sinkhorn_fwd (bf16|fp16) 16": 8,
+    r"sinkhorn_streamed_fwd (fp32|bf16|fp16) 1024": 8,
+    r"combine_bwd (bf16|fp16) 4096": 8,
+    r"plan_rank i32 priority": 8,
+}
+
 
 @functools.cache
 def measured(capability: int) -> dict[str, dict]:
@@ -67,6 +76,9 @@ def measured(capability: int) -> dict[str, dict]:
 def test_every_configuration(capability):
     got = measured(capability)
     spilled = {name: each["spilled"] for name, each in got.items() if each["spilled"]}
+    for name, size in spilled.items():
+        allowed = [most for pattern, most in SPILLED.items() if re.fullmatch(pattern, name)]
+        assert size <= max(allowed, default=0), f"spilled bytes: {spilled}"
     assert not {name: each["shared"] for name, each in got.items() if each["shared"] > SHARED_LIMIT[capability]}
     matched, instructions = set(), INSTRUCTIONS | PRODUCTS[capability]
     for name, each in got.items():
@@ -85,8 +97,7 @@ def test_every_configuration(capability):
 
     table = json.loads(TABLE.read_text())
     if table["triton"] != triton.__version__:
-        made = f"the register table was made with Triton {table['triton']}, this is {triton.__version__}"
-        pytest.skip(f"{made}, which spills bytes of {spilled or 'nothing'}")
+        pytest.skip(f"the register table was made with Triton {table['triton']}, this is {triton.__version__}")
     assert not spilled
     allowed, update = table[str(capability)], "python tests/test_machine_code_triton.py --update"
     assert sorted(got) == sorted(allowed), f"configurations came or went: {update}"
