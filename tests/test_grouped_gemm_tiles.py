@@ -10,6 +10,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from conftest import TARGETS, running
 
+import moe_kernels as mk
 from moe_kernels.backends.triton import _grouped_configs, _grouped_launch
 from moe_kernels.backends.triton._grouped_configs import Tiles
 
@@ -18,6 +19,14 @@ from moe_kernels.backends.triton._grouped_configs import Tiles
 def target():
     with running(next(each for each in TARGETS if each.backend == "triton")) as found:
         yield found
+
+
+def test_more_columns_than_a_tile_counts_in_32_bits_are_refused(target, monkeypatch):
+    x, offsets = torch.ones(1, 2, device=target.device), torch.tensor([0, 1], dtype=torch.int32, device=target.device)
+    monkeypatch.setattr(_grouped_launch, "MOST_COLUMNS", 4)
+    assert mk.grouped_gemm(x, x.new_ones(1, 2, 4), offsets, backend="triton").tolist() == [[2] * 4]
+    with pytest.raises(ValueError, match="grouped_gemm: the Triton kernel takes at most 4 columns, got 5"):
+        mk.grouped_gemm(x, x.new_ones(1, 2, 5), offsets, backend="triton")
 
 
 def test_many_tiles(target, monkeypatch):

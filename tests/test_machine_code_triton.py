@@ -52,8 +52,8 @@ PRODUCTS = {
     },
 }
 
-# Bytes of spills that stay under another Triton than the table's: ptxas 12.8 gives up a register or two, read again
-# once after the solve or in a turn of its last pass or of an outer loop, for which one more block fits a multiprocessor.
+# Bytes of spills that stay under another Triton than the table's: ptxas 12.8 gives up a register or two for one more
+# block on a multiprocessor, and reads them again once after the solve, or in a turn of its last pass or an outer loop.
 SPILLED = {
     r"sinkhorn_fwd (bf16|fp16) 16": 8,
     r"sinkhorn_streamed_fwd (fp32|bf16|fp16) 1024": 8,

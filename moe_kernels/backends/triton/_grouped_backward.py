@@ -199,18 +199,22 @@ def _expert_mlp_bwd_hidden(
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
     if first >= end:
         return
-    row, there, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
+    there, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
     column = column_tile * BLOCK_N
-    depth, used = tl.where(expert < E, K, 0), tl.where(expert < E, end, 0)  # zeros go to the rows past the end
+    row, depth = tl.arange(0, BLOCK_M), tl.where(expert < E, K, 0)  # zeros go to the rows past the end
+    used = row < tl.where(expert < E, end - first, 0)
     dh, _ = product(
         x, w, token, first, expert, column, column, depth, N, stride_x, stride_w_E, stride_w,
         False, TRANSPOSED, X_TMA, W_TMA, WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    weight = tl.load(row_weight_ptr + row, mask=row < used, other=0.0)
-    partial = _finish_hidden(
-        dh, weight, pre_ptr, dpre_ptr, weighted_ptr, row, there, used, column, N, ACTIVATION, GATED
-    )
-    tl.store(partial_ptr + row * column_tiles + column_tile, partial, mask=there)
+    start = first.to(tl.int64)  # within a tile rows are counted in 32 bits, as forward
+    weight = tl.load(row_weight_ptr + start + row, mask=used, other=0.0)
+    both = 2 * N if GATED else N
+    pre_ptr += start * both
+    dpre_ptr += start * both
+    weighted_ptr += start * N
+    partial = _finish_hidden(dh, weight, pre_ptr, dpre_ptr, weighted_ptr, there, used, column, N, ACTIVATION, GATED)
+    tl.store(partial_ptr + start * column_tiles + column_tile + row * column_tiles, partial, mask=there)
 
 
 @triton.jit
@@ -220,7 +224,6 @@ def _finish_hidden(
     pre_ptr,
     dpre_ptr,
     weighted_ptr,
-    row,
     there,
     used,
     column,
@@ -233,14 +236,14 @@ def _finish_hidden(
     if HALF >= SLICE:
         left, right = halves(dh)
         partial = _finish_hidden(
-            left, weight, pre_ptr, dpre_ptr, weighted_ptr, row, there, used, column, N, ACTIVATION, GATED
+            left, weight, pre_ptr, dpre_ptr, weighted_ptr, there, used, column, N, ACTIVATION, GATED
         )
         partial += _finish_hidden(
-            right, weight, pre_ptr, dpre_ptr, weighted_ptr, row, there, used, column + HALF, N, ACTIVATION, GATED
+            right, weight, pre_ptr, dpre_ptr, weighted_ptr, there, used, column + HALF, N, ACTIVATION, GATED
         )
     else:
-        n = column + tl.arange(0, dh.shape[1])
-        inside, known = there[:, None] & (n < N)[None, :], (row < used)[:, None] & (n < N)[None, :]
+        row, n = tl.arange(0, dh.shape[0]), column + tl.arange(0, dh.shape[1])
+        inside, known = there[:, None] & (n < N)[None, :], used[:, None] & (n < N)[None, :]
         at = row[:, None] * (2 * N if GATED else N) + n[None, :]
         pre = tl.load(pre_ptr + at, mask=known, other=0.0).to(tl.float32)
         h, slope = activate_with_slope(pre, ACTIVATION)

@@ -19,6 +19,8 @@ from moe_kernels.backends.triton._grouped_configs import ALTERNATIVES, GENERAL, 
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of a gated one's first half
 
+MOST_COLUMNS = 2**22  # a tile of 128 gated rows counts its elements in 32 bits
+
 # Milliseconds that MOE_KERNELS_AUTOTUNE=1 found, by kernel, device, dtype, K, columns, experts and bits of the rows.
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
 
@@ -34,6 +36,8 @@ def launch_tiles(
 ) -> None:
     """launch(tiles) with the tiles for x (T or R, K) against another operand; with MOE_KERNELS_AUTOTUNE=1 those of the
     kernel's classes and alternatives that are fastest here, timed once a shape, which waits for the host."""
+    if columns > MOST_COLUMNS:
+        raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MOST_COLUMNS} columns, got {columns}")
     which, even = loop(x.device), x.dtype != torch.float32 and _even(x, other, columns)
     tiles = choose(kernel, which, even, rows, num_experts, columns)
     if even and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":

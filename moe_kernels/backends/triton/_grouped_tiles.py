@@ -43,14 +43,14 @@ def raster(column_tiles):
 
 @triton.jit
 def tile_rows(first, end, row_token_ptr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(BLOCK_M): rows of a tile, whether the expert has them, and the rows of x to read, -1 for none; 64-bit."""
-    row = first.to(tl.int64) + tl.arange(0, BLOCK_M)
-    there = row < end
+    """(BLOCK_M): whether the expert has a tile's rows, and the rows of x to read, -1 for none, in 64 bits."""
+    row = tl.arange(0, BLOCK_M)
+    there = row < end - first
     if GATHER:
-        token = tl.load(row_token_ptr + row, mask=there, other=-1).to(tl.int64)
+        token = tl.load(row_token_ptr + (first + row), mask=there, other=-1).to(tl.int64)
     else:
-        token = tl.where(there, row, -1)
-    return row, there, token
+        token = tl.where(there, first.to(tl.int64) + row, -1)
+    return there, token
 
 
 @triton.jit
@@ -193,7 +193,6 @@ def _normal(x):
     fitted to the least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions so, 19 with its slope; by erf,
     without digits below -5, they are 31 and 40."""
     t = _reciprocal(1.0 + 0.29 * tl.abs(x))
-    bell = tl.exp2(-0.7213475204444817 * x * x)  # log2(e) / 2
     p = 0.0391919046 * t - 0.192664613
     p = p * t + 0.306926813
     p = p * t - 0.153627184
@@ -202,6 +201,7 @@ def _normal(x):
     p = p * t + 0.121498381
     p = p * t + 0.115081028
     p = p * t + 2.77463863e-5
+    bell = tl.exp2(-0.7213475204444817 * x * x)  # log2(e) / 2
     tail = p * bell
     return tl.where(x < 0.0, tail, 1.0 - tail), 0.3989422804014327 * bell
 

@@ -91,7 +91,7 @@ def _grouped_gemm_fwd(
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
     if first >= end:
         return
-    row, there, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
+    there, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
     column = column_tile * BLOCK_N
     # Zeros go to the rows past the end: no steps, no bias, and every activation of 0 is 0.
     depth, biased = tl.where(expert < E, K, 0), tl.where(expert < E, N, 0)
@@ -99,16 +99,19 @@ def _grouped_gemm_fwd(
         x, w, token, first, expert, column, column + N, depth, N, stride_x, stride_w_E, stride_w,
         GATED, TRANSPOSED, X_TMA, W_TMA, WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
+    # Within a tile rows are counted in 32 bits: 64 for each of them cost registers, which the sums need.
+    start = first.to(tl.int64)
     if NORMS:
         n = column + tl.arange(0, BLOCK_N)
         if BIAS:
             pre += tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n < biased, other=0.0).to(tl.float32)[None, :]
         squares = tl.sum(tl.where((n < N)[None, :], pre * pre, 0.0), axis=1)
-        tl.store(out_ptr + row * column_tiles + column_tile, squares, mask=there)
+        at = start * column_tiles + column_tile + tl.arange(0, BLOCK_M) * column_tiles
+        tl.store(out_ptr + at, squares, mask=there)
     else:
         bias_ptr += expert.to(tl.int64) * (2 * N if GATED else N)
         _finish(
-            pre, linear, bias_ptr, out_ptr, pre_ptr, row, there, column, biased, N, BIAS, KEEP_PRE, ACTIVATION, GATED
+            pre, linear, bias_ptr, out_ptr, pre_ptr, start, there, column, biased, N, BIAS, KEEP_PRE, ACTIVATION, GATED
         )
 
 
@@ -119,7 +122,7 @@ def _finish(
     bias_ptr,
     out_ptr,
     pre_ptr,
-    row,
+    start,  # first row, in 64 bits
     there,
     column,
     biased,  # N, or 0 where there is no bias
@@ -135,28 +138,29 @@ def _finish(
         pre, pre_right = halves(pre)
         linear, linear_right = halves(linear)
         _finish(
-            pre, linear, bias_ptr, out_ptr, pre_ptr, row, there, column, biased, N, BIAS, KEEP_PRE, ACTIVATION, GATED
+            pre, linear, bias_ptr, out_ptr, pre_ptr, start, there, column, biased, N, BIAS, KEEP_PRE, ACTIVATION, GATED
         )
         _finish(
-            pre_right, linear_right, bias_ptr, out_ptr, pre_ptr, row, there, column + HALF, biased, N,
+            pre_right, linear_right, bias_ptr, out_ptr, pre_ptr, start, there, column + HALF, biased, N,
             BIAS, KEEP_PRE, ACTIVATION, GATED,
         )  # fmt: skip
     else:
-        n = column + tl.arange(0, pre.shape[1])
+        row, n = tl.arange(0, pre.shape[0]), column + tl.arange(0, pre.shape[1])
         if BIAS:
             pre += tl.load(bias_ptr + n, mask=n < biased, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 linear += tl.load(bias_ptr + N + n, mask=n < biased, other=0.0).to(tl.float32)[None, :]
         inside = there[:, None] & (n < N)[None, :]
         if KEEP_PRE:
-            at = pre_ptr + row[:, None] * (2 * N if GATED else N) + n[None, :]
+            both = 2 * N if GATED else N
+            at = pre_ptr + start * both + (row[:, None] * both + n[None, :])
             tl.store(at, pre.to(pre_ptr.dtype.element_ty), mask=inside)
             if GATED:
                 tl.store(at + N, linear.to(pre_ptr.dtype.element_ty), mask=inside)
         out = activate(pre, ACTIVATION)
         if GATED:
             out *= linear
-        tl.store(out_ptr + row[:, None] * N + n[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + start * N + (row[:, None] * N + n[None, :]), out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def grouped_gemm_supports(device: str, dtype: torch.dtype) -> str | None:
