@@ -202,7 +202,7 @@ def _expert_mlp_bwd_hidden(
     there, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
     column = column_tile * BLOCK_N
     row, depth = tl.arange(0, BLOCK_M), tl.where(expert < E, K, 0)  # zeros go to the rows past the end
-    used = row < tl.where(expert < E, end - first, 0)
+    used = first.to(tl.int64) + row < tl.where(expert < E, end, 0)
     dh, _ = product(
         x, w, token, first, expert, column, column, depth, N, stride_x, stride_w_E, stride_w,
         False, TRANSPOSED, X_TMA, W_TMA, WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
