@@ -72,6 +72,7 @@ def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(
     assert set(_grouped_configs.ALTERNATIVES) == set(_grouped_configs.TILES)
     for (kernel, which), known in _grouped_configs.ALTERNATIVES.items():
         for m, n, k, warps, stages in known:
+            assert 2 * m * _grouped_launch.MOST_COLUMNS <= 2**31
             columns = 2 * n if kernel == "gated" else n
             assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048
             assert m * columns <= 128 * 32 * warps  # 128 sums a thread and as many registers for the rest

@@ -19,7 +19,7 @@ from moe_kernels.backends.triton._grouped_configs import ALTERNATIVES, GENERAL, 
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of a gated one's first half
 
-MOST_COLUMNS = 2**22  # a tile of 128 gated rows counts its elements in 32 bits
+MOST_COLUMNS = 2**22  # a tile has up to 256 rows and counts the two halves of gated ones in 32 bits
 
 # Milliseconds that MOE_KERNELS_AUTOTUNE=1 found, by kernel, device, dtype, K, columns, experts and bits of the rows.
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
