@@ -26,10 +26,17 @@ def checkout(tmp_path_factory) -> Path:
         shutil.copy(ROOT / name, folder / name)
     (folder / "no_torch").mkdir()
     (folder / "no_torch" / "torch.py").write_text("raise ImportError('the build must not import torch')\n")
-    compiler = folder / "quick_cxx"
-    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "g++")} "$@" -O0\n')
-    compiler.chmod(0o755)
+    compiler = os.environ.get("CXX", "g++")
+    write_program(folder / "quick_cxx", f'exec {compiler} "$@" -O0')
+    # Finds every file that the sources include, and links nothing.
+    link = 'for each; do test "$last" = -o && touch "$each"; last=$each; done'
+    write_program(folder / "reading_cxx", f'case " $* " in *" -c "*) exec {compiler} "$@" -E;; esac\n{link}; true')
     return folder
+
+
+def write_program(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
 
 
 def build(checkout: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
@@ -74,7 +81,7 @@ def test_a_source_distribution_builds(checkout):
     (archive,) = (checkout / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         assert not [name for name in packed.getnames() if "/tests" in name]
-    names = wheel(checkout, archive, MOE_KERNELS_CUDA="0")
+    names = wheel(checkout, archive, MOE_KERNELS_CUDA="0", CXX=str(checkout / "reading_cxx"))
     assert any(name.startswith("moe_kernels/_cpu.") for name in names)
 
 

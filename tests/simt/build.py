@@ -38,7 +38,7 @@ COMMON = [
 # How the kernels are compiled, and what tells the executor (always compiled without sanitizers) about it.
 KERNEL_FLAGS = {
     "fast": ["-O2"],
-    "asan": ["-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "asan": ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-O1", "-g1", "-fsanitize=thread"],
 }
 EXECUTOR_FLAGS = {"fast": ["-O2"], "asan": ["-O2", "-DSIMT_ASAN"], "tsan": ["-O2", "-DSIMT_TSAN"]}
