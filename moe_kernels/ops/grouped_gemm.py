@@ -74,8 +74,8 @@ def grouped_gemm(
 
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.
-        ValueError: shapes or devices that do not fit, an unknown activation, a gated one with an odd Dout, or indices
-            as above.
+        ValueError: shapes or devices that do not fit, an unknown activation, a gated one with an odd Dout, indices as
+            above, or Dout or (for the gradient to rows) Din above 2^22 on "triton".
         BackendError: the backend asked for by name cannot run this.
 
     Source: the dense form is GShard's einsum; ragged groups without padding are MegaBlocks', the gather inside the
