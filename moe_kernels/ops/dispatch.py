@@ -4,7 +4,8 @@
     dx_t   = sum over k with slot_row_tk >= 0 of drows[slot_row_tk]       summed in float32, in the order of k
 
 The gradient is `combine` without weights, and the gradient of that is dispatch again: differentiable any number of
-times. Nothing is saved but the plan. A kernel reads each token once and writes each row once.
+times. Nothing is saved but the plan. A kernel writes each row once and reads each token once, or once a row where all
+of it fits into a CPU's cache.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from torch import Tensor
 
 import python_ref.dispatch as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
+from moe_kernels.ops._checks import (
+    FLOATING,
+    apply_untraced,
+    check_first,
+    check_plan,
+    check_rank,
+    check_tensor,
+    remembered,
+)
 from moe_kernels.plan import RoutingPlan
 
 
@@ -44,18 +53,27 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
 
     Source: GShard's dispatch einsum with the one-hot left out; paper 003 (V-MoE), section 2.
     """
-    check_tensor("dispatch", "x", x, FLOATING)
-    check_rank("dispatch", "x", x, "(T, D)")
     check_plan("dispatch", plan)
-    check_first("dispatch", "x", x, plan.num_tokens, "tokens of the plan", plan.row_token.device)
-    chosen = backends.choose("dispatch", backend, x)
+    arrays = plan.row_token, plan.slot_row, plan.expert_offsets
+    chosen, ready = remembered(_check, (plan.num_tokens, backend), (x, *arrays))
     if chosen == "reference":
         if not library.listened_to():
             library.dispatch.refuse_bad_rows(
                 "dispatch", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets
             )
         return reference.dispatch(x, plan)
-    return _Dispatch.apply(x, plan.row_token, plan.slot_row, plan.expert_offsets, chosen)
+    if x.requires_grad and torch.is_grad_enabled():
+        apply = _Dispatch.apply if ready is None else _apply
+        return apply(x, *arrays, chosen)
+    return library.launch(ready, "forward", "dispatch_fwd", library.rows(x), *arrays, chosen)
+
+
+def _check(num_tokens: int, backend: str | None, x: Tensor, row_token: Tensor, *arrays: Tensor) -> str:
+    """The backend that runs it."""
+    check_tensor("dispatch", "x", x, FLOATING)
+    check_rank("dispatch", "x", x, "(T, D)")
+    check_first("dispatch", "x", x, num_tokens, "tokens of the plan", row_token.device)
+    return backends.choose("dispatch", backend, x)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -70,6 +88,9 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _Collect.apply(grad, *ctx.saved_tensors, ctx.backend), None, None, None, None
+
+
+_apply = apply_untraced(_Dispatch)
 
 
 class _Collect(torch.autograd.Function):
