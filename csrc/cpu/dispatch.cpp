@@ -1,6 +1,6 @@
-// Dispatch on the CPU (definition: python_ref/dispatch.py). Around the cache each token is read once and written to all of
-// its rows. Through the cache rows are written one after the other, whose lines the processor then fetches ahead: two rows
-// of 128 floats for each of 8192 tokens take 0.67 to 0.78 of the time (Zen 4).
+// Dispatch on the CPU (definition: python_ref/dispatch.py). Around the cache each token is read once and written to all
+// of its rows. Through the cache rows are written one after the other, and the processor fetches their lines ahead: two
+// rows of 128 floats for each of 8192 tokens take 0.67 to 0.78 of the time (Zen 4).
 
 #include "ops.h"
 
