@@ -74,7 +74,7 @@ def test_a_stale_module_never_ships(checkout):
     assert {"moe_kernels/ops/kwta.py", "python_ref/kwta.py"} <= names
 
 
-def test_a_source_distribution_builds(checkout):
+def test_a_source_distribution_holds_what_its_build_reads(checkout):
     (checkout / "tests").mkdir()
     (checkout / "tests" / "test_alone.py").write_text("import conftest\n")  # setuptools takes tests, not what they need
     done = build(checkout, "setup.py", "-q", "sdist", "-d", "dist")

@@ -4,8 +4,7 @@
     dx_t   = sum over k with slot_row_tk >= 0 of drows[slot_row_tk]       summed in float32, in the order of k
 
 The gradient is `combine` without weights, and the gradient of that is dispatch again: differentiable any number of
-times. Nothing is saved but the plan. A kernel writes each row once and reads each token once, or once a row where all
-of it fits into a CPU's cache.
+times. Nothing is saved but the plan. A kernel reads each token once and writes each row once.
 """
 
 from __future__ import annotations

@@ -169,8 +169,6 @@ class RowCopy {
 #endif
   }
 
-  bool around() const { return around_; }
-
   void operator()(char* to, const char* from) const {
 #if defined(__AVX512F__)
     if (around_ && reinterpret_cast<uintptr_t>(to) % 64 == 0) {
