@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from test_grouped_gemm import DTYPES, fenced
@@ -41,7 +43,7 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
         assert all(map(torch.equal, found[0], other))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("dout", [512, 160, 33])  # whole panels far apart, a half one behind them, less than half a one
 @pytest.mark.parametrize("count", [*range(1, 21), 25, 96, 97, 98, 103, 140])
 def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeypatch):
@@ -49,10 +51,11 @@ def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeyp
     monkeypatch.setattr(grouped_gemm_cpu, "_is_small", lambda *args: True)
     long = torch.tensor([0, 140], dtype=torch.int32)
     x, weight, grad = (torch.randn(size, dtype=dtype) for size in ((140, 140), (1, 140, dout), (140, dout)))
+    bound = {"rtol": 2**-7, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-4}
     out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, long, None, None, "", False, "cpu")
     dweight, _ = mk.library.ops.grouped_gemm_bwd_weight(x, grad, long, None, None, False, "cpu")
-    assert out.allclose(x @ weight[0], rtol=1e-3, atol=1e-4)
-    assert dweight[0].allclose(x.T @ grad, rtol=1e-3, atol=1e-4)
+    assert out.allclose(x @ weight[0], **bound)
+    assert dweight[0].allclose(x.T @ grad, **bound)
     of_some = torch.tensor([0, count], dtype=torch.int32)
     part, _ = mk.library.ops.grouped_gemm_fwd(x[:count], weight, of_some, None, None, "", False, "cpu")
     columns, _ = mk.library.ops.grouped_gemm_bwd_weight(x[:, -count:], grad, long, None, None, False, "cpu")
@@ -98,3 +101,38 @@ def test_the_gradient_to_the_bias_does_not_lose_with_every_row():
     out = mk.grouped_gemm(x, weight, torch.tensor([0, 20000], dtype=torch.int32), bias=bias, backend="cpu")
     out.backward(torch.full_like(out, 0.1))
     torch.testing.assert_close(bias.grad, torch.full((1, 8), 2000.0), rtol=5e-6, atol=0)  # one by one: 2e-4
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shift", [0, 1], ids=["at 4 bytes", "at 2 bytes"])
+@pytest.mark.parametrize(("din", "stride"), [(64, 64), (64, 67), (33, 34), (1, 2), (259, 300)])
+def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, transposed, monkeypatch):
+    """Terms are multiplied two at a time: the one beside the last, of another row or expert, is no part of the sum."""
+    monkeypatch.setattr(grouped_gemm_cpu, "_is_small", lambda *args: True)
+    counts, dout = [7, 0, 1, 24], 70
+    offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    room = torch.full((32 * stride + shift,), torch.nan, dtype=torch.bfloat16)
+    x = room[shift:].as_strided((32, din), (stride, 1)).copy_(torch.randn(32, din))
+    weight, grad = torch.randn(4, din, dout).bfloat16(), torch.randn(32, dout).bfloat16()
+    weight = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
+    x[7], grad[7], weight[0, 0, 5] = torch.inf, torch.nan, torch.inf  # row 7 is the only one of its expert
+    # Scratch memory is what the call before left: rows that are gathered there, up to the term that follows the last.
+    nans, each = torch.full((32, din + 1), torch.nan).bfloat16(), torch.arange(32, dtype=torch.int32)
+    mk.library.ops.grouped_gemm_fwd(nans, weight.new_ones(4, din + 1, dout), offsets, each, None, "", False, "cpu")
+    out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, offsets, None, None, "", False, "cpu")
+    dweight, _ = mk.library.ops.grouped_gemm_bwd_weight(x, grad, offsets, None, None, False, "cpu")
+    for e, (first, last) in enumerate(pairwise(offsets.tolist())):
+        rows, expected = x[first:last].double(), (out[first:last], dweight[e])
+        for found, exact in zip(expected, (rows @ weight[e].double(), rows.T @ grad[first:last].double()), strict=True):
+            assert found.double().allclose(exact, rtol=2**-8, atol=1e-3, equal_nan=True)
+
+
+def test_subnormal_bfloat16_is_rounded_as_anything_else():
+    """The processor's own conversion takes it for zero."""
+    grad = torch.cat(
+        [torch.tensor([1e-39, -1e-40, 9.2e-41, 0.0, torch.inf, torch.nan, 1.0]), torch.randn(57)]
+    ).bfloat16()
+    pre = torch.ones(2, 64, dtype=torch.bfloat16)
+    pre[1] = -1
+    found = mk.library.ops.activation_bwd(grad.expand(2, 64).contiguous(), pre, "relu", "cpu")
+    assert torch.equal(found[0].view(torch.int16), grad.view(torch.int16))

@@ -2,153 +2,23 @@
 // product, done row by row while it is in the cache. Products of large experts come from torch's library, ready, as
 // `product`; then only what follows is left.
 
-#include "groups.h"
 #include "ops.h"
+#include "product.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <memory>
-#include <new>
 
 #include "moe/activations.h"
-#include "moe/elements.h"
 #include "moe/pages.h"
-#include "moe/tiles.h"
 
 namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kDepth = 512 / kWide;  // terms of a sum that are added at a time: a panel of them is 32 KB or less
 constexpr int64_t kSummed = 64;  // rows of a column sum
+constexpr int64_t kFew = 8;  // rows whose lines stay in the cache while their columns are taken apart
 constexpr int64_t kBlock = 132;  // rows of dW that share it: full tiles, and 128 are one block
-
-// Memory of every thread, in whole cache lines, with nothing in it yet.
-template <class T>
-class Scratch {
- public:
-  Scratch(int threads, int64_t count)
-      : stride_((count + 15) / 16 * 16), memory_(static_cast<T*>(::operator new(bytes(threads * stride_), kLine))) {}
-  T* of(int thread) const { return memory_.get() + thread * stride_; }
-
- private:
-  static constexpr std::align_val_t kLine{64};
-  struct Free {
-    void operator()(T* memory) const { ::operator delete(memory, kLine); }
-  };
-  static size_t bytes(int64_t count) { return size_t(count) * sizeof(T); }
-
-  int64_t stride_;
-  std::unique_ptr<T[], Free> memory_;
-};
-
-// Rows of x, read through `token` where that is not null: -1 reads zeros.
-template <class T>
-struct Rows {
-  Elements<T> kind;
-  const char* x;
-  int64_t stride;
-  const int32_t* token;
-
-  // to (rows, count) = columns `column` on of rows `first` on.
-  void copy(T* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
-    const int64_t start = token == nullptr ? first * stride : 0;
-    kind.widen(to, to_row, x + (start + column) * kind.size, stride, token == nullptr ? nullptr : token + first, rows,
-               count);
-  }
-
-  // Rows that stand one behind the other.
-  Ahead::Piece piece(int64_t first, int64_t rows, int64_t dim) const {
-    if (token != nullptr || stride != dim) return {};
-    return {x + first * dim * kind.size, rows * dim * kind.size};
-  }
-};
-
-// Steps of the inner loop in a product (rows, depth) by (depth, columns).
-template <class T>
-int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
-  return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
-}
-
-// What a product of rows needs: sums (R, dout) are x W_e, or stand ready in `product`.
-template <class T>
-struct Product {
-  Rows<T> x;
-  const char* weight;
-  int64_t stride_e, stride_k, stride_j;
-  Elements<T> product_kind;
-  char* product;
-  Groups groups;
-  int64_t din, dout;
-
-  // Calls finish(expert, row, sums of dout columns), which may write over the sums. They stand in `place` (R, dout) if that
-  // is not null.
-  template <class Finish>
-  void run(int threads, T* place, Finish finish) const {
-    if (product && product_kind.wide) place = reinterpret_cast<T*>(product);
-    // Sums of a span, a panel, rows of a span; or the sums of a row that stands ready.
-    const Scratch<T> scratch(threads, product ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kDepth));
-    groups.each_span(threads, [&](int thread, Span span, Span later) {
-      T* own = scratch.of(thread);
-      T* sums = place ? place + span.first * dout : own;
-      if (product == nullptr) multiply(span, later, sums, own + kSpan * dout, place != nullptr);
-      for (int64_t row = span.first; row < span.first + span.rows; ++row) {
-        T* row_sums = sums;
-        if (product && !product_kind.wide)
-          product_kind.widen(row_sums, dout, product + row * dout * product_kind.size, 0, nullptr, 1, dout);
-        else
-          row_sums += (row - span.first) * dout;
-        finish(span.expert, row, row_sums);
-      }
-    });
-  }
-
-  // The panel that is packed after the one of terms k and columns j on: deeper down, beside it, or of the expert that is
-  // next, if any.
-  void ask_for_next_panel(Ahead& ahead, const char* weight, const char* later, int64_t k, int64_t j) const {
-    if (stride_j != 1) return;
-    if (k + kDepth < din) {
-      k += kDepth;
-    } else if (j + kPanel<T> < dout) {
-      k = 0, j += kPanel<T>;
-    } else {
-      weight = later, k = j = 0;
-    }
-    if (weight == nullptr) return;
-    ahead.lines = {weight + (k * stride_k + j) * x.kind.size, stride_k * x.kind.size};
-    ahead.num_lines = panels_of(std::min<int64_t>(kPanel<T>, dout - j) * x.kind.size, 64);
-  }
-
-  void multiply(Span span, Span later, T* sums, T* panel, bool fresh) const {
-    T* rows = panel + kPanel<T> * std::min(din, kDepth);
-    const T* a = rows;
-    int64_t a_row = din;
-    if (x.kind.wide && x.token == nullptr) {
-      a = reinterpret_cast<const T*>(x.x) + span.first * x.stride;
-      a_row = x.stride;
-    } else {
-      x.copy(rows, din, span.first, span.rows, 0, din);
-    }
-    const auto weight_of = [&](Span of) { return weight + of.expert * stride_e * x.kind.size; };
-    Ahead ahead{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, din, dout), fresh};
-    const bool another = later.rows > 0 && later.expert != span.expert;
-    if (another && stride_j != 1) ahead.pieces[1] = {weight_of(later), din * dout * x.kind.size};
-    for (int64_t j = 0; j < dout; j += kPanel<T>) {
-      const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
-      const bool whole = x.kind.wide && stride_j == 1 && fills_panel<T>(columns, span.rows, stride_k);
-      for (int64_t k = 0; k < din || k == 0; k += kDepth) {
-        const int64_t depth = std::min(kDepth, din - k);
-        const char* const from = weight_of(span) + k * stride_k * x.kind.size;
-        const T* b = whole ? reinterpret_cast<const T*>(from) + j : panel;
-        ask_for_next_panel(ahead, weight_of(span), another ? weight_of(later) : nullptr, k, j);
-        if (!whole) pack<kPanel<T>>(panel, x.kind, from, stride_k, stride_j, depth, j, dout);
-        const Left<T> rows_from{a + k, a_row, 1};
-        PanelProduct<T>{rows_from, b, stride_k, panel, depth, sums + j, dout, span.rows, columns, k > 0}.run(ahead);
-      }
-    }
-  }
-};
 
 // Zeros from row `used` on, of rows of `bytes`.
 void clear(void* out, int64_t used, int64_t rows, int64_t bytes) {
@@ -167,7 +37,8 @@ void forward(const Product<T>& sums, const char* bias, int activation, char* out
   // Where the sums are pre, or the result but for a bias, they are made in its place.
   const bool plain = Activation(activation) == Activation::none && !pre;
   T* place = kind.wide && (plain || pre) ? reinterpret_cast<T*>(plain ? out : pre) : nullptr;
-  sums.run(threads, place, [&](int64_t e, int64_t row, T* p) {
+  char* const rounded = plain && !bias && kind.in_pairs && !sums.product ? out : nullptr;
+  sums.run(threads, place, rounded, [&](int64_t e, int64_t row, T* p) {
     if (bias) kind.add(p, bias + e * pre_bytes, dout);
     if (plain && place) return;
     if (pre && !place) kind.narrow(pre + row * pre_bytes, p, dout);
@@ -196,7 +67,7 @@ struct WeightGradient {
     const int64_t block_rows = share_of(groups.num_experts * din, kBlock, threads);
     const int64_t blocks = std::max<int64_t>(1, panels_of(din, block_rows));
     expect_pages(dweight, groups.num_experts * din * dout * kind.size);
-    // A panel of kDepth rows of grad, a block of as many rows of x, that block of dW.
+    // A panel of kDepth rows of grad, or pairs of them, a block of as many of x, that block of dW.
     const Scratch<T> scratch(threads, kDepth * (kPanel<T> + kBlock) + kBlock * dout);
     std::atomic<int64_t> next{0};
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -205,8 +76,13 @@ struct WeightGradient {
       for (int64_t i = next++; i < groups.num_experts * blocks; i = next++) {
         const int64_t e = i / blocks, start = i % blocks * block_rows, count = std::min(block_rows, din - start);
         char* to = dweight + (e * din + start) * dout * kind.size;
-        multiply(e, start, count, kind.wide ? reinterpret_cast<T*>(to) : own, panel, block);
-        if (!kind.wide) kind.narrow(to, own, count * dout);
+        if (kind.in_pairs) {
+          if constexpr (kPairs<T>)
+            multiply_pairs(e, start, count, to, own, reinterpret_cast<Bf16Pair*>(panel), reinterpret_cast<Bf16Pair*>(block));
+        } else {
+          multiply(e, start, count, kind.wide ? reinterpret_cast<T*>(to) : own, panel, block);
+        }
+        if (!kind.wide && !kind.in_pairs) kind.narrow(to, own, count * dout);
         if (dbias != nullptr && start == 0) column_sums(e, own);
       }
     }
@@ -221,8 +97,8 @@ struct WeightGradient {
       const int64_t more = std::min(kDepth, groups.used() - next);
       Ahead ahead{{grad.piece(next, more, dout)}, steps_of<T>(count, depth, dout), x.kind.wide && k == 0};
       if (in_place && k + depth < rows) {  // columns of this block alone
-        ahead.lines = {x.x + (next * x.stride + start) * x.kind.size, x.stride * x.kind.size};
-        ahead.num_lines = panels_of(count * x.kind.size, 64) + 1;
+        const int64_t size = x.kind.size;
+        ahead.ask(0, x.x + (next * x.stride + start) * size, x.stride * size, count * size + 64);
       } else {
         ahead.pieces[1] = x.piece(next, more, din);
       }
@@ -239,6 +115,35 @@ struct WeightGradient {
         const Left<T> standing{reinterpret_cast<const T*>(x.x) + row * x.stride + start, 1, x.stride, block};
         const Left<T>& columns_of = in_place && j == 0 ? standing : packed;
         PanelProduct<T>{columns_of, b, grad.stride, panel, depth, sums + j, dout, count, columns, k > 0}.run(ahead);
+      }
+    }
+  }
+
+  // The same of pairs of rows.
+  void multiply_pairs(int64_t e, int64_t start, int64_t count, char* to, T* sums, Bf16Pair* panel,
+                      Bf16Pair* block) const {
+    const int64_t rows = groups.rows(e), pairs = pairs_of(rows);
+    if (rows == 0) std::memset(to, 0, size_t(2 * count * dout));
+    for (int64_t k = 0; k < pairs && count > 0; k += kDepth) {
+      const int64_t depth = std::min(kDepth, pairs - k), row = groups.first(e) + 2 * k;
+      const int64_t taken = std::min(2 * depth, rows - 2 * k), next = row + taken;
+      const int64_t more = std::min(2 * kDepth, groups.used() - next);
+      Ahead ahead{{grad.piece(next, more, dout), x.piece(next, more, din)}, steps_of<T>(count, depth, dout), k + depth == pairs};
+      if (next < groups.first(e + 1)) x.ask_for_pairs(ahead, 2, next, start, count + 32);
+      else x.ask_for_pairs(ahead, 2, groups.first(e), start + count, count + 32);  // the block of dW that is next
+      for (int64_t r = 0; r < taken; r += kFew)
+        for (int64_t i = 0; i < count; i += kTogether)
+          x.pair(block + i * depth + r / 2 * kTogether, kTogether, row + r, std::min(kFew, taken - r), start + i,
+                 std::min<int64_t>(kTogether, count - i));
+      for (int64_t j = 0; j < dout; j += kPanel<T>) {
+        const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
+        if (columns < kPanel<T>) std::fill(panel, panel + depth * kPanel<T>, 0);
+        grad.pair(panel, kPanel<T>, row, taken, j, columns);
+        if (j + columns < dout) grad.ask_for_pairs(ahead, 0, row, j + columns, kPanel<T>);
+        const Left<Bf16Pair> left{block, 1, kTogether};
+        char* const last = k + depth == pairs ? to + 2 * j : nullptr;
+        PanelProduct<T, Bf16Pair>{left, panel, kPanel<T>, panel, depth, sums + j, dout, count, columns, k > 0, last}
+            .run(ahead);
       }
     }
   }
@@ -292,7 +197,7 @@ void hidden_backward(const Product<T>& sums, const T* row_weight, const char* pr
   const Elements<T>& kind = sums.x.kind;
   const RowsOf<T> act = rows_of<T>(activation);
   const int64_t hidden = sums.dout, bytes = hidden * kind.size, pre_bytes = act.gated ? 2 * bytes : bytes;
-  sums.run(threads, nullptr, [&](int64_t, int64_t row, T* a) {
+  sums.run(threads, nullptr, nullptr, [&](int64_t, int64_t row, T* a) {
     const T w = row_weight[row];
     T dot = 0;
     for (int64_t j = 0; j < hidden; j += kChunk, a += kChunk) {
@@ -318,7 +223,7 @@ void hidden_backward(const Product<T>& sums, const T* row_weight, const char* pr
 template <class T>
 void norms(const Product<T>& sums, const char* bias, T* out, int64_t rows, int threads) {
   const Elements<T>& kind = sums.x.kind;
-  sums.run(threads, nullptr, [&](int64_t e, int64_t row, T* y) {
+  sums.run(threads, nullptr, nullptr, [&](int64_t e, int64_t row, T* y) {
     if (bias) kind.add(y, bias + e * sums.dout * kind.size, sums.dout);
     T sum = 0;
 #pragma omp simd reduction(+ : sum)

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "moe/formats.h"
+#include "moe/pairs.h"
 
 namespace moe {
 namespace MOE_ISA {
@@ -16,6 +17,7 @@ template <class T>
 struct Elements {
   int64_t size;  // bytes of one
   bool wide;     // they are T
+  bool in_pairs; // products take two at a time
 
   // to (rows, count) = rows of `from`, `stride` elements apart, or those that `token` names: -1 gives zeros.
   void (*widen)(T* to, int64_t to_row, const void* from, int64_t stride, const int32_t* token, int64_t rows,
@@ -74,14 +76,23 @@ void narrow_row(void* to, const typename F::Wide* from, int64_t count) {
   each_element(count, [=](int64_t i) { static_cast<typename F::Key*>(to)[i] = F::narrow(from[i]); });
 }
 
+// By an instruction, a sixth of the time.
+template <class F>
+void narrow_row_at_once(void* to, const typename F::Wide* from, int64_t count) {
+  if constexpr (kPairs<typename F::Wide>) narrow_to_bf16(to, from, count, narrow_row<F>);
+}
+
 // Of a dtype that is computed in T.
 template <class T>
 inline Elements<T> elements_of(int dtype) {
   Elements<T> found{};
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
-    if constexpr (std::is_same_v<typename F::Wide, T>)
-      found = {sizeof(typename F::Key), sizeof(typename F::Key) == sizeof(T), widen_block<F>, add_row<F>, narrow_row<F>};
+    if constexpr (std::is_same_v<typename F::Wide, T>) {
+      const bool in_pairs = std::is_same_v<F, BFloat16> && multiplies_pairs();
+      found = {sizeof(typename F::Key), sizeof(typename F::Key) == sizeof(T), in_pairs, widen_block<F>, add_row<F>,
+               in_pairs ? narrow_row_at_once<F> : narrow_row<F>};
+    }
   });
   return found;
 }

@@ -11,6 +11,7 @@
 
 #include "moe/elements.h"
 #include "moe/lanes.h"
+#include "moe/pairs.h"
 
 namespace moe {
 namespace MOE_ISA {
@@ -39,16 +40,26 @@ struct Ahead {
   Piece pieces[2];  // of the next product
   int64_t steps;    // until that
   bool fresh;       // so are the sums, whose place is in no cache: stores that wait for it take a tenth of a product's time
-  Piece lines = {};      // of the next panel, and the distance from row to row: each tile asks for a line of every row
-  int64_t num_lines = 0;
+  // Of the next panels: each tile asks for a line of as many rows as it has steps.
+  struct Lines {
+    Piece next;  // and the distance from row to row
+    int64_t left = 0;
+  };
+  Lines lines[4] = {};
+
+  // Asks for `bytes` of every row, which stand `apart` from each other; where a step reads two, in two places from `at` on.
+  void ask(int at, const char* rows, int64_t apart, int64_t bytes, int rows_of_step = 1) {
+    for (int i = 0; i < rows_of_step; ++i) lines[at + i] = {{rows + i * apart, rows_of_step * apart}, (bytes + 63) / 64};
+  }
 
   // The first address and the distance to the next one, for some of the steps. No piece left: any address that is mapped.
   Piece take(int64_t some, const void* mapped) {
     steps = std::max<int64_t>(steps - some, 1);
-    if (num_lines > 0) {
-      --num_lines;
-      const Piece taken = lines;
-      lines.from += 64;
+    for (Lines& line : lines) {
+      if (line.left == 0) continue;
+      --line.left;
+      const Piece taken = line.next;
+      line.next.from += 64;
       return taken;
     }
     Piece& piece = pieces[pieces[0].bytes > 0 ? 0 : 1];
@@ -111,40 +122,44 @@ inline bool fills_panel(int64_t columns, int64_t rows, int64_t b_row) {
 enum class Right { packed, packs, stands };
 
 // c (rows, columns <= kPanel) = a b, plus c if `more`. b (depth, kPanel) is `packed`, or its rows are whole and b_row apart:
-// then the first tile packs them, at no cost beside its sums, if enough tiles follow.
-template <class T>
+// then the first tile packs them, at no cost beside its sums, if enough tiles follow. Of elements, or of pairs of them.
+template <class T, class In = T>
 struct PanelProduct {
-  Left<T> a;
-  const T* b;
+  Left<In> a;
+  const In* b;
   int64_t b_row;
-  T* packed;
+  In* packed;
   int64_t depth;
   T* c;
   int64_t c_row, rows, columns;
   bool more;
+  char* rounded = nullptr;  // where sums of pairs go instead of c, as bfloat16
 
   // From row i on, for M / 2 < left <= M rows. The lower half of the tile ends with the last row, so with fewer than M
   // rows some are computed twice: two offsets and a pointer for every two rows fit the registers.
   template <int M, int W, bool packs_a, Right right>
-  [[gnu::always_inline]] inline void tile(int64_t i, int left, Ahead::Piece ahead, bool fresh) const {
+  MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Ahead::Piece ahead, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
     const auto row_of = [&](int m) { return m < half ? m : left - M + m; };
     T* const to = c + i * c_row;
+    char* const rounded_to = rounded + 2 * i * c_row;
     if (fresh) {
 #pragma GCC unroll 6
       for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) __builtin_prefetch(to + row_of(m) * c_row + w * lanes, 1);
+        for (int w = 0; w < W; ++w)
+          if (rounded == nullptr) __builtin_prefetch(to + row_of(m) * c_row + w * lanes, 1);
+          else if (w % 2 == 0) __builtin_prefetch(rounded_to + 2 * (row_of(m) * c_row + w * lanes), 1);
     }
     Vec<T> sum[M][W] = {};
-    const Left<T> from = a.from(i, depth, left == kTileRows);
-    const T *at[half], *row = right == Right::packed ? packed : b;
+    const Left<In> from = a.from(i, depth, left == kTileRows);
+    const In *at[half], *row = right == Right::packed ? packed : b;
 #pragma GCC unroll 3
     for (int m = 0; m < half; ++m) at[m] = from.at + m * from.row;
     int64_t upper = 0, lower = row_of(half) * from.row;
     for (int64_t k = 0; k < depth; ++k, row += right == Right::packed ? kPanel<T> : b_row, ahead.from += ahead.bytes) {
       __builtin_prefetch(ahead.from, 0, 2);
-      Vec<T> v[W];
+      Vec<In> v[W];
 #pragma GCC unroll 4
       for (int w = 0; w < W; ++w) {
         v[w] = load(row + w * lanes);
@@ -154,27 +169,37 @@ struct PanelProduct {
       }
       if constexpr (packs_a) {
         __builtin_prefetch(at[0] + upper + 8 * from.step);
-        std::memcpy(from.packed + k * kTogether, at[0] + upper, M * sizeof(T));
+        std::memcpy(from.packed + k * kTogether, at[0] + upper, M * sizeof(In));
       }
 #pragma GCC unroll 6
       for (int m = 0; m < M; ++m) {
-        const Vec<T> x = broadcast(m < half ? at[m][upper] : at[m - half][lower]);
+        const Vec<In> x = broadcast(m < half ? at[m][upper] : at[m - half][lower]);
 #pragma GCC unroll 4
-        for (int w = 0; w < W; ++w) sum[m][w] += x * v[w];
+        for (int w = 0; w < W; ++w) {
+          if constexpr (std::is_same_v<T, In>) sum[m][w] += x * v[w];
+          else sum[m][w] = with_product(sum[m][w], x, v[w]);
+        }
       }
       upper += from.step, lower += from.step;
     }
 #pragma GCC unroll 6
     for (int m = 0; m < M; ++m) {
       if (m >= half && row_of(m) < half) continue;
-      put(to + row_of(m) * c_row, sum[m], columns, more);
+      const int64_t at = row_of(m) * c_row;
+      if constexpr (!std::is_same_v<T, In>) {
+        if (rounded != nullptr) {
+          put_rounded(rounded_to + 2 * at, to + at, sum[m], columns, more);
+          continue;
+        }
+      }
+      put(to + at, sum[m], columns, more);
     }
   }
 
   // Tiles of rows `first` up to `last`. Not inline, and of a copy that no store can reach: with one loop to a function its
   // addresses fit the registers, which is worth two hundredths.
   template <int M, int W, bool packs_a, Right right>
-  [[gnu::noinline]] void tiles(int64_t first, int64_t last, Ahead& ahead) const {
+  MOE_MULTIPLIES_PAIRS [[gnu::noinline]] void tiles(int64_t first, int64_t last, Ahead& ahead) const {
     const PanelProduct own = *this;
     for (int64_t i = first; i < last; i += M) {
       const int left = int(std::min<int64_t>(M, last - i));

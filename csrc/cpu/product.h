@@ -1,0 +1,200 @@
+// Products of rows, grouped by expert, with the weights of their experts: what grouped_gemm.cpp makes everything of.
+#pragma once
+
+#include "groups.h"
+
+#include <algorithm>
+#include <memory>
+#include <new>
+
+#include "moe/elements.h"
+#include "moe/pairs.h"
+#include "moe/tiles.h"
+
+namespace moe {
+namespace MOE_ISA {
+namespace {
+
+constexpr int64_t kDepth = 512 / kWide;  // terms of a sum, or pairs, that are added at a time: a panel is 32 KB or less
+
+// Memory of every thread, in whole cache lines, with nothing in it yet.
+template <class T>
+class Scratch {
+ public:
+  Scratch(int threads, int64_t count)
+      : stride_((count + 15) / 16 * 16), memory_(static_cast<T*>(::operator new(bytes(threads * stride_), kLine))) {}
+  T* of(int thread) const { return memory_.get() + thread * stride_; }
+
+ private:
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(T* memory) const { ::operator delete(memory, kLine); }
+  };
+  static size_t bytes(int64_t count) { return size_t(count) * sizeof(T); }
+
+  int64_t stride_;
+  std::unique_ptr<T[], Free> memory_;
+};
+
+// Rows of x, read through `token` where that is not null: -1 reads zeros.
+template <class T>
+struct Rows {
+  Elements<T> kind;
+  const char* x;
+  int64_t stride;
+  const int32_t* token;
+
+  // to (rows, count) = columns `column` on of rows `first` on.
+  void copy(T* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
+    const int64_t start = token == nullptr ? first * stride : 0;
+    kind.widen(to, to_row, x + (start + column) * kind.size, stride, token == nullptr ? nullptr : token + first, rows,
+               count);
+  }
+
+  // The same of two rows at a time: to (pairs_of(rows), count).
+  void pair(Bf16Pair* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
+    const int64_t start = token == nullptr ? first * stride : 0;
+    pair_rows(to, to_row, x + 2 * (start + column), stride, token == nullptr ? nullptr : token + first, rows, count);
+  }
+
+  void ask_for_pairs(Ahead& ahead, int at, int64_t first, int64_t column, int64_t count) const {
+    if (token == nullptr) ahead.ask(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
+  }
+
+  // Rows that stand one behind the other.
+  Ahead::Piece piece(int64_t first, int64_t rows, int64_t dim) const {
+    if (token != nullptr || stride != dim) return {};
+    return {x + first * dim * kind.size, rows * dim * kind.size};
+  }
+};
+
+// Steps of the inner loop in a product (rows, depth) by (depth, columns).
+template <class T>
+int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
+  return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
+}
+
+// What a product of rows needs: sums (R, dout) are x W_e, or stand ready in `product`.
+template <class T>
+struct Product {
+  Rows<T> x;
+  const char* weight;
+  int64_t stride_e, stride_k, stride_j;
+  Elements<T> product_kind;
+  char* product;
+  Groups groups;
+  int64_t din, dout;
+
+  // Calls finish(expert, row, sums of dout columns), which may write over the sums. They stand in `place` (R, dout) if that
+  // is not null. Or, of pairs, they go to `rounded` in bfloat16 if that is not null, and there is nothing to finish.
+  template <class Finish>
+  void run(int threads, T* place, char* rounded, Finish finish) const {
+    if (product && product_kind.wide) place = reinterpret_cast<T*>(product);
+    // Sums of a span, a panel, rows of a span; or the sums of a row that stands ready.
+    const Scratch<T> scratch(threads, product ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kDepth));
+    groups.each_span(threads, [&](int thread, Span span, Span later) {
+      T* own = scratch.of(thread);
+      T* sums = place ? place + span.first * dout : own;
+      if (product == nullptr && x.kind.in_pairs) {
+        char* const there = rounded ? rounded + 2 * span.first * dout : nullptr;
+        if constexpr (kPairs<T>) multiply_pairs(span, later, sums, there, reinterpret_cast<Bf16Pair*>(own + kSpan * dout));
+        if (rounded) return;
+      } else if (product == nullptr) {
+        multiply(span, later, sums, own + kSpan * dout, place != nullptr);
+      }
+      for (int64_t row = span.first; row < span.first + span.rows; ++row) {
+        T* row_sums = sums;
+        if (product && !product_kind.wide)
+          product_kind.widen(row_sums, dout, product + row * dout * product_kind.size, 0, nullptr, 1, dout);
+        else
+          row_sums += (row - span.first) * dout;
+        finish(span.expert, row, row_sums);
+      }
+    });
+  }
+
+  // The panel that is packed after the one of `depth` terms from k on and columns j on: deeper down, beside it, or of the
+  // expert that is next, if any.
+  void ask_for_next_panel(Ahead& ahead, Span span, Span later, int64_t k, int64_t j, int64_t depth,
+                          int rows_of_step) const {
+    const char* weight = weight_of(span);
+    if (k + depth < din) {
+      k += depth;
+    } else if (j + kPanel<T> < dout) {
+      k = 0, j += kPanel<T>;
+    } else {
+      if (later.rows == 0 || later.expert == span.expert) return;
+      weight = weight_of(later), k = j = 0;
+    }
+    const int64_t size = x.kind.size;
+    weight += (k * stride_k + j * stride_j) * size;
+    if (stride_j != 1) ahead.ask(0, weight, stride_j * size, std::min(depth, din - k) * size);
+    else ahead.ask(0, weight, stride_k * size, std::min<int64_t>(kPanel<T>, dout - j) * size, rows_of_step);
+  }
+
+  const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
+
+  // What to ask for while a span is multiplied by a panel of so many terms for each of x's.
+  Ahead ask_for_next_span(Span span, Span later, int64_t depth, bool fresh) const {
+    Ahead ahead{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
+    const bool another = later.rows > 0 && later.expert != span.expert;
+    if (another && stride_j != 1) ahead.pieces[1] = {weight_of(later), din * dout * x.kind.size};
+    return ahead;
+  }
+
+  void multiply(Span span, Span later, T* sums, T* panel, bool fresh) const {
+    T* rows = panel + kPanel<T> * std::min(din, kDepth);
+    const T* a = rows;
+    int64_t a_row = din;
+    if (x.kind.wide && x.token == nullptr) {
+      a = reinterpret_cast<const T*>(x.x) + span.first * x.stride;
+      a_row = x.stride;
+    } else {
+      x.copy(rows, din, span.first, span.rows, 0, din);
+    }
+    Ahead ahead = ask_for_next_span(span, later, din, fresh);
+    for (int64_t j = 0; j < dout; j += kPanel<T>) {
+      const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
+      const bool whole = x.kind.wide && stride_j == 1 && fills_panel<T>(columns, span.rows, stride_k);
+      for (int64_t k = 0; k < din || k == 0; k += kDepth) {
+        const int64_t depth = std::min(kDepth, din - k);
+        const char* const from = weight_of(span) + k * stride_k * x.kind.size;
+        const T* b = whole ? reinterpret_cast<const T*>(from) + j : panel;
+        ask_for_next_panel(ahead, span, later, k, j, kDepth, 1);
+        if (!whole) pack<kPanel<T>>(panel, x.kind, from, stride_k, stride_j, depth, j, dout);
+        const Left<T> rows_from{a + k, a_row, 1};
+        PanelProduct<T>{rows_from, b, stride_k, panel, depth, sums + j, dout, span.rows, columns, k > 0}.run(ahead);
+      }
+    }
+  }
+
+  // The same of pairs of terms. Rows that cannot be read as such are copied.
+  void multiply_pairs(Span span, Span later, T* sums, char* rounded, Bf16Pair* panel) const {
+    const int64_t pairs = pairs_of(din);
+    Bf16Pair* const rows = panel + kPanel<T> * std::min(pairs, kDepth);
+    Left<Bf16Pair> a{rows, pairs, 1};
+    const char* const from = x.token == nullptr ? x.x + 2 * span.first * x.stride : x.x;
+    if (x.token == nullptr && din % 2 == 0 && x.stride % 2 == 0 && reinterpret_cast<uintptr_t>(from) % sizeof(Bf16Pair) == 0)
+      a = {reinterpret_cast<const Bf16Pair*>(from), x.stride / 2, 1};
+    else
+      pair_neighbours(rows, from, x.stride, x.token == nullptr ? nullptr : x.token + span.first, span.rows, din);
+    Ahead ahead = ask_for_next_span(span, later, pairs, rounded != nullptr);
+    for (int64_t j = 0; j < dout; j += kPanel<T>) {
+      const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
+      for (int64_t k = 0; k < pairs || k == 0; k += kDepth) {
+        const int64_t depth = std::min(kDepth, pairs - k);
+        ask_for_next_panel(ahead, span, later, 2 * k, j, 2 * kDepth, 2);
+        pack_pairs<kPanel<T>>(panel, weight_of(span) + 4 * k * stride_k, stride_k, stride_j,
+                              std::min(2 * depth, din - 2 * k), j, dout);
+        const Left<Bf16Pair> left{a.at + k, a.row, 1};
+        char* const last = rounded != nullptr && k + depth == pairs ? rounded + 2 * j : nullptr;
+        PanelProduct<T, Bf16Pair>{left, panel, kPanel<T>, panel, depth, sums + j, dout, span.rows, columns, k > 0, last}
+            .run(ahead);
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace MOE_ISA
+}  // namespace moe

@@ -1,0 +1,159 @@
+// Pairs of bfloat16, which AVX512-BF16 multiplies and adds at once: twice the arithmetic of float32. A pair takes the place
+// of one element of a product (tiles.h), its first number in the lower half, and a sum has half as many terms.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "moe/lanes.h"
+#include "moe/simd.h"
+
+namespace moe {
+namespace MOE_ISA {
+
+using Bf16Pair = int32_t;
+
+inline int64_t pairs_of(int64_t elements) { return (elements + 1) / 2; }
+
+// Whether there is code that multiplies pairs, with sums in T, and whether the processor runs it.
+#if defined(__AVX512F__)
+template <class T>
+constexpr bool kPairs = std::is_same_v<T, float>;
+
+inline bool multiplies_pairs() {
+  static const bool found = __builtin_cpu_supports("avx512bf16");
+  return found;
+}
+
+// On functions that multiply pairs. What a compiler makes of their other arithmetic stays as it is.
+#define MOE_MULTIPLIES_PAIRS [[gnu::target("avx512bf16")]]
+#else
+template <class T>
+constexpr bool kPairs = false;
+
+inline bool multiplies_pairs() { return false; }
+
+#define MOE_MULTIPLIES_PAIRS
+#endif
+
+// to = from in bfloat16, rounded to nearest even, NaNs quiet. Vectors whose subnormal numbers the processor would take for
+// zero are left to `exact`.
+template <class Exact>
+MOE_MULTIPLIES_PAIRS void narrow_to_bf16(void* to, const float* from, int64_t count, Exact exact);
+
+// sum + the products of both numbers of x and y, in every lane, each rounded once. Subnormal numbers count as zero.
+MOE_MULTIPLIES_PAIRS inline Vec<float> with_product(Vec<float> sum, Vec<Bf16Pair> x, Vec<Bf16Pair> y);
+
+// to (columns) = sum in bfloat16, plus c if `more`.
+template <int W>
+MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns, bool more);
+
+// to (pairs_of(rows), count): the elements of a row and of the one after it, zeros after the last. Rows of `from`, `stride`
+// elements apart, or those that `token` names: -1 gives zeros.
+inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
+                      int64_t count);
+
+// to (rows, pairs_of(count)): neighbours in every row, a zero behind the last; rows as above.
+inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, const int32_t* token, int64_t rows,
+                            int64_t count) {
+  const int64_t pairs = pairs_of(count);
+  for (int64_t r = 0; r < rows; ++r, to += pairs) {
+    const int64_t row = token == nullptr ? r : token[r];
+    if (row < 0 || count % 2 != 0) std::fill(to, to + pairs, 0);
+    if (row >= 0) std::memcpy(to, from + 2 * row * stride, size_t(2 * count));
+  }
+}
+
+// panel (pairs_of(depth), width) of columns `first` on of b (depth, columns), zeros behind the last one;
+// b(k, j) = b[k * b_k + j * b_j], of which one stride is 1.
+template <int width>
+void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first, int64_t columns);
+
+#if defined(__AVX512F__)
+
+template <class Exact>
+MOE_MULTIPLIES_PAIRS void narrow_to_bf16(void* to, const float* from, int64_t count, Exact exact) {
+  constexpr int subnormal = 0x20;
+  int64_t i = 0;
+  for (; i + 32 <= count; i += 32) {
+    const Vec<float> low = load(from + i), high = load(from + i + 16);
+    int16_t* const place = static_cast<int16_t*>(to) + i;
+    if (_mm512_fpclass_ps_mask(low, subnormal) | _mm512_fpclass_ps_mask(high, subnormal)) exact(place, from + i, 32);
+    else _mm512_storeu_si512(place, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+  if (i < count) exact(static_cast<int16_t*>(to) + i, from + i, count - i);
+}
+
+MOE_MULTIPLIES_PAIRS inline Vec<float> with_product(Vec<float> sum, Vec<Bf16Pair> x, Vec<Bf16Pair> y) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
+}
+
+template <int W>
+MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns, bool more) {
+#pragma GCC unroll 2
+  for (int w = 0; w < W; w += 2) {
+    const uint32_t some = low_bits(std::max<int64_t>(columns - 16 * w, 0));
+    if (more) {
+      sum[w] += (Vec<float>)_mm512_maskz_loadu_ps(uint16_t(some), c + 16 * w);
+      sum[w + 1] += (Vec<float>)_mm512_maskz_loadu_ps(uint16_t(some >> 16), c + 16 * w + 16);
+    }
+    const auto both = (__m512i)_mm512_cvtne2ps_pbh(sum[w + 1], sum[w]);
+    if (some == low_bits(32)) _mm512_storeu_si512(to + 32 * w, both);
+    else _mm512_mask_storeu_epi16(to + 32 * w, some, both);
+  }
+}
+
+inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
+                      int64_t count) {
+  // Element i of the one vector, 32 + i of the two, beside element i of the other.
+  const auto halves = [](int first) {
+    typename VecOf<int16_t>::type at;
+    for (int i = 0; i < 32; ++i) at[i] = int16_t(first + i / 2 + i % 2 * 32);
+    return (__m512i)at;
+  };
+  const __m512i lower = halves(0), upper = halves(16);
+  const auto row_at = [&](int64_t r) -> const char* {
+    const int64_t row = r >= rows ? -1 : token == nullptr ? r : token[r];
+    return row < 0 ? nullptr : from + 2 * row * stride;
+  };
+  for (int64_t r = 0; r < rows; r += 2, to += to_row) {
+    const char *const above = row_at(r), *const below = row_at(r + 1);
+    for (int64_t i = 0; i < count; i += 32) {
+      const uint32_t some = low_bits(count - i);
+      const __m512i a = above ? _mm512_maskz_loadu_epi16(some, above + 2 * i) : _mm512_setzero_si512();
+      const __m512i b = below ? _mm512_maskz_loadu_epi16(some, below + 2 * i) : _mm512_setzero_si512();
+      _mm512_mask_storeu_epi32(to + i, uint16_t(some), _mm512_permutex2var_epi16(a, lower, b));
+      if (some >> 16 == 0) continue;
+      _mm512_mask_storeu_epi32(to + i + 16, uint16_t(some >> 16), _mm512_permutex2var_epi16(a, upper, b));
+    }
+  }
+}
+
+template <int width>
+void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first, int64_t columns) {
+  constexpr int lanes = kLanes<Bf16Pair>;
+  const int64_t count = std::min<int64_t>(width, columns - first), pairs = pairs_of(depth);
+  b += 2 * first * b_j;
+  if (count < width) std::fill(panel, panel + pairs * width, 0);
+  if (b_j == 1) return pair_rows(panel, width, b, b_k, nullptr, depth, count);
+  for (int64_t j = 0; j < count; j += lanes) {
+    for (int64_t k = 0; k < pairs; k += lanes) {
+      const uint32_t some = low_bits(depth - 2 * k);
+      Vec<Bf16Pair> square[lanes] = {};
+#pragma GCC unroll 16
+      for (int i = 0; i < lanes; ++i)
+        if (j + i < count) square[i] = (Vec<Bf16Pair>)_mm512_maskz_loadu_epi16(some, b + 2 * ((j + i) * b_j + 2 * k));
+      transpose(square);
+#pragma GCC unroll 16
+      for (int i = 0; i < lanes; ++i)
+        if (k + i < pairs) store(panel + (k + i) * width + j, square[i]);
+    }
+  }
+}
+
+#endif
+
+}  // namespace MOE_ISA
+}  // namespace moe
