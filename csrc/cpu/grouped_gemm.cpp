@@ -67,12 +67,13 @@ struct WeightGradient {
     const int64_t block_rows = share_of(groups.num_experts * din, kBlock, threads);
     const int64_t blocks = std::max<int64_t>(1, panels_of(din, block_rows));
     expect_pages(dweight, groups.num_experts * din * dout * kind.size);
-    // A panel of kDepth rows of grad, or pairs of them, a block of as many of x, that block of dW.
-    const Scratch<T> scratch(threads, kDepth * (kPanel<T> + kBlock) + kBlock * dout);
+    // A panel of rows of grad, or pairs of them, a block of as many of x, that block of dW.
+    const int64_t depth = kind.in_pairs ? kPairDepth : kDepth;
+    const Scratch<T> scratch(threads, depth * (kPanel<T> + kBlock) + kBlock * dout);
     std::atomic<int64_t> next{0};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
-      T *panel = scratch.of(thread), *block = panel + kDepth * kPanel<T>, *own = block + kDepth * kBlock;
+      T *panel = scratch.of(thread), *block = panel + depth * kPanel<T>, *own = block + depth * kBlock;
       for (int64_t i = next++; i < groups.num_experts * blocks; i = next++) {
         const int64_t e = i / blocks, start = i % blocks * block_rows, count = std::min(block_rows, din - start);
         char* to = dweight + (e * din + start) * dout * kind.size;
@@ -124,12 +125,13 @@ struct WeightGradient {
                       Bf16Pair* block) const {
     const int64_t rows = groups.rows(e), pairs = pairs_of(rows);
     if (rows == 0) std::memset(to, 0, size_t(2 * count * dout));
-    for (int64_t k = 0; k < pairs && count > 0; k += kDepth) {
-      const int64_t depth = std::min(kDepth, pairs - k), row = groups.first(e) + 2 * k;
+    for (int64_t k = 0; k < pairs && count > 0; k += kPairDepth) {
+      const int64_t depth = std::min(kPairDepth, pairs - k), row = groups.first(e) + 2 * k;
       const int64_t taken = std::min(2 * depth, rows - 2 * k), next = row + taken;
-      const int64_t more = std::min(2 * kDepth, groups.used() - next);
-      Ahead ahead{{grad.piece(next, more, dout), x.piece(next, more, din)}, steps_of<T>(count, depth, dout), k + depth == pairs};
-      if (next < groups.first(e + 1)) x.ask_for_pairs(ahead, 2, next, start, count + 32);
+      const int64_t more = std::min(2 * kPairDepth, groups.used() - next);
+      const bool last = k + depth == pairs;
+      Ahead ahead{{grad.piece(next, more, dout), x.piece(next, more, din)}, steps_of<T>(count, depth, dout), last};
+      if (!last) x.ask_for_pairs(ahead, 2, next, start, count + 32);
       else x.ask_for_pairs(ahead, 2, groups.first(e), start + count, count + 32);  // the block of dW that is next
       for (int64_t r = 0; r < taken; r += kFew)
         for (int64_t i = 0; i < count; i += kTogether)
@@ -141,8 +143,8 @@ struct WeightGradient {
         grad.pair(panel, kPanel<T>, row, taken, j, columns);
         if (j + columns < dout) grad.ask_for_pairs(ahead, 0, row, j + columns, kPanel<T>);
         const Left<Bf16Pair> left{block, 1, kTogether};
-        char* const last = k + depth == pairs ? to + 2 * j : nullptr;
-        PanelProduct<T, Bf16Pair>{left, panel, kPanel<T>, panel, depth, sums + j, dout, count, columns, k > 0, last}
+        char* const rounded = last ? to + 2 * j : nullptr;
+        PanelProduct<T, Bf16Pair>{left, panel, kPanel<T>, panel, depth, sums + j, dout, count, columns, k > 0, rounded}
             .run(ahead);
       }
     }

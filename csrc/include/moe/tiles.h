@@ -40,9 +40,9 @@ struct Ahead {
   Piece pieces[2];  // of the next product
   int64_t steps;    // until that
   bool fresh;       // so are the sums, whose place is in no cache: stores that wait for it take a tenth of a product's time
-  // Of the next panels: each tile asks for a line of as many rows as it has steps.
+  // Of the next panels: each tile asks for a line of as many rows as it has steps, or for as many lines on end.
   struct Lines {
-    Piece next;  // and the distance from row to row
+    Piece next;  // and the distance from row to row, or line to line
     int64_t left = 0;
   };
   Lines lines[4] = {};
@@ -51,15 +51,17 @@ struct Ahead {
   void ask(int at, const char* rows, int64_t apart, int64_t bytes, int rows_of_step = 1) {
     for (int i = 0; i < rows_of_step; ++i) lines[at + i] = {{rows + i * apart, rows_of_step * apart}, (bytes + 63) / 64};
   }
+  void ask(int at, const char* from, int64_t bytes) { lines[at] = {{from, 64}, (bytes + 63) / 64}; }
 
   // The first address and the distance to the next one, for some of the steps. No piece left: any address that is mapped.
   Piece take(int64_t some, const void* mapped) {
     steps = std::max<int64_t>(steps - some, 1);
     for (Lines& line : lines) {
-      if (line.left == 0) continue;
-      --line.left;
+      if (line.left <= 0) continue;
       const Piece taken = line.next;
-      line.next.from += 64;
+      const int64_t columns = taken.bytes == 64 ? some : 1;
+      line.next.from += 64 * columns;
+      line.left -= columns;
       return taken;
     }
     Piece& piece = pieces[pieces[0].bytes > 0 ? 0 : 1];
@@ -142,14 +144,14 @@ struct PanelProduct {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
     const auto row_of = [&](int m) { return m < half ? m : left - M + m; };
     T* const to = c + i * c_row;
-    char* const rounded_to = rounded + 2 * i * c_row;
+    const auto rounded_to = [&](int64_t at) { return rounded + 2 * (i * c_row + at); };
     if (fresh) {
 #pragma GCC unroll 6
       for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
         for (int w = 0; w < W; ++w)
           if (rounded == nullptr) __builtin_prefetch(to + row_of(m) * c_row + w * lanes, 1);
-          else if (w % 2 == 0) __builtin_prefetch(rounded_to + 2 * (row_of(m) * c_row + w * lanes), 1);
+          else if (w % 2 == 0) __builtin_prefetch(rounded_to(row_of(m) * c_row + w * lanes), 1);
     }
     Vec<T> sum[M][W] = {};
     const Left<In> from = a.from(i, depth, left == kTileRows);
@@ -188,7 +190,7 @@ struct PanelProduct {
       const int64_t at = row_of(m) * c_row;
       if constexpr (!std::is_same_v<T, In>) {
         if (rounded != nullptr) {
-          put_rounded(rounded_to + 2 * at, to + at, sum[m], columns, more);
+          put_rounded(rounded_to(at), to + at, sum[m], columns, more);
           continue;
         }
       }
