@@ -20,7 +20,7 @@ from moe_kernels.verify import relative_error
 pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable()))
 
 
-# AVX-512's masked loads and stores are invisible to the sanitizers; the instruction sets differ in simd.h alone.
+# AVX-512's masked loads and stores are invisible to the sanitizers; simd.h and pairs.h alone differ by instruction set.
 ISA = "avx2" if "avx2" in cpu.module.isas else "base"
 
 
