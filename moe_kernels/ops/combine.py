@@ -17,7 +17,15 @@ from torch import Tensor
 
 import python_ref.combine as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
+from moe_kernels.ops._checks import (
+    FLOATING,
+    apply_untraced,
+    check_first,
+    check_plan,
+    check_rank,
+    check_tensor,
+    remembered,
+)
 from moe_kernels.ops.dispatch import collect_rows
 from moe_kernels.plan import RoutingPlan
 
@@ -52,27 +60,39 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
 
     Source: GShard's combine einsum with the one-hot left out; paper 003 (V-MoE), eq. 2.
     """
-    check_tensor("combine", "rows", rows, FLOATING)
-    check_rank("combine", "rows", rows, "(R, D)")
     check_plan("combine", plan)
-    check_first("combine", "rows", rows, plan.num_rows, "rows of the plan", plan.row_token.device)
-    if weights is not None:
-        check_tensor("combine", "weights", weights, FLOATING)
-        check_rank("combine", "weights", weights, "(T, K)")
-        check_first("combine", "weights", weights, plan.num_tokens, "tokens of the plan", plan.row_token.device)
-        if weights.shape != plan.slot_row.shape:
-            expected, got = tuple(plan.slot_row.shape), tuple(weights.shape)
-            raise ValueError(f"combine: weights must be (T, K) like plan.slot_row, {expected}; got {got}")
-    chosen = backends.choose_shapes("combine", backend, rows)
+    arrays = plan.row_token, plan.slot_row, plan.expert_offsets
+    chosen, ready = remembered(_check, (backend,), (rows, weights, *arrays))
     if chosen == "reference":
         if not library.listened_to():
             library.dispatch.refuse_bad_rows("combine", plan.slot_row, plan.num_rows)
         return reference.combine(rows, plan, weights)
-    arrays = (plan.row_token, plan.slot_row, plan.expert_offsets)
+    differentiated = rows.requires_grad or (weights is not None and weights.requires_grad)
+    if weights is not None:
+        weights = weights.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
+    if not (differentiated and torch.is_grad_enabled()):
+        return library.launch(ready, "forward", "combine_fwd", library.rows(rows), weights, plan.slot_row, chosen)
     if weights is None:
         return collect_rows(rows, *arrays, chosen)
-    weights = weights.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
-    return _Combine.apply(rows, weights, *arrays, plan.row_choice, chosen)
+    apply = _Combine.apply if ready is None else _apply
+    return apply(rows, weights, *arrays, plan.row_choice, chosen)
+
+
+def _check(
+    backend: str | None, rows: Tensor, weights: Tensor | None, row_token: Tensor, slot_row: Tensor, *arrays: Tensor
+) -> str:
+    """The backend that runs it."""
+    check_tensor("combine", "rows", rows, FLOATING)
+    check_rank("combine", "rows", rows, "(R, D)")
+    check_first("combine", "rows", rows, row_token.numel(), "rows of the plan", row_token.device)
+    if weights is not None:
+        check_tensor("combine", "weights", weights, FLOATING)
+        check_rank("combine", "weights", weights, "(T, K)")
+        check_first("combine", "weights", weights, slot_row.shape[0], "tokens of the plan", row_token.device)
+        if weights.shape != slot_row.shape:
+            expected, got = tuple(slot_row.shape), tuple(weights.shape)
+            raise ValueError(f"combine: weights must be (T, K) like plan.slot_row, {expected}; got {got}")
+    return backends.choose_shapes("combine", backend, rows)
 
 
 class _Combine(torch.autograd.Function):
@@ -95,6 +115,9 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         drows, dweights = _CombineBackward.apply(grad, *ctx.saved_tensors, ctx.backend)
         return drows, dweights, None, None, None, None, None
+
+
+_apply = apply_untraced(_Combine)
 
 
 class _CombineBackward(torch.autograd.Function):
