@@ -132,7 +132,5 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
     grad = torch.cat(
         [torch.tensor([1e-39, -1e-40, 9.2e-41, 0.0, torch.inf, torch.nan, 1.0]), torch.randn(57)]
     ).bfloat16()
-    pre = torch.ones(2, 64, dtype=torch.bfloat16)
-    pre[1] = -1
-    found = mk.library.ops.activation_bwd(grad.expand(2, 64).contiguous(), pre, "relu", "cpu")
+    found = mk.library.ops.activation_bwd(grad[None], torch.ones(1, 64, dtype=torch.bfloat16), "relu", "cpu")
     assert torch.equal(found[0].view(torch.int16), grad.view(torch.int16))

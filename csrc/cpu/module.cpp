@@ -26,29 +26,16 @@ py::tuple available_isas() {
   return py::make_tuple("base");
 }
 
-bool on_amd() {
-#if defined(__x86_64__)
-  return __builtin_cpu_is("amd");
-#else
-  return false;
-#endif
-}
-
-// Whether the widest instruction set multiplies pairs of bfloat16 (moe/pairs.h).
-bool multiplies_pairs() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16");
-#else
-  return false;
-#endif
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
   m.attr("isas") = available_isas();
-  m.attr("on_amd") = on_amd();
-  m.attr("multiplies_pairs") = multiplies_pairs();
+#if defined(__x86_64__)
+  m.attr("on_amd") = bool(__builtin_cpu_is("amd"));
+  m.attr("multiplies_pairs") = bool(__builtin_cpu_supports("avx512bf16"));  // those of moe/pairs.h
+#else
+  m.attr("on_amd") = m.attr("multiplies_pairs") = false;
+#endif
   m.def("read_tensors_by", &moe::Tensors::read_by);
   static PyMethodDef look = moe::fast("look", moe::Looks::look);
   m.attr("look") = moe::fast_function(&look, nullptr);

@@ -38,8 +38,8 @@ isa: int = module.isas.index(os.environ.get("MOE_KERNELS_CPU_ISA", module.isas[-
 
 on_amd: bool = module.on_amd
 
-# Whether that instruction set has products of bfloat16.
-in_bfloat16: bool = module.multiplies_pairs and module.isas[isa] == "avx512"
+# Whether C++ multiplies bfloat16 itself, in pairs (csrc/include/moe/pairs.h).
+multiplies_pairs: bool = module.multiplies_pairs and module.isas[isa] == "avx512"
 
 # Below this many elements one thread is done before a second one wakes.
 _SERIAL = 1 << 15

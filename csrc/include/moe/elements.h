@@ -17,7 +17,7 @@ template <class T>
 struct Elements {
   int64_t size;  // bytes of one
   bool wide;     // they are T
-  bool in_pairs; // products take two at a time
+  bool in_pairs;  // products take two at a time (pairs.h)
 
   // to (rows, count) = rows of `from`, `stride` elements apart, or those that `token` names: -1 gives zeros.
   void (*widen)(T* to, int64_t to_row, const void* from, int64_t stride, const int32_t* token, int64_t rows,
@@ -76,7 +76,7 @@ void narrow_row(void* to, const typename F::Wide* from, int64_t count) {
   each_element(count, [=](int64_t i) { static_cast<typename F::Key*>(to)[i] = F::narrow(from[i]); });
 }
 
-// By an instruction, a sixth of the time.
+// By an instruction: 0.35 to 0.5 of the time (rows of 128 to 2048, in the cache; Zen 4).
 template <class F>
 void narrow_row_at_once(void* to, const typename F::Wide* from, int64_t count) {
   if constexpr (kPairs<typename F::Wide>) narrow_to_bf16(to, from, count, narrow_row<F>);

@@ -1,7 +1,7 @@
 // Matrix products small enough to live in the caches: a tile of C in registers, a panel of B packed and padded with zeros.
-// Terms over k are added one by one in order, whatever the tile, so a result depends neither on threads nor on its neighbours.
-// But a sum that its caller takes in pieces, such as the 512 / kWide terms of grouped_gemm.cpp, is the sum of theirs, and
-// kWide is the instruction set's: results of two of them differ by roundings.
+// Terms over k, or pairs of them, are added in order, whatever the tile, so a result depends neither on threads nor on its
+// neighbours. But a sum that its caller takes in pieces, such as the kDepth terms of product.h, is the sum of theirs, and
+// pieces and pairs are the instruction set's: results of two of them differ by roundings.
 #pragma once
 
 #include <algorithm>

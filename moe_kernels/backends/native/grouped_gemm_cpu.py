@@ -253,7 +253,7 @@ def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num
 
     All are on AMD's processors, where torch's library, which is Intel's, takes a generic path: in the median 1.2 times
     as fast, from 2**20 to 2**30 with sides of 128 to 4096, and slower in 3 of 624 cases (0.92 to 0.96; Zen 4, float32,
-    one thread). In bfloat16 too, where C++ multiplies that: 1.3
+    one thread). In bfloat16 too, where C++ multiplies that: 1.2
     times in the median, 0.98 to 5.8 from 16 to 1024 rows with sides of 128 to 1024.
 
     A quarter of the limit in float64, where the weight gradient in C++ is 0.85 times as fast at twice SMALL and 0.96 at
@@ -264,7 +264,7 @@ def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num
     threads, shared = torch.get_num_threads(), num_experts * din if limit is GRADIENT else num_rows
     if threads > 1 and max(num_experts, shared // LEAST) < threads:
         return num_rows * din * dout <= SMALL and (native.on_amd or din * dout <= 128 * 128)
-    if dtype is torch.bfloat16 and _product_dtype(dtype) is dtype and not (native.on_amd and native.in_bfloat16):
+    if dtype is torch.bfloat16 and _product_dtype(dtype) is dtype and not (native.on_amd and native.multiplies_pairs):
         most = BFLOAT16 * num_experts
     elif native.on_amd:
         return SMALL > 0
