@@ -27,6 +27,7 @@ from moe_kernels.backends import cpu
 
 sys.path.insert(0, str(Path(__file__).parent))
 import simt
+from time_limit import pytest_configure, pytest_enter_pdb, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
 
 # Memory that nobody wrote reads as NaN, or as the largest integer.
 torch.use_deterministic_algorithms(True, warn_only=True)

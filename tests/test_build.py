@@ -16,6 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+pytestmark = pytest.mark.timeout(900)  # it builds the CUDA module
+
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:

@@ -17,7 +17,10 @@ from moe_kernels.backends.native import grouped_gemm_cpu, tree_gate_products_cpu
 from moe_kernels.ops.masked_mlp import masked_mlp
 from moe_kernels.verify import relative_error
 
-pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable()))
+pytestmark = [
+    pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable())),
+    pytest.mark.timeout(900),  # it builds the CPU kernels once more
+]
 
 
 # AVX-512's masked loads and stores are invisible to the sanitizers; simd.h and pairs.h alone differ by instruction set.

@@ -25,7 +25,10 @@ PROBES = sorted((ROOT / "tests" / "simt" / "planted").glob("*.cu"))
 KIT = toolkit.find()
 MISSING = KIT.no_nvcc or KIT.no_cuobjdump
 
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"machine code: {MISSING}")
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=f"machine code: {MISSING}"),
+    pytest.mark.timeout(900),  # it compiles every kernel twice
+]
 
 # Kernels whose name matches, and what their code must hold.
 INSTRUCTIONS = {

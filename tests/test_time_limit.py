@@ -1,0 +1,56 @@
+"""A test that never returns fails, in Python and in C++, and the tests after it still run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+TESTS = """
+import ctypes
+
+import pytest
+
+
+def test_before():
+    pass
+
+
+def test_python_spins():
+    while True:
+        pass
+
+
+def test_cpp_spins_and_holds_the_lock():
+    ctypes.PyDLL("./spin.so").spin()
+
+
+@pytest.mark.timeout(1)
+def test_cpp_spins_under_its_own_limit():
+    ctypes.CDLL("./spin.so").spin()
+
+
+def test_after():
+    pass
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_endless_loop_is_a_failure(tmp_path, workers):
+    (tmp_path / "test_endless.py").write_text(TESTS)
+    (tmp_path / "spin.c").write_text("void spin(void) { for (volatile int on = 1; on;) {} }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "spin.so", "spin.c"], cwd=tmp_path, check=True)
+    command = [sys.executable, "-m", "pytest", "-p", "time_limit", "-c", HERE.parent / "pyproject.toml", "--rootdir=."]
+    options = ["-n", str(workers), "--timeout=2", "-p", "no:cacheprovider", "test_endless.py"]
+    environment = {"PYTHONPATH": str(HERE), "PATH": "/usr/bin:/bin"}
+    ran = subprocess.run([*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "in test_cpp_spins_and_holds_the_lock" in ran.stderr  # the watchdog says where it was
+    if workers:
+        assert "Timeout (>2.0s) from pytest-timeout" in ran.stdout
+        assert "3 failed, 2 passed" in ran.stdout
+        for name in ("test_cpp_spins_and_holds_the_lock", "test_cpp_spins_under_its_own_limit"):
+            assert f"crashed while running 'test_endless.py::{name}'" in ran.stdout

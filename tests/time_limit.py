@@ -1,0 +1,47 @@
+"""Ends the process of a test that pytest-timeout cannot end.
+
+pytest-timeout sends a signal, and Python handles a signal only between two of its own instructions. A kernel in C++
+that never returns is ended by faulthandler's watchdog thread, which needs no lock of the interpreter. pytest-xdist
+reports the worker that died as a failed test and starts another worker; without it the whole run ends, status 1.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Iterator
+
+import pytest
+
+STDERR = pytest.StashKey[int]()
+
+
+def seconds(item: pytest.Item) -> float:
+    """The limit of a test: its own mark, the command line's --timeout, or the setting in pyproject.toml."""
+    marker = item.get_closest_marker("timeout")
+    if marker is not None:
+        return float(marker.args[0] if marker.args else marker.kwargs["timeout"])
+    return float(item.config.getoption("timeout") or item.config.getini("timeout") or 0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)  # later, file descriptor 2 is the one that pytest captures
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[STDERR])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    limit = seconds(item)
+    if limit > 0:  # a quarter later than the signal, which gives the better message
+        faulthandler.dump_traceback_later(1.25 * limit + 1, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_enter_pdb() -> None:
+    faulthandler.cancel_dump_traceback_later()
