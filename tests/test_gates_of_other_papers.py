@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moe_kernels.nn import ExpertMLP, MoE, SoftmaxGate, StagedGate, TopKGate, losses, schedules
+from moe_kernels.models.moe import MoEBlock
+from moe_kernels.nn import ExpertMLP, MoE, SoftmaxGate, StagedGate, TokenChoice, TopKGate, losses, schedules
 from moe_kernels.nn.gates.competition import CompetitionGate
 from moe_kernels.nn.gates.ensemble import EnsembleGate, ensemble_log_probs, tile
 from moe_kernels.nn.gates.hyper import HyperRouterGate
@@ -174,6 +175,27 @@ def test_stable_routing_by_hand():
     assert two.losses == {}
     assert torch.equal(two.experts[:, 0].long(), logits.argmax(-1))
     assert torch.equal(StableGate.forward(gate.eval(), x, ids).experts, two.experts)
+
+
+@pytest.mark.parametrize("pass_through", [False, True])
+def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
+    """x + a FF(LN(x)); a token for which the expert has no room is x, neither x + LN(x) nor 0."""
+    gate, ids = StableGate(D, E, vocabulary=7), (torch.arange(T) % 7)[None]
+    layer = MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=pass_through)
+    block, x = MoEBlock(D, 2, layer).eval(), torch.randn(1, T, D)
+    gate.begin_stage_two()
+    y, out = block(x, ids)
+    attended = block.block.attend(x)[0]
+    tokens = F.layer_norm(attended, (D,))
+    chosen = gate._distilled(ids[0]).argmax(-1)
+    alpha = (tokens @ gate.centroids.t()).sigmoid()[torch.arange(T), chosen]
+    hidden = F.gelu(torch.einsum("td,edh->teh", tokens, layer.experts.w_in) + layer.experts.b_in)
+    every = torch.einsum("teh,ehd->ted", hidden, layer.experts.w_out) + layer.experts.b_out
+    kept = out.plan.slot_row[:, 0] >= 0
+    expected = attended + torch.where(kept, alpha, 0)[:, None] * every[torch.arange(T), chosen]
+    assert 0 < kept.sum() < T
+    torch.testing.assert_close(y[0], expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(y[0][~kept], attended[~kept])
 
 
 def test_stable_losses_are_those_of_a_batch_twice_as_large():

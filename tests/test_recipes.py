@@ -17,6 +17,7 @@ from moe_kernels.models.comparison import MODELS
 from moe_kernels.nn.schedules import cosine, inverse_root, warmup
 from moe_kernels.recipes import Batch, Splits, comet
 from moe_kernels.recipes.competesmoe import CompeteSMoE
+from moe_kernels.recipes.manual import Manual
 from moe_kernels.recipes.moebert import MoEBERT
 from moe_kernels.recipes.movielens import MovieLens
 from moe_kernels.recipes.vmoe import VMoE
@@ -204,6 +205,25 @@ def test_experts_stand_in_every_so_many_blocks(text, every, layers):
     assert len(run.task.routing(next(run.test_batches()))) == layers
     kinds = [type(block).__name__ for block in run.task.model.blocks.blocks]
     assert kinds == ["MoEBlock" if index % every == every - 1 else "Block" for index in range(3)]
+
+
+def test_manual_routing_freezes_the_experts_alone_while_the_gate_learns():
+    digits = data.load("digits")
+    recipe = Manual(sides=("manual",), dim=16, heads=2, hidden=12, batch_size=16, steps=4)
+    run = Run(recipe, 0, Splits(digits, digits.train, digits.test))
+    changed = []
+    for _ in range(4):
+        before = {name: each.detach().clone() for name, each in run.task.model.named_parameters()}
+        run.take_step()
+        changed.append(
+            {name for name, each in run.task.model.named_parameters() if not torch.equal(each, before[name])}
+        )
+    gate = {name for name in before if ".gate." in name}
+    experts = {name for name in before if ".experts." in name}
+    assert gate
+    assert experts
+    assert changed[0] == changed[1] == before.keys() - gate
+    assert changed[2] == changed[3] == before.keys() - experts
 
 
 def test_a_split_with_all_neurons_is_the_dense_model(text):

@@ -21,7 +21,11 @@ Layer = Callable[[int], MoE | None]
 
 
 class MoEBlock(nn.Module):
-    """x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> the same and what the layer of experts said."""
+    """x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> the same and the output of the layer of experts.
+
+    The residual is also the pass-through of StableMoE, x + a FF(LN(x)): the layer adds none, whatever its own
+    `pass_through`. A token without an expert keeps its x.
+    """
 
     def __init__(self, dim: int, heads: int, moe: MoE, *, causal: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -30,7 +34,7 @@ class MoEBlock(nn.Module):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, MoEOutput]:
         block = self.block
         x = block.attend(x)
-        out = block.ffn(block.norm_ffn(x), ids)
+        out = block.ffn(block.norm_ffn(x), ids, pass_through=False)
         return x + F.dropout(out.y, block.dropout, self.training), out
 
 

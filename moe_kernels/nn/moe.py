@@ -63,7 +63,9 @@ class MoE(nn.Module):
         expert_dropout: probability that an expert's weight is zero for a sample in training (paper 002, 10 %); the
             remaining ones are neither renormalised nor scaled. A sample is a row of x's first dimension.
         pass_through: add (1 - sum of the kept weights) x, so that a token without an expert passes as it is
-            (StableMoE); Dout = D then.
+            (StableMoE); Dout = D then. For a layer without a residual around it. StableMoE's experts have a residual
+            inside, x + FF(LN(x)), so that a (x + FF(LN(x))) + (1 - a) x = x + a FF(LN(x)): inside a block, the block's
+            residual is the pass-through. models.moe.MoEBlock calls the layer with pass_through=False.
 
     Input: x (..., D), any number of leading dimensions; ids (...), where the gate goes by them. Output: MoEOutput with
     y (..., Dout). A token that no expert kept is zero: the residual around the layer carries it.
@@ -90,16 +92,18 @@ class MoE(nn.Module):
         self.expert_dropout = check_number("MoE", "expert_dropout", expert_dropout, 0, 1, "a rate")
         self.pass_through = pass_through
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> MoEOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, *, pass_through: bool | None = None) -> MoEOutput:
+        """pass_through: for this call instead of the layer's own; None: the layer's own."""
+        through = self.pass_through if pass_through is None else pass_through
         tokens = x.reshape(-1, x.shape[-1])
         output = self.gate(tokens, None if ids is None else ids.reshape(-1))
         plan, weights = self.policy(output, self.training)
         if self.expert_dropout and self.training:
             weights = weights * _keep_experts(self.expert_dropout, x, plan)
         y = self.experts(tokens, plan, weights)
-        if self.pass_through and y.shape[1] != tokens.shape[1]:
+        if through and y.shape[1] != tokens.shape[1]:
             raise ValueError(f"MoE: pass_through wants experts from D to D, got {tokens.shape[1]} and {y.shape[1]}")
-        if self.pass_through:
+        if through:
             y = y + (1 - (weights * (plan.slot_row >= 0)).sum(-1, keepdim=True)).to(x.dtype) * tokens
         return MoEOutput(
             y.reshape(*x.shape[:-1], y.shape[-1]), plan, (output,), output.losses, output.statistics | load_of(plan)

@@ -125,7 +125,7 @@ class CompeteSMoE(TextRecipe):
             gate: Gate = TopKGate(dim, experts, 1, order="softmax_topk", balance=self.balance)
             return MoE(gate, mlps, TokenChoice(1.25, factor_eval=2.0))
         if side == "stable":
-            return MoE(StableGate(dim, experts, vocabulary), mlps, TokenChoice(2.0), pass_through=True)
+            return MoE(StableGate(dim, experts, vocabulary), mlps, TokenChoice(2.0))
         if side == "smoe":
             gate = TopKGate(dim, experts, self.k, balance=self.balance)
         elif side in ("fixed", "dropout"):

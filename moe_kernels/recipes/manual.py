@@ -1,9 +1,10 @@
 """Paper 002, Table 6: is a decomposition by hand better than a learned one? Digits in pairs that look alike, a pair an
 expert, against token choice.
 
-One transformer layer and five experts. By hand, tokens go by the label of their image for half of the steps; then all
-but the gate is frozen, and the gate learns. `shuffled` is the control: the digits in random pairs. Labels never reach
-the test: evaluation takes the learned gate throughout, which is only trained in the second half.
+One transformer layer and five experts. By hand, tokens are routed by the label of their image for half of the steps.
+Then the experts' weights are frozen, as in the paper, and the gate learns together with the rest of the network.
+`shuffled` is the control: the digits in random pairs. Labels never reach the test: evaluation always uses the learned
+gate, which trains in the second half alone.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ class Manual(Recipe):
         def before_step(step: int) -> None:
             if isinstance(gate, StagedGate):
                 gate.stage = 1 if step < steps // 2 else 2
-                model.requires_grad_(gate.stage == 1)
-                learned.requires_grad_(gate.stage == 2)
+                moe.experts.requires_grad_(gate.stage == 1)
 
         return Task(
             model,

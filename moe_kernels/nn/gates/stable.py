@@ -15,7 +15,8 @@ class StableGate(Gate):
     """One expert a token by affinity s = x e_i; stage two, and all evaluation, by a router that sees the ids alone.
 
         stage one:   expert = argmax_i s_i;          stage two:   expert = argmax_i (embedding[id] W_r)_i
-        weight = sigmoid(s_expert);   the layer adds (1 - weight) x: MoE(..., pass_through=True)
+        weight = sigmoid(s_expert);   a block gives x + weight FF(LN(x)); a layer without a residual around it adds
+                                      (1 - weight) x itself: MoE(..., pass_through=True)
         losses, of stage one alone, with n_i the tokens of i and nbar their mean over i:
             "balance"  balance * sum_i (n_i - nbar) / nbar * sum over the tokens t of i of sigmoid(s_ti) / T
             "distill"  distill * mean over tokens of CE(embedding[id] W_r, argmax s)
