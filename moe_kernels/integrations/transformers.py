@@ -1,0 +1,151 @@
+"""Runs the experts of transformers' models on the kernels of this package.
+
+    from moe_kernels.integrations import transformers as mk_transformers
+
+    mk_transformers.register()
+    model.set_experts_implementation("moe_kernels")    # or from_pretrained(..., experts_implementation="moe_kernels")
+
+transformers calls `experts_forward(module, hidden_states, top_k_index, top_k_weights)` for every class of experts that
+it decorates with `use_experts_implementation` (64 in transformers 5.23). The module's own parameters are used in place:
+no weight is copied or renamed, so that checkpoints, optimizers and adapters see what they saw before.
+
+* Plain layout with SiLU, GELU (erf), ReLU or tanh: `expert_mlp`, fused.
+* Any other gate or activation, or a norm after the experts: `grouped_gemm`, the module's own gate, `grouped_gemm`,
+  the norm, `combine`.
+* An expert id equal to num_experts means no expert, as under transformers' expert parallelism.
+* A module that cannot be served raises TypeError with its class and the reason. Nothing falls back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from transformers.activations import GELUActivation, SiLUActivation
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface, _default_apply_gate
+except ImportError as error:
+    raise ImportError(
+        "moe_kernels.integrations.transformers needs transformers 5 with ExpertsInterface: "
+        f"pip install 'transformers>=5.23'; importing it gave: {error}"
+    ) from error
+
+from moe_kernels.ops._autocast import as_autocast, autocast_on
+from moe_kernels.ops._checks import HALF_AND_SINGLE
+from moe_kernels.ops.combine import combine
+from moe_kernels.ops.expert_mlp import expert_mlp
+from moe_kernels.ops.grouped_gemm import grouped_gemm
+from moe_kernels.ops.plan import make_plan
+from moe_kernels.plan import RoutingPlan
+
+__all__ = ["experts_forward", "register"]
+
+# Modules of an activation that grouped_gemm has too.
+ACTIVATIONS: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    SiLUActivation: "silu",
+    GELUActivation: "gelu",
+    nn.Tanh: "tanh",
+}
+GATED = {"silu": "swiglu", "gelu": "geglu"}
+
+
+def register(name: str = "moe_kernels") -> None:
+    """Makes the kernels known to transformers as experts implementation `name`; calling it again changes nothing.
+
+    Raises:
+        ValueError: another implementation has that name already.
+    """
+    known = ALL_EXPERTS_FUNCTIONS.get(name)
+    if name == "eager" or (known is not None and known is not experts_forward):
+        raise ValueError(
+            f"register: transformers has another experts implementation called {name!r}; choose a new name"
+        )
+    ExpertsInterface.register(name, experts_forward)
+
+
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of each token's experts, (T, D) -> (T, D), in the dtype of hidden_states.
+
+    Args:
+        module: experts of transformers: gate_up_proj or up_proj, down_proj, their biases, and the flags of
+            `use_experts_implementation`.
+        hidden_states: (T, D). If its dtype differs from the parameters', it is cast to theirs (to autocast's where
+            that is on), as transformers' grouped_mm does.
+        top_k_index: (T, K), int32 or int64: experts; num_experts means none.
+        top_k_weights: (T, K) gate weights, of any floating dtype; rows are summed in float32.
+
+    Gradient: to hidden_states, top_k_weights and the parameters.
+
+    Raises:
+        TypeError: the module's layout or dtype cannot be served.
+    """
+    w_in, w_out, b_in, b_out = _parameters(module)
+    dtype = hidden_states.dtype
+    if not autocast_on(hidden_states.device.type):
+        hidden_states = hidden_states.to(w_in.dtype)
+    x, w_in, w_out, b_in, b_out = as_autocast(hidden_states, w_in, w_out, b_in, b_out)
+    experts = torch.where(top_k_index < module.num_experts, top_k_index, -1)
+    plan = make_plan(experts, module.num_experts)
+    activation = _fused_activation(module)
+    if activation is not None:
+        y = expert_mlp(x, plan, w_in, w_out, weights=top_k_weights, b_in=b_in, b_out=b_out, activation=activation)
+    else:
+        rows = _rows(module, x, plan, w_in, w_out, b_in, b_out)
+        y = combine(rows, plan, top_k_weights.to(rows.dtype))
+    return y.to(dtype)
+
+
+def _rows(
+    module: Any,
+    x: Tensor,
+    plan: RoutingPlan,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+) -> Tensor:
+    """(R, D): each row through its expert, with the gate and the norm of the module itself."""
+    pre = grouped_gemm(x, w_in, plan.expert_offsets, bias=b_in, row_token=plan.row_token)
+    hidden = module._apply_gate(pre) if module.has_gate else module.act_fn(pre)
+    rows = grouped_gemm(hidden.to(pre.dtype), w_out, plan.expert_offsets, bias=b_out)
+    return module.post_expert_norm(rows) if module.has_post_expert_norm else rows
+
+
+def _parameters(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """w_in (E, D, H or 2 H), w_out (E, H, D) and their biases or None: views of the module's parameters."""
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    w_in, w_out = (_parameter(module, each) for each in (name, "down_proj"))
+    if w_in.dtype not in HALF_AND_SINGLE:
+        raise TypeError(
+            f"{type(module).__name__}: {name} has dtype {w_in.dtype}; moe_kernels takes float32, bfloat16 and float16, "
+            "so load the model dequantized or choose another experts implementation"
+        )
+    if not module.is_transposed:  # transformers stores (E, out, in) unless it says so
+        w_in, w_out = w_in.mT, w_out.mT
+    if not module.has_bias:
+        return w_in, w_out, None, None
+    return w_in, w_out, _parameter(module, f"{name}_bias"), _parameter(module, "down_proj_bias")
+
+
+def _parameter(module: Any, name: str) -> Tensor:
+    found = getattr(module, name, None)
+    if not isinstance(found, Tensor):
+        raise TypeError(
+            f"{type(module).__name__}: expected a tensor {name}, found {type(found).__name__}; moe_kernels serves the "
+            "layout that transformers' use_experts_implementation describes"
+        )
+    return found
+
+
+def _fused_activation(module: Any) -> str | None:
+    """The activation of expert_mlp that equals the module's gate, or None where the module's own must run."""
+    if module.has_post_expert_norm:
+        return None
+    if module.has_gate and (type(module)._apply_gate is not _default_apply_gate or not module.is_concatenated):
+        return None
+    activation = ACTIVATIONS.get(type(module.act_fn))
+    return GATED.get(activation or "") if module.has_gate else activation

@@ -1,0 +1,281 @@
+"""Tiny random models of transformers on our kernels: logits, loss and every gradient against transformers' eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+LAYERS = {"num_hidden_layers": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+CONFIGS = {
+    "mixtral": {
+        "intermediate_size": 48,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+    },
+    "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
+    "olmoe": {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "num_key_value_heads": 4,
+    },
+    "gpt_oss": {"intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "nemotron_h": {
+        "intermediate_size": 48,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_groups": 1,
+        "head_dim": 8,
+        "layers_block_type": ["attention", "moe", "attention", "moe"],
+        "num_hidden_layers": 4,
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    """Imports transformers at the first test, not at collection: 3.4 s that other tests need not wait for."""
+    global transformers, moe, mk_transformers
+    import transformers
+    from transformers.integrations import moe
+
+    from moe_kernels.integrations import transformers as mk_transformers
+
+    mk_transformers.register()
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.float32, **more: object) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **(SIZES | LAYERS | CONFIGS[kind] | more))
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():  # larger weights than a fresh model's, and biases that are not zero
+        for parameter in model.parameters():
+            if parameter.dim() != 1:
+                parameter.normal_(std=0.2)
+    return model
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(1, 64, (2, 24), generator=torch.Generator().manual_seed(1))
+
+
+def step(model: nn.Module, implementation: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor | None]]:
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    out = model(ids(), labels=ids())
+    out.loss.backward()
+    return out.loss.detach(), out.logits.detach(), {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts calls of the implementation "counted", which is ours."""
+    count = []
+
+    def counted(*args):
+        count.append(type(args[0]).__name__)
+        return mk_transformers.experts_forward(*args)
+
+    monkeypatch.setitem(moe.ExpertsInterface._global_mapping, "counted", counted)
+    return count
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_loss_logits_and_gradients_are_those_of_eager(kind, calls):
+    model = model_of(kind)
+    loss, logits, expected = step(model, "eager")
+    ours, our_logits, gradients = step(model, "counted")
+    assert calls, "no experts class took the implementation"
+    torch.testing.assert_close(ours, loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(our_logits, logits, rtol=1e-5, atol=1e-5)
+    for name, grad in expected.items():
+        found = gradients[name]
+        assert (found is None) == (grad is None), name
+        if grad is not None:
+            torch.testing.assert_close(found, grad, rtol=1e-4, atol=2e-6 * grad.abs().max().item() + 1e-7, msg=name)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_bfloat16_is_as_near_to_float32_as_eager(kind):
+    exact = model_of(kind)
+    narrow = model_of(kind, torch.bfloat16)
+    narrow.load_state_dict(exact.state_dict())
+    exact.load_state_dict(narrow.state_dict())  # both hold the rounded weights
+    _, wanted, wanted_grads = step(exact, "eager")
+    _, eager, eager_grads = step(narrow, "eager")
+    _, ours, our_grads = step(narrow, "moe_kernels")
+    far = (eager.float() - wanted).norm()
+    assert (ours.float() - wanted).norm() <= 1.5 * far + 1e-3
+    for name, grad in wanted_grads.items():
+        if grad is None or "experts" not in name:
+            continue
+        error = (our_grads[name].float() - grad).norm()
+        assert error <= 1.5 * (eager_grads[name].float() - grad).norm() + 0.02 * grad.norm() + 1e-4, name
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_autocast_narrows_the_experts_as_eager_does(kind):
+    model = model_of(kind)
+    _, wanted, _ = step(model, "eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        _, eager, _ = step(model, "eager")
+        _, ours, gradients = step(model, "moe_kernels")
+    assert (ours - wanted).norm() <= 1.5 * (eager - wanted).norm() + 1e-3
+    assert all(grad is None or grad.dtype == torch.float32 for grad in gradients.values())
+
+
+def experts_of(kind: str) -> nn.Module:
+    return next(each for each in model_of(kind).modules() if hasattr(each, "is_transposed")).requires_grad_(False)
+
+
+def routing(num_tokens: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = torch.rand(num_tokens, num_experts, generator=torch.Generator().manual_seed(2))
+    weights, experts = scores.topk(2, dim=-1)
+    return experts, weights
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_hidden_states_and_gate_weights_of_other_dtypes(dtypes):
+    hidden_dtype, weight_dtype = dtypes
+    experts = experts_of("mixtral").to(torch.bfloat16)
+    x = torch.randn(10, 32).to(hidden_dtype)
+    chosen, weights = routing(10, 4)
+    y = mk_transformers.experts_forward(experts, x, chosen, weights.to(weight_dtype))
+    assert y.dtype == hidden_dtype
+    exact = mk_transformers.experts_forward(experts.float(), x.bfloat16().float(), chosen, weights.to(weight_dtype))
+    torch.testing.assert_close(y.float(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_an_id_of_num_experts_means_no_expert(kind):
+    experts = experts_of(kind)
+    chosen, weights = routing(10, 4)
+    x = torch.randn(10, 32)
+    weights.requires_grad_()
+    gone = torch.rand(10, 2) < 0.4
+    gone[0] = True
+    y = mk_transformers.experts_forward(experts, x, chosen.masked_fill(gone, 4), weights)
+    expected = mk_transformers.experts_forward(experts, x, chosen, weights.masked_fill(gone, 0.0))
+    torch.testing.assert_close(y, expected)
+    assert (y[0] == 0).all()
+    (grad,) = torch.autograd.grad(y.square().sum(), weights)
+    assert (grad[gone] == 0).all()
+    assert (grad[~gone] != 0).all()
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_no_tokens(kind):
+    chosen, weights = routing(0, 4)
+    assert mk_transformers.experts_forward(experts_of(kind), torch.randn(0, 32), chosen, weights).shape == (0, 32)
+
+
+def test_every_flag_of_the_decorator():
+    """transposed or not, biases or not, gate or not, a norm or not: against a loop over tokens and choices."""
+
+    def build(transposed: bool, bias: bool, gate: bool, norm: bool) -> nn.Module:
+        @moe.use_experts_implementation(
+            is_transposed=transposed, has_bias=bias, has_gate=gate, has_post_expert_norm=norm
+        )
+        class Experts(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                wide, self.num_experts, self.act_fn = (20 if gate else 10), 3, nn.SiLU()
+                up, down = ((3, 8, wide), (3, 10, 8)) if transposed else ((3, wide, 8), (3, 8, 10))
+                name = "gate_up_proj" if gate else "up_proj"
+                self.register_parameter(name, nn.Parameter(torch.randn(up)))
+                self.down_proj = nn.Parameter(torch.randn(down))
+                if bias:
+                    self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(3, wide)))
+                    self.down_proj_bias = nn.Parameter(torch.randn(3, 8))
+                if norm:
+                    self.post_expert_norm = nn.RMSNorm(8)
+
+            def forward(self, x, chosen, weights):
+                out = torch.zeros_like(x)
+                first = self.gate_up_proj if gate else self.up_proj
+                for t, k in ((t, k) for t in range(len(x)) for k in range(chosen.shape[1])):
+                    e = chosen[t, k]
+                    pre = x[t] @ (first[e] if transposed else first[e].t())
+                    if bias:
+                        pre = pre + (self.gate_up_proj_bias if gate else self.up_proj_bias)[e]
+                    hidden = self._apply_gate(pre) if gate else self.act_fn(pre)
+                    row = hidden @ (self.down_proj[e] if transposed else self.down_proj[e].t())
+                    if bias:
+                        row = row + self.down_proj_bias[e]
+                    out[t] += weights[t, k] * (self.post_expert_norm(row) if norm else row)
+                return out
+
+        return Experts(transformers.MixtralConfig(experts_implementation="eager"))
+
+    torch.manual_seed(0)
+    chosen, weights = routing(7, 3)
+    for flags in (
+        (a, b, c, d) for a in (False, True) for b in (False, True) for c in (False, True) for d in (False, True)
+    ):
+        experts, x = build(*flags), torch.randn(7, 8, requires_grad=True)
+        leaves = [x, *experts.parameters()]
+        experts.config._experts_implementation = "eager"
+        want = experts(x, chosen, weights)
+        experts.config._experts_implementation = "moe_kernels"
+        got = experts(x, chosen, weights)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4, msg=str(flags))
+        for a, b in zip(
+            torch.autograd.grad(got.square().sum(), leaves),
+            torch.autograd.grad(want.square().sum(), leaves),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=str(flags))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_a_whole_model_compiles_without_a_break(kind):
+    model = model_of(kind, num_hidden_layers=CONFIGS[kind].get("num_hidden_layers", 1)).eval()
+    model.set_experts_implementation("moe_kernels")
+    expected = model(ids()).logits
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids()).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_generation_gives_the_tokens_of_eager(kind):
+    model = model_of(kind).eval()
+    options = {"max_new_tokens": 6, "do_sample": False}
+    model.set_experts_implementation("eager")
+    expected = model.generate(ids(), **options)
+    model.set_experts_implementation("moe_kernels")
+    assert torch.equal(model.generate(ids(), **options), expected)
+
+
+def test_experts_that_cannot_be_served_are_refused_by_name():
+    experts = experts_of("mixtral")
+    chosen, weights = routing(10, 4)
+    x = torch.randn(10, 32)
+    quantized = experts.to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match=r"MixtralExperts: gate_up_proj has dtype torch\.float8_e4m3fn"):
+        mk_transformers.experts_forward(quantized, x, chosen, weights)
+    del experts.gate_up_proj
+    with pytest.raises(TypeError, match="MixtralExperts: expected a tensor gate_up_proj, found NoneType"):
+        mk_transformers.experts_forward(experts, x, chosen, weights)
+
+
+def test_register_refuses_a_name_that_is_taken():
+    mk_transformers.register()  # again: nothing happens
+    assert moe.ALL_EXPERTS_FUNCTIONS["moe_kernels"] is mk_transformers.experts_forward
+    for name in ("grouped_mm", "eager"):
+        with pytest.raises(ValueError, match=f"another experts implementation called '{name}'"):
+            mk_transformers.register(name)
