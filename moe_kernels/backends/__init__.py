@@ -1,8 +1,10 @@
 """Which backend runs an operation, and why.
 
 The tree is the registry: backend b implements operation f if its namespace has f_fwd, and beside it
-f_supports(device type, dtype) returns None or the reason why it cannot run there. First hit wins: the backend=
-argument, use_backend(), MOE_KERNELS_BACKEND, automatic. A backend asked for by name never falls back.
+f_supports(place, dtype) returns None or the reason why it cannot run there. A place is a device type; of a GPU its
+compute capability follows: "cuda:8.0". f_limits(place), where there is one, returns the largest sizes that f takes, by
+their names in SIZES. First hit wins: the backend= argument, use_backend(), MOE_KERNELS_BACKEND, automatic. A backend
+asked for by name never falls back.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -19,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from moe_kernels.backends import _gpu
 
 NAMES = ("reference", "cpu", "triton", "cuda")
 
@@ -42,6 +46,14 @@ ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_
 
 # Operations whose kernels are all another one's: only their definition has a file of its own.
 MADE_OF = {"expert_mlp": "grouped_gemm", "expert_norms": "grouped_gemm", "masked_mlp": "kwta"}
+
+# Sizes that a kernel may be limited in, of the tensors of a call in their order.
+SIZES: dict[str, Callable[..., dict[str, int]]] = {
+    "sinkhorn": lambda scores: {"n": scores.shape[-1]},
+    "topk_gate": lambda logits: {"E": logits.shape[-1]},
+    "tree_gate": lambda x, split_weight: {"K": split_weight.shape[0], "E": split_weight.shape[1] + 1},
+    "tree_route": lambda x, split_weight: {"K": split_weight.shape[0], "E": split_weight.shape[1] + 1},
+}
 
 VARIABLE = "MOE_KERNELS_BACKEND"
 
@@ -78,10 +90,41 @@ def use_backend(name: str) -> Iterator[None]:
         _wanted.reset(token)
 
 
-def choose(op: str, backend: str | None, x: Tensor) -> str:
-    """The backend that runs `op` on a main input like x; a compiled function keeps the choice of its first trace."""
+def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
+    """The backend that runs `op` on a main input like x; a compiled function keeps the choice of its first trace.
+
+    Operations in SIZES hand over what SIZES takes: a backend whose kernels cannot take these sizes is passed over.
+    """
     # device.type makes new objects: 0.9 us of the 3.5 that this takes.
-    return _choose(op, backend, "cpu" if x.is_cpu else x.device.type, x.dtype)
+    device, index = ("cpu", None) if x.is_cpu else (x.device.type, x.device.index)
+    chosen = _choose(op, backend, device, index, x.dtype, ())
+    if op not in SIZES:
+        return chosen
+    sizes = SIZES[op](x, *more)
+    passed: tuple[tuple[str, str], ...] = ()
+    while (reason := too_large(sizes, _limits(op, chosen, device, index))) is not None:
+        passed = (*passed, (chosen, reason))
+        chosen = _choose(op, backend, device, index, x.dtype, passed)
+    return chosen
+
+
+def too_large(sizes: dict[str, int], limits: tuple[tuple[str, int], ...]) -> str | None:
+    """Which size is above its limit, if any; the comparisons become guards of a compiled function."""
+    for size, most in limits:
+        if sizes[size] > most:
+            return f"it takes {size} up to {most}, not {sizes[size]}"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _limits(op: str, name: str, device: str, index: int | None) -> tuple[tuple[str, int], ...]:
+    return limits(name, op, _gpu.place(device, index))
+
+
+def limits(name: str, op: str, place: str) -> tuple[tuple[str, int], ...]:
+    """The largest sizes that backend `name` takes, as (name in SIZES, number)."""
+    found = getattr(load(name, op), f"{op}_limits", None)
+    return () if found is None else tuple(found(place).items())
 
 
 # What choose_shapes says of meta tensors: the operations of library/ know the shapes of their results.
@@ -95,8 +138,15 @@ def choose_shapes(op: str, backend: str | None, x: Tensor) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _choose(op: str, backend: str | None, device: str, dtype: torch.dtype) -> str:
-    return _decide(op, asked(backend), device, dtype)
+def _choose(
+    op: str,
+    backend: str | None,
+    device: str,
+    index: int | None,
+    dtype: torch.dtype,
+    passed: tuple[tuple[str, str], ...],  # backends that sizes exclude, with the reason
+) -> str:
+    return _decide(op, asked(backend), _gpu.place(device, index), dtype, passed)
 
 
 def asked(backend: str | None) -> str | None:
@@ -105,28 +155,29 @@ def asked(backend: str | None) -> str | None:
 
 
 @cache
-def _decide(op: str, name: str | None, device: str, dtype: torch.dtype) -> str:
+def _decide(op: str, name: str | None, place: str, dtype: torch.dtype, passed: tuple[tuple[str, str], ...] = ()) -> str:
+    excluded, device = dict(passed), place.partition(":")[0]
     if name is not None:
         _check_name(name)
-        reason = unsupported(name, op, device, dtype)
+        reason = excluded.get(name) or unsupported(name, op, place, dtype)
         if reason is not None:
             raise BackendError(f"{op}: backend {name!r} cannot run here: {reason}")
         return name
     order = ORDER.get(MADE_OF.get(op, op)) if device == "cuda" else None
     for name in order or AUTOMATIC.get(device, ("reference",)):
-        if unsupported(name, op, device, dtype) is None:
+        if name not in excluded and unsupported(name, op, place, dtype) is None:
             if name == "reference" and device == "cuda":
                 _warn_reference(op)
             return name
     raise BackendError(f"{op}: no backend can run here; moe_kernels.explain({op!r}, ...) says why")
 
 
-def unsupported(name: str, op: str, device: str, dtype: torch.dtype) -> str | None:
-    """None if backend `name` can run `op` on tensors of that device type and dtype, else the reason."""
+def unsupported(name: str, op: str, place: str, dtype: torch.dtype) -> str | None:
+    """None if backend `name` can run `op` on tensors of that place and dtype, else the reason."""
     op = ALIASES.get(op, op)
     reason = missing(name, op)
     if reason is None and name != "reference":
-        reason = getattr(load(name, op), f"{MADE_OF.get(op, op)}_supports")(device, dtype)
+        reason = getattr(load(name, op), f"{MADE_OF.get(op, op)}_supports")(place, dtype)
     return reason
 
 
@@ -170,10 +221,15 @@ def reconsider() -> None:
     remembered.clear()
 
 
-def candidates(op: str, device: str, dtype: torch.dtype) -> list[Candidate]:
-    """Every backend, and whether it can run `op` on tensors of that device type and dtype."""
-    answers = ((name, unsupported(name, op, device, dtype)) for name in NAMES)
-    return [Candidate(name, reason is None, reason or "") for name, reason in answers]
+def candidates(op: str, place: str, dtype: torch.dtype, sizes: dict[str, int] | None = None) -> list[Candidate]:
+    """Every backend, and whether it can run `op` on tensors of that place and dtype, and of these sizes if given."""
+    found = []
+    for name in NAMES:
+        reason = unsupported(name, op, place, dtype)
+        if reason is None and sizes:
+            reason = too_large(sizes, limits(name, op, place))
+        found.append(Candidate(name, reason is None, reason or ""))
+    return found
 
 
 def explain(op: str, *args: object) -> list[Candidate]:
@@ -183,12 +239,15 @@ def explain(op: str, *args: object) -> list[Candidate]:
     """
     if missing("reference", op) is not None:  # which every operation has
         raise ValueError(f"explain: op must be one that python -m moe_kernels info lists, such as kwta; got {op!r}")
-    x = next((arg for arg in args if isinstance(arg, Tensor)), None)
-    if x is None:
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if not tensors:
         raise TypeError(f"explain: expected the arguments of {op}, a Tensor among them; got {args!r}")
-    found = candidates(op, x.device.type, x.dtype)
+    x, place = tensors[0], _gpu.place(tensors[0].device.type, tensors[0].device.index)
+    sized = tensors[: 2 if op in ("tree_gate", "tree_route") else 1]
+    sizes = SIZES[op](*sized) if op in SIZES else None
+    found = candidates(op, place, x.dtype, sizes)
     try:
-        chosen = choose(op, None, x)
+        chosen = choose(op, None, *sized)
     except BackendError:
         chosen = ""
     print(f"{op}: backend, available, reason")

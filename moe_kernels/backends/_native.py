@@ -37,8 +37,9 @@ def aligned(tensor: Tensor, size: int) -> bool:
     return tensor.data_ptr() % size == 0
 
 
-def unsupported(device: str, expected: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
+def unsupported(place: str, expected: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """None if kernels for device type `expected` and these dtypes take such tensors, or the reason."""
+    device = place.partition(":")[0]
     if device != expected:
         return f"it runs on {expected} tensors, not on {device} ones"
     if dtype not in dtypes:

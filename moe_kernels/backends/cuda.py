@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import _native
+from moe_kernels.backends import _gpu, _native
 from moe_kernels.backends.native import (
     activation,
     combine,
@@ -32,7 +32,6 @@ except ImportError as error:
 # tests/simt runs the same launchers on the host: it puts its own module here, and device_type "cpu".
 device_type = "cuda"
 
-SINKHORN_LARGEST = 1024  # n of a matrix for which a block has room in shared memory
 PLAN_TILE = 1024  # requests that a block of csrc/cuda/plan.cu takes at a time
 
 _self = sys.modules[__name__]
@@ -76,24 +75,40 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     return scores.new_empty((batch, size), dtype=torch.uint8)
 
 
-def _supports(device: str, dtype: torch.dtype) -> str | None:
+def _supports(place: str, dtype: torch.dtype) -> str | None:
     if module is None:
         return _not_built
-    return _native.unsupported(device, device_type, dtype, (torch.float32, torch.bfloat16, torch.float16))
+    reason = _native.unsupported(place, device_type, dtype, (torch.float32, torch.bfloat16, torch.float16))
+    if reason is not None or device_type == "cpu":
+        return reason
+    return _gpu.refused(place, module.architectures, module.runtime_version, module.driver_version())
 
 
 kwta_supports = topk_gate_supports = dispatch_supports = combine_supports = sinkhorn_supports = _supports
 tree_gate_supports = tree_route_supports = _supports
 
 
-def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
-    return _supports(device, torch.float32)  # of the device alone: experts are int32 or int64
+def make_plan_supports(place: str, dtype: torch.dtype) -> str | None:
+    return _supports(place, torch.float32)  # of the device alone: experts are int32 or int64
 
 
-def grouped_gemm_supports(device: str, dtype: torch.dtype) -> str | None:
+def grouped_gemm_supports(place: str, dtype: torch.dtype) -> str | None:
     if dtype == torch.float32:
-        return _supports(device, dtype) or "sm_80 tensor-core kernel: bfloat16 and float16"
-    return _supports(device, dtype)
+        return _supports(place, dtype) or "sm_80 tensor-core kernel: bfloat16 and float16"
+    return _supports(place, dtype)
+
+
+# Launchers refuse larger sizes.
+def sinkhorn_limits(place: str) -> dict[str, int]:
+    return {"n": 1024}
+
+
+def tree_gate_limits(place: str) -> dict[str, int]:
+    return {"E": 4096}
+
+
+def tree_route_limits(place: str) -> dict[str, int]:
+    return {"K": 1024}
 
 
 kwta_fwd = partial(kwta.fwd, _self)

@@ -108,7 +108,7 @@ def sinkhorn(
         check_like("sinkhorn", "noise", noise, "scores", scores)
         scores = scores + noise
     options: dict[str, Any] = {"rows": rows, "columns": columns, "tolerance": tolerance}
-    chosen = _choose(backend, scores)
+    chosen = backends.choose("sinkhorn", backend, scores)
     if chosen == "reference" or iterations == 0:
         return reference.sinkhorn(scores, iterations, tau=tau, gradient=gradient, anneal_from=anneal_from, **options)
     flat = scores if scores.dim() == 3 else scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:])
@@ -159,25 +159,6 @@ class _Sinkhorn(torch.autograd.Function):
         else:
             dscores = library.ops.sinkhorn_bwd(library.rows(grad), saved, ctx.taus, ctx.backend)
         return dscores, None, None, None, *(None for _ in (*sums, *ctx.tolerance))
-
-
-def _choose(backend: str | None, scores: Tensor) -> str:
-    """As backends.choose, which does not know n: GPUs hold vectors of it on the chip."""
-    chosen, n = backends.choose("sinkhorn", backend, scores), scores.shape[-1]
-    if chosen == "reference":
-        return chosen
-    largest = _largest(chosen)
-    if largest is None or n <= largest:
-        return chosen
-    if backends.asked(backend) is None:
-        return "reference"
-    raise backends.BackendError(f"sinkhorn: backend {chosen!r} cannot run here: it takes n up to {largest}, not {n}")
-
-
-@torch.compiler.assume_constant_result
-def _largest(backend: str) -> int | None:
-    """The largest n that the backend takes, or None; a compiler does not follow an import."""
-    return getattr(backends.load(backend, "sinkhorn"), "SINKHORN_LARGEST", None)
 
 
 def _check_annealing(anneal_from: object, tau: float, tolerance: object) -> float | None:

@@ -114,7 +114,7 @@ def tree_gate(
     """
     gamma = _check("tree_gate", x, split_weight, leaf_weight, gamma, split_bias, leaf_bias)
     check_choice("tree_gate", "parity", parity, PARITIES)
-    chosen = backends.choose("tree_gate", backend, x)
+    chosen = backends.choose("tree_gate", backend, x, split_weight)
     with without_autocast(x.device.type):
         if chosen == "reference":
             biases = {"split_bias": split_bias, "leaf_bias": leaf_bias}
@@ -189,7 +189,7 @@ def tree_route(
     Source: paper 001, section 3.2 (conditional inference); what happens to unsaturated trees is our choice.
     """
     gamma = _check("tree_route", x, split_weight, leaf_weight, gamma, split_bias, leaf_bias)
-    chosen = backends.choose("tree_route", backend, x)
+    chosen = backends.choose("tree_route", backend, x, split_weight)
     with without_autocast(x.device.type), torch.no_grad():
         if chosen == "reference":
             biases = {"split_bias": split_bias, "leaf_bias": leaf_bias}

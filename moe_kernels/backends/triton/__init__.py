@@ -25,6 +25,7 @@ class Configuration(NamedTuple):
 
 def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """None if Triton kernels for `dtypes` run on tensors of this device type and dtype, or the reason."""
+    device = device.partition(":")[0]  # without the capability
     if device != "cuda" and not triton.knobs.runtime.interpret:
         return f"it runs on cuda tensors, not on {device} ones (TRITON_INTERPRET=1 interprets it there, slowly)"
     if dtype not in dtypes:

@@ -18,7 +18,6 @@ from moe_kernels.backends.triton import Configuration, on_device, unsupported
 from moe_kernels.backends.triton._sinkhorn_resident import resident_bwd, resident_fwd
 from moe_kernels.backends.triton._sinkhorn_streamed import streamed_bwd, streamed_fwd
 
-SINKHORN_LARGEST = 1024  # n
 RESIDENT = 64  # n of a matrix that a program holds
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -68,6 +67,10 @@ def _blocks(n: int, way: str, sums: bool) -> tuple[dict[str, int], int]:
 
 def sinkhorn_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(TYPES))
+
+
+def sinkhorn_limits(place: str) -> dict[str, int]:
+    return {"n": 1024}
 
 
 @on_device

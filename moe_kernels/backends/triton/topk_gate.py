@@ -141,6 +141,10 @@ def topk_gate_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(FORMATS))
 
 
+def topk_gate_limits(place: str) -> dict[str, int]:
+    return {"E": LONGEST}
+
+
 @on_device
 def topk_gate_fwd(logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, num_experts = logits.shape

@@ -309,6 +309,10 @@ def tree_gate_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(TYPES))
 
 
+def tree_gate_limits(place: str) -> dict[str, int]:
+    return {"E": MOST_EXPERTS}
+
+
 @on_device
 def tree_gate_fwd(split_logits: Tensor, leaf_logits: Tensor, gamma: float, mode: str) -> tuple[Tensor, Tensor]:
     num_tokens, _, num_experts = leaf_logits.shape

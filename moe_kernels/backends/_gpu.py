@@ -1,0 +1,55 @@
+"""Decides whether a GPU and its driver can run code that nvcc compiled."""
+
+from __future__ import annotations
+
+import torch
+
+
+def place(device: str, index: int | None) -> str:
+    """Device type, and of a GPU also its compute capability: "cuda:8.0". The same kernels run wherever it is equal."""
+    if device != "cuda" or not torch.cuda.is_available():
+        return device
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"{device}:{major}.{minor}"
+
+
+def capability(place: str) -> tuple[int, int] | None:
+    """The compute capability in `place`; of "cuda" alone that of the current GPU, None without one."""
+    if ":" not in place and not torch.cuda.is_available():
+        return None
+    if ":" not in place:
+        return torch.cuda.get_device_capability()
+    major, minor = place.split(":")[1].split(".")
+    return int(major), int(minor)
+
+
+def refused(place: str, architectures: str, built_with: int, driver: int) -> str | None:
+    """None if code for `architectures` (such as "8.0;9.0+PTX") runs on the GPU of `place`, else the reason.
+
+    Machine code for X.Y runs on capability X.Z with Z >= Y, and needs a driver of the same major CUDA version. PTX for
+    X.Y is compiled by the driver for X.Y and all later ones; such a driver is at least as new as the toolkit. A letter
+    after the number binds the code to X.Y itself. Versions count as CUDA's: 13000 is 13.0.
+    """
+    found = capability(place)
+    if found is None:
+        return None
+    if driver // 1000 < built_with // 1000:
+        return f"it was built with CUDA {version(built_with)}; the driver offers {version(driver)}: update the driver"
+    only_ptx = False
+    for each in architectures.split(";"):
+        number, _, ptx = each.partition("+")
+        major, minor = (int(part) for part in number.rstrip("af").split("."))
+        same = found == (major, minor)
+        if same or (number[-1] not in "af" and found[0] == major and found[1] >= minor):
+            return None
+        only_ptx = only_ptx or (bool(ptx) and number[-1] not in "af" and found >= (major, minor))
+    if only_ptx and driver >= built_with:
+        return None
+    if only_ptx:
+        return f"this GPU needs its PTX compiled by a driver for CUDA {version(built_with)}; this is {version(driver)}"
+    return f"it was built for capability {architectures}; this GPU has {found[0]}.{found[1]}"
+
+
+def version(number: int) -> str:
+    """CUDA's version as text: 13.0 for 13000."""
+    return f"{number // 1000}.{number % 1000 // 10}"
