@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_kernels import backends, data, recipes, train
+from moe_kernels.backends import cpu
 from moe_kernels.data import Ratings
 from moe_kernels.data.text import load as load_text
 from moe_kernels.models.comparison import MODELS
@@ -109,6 +110,46 @@ def test_fast_backend_and_reference_take_the_same_steps(arguments, tmp_path, cap
         assert run["rows"][-1][f"test {metric}"] is not None
         assert run["rows"][-1]["loss"] > 0
         assert run["flops"] > 0
+
+
+def worst_expert(monkeypatch):
+    right = cpu.topk_gate_fwd
+
+    def wrong(logits, k, order):
+        weights, _, *rest = right(logits, k, order)
+        return weights, (-logits).topk(k).indices.int(), *rest  # the experts that nobody wants
+
+    monkeypatch.setattr(cpu, "topk_gate_fwd", wrong)
+
+
+def heavy_combine(monkeypatch):
+    right = cpu.combine_fwd
+
+    def wrong(*args):
+        return right(*args) * 1.001
+
+    monkeypatch.setattr(cpu, "combine_fwd", wrong)
+
+
+def blunt_gate_gradient(monkeypatch):
+    right = cpu.topk_gate_bwd
+
+    def wrong(*args):
+        return right(*args) * 0.9
+
+    monkeypatch.setattr(cpu, "topk_gate_bwd", wrong)
+
+
+@pytest.mark.parametrize("plant", [worst_expert, heavy_combine, blunt_gate_gradient])
+def test_a_wrong_kernel_is_no_kink_and_no_tie(arguments, monkeypatch, capsys, plant):
+    """The check forgives what rounding turns over, in a network full of ReLUs and choices; nothing else."""
+    plant(monkeypatch)
+    words = ("--check-steps", "3", "--sides", "compete", "smoe", "dense", "--rate", "0.5", "--backend", "cpu")
+    assert train.run(arguments("competesmoe", *words, "--steps", "1")) == 1
+    printed = capsys.readouterr().out
+    assert "agreement of compete on cpu with the reference: FAILED" in printed
+    assert "agreement of smoe on cpu with the reference: FAILED" in printed
+    assert "agreement of dense on cpu with the reference: passed" in printed
 
 
 def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):

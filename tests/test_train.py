@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 import json
 import math
 import os
@@ -10,12 +11,12 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import backends, data, train
+from moe_kernels import backends, data, recipes, train
 from moe_kernels.__main__ import main
 from moe_kernels.backends import cpu
 from moe_kernels.models import comet_mlp, dense_twin
 from moe_kernels.recipes import Splits, comet
-from moe_kernels.train import checkpoint, report
+from moe_kernels.train import agreement, checkpoint, report
 from moe_kernels.train.comparison import Comparison
 from moe_kernels.train.loop import Run
 
@@ -175,6 +176,71 @@ def test_agreement_check_catches_a_planted_fault(arguments, monkeypatch, capsys,
     assert "agreement of standard on cpu with the reference: passed" in printed
     assert "agreement of comet on cpu with the reference: FAILED" in printed
     assert "first in step 1\n" in printed
+
+
+@dataclasses.dataclass(frozen=True)
+class Edge(recipes.Recipe):
+    """40 samples, a hidden ReLU layer, two experts by the larger score. `off` is what a backend adds to the argument of
+    the ReLU of neuron 0, which is 0 for sample 0; `tie` to the score of expert 0, for sample 1 equal to expert 1's;
+    `scale` multiplies the loss."""
+
+    off: float = recipes.option(0.0, "on the argument of the ReLU")
+    tie: float = recipes.option(0.0, "on the score of expert 0")
+    scale: float = recipes.option(1.0, "of the loss")
+
+    def build(self, data, seed, steps):
+        model = torch.nn.ModuleDict({"hidden": torch.nn.Linear(12, 6), "experts": torch.nn.Linear(6, 6, bias=False)})
+        model["scores"] = torch.nn.Linear(12, 2, bias=False)
+        x = data.train[0]
+        with torch.no_grad():
+            for layer, row in (("hidden", x[0]), ("scores", x[1])):
+                weight = model[layer].weight
+                model[layer].weight.sub_((weight @ row)[:, None] * row / row.square().sum())
+            model["hidden"].bias.zero_()
+
+        def outcome(batch):
+            rows, y = batch.tensors
+            argument = model["hidden"](rows) + torch.tensor([self.off, 0, 0, 0, 0, 0])
+            first = model["scores"](rows) @ torch.tensor([1.0, -1.0]) + self.tie > 0
+            three = model["experts"](argument.relu()).unflatten(1, (2, 3))
+            return torch.where(first[:, None], three[:, 0], three[:, 1]), y, first
+
+        def loss(batch):
+            logits, y, _ = outcome(batch)
+            return {"loss": self.scale * torch.nn.functional.cross_entropy(logits, y)}
+
+        def routing(batch):
+            first = outcome(batch)[2]
+            return [recipes.Routing(torch.stack([first, ~first], 1))]
+
+        optimiser = torch.optim.SGD(model.parameters(), self.lr)
+        return recipes.Task(model, optimiser, loss, lambda batch: {}, routing=routing)
+
+
+def edge(**changed):
+    points = blobs()
+    data = Splits(points, points.train, points.test)
+    recipe = Edge(batch_size=len(points.train_y))
+    fast = dataclasses.replace(recipe, **changed)
+    return train.check_agreement(Run(fast, 0, data), lambda: Run(recipe, 0, data), 1)
+
+
+@pytest.mark.parametrize("changed", [{"off": 3e-7}, {"off": -3e-7}, {"tie": 3e-7}, {"tie": -3e-7}], ids=str)
+def test_agreement_check_knows_kinks_and_ties(monkeypatch, changed):
+    """Rounding crosses the kink of a ReLU, or turns a choice of two equals, and both backends are right."""
+    assert edge(**changed).passed
+    with monkeypatch.context() as patch:
+        patch.setattr(agreement, "PAIRS", 0)
+        found = [edge(**{name: sign * value for name, value in changed.items()}) for sign in (1, -1)]
+    assert not all(each.passed for each in found)  # on the other side of the edge nothing changes
+
+
+@pytest.mark.parametrize("changed", [{"off": 0.03}, {"tie": 0.1}, {"scale": 1.001}, {"scale": math.nan}], ids=str)
+def test_agreement_check_catches_a_fault_beside_a_kink_and_a_tie(changed):
+    """The same network, on its kink and its tie, with what no rounding explains."""
+    found = edge(**changed)
+    assert not found.passed
+    assert found.steps[0].repeated == 2 * agreement.PAIRS
 
 
 def test_other_weights_do_not_agree():

@@ -196,6 +196,7 @@ class Pair(nn.Module):
 
     def set_extra_state(self, state: dict[str, bool]) -> None:
         self.split = state["split"]
+        self.teacher.requires_grad_(not self.split)
 
 
 def importance(teacher: MoEGPT, batches: Sequence[Tensor]) -> list[Tensor]:
