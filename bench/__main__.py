@@ -1,4 +1,4 @@
-"""python -m bench run | verify | gpu | tiles | report | profile | compare"""
+"""python -m bench run | verify | gpu | tiles | transformers | report | profile | compare"""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.table import Table
 
 from bench import checks, compare, document, ledger, measure, report, tiles
 from bench import profile as profiling
+from bench import transformers as models
 from bench.apart import Apart
 from bench.entry import DIRECTIONS
 from bench.peers import known as every_peer
@@ -203,6 +204,30 @@ def tiles_command(
         (out / "tiles.json").write_text(json.dumps(found, indent=1) + "\n")
         rows = [[str(each.get(name, "")) for name in ("kernel", "K", "N", "tiles", "ms", "failed")] for each in lines]
         _print_table(f"{lines[0]['shape']} {lines[0]['activation']}", ("kernel", "K", "N", "tiles", "ms", ""), rows)
+
+
+@app.command("transformers")
+def transformers_command(
+    seconds: Annotated[float, typer.Option("--seconds", help="Time for each shape and mode.")] = 1.0,
+    out: Annotated[Path, typer.Option(help="Where transformers.csv goes.")] = OUT,
+) -> None:
+    """Prefill, decode and training of a transformers model's experts: our kernels beside transformers' own."""
+    if models.missing():
+        console.print(models.missing())
+        raise typer.Exit(2)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = list(models.run(seconds, device))
+    shown = [(f["name"], f["mode"], f["shape"], f["dtype"], *(_ratio(f, peer) for peer in models.PEERS)) for f in found]
+    header = ("experts", "mode", "shape", "dtype", *(f"x as fast as {peer}" for peer in models.PEERS))
+    _print_table(f"experts of transformers, {device}", header, shown)
+    out.mkdir(parents=True, exist_ok=True)
+    lines = [",".join(row) for row in (header, *shown)]
+    (out / "transformers.csv").write_text("\n".join(lines) + "\n")
+
+
+def _ratio(figure: models.Figure, peer: str) -> str:
+    ratio = figure["peers"].get(peer)
+    return "-" if ratio is None else f"{ratio:.3g}"
 
 
 @app.command("report")
