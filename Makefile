@@ -15,7 +15,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: test bench gpu baseline regression lint build clean
+.PHONY: test bench gpu baseline regression docs lint build clean
 
 test: build
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
@@ -37,6 +37,10 @@ baseline: build
 regression: build
 	$(REGRESSION) $(if $(wildcard $(SAVED)/*/*.json),--benchmark-compare --benchmark-compare-fail=median:25%)
 
+docs: build
+	$(RUN) -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -51,4 +55,4 @@ $(VENV)/ready: requirements-dev.txt
 	touch $@
 
 clean:
-	rm -rf build dist *.egg-info moe_kernels/*.so bench/out
+	rm -rf build dist *.egg-info moe_kernels/*.so bench/out docs/_build

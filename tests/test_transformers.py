@@ -279,3 +279,46 @@ def test_register_refuses_a_name_that_is_taken():
     for name in ("grouped_mm", "eager"):
         with pytest.raises(ValueError, match=f"another experts implementation called '{name}'"):
             mk_transformers.register(name)
+
+
+@pytest.mark.parametrize("policy", ["keeps all", "batch priority"])
+def test_a_router_of_a_gate_and_a_policy_routes_as_the_layer_of_experts_does(policy):
+    from moe_kernels.nn import ExpertMLP, MoE, TopKGate
+    from moe_kernels.nn.policies import TokenChoice
+
+    chosen = TokenChoice() if policy == "keeps all" else TokenChoice(0.5, priority="max")
+    experts, gate = experts_of("mixtral"), TopKGate(32, 4, 2)
+    layer = MoE(gate, ExpertMLP(4, 32, 48, activation="swiglu", bias=False), chosen)
+    with torch.no_grad():
+        layer.experts.w_in.copy_(experts.gate_up_proj.mT)
+        layer.experts.w_out.copy_(experts.down_proj.mT)
+    x = torch.randn(2, 10, 32)
+    router = mk_transformers.Router(gate, chosen)
+    logits, weights, index = router(x)
+    y = mk_transformers.experts_forward(experts, x.flatten(0, 1), index, weights)
+    torch.testing.assert_close(y.view_as(x), layer(x).y)
+    torch.testing.assert_close(logits.softmax(-1), gate(x.flatten(0, 1)).gates)
+    assert ((index == 4).any()) == (policy == "batch priority")
+
+
+@pytest.mark.parametrize("implementation", ["eager", "moe_kernels"])
+def test_a_model_with_tree_gates_for_routers_trains(implementation):
+    from moe_kernels.nn import TreeGate
+    from moe_kernels.nn.policies import NonzeroWeights
+
+    model = model_of("mixtral", output_router_logits=False)
+    model.set_experts_implementation(implementation)
+    routers = []
+    for layer in model.model.layers:
+        layer.mlp.gate = mk_transformers.Router(TreeGate(32, 4, trees=2, gamma=4.0, entropy=0.01), NonzeroWeights())
+        routers.append(layer.mlp.gate)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = model(ids(), labels=ids()).loss
+        (loss + sum(router.loss for router in routers)).backward()
+        assert all(router.gate.split_weight.grad.abs().sum() > 0 for router in routers)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]

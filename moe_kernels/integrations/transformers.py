@@ -14,6 +14,8 @@ no weight is copied or renamed, so that checkpoints, optimizers and adapters see
   the norm, `combine`.
 * An expert id equal to num_experts means no expert, as under transformers' expert parallelism.
 * A module that cannot be served raises TypeError with its class and the reason. Nothing falls back.
+
+The other way round, `Router` puts a gate and a policy of moe_kernels.nn in the place of a model's own router.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ except ImportError as error:
         f"pip install 'transformers>=5.23'; importing it gave: {error}"
     ) from error
 
+from moe_kernels.nn.gates.gate import Gate
+from moe_kernels.nn.policies import TokenChoice
 from moe_kernels.ops._autocast import as_autocast, autocast_on
 from moe_kernels.ops._checks import HALF_AND_SINGLE
 from moe_kernels.ops.combine import combine
@@ -40,7 +44,7 @@ from moe_kernels.ops.grouped_gemm import grouped_gemm
 from moe_kernels.ops.plan import make_plan
 from moe_kernels.plan import RoutingPlan
 
-__all__ = ["experts_forward", "register"]
+__all__ = ["Router", "experts_forward", "register"]
 
 # Modules of an activation that grouped_gemm has too.
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -97,6 +101,36 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         rows = _rows(module, x, plan, w_in, w_out, b_in, b_out)
         y = combine(rows, plan, top_k_weights.to(rows.dtype))
     return y.to(dtype)
+
+
+class Router(nn.Module):
+    """A gate and a policy of moe_kernels.nn in the place of a router of transformers.
+
+        block.gate = Router(TreeGate(hidden_size, num_experts, trees=2), NonzeroWeights())
+
+    For blocks that call `logits, weights, index = gate(hidden_states)` and hand weights and index to their experts, as
+    Mixtral's and Qwen3-MoE's do. Choices that the policy drops have index num_experts, which means no expert.
+
+    Args:
+        gate: its input is the block's hidden size, its num_experts that of the block.
+        policy: of moe_kernels.nn.policies; TokenChoice() keeps every choice.
+
+    Output: logits (T, E), the logarithm of the gates, so that their softmax in a balance loss of transformers is the
+    gates again where these sum to 1; weights (T, K) and index (T, K) int64 as the policy gives them.
+    `loss` () holds the gate's own regularisers of the last forward, to be added to the task's loss.
+    """
+
+    def __init__(self, gate: Gate, policy: Any = None) -> None:
+        super().__init__()
+        self.gate, self.policy = gate, TokenChoice() if policy is None else policy
+        self.loss: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        out = self.gate(hidden_states.flatten(0, -2))
+        self.loss = out.loss
+        plan, weights = self.policy(out, self.training)
+        index = torch.where(plan.slot_row >= 0, plan.slot_expert, plan.num_experts)
+        return out.gates.log(), weights, index.long()
 
 
 def _rows(
