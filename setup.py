@@ -1,6 +1,7 @@
 """Builds csrc/ into moe_kernels._cpu and, where nvcc is found, moe_kernels._cuda. Everything else is in pyproject.toml.
 
-Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX"), MAX_JOBS, CUDA_HOME, CXX, CI.
+Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX;10.0;12.0", as far as nvcc knows
+them), MAX_JOBS, CUDA_HOME, CXX, CI.
 """
 
 import os
@@ -31,6 +32,9 @@ if X86:
         "avx512": "-mno-mmx -march=x86-64-v4 -mprefer-vector-width=512",
     }
 
+# Machine code for the GPUs of data centres and desktops since A100; PTX for the others.
+DEFAULT_ARCHITECTURES = "8.0;9.0+PTX;10.0;12.0"
+
 # -g0: debug information makes a module twenty times as large. -fno-trapping-math and -fno-math-errno let loops with
 # comparisons and sqrt vectorise; neither changes a result.
 CXXFLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -g0 -Wall -Wextra -fopenmp -fno-trapping-math -fno-math-errno"
@@ -43,7 +47,7 @@ if os.environ.get("CI", "").lower() not in ("", "0", "false"):
 
 
 def find_nvcc() -> Path | None:
-    """nvcc of CUDA_HOME, else of the PATH; None if MOE_KERNELS_CUDA says no or there is none."""
+    """nvcc of CUDA_HOME, else of the PATH; None if MOE_KERNELS_CUDA says no, or there is none, or nothing for it."""
     wanted = os.environ.get("MOE_KERNELS_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"MOE_KERNELS_CUDA must be 0, 1 or auto; got {wanted!r}")
@@ -56,6 +60,11 @@ def find_nvcc() -> Path | None:
     if wanted == "0" or found is None:
         print(f"moe_kernels: building without CUDA ({'MOE_KERNELS_CUDA=0' if wanted == '0' else 'no nvcc found'})")
         return None
+    if not architectures(Path(found)):
+        if wanted == "1":
+            raise SystemExit("MOE_KERNELS_CUDA=1: nvcc can compile for nothing in TORCH_CUDA_ARCH_LIST")
+        print("moe_kernels: building without CUDA (nothing in TORCH_CUDA_ARCH_LIST can be compiled)")
+        return None
     return Path(found)
 
 
@@ -66,15 +75,28 @@ def toolkit(nvcc: Path) -> Path:
     return Path(top[1].strip()).resolve() if top else nvcc.resolve().parent.parent
 
 
-def architectures() -> list[str]:
-    """TORCH_CUDA_ARCH_LIST as capabilities, such as ["8.0", "9.0+PTX"]."""
-    return os.environ.get("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX").replace(" ", ";").split(";")
+def architectures(nvcc: Path) -> list[str]:
+    """The capabilities of TORCH_CUDA_ARCH_LIST that can be compiled, such as ["8.0", "9.0+PTX"].
+
+    Drops what is below 8.0 (tensor cores and asynchronous copies need it) and what nvcc does not know, with a note.
+    """
+    wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
+    known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
+    kept = []
+    for arch in filter(None, wanted.replace(" ", ";").split(";")):
+        match = re.fullmatch(r"(\d+)\.(\d)[af]?(\+PTX)?", arch)
+        if match is None:
+            raise SystemExit(f"TORCH_CUDA_ARCH_LIST must list capabilities such as 8.0;9.0+PTX; got {arch!r}")
+        reason = "the kernels need 8.0" if int(match[1]) < 8 else f"{nvcc} does not know it"
+        if int(match[1]) >= 8 and f"compute_{match[1]}{match[2]}" in known:
+            kept.append(arch)
+        else:
+            print(f"moe_kernels: no code for capability {arch}: {reason}")
+    return kept
 
 
 def gencode(arch: str) -> str:
     number = arch.removesuffix("+PTX").replace(".", "")
-    if not number.rstrip("a").isdigit():
-        raise SystemExit(f"TORCH_CUDA_ARCH_LIST must list capabilities such as 8.0;9.0+PTX; got {arch!r}")
     codes = [f"sm_{number}"] + ([f"compute_{number}"] if arch.endswith("+PTX") else [])
     return f"-gencode=arch=compute_{number},code=[{','.join(codes)}]"
 
@@ -128,7 +150,7 @@ class NinjaBuild(build_ext):
     def cuda(self, temp: Path) -> list[str]:
         nvcc = find_nvcc()
         assert nvcc is not None
-        home, archs = toolkit(nvcc), architectures()
+        home, archs = toolkit(nvcc), architectures(nvcc)
         library = home / ("lib64" if (home / "lib64").exists() else "lib")
         flags = f"{NVCCFLAGS} {' '.join(map(gencode, archs))} -I{CSRC}/include"
         lines = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,38 @@ def test_a_bad_architecture_is_an_error(checkout):
     done = build(checkout, "setup.py", "build_ext", MOE_KERNELS_CUDA="1", TORCH_CUDA_ARCH_LIST="ampere")
     assert done.returncode != 0
     assert "TORCH_CUDA_ARCH_LIST must list capabilities such as 8.0;9.0+PTX; got 'ampere'" in done.stderr
+
+
+def fake_nvcc(folder: Path, *known: str) -> Path:
+    """An nvcc that knows these architectures and compiles nothing."""
+    (folder / "bin").mkdir(parents=True)
+    write_program(folder / "bin" / "nvcc", f'[ "$1" = --list-gpu-arch ] && printf "%s\\n" {" ".join(known)}; exit 0')
+    return folder
+
+
+def test_architectures_that_cannot_be_compiled_are_dropped_with_a_note(checkout, tmp_path):
+    home = fake_nvcc(tmp_path, "compute_75", "compute_80", "compute_90")
+    quick = {"CUDA_HOME": str(home), "CXX": "/bin/false"}  # nothing is compiled: the rules are looked at
+    done = build(checkout, "setup.py", "build_ext", TORCH_CUDA_ARCH_LIST="7.0;7.5;8.0 9.0+PTX;15.0", **quick)
+    (rules,) = (checkout / "build").glob("temp*/build.ninja")
+    assert "arch=compute_80,code=[sm_80] -gencode=arch=compute_90,code=[sm_90,compute_90] -I" in rules.read_text()
+    for arch in ("7.0", "7.5"):
+        assert f"moe_kernels: no code for capability {arch}: the kernels need 8.0" in done.stdout
+    assert f"moe_kernels: no code for capability 15.0: {home}/bin/nvcc does not know it" in done.stdout
+    build(checkout, "setup.py", "build_ext", **quick)
+    assert re.findall(r"arch=compute_(\d+)", rules.read_text()) == ["80", "90"]
+
+
+def test_nothing_left_to_compile_for_is_a_build_without_cuda_unless_it_was_asked_for(checkout, tmp_path):
+    home = fake_nvcc(tmp_path, "compute_75", "compute_80")
+    wanted = {"CUDA_HOME": str(home), "CXX": "/bin/false", "TORCH_CUDA_ARCH_LIST": "7.5"}
+    done = build(checkout, "setup.py", "build_ext", **wanted)
+    assert "building without CUDA (nothing in TORCH_CUDA_ARCH_LIST can be compiled)" in done.stdout
+    (rules,) = (checkout / "build").glob("temp*/build.ninja")
+    assert "nvcc" not in rules.read_text()
+    done = build(checkout, "setup.py", "build_ext", MOE_KERNELS_CUDA="1", **wanted)
+    assert done.returncode != 0
+    assert "MOE_KERNELS_CUDA=1: nvcc can compile for nothing in TORCH_CUDA_ARCH_LIST" in done.stderr
 
 
 def test_the_cuda_module_imports_without_a_gpu(checkout):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moe_kernels as mk
+from moe_kernels import backends
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TIES = ("index", "strict", "all")
@@ -275,3 +276,15 @@ def test_bits_of_another_shape_or_dtype_are_refused():
         mk.kwta_apply(values, torch.zeros(4, 2, dtype=torch.int32))
     with pytest.raises(TypeError, match="kwta_apply: bits must have dtype int32"):
         mk.kwta_apply(values, torch.zeros(4, 3))
+
+
+def test_a_row_longer_than_a_grid_covers_at_once(target):
+    """67 million elements that no vector divides: a block for every 1024 of them would be more than 65535."""
+    if target.backend != "cuda":
+        pytest.skip("a launch grid of CUDA")
+    n = 2**26 + 1
+    grad = torch.ones(1, n + 1, dtype=torch.bfloat16, device=target.device)[:, 1:]
+    bits = torch.full((1, -(-n // 32)), 0x55555555, dtype=torch.int32, device=target.device)
+    dx = backends.load("cuda", "kwta").kwta_bwd(grad, bits)
+    assert torch.equal(dx[0, ::2], grad[0, ::2])
+    assert not dx[0, 1::2].any()

@@ -135,6 +135,16 @@ def test_nothing_spills(source: Path, architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda each: each.name)
+def test_static_shared_memory_leaves_room_without_an_opt_in(source: Path, architecture: str) -> None:
+    """launch.cuh opts in for dynamic shared memory from 48 KiB - kStaticSharedBytes on."""
+    most = re.search(r"kStaticSharedBytes = (\d+) \* 1024", (ROOT / "csrc/include/moe/launch.cuh").read_text())
+    assert most is not None
+    for name, each in resources(source, architecture).items():
+        assert each["shared"] <= int(most[1]) * 1024, f"{name}: {each}"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_registers_and_shared_memory(architecture: str) -> None:
     expected, got = table(), measured()[architecture]
     if expected["nvcc"] != nvcc_release():

@@ -1,6 +1,7 @@
 // k-winner-take-all. A row is read once and stays in registers as ordered integers; the threshold between its k largest
 // elements and the rest is found by counting, from a first guess that takes the row for Gaussian; then the row is
 // written. Three to five counting passes find the threshold of Gaussian rows, at most 40 that of any row.
+#include <algorithm>
 #include <cmath>
 
 #include "moe/block.cuh"
@@ -405,8 +406,9 @@ cudaError_t start(Problem p, cudaStream_t stream) {
 }
 
 constexpr int kBackwardThreads = 256, kBackwardVectors = 4;
+constexpr int64_t kBackwardBlocks = 1024;  // that share a row, at most: a grid ends at 65535 of them
 
-// A thread takes kBackwardVectors vectors of a row, blockDim.x apart.
+// A thread takes kBackwardVectors vectors of a row at a time, blockDim.x apart.
 template <class Bits, class Vector>
 __global__ void __launch_bounds__(kBackwardThreads)
     kwta_bwd_kernel(const Bits* grad,  // (rows, n)
@@ -420,10 +422,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const auto* from = reinterpret_cast<const Vector*>(grad + row * grad_stride);
   auto* to = reinterpret_cast<Vector*>(dx + row * n);
   bits += row * ((n + 31) / 32);
-#pragma unroll
-  for (int v = 0; v < kBackwardVectors; v++) {
-    const int i = (blockIdx.y * kBackwardVectors + v) * blockDim.x + threadIdx.x;
-    if (i >= n / kVector) break;
+  const auto mask = [&](int i) {
     const Vector value = load(from + i);
     const uint32_t flags = load(bits + i * kVector / 32) >> (i * kVector % 32);
     if constexpr (kVector == 1) {
@@ -432,6 +431,15 @@ __global__ void __launch_bounds__(kBackwardThreads)
       using Order = KeyOrder<8 * sizeof(Bits)>;
       const auto keep = [&](uint32_t word, int w) { return word & Order::mask(flags >> (w * Order::kPerWord)); };
       store_streaming(to + i, make_uint4(keep(value.x, 0), keep(value.y, 1), keep(value.z, 2), keep(value.w, 3)));
+    }
+  };
+  const int vectors = n / kVector, together = kBackwardVectors * blockDim.x;
+#pragma unroll 1
+  for (int start = blockIdx.y * together; start < vectors; start += gridDim.y * together) {
+#pragma unroll
+    for (int v = 0; v < kBackwardVectors; v++) {
+      const int i = start + v * blockDim.x + threadIdx.x;
+      if (i < vectors) mask(i);
     }
   }
 }
@@ -444,7 +452,8 @@ cudaError_t start_bwd(const void* grad, int64_t grad_stride, const int32_t* bits
   while (across < kBackwardThreads && across * kBackwardVectors < vectors) across *= 2;
   const dim3 block(across, kBackwardThreads / across);
   const dim3 grid(static_cast<unsigned>((rows + block.y - 1) / block.y),
-                  static_cast<unsigned>((vectors + across * kBackwardVectors - 1) / (across * kBackwardVectors)));
+                  static_cast<unsigned>(std::min(
+                      kBackwardBlocks, (vectors + across * kBackwardVectors - 1) / (across * kBackwardVectors))));
   return launch(kwta_bwd_kernel<Bits, Vector>, grid, block, 0, stream, static_cast<const Bits*>(grad), grad_stride,
                 reinterpret_cast<const uint32_t*>(bits), static_cast<Bits*>(dx), rows, static_cast<int>(n));
 }

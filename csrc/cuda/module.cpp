@@ -16,7 +16,12 @@ namespace {
 void bind(py::module_& m, const char* name, const moe::Launcher& launcher) {
   m.def(name, [name, launcher](const py::args& args) {
     const auto words = moe::words_of(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
-    const auto status = cudaError_t(launcher.call(words.data()));
+    // A launch waits while the queue of the device is full, possibly for a kernel that another Python thread has yet to
+    // start (NCCL's: pytorch issue 109074).
+    const auto status = [&] {
+      const py::gil_scoped_release release;
+      return cudaError_t(launcher.call(words.data()));
+    }();
     if (status != cudaSuccess)
       throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(status) + "; arguments " +
                                std::string(py::str(args)));

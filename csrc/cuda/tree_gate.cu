@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kThreads = 128;        // of a block
 constexpr int kBlocks = 4;           // for one SM: without a number the compiler spills at 56 registers
-constexpr int kMostExperts = 4096;   // four tokens of a heap each are 128 KB of shared memory
+constexpr int kMostExperts = 4096;   // a heap is 32 KB of shared memory
 
 // What a leaf of probability v weighs in the softmax, apart from exp of its logit: v + epsilon, or nothing.
 struct Weighing {
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int num_experts = tree.num_experts, place = threadIdx.x / lanes_a_token;
   const Lanes lanes{lanes_a_token, static_cast<int>(threadIdx.x) % lanes_a_token};
   float* const heap = heaps + place * 2 * num_experts;
-  const int64_t wanted = int64_t(blockIdx.x) * (kThreads / lanes_a_token) + place;
+  const int64_t wanted = int64_t(blockIdx.x) * (blockDim.x / lanes_a_token) + place;
   const bool real = wanted < tokens;  // past the last token lanes keep their warp company
   const int64_t token = real ? wanted : tokens - 1;
   split_logits += token * num_trees * (num_experts - 1), leaf_logits += token * num_trees * num_experts;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int num_experts = tree.num_experts, place = threadIdx.x / lanes_a_token;
   const Lanes lanes{lanes_a_token, static_cast<int>(threadIdx.x) % lanes_a_token};
   float* const heap = heaps + place * 2 * num_experts;
-  const int64_t wanted = int64_t(blockIdx.x) * (kThreads / lanes_a_token) + place;
+  const int64_t wanted = int64_t(blockIdx.x) * (blockDim.x / lanes_a_token) + place;
   const bool real = wanted < tokens;
   const int64_t token = real ? wanted : tokens - 1, first_leaf = token * num_trees * num_experts;
   split_logits += first_leaf - token * num_trees, dsplit += first_leaf - token * num_trees;
@@ -186,9 +186,12 @@ template <class Kernel, class... Arguments>
 cudaError_t start(Kernel kernel, int64_t tokens, int64_t num_trees, int64_t num_experts, float gamma, float epsilon,
                   float least, cudaStream_t stream, Arguments... arguments) {
   const Tree tree(num_experts);
-  const int together = kThreads / lanes_of(tree);
-  return launch(kernel, dim3(static_cast<unsigned>((tokens + together - 1) / together)), kThreads,
-                together * 2 * num_experts * sizeof(float), stream, arguments..., tokens, static_cast<int>(num_trees),
+  const int64_t heap_bytes = 2 * num_experts * sizeof(float), limit = shared_memory_limit();
+  int threads = kThreads;
+  while (threads > kWarpSize && threads / lanes_of(tree) * heap_bytes > limit) threads /= 2;
+  const int together = threads / lanes_of(tree);
+  return launch(kernel, dim3(static_cast<unsigned>((tokens + together - 1) / together)), threads,
+                together * heap_bytes, stream, arguments..., tokens, static_cast<int>(num_trees),
                 tree, SmoothStep(gamma), Weighing{epsilon, least}, lanes_of(tree));
 }
 

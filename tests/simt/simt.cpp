@@ -16,13 +16,14 @@ namespace simt {
 namespace {
 
 constexpr int64_t kStepLimit = 20'000'000;  // rendezvous and atomics of one block: seconds, where kernels take ms
-constexpr size_t kMaxSharedBytes = 227 * 1024;
+constexpr size_t kSharedLimit = 227 * 1024;
 constexpr size_t kMaxStaticBytes = 48 * 1024;
 constexpr size_t kDynamicAlignment = 128;
 
 class Executor {
  public:
   int seed = 0;
+  size_t shared_limit = kSharedLimit;
 
   void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
   void block_barrier(int id, int expected, bool vote, Where where, const char* what);
@@ -354,7 +355,7 @@ void Executor::launch(dim3 grid, dim3 block, size_t shared_bytes, const std::fun
   if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
     fail("grid of " + shape(grid) + " blocks", {});
   }
-  if (shared_bytes > kMaxSharedBytes) fail(std::to_string(shared_bytes) + " bytes of dynamic shared memory", {});
+  if (shared_bytes > shared_limit) fail(std::to_string(shared_bytes) + " bytes of dynamic shared memory", {});
 
   kernel_ = &kernel;
   gridDim = grid;
@@ -390,6 +391,8 @@ void Executor::launch(dim3 grid, dim3 block, size_t shared_bytes, const std::fun
 }  // namespace
 
 void set_seed(int seed) { executor.seed = seed; }
+size_t shared_memory_limit() { return executor.shared_limit; }
+void set_shared_memory_limit(size_t bytes) { executor.shared_limit = bytes; }
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
   executor.launch(grid, block, shared_bytes, kernel);
