@@ -137,7 +137,7 @@ def test_launchers_refuse() -> None:
     with pytest.raises(RuntimeError, match="dispatch_fwd: CUDA error 1"):
         module.dispatch_fwd(8, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 0)
     with pytest.raises(RuntimeError, match="topk_gate_fwd: CUDA error 1"):
-        module.topk_gate_fwd(0, 0, 4, 0, 0, 0, 0, 0, 1, 4, 5, 0, 0)
+        module.topk_gate_fwd(0, 0, 4, 0, 0, 0, 0, 1, 4, 5, 0, 0)
     for dtype, dim in ((3, 1), (0, 2**31)):
         with pytest.raises(RuntimeError, match="combine_fwd: CUDA error 1"):
             module.combine_fwd(dtype, 0, 1, 0, 0, 0, 1, 1, 1, dim, 0)

@@ -40,12 +40,11 @@
                      int64_t num_samples, int activation, int64_t rows, int64_t n, int threads);                    \
   int masked_mlp_bwd(int dtype, void* grad, const void* value, const int32_t* bits, const int64_t* sample,           \
                      int64_t num_samples, int activation, void* dbias, int64_t rows, int64_t n, int threads);       \
-  void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* log_sum, \
-                     void* scratch, int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k,         \
-                     int softmax_first, int threads);                                                               \
+  void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* scratch, \
+                     int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k, int softmax_first,     \
+                     int threads);                                                                                  \
   void topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,  \
-                     int64_t stride, const void* log_sum, void* dlogits, int64_t tokens, int64_t num_experts,       \
-                     int64_t k, int threads);                                                                       \
+                     int64_t stride, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k, int threads);   \
   void make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,    \
                      int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row,           \
                      int32_t* requested, int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k,                \

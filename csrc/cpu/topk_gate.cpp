@@ -70,8 +70,8 @@ struct Scratch {
 };
 
 template <class F>
-void forward(const void* logits, int64_t stride, void* weights, int32_t* experts, void* log_sum, char* scratch,
-             int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k, bool softmax_first, int threads) {
+void forward(const void* logits, int64_t stride, void* weights, int32_t* experts, char* scratch, int64_t scratch_stride,
+             int64_t tokens, int64_t num_experts, int64_t k, bool softmax_first, int threads) {
   using Key = typename F::Key;
   using Wide = typename F::Wide;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -89,17 +89,16 @@ void forward(const void* logits, int64_t stride, void* weights, int32_t* experts
       const int64_t n = softmax_first ? num_experts : k;
 #pragma omp simd
       for (int64_t i = 0; i < n; ++i) row.value[i] = F::widen(logit[softmax_first ? i : expert[i]]);
-      const Wide sum = sum_of_exponentials(row.value, n, highest), share = 1 / sum;
+      const Wide share = 1 / sum_of_exponentials(row.value, n, highest);
       for (int64_t i = 0; i < k; ++i)
         static_cast<Wide*>(weights)[t * k + i] = exp(F::widen(logit[expert[i]]) - highest) * share;
-      static_cast<Wide*>(log_sum)[t] = highest + std::log(sum);
     }
   }
 }
 
 template <class F>
 void backward(const void* grad, const void* weights, const int32_t* experts, const void* logits, int64_t stride,
-              const void* log_sum, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k, int threads) {
+              void* dlogits, int64_t tokens, int64_t num_experts, int64_t k, int threads) {
   using Key = typename F::Key;
   using Wide = typename F::Wide;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -111,9 +110,10 @@ void backward(const void* grad, const void* weights, const int32_t* experts, con
     for (int64_t i = 0; i < k; ++i) mean += w[i] * dw[i];
     if (logits != nullptr && k > 0) {
       const Key* logit = static_cast<const Key*>(logits) + t * stride;
-      const Wide total = static_cast<const Wide*>(log_sum)[t];
+      // p_e = w_0 exp(z_e - z_0): the difference of two logits is exact to a rounding however large they are.
+      const Wide highest = F::widen(logit[expert[0]]), scale = -mean * w[0];
 #pragma omp simd
-      for (int64_t e = 0; e < num_experts; ++e) dz[e] = F::narrow(-mean * exp(F::widen(logit[e]) - total));
+      for (int64_t e = 0; e < num_experts; ++e) dz[e] = F::narrow(scale * exp(F::widen(logit[e]) - highest));
     } else {
       std::fill(dz, dz + num_experts, Key(0));
     }
@@ -123,20 +123,19 @@ void backward(const void* grad, const void* weights, const int32_t* experts, con
 
 }  // namespace
 
-void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* log_sum,
-                   void* scratch, int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k,
-                   int softmax_first, int threads) {
+void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* scratch,
+                   int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k, int softmax_first, int threads) {
   with_format(dtype, [&](auto format) {
-    forward<decltype(format)>(logits, stride, weights, experts, log_sum, static_cast<char*>(scratch), scratch_stride, tokens,
-                              num_experts, k, softmax_first != 0, threads);
+    forward<decltype(format)>(logits, stride, weights, experts, static_cast<char*>(scratch), scratch_stride, tokens, num_experts,
+                              k, softmax_first != 0, threads);
   });
 }
 
 void topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,
-                   int64_t stride, const void* log_sum, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k,
+                   int64_t stride, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k,
                    int threads) {
   with_format(dtype, [&](auto format) {
-    backward<decltype(format)>(grad, weights, experts, logits, stride, log_sum, dlogits, tokens, num_experts, k, threads);
+    backward<decltype(format)>(grad, weights, experts, logits, stride, dlogits, tokens, num_experts, k, threads);
   });
 }
 

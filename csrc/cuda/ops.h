@@ -37,7 +37,6 @@ cudaError_t topk_gate_fwd(int dtype,
                           int64_t stride,      // elements from token to token
                           void* weights,       // (T, K) float32
                           int32_t* experts,    // (T, K)
-                          void* log_sum,       // (T) float32: logarithm of the sum of exponentials; unless K = 0
                           void* scratch, int64_t scratch_stride,  // not used
                           int64_t tokens, int64_t num_experts, int64_t k,
                           int softmax_first,  // over all experts, before the choice
@@ -49,7 +48,6 @@ cudaError_t topk_gate_bwd(int dtype,
                           const int32_t* experts,  // (T, K)
                           const void* logits,      // (T, E) if softmax came first, else nullptr
                           int64_t stride,          // elements from token to token
-                          const void* log_sum,     // (T) float32
                           void* dlogits,           // (T, E) contiguous
                           int64_t tokens, int64_t num_experts, int64_t k, cudaStream_t stream);
 

@@ -78,7 +78,6 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
                      int64_t stride,                         // elements from token to token
                      float* weights,                         // (T, K)
                      int32_t* experts,                       // (T, K)
-                     float* log_sum,                         // (T)
                      int64_t tokens, int num_experts, int k, bool softmax_first) {
   const int lane = threadIdx.x % kWarpSize;
   const int64_t token = int64_t(blockIdx.x) * kTokens + threadIdx.x / kWarpSize;
@@ -106,7 +105,6 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
     sum = warp_sum(sum);
   }
   for (int i = lane; i < k; i += kWarpSize) weights[i] /= sum;  // each lane its own
-  if (lane == 0) log_sum[token] = highest + logf(sum);
 }
 
 template <class T>
@@ -116,7 +114,6 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
                          const int32_t* experts,  // (T, K)
                          const T* logits,         // (T, E), or nullptr: softmax of the chosen alone
                          int64_t stride,          // elements from token to token
-                         const float* log_sum,    // (T)
                          T* dlogits,              // (T, E)
                          int64_t tokens, int num_experts, int k) {
   const int lane = threadIdx.x % kWarpSize;
@@ -127,10 +124,12 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
   for (int i = lane; i < k; i += kWarpSize) mean = __fmaf_rn(weights[i], grad[i], mean);
   mean = warp_sum(mean);
 
-  const bool dense = logits && k > 0;  // without a choice there is no sum either
-  const float total = dense ? log_sum[token] : 0.0f;
+  // p_e = w_0 exp(z_e - z_0): the difference of two logits is exact to a rounding however large they are.
+  const bool dense = logits && k > 0;
+  const float highest = dense ? widen(logits[token * stride + experts[0]]) : 0.0f;
+  const float scale = dense ? -mean * weights[0] : 0.0f;
   for (int e = lane; e < num_experts; e += kWarpSize) {
-    narrow(dense ? -mean * expf(widen(logits[token * stride + e]) - total) : 0.0f, dlogits[e]);
+    narrow(dense ? scale * expf(widen(logits[token * stride + e]) - highest) : 0.0f, dlogits[e]);
   }
   __syncwarp();
   for (int i = lane; i < k; i += kWarpSize) narrow(weights[i] * (grad[i] - mean), dlogits[experts[i]]);
@@ -139,7 +138,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
 dim3 blocks(int64_t tokens) { return dim3(static_cast<unsigned>((tokens + kTokens - 1) / kTokens)); }
 
 template <class T>
-cudaError_t start(const void* logits, int64_t stride, void* weights, int32_t* experts, void* log_sum, int64_t tokens,
+cudaError_t start(const void* logits, int64_t stride, void* weights, int32_t* experts, int64_t tokens,
                   int64_t num_experts, int64_t k, int softmax_first, cudaStream_t stream) {
   const auto kernel = num_experts <= 4 * kWarpSize    ? topk_gate_kernel<T, 4>
                       : num_experts <= 8 * kWarpSize  ? topk_gate_kernel<T, 8>
@@ -147,18 +146,16 @@ cudaError_t start(const void* logits, int64_t stride, void* weights, int32_t* ex
                                                       : topk_gate_kernel<T, 0>;
   return launch(kernel, blocks(tokens), kTokens * kWarpSize, 0, stream,
                 static_cast<const typename Logit<T>::Bits*>(logits), stride, static_cast<float*>(weights), experts,
-                static_cast<float*>(log_sum), tokens, static_cast<int>(num_experts), static_cast<int>(k),
-                softmax_first != 0);
+                tokens, static_cast<int>(num_experts), static_cast<int>(k), softmax_first != 0);
 }
 
 template <class T>
 cudaError_t start_bwd(const void* grad, const void* weights, const int32_t* experts, const void* logits, int64_t stride,
-                      const void* log_sum, void* dlogits, int64_t tokens, int64_t num_experts, int64_t k,
+                      void* dlogits, int64_t tokens, int64_t num_experts, int64_t k,
                       cudaStream_t stream) {
   return launch(topk_gate_bwd_kernel<T>, blocks(tokens), kTokens * kWarpSize, 0, stream,
                 static_cast<const float*>(grad), static_cast<const float*>(weights), experts,
-                static_cast<const T*>(logits), stride, static_cast<const float*>(log_sum), static_cast<T*>(dlogits),
-                tokens, static_cast<int>(num_experts), static_cast<int>(k));
+                static_cast<const T*>(logits), stride, static_cast<T*>(dlogits), tokens, static_cast<int>(num_experts), static_cast<int>(k));
 }
 
 bool plausible(int64_t tokens, int64_t num_experts, int64_t k) {
@@ -167,14 +164,13 @@ bool plausible(int64_t tokens, int64_t num_experts, int64_t k) {
 
 }  // namespace
 
-cudaError_t topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* log_sum,
+cudaError_t topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts,
                           void* /*scratch*/, int64_t /*scratch_stride*/, int64_t tokens, int64_t num_experts, int64_t k,
                           int softmax_first, cudaStream_t stream) {
   if (!plausible(tokens, num_experts, k)) return cudaErrorInvalidValue;
   if (tokens == 0 || k == 0) return cudaSuccess;
   const auto run = [&](auto element) {
-    return start<decltype(element)>(logits, stride, weights, experts, log_sum, tokens, num_experts, k, softmax_first,
-                                    stream);
+    return start<decltype(element)>(logits, stride, weights, experts, tokens, num_experts, k, softmax_first, stream);
   };
   switch (dtype) {
     case float32: return run(float{});
@@ -185,12 +181,12 @@ cudaError_t topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* w
 }
 
 cudaError_t topk_gate_bwd(int dtype, const void* grad, const void* weights, const int32_t* experts, const void* logits,
-                          int64_t stride, const void* log_sum, void* dlogits, int64_t tokens, int64_t num_experts,
+                          int64_t stride, void* dlogits, int64_t tokens, int64_t num_experts,
                           int64_t k, cudaStream_t stream) {
   if (!plausible(tokens, num_experts, k)) return cudaErrorInvalidValue;
   if (tokens == 0 || num_experts == 0) return cudaSuccess;
   const auto run = [&](auto element) {
-    return start_bwd<decltype(element)>(grad, weights, experts, logits, stride, log_sum, dlogits, tokens, num_experts,
+    return start_bwd<decltype(element)>(grad, weights, experts, logits, stride, dlogits, tokens, num_experts,
                                         k, stream);
   };
   switch (dtype) {

@@ -1,50 +1,99 @@
-"""How an operation is made known to torch, and the small things that several of them share."""
+"""How an operation is registered with torch, and helpers that several operations share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from types import NoneType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import is_functorch_wrapped_tensor  # torch has no public predicate
 from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
-from moe_kernels import backends
-from moe_kernels.backends._look import TYPES
-
 _library = torch.library.Library("moe_kernels", "DEF")
 
-# What is defined, to be called by ops/<op>.py: ops.kwta_fwd(...) is torch.ops.moe_kernels.kwta_fwd(...), sooner.
+# The registered operations: ops.kwta_fwd is torch.ops.moe_kernels.kwta_fwd.default.
 ops = SimpleNamespace()
 
-
-# Of some operations: arguments -> a function of such arguments, which does what they do for all that look like these.
+# Operations whose autograd is still a Function in ops/<op>.py; backend-specific shortcuts that they take.
 _made_ready: dict[str, Callable[..., Callable[..., Any]]] = {}
 
-# What a kernel can be called with as it stands.
-_PLAIN = frozenset((*TYPES, NoneType, bool, int, float, str, list))
 
+def define(
+    schema: str,
+    implementation: Callable[..., Any],
+    fake: Callable[..., Any],
+    flops: Callable[..., int],
+    ready: Callable[..., Any] | None = None,
+    *,
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+    batched: tuple[int, ...] = (),
+) -> None:
+    """Registers one operation with torch and adds it to `ops`.
 
-def define(schema: str, implementation, fake, flops, ready=None) -> None:
-    """The operation of that schema, in torch's registry and in `ops`."""
+    Args:
+        schema: as torch.library.Library.define takes it.
+        implementation: runs on every device; calls the backend named in the last argument.
+        fake: the results' shapes and dtypes, from tensors without data.
+        flops: FLOPs from the arguments' shapes, for torch.utils.flop_counter.
+        save, backward: as `setup_context` and `backward` of torch.library.register_autograd.
+        batched: positions of the tensor arguments whose first dimension is a row. torch.vmap's dimension merges into
+            it. Without any, the operation refuses torch.vmap and batched gradients by name.
+    """
     name = schema[: schema.index("(")]
+    qualified = f"moe_kernels::{name}"
     _made_ready[name] = ready or (lambda *args: implementation)
-    _library.define(schema)
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_kernels::{name}", fake, lib=_library)
-    register_flop_formula(getattr(torch.ops.moe_kernels, name))(flops)
-    registered = getattr(torch.ops.moe_kernels, name).default
+    torch.library.register_fake(qualified, fake, lib=_library)
+    op = getattr(torch.ops.moe_kernels, name).default
+    if backward is not None:
+        torch.library.register_autograd(qualified, backward, setup_context=save, lib=_library)
+    torch.library.register_vmap(qualified, _rule(name, op, batched), lib=_library)
+    register_flop_formula(op.overloadpacket)(flops)
+    setattr(ops, name, op)
 
-    def call(*args):
-        # Past the dispatcher, which takes 7 us, unless somebody listens there, or memory need not be there: that of a
-        # tensor of a class of its own, or on the meta device.
-        elsewhere = listened_to() or args[-1] == backends.SHAPES or not _PLAIN.issuperset(map(type, args))
-        return registered(*args) if elsewhere else implementation(*args)
 
-    setattr(ops, name, call)
+def refused(op: str) -> Callable[..., Any]:
+    """A `backward` for the operation that computes the gradient of `op`: there is no second derivative."""
+
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(f"{op}: kernels are once_differentiable; backend='reference' has second derivatives")
+
+    return backward
+
+
+def _rule(name: str, op: Callable[..., Any], batched: tuple[int, ...]) -> Callable[..., Any]:
+    """The batching rule of an operation: merges torch.vmap's dimension into the rows of the arguments `batched`."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+        for position, (dim, each) in enumerate(zip(in_dims, args, strict=True)):
+            inside = isinstance(each, Tensor) and is_functorch_wrapped_tensor(each)
+            if inside or (dim is not None and position not in batched):
+                transforms = "vmap inside grad or jvp" if inside else "vmap and batched gradients"
+                raise TypeError(f"{name}: torch.func transforms are not supported here ({transforms})")
+        size = info.batch_size
+        merged = [
+            _merge(each, dim, size) if position in batched and each is not None else each
+            for position, (dim, each) in enumerate(zip(in_dims, args, strict=True))
+        ]
+        rows = merged[batched[0]].shape[0] // size
+        found = op(*merged)
+        if isinstance(found, Tensor):
+            return found.unflatten(0, (size, rows)), 0
+        return tuple(each.unflatten(0, (size, rows)) for each in found), (0,) * len(found)
+
+    return rule
+
+
+def _merge(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """x with torch.vmap's dimension, or `size` copies of it, merged into its rows."""
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
 def launch(ready: dict[Hashable, Any] | None, stage: Hashable, name: str, *args):

@@ -1,52 +1,71 @@
-"""The top-k gate."""
+"""The top-k gate and its gradient."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, no_flops, wide
+from moe_kernels.library._define import define, no_flops, ops, refused, rows, wide
 
 
-def _topk_gate_fwd(logits: Tensor, k: int, order: str, backend: str):
-    return backends.load(backend, "topk_gate").topk_gate_fwd(logits, k, order)
+def _fwd(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
+    return backends.load(backend, "topk_gate").topk_gate_fwd(rows(logits), k, order)
 
 
-def _topk_gate_fwd_fake(logits: Tensor, k: int, order: str, backend: str):
-    num_tokens = logits.shape[0]
-    weights = logits.new_empty((num_tokens, k), dtype=wide(logits.dtype))
-    return weights, weights.new_empty((num_tokens, k), dtype=torch.int32), weights.new_empty(num_tokens)
+def _fwd_fake(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
+    weights = logits.new_empty((logits.shape[0], k), dtype=wide(logits.dtype))
+    return weights, weights.new_empty(weights.shape, dtype=torch.int32)
 
 
-def _topk_gate_bwd(
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, _, ctx.order, ctx.backend = inputs
+    # weights[:, 0] is the largest probability, so the logits and it give every other one.
+    ctx.save_for_backward(*output, logits if ctx.order == "softmax_topk" else None)
+    ctx.num_experts, ctx.dtype = logits.shape[1], logits.dtype
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    weights, experts, logits = ctx.saved_tensors
+    dlogits = ops.topk_gate_bwd(grad, weights, experts, logits, ctx.num_experts, ctx.dtype, ctx.backend)
+    return dlogits, None, None, None
+
+
+def _bwd(
     grad: Tensor,
     weights: Tensor,
     experts: Tensor,
     logits: Tensor | None,
-    log_sum: Tensor,
     num_experts: int,
     dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    kernels = backends.load(backend, "topk_gate")
-    return kernels.topk_gate_bwd(grad, weights, experts, logits, log_sum, num_experts, dtype)
-
-
-def _topk_gate_bwd_fake(grad, weights, experts, logits, log_sum, num_experts, dtype, backend) -> Tensor:
-    return grad.new_empty((grad.shape[0], num_experts), dtype=dtype)
+    if grad.shape[1] == 0 and logits is not None:  # zeros, but NaN where the softmax is
+        return logits.to(wide(dtype)).softmax(1).mul(0).to(dtype)
+    grad, weights, experts = grad.contiguous(), weights.contiguous(), experts.contiguous()
+    logits = None if logits is None else rows(logits)
+    return backends.load(backend, "topk_gate").topk_gate_bwd(grad, weights, experts, logits, num_experts, dtype)
 
 
 define(
-    "topk_gate_fwd(Tensor logits, SymInt k, str order, str backend) -> (Tensor, Tensor, Tensor)",
-    _topk_gate_fwd,
-    _topk_gate_fwd_fake,
+    "topk_gate_fwd(Tensor logits, SymInt k, str order, str backend) -> (Tensor, Tensor)",
+    _fwd,
+    _fwd_fake,
     no_flops,
+    save=_save,
+    backward=_backward,
+    batched=(0,),
 )
 define(
-    "topk_gate_bwd(Tensor grad, Tensor weights, Tensor experts, Tensor? logits, Tensor log_sum, SymInt num_experts, "
+    "topk_gate_bwd(Tensor grad, Tensor weights, Tensor experts, Tensor? logits, SymInt num_experts, "
     "ScalarType dtype, str backend) -> Tensor",
-    _topk_gate_bwd,
-    _topk_gate_bwd_fake,
+    _bwd,
+    lambda grad, weights, experts, logits, num_experts, dtype, backend: grad.new_empty(
+        (grad.shape[0], num_experts), dtype=dtype
+    ),
     no_flops,
+    backward=refused("topk_gate"),
+    batched=(0, 1, 2, 3),
 )

@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor  # torch has no public predicates
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable as _once_differentiable
 from torch.compiler import is_compiling
@@ -99,8 +99,11 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(f"{ctx.op}: kernels are once_differentiable; backend='reference' has second derivatives")
 
 
-def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
-    """`tensor` is a strided Tensor of one of `dtypes`; no functorch transform is looking, and it carries no tangent."""
+def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...], *, batched: bool = False) -> None:
+    """`tensor` is a strided Tensor of one of `dtypes`, without a tangent, and no torch.func transform wraps it.
+
+    batched: torch.vmap may.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
@@ -110,7 +113,7 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
         raise TypeError(f"{op}: {name} must be a strided tensor, got layout {tensor.layout}")
     if is_compiling():
         return
-    if is_functorch_wrapped_tensor(tensor):
+    if is_functorch_wrapped_tensor(tensor) and not (batched and is_batchedtensor(tensor)):
         raise TypeError(f"{op}: torch.func transforms (vmap, grad, jvp) are not supported; got a wrapped {name}")
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
         raise TypeError(f"{op}: forward-mode derivatives are not supported; got a {name} with a tangent")

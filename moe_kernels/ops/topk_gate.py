@@ -5,28 +5,17 @@
     "softmax_topk"   w_i = exp(z_i) / sum over all j of exp(z_j)          dz_i = p_i ([i in S] dw_i - <w, dw>)   all i
 
 logits (T, E) -> weights (T, K), experts (T, K). Saved for backward: weights and experts; where softmax comes first also
-the logits, and the logarithm of each row's sum of exponentials (T). A kernel reads each logit once, forward and
-backward.
+the logits. There p_j = w_0 exp(z_j - z_0), where expert 0 is the first choice: exact at any size of the logits, which a
+saved logarithm of the sum of exponentials is not. A kernel reads each logit once, forward and backward.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 import python_ref.topk_gate as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import (
-    FLOATING,
-    check_choice,
-    check_int,
-    check_like,
-    check_rank,
-    check_tensor,
-    once_differentiable,
-)
+from moe_kernels.ops._checks import FLOATING, check_choice, check_int, check_like, check_rank, check_tensor
 
 ORDERS = ("topk_softmax", "softmax_topk")
 
@@ -64,43 +53,22 @@ def topk_gate(
     FLOPs (torch's counter): none; comparisons and exponentials are not counted.
 
     Raises:
-        TypeError: logits is no tensor of those dtypes, noise has another dtype, k is no int, or a torch.func transform.
+        TypeError: logits is no tensor of those dtypes, noise has another dtype, k is no int, or a torch.func transform other than vmap.
         ValueError: k outside [0, E], logits that are not (T, E), noise of another shape or device, unknown order.
         BackendError: the backend asked for by name cannot run this.
 
     Source: "topk_softmax" paper 004, eq. 2; "softmax_topk" paper 003 (V-MoE), eq. 3.
     """
-    check_tensor("topk_gate", "logits", logits, FLOATING)
+    check_tensor("topk_gate", "logits", logits, FLOATING, batched=True)
     check_rank("topk_gate", "logits", logits, "(T, E)")
     k = check_int("topk_gate", "k", k, 0, logits.shape[1], "choices among E experts")
     check_choice("topk_gate", "order", order, ORDERS)
     if noise is not None:
-        check_tensor("topk_gate", "noise", noise, FLOATING)
+        check_tensor("topk_gate", "noise", noise, FLOATING, batched=True)
         check_like("topk_gate", "noise", noise, "logits", logits)
     chosen = backends.choose("topk_gate", backend, logits)
     if chosen == "reference":
         return reference.topk_gate(logits, k, order=order, noise=noise)
-    noisy = library.rows(logits if noise is None else logits + noise)
-    if torch.is_grad_enabled() and noisy.requires_grad:
-        weights, experts = _TopkGate.apply(noisy, k, order, chosen)
-    else:
-        weights, experts, _ = library.ops.topk_gate_fwd(noisy, k, order, chosen)
-    # Not in forward: torch 2.11's compiler drops the gradient of a tensor that is converted there to the dtype it has.
+    noisy = logits if noise is None else logits + noise
+    weights, experts = library.ops.topk_gate_fwd(noisy, k, order, chosen)
     return weights.to(logits.dtype), experts
-
-
-class _TopkGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
-        weights, experts, log_sum = library.ops.topk_gate_fwd(logits, k, order, backend)
-        ctx.mark_non_differentiable(experts)
-        ctx.save_for_backward(weights, experts, logits if order == "softmax_topk" else None, log_sum)
-        ctx.num_experts, ctx.dtype, ctx.backend = logits.shape[1], logits.dtype, backend
-        return weights, experts
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        weights, *rest = ctx.saved_tensors
-        dlogits = library.ops.topk_gate_bwd(grad.contiguous(), weights, *rest, ctx.num_experts, ctx.dtype, ctx.backend)
-        return dlogits, None, None, None

@@ -13,11 +13,10 @@ from moe_kernels.library import wide, words
 SCRATCH = 20  # bytes an expert in a thread's scratch: a value, a key and an index
 
 
-def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor, Tensor]:
+def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty((num_tokens, k), dtype=wide(logits.dtype))
     experts = logits.new_empty((num_tokens, k), dtype=torch.int32)
-    log_sum = logits.new_empty(num_tokens, dtype=wide(logits.dtype))
     stride = SCRATCH * 32 * words(num_experts)
     scratch = logits.new_empty((native.chunks(logits.numel()), stride), dtype=torch.uint8)
     native.launch(
@@ -28,7 +27,6 @@ def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor,
         logits.stride(0),
         native.pointer("topk_gate", weights, weights.dtype, 2),
         native.pointer("topk_gate", experts, torch.int32, 2),
-        native.pointer("topk_gate", log_sum, log_sum.dtype, 1),
         native.pointer("topk_gate", scratch, torch.uint8, 2),
         stride,
         num_tokens,
@@ -36,7 +34,7 @@ def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor,
         k,
         order == "softmax_topk",
     )
-    return weights, experts, log_sum
+    return weights, experts
 
 
 def bwd(
@@ -45,7 +43,6 @@ def bwd(
     weights: Tensor,
     experts: Tensor,
     logits: Tensor | None,
-    log_sum: Tensor,
     num_experts: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -59,7 +56,6 @@ def bwd(
         native.pointer("topk_gate", experts, torch.int32, 2),
         native.pointer("topk_gate", logits, dtype, 2),
         0 if logits is None else logits.stride(0),
-        native.pointer("topk_gate", log_sum, wide(dtype), 1),
         native.pointer("topk_gate", dlogits, dtype, 2),
         *dlogits.shape,
         grad.shape[1],

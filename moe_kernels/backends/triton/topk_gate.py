@@ -24,7 +24,7 @@ def configurations() -> list[Configuration]:
     for dtype, (inf, form) in FORMATS.items():
         short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
         pattern = "*i32" if form == 0 else "*i16"
-        outputs = {"weights_ptr": "*fp32", "experts_ptr": "*i32", "log_sum_ptr": "*fp32"}
+        outputs = {"weights_ptr": "*fp32", "experts_ptr": "*i32"}
         fwd = {"logits_ptr": f"*{short}", "bits_ptr": pattern} | outputs | sizes
         bwd = {"grad_ptr": "*fp32"} | outputs | {"logits_ptr": f"*{short}", "dlogits_ptr": f"*{short}"} | sizes
         for num_experts, k in ((8, 2), (128, 8), (1024, 2)):
@@ -54,7 +54,6 @@ def _topk_gate_fwd(
     bits_ptr,  # (T, E) the bit patterns of the same logits
     weights_ptr,  # (T, K) contiguous
     experts_ptr,  # (T, K) contiguous
-    log_sum_ptr,  # (T)
     stride_logits_T,
     T,
     E,
@@ -92,7 +91,6 @@ def _topk_gate_fwd(
     else:
         total = tl.sum(tl.where(made, shares, 0.0), axis=1)
     tl.store(weights_ptr + token[:, None] * K + k, shares / total[:, None], mask=made)
-    tl.store(log_sum_ptr + token, highest + tl.log(total), mask=token < T)
 
 
 @triton.jit
@@ -100,7 +98,6 @@ def _topk_gate_bwd(
     grad_ptr,  # (T, K) contiguous
     weights_ptr,  # (T, K) contiguous
     experts_ptr,  # (T, K) contiguous
-    log_sum_ptr,  # (T)
     logits_ptr,  # (T, E); not read unless SOFTMAX_FIRST
     dlogits_ptr,  # (T, E) contiguous
     stride_logits_T,
@@ -121,10 +118,13 @@ def _topk_gate_bwd(
     weights = tl.load(weights_ptr + token[:, None] * K + k, mask=made, other=0.0)
     mean = tl.sum(grads * weights, axis=1)
     if SOFTMAX_FIRST:
-        log_sum = tl.load(log_sum_ptr + token, mask=token < T, other=0.0)
+        # p_e = w_0 exp(z_e - z_0): the difference of two logits is exact to a rounding however large they are.
+        first = tl.load(experts_ptr + token * K, mask=token < T, other=0)
+        highest = tl.load(logits_ptr + token * stride_logits_T + first, mask=token < T, other=0.0).to(tl.float32)
+        scale = -mean * tl.load(weights_ptr + token * K, mask=token < T, other=0.0)
         place = token[:, None] * stride_logits_T + e
         values = tl.load(logits_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        slopes = -mean[:, None] * tl.exp(values - log_sum[:, None])
+        slopes = scale[:, None] * tl.exp(values - highest[:, None])
     else:
         slopes = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
     for choice in range(K):
@@ -146,19 +146,18 @@ def topk_gate_limits(place: str) -> dict[str, int]:
 
 
 @on_device
-def topk_gate_fwd(logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor, Tensor]:
+def topk_gate_fwd(logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     weights = logits.new_empty((num_tokens, k), dtype=torch.float32)
     experts = logits.new_empty((num_tokens, k), dtype=torch.int32)
-    log_sum = logits.new_empty(num_tokens, dtype=torch.float32)
     if weights.numel():
         _check_experts(num_experts)
         blocks = _blocks(num_experts, k)
         _topk_gate_fwd[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
-            logits, patterns(logits), weights, experts, log_sum, logits.stride(0), num_tokens, num_experts, k,
+            logits, patterns(logits), weights, experts, logits.stride(0), num_tokens, num_experts, k,
             SOFTMAX_FIRST=order == "softmax_topk", INF=FORMATS[logits.dtype][0], **blocks,
         )  # fmt: skip
-    return weights, experts, log_sum
+    return weights, experts
 
 
 @on_device
@@ -167,7 +166,6 @@ def topk_gate_bwd(
     weights: Tensor,
     experts: Tensor,
     logits: Tensor | None,
-    log_sum: Tensor,
     num_experts: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -179,7 +177,7 @@ def topk_gate_bwd(
         softmax_first = logits is not None and k > 0
         source = dlogits if logits is None or k == 0 else logits
         _topk_gate_bwd[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
-            grad, weights, experts, log_sum, source, dlogits, source.stride(0), num_tokens, num_experts, k,
+            grad, weights, experts, source, dlogits, source.stride(0), num_tokens, num_experts, k,
             SOFTMAX_FIRST=softmax_first, **blocks,
         )  # fmt: skip
     return dlogits
