@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,10 @@ class Experts(nn.Module):
     """E experts of equal shape. `experts(x, plan, weights)` (T, D) -> (T, Dout): what the layer needs.
 
     `rows(x, plan)` (R, Dout) are the experts' outputs before they are weighed, for several gates that share experts:
-    combine(rows, plan, weights) of each gate.
+    combine(rows, plan, weights) of each gate. A subclass defines `outputs`, the same before dropout.
+
+    Across processes: nn.parallel.ExpertParallel shards the parameters by expert and sets `exchange`, which carries rows
+    to the ranks that own their experts and back. num_experts stays the number of all experts.
 
     Autocast: as torch.nn.Linear. Where it is on for the device of x, x and parameters are cast to its dtype, which the
     output has, and gradients arrive in the parameters' own; float64 is cast neither there nor here. Gate weights are
@@ -34,9 +38,23 @@ class Experts(nn.Module):
     activation: str | None
     dropout: float
     backend: str | None
+    exchange: Any = None
+
+    def outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
+        """(R, Dout): the outputs of this process's experts, without dropout."""
+        raise NotImplementedError
 
     def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
-        raise NotImplementedError
+        return F.dropout(self._all_outputs(x, plan), self.dropout, self.training)
+
+    def _all_outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
+        """(R, Dout): the outputs of all experts, those of other processes too."""
+        return self.outputs(x, plan) if self.exchange is None else self.exchange(self, x, plan)
+
+    def _own(self, *names: str) -> tuple[Any, ...]:
+        """Parameters by name: of this process's experts if they are sharded."""
+        parameters = tuple(getattr(self, name) for name in names)
+        return parameters if self.exchange is None else tuple(map(self.exchange.own, parameters))
 
     def extra_repr(self) -> str:
         shapes = ", ".join(f"{name}={tuple(each.shape)}" for name, each in self.named_parameters(recurse=False))
@@ -77,9 +95,9 @@ class ExpertLayer(Experts):
         self.dropout = check_number("ExpertLayer", "dropout", dropout, 0, 1, "a rate")
         self.activation, self.backend = activation, check_backend("ExpertLayer", backend)
 
-    def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
-        x, weight, bias = as_autocast(x, self.weight, self.bias)
-        out = grouped_gemm(
+    def outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
+        x, weight, bias = as_autocast(x, *self._own("weight", "bias"))
+        return grouped_gemm(
             x,
             weight,
             plan.expert_offsets,
@@ -88,7 +106,6 @@ class ExpertLayer(Experts):
             row_token=plan.row_token,
             backend=self.backend,
         )
-        return F.dropout(out, self.dropout, self.training)
 
 
 class ExpertMLP(Experts):
@@ -125,9 +142,9 @@ class ExpertMLP(Experts):
         self.dropout = check_number("ExpertMLP", "dropout", dropout, 0, 1, "a rate")
         self.activation, self.backend = activation, check_backend("ExpertMLP", backend)
 
-    def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
+    def outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         offsets, backend = plan.expert_offsets, self.backend
-        x, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)
+        x, w_in, w_out, b_in, b_out = as_autocast(x, *self._own("w_in", "w_out", "b_in", "b_out"))
         hidden = grouped_gemm(
             x,
             w_in,
@@ -137,9 +154,12 @@ class ExpertMLP(Experts):
             row_token=plan.row_token,
             backend=backend,
         )
-        return F.dropout(grouped_gemm(hidden, w_out, offsets, bias=b_out, backend=backend), self.dropout, self.training)
+        return grouped_gemm(hidden, w_out, offsets, bias=b_out, backend=backend)
 
     def forward(self, x: Tensor, plan: RoutingPlan, weights: Tensor | None) -> Tensor:
+        if self.exchange is not None:
+            y = combine(self._all_outputs(x, plan), plan, weights, backend=self.backend)
+            return F.dropout(y, self.dropout, self.training)
         x, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)
         y = expert_mlp(
             x,
@@ -156,7 +176,11 @@ class ExpertMLP(Experts):
 
     def norms(self, x: Tensor) -> Tensor:
         """(T, E): the l2 norm of every expert's output for every token x (T, D), in the dtype of the parameters."""
-        narrow, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)
+        return self.own_norms(x) if self.exchange is None else self.exchange.norms(self, x)
+
+    def own_norms(self, x: Tensor) -> Tensor:
+        """`norms` of this process's experts alone."""
+        narrow, w_in, w_out, b_in, b_out = as_autocast(x, *self._own("w_in", "w_out", "b_in", "b_out"))
         norms = expert_norms(
             narrow, w_in, w_out, b_in=b_in, b_out=b_out, activation=self.activation, backend=self.backend
         )

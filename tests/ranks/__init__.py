@@ -1,0 +1,41 @@
+"""Runs checks on several ranks of one machine: gloo, a process for each rank, forked from one that imported torch.
+
+`Ranks` starts that process, `python -m tests.ranks`, once; it holds no threads and runs nothing itself, so that a
+fork is safe and takes 0.2 s. It reads a line "module check ranks" and prints the error of the first rank that failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+class Ranks:
+    """run("basics", "dropless", 4) calls tests.ranks.basics.dropless() on 4 ranks."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        command = [sys.executable, "-m", "tests.ranks"]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def run(self, module: str, check: str, ranks: int) -> None:
+        """AssertionError with the traceback of the first rank that failed."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{module} {check} {ranks}\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, f"the process that starts ranks ended with status {self.process.wait()}"
+        errors = json.loads(line)
+        assert not errors, "\n".join(f"rank {rank}: {error}" for rank, error in errors.items())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(10)

@@ -1,0 +1,159 @@
+"""n ranks against one process, bit for bit: each rank has a part of the tokens, one process has all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from moe_kernels import nn as mnn
+from moe_kernels.nn.experts import Experts
+from moe_kernels.nn.parallel import ExpertParallel, GlobalPolicy
+
+T, D, H, E = 48, 12, 20, 8
+
+
+class Model(nn.Module):
+    """x + layer(x) on a linear layer, so that the experts are not the first to get a gradient."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(D, D), layer
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        h = self.first(x)
+        y = self.layer(h, ids).y
+        return h + (sum(y) if isinstance(y, tuple) else y)
+
+
+def mesh_of_all() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def tokens(total: int = T) -> Tensor:
+    return torch.randn(total, D, generator=torch.Generator().manual_seed(1))
+
+
+def unfused(experts: Experts) -> None:
+    """Experts without the fused kernel: its sums have another order."""
+    experts.forward = lambda x, plan, weights: Experts.forward(experts, x, plan, weights)
+
+
+def full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def mean_square(y: Tensor) -> Tensor:
+    return y.square().sum(-1).mean()
+
+
+def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """y, dx and the gradients of parameters by name."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    mean_square(y).backward()
+    found = {name: full(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+    return y.detach(), x.grad, found
+
+
+def agree(
+    make: Callable[[object], mnn.MoE], one_policy: object, policy: object, capacity: int | None = None, total: int = T
+) -> None:
+    """y, dx and the gradients of experts are equal, those of the rest after averaging within rounding.
+
+    The loss is the mean over tokens of the squares of y; ranks compute the mean over their own.
+    """
+    mesh, x = mesh_of_all(), tokens(total)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    model = Model(make(one_policy))
+    twin = copy.deepcopy(model)
+    twin.layer.policy = policy
+    unfused(model.layer.experts)
+    y, dx, expected = gradients(model, x)
+
+    parallelize_module(twin, mesh["ep"], {"layer.experts": ExpertParallel(capacity=capacity)})
+    own = x.chunk(ranks)[rank]
+    y_own, dx_own, found = gradients(twin, own)
+    assert torch.equal(y_own, y.chunk(ranks)[rank])
+    assert torch.equal(dx_own, ranks * dx.chunk(ranks)[rank])
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        if ".experts." in name:
+            assert torch.equal(grad, expected[name]), name
+        else:
+            dist.all_reduce(grad)
+            torch.testing.assert_close(grad / ranks, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def mlp(k: int = 2, order: str = "topk_softmax", activation: str = "gelu") -> Callable[[object], mnn.MoE]:
+    return lambda policy: mnn.MoE(
+        mnn.TopKGate(D, E, k, order=order), mnn.ExpertMLP(E, D, H, activation=activation), policy
+    )
+
+
+def group() -> int:
+    return T // dist.get_world_size()
+
+
+def dropless() -> None:
+    agree(mlp(), mnn.TokenChoice(group=group()), mnn.TokenChoice())
+
+
+def dropless_of_three_choices() -> None:
+    agree(mlp(3, activation="swiglu"), mnn.TokenChoice(group=group()), mnn.TokenChoice())
+
+
+def dropless_of_one_choice() -> None:
+    agree(mlp(1, "softmax_topk"), mnn.TokenChoice(), mnn.TokenChoice())
+
+
+def capacity_by_priority() -> None:
+    agree(
+        mlp(),
+        mnn.TokenChoice(1.0, priority="max", group=group()),
+        mnn.TokenChoice(1.0, priority="max"),
+    )
+
+
+def static_capacity() -> None:
+    """Places of all ranks are equal; the policy drops what does not fit."""
+    places = -(-group() * 2 * 5 // (E * 4))
+    agree(mlp(), mnn.TokenChoice(1.25, group=group()), mnn.TokenChoice(1.25), places)
+
+
+def static_with_room() -> None:
+    agree(mlp(3), mnn.TokenChoice(group=group()), mnn.TokenChoice(), group())
+
+
+def expert_choice() -> None:
+    def make(policy: object) -> mnn.MoE:
+        return mnn.MoE(mnn.SoftmaxGate(D, E), mnn.ExpertMLP(E, D, H), policy)
+
+    agree(make, mnn.ExpertChoice(2.0, group=group()), mnn.ExpertChoice(2.0))
+
+
+def one_layer_experts() -> None:
+    def make(policy: object) -> mnn.MoE:
+        return mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertLayer(E, D, D), policy)
+
+    agree(make, mnn.TokenChoice(group=group()), mnn.TokenChoice())
+
+
+def global_choice() -> None:
+    """Expert choice, priority routing and a capacity over the tokens of all ranks."""
+    mesh = mesh_of_all()["ep"]
+    for policy, gate in (
+        (mnn.ExpertChoice(2.0), mnn.SoftmaxGate(D, E)),
+        (mnn.PriorityRouting(), mnn.SoftmaxGate(D, E)),
+        (mnn.TokenChoice(1.0), mnn.TopKGate(D, E, 1, order="softmax_topk")),
+    ):
+        agree(
+            lambda policy, gate=gate: mnn.MoE(gate, mnn.ExpertMLP(E, D, H), policy), policy, GlobalPolicy(policy, mesh)
+        )
