@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_dataclass
+
+from moe_kernels._pytree import register
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,4 +127,4 @@ def _rows_or_zeros(rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:
     return torch.where(valid[..., None], rows[torch.where(valid, index, 0).long()], 0)
 
 
-register_dataclass(RoutingPlan)  # torch.compile, torch.utils.checkpoint and vmap's kin see through it
+register(RoutingPlan)

@@ -1,6 +1,7 @@
 """Thin modules over the operations: parameters and reshapes; no algorithm lives here."""
 
 from moe_kernels.nn import schedules
+from moe_kernels.nn._output import collect_outputs
 from moe_kernels.nn.comet import ACTIVATIONS, CometFFN, CometMLP, FixedRouting, MaskedLinear
 from moe_kernels.nn.experts import ExpertLayer, ExpertMLP, Experts
 from moe_kernels.nn.gates import (
@@ -79,6 +80,7 @@ __all__ = [
     "balance_loss",
     "batch_inverse_cv",
     "batch_variation",
+    "collect_outputs",
     "competition_loss",
     "cv_squared",
     "distillation_loss",

@@ -1,21 +1,46 @@
-"""What is not to happen twice where torch.utils.checkpoint calls a forward again."""
+"""Layers under torch.utils.checkpoint, which runs a forward a second time in the backward pass."""
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch.compiler import is_compiling
+from torch.utils.checkpoint import CheckpointFunction
 
 
 def recomputed() -> bool:
-    """Whether this forward is a second one, for the backward pass that is under way."""
+    """True in a forward that the backward pass runs a second time."""
     return not is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def own(generator: torch.Generator | None) -> torch.Generator | None:
-    """The generator to draw noise from, in no forward that is a second one.
+def refuse_reentrant(name: str) -> None:
+    """Refuses a forward whose dataclass torch.utils.checkpoint(use_reentrant=True) would return without gradients.
+
+    That checkpoint gives gradients to an output that is a tensor or a tuple of tensors and to no other. A layer inside
+    a checkpointed block that returns a tensor is right, so only a direct call is refused.
 
     Raises:
-        RuntimeError: it would draw other noise there, and gradients of another choice.
+        RuntimeError: the module is itself what the checkpoint calls.
+    """
+    if torch.is_grad_enabled() or is_compiling():
+        return
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back  # whoever called the module's forward
+    while frame and frame.f_globals.get("__name__") == "torch.nn.modules.module":
+        frame = frame.f_back
+    if frame and frame.f_code is CheckpointFunction.forward.__code__:
+        raise RuntimeError(
+            f"{name}: torch.utils.checkpoint(use_reentrant=True) gives gradients to tensors alone, and {name} returns "
+            f"a dataclass; use use_reentrant=False, or a layer with output='tensor'"
+        )
+
+
+def own(generator: torch.Generator | None) -> torch.Generator | None:
+    """The generator to draw noise from.
+
+    Raises:
+        RuntimeError: a forward that runs a second time would draw other noise, and make another choice.
     """
     if generator is not None and recomputed():
         raise RuntimeError(

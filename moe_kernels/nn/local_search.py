@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._recompute import recomputed
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number
@@ -135,7 +136,7 @@ class LocalSearch(nn.Module):
             self._harden()
         return None
 
-    @torch.compiler.disable(reason="LocalSearch: every step has a temperature and iterations of its own")
+    @on_the_host("LocalSearch: every step has a temperature and iterations of its own")
     def _advance(self) -> Tensor | None:
         if self.hardened:
             if self._stale:
@@ -198,7 +199,7 @@ class LocalSearch(nn.Module):
         stage = "hard" if self.hardened else f"step {self.step} of {self.steps}"
         return f"num_experts={n}, permutations={count}, schedule={self.schedule!r}, {stage}"
 
-    @torch.compiler.disable(reason="LocalSearch: linear assignment is the host's")
+    @on_the_host("LocalSearch: linear assignment runs on the host")
     def _harden(self) -> None:
         """Row i, a gate, goes to column c_i, an expert; `source` is the inverse: the gate of each expert."""
         self.source.copy_(harden(self.soft).argsort(-1))

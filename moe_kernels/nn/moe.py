@@ -19,16 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_kernels._pytree import register
+from moe_kernels.nn._output import OutputModule, collect
+from moe_kernels.nn._recompute import refuse_reentrant
 from moe_kernels.nn.experts import Experts
 from moe_kernels.nn.gates import Gate, GateOutput
 from moe_kernels.nn.local_search import LocalSearch
 from moe_kernels.nn.policies import TokenChoice, nonzero_choices
-from moe_kernels.ops._checks import check_module, check_number
+from moe_kernels.ops._checks import check_choice, check_module, check_number
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.plan import make_plan
 from moe_kernels.plan import RoutingPlan
 
 Policy = Callable[[GateOutput, bool], tuple[RoutingPlan, Tensor]]
+OUTPUTS = ("all", "tensor")
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,29 @@ class MoEOutput:
     """What a layer of experts computed.
 
     y: (..., Dout), a tuple of one a gate where there are several. plan: who went where. gates: what each gate said,
-    before any policy. losses: () by name, weighted, to be added to the task's loss. statistics: detached, by name;
-    "experts_per_token" (), "load" (E), rows of every expert over T, and "dropped" () are always there.
+    before any policy. losses: () by name, weighted, to be added to the task's loss. records: detached tensors by name
+    that are statistics as they are.
+
+    A registered pytree whose children are the fields in this order.
     """
 
     y: Any
     plan: RoutingPlan
     gates: tuple[GateOutput, ...]
     losses: dict[str, Tensor] = field(default_factory=dict)
-    statistics: dict[str, Tensor] = field(default_factory=dict)
+    records: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """Detached tensors by name: those of the gates ("task0.name" if there are several), the records, and those of
+        the plan: "experts_per_token" (), "load" (E), rows of every expert over T, and "dropped" (), a share.
+
+        Computed at every read; a forward computes none.
+        """
+        prefixes = [f"task{index}." for index in range(len(self.gates))] if isinstance(self.y, tuple) else [""]
+        named = zip(prefixes, self.gates, strict=True)
+        found = {prefix + name: each for prefix, gate in named for name, each in gate.statistics.items()}
+        return found | self.records | load_of(self.plan)
 
     @property
     def loss(self) -> Tensor:
@@ -52,7 +70,10 @@ class MoEOutput:
         return sum(self.losses.values(), torch.zeros((), device=self.plan.row_token.device))
 
 
-class MoE(nn.Module):
+register(MoEOutput)
+
+
+class MoE(OutputModule):
     """A layer of experts with one gate.
 
         out = MoE(TopKGate(352, 16, 2), ExpertMLP(16, 352, 352, activation="relu"))(x)
@@ -66,9 +87,14 @@ class MoE(nn.Module):
             (StableMoE); Dout = D then. For a layer without a residual around it. StableMoE's experts have a residual
             inside, x + FF(LN(x)), so that a (x + FF(LN(x))) + (1 - a) x = x + a FF(LN(x)): inside a block, the block's
             residual is the pass-through. models.moe.MoEBlock calls the layer with pass_through=False.
+        output: "all" returns a MoEOutput; "tensor" returns its y alone, for nn.Sequential and other code that takes a
+            tensor. Losses and statistics of such layers are collected by `with nn.collect_outputs() as outputs`.
 
     Input: x (..., D), any number of leading dimensions; ids (...), where the gate goes by them. Output: MoEOutput with
     y (..., Dout). A token that no expert kept is zero: the residual around the layer carries it.
+
+    Checkpointing: torch.utils.checkpoint(layer, x, use_reentrant=False). With use_reentrant=True torch gives gradients
+    to tensors alone; a direct call of a layer with output="all" raises RuntimeError there.
 
     Autocast: experts follow it as torch.nn.Linear does, and y has its dtype; the gate keeps that of its parameters, so
     that rounding reroutes nobody. With pass_through, y is a sum with x and has the dtype that holds both.
@@ -82,18 +108,22 @@ class MoE(nn.Module):
         *,
         expert_dropout: float = 0.0,
         pass_through: bool = False,
+        output: str = "all",
     ) -> None:
         super().__init__()
+        check_choice("MoE", "output", output, OUTPUTS)
         _check_experts("MoE", [gate], experts)
         if policy is not None and not callable(policy):
             raise TypeError(f"MoE: policy must be one of nn.policies, got {type(policy).__name__}")
         self.gate, self.experts = gate, experts
         self.policy: Policy = policy or TokenChoice()
         self.expert_dropout = check_number("MoE", "expert_dropout", expert_dropout, 0, 1, "a rate")
-        self.pass_through = pass_through
+        self.pass_through, self.output = pass_through, output
 
-    def forward(self, x: Tensor, ids: Tensor | None = None, *, pass_through: bool | None = None) -> MoEOutput:
+    def forward(self, x: Tensor, ids: Tensor | None = None, *, pass_through: bool | None = None) -> Any:
         """pass_through: for this call instead of the layer's own; None: the layer's own."""
+        if self.output == "all":
+            refuse_reentrant("MoE")
         through = self.pass_through if pass_through is None else pass_through
         tokens = x.reshape(-1, x.shape[-1])
         output = self.gate(tokens, None if ids is None else ids.reshape(-1))
@@ -105,15 +135,17 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: pass_through wants experts from D to D, got {tokens.shape[1]} and {y.shape[1]}")
         if through:
             y = y + (1 - (weights * (plan.slot_row >= 0)).sum(-1, keepdim=True)).to(x.dtype) * tokens
-        return MoEOutput(
-            y.reshape(*x.shape[:-1], y.shape[-1]), plan, (output,), output.losses, output.statistics | load_of(plan)
-        )
+        found = MoEOutput(y.reshape(*x.shape[:-1], y.shape[-1]), plan, (output,), output.losses)
+        if self.output == "all":
+            return found
+        collect(found)
+        return found.y
 
     def extra_repr(self) -> str:
-        return f"policy={self.policy}, expert_dropout={self.expert_dropout:g}"
+        return f"policy={self.policy}, expert_dropout={self.expert_dropout:g}, output={self.output!r}"
 
 
-class MultiGateMoE(nn.Module):
+class MultiGateMoE(OutputModule):
     """Experts shared by several tasks, each with a gate of its own: every expert is evaluated once a token (MMoE).
 
         y_task = sum over e of gate_task(x)_e expert_e(x)
@@ -142,6 +174,7 @@ class MultiGateMoE(nn.Module):
         self.gates, self.experts, self.search = nn.ModuleList(gates), experts, search
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> MoEOutput:
+        refuse_reentrant("MultiGateMoE")
         said = {gate: gate(x, ids) for gate in dict.fromkeys(self.gates)}
         outputs = [said[gate] for gate in self.gates]
         gates, losses = [output.gates for output in outputs], {}
@@ -158,12 +191,10 @@ class MultiGateMoE(nn.Module):
         plan = make_plan(choices, self.experts.num_experts)
         rows, slots = self.experts.rows(x, plan), choices.clamp(min=0).long()
         y = tuple(combine(rows, plan, gate.gather(1, slots), backend=self.experts.backend) for gate in gates)
-        named = [(f"task{index}", output) for index, output in enumerate(outputs)]
         first = {gate: f"task{index}" for index, gate in reversed([*enumerate(self.gates)])}  # of those that share it
         losses |= {f"{first[gate]}.{name}": loss for gate in said for name, loss in said[gate].losses.items()}
-        statistics = {f"{task}.{name}": each for task, output in named for name, each in output.statistics.items()}
-        statistics |= {f"task{index}.gates": each.detach() for index, each in enumerate(gates)}
-        return MoEOutput(y, plan, tuple(outputs), losses, statistics | load_of(plan))
+        records = {f"task{index}.gates": each.detach() for index, each in enumerate(gates)}
+        return MoEOutput(y, plan, tuple(outputs), losses, records)
 
 
 def load_of(plan: RoutingPlan) -> dict[str, Tensor]:

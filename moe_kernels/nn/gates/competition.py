@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from moe_kernels.nn._compile import on_the_host
 from moe_kernels.nn._recompute import recomputed
 from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.topk import TopKGate
-from moe_kernels.nn.losses import batch_mean, competition_loss
+from moe_kernels.nn.losses import competition_loss
 from moe_kernels.ops._checks import check_number
 from moe_kernels.ops.topk_gate import topk_gate
 
@@ -71,11 +73,10 @@ class CompetitionGate(Gate):
             compete = self._flip()
         if not compete:
             routed = self.router(x, ids)
-            statistics = routed.statistics | {"competed": x.new_zeros(())}
-            return GateOutput(routed.weights, routed.experts, self.num_experts, routed.dense, routed.losses, statistics)
+            return replace(routed, records=routed.records | {"competed": x.new_zeros(())})
         return self._compete(x)
 
-    @torch.compiler.disable(reason="CompetitionGate: the host flips a coin")
+    @on_the_host("CompetitionGate: the host flips a coin")
     def _flip(self) -> bool:
         again = recomputed()  # torch's own random numbers are then those of before, and have to be drawn
         if again and self.coin is not None:
@@ -95,9 +96,9 @@ class CompetitionGate(Gate):
         logits = self.router.project(self.router.linear, x.detach())
         routed, chosen = topk_gate(logits, k)
         loss = competition_loss((routed, chosen), (weights, winners), self.num_experts)
-        agreement = (chosen[:, :, None] == winners[:, None, :]).any(-1).float()
-        statistics = {"competed": x.new_ones(()), "agreement": batch_mean(agreement.mean(-1))}
-        return GateOutput(weights, winners, self.num_experts, False, {"router": self.alpha * loss}, statistics)
+        agreement = (chosen[:, :, None] == winners[:, None, :]).any(-1)
+        records = {"competed": x.new_ones(()), "agreement": agreement}
+        return GateOutput(weights, winners, self.num_experts, False, {"router": self.alpha * loss}, records)
 
     def extra_repr(self) -> str:
         return f"rate={self.rate}, alpha={self.alpha:g}, through_norms={self.through_norms}"

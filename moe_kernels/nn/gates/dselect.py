@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput, uniform_
-from moe_kernels.nn.losses import batch_mean, tree_entropy
+from moe_kernels.nn.losses import tree_entropy
 from moe_kernels.ops._checks import check_int, check_number, check_positive
 from moe_kernels.ops.tree_gate import smooth_step
 
@@ -65,8 +65,7 @@ class DSelectKGate(Gate):
             losses["entropy"] = self.entropy * tree_entropy(selectors)
         if self.training and self.reciprocal and self.num_experts & (self.num_experts - 1):
             losses["reciprocal"] = self.reciprocal * (1 / (selectors.sum(-1) + 1e-6)).sum()
-        used = batch_mean((gates.detach() >= 1e-5).sum(-1).float())
-        return GateOutput.of_gates(gates, losses, {"experts_per_sample": used})
+        return GateOutput.of_gates(gates, losses, {"experts_per_sample": gates.detach()})
 
     def extra_repr(self) -> str:
         return f"k={self.k}, gamma={self.gamma:g}, entropy={self.entropy:g}, reciprocal={self.reciprocal:g}"

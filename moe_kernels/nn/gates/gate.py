@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from moe_kernels._pytree import register
+from moe_kernels.nn._output import OutputModule
 from moe_kernels.nn._recompute import own
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import INDEX, check_int, check_rank, check_size, check_tensor
@@ -21,7 +23,9 @@ class GateOutput:
     weights (T, K), floating, and experts (T, K), int32 with -1 for none and no expert twice: a dense gate has K = E,
     all experts in order. `gates` (T, E) is the same as one row a token, `dense` whether the gate computed it so.
     losses: regularisers () by name, times their coefficients, to be added to the task's loss; none in evaluation.
-    statistics: detached tensors by name, for the record.
+    records: detached tensors by name, from which `statistics` are computed when they are read.
+
+    A registered pytree: weights, experts, losses and records are children, num_experts and dense constants.
     """
 
     weights: Tensor
@@ -29,15 +33,15 @@ class GateOutput:
     num_experts: int
     dense: bool = False
     losses: dict[str, Tensor] = field(default_factory=dict)
-    statistics: dict[str, Tensor] = field(default_factory=dict)
+    records: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of_gates(
-        cls, gates: Tensor, losses: dict[str, Tensor] | None = None, statistics: dict[str, Tensor] | None = None
+        cls, gates: Tensor, losses: dict[str, Tensor] | None = None, records: dict[str, Tensor] | None = None
     ) -> GateOutput:
         """The output of a dense gate, gates (T, E)."""
         experts = torch.arange(gates.shape[1], dtype=torch.int32, device=gates.device).expand(gates.shape)
-        return cls(gates, experts, gates.shape[1], True, losses or {}, statistics or {})
+        return cls(gates, experts, gates.shape[1], True, losses or {}, records or {})
 
     @property
     def gates(self) -> Tensor:
@@ -50,6 +54,14 @@ class GateOutput:
         return wide.scatter(1, columns, self.weights)[:, : self.num_experts]
 
     @property
+    def statistics(self) -> dict[str, Tensor]:
+        """() by name: the mean of every record, of "experts_per_sample" that of a token's weights of at least 1e-5.
+
+        Computed at every read; a forward computes none.
+        """
+        return {name: _statistic(name, record) for name, record in self.records.items()}
+
+    @property
     def loss(self) -> Tensor:
         """(): the sum of the losses, 0 where there are none."""
         return sum(
@@ -58,7 +70,15 @@ class GateOutput:
         )
 
 
-class Gate(nn.Module):
+register(GateOutput, constants=("num_experts", "dense"))
+
+
+def _statistic(name: str, record: Tensor) -> Tensor:
+    values = ((record >= 1e-5).sum(-1) if name == "experts_per_sample" else record).float()
+    return values.mean() if values.numel() else values.sum()  # no NaN for an empty batch
+
+
+class Gate(OutputModule):
     """A gate: `gate(x, ids=None) -> GateOutput`, x (T, D) and ids (T,) whatever the data knows its tokens by.
 
     Gates compute in the dtype of their parameters, whatever autocast says, and convert x to it: a choice that rests on

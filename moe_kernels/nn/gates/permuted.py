@@ -34,4 +34,4 @@ class PermutedGate(Gate):
         permutation = self.search.permutation()
         gates = self.search.permute(output.gates, permutation)
         losses = {"permutation": self.search.regulariser(permutation)} if self.training else {}
-        return GateOutput.of_gates(gates, output.losses | losses, output.statistics)
+        return GateOutput.of_gates(gates, output.losses | losses, output.records)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,7 +51,7 @@ class StagedGate(Gate):
         log_probs = self.second.project(self.second.linear, x).log_softmax(-1)
         divergence = F.kl_div(log_probs, target.to(log_probs.dtype), reduction="none").sum(-1)
         losses = output.losses | {"distill": self.distill * batch_mean(divergence)}
-        return GateOutput(output.weights, output.experts, self.num_experts, output.dense, losses, output.statistics)
+        return replace(output, losses=losses)
 
     def get_extra_state(self) -> int:
         return self.stage

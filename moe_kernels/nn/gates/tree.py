@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels.nn.gates.gate import Gate, GateOutput
-from moe_kernels.nn.losses import batch_mean, tree_entropy
+from moe_kernels.nn.losses import tree_entropy
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_positive
 from moe_kernels.ops.tree_gate import PARITIES, tree_gate, tree_route
 
@@ -76,7 +76,7 @@ class TreeGate(Gate):
             backend=self.backend,
         )
         losses = {"entropy": self.entropy * tree_entropy(leaf_probs)} if self.training and self.entropy else {}
-        return GateOutput.of_gates(gates, losses, {"experts_per_sample": _experts_per_sample(gates)})
+        return GateOutput.of_gates(gates, losses, {"experts_per_sample": gates.detach()})
 
     def _routed(self, x: Tensor) -> GateOutput | None:
         """What tree_route finds, or None where it is not the dense gate."""
@@ -92,13 +92,9 @@ class TreeGate(Gate):
         )
         if bool(found.unsaturated.any()):
             return None
-        statistics = {"experts_per_sample": _experts_per_sample(weights), "nodes_visited": found.visited.float().mean()}
-        return GateOutput(weights, experts, self.num_experts, statistics=statistics)
+        records = {"experts_per_sample": weights.detach(), "nodes_visited": found.visited}
+        return GateOutput(weights, experts, self.num_experts, records=records)
 
     def extra_repr(self) -> str:
         trees, nodes, dim = self.split_weight.shape
         return f"dim={dim}, num_experts={nodes + 1}, trees={trees}, gamma={self.gamma:g}, entropy={self.entropy:g}"
-
-
-def _experts_per_sample(gates: Tensor) -> Tensor:
-    return batch_mean((gates.detach() >= 1e-5).sum(-1).float())

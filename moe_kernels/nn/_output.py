@@ -1,0 +1,114 @@
+"""Outputs of layers and gates: full backward hooks on dataclasses, and the outputs of layers that return a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import BackwardHook, RemovableHandle
+
+from moe_kernels.nn._recompute import recomputed
+
+Hook = Callable[..., Any]
+
+
+class OutputModule(nn.Module):
+    """A module whose output is a registered dataclass of tensors.
+
+    torch calls full backward hooks for outputs that are a tensor or a tuple of tensors. Here they are called for a
+    dataclass as well: `grad_output` holds the gradients of the output's tensors that require one, in field order.
+    """
+
+    def register_full_backward_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        return self._hook_backward([hook], [], prepend)
+
+    def register_full_backward_pre_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
+        return self._hook_backward([], [hook], prepend)
+
+    def _hook_backward(self, hooks: list[Hook], pre_hooks: list[Hook], prepend: bool) -> RemovableHandle:
+        calls: list[BackwardHook] = []
+
+        def begin(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            calls[:] = [BackwardHook(module, hooks, pre_hooks)]
+            return calls[0].setup_input_hook(args)
+
+        def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            leaves, structure = tree_flatten(output)
+            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if calls and places and torch.is_grad_enabled():
+                hooked = calls.pop().setup_output_hook(tuple(leaves[i] for i in places))
+                for i, leaf in zip(places, hooked, strict=True):
+                    leaves[i] = leaf
+            return tree_unflatten(leaves, structure)
+
+        first = self.register_forward_pre_hook(begin, prepend=prepend)
+        return _Both(first, self.register_forward_hook(end, prepend=not prepend))
+
+
+class _Both(RemovableHandle):
+    """One handle that removes two hooks."""
+
+    def __init__(self, first: RemovableHandle, second: RemovableHandle) -> None:
+        self.handles = first, second
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class Outputs(list[Any]):
+    """The MoEOutput of every call, in the order of the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differentiated = torch.is_grad_enabled()
+
+    @property
+    def loss(self) -> Any:
+        """(): the sum of all losses of all layers; 0 if there are none."""
+        return sum(output.loss for output in self)
+
+
+_collecting: ContextVar[Outputs | None] = ContextVar("moe_kernels.nn.collect_outputs", default=None)
+
+
+@contextmanager
+def collect_outputs() -> Iterator[Outputs]:
+    """Collects the MoEOutput of every MoE(..., output="tensor") that runs inside the block.
+
+        with collect_outputs() as outputs:
+            y = model(x)
+        loss = task_loss(y) + outputs.loss
+
+    `outputs` is a list of MoEOutput in the order of the calls; `outputs.loss` is the sum of their losses. Blocks may be
+    nested: the innermost one collects. A forward that torch.utils.checkpoint repeats in the backward pass is not
+    collected again.
+
+    Raises:
+        RuntimeError: a layer with losses runs without gradients inside a block that was entered with gradients, such
+            as under torch.utils.checkpoint(use_reentrant=True): its losses would have no gradient.
+    """
+    outputs = Outputs()
+    token = _collecting.set(outputs)
+    try:
+        yield outputs
+    finally:
+        _collecting.reset(token)
+
+
+def collect(output: Any) -> None:
+    """Hands a layer's output to the innermost `collect_outputs`, if there is one."""
+    outputs = _collecting.get()
+    if outputs is None or recomputed():
+        return
+    if output.losses and outputs.differentiated and not torch.is_grad_enabled():
+        raise RuntimeError(
+            "collect_outputs: a layer with losses ran without gradients inside a block with gradients, so its losses "
+            "have none; use torch.utils.checkpoint(..., use_reentrant=False), or enter the block under no_grad"
+        )
+    outputs.append(output)
