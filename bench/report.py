@@ -36,7 +36,6 @@ def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 
     A CPU shows ratios alone: times of shared machines mean nothing.
     """
-    columns = "operation", "backend", "dtype", "direction", "shapes"
     parts = []
     for result in results:
         if not any(entry["figures"] for entry in result["entries"]):
@@ -44,10 +43,9 @@ def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
         note = "" if result["gpu"] else " No GPU was there; ratios only."
         part = [f"**{result['device']}**, {result['date']}.{note}"]
         fresh = [entry for entry in result["entries"] if not ledger.is_stale(entry, root)]
-        rows = [row for entry in fresh for row in _summary(entry, result["gpu"])]
+        rows = [row for entry in fresh for row in summary(entry, result["gpu"])]
         if rows:
-            gpu_columns = GPU_COLUMNS.values() if result["gpu"] else ()
-            part.append(markdown((*columns, *gpu_columns, "x memcpy's time", "x as fast as"), rows))
+            part.append(table(rows, result["gpu"]))
         stale = ledger.stale(result, root)
         if stale:
             part.append(f"Not shown, as sources changed since: {', '.join(stale)}.")
@@ -55,7 +53,14 @@ def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     return "\n\n".join(parts) or "Nothing measured yet."
 
 
-def _summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
+def table(rows: list[Sequence[str]], gpu: bool) -> str:
+    """Rows of `summary` as a Markdown table."""
+    gpu_columns = GPU_COLUMNS.values() if gpu else ()
+    columns = "operation", "backend", "dtype", "direction", "shapes"
+    return markdown((*columns, *gpu_columns, "x memcpy's time", "x as fast as"), rows)
+
+
+def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
     """A row for every direction of an entry in its first setting, each with its ranges over the shapes."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     directions = {figure["direction"] for figure in entry["figures"]}

@@ -10,21 +10,42 @@ from pathlib import Path
 
 import pytest
 
+import moe_kernels as mk
+
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-TUTORIALS = sorted(DOCS.glob("tutorials/*.md"))
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "```python" in page.read_text()]
 CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def program(page: Path) -> str:
+    """All python blocks of a page."""
+    return "\n".join(CODE.findall(page.read_text()))
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name == "tutorials"], ids=lambda page: page.stem
+)
 def test_the_code_of_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
-    """All python blocks of a page are one program, run in an empty folder by a process of its own."""
-    blocks = CODE.findall(page.read_text())
-    assert blocks, "a tutorial without code"
-    program = tmp_path / "tutorial.py"
-    program.write_text("\n".join(blocks))
-    run = [sys.executable, str(program)]
+    """In an empty folder, in a process of its own."""
+    program_file = tmp_path / "tutorial.py"
+    program_file.write_text(program(page))
+    run = [sys.executable, str(program_file)]
     done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=240, env=_environment())
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.parent.name != "tutorials"], ids=lambda page: page.stem
+)
+def test_the_examples_of_a_page_run(page: Path) -> None:
+    exec(compile(program(page), page.name, "exec"), {"__name__": "example"})
+
+
+def test_every_public_function_has_a_page() -> None:
+    text = "".join(page.read_text() for page in DOCS.glob("operations/*.md"))
+    documented = set(re.findall(r"^\.\. auto(?:function|class):: (\w+)", text, re.MULTILINE))
+    other = {"BackendError", "available_backends", "explain", "use_backend", "__version__"}
+    assert documented == set(mk.__all__) - other
 
 
 def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
         k: winners a row, from 0 (y is zero) to N (y is a copy).
         values: like x in shape, dtype and device; what is kept where x wins. None: x itself.
         ties: who wins among values equal to the k-th largest when not all of them fit:
-            "index" exactly k win, lowest index first; "strict" none of them (|{j : x_j >= x_i}| <= k, eq. 3, so that a
-            constant row keeps nothing); "all" all of them, so that more than k may win.
+            "index" exactly k win, lowest index first; "strict" none of them (eq. 3: x_i wins if at most k elements are
+            >= x_i, so that a constant row keeps nothing); "all" all of them, so that more than k may win.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Order of values: -0.0 equals 0.0, subnormals count, NaN ranks above +inf and equals every NaN. A kept value is
