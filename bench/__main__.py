@@ -246,7 +246,7 @@ def report_command(
         report.README.write_text(report.rendered(report.README.read_text(), ledger.read()))
         print("README.md rewritten")
         return
-    found = [json.loads(path.read_text()) for path in results] if results else ledger.read()
+    found = list(map(ledger.load, results)) if results else ledger.read()
     text, html = document.write(found, out)
     print(f"{report.operations(found)}\n\n{report.measured(found)}\n\nreport {text}, with pictures {html}")
 
@@ -258,7 +258,7 @@ def compare_command(
     tolerance: Annotated[float, typer.Option(help="Slowdown that is let pass: 0.2 is a fifth longer.")] = 0.2,
 ) -> None:
     """Lists what became slower or faster beyond the tolerance; exits 1 where something became slower."""
-    old, new = (json.loads(path.read_text()) for path in (before, after))
+    old, new = map(ledger.load, (before, after))
     if old["device"] != new["device"]:
         raise typer.BadParameter(f"results of different devices: {old['device']} and {new['device']}")
     found = compare.changes(old, new)

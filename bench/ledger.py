@@ -17,6 +17,9 @@ GPU_BACKENDS = ("triton", "cuda")
 
 Result = dict[str, Any]
 
+FIGURES = ("figures", "curves")  # lists of an entry
+SHARED = {"op": "operation", "backend": "backend", "dtype": "dtype"}  # of a figure, and what its entry calls it
+
 # A backend's kernels: where no file matches, it does not implement the operation.
 _KERNELS = {
     "reference": "python_ref/{op}.py",
@@ -87,13 +90,53 @@ def file_name(device: str) -> str:
 def write(result: Result, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / file_name(result["device"])
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(compact(result))
     return path
+
+
+def compact(result: Result) -> str:
+    """A result as JSON with one line for each fact, entry and figure, and four digits of each number."""
+    facts = [f" {json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in result.items() if key != "entries"]
+    return "{\n" + ",\n".join([*facts, ' "entries": ' + _lines(map(_entry_lines, result["entries"]))]) + "\n}\n"
+
+
+def _entry_lines(entry: dict[str, Any]) -> str:
+    """An entry on one line and each of its figures on one. What a figure shares with its entry stands there alone."""
+    facts = json.dumps({key: _rounded(value) for key, value in entry.items() if key not in FIGURES})
+    figures = [f"{json.dumps(name)}: {_lines(_figure_line(each) for each in entry.get(name, []))}" for name in FIGURES]
+    return ", ".join([facts[:-1], *figures]) + "}"
+
+
+def _figure_line(figure: dict[str, Any]) -> str:
+    return json.dumps({key: _rounded(value) for key, value in figure.items() if key not in SHARED})
+
+
+def _lines(lines: Iterable[str]) -> str:
+    found = list(lines)
+    return "[\n" + ",\n".join(found) + "\n]" if found else "[]"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def read(folder: Path = RESULTS) -> list[Result]:
     """Every result of a folder, by file name."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [load(path) for path in sorted(folder.glob("*.json"))]
+
+
+def load(path: Path) -> Result:
+    """The result that `write` put there, each figure complete."""
+    result: Result = json.loads(path.read_text())
+    for entry in result["entries"]:
+        shared = {key: entry[name] for key, name in SHARED.items()}
+        for name in FIGURES:
+            entry[name] = [shared | each for each in entry.get(name, [])]
+    return result
 
 
 def is_stale(entry: dict[str, Any], root: Path = ROOT) -> bool:

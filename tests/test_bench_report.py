@@ -114,8 +114,20 @@ def test_a_kernel_that_was_interpreted_has_not_run_on_a_gpu(tree: Path) -> None:
 
 def test_results_survive_writing_and_reading(tree: Path) -> None:
     result = result_of(tree, "cuda")
-    assert ledger.write(result, tree / "results").name == "some-gpu.json"
+    path = ledger.write(result, tree / "results")
+    assert path.name == "some-gpu.json"
+    result["entries"][0]["figures"][0]["us"] = 123500.0  # four digits are kept
     assert ledger.read(tree / "results") == [result]
+
+
+def test_a_result_has_a_line_for_each_figure(tree: Path) -> None:
+    result = result_of(tree, "cuda")
+    few = ledger.compact(result).splitlines()
+    result["entries"][0]["figures"] *= 10
+    many = ledger.compact(result).splitlines()
+    assert len(many) == len(few) + 9
+    assert sum('"direction"' in line for line in many) == 10
+    assert sum('"operation"' in line for line in many) == 1
 
 
 def test_measured_shows_gpu_times_and_only_ratios_of_cpus(tree: Path) -> None:
