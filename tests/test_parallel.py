@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from ranks import Ranks
@@ -31,3 +32,66 @@ def ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("check", EXACT)
 def test_equals_one_process_bit_for_bit(ranks: Ranks, check: str, n: int) -> None:
     ranks.run("exact", check, n)
+
+
+MESHES = [(2, 2), (4, 2), (4, 4)]  # ranks, and ranks that share experts
+
+
+@pytest.mark.parametrize(("n", "ep"), MESHES)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_five_steps_are_those_of_one_process(ranks: Ranks, kind: str, n: int, ep: int) -> None:
+    ranks.run("training", "five_steps", n, ep, kind)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_clip_grad_norm_gives_the_norm_of_one_process(ranks: Ranks, kind: str) -> None:
+    ranks.run("training", "norm_of_one_process", 4, kind)
+    ranks.run("training", "norm_without_gradients", 2)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_checkpoint_of_four_ranks_goes_on_at_one_and_two(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    ranks.run("training", "save", 4, tmp_path, kind)
+    ranks.run("training", "go_on", 2, tmp_path)
+    ranks.run("training", "go_on", 1, tmp_path)
+
+
+def test_a_full_state_dict_goes_from_ranks_to_one_process(ranks: Ranks) -> None:
+    ranks.run("training", "full_state", 2)
+    ranks.run("training", "dimensions", 4, 2)
+
+
+LAYERS = (
+    "tree_gate",
+    "several_gates",
+    "local_search",
+    "competition",
+    "norms_of_uneven_batches",
+    "ensemble",
+    "thor",
+    "hash_gate",
+    "pass_through",
+    "activation_checkpointing",
+    "checkpointed_ties",
+    "autocast",
+    "uneven_batches",
+    "dropout",
+    "frozen_experts",
+    "compiled",
+)
+
+
+@pytest.mark.parametrize("check", LAYERS)
+def test_layers_and_what_surrounds_them(ranks: Ranks, check: str) -> None:
+    ranks.run("layers", check, 2 if check == "compiled" else 4)
+
+
+@pytest.mark.parametrize("check", ["meshes", "plans", "static_splits", "unsharded_methods"])
+def test_bad_use_is_refused_by_name(ranks: Ranks, check: str) -> None:
+    ranks.run("refusals", check, 4)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("check", ["uneven", "static", "norms"])
+def test_the_collectives_move_the_bytes_of_the_model(ranks: Ranks, check: str, n: int) -> None:
+    ranks.run("traffic", check, n)

@@ -21,15 +21,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from moe_kernels.nn.experts import ExpertMLP, Experts
@@ -56,8 +59,8 @@ class ExpertParallel(ParallelStyle):
             expert: TokenChoice(factor) keeps expert_capacity(T, K, E, factor), ExpertChoice likewise. `norms` then
             takes as many tokens on every rank.
 
-    Data parallelism: DDP over all ranks for the other parameters, or fully_shard(experts, mesh["dp"]) and fully_shard
-    of the rest over all ranks. fully_shard's hooks run in forward; for layers that call `rows` (MultiGateMoE) or
+    Data parallelism: `data_parallel(model, mesh)`, which is DDP, or fully_shard(experts, mesh=mesh["dp"]) and then
+    fully_shard(model) over all ranks. fully_shard's hooks run in forward; for layers that call `rows` (MultiGateMoE) or
     `norms` (CompetitionGate), add torch.distributed.fsdp.register_fsdp_forward_method(experts, "rows").
     Optimizers: foreach and fused ones reject DTensors beside other parameters: use two groups of parameters.
 
@@ -244,6 +247,30 @@ class GlobalPolicy:
 
     def __repr__(self) -> str:
         return f"GlobalPolicy({self.policy})"
+
+
+def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
+    """DDP of a model with sharded experts; `mesh` holds all ranks, such as ("dp", "ep").
+
+    Gradients of the experts are averaged over the ranks that own the same experts, the others over all ranks.
+    options: of DistributedDataParallel. With FSDP2 there is no need of this: see ExpertParallel.
+    """
+    sharded = {name: each for name, each in model.named_parameters() if isinstance(each, DTensor)}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sharded))
+    for parameter in sharded.values():
+        names = set(mesh.mesh_dim_names or ()) - set(parameter.device_mesh.mesh_dim_names or ())
+        groups = [mesh.get_group(name) for name in sorted(names)]
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(partial(_average, groups))
+    return DistributedDataParallel(model, **options)
+
+
+def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
+    """The gradient's mean over the ranks of all groups, in place."""
+    assert isinstance(parameter.grad, DTensor)
+    grad = parameter.grad.to_local()
+    for group in groups:
+        dist.all_reduce(grad.div_(group.size()), group=group)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Runs checks on several ranks of one machine: gloo, a process for each rank, forked from one that imported torch.
 
 `Ranks` starts that process, `python -m tests.ranks`, once; it holds no threads and runs nothing itself, so that a
-fork is safe and takes 0.2 s. It reads a line "module check ranks" and prints the error of the first rank that failed.
+fork is safe and takes 0.2 s. It reads lines "module check ranks words" and prints the errors of the ranks that failed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Ranks:
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, module: str, check: str, ranks: int) -> None:
-        """AssertionError with the traceback of the first rank that failed."""
+    def run(self, module: str, check: str, ranks: int, *words: object) -> None:
+        """AssertionError with the tracebacks of the ranks that failed. words: arguments of the check, as strings."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"{module} {check} {ranks}\n")
+        self.process.stdin.write(" ".join(map(str, (module, check, ranks, *words))) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         assert line, f"the process that starts ranks ended with status {self.process.wait()}"

@@ -22,16 +22,18 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that was not written reads as NaN
     for line in sys.stdin:
-        module, check, ranks = line.split()
+        module, check, ranks, *words = line.split()
         imported = importlib.import_module(f"tests.ranks.{module}")
         with tempfile.TemporaryDirectory() as folder:
-            children = {_fork(imported, check, rank, int(ranks), Path(folder)): rank for rank in range(int(ranks))}
+            children = {
+                _fork(imported, check, words, rank, int(ranks), Path(folder)): rank for rank in range(int(ranks))
+            }
             _wait(children, time.monotonic() + LIMIT)
             errors = {path.name: path.read_text() for path in sorted(Path(folder).glob("[0-9]*"))}
         print(json.dumps(errors), flush=True)
 
 
-def _fork(module: object, check: str, rank: int, ranks: int, folder: Path) -> int:
+def _fork(module: object, check: str, words: list[str], rank: int, ranks: int, folder: Path) -> int:
     """The process of one rank. An error goes to the file folder/rank."""
     child = os.fork()
     if child:
@@ -44,7 +46,7 @@ def _fork(module: object, check: str, rank: int, ranks: int, folder: Path) -> in
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=LIMIT / 2)
         )
-        getattr(module, check)()
+        getattr(module, check)(*words)
         dist.barrier()
         error.unlink()
     except BaseException:

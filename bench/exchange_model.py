@@ -1,0 +1,108 @@
+"""A model of what experts across processes cost: bytes on the wire, and time per layer for given links.
+
+Bytes are exact: tests/ranks/traffic.py compares them with what the collectives move. Times are predictions.
+
+Assumptions of the times:
+    * every rank has T tokens and K choices each; an expert's share of the rows is uniform or Zipf's;
+    * experts are placed in order of their share, so that the busiest ones meet on rank 0: the worst placement;
+    * a rank sends and receives at once, at `inside` to its own node and at `outside` to others, both at once;
+    * an all-to-all ends with its slowest rank, plus `latency`; nothing overlaps with the products;
+    * products run at `flops` whatever their size; backward has twice those of forward; gates, plans, dispatch and
+      combine are left out, since one process has them too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+COUNT = 4  # bytes of an int32
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that each rank sends to others."""
+
+    sent_forward: list[int]
+    sent_backward: list[int]
+
+
+def exchange_bytes(rows: Tensor, dim: int, out: int, width: int, num_experts: int) -> Traffic:
+    """Of one layer. rows (n, n): from rank s to rank d; dim, out: D and Dout; width: bytes of an element.
+
+    Forward: E counts, rows there, outputs back. Backward: gradients of outputs there, of rows back.
+    """
+    away = rows.long() * (1 - torch.eye(rows.shape[0], dtype=torch.int64, device=rows.device))
+    leave, arrive = away.sum(1), away.sum(0)
+    counts = COUNT * (num_experts - num_experts // rows.shape[0])
+    forward = width * (leave * dim + arrive * out) + counts
+    return Traffic(forward.tolist(), (width * (leave * out + arrive * dim)).tolist())
+
+
+def norm_bytes(ranks: int, tokens: int, dim: int, num_experts: int, width: int) -> int:
+    """That a rank sends for `norms` where every rank has `tokens`: their number, the tokens, and the norms back."""
+    return (ranks - 1) * (COUNT + tokens * dim * width + tokens * (num_experts // ranks) * width)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Ranks and what connects them. inside, outside: bytes a second and direction of a rank; latency: seconds."""
+
+    ranks: int
+    node: int = 8
+    inside: float = 450e9
+    outside: float = 50e9
+    latency: float = 20e-6
+    flops: float = 400e12
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Predicted seconds of one layer, forward and backward together, and the rows of the busiest rank over the mean."""
+
+    exchange: float
+    experts: float
+    imbalance: float
+    sent: int  # bytes, of the busiest rank
+
+    @property
+    def total(self) -> float:
+        return self.exchange + self.experts
+
+
+def shares(num_experts: int, skew: float) -> Tensor:
+    """(E,): every expert's share of the rows, Zipf's with that exponent; 0 is uniform."""
+    weights = torch.arange(1, num_experts + 1, dtype=torch.float64) ** -skew
+    return weights / weights.sum()
+
+
+def layer_cost(
+    machine: Machine, tokens: int, dim: int, hidden: int, choices: int, share: Tensor, width: int, gated: bool = True
+) -> Cost:
+    """Of a layer with `tokens` a rank and experts of two products (D, 2 H or H) and (H, D); share (E,)."""
+    n, experts = machine.ranks, share.numel()
+    if experts % n:
+        raise ValueError(f"layer_cost: {n} ranks must divide the experts, got {experts}")
+    rows = (tokens * choices * share.view(n, -1).sum(1)).round().long().expand(n, n)
+    traffic = exchange_bytes(rows, dim, dim, width, experts)
+    there, back = (_all_to_all(machine, each * dim * width) for each in (rows, rows.T))
+    counts = _all_to_all(machine, torch.full((n, n), COUNT * experts // n))
+    busiest = int(rows.sum(0).max())
+    products = 2 * busiest * dim * hidden * (3 if gated else 2) / machine.flops
+    exchange = counts + 2 * (there + back) if n > 1 else 0.0
+    sent = max(a + b for a, b in zip(traffic.sent_forward, traffic.sent_backward, strict=True))
+    return Cost(exchange, 3 * products, busiest / (tokens * choices), sent)
+
+
+def _all_to_all(machine: Machine, sizes: Tensor) -> float:
+    """Seconds; sizes (n, n) in bytes from rank s to rank d."""
+    node = torch.arange(machine.ranks) // machine.node
+    own = torch.eye(machine.ranks, dtype=torch.bool)
+    near = torch.where((node[:, None] == node) & ~own, sizes, 0)
+    far = torch.where(node[:, None] != node, sizes, 0)
+    slowest = max(
+        max(near.sum(way).max().item() / machine.inside, far.sum(way).max().item() / machine.outside) for way in (0, 1)
+    )
+    return slowest + machine.latency

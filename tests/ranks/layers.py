@@ -1,0 +1,232 @@
+"""Every layer of the package on ranks against one process; checkpointing, autocast and torch.compile around a layer.
+
+Values are compared within rounding: the sums of some gradients have another order than in one process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+from moe_kernels import nn as mnn
+from moe_kernels.nn.parallel import ExpertParallel
+from tests.ranks.exact import D, E, H, Model, T, full, mean_square, mesh_of_all, mlp, tokens
+
+
+def same(
+    layer: nn.Module,
+    ids: Tensor | None = None,
+    *,
+    prepare: Callable[[nn.Module], Any] = lambda model: None,
+    capacity: int | None = None,
+    tolerance: float = 1e-5,
+) -> tuple[nn.Module, nn.Module]:
+    """Outputs, dx and all averaged gradients are those of one process with all tokens. Returns both models."""
+    mesh, x = mesh_of_all(), tokens()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    one, model = (copy.deepcopy(Model(layer)) for _ in range(2))
+    model.first.load_state_dict(one.first.state_dict())
+    parallelize_module(model, mesh["ep"], {"layer.experts": ExpertParallel(capacity)})
+    results = []
+    for each, part in ((one, slice(None)), (model, slice(rank * T // ranks, (rank + 1) * T // ranks))):
+        prepare(each)
+        torch.manual_seed(2)
+        given = x[part].clone().requires_grad_()
+        y = each(given, None if ids is None else ids[part])
+        mean_square(y).backward()
+        results.append((y.detach(), given.grad))
+    (y, dx), (y_own, dx_own) = results
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(y_own, y.chunk(ranks)[rank], **close)
+    torch.testing.assert_close(dx_own / ranks, dx.chunk(ranks)[rank], **close)
+    for (name, a), b in zip(model.named_parameters(), one.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is None:
+            continue
+        grad = full(a.grad)
+        if ".experts." not in name:
+            dist.all_reduce(grad.div_(ranks))
+        torch.testing.assert_close(grad, b.grad, **close, msg=lambda text, name=name: f"{name}: {text}")
+    return one, model
+
+
+def experts(**options: Any) -> mnn.ExpertMLP:
+    return mnn.ExpertMLP(E, D, H, **options)
+
+
+def tree_gate() -> None:
+    """Only experts with a weight above 0 receive rows."""
+    layer = mnn.MoE(mnn.TreeGate(D, E, 2, gamma=0.5), experts(), mnn.NonzeroWeights())
+    torch.nn.init.uniform_(layer.gate.split_weight, -1, 1)
+    _, model = same(layer)
+    out = model.layer(tokens())
+    assert 0 < out.plan.kept.sum() < T * E
+
+
+def several_gates() -> None:
+    gates = [mnn.TopKGate(D, E, 2), mnn.TreeGate(D, E, 1, gamma=0.5)]
+    same(mnn.MultiGateMoE(gates, mnn.ExpertLayer(E, D, D)))
+
+
+def local_search() -> None:
+    """Soft permutation in training, the hard one in evaluation; the same on all ranks."""
+    layer = mnn.MultiGateMoE([mnn.TopKGate(D, E, 2)] * 2, mnn.ExpertLayer(E, D, D), mnn.LocalSearch(E, 10))
+    one, model = same(layer)
+    one.zero_grad()
+    same(one.layer.eval())
+    source = model.layer.search.source.clone()
+    dist.broadcast(source, 0)
+    assert torch.equal(source, model.layer.search.source)
+
+
+def competition() -> None:
+    """All experts compete for every token: tokens travel, and norms come back."""
+    for through in (True, False):
+        mlps = experts(activation="relu")
+        gate = mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mlps, rate=1.0, alpha=2.0, through_norms=through)
+        layer = mnn.MoE(gate, mlps)
+        one, model = same(layer)
+        out, expected = model.layer(tokens()), one.layer(tokens())
+        assert torch.equal(out.plan.slot_expert, expected.plan.slot_expert)
+        for capacity in (None, T):
+            same(layer, capacity=capacity)
+
+
+def norms_of_uneven_batches() -> None:
+    """Ranks with different numbers of tokens, one with none."""
+    mlps = experts(activation="relu")
+    x = tokens()
+    expected = mlps.norms(x)
+    parallelize_module(mlps, mesh_of_all()["ep"], ExpertParallel())
+    rank = dist.get_rank()
+    ends = [0, 0, 17, 30, T][: dist.get_world_size() + 1]
+    own = slice(ends[rank], ends[rank + 1])
+    torch.testing.assert_close(mlps.norms(x[own]), expected[own], rtol=1e-5, atol=1e-6)
+
+
+def ensemble() -> None:
+    ids = torch.arange(T) % 2
+    same(mnn.MoE(mnn.EnsembleGate(D, E, 2, members=2), experts()), ids)
+
+
+def thor() -> None:
+    """In training one draw an rank's batch: with the same seed the same expert, which then receives all rows."""
+    same(mnn.MoE(mnn.RandomGate(E), experts()))
+
+
+def hash_gate() -> None:
+    ids = torch.arange(T) * 7 % 31
+    same(mnn.MoE(mnn.HashGate(31, E, frequencies=torch.arange(31)), experts()), ids)
+
+
+def pass_through() -> None:
+    same(mnn.MoE(mnn.StableGate(D, E, 31), experts(), pass_through=True), torch.arange(T) % 31)
+
+
+def activation_checkpointing() -> None:
+    """A forward pass that is computed again sends the same rows."""
+
+    def prepare(model: nn.Module) -> None:
+        inner = model.layer.forward
+        model.layer.forward = lambda *given: checkpoint(inner, *given, use_reentrant=False)
+
+    for capacity in (None, T):
+        same(mlp()(None), prepare=prepare, capacity=capacity)
+
+
+def checkpointed_ties() -> None:
+    """Equal logits: the choice is the same when it is computed again."""
+    layer = mlp()(mnn.TokenChoice(1.0))
+    torch.nn.init.zeros_(layer.gate.linear.weight)
+    parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel()})
+    plain = copy.deepcopy(layer)
+    x = tokens(T // 2).requires_grad_()
+    checkpoint(layer, x, use_reentrant=False).y.sum().backward()
+    dx, x.grad = x.grad, None
+    plain(x).y.sum().backward()
+    assert torch.equal(dx, x.grad)
+    for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(full(a.grad), full(b.grad))
+
+
+def autocast() -> None:
+    """Rows travel in bfloat16; parameters and their gradients stay float32."""
+    mesh, x = mesh_of_all(), tokens()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    one = mlp()(mnn.TokenChoice(group=T // ranks))
+    model = copy.deepcopy(one)
+    parallelize_module(model, mesh["ep"], {"experts": ExpertParallel()})
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, y = one(x).y, model(x.chunk(ranks)[rank]).y
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, expected.chunk(ranks)[rank], rtol=2e-2, atol=2e-2)
+    expected.float().square().mean().backward()
+    y.float().square().mean().backward()
+    for a, b in zip(model.experts.parameters(), one.experts.parameters(), strict=True):
+        assert a.grad.dtype == torch.float32
+        torch.testing.assert_close(full(a.grad), b.grad, rtol=5e-2, atol=1e-3)
+
+
+def uneven_batches() -> None:
+    """Ranks with different numbers of tokens, one with none; the loss is a sum."""
+    x, rank, ranks = tokens(), dist.get_rank(), dist.get_world_size()
+    ends = [0, 0, 17, 30, T][: ranks + 1]
+    layer = mlp()(None)
+    for capacity in (None, T):
+        one, model = copy.deepcopy(layer), copy.deepcopy(layer)
+        parallelize_module(model, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity)})
+        own = slice(ends[rank], ends[rank + 1])
+        expected, y = one(x[: ends[-1]]).y, model(x[own]).y
+        torch.testing.assert_close(y, expected[own], rtol=1e-5, atol=1e-6)
+        expected.square().sum().backward()
+        y.square().sum().backward()
+        for a, b in zip(model.experts.parameters(), one.experts.parameters(), strict=True):
+            torch.testing.assert_close(ranks * full(a.grad), b.grad, rtol=1e-4, atol=1e-5)
+
+
+def dropout() -> None:
+    """After combine, on the rank of the token: a rank's random numbers do not depend on the rows that it received."""
+    for layer in (mnn.MoE(mnn.TopKGate(D, E, 2), experts(dropout=0.5)), mlp()(None)):
+        model = copy.deepcopy(layer)
+        parallelize_module(model, mesh_of_all()["ep"], {"experts": ExpertParallel()})
+        x = tokens(T if dist.get_rank() else T // 2)
+        torch.manual_seed(3)
+        y = model(x).y
+        torch.manual_seed(3)
+        torch.testing.assert_close(y, layer(x).y, rtol=1e-5, atol=1e-6)
+
+
+def frozen_experts() -> None:
+    """Gradients reach x and the gate where experts are frozen."""
+    layer = mlp()(None)
+    layer.experts.requires_grad_(False)
+    same(layer)
+
+
+def compiled() -> None:
+    """The layer compiles: in one graph with a static capacity, else with one break, at the exchange."""
+    from torch._dynamo.utils import counters
+
+    x = tokens()
+    for capacity in (T, None):
+        layer = mlp()(None)
+        parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity)})
+        forward = torch.compile(lambda x, layer=layer: layer(x).y, backend="aot_eager", fullgraph=capacity is not None)
+        expected = layer(x).y
+        expected.square().sum().backward()
+        grads = [full(each.grad).clone() for each in layer.parameters()]
+        layer.zero_grad()
+        y = forward(x)
+        y.square().sum().backward()
+        torch.testing.assert_close(y, expected)
+        for each, grad in zip(layer.parameters(), grads, strict=True):
+            torch.testing.assert_close(full(each.grad), grad, rtol=1e-5, atol=1e-5)
+    (reason,) = counters["graph_break"]
+    assert "the host waits for the split sizes" in reason

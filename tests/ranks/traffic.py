@@ -1,0 +1,76 @@
+"""The bytes that the collectives move are those of bench.exchange_model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.exchange_model import exchange_bytes, norm_bytes
+from moe_kernels import nn as mnn
+from moe_kernels.nn.parallel import ExpertParallel
+from tests.ranks.exact import D, E, H, T, group, mesh_of_all, mlp, tokens
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that leave this rank in all-to-alls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent, self.calls = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is torch.ops._c10d_functional.all_to_all_single.default:
+            x, _, leave, _ = args
+            row = x[:1].numel() * x.element_size() if len(x) else 0
+            self.sent += row * (sum(leave) - leave[dist.get_rank()])
+            self.calls += 1
+        return function(*args, **kwargs or {})
+
+
+def _moved(layer: mnn.MoE, x: Tensor) -> tuple[Moved, Moved]:
+    with Moved() as forward:
+        y = layer(x).y
+    with Moved() as backward:
+        y.square().sum().backward()
+    return forward, backward
+
+
+def uneven() -> None:
+    x = tokens().chunk(dist.get_world_size())[dist.get_rank()].clone().requires_grad_()
+    layer = mlp()(mnn.TokenChoice(1.25))
+    parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel()})
+    forward, backward = _moved(layer, x)
+    kept = layer.policy(layer.gate(x), True)[0].kept
+    every = [torch.empty_like(kept) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, kept)
+    expected = exchange_bytes(torch.stack(every).unflatten(1, (dist.get_world_size(), -1)).sum(-1), D, D, 4, E)
+    assert forward.sent == expected.sent_forward[dist.get_rank()], (forward.sent, expected)
+    assert backward.sent == expected.sent_backward[dist.get_rank()], (backward.sent, expected)
+    assert (forward.calls, backward.calls) == (3, 2)
+
+
+def static() -> None:
+    """Equal splits: bytes of all places, whoever uses them."""
+    ranks, places = dist.get_world_size(), 2 * group()
+    x = tokens().chunk(ranks)[dist.get_rank()].clone().requires_grad_()
+    layer = mlp()(None)
+    parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(places)})
+    forward, backward = _moved(layer, x)
+    expected = exchange_bytes(torch.full((ranks, ranks), E // ranks * places), D, D, 4, E)
+    assert forward.sent == expected.sent_forward[dist.get_rank()]
+    assert backward.sent == expected.sent_backward[dist.get_rank()]
+    assert (forward.calls, backward.calls) == (3, 2)
+
+
+def norms() -> None:
+    experts = mnn.ExpertMLP(E, D, H, activation="relu")
+    parallelize_module(experts, mesh_of_all()["ep"], ExpertParallel())
+    x = tokens(T // dist.get_world_size())
+    with Moved() as moved:
+        experts.norms(x)
+    assert moved.sent == norm_bytes(dist.get_world_size(), len(x), D, E, 4)

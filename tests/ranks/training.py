@@ -1,0 +1,165 @@
+"""Training on ranks against one process: steps of AdamW under DDP and FSDP2, checkpoints, the norm of gradients."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from moe_kernels import nn as mnn
+from moe_kernels.nn.parallel import ExpertParallel, clip_grad_norm_, data_parallel
+from tests.ranks.exact import Model, T, full, group, mean_square, mlp, tokens, unfused
+
+MAX_NORM = 0.5
+
+
+def mesh_of(ep: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size() // int(ep), int(ep)), mesh_dim_names=("dp", "ep"))
+
+
+def one_model(parts: int) -> Model:
+    """The layer that drops by capacity, whose groups are the tokens of `parts` ranks."""
+    torch.manual_seed(0)
+    model = Model(mlp()(mnn.TokenChoice(1.25, group=T // parts)))
+    unfused(model.layer.experts)
+    return model
+
+
+def sharded(mesh: DeviceMesh) -> Model:
+    torch.manual_seed(0)
+    model = Model(mlp()(mnn.TokenChoice(1.25, group=group())))
+    parallelize_module(model, mesh["ep"], {"layer.experts": ExpertParallel()})
+    return model
+
+
+def with_ddp(mesh: DeviceMesh) -> tuple[Model, nn.Module]:
+    model = sharded(mesh)
+    return model, data_parallel(model, mesh)
+
+
+def with_fsdp(mesh: DeviceMesh) -> tuple[Model, nn.Module]:
+    model = sharded(mesh)
+    fully_shard(model.layer.experts, mesh=mesh["dp"])
+    return model, fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, x: torch.Tensor) -> list[float]:
+    """The mean loss of all ranks in each step."""
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = mean_square(model(x))
+        loss.backward()
+        clip_grad_norm_(model, MAX_NORM)
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / dist.get_world_size())
+    return losses
+
+
+def own_tokens() -> torch.Tensor:
+    return tokens().chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def five_steps(ep: str, kind: str) -> None:
+    expected_model = one_model(dist.get_world_size())
+    expected = train(expected_model, adamw(expected_model), 5, tokens())
+    model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh_of(ep))
+    found = train(wrapped, adamw(model), 5, own_tokens())
+    assert expected[4] < expected[0]
+    for a, b in zip(found, expected, strict=True):
+        assert abs(a - b) <= 1e-6 * abs(b), (found, expected)
+    for (name, a), b in zip(model.named_parameters(), expected_model.parameters(), strict=True):
+        torch.testing.assert_close(full(a), b, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def norm_of_one_process(kind: str) -> None:
+    """For norms of several kinds; then every gradient is scaled alike."""
+    mesh = mesh_of("2")
+    for p in (2.0, 1.0, float("inf")):
+        one = one_model(dist.get_world_size())
+        mean_square(one(tokens())).backward()
+        model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh)
+        mean_square(wrapped(own_tokens())).backward()
+        expected = torch.nn.utils.clip_grad_norm_(one.parameters(), MAX_NORM, p)
+        assert expected > MAX_NORM
+        found = clip_grad_norm_(model, MAX_NORM, p)
+        assert type(found) is torch.Tensor
+        assert found.shape == ()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        for a, b in zip(model.parameters(), one.parameters(), strict=True):
+            torch.testing.assert_close(full(a.grad), b.grad, rtol=1e-5, atol=1e-7)
+
+
+def norm_without_gradients() -> None:
+    assert clip_grad_norm_(sharded(mesh_of("2")), 1.0).item() == 0
+
+
+def save(folder: str, kind: str) -> None:
+    """Two steps, a checkpoint, and the losses of three more."""
+    model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh_of("2"))
+    optimizer = adamw(model)
+    train(wrapped, optimizer, 2, own_tokens())
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=Path(folder) / "checkpoint")
+    losses = train(wrapped, optimizer, 3, own_tokens())
+    if dist.get_rank() == 0:
+        (Path(folder) / "losses").write_text(json.dumps(losses))
+
+
+def go_on(folder: str) -> None:
+    """The same losses from the checkpoint on this number of ranks; each has the groups of several of those before."""
+    torch.manual_seed(1)
+    model = Model(mlp()(mnn.TokenChoice(1.25, group=T // 4)))
+    unfused(model.layer.experts)
+    mesh, wrapped = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep")), model
+    if dist.get_world_size() > 1:
+        parallelize_module(model, mesh["ep"], {"layer.experts": ExpertParallel()})
+        del model.layer.experts.forward
+        wrapped = data_parallel(model, mesh)
+    optimizer = adamw(model)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=Path(folder) / "checkpoint")
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    expected = json.loads((Path(folder) / "losses").read_text())
+    found = train(wrapped, optimizer, 3, own_tokens())
+    for a, b in zip(found, expected, strict=True):
+        assert abs(a - b) <= 1e-6 * abs(b), (found, expected)
+
+
+def full_state() -> None:
+    """n ranks' state dict in full loads into one process, and one process's into n ranks, with the same output."""
+    mesh = mesh_of(str(dist.get_world_size()))
+    model = sharded(mesh)
+    state = {name: full(each) for name, each in model.state_dict().items()}
+    one = Model(mlp()(mnn.TokenChoice(1.25, group=group())))
+    one.load_state_dict(state)
+    unfused(one.layer.experts)
+    assert torch.equal(one(own_tokens()), one(tokens()).chunk(dist.get_world_size())[dist.get_rank()])
+    assert torch.equal(model(own_tokens()), one(own_tokens()))
+    assert all(isinstance(each, DTensor) for name, each in model.state_dict().items() if ".experts." in name)
+
+
+def dimensions(ep: str) -> None:
+    """Every parameter keeps its name and shape; a rank holds E / n of the experts."""
+    one, model = one_model(1), sharded(mesh_of(ep))
+    for (name, a), (other, b) in zip(one.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other
+        assert a.shape == b.shape
+        if ".experts." in name:
+            assert b.to_local().shape[0] == a.shape[0] // int(ep)
