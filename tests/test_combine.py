@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from inputs import each_alone, far_apart, framed
 from test_dispatch import dense, plans
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
@@ -79,17 +80,81 @@ def test_float32_gates_weigh_bfloat16_rows(target):
     assert (drows.dtype, dweights.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_rows_of_any_length(target):
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("kind", ["one token dropped", "dropped", "unused rows", "expert choice"])
+def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
+    """Weights and gradients of dropped choices, rows not in use, and what lies around rows and gradients."""
+    one = mk.make_plan(torch.tensor([[0], [0]], device=target.device), 1, capacity=1, backend="reference")
+    plan = {"one token dropped": one, **plans(target.device)}[kind]
+    dropped, used = plan.slot_row < 0, int(plan.expert_offsets[-1])
+    for dim in (1, 5, 40, 300):
+        rows, grad = torch.randn(plan.num_rows, dim), torch.randn(plan.num_tokens, dim)
+        weights = torch.randn(plan.slot_row.shape)
+        rows, grad, weights = (each.to(target.device) for each in (rows, grad, weights))
+        results = []
+        for fill, backend in ((value, target.backend), (0.0, "reference")):
+            leaves = {"rows": rows.clone(), "weights": weights.masked_fill(dropped, fill)}
+            leaves["rows"][used:] = fill
+            leaves["rows"] = framed(leaves["rows"], fill)
+            given = framed(grad.masked_fill(dropped.all(1, keepdim=True), fill), fill)
+            leaves = {name: each.requires_grad_() for name, each in leaves.items()}
+            y = mk.combine(leaves["rows"], plan, leaves["weights"], backend=backend)
+            results.append((y, *torch.autograd.grad(y, list(leaves.values()), given)))
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        leaves = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = mk.combine(leaves[0], plan, leaves[1], backend=target.backend)
+        drows, dweights = torch.autograd.grad(y, leaves, torch.full_like(y, value))
+        assert not dweights[dropped].any()
+        assert not drows[used:].any()
+
+
+@pytest.mark.parametrize("kind", ["unused rows", "dropped"])
+def test_many_programs_with_one_that_is_not_full(target, kind):
+    """Tokens and pieces of a row of several programs or blocks, the last of which has too few; rows not in use."""
+    plan, on = plans(target.device)[kind], target.device
+    for dim in (300, 4100) if target.interpreted else (300, 2500, 4100, 9000):
+        leaves = {"rows": torch.randn(plan.num_rows, dim, device=on), "weights": torch.rand(23, 3, device=on)}
+        grad = torch.randn(dim, plan.num_tokens, device=on).t()  # no last dimension to read in place
+        found = []
+        for backend in (target.backend, "reference"):
+            given = {name: each.clone().requires_grad_() for name, each in leaves.items()}
+            y = mk.combine(given["rows"], plan, given["weights"], backend=backend)
+            found.append((y, *torch.autograd.grad(y, list(given.values()), grad)))
+            found[-1] += (mk.dispatch(grad, plan, backend=backend),)
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_each_gradient_alone_is_the_same(target):
+    plan = plans(target.device)["unused rows"]
+    leaves = {
+        "rows": torch.randn(plan.num_rows, 40, device=target.device),
+        "weights": torch.rand(plan.slot_row.shape, device=target.device),
+    }
+    grad = torch.randn(plan.num_tokens, 40, device=target.device)
+
+    def call(rows, weights):
+        return mk.combine(rows, plan, weights, backend=target.backend)
+
+    given = {name: each.clone().requires_grad_() for name, each in leaves.items()}
+    together = torch.autograd.grad(call(**given), list(given.values()), grad)
+    alone = each_alone(call, leaves, grad)
+    assert all(torch.equal(one, alone[name]) for one, name in zip(together, leaves, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_far_apart(target, dtype):
     plan = plans(target.device)["dropped"]
-    rows = torch.randn(plan.num_rows, 5000, device=target.device, requires_grad=True)
-    weights = torch.rand(plan.slot_row.shape, device=target.device, requires_grad=True)
-    results = []
-    for backend in (target.backend, "reference"):
-        y = mk.combine(rows, plan, weights, backend=backend)
-        results.append((y, *torch.autograd.grad(y.square().sum(), (rows, weights))))
-        results[-1] += (mk.dispatch(y.detach(), plan, backend=backend),)
+    rows, grad = (torch.randn(n, 24, device=target.device).to(dtype) for n in (plan.num_rows, plan.num_tokens))
+    weights, results = torch.rand(plan.slot_row.shape, device=target.device), []
+    for place, backend in ((far_apart, target.backend), (torch.clone, "reference")):
+        leaves = [each.requires_grad_() for each in (place(rows), weights.clone())]
+        y = mk.combine(leaves[0], plan, leaves[1], backend=backend)
+        results.append((y, *torch.autograd.grad(y, leaves, place(grad))))
+    rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-5
     for got, expected in zip(*results, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, expected, rtol=rounding, atol=rounding)
 
 
 def test_twice_the_same_bits(target):

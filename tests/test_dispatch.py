@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from inputs import far_apart, framed
 from torch.library import opcheck
 
 import moe_kernels as mk
@@ -19,11 +20,12 @@ def plans(device: str = "cpu") -> dict[str, mk.RoutingPlan]:
     """Plans with every kind of hole: dropped choices, tokens and experts without rows, rows not in use, no rows."""
     experts = torch.randint(-1, 5, (23, 3), device=device)
     scores = torch.rand(23, 5, device=device)
+    seldom = torch.where((scores[:, :3] < 0.3) & (experts != 2), experts, -1)
     on = {"backend": "reference"}
     return {
         "everything": mk.make_plan(experts.clamp(min=0), 5, **on),
         "dropped": mk.make_plan(experts, 5, capacity=4, priority=scores[:, 0], **on),
-        "unused rows": mk.make_plan(torch.where(experts == 2, 1, experts), 5, capacity=20, **on),
+        "unused rows": mk.make_plan(seldom, 5, capacity=20, **on),  # more than twice the tokens
         "one expert": mk.make_plan(torch.full_like(experts[:, :1], 3), 5, capacity=6, **on),
         "expert choice": mk.plan_expert_choice(scores, 6, **on)[0],
         "no room": mk.make_plan(experts, 5, capacity=0, **on),
@@ -77,6 +79,29 @@ def test_views_are_read_in_place(target):
         (dx,) = torch.autograd.grad(rows.sum(), view)  # a gradient whose strides are zero
         expected = (plan.slot_row >= 0).sum(1, keepdim=True).float().expand_as(view)
         assert torch.equal(dx, expected)
+
+
+@pytest.mark.parametrize("kind", ["unused rows", "dropped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_rows_and_what_lies_around_them(target, kind, dtype):
+    """Pieces of a row of several programs, the last of which is not full; NaN on all sides of x and of the gradient."""
+    plan = plans(target.device)[kind]
+    for dim in (3, 300, 4100) if target.interpreted else (3, 300, 2500, 4100, 9000):
+        x = framed(torch.randn(plan.num_tokens, dim, device=target.device).to(dtype)).requires_grad_()
+        rows = mk.dispatch(x, plan, backend=target.backend)
+        assert torch.equal(rows, mk.dispatch(x, plan, backend="reference"))
+        grad = framed(torch.randn_like(rows))
+        (dx,) = torch.autograd.grad(rows, x, grad)
+        expected = mk.combine(grad.float(), plan, backend="reference")
+        torch.testing.assert_close(dx.float(), expected, rtol=2.0**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_far_apart(target, dtype):
+    plan = plans(target.device)["dropped"]
+    x = torch.randn(23, 24, device=target.device).to(dtype)
+    got = mk.dispatch(far_apart(x), plan, backend=target.backend)
+    assert torch.equal(got, mk.dispatch(x, plan, backend="reference"))
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

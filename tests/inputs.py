@@ -1,0 +1,49 @@
+"""Inputs that show what a kernel reads beside its rows, or with too narrow an index."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable
+
+import torch
+
+NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
+
+
+def framed(x: torch.Tensor, fill: float = math.nan, margin: int = 3) -> torch.Tensor:
+    """x as a view of a tensor that holds `fill` on all sides of its last two dimensions."""
+    whole = x.new_full((*x.shape[:-2], x.shape[-2] + 2 * margin, x.shape[-1] + 2 * margin), fill)
+    view = whole[..., margin:-margin, margin:-margin]
+    view.copy_(x)
+    return view
+
+
+def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """x with rows 2^30 elements apart, or with these strides: memory is taken up only where x is written to.
+
+    A row's number and its stride each fit 32 bits. From row 2 on their product does not, from row 16 on not even in
+    pieces of 8 elements: an index of 32 bits reads zeros, or outside of the tensor.
+    """
+    strides = strides or (2**30, 1)
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
+    bytes_ = (last + 1) * x.element_size()
+    if x.is_cuda:
+        memory = torch.empty(bytes_, dtype=torch.uint8, device=x.device)
+    else:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+        memory = torch.frombuffer(mmap.mmap(-1, bytes_, flags=flags), dtype=torch.uint8)
+    view = memory.view(x.dtype).as_strided(x.shape, strides)
+    view.copy_(x)
+    return view
+
+
+def each_alone(
+    call: Callable[..., torch.Tensor], leaves: dict[str, torch.Tensor], grad: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The gradient to every input of call(**leaves) where it is the only input that wants one."""
+    found = {}
+    for name in leaves:
+        given = {key: each.detach().requires_grad_(key == name) for key, each in leaves.items()}
+        (found[name],) = torch.autograd.grad(call(**given), given[name], grad)
+    return found
