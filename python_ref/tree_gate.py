@@ -41,12 +41,12 @@ def tree_softmax(leaf_logits: Tensor, leaf_probs: Tensor, parity: str | None = N
 
     A leaf counts from p = the smallest normal number on: the gradient to p, up to 1 / p, is finite there.
     """
-    if parity == "tf":
-        p = torch.where(leaf_probs <= 0, torch.finfo(leaf_probs.dtype).min, (leaf_probs + 1e-8).log())
-        return (leaf_logits + p).flatten(-2).softmax(-1).view(leaf_logits.shape).sum(-2)
-    if parity == "bert":
-        p = (leaf_probs + 1e-6).log().masked_fill(leaf_probs < 1e-5, -torch.inf)
-        return (leaf_logits + p).flatten(-2).softmax(-1).view(leaf_logits.shape).sum(-2)
+    if parity is not None:
+        dropped, epsilon = (leaf_probs <= 0, 1e-8) if parity == "tf" else (leaf_probs < 1e-5, 1e-6)
+        least = torch.finfo(leaf_probs.dtype).min if parity == "tf" else -torch.inf
+        p = (leaf_probs + epsilon).log().masked_fill(dropped, least)
+        logits = leaf_logits.masked_fill(dropped, 0)  # infinite or NaN, it would make all gates NaN
+        return (logits + p).flatten(-2).softmax(-1).view(leaf_logits.shape).sum(-2)
     reachable = leaf_logits.masked_fill(leaf_probs < torch.finfo(leaf_probs.dtype).tiny, -torch.inf)
     weights = leaf_probs * (reachable - reachable.detach().amax((-2, -1), keepdim=True)).exp()
     return weights.sum(-2) / weights.sum((-2, -1))[..., None]

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import Target
+from inputs import far_apart, framed
 from torch.library import opcheck
 
 import moe_kernels as mk
@@ -24,6 +25,10 @@ ROWS = {
     "large": lambda t, e: 100 * torch.randn(t, e),
     "zeros of both signs": lambda t, e: torch.tensor([0.0, -0.0])[torch.randint(2, (t, e))],
     "masked": lambda t, e: torch.randn(t, e).masked_fill(torch.rand(t, e) < 0.5, -INF),
+    # What is computed of elements past the row must not count: zeros there would be the largest, or the smallest.
+    "far below zero": lambda t, e: torch.randn(t, e) - 200,
+    "far above zero": lambda t, e: torch.randn(t, e) + 200,
+    "a row of -inf": lambda t, e: torch.randn(t, e).index_fill(0, torch.arange(t)[-1:], -INF),
     "special": lambda t, e: torch.tensor([NAN, INF, -INF, 0.0, 1.0])[torch.randint(5, (t, e))],
 }
 
@@ -32,8 +37,8 @@ def sizes(target: Target) -> tuple[tuple[int, int], ...]:
     return ((3, 1), (3, 33)) if target.interpreted else ((0, 5), (3, 1), (5, 32), (9, 33))
 
 
-def gate_and_gradient(logits, k, order, grad, backend):
-    logits = logits.clone().requires_grad_()
+def gate_and_gradient(logits, k, order, grad, backend, place=torch.clone):
+    logits = place(logits).requires_grad_()
     weights, experts = mk.topk_gate(logits, k, order=order, backend=backend)
     (dlogits,) = torch.autograd.grad(weights, logits, grad.to(weights.dtype))
     return weights.detach(), experts, dlogits
@@ -67,6 +72,45 @@ def test_choices_weights_and_gradients(target, kind, dtype, order):
             assert got[0].dtype == got[2].dtype == dtype
             assert_near(got[0], same[0], exact[0], floor)  # of weights, at most 1, and of the gradient's terms
             assert_near(got[2], same[2], exact[2], floor * max(1.0, float(grad.abs().max())) if grad.numel() else floor)
+
+
+# (T, E, K): experts of every size class of the kernels, K past a warp and past what is sorted on a CPU, and tokens of
+# several programs or blocks, of which the last is not full.
+MANY = ((9, 8, 3), (19, 40, 5), (9, 200, 33), (2, 600, 300), (3, 700, 3), (2, 1100, 5))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["ties", "constant", "far below zero", "special"])
+def test_many_experts_choices_and_tokens(target, kind, order):
+    for tokens, num_experts, k in MANY:
+        logits = ROWS[kind](tokens, num_experts).to(target.device)
+        grad = torch.randn(k, tokens, device=target.device).t()  # of no layout that can be read in place
+        got = gate_and_gradient(logits, k, order, grad, target.backend)
+        exact = gate_and_gradient(logits.double(), k, order, grad, "reference")
+        assert torch.equal(got[1], exact[1]), (num_experts, k)
+        torch.testing.assert_close(got[0].double(), exact[0], rtol=1e-5, atol=1e-6, equal_nan=True)
+        torch.testing.assert_close(got[2].double(), exact[2], rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("fill", [NAN, INF, 1e30])
+def test_what_lies_around_the_logits_is_not_read(target, fill, order):
+    for tokens, num_experts, k in ((5, 3, 2), (9, 33, 5), (3, 200, 7)):
+        logits = torch.randn(tokens, num_experts, device=target.device) - 5
+        grad = torch.randn(tokens, k, device=target.device)
+        got = gate_and_gradient(logits, k, order, grad, target.backend, place=lambda each: framed(each, fill))
+        expected = gate_and_gradient(logits, k, order, grad, "reference")
+        assert torch.equal(got[1], expected[1])
+        torch.testing.assert_close((got[0], got[2]), (expected[0], expected[2]))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_rows_far_apart(target, order):
+    logits, grad = torch.randn(5, 20, device=target.device), torch.randn(5, 3, device=target.device)
+    got = gate_and_gradient(logits, 3, order, grad, target.backend, place=far_apart)
+    expected = gate_and_gradient(logits, 3, order, grad, "reference")
+    assert torch.equal(got[1], expected[1])
+    torch.testing.assert_close((got[0], got[2]), (expected[0], expected[2]))
 
 
 def test_by_hand(target):

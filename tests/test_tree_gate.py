@@ -170,7 +170,8 @@ def test_five_experts_by_hand(target):
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     """(T, P, K, E)"""
     if target.interpreted:
-        return ((3, 5, 1, 2), (5, 8, 2, 5), (2, 8, 3, 16), (3, 4, 1, 33))
+        # The second and the last are two programs or blocks and more, of which the last is not full.
+        return ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 33))
     small = [(9, 12, 1 + experts % 3, experts) for experts in range(2, 18)]
     return (*small, (0, 4, 2, 3), (1, 1, 1, 2), (40, 32, 2, 64), (37, 16, 8, 31), (20, 24, 4, 256), (3, 64, 1, 1000))
 
@@ -338,6 +339,12 @@ def test_products_and_tree_in_one_kernel(dtype):
         exact = gate_and_gradients(wide, grads, "reference", gamma=1.0)
         for name, each in got.items():
             assert_near(each, [reference[name] for reference in same], exact[name], floor, (experts, name))
+    # The sum of 80 terms takes two steps: what lies past the row, of x or of the weights, is the next row.
+    arguments = {name: each.to(dtype) for name, each in drawn(3, 80, 1, 5, device=target.device).items()}
+    arguments["split_bias"][:, 0] = 50.0
+    arguments["x"][1, 0] = arguments["leaf_weight"][0, 4, 0] = NAN  # the last leaf is on the right
+    gates, _ = mk.tree_gate(**arguments, gamma=1.0, backend="triton")
+    assert gates.isfinite().all(1).tolist() == [True, False, True]
     for kind, dim, trees, experts in ((dtype, 24, 1, 8), (dtype, 32, 2, 8), (dtype, 32, 1, 65), (DTYPES[0], 32, 1, 8)):
         leaf_weight = torch.zeros(trees, experts, dim, dtype=kind)
         assert not kernels.tree_gate_fits(leaf_weight[0], leaf_weight[:, 1:], leaf_weight)

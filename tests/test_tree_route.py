@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
+from inputs import far_apart, framed
 from test_tree_gate import DTYPES, NAN, drawn, identity, on_every_target, shapes
 
 import moe_kernels as mk
@@ -82,6 +84,53 @@ def test_route_shows_nan(target):
     assert got[0][1, 0].isnan()
     assert got[1][1].tolist() == [0, -1]  # a NaN goes left
     assert got[0][[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("experts", [2, 3, 4, 5])
+def test_every_combination_of_nodes(target, experts):
+    """Undecided, nearly undecided, saturated and NaN at every node: ties, and NaN as likely as the best leaf."""
+    values = (0.0, 0.2, 9.0, -9.0, NAN) if experts < 5 else (0.0, 9.0, -9.0, NAN)
+    leaf = torch.randn(1, experts)
+    for nodes in itertools.product(values, repeat=experts - 1):
+        arguments = {
+            "x": torch.ones(1, 1),
+            "split_weight": torch.zeros(1, experts - 1, 1),
+            "leaf_weight": leaf[..., None].clone(),
+            "split_bias": torch.tensor([nodes]),
+        }
+        arguments = {name: each.to(target.device) for name, each in arguments.items()}
+        found = [
+            mk.tree_route(**arguments, gamma=1.0, statistics=True, backend=each)
+            for each in (target.backend, "reference")
+        ]
+        (weights, chosen, statistics), (expected, experts_of, least) = found
+        assert torch.equal(chosen, experts_of), nodes
+        torch.testing.assert_close(weights, expected, equal_nan=True, msg=str(nodes))
+        assert torch.equal(statistics.unsaturated, least.unsaturated), nodes
+        assert (least.visited <= statistics.visited).all(), nodes
+
+
+@pytest.mark.parametrize(
+    "sizes", [(9, 5, 1, 6), (3, 150, 9, 5), (5, 70, 2, 6), (300, 3, 1, 4), (2, 264, 3, 7)], ids=str
+)
+def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
+    """NaN on all sides of x; then rows of x far apart."""
+    arguments = drawn(*sizes, device=target.device)
+    expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")
+    for place in (torch.clone, framed, far_apart):
+        got = mk.tree_route(**arguments | {"x": place(arguments["x"])}, gamma=1.0, backend=target.backend)
+        assert torch.equal(got[1], expected[1])
+        torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-5)
+
+
+def test_nan_in_one_of_several_trees(target):
+    for tree in range(3):
+        arguments = drawn(2, 4, 3, 5, device=target.device)
+        arguments["leaf_bias"][tree] = NAN
+        weights, chosen = mk.tree_route(**arguments, gamma=1.0, backend=target.backend)
+        expected, experts = mk.tree_route(**arguments, gamma=1.0, backend="reference")
+        assert torch.equal(chosen, experts)
+        torch.testing.assert_close(weights, expected, equal_nan=True)
 
 
 def test_routes_have_no_gradient():

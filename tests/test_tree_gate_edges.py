@@ -1,0 +1,115 @@
+"""tree_gate where inputs are extreme: NaN and infinity in one place, logits far from zero, leaves hardly reached."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import Target
+from inputs import each_alone, far_apart, framed
+from test_tree_gate import PARITIES, drawn, gate_and_gradients, identity, on_every_target, unsupported
+
+import moe_kernels as mk
+
+INF, NAN = math.inf, math.nan
+
+target = on_every_target("tree_gate")
+
+
+@pytest.mark.parametrize("parity", PARITIES)
+@pytest.mark.parametrize("shift", [-200.0, 200.0])
+def test_leaf_logits_far_from_zero(target, shift, parity):
+    """Places that are no leaf, and leaves that do not count, have no part in the largest logit: it would be theirs."""
+    if reason := unsupported(target, parity):
+        pytest.skip(reason)
+    for tokens, trees, experts in ((3, 2, 3), (5, 1, 6), (3, 1, 33)):
+        arguments = drawn(tokens, 4, trees, experts, device=target.device)
+        arguments["leaf_bias"] += shift
+        arguments["split_bias"][:, 0] += 1.0  # mostly to the left: what is on the right has probability 0
+        grads = torch.randn(tokens, experts), torch.randn(tokens, trees, experts)
+        grads = tuple(each.to(target.device) for each in grads)
+        got, expected = (
+            gate_and_gradients(arguments, grads, each, gamma=1.0, parity=parity)
+            for each in (target.backend, "reference")
+        )
+        for name, each in got.items():
+            torch.testing.assert_close(each, expected[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("parity", PARITIES)
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_one_node_or_leaf_that_is_not_finite(target, value, parity):
+    """At every node and every leaf, below a root that is undecided and below one that is saturated."""
+    if reason := unsupported(target, parity):
+        pytest.skip(reason)
+    for experts, of_root in itertools.product((3, 6), (0.1, 50.0, -50.0)):
+        for name, column in [("split_bias", i) for i in range(experts - 1)] + [
+            ("leaf_bias", i) for i in range(experts)
+        ]:
+            arguments = drawn(2, 4, 2, experts, device=target.device)
+            arguments["split_bias"][:, 0] = of_root
+            arguments[name][1, column] = value
+            found = [
+                mk.tree_gate(**arguments, gamma=1.0, parity=parity, backend=each)
+                for each in (target.backend, "reference")
+            ]
+            for got, expected in zip(*found, strict=True):
+                torch.testing.assert_close(got, expected, equal_nan=True, msg=lambda m, at=(name, column): f"{at}: {m}")
+
+
+@pytest.mark.parametrize(("parity", "probabilities"), [(None, (1e-30, 1e-12, 1e-4)), ("tf", (3e-9, 3e-8, 1e-6))])
+def test_leaves_hardly_reached(target, parity, probabilities):
+    hardly_reached(target, parity, probabilities)
+
+
+def test_leaves_on_either_side_of_the_least_probability(target):
+    """Of parity "bert": 1e-5, from which on 1e-6 is added to it."""
+    hardly_reached(target, "bert", (0.9e-5, 1.1e-5, 3.7e-5, 1e-3))
+
+
+def hardly_reached(target: Target, parity: str | None, probabilities: tuple[float, ...]) -> None:
+    """Gradients to a leaf of such a probability whose logit makes up for it: what is added to it is a part of them."""
+    if reason := unsupported(target, parity):
+        pytest.skip(reason)
+    distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
+    split = torch.stack([distance - 0.5, 0.2 + 0 * distance], -1)[:, None]  # u^2 (3 - 2 u), gamma = 1
+    leaf = torch.stack([0 * distance, -torch.tensor(probabilities, dtype=torch.float64).log(), 0 * distance], -1)[
+        :, None
+    ]
+    split, leaf = split.float(), leaf.float()
+    arguments = identity(split.to(target.device), leaf.to(target.device))
+    grads = torch.randn(len(probabilities), 3), torch.zeros(len(probabilities), 1, 3)
+    got = gate_and_gradients(
+        arguments, tuple(g.to(target.device) for g in grads), target.backend, gamma=1.0, parity=parity
+    )
+    wide = {name: each.double().cpu() for name, each in arguments.items()}
+    exact = gate_and_gradients(wide, grads, "reference", gamma=1.0, parity=parity)
+    for name in ("gates", "split_weight", "leaf_weight"):
+        torch.testing.assert_close(got[name].cpu().double(), exact[name], rtol=2e-4, atol=1e-6)
+
+
+def test_each_gradient_alone_is_the_same(target):
+    arguments = drawn(5, 4, 2, 6, device=target.device)
+    grads = torch.randn(5, 6, device=target.device), torch.randn(5, 2, 6, device=target.device)
+    every = gate_and_gradients(arguments, grads, target.backend, gamma=1.0)
+
+    def both(**given):
+        gates, probs = mk.tree_gate(**given, gamma=1.0, backend=target.backend)
+        return torch.cat([gates.flatten(), probs.flatten()])
+
+    alone = each_alone(both, arguments, torch.cat([each.flatten() for each in grads]))
+    for name, each in alone.items():
+        torch.testing.assert_close(each, every[name], msg=name)
+
+
+def test_what_lies_around_the_inputs_is_not_read(target):
+    arguments = drawn(5, 8, 2, 6, device=target.device)
+    grads = torch.randn(5, 6, device=target.device), torch.randn(5, 2, 6, device=target.device)
+    plain = gate_and_gradients(arguments, grads, "reference", gamma=1.0)
+    around = {name: framed(each) for name, each in arguments.items()}
+    apart = arguments | {"x": far_apart(arguments["x"])}
+    for given in (around, apart):
+        for name, each in gate_and_gradients(given, tuple(map(framed, grads)), target.backend, gamma=1.0).items():
+            torch.testing.assert_close(each, plain[name], rtol=1e-4, atol=1e-5, msg=name)
