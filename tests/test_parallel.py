@@ -77,6 +77,7 @@ LAYERS = (
     "uneven_batches",
     "dropout",
     "frozen_experts",
+    "balance_over_ranks",
     "compiled",
 )
 

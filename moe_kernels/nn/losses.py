@@ -3,13 +3,23 @@ stays), no state.
 
 With p (T, E) the gate's probabilities and CV(v) = std(v) / mean(v) over the experts, std that of the population.
 A mean over nothing is 0 here: an empty batch, T = 0, adds nothing to any loss.
+
+Across processes every loss is of this rank's tokens, as GShard's and Switch's balance losses are per device. With
+`reduce`, a process group whose ranks have as many tokens each, importance, load and balance are of the tokens of all
+its ranks: every rank returns the same number, and the mean of the ranks' gradients, as DDP and FSDP2 take it, is the
+gradient of that number.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def cv_squared(v: Tensor) -> Tensor:
@@ -22,18 +32,21 @@ def cv_squared(v: Tensor) -> Tensor:
     return variance / torch.where(variance == 0, 1, v.mean().square())
 
 
-def importance_loss(probs: Tensor) -> Tensor:
+def importance_loss(probs: Tensor, reduce: ProcessGroup | None = None) -> Tensor:
     """CV(sum over t of p_t)^2: every expert should get the same total weight.
 
     Args:
         probs: (T, E), the softmax of the clean logits, without noise and before any choice.
+        reduce: ranks whose tokens count together, or None.
 
     Gradient: to probs. Source: Shazeer et al. 2017, eqs. 6 and 7; V-MoE (paper 003), appendix A, weight 0.005 there.
     """
-    return cv_squared(_wide(probs).sum(dim=0))
+    return cv_squared(_over_ranks(_wide(probs).sum(dim=0), reduce))
 
 
-def load_loss(logits: Tensor, noisy_logits: Tensor, k: int, noise_std: float) -> Tensor:
+def load_loss(
+    logits: Tensor, noisy_logits: Tensor, k: int, noise_std: float, reduce: ProcessGroup | None = None
+) -> Tensor:
     """CV(mean over t of P_t)^2 with P_te the probability that new noise on expert e alone would put it among the top k.
 
         P_te = 1 - Phi((threshold_t - logits_te) / noise_std),   threshold_t = the k-th largest of noisy_logits_t
@@ -43,6 +56,7 @@ def load_loss(logits: Tensor, noisy_logits: Tensor, k: int, noise_std: float) ->
         noisy_logits: (T, E), logits plus the noise that the gate used.
         k: choices a token, from 1 to E.
         noise_std: of that noise, above 0: V-MoE's is 1 / E. Without noise this loss is not defined.
+        reduce: ranks whose tokens count together, or None.
 
     Gradient: to logits, and to noisy_logits through the threshold.
     Raises ValueError for k outside [1, E] and for noise_std <= 0.
@@ -56,10 +70,10 @@ def load_loss(logits: Tensor, noisy_logits: Tensor, k: int, noise_std: float) ->
         )
     threshold = _wide(noisy_logits).topk(k, dim=-1).values[:, -1:]
     selected = torch.special.ndtr((_wide(logits) - threshold) / noise_std)  # 1 - Phi(-z) = Phi(z)
-    return cv_squared(batch_mean(selected))
+    return cv_squared(_over_ranks(batch_mean(selected), reduce))
 
 
-def balance_loss(probs: Tensor, requested: Tensor) -> Tensor:
+def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None = None) -> Tensor:
     """E * sum over e of f_e m_e, with f_e = requested_e / sum of requested and m_e = mean over t of p_te.
 
     1 where both are uniform, up to E where one expert gets everything. Switch's and GShard's loss count first choices:
@@ -68,12 +82,15 @@ def balance_loss(probs: Tensor, requested: Tensor) -> Tensor:
     Args:
         probs: (T, E).
         requested: (E), counts, such as RoutingPlan.requested; a constant. All zero gives 0.
+        reduce: ranks whose tokens count together, or None: GShard's and Switch's loss is per device.
 
     Gradient: to probs through m. Source: Switch Transformer, eq. 4 (weight 0.01 there); GShard, algorithm 1, and
     V-MoE's "gshard" loss, E^2 mean(f m), are the same number.
     """
-    mean = batch_mean(_wide(probs))
-    share = requested.to(mean.dtype) / requested.sum().clamp(min=1)
+    mean = _over_ranks(batch_mean(_wide(probs)), reduce)
+    requested = _over_ranks(requested.to(mean.dtype), reduce)
+    total = requested.sum()
+    share = requested / torch.where(total == 0, 1, total)
     return probs.shape[-1] * (share * mean).sum()
 
 
@@ -176,3 +193,12 @@ def batch_variance(x: Tensor) -> Tensor:
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The mean of x over the ranks of a group. Its gradient goes to this rank's x, as if the mean were x."""
+    if group is None:
+        return x
+    mean = x.detach() / group.size()
+    torch.distributed.all_reduce(mean, group=group)
+    return mean + (x - x.detach())

@@ -210,6 +210,35 @@ def frozen_experts() -> None:
     same(layer)
 
 
+def balance_over_ranks() -> None:
+    """With reduce=group every rank has the loss of all tokens, and the mean of gradients is its gradient."""
+    ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
+    draws = torch.Generator().manual_seed(4)
+    every, noise = (torch.randn(T, E, generator=draws) for _ in range(2))
+    losses = (
+        lambda x, noise, group: mnn.importance_loss(x.softmax(-1), group),
+        lambda x, noise, group: mnn.load_loss(x, x + noise / E, 2, 1 / E, group),
+        lambda x, noise, group: mnn.balance_loss(
+            x.softmax(-1), (x.argmax(-1)[:, None] == torch.arange(E)).sum(0), group
+        ),
+    )
+    for loss in losses:
+        own = every.chunk(ranks)[rank].clone().requires_grad_()
+        all_of_them = every.clone().requires_grad_()
+        expected, found = loss(all_of_them, noise, None), loss(own, noise.chunk(ranks)[rank], group)
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        expected.backward()
+        torch.testing.assert_close(own.grad / ranks, all_of_them.grad.chunk(ranks)[rank], rtol=1e-4, atol=1e-7)
+    gate = {"balance": 0.5, "importance": 0.25}
+    torch.manual_seed(5)
+    one = mnn.TopKGate(D, E, 2, **gate)
+    part = mnn.TopKGate(D, E, 2, **gate, reduce=group)
+    part.load_state_dict(one.state_dict())
+    expected, found = one(tokens()).losses, part(tokens().chunk(ranks)[rank]).losses
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
 def compiled() -> None:
     """The layer compiles: in one graph with a static capacity, else with one break, at the exchange."""
     from torch._dynamo.utils import counters

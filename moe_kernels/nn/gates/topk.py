@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +12,9 @@ from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise, normal_lik
 from moe_kernels.nn.losses import balance_loss, importance_loss, load_loss, router_z_loss
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number
 from moe_kernels.ops.topk_gate import ORDERS, topk_gate
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 NOISES = (None, "jitter", "vmoe")
 
@@ -24,6 +29,7 @@ class TopKGate(Gate):
         bias: whether there is a b. V-MoE and CompeteSMoE: papers 003 without, 004 with one.
         importance, load, balance, z: coefficients of the losses of that name in moe_kernels.nn; 0: none. `load` needs
             noise="vmoe"; `balance` counts first choices, as Switch and GShard do. V-MoE: importance = load = 0.005.
+        reduce: process group whose ranks' tokens count together in importance, load and balance; None: this rank's.
         generator: draws the noise; None is torch's own. backend: of topk_gate.
 
     Output: sparse, choices in descending order. losses: those with a coefficient. Parameters: `linear`, initialised as
@@ -47,6 +53,7 @@ class TopKGate(Gate):
         load: float = 0.0,
         balance: float = 0.0,
         z: float = 0.0,
+        reduce: ProcessGroup | None = None,
         generator: torch.Generator | None = None,
         backend: str | None = None,
     ) -> None:
@@ -64,7 +71,7 @@ class TopKGate(Gate):
         if noise == "jitter":
             self.noise_linear = nn.Linear(dim, num_experts, bias=False)
             nn.init.zeros_(self.noise_linear.weight)
-        self.order, self.noise, self.generator = order, noise, generator
+        self.order, self.noise, self.generator, self.reduce = order, noise, generator, reduce
         self.backend = check_backend("TopKGate", backend)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
@@ -85,12 +92,12 @@ class TopKGate(Gate):
         losses = {}
         wanted = {name: coefficient for name, coefficient in self.coefficients.items() if coefficient}
         if "importance" in wanted:
-            losses["importance"] = importance_loss(logits.softmax(-1))
+            losses["importance"] = importance_loss(logits.softmax(-1), self.reduce)
         if "load" in wanted and noise is not None:
-            losses["load"] = load_loss(logits, logits + noise, self.k, 1 / self.num_experts)
+            losses["load"] = load_loss(logits, logits + noise, self.k, 1 / self.num_experts, self.reduce)
         if "balance" in wanted:
             first = F.one_hot(experts[:, 0].long(), self.num_experts).sum(0)
-            losses["balance"] = balance_loss(logits.softmax(-1), first)
+            losses["balance"] = balance_loss(logits.softmax(-1), first, self.reduce)
         if "z" in wanted:
             losses["z"] = router_z_loss(logits)
         return {name: wanted[name] * loss for name, loss in losses.items()}
