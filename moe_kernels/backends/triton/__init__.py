@@ -33,6 +33,15 @@ def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
     return None
 
 
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
+    """Launches a kernel that fuses a product and a sum only where it says tl.fma.
+
+    LLVM would also fuse a product with the first step of a butterfly sum. Its lanes then round differently, and the
+    copies of one result that several lanes store differ in their last bits.
+    """
+    kernel[grid](*arguments, enable_fp_fusion=False, **named)
+
+
 def on_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """`launcher` with the GPU of its first tensor as the current one: Triton launches there, whatever it is given."""
 

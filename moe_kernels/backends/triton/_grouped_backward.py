@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, on_device
+from moe_kernels.backends.triton import Configuration, launch, on_device
 from moe_kernels.backends.triton._grouped_configs import GENERAL, TILES, Tiles
 from moe_kernels.backends.triton._grouped_launch import (
     activation_of,
@@ -334,9 +334,10 @@ def grouped_gemm_bwd_weight(
         return dweight, dbias
     rows = (x if x_token is None else x_token).shape[0]
 
-    def launch(tiles):
+    def launch_with(tiles):
         row_tiles = max(triton.cdiv(dim, tiles.m), 1)  # with no column of x there is still a bias
-        _grouped_gemm_bwd_weight[(row_tiles * triton.cdiv(columns, tiles.n), num_experts)](
+        launch(
+            _grouped_gemm_bwd_weight, (row_tiles * triton.cdiv(columns, tiles.n), num_experts),
             x, grad, expert_offsets if x_token is None else x_token,
             expert_offsets if grad_token is None else grad_token, expert_offsets, dweight, dbias,
             x.stride(0), grad.stride(0), dim, columns,
@@ -344,7 +345,7 @@ def grouped_gemm_bwd_weight(
             **precision(x.dtype), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
         )  # fmt: skip
 
-    launch_tiles("weight", x, grad, rows, num_experts, columns, launch)
+    launch_tiles("weight", x, grad, rows, num_experts, columns, launch_with)
     return dweight, dbias
 
 
@@ -364,18 +365,19 @@ def expert_mlp_bwd_hidden(
     if weighted.numel() == 0:
         return dpre, weighted, drow_weight
 
-    def launch(tiles):
+    def launch_with(tiles):
         nonlocal drow_weight
         column_tiles = triton.cdiv(hidden, tiles.n)
         partial = row_weight.new_empty((rows, column_tiles))
-        _expert_mlp_bwd_hidden[((rows // tiles.m + num_experts + 1) * column_tiles,)](
+        launch(
+            _expert_mlp_bwd_hidden, ((rows // tiles.m + num_experts + 1) * column_tiles,),
             row_token_ptr=row_token, row_weight_ptr=row_weight, expert_offsets_ptr=expert_offsets, pre_ptr=pre,
             dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=rows, N=hidden,
             **operands(grad, w_out.transpose(1, 2), True, tiles), **activation_of(activation),
         )  # fmt: skip
         drow_weight = partial.sum(1)
 
-    launch_tiles("hidden", grad, w_out, rows, num_experts, hidden, launch)
+    launch_tiles("hidden", grad, w_out, rows, num_experts, hidden, launch_with)
     return dpre, weighted, drow_weight
 
 
@@ -386,7 +388,8 @@ def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
     if grad.numel():
         block = min(triton.next_power_of_2(columns), TILE)
         block_m = TILE // block
-        _activation_bwd[(triton.cdiv(rows, block_m), triton.cdiv(columns, block))](
+        launch(
+            _activation_bwd, (triton.cdiv(rows, block_m), triton.cdiv(columns, block)),
             grad, pre, dpre, grad.stride(0), pre.stride(0), rows, columns,
             **activation_of(activation), BLOCK_M=block_m, BLOCK_N=block,
         )  # fmt: skip
@@ -407,5 +410,5 @@ def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> T
         token_offsets, by_token, *_ = make_plan_fwd(row_token[:, None], num_tokens, None, None, "token")
         shape = tile(dim)
         grid = (triton.cdiv(num_tokens, shape["BLOCK_T"]), triton.cdiv(dim, shape["BLOCK_D"]))
-        _token_sums[grid](rows, by_token, token_offsets, out, rows.stride(0), num_tokens, dim, **shape)
+        launch(_token_sums, grid, rows, by_token, token_offsets, out, rows.stride(0), num_tokens, dim, **shape)
     return out

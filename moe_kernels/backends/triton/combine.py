@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, on_device, unsupported
+from moe_kernels.backends.triton import Configuration, launch, on_device, unsupported
 from moe_kernels.backends.triton._rows import LONGEST, TYPES, clear_rows, tile
 
 
@@ -59,7 +59,7 @@ def _combine_fwd(
         values = tl.load(rows_ptr + row[:, None] * stride_rows_R + d, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             weight = tl.load(weights_ptr + token * K + k, mask=row >= 0, other=0.0)
-            sums += weight[:, None] * values
+            sums = tl.fma(weight[:, None], values, sums)
         else:
             sums += values
     out = y_ptr + token[:, None] * D + d
@@ -103,10 +103,10 @@ def _combine_bwd(
             values = tl.load(rows_ptr + row[:, None] * stride_rows_R + d, mask=inside, other=0.0).to(tl.float32)
             drow = (weight[:, None] * dy).to(drows_ptr.dtype.element_ty)
             tl.store(drows_ptr + row[:, None] * D + d, drow, mask=inside)
-            # A dropped choice adds nothing, whatever dy holds.
-            dot += tl.sum(tl.where(inside, values * dy, 0.0), axis=1)
+            dot += tl.sum(values * dy, axis=1)
             start += BLOCK_D
-        tl.store(dweights_ptr + token * K + k, dot, mask=token < T)
+        # The weight of a dropped choice gets none, whatever dy holds.
+        tl.store(dweights_ptr + token * K + k, tl.where(row >= 0, dot, 0.0), mask=token < T)
     clear_rows(drows_ptr, expert_offsets_ptr, E, R, D, BLOCK_T, BLOCK_D)
 
 
@@ -121,7 +121,8 @@ def combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tenso
     if y.numel():
         shape = tile(dim)
         grid = (triton.cdiv(y.shape[0], shape["BLOCK_T"]), triton.cdiv(dim, shape["BLOCK_D"]))
-        _combine_fwd[grid](
+        launch(
+            _combine_fwd, grid,
             rows, slot_row if weights is None else weights, slot_row, y,
             rows.stride(0), *slot_row.shape, dim, WEIGHTED=weights is not None, **shape,
         )  # fmt: skip
@@ -141,7 +142,8 @@ def combine_bwd(
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
     if slot_row.numel():
         shape = tile(rows.shape[1])
-        _combine_bwd[(triton.cdiv(slot_row.shape[0], shape["BLOCK_T"]),)](
+        launch(
+            _combine_bwd, (triton.cdiv(slot_row.shape[0], shape["BLOCK_T"]),),
             grad, rows, weights, slot_row, expert_offsets, drows, dweights,
             grad.stride(0), rows.stride(0), *slot_row.shape, expert_offsets.shape[0] - 1, *rows.shape,
             WHOLE=rows.shape[1] <= shape["BLOCK_D"], **shape,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, on_device, patterns, unsupported
+from moe_kernels.backends.triton import Configuration, launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton._rows import LONGEST, TYPES, clear_rows, tile
 
 
@@ -60,7 +60,8 @@ def dispatch_fwd(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets:
     if rows.numel():
         shape = tile(dim)
         grid = (max(triton.cdiv(x.shape[0], shape["BLOCK_T"]), 1), triton.cdiv(dim, shape["BLOCK_D"]))
-        _dispatch_fwd[grid](
+        launch(
+            _dispatch_fwd, grid,
             patterns(x), slot_row, expert_offsets, patterns(rows),
             x.stride(0), *slot_row.shape, expert_offsets.shape[0] - 1, *rows.shape, **shape,
         )  # fmt: skip

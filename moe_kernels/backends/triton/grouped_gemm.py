@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, on_device, unsupported
+from moe_kernels.backends.triton import Configuration, launch, on_device, unsupported
 from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 the rest of this backend's grouped GEMM
     activation_bwd,
     expert_mlp_bwd_hidden,
@@ -183,10 +183,10 @@ def grouped_gemm_fwd(
     pre = x.new_empty((rows if keep_pre else 0, columns))
     if out.numel():
 
-        def launch(tiles):
+        def launch_with(tiles):
             _launch(x, weight, expert_offsets, row_token, bias, activation, out, pre, tiles)
 
-        launch_tiles("gated" if gated else "fwd", x, weight, rows, weight.shape[0], out.shape[1], launch)
+        launch_tiles("gated" if gated else "fwd", x, weight, rows, weight.shape[0], out.shape[1], launch_with)
     return out, pre
 
 
@@ -197,13 +197,13 @@ def grouped_gemm_norms(rows: Tensor, weight: Tensor, expert_offsets: Tensor, bia
     if num_rows == 0 or columns == 0:
         return squares
 
-    def launch(tiles):
+    def launch_with(tiles):
         nonlocal squares
         partial = rows.new_empty((num_rows, triton.cdiv(columns, tiles.n)), dtype=torch.float32)
         _launch(rows, weight, expert_offsets, None, bias, "", partial, rows, tiles, norms=True)
         squares = partial.sum(1)
 
-    launch_tiles("fwd", rows, weight, num_rows, num_experts, columns, launch)
+    launch_tiles("fwd", rows, weight, num_rows, num_experts, columns, launch_with)
     return squares
 
 
@@ -221,7 +221,8 @@ def _launch(
 ) -> None:
     columns = weight.shape[2] // 2 if activation in GATES else weight.shape[2]
     grid = ((out.shape[0] // tiles.m + weight.shape[0] + 1) * triton.cdiv(columns, tiles.n),)
-    _grouped_gemm_fwd[grid](
+    launch(
+        _grouped_gemm_fwd, grid,
         bias_ptr=expert_offsets if bias is None else bias.contiguous(),
         row_token_ptr=expert_offsets if row_token is None else row_token,
         expert_offsets_ptr=expert_offsets, out_ptr=out, pre_ptr=pre, R=out.shape[0], N=columns,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends._seed import normal_quantile
-from moe_kernels.backends.triton import Configuration, on_device, patterns, unsupported
+from moe_kernels.backends.triton import Configuration, launch, on_device, patterns, unsupported
 from moe_kernels.library import words
 
 TIES = {"index": 0, "strict": 1, "all": 2}
@@ -284,7 +284,7 @@ def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
     if dx.numel():
         block = max(min(triton.next_power_of_2(n), BLOCK_BWD), 32)
         grid = (rows, triton.cdiv(n, block))
-        _kwta_bwd[grid](patterns(grad), bits, patterns(dx), grad.stride(0), n, BLOCK=block)
+        launch(_kwta_bwd, grid, patterns(grad), bits, patterns(dx), grad.stride(0), n, BLOCK=block)
     return dx
 
 
@@ -295,7 +295,8 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
     block = max(min(triton.next_power_of_2(n), RESIDENT), 32)
     source = x if values is None else values
     inf, form = FORMATS[x.dtype]
-    _kwta_fwd[(rows,)](
+    launch(
+        _kwta_fwd, (rows,),
         patterns(x), patterns(source), patterns(x if y is None else y), x if bits is None else bits,
         x if mask is None else mask.view(torch.int8),
         x.stride(0), source.stride(0), n, k, normal_quantile(k, n),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, on_device, unsupported
+from moe_kernels.backends.triton import Configuration, launch, on_device, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
@@ -299,16 +299,19 @@ def make_plan_fwd(
 
     window = min(max(triton.next_power_of_2(num_experts), 32), WINDOW)
     block = min(triton.next_power_of_2(chunk), COUNTED)
-    _plan_count[(chunks, triton.cdiv(num_experts, window))](*requests, *sizes, **how, BLOCK=block, BLOCK_E=window)
+    grid = (chunks, triton.cdiv(num_experts, window))
+    launch(_plan_count, grid, *requests, *sizes, **how, BLOCK=block, BLOCK_E=window)
     held = triton.next_power_of_2(chunks)
     scanned = min(CHUNKS * SCANNED // held, 128)
-    _plan_scan[(triton.cdiv(num_experts, scanned),)](
-        counts, requested, chunks, num_experts, BLOCK_C=held, BLOCK_E=scanned, num_warps=8 if held >= 32 else 4
-    )
-    _plan_finish[(1,)](requested, kept, expert_offsets, dropped, limit, num_experts, BLOCK=window)
-    _plan_rank[(chunks,)](
-        *requests, expert_offsets, row_token, row_choice, slot_row, limit, rows, *sizes, **how, BLOCK=TILE
-    )
+    launch(
+        _plan_scan, (triton.cdiv(num_experts, scanned),),
+        counts, requested, chunks, num_experts, BLOCK_C=held, BLOCK_E=scanned, num_warps=8 if held >= 32 else 4,
+    )  # fmt: skip
+    launch(_plan_finish, (1,), requested, kept, expert_offsets, dropped, limit, num_experts, BLOCK=window)
+    launch(
+        _plan_rank, (chunks,),
+        *requests, expert_offsets, row_token, row_choice, slot_row, limit, rows, *sizes, **how, BLOCK=TILE,
+    )  # fmt: skip
     return arrays
 
 
@@ -338,7 +341,8 @@ def plan_priority_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
     room = scores.new_full((num_experts,), capacity, dtype=torch.int32)
     most = min(num_tokens, num_experts * capacity)
     if most:
-        _plan_match[(1,)](pairs, experts, room, most, pairs.numel(), num_experts, BLOCK=WALKED, TILE=TILE, num_warps=8)
+        sizes = (most, pairs.numel(), num_experts)
+        launch(_plan_match, (1,), pairs, experts, room, *sizes, BLOCK=WALKED, TILE=TILE, num_warps=8)
     first = scores.argmax(dim=1) if num_tokens else pairs
     requested = torch.zeros_like(room).scatter_add_(0, first, torch.ones_like(first, dtype=torch.int32))
     offsets, row_token, row_choice, slot_row, _, kept, _ = make_plan_fwd(experts, num_experts, capacity, None, "token")

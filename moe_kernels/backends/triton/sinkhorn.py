@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, on_device, unsupported
+from moe_kernels.backends.triton import Configuration, launch, on_device, unsupported
 from moe_kernels.backends.triton._sinkhorn_resident import resident_bwd, resident_fwd
 from moe_kernels.backends.triton._sinkhorn_streamed import streamed_bwd, streamed_fwd
 
@@ -136,7 +136,8 @@ def _launch_fwd(
     if "ROWS" in blocks:
         kernel = streamed_fwd
         arguments.append(steps.new_empty((batch, 2, n)) if sums else steps)
-    kernel[(programs,)](*arguments, **blocks, HISTORY=history is not None, SUMS=bool(sums), num_warps=warps)
+    how = {"HISTORY": history is not None, "SUMS": bool(sums)}
+    launch(kernel, (programs,), *arguments, **blocks, **how, num_warps=warps)
 
 
 def _launch_bwd(
@@ -163,4 +164,4 @@ def _launch_bwd(
     if "ROWS" in blocks:
         kernel = streamed_bwd
         arguments.append(steps.new_empty(scores.shape))
-    kernel[(programs,)](*arguments, **blocks, SUMS=bool(sums), num_warps=warps)
+    launch(kernel, (programs,), *arguments, **blocks, SUMS=bool(sums), num_warps=warps)

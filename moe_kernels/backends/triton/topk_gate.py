@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, on_device, patterns, unsupported
+from moe_kernels.backends.triton import Configuration, launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, _keys
 
 TILE = 1024  # logits of a program, 8 a thread
@@ -153,7 +153,8 @@ def topk_gate_fwd(logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor]:
     if weights.numel():
         _check_experts(num_experts)
         blocks = _blocks(num_experts, k)
-        _topk_gate_fwd[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+        launch(
+            _topk_gate_fwd, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
             logits, patterns(logits), weights, experts, logits.stride(0), num_tokens, num_experts, k,
             SOFTMAX_FIRST=order == "softmax_topk", INF=FORMATS[logits.dtype][0], **blocks,
         )  # fmt: skip
@@ -176,7 +177,8 @@ def topk_gate_bwd(
         blocks = _blocks(num_experts, k)
         softmax_first = logits is not None and k > 0
         source = dlogits if logits is None or k == 0 else logits
-        _topk_gate_bwd[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+        launch(
+            _topk_gate_bwd, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
             grad, weights, experts, source, dlogits, source.stride(0), num_tokens, num_experts, k,
             SOFTMAX_FIRST=softmax_first, **blocks,
         )  # fmt: skip

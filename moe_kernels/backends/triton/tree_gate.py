@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends.native.tree_gate import weighing
-from moe_kernels.backends.triton import Configuration, on_device, unsupported
+from moe_kernels.backends.triton import Configuration, launch, on_device, unsupported
 
 TILE = 512  # places of a program, 4 a thread
 MOST_EXPERTS = 4096
@@ -79,9 +79,9 @@ def _derivative(t, left, right, half, slope):
     h' / h is 6 w / (gamma u (3 - 2u)), and left holds the factor u^2.
     """
     u, w = _share(t, half, slope), _share(-t, half, slope)
-    of_u, of_w = u * (3.0 - 2.0 * u), w * (3.0 - 2.0 * w)
+    of_u, of_w = u * tl.fma(u, -2.0, 3.0), w * tl.fma(w, -2.0, 3.0)
     saturated = (u == 0.0) | (w == 0.0)
-    d = 6.0 * slope * (left * (w * of_w) - right * (u * of_u)) / tl.where(saturated, 1.0, of_u * of_w)
+    d = 6.0 * slope * tl.fma(left, w * of_w, -right * (u * of_u)) / tl.where(saturated, 1.0, of_u * of_w)
     return tl.where(saturated, 0.0, d)
 
 
@@ -105,7 +105,7 @@ def _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, D
         t = tl.load(split_logits_ptr + row[:, None] * (E - 1) + node, mask=there, other=float("inf")).to(tl.float32)
         right = ((place >> (DEPTH - 1 - level)) & 1) != 0
         u = _share(tl.where(right, -t, t), half, slope)
-        v *= u * u * (3.0 - 2.0 * u)
+        v *= u * u * tl.fma(u, -2.0, 3.0)
     return v
 
 
@@ -145,7 +145,7 @@ def _gates(
         counts = leaf[None, :] & ~(v < least)
         higher = tl.maximum(highest, tl.max(tl.where(counts, a, LOWEST), axis=1))
         terms = tl.where(counts, (v + epsilon) * tl.exp(a - higher[:, None]), 0.0)
-        sums = sums * tl.exp(highest - higher)[:, None] + terms
+        sums = tl.fma(sums, tl.exp(highest - higher)[:, None], terms)
         highest = higher
     gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # rounded: the gate of an only leaf is 1
     tl.store(gates_ptr + first * E + token[:, None] * E + expert, gates, mask=inside)
@@ -213,8 +213,8 @@ def _tree_gate_bwd(
         higher = tl.maximum(highest, tl.max(tl.where(counts, a, LOWEST), axis=1))
         terms = tl.where(counts, (v + epsilon) * tl.exp(a - higher[:, None]), 0.0)
         scale = tl.exp(highest - higher)
-        total = total * scale + tl.sum(terms, axis=1)
-        dot = dot * scale + tl.sum(terms * grad, axis=1)
+        total = tl.fma(total, scale, tl.sum(terms, axis=1))
+        dot = tl.fma(dot, scale, tl.sum(terms * grad, axis=1))
         highest = higher
     grad -= (dot / total)[:, None]
     # Read and computed again, tree by tree: K of them do not stay in registers.
@@ -345,7 +345,8 @@ def _launch(kernel, tensors: tuple[Tensor, ...], leaf_logits: Tensor, gamma: flo
     if num_tokens == 0:
         return
     blocks, warps = _blocks(num_experts)
-    kernel[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+    launch(
+        kernel, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
         *tensors, num_tokens, num_trees, num_experts, *_numbers(gamma, mode),
         **blocks, **constants, num_warps=warps,
     )  # fmt: skip
@@ -383,7 +384,8 @@ def tree_gate_fused_fwd(
     blocks, warps, stages = _fused_blocks(num_experts)
     # The interpreter multiplies bfloat16 as if it were an integer.
     widen = triton.knobs.runtime.interpret
-    _tree_gate_fused[(triton.cdiv(num_tokens, blocks["BLOCK_T"]),)](
+    launch(
+        _tree_gate_fused, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
         x, split_weight.contiguous(), leaf_weight.contiguous(), *biases, gates, leaf_probs, split_logits, leaf_logits,
         num_tokens, dim // 16, num_experts, *_numbers(gamma, mode),
         BIASES=given, WIDEN=widen, **blocks, num_warps=warps, num_stages=stages,
