@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
+from moe_kernels.nn._parameters import reset
 from moe_kernels.nn._recompute import recomputed
 
 Hook = Callable[..., Any]
@@ -23,6 +24,10 @@ class OutputModule(nn.Module):
     torch calls full backward hooks for outputs that are a tensor or a tuple of tensors. Here they are called for a
     dataclass as well: `grad_output` holds the gradients of the output's tensors that require one, in field order.
     """
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter and random buffer anew, as the constructor does: after meta and to_empty, say."""
+        reset(self, generator)
 
     def register_full_backward_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
         return self._hook_backward([hook], [], prepend)

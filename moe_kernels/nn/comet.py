@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.nn._parameters import reset
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_size
 from moe_kernels.ops.kwta import TIES, k_from_fraction, kwta, kwta_apply, kwta_bits, unpack_bits
@@ -185,12 +186,19 @@ class CometFFN(nn.Module):
         activation: str = "tanh",
         dropout: float = 0.0,
         ties: str = "index",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.hidden = MaskedLinear(dim, hidden, k_from_fraction(p, hidden), activation=activation, ties=ties)
-        self.output = nn.Linear(hidden, dim)
+        k = k_from_fraction(p, hidden)
+        self.hidden = MaskedLinear(dim, hidden, k, activation=activation, ties=ties, device=device, dtype=dtype)
+        self.output = nn.Linear(hidden, dim, device=device, dtype=dtype)
         self.dropout = check_number("CometFFN", "dropout", dropout, 0, 1, "a rate")
-        self.router = FixedRouting((dim, hidden), p, ties=ties)
+        self.router = FixedRouting((dim, hidden), p, ties=ties, device=device, dtype=dtype)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws the layers and the routing anew."""
+        reset(self, generator)
 
     def extra_repr(self) -> str:
         return f"dropout={self.dropout:g}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.nn._parameters import as_linear_, stacked
 from moe_kernels.ops._autocast import as_autocast
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_size
 from moe_kernels.ops.combine import combine
@@ -60,8 +60,24 @@ class Experts(nn.Module):
         shapes = ", ".join(f"{name}={tuple(each.shape)}" for name, each in self.named_parameters(recurse=False))
         return f"{shapes}, activation={self.activation!r}, dropout={self.dropout:g}"
 
-    def forward(self, x: Tensor, plan: RoutingPlan, weights: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, plan: RoutingPlan | None, weights: Tensor | None, *, part: str = "output") -> Tensor:
+        """part: "output", or "rows" or "norms" for the method of that name.
+
+        Layers and gates call the module and not the method, so that hooks of the module run, such as those with which
+        fully_shard gathers the parameters.
+        """
+        if part == "norms":
+            return self.norms(x)
+        assert plan is not None
+        return self.rows(x, plan) if part == "rows" else self.weighted(x, plan, weights)
+
+    def weighted(self, x: Tensor, plan: RoutingPlan, weights: Tensor | None) -> Tensor:
+        """(T, Dout): the weighted sum of a token's rows."""
         return combine(self.rows(x, plan), plan, weights, backend=self.backend)
+
+    def norms(self, x: Tensor) -> Tensor:
+        """(T, E): the l2 norm of every expert's output for every token."""
+        raise NotImplementedError
 
 
 class ExpertLayer(Experts):
@@ -84,16 +100,24 @@ class ExpertLayer(Experts):
         bias: bool = True,
         dropout: float = 0.0,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_experts = check_int("ExpertLayer", "num_experts", num_experts, 1, 2**31 - 1, "experts")
         dim, out = (check_size("ExpertLayer", name, size) for name, size in (("dim", dim), ("out", out)))
         check_choice("ExpertLayer", "activation", activation, (None, *ACTIVATIONS))
         columns = 2 * out if activation in GATED else out
-        self.weight = stacked(num_experts, dim, columns)
-        self.bias = stacked_bias(num_experts, dim, columns) if bias else None
+        self.weight = stacked(num_experts, dim, columns, device=device, dtype=dtype)
+        self.bias = stacked(num_experts, columns, device=device, dtype=dtype) if bias else None
         self.dropout = check_number("ExpertLayer", "dropout", dropout, 0, 1, "a rate")
         self.activation, self.backend = activation, check_backend("ExpertLayer", backend)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter anew, as in the constructor."""
+        for each in (self.weight, self.bias):
+            as_linear_(each, self.weight.shape[1], generator)
 
     def outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         x, weight, bias = as_autocast(x, *self._own("weight", "bias"))
@@ -129,6 +153,8 @@ class ExpertMLP(Experts):
         bias: bool = True,
         dropout: float = 0.0,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_experts = check_int("ExpertMLP", "num_experts", num_experts, 1, 2**31 - 1, "experts")
@@ -136,11 +162,19 @@ class ExpertMLP(Experts):
         dim, hidden, out = (check_size("ExpertMLP", name, size) for name, size in sizes)
         check_choice("ExpertMLP", "activation", activation, (None, *ACTIVATIONS))
         columns = 2 * hidden if activation in GATED else hidden
-        self.w_in, self.w_out = stacked(num_experts, dim, columns), stacked(num_experts, hidden, out)
-        self.b_in = stacked_bias(num_experts, dim, columns) if bias else None
-        self.b_out = stacked_bias(num_experts, hidden, out) if bias else None
+        self.w_in = stacked(num_experts, dim, columns, device=device, dtype=dtype)
+        self.w_out = stacked(num_experts, hidden, out, device=device, dtype=dtype)
+        self.b_in = stacked(num_experts, columns, device=device, dtype=dtype) if bias else None
+        self.b_out = stacked(num_experts, out, device=device, dtype=dtype) if bias else None
         self.dropout = check_number("ExpertMLP", "dropout", dropout, 0, 1, "a rate")
         self.activation, self.backend = activation, check_backend("ExpertMLP", backend)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws every parameter anew, as in the constructor."""
+        dim, hidden = self.w_in.shape[1], self.w_out.shape[1]
+        for each, fan_in in ((self.w_in, dim), (self.w_out, hidden), (self.b_in, dim), (self.b_out, hidden)):
+            as_linear_(each, fan_in, generator)
 
     def outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         offsets, backend = plan.expert_offsets, self.backend
@@ -156,7 +190,7 @@ class ExpertMLP(Experts):
         )
         return grouped_gemm(hidden, w_out, offsets, bias=b_out, backend=backend)
 
-    def forward(self, x: Tensor, plan: RoutingPlan, weights: Tensor | None) -> Tensor:
+    def weighted(self, x: Tensor, plan: RoutingPlan, weights: Tensor | None) -> Tensor:
         if self.exchange is not None:
             y = combine(self._all_outputs(x, plan), plan, weights, backend=self.backend)
             return F.dropout(y, self.dropout, self.training)
@@ -185,18 +219,3 @@ class ExpertMLP(Experts):
             narrow, w_in, w_out, b_in=b_in, b_out=b_out, activation=self.activation, backend=self.backend
         )
         return norms.to(self.w_in.dtype)
-
-
-def stacked(num_experts: int, rows: int, columns: int) -> nn.Parameter:
-    """(E, rows, columns), each expert's as the transposed weight of an nn.Linear(rows, columns)."""
-    return _uniform((num_experts, rows, columns), rows)
-
-
-def stacked_bias(num_experts: int, rows: int, columns: int) -> nn.Parameter:
-    """(E, columns), each expert's as the bias of an nn.Linear(rows, columns)."""
-    return _uniform((num_experts, columns), rows)
-
-
-def _uniform(shape: tuple[int, ...], fan_in: int) -> nn.Parameter:
-    bound = 1 / math.sqrt(fan_in) if fan_in else 0.0
-    return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))

@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from moe_kernels.nn._compile import on_the_host
+from moe_kernels.nn._distributed import joined
+from moe_kernels.nn._parameters import KeepsFloat32
 from moe_kernels.nn._recompute import recomputed
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number
@@ -28,7 +31,7 @@ SCHEDULES = ("paper", "annealed")
 HOT = 0.1  # where an annealed call starts: the width of the initial scores, U(-0.05, 0.05)
 
 
-class LocalSearch(nn.Module):
+class LocalSearch(KeepsFloat32):
     """Permutes gate weights by a learned soft permutation, and from step `steps` on by the hard one it has become.
 
         gates, regulariser = search(gates)
@@ -54,8 +57,13 @@ class LocalSearch(nn.Module):
     torch.compile breaks its graph in training, where no two steps are alike, and has a whole one in evaluation.
 
     State: U is the parameter `scores` (permutations, n, n); buffers `soft` (the last S), `source` (the hard
-    permutation: expert j takes the gate source[j]) and `distance` (permutations), the largest |S - P| at the switch,
-    NaN before; `step` is saved beside them. All of it survives a state dict in either stage.
+    permutation: expert j takes the gate source[j]), `assigned` (S in stage one, then the matrix of the hard
+    permutation) and `distance` (permutations), the largest |S - P| at the switch, NaN before; `step` is saved beside
+    them. All of it survives a state dict in either stage. `source` is derived anew whenever `assigned` was written, so
+    that a copy of the module whose buffers are averages (torch.optim.swa_utils.AveragedModel(use_buffers=True)) has a
+    permutation, too: the one that the average is nearest to.
+
+    From `step` T on U has no gradient; inside torch.distributed it is zero instead, as DistributedDataParallel needs.
 
     Raises:
         ValueError, TypeError: num_experts or permutations below 1, steps or noise below 0, an unknown schedule.
@@ -65,6 +73,7 @@ class LocalSearch(nn.Module):
     """
 
     soft: Tensor
+    assigned: Tensor
     source: Tensor
     distance: Tensor
 
@@ -82,6 +91,7 @@ class LocalSearch(nn.Module):
         backend: str | None = None,
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         n = check_int("LocalSearch", "num_experts", num_experts, 1, 2**31 - 1, "experts")
@@ -95,17 +105,40 @@ class LocalSearch(nn.Module):
         self.noise = check_number("LocalSearch", "noise", noise, 0, meaning="times Gumbel's")
         self.renormalise, self.schedule, self.step = renormalise, schedule, 0
         self.backend = check_backend("LocalSearch", backend)
-        self.scores = nn.Parameter(torch.empty(count, n, n, device=device))
-        self.register_buffer("soft", torch.zeros(count, n, n, device=device))
-        self.register_buffer("source", torch.arange(n, device=device).repeat(count, 1))
-        self.register_buffer("distance", torch.full((count,), torch.nan, device=device))
-        self._stale = False  # whether `source` belongs to an earlier `soft`
+        self.scores = nn.Parameter(torch.empty(count, n, n, device=device, dtype=dtype))
+        self.register_buffer("soft", torch.empty(count, n, n, device=device, dtype=dtype))
+        self.register_buffer("assigned", torch.empty_like(self.soft))
+        self.register_buffer("source", torch.empty(count, n, device=device, dtype=torch.int64))
+        self.register_buffer("distance", torch.empty(count, device=device, dtype=dtype))
         self.reset_parameters(generator)
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws U anew."""
+        """Draws U anew and begins stage one, with the identity as permutation."""
         self.scores.uniform_(-self.bound, self.bound, generator=generator)
+        n = self.source.shape[1]
+        self.soft.copy_(torch.eye(n, device=self.soft.device))
+        self.assigned.copy_(self.soft)
+        self.source.copy_(torch.arange(n, device=self.source.device))
+        self.distance.fill_(torch.nan)
+        self.step = 0
+        self._hardened_now()
+
+    def _hardened_now(self) -> None:
+        """Notes that `source` belongs to `assigned` as it is now."""
+        self._stale, self._seen = False, (self.assigned, _version(self.assigned))
+
+    def _is_stale(self) -> bool:
+        """Whether `assigned` was written since it was hardened: by a step, a state dict or an average of models."""
+        if not is_compiling():
+            seen, version = self._seen
+            self._stale = self._stale or seen is not self.assigned or version != _version(seen)
+        return self._stale
+
+    def train(self, mode: bool = True) -> LocalSearch:
+        super().train(mode)
+        self._is_stale()  # torch.compile sees what is noted here, and no versions
+        return self
 
     @property
     def hardened(self) -> bool:
@@ -132,14 +165,14 @@ class LocalSearch(nn.Module):
         """
         if self.training:
             return self._advance()
-        if self._stale:
+        if self._is_stale():
             self._harden()
         return None
 
     @on_the_host("LocalSearch: every step has a temperature and iterations of its own")
     def _advance(self) -> Tensor | None:
         if self.hardened:
-            if self._stale:
+            if self._stale:  # versions change at every step of DistributedDataParallel, which broadcasts buffers
                 self._harden()
             return None
         if not recomputed():
@@ -147,8 +180,9 @@ class LocalSearch(nn.Module):
         if self.hardened:
             if self.step > 1:
                 self._harden()
-                hard = torch.zeros_like(self.soft).scatter_(1, self.source[:, None], 1)
-                self.distance.copy_((self.soft - hard).abs().amax((1, 2)))
+                self.assigned.copy_(_matrix(self.source, self.soft))
+                self.distance.copy_((self.soft - self.assigned).abs().amax((1, 2)))
+                self._hardened_now()
             return None
         tau, iterations = self.temperature(self.step), self.iterations(self.step)
         options: dict[str, Any] = {"tau": tau, "backend": self.backend}
@@ -159,7 +193,7 @@ class LocalSearch(nn.Module):
         else:
             soft = rounded(sinkhorn(self.scores, max(iterations, 50), anneal_from=HOT, **options))
         self.soft.copy_(soft.detach())
-        self._stale = True
+        self.assigned.copy_(self.soft)
         return soft
 
     def permute(self, gates: Tensor, p: Tensor | None) -> Tensor:
@@ -171,6 +205,7 @@ class LocalSearch(nn.Module):
         each = gates if count > 1 else gates[..., None, :]
         if p is None:
             permuted = each.gather(-1, self.source.expand(each.shape))
+            permuted = joined(permuted, (self.scores,)) if self.training else permuted
         else:
             with without_autocast(gates.device.type):
                 permuted = torch.einsum("...pi,pij->...pj", each.to(p.dtype), p)
@@ -194,6 +229,13 @@ class LocalSearch(nn.Module):
         self.step = state["step"]
         self._stale = 0 < self.step < self.steps
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        soft, step = state_dict.get(prefix + "soft"), state_dict.get(prefix + "_extra_state", {}).get("step", 0)
+        if soft is not None and prefix + "assigned" not in state_dict:  # of a version without it
+            hard = step == 0 or step >= self.steps
+            state_dict[prefix + "assigned"] = _matrix(state_dict[prefix + "source"], soft) if hard else soft
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         count, n = self.source.shape
         stage = "hard" if self.hardened else f"step {self.step} of {self.steps}"
@@ -202,8 +244,18 @@ class LocalSearch(nn.Module):
     @on_the_host("LocalSearch: linear assignment runs on the host")
     def _harden(self) -> None:
         """Row i, a gate, goes to column c_i, an expert; `source` is the inverse: the gate of each expert."""
-        self.source.copy_(harden(self.soft).argsort(-1))
-        self._stale = False
+        self.source.copy_(harden(self.assigned).argsort(-1))
+        self._hardened_now()
+
+
+def _matrix(source: Tensor, like: Tensor) -> Tensor:
+    """The permutation matrices (permutations, n, n) of `source`, in the dtype of `like`."""
+    return torch.zeros_like(like).scatter_(1, source[:, None], 1)
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts writes to a tensor; inference tensors do not count them."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def rounded(p: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.nn._compile import on_the_host
+from moe_kernels.nn._distributed import joined
 from moe_kernels.nn._recompute import recomputed
 from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates.gate import Gate, GateOutput
@@ -90,12 +91,13 @@ class CompetitionGate(Gate):
     def _compete(self, x: Tensor) -> GateOutput:
         (experts,) = self._experts
         k = self.router.k
-        norms = experts.norms(x)
+        norms = experts(x, None, None, part="norms")
         weights, winners = topk_gate(norms if self.through_norms else norms.detach(), k)
         # The router's input is a constant here: the loss is the router's alone (eq. 4).
         logits = self.router.project(self.router.linear, x.detach())
         routed, chosen = topk_gate(logits, k)
         loss = competition_loss((routed, chosen), (weights, winners), self.num_experts)
+        weights = joined(weights, self.router.parameters())
         agreement = (chosen[:, :, None] == winners[:, None, :]).any(-1)
         records = {"competed": x.new_ones(()), "agreement": agreement}
         return GateOutput(weights, winners, self.num_experts, False, {"router": self.alpha * loss}, records)

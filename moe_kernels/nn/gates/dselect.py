@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_kernels.nn.gates.gate import Gate, GateOutput, uniform_
+from moe_kernels.nn._parameters import RouterLinear
+from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.losses import tree_entropy
 from moe_kernels.ops._checks import check_int, check_number, check_positive
 from moe_kernels.ops.tree_gate import smooth_step
@@ -39,24 +40,39 @@ class DSelectKGate(Gate):
         entropy: float = 0.0,
         reciprocal: float = 1.0,
         generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_experts, fewest=2, dim=dim)
         self.k = check_int("DSelectKGate", "k", k, 1, 2**31 - 1, "selectors")
         self.gamma = check_positive("DSelectKGate", "gamma", gamma)
         self.entropy = check_number("DSelectKGate", "entropy", entropy)
         self.reciprocal = check_number("DSelectKGate", "reciprocal", reciprocal)
-        bits = (num_experts - 1).bit_length()
-        self.code, self.mix = nn.Linear(dim, k * bits), nn.Linear(dim, k)
-        uniform_(self.code.weight, self.gamma / 100, generator)
-        nn.init.zeros_(self.code.bias)
-        self.register_buffer(
-            "bits", (torch.arange(num_experts)[:, None] >> torch.arange(bits - 1, -1, -1)) & 1 == 1, persistent=False
+        self.code = RouterLinear(
+            dim,
+            self.k * self._code_length,
+            bound=self.gamma / 100,
+            zero_bias=True,
+            generator=generator,
+            device=device,
+            dtype=dtype,
         )
+        self.mix = nn.Linear(dim, self.k, device=device, dtype=dtype)
 
-    bits: Tensor
+    @property
+    def _code_length(self) -> int:
+        """m."""
+        return (self.num_experts - 1).bit_length()
+
+    @property
+    def bits(self) -> Tensor:
+        """(E, m) bool: the code of every expert. Computed and not a buffer, which to_empty would leave undefined."""
+        device, m = self.code.weight.device, self._code_length
+        places = torch.arange(m - 1, -1, -1, device=device)
+        return (torch.arange(self.num_experts, device=device)[:, None] >> places) & 1 == 1
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        z = self.project(self.code, x).view(x.shape[0], self.k, 1, self.bits.shape[1])
+        z = self.project(self.code, x).view(x.shape[0], self.k, 1, self._code_length)
         set_, clear = smooth_step(z, self.gamma), smooth_step(-z, self.gamma)
         selectors = torch.where(self.bits, set_, clear).prod(-1)
         gates = (self.project(self.mix, x).softmax(-1)[..., None] * selectors).sum(1)

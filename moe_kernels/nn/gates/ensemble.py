@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.nn.experts import stacked
+from moe_kernels.nn._parameters import as_linear_, stacked
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
 from moe_kernels.ops._checks import check_backend, check_int
 from moe_kernels.ops.topk_gate import topk_gate
@@ -35,14 +35,20 @@ class EnsembleGate(Gate):
         noise: bool = False,
         generator: torch.Generator | None = None,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_experts, dim=dim)
         self.members = check_int("EnsembleGate", "members", members, 1, num_experts, "members that share E experts")
         if num_experts % members:
             raise ValueError(f"EnsembleGate: members must divide {num_experts} experts, got {members}")
         self.k = check_int("EnsembleGate", "k", k, 1, num_experts // members, "choices among E / M experts")
-        self.weight = stacked(members, dim, num_experts // members)
+        self.weight = stacked(members, dim, num_experts // members, device=device, dtype=dtype)
         self.noise, self.generator, self.backend = noise, generator, check_backend("EnsembleGate", backend)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        as_linear_(self.weight, self.weight.shape[1], generator)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         member = self.known(x, ids, self.members, "the member of each token")

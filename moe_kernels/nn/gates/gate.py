@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 
 from moe_kernels._pytree import register
 from moe_kernels.nn._output import OutputModule
+from moe_kernels.nn._parameters import KeepsFloat32
 from moe_kernels.nn._recompute import own
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import INDEX, check_int, check_rank, check_size, check_tensor
@@ -78,7 +79,7 @@ def _statistic(name: str, record: Tensor) -> Tensor:
     return values.mean() if values.numel() else values.sum()  # no NaN for an empty batch
 
 
-class Gate(OutputModule):
+class Gate(KeepsFloat32, OutputModule):
     """A gate: `gate(x, ids=None) -> GateOutput`, x (T, D) and ids (T,) whatever the data knows its tokens by.
 
     Gates compute in the dtype of their parameters, whatever autocast says, and convert x to it: a choice that rests on
@@ -86,6 +87,12 @@ class Gate(OutputModule):
 
     Noise is torch's own, or a `generator`'s, which no state dict keeps and torch.utils.checkpoint does not restore: a
     forward that draws from one is refused there.
+
+    keep_float32: float32 parameters stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)` of the gate or of a
+    model that holds it, so that a narrowed model routes as the one that was trained: rounding logits to 8 bits moves
+    every token whose two best experts are close. Set it to False on a gate before such a call to narrow the gate, too.
+    `dtype=` of a constructor is always obeyed. FSDP2 narrows parameters itself: give gates a group of their own,
+    fully_shard(layer.gate), before fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
     """
 
     def __init__(self, num_experts: int, fewest: int = 1, dim: int | None = None) -> None:
@@ -126,12 +133,6 @@ class Gate(OutputModule):
         if real and bool(((ids < 0) | (ids >= count)).any()):
             raise ValueError(f"{name}: ids must be from 0 to {count - 1}, got {ids.min().item()} to {ids.max().item()}")
         return ids.long()
-
-
-def uniform_(parameter: Tensor, bound: float, generator: torch.Generator | None) -> None:
-    """U(-bound, bound) in place."""
-    with torch.no_grad():
-        parameter.uniform_(-bound, bound, generator=generator)
 
 
 def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:

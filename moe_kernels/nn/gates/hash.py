@@ -7,11 +7,11 @@ import heapq
 import torch
 from torch import Tensor
 
-from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.table import TableGate
 from moe_kernels.ops._checks import FLOATING, INDEX, check_int, check_tensor
 
 
-class HashGate(Gate):
+class HashGate(TableGate):
     """The expert of id i is table[i], its weight 1.
 
     Args:
@@ -22,13 +22,11 @@ class HashGate(Gate):
             id, the lower expert), and the others draw theirs.
         generator: draws; None is torch's own.
 
-    Input: ids (T,), int32 or int64. Output: sparse, k = 1; weights in the dtype of x and without a gradient. State:
-    the buffer `table`, int32.
+    Input: ids (T,), int32 or int64. Output: sparse, k = 1; weights in the dtype of x and without a gradient. `table`
+    (num_ids,) holds the expert of every id.
 
     Source: paper 001, section 4 ("Hash-r"); MoEBERT's hash-random and hash-balance.
     """
-
-    table: Tensor
 
     def __init__(
         self,
@@ -37,25 +35,29 @@ class HashGate(Gate):
         *,
         frequencies: Tensor | None = None,
         generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(num_experts)
-        check_int("HashGate", "num_ids", num_ids, 1, 2**31 - 1, "ids")
-        table = torch.randint(num_experts, (num_ids,), dtype=torch.int32, generator=generator)
+        num_ids = check_int("HashGate", "num_ids", num_ids, 1, 2**31 - 1, "ids")
+        super().__init__(num_experts, num_ids, device=device)
         if frequencies is not None:
             check_tensor("HashGate", "frequencies", frequencies, (*INDEX, *FLOATING))
             if frequencies.shape != (num_ids,):
                 raise ValueError(f"HashGate: frequencies must be ({num_ids},), got shape {tuple(frequencies.shape)}")
             if not ((frequencies >= 0) & (frequencies < torch.inf)).all():
                 raise ValueError("HashGate: frequencies must be finite and at least 0")
-            _balance(table, frequencies.cpu(), num_experts)
-        self.register_buffer("table", table)
+            frequencies = frequencies.cpu()
+        self.frequencies = frequencies
+        self.reset_parameters(generator)
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        experts = self.table[self.known(x, ids, len(self.table), "by which it knows its tokens")][:, None]
-        return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
+    def draw(self, generator: torch.Generator | None) -> Tensor:
+        size = (len(self.codes),)
+        table = torch.randint(self.num_experts, size, dtype=torch.int32, generator=generator, device="cpu")
+        if self.frequencies is not None:
+            _balance(table, self.frequencies, self.num_experts)
+        return table
 
     def extra_repr(self) -> str:
-        return f"num_ids={self.table.numel()}, num_experts={self.num_experts}"
+        return f"num_ids={len(self.codes)}, num_experts={self.num_experts}"
 
 
 def _balance(table: Tensor, frequencies: Tensor, num_experts: int) -> None:

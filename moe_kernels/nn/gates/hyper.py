@@ -21,15 +21,31 @@ class HyperRouterGate(Gate):
     Parameters: `embedding` v (1, D) trains, `hypernetwork` does not. Source: Do et al. 2023, baseline of paper 004.
     """
 
-    def __init__(self, dim: int, num_experts: int, k: int, *, hidden: int = 256, backend: str | None = None) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        k: int,
+        *,
+        hidden: int = 256,
+        backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(num_experts, dim=dim)
         self.k = check_int("HyperRouterGate", "k", k, 1, num_experts, "choices among E experts")
         hidden = check_size("HyperRouterGate", "hidden", hidden)
-        self.embedding = nn.Parameter(torch.randn(1, dim))
+        self.embedding = nn.Parameter(torch.randn(1, dim, device=device, dtype=dtype))
         self.hypernetwork = nn.Sequential(
-            nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, num_experts * (dim + 1))
+            nn.Linear(dim, hidden, device=device, dtype=dtype),
+            nn.ReLU(),
+            nn.Linear(hidden, num_experts * (dim + 1), device=device, dtype=dtype),
         ).requires_grad_(False)
         self.backend = check_backend("HyperRouterGate", backend)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        nn.init.normal_(self.embedding, generator=generator)
+        super().reset_parameters(generator)
 
     def requires_grad_(self, requires_grad: bool = True) -> HyperRouterGate:
         super().requires_grad_(requires_grad)

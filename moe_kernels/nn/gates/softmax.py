@@ -34,9 +34,11 @@ class SoftmaxGate(Gate):
         noise: bool = False,
         importance: float = 0.0,
         generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_experts, dim=dim)
-        self.linear = nn.Linear(dim, num_experts, bias=bias)
+        self.linear = nn.Linear(dim, num_experts, bias=bias, device=device, dtype=dtype)
         self.importance = check_number("SoftmaxGate", "importance", importance)
         self.noise, self.generator = noise, generator
 

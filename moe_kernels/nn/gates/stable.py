@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.nn._distributed import joined
+from moe_kernels.nn._parameters import stacked
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.losses import batch_mean
 from moe_kernels.ops._checks import check_int, check_number, check_size
@@ -41,18 +43,26 @@ class StableGate(Gate):
         embedding: int = 50,
         balance: float = 0.3,
         distill: float = 0.3,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_experts, dim=dim)
-        self.centroids = nn.Parameter(torch.empty(num_experts, dim))
+        self.centroids = stacked(num_experts, dim, device=device, dtype=dtype)
         nn.init.orthogonal_(self.centroids, gain=0.1)
         self.embedding = nn.Embedding(
             check_int("StableGate", "vocabulary", vocabulary, 1, 2**31 - 1, "ids"),
             check_size("StableGate", "embedding", embedding),
+            device=device,
+            dtype=dtype,
         )
-        self.router = nn.Linear(embedding, num_experts, bias=False)
+        self.router = nn.Linear(embedding, num_experts, bias=False, device=device, dtype=dtype)
         self.balance = check_number("StableGate", "balance", balance)
         self.distill = check_number("StableGate", "distill", distill)
         self.stage = 1
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        nn.init.orthogonal_(self.centroids, gain=0.1, generator=generator)
+        super().reset_parameters(generator)
 
     def begin_stage_two(self) -> None:
         """From now on the distilled router decides, in training too."""
@@ -71,6 +81,8 @@ class StableGate(Gate):
             with torch.no_grad():
                 experts = self._distilled(ids).argmax(-1)
         weights = affinity.sigmoid().gather(1, experts[:, None])
+        if self.training and not learning:
+            weights = joined(weights, (*self.embedding.parameters(), *self.router.parameters()))
         if learning:
             wide = torch.promote_types(weights.dtype, torch.float32)
             ones = torch.ones(len(x), dtype=wide, device=x.device)

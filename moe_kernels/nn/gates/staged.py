@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.nn._distributed import joined
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.topk import TopKGate
 from moe_kernels.nn.losses import batch_mean
@@ -42,8 +43,10 @@ class StagedGate(Gate):
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         if self.stage == 1 and (self.training or not self.second_in_evaluation):
-            return self.first(x, ids)
+            output = self.first(x, ids)
+            return replace(output, weights=joined(output.weights, self.second.parameters()))
         output = self.second(x, ids)
+        output = replace(output, weights=joined(output.weights, self.first.parameters()))
         if not (self.training and self.distill and self.stage == 2 and isinstance(self.second, TopKGate)):
             return output
         with torch.no_grad():

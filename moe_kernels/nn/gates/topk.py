@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from moe_kernels.nn._parameters import RouterLinear
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise, normal_like
 from moe_kernels.nn.losses import balance_loss, importance_loss, load_loss, router_z_loss
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number
@@ -56,6 +57,8 @@ class TopKGate(Gate):
         reduce: ProcessGroup | None = None,
         generator: torch.Generator | None = None,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_experts, dim=dim)
         self.k = check_int("TopKGate", "k", k, 1, num_experts, "choices among E experts")
@@ -65,12 +68,9 @@ class TopKGate(Gate):
         self.coefficients = {name: check_number("TopKGate", name, each) for name, each in coefficients.items()}
         if load and noise != "vmoe":
             raise ValueError(f"TopKGate: load needs noise='vmoe', its loss is not defined without; got {noise!r}")
-        self.linear = nn.Linear(dim, num_experts, bias=bias)
-        if bias:
-            nn.init.zeros_(self.linear.bias)
+        self.linear = RouterLinear(dim, num_experts, bias=bias, zero_bias=True, device=device, dtype=dtype)
         if noise == "jitter":
-            self.noise_linear = nn.Linear(dim, num_experts, bias=False)
-            nn.init.zeros_(self.noise_linear.weight)
+            self.noise_linear = RouterLinear(dim, num_experts, bias=False, bound=0, device=device, dtype=dtype)
         self.order, self.noise, self.generator, self.reduce = order, noise, generator, reduce
         self.backend = check_backend("TopKGate", backend)
 

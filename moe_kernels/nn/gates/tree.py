@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.compiler import is_compiling
 
+from moe_kernels.nn._parameters import stacked, uniform_
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.losses import tree_entropy
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_positive
@@ -20,8 +22,8 @@ class TreeGate(Gate):
         bias: nodes and leaves have one, as in the authors' TensorFlow code; the paper prints none.
         parity: of tree_gate; tree_route, which has none, weighs a saturated tree's one leaf by 1 all the same.
         route: evaluation goes by tree_route where every tree of the batch is saturated, which waits for a GPU, and by
-            the dense gate where one is not, or on the meta device: the same gate either way. Which it is, the host
-            decides, and torch.compile breaks its graph there.
+            the dense gate where one is not, on the meta device, or under torch.compile and torch.export, where the
+            host cannot decide: the same gate either way.
         generator: draws the parameters; None is torch's own. backend: of the operations.
 
     Output: dense, gates (T, E); sparse, one expert a tree, where it was routed. losses: "entropy" in training.
@@ -45,6 +47,8 @@ class TreeGate(Gate):
         route: bool = False,
         generator: torch.Generator | None = None,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_experts, fewest=2, dim=dim)
         trees = check_int("TreeGate", "trees", trees, 1, 2**31 - 1, "trees")
@@ -52,18 +56,23 @@ class TreeGate(Gate):
         self.gamma = check_positive("TreeGate", "gamma", gamma)
         self.entropy = check_number("TreeGate", "entropy", entropy)
         self.parity, self.route, self.backend = parity, route, check_backend("TreeGate", backend)
-        self.split_weight = nn.Parameter(torch.empty(trees, num_experts - 1, dim))
-        self.leaf_weight = nn.Parameter(torch.empty(trees, num_experts, dim))
-        self.split_bias = nn.Parameter(torch.zeros(trees, num_experts - 1)) if bias else None
-        self.leaf_bias = nn.Parameter(torch.empty(trees, num_experts)) if bias else None
-        with torch.no_grad():
-            self.split_weight.uniform_(-self.gamma / 100, self.gamma / 100, generator=generator)
-            for leaf in (self.leaf_weight, self.leaf_bias) if self.leaf_bias is not None else (self.leaf_weight,):
-                leaf.uniform_(-0.05, 0.05, generator=generator)
+        self.split_weight = stacked(trees, num_experts - 1, dim, device=device, dtype=dtype)
+        self.leaf_weight = stacked(trees, num_experts, dim, device=device, dtype=dtype)
+        self.split_bias = stacked(trees, num_experts - 1, device=device, dtype=dtype) if bias else None
+        self.leaf_bias = stacked(trees, num_experts, device=device, dtype=dtype) if bias else None
+        self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        uniform_(self.split_weight, self.gamma / 100, generator)
+        if self.split_bias is not None:
+            torch.nn.init.zeros_(self.split_bias)
+        uniform_(self.leaf_weight, 0.05, generator)
+        uniform_(self.leaf_bias, 0.05, generator)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         x = x.to(self.split_weight.dtype)
-        if self.route and not self.training and not x.is_meta and (routed := self._routed(x)) is not None:
+        decidable = not x.is_meta and not is_compiling()
+        if self.route and not self.training and decidable and (routed := self._routed(x)) is not None:
             return routed
         gates, leaf_probs = tree_gate(
             x,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.nn._parameters import stacked
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_positive, check_size
 from moe_kernels.ops.topk_gate import topk_gate
@@ -41,16 +42,22 @@ class XMoEGate(Gate):
         score: str = "code",
         temperature: float = 0.3,
         backend: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_experts, dim=dim)
         self.k = check_int("XMoEGate", "k", k, 1, num_experts, "choices among E experts")
         check_choice("XMoEGate", "score", score, SCORES)
         embedding = check_size("XMoEGate", "embedding", embedding)
-        self.linear = nn.Linear(dim, embedding, bias=False)
-        self.embeddings = nn.Parameter(torch.empty(num_experts, embedding))
+        self.linear = nn.Linear(dim, embedding, bias=False, device=device, dtype=dtype)
+        self.embeddings = stacked(num_experts, embedding, device=device, dtype=dtype)
         nn.init.orthogonal_(self.embeddings, gain=0.32)
         self.score, self.temperature = score, check_positive("XMoEGate", "temperature", temperature)
         self.backend = check_backend("XMoEGate", backend)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        super().reset_parameters(generator)
+        nn.init.orthogonal_(self.embeddings, gain=0.32, generator=generator)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         r = self.project(self.linear, x)

@@ -1,0 +1,32 @@
+"""Parameters without a part in the result, and torch's DistributedDataParallel, which waits for a gradient of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def joined(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """y, with a gradient of zero for every parameter given that requires one; y itself outside torch.distributed.
+
+    DistributedDataParallel fails in the step after one in which a parameter got no gradient. A single process leaves
+    such a gradient None, so that an optimizer with weight decay or momentum leaves the parameter alone.
+    """
+    if not (torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return y
+    idle = [each for each in parameters if each.requires_grad and not hasattr(each, "placements")]  # no DTensor
+    return _Joined.apply(y, *idle) if idle else y
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *map(torch.zeros_like, ctx.saved_tensors)

@@ -1,0 +1,94 @@
+"""Parameters of gates and experts: how they are drawn, now and by `reset_parameters`."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RouterLinear(nn.Linear):
+    """An nn.Linear whose `reset_parameters` draws what its gate wants.
+
+    bound: weight ~ U(-bound, bound); None: as nn.Linear. zero_bias: the bias is 0 instead of nn.Linear's.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        out: int,
+        *,
+        bias: bool = True,
+        bound: float | None = None,
+        zero_bias: bool = False,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.bound, self.zero_bias = bound, zero_bias
+        super().__init__(dim, out, bias=bias, device=device, dtype=dtype)
+        if generator is not None:
+            self.reset_parameters(generator)
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws the weight and the bias anew."""
+        if generator is None:
+            super().reset_parameters()
+        else:
+            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+            uniform_(self.weight, bound, generator)
+            uniform_(self.bias, bound, generator)
+        if self.bound is not None:
+            uniform_(self.weight, self.bound, generator)
+        if self.zero_bias and self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class KeepsFloat32(nn.Module):
+    """Decides who computes: with keep_float32, float32 parameters stay so when a model is narrowed (see Gate)."""
+
+    keep_float32 = True
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(partial(_not_narrowed, fn) if self.keep_float32 else fn, recurse)
+
+
+def _not_narrowed(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """fn(tensor), but float32 does not become a narrower floating dtype."""
+    found = fn(tensor)
+    narrow = tensor.dtype == torch.float32 and found.dtype in (torch.bfloat16, torch.float16)
+    return tensor.to(found.device) if narrow else found
+
+
+def reset(module: nn.Module, generator: torch.Generator | None) -> None:
+    """Calls reset_parameters of the modules inside, with the generator if they take one."""
+    for child in module.children():
+        method: Any = getattr(child, "reset_parameters", None)
+        if method is None:
+            reset(child, generator)
+        elif "generator" in inspect.signature(method).parameters:
+            method(generator)
+        else:
+            method()
+
+
+def uniform_(parameter: Tensor | None, bound: float, generator: torch.Generator | None) -> None:
+    """U(-bound, bound) in place; nothing for None."""
+    if parameter is not None:
+        with torch.no_grad():
+            parameter.uniform_(-bound, bound, generator=generator)
+
+
+def stacked(*shape: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """A parameter of that shape, not drawn yet."""
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+
+def as_linear_(parameter: Tensor | None, fan_in: int, generator: torch.Generator | None) -> None:
+    """Draws the weights or biases of linear layers of that many inputs, as nn.Linear does."""
+    uniform_(parameter, 1 / math.sqrt(fan_in) if fan_in else 0.0, generator)

@@ -1,0 +1,57 @@
+"""Gates whose experts stand in a table, one entry for every id."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels.nn.gates.gate import Gate, GateOutput
+
+
+class TableGate(Gate):
+    """Tokens of id i go to expert table[i] with weight 1. A subclass draws the table in `draw`.
+
+    State: the buffer `codes` (ids,) int32, 2 table + 1. An exponential average of equal integers, such as that of
+    torch.optim.swa_utils.AveragedModel(use_buffers=True), is computed in floats and truncated, which may lose 1; half
+    a code, rounded down, is the same expert nevertheless. State dicts hold the table itself, by the name NAME.
+    """
+
+    NAME = "table"
+    IDS = "by which it knows its tokens"
+    codes: Tensor
+
+    def __init__(
+        self, num_experts: int, num_ids: int, fewest: int = 1, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__(num_experts, fewest)
+        self.register_buffer("codes", torch.empty(num_ids, dtype=torch.int32, device=device))
+
+    def draw(self, generator: torch.Generator | None) -> Tensor:
+        """(ids,) int32: the expert of every id."""
+        raise NotImplementedError
+
+    @property
+    def table(self) -> Tensor:
+        """(ids,) int32: the expert of every id."""
+        return self.codes >> 1
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draws the table anew."""
+        self.codes.copy_(2 * self.draw(generator) + 1)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        experts = (self.codes[self.known(x, ids, len(self.codes), self.IDS)] >> 1)[:, None]
+        return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + self.NAME] = destination.pop(prefix + "codes") >> 1
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        table = state_dict.pop(prefix + self.NAME, None)
+        if table is not None:
+            state_dict[prefix + "codes"] = 2 * table + 1
+        super()._load_from_state_dict(state_dict, prefix, *args)

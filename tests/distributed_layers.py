@@ -1,0 +1,189 @@
+"""Cases of test_distributed_layers.py, run by it as a program: layers inside DDP and FSDP2 on one gloo process."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import tempfile
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_kernels import nn as mnn
+
+D, E, H, T, IDS = 8, 4, 8, 12, 9
+X = torch.randn(T, D, generator=torch.Generator().manual_seed(1))
+TOKENS = torch.arange(T) % IDS
+
+
+def stages():
+    """Layers whose parameters lose their part in the result at step 3: DDP failed in the step after."""
+
+    def searching(layer, step):
+        pass  # a search hardens by itself
+
+    def stable(layer, step):
+        if step == 3:
+            layer.gate.begin_stage_two()
+
+    def staged(layer, step):
+        layer.gate.stage = 1 + (step >= 3) + (step >= 6)
+
+    def experts():
+        return mnn.ExpertMLP(E, D, H)
+
+    def competing():
+        mlp = experts()
+        router = mnn.TopKGate(D, E, 2, noise="jitter")
+        coin = torch.Generator().manual_seed(0)
+        return mnn.MoE(mnn.CompetitionGate(router, mlp, rate=0.5, coin=coin), mlp)
+
+    def of(gate):
+        return mnn.MoE(gate, experts())
+
+    search = lambda: mnn.LocalSearch(E, 3)  # noqa: E731
+    return {
+        "permuted": (lambda: of(mnn.PermutedGate(mnn.SoftmaxGate(D, E), search())), searching),
+        "tasks": (lambda: mnn.MultiGateMoE([mnn.SoftmaxGate(D, E)] * 2, experts(), search()), searching),
+        "stable": (lambda: of(mnn.StableGate(D, E, IDS)), stable),
+        "staged": (lambda: of(mnn.StagedGate(mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2), distill=0.1)), staged),
+        "competition": (competing, searching),
+    }
+
+
+def steps(layer, call, change):
+    """Gradients of nine steps, without those that are None or zero."""
+    optimizer, found = torch.optim.SGD(layer.parameters(), 0.1), []
+    for step in range(9):
+        torch.manual_seed(step)
+        change(layer, step)
+        optimizer.zero_grad()
+        out = call(X, TOKENS)
+        y = sum(out.y) if isinstance(out.y, tuple) else out.y
+        (y.square().sum() + out.loss).backward()
+        found.append({name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None})
+        optimizer.step()
+    return [{name: each for name, each in step.items() if each.any()} for step in found]
+
+
+def ddp(name):
+    make, change = stages()[name]
+    torch.manual_seed(0)
+    layer = make()
+    got = copy.deepcopy(layer)
+    if name == "competition":  # a coin is no module, and experts are held by the gate
+        torch.manual_seed(0)
+        got = make()
+    expected = steps(layer, layer, change)
+    found = steps(got, DistributedDataParallel(got), change)
+    for one, other in zip(expected, found, strict=True):
+        assert one.keys() == other.keys(), (one.keys(), other.keys())
+        for key in one:
+            torch.testing.assert_close(one[key], other[key])
+
+
+def gradients(layer, call=None):
+    out = (call or layer)(X)
+    y = sum(out.y) if isinstance(out.y, tuple) else out.y
+    (y.square().sum() + out.loss).backward()
+    full = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
+    return out, {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in full.items()}
+
+
+def sharded(make, *parts):
+    """fully_shard of some parts and of the layer as root: the gradients of one process."""
+    torch.manual_seed(0)
+    layer = make()
+    expected = gradients(copy.deepcopy(layer) if make is not competing else make_again(make))
+    for part in parts:
+        fully_shard(layer.get_submodule(part))
+    fully_shard(layer)
+    torch.manual_seed(5)
+    found = gradients(layer)
+    torch.testing.assert_close(found[0].loss, expected[0].loss)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
+def make_again(make):
+    torch.manual_seed(0)
+    made = make()
+    torch.manual_seed(5)
+    return made
+
+
+def plain():
+    return mnn.MoE(mnn.TopKGate(D, E, 2, balance=0.1), mnn.ExpertMLP(E, D, H))
+
+
+def tasks():
+    return mnn.MultiGateMoE([mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2)], mnn.ExpertMLP(E, D, H))
+
+
+def competing():
+    experts = mnn.ExpertMLP(E, D, H)
+    return mnn.MoE(mnn.CompetitionGate(mnn.TopKGate(D, E, 2), experts, rate=1), experts)
+
+
+def narrowed():
+    """With a group of its own a gate computes in float32 under a bfloat16 policy."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(D, D), mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H)))
+    router, seen = copy.deepcopy(model[1].gate), []
+    fully_shard(model[1].gate)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model[1].gate.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    out = model(X)
+    assert out.y.dtype == torch.bfloat16
+    expected = router(seen[0])
+    assert torch.equal(out.gates[0].experts, expected.experts)
+    assert out.gates[0].weights.dtype == torch.float32
+    torch.testing.assert_close(out.gates[0].weights, expected.weights)
+    out.y.float().square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def made_on_meta():
+    """meta, fully_shard, to_empty, reset_parameters: experts stayed uninitialised."""
+    with torch.device("meta"):
+        layer = mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H))
+    fully_shard(layer)
+    layer.to_empty(device="cpu")
+    for each in layer.modules():
+        if hasattr(each, "reset_parameters"):
+            each.reset_parameters()
+    for name, parameter in layer.named_parameters():
+        full = parameter.full_tensor()
+        bound = (H if name in ("experts.w_out", "experts.b_out") else D) ** -0.5
+        assert full.isfinite().all(), name
+        assert bool(full.any()) == (name != "gate.linear.bias"), name
+        assert full.abs().max() <= bound, name
+    assert layer(X).y.isfinite().all()
+
+
+CASES = {f"ddp {name}": (lambda name=name: ddp(name)) for name in stages()} | {
+    "root": lambda: sharded(plain),
+    "experts and root": lambda: sharded(plain, "experts"),
+    "tasks": lambda: sharded(tasks, "experts"),
+    "competition": lambda: sharded(competing, "experts"),
+    "narrowed": narrowed,
+    "made on meta": made_on_meta,
+}
+
+if __name__ == "__main__":
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        for name, case in CASES.items():
+            try:
+                case()
+                found[name] = ""
+            except Exception:
+                found[name] = traceback.format_exc()
+        dist.destroy_process_group()
+    json.dump(found, sys.stdout)
