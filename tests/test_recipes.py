@@ -112,6 +112,52 @@ def test_fast_backend_and_reference_take_the_same_steps(arguments, tmp_path, cap
         assert run["flops"] > 0
 
 
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_finished_run_leaves_models_that_load_and_predict(arguments, tmp_path, name):
+    """Every side's model, alone from its two files, says of the test set what the run said of it."""
+    args = arguments(name, "--check-steps", "0", "--out", str(tmp_path))
+    assert train.run(args) == 0
+    found = json.loads((tmp_path / "result.json").read_text())
+    for run in found["runs"]:
+        if run["stage"] != "final":
+            continue
+        path = tmp_path / f"model-{run['side']}-{run['seed']}.pt".replace(" ", "-")
+        state = torch.load(path, weights_only=True)
+        assert any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in state.values())
+        loaded = train.load_model(path)
+        again = Run(loaded.recipe, loaded.seed, loaded.recipe.splits(train.load(args.data)))
+        if again.task.before_step is not None:
+            again.task.before_step(2)
+        again.task.model.load_state_dict(loaded.model.state_dict())
+        if not {"thor", "bernoulli", "tied"} & {run["side"]}:  # by lot, or by masks that belong to the training set
+            metric = f"test {recipes.find(name).METRIC}"
+            assert again.evaluate()[metric] == pytest.approx(run["rows"][run["chosen"]][metric], rel=1e-5)
+        inputs = loaded.recipe.inputs(next(again.test_batches()))
+        again.task.model.eval()
+        both = [loaded.predict(*inputs), again.task.predict(*inputs)]
+        first, last = (each[0] if isinstance(each, tuple) else each for each in both)
+        assert len(first) == len(inputs[0])
+        assert first.isfinite().all()
+        assert run["side"] == "thor" or torch.equal(first, last.detach())
+
+
+def test_a_model_that_is_damaged_hostile_or_of_other_options_is_refused(arguments, tmp_path):
+    assert train.run(arguments("comet_vit", "--check-steps", "0", "--sides", "comet", "--out", str(tmp_path))) == 0
+    path, beside = tmp_path / "model-comet-0.pt", tmp_path / "model-comet-0.json"
+    train.load_model(path)
+    what = json.loads(beside.read_text())
+    for changed in (what | {"recipe": "tea"}, what | {"options": what["options"] | {"dim": 24}}, {}):
+        beside.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=r"model-comet-0.pt and model-comet-0.json are no model of this program"):
+            train.load_model(path)
+    beside.write_text(json.dumps(what))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="is no whole checkpoint of tensors and plain containers"):
+        train.load_model(path)
+    with pytest.raises(ValueError, match="there is no checkpoint"):
+        train.load_model(tmp_path / "none.pt")
+
+
 def worst_expert(monkeypatch):
     right = cpu.topk_gate_fwd
 
@@ -319,7 +365,7 @@ def test_masks_that_are_kept_change_no_loss():
         found.append((losses, run.evaluate(), run.flops()))
         routed.append(len(calls))
     assert found[0] == found[1]
-    assert routed == [1, 1 + 2 * 3]  # that of FLOPs, which are those of an image seen first; measures and routing
+    assert routed == [1, 1 + 3]  # that of FLOPs, which are those of an image seen first; one forward a batch
 
 
 def test_a_data_set_of_the_wrong_kind_is_refused(arguments, capsys):

@@ -214,7 +214,7 @@ class Edge(recipes.Recipe):
             return [recipes.Routing(torch.stack([first, ~first], 1))]
 
         optimiser = torch.optim.SGD(model.parameters(), self.lr)
-        return recipes.Task(model, optimiser, loss, lambda batch: {}, routing=routing)
+        return recipes.Task(model, optimiser, loss, lambda batch: recipes.Evaluation({}, routing(batch)))
 
 
 def edge(**changed):

@@ -7,10 +7,14 @@ Normalize(0.5, 0.5)), labels int64 (n,); text is bytes; ratings are rows of user
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from moe_kernels.data import cifar, images, ratings, text
 from moe_kernels.data.cifar import CIFAR10_BATCHES, CIFAR10_CLASSES
@@ -20,7 +24,7 @@ from moe_kernels.data.text import Text
 
 Dataset = Images | Text | Ratings
 
-__all__ = ["CIFAR10_BATCHES", "CIFAR10_CLASSES", "Dataset", "Images", "Ratings", "Text", "load"]
+__all__ = ["CIFAR10_BATCHES", "CIFAR10_CLASSES", "Dataset", "Images", "Ratings", "Text", "blank", "describe", "load"]
 
 _LOADERS: dict[str, Callable[[Path], Dataset]] = {
     "MNIST": images.mnist,
@@ -78,6 +82,31 @@ def load(name_or_path: str | Path) -> Dataset:
         )
     ((kind, place),) = found
     return _LOADERS[kind](place)
+
+
+def describe(data: Dataset) -> dict[str, Any]:
+    """What a model needs to know of its data set: kind, name, classes and shape, vocabulary, or users and movies."""
+    what: dict[str, Any] = {"kind": type(data).__name__, "name": data.name}
+    if isinstance(data, Images):
+        return what | {"classes": list(data.classes), "image_shape": list(data.image_shape)}
+    if isinstance(data, Text):
+        return what | {"vocabulary": list(data.vocabulary)}
+    return what | {"num_users": data.num_users, "num_movies": data.num_movies}
+
+
+def blank(what: dict[str, Any], length: int) -> Dataset:
+    """A data set of one row of zeros, of text `length` bytes, that a description of `describe` fits."""
+    kind, name = what["kind"], what["name"]
+    if kind == "Images":
+        shape = tuple(what["image_shape"])
+        x, y = torch.zeros(1, math.prod(shape)), torch.zeros(1, dtype=torch.long)
+        return Images(name, x, y, x, y, tuple(what["classes"]), shape)
+    if kind == "Text":
+        tokens = torch.zeros(length, dtype=torch.uint8)
+        return Text(name, tokens, tokens, tokens, bytes(what["vocabulary"]))
+    ids, none = torch.zeros(1, dtype=torch.long), torch.zeros(1)
+    rows = (ids, ids, none, none)
+    return Ratings(name, rows, rows, what["num_users"], what["num_movies"])
 
 
 def _sets(path: Path) -> dict[tuple[str, Path], Path]:

@@ -39,9 +39,12 @@ class ScoredMLP(CometMLP):
         return self.output(self._hidden(x))
 
     def masks(self, x: Tensor) -> list[Tensor]:
+        return self.with_masks(x)[1]
+
+    def with_masks(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """x (..., N_0) -> the output (..., N_L) and the masks, in one forward."""
         masks: list[Tensor] = []
-        self._hidden(x, masks)
-        return masks
+        return self.output(self._hidden(x, masks)), masks
 
     def _hidden(self, x: Tensor, masks: list[Tensor] | None = None) -> Tensor:
         """x_{L-1}; m_1 .. m_{L-1} are added to `masks`."""
@@ -102,9 +105,10 @@ class MoEMLP(nn.Module):
         """The router's, (T, E)."""
         return self.router_out(ACTIVATIONS[self.activation](self.router_in(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x (T, N_0) -> (T, N_L)."""
-        weights, experts = topk_gate(self.logits(x), 1, order="softmax_topk")
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
+        """x (T, N_0) -> (T, N_L). logits: the router's, where they are known already."""
+        scores = self.logits(x) if logits is None else logits
+        weights, experts = topk_gate(scores, 1, order="softmax_topk")
         plan = make_plan(experts, self.num_experts)
         rows = dispatch(x, plan)
         fused = self.activation if self.activation in FUSED else None

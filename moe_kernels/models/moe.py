@@ -27,9 +27,11 @@ class MoEBlock(nn.Module):
     `pass_through`. A token without an expert keeps its x.
     """
 
-    def __init__(self, dim: int, heads: int, moe: MoE, *, causal: bool = False, dropout: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, heads: int, moe: MoE, *, causal: bool = False, dropout: float = 0.0, relative: int = 0
+    ) -> None:
         super().__init__()
-        self.block = Block(dim, heads, moe, causal=causal, dropout=dropout)
+        self.block = Block(dim, heads, moe, causal=causal, dropout=dropout, relative=relative)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, MoEOutput]:
         block = self.block
@@ -57,6 +59,7 @@ class MoEBlocks(nn.Module):
         activation: str = "gelu",
         dropout: float = 0.0,
         members: int = 1,
+        relative: int = 0,
     ) -> None:
         super().__init__()
         self.members = members
@@ -64,10 +67,10 @@ class MoEBlocks(nn.Module):
         for index in range(depth):
             moe = layer(index)
             if moe is not None:
-                self.blocks.append(MoEBlock(dim, heads, moe, causal=causal, dropout=dropout))
+                self.blocks.append(MoEBlock(dim, heads, moe, causal=causal, dropout=dropout, relative=relative))
                 continue
             dense = FeedForward(dim, hidden, activation=activation, dropout=dropout)
-            self.blocks.append(Block(dim, heads, dense, causal=causal, dropout=dropout))
+            self.blocks.append(Block(dim, heads, dense, causal=causal, dropout=dropout, relative=relative))
         self.norm = nn.LayerNorm(dim)
 
     def forward(
@@ -95,6 +98,8 @@ class MoEGPT(nn.Module):
 
     Learned tokens and positions, causal pre-norm blocks, the token embedding as the last layer. Weights outside the
     layers of experts ~ N(0, 0.02^2). Paper 004 trains 6 to 8 layers of 264 to 352 with hidden layers as wide.
+    relative: positions by a learned bias of every layer's attention (see Block) instead of learned vectors, as GLaM has
+    them; with activation="geglu" and experts in every second block the model is GLaM's.
     """
 
     def __init__(
@@ -109,18 +114,32 @@ class MoEGPT(nn.Module):
         hidden: int = 128,
         activation: str = "relu",
         dropout: float = 0.0,
+        relative: bool = False,
     ) -> None:
         super().__init__()
         self.dropout = dropout
         self.tokens = nn.Embedding(vocabulary, dim)
-        self.positions = nn.Parameter(torch.empty(length, dim))
+        self.positions = None if relative else nn.Parameter(torch.empty(length, dim))
         nn.init.normal_(self.tokens.weight, std=0.02)
-        nn.init.normal_(self.positions, std=0.02)
-        self.blocks = MoEBlocks(depth, dim, heads, hidden, layer, causal=True, activation=activation, dropout=dropout)
+        if self.positions is not None:
+            nn.init.normal_(self.positions, std=0.02)
+        self.blocks = MoEBlocks(
+            depth,
+            dim,
+            heads,
+            hidden,
+            layer,
+            causal=True,
+            activation=activation,
+            dropout=dropout,
+            relative=length if relative else 0,
+        )
 
     def forward(self, x: Tensor, states: list[Tensor] | None = None) -> tuple[Tensor, list[MoEOutput]]:
         """states: as of MoEBlocks."""
-        h = self.tokens(x) + self.positions[: x.shape[1]]
+        h = self.tokens(x)
+        if self.positions is not None:
+            h = h + self.positions[: x.shape[1]]
         h, outputs = self.blocks(F.dropout(h, self.dropout, self.training), x, states)
         return F.linear(h, self.tokens.weight), outputs
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,24 +16,47 @@ ROUTER_INPUTS = ("layer", "embedding")
 
 
 class FeedForward(nn.Module):
-    """fc2(act(fc1(x))) with dropout after both: (..., D) -> (..., D). activation: a name in nn.ACTIVATIONS."""
+    """fc2(act(fc1(x))) with dropout after both: (..., D) -> (..., D).
+
+    activation: a name in nn.ACTIVATIONS, or "geglu": gelu(a) * b of fc1(x) = [a, b], fc1 twice as wide.
+    """
 
     def __init__(self, dim: int, hidden: int, *, activation: str = "gelu", dropout: float = 0.0) -> None:
         super().__init__()
-        check_choice("FeedForward", "activation", activation, tuple(ACTIVATIONS))
-        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        check_choice("FeedForward", "activation", activation, (*ACTIVATIONS, "geglu"))
+        columns = 2 * hidden if activation == "geglu" else hidden
+        self.fc1, self.fc2 = nn.Linear(dim, columns), nn.Linear(hidden, dim)
         self.activation = activation
         self.dropout = check_number("FeedForward", "dropout", dropout, 0, 1, "a rate")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.dropout(ACTIVATIONS[self.activation](self.fc1(x)), self.dropout, self.training)
+        h = self.fc1(x)
+        if self.activation == "geglu":
+            gate, up = h.chunk(2, dim=-1)
+            h = F.gelu(gate) * up
+        else:
+            h = ACTIVATIONS[self.activation](h)
+        x = F.dropout(h, self.dropout, self.training)
         return F.dropout(self.fc2(x), self.dropout, self.training)
 
 
 class Block(nn.Module):
-    """x + attention(LN(x)), then x + ffn(LN(x)). Input and output (B, S, D); `causal` lets no token see a later one."""
+    """x + attention(LN(x)), then x + ffn(LN(x)). Input and output (B, S, D); `causal` lets no token see a later one.
 
-    def __init__(self, dim: int, heads: int, ffn: nn.Module, *, causal: bool = False, dropout: float = 0.0) -> None:
+    relative: R > 0 adds a learned number to the attention's logits, by head and by how far the other token lies before
+        this one, R - 1 and more alike; for causal blocks.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        ffn: nn.Module,
+        *,
+        causal: bool = False,
+        dropout: float = 0.0,
+        relative: int = 0,
+    ) -> None:
         super().__init__()
         check_int("Block", "heads", heads, 1, 2**31 - 1, "of attention")
         if dim % heads:
@@ -40,13 +66,27 @@ class Block(nn.Module):
         self.norm_attention, self.norm_ffn = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.qkv, self.project = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.ffn = ffn
+        if relative and not causal:
+            raise ValueError("Block: relative positions are for causal blocks, got causal=False")
+        self.relative = nn.Parameter(torch.zeros(heads, relative)) if relative else None
 
     def attend(self, x: Tensor) -> Tensor:
         """x + attention(LN(x))."""
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        if self.relative is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(x.shape[1]))
         mixed = self.project(mixed.transpose(1, 2).flatten(2))
         return x + F.dropout(mixed, self.dropout, self.training)
+
+    def _bias(self, length: int) -> Tensor:
+        """(heads, S, S): the learned numbers, -inf for later tokens."""
+        assert self.relative is not None
+        position = torch.arange(length, device=self.relative.device)
+        before = position[:, None] - position
+        bias = self.relative[:, before.clamp(0, self.relative.shape[1] - 1)]
+        return bias.masked_fill(before < 0, -torch.inf)
 
     def forward(self, x: Tensor, *routing: Tensor | None) -> Tensor:
         """routing: what the feed-forward layer takes besides x, such as a CometFFN's bits."""
@@ -98,15 +138,28 @@ class Blocks(nn.Module):
         return self.norm(x)
 
 
-@torch.no_grad()
-def ffn_masks(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """bool (..., H) for every CometFFN that model(x) goes through, in that order: who answers."""
+@contextmanager
+def watched_masks(model: nn.Module) -> Iterator[list[Tensor]]:
+    """A list that gets, from every forward of model inside the block, bool (..., H) of every CometFFN in turn: who
+    answers."""
     masks: list[Tensor] = []
+
+    def note(layer: CometFFN, args: tuple[Tensor, ...]) -> None:
+        with torch.no_grad():
+            masks.append(layer.mask(*args))
+
     layers = [module for module in model.modules() if isinstance(module, CometFFN)]
-    hooks = [layer.register_forward_pre_hook(lambda layer, args: masks.append(layer.mask(*args))) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
-        model(x)
+        yield masks
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@torch.no_grad()
+def ffn_masks(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """bool (..., H) for every CometFFN that model(x) goes through, in that order: who answers."""
+    with watched_masks(model) as masks:
+        model(x)
     return masks

@@ -62,6 +62,11 @@ def load_loss(
     Raises ValueError for k outside [1, E] and for noise_std <= 0.
     Source: V-MoE (paper 003), appendix A, as its public code has it; weight 0.005 there.
     """
+    return cv_squared(_over_ranks(batch_mean(selection_chances(logits, noisy_logits, k, noise_std)), reduce))
+
+
+def selection_chances(logits: Tensor, noisy_logits: Tensor, k: int, noise_std: float) -> Tensor:
+    """P (T, E) of `load_loss`."""
     if not 1 <= k <= logits.shape[-1]:
         raise ValueError(f"load_loss: k must be from 1 to {logits.shape[-1]}, got {k}")
     if not noise_std > 0:
@@ -69,8 +74,7 @@ def load_loss(
             f"load_loss: noise_std must be positive (the loss is not defined without noise), got {noise_std}"
         )
     threshold = _wide(noisy_logits).topk(k, dim=-1).values[:, -1:]
-    selected = torch.special.ndtr((_wide(logits) - threshold) / noise_std)  # 1 - Phi(-z) = Phi(z)
-    return cv_squared(_over_ranks(batch_mean(selected), reduce))
+    return torch.special.ndtr((_wide(logits) - threshold) / noise_std)  # 1 - Phi(-z) = Phi(z)
 
 
 def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 recipes/<name>.py holds `class <Name>(Recipe)`, a frozen dataclass. Its fields are the options of the command line
 (`option` gives help and limits), and `build` puts one side of the comparison together:
 
-    build(data, seed, steps) -> Task(model, optimiser, loss, evaluate, schedule, before_step, routing)
+    build(data, seed, steps) -> Task(model, optimiser, loss, evaluate, predict, schedule, before_step)
 
 The loop (moe_kernels.train) does the rest: batches, steps, learning rates, evaluation, checkpoints, log, table, plot.
 A schedule is `step -> factor of the learning rate`, phases are `before_step(step)`: whatever happens during training is
@@ -13,12 +13,14 @@ a pure function of the step, or is kept in the state dict of model or optimiser.
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.data import Images
@@ -39,17 +41,27 @@ class Splits(NamedTuple):
     source: Any  # the data set: a Dataset of the kind that the recipe accepts
     train: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
+    valid: tuple[Tensor, ...] | None = None  # what chooses an evaluation; None: the data set has no such part
 
 
 class Routing(NamedTuple):
     """What one layer's router did with a batch: its part of the table's experts a sample, load and entropy."""
 
     active: Tensor  # bool (..., E): the experts that each sample or token used
-    probs: Tensor | None = None  # (..., E): the gate's distribution, whose entropy is reported; None where it has none
+    probs: Tensor | None = None  # (..., E): the router's distribution, whose entropy is reported; None: it has none
+    weights: Tensor | None = None  # (..., E): of a gate that uses every expert; heat maps then show these
+    unit: str = "experts"  # what E counts
 
 
 # name -> (sum, weight), both () tensors or numbers; what is reported is the sum of sums over the sum of weights.
 Measures = Mapping[str, tuple[Tensor, Tensor | float]]
+
+
+class Evaluation(NamedTuple):
+    """What one forward of a batch says. routing: one a layer; empty where nothing is routed."""
+
+    measures: Measures
+    routing: Sequence[Routing] = ()
 
 
 @dataclass
@@ -57,28 +69,37 @@ class Task:
     """One side of a comparison, ready to train. All functions are called on whole batches, under the task's own random
     state; none may wait for the device.
 
-    loss: batch -> named () tensors; "loss" is differentiated, the others are logged beside it (means over the steps).
-    evaluate: batch -> measures. Called in eval mode without gradients.
+    loss: batch -> named () tensors (means over the steps are logged): "loss" is differentiated, "task" or
+        "text" is the part of it that the data judge, the others are its regularisers, weighted, or figures whose name
+        ends with "?".
+    evaluate: batch -> Evaluation, of one forward. Called in eval mode without gradients.
+    predict: a sample's inputs, without what is to be told -> the prediction; called in eval mode.
+    predict_known: a batch of the test set -> the same, where something that training keeps of it, such as frozen masks,
+        spares work.
     total: of the measures over all batches -> more of them, which are no mean over samples. The recipe's METRIC is one
         of either.
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
     before_step: called with every step before it is taken: phases, temperatures, expert counts.
-    routing: batch -> one Routing a layer, in eval mode; None where nothing is routed.
     clip: largest norm of the gradient.
-    grid: rows and columns of an image's patches, where what `routing` routes are the tokens of images, each a class
-        token and then its patches: heat maps of the experts are drawn from these.
+    grid: rows and columns of an image's patches, where what is routed are the tokens of images, each a class token and
+        then its patches: heat maps of the experts are drawn from these.
     """
 
     model: nn.Module
     optimiser: torch.optim.Optimizer
     loss: Callable[[Batch], Mapping[str, Tensor]]
-    evaluate: Callable[[Batch], Measures]
+    evaluate: Callable[[Batch], Evaluation]
+    predict: Callable[..., Any] | None = None
     schedule: LearningRate = constant
     before_step: Callable[[int], None] | None = None
-    routing: Callable[[Batch], list[Routing]] | None = None
     clip: float | None = None
     grid: tuple[int, int] | None = None
+    predict_known: Callable[[Batch], Any] | None = None
     total: Callable[[dict[str, float]], dict[str, float]] | None = None
+
+    def routing(self, batch: Batch) -> Sequence[Routing]:
+        """Who the routers choose for a batch; in eval mode."""
+        return self.evaluate(batch).routing
 
 
 def option(
@@ -88,12 +109,15 @@ def option(
     low: float | None = None,
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
+    sweep: bool = False,
 ) -> Any:
     """A field of a recipe, and --name on the command line. A tuple takes several values; its first one tells the type.
 
     low, high: the least and the largest number allowed; every number must be finite.
+    sweep: the command line takes several values, each of which is a variant of every side: see Recipe.variants.
     """
-    return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
+    metadata = {"help": help, "low": low, "high": high, "choices": choices, "sweep": sweep}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -116,6 +140,18 @@ class Recipe:
     )
     seed: int = option(0, "of weights, batches and everything else that is random; further seeds count up")
     eval_batch: int = option(1000, "samples at a time in evaluation", low=1)
+    eval_rows: int = option(
+        0, "test samples of an evaluation, a fixed random choice; 0: all, but no more than there are to train on", low=0
+    )
+    choose: str = option(
+        "last",
+        "which evaluation counts, and whose model is kept: the last, or the one that is best on the validation part "
+        "(of a data set without one, a tenth of the training set)",
+        choices=("last", "best"),
+    )
+    patience: int = option(
+        0, "evaluations without a better one on the validation part, after which a run stops; 0: it never does", low=0
+    )
     check_steps: int = option(5, "steps of the agreement check of fast and reference backend; 0: none", low=0)
 
     @property
@@ -125,16 +161,46 @@ class Recipe:
         return side
 
     def variants(self) -> dict[str, Recipe]:
-        """Name in the table -> a recipe of that one side."""
+        """Name in the table -> a recipe of one side, and of one value of every option that was given several."""
+        swept = self.swept()
+        found: dict[str, Recipe] = {}
+        for values in itertools.product(*swept.values()):
+            chosen: dict[str, Any] = dict(zip(swept, values, strict=True))
+            for side, each in replace(self, **chosen).of_sides().items():
+                found[" ".join([side, *(f"{name}={value:g}" for name, value in chosen.items())])] = each
+        return found
+
+    def of_sides(self) -> dict[str, Recipe]:
+        """Name in the table -> a recipe of one side, of a recipe whose options have one value each."""
         return {side: replace(self, sides=(side,)) for side in self.sides}
+
+    def swept(self) -> dict[str, tuple[float, ...]]:
+        """The options that were given several values: a run compares all of their combinations."""
+        named = [each.name for each in fields(self) if each.metadata["sweep"]]
+        return {name: getattr(self, name) for name in named if isinstance(getattr(self, name), tuple)}
 
     def splits(self, data: Any) -> Splits:
         """Training and test tensors of a data set of the kind ACCEPTS."""
         return Splits(data, data.train, data.test)
 
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        """What of a batch `Task.predict` takes."""
+        return batch.tensors[:1]
+
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         """`side` on the device of `data`, to be trained for `steps` steps. torch's generators are seeded already."""
         raise NotImplementedError
+
+
+def accuracy(scores: Tensor, y: Tensor) -> Measures:
+    """Accuracy and cross-entropy of logits or log probabilities (B, classes)."""
+    nats = F.cross_entropy(scores, y, reduction="sum")
+    return {"accuracy": ((scores.argmax(-1) == y).sum(), len(y)), "loss": (nats, len(y))}
+
+
+def total_loss(task: Tensor, regularisers: Mapping[str, Tensor], name: str = "task") -> dict[str, Tensor]:
+    """What Task.loss gives: the sum as "loss", the task's part as `name`, and every regulariser by its name."""
+    return {"loss": sum(regularisers.values(), task), name: task, **regularisers}
 
 
 def names() -> list[str]:

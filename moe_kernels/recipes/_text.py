@@ -26,7 +26,11 @@ class TextRecipe(Recipe):
     length: int = option(128, "characters of a window; GPT-2: 1024 tokens", low=2)
 
     def splits(self, data: Any) -> Splits:
-        return Splits(data, (data.windows("train", self.length),), (data.windows("test", self.length),))
+        valid = (data.windows("valid", self.length),) if len(data.valid_tokens) > self.length else None
+        return Splits(data, (data.windows("train", self.length),), (data.windows("test", self.length),), valid)
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        return characters(batch)[:1]
 
 
 def characters(batch: Batch) -> tuple[Tensor, Tensor]:

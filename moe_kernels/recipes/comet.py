@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.models.comparison import MODELS, MoEMLP, comparison_mlp, tied_masks
+from moe_kernels.models.comparison import MODELS, MoEMLP, ScoredMLP, comparison_mlp, tied_masks
 from moe_kernels.nn.comet import ACTIVATIONS, CometMLP
 from moe_kernels.ops.kwta import TIES, k_from_fraction, unpack_bits
 from moe_kernels.ops.topk_gate import topk_gate
-from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
+from moe_kernels.recipes import Batch, Evaluation, Recipe, Routing, Splits, Task, accuracy, option, total_loss
 
 # Masks as bits, a layer each, and which of them are a batch's where they are those of all samples.
 Known = tuple[Sequence[Tensor] | None, Tensor | None]
@@ -37,7 +37,7 @@ class Comet(Recipe):
     sides: tuple[str, ...] = option(("standard", "comet"), "models to compare")
     width: tuple[int, ...] = option((500,), "neurons of a hidden layer; the paper: 100, 500, 1000, 3000", low=1)
     layers: int = option(4, "linear layers", low=2)
-    keep: float = option(0.5, "keep fraction p; the paper: 0.1, 0.5, 0.9", low=0, high=1)
+    keep: float = option(0.5, "keep fraction p; the paper: 0.1, 0.5, 0.9", low=0, high=1, sweep=True)
     activation: str = option(
         "tanh", "the paper's in its larger networks; its public code has softplus", choices=tuple(sorted(ACTIVATIONS))
     )
@@ -48,7 +48,7 @@ class Comet(Recipe):
     momentum: float = option(0.9, "of SGD; the paper: none, but in appendix A.6", low=0)
     check_steps: int = option(30, "steps of the agreement check of fast and reference backend; 0: none", low=0)
 
-    def variants(self) -> dict[str, Recipe]:
+    def of_sides(self) -> dict[str, Recipe]:
         return {
             f"{side} {width}" if len(self.width) > 1 else side: replace(self, sides=(side,), width=(width,))
             for width in self.width
@@ -71,22 +71,32 @@ class Comet(Recipe):
         ).to(x.device)
         optimiser = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), self.lr, self.momentum)
         if isinstance(model, MoEMLP):
-            return classifier(model, optimiser, lambda batch: model(batch.tensors[0]), routing=_top_expert(model))
+            return classifier(model, optimiser, lambda batch: model(batch.tensors[0]), answers=_top_expert(model))
         known = self._known_masks(model, x, data.test[0])
+        widths = model.router.widths[1:]
 
-        def routing(batch: Batch) -> list[Routing]:
+        def answers(batch: Batch) -> tuple[Tensor, list[Routing]]:
+            own = batch.tensors[0]
             bits, samples = known(batch)
+            if isinstance(model, ScoredMLP):
+                logits, masks = model.with_masks(own)
+                return logits, [Routing(mask, unit="neurons") for mask in masks]
+            if bits is None and model.dense:
+                return model(own), [Routing(mask, unit="neurons") for mask in model.masks(own)]
             if bits is None:
-                return [Routing(mask) for mask in model.masks(batch.tensors[0])]
-            own = bits if samples is None else [each[samples] for each in bits]
-            return [Routing(unpack_bits(each, n)) for each, n in zip(own, model.router.widths[1:], strict=True)]
+                bits = model.router(own)
+            logits = model(own, bits, samples)
+            used = bits if samples is None else [each[samples] for each in bits]
+            masks = [unpack_bits(each, n) for each, n in zip(used, widths, strict=True)]
+            return logits, [Routing(mask, unit="neurons") for mask in masks]
 
         weights = [p for p in model.parameters() if p.dim() == 2]
         return classifier(
             model,
             optimiser,
             lambda batch: model(batch.tensors[0], *known(batch)),
-            routing=routing,
+            answers=answers,
+            predict_known=lambda batch: model(batch.tensors[0], *known(batch)),
             penalty=(lambda: self.l1 * sum(w.abs().sum() for w in weights)) if self.side == "l1" else None,
         )
 
@@ -121,14 +131,14 @@ class Comet(Recipe):
         return known
 
 
-def _top_expert(model: MoEMLP) -> Callable[[Batch], list[Routing]]:
-    def routing(batch: Batch) -> list[Routing]:
-        logits = model.logits(batch.tensors[0])
-        _, experts = topk_gate(logits, 1)
-        active = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, experts.long(), True)
-        return [Routing(active, logits.softmax(-1))]
+def _top_expert(model: MoEMLP) -> Callable[[Batch], tuple[Tensor, list[Routing]]]:
+    def answers(batch: Batch) -> tuple[Tensor, list[Routing]]:
+        scores = model.logits(batch.tensors[0])
+        _, experts = topk_gate(scores, 1)
+        active = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts.long(), True)
+        return model(batch.tensors[0], scores), [Routing(active, scores.softmax(-1))]
 
-    return routing
+    return answers
 
 
 def classifier(
@@ -137,17 +147,20 @@ def classifier(
     logits: Callable[[Batch], Tensor],
     *,
     penalty: Callable[[], Any] | None = None,
+    answers: Callable[[Batch], tuple[Tensor, Sequence[Routing]]] | None = None,
     **rest: Any,
 ) -> Task:
-    """A task whose batches are x, y: cross-entropy of logits(batch), plus a penalty, judged by accuracy."""
+    """A task whose batches are x, y: cross-entropy of logits(batch), plus a penalty, judged by accuracy.
+
+    answers: batch -> logits and what was routed, in one forward; None: nothing is routed.
+    """
 
     def loss(batch: Batch) -> dict[str, Tensor]:
-        cross_entropy = F.cross_entropy(logits(batch), batch.tensors[1])
-        return {"loss": cross_entropy if penalty is None else cross_entropy + penalty()}
+        task = F.cross_entropy(logits(batch), batch.tensors[1])
+        return total_loss(task, {} if penalty is None else {"l1": penalty()})
 
-    def evaluate(batch: Batch) -> Measures:
-        y, found = batch.tensors[1], logits(batch)
-        loss = F.cross_entropy(found, y, reduction="sum")
-        return {"accuracy": ((found.argmax(-1) == y).sum(), len(y)), "loss": (loss, len(y))}
+    def evaluate(batch: Batch) -> Evaluation:
+        found, routing = answers(batch) if answers is not None else (logits(batch), ())
+        return Evaluation(accuracy(found, batch.tensors[1]), routing)
 
-    return Task(model, optimiser, loss, evaluate, **rest)
+    return Task(model, optimiser, loss, evaluate, predict=model, **rest)

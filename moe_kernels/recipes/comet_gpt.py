@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.models.gpt import GPT
-from moe_kernels.models.transformer import ROUTER_INPUTS, ffn_masks
+from moe_kernels.models.transformer import ROUTER_INPUTS, watched_masks
 from moe_kernels.nn.comet import ACTIVATIONS
 from moe_kernels.nn.schedules import cosine, warmup
-from moe_kernels.recipes import Batch, Measures, Routing, Splits, Task, option
+from moe_kernels.recipes import Batch, Evaluation, Routing, Splits, Task, option, total_loss
 from moe_kernels.recipes._text import TextRecipe, bits, characters
 
 
@@ -37,7 +37,7 @@ class CometGPT(TextRecipe):
     dim: int = option(128, "of a token; the paper: 768, 1024, 1280", low=1)
     depth: int = option(4, "blocks; the paper: 12, 24, 36", low=1)
     heads: int = option(4, "of attention; the paper: 12, 16, 20", low=1)
-    keep: float = option(0.5, "keep fraction p", low=0, high=1)
+    keep: float = option(0.5, "keep fraction p", low=0, high=1, sweep=True)
     activation: str = option("tanh", "of the feed-forward layers", choices=tuple(sorted(ACTIVATIONS)))
     dropout: float = option(0.0, "rate; GPT-2: 0.1", low=0, high=1)
     router_input: str = option("layer", "what the frozen routing sees", choices=ROUTER_INPUTS)
@@ -60,18 +60,20 @@ class CometGPT(TextRecipe):
 
         def loss(batch: Batch) -> dict[str, Tensor]:
             x, y = characters(batch)
-            return {"loss": F.cross_entropy(model(x).flatten(0, 1), y.flatten())}
+            return total_loss(F.cross_entropy(model(x).flatten(0, 1), y.flatten()), {}, "text")
 
-        def evaluate(batch: Batch) -> Measures:
+        def evaluate(batch: Batch) -> Evaluation:
             x, y = characters(batch)
-            return bits(model(x), y)
+            with watched_masks(model) as masks:
+                measures = bits(model(x), y)
+            return Evaluation(measures, [Routing(mask, unit="neurons") for mask in masks])
 
         return Task(
             model,
             torch.optim.AdamW(groups, self.lr, fused=True),
             loss,
             evaluate,
+            predict=model,
             schedule=warmup(self.warmup, cosine(steps - self.warmup)),
-            routing=lambda batch: [Routing(mask) for mask in ffn_masks(model, characters(batch)[0])],
             clip=1.0,
         )

@@ -30,7 +30,7 @@ class CometMixer(Recipe):
     dim: int = option(512, "of a token; the paper: 512, 3072", low=1)
     depth: int = option(6, "blocks", low=1)
     expansion: tuple[float, ...] = option((4.0, 0.5), "hidden neurons over inputs, of tokens and of channels", low=0)
-    keep: float = option(0.5, "keep fraction p", low=0, high=1)
+    keep: float = option(0.5, "keep fraction p", low=0, high=1, sweep=True)
     activation: str = option("tanh", "of the feed-forward layers", choices=tuple(sorted(ACTIVATIONS)))
     dropout: float = option(0.0, "rate", low=0, high=1)
 

@@ -7,16 +7,16 @@ batches of 512; this one does not augment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from moe_kernels.models.transformer import ROUTER_INPUTS, ffn_masks
+from moe_kernels.models.transformer import ROUTER_INPUTS, watched_masks
 from moe_kernels.models.vit import ViT
 from moe_kernels.nn.comet import ACTIVATIONS
 from moe_kernels.nn.schedules import cosine
-from moe_kernels.recipes import Recipe, Routing, Splits, Task, option
+from moe_kernels.recipes import Batch, Evaluation, Recipe, Routing, Splits, Task, accuracy, option
 from moe_kernels.recipes.comet import classifier
 
 
@@ -36,7 +36,7 @@ class CometViT(Recipe):
     depth: int = option(6, "blocks", low=1)
     heads: int = option(8, "of attention", low=1)
     hidden: int = option(3072, "neurons of a feed-forward layer; the paper: 512, 3072, 6144", low=1)
-    keep: float = option(0.5, "keep fraction p", low=0, high=1)
+    keep: float = option(0.5, "keep fraction p", low=0, high=1, sweep=True)
     activation: str = option("tanh", "of the feed-forward layers", choices=tuple(sorted(ACTIVATIONS)))
     dropout: float = option(0.1, "rate, also of the embedding", low=0, high=1)
     router_input: str = option("layer", "what the frozen routing sees", choices=ROUTER_INPUTS)
@@ -62,10 +62,16 @@ class CometViT(Recipe):
 
 def trained_by_adam(model: torch.nn.Module, lr: float, steps: int) -> Task:
     """A classifier of images by Adam and a cosine."""
-    return classifier(
+    task = classifier(
         model,
         torch.optim.Adam(model.parameters(), lr, fused=True),
         lambda batch: model(batch.tensors[0]),
         schedule=cosine(steps),
-        routing=lambda batch: [Routing(mask) for mask in ffn_masks(model, batch.tensors[0])],
     )
+
+    def evaluate(batch: Batch) -> Evaluation:
+        with watched_masks(model) as masks:
+            measures = accuracy(model(batch.tensors[0]), batch.tensors[1])
+        return Evaluation(measures, [Routing(mask, unit="neurons") for mask in masks])
+
+    return replace(task, evaluate=evaluate)

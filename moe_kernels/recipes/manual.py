@@ -23,7 +23,8 @@ from moe_kernels.nn.gates import Gate, ManualGate, StagedGate, TopKGate
 from moe_kernels.nn.gates.manual import MNIST
 from moe_kernels.nn.moe import MoE
 from moe_kernels.nn.schedules import cosine
-from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
+from moe_kernels.recipes import Batch, Evaluation, Recipe, Splits, Task, accuracy, option, total_loss
+from moe_kernels.recipes._routers import regularisers, watched_routers
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Manual(Recipe):
             x, y = batch.tensors
             logits, (out,) = model(x, y)
             task = F.cross_entropy(logits, y)
-            return {"loss": task + out.loss, "task": task}
+            return total_loss(task, regularisers([out]))
 
-        def evaluate(batch: Batch) -> Measures:
+        def evaluate(batch: Batch) -> Evaluation:
             x, y = batch.tensors
-            logits, _ = model(x)
-            nats = F.cross_entropy(logits, y, reduction="sum")
-            return {"accuracy": ((logits.argmax(-1) == y).sum(), len(y)), "loss": (nats, len(y))}
+            with watched_routers(model) as routers:
+                logits, outputs = model(x)
+            return Evaluation(accuracy(logits, y), routers.routing(outputs))
 
         def before_step(step: int) -> None:
             if isinstance(gate, StagedGate):
@@ -78,8 +79,8 @@ class Manual(Recipe):
             torch.optim.Adam(model.parameters(), self.lr, fused=True),
             loss,
             evaluate,
+            predict=lambda x: model(x)[0],
             schedule=cosine(steps),
             before_step=before_step,
-            routing=lambda batch: [Routing(out.plan.used) for out in model(batch.tensors[0])[1]],
             grid=model.embed.grid,
         )

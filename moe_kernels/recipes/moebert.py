@@ -26,7 +26,8 @@ from moe_kernels.nn.local_search import LocalSearch
 from moe_kernels.nn.moe import MoE, MoEOutput
 from moe_kernels.nn.policies import NonzeroWeights
 from moe_kernels.nn.split import NeuronImportance, distillation_loss, split_ffn
-from moe_kernels.recipes import Batch, Measures, Routing, Splits, Task, option
+from moe_kernels.recipes import Batch, Evaluation, Splits, Task, option, total_loss
+from moe_kernels.recipes._routers import regularisers, watched_routers
 from moe_kernels.recipes._text import TextRecipe, bits, characters
 
 GATES = ("hash", "topk", "comet")
@@ -50,15 +51,15 @@ class MoEBERT(TextRecipe):
     hidden: int = option(512, "neurons of a dense feed-forward layer; BERT: 3072", low=1)
     depth: int = option(4, "blocks; BERT: 12", low=1)
     heads: int = option(4, "of attention; BERT: 12", low=1)
-    experts: int = option(4, "of a layer", low=2)
+    experts: int = option(4, "of a layer", low=2, sweep=True)
     expert_hidden: int = option(128, "neurons of an expert; the paper: 768", low=1)
     share: int = option(85, "most important neurons, which all experts have; the paper: 512", low=0)
-    k: int = option(2, "trees of the tree gate", low=1)
-    gamma: float = option(0.01, "width of the smooth step", low=0)
-    entropy: float = option(1.0, "lambda, weight of the entropy of the tree gate", low=0)
+    k: int = option(2, "trees of the tree gate; the paper's BERT: 1", low=1, sweep=True)
+    gamma: float = option(0.01, "width of the smooth step", low=0, sweep=True)
+    entropy: float = option(1.0, "lambda, weight of the entropy of the tree gate", low=0, sweep=True)
     zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0)
     balance: float = option(0.01, "weight of the balance loss of topk", low=0)
-    distill: float = option(5.0, "weight of the distillation", low=0)
+    distill: float = option(5.0, "weight of the distillation", low=0, sweep=True)
     model_dropout: float = option(0.1, "of embeddings and feed-forward layers", low=0, high=1)
     batch_size: int = option(16, "windows a step", low=1)
     lr: float = option(
@@ -85,17 +86,18 @@ class MoEBERT(TextRecipe):
             logits, outputs = pair(x, states)
             text = F.cross_entropy(logits.flatten(0, 1), y.flatten())
             if not pair.split:
-                return {"loss": text, "text": text}
+                return total_loss(text, {}, "text")
             wanted: list[Tensor] = []
             with torch.no_grad():
                 told, _ = teacher(x, wanted)
             distilled = distillation_loss(states, wanted, logits.flatten(0, 1), told.flatten(0, 1))
-            extra = sum((out.loss for out in outputs), text.new_zeros(()))
-            return {"loss": text + extra + self.distill * distilled, "text": text, "distilled": distilled}
+            return total_loss(text, regularisers(outputs) | {"distilled": self.distill * distilled}, "text")
 
-        def evaluate(batch: Batch) -> Measures:
+        def evaluate(batch: Batch) -> Evaluation:
             x, y = characters(batch)
-            return bits(pair(x)[0], y)
+            with watched_routers(pair) as routers:
+                logits, outputs = pair(x)
+            return Evaluation(bits(logits, y), routers.routing(outputs))
 
         def before_step(step: int) -> None:
             if student is None or step < split_at:
@@ -108,17 +110,14 @@ class MoEBERT(TextRecipe):
                 pair.fill(found)
             pair.begin()
 
-        def routing(batch: Batch) -> list[Routing]:
-            return [Routing(out.plan.used) for out in pair(characters(batch)[0])[1]]
-
         return Task(
             pair,
             torch.optim.Adam(pair.parameters(), self.lr, fused=True),
             loss,
             evaluate,
+            predict=lambda x: pair(x)[0],
             schedule=schedules.warmup(max(steps // 10, 1)),
             before_step=before_step,
-            routing=routing,
             clip=1.0,
         )
 
@@ -181,6 +180,8 @@ class Pair(nn.Module):
         assert self.student is not None
         for name in ("tokens", "blocks.norm"):
             _copy(self.teacher, self.student, name)
+        assert self.student.positions is not None
+        assert self.teacher.positions is not None
         self.student.positions.copy_(self.teacher.positions)
         for other, own in zip(_all(self.teacher, Block), _all(self.student, Block), strict=True):
             for name in ("norm_attention", "qkv", "project", "norm_ffn"):

@@ -21,7 +21,7 @@ from moe_kernels.models.mmoe import MMoE
 from moe_kernels.nn.experts import ExpertLayer
 from moe_kernels.nn.gates import DSelectKGate, Gate, HashGate, SoftmaxGate, TopKGate, TreeGate
 from moe_kernels.nn.local_search import SCHEDULES, LocalSearch
-from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
+from moe_kernels.recipes import Batch, Evaluation, Recipe, Routing, Splits, Task, option, total_loss
 
 GATES = ("softmax", "hash", "topk", "dselect", "comet")
 
@@ -38,15 +38,15 @@ class MovieLens(Recipe):
     data: str = option("", "folder with MovieLens, as ratings.dat or prepared")
     sides: tuple[str, ...] = option(("hash", "topk", "comet"), "gates to compare, with local search or without")
     rows: int = option(200_000, "training rows, the first ones of a shuffle by the seed of the data; 0: all", low=0)
-    experts: int = option(16, "experts that the tasks share", low=2)
-    k: int = option(2, "choices of a sparse gate, trees of the tree gate", low=1)
-    gamma: float = option(0.01, "width of the smooth step", low=0)
-    entropy: float = option(1.0, "lambda, weight of the entropy of the tree gate and DSelect-k", low=0)
-    zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0)
+    experts: int = option(16, "experts that the tasks share", low=2, sweep=True)
+    k: int = option(2, "choices of a sparse gate, trees of the tree gate", low=1, sweep=True)
+    gamma: float = option(0.01, "width of the smooth step", low=0, sweep=True)
+    entropy: float = option(1.0, "lambda, weight of the entropy of the tree gate and DSelect-k", low=0, sweep=True)
+    zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0, sweep=True)
     search_epochs: int = option(5, "epochs that learn the permutation", low=0)
     schedule: str = option("paper", "of the permutation's temperature", choices=SCHEDULES)
     watched_weight: float = option(
-        0.9, "alpha: weight of the task `watched`; 1 - alpha that of `rating`", low=0, high=1
+        0.9, "alpha: weight of the task `watched`; 1 - alpha that of `rating`", low=0, high=1, sweep=True
     )
     dropout: float = option(0.5, "of an expert's output", low=0, high=1)
     batch_size: int = option(512, "samples a step", low=1)
@@ -56,6 +56,9 @@ class MovieLens(Recipe):
         chosen = torch.randperm(len(data.train[0]), generator=torch.Generator().manual_seed(0))
         chosen = chosen[: self.rows or None].to(data.train[0].device)
         return Splits(data, tuple(column[chosen] for column in data.train), data.test)
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        return batch.tensors[:2]
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         users = data.train[0]
@@ -80,27 +83,25 @@ class MovieLens(Recipe):
         def loss(batch: Batch) -> dict[str, Tensor]:
             watched, rating, out = model(*batch.tensors[:2])
             task = self._task_loss(watched, rating, *batch.tensors[2:])
-            return {"loss": task + out.loss, "task": task, "experts": out.statistics["experts_per_token"]}
+            return total_loss(task, out.losses) | {"experts?": out.statistics["experts_per_token"]}
 
-        def evaluate(batch: Batch) -> Measures:
-            watched, rating, _ = model(*batch.tensors[:2])
+        def evaluate(batch: Batch) -> Evaluation:
+            watched, rating, out = model(*batch.tensors[:2])
             truth, stars = batch.tensors[2:]
             size, rated = len(truth), stars > 0
-            return {
+            measures: dict[str, tuple[Tensor, Tensor | float]] = {
                 "watched loss": (F.binary_cross_entropy_with_logits(watched, truth, reduction="sum"), size),
                 "watched accuracy": (((watched > 0) == (truth > 0.5)).sum(), size),
                 "rating error": ((torch.where(rated, rating - stars, 0) ** 2).sum(), rated.sum()),
             }
+            found = (out.statistics["task0.gates"], out.statistics["task1.gates"])
+            return Evaluation(measures, [Routing(gates > 1e-5, gates) for gates in found])
 
         def total(measures: dict[str, float]) -> dict[str, float]:
             return {"loss": self._weighed(measures["watched loss"], measures["rating error"])}
 
-        def routing(batch: Batch) -> list[Routing]:
-            found = model(*batch.tensors[:2])[2].statistics
-            return [Routing(gates > 1e-5, gates) for gates in (found["task0.gates"], found["task1.gates"])]
-
         optimiser = torch.optim.Adam(model.parameters(), self.lr, fused=True)
-        return Task(model, optimiser, loss, evaluate, routing=routing, total=total)
+        return Task(model, optimiser, loss, evaluate, predict=lambda *ids: model(*ids)[:2], total=total)
 
     def _task_loss(self, watched: Tensor, rating: Tensor, truth: Tensor, stars: Tensor) -> Tensor:
         rated = stars > 0

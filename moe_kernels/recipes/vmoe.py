@@ -1,13 +1,15 @@
 """Papers 002 and 003: sparse vision transformers on images, one layer of experts after another way of routing.
 
-V-MoE takes its experts from the last blocks, capacity 1.05, and routes in groups of 8 images; E^3 is an ensemble of two
-in one network. The sparse ViT of paper 002 trains dense, then its new sparse gates alone, then everything. Small models
-here, so that CIFAR-10 fits a CPU; the defaults of the gates are the papers'.
+V-MoE takes its experts from the last two of every second block ("last-2"; `--moe-layers 99`: "every-2"), two experts a
+token, capacity 1.05, and routes in groups of 8 images; E^3 is an ensemble of two in one network, with V-MoE's capacity
+and losses. The sparse ViT of paper 002 has experts in every block, one a token: it trains dense, then its new sparse
+gates alone, then everything; `matched` is a dense model widened to as many parameters. Small models here, so that
+CIFAR-10 fits a CPU; the defaults of the gates are the papers'. Paper 002 also pretrains by MAE; this recipe does not.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -22,16 +24,18 @@ from moe_kernels.nn.gates.ensemble import ensemble_log_probs
 from moe_kernels.nn.losses import batch_inverse_cv, batch_variation, inverse_cv, symmetric_kl
 from moe_kernels.nn.moe import MoE, MoEOutput
 from moe_kernels.nn.policies import ExpertChoice, PriorityRouting, TokenChoice
-from moe_kernels.recipes import Batch, Measures, Recipe, Routing, Splits, Task, option
+from moe_kernels.recipes import Batch, Evaluation, Recipe, Splits, Task, accuracy, option, total_loss
+from moe_kernels.recipes._routers import experts_off, regularisers, watched_routers
 
-PAPER_002 = ("dense", "softmax", "sparsified", "token_choice", "expert_choice", "priority")
+PAPER_002 = ("dense", "matched", "softmax", "sparsified", "token_choice", "expert_choice", "priority")
 PAPER_003 = ("vmoe", "bpr", "bpr_sum", "e3", "thor")
+DENSE = ("dense", "matched")
 
 
 @dataclass(frozen=True)
 class VMoE(Recipe):
-    """Sides of paper 002: dense, softmax, sparsified, token_choice, expert_choice, priority; of paper 003: vmoe, bpr,
-    bpr_sum, e3, thor."""
+    """Sides of paper 002: dense, matched, softmax, sparsified, token_choice, expert_choice, priority; of paper 003:
+    vmoe, bpr, bpr_sum, e3, thor."""
 
     SIDES: ClassVar[tuple[str, ...]] = (*PAPER_002, *PAPER_003)
 
@@ -41,16 +45,25 @@ class VMoE(Recipe):
     depth: int = option(4, "blocks; both papers: 6 and more", low=1)
     heads: int = option(4, "of attention", low=1)
     hidden: int = option(192, "hidden layer of an expert, and of a dense layer", low=1)
-    moe_layers: int = option(2, "the last so many blocks have experts", low=0)
-    experts: int = option(8, "of a layer; E^3: of all members together", low=2)
-    k: int = option(1, "experts a token", low=1)
-    members: int = option(2, "of E^3", low=2)
+    moe_every: int = option(
+        0, "blocks to one with experts, from the last one on; 0: the papers', 1 in paper 002, 2 in paper 003", low=0
+    )
+    moe_layers: int = option(
+        -1, "how many blocks have experts, the last of these; -1: the papers', all in paper 002, 2 in paper 003", low=-1
+    )
+    experts: int = option(8, "of a layer; E^3: of all members together; paper 002: 4", low=2, sweep=True)
+    k: int = option(2, "experts a token of V-MoE, BPR and E^3; paper 002 takes one", low=1, sweep=True)
+    members: int = option(2, "of E^3", low=2, sweep=True)
     group: int = option(8, "images whose tokens compete for capacity; 0: all of a batch", low=0)
-    capacity: float = option(1.05, "capacity factor in training; lower it in evaluation with --capacity-eval", low=0)
-    capacity_eval: float = option(1.05, "capacity factor in evaluation", low=0)
-    balance: float = option(0.005, "weight of V-MoE's importance loss, and of its load loss", low=0)
+    capacity: float = option(1.05, "capacity factor in training", low=0, sweep=True)
+    capacity_eval: float = option(1.05, "capacity factor in evaluation; lower it to see what priority saves", low=0)
+    balance: float = option(0.005, "weight of V-MoE's importance loss, and of its load loss; of E^3's, too", low=0)
+    token_balance: float = option(0.01, "weight of the balance loss of token_choice (Switch's)", low=0)
     inverse_cv: float = option(0.01, "weight of both losses of the dense side `softmax` (paper 002)", low=0)
-    expert_dropout: float = option(0.1, "of softmax and sparsified (paper 002)", low=0, high=1)
+    expert_dropout: float = option(
+        0.0, "of softmax and sparsified; 0.1 is the ablation of paper 002, Table 5", low=0, high=1, sweep=True
+    )
+    experts_off: bool = option(False, "evaluate also with every expert off (paper 002, Table 5)")
     distill: float = option(1.0, "weight of the distillation to the new gates of `sparsified`", low=0)
     consistency: float = option(1.0, "alpha of THOR", low=0)
     batch_size: int = option(64, "images a step", low=1)
@@ -60,52 +73,40 @@ class VMoE(Recipe):
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         side, x = self.side, data.train[0]
         members = self.members if side == "e3" else 1
-        model = MoEViT(
-            data.source.image_shape,
-            len(data.source.classes),
-            lambda index: (
-                self._layer(data.source.image_shape)
-                if side != "dense" and index >= self.depth - self.moe_layers
-                else None
-            ),
-            patch=self.patch,
-            dim=self.dim,
-            depth=self.depth,
-            heads=self.heads,
-            hidden=self.hidden,
-            members=members,
-        ).to(x.device)
+        model = self._model(data, self._matched_dim(data) if side == "matched" else self.dim).to(x.device)
         staged = [module for module in model.modules() if isinstance(module, StagedGate)]
 
         def loss(batch: Batch) -> dict[str, Tensor]:
             x, y = batch.tensors
             logits, outputs = model(x)
             task = F.cross_entropy(logits, y.repeat_interleave(members))
-            extra = sum((out.loss for out in outputs), task.new_zeros(()))
-            if side in ("softmax", "sparsified") and all(gate.stage == 1 for gate in staged):
-                extra = extra + self.inverse_cv * sum(map(_inverse_cvs, _gates(outputs, len(x)))) / max(len(outputs), 1)
+            extra = regularisers(outputs)
+            if side in ("softmax", "sparsified") and outputs and all(gate.stage == 1 for gate in staged):
+                every = torch.stack([_inverse_cvs(gates) for gates in _gates(outputs, len(x))])
+                extra["inverse cv"] = self.inverse_cv * every.mean()
             if side == "thor":
                 again, _ = model(x)
-                extra = F.cross_entropy(again, y) + self.consistency * symmetric_kl(logits, again)
-            return {"loss": task + extra, "task": task}
+                extra["second pass"] = F.cross_entropy(again, y)
+                extra["consistency"] = self.consistency * symmetric_kl(logits, again)
+            return total_loss(task, extra)
 
-        def evaluate(batch: Batch) -> Measures:
+        def predict(x: Tensor) -> Tensor:
+            return ensemble_log_probs(model(x)[0], members)
+
+        def evaluate(batch: Batch) -> Evaluation:
             x, y = batch.tensors
-            logits, outputs = model(x)
-            log_probs = ensemble_log_probs(logits, members)
-            found: dict[str, tuple[Tensor, Tensor | float]] = {
-                "accuracy": ((log_probs.argmax(-1) == y).sum(), len(y)),
-                "loss": (F.nll_loss(log_probs, y, reduction="sum"), len(y)),
-            }
+            with watched_routers(model) as routers:
+                logits, outputs = model(x)
+            found = dict(accuracy(ensemble_log_probs(logits, members), y))
+            if self.experts_off and outputs:
+                with experts_off(model):
+                    found["accuracy without experts"] = accuracy(predict(x), y)["accuracy"]
             if outputs:
                 dropped = torch.stack([out.statistics["dropped"] for out in outputs]).mean()
                 found["dropped"] = (dropped * len(y), len(y))
                 variation = torch.stack([batch_variation(each) for each in _gates(outputs, len(x) * members)]).mean()
                 found["batch variation"] = (variation * len(y), len(y))
-            return found
-
-        def routing(batch: Batch) -> list[Routing]:
-            return [Routing(out.plan.used) for out in model(batch.tensors[0])[1]]
+            return Evaluation(found, routers.routing(outputs))
 
         def before_step(step: int) -> None:
             stage = 1 + (step >= steps // 2) + (step >= 3 * steps // 4)
@@ -121,12 +122,47 @@ class VMoE(Recipe):
             torch.optim.Adam(model.parameters(), self.lr, fused=True),
             loss,
             evaluate,
+            predict=predict,
             schedule=schedules.cosine(steps),
             before_step=before_step if staged else None,
-            routing=routing if side != "dense" and self.moe_layers else None,
             clip=1.0,
-            grid=model.embed.grid if side != "dense" and self.moe_layers else None,
+            grid=model.embed.grid if side not in DENSE and self.moe_layers else None,
         )
+
+    def _model(self, data: Splits, dim: int) -> MoEViT:
+        """The network of `side`, `dim` wide."""
+        layered = self._with_experts() if self.side not in DENSE else ()
+        return MoEViT(
+            data.source.image_shape,
+            len(data.source.classes),
+            lambda index: self._layer(data.source.image_shape) if index in layered else None,
+            patch=self.patch,
+            dim=dim,
+            depth=self.depth,
+            heads=self.heads,
+            hidden=self.hidden * dim // self.dim,
+            members=self.members if self.side == "e3" else 1,
+        )
+
+    def _with_experts(self) -> tuple[int, ...]:
+        """The blocks that have experts."""
+        first = self.side in PAPER_002
+        every = self.moe_every or (1 if first else 2)
+        most = self.moe_layers if self.moe_layers >= 0 else self.depth if first else 2
+        every_one = [index for index in range(self.depth) if (self.depth - 1 - index) % every == 0]
+        return tuple(every_one[len(every_one) - min(most, len(every_one)) :])
+
+    def _matched_dim(self, data: Splits) -> int:
+        """The width, a multiple of heads, at which a dense model has as many parameters as one with experts."""
+
+        def parameters(recipe: VMoE, dim: int) -> int:
+            with torch.device("meta"):
+                return sum(each.numel() for each in recipe._model(data, dim).parameters())
+
+        wanted, dim = parameters(replace(self, sides=("token_choice",)), self.dim), self.dim
+        while parameters(self, dim) < wanted:
+            dim += self.heads
+        return dim
 
     def _layer(self, image_shape: tuple[int, int, int]) -> MoE:
         side, dim, count = self.side, self.dim, self.experts
@@ -137,23 +173,26 @@ class VMoE(Recipe):
             self.capacity,
             factor_eval=self.capacity_eval,
             group=group and group * self.members,  # tiled ones, too
+            multiple_of=4,
         )
         if side == "softmax":
             return MoE(SoftmaxGate(dim, count, noise=True), experts, expert_dropout=self.expert_dropout)
         if side == "sparsified":
-            sparse = TopKGate(dim, count, self.k, order="softmax_topk", noise="vmoe")
+            sparse = TopKGate(dim, count, 1, order="softmax_topk", noise="vmoe")
             staged = StagedGate(SoftmaxGate(dim, count, noise=True), sparse, distill=self.distill)
             return MoE(staged, experts, expert_dropout=self.expert_dropout)
         if side == "token_choice":
-            return MoE(
-                TopKGate(dim, count, 1, order="softmax_topk", noise="vmoe"), experts, TokenChoice(1.0, group=group)
-            )
+            told = TopKGate(dim, count, 1, order="softmax_topk", noise="vmoe", balance=self.token_balance)
+            return MoE(told, experts, TokenChoice(1.0, group=group))
         if side == "expert_choice":
             return MoE(SoftmaxGate(dim, count, noise=True), experts, ExpertChoice(1.0, group=image))
         if side == "priority":
             return MoE(SoftmaxGate(dim, count, noise=True), experts, PriorityRouting())
         if side == "e3":
-            return MoE(EnsembleGate(dim, count, self.k, members=self.members, noise=True), experts, own)
+            members = EnsembleGate(
+                dim, count, self.k, members=self.members, noise=True, importance=self.balance, load=self.balance
+            )
+            return MoE(members, experts, own)
         if side == "thor":
             return MoE(RandomGate(count), experts)
         priority = {"vmoe": None, "bpr": "max", "bpr_sum": "sum"}[side]

@@ -25,7 +25,11 @@ from moe_kernels.recipes import Recipe
 from moe_kernels.train import checkpoint
 from moe_kernels.train.agreement import Agreement, check_agreement, print_agreement
 from moe_kernels.train.comparison import Comparison
-from moe_kernels.train.report import picture, summarise, table, write_json
+from moe_kernels.train.report import legend, picture, summarise, table, write_json
+from moe_kernels.train.sweeps import pivot, sweep_picture
+from moe_kernels.train.trained import Trained, load_model
+
+__all__ = ["Trained", "add_arguments", "check_agreement", "load_model", "run"]
 
 DEFAULT = "comet"
 
@@ -122,7 +126,8 @@ def _flushes_denormals() -> bool:
 def _run(args: argparse.Namespace, comparison: Comparison, backend: str) -> int:
     recipe, data = comparison.recipe, comparison.data
     print(f"{args.recipe}: {_settings(recipe)}")
-    print(f"{data.source}; {comparison.device.type}, {torch.get_num_threads()} thread(s), backend {backend}\n")
+    print(_scale(comparison))
+    print(f"{comparison.device.type}, {torch.get_num_threads()} thread(s), backend {backend}\n")
     agreements = _check(comparison, backend)
     try:
         with _progress(comparison.total_steps) as tick:
@@ -133,8 +138,10 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str) -> int:
     histories = comparison.histories()
     summaries = summarise(histories, recipe.METRIC)
     print(f"\n{table(summaries, recipe.METRIC)}")
-    print("Mean ± spread over the seeds. Load: share of the test samples that use an expert; dead: experts none uses;")
-    print("entropy of the gates in nats. FLOPs of evaluating a sample, by torch's counter; a step's time is a median.")
+    print(legend(summaries))
+    swept = pivot(recipe, summaries)
+    if swept:
+        print(f"\n{swept}")
     status = 0 if all(each.passed for each in agreements.values()) else 1
     result = {
         "recipe": args.recipe,
@@ -154,8 +161,9 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str) -> int:
     if args.out:
         write_json(args.out / "result.json", result)
         drawn = picture(args.out / "plot.png", histories, recipe.METRIC, f"{args.recipe} on {data.source.name}")
+        sweep_picture(args.out / "sweep.png", recipe, summaries)
         missing = "" if drawn else "; no picture: pip install moe_kernels[bench]"
-        print(f"log, checkpoint, result{' and picture' * drawn} in {args.out}{missing}")
+        print(f"models, log, checkpoint, result{' and picture' * drawn} in {args.out}{missing}")
     if args.json:  # last: where it cannot be written the folder is whole
         write_json(args.json, result)
     return status
@@ -177,12 +185,33 @@ def _recipe(args: argparse.Namespace) -> Recipe:
     kind = recipes.find(args.recipe)
     values: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(kind)}
     several: dict[str, Any] = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    for field in dataclasses.fields(kind):
+        if field.metadata["sweep"] and len(several.get(field.name, ())) == 1:
+            (several[field.name],) = several[field.name]
     return kind(**values | several)
 
 
 def _settings(recipe: Recipe) -> str:
-    pairs = dataclasses.asdict(recipe).items()
+    settings = dataclasses.asdict(recipe)
+    for name in ("epochs", "steps", "rows", "eval_rows", "data"):  # _scale says what of these is in force
+        settings.pop(name, None)
+    pairs = settings.items()
     return ", ".join(f"{k} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in pairs if v != ())
+
+
+def _scale(comparison: Comparison) -> str:
+    """How much of the data a run uses, and for how long."""
+    recipe, data = comparison.recipe, comparison.data
+    train, test = len(data.train[0]), len(data.test[0])
+    epoch = math.ceil(train / recipe.batch_size)
+    steps = recipe.steps or recipe.epochs * epoch
+    whole, every = len(data.source.train[0]) if hasattr(data.source, "num_users") else train, comparison.test_samples
+    parts = [f"{train} training samples" + (f" of {whole}" if whole > train else "")]
+    if data.valid is not None:
+        parts.append(f"{len(data.valid[0])} to validate on")
+    parts.append(f"{test} test samples" + (f" of {every}" if every > test else ""))
+    length = f"{steps} steps of {recipe.batch_size}" + (f" ({steps / epoch:.3g} epochs)" if steps else "")
+    return f"{data.source.name}: {', '.join(parts)}; {length} a side and seed"
 
 
 def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides: tuple[str, ...]) -> None:
@@ -198,7 +227,9 @@ def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides:
     if kind is not str:
         kind = _within(kind, *(field.metadata[end] for end in ("low", "high")))
     choices = sides if field.name == "sides" else field.metadata["choices"]
-    parser.add_argument(name, type=kind, default=default, choices=choices, nargs="+" if several else None, help=text)
+    nargs = "+" if several or field.metadata["sweep"] else None
+    text += "; several values are compared" * field.metadata["sweep"]
+    parser.add_argument(name, type=kind, default=default, choices=choices, nargs=nargs, help=text)
 
 
 def _within(kind: type, low: float | None, high: float | None = None) -> Callable[[str], Any]:

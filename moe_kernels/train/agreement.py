@@ -171,12 +171,10 @@ def print_agreement(name: str, agreement: Agreement, backend: str) -> None:
 
 def _take(run: Run) -> Taken:
     """A training step, after a look at who the routers choose for its batch."""
-    routed: list[Tensor] = []
-    if run.task.routing is not None:
-        run.task.model.eval()
-        with run.random.use(), torch.no_grad():
-            routed = [layer.active for layer in run.task.routing(run.batch(run.step))]
-        run.task.model.train()
+    run.task.model.eval()
+    with run.random.use(), torch.no_grad():
+        routed = [layer.active for layer in run.task.routing(run.batch(run.step))]
+    run.task.model.train()
     with run.random.use():
         loss = run.take_step()["loss"]
     grads = [each.grad for each in run.task.model.parameters()]

@@ -6,7 +6,7 @@ import errno
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -34,15 +34,33 @@ def try_place(path: Path) -> None:
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """Writes tensors in plain containers, whole or not at all."""
+    save_tensors(path, {"version": VERSION, **state})
+
+
+def save_tensors(path: Path, state: Mapping[str, Any]) -> None:
+    """Writes `state` as it is, a state dict for example, its tensors on the CPU, whole or not at all."""
+    plain = {key: value.detach().cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
     with _whole(path) as file:
-        torch.save({"version": VERSION, **state}, file)
+        torch.save(plain, file)
 
 
 def load(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
-    """What `save` wrote, on the CPU. Tensors and plain containers alone are admitted (weights_only).
+    """What `save` wrote, on the CPU.
 
     Raises:
-        ValueError: no such file, a damaged one, one that asks for anything else, of another version or without `keys`.
+        ValueError: as `read`, and for a file of another version or without `keys`.
+    """
+    state = read(path)
+    if state.get("version") != VERSION or any(key not in state for key in keys):
+        raise ValueError(f"{path} is no checkpoint of this program (version {VERSION}, with {', '.join(keys)})")
+    return state
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A dict that `save` or `save_tensors` wrote, on the CPU: tensors and plain containers alone (weights_only).
+
+    Raises:
+        ValueError: no such file, a damaged one, one that asks for anything else, or no dict.
     """
     if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}")
@@ -59,8 +77,8 @@ def load(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
     ) as error:
         first = str(error).strip().partition("\n")[0]
         raise ValueError(f"{path} is no whole checkpoint of tensors and plain containers: {first}") from error
-    if not isinstance(state, dict) or state.get("version") != VERSION or any(key not in state for key in keys):
-        raise ValueError(f"{path} is no checkpoint of this program (version {VERSION}, with {', '.join(keys)})")
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} is no whole checkpoint of tensors and plain containers: {type(state).__name__}")
     return state
 
 

@@ -14,8 +14,9 @@ import torch
 from moe_kernels.recipes import Recipe, Splits
 from moe_kernels.train import checkpoint
 from moe_kernels.train.heatmaps import draw, token_maps
-from moe_kernels.train.loop import Row, Run
+from moe_kernels.train.loop import LOSSES, Row, Run
 from moe_kernels.train.report import History, log
+from moe_kernels.train.trained import save_model
 
 
 class Comparison:
@@ -28,7 +29,8 @@ class Comparison:
     def __init__(self, recipe: Recipe, data: Splits, seeds: int, every: int, out: Path | None) -> None:
         if not 0 <= recipe.seed < 2**31 - seeds:  # the order of batches is drawn by seed and epoch, 64 bits
             raise ValueError(f"seed must be from 0 to {2**31 - seeds - 1}, got {recipe.seed}")
-        self.recipe, self.data, self.every = recipe, data, every
+        self.recipe, self.data, self.every = recipe, _parts(data, recipe), every
+        self.test_samples = len(data.test[0])  # there are; an evaluation may look at fewer
         self.device = data.train[0].device
         self.seeds = range(recipe.seed, recipe.seed + seeds)
         self.variants = recipe.variants()
@@ -128,19 +130,20 @@ class Comparison:
                         self.live[key].load_state(self.restored.pop(key))
         for point in self._points(self.live.values()):
             for key, run in self.live.items():
-                if run.step < point or not run.rows:
+                if (run.step < point or not run.rows) and not run.stopped:
                     run.advance(point, tick)
-                    say(_line(key, run.rows[-1]))
+                    say(_line(key, run.rows[-1]) + "  stops: no better on the validation part" * run.stopped)
             self._save()
         for key, (side, recipe, _, stage) in runs.items():
             if key in self.live:
                 run = self.live[key]
-                if self.out is not None and stage == "final" and run.task.grid is not None:
-                    name = f"tokens-{side}-{run.seed}.png".replace(" ", "-")
-                    draw(self.out / name, token_maps(run), run.data.source.classes, f"tokens of {key}")
-                self.done[key] = History(
-                    side, run.seed, recipe.lr, stage, run.rows, run.flops(), run.setup_seconds, run.parameters
-                )
+                if self.out is not None and stage == "final":
+                    name = f"{side}-{run.seed}".replace(" ", "-")
+                    save_model(self.out, name, run)
+                    if run.task.grid is not None:
+                        title = f"tokens of {key}"
+                        draw(self.out / f"tokens-{name}.png", token_maps(run), run.data.source.classes, title)
+                self.done[key] = _history(side, recipe, stage, run)
         self.live = {}
         self._save()
 
@@ -179,8 +182,48 @@ class Comparison:
             "live": {key: run.state() for key, run in self.live.items()},
         }
         checkpoint.save(self.checkpoint, state)
-        open_runs = [History(key, run.seed, run.recipe.lr, "running", run.rows) for key, run in self.live.items()]
+        open_runs = [
+            History(key, run.seed, run.recipe.lr, "running", run.rows, terms=run.terms)
+            for key, run in self.live.items()
+        ]
         checkpoint.write(self.out / "log.csv", log([*self.done.values(), *open_runs]))
+
+
+def _history(side: str, recipe: Recipe, stage: str, run: Run) -> History:
+    return History(
+        side,
+        run.seed,
+        recipe.lr,
+        stage,
+        run.rows,
+        run.flops(),
+        run.setup_seconds,
+        run.parameters,
+        flops_known=run.flops(known=True),
+        unit=run.unit,
+        chosen=run.chosen,
+        terms=run.terms,
+    )
+
+
+def _parts(data: Splits, recipe: Recipe) -> Splits:
+    """The parts that a run uses: test samples by `eval_rows`; a tenth to validate on, if one is wanted and missing."""
+    wanted = recipe.choose == "best" or recipe.patience > 0
+    if wanted and data.valid is None and len(data.train[0]) >= 10:
+        valid = _held_out(data, recipe.seed)
+        data = Splits(data.source, valid.train, data.test, valid.test)
+    limit = recipe.eval_rows or len(data.train[0])
+    test, valid_part = (None if part is None else _some(part, limit) for part in (data.test, data.valid))
+    assert test is not None
+    return data._replace(test=test, valid=valid_part if wanted else None)
+
+
+def _some(part: tuple[torch.Tensor, ...], limit: int) -> tuple[torch.Tensor, ...]:
+    """A fixed random choice of `limit` samples, in their order; all where there are no more."""
+    if len(part[0]) <= limit:
+        return part
+    rows = torch.randperm(len(part[0]), generator=torch.Generator().manual_seed(0))[:limit].sort().values
+    return tuple(each.index_select(0, rows.to(each.device)) for each in part)
 
 
 def _held_out(data: Splits, seed: int) -> Splits:
@@ -192,5 +235,9 @@ def _held_out(data: Splits, seed: int) -> Splits:
 
 
 def _line(key: str, row: Row) -> str:
-    numbers = (f"{name} {row[name]:.4f}" for name in row if name == "loss" or name.startswith("test "))
-    return f"step {row['step']:>6.0f}  {key:<24} {'  '.join(numbers)}  {row['seconds'] * 1e3:.2f} ms/step"
+    shown = [name for name in row if name in LOSSES or name.startswith(("valid ", "test "))]
+    if "task" in row or "text" in row:  # the loss with its regularisers is in the log
+        shown.remove("loss")
+    numbers = [f"{name} {row[name]:.4f}" for name in shown if not (name in LOSSES and math.isnan(row[name]))]
+    speed = "" if math.isnan(row["seconds"]) else f"  {row['seconds'] * 1e3:.2f} ms/step"
+    return f"step {row['step']:>6.0f}  {key:<24} {'  '.join(numbers)}{speed}"

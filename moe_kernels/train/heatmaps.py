@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_kernels.recipes import Routing
 from moe_kernels.train.loop import Run
 from moe_kernels.train.plotting import plotting, save
 
@@ -18,6 +19,7 @@ class TokenMap(NamedTuple):
 
     positions: Tensor  # (E, rows, columns): of the test images, the token at that patch
     classes: Tensor  # (E, C): of the tokens of the test images of a class, the class token among them
+    of: str = "share of the tokens"  # what is drawn; "gate weight" of a gate that uses every expert for every token
 
 
 @torch.no_grad()
@@ -25,10 +27,11 @@ def token_maps(run: Run) -> list[TokenMap]:
     """One a layer of experts, over the test set of images; the task's `grid` says how its patches lie.
 
     An expert that many tokens choose at once, or a token that takes several experts, counts as often as it happens.
+    A gate that uses every expert for every token would give 1 everywhere: its weights are counted instead.
     """
     task = run.task
     assert task.grid is not None
-    assert task.routing is not None
+    kinds: list[str] = []
     tokens, classes = 1 + task.grid[0] * task.grid[1], len(run.data.source.classes)
     positions: list[Tensor] = []
     by_class: list[Tensor] = []
@@ -36,21 +39,30 @@ def token_maps(run: Run) -> list[TokenMap]:
     task.model.eval()
     with run.random.use():
         for batch in run.test_batches():
-            layers = [layer.active.float() for layer in task.routing(batch)]
+            found = task.routing(batch)
+            kinds = kinds or ["gate weight" if _dense(layer) else "share of the tokens" for layer in found]
+            layers = [
+                layer.weights.float() if layer.weights is not None and kind == "gate weight" else layer.active.float()
+                for layer, kind in zip(found, kinds, strict=True)
+            ]
             members = len(layers[0]) // (len(batch.tensors[1]) * tokens)  # of an ensemble: an image's stand together
             one_hot = torch.nn.functional.one_hot(batch.tensors[1].repeat_interleave(members), classes).float()
             seen += one_hot.sum(0)[:, None]
             used = [layer.unflatten(0, (-1, tokens)) for layer in layers]  # (B, S, E)
-            found = [each.sum(0) for each in used], [one_hot.t() @ each.mean(1) for each in used]
+            new_sums = [each.sum(0) for each in used], [one_hot.t() @ each.mean(1) for each in used]
             positions, by_class = (
                 [a + b for a, b in zip(sums, new, strict=True)] if sums else new
-                for sums, new in zip((positions, by_class), found, strict=True)
+                for sums, new in zip((positions, by_class), new_sums, strict=True)
             )
     task.model.train()
     return [
-        TokenMap(at[1:].t().unflatten(1, task.grid) / seen.sum(), (of / seen.clamp(min=1)).t())
-        for at, of in zip(positions, by_class, strict=True)
+        TokenMap(at[1:].t().unflatten(1, task.grid) / seen.sum(), (of / seen.clamp(min=1)).t(), kind)
+        for at, of, kind in zip(positions, by_class, kinds, strict=True)
     ]
+
+
+def _dense(layer: Routing) -> bool:
+    return layer.weights is not None and bool(layer.active.all())
 
 
 def draw(path: Path, maps: list[TokenMap], names: tuple[str, ...], title: str) -> bool:
@@ -67,7 +79,7 @@ def draw(path: Path, maps: list[TokenMap], names: tuple[str, ...], title: str) -
         width_ratios=[1] * experts + [wide],
         layout="constrained",
     )
-    most = max(float(each.max()) for layer in maps for each in layer)
+    most = max(float(each.max()) for layer in maps for each in (layer.positions, layer.classes))
     for number, (row, layer) in enumerate(zip(grid, maps, strict=True)):
         panels = [*layer.positions, layer.classes]
         for expert, (axis, panel) in enumerate(zip(row, panels, strict=True)):
@@ -79,7 +91,7 @@ def draw(path: Path, maps: list[TokenMap], names: tuple[str, ...], title: str) -
     grid[-1, -1].set_xlabel("class")
     if len(names) <= 20:
         grid[-1, -1].set_xticks(range(len(names)), names, rotation=90, fontsize="x-small")
-    canvas.colorbar(shown, ax=grid, label="share of the tokens")
+    canvas.colorbar(shown, ax=grid, label=maps[0].of)
     canvas.suptitle(title)
     save(canvas, path)
     return True

@@ -6,9 +6,10 @@ so that runs may take turns, stop and go on without any of them noticing.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +19,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from moe_kernels.nn.utilisation import Utilisation
-from moe_kernels.recipes import Batch, Recipe, Splits, Task
+from moe_kernels.recipes import Batch, Recipe, Routing, Splits, Task
 
 Row = dict[str, float]  # one evaluation: step, epoch, loss, measures, routing, seconds a step
+LOSSES = ("loss", "task", "text")  # what is differentiated, and the part of it that the data judge
 
 
 class Random:
@@ -68,6 +70,9 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     setup_seconds: float = 0.0
     parameters: int = 0
+    best: dict[str, Any] | None = None  # the state dict of the best evaluation on the validation part, on the CPU
+    unit: str = "experts"  # what the routing counts; known once it was evaluated
+    terms: list[Row] = field(default_factory=list)  # beside every row: means of what a loss has beside the task's
 
     def __post_init__(self) -> None:
         self.device = self.data.train[0].device
@@ -134,48 +139,83 @@ class Run:
             seconds = time.perf_counter() - started
             taken = self.step - first
             means = {name: value.item() / taken for name, value in sums.items()}
-            row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan, **means}
+            row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan}
+            row |= {name: value for name, value in means.items() if name in LOSSES}
         with Random(self.seed + (self.step + 1 << 32), self.device).use():  # how often is nothing that training notices
-            self.rows.append(row | self.evaluate() | {"seconds": seconds / taken if taken else math.nan})
+            row |= self.evaluate() | {"seconds": seconds / taken if taken else math.nan}
+        self.rows.append(row)
+        self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
+        if self.chooses and self.chosen == len(self.rows) - 1:
+            self.best = copy.deepcopy({k: _on_cpu(v) for k, v in self.task.model.state_dict().items()})
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the validation part decides which evaluation counts."""
+        return self.data.valid is not None and (self.recipe.choose == "best" or self.recipe.patience > 0)
+
+    @property
+    def chosen(self) -> int:
+        """The row that counts: the best on the validation part, the first of equals, or the last one."""
+        last = len(self.rows) - 1
+        if self.recipe.choose == "last" or not self.chooses:
+            return last
+        return self._best_row()
+
+    @property
+    def stopped(self) -> bool:
+        """The validation part has not been better for `patience` evaluations."""
+        waited = len(self.rows) - 1 - self._best_row() if self.rows and self.chooses else 0
+        return 0 < self.recipe.patience <= waited
+
+    def _best_row(self) -> int:
+        sign, name = 1 if self.recipe.HIGHER_IS_BETTER else -1, f"valid {self.recipe.METRIC}"
+        scores = [-math.inf if math.isnan(row[name]) else sign * row[name] for row in self.rows]
+        return scores.index(max(scores))
 
     @torch.no_grad()
     def evaluate(self) -> Row:
-        """The measures and the routing over the test set."""
+        """The measures and the routing over the test set, in one forward of every batch; "valid" ones before them."""
+        row: Row = {}
+        self.task.model.eval()
+        if self.chooses:
+            assert self.data.valid is not None
+            row |= self._measures(self.batches(self.data.valid), "valid", None)
+        seen = Seen(self.device)
+        row |= self._measures(self.test_batches(), "test", seen)
+        self.task.model.train()
+        self.unit = seen.unit
+        return row | seen.row()
+
+    def _measures(self, batches: Iterator[Batch], part: str, seen: Seen | None) -> Row:
         task, sums, weights = self.task, dict[str, Any](), dict[str, Any]()
-        used: list[Utilisation] = []  # one a layer: they may differ in what counts as a sample
-        entropy, routers = torch.zeros((), device=self.device), 0
-        task.model.eval()
-        for batch in self.test_batches():
-            for name, (value, weight) in task.evaluate(batch).items():
+        for batch in batches:
+            found = task.evaluate(batch)
+            for name, (value, weight) in found.measures.items():
                 sums[name] = sums.get(name, 0) + value
                 weights[name] = weights.get(name, 0) + weight
-            if task.routing is not None:
-                layers = task.routing(batch)
-                used = used or [Utilisation() for _ in layers]
-                for counted, layer in zip(used, layers, strict=True):
-                    counted.update([layer.active])
-                for probs in (layer.probs for layer in layers if layer.probs is not None):
-                    entropy += torch.special.entr(probs.float()).sum()
-                    routers += probs.shape[:-1].numel()
-        task.model.train()
+            if seen is not None:
+                seen.add(found.routing)
         measures = {name: float(sums[name]) / max(float(weights[name]), 1e-30) for name in sums}
         if task.total is not None:
             measures = task.total(measures) | measures
-        row = {f"test {name}": value for name, value in measures.items()}
-        return row | (_routing(used, entropy.item() / routers if routers else math.nan) if used else {})
+        return {f"{part} {name}": value for name, value in measures.items()}
 
-    def flops(self) -> float:
-        """Floating-point operations of evaluating one test sample, by torch's counter (a multiply-add is two).
+    def flops(self, known: bool = False) -> float:
+        """Floating-point operations of a prediction for one test sample, by torch's counter (a multiply-add is two).
 
         Of experts, the rows that they were given: what paper 001, Table 6, counts, and what their products compute.
+        known: of a sample of the test set, whose frozen masks may have been kept; else of one that is seen first.
         """
-        batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None)
+        batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None, 0 if known else None)
         self.task.model.eval()
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which torch's counter does not know
         counted = {torch.ops.moe_kernels.grouped_gemm_fwd: _rows_in_use, attention: _attention}
         counter = FlopCounterMode(display=False, custom_mapping=counted)
         with self.random.use(), torch.no_grad(), counter:
-            self.task.evaluate(batch)
+            if known and self.task.predict_known is not None:
+                self.task.predict_known(batch)
+            elif self.task.predict is not None:
+                self.task.predict(*self.recipe.inputs(batch))
         self.task.model.train()
         return counter.get_total_flops() / len(batch.tensors[0])
 
@@ -187,6 +227,9 @@ class Run:
             "random": self.random.state,
             "model": self.task.model.state_dict(),
             "optimiser": self.task.optimiser.state_dict(),
+            "best": self.best,
+            "unit": self.unit,
+            "terms": self.terms,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -195,15 +238,22 @@ class Run:
         self.task.model.load_state_dict(state["model"])
         self.task.optimiser.load_state_dict(state["optimiser"])
         self.step, self.rows = state["step"], [dict(row) for row in state["rows"]]
+        self.best, self.unit = state["best"], state["unit"]
+        self.terms = [dict(row) for row in state["terms"]]
         self.random.state = state["random"]
         with self.random.use():  # raises where that is no state
             pass
 
     def test_batches(self) -> Iterator[Batch]:
         """The test set, `eval_batch` samples at a time."""
+        for start, batch in enumerate(self.batches(self.data.test)):
+            yield batch._replace(start=start * self.recipe.eval_batch)
+
+    def batches(self, part: tuple[Tensor, ...]) -> Iterator[Batch]:
+        """A part of the data, `eval_batch` samples at a time."""
         size = self.recipe.eval_batch
-        for start in range(0, len(self.data.test[0]), size):
-            yield Batch(tuple(tensor[start : start + size] for tensor in self.data.test), None, start)
+        for start in range(0, len(part[0]), size):
+            yield Batch(tuple(tensor[start : start + size] for tensor in part), None)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -222,14 +272,44 @@ def _rows_in_use(x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest: Any, 
 setattr(_rows_in_use, "_get_raw", True)  # noqa: B010 hand over the tensors; mypy knows no attributes of functions
 
 
-def _routing(used: list[Utilisation], entropy: float) -> Row:
-    """Experts a sample (mean over layers), the least and the most used expert's share of the samples, those that none
-    uses, and the mean entropy of the gates in nats."""
-    share = [layer for counted in used for layer in counted.share()]
-    return {
-        "experts": sum(layer.sum().item() for layer in share) / len(share),
-        "least load": min(layer.min().item() for layer in share),
-        "most load": max(layer.max().item() for layer in share),
-        "dead": float(sum(int((layer == 0).sum()) for layer in share)),
-        "entropy": entropy,
-    }
+class Seen:
+    """What the routers of all layers did over the batches of an evaluation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.used: list[Utilisation] = []  # one a layer: they may differ in what counts as a sample
+        self.entropy: list[Tensor] = []  # one a layer: summed over its samples
+        self.routed: list[int] = []  # one a layer: samples that had a distribution
+        self.device, self.unit = device, "experts"
+
+    def add(self, layers: Sequence[Routing]) -> None:
+        """Counts one batch."""
+        if not self.used:
+            self.used = [Utilisation() for _ in layers]
+            self.entropy, self.routed = [torch.zeros((), device=self.device) for _ in layers], [0] * len(layers)
+        for number, layer in enumerate(layers):
+            self.unit = layer.unit
+            self.used[number].update([layer.active])
+            if layer.probs is not None:
+                self.entropy[number] += torch.special.entr(layer.probs.float()).sum()
+                self.routed[number] += layer.probs.shape[:-1].numel()
+
+    def row(self) -> Row:
+        """Experts a sample (mean over layers), the least and the most used expert's share of the samples, those that
+        none uses, the mean entropy of the gates in nats, and that of every layer."""
+        if not self.used:
+            return {}
+        share = [layer for counted in self.used for layer in counted.share()]
+        pairs = [(each.item(), count) for each, count in zip(self.entropy, self.routed, strict=True) if count]
+        by_layer = {f"entropy {number}": total / count for number, (total, count) in enumerate(pairs, 1)}
+        return {
+            "experts": sum(layer.sum().item() for layer in share) / len(share),
+            "least load": min(layer.min().item() for layer in share),
+            "most load": max(layer.max().item() for layer in share),
+            "dead": float(sum(int((layer == 0).sum()) for layer in share)),
+            "entropy": sum(t for t, _ in pairs) / sum(c for _, c in pairs) if pairs else math.nan,
+            **(by_layer if len(by_layer) > 1 else {}),
+        }
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value

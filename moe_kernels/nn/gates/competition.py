@@ -77,6 +77,9 @@ class CompetitionGate(Gate):
             return replace(routed, records=routed.records | {"competed": x.new_zeros(())})
         return self._compete(x)
 
+    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        return self.router.router_probs(x, ids)
+
     @on_the_host("CompetitionGate: the host flips a coin")
     def _flip(self) -> bool:
         again = recomputed()  # torch's own random numbers are then those of before, and have to be drawn

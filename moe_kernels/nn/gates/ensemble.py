@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moe_kernels.nn._parameters import as_linear_, stacked
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
-from moe_kernels.ops._checks import check_backend, check_int
+from moe_kernels.nn.losses import cv_squared, selection_chances
+from moe_kernels.ops._checks import check_backend, check_int, check_number
 from moe_kernels.ops.topk_gate import topk_gate
 
 
@@ -20,6 +21,8 @@ class EnsembleGate(Gate):
     Args:
         dim: D. num_experts: E, a multiple of members. members: M. k: from 1 to E / M.
         noise: N(0, (M / E)^2) on a member's E / M logits in training. generator: draws it; None is torch's own.
+        importance, load: coefficients of V-MoE's losses in training, of every member over its own experts and tokens,
+            their mean over the members; `load` needs noise.
 
     Input: x (T, D) and ids (T,), the member of each token (see `tile`). Output: sparse. Parameter: weight
     (M, D, E / M), each member's as an nn.Linear without bias. Source: paper 003, section 5; capacity counts all E.
@@ -33,6 +36,8 @@ class EnsembleGate(Gate):
         *,
         members: int = 2,
         noise: bool = False,
+        importance: float = 0.0,
+        load: float = 0.0,
         generator: torch.Generator | None = None,
         backend: str | None = None,
         device: torch.device | str | None = None,
@@ -45,6 +50,10 @@ class EnsembleGate(Gate):
         self.k = check_int("EnsembleGate", "k", k, 1, num_experts // members, "choices among E / M experts")
         self.weight = stacked(members, dim, num_experts // members, device=device, dtype=dtype)
         self.noise, self.generator, self.backend = noise, generator, check_backend("EnsembleGate", backend)
+        self.importance = check_number("EnsembleGate", "importance", importance)
+        self.load = check_number("EnsembleGate", "load", load)
+        if load and not noise:
+            raise ValueError("EnsembleGate: load needs noise=True, its loss is not defined without; got noise=False")
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -52,12 +61,36 @@ class EnsembleGate(Gate):
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         member = self.known(x, ids, self.members, "the member of each token")
-        every = self.product(x, self.weight.transpose(1, 2).flatten(0, 1)).unflatten(1, (self.members, -1))
-        logits = every[torch.arange(x.shape[0], device=x.device), member]
+        logits = self._logits(x, member)
         noise = expert_noise(logits, self.generator) if self.noise and self.training else None
         weights, experts = topk_gate(logits, self.k, order="softmax_topk", noise=noise, backend=self.backend)
         own = member.to(torch.int32)[:, None] * (self.num_experts // self.members)
-        return GateOutput(weights, experts + own, self.num_experts)
+        losses = self._losses(logits, noise, member) if self.training else {}
+        return GateOutput(weights, experts + own, self.num_experts, losses=losses)
+
+    @torch.no_grad()
+    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        """(T, E / M): of each token's own member."""
+        return self._logits(x, self.known(x, ids, self.members, "the member of each token")).softmax(-1)
+
+    def _logits(self, x: Tensor, member: Tensor) -> Tensor:
+        """(T, E / M)."""
+        every = self.product(x, self.weight.transpose(1, 2).flatten(0, 1)).unflatten(1, (self.members, -1))
+        return every[torch.arange(x.shape[0], device=x.device), member]
+
+    def _losses(self, logits: Tensor, noise: Tensor | None, member: Tensor) -> dict[str, Tensor]:
+        losses = {}
+        if self.importance:
+            losses["importance"] = self.importance * self._spread(logits.softmax(-1), member)
+        if self.load and noise is not None:
+            chances = selection_chances(logits, logits + noise, self.k, 1 / logits.shape[1])
+            losses["load"] = self.load * self._spread(chances, member)
+        return losses
+
+    def _spread(self, each: Tensor, member: Tensor) -> Tensor:
+        """Mean over the members of the squared coefficient of variation of each (T, E / M), summed over its tokens."""
+        sums = F.one_hot(member, self.members).to(each.dtype).t() @ each
+        return torch.stack([cv_squared(row) for row in sums]).mean()
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, members={self.members}, k={self.k}, noise={self.noise}"

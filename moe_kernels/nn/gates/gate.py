@@ -106,6 +106,13 @@ class Gate(KeepsFloat32, OutputModule):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         raise NotImplementedError
 
+    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
+        """The router's softmax over all experts for x (T, D), as evaluation has it: (T, E), detached and without noise.
+
+        None for a gate that has no router, such as a hash. Its entropy says how sure the router is (paper 004, C.5).
+        """
+        return None
+
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """linear(x) (T, out) in the dtype of the linear's weight."""
         return self.product(x, linear.weight, linear.bias)

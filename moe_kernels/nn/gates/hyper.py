@@ -53,11 +53,17 @@ class HyperRouterGate(Gate):
         return self
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        weights, experts = topk_gate(self._logits(x), self.k, backend=self.backend)
+        return GateOutput(weights, experts, self.num_experts)
+
+    @torch.no_grad()
+    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        return self._logits(x).softmax(-1)
+
+    def _logits(self, x: Tensor) -> Tensor:
         with without_autocast(x.device.type):
             rows = self.hypernetwork(self.embedding).view(self.num_experts, -1)
-        logits = self.product(x, rows[:, :-1], rows[:, -1])
-        weights, experts = topk_gate(logits, self.k, backend=self.backend)
-        return GateOutput(weights, experts, self.num_experts)
+        return self.product(x, rows[:, :-1], rows[:, -1])
 
     def extra_repr(self) -> str:
         return f"k={self.k}"

@@ -35,3 +35,6 @@ class PermutedGate(Gate):
         gates = self.search.permute(output.gates, permutation)
         losses = {"permutation": self.search.regulariser(permutation)} if self.training else {}
         return GateOutput.of_gates(gates, output.losses | losses, output.records)
+
+    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
+        return self.gate.router_probs(x, ids)

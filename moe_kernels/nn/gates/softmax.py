@@ -50,5 +50,9 @@ class SoftmaxGate(Gate):
             losses["importance"] = self.importance * importance_loss(logits.softmax(-1))
         return GateOutput.of_gates(noisy.softmax(-1), losses)
 
+    @torch.no_grad()
+    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        return self.project(self.linear, x).softmax(-1)
+
     def extra_repr(self) -> str:
         return f"noise={self.noise}, importance={self.importance:g}"

@@ -91,6 +91,11 @@ class StableGate(Gate):
             losses["balance"] = self.balance * batch_mean(((count - mean) / mean)[experts] * weights[:, 0])
         return GateOutput(weights, experts.to(torch.int32)[:, None], self.num_experts, losses=losses)
 
+    @torch.no_grad()
+    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        ids = self.known(x, ids, self.embedding.num_embeddings, "what the distilled router sees")
+        return self._distilled(ids).softmax(-1)
+
     def _distilled(self, ids: Tensor) -> Tensor:
         """Logits (T, E) of the router that sees the ids alone."""
         return self.project(self.router, self.embedding(ids))

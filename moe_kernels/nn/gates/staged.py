@@ -42,7 +42,7 @@ class StagedGate(Gate):
         self.second_in_evaluation = second_in_evaluation
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        if self.stage == 1 and (self.training or not self.second_in_evaluation):
+        if self._in_use() is self.first:
             output = self.first(x, ids)
             return replace(output, weights=joined(output.weights, self.second.parameters()))
         output = self.second(x, ids)
@@ -55,6 +55,12 @@ class StagedGate(Gate):
         divergence = F.kl_div(log_probs, target.to(log_probs.dtype), reduction="none").sum(-1)
         losses = output.losses | {"distill": self.distill * batch_mean(divergence)}
         return replace(output, losses=losses)
+
+    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
+        return self._in_use().router_probs(x, ids)
+
+    def _in_use(self) -> Gate:
+        return self.first if self.stage == 1 and (self.training or not self.second_in_evaluation) else self.second
 
     def get_extra_state(self) -> int:
         return self.stage

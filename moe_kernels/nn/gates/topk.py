@@ -102,5 +102,9 @@ class TopKGate(Gate):
             losses["z"] = router_z_loss(logits)
         return {name: wanted[name] * loss for name, loss in losses.items()}
 
+    @torch.no_grad()
+    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        return self.project(self.linear, x).softmax(-1)
+
     def extra_repr(self) -> str:
         return f"k={self.k}, order={self.order!r}, noise={self.noise!r}"

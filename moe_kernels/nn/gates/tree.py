@@ -74,7 +74,16 @@ class TreeGate(Gate):
         decidable = not x.is_meta and not is_compiling()
         if self.route and not self.training and decidable and (routed := self._routed(x)) is not None:
             return routed
-        gates, leaf_probs = tree_gate(
+        gates, leaf_probs = self._dense(x)
+        losses = {"entropy": self.entropy * tree_entropy(leaf_probs)} if self.training and self.entropy else {}
+        return GateOutput.of_gates(gates, losses, {"experts_per_sample": gates.detach()})
+
+    @torch.no_grad()
+    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        return self._dense(x.to(self.split_weight.dtype))[0]
+
+    def _dense(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return tree_gate(
             x,
             self.split_weight,
             self.leaf_weight,
@@ -84,8 +93,6 @@ class TreeGate(Gate):
             parity=self.parity,
             backend=self.backend,
         )
-        losses = {"entropy": self.entropy * tree_entropy(leaf_probs)} if self.training and self.entropy else {}
-        return GateOutput.of_gates(gates, losses, {"experts_per_sample": gates.detach()})
 
     def _routed(self, x: Tensor) -> GateOutput | None:
         """What tree_route finds, or None where it is not the dense gate."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn._parameters import stacked
 from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_positive, check_size
 from moe_kernels.ops.topk_gate import topk_gate
 
-SCORES = ("code", "cosine")
+SCORES = ("code", "cosine", "learned")
 RADIUS = 1.5
 
 
@@ -21,13 +24,14 @@ class XMoEGate(Gate):
         "code"     score_i = <r, e_i> / ||e_i||; e_i is set to norm 1.5 before every forward in training, without a
                    gradient, and r is not normalised: what the published code computes
         "cosine"   score_i = <r, e_i> / (||r|| ||e_i|| temperature)
+        "learned"  the same of LayerNorm(r), and the temperature is learned: what paper 004 says of XMoE
 
     Args:
         dim: D. num_experts: E. k. embedding: d_e (8 in paper 004, 16 in torchscale). score: which of the two.
-        temperature: of "cosine". backend: of topk_gate.
+        temperature: of "cosine", and the first one of "learned". backend: of topk_gate.
 
-    Parameters: `linear` (d_e, D) without bias, `embeddings` (E, d_e), orthogonal with gain 0.32. Gradient: through r
-    and through the normalisation of e, not through its rescaling.
+    Parameters: `linear` (d_e, D) without bias, `embeddings` (E, d_e), orthogonal with gain 0.32; of "learned" also
+    `norm` and `log_temperature` (). Gradient: through r and through the normalisation of e, not through its rescaling.
 
     Source: Chi et al. 2022, as baseline of paper 004 (spec of its published code).
     """
@@ -53,26 +57,42 @@ class XMoEGate(Gate):
         self.embeddings = stacked(num_experts, embedding, device=device, dtype=dtype)
         nn.init.orthogonal_(self.embeddings, gain=0.32)
         self.score, self.temperature = score, check_positive("XMoEGate", "temperature", temperature)
+        if score == "learned":
+            self.norm = nn.LayerNorm(embedding, device=device, dtype=dtype)
+            first = torch.full((), math.log(self.temperature), device=device, dtype=dtype)
+            self.log_temperature = nn.Parameter(first)
         self.backend = check_backend("XMoEGate", backend)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         super().reset_parameters(generator)
         nn.init.orthogonal_(self.embeddings, gain=0.32, generator=generator)
+        if self.score == "learned":
+            nn.init.constant_(self.log_temperature, math.log(self.temperature))
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        r = self.project(self.linear, x)
         if self.score == "code" and self.training:
             values = self.embeddings.detach()  # torch.compile does not heed no_grad where a parameter is written over
             norms = values.norm(dim=-1, keepdim=True)
             values.mul_(torch.where(norms > 0, RADIUS / norms, 1))
+        weights, experts = topk_gate(self._scores(x), self.k, backend=self.backend)
+        return GateOutput(weights, experts, self.num_experts)
+
+    @torch.no_grad()
+    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        return self._scores(x).softmax(-1)
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """(T, E)."""
+        r = self.project(self.linear, x)
         # Of a copy: the rescaling of a second forward would spoil what the first one's backward reads.
         directions = F.normalize(self.embeddings.clone(), dim=-1)
         if self.score == "code":
-            scores = self.product(r, directions)
-        else:
-            scores = self.product(F.normalize(r, dim=-1), directions) / self.temperature
-        weights, experts = topk_gate(scores, self.k, backend=self.backend)
-        return GateOutput(weights, experts, self.num_experts)
+            return self.product(r, directions)
+        if self.score == "learned":
+            with without_autocast(x.device.type):
+                r = self.norm(r)
+            return self.product(F.normalize(r, dim=-1), directions) / self.log_temperature.exp()
+        return self.product(F.normalize(r, dim=-1), directions) / self.temperature
 
     def extra_repr(self) -> str:
         return f"k={self.k}, score={self.score!r}"

@@ -1,0 +1,88 @@
+"""Trained models on disk: model-SIDE-SEED.pt, its tensors, and model-SIDE-SEED.json, what they are tensors of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_kernels import data as datasets
+from moe_kernels import recipes
+from moe_kernels.recipes import Recipe, Splits, Task
+from moe_kernels.train import checkpoint
+from moe_kernels.train.loop import Run
+
+
+@dataclass
+class Trained:
+    """A model that `train --out` left: `model` in eval mode, and `predict`, the same call for every recipe.
+
+    recipe: its options. data: a data set without samples of the kind that it was trained on; `classes` of images and
+    `vocabulary` of text say what the columns of a prediction mean.
+    """
+
+    recipe: Recipe
+    data: datasets.Dataset
+    task: Task
+    seed: int
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self.task.model
+
+    @torch.no_grad()
+    def predict(self, *inputs: torch.Tensor) -> Any:
+        """Images (B, C * H * W) as moe_kernels.data gives them -> scores (B, classes); tokens (B, S) -> logits
+        (B, S, vocabulary); users (B,) and movies (B,) -> (watched logit (B,), rating (B,))."""
+        assert self.task.predict is not None
+        self.model.eval()
+        return self.task.predict(*inputs)
+
+
+def save_model(folder: Path, name: str, run: Run) -> Path:
+    """Writes the model of the evaluation that counts, and its options beside it; the path of the tensors."""
+    best = run.best if run.chooses and run.recipe.choose == "best" else None
+    path = folder / f"model-{name}.pt"
+    checkpoint.save_tensors(path, best or run.task.model.state_dict())
+    what = {
+        "recipe": type(run.recipe).__module__.rpartition(".")[2],
+        "options": dataclasses.asdict(run.recipe),
+        "seed": run.seed,
+        "steps": run.steps,
+        "step": int(run.rows[run.chosen]["step"]),
+        "data": datasets.describe(run.data.source),
+    }
+    checkpoint.write(path.with_suffix(".json"), json.dumps(what, indent=1) + "\n")
+    return path
+
+
+def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
+    """The model that `train --out` left at `path`, model-SIDE-SEED.pt, ready to predict.
+
+    Raises:
+        ValueError: no such file, a damaged one, one that holds anything but tensors and plain containers, or tensors
+            of another model than the options beside it say.
+    """
+    path = Path(path)
+    beside = path.with_suffix(".json")
+    state = checkpoint.read(path)
+    try:
+        what = json.loads(beside.read_text())
+        options: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in what["options"].items()}
+        recipe = recipes.find(what["recipe"])(**options)
+        data = datasets.blank(what["data"], getattr(recipe, "length", 1) + 1).to(device)
+        splits = recipe.splits(data)
+        with torch.random.fork_rng(devices=[]):
+            task = recipe.build(Splits(data, splits.train, splits.test), what["seed"], what["steps"])
+            if task.before_step is not None and what["step"] > 0:
+                task.before_step(what["step"] - 1)  # what a phase sets beside the tensors: choices a token, for one
+        task.model.load_state_dict(state)
+    except (OSError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{path} and {beside.name} are no model of this program: {first}") from error
+    task.model.eval()
+    return Trained(recipe, data, task, what["seed"])
