@@ -27,7 +27,11 @@ from moe_kernels.backends import cpu
 
 sys.path.insert(0, str(Path(__file__).parent))
 import simt
+from ptx import triton_launch
 from time_limit import pytest_configure, pytest_enter_pdb, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
+
+if not HAS_GPU and os.environ["TRITON_INTERPRET"] == "0":
+    triton_launch.install()  # Triton's kernels run as compiled: tests/ptx
 
 # Memory that nobody wrote reads as NaN, or as the largest integer.
 torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,0 +1,199 @@
+"""CUDA without a GPU: nvcc compiles csrc/cuda, its host code runs unchanged on a stand-in for cudart, and every launch
+is executed from nvcc's PTX.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import functools
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import simt
+from simt import toolkit
+from simt.build import KERNELS, PLANTED, Product, Unit, compiler, digest, lock, run
+
+from . import machine
+from .build import ROOT, cache_folder
+from .decode import Kernel
+from .extents import extents
+from .machine import PtxError
+from .session import launch, session
+from .text import entry_names
+
+ARCHITECTURE = "compute_80"
+HERE = Path(__file__).resolve().parent
+
+
+def unavailable() -> str | None:
+    """Why csrc/cuda cannot be compiled here, or None."""
+    return toolkit.find().no_nvcc
+
+
+@dataclass(frozen=True)
+class Compiled:
+    library: Path
+    modules: tuple[Path, ...]  # PTX
+
+
+def _includes(unit: Unit) -> list[str]:
+    return [f"-I{each}" for each in (unit.folder, Path("csrc/include"), Path("tests/simt"))]
+
+
+@functools.cache
+def _headers(unit: Unit) -> str:
+    folders = [ROOT / "csrc" / "include", ROOT / "tests" / "simt", ROOT / unit.folder]
+    files = sorted({file for folder in folders for file in folder.rglob("*") if file.suffix in (".h", ".cuh")})
+    return digest(*(f"{file.relative_to(ROOT)}\n{file.read_text()}" for file in files), os.environ.get("CXX", ""))
+
+
+def _object(unit: Unit, source: Path) -> tuple[Path, Path | None]:
+    """The host object and the PTX of one source."""
+    nvcc = str(toolkit.find().nvcc)
+    device = source.suffix == ".cu"
+    options = ["-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC", *_includes(unit)]
+    options += ["-gencode", f"arch={ARCHITECTURE},code={ARCHITECTURE}"]
+    key = digest(nvcc, Path(nvcc).stat().st_mtime, _headers(unit), options, source, (ROOT / source).read_text())
+    folder = cache_folder() / "cuda"
+    target = folder / f"{source.stem}-{key}.o"
+    with lock(target.with_suffix(".lock")):
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as kept:
+                part = Path(kept) / f"{source.stem}.o"
+                keep = ["--keep", "--keep-dir", kept] if device else []
+                run([nvcc, *options, *keep, "-c", str(source), "-o", str(part)])
+                if device:
+                    (Path(kept) / f"{source.stem}.ptx").rename(target.with_suffix(".ptx"))
+                part.rename(target)
+    return target, target.with_suffix(".ptx") if device else None
+
+
+@functools.cache
+def compiled(unit: Unit) -> Compiled:
+    sources = [*unit.sources(), Path("tests/simt/call.cpp"), HERE.relative_to(ROOT) / "cudart.cpp"]
+    with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        made = list(pool.map(lambda source: _object(unit, source), sources))
+    objects = [str(each) for each, _ in made]
+    library = cache_folder() / "cuda" / f"{unit.name}-{digest(*objects)}.so"
+    with lock(library.with_suffix(".lock")):
+        if not library.exists():
+            part = library.with_suffix(f".{os.getpid()}.part")
+            # RTLD_LOCAL alone would still let a real cudart answer: names bind inside the library.
+            run([*(compiler() or "").split(), "-shared", "-Wl,-Bsymbolic", *objects, "-o", str(part)])
+            part.rename(library)
+    return Compiled(library, tuple(ptx for _, ptx in made if ptx))
+
+
+@functools.cache
+def texts(unit: Unit) -> dict[str, str]:
+    """The PTX module of every kernel."""
+    found: dict[str, str] = {}
+    for path in compiled(unit).modules:
+        text = path.read_text()
+        found |= dict.fromkeys(entry_names(text), text)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def kernel_of(unit: Unit, name: str) -> Kernel:
+    return machine.kernel(texts(unit)[name], name)
+
+
+@functools.lru_cache(maxsize=256)
+def edited(text: str, name: str) -> Kernel:
+    return machine.kernel(text, name)
+
+
+_CALL = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.POINTER(ctypes.c_uint),
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_size_t,
+)
+LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
+
+
+@functools.cache
+def _loaded(unit: Unit) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(compiled(unit).library))
+    library.moe_signatures.restype = ctypes.c_char_p
+    library.moe_call.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
+    return library
+
+
+class Module(simt.Module):
+    """The launchers of csrc/cuda, called with addresses as tests/simt calls them."""
+
+    def __init__(self, unit: Unit = KERNELS) -> None:
+        self._unit = unit
+        self._library = _loaded(unit)
+        self._product = Product(compiled(unit).library, None)
+        self._isolated, self._seed = False, 0
+        self._announced = []
+        self._error: PtxError | None = None
+        self._callback = _CALL(self._launched)
+
+    def _call_here(self, name: str, words: list[int]) -> str | None:
+        self._library.ptx_callback(self._callback)
+        self._error = None
+        message = ctypes.create_string_buffer(4096)
+        failed = self._library.moe_call(
+            name.encode(), (ctypes.c_uint64 * len(words))(*words), len(words), message, len(message)
+        )
+        if self._error is not None:
+            raise self._error
+        return message.value.decode(errors="replace") if failed else None
+
+    def _launched(self, name: bytes, grid: Any, block: Any, arguments: Any, shared: int) -> int:
+        try:
+            self._execute(name.decode(), tuple(grid[:3]), tuple(block[:3]), arguments, shared)
+        except BaseException as error:  # C++ lies between here and the caller
+            self._error = error if isinstance(error, PtxError) else PtxError(f"{type(error).__name__}: {error}")
+            return LAUNCH_FAILURE
+        return 0
+
+    def _execute(self, name: str, grid: tuple, block: tuple, arguments: Any, dynamic: int) -> None:
+        kernel = kernel_of(self._unit, name)
+        if session.edit is not None:
+            kernel = edited(session.edit(texts(self._unit)[name]), name)
+        packed = bytearray(kernel.parameter_bytes)
+        for index, (offset, size) in enumerate(kernel.parameters):
+            packed[offset : offset + size] = ctypes.string_at(arguments[index], size)
+        memory = extents(self._announced)
+        launch("cuda", kernel, grid, block, kernel.static_shared + dynamic, bytes(packed), memory)
+
+
+@functools.cache
+def module(unit: Unit = KERNELS) -> Module:
+    return Module(unit)
+
+
+@contextlib.contextmanager
+def use() -> Iterator[Module]:
+    """Lets backend "cuda" run on CPU tensors, through the executor, inside the block."""
+    from moe_kernels.backends import cuda
+
+    with simt._replaced(cuda, module(), device_type="cpu") as found:
+        yield found
+
+
+@contextlib.contextmanager
+def device(shared: int, multiprocessors: int = 108, major: int = 8, minor: int = 0) -> Iterator[None]:
+    """Launches inside see a GPU with so many bytes of shared memory a block, such as 99 KB on sm_86."""
+    set_device = module()._library.ptx_device
+    set_device(shared, multiprocessors, major, minor)
+    try:
+        yield
+    finally:
+        set_device(machine.SHARED_LIMIT, 108, 8, 0)
+
+
+__all__ = ["KERNELS", "PLANTED", "Module", "device", "module", "unavailable", "use"]

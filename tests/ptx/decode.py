@@ -1,0 +1,275 @@
+"""Statements to records that the executor runs, with every register and constant at a fixed place."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import struct
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .records import RECORD
+from .text import SIZES, Entry, Statement, Unsupported, split
+
+SPECIAL = [f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"]
+SPECIAL += ["%laneid", "%warpid", "%lanemask_lt", "%lanemask_le"]
+
+_GUARD = re.compile(r"@(!?)(\S+)\s+")
+_REGISTER = re.compile(r"(%?[A-Za-z_$]+)\d+$")
+_ADDRESS = re.compile(r"(.*?)\s*(?:\+\s*(-?\w+))?$", re.S)
+
+
+@dataclass
+class Kernel:
+    """One decoded entry."""
+
+    name: str
+    records: np.ndarray
+    operands: np.ndarray
+    constants: bytes
+    register_bytes: int
+    special: list[int]
+    shared_grain: int
+    global_grain: int
+    parameters: list[tuple[int, int]]  # offset, bytes
+    parameter_bytes: int
+    static_shared: int
+    max_threads: int | None
+    texts: list[str]  # of every record
+    lines: list[int]  # in the PTX
+    sources: list[tuple[int, ...]]  # file, line and those of the call that was inlined
+    files: dict[int, str]
+
+    @property
+    def title(self) -> str:
+        """The name without the namespaces and parameters of C++."""
+        return demangled(self.name)
+
+    def where(self, pc: int) -> str:
+        """The place of an instruction: PTX line, source line and text."""
+        if pc >= len(self.texts):
+            return self.title
+        return f"{self.title}, PTX line {self.lines[pc]}, {self.source(pc)}: {self.texts[pc]}"
+
+    def source(self, pc: int) -> str:
+        """File and line, and where that function was inlined."""
+        found = []
+        for file, line in zip(self.sources[pc][::2], self.sources[pc][1::2], strict=True):
+            path = self.files.get(file, "")
+            found.append(f"{path.rsplit('/', 1)[-1]}:{line}")
+        return " in ".join(found) if self.sources[pc][1] else "no source line"
+
+
+@functools.cache
+def demangled(name: str) -> str:
+    tool = shutil.which("c++filt")
+    if not name.startswith("_Z") or not tool:
+        return name
+    text = subprocess.run([tool, name], capture_output=True, text=True).stdout.strip()
+    text = re.sub(r"moe::|\(anonymous namespace\)::|_GLOBAL__N__\w+::|^void ", "", text)
+    depth = 0
+    for at, each in enumerate(text):  # parameters begin at the first bracket outside of <>
+        depth += (each == "<") - (each == ">")
+        if each == "(" and not depth:
+            return text[:at]
+    return text
+
+
+def slot(size: int) -> int:
+    """Bytes of a register of 32 lanes; a predicate has a bit for each lane."""
+    return max(32 * size, 64)
+
+
+def number(text: str, floating: int) -> int:
+    """The bits of a literal, as a float of `floating` bytes if it is one."""
+    kind = text[:2]
+    if kind in ("0f", "0F"):
+        bits = int(text[2:], 16)
+        if floating != 8:
+            return bits
+        return int.from_bytes(struct.pack("<d", struct.unpack("<f", struct.pack("<I", bits))[0]), "little")
+    if kind in ("0d", "0D"):
+        bits = int(text[2:], 16)
+        if floating != 4:
+            return bits
+        return int.from_bytes(struct.pack("<f", struct.unpack("<d", struct.pack("<Q", bits))[0]), "little")
+    text = text.rstrip("U")
+    return int(text, 8 if re.fullmatch(r"-?0\d+", text) else 0)
+
+
+class Decoder:
+    """Turns the statements of one entry into records. `forms.FORMS` has a function for each kind of instruction."""
+
+    def __init__(self, entry: Entry, operations: dict[str, int]) -> None:
+        self.entry, self.operations = entry, operations
+        self.rows: list[dict[str, Any]] = []
+        self.origins: list[Statement] = []
+        self.operands: list[int] = []
+        self.constants = bytearray()
+        self._constants: dict[tuple[int, int], int] = {}
+        self._places: dict[str, tuple[int, int]] = {}  # register -> offset, bytes of a lane
+        self._bytes = 0
+        for name in SPECIAL:
+            self._declare(name, 4)
+
+    def _declare(self, name: str, size: int) -> int:
+        self._places[name] = self._bytes, size
+        self._bytes += slot(size)
+        return self._places[name][0]
+
+    def place(self, name: str) -> tuple[int, int] | None:
+        """Offset and bytes of a register, or None if the name is no register."""
+        name = self.statement.names.get(name, name)
+        known = self._places.get(name)
+        if known is None:
+            m = _REGISTER.match(name)
+            kind = self.entry.registers.get(name) or (m and self.entry.registers.get(f"{m[1]}<"))
+            if not kind:
+                return None
+            self._declare(name, max(SIZES[kind], 2) if kind != "pred" else 0)
+            known = self._places[name]
+        return known
+
+    def constant(self, value: int, size: int) -> int:
+        """The operand of a value that is the same in every lane."""
+        value &= (1 << (8 * max(size, 4))) - 1
+        key = value, slot(size)
+        if key not in self._constants:
+            self._constants[key] = ~len(self.constants)
+            lane = value.to_bytes(max(size, 4), "little")[: size or 4]
+            self.constants += lane * (slot(size) // len(lane))
+        return self._constants[key]
+
+    def operand(self, text: str, size: int, floating: bool = False) -> int:
+        place = self.place(text)
+        if place is not None:
+            return place[0]
+        if text == "_":
+            return (
+                self._places[f"sink {size}"][0]
+                if f"sink {size}" in self._places
+                else self._declare(f"sink {size}", size)
+            )
+        shared = re.match(r"([\w$]+)(?:\+(\d+))?$", text)
+        if shared and shared[1] in self.entry.shared:
+            return self.constant(self.entry.shared[shared[1]] + int(shared[2] or 0), size)
+        if text == "WARP_SZ":
+            return self.constant(32, size)
+        if text in ("true", "false"):
+            return self.constant(-(text == "true"), size)
+        try:
+            return self.constant(number(text, size if floating else 0), size)
+        except ValueError:
+            raise self.unsupported(f"operand {text}") from None
+
+    def width(self, text: str) -> int | None:
+        """Bytes of a register's lane; None for a constant."""
+        place = self.place(text)
+        return place and place[1]
+
+    def address(self, text: str) -> tuple[int, int, int]:
+        """Operand, offset and bytes of the register of an address [...]; of a parameter the offset alone."""
+        m = _ADDRESS.match(text.strip()[1:-1].strip())
+        assert m
+        base, offset = m[1].strip(), int(m[2], 0) if m[2] else 0
+        place = self.place(base)
+        if place is not None:
+            return place[0], offset, place[1]
+        if base in self.entry.shared:
+            return self.constant(0, 4), self.entry.shared[base] + offset, 4
+        if base in self.entry.parameters:
+            return self.constant(0, 4), self.entry.parameters[base][0] + offset, 4
+        try:
+            return self.constant(0, 4), int(base, 0) + offset, 4
+        except ValueError:
+            raise self.unsupported(f"address {text}") from None
+
+    def temporary(self, size: int) -> int:
+        return self._declare(f"temporary {len(self._places)}", size)
+
+    def unsupported(self, what: str = "") -> Unsupported:
+        reason = f" ({what})" if what else ""
+        return Unsupported(f"{self.entry.name}, PTX line {self.statement.line}: {self.statement.text}{reason}")
+
+    def emit(self, name: str, operands: list[int], **fields: Any) -> None:
+        if name not in self.operations:
+            raise self.unsupported(f"no operation {name}")
+        self.rows.append(
+            {
+                "op": self.operations[name],
+                "count": len(operands),
+                "guard": self.guard,
+                "negated": self.negated,
+                "operands": len(self.operands),
+                "target": -1,
+                **fields,
+            }
+        )
+        self.operands += operands
+        self.origins.append(self.statement)
+
+    def add(self, statement: Statement, forms: dict[str, Any], plain: Any) -> None:
+        self.statement = statement
+        text, self.guard, self.negated = statement.text, -1, 0
+        if text[0] == "@":
+            m = _GUARD.match(text)
+            place = m and self.place(m[2])
+            if not m or not place:
+                raise self.unsupported("guard")
+            self.guard, self.negated = place[0], int(bool(m[1]))
+            text = text[m.end() :]
+        opcode, _, rest = text.partition(" ")
+        parts = opcode.split(".")
+        forms.get(parts[0], plain)(self, parts, split(rest.strip()))
+
+    def kernel(self, starts: list[int]) -> Kernel:
+        """Everything in its place; constants lie before the registers."""
+        entry, base = self.entry, -(-len(self.constants) // 64) * 64
+        for row in self.rows:
+            if isinstance(row["target"], str):
+                row["target"] = starts[entry.labels[row["target"]]]
+            if row["guard"] >= 0:
+                row["guard"] += base
+        records = np.zeros(len(self.rows), RECORD)
+        for name in RECORD.names or ():
+            records[name] = [row.get(name, 0) for row in self.rows]
+        operands = np.array([*self.operands, 0], np.int64)
+        operands = np.where(operands < 0, ~operands, operands + base).astype(np.uint32)
+
+        def grain(*names: str) -> int:
+            ops = [self.operations[name] for name in names]
+            return min([4, *(row["size"] for row in self.rows if row["op"] in ops)])
+
+        return Kernel(
+            name=entry.name,
+            records=records,
+            operands=operands,
+            constants=bytes(self.constants).ljust(base, b"\0"),
+            register_bytes=base + self._bytes,
+            special=[base + self._places[name][0] for name in SPECIAL],
+            shared_grain=grain("ld.shared", "st.shared"),
+            global_grain=grain("st.global"),
+            parameters=list(entry.parameters.values()),
+            parameter_bytes=entry.parameter_bytes,
+            static_shared=entry.static_shared,
+            max_threads=entry.max_threads,
+            texts=[each.text for each in self.origins],
+            lines=[each.line for each in self.origins],
+            sources=[each.source for each in self.origins],
+            files=entry.files,
+        )
+
+
+def decode(entry: Entry, operations: dict[str, int]) -> Kernel:
+    from .forms import FORMS, plain
+
+    decoder, starts = Decoder(entry, operations), []
+    for statement in entry.statements:
+        starts.append(len(decoder.rows))  # one statement can become several records: labels move with them
+        decoder.add(statement, FORMS, plain)
+    starts.append(len(decoder.rows))
+    return decoder.kernel(starts)

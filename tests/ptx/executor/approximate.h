@@ -1,0 +1,50 @@
+// Instructions that the PTX ISA specifies by a largest error. Seed 0 rounds correctly; another seed moves the result by
+// up to that error. The same input always gives the same result, as on hardware: the error is a hash of the input.
+#pragma once
+
+#include "numbers.h"
+
+extern thread_local u64 approximation_seed;
+
+inline f64 signed_error(u64 input, u32 which) {  // in [-1, 1]
+  u64 z = (input ^ approximation_seed ^ u64(which) << 56) * 0x9e3779b97f4a7c15ull;
+  z = (z ^ (z >> 29)) * 0xbf58476d1ce4e5b9ull;
+  z ^= z >> 32;
+  const f64 magnitude = 0.5 + f64(z & 0xffff) / 131072.0;
+  return z >> 63 ? -magnitude : magnitude;
+}
+
+// `exact` with a relative error of up to `most`. Zeros, infinities and NaN stay.
+inline f32 approximate(f64 exact, f32 input, f64 most, u32 which) {
+  if (!approximation_seed || exact == 0 || !std::isfinite(exact)) return static_cast<f32>(exact);
+  const f64 moved = exact * (1 + most * signed_error(bits<u32>(input), which));
+  const f32 result = static_cast<f32>(moved);
+  // Rounding must not take it out of the bound.
+  return std::fabs(f64(result) - exact) <= most * std::fabs(exact) ? result : static_cast<f32>(exact);
+}
+
+// Largest errors: PTX ISA 8.5, section 9.7.3.
+constexpr f64 kEx2 = 0x1p-22, kRcp = 0x1p-23, kRsqrt = 0x1p-22, kSqrt = 0x1p-23, kDivide = 0x1p-22, kTanh = 0x1p-11;
+
+inline f32 ex2(f32 x) { return x == 0 || std::isinf(x) ? std::exp2(x) : approximate(std::exp2(f64(x)), x, kEx2, 1); }
+inline f32 lg2(f32 x) {  // absolute within [0.5, 2], relative outside
+  const f64 exact = std::log2(f64(x));
+  if (!approximation_seed || !std::isfinite(exact) || exact == 0) return static_cast<f32>(exact);
+  if (x < 0.5f || x > 2.0f) return approximate(exact, x, 0x1p-22, 2);
+  return static_cast<f32>(exact + 0x1p-22 * signed_error(bits<u32>(x), 2));
+}
+inline f32 rcp(f32 x) { return approximate(1 / f64(x), x, kRcp, 3); }
+inline f32 rsqrt(f32 x) { return approximate(1 / std::sqrt(f64(x)), x, kRsqrt, 4); }
+inline f32 square_root(f32 x) { return approximate(std::sqrt(f64(x)), x, kSqrt, 5); }
+inline f32 tangent(f32 x) { return approximate(std::tanh(f64(x)), x, kTanh, 6); }
+inline f32 quotient(f32 x, f32 y) { return approximate(f64(x) / f64(y), x + y, kDivide, 7); }
+inline f32 sine(f32 x) { return approximation_seed ? f32(std::sin(f64(x)) + 0x1p-21 * signed_error(bits<u32>(x), 8)) : f32(std::sin(f64(x))); }
+inline f32 cosine(f32 x) { return approximation_seed ? f32(std::cos(f64(x)) + 0x1p-21 * signed_error(bits<u32>(x), 9)) : f32(std::cos(f64(x))); }
+
+// rcp.approx.ftz.f64 sees and gives the upper halves alone.
+inline f64 upper_half(f64 x) { return bits<f64>(bits<u64>(x) & 0xffffffff00000000ull); }
+inline f64 rcp_upper(f64 x) {
+  const f64 exact = 1 / upper_half(x);
+  if (!approximation_seed || exact == 0 || !std::isfinite(exact)) return upper_half(exact);
+  return upper_half(exact * (1 + 0x1p-22 * signed_error(bits<u64>(upper_half(x)), 10)));
+}

@@ -1,0 +1,148 @@
+// Operations in which the lanes of a warp take part together: shfl, vote, redux, match, bar.warp.sync.
+#include "table.h"
+
+namespace {
+
+// The mask operand, as the first active lane holds it.
+u32 mask_of(const Launch& launch, Warp& w, const Record& r, u32 k) {
+  return lanes_of<const u32>(launch, w, r, k)[__builtin_ctz(w.active)];
+}
+
+#define TOGETHER(wanted)                                           \
+  Next next = Next::following;                                     \
+  if (!gather(launch, b, w, r, wanted, next)) return next;
+
+Next bar_warp(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
+  const u32 wanted = mask_of(launch, w, r, 0);
+  TOGETHER(wanted)
+  if ((wanted & w.live) == w.live) w.clocks[w.id]++;
+  return next;
+}
+
+enum How { kUp, kDown, kButterfly, kIndex };
+
+// Operands: destination, predicate (with flag 1), source, lane, clamp and segments, mask.
+template <How how>
+Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  TOGETHER(mask_of(launch, w, r, 5))
+  u32 from[kLanes], result[kLanes];
+  std::memcpy(from, lanes_of<const u32>(launch, w, r, 2), sizeof from);
+  const u32* lane = lanes_of<const u32>(launch, w, r, 3);
+  const u32* clamp = lanes_of<const u32>(launch, w, r, 4);
+  const u64 undefined = undefined_lanes(launch, w, r, 2);
+  u32 inside = 0, absent = 0;
+  u64 moved = 0;
+  for (u32 l = 0; l < kLanes; l++) {
+    const u32 by = lane[l] & 31, segment = clamp[l] >> 8 & 31, bound = clamp[l] & 31;
+    const u32 most = (l & segment) | (bound & ~segment), least = l & segment;
+    s32 source;
+    bool in;
+    if (how == kUp) {
+      source = static_cast<s32>(l) - static_cast<s32>(by), in = source >= static_cast<s32>(most);
+    } else if (how == kIndex) {
+      source = static_cast<s32>(least | (by & ~segment)), in = source <= static_cast<s32>(most);
+    } else {
+      source = static_cast<s32>(how == kDown ? l + by : l ^ by), in = source <= static_cast<s32>(most);
+    }
+    if (in) inside |= 1u << l;
+    else source = static_cast<s32>(l);
+    if (!(w.active >> source & 1)) absent |= 1u << l;
+    result[l] = from[source];
+    moved |= (undefined >> source & (u64(1) << 32 | 1)) << l;
+  }
+  if (absent & mask) launch.report(b, w, &r, __builtin_ctz(absent & mask), "lanes %08x shuffle from lanes that do not take part", absent & mask);
+  u32* to = lanes_of<u32>(launch, w, r, 0);
+  for_lanes(mask, [&](u32 l) { to[l] = result[l]; });
+  set_undefined(undefined_lanes(launch, w, r, 0), moved, mask);
+  if (r.flag) {
+    u32& predicate_to = predicate(launch, w, r, 1);
+    predicate_to = (predicate_to & ~mask) | (inside & mask);
+  }
+  return next;
+}
+
+u64 any_undefined(Launch& launch, Warp& w, const Record& r, u32 k, u32 mask) {
+  return either(undefined_lanes(launch, w, r, k)) & both(mask) ? both(kAll) : 0;
+}
+
+template <class T, class F>
+Next reduce(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  TOGETHER(mask_of(launch, w, r, 2))
+  const T* from = lanes_of<const T>(launch, w, r, 1);
+  T result = from[__builtin_ctz(mask)];
+  for_lanes(mask & (mask - 1), [&](u32 l) { result = F{}(result, from[l]); });
+  const u64 undefined = any_undefined(launch, w, r, 1, mask);
+  T* to = lanes_of<T>(launch, w, r, 0);
+  for_lanes(mask, [&](u32 l) { to[l] = result; });
+  set_undefined(undefined_lanes(launch, w, r, 0), undefined, mask);
+  return next;
+}
+template <class T, class F>
+void reduction(Table& t, const std::string& name, F) {
+  t.add("redux.sync." + name, reduce<T, F>);
+}
+
+Next ballot(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  TOGETHER(mask_of(launch, w, r, 2))
+  const u32 result = predicate(launch, w, r, 1) & mask;
+  const u64 undefined = any_undefined(launch, w, r, 1, mask);
+  u32* to = lanes_of<u32>(launch, w, r, 0);
+  for_lanes(mask, [&](u32 l) { to[l] = result; });
+  set_undefined(undefined_lanes(launch, w, r, 0), undefined, mask);
+  return next;
+}
+
+template <bool all>
+Next vote(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  TOGETHER(mask_of(launch, w, r, 2))
+  const u32 yes = predicate(launch, w, r, 1) & mask;
+  const u32 result = (all ? yes == mask : yes != 0) ? kAll : 0;
+  u32& to = predicate(launch, w, r, 0);
+  to = (to & ~mask) | (result & mask);
+  set_undefined(undefined_lanes(launch, w, r, 0), any_undefined(launch, w, r, 1, mask), mask);
+  return next;
+}
+
+Next match_any(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  TOGETHER(mask_of(launch, w, r, 2))
+  u32 from[kLanes];
+  std::memcpy(from, lanes_of<const u32>(launch, w, r, 1), sizeof from);
+  const u64 undefined = any_undefined(launch, w, r, 1, mask);
+  u32* to = lanes_of<u32>(launch, w, r, 0);
+  for_lanes(mask, [&](u32 l) {
+    u32 found = 0;
+    for_lanes(mask, [&](u32 j) { found |= u32(from[j] == from[l]) << j; });
+    to[l] = found;
+  });
+  set_undefined(undefined_lanes(launch, w, r, 0), undefined, mask);
+  return next;
+}
+
+Next active_mask(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
+  u32* to = lanes_of<u32>(launch, w, r, 0);
+  for_lanes(mask, [&](u32 l) { to[l] = w.active; });
+  return Next::following;
+}
+
+}  // namespace
+
+void add_collectives(Table& t) {
+  t.add("bar.warp.sync", bar_warp);
+  t.add("shfl.sync.up.b32", shuffle<kUp>);
+  t.add("shfl.sync.down.b32", shuffle<kDown>);
+  t.add("shfl.sync.bfly.b32", shuffle<kButterfly>);
+  t.add("shfl.sync.idx.b32", shuffle<kIndex>);
+  for (const char* kind : {"u32", "s32"}) reduction<u32>(t, std::string("add.") + kind, [](u32 x, u32 y) { return x + y; });
+  reduction<u32>(t, "max.u32", [](u32 x, u32 y) { return x > y ? x : y; });
+  reduction<s32>(t, "max.s32", [](s32 x, s32 y) { return x > y ? x : y; });
+  reduction<u32>(t, "min.u32", [](u32 x, u32 y) { return x < y ? x : y; });
+  reduction<s32>(t, "min.s32", [](s32 x, s32 y) { return x < y ? x : y; });
+  reduction<u32>(t, "or.b32", [](u32 x, u32 y) { return x | y; });
+  reduction<u32>(t, "and.b32", [](u32 x, u32 y) { return x & y; });
+  reduction<u32>(t, "xor.b32", [](u32 x, u32 y) { return x ^ y; });
+  t.add("vote.sync.ballot.b32", ballot);
+  t.add("vote.sync.any.pred", vote<false>);
+  t.add("vote.sync.all.pred", vote<true>);
+  t.add("match.any.sync.b32", match_any);
+  t.add("activemask.b32", active_mask);
+}

@@ -1,0 +1,187 @@
+// Branches, the lanes of a warp that diverge and meet again, and barriers of the block.
+//
+// The active lanes are those with the lowest pc. Code is not laid out in the order in which it runs, so a .sync
+// instruction holds its lanes back until all the lanes of its mask are there.
+#include "table.h"
+
+void select_lanes(Warp& w) {
+  const u32 ready = w.live & ~w.blocked;
+  u32 lowest = ~0u, active = 0, other = ~0u;
+  for_lanes(ready, [&](u32 l) { lowest = std::min(lowest, w.pcs[l]); });
+  for_lanes(w.live, [&](u32 l) {
+    if (w.pcs[l] == lowest) active |= 1u << l;  // lanes that wait at this very instruction join in
+    else other = std::min(other, w.pcs[l]);
+  });
+  w.blocked &= ~active;
+  w.active = active;
+  w.pc = lowest;
+  w.next_other = other;
+}
+
+namespace {
+
+void park(Warp& w) {
+  for_lanes(w.active, [&](u32 l) { w.pcs[l] = w.pc; });
+}
+
+}  // namespace
+
+// Whether all lanes of `wanted` are here. If not, the active ones wait and others run: `next` says how to go on.
+bool gather(Launch& launch, Block& b, Warp& w, const Record& r, u32 wanted, Next& next) {
+  next = Next::following;
+  if ((wanted & w.live) != wanted) {
+    // Lanes that the block never had are no finding: a mask may name a whole warp.
+    const u32 left = wanted & ~w.live & w.born;
+    if (left) launch.report(b, w, &r, __builtin_ctz(left), "the mask %08x names lanes %08x, which have left", wanted, left);
+    wanted &= w.live;
+  }
+  if (w.active & ~wanted) {
+    const u32 outside = w.active & ~wanted;
+    launch.report(b, w, &r, __builtin_ctz(outside), "lanes %08x take part and the mask %08x does not name them", outside, wanted);
+    launch.failed = true;
+    next = Next::leave;
+    return false;
+  }
+  if ((w.active & wanted) == wanted) return true;
+  park(w);
+  w.blocked |= w.active;
+  Counters& c = launch.counters(r);
+  c.runs--;
+  c.lanes -= __builtin_popcount(w.active);
+  if (!(w.live & ~w.blocked)) {
+    launch.report(b, w, &r, __builtin_ctz(w.active), "lanes %08x wait for %08x, which wait elsewhere", w.active, wanted & ~w.active);
+    launch.failed = true;
+    next = Next::leave;
+    return false;
+  }
+  select_lanes(w);
+  next = Next::chosen;
+  return false;
+}
+
+namespace {
+
+Next branch(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
+  if (mask == w.active) {
+    w.pc = static_cast<u32>(r.target);
+    return Next::chosen;
+  }
+  if (!mask) return Next::following;
+  launch.counters(r).requests++;  // lanes part
+  for_lanes(w.active, [&](u32 l) { w.pcs[l] = mask >> l & 1 ? static_cast<u32>(r.target) : w.pc + 1; });
+  select_lanes(w);
+  return Next::chosen;
+}
+
+Next leave(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  if (!mask) return Next::following;
+  w.live &= ~mask;
+  if (!w.live) {
+    w.phase = Phase::done;
+    if (!w.uncommitted.empty()) w.groups.push_back(std::move(w.uncommitted));
+    launch.land(b, w, 0);
+    return Next::leave;
+  }
+  for_lanes(w.active & ~mask, [&](u32 l) { w.pcs[l] = w.pc + 1; });
+  if (!(w.live & ~w.blocked)) {
+    launch.report(b, w, &r, __builtin_ctz(mask), "lanes %08x wait for lanes that have left", w.live);
+    launch.failed = true;
+    return Next::leave;
+  }
+  select_lanes(w);
+  return Next::chosen;
+}
+
+// immediate: number of the barrier; second: threads that meet there, 0 for all of the block.
+bool arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask, Next& next) {
+  if (!gather(launch, b, w, r, w.live, next)) return false;
+  if (mask != w.live) {
+    launch.report(b, w, &r, __builtin_ctz(w.live & ~mask), "a barrier by lanes %08x of %08x", mask, w.live);
+    launch.failed = true;
+    next = Next::leave;
+    return false;
+  }
+  w.phase = Phase::at_barrier;
+  w.barrier = static_cast<u32>(r.immediate);
+  w.barrier_warps = static_cast<u32>(r.second / kLanes);
+  w.barrier_pc = w.pc;
+  w.reduction = -1;
+  w.pc++;
+  launch.request.barriers++;
+  next = Next::leave;
+  return true;
+}
+
+Next barrier(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  Next next;
+  arrive(launch, b, w, r, mask, next);
+  return next;
+}
+
+template <char how>  // operands: destination, source
+Next barrier_reduce(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  Next next;
+  if (!arrive(launch, b, w, r, mask, next)) return next;
+  const u32 yes = predicate(launch, w, r, 1) & w.live;
+  w.reduction = launch.operand(r, 0);
+  w.reduction_how = how;
+  w.reduction_value = how == 'p' ? static_cast<u32>(__builtin_popcount(yes)) : how == 'a' ? yes == w.live : yes != 0;
+  return next;
+}
+
+Next nothing(Launch&, Block&, Warp&, const Record&, u32) { return Next::following; }
+
+Next trap(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  if (!mask) return Next::following;
+  launch.report(b, w, &r, __builtin_ctz(mask), "the kernel executes trap");
+  launch.failed = true;
+  return Next::leave;
+}
+
+}  // namespace
+
+// Lets the warps of every complete barrier go on. Their clocks join, so that what each did is known to all.
+bool Launch::release_barriers(Block& b) {
+  bool any = false;
+  for (u32 id = 0; id < 16; id++) {
+    u32 there = 0, expected = 0, live = 0;
+    for (Warp& w : b.warps) {
+      live += w.phase != Phase::done;
+      if (w.phase != Phase::at_barrier || w.barrier != id) continue;
+      there++;
+      expected = std::max(expected, w.barrier_warps);
+    }
+    if (!there || there < (expected ? expected : live)) continue;
+    std::vector<u32> joined(b.warps.size(), 0);
+    u32 sum = 0, all = 1, some = 0;
+    for (Warp& w : b.warps) {
+      if (w.phase != Phase::at_barrier || w.barrier != id) continue;
+      for (size_t k = 0; k < joined.size(); k++) joined[k] = std::max(joined[k], w.clocks[k]);
+      sum += w.reduction_value, all &= w.reduction_value, some |= w.reduction_value;
+    }
+    for (Warp& w : b.warps) {
+      if (w.phase != Phase::at_barrier || w.barrier != id) continue;
+      w.clocks = joined;
+      w.clocks[w.id]++;
+      w.phase = Phase::ready;
+      any = true;
+      if (w.reduction < 0) continue;
+      u32* to = reinterpret_cast<u32*>(w.registers + w.reduction);
+      const u32 decision = w.reduction_how == 'a' ? all : some;
+      if (w.reduction_how != 'p') *to = decision ? kAll : 0;
+      else for (u32 l = 0; l < kLanes; l++) to[l] = sum;
+    }
+  }
+  return any;
+}
+
+void add_control(Table& t) {
+  t.add("bra", branch);
+  t.add("ret", leave);
+  t.add("bar.sync", barrier);
+  t.add("bar.red.or.pred", barrier_reduce<'o'>);
+  t.add("bar.red.and.pred", barrier_reduce<'a'>);
+  t.add("bar.red.popc.u32", barrier_reduce<'p'>);
+  t.add("nop", nothing);
+  t.add("trap", trap);
+}

@@ -1,0 +1,71 @@
+// cp.async: the bytes are read at once, and land when the warp waits for their group.
+#include <algorithm>
+
+#include "table.h"
+
+namespace {
+
+// Operands: shared address (immediate is its offset), global address (second), and with flag 1 the bytes to read; the
+// rest of `size` becomes zero.
+Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  const u32* to = lanes_of<const u32>(launch, w, r, 0);
+  const u64* from = lanes_of<const u64>(launch, w, r, 1);
+  const u32* given = r.flag ? lanes_of<const u32>(launch, w, r, 2) : nullptr;
+  u64 at[kLanes], target[kLanes];
+  u32 reads = 0;
+  for (u32 l = 0; l < kLanes; l++) {
+    at[l] = from[l] + static_cast<u64>(r.second);
+    target[l] = static_cast<u32>(to[l] + static_cast<u32>(r.immediate));
+    if (!given || given[l]) reads |= 1u << l;
+  }
+  // A shorter read is as aligned as a whole one; it may end at the end of a tensor.
+  for (u32 rest = mask & reads; rest;) {
+    const u32 bytes = given ? std::min<u32>(given[__builtin_ctz(rest)], r.size) : r.size;
+    u32 equal = 0;
+    for_lanes(rest, [&](u32 l) { equal |= u32(!given || std::min<u32>(given[l], r.size) == bytes) << l; });
+    if (bytes == r.size) {
+      if (!launch.may_access_global(b, w, r, equal, at, bytes, Launch::kRead)) return Next::leave;
+    } else {
+      for_lanes(equal, [&](u32 l) {
+        if (at[l] % r.size) launch.report(b, w, &r, l, "address %llx is no multiple of %u", (unsigned long long)at[l], r.size);
+      });
+      for (u32 k = 0; k < bytes; k++) {
+        u64 byte[kLanes];
+        for (u32 l = 0; l < kLanes; l++) byte[l] = at[l] + k;
+        if (!launch.may_access_global(b, w, r, equal, byte, 1, Launch::kRead)) return Next::leave;
+      }
+    }
+    rest &= ~equal;
+  }
+  launch.count_passes(r, mask, target, r.size);
+  for (u32 rest = mask; rest; rest &= rest - 1) {
+    const u32 l = __builtin_ctz(rest);
+    if (!launch.may_write_shared(b, w, r, l, target[l], r.size, nullptr, true)) return Next::leave;
+    Copy copy{static_cast<u32>(target[l]), r.size, static_cast<u8>(l), {}};
+    const u32 bytes = given ? std::min<u32>(given[l], r.size) : r.size;
+    if (bytes) std::memcpy(copy.bytes, reinterpret_cast<const void*>(at[l]), bytes);
+    w.uncommitted.push_back(copy);
+  }
+  return Next::following;
+}
+
+Next commit(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  if (mask != w.live) launch.report(b, w, &r, 0, "cp.async.commit_group by lanes %08x of %08x: not modelled", mask, w.live);
+  w.groups.push_back(std::move(w.uncommitted));
+  w.uncommitted.clear();
+  return Next::following;
+}
+
+Next wait(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  if (mask != w.live) launch.report(b, w, &r, 0, "cp.async.wait_group by lanes %08x of %08x: not modelled", mask, w.live);
+  launch.land(b, w, static_cast<size_t>(r.immediate));
+  return Next::following;
+}
+
+}  // namespace
+
+void add_copies(Table& t) {
+  t.add("cp.async", copy);
+  t.add("cp.async.commit_group", commit);
+  t.add("cp.async.wait_group", wait);
+}

@@ -1,0 +1,106 @@
+// Global memory: bounds and alignment against the tensors of the launch, sectors, and stores that disagree.
+#include <algorithm>
+
+#include "state.h"
+
+int Launch::find_range(u64 at, u32 size, int hint) const {
+  const Range* ranges = request.ranges;
+  if (hint >= 0 && at >= ranges[hint].begin && at + size <= ranges[hint].end) return hint;
+  for (u32 k = 0; k < request.range_count; k++) {
+    if (at >= ranges[k].begin && at + size <= ranges[k].end) return static_cast<int>(k);
+  }
+  return -1;
+}
+
+namespace {
+
+const char* const kVerbs[] = {"reads", "writes", "updates"};
+
+// Whether this warp knows the write: it made it, a barrier orders it, or an atomic with release did.
+bool ordered(const Block& b, const Warp& w, const GlobalWord& word) {
+  if (word.block == b.index + 1) return word.warp == w.id || word.clock <= w.clocks[word.warp];
+  const auto known = b.known.find(word.block - 1);
+  return known != b.known.end() && word.clock <= known->second[word.warp];
+}
+
+}  // namespace
+
+bool Launch::may_access_global(Block& b, Warp& w, const Record& r, u32 mask, const u64* at, u32 size, Access access) {
+  u64 sectors[2 * kLanes];
+  u32 count = 0;
+  int range = -1;
+  const u32 grain = program.global_grain;
+  for_lanes(mask, [&](u32 l) {
+    if (at[l] & (size - 1)) report(b, w, &r, l, "address %llx is no multiple of %u", (unsigned long long)at[l], size);
+    range = find_range(at[l], size, range);
+    if (range < 0) {
+      report(b, w, &r, l, "%s %u bytes at %llx, outside of every tensor", kVerbs[access], size, (unsigned long long)at[l]);
+      failed = true;
+      return;
+    }
+    const Range& here = request.ranges[range];
+    const u64 sector = at[l] >> 5;
+    if (access != kWrite) here.read_sectors[sector - (here.begin >> 5)] = 1;
+    if (access != kRead) here.written_sectors[sector - (here.begin >> 5)] = 1;
+    if (!count || sectors[count - 1] != sector) sectors[count++] = sector;
+  });
+  if (failed) return false;
+  std::sort(sectors, sectors + count);
+  count = static_cast<u32>(std::unique(sectors, sectors + count) - sectors);
+  if (mask) {
+    Counters& c = counters(r);
+    c.requests++;
+    c.sectors += count;
+    c.ideal += (static_cast<u64>(__builtin_popcount(mask)) * size + 31) / 32;
+  }
+  return true;
+}
+
+// Lanes that read what another block or warp wrote in this launch, with nothing between that orders them: whether they
+// see it is left to chance.
+u32 Launch::left_to_chance(const Block& b, const Warp& w, u32 mask, const u64* at, u32 size) const {
+  u32 found = 0;
+  int range = -1;
+  const u32 grain = program.global_grain;
+  for_lanes(mask, [&](u32 l) {
+    range = find_range(at[l], size, range);
+    if (range < 0 || written[range].empty()) return;
+    const u64 offset = at[l] - request.ranges[range].begin;
+    for (u64 k = offset / grain; k <= (offset + size - 1) / grain; k++) {
+      const GlobalWord& word = written[range][k];
+      if (word.block && !word.atomic && !ordered(b, w, word)) found |= 1u << l;
+    }
+  });
+  return found;
+}
+
+// Remembers a lane's store. Another value at the same place, by a lane of the same instruction or by a warp that
+// nothing orders, leaves the result to chance. Called before the store; `value` null: an atomic.
+void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool atomic) {
+  const int range = find_range(at, size, -1);
+  const Range& here = request.ranges[range];
+  const u32 grain = program.global_grain;
+  auto& words = written[range];
+  if (words.empty()) words.resize((here.end - here.begin + grain - 1) / grain);
+  const u64 offset = at - here.begin;
+  for (u64 k = offset / grain; k <= (offset + size - 1) / grain; k++) {
+    GlobalWord& word = words[k];
+    const u64 first = here.begin + k * grain;
+    const u32 bytes = static_cast<u32>(std::min<u64>(grain, here.end - first));
+    if (word.block && !(atomic && word.atomic)) {
+      const bool inside = first >= at && first + bytes <= at + size;
+      const bool equal = value && inside && !std::memcmp(reinterpret_cast<void*>(first), value + (first - at), bytes);
+      const bool same_instruction = word.step == steps && word.lane != lane;
+      if (!equal && (same_instruction || !ordered(b, w, word))) {
+        report(b, w, &r, lane, "writes another value at byte %llu of a tensor than block %u warp %u lane %u, with nothing between that orders them",
+               (unsigned long long)(k * grain), word.block - 1, word.warp, word.lane);
+      }
+    }
+    word.block = b.index + 1;
+    word.warp = static_cast<u16>(w.id);
+    word.lane = static_cast<u8>(lane);
+    word.atomic = atomic;
+    word.clock = w.clocks[w.id];
+    word.step = steps;
+  }
+}

@@ -1,0 +1,127 @@
+// Shared memory: bounds, alignment, bytes that nobody wrote, happens-before between warps and lanes, bank conflicts.
+//
+// Happens-before is kept by vector clocks, one clock a warp: a barrier joins them. Each word (of the smallest access of
+// the kernel) remembers its last writer and when each warp read it last.
+#include <algorithm>
+
+#include "state.h"
+
+// One lane reads. Errors: outside, misaligned, under an unfinished copy, a write of another warp or lane with no
+// barrier between. Bytes that nobody wrote are no error yet: the value is undefined.
+bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, bool& defined) {
+  defined = true;
+  if (at + size > request.shared_bytes) {
+    report(b, w, &r, lane, "reads %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at, request.shared_bytes);
+    failed = true;
+    return false;
+  }
+  if (at & (size - 1)) report(b, w, &r, lane, "shared address %llu is no multiple of %u", (unsigned long long)at, size);
+  for (u32 k = 0; k < size; k++) defined &= b.shared_defined[at + k] != 0;
+  const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());
+  for (u64 k = at / grain; k <= (at + size - 1) / grain; k++) {
+    const SharedWord& word = b.words[k];
+    b.read_clocks[k * warps + w.id] = w.clocks[w.id];
+    if (word.in_flight) {
+      report(b, w, &r, lane, "reads shared byte %llu, which a cp.async may still be writing", (unsigned long long)(k * grain));
+      continue;
+    }
+    if (word.writer != w.id) {
+      if (word.write_clock > w.clocks[word.writer] && !(word.same >> w.id & 1)) {
+        report(b, w, &r, lane, "reads shared byte %llu that warp %u lane %u wrote, with no barrier between",
+               (unsigned long long)(k * grain), word.writer, word.lane);
+      }
+    } else if (word.write_clock == w.clocks[w.id] && word.lane != lane && lane < kLanes) {
+      b.unordered_lanes++;
+    }
+  }
+  return true;
+}
+
+// One lane writes `value` (or starts a copy). Equal values of several warps are one write.
+bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool copy) {
+  if (at + size > request.shared_bytes) {
+    report(b, w, &r, lane, "writes %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at, request.shared_bytes);
+    failed = true;
+    return false;
+  }
+  if (at & (size - 1)) report(b, w, &r, lane, "shared address %llu is no multiple of %u", (unsigned long long)at, size);
+  const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());
+  for (u64 k = at / grain; k <= (at + size - 1) / grain; k++) {
+    SharedWord& word = b.words[k];
+    const bool equal = value && !std::memcmp(&b.shared[k * grain], value + (k * grain - at), grain);
+    if (word.in_flight) {
+      report(b, w, &r, lane, "writes shared byte %llu, which a cp.async may still be writing", (unsigned long long)(k * grain));
+    }
+    const bool other_warp = word.writer != w.id && word.write_clock > w.clocks[word.writer];
+    const bool same_instruction = word.writer == w.id && word.step == steps && word.lane != lane;
+    if (other_warp && equal) {
+      word.same |= 1u << w.id;
+      continue;
+    }
+    if (other_warp) {
+      report(b, w, &r, lane, "writes shared byte %llu that warp %u lane %u wrote otherwise, with no barrier between",
+             (unsigned long long)(k * grain), word.writer, word.lane);
+    }
+    if (same_instruction && !equal) {
+      report(b, w, &r, lane, "writes another value to shared byte %llu than lane %u of the same instruction",
+             (unsigned long long)(k * grain), word.lane);
+    }
+    for (u32 v = 0; v < warps; v++) {
+      if (v != w.id && b.read_clocks[k * warps + v] > w.clocks[v]) {
+        report(b, w, &r, lane, "writes shared byte %llu that warp %u reads, with no barrier between", (unsigned long long)(k * grain), v);
+        break;
+      }
+    }
+    word.write_clock = w.clocks[w.id];
+    word.writer = static_cast<u8>(w.id);
+    word.lane = static_cast<u8>(lane);
+    word.same = 1u << w.id;
+    word.step = steps;
+    if (copy) word.in_flight++;
+  }
+  return true;
+}
+
+// The oldest groups of copies land until `left` of them are in flight.
+void Launch::land(Block& b, Warp& w, size_t left) {
+  const u32 grain = program.shared_grain;
+  for (; w.groups.size() > left; w.groups.pop_front()) {
+    for (const Copy& copy : w.groups.front()) {
+      std::memcpy(&b.shared[copy.to], copy.bytes, copy.size);
+      std::memset(&b.shared_defined[copy.to], 1, copy.size);
+      for (u32 k = copy.to / grain; k <= (copy.to + copy.size - 1) / grain; k++) {
+        SharedWord& word = b.words[k];
+        if (word.in_flight) word.in_flight--;
+        word.write_clock = w.clocks[w.id];
+        word.writer = static_cast<u8>(w.id);
+        word.lane = copy.lane;
+        word.same = 1u << w.id;
+      }
+    }
+  }
+}
+
+// Passes over the 32 banks that an access needs: 16 bytes a lane are served in quarters of a warp, 8 in halves; lanes of
+// one word together.
+void Launch::count_passes(const Record& record, u32 mask, const u64* at, u32 size) {
+  if (!mask) return;
+  Counters& c = counters(record);
+  const u32 together = size <= 4 ? 32 : size == 8 ? 16 : 8;
+  u32 passes = 0, least = 0;
+  for (u32 start = 0; start < kLanes; start += together) {
+    u64 words[128];
+    u32 count = 0, depth[32] = {}, most = 0;
+    for (u32 l = start; l < start + together; l++) {
+      if (!(mask >> l & 1)) continue;
+      for (u32 k = 0; k < std::max(size / 4, 1u); k++) words[count++] = at[l] / 4 + k;
+    }
+    std::sort(words, words + count);
+    count = static_cast<u32>(std::unique(words, words + count) - words);
+    for (u32 k = 0; k < count; k++) most = std::max(most, ++depth[words[k] & 31]);
+    passes += most;
+    least += (count + 31) / 32;
+  }
+  c.requests++;
+  c.sectors += passes;
+  c.ideal += least;
+}

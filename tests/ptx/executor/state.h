@@ -1,0 +1,160 @@
+// State of a launch, of a block and of a warp.
+#pragma once
+
+#include <cstring>
+#include <deque>
+#include <map>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "types.h"
+
+// A cp.async of one lane: its bytes land when the warp waits for the group.
+struct Copy {
+  u32 to;
+  u8 size, lane;
+  u8 bytes[16];
+};
+
+enum class Phase : u8 { ready, at_barrier, done };
+
+struct Warp {
+  u32 id = 0;
+  u8* registers = nullptr;
+  u64* undefined = nullptr;  // for each 64 bytes of registers: lanes whose lower and whose upper half is undefined
+  u32 born = 0;              // lanes that the block has
+  u32 live = 0;              // lanes that have not left
+  u32 active = 0;            // lanes at pc
+  u32 blocked = 0;           // lanes that wait at a .sync instruction for others
+  u32 pc = 0;
+  u32 next_other = ~0u;      // lowest pc of the lanes that are not active
+  u32 pcs[kLanes] = {};      // of the lanes that are not active
+  Phase phase = Phase::ready;
+  u32 barrier = 0, barrier_warps = 0, barrier_pc = 0;
+  s64 reduction = -1;        // offset of the destination of a barrier that reduces
+  char reduction_how = 0;    // o: or, a: and, p: count
+  u32 reduction_value = 0;
+  std::vector<u32> clocks;   // happens-before: what this warp knows of each warp
+  std::vector<Copy> uncommitted;
+  std::deque<std::vector<Copy>> groups;
+};
+
+// Who touched some bytes of shared memory last.
+struct SharedWord {
+  u32 write_clock = 0;
+  u8 writer = 0, lane = 0, in_flight = 0, unused = 0;
+  u32 same = 0;              // warps that wrote the same value beside the writer
+  u64 step = 0;
+};
+
+struct Block {
+  u32 index = 0;
+  u32 id[3] = {};
+  std::vector<Warp> warps;
+  std::vector<u8> shared, shared_defined;
+  std::vector<SharedWord> words;
+  std::vector<u32> read_clocks;  // words x warps
+  u64 unordered_lanes = 0;  // reads of what another lane of the warp wrote since its last bar.warp.sync
+  std::map<u32, std::vector<u32>> known;  // blocks whose writes happened before: clocks of their warps
+};
+
+// Who wrote some bytes of global memory last, in this launch.
+struct GlobalWord {
+  u32 block = 0;             // index + 1
+  u16 warp = 0;
+  u8 lane = 0, atomic = 0;
+  u32 clock = 0;
+  u32 unused = 0;
+  u64 step = 0;
+};
+
+enum class Next { following, chosen, leave };
+
+struct Launch;
+using Step = Next (*)(Launch&, Block&, Warp&, const Record&, u32 mask);
+
+struct Random {
+  u64 state;
+  u64 next() {  // splitmix64
+    u64 z = (state += 0x9e3779b97f4a7c15ull);
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    return z ^ (z >> 31);
+  }
+  u32 below(u32 n) { return n < 2 ? 0 : static_cast<u32>(next() % n); }
+};
+
+struct Launch {
+  const Program& program;
+  Request& request;
+  Random random;
+  u64 steps = 0;
+  u32 clock_base = 1;        // clocks of earlier blocks are below it
+  bool failed = false;
+  u32 origin = 0;            // the instruction that made a value undefined last, and how
+  const char* origin_why = "";
+  std::vector<std::vector<GlobalWord>> written;  // of each range, in grains; empty until the first store
+  std::unordered_map<u64, std::map<u32, std::vector<u32>>> released;  // by address of an atomic with release
+
+  Launch(const Program& p, Request& r) : program(p), request(r), random{r.seed}, written(r.range_count) {}
+
+  // Notes a finding of one lane once per instruction and text; the launch ends when too many were made.
+  void report(const Block& block, const Warp& warp, const Record* record, u32 lane, const char* format, ...)
+      __attribute__((format(printf, 6, 7)));
+  u32 index_of(const Record& record) const { return static_cast<u32>(&record - program.records); }
+  Counters& counters(const Record& record) { return request.counters[index_of(record)]; }
+  u32 operand(const Record& record, u32 k) const { return program.operands[record.operands + k]; }
+  bool seeded() const { return request.seed != 0; }
+
+  // An undefined value is no error where nobody uses it. Reports one that is used, with where it came from.
+  void undefined_use(const Block& block, const Warp& warp, const Record& record, u32 lanes, const char* what);
+  void undefined_from(const Record& record, const char* why) { origin = index_of(record), origin_why = why; }
+
+  // control.cpp
+  void run();
+  bool release_barriers(Block& block);
+  void run_warp(Block& block, Warp& warp, u64 budget);
+  void start(Block& block, u32 index);
+
+  // shared.cpp: checks of one lane's access; false if it lies outside.
+  bool may_read_shared(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, bool& defined);
+  bool may_write_shared(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, const u8* value, bool copy);
+  void count_passes(const Record&, u32 mask, const u64* at, u32 size);
+  void land(Block&, Warp&, size_t left);
+
+  // global.cpp: checks of one instruction's accesses; false if one lies outside.
+  enum Access { kRead, kWrite, kAtomic };
+  bool may_access_global(Block&, Warp&, const Record&, u32 mask, const u64* at, u32 size, Access);
+  u32 left_to_chance(const Block&, const Warp&, u32 mask, const u64* at, u32 size) const;
+  void note_written(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, const u8* value, bool atomic);
+  int find_range(u64 at, u32 size, int hint) const;
+};
+
+// Operands of the instruction at hand.
+template <class T>
+inline T* lanes_of(const Launch& launch, Warp& warp, const Record& record, u32 k) {
+  return reinterpret_cast<T*>(warp.registers + launch.operand(record, k));
+}
+inline u32& predicate(const Launch& launch, Warp& warp, const Record& record, u32 k) {
+  return *lanes_of<u32>(launch, warp, record, k);
+}
+inline u64& undefined_lanes(const Launch& launch, Warp& warp, const Record& record, u32 k) {
+  return warp.undefined[launch.operand(record, k) / 64];
+}
+// Lanes of which either half is undefined, in both halves.
+inline u64 either(u64 halves) { return halves | (halves >> 32) | (halves << 32); }
+inline u64 both(u32 lanes) { return lanes | static_cast<u64>(lanes) << 32; }
+inline void set_undefined(u64& to, u64 value, u32 mask) {
+  if ((to | value) == 0) return;
+  const u64 lanes = both(mask);
+  to = (to & ~lanes) | (value & lanes);
+}
+template <class F>
+inline void for_lanes(u32 mask, F&& f) {
+  for (; mask; mask &= mask - 1) f(static_cast<u32>(__builtin_ctz(mask)));
+}
+
+// control.cpp
+void select_lanes(Warp& warp);
+bool gather(Launch& launch, Block& block, Warp& warp, const Record& record, u32 wanted, Next& next);

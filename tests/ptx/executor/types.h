@@ -1,0 +1,83 @@
+// Short names of numbers, and the records that Python's decoder writes and reads (tests/ptx/records.py).
+#pragma once
+
+#include <cstdint>
+
+typedef uint8_t u8;
+typedef uint16_t u16;
+typedef uint32_t u32;
+typedef uint64_t u64;
+typedef int8_t s8;
+typedef int16_t s16;
+typedef int32_t s32;
+typedef int64_t s64;
+typedef float f32;
+typedef double f64;
+
+constexpr u32 kLanes = 32;
+constexpr u32 kAll = 0xffffffffu;
+
+// One decoded instruction.
+struct Record {
+  u16 op;         // index of the table of operations
+  u8 negated;     // the guard predicate is negated
+  u8 size;        // memory operations: bytes of an element
+  u8 width;       // memory operations: bytes of a register
+  u8 elements;    // memory operations: elements of a vector; ldmatrix: matrices
+  u8 flag;        // a variant of the operation, such as a signed load
+  u8 count;       // operands
+  s32 guard;      // offset of the predicate register, or -1
+  u32 operands;   // index of the first operand
+  s32 target;     // of a branch: index of an instruction
+  u32 address;    // bytes of the address register: 4 or 8
+  s64 immediate;  // offset of an address, number of a barrier, groups that may be left
+  s64 second;     // offset of the second address; threads of a barrier
+};
+
+// What happened at one instruction, summed over the launches.
+struct Counters {
+  u64 runs;      // times that a warp executed it
+  u64 lanes;     // lanes that took part
+  u64 requests;  // times that memory was accessed
+  u64 sectors;   // global: sectors of 32 bytes; shared: passes over the banks
+  u64 ideal;     // the same if no byte were fetched in vain and no two words shared a bank
+};
+
+// Memory that a kernel may touch.
+struct Range {
+  u64 begin, end;
+  u8* read_sectors;     // one byte for each sector of 32 bytes, set when it is read
+  u8* written_sectors;  // likewise when it is written
+};
+
+// One finding. Python adds the kernel's name and the lines.
+struct Finding {
+  u32 pc, warp, lane, kind;  // findings of one kind at one instruction are one
+  u32 block[3];
+  u32 times;
+  char text[228];
+};
+
+struct Program {
+  const Record* records;
+  u32 size;
+  const u32* operands;   // offsets in a warp's registers
+  const u8* constants;   // copied to the front of the registers
+  u32 constant_bytes, register_bytes;
+  u32 special[16];       // offsets of %tid.x and the like
+  u32 shared_grain;      // bytes of the smallest access of shared memory
+  u32 global_grain;      // bytes of the smallest store to global memory
+};
+
+struct Request {
+  u32 grid[3], block[3];
+  u32 shared_bytes, seed, range_count, finding_limit;
+  u64 step_limit;
+  const u8* parameters;
+  Range* ranges;
+  Counters* counters;
+  Finding* findings;
+  // Results.
+  u64 steps, errors, barriers, blocks, unordered_lanes;
+  u32 finding_count, reserved;
+};

@@ -1,0 +1,25 @@
+"""Which bytes a launch may touch: those that its tensors' elements span, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .machine import Extent
+
+
+def extents(tensors: Iterable[torch.Tensor]) -> list[Extent]:
+    """Of views, not of whole storages. Extents that share bytes become one."""
+    spans = []
+    for tensor in tensors:
+        if tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+    merged: list[list[int]] = []
+    for start, end in sorted(set(spans)):
+        if merged and start < merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return [Extent(start, end - start) for start, end in merged]

@@ -1,0 +1,200 @@
+"""The executor: decodes PTX text with what is kept of earlier runs, and runs one launch on memory of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import pickle
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from . import build, decode, records
+from .decode import Kernel
+from .text import parse
+
+SHARED_LIMIT = 163 * 1024  # bytes that a block of an A100 can have
+FINDINGS = 12  # that an error tells in full
+
+
+class PtxError(AssertionError):
+    """A launch did what a GPU would not forgive, or leaves a result to chance."""
+
+
+@dataclass
+class Settings:
+    """How launches run: the seed of orders and errors, and the most instructions of one launch."""
+
+    seed: int = 0
+    step_limit: int = 2_000_000_000
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(build.executor()))
+    loaded.ptx_operations.restype = ctypes.c_char_p
+    sizes = tuple(loaded.ptx_size(k) for k in range(len(records.SIZES)))
+    assert sizes == records.SIZES, f"executor {sizes}, Python {records.SIZES}"
+    return loaded
+
+
+@functools.cache
+def operations() -> dict[str, int]:
+    return {name: index for index, name in enumerate(library().ptx_operations().decode().split())}
+
+
+@functools.cache
+def _decoder_digest() -> str:
+    sources = (Path(each.__file__ or "").read_text() for each in (decode, records))
+    return build.digest(*sources, *((build.HERE / name).read_text() for name in ("text.py", "forms.py")), *operations())
+
+
+def kernel(text: str, name: str) -> Kernel:
+    """A decoded entry of a module, from the disk if it was decoded before."""
+    file = build.cache_folder() / "decoded" / f"{build.digest(_decoder_digest(), name, text)}.pickle"
+    if file.exists():
+        return pickle.loads(file.read_bytes())
+    (entry,) = parse(text, name)
+    decoded = decode.decode(entry, operations())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_bytes(pickle.dumps(decoded))
+    part.rename(file)
+    return decoded
+
+
+@dataclass
+class Extent:
+    """Bytes that a kernel may touch, and the sectors of 32 bytes that it read and wrote."""
+
+    start: int
+    size: int
+    read: np.ndarray = field(init=False)
+    written: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        sectors = ((self.start + self.size) >> 5) - (self.start >> 5) + 1
+        self.read, self.written = np.zeros(sectors, np.uint8), np.zeros(sectors, np.uint8)
+
+
+@dataclass
+class Result:
+    kernel: Kernel
+    grid: tuple[int, ...]
+    threads: int
+    shared: int
+    counters: np.ndarray
+    steps: int
+    blocks: int
+    barriers: int
+    unordered_lanes: int
+    errors: int
+    findings: list[str]
+    extents: list[Extent]
+    seconds: float
+
+    @property
+    def bytes_read(self) -> int:
+        return 32 * sum(int(each.read.sum()) for each in self.extents)
+
+    @property
+    def bytes_written(self) -> int:
+        return 32 * sum(int(each.written.sum()) for each in self.extents)
+
+
+def _three(sizes: Sequence[int]) -> list[int]:
+    return [*map(int, sizes), 1, 1, 1][:3]
+
+
+def _address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def _program(kernel: Kernel) -> records.Program:
+    kept = getattr(kernel, "_program", None)
+    if kept is None:
+        constants = np.frombuffer(kernel.constants or b"\0", np.uint8)
+        program = records.Program(
+            _address(kernel.records),
+            len(kernel.records),
+            _address(kernel.operands),
+            _address(constants),
+            len(kernel.constants),
+            kernel.register_bytes,
+            (ctypes.c_uint32 * 16)(*kernel.special),
+            kernel.shared_grain,
+            kernel.global_grain,
+        )
+        kept = kernel._program = (program, constants)  # type: ignore[attr-defined]
+    return kept[0]
+
+
+def run(
+    kernel: Kernel,
+    grid: Sequence[int],
+    block: Sequence[int],
+    shared: int,
+    parameters: bytes,
+    extents: list[Extent],
+    settings: Settings,
+) -> Result:
+    """Executes one launch. `shared`: bytes of a block in all. What went wrong is in the result, not raised."""
+    assert len(parameters) >= kernel.parameter_bytes, f"{kernel.name}: {len(parameters)} bytes of parameters"
+    counters = np.zeros(len(kernel.records) + 1, records.COUNTERS)
+    findings = (records.Finding * FINDINGS)()
+    ranges = (records.Range * max(len(extents), 1))(
+        *((each.start, each.start + each.size, _address(each.read), _address(each.written)) for each in extents)
+    )
+    request = records.Request(
+        grid=(ctypes.c_uint32 * 3)(*_three(grid)),
+        block=(ctypes.c_uint32 * 3)(*_three(block)),
+        shared_bytes=shared,
+        seed=settings.seed,
+        range_count=len(extents),
+        finding_limit=FINDINGS,
+        step_limit=settings.step_limit,
+        parameters=ctypes.cast(ctypes.c_char_p(parameters), ctypes.c_void_p).value,
+        ranges=ctypes.addressof(ranges),
+        counters=_address(counters),
+        findings=ctypes.addressof(findings),
+    )
+    program = _program(kernel)
+    began = time.perf_counter()
+    library().ptx_run(ctypes.byref(program), ctypes.byref(request))
+    seconds = time.perf_counter() - began
+    threads = int(np.prod(_three(block)))
+    return Result(
+        kernel,
+        tuple(grid),
+        threads,
+        shared,
+        counters,
+        request.steps,
+        request.blocks,
+        request.barriers,
+        request.unordered_lanes,
+        request.errors,
+        [_told(kernel, each) for each in findings[: request.finding_count]],
+        extents,
+        seconds,
+    )
+
+
+def _told(kernel: Kernel, finding: records.Finding) -> str:
+    block = ",".join(map(str, finding.block))
+    lane = f" lane {finding.lane}" if finding.lane < 32 else ""
+    times = f" ({finding.times} times)" if finding.times > 1 else ""
+    what = finding.text.decode(errors="replace")
+    what = re.sub(r"\(instruction (\d+)\)", lambda m: f"at {kernel.where(int(m[1]))}", what)
+    return f"{kernel.where(finding.pc)}\n    block ({block}) warp {finding.warp}{lane}: {what}{times}"
+
+
+def check(result: Result) -> None:
+    if result.errors:
+        told = "\n".join(result.findings)
+        raise PtxError(f"{result.errors} errors in {result.kernel.title}, grid {result.grid}:\n{told}")

@@ -1,0 +1,98 @@
+"""What all launches of this process share: the settings, an edit of the PTX that plants a defect, and what ran."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from . import machine
+from .decode import Kernel
+from .machine import Extent, Result, Settings
+
+Edit = Callable[[str], str]
+
+
+@dataclass
+class Ran:
+    """A specialisation and the sums over its launches."""
+
+    kernel: Kernel
+    backend: str
+    counters: np.ndarray
+    launches: int = 0
+
+
+@dataclass
+class Session:
+    settings: Settings = field(default_factory=Settings)
+    edit: Edit | None = None
+    listeners: list[Callable[[Result], None]] = field(default_factory=list)
+    ran: dict[int, Ran] = field(default_factory=dict)  # by id of the kernel, which the entry keeps alive
+    launches: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+
+session = Session()
+
+
+def launch(
+    backend: str,
+    kernel: Kernel,
+    grid: Sequence[int],
+    block: Sequence[int],
+    shared: int,
+    parameters: bytes,
+    memory: list[Extent],
+) -> Result:
+    """Runs a launch, keeps its counters and raises its errors."""
+    result = machine.run(kernel, grid, block, shared, parameters, memory, session.settings)
+    session.launches += 1
+    session.steps += result.steps
+    session.seconds += result.seconds
+    if session.edit is None:  # a planted defect is no coverage
+        ran = session.ran.get(id(kernel))
+        if ran is None:
+            ran = session.ran[id(kernel)] = Ran(kernel, backend, np.zeros_like(result.counters))
+        ran.launches += 1
+        for name in result.counters.dtype.names or ():
+            ran.counters[name] += result.counters[name]
+    for listener in session.listeners:
+        listener(result)
+    machine.check(result)
+    return result
+
+
+@contextlib.contextmanager
+def seed(value: int) -> Iterator[None]:
+    """Launches inside run blocks, warps and equal-address stores in the order of the seed, with its errors."""
+    before = session.settings
+    session.settings = replace(before, seed=value)
+    try:
+        yield
+    finally:
+        session.settings = before
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Result]]:
+    """The results of the launches inside."""
+    found: list[Result] = []
+    session.listeners.append(found.append)
+    try:
+        yield found
+    finally:
+        session.listeners.remove(found.append)
+
+
+@contextlib.contextmanager
+def planted(edit: Edit) -> Iterator[None]:
+    """Launches inside execute edited PTX."""
+    before, session.edit = session.edit, edit
+    try:
+        yield
+    finally:
+        session.edit = before

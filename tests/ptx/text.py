@@ -1,0 +1,184 @@
+"""PTX text as statements: what each entry declares, and its instructions with their lines."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from dataclasses import dataclass, field
+
+SIZES = {"pred": 0}
+for _bits in (8, 16, 32, 64):
+    SIZES |= {f"{_letter}{_bits}": _bits // 8 for _letter in "bus"}
+SIZES |= {"f16": 2, "bf16": 2, "f32": 4, "tf32": 4, "f64": 8, "f16x2": 4, "bf16x2": 4}
+
+
+class Unsupported(Exception):
+    """An instruction that the executor does not know."""
+
+
+@dataclass
+class Statement:
+    text: str
+    line: int  # in the PTX
+    source: tuple[int, ...]  # number of the file and line, by .loc; then those of the call that was inlined
+    names: dict[str, str]  # registers of inner scopes: name -> unique name
+
+
+@dataclass
+class Entry:
+    name: str
+    parameters: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> offset, bytes
+    parameter_bytes: int = 0
+    registers: dict[str, str] = field(default_factory=dict)  # name -> type; "%r<" -> type of %r0, %r1 and so on
+    shared: dict[str, int] = field(default_factory=dict)  # name -> offset
+    static_shared: int = 0
+    statements: list[Statement] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)  # name -> index of a statement
+    files: dict[int, str] = field(default_factory=dict)
+    max_threads: int | None = None
+
+
+_SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)(?:\[(\d*)\])?")
+_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)(?:\s+\.ptr[\w\s.]*?)?\s+([\w$]+)(?:\[(\d+)\])?$")
+_TOKEN = re.compile(
+    r"\.loc\s+(?P<file>\d+)\s+(?P<line>\d+)(?:[^\n]*inlined_at\s+(?P<outer>\d+\s+\d+))?[^\n]*"
+    r"|\.(?:file|pragma)[^\n]*"
+    r"|(?P<label>[$\w.]+):(?!:)"
+    r"|(?P<brace>[{}])"
+    r"|(?P<statement>[^\s;{}][^;]*);"
+    r"|;"
+)
+
+
+def split(text: str) -> list[str]:
+    """Operands, with {a, b} and [a, b] kept whole."""
+    if "{" not in text and "[" not in text and "(" not in text:
+        return [each.strip() for each in text.split(",")] if text else []
+    found, depth, start = [], 0, 0
+    for at, each in enumerate(text):
+        if each in "{[(":
+            depth += 1
+        elif each in "}])":
+            depth -= 1
+        elif each == "," and depth == 0:
+            found.append(text[start:at].strip())
+            start = at + 1
+    last = text[start:].strip()
+    return [*found, last] if last else found
+
+
+def without_comments(text: str) -> str:
+    text = re.sub(r"/\*.*?\*/", lambda m: "\n" * m[0].count("\n"), text, flags=re.S)
+    return re.sub(r"//[^\n]*", "", text)
+
+
+def entry_names(text: str) -> list[str]:
+    return re.findall(r"\.entry\s+([\w$]+)", without_comments(text))
+
+
+def parse(text: str, only: str | None = None) -> list[Entry]:
+    """The entries of a module, or the one of that name."""
+    files = {int(number): path for number, path in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)}
+    text = without_comments(text)
+    lines = [m.start() for m in re.finditer("\n", text)]
+    outside: dict[str, tuple[int, int]] = {}
+    found, end = [], 0
+    bodies = []
+    for m in _ENTRY.finditer(text):
+        if m.start() < end:
+            continue
+        outside |= {s[2]: (int(s[1]), int(s[3] or 0)) for s in _SHARED.finditer(text, end, m.start())}
+        end = _closing(text, m.end())
+        if only in (None, m[1]):
+            bodies.append((m, end))
+    for m, end in bodies:
+        entry = Entry(m[1], files=files)
+        _parameters(entry, m[2])
+        threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", m[3])
+        if threads:
+            entry.max_threads = int(threads[1]) * int(threads[2] or 1) * int(threads[3] or 1)
+        _body(entry, text, m.end(), end - 1, lines)
+        _place(entry, text[m.end() : end], outside)
+        found.append(entry)
+    return found
+
+
+def _closing(text: str, start: int) -> int:
+    """The end of the braces that are open at `start`."""
+    depth = 1
+    for m in re.compile(r"[{}]").finditer(text, start):
+        depth += 1 if m[0] == "{" else -1
+        if not depth:
+            return m.end()
+    raise Unsupported("a brace that is not closed")
+
+
+def _parameters(entry: Entry, text: str) -> None:
+    for each in split(text):
+        m = _PARAMETER.match(each)
+        if not m:
+            raise Unsupported(f"{entry.name}: parameter {each}")
+        size = SIZES[m[2]] * int(m[4] or 1)
+        align = max(int(m[1] or 1), SIZES[m[2]])
+        entry.parameter_bytes = -(-entry.parameter_bytes // align) * align
+        entry.parameters[m[3]] = entry.parameter_bytes, size
+        entry.parameter_bytes += size
+
+
+def _body(entry: Entry, text: str, start: int, end: int, lines: list[int]) -> None:
+    scopes: list[dict[str, str]] = [{}]
+    names: dict[str, str] = {}
+    source: tuple[int, ...] = (0, 0)
+    for m in _TOKEN.finditer(text, start, end):
+        kind = m.lastgroup
+        if kind == "statement":
+            statement = m["statement"]
+            if statement[0] != ".":
+                line = bisect.bisect(lines, m.start()) + 1
+                entry.statements.append(Statement(" ".join(statement.split()), line, source, names))
+            elif statement.startswith(".reg"):
+                _registers(entry, statement, scopes)
+                names = {k: v for scope in scopes for k, v in scope.items()}
+            elif ".shared" in statement:
+                s = _SHARED.search(statement)
+                if s is None:
+                    raise Unsupported(f"{entry.name}: {statement}")
+                _reserve(entry, s[2], int(s[1]), int(s[3] or 0))
+            else:
+                raise Unsupported(f"{entry.name}: {statement}")
+        elif kind == "label":
+            entry.labels[m["label"]] = len(entry.statements)
+        elif kind == "brace":
+            scopes.append({}) if m[0] == "{" else scopes.pop()
+            names = {k: v for scope in scopes for k, v in scope.items()}
+        elif m["line"] and m["line"] != "0":
+            source = int(m["file"]), int(m["line"]), *map(int, (m["outer"] or "").split())
+
+
+def _registers(entry: Entry, text: str, scopes: list[dict[str, str]]) -> None:
+    m = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S)
+    if not m or m[1] not in SIZES:
+        raise Unsupported(f"{entry.name}: {text}")
+    for name in m[2].split(","):
+        name = name.strip()
+        if "<" in name:
+            entry.registers[name[: name.index("<") + 1]] = m[1]
+            continue
+        unique = name if len(scopes) == 1 else f"{name}@{len(entry.registers)}"
+        if len(scopes) > 1:
+            scopes[-1][name] = unique
+        entry.registers[unique] = m[1]
+
+
+def _reserve(entry: Entry, name: str, align: int, size: int) -> None:
+    entry.static_shared = -(-entry.static_shared // align) * align
+    entry.shared[name] = entry.static_shared
+    entry.static_shared += size
+
+
+def _place(entry: Entry, body: str, outside: dict[str, tuple[int, int]]) -> None:
+    """Offsets of the module's shared variables that the body names; dynamic ones lie behind the others."""
+    used = [name for name in outside if name not in entry.shared and re.search(rf"{re.escape(name)}(?![\w$])", body)]
+    for name in sorted(used, key=lambda name: not outside[name][1]):
+        _reserve(entry, name, *outside[name])

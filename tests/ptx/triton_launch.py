@@ -1,0 +1,115 @@
+"""Triton without a GPU: kernels are specialised and compiled for sm_80 by Triton itself, then executed from their PTX.
+
+Triton's own JITFunction.run does everything up to the launch. It sees a driver whose GPU is the executor, and its
+compiler stops at PTX.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+from typing import Any
+
+import torch
+
+from . import build, machine
+from .decode import Kernel
+from .extents import extents
+from .session import launch, session
+from .text import entry_names
+
+CAPABILITY = 80
+MULTIPROCESSORS = 108  # of an A100
+
+
+class Launcher:
+    """Made by Triton for each compiled kernel, called for each launch."""
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self.source, self.metadata = src, metadata
+        self.arguments = [(index, kind) for index, kind in enumerate(src.signature.values()) if kind != "constexpr"]
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
+        _, _, _, _, *values = rest  # packed metadata, launch metadata, two hooks
+        tensors, parameters = [], b""
+        for index, kind in self.arguments:
+            value = values[index]
+            if isinstance(value, torch.Tensor):
+                tensors.append(value)
+                value = value.data_ptr()
+            form = _FORMS.get(kind, "Q" if kind.startswith("*") else "")
+            if not form:
+                raise TypeError(f"{self.metadata.name}: a parameter of type {kind}")
+            parameters += b"\0" * (-len(parameters) % struct.calcsize(form)) + struct.pack(f"<{form}", value)
+        parameters += b"\0" * (-len(parameters) % 8 + 16)  # scratch pointers, which no kernel here uses
+        if x * y * z:
+            threads = (32 * self.metadata.num_warps,)
+            kernel = self.kernel(function)
+            launch("triton", kernel, (x, y, z), threads, self.metadata.shared, parameters, extents(tensors))
+
+    def kernel(self, text: str) -> Kernel:
+        return decoded(text if session.edit is None else session.edit(text))
+
+
+_FORMS = {"i1": "?", "fp32": "f", "fp64": "d", "i8": "b", "u8": "B", "i16": "h", "u16": "H"}
+_FORMS |= {"i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+
+
+@functools.lru_cache(maxsize=4096)
+def decoded(text: str) -> Kernel:
+    (name,) = entry_names(text)
+    return machine.kernel(text, name)
+
+
+class Utilities:
+    """Loads "binaries", which are PTX, and tells the limits of the GPU."""
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, str, int, int, int]:
+        return 1, kernel.decode(), 0, 0, 1024
+
+    def unload_module(self, module: int) -> None: ...
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": machine.SHARED_LIMIT, "multiprocessor_count": MULTIPROCESSORS}
+
+
+class Driver:
+    utils, launcher_cls = Utilities(), Launcher
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", CAPABILITY, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def stop_at_ptx(*arguments: Any) -> tuple[str, str] | None:
+    """Triton calls this with nothing for a part of the cache's key, and with the stages of a compilation."""
+    if not arguments:
+        return "PTX is the binary", "PTX is the binary"
+    _, stages, *_ = arguments
+    stages["cubin"] = lambda text, metadata: text.encode()
+    return None
+
+
+@functools.cache
+def install() -> None:
+    """From here on launches of this process run on the executor."""
+    os.environ["TRITON_CACHE_DIR"] = str(build.cache_folder() / "triton")  # the workers of pytest-xdist share it
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    import triton
+
+    import moe_kernels.backends.triton as kernels
+
+    triton.knobs.runtime.add_stages_inspection_hook = stop_at_ptx
+    triton.runtime.driver.set_active(Driver())
+    kernels.device_type = "cpu"

@@ -1,0 +1,208 @@
+"""The executor of PTX: instructions, divergence, checks and what it refuses, on small pieces of PTX."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from ptx import build, machine
+from ptx.extents import extents
+from ptx.machine import PtxError, Settings
+from ptx.text import Unsupported, entry_names
+
+pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+HEAD = """
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry probe(.param .u64 in, .param .u64 out) {
+    .reg .pred %p<20>; .reg .b16 %h<20>; .reg .b32 %r<40>; .reg .f32 %f<20>; .reg .b64 %d<20>;
+    .shared .align 16 .b8 memory[4096];
+    ld.param.u64 %d0, [in]; ld.param.u64 %d1, [out];
+    mov.u32 %r0, %tid.x; mov.u32 %r1, %laneid; mul.wide.u32 %d2, %r0, 4;
+    add.s64 %d3, %d0, %d2; add.s64 %d4, %d1, %d2;
+    shl.b32 %r2, %r0, 2;
+"""
+
+
+def run(body, given, threads=32, seed=0, grid=1, limit=1_000_000, out=None):
+    """`body` sees its thread's addresses of `in` and `out` in %d3 and %d4, and 4 * tid in %r2."""
+    text = HEAD + textwrap.dedent(body) + "\nret;\n}\n"
+    (name,) = entry_names(text)
+    kernel = machine.kernel(text, name)
+    out = torch.zeros(threads * grid, dtype=given.dtype) if out is None else out
+    parameters = np.array([given.data_ptr(), out.data_ptr()], np.uint64).tobytes()
+    settings = Settings(seed, limit)
+    shared = kernel.static_shared
+    machine.check(machine.run(kernel, (grid,), (threads,), shared, parameters, extents([given, out]), settings))
+    return out
+
+
+def ints(n=32):
+    return torch.arange(n, dtype=torch.int32)
+
+
+def test_unknown_instruction_is_named_with_kernel_and_line():
+    with pytest.raises(Unsupported, match=r"probe, PTX line 12: frob\.b32 %r3, %r4"):
+        run("frob.b32 %r3, %r4;", ints())
+
+
+def test_lanes_diverge_and_meet_again():
+    body = """
+    ld.global.u32 %r3, [%d3];
+    and.b32 %r4, %r3, 1;
+    setp.eq.s32 %p0, %r4, 0;
+    @%p0 bra EVEN;
+    mul.lo.s32 %r5, %r3, 10;
+    bra.uni JOIN;
+    EVEN:
+    neg.s32 %r5, %r3;
+    JOIN:
+    shfl.sync.bfly.b32 %r6, %r5, 1, 31, -1;
+    st.global.u32 [%d4], %r6;
+    """
+    x = ints()
+    here = torch.where(x % 2 == 0, -x, 10 * x)
+    assert torch.equal(run(body, x), here.view(-1, 2).flip(1).reshape(-1))
+
+
+def test_barrier_code_need_not_lie_in_the_order_in_which_it_runs():
+    body = """
+    setp.lt.u32 %p0, %r1, 16;
+    @%p0 bra LATER;
+    MEET:
+    bar.sync 0;
+    st.global.u32 [%d4], %r0;
+    bra DONE;
+    LATER:
+    add.s32 %r0, %r0, 100;
+    bra MEET;
+    DONE:
+    """
+    expected = ints(64)
+    expected[expected % 32 < 16] += 100
+    assert torch.equal(run(body, ints(64), threads=64), expected)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("add.s64 %d5, %d3, 4; ld.global.u32 %r3, [%d5];", r"lane 31: reads 4 bytes at \w+, outside of every tensor"),
+        ("add.s64 %d5, %d4, -4; st.global.u32 [%d5], %r0;", r"lane 0: writes 4 bytes at \w+, outside of every tensor"),
+        ("add.s64 %d5, %d0, 2; ld.global.u32 %r3, [%d5];", "is no multiple of 4"),
+        ("st.global.u32 [%d1], %r0;", r"writes another value at byte 0 of a tensor than block 0 warp 0 lane \d+"),
+        ("mov.u32 %r5, memory; st.shared.u32 [%r5], %r0;", r"another value to shared byte 0 than lane \d+ of the same"),
+        ("ld.shared.u32 %r3, [memory]; st.global.u32 [%d4], %r3;", "is undefined; last by a read of shared bytes that"),
+        ("ld.shared.u32 %r3, [memory+4096];", "reads 4 bytes of shared memory at 4096, of 4096"),
+        ("setp.lt.u32 %p0, %r1, 5; @%p0 bra OUT; shfl.sync.idx.b32 %r3, %r0, 0, 31, -1; OUT:", "have left"),
+        ("shfl.sync.idx.b32 %r3, %r0, 0, 31, 65535;", "lanes ffff0000 take part and the mask 0000ffff does not name"),
+        ("setp.lt.u32 %p0, %r1, 5; @%p0 bar.sync 0;", "a barrier by lanes 0000001f of ffffffff"),
+        ("LOOP: bra LOOP;", "more than 1000000 instructions in one launch"),
+        ("trap;", "executes trap"),
+    ],
+)
+def test_errors(body, message):
+    with pytest.raises(PtxError, match=message) as caught:
+        run(body, ints())
+    assert re.search(r"probe, PTX line \d+, no source line: ", str(caught.value)) or "ran past" in message
+    assert "block (0,0,0) warp 0" in str(caught.value)
+
+
+EXCHANGE = """
+mov.u32 %r5, memory;
+add.s32 %r6, %r5, %r2;
+st.shared.u32 [%r6], %r0;
+{barrier}
+xor.b32 %r7, %r0, {other};
+shl.b32 %r7, %r7, 2;
+add.s32 %r8, %r5, %r7;
+ld.shared.u32 %r9, [%r8];
+st.global.u32 [%d4], %r9;
+"""
+
+
+def test_race_between_warps_is_found_in_every_order():
+    good = run(EXCHANGE.format(barrier="bar.sync 0;", other=32), ints(64), threads=64)
+    assert torch.equal(good, ints(64) ^ 32)
+    for seed in range(4):
+        with pytest.raises(PtxError, match=r"with no barrier between|nobody wrote"):
+            run(EXCHANGE.format(barrier="", other=32), ints(64), threads=64, seed=seed)
+
+
+def test_undefined_bytes_are_no_error_where_their_value_is_discarded():
+    body = """
+    mov.u32 %r5, memory;
+    add.s32 %r6, %r5, %r2;
+    setp.lt.u32 %p0, %r1, 7;
+    @%p0 st.shared.u32 [%r6], %r0;
+    bar.warp.sync -1;
+    ld.shared.u32 %r9, [%r6];
+    add.s32 %r9, %r9, 1;
+    selp.b32 %r9, %r9, -1, %p0;
+    st.global.u32 [%d4], %r9;
+    """
+    assert torch.equal(run(body, ints()), torch.where(ints() < 7, ints() + 1, -1))
+
+
+ASYNC = """
+mov.u32 %r5, memory;
+add.s32 %r6, %r5, %r2;
+cp.async.ca.shared.global [%r6], [%d3], 4;
+{commit}
+{wait}
+bar.sync 0;
+ld.shared.u32 %r9, [%r6];
+st.global.u32 [%d4], %r9;
+"""
+
+
+def test_copies_land_at_their_wait():
+    x = ints() * 3
+    assert torch.equal(run(ASYNC.format(commit="cp.async.commit_group;", wait="cp.async.wait_group 0;"), x), x)
+    for commit, wait in (("cp.async.commit_group;", "cp.async.wait_group 1;"), ("", "cp.async.wait_group 0;")):
+        with pytest.raises(PtxError, match=r"which a cp\.async may still be writing"):
+            run(ASYNC.format(commit=commit, wait=wait), x)
+
+
+def test_errors_of_approximate_instructions_are_bounded_and_repeat():
+    body = "ld.global.f32 %f0, [%d3]; ex2.approx.ftz.f32 %f1, %f0; st.global.f32 [%d4], %f1;"
+    x = torch.linspace(-20, 20, 1024)
+    exact = torch.exp2(x.double())
+    results = [run(body, x, threads=1024, seed=seed) for seed in (0, 1, 2, 1)]
+    assert torch.equal(results[0], exact.float())
+    assert torch.equal(results[1], results[3])
+    assert not torch.equal(results[1], results[2])
+    for result in results:
+        assert ((result.double() - exact) / exact).abs().max() <= 2**-22
+
+
+def test_mma_of_fragments():
+    """One product m16n8k16 with every element in its documented lane and register."""
+    torch.manual_seed(0)
+    a, b = torch.randn(16, 16).bfloat16(), torch.randn(16, 8).bfloat16()
+    words = torch.zeros(32, 6, dtype=torch.int32)
+    for lane in range(32):
+        g, t = lane // 4, lane % 4
+        pairs = [a[g + 8 * (q & 1), 2 * t + 8 * (q >> 1) :][:2] for q in range(4)]
+        pairs += [b[2 * t + 8 * q :, g][:2] for q in range(2)]
+        words[lane] = torch.stack([each.contiguous() for each in pairs]).view(torch.int32).flatten()
+    body = """
+    mul.wide.u32 %d5, %r0, 24; add.s64 %d5, %d0, %d5; mul.wide.u32 %d6, %r0, 16; add.s64 %d6, %d1, %d6;
+    ld.global.v2.b32 {%r10, %r11}, [%d5]; ld.global.v2.b32 {%r12, %r13}, [%d5+8];
+    ld.global.v2.b32 {%r14, %r15}, [%d5+16];
+    mov.f32 %f0, 0f00000000;
+    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
+        {%f1,%f2,%f3,%f4}, {%r10,%r11,%r12,%r13}, {%r14,%r15}, {%f0,%f0,%f0,%f0};
+    st.global.v4.f32 [%d6], {%f1,%f2,%f3,%f4};
+    """
+    out = run(body, words, out=torch.zeros(32, 4))
+    expected = a.float() @ b.float()
+    got = torch.zeros(16, 8)
+    for lane in range(32):
+        g, t = lane // 4, lane % 4
+        got[g, 2 * t : 2 * t + 2], got[g + 8, 2 * t : 2 * t + 2] = out[lane, :2], out[lane, 2:]
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
