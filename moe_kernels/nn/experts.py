@@ -69,11 +69,8 @@ class Experts(nn.Module):
         if part == "norms":
             return self.norms(x)
         assert plan is not None
-        return self.rows(x, plan) if part == "rows" else self.weighted(x, plan, weights)
-
-    def weighted(self, x: Tensor, plan: RoutingPlan, weights: Tensor | None) -> Tensor:
-        """(T, Dout): the weighted sum of a token's rows."""
-        return combine(self.rows(x, plan), plan, weights, backend=self.backend)
+        rows = self.rows(x, plan)
+        return rows if part == "rows" else combine(rows, plan, weights, backend=self.backend)
 
     def norms(self, x: Tensor) -> Tensor:
         """(T, E): the l2 norm of every expert's output for every token."""
@@ -190,7 +187,10 @@ class ExpertMLP(Experts):
         )
         return grouped_gemm(hidden, w_out, offsets, bias=b_out, backend=backend)
 
-    def weighted(self, x: Tensor, plan: RoutingPlan, weights: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, plan: RoutingPlan | None, weights: Tensor | None, *, part: str = "output") -> Tensor:
+        if part != "output":
+            return super().forward(x, plan, weights, part=part)
+        assert plan is not None
         if self.exchange is not None:
             y = combine(self._all_outputs(x, plan), plan, weights, backend=self.backend)
             return F.dropout(y, self.dropout, self.training)
