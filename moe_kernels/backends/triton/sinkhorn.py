@@ -105,6 +105,12 @@ def sinkhorn_sums_bwd(
     return dscores, drows, dcolumns
 
 
+def _within_reach(x: Tensor) -> Tensor:
+    """x (B, n, n), copied if an element of a matrix is 2^31 or more elements from the first: resident kernels count
+    those in 32 bits, as an address of 64 bits for each row costs registers."""
+    return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
+
+
 def _temperatures(taus: list[float], device: torch.device) -> Tensor:
     """taus, which fall geometrically, made on the device: to copy a list there would wait for it."""
     first, last, steps = taus[0], taus[-1], max(len(taus) - 1, 1)
@@ -124,7 +130,7 @@ def _launch_fwd(
     tolerance: float = -1.0,
 ) -> None:
     """p; or, where there is a history, that and the counts alone."""
-    batch, n, _ = scores.shape
+    scores, (batch, n, _) = _within_reach(scores), scores.shape
     if scores.numel() == 0:
         return
     blocks, warps = _blocks(n, "fwd" if history is None else "history", bool(sums))
@@ -149,7 +155,7 @@ def _launch_bwd(
     tolerance: float = -1.0,
     dsums: tuple[Tensor, ...] = (),
 ) -> None:
-    batch, n, _ = scores.shape
+    grad, scores, (batch, n, _) = _within_reach(grad), _within_reach(scores), scores.shape
     if scores.numel() == 0:
         return
     history = steps.new_empty((len(steps), 2, batch, n))

@@ -1,0 +1,156 @@
+"""sinkhorn's sums and tolerance, and the first and the last: iterations, matrices of a program, elements."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import TARGETS, Target, reason_to_skip, running
+from inputs import each_alone, far_apart, framed
+
+import moe_kernels as mk
+
+OP = "sinkhorn"
+
+
+@pytest.fixture(params=TARGETS, ids=lambda target: target.id)
+def target(request):
+    if reason := reason_to_skip(request.param, OP):
+        pytest.skip(f"{request.param.id}: {reason}")
+    with running(request.param):
+        yield request.param
+
+
+def sizes(target: Target) -> tuple[int, ...]:
+    """One n for every way of holding a matrix: across lanes, in part of a warp, in a block, read again."""
+    if target.interpreted and target.backend == "triton":
+        return (4, 12, 40, 70)
+    return (3, 4, 7, 12, 30, 50, 70, 130)
+
+
+def both(target: Target, leaves: dict, grad: torch.Tensor, iterations: int, place=torch.clone, **settings):
+    """p and the gradients of a target, and those of the definition in float64."""
+    found = []
+    for backend, dtype in ((target.backend, torch.float32), ("reference", torch.float64)):
+        put = place if backend == target.backend else torch.clone
+        given = {name: each.to(target.device, dtype) for name, each in leaves.items()}
+        given["scores"] = put(given["scores"])
+        given = {name: each.requires_grad_() for name, each in given.items()}
+        p = mk.sinkhorn(iterations=iterations, backend=backend, **given, **settings)
+        to = torch.autograd.grad(p, list(given.values()), put(grad.to(target.device, dtype)))
+        found.append((p.detach().cpu(), *(each.cpu() for each in to)))
+    return found
+
+
+def assert_same(found, what: object, atol: float = 2e-6) -> None:
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=atol, msg=lambda m: f"{what}: {m}")
+
+
+def uneven(n: int, total: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rows and columns are to sum to: about `total` each, the same altogether."""
+    rows, columns = (total * (1 + 0.2 * torch.rand(1, n)) for _ in range(2))
+    return rows, columns * (rows.sum() / columns.sum())
+
+
+@pytest.mark.parametrize("total", [8.0, 0.125])
+def test_a_tolerance_is_of_sums_not_of_their_ratio(target, total):
+    for n in sizes(target):
+        scores, grad = torch.randn(2, 1, n, n)
+        rows, columns = uneven(n, total)
+        leaves = {"scores": scores, "rows": rows, "columns": columns}
+
+        def stopped(tolerance, scores=scores, sums=(rows, columns)):
+            inputs = [each.double() for each in (scores, *sums)]
+            settings = {"rows": inputs[1], "columns": inputs[2], "tolerance": tolerance, "backend": "reference"}
+            return mk.sinkhorn(inputs[0], 9, **settings)
+
+        # A tolerance at which it makes a difference of more than rounding whether it counts `total` times as much.
+        tolerance = max(
+            (0.3**i * total for i in range(12)), key=lambda t: float((stopped(t) - stopped(t * total)).abs().max())
+        )
+        assert (stopped(tolerance) - stopped(tolerance * total)).abs().max() > 1e-4 * total, n
+        assert_same(both(target, leaves, grad, 9, tolerance=tolerance), (n, tolerance), atol=2e-6 * max(total, 1))
+
+
+@pytest.mark.parametrize("wrong", ["columns", "rows", "neither"])
+def test_what_is_near_before_the_first_iteration(target, wrong):
+    """Rows that sum to one beside columns that do not, and the reverse, are not near."""
+    for n in sizes(target):
+        scores = torch.full((2, n, n), -30.0)
+        scores[:, :, 0] = 0
+        if wrong == "rows":
+            scores = scores.mT.contiguous()
+        if wrong == "neither":
+            scores.fill_(-math.log(n))
+        leaves = {"scores": scores, "rows": torch.ones(2, n), "columns": torch.ones(2, n)}
+        found = both(target, leaves, torch.randn(2, n, n), 3, tolerance=1e-3)
+        assert_same(found, n)
+        assert float((found[0][0] - 1 / n).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("tau", [0.5, 2.0])
+def test_no_iteration_is_taken_of_what_is_near(target, tau):
+    """The gradient of exp(scores / tau) itself, at a temperature that is not 1."""
+    for n in sizes(target):
+        p = torch.rand(2, n, n, dtype=torch.float64) + 0.1
+        leaves = {"scores": p.log() * tau, "rows": p.sum(-1), "columns": p.sum(-2)}
+        grad = torch.randn(2, n, n)
+        found = both(target, leaves, grad, 4, tau=tau, tolerance=1e-2)
+        assert_same(found, n, atol=1e-4)
+        torch.testing.assert_close(found[0][1].double(), grad * p / tau, rtol=1e-4, atol=1e-5)
+        assert not found[0][2].any()
+        assert not found[0][3].any()
+
+
+# n, and more matrices than a program or a block holds, the last of which has too few.
+BATCHES = ((1, 300), (4, 130), (7, 40), (16, 19), (30, 5), (50, 3))
+
+
+@pytest.mark.parametrize("with_sums", [False, True], ids=["ones", "sums"])
+def test_more_matrices_than_a_program_holds(target, with_sums):
+    for n, batch in BATCHES:
+        scores, grad = torch.randn(2, batch, n, n)
+        scores[-1] *= 40  # in a form of its own
+        leaves = {"scores": scores}
+        if with_sums:
+            leaves |= {"rows": torch.rand(batch, n) + 0.3, "columns": torch.rand(batch, n) + 0.3}
+        assert_same(both(target, leaves, grad, 2), (n, batch), atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tau": 0.3}, {"tau": 0.3, "anneal_from": 1.0}], ids=str)
+def test_one_iteration(target, settings):
+    for n in (2, *sizes(target)):
+        scores, grad = torch.randn(2, 2, n, n)
+        assert_same(both(target, {"scores": scores}, grad, 1, **settings), n, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_sums", [False, True], ids=["ones", "sums"])
+def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
+    """NaN on all sides; matrices and rows of a matrix far apart."""
+    places = [framed, lambda x: far_apart(x, (2**30, x.shape[-1], 1))]
+    places.append(lambda x: far_apart(x, (x.shape[1] * 2**30, 2**30, 1)))
+    for n in (3, 12, 70) if target.interpreted else (3, 12, 40, 70, 130):
+        scores, grad = torch.randn(2, 3, n, n)
+        leaves = {"scores": scores}
+        if with_sums:
+            leaves |= {"rows": torch.rand(3, n) + 0.3, "columns": torch.rand(3, n) + 0.3}
+        for which, place in enumerate(places):
+            assert_same(both(target, leaves, grad, 2, place), (n, which), atol=1e-5)
+
+
+def test_each_gradient_alone_is_the_same(target):
+    for n in (4, 40):
+        on = {"device": target.device}
+        leaves = {"scores": torch.randn(2, n, n, **on), "noise": torch.randn(2, n, n, **on)}
+        leaves |= {"rows": torch.rand(2, n, **on) + 0.3, "columns": torch.rand(2, n, **on) + 0.3}
+        grad = torch.randn(2, n, n, **on)
+
+        def call(scores, **given):
+            return mk.sinkhorn(scores, 3, tau=0.7, backend=target.backend, **given)
+
+        given = {name: each.clone().requires_grad_() for name, each in leaves.items()}
+        together = torch.autograd.grad(call(**given), list(given.values()), grad)
+        alone = each_alone(call, leaves, grad)
+        assert all(torch.equal(one, alone[name]) for one, name in zip(together, leaves, strict=True))
