@@ -66,3 +66,19 @@ def test_no_kernel_leaves_contraction_to_the_compiler():
     found = launches("each_kernel")
     assert len({each["kernel"] for each in found}) >= 19
     assert not [each["kernel"] for each in found if each["options"]["enable_fp_fusion"]]
+
+
+def plans() -> None:
+    from moe_kernels.backends.triton import plan
+
+    for tokens in (1, 100, 5000):
+        experts = torch.randint(0, 128, (tokens, 8), dtype=torch.int32)
+        plan.make_plan_fwd(experts, 128, None, None, "token")
+
+
+def test_a_plan_takes_three_launches():
+    names = ["_plan_count", "_plan_scan", "_plan_rank"]
+    found = launches("plans")
+    assert [each["kernel"] for each in found] == 3 * names
+    # One warp ranks a tile: with more of them each would do all of it.
+    assert {each["options"]["num_warps"] for each in found if each["kernel"] == "_plan_rank"} == {1}

@@ -1,7 +1,7 @@
-"""The routing plan in Triton: a segmented rank over (expert, visiting order) in four launches.
+"""The routing plan in Triton: a segmented rank over (expert, visiting order) in three launches.
 
 Requests in visiting order fall into chunks; a request's slot is the number of requests to its expert in earlier chunks,
-and before it in its own. Nothing is sorted, there are no atomics, and the only scratch memory is chunks * E counts.
+and before it in its own. Nothing is sorted, and the only scratch memory is chunks * E counts.
 
 Priority routing does sort its T * E pairs. One program then walks down them, as the definition does: a thousand at a
 time while nothing is open, 64 at a time where something is. One multiprocessor works, and the host waits for nothing.
@@ -18,13 +18,15 @@ from moe_kernels.backends.triton import Configuration, launch, on_device, unsupp
 from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
-TILE = 64  # requests ranked together, each against each
+TILE = 32  # requests that one warp ranks together, each against each
+MATCHED = 64  # pairs that priority routing makes together
 CHUNKS = 1024  # at most: what one program of the scan holds for its experts
 COUNTS = 2**22  # at most, of all chunks together: fewer chunks where there are more than 4096 experts
-COUNTED = 1024  # requests counted together
+COUNTED = 256  # requests counted together
 WINDOW = 1024  # experts that a program counts
 WALKED = 1024  # pairs that priority routing looks at together
-SCANNED = 4  # experts that a program of the scan takes beside CHUNKS chunks; more beside fewer
+FEW_CHUNKS = 32  # with so few a program of the scan takes more experts
+SCANNED = {FEW_CHUNKS: 128, CHUNKS: 4}  # experts of a program of the scan, by the chunks that it holds
 
 
 def configurations() -> list[Configuration]:
@@ -33,20 +35,21 @@ def configurations() -> list[Configuration]:
     found = []
     for index in ("i32", "i64"):
         requests = {"experts_ptr": f"*{index}", "visit_ptr": "*i64", "counts_ptr": "*i32"}
+        counts = requests | {"scanned_ptr": "*i32"}
         rows = {f"{name}_ptr": "*i32" for name in ("expert_offsets", "row_token", "row_choice", "slot_row")}
         for visit in (False, True):
             name, constants = f"{index}{' priority' if visit else ''}", {"VISIT": visit, "BY_CHOICE": True}
             counted = constants | {"BLOCK": COUNTED, "BLOCK_E": WINDOW}
-            found.append(Configuration(f"plan_count {name}", _plan_count, requests | sizes, counted, 4))
+            found.append(Configuration(f"plan_count {name}", _plan_count, counts | sizes, counted, 4))
             types = requests | rows | {"capacity": "i32", "R": "i32"} | sizes
-            found.append(Configuration(f"plan_rank {name}", _plan_rank, types, constants | {"BLOCK": TILE}, 4))
-    types = {"counts_ptr": "*i32", "requested_ptr": "*i32", "chunks": "i32", "E": "i32"}
-    found.append(Configuration("plan_scan", _plan_scan, types, {"BLOCK_C": CHUNKS, "BLOCK_E": SCANNED}, 8))
-    types = {f"{name}_ptr": "*i32" for name in ("requested", "kept", "expert_offsets", "dropped")}
-    sizes = {"capacity": "i32", "E": "i32"}
-    found.append(Configuration("plan_finish", _plan_finish, types | sizes, {"BLOCK": WINDOW}, 4))
+            found.append(Configuration(f"plan_rank {name}", _plan_rank, types, constants | {"BLOCK": TILE}, 1))
+    arrays = ("counts", "scanned", "requested", "kept", "expert_offsets", "dropped")
+    types = {f"{name}_ptr": "*i32" for name in arrays} | {"capacity": "i32", "chunks": "i32", "E": "i32"}
+    for held, experts in SCANNED.items():
+        blocks = {"BLOCK_C": held, "BLOCK_E": experts, "BLOCK": WINDOW}
+        found.append(Configuration(f"plan_scan {held}", _plan_scan, types, blocks, 8))
     types = {"pairs_ptr": "*i64", "experts_ptr": "*i32", "room_ptr": "*i32", "most": "i32", "pairs": "i64", "E": "i32"}
-    found.append(Configuration("plan_match", _plan_match, types, {"BLOCK": WALKED, "TILE": TILE}, 8))
+    found.append(Configuration("plan_match", _plan_match, types, {"BLOCK": WALKED, "TILE": MATCHED}, 4))
     return found
 
 
@@ -78,11 +81,12 @@ def _requests(
     return token, choice, tl.where((expert >= 0) & (expert < E), expert, -1).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk", "T", "E"])
 def _plan_count(
     experts_ptr,  # (T, K)
     visit_ptr,  # (T)
     counts_ptr,  # (chunks, E)
+    scanned_ptr,  # () receives 0
     chunk,
     T,
     K,
@@ -105,16 +109,24 @@ def _plan_count(
         start += BLOCK
     e = window + tl.arange(0, BLOCK_E)
     tl.store(counts_ptr + tl.program_id(0).to(tl.int64) * E + e, counts, mask=e < E)
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(scanned_ptr, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "chunks"])
 def _plan_scan(
     counts_ptr,  # (chunks, E), receives the sums over the chunks before
+    scanned_ptr,  # () 0, counts the programs that are done
     requested_ptr,  # (E)
+    kept_ptr,  # (E)
+    expert_offsets_ptr,  # (E + 1)
+    dropped_ptr,  # ()
+    capacity,
     chunks,
     E,
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     c = tl.arange(0, BLOCK_C)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -123,10 +135,16 @@ def _plan_scan(
     counts = tl.load(at, mask=inside, other=0)
     tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=inside)
     tl.store(requested_ptr + e, tl.sum(counts, axis=0), mask=e < E)
+    # The program that is last knows that all others have stored: each thread's stores come before its barrier, the
+    # barrier before the atomic addition, which releases and acquires.
+    tl.debug_barrier()
+    if tl.atomic_add(scanned_ptr, 1) == tl.num_programs(0) - 1:
+        tl.debug_barrier()
+        _finish(requested_ptr, kept_ptr, expert_offsets_ptr, dropped_ptr, capacity, E, BLOCK)
 
 
 @triton.jit
-def _plan_finish(
+def _finish(
     requested_ptr,  # (E)
     kept_ptr,  # (E)
     expert_offsets_ptr,  # (E + 1)
@@ -140,7 +158,7 @@ def _plan_finish(
     start = 0
     while start < E:
         e = start + tl.arange(0, BLOCK)
-        requested = tl.load(requested_ptr + e, mask=e < E, other=0)
+        requested = tl.load(requested_ptr + e, mask=e < E, other=0, cache_modifier=".cg")  # past the first cache
         kept = tl.minimum(requested, capacity)
         tl.store(kept_ptr + e, kept, mask=e < E)
         tl.store(expert_offsets_ptr + e, used + tl.cumsum(kept, axis=0) - kept, mask=e < E)
@@ -151,7 +169,7 @@ def _plan_finish(
     tl.store(dropped_ptr, asked - used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["capacity", "R", "chunk", "T", "E"])
 def _plan_rank(
     experts_ptr,  # (T, K)
     visit_ptr,  # (T)
@@ -185,9 +203,9 @@ def _plan_rank(
         place = start + i
         token, choice, expert = _requests(experts_ptr, visit_ptr, place, end, T, K, E, VISIT, BY_CHOICE)
         asks = expert >= 0
-        # Peers before in the low half, peers after in the high one.
-        side = tl.where(i[None, :] < i[:, None], 1, tl.where(i[None, :] > i[:, None], 0x10000, 0))
-        peers = tl.sum(tl.where(expert[:, None] == expert[None, :], side, 0), axis=1)
+        # Peers before in the low half, peers after in the high one. A lane has a column and sums it alone.
+        side = tl.where(i[:, None] < i[None, :], 1, tl.where(i[:, None] > i[None, :], 0x10000, 0))
+        peers = tl.sum(tl.where(expert[:, None] == expert[None, :], side, 0), axis=0)
         later = peers >> 16
         slot = tl.load(next_ptr + expert, mask=asks, other=0) + (peers & 0xFFFF)
         # Counts change between the two barriers only: every thread has read them, and none reads the next ones yet.
@@ -246,7 +264,7 @@ def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.cons
     return made
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most", "pairs", "E"])
 def _plan_match(
     pairs_ptr,  # (T * E) token * E + expert in descending score
     experts_ptr,  # (T) -1, receives the expert of every token that finds one
@@ -298,19 +316,19 @@ def make_plan_fwd(
     how = {"VISIT": visit is not None, "BY_CHOICE": order == "choice"}
 
     window = min(max(triton.next_power_of_2(num_experts), 32), WINDOW)
-    block = min(triton.next_power_of_2(chunk), COUNTED)
     grid = (chunks, triton.cdiv(num_experts, window))
-    launch(_plan_count, grid, *requests, *sizes, **how, BLOCK=block, BLOCK_E=window)
-    held = triton.next_power_of_2(chunks)
-    scanned = min(CHUNKS * SCANNED // held, 128)
+    # `dropped` counts the programs of the scan until the last of them stores it.
+    launch(_plan_count, grid, *requests, dropped, *sizes, **how, BLOCK=COUNTED, BLOCK_E=window, num_warps=4)
+    held = FEW_CHUNKS if chunks <= FEW_CHUNKS else CHUNKS
     launch(
-        _plan_scan, (triton.cdiv(num_experts, scanned),),
-        counts, requested, chunks, num_experts, BLOCK_C=held, BLOCK_E=scanned, num_warps=8 if held >= 32 else 4,
+        _plan_scan, (triton.cdiv(num_experts, SCANNED[held]),),
+        counts, dropped, requested, kept, expert_offsets, dropped, limit, chunks, num_experts,
+        BLOCK_C=held, BLOCK_E=SCANNED[held], BLOCK=window, num_warps=8,
     )  # fmt: skip
-    launch(_plan_finish, (1,), requested, kept, expert_offsets, dropped, limit, num_experts, BLOCK=window)
     launch(
         _plan_rank, (chunks,),
-        *requests, expert_offsets, row_token, row_choice, slot_row, limit, rows, *sizes, **how, BLOCK=TILE,
+        *requests, expert_offsets, row_token, row_choice, slot_row, limit, rows, *sizes, **how,
+        BLOCK=TILE, num_warps=1,
     )  # fmt: skip
     return arrays
 
@@ -342,7 +360,7 @@ def plan_priority_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
     most = min(num_tokens, num_experts * capacity)
     if most:
         sizes = (most, pairs.numel(), num_experts)
-        launch(_plan_match, (1,), pairs, experts, room, *sizes, BLOCK=WALKED, TILE=TILE, num_warps=8)
+        launch(_plan_match, (1,), pairs, experts, room, *sizes, BLOCK=WALKED, TILE=MATCHED, num_warps=4)
     first = scores.argmax(dim=1) if num_tokens else pairs
     requested = torch.zeros_like(room).scatter_add_(0, first, torch.ones_like(first, dtype=torch.int32))
     offsets, row_token, row_choice, slot_row, _, kept, _ = make_plan_fwd(experts, num_experts, capacity, None, "token")
