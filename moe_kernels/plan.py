@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +96,57 @@ class RoutingPlan:
         wide = expert.new_zeros(self.num_tokens, self.num_experts + 1, dtype=torch.bool)
         return wide.scatter(1, expert, True)[:, : self.num_experts]
 
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> RoutingPlan:
+        """The plan with every array on that device; this one if they are there already.
+
+        non_blocking: as in Tensor.to: a copy from pinned memory to a GPU does not wait.
+        """
+        moved = [each.to(device, non_blocking=non_blocking) for each in self._arrays()]
+        same = all(new is old for new, old in zip(moved, self._arrays(), strict=True))
+        return self if same else RoutingPlan(self.num_tokens, self.num_experts, *moved)
+
+    def pin_memory(self) -> RoutingPlan:
+        """The plan with every array in page-locked memory, as a DataLoader with pin_memory=True makes it."""
+        return RoutingPlan(self.num_tokens, self.num_experts, *(each.pin_memory() for each in self._arrays()))
+
+    def state_dict(self) -> dict[str, int | Tensor]:
+        """The fields by name, a dict that torch.save writes and torch.load(weights_only=True) reads.
+
+        torch.save(plan.state_dict(), file);  plan = RoutingPlan.from_state_dict(torch.load(file))
+        """
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> RoutingPlan:
+        """The plan of a `state_dict`.
+
+        Raises:
+            ValueError: fields are missing or unknown.
+            TypeError: num_tokens or num_experts is no int, or an array no int32 tensor.
+        """
+        plan = cls.__new__(cls)
+        plan.__setstate__(state)
+        return plan
+
+    def __getstate__(self) -> dict[str, int | Tensor]:
+        return self.state_dict()
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        # Of a file that torch.load read: nothing but the fields is taken. Operations check how they fit together.
+        names = [each.name for each in fields(self)]
+        if sorted(state) != sorted(names):
+            raise ValueError(f"RoutingPlan: expected the fields {', '.join(names)}; got {', '.join(state)}")
+        for name, value in state.items():
+            expected = "an int" if name in ("num_tokens", "num_experts") else "an int32 tensor"
+            tensor = isinstance(value, Tensor) and value.dtype == torch.int32
+            if not (type(value) is int if expected == "an int" else tensor):
+                got = getattr(value, "dtype", type(value).__name__)
+                raise TypeError(f"RoutingPlan: {name} must be {expected}, got {got}")
+            object.__setattr__(self, name, value)
+
+    def _arrays(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, each.name) for each in fields(self)[2:])
+
     def to_padded(self, rows: Tensor, capacity: int) -> Tensor:
         """rows (R, D) -> (E, capacity, D): slot c of expert e, zeros where it is empty.
 
@@ -128,3 +181,4 @@ def _rows_or_zeros(rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 register(RoutingPlan)
+torch.serialization.add_safe_globals([RoutingPlan])  # torch.load(weights_only=True) of a plan, or of what holds one
