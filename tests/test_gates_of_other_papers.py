@@ -248,3 +248,45 @@ def test_phase_two_trains_the_sparse_gates_alone():
         "gate.second.linear.bias",
     }
     assert all(one is other for one, other in zip(left, layer.gate.second.parameters(), strict=True))
+
+
+def test_xmoe_with_a_normalisation_layer_and_a_learnable_temperature():
+    """Paper 004's words for XMoE: cosine of LayerNorm(W x), over a temperature that trains."""
+    gate, x = XMoEGate(D, E, K, embedding=3, score="learned", temperature=0.5), torch.randn(T, D)
+    with torch.no_grad():
+        gate.norm.weight.copy_(torch.tensor([1.0, 2.0, 0.5]))
+        gate.norm.bias.copy_(torch.tensor([0.1, 0.0, -0.2]))
+    r = x @ gate.linear.weight.t()
+    centred = r - r.mean(-1, keepdim=True)
+    r = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gate.norm.weight + gate.norm.bias
+    cosine = (r / r.norm(dim=-1, keepdim=True)) @ (gate.embeddings / gate.embeddings.norm(dim=-1, keepdim=True)).t()
+    expected = (cosine / 0.5).topk(K)
+    out = gate(x)
+    torch.testing.assert_close(out.weights, expected.values.softmax(-1), rtol=1e-4, atol=1e-5)
+    assert torch.equal(out.experts.long(), expected.indices)
+    out.weights[:, 0].sum().backward()
+    assert gate.log_temperature.grad.abs() > 1e-3
+    assert gate.norm.weight.grad.abs().min() > 0
+    torch.testing.assert_close(gate.router_probs(x), (cosine / 0.5).softmax(-1).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_members_of_an_ensemble_have_the_losses_of_v_moe_each_over_its_own_tokens():
+    draw = torch.Generator().manual_seed(3)
+    gate, x, ids = (
+        EnsembleGate(D, 6, K, members=2, noise=True, importance=0.5, load=0.25),
+        torch.randn(T, D),
+        torch.arange(T) % 2,
+    )
+    with pytest.raises(ValueError, match="EnsembleGate: load needs noise=True"):
+        EnsembleGate(D, 6, K, members=2, load=0.25)
+    gate.generator = torch.Generator().manual_seed(3)
+    out = gate(x, ids)
+    noise = torch.empty(T, 3).normal_(generator=draw) / 3
+    logits = torch.stack([x[t] @ gate.weight[ids[t]] for t in range(T)])
+    own = [ids == member for member in range(2)]
+    importance = sum(losses.importance_loss(logits[mine].softmax(-1)) for mine in own) / 2
+    load = sum(losses.load_loss(logits[mine], (logits + noise)[mine], K, 1 / 3) for mine in own) / 2
+    torch.testing.assert_close(out.losses["importance"], 0.5 * importance)
+    torch.testing.assert_close(out.losses["load"], 0.25 * load)
+    assert gate.eval()(x, ids).losses == {}
+    torch.testing.assert_close(gate.router_probs(x, ids), logits.softmax(-1).detach())
