@@ -1,6 +1,6 @@
 """Thin modules over the operations: parameters and reshapes; no algorithm lives here."""
 
-from moe_kernels.nn import schedules
+from moe_kernels.nn import convert, schedules
 from moe_kernels.nn._output import collect_outputs
 from moe_kernels.nn.comet import ACTIVATIONS, CometFFN, CometMLP, FixedRouting, MaskedLinear
 from moe_kernels.nn.experts import ExpertLayer, ExpertMLP, Experts
@@ -82,6 +82,7 @@ __all__ = [
     "batch_variation",
     "collect_outputs",
     "competition_loss",
+    "convert",
     "cv_squared",
     "distillation_loss",
     "ensemble_log_probs",

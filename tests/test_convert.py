@@ -1,0 +1,124 @@
+"""Experts from and to other layouts: the outputs of the modules that the layouts come from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import moe_kernels as mk
+from moe_kernels import nn as mnn
+from moe_kernels.nn import convert
+
+E, D, H, OUT, T = 3, 6, 5, 4, 10
+
+
+class Mixtral(nn.Module):
+    """An expert as transformers had it before version 5."""
+
+    def __init__(self, bias):
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(D, H, bias=bias) for _ in range(2))
+        self.w2 = nn.Linear(H, OUT, bias=bias)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Plain(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(D, H, bias=bias), nn.Linear(H, OUT, bias=bias)
+
+    def forward(self, x):
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("kind", [Mixtral, Plain])
+def test_experts_of_linear_layers(kind, bias):
+    torch.manual_seed(0)
+    theirs = nn.ModuleDict({"experts": nn.ModuleList(kind(bias) for _ in range(E)), "other": nn.Linear(2, 2)})
+    names = convert.MIXTRAL if kind is Mixtral else ("fc1", "fc2")
+    ours = mnn.ExpertMLP(E, D, H, OUT, activation="swiglu" if kind is Mixtral else "gelu", bias=bias)
+    ours.load_state_dict(convert.from_linear(theirs.state_dict(), "experts.", names))
+    x, experts = torch.randn(T, D), torch.randint(E, (T, 1))
+    y = ours(x, mk.make_plan(experts, E), None)
+    expected = torch.stack([theirs["experts"][int(e)](row) for row, e in zip(x, experts, strict=True)])
+    torch.testing.assert_close(y, expected)
+    back = convert.to_linear(ours.state_dict(), "experts.", names)
+    state = {key: value for key, value in theirs.state_dict().items() if key.startswith("experts.")}
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[key], state[key]) and back[key].is_contiguous() for key in state)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "transposed"])
+def test_experts_of_stacked_layouts(transposed, interleaved, bias):
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(E, 2 * H, D), torch.randn(E, OUT, H)
+    biases = torch.randn(E, 2 * H), torch.randn(E, OUT)
+    state = {"gate_up_proj": gate_up.mT if transposed else gate_up, "down_proj": down.mT if transposed else down}
+    if bias:
+        state |= {"gate_up_proj_bias": biases[0], "down_proj_bias": biases[1]}
+    state = {f"mlp.experts.{key}": value for key, value in state.items()}
+    options = {"transposed": transposed, "interleaved": interleaved}
+    found = convert.from_stacked(state, "mlp.experts.", **options)
+    ours = mnn.ExpertMLP(E, D, H, OUT, activation="swiglu", bias=bias)
+    ours.load_state_dict(found)
+    x, experts = torch.randn(T, D), torch.randint(E, (T,))
+    y = ours(x, mk.make_plan(experts[:, None], E), None)
+    for row, e, got in zip(x, experts, y, strict=True):
+        pre = gate_up[e] @ row + (biases[0][e] if bias else 0)
+        gate, up = (pre[::2], pre[1::2]) if interleaved else pre.chunk(2)
+        torch.testing.assert_close(got, down[e] @ (F.silu(gate) * up) + (biases[1][e] if bias else 0))
+    back = convert.to_stacked(found, "mlp.experts.", **options)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[key], state[key]) for key in state)
+
+
+def linear():
+    return nn.ModuleList(Mixtral(False) for _ in range(E)).state_dict()
+
+
+def without(state, key):
+    return {name: value for name, value in state.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: convert.from_linear({}, "a."), KeyError, "from_linear: expected keys a.0.w1.weight"),
+        (lambda: convert.from_linear(without(linear(), "1.w2.weight")), KeyError, "1.w2.weight is missing"),
+        (lambda: convert.from_linear(linear() | {"0.w4.weight": torch.ones(1)}), KeyError, "0.w4.weight is unknown"),
+        (
+            lambda: convert.from_linear(linear() | {"2.w1.weight": torch.ones(H, D + 1)}),
+            ValueError,
+            r"2.w1.weight must have the shape of expert 0, \(5, 6\); got \(5, 7\)",
+        ),
+        (
+            lambda: convert.from_linear(linear() | {f"{e}.w2.weight": torch.ones(OUT, H + 1) for e in range(E)}),
+            ValueError,
+            r"0.w2.weight must be \(Dout, 5\) beside w1; got \(4, 6\)",
+        ),
+        (lambda: convert.from_linear(linear(), names="w1"), ValueError, "names must be"),
+        (
+            lambda: convert.to_linear(mnn.ExpertMLP(E, D, H).state_dict()),
+            ValueError,
+            "to_linear: w_in of gated experts must have 2 H = 10 columns, got 5",
+        ),
+        (lambda: convert.to_linear({"w_in": torch.ones(1)}), KeyError, "to_linear: w_out is missing"),
+        (
+            lambda: convert.from_stacked({"gate_up_proj": torch.ones(E, 8, D), "down_proj": torch.ones(E, D, H)}),
+            ValueError,
+            "from_stacked: expected w_in",
+        ),
+        (lambda: convert.from_stacked({"gate_up_proj": torch.ones(E, 8, D)}), KeyError, "down_proj is missing"),
+        (lambda: convert.to_stacked({"w_in": torch.ones(1), "w_out": torch.ones(1)}), ValueError, "3 dimensions"),
+    ],
+)
+def test_what_does_not_fit_is_named(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
