@@ -1,4 +1,4 @@
-"""python -m moe_kernels info | verify | train"""
+"""python -m moe_kernels info | verify | train | study"""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; the exit status is 1 where something failed and 2 where the command makes no sense."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m moe_kernels", description="Kernels for mixtures of experts.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | train")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | train | study")
     commands.add_parser("info", help="this machine, what was built for it, and which backend runs which operation")
     _add_verify(commands.add_parser("verify", help="every kernel that can run here against its reference"))
     train = commands.add_parser("train", help="train the systems of the papers: a recipe, its data, a table at the end")
     if words[:1] == ["train"]:  # only then: its arguments need modules that info and verify can do without
         importlib.import_module("moe_kernels.train").add_arguments(train, words[1:])
+    study = commands.add_parser("study", help="experiments of the papers that compare no trained models, with pictures")
+    if words[:1] == ["study"]:
+        importlib.import_module("moe_kernels.studies").add_arguments(study, words[1:])
     args = parser.parse_args(words)
     if args.command == "info":
         print(info.describe())
         return 0
     if args.command == "verify":
         return _verify(parser, args)
-    return importlib.import_module("moe_kernels.train").run(args)
+    module = "moe_kernels.train" if args.command == "train" else "moe_kernels.studies"
+    return importlib.import_module(module).run(args)
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:

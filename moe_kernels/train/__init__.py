@@ -29,7 +29,7 @@ from moe_kernels.train.report import legend, picture, summarise, table, write_js
 from moe_kernels.train.sweeps import pivot, sweep_picture
 from moe_kernels.train.trained import Trained, load_model
 
-__all__ = ["Trained", "add_arguments", "check_agreement", "load_model", "run"]
+__all__ = ["Trained", "add_arguments", "add_field", "check_agreement", "load_model", "run", "within"]
 
 DEFAULT = "comet"
 
@@ -55,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
 
     parser.add_argument("recipe", nargs="?", type=first, default=name, help="first of all; its options are its own")
     for field in dataclasses.fields(recipe):
-        _add_field(parser, field, recipe.SIDES)
-    number = _within(int, 1)
+        add_field(parser, field, recipe.SIDES)
+    number = within(int, 1)
     parser.add_argument("--seeds", type=number, default=1, help="how many, for a mean and a spread (default: 1)")
-    parser.add_argument("--every", type=_within(int, 0), default=0, help="steps between evaluations; 0: an epoch")
+    parser.add_argument("--every", type=within(int, 0), default=0, help="steps between evaluations; 0: an epoch")
     parser.add_argument(
         "--out", type=Path, help="folder for log, checkpoint, result and picture (default: none written)"
     )
@@ -214,7 +214,8 @@ def _scale(comparison: Comparison) -> str:
     return f"{data.source.name}: {', '.join(parts)}; {length} a side and seed"
 
 
-def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides: tuple[str, ...]) -> None:
+def add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides: tuple[str, ...]) -> None:
+    """Declares the option of a field that recipes.option made."""
     name = f"--{field.name.replace('_', '-')}"
     default: Any = field.default
     several = isinstance(default, tuple)
@@ -225,14 +226,16 @@ def _add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides:
         return
     kind: Any = type(default[0]) if several and default else float if several else type(default)
     if kind is not str:
-        kind = _within(kind, *(field.metadata[end] for end in ("low", "high")))
+        kind = within(kind, *(field.metadata[end] for end in ("low", "high")))
     choices = sides if field.name == "sides" else field.metadata["choices"]
     nargs = "+" if several or field.metadata["sweep"] else None
     text += "; several values are compared" * field.metadata["sweep"]
     parser.add_argument(name, type=kind, default=default, choices=choices, nargs=nargs, help=text)
 
 
-def _within(kind: type, low: float | None, high: float | None = None) -> Callable[[str], Any]:
+def within(kind: type, low: float | None, high: float | None = None) -> Callable[[str], Any]:
+    """A type for argparse: a finite number from low to high."""
+
     def parse(text: str) -> Any:
         value = kind(text)
         if not -math.inf < value < math.inf:

@@ -1,0 +1,122 @@
+"""Paper 000, section 4.1.1 and Figure 2: do similar inputs get similar masks, and similar activations?
+
+500 pairs of inputs of length 100, each input with components from N(mu, 25), mu an integer from 0 to 100; networks of
+10 hidden layers of 512. For every pair: the cosine of the inputs, that of the masks of all layers, and that of the masked
+activations, means over 10 networks. The paper draws 10 networks for every pair; --fresh does so, else 10 serve all
+pairs, which takes seconds instead of minutes. p = 1 is the dense network, the baseline of Figure 2b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_kernels import info
+from moe_kernels.nn.comet import ACTIVATIONS, CometMLP
+from moe_kernels.ops.kwta import k_from_fraction, kwta_mask
+from moe_kernels.studies import Study, option, write_rows
+from moe_kernels.train.plotting import plotting, save
+
+
+@dataclass(frozen=True)
+class Similarity(Study):
+    """The study's options; their defaults are the paper's."""
+
+    pairs: int = option(500, "of inputs", low=1)
+    networks: int = option(10, "of random weights", low=1)
+    fresh: bool = option(False, "draw the networks anew for every pair, as the paper does")
+    inputs: int = option(100, "length of an input", low=2)
+    hidden: int = option(512, "neurons of a hidden layer", low=1)
+    layers: int = option(10, "hidden layers", low=1)
+    keep: tuple[float, ...] = option((0.1, 0.3, 0.5, 0.7, 0.9, 1.0), "keep fractions p", low=0, high=1)
+    activation: str = option("tanh", "of the backbone; the paper names none here", choices=tuple(sorted(ACTIVATIONS)))
+
+    def run(self, out: Path | None) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        means = torch.randint(0, 101, (2, self.pairs, 1), generator=generator)
+        x = means + 5 * torch.randn(2, self.pairs, self.inputs, generator=generator)
+        of_inputs = torch.cosine_similarity(x[0], x[1])
+        masks = {p: torch.zeros(self.pairs) for p in self.keep}
+        activations = {p: torch.zeros(self.pairs) for p in self.keep}
+        for some in torch.arange(self.pairs).split(1 if self.fresh else self.pairs):
+            for _ in range(self.networks):
+                widths = (self.inputs, *[self.hidden] * self.layers, 1)
+                network = CometMLP(widths, 1.0, activation=self.activation, generator=generator)
+                for p in self.keep:
+                    found = self._similarities(network, x[:, some], p)
+                    masks[p][some] += found[0] / self.networks
+                    activations[p][some] += found[1] / self.networks
+        rows = []
+        for p in self.keep:
+            both = (masks[p], activations[p])
+            numbers = [measure(of_inputs, each) for measure in (_correlation, _slope) for each in both]
+            rows.append((f"{p:g}", *(f"{number:.3f}" for number in numbers)))
+        header = ("keep p", "rank correlation with masks", "with activations", "slope of masks", "of activations")
+        print(info.table(header, rows))
+        print("Of the cosine of the two inputs with that of their masks, and of their masked activations.")
+        if out is not None:
+            self._write(out, of_inputs, masks, activations)
+
+    @torch.no_grad()
+    def _similarities(self, network: CometMLP, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+        """x (2, pairs, inputs) -> the cosines (pairs) of masks and of masked activations, all layers side by side."""
+        k = k_from_fraction(p, self.hidden)
+        z, h = x, x
+        masks, activations = [], []
+        for v, layer in zip(network.router.buffers(), network.hidden, strict=True):
+            scores = z @ v.t()
+            mask = kwta_mask(scores, k)
+            z = scores * mask
+            h = layer(h) * mask
+            masks.append(mask.float())
+            activations.append(h)
+        first, second = (torch.cat(each, -1) for each in (masks, activations))
+        return torch.cosine_similarity(first[0], first[1]), torch.cosine_similarity(second[0], second[1])
+
+    def _write(self, out: Path, inputs: Tensor, masks: dict[float, Tensor], activations: dict[float, Tensor]) -> None:
+        write_rows(
+            out / "similarity.csv",
+            [
+                {
+                    "keep": p,
+                    "pair": i,
+                    "inputs": inputs[i].item(),
+                    "masks": masks[p][i].item(),
+                    "activations": activations[p][i].item(),
+                }
+                for p in self.keep
+                for i in range(self.pairs)
+            ],
+        )
+        pyplot = plotting()
+        if pyplot is None:
+            return
+        canvas, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+        for axis, found, name in ((axes[0], masks, "masks"), (axes[1], activations, "masked activations")):
+            for p in self.keep:
+                if name == "masks" and p == 1:
+                    continue  # every neuron is on
+                axis.scatter(inputs, found[p], s=4, label=f"p = {p:g}")
+            axis.set(xlabel="cosine of the inputs", ylabel=f"cosine of the {name}")
+            axis.legend(fontsize="small")
+        save(canvas, out / "similarity.png")
+
+
+def _ranks(x: Tensor) -> Tensor:
+    return x.argsort(stable=True).argsort(stable=True).double()
+
+
+def _correlation(a: Tensor, b: Tensor) -> float:
+    """Spearman's; NaN where one of them does not vary."""
+    if a.unique().numel() == 1 or b.unique().numel() == 1:
+        return float("nan")
+    return float(torch.corrcoef(torch.stack([_ranks(a), _ranks(b)]))[0, 1])
+
+
+def _slope(a: Tensor, b: Tensor) -> float:
+    """Of the least-squares line of b over a."""
+    a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
+    return float((a * b).sum() / (a * a).sum()) if a.abs().max() > 0 else float("nan")

@@ -1,0 +1,121 @@
+"""Paper 000, section 4.1.2 and Figure 3: how often is every neuron of a random COMET network active, and are any dead?
+
+1000 random networks of 4 layers, each with N ~ U(100, 1000) neurons a layer and sparsity 1 - p ~ U(0.05, 1), see the
+whole data set. The paper's data are CIFAR-10; it finds 7.6e-4 % of all neurons dead, in fewer than 2 % of the networks,
+and that many of these answer another data set (--other), CIFAR-100 there. digits and MNIST have a mean image far from
+zero, so that more neurons are dead there; --centre takes it off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_kernels import info
+from moe_kernels.data import Images, load
+from moe_kernels.nn.comet import FixedRouting
+from moe_kernels.nn.utilisation import Utilisation
+from moe_kernels.studies import Study, option, write_rows
+from moe_kernels.train.plotting import plotting, save
+
+BINS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95)  # of the keep fraction
+
+
+@dataclass(frozen=True)
+class UtilisationStudy(Study):
+    """The study's options; their defaults are the paper's, but for the data."""
+
+    data: str = option("digits", "images: digits, or a path to CIFAR-10 or another set")
+    other: str = option("", "a second set of as many pixels: how many of the dead neurons answer it")
+    centre: bool = option(False, "take the mean image of the data off, of both sets")
+    networks: int = option(1000, "of random weights", low=1)
+    layers: int = option(4, "linear layers: one more than hidden ones", low=2)
+    width: tuple[int, ...] = option((100, 1000), "least and most neurons of a hidden layer", low=1)
+    sparsity: tuple[float, ...] = option((0.05, 1.0), "least and most 1 - p", low=0, high=1)
+    samples: int = option(0, "images to pass through, the first ones; 0: all", low=0)
+
+    def run(self, out: Path | None) -> None:
+        first, second = self._images(self.data), self._images(self.other) if self.other else None
+        mean = first.mean(0) if self.centre else torch.zeros(())
+        first, second = first - mean, None if second is None else second - mean
+        if second is not None and second.shape[1] != first.shape[1]:
+            raise ValueError(f"utilisation: both sets must have {first.shape[1]} pixels, {self.other} has others")
+        generator = torch.Generator().manual_seed(self.seed)
+        rows = []
+        extremes: dict[str, tuple[float, list[Tensor]]] = {}
+        for number in range(self.networks):
+            router, p = self._draw(first.shape[1], generator)
+            share = _shares(router, first)
+            dead = [each == 0 for each in share]
+            row = {
+                "network": number,
+                "width": router.widths[1],
+                "keep": p,
+                "neurons": sum(each.numel() for each in share),
+                "dead": sum(int(each.sum()) for each in dead),
+                "least": min(each.min().item() for each in share),
+            }
+            if second is not None:
+                other = _shares(router, second)
+                row["woken"] = sum(int((d & (s > 0)).sum()) for d, s in zip(dead, other, strict=True))
+            rows.append(row)
+            for name, better in (("sparsest", lambda a, b: a < b), ("densest", lambda a, b: a > b)):
+                if name not in extremes or better(p, extremes[name][0]):
+                    extremes[name] = p, share
+        self._print(rows)
+        if out is not None:
+            write_rows(out / "utilisation.csv", rows)
+            _draw_picture(out / "utilisation.png", rows, extremes)
+
+    def _images(self, name: str) -> Tensor:
+        data = load(name)
+        if not isinstance(data, Images):
+            raise ValueError(f"utilisation: expected images, {name} has {data.name}")
+        return torch.cat([data.train_x, data.test_x])[: self.samples or None]
+
+    def _draw(self, inputs: int, generator: torch.Generator) -> tuple[FixedRouting, float]:
+        (low, high), (least, most) = self.width[:2], self.sparsity[:2]
+        width = int(torch.randint(low, high + 1, (), generator=generator))
+        sparsity = least + (most - least) * torch.rand((), generator=generator).item()
+        p = max(1 - sparsity, 1e-6)
+        return FixedRouting((inputs, *[width] * (self.layers - 1)), p, generator=generator), p
+
+    def _print(self, rows: list[dict[str, float]]) -> None:
+        lines = []
+        for low, high in [*zip(BINS, (*BINS[1:], 1.0), strict=True), (0.0, 1.0)]:
+            mine = [row for row in rows if low <= row["keep"] < high or (high == 1 and row["keep"] == 1)]
+            if not mine:
+                continue
+            neurons, dead = (sum(row[name] for row in mine) for name in ("neurons", "dead"))
+            woken = f"{sum(row['woken'] for row in mine) / dead:.1%}" if "woken" in mine[0] and dead else "-"
+            label = "all" if (low, high) == (0.0, 1.0) else f"{low:g} to {high:g}"
+            some = sum(row["dead"] > 0 for row in mine) / len(mine)
+            lines.append((label, len(mine), neurons, f"{dead / neurons:.2e}", f"{some:.1%}", woken))
+        header = ("keep p", "networks", "neurons", "dead", "networks with dead ones", "answer the other set")
+        print(info.table(header, lines))
+
+
+@torch.no_grad()
+def _shares(router: FixedRouting, x: Tensor) -> list[Tensor]:
+    counted = Utilisation()
+    for chunk in x.split(4096):
+        counted.update(router.masks(chunk))
+    return counted.share()
+
+
+def _draw_picture(path: Path, rows: list[dict[str, float]], extremes: dict[str, tuple[float, list[Tensor]]]) -> None:
+    pyplot = plotting()
+    if pyplot is None:
+        return
+    canvas, axes = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    for axis, (p, share) in zip(axes, extremes.values(), strict=False):
+        for layer, each in enumerate(share, 1):
+            axis.plot(each.sort(descending=True).values, label=f"layer {layer}")
+        axis.set(xlabel="neurons of the layer, sorted", ylabel="share of the images", title=f"one network, p = {p:.3f}")
+        axis.legend(fontsize="small")
+    axes[2].scatter([row["keep"] for row in rows], [row["dead"] / row["neurons"] for row in rows], s=6)
+    axes[2].set(xlabel="keep fraction p", ylabel="share of dead neurons", title=f"{len(rows)} networks")
+    save(canvas, path)
