@@ -11,11 +11,14 @@ import dataclasses
 import importlib
 import importlib.util
 import math
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,11 +28,15 @@ from moe_kernels.recipes import Recipe
 from moe_kernels.train import checkpoint
 from moe_kernels.train.agreement import Agreement, check_agreement, print_agreement
 from moe_kernels.train.comparison import Comparison
+from moe_kernels.train.loop import Run
 from moe_kernels.train.report import legend, picture, summarise, table, write_json
 from moe_kernels.train.sweeps import pivot, sweep_picture
 from moe_kernels.train.trained import Trained, load_model
 
 __all__ = ["Trained", "add_arguments", "add_field", "check_agreement", "load_model", "run", "within"]
+
+if TYPE_CHECKING:
+    from moe_kernels.train.ranks import Ranks
 
 DEFAULT = "comet"
 
@@ -71,10 +78,23 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
         help="of the CPU (default: torch's; 1 for digits, whose steps are over before a second thread wakes)",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write every number there")
+    parser.add_argument(
+        "--expert-parallel",
+        type=number,
+        metavar="N",
+        help="ranks that share the experts, under torchrun; further ranks are replicas (default: one process)",
+    )
+    parser.add_argument(
+        "--rank-timeout",
+        type=_within(float, 1),
+        metavar="S",
+        help="seconds that a rank waits for the others before it ends with a message (default: torch's)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, training, table. 0; 1 if backend and reference disagree; 2 if it cannot start; 130 if interrupted."""
+    """Check, training, table. Returns 0; 1 if backend and reference disagree; 2 if it cannot start; 3 if another rank
+    failed or did not answer in time; 130 if interrupted."""
     threads, flushed = torch.get_num_threads(), _flushes_denormals()
     with ExitStack() as stack:
         try:
@@ -86,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
                 checkpoint.try_place(args.json)
             recipe = _recipe(args)
             device = _device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            ranks = _ranks(args, device, stack)
             backend = backends.choose("kwta", None, torch.empty(0, device=device))
             if not args.data:
                 (field,) = (each for each in dataclasses.fields(recipe) if each.name == "data")
@@ -97,16 +118,56 @@ def run(args: argparse.Namespace) -> int:
             # A permutation's entries fall to 1e-40 at low temperatures, and a product with such gradients takes a CPU
             # 60 times as long: a step of MovieLens took 500 ms, and takes 140.
             torch.set_flush_denormal(True)
-            comparison = Comparison(recipe, recipe.splits(data.to(device)), args.seeds, args.every, args.out)
+            splits, make = recipe.splits(data.to(device)), Run if ranks is None else ranks.run
+            comparison = Comparison(recipe, splits, args.seeds, args.every, args.out, make)
             if args.resume:
                 comparison.resume()
-            return _run(args, comparison, backend)
+            if ranks is not None:
+                ranks.wait()
+                if ranks.rank and args.out:  # rank 0 writes; the others' files go with their process
+                    comparison.out = args.out = Path(stack.enter_context(TemporaryDirectory()))
+            return _run(args, comparison, backend, ranks)
         except (ValueError, ImportError, OSError, backends.BackendError) as error:
-            print(f"train: {error}", file=sys.stderr)
+            print(f"train: {_rank(args)}{error}", file=sys.stderr)
             return 2
+        except RuntimeError as error:
+            if not args.expert_parallel:
+                raise
+            traceback.print_exc()
+            print(f"train: {_rank(args)}{_lost(args, error)}", file=sys.stderr)
+            return 3
         finally:
             torch.set_num_threads(threads)
             torch.set_flush_denormal(flushed)
+
+
+def _ranks(args: argparse.Namespace, device: torch.device, stack: ExitStack) -> Ranks | None:
+    """The ranks of a training under torchrun, of which rank 0 alone prints; None in one process."""
+    if not args.expert_parallel:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError(
+                "torchrun started several ranks: add --expert-parallel N, the ranks that share the experts"
+            )
+        return None
+    started = importlib.import_module("moe_kernels.train.ranks").started
+    ranks = stack.enter_context(started(args.expert_parallel, device.type, args.rank_timeout))
+    if ranks.rank:
+        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))  # noqa: SIM115
+        args.json = None
+    return ranks
+
+
+def _rank(args: argparse.Namespace) -> str:
+    """Who speaks, where there are several."""
+    return f"rank {os.environ.get('RANK', '?')}: " if args.expert_parallel else ""
+
+
+def _lost(args: argparse.Namespace, error: RuntimeError) -> str:
+    """Why a rank ends, and how to go on."""
+    first = str(error).partition("\n")[0]
+    saved = args.out / "checkpoint.pt" if args.out else None
+    hint = f"; --resume goes on from {saved}" if saved is not None and saved.exists() else ""
+    return f"another rank failed or did not answer in time, or this one did: {first}{hint}"
 
 
 def _device(name: str) -> torch.device:
@@ -123,12 +184,13 @@ def _flushes_denormals() -> bool:
     return (torch.tensor(1e-40) * 1).item() == 0
 
 
-def _run(args: argparse.Namespace, comparison: Comparison, backend: str) -> int:
+def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: Ranks | None) -> int:
     recipe, data = comparison.recipe, comparison.data
     print(f"{args.recipe}: {_settings(recipe)}")
     print(_scale(comparison))
-    print(f"{comparison.device.type}, {torch.get_num_threads()} thread(s), backend {backend}\n")
-    agreements = _check(comparison, backend)
+    several = "" if ranks is None else f", {ranks.size} ranks, of which {args.expert_parallel} share the experts"
+    print(f"{comparison.device.type}, {torch.get_num_threads()} thread(s), backend {backend}{several}\n")
+    agreements = _check(comparison, backend, ranks)
     try:
         with _progress(comparison.total_steps) as tick:
             comparison.train(tick, print)
@@ -169,8 +231,15 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str) -> int:
     return status
 
 
-def _check(comparison: Comparison, backend: str) -> dict[str, Agreement]:
+def _check(comparison: Comparison, backend: str, ranks: Ranks | None) -> dict[str, Agreement]:
+    """The agreement of every side with one process on the reference."""
     recipe = comparison.recipe
+    if ranks is not None:
+        found = {}
+        for name, variant in recipe.variants().items() if recipe.check_steps else ():
+            found[name] = ranks.check(variant, comparison.data)
+            print_agreement(name, found[name], f"{backend} and {ranks.size} ranks")
+        return found
     if backend == "reference":
         print("agreement: everything runs on the reference itself here, so there is nothing to compare\n")
         return {}

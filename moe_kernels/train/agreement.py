@@ -99,10 +99,18 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
                         break
         reference.step = fast.step
         reference.random.state = dict(fast.random.state)
-        reference.task.model.load_state_dict(fast.task.model.state_dict())
-        reference.task.optimiser.load_state_dict(copy.deepcopy(fast.task.optimiser.state_dict()))
+        state = fast.state()
+        reference.task.model.load_state_dict(state["model"])
+        reference.task.optimiser.load_state_dict(copy.deepcopy(state["optimiser"]))
         found.append(step)
     return Agreement(found)
+
+
+def follow_agreement(fast: Run, steps: int) -> None:
+    """The part of the other ranks in a check where the run is one of several ranks; rank 0 compares."""
+    for _ in range(steps):
+        _take(fast)
+        fast.state()
 
 
 class Jumps:
@@ -177,8 +185,7 @@ def _take(run: Run) -> Taken:
     run.task.model.train()
     with run.random.use():
         loss = run.take_step()["loss"]
-    grads = [each.grad for each in run.task.model.parameters()]
-    return Taken(routed, loss, [None if each is None else each.clone() for each in grads])
+    return Taken(routed, loss, run.gradients())
 
 
 def _saved(run: Run) -> dict[str, Any]:

@@ -26,7 +26,15 @@ class Comparison:
     rate of the best last evaluation on the remaining tenth. The test set has no part in it.
     """
 
-    def __init__(self, recipe: Recipe, data: Splits, seeds: int, every: int, out: Path | None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: Splits,
+        seeds: int,
+        every: int,
+        out: Path | None,
+        make: Callable[[Recipe, int, Splits], Run] = Run,
+    ) -> None:
         if not 0 <= recipe.seed < 2**31 - seeds:  # the order of batches is drawn by seed and epoch, 64 bits
             raise ValueError(f"seed must be from 0 to {2**31 - seeds - 1}, got {recipe.seed}")
         self.recipe, self.data, self.every = recipe, _parts(data, recipe), every
@@ -37,7 +45,7 @@ class Comparison:
         self.done: dict[str, History] = {}
         self.live: dict[str, Run] = {}
         self.restored: dict[str, dict[str, Any]] = {}
-        self.out = out
+        self.out, self.make = out, make
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
 
@@ -124,7 +132,7 @@ class Comparison:
         """Trains these side by side, so that a machine that slows down slows all of them."""
         for key, (_, recipe, data, _) in runs.items():
             if key not in self.done:
-                self.live[key] = Run(recipe, recipe.seed, data)
+                self.live[key] = self.make(recipe, recipe.seed, data)
                 if key in self.restored:
                     with self._of_another_kind(key):
                         self.live[key].load_state(self.restored.pop(key))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,13 +115,30 @@ class Run:
         for group in task.optimiser.param_groups:
             group["lr"] = group["initial_lr"] * factor
         task.optimiser.zero_grad()
-        losses = task.loss(batch)
-        losses["loss"].backward()
+        losses = self.differentiate(batch)
         if task.clip is not None:
-            torch.nn.utils.clip_grad_norm_(task.model.parameters(), task.clip)
+            self.clip(task.clip)
         task.optimiser.step()
         self.step += 1
         return {name: value.detach() for name, value in losses.items()}
+
+    def differentiate(self, batch: Batch) -> Mapping[str, Tensor]:
+        """The losses of a batch; their gradients are in the parameters."""
+        losses = self.task.loss(batch)
+        losses["loss"].backward()
+        return losses
+
+    def clip(self, most: float) -> None:
+        """Scales the gradients so that their norm is at most `most`."""
+        torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), most)
+
+    def gradients(self) -> list[Tensor | None]:
+        """Copies of the parameters' gradients."""
+        return [None if each.grad is None else each.grad.clone() for each in self.task.model.parameters()]
+
+    def model_state(self) -> dict[str, Any]:
+        """The model's state dict."""
+        return self.task.model.state_dict()
 
     def advance(self, to: int, tick: Callable[[], None] = lambda: None) -> None:
         """Steps up to number `to`, then an evaluation; at step 0 the evaluation alone. `tick` is called every step."""
@@ -146,7 +163,7 @@ class Run:
         self.rows.append(row)
         self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
         if self.chooses and self.chosen == len(self.rows) - 1:
-            self.best = copy.deepcopy({k: _on_cpu(v) for k, v in self.task.model.state_dict().items()})
+            self.best = copy.deepcopy({k: _on_cpu(v) for k, v in self.model_state().items()})
 
     @property
     def chooses(self) -> bool:

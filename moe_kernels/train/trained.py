@@ -47,7 +47,7 @@ def save_model(folder: Path, name: str, run: Run) -> Path:
     """Writes the model of the evaluation that counts, and its options beside it; the path of the tensors."""
     best = run.best if run.chooses and run.recipe.choose == "best" else None
     path = folder / f"model-{name}.pt"
-    checkpoint.save_tensors(path, best or run.task.model.state_dict())
+    checkpoint.save_tensors(path, best or run.model_state())
     what = {
         "recipe": type(run.recipe).__module__.rpartition(".")[2],
         "options": dataclasses.asdict(run.recipe),

@@ -1,0 +1,299 @@
+"""Training on several ranks: torchrun --nproc-per-node 2 -m moe_kernels train RECIPE --expert-parallel 2.
+
+Every rank builds the same task, keeps its share of the experts, and takes a part of every batch. Gradients are means
+over ranks, weighted by samples. Every rank evaluates the whole test set, so that tables are those of one process; rank
+0 prints and writes. A checkpoint holds whole tensors and is read by any number of ranks, one process among them.
+
+Noise: rank 0 draws as one process does, any other from a stream of its own for every step. Coins that all ranks must
+toss alike, those of the competition, are a function of seed, layer and step.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from moe_kernels.nn.experts import Experts
+from moe_kernels.nn.gates import CompetitionGate
+from moe_kernels.nn.parallel import ExpertParallel, clip_grad_norm_
+from moe_kernels.recipes import Batch, Recipe, Routing, Splits, Task
+from moe_kernels.train.agreement import Agreement, check_agreement, follow_agreement
+from moe_kernels.train.loop import Random, Row, Run
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks of a training; mesh has the dimensions "dp" and "ep", and "ep" shares the experts."""
+
+    mesh: DeviceMesh
+
+    @property
+    def size(self) -> int:
+        return self.mesh.size()
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        dist.barrier()
+
+    def run(self, recipe: Recipe, seed: int, data: Splits) -> Run:
+        return ParallelRun(recipe, seed, data, ranks=self)
+
+    def check(self, recipe: Recipe, data: Splits) -> Agreement:
+        """The agreement of these ranks with one process on the reference, for `check_steps` steps."""
+        run, found = self.run(recipe, recipe.seed, data), [Agreement([])]
+        if self.rank == 0:
+            found = [
+                check_agreement(run, lambda: SerialRun(recipe, recipe.seed, data, parts=self.size), recipe.check_steps)
+            ]
+        else:
+            follow_agreement(run, recipe.check_steps)
+        dist.broadcast_object_list(found, 0)
+        return found[0]
+
+
+@contextmanager
+def started(expert_parallel: int, device: str, timeout: float | None) -> Iterator[Ranks]:
+    """The ranks that torchrun started. timeout: seconds that one waits for the others; None: torch's.
+
+    Raises:
+        ValueError: not started by torchrun, or expert_parallel does not divide the ranks.
+        RuntimeError: a rank did not come in time.
+    """
+    if any(name not in os.environ for name in VARIABLES):
+        raise ValueError("--expert-parallel needs torchrun: torchrun --nproc-per-node 2 -m moe_kernels train ...")
+    size = int(os.environ["WORLD_SIZE"])
+    if size % expert_parallel:
+        raise ValueError(f"--expert-parallel must divide the number of ranks, {size}; got {expert_parallel}")
+    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=limit)
+    try:
+        yield Ranks(init_device_mesh(device, (size // expert_parallel, expert_parallel), mesh_dim_names=("dp", "ep")))
+    finally:
+        dist.destroy_process_group()
+
+
+def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
+    """A rank's samples of a batch, and their number over the mean of all ranks; without any, one sample times 0."""
+    size = len(batch.tensors[0])
+    start, stop = size * rank // ranks, size * (rank + 1) // ranks
+    weight = (stop - start) * ranks / size
+    own = slice(start, stop) if stop > start else slice(0, 1)
+    rows = None if batch.rows is None else batch.rows[own]
+    return Batch(tuple(each[own] for each in batch.tensors), rows, batch.start), weight
+
+
+@dataclass
+class ParallelRun(Run):
+    """A run of which this process is one rank."""
+
+    ranks: Ranks = None  # type: ignore[assignment]  # dataclasses have no required field after optional ones
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        toss_alike(self.task.model, self.seed)
+        self._flags = [{name: group.get(name) for name in ("fused", "foreach")} for group in self._groups]
+        _shard(self.task, self.ranks.mesh["ep"])
+        self._route, self.task.routing = self.task.routing, self._routing  # type: ignore[method-assign]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.task.optimiser.param_groups
+
+    def differentiate(self, batch: Batch) -> Mapping[str, Tensor]:
+        own, weight = part(batch, self.ranks.rank, self.ranks.size)
+        with noise(self, self.ranks.rank):
+            losses = self.task.loss(own)
+            (losses["loss"] * weight).backward()
+        average_gradients(self.task.model, self.ranks.mesh)
+        every = torch.stack([each.detach() * weight / self.ranks.size for each in losses.values()])
+        dist.all_reduce(every)
+        return dict(zip(losses, every.unbind(), strict=True))
+
+    def clip(self, most: float) -> None:
+        clip_grad_norm_(self.task.model, most)
+
+    def evaluate(self) -> Row:
+        rows = [super().evaluate()]
+        dist.broadcast_object_list(rows, 0)  # when to stop is decided by these: no rank may differ in a bit
+        return rows[0]
+
+    def flops(self, known: bool = False) -> float:
+        """As one process counts: a rank multiplies the rows that all ranks sent to its experts."""
+        found = torch.tensor(super().flops(known), dtype=torch.float64, device=self.device)
+        dist.all_reduce(found)
+        return found.item() / self.ranks.size
+
+    def gradients(self) -> list[Tensor | None]:
+        return [_whole(each) for each in super().gradients()]
+
+    def model_state(self) -> dict[str, Any]:
+        return _whole(super().model_state())
+
+    def state(self) -> dict[str, Any]:
+        state = _whole(super().state())
+        for group, flags in zip(state["optimiser"]["param_groups"], self._flags, strict=True):
+            group.update(flags)  # those of one process
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        own = self.task.model.state_dict()
+        model = {name: _like(own.get(name), each) for name, each in state["model"].items()}
+        optimiser = {**state["optimiser"], "state": {}}
+        parameters = [parameter for group in self._groups for parameter in group["params"]]
+        for index, each in state["optimiser"]["state"].items():
+            same = parameters[index]
+            optimiser["state"][index] = {
+                name: _like(same, value) if getattr(value, "shape", None) == same.shape else value
+                for name, value in each.items()
+            }
+        super().load_state({**state, "model": model, "optimiser": optimiser})
+        _one_by_one(self._groups)
+
+    def _routing(self, batch: Batch) -> Sequence[Routing]:
+        """Of the whole batch, every rank routing its own samples."""
+        own, _ = part(batch, self.ranks.rank, self.ranks.size)
+        found = []
+        with noise(self, self.ranks.rank):
+            layers = self._route(own)
+        for layer in layers:
+            parts: list[Any] = [None] * self.ranks.size
+            dist.all_gather_object(parts, layer.active.cpu())
+            found.append(Routing(torch.cat(parts).to(self.device)))
+        return found
+
+
+@dataclass
+class SerialRun(Run):
+    """One process that does what `parts` ranks do, one after the other: the definition that ParallelRun is held to."""
+
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        toss_alike(self.task.model, self.seed)
+        self._route, self.task.routing = self.task.routing, self._routing  # type: ignore[method-assign]
+
+    def differentiate(self, batch: Batch) -> Mapping[str, Tensor]:
+        model, sums = self.task.model, dict[str, Tensor]()
+        parameters = {name for name, _ in model.named_parameters()}
+        before = {k: v.clone() if isinstance(v, Tensor) else v for k, v in model.state_dict().items()}
+        before = {k: v for k, v in before.items() if k not in parameters}  # counters and buffers
+        for rank in range(self.parts):
+            if rank:
+                model.load_state_dict(before, strict=False)
+            own, weight = part(batch, rank, self.parts)
+            with noise(self, rank):
+                losses = self.task.loss(own)
+                (losses["loss"] * weight / self.parts).backward()
+            for name, each in losses.items():
+                sums[name] = sums.get(name, 0) + each.detach() * weight / self.parts
+        return sums
+
+    def _routing(self, batch: Batch) -> Sequence[Routing]:
+        parts = []
+        for rank in range(self.parts):
+            with noise(self, rank):
+                parts.append(self._route(part(batch, rank, self.parts)[0]))
+        return [Routing(torch.cat([each.active for each in layer])) for layer in zip(*parts, strict=True)]
+
+
+def noise(run: Run, rank: int) -> AbstractContextManager[None]:
+    """Random numbers of a rank in the run's next step; rank 0 has those of one process."""
+    return Random((rank * 1_000_003 + run.step) * 1_000_003 + run.seed, run.device).use() if rank else nullcontext()
+
+
+@dataclass(frozen=True)
+class Coin:
+    """The chance of a competition step, 1 or 0: the same on all ranks."""
+
+    rate: float | Callable[[int], float]
+    seed: int
+    layer: int
+
+    def __call__(self, step: int) -> float:
+        rate = self.rate(step) if callable(self.rate) else self.rate
+        generator = torch.Generator().manual_seed((self.layer * 1_000_003 + step) * 1_000_003 + self.seed)
+        return float(torch.rand((), generator=generator).item() < rate)
+
+
+def toss_alike(model: nn.Module, seed: int) -> None:
+    """Lets every competition gate decide by seed, layer and step."""
+    for layer, module in enumerate(model.modules()):
+        if isinstance(module, CompetitionGate):
+            module.rate = Coin(module.rate, seed, layer)
+
+
+def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Means over ranks: of the experts over "dp", of other parameters over all. One without a gradient counts as 0."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return
+    present = torch.tensor([each.grad is not None for each in trained], dtype=torch.int32, device=mesh.device_type)
+    dist.all_reduce(present, dist.ReduceOp.MAX)
+    plain, sharded = [], []
+    for parameter, there in zip(trained, present.tolist(), strict=True):
+        if there and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if isinstance(parameter.grad, DTensor):
+            sharded.append(parameter.grad.to_local())
+        elif parameter.grad is not None:
+            plain.append(parameter.grad)
+    for grads, group in ((plain, dist.group.WORLD), (sharded, mesh.get_group("dp"))):
+        if grads and group is not None and group.size() > 1:
+            flat = torch.cat([each.flatten() for each in grads])
+            dist.all_reduce(flat, group=group)
+            flat /= group.size()
+            for grad, mean in zip(grads, flat.split([each.numel() for each in grads]), strict=True):
+                grad.copy_(mean.view_as(grad))
+
+
+def _shard(task: Task, mesh: DeviceMesh) -> None:
+    """Keeps this rank's share of the experts, in the model and in its optimiser."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for module in task.model.modules():
+        if isinstance(module, Experts):
+            before = dict(module.named_parameters(recurse=False))
+            parallelize_module(module, mesh, ExpertParallel())
+            new.update((each, getattr(module, name)) for name, each in before.items())
+    for group in task.optimiser.param_groups:
+        group["params"] = [new.get(each, each) for each in group["params"]]
+    _one_by_one(task.optimiser.param_groups)
+
+
+def _one_by_one(groups: list[dict[str, Any]]) -> None:
+    """Optimisers that take all parameters at once reject DTensors beside others."""
+    for group in groups:
+        group.update(fused=False, foreach=False)
+
+
+def _whole(value: Any) -> Any:
+    """Sharded tensors in full, in any containers."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    return type(value)(map(_whole, value)) if isinstance(value, list | tuple) else value
+
+
+def _like(own: Any, value: Any) -> Any:
+    """A whole tensor, sharded as `own` is."""
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor):
+        return value
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)

@@ -1,0 +1,146 @@
+"""The training command on ranks, as torchrun starts it: each check gets a free port, and sets up its own ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_kernels import train
+from moe_kernels.__main__ import main
+from moe_kernels.data import Ratings
+from moe_kernels.train import ranks
+
+STARTS_ITSELF = True
+SMALL = {
+    "competesmoe": "--dim 16 --hidden 12 --depth 2 --heads 2 --length 12 --experts 4 --batch-size 6 --rate 0.5",
+    "vmoe": "--dim 16 --depth 2 --moe-layers 1 --heads 2 --hidden 12 --experts 4 --data digits --batch-size 16",
+    "movielens": "--experts 4 --search-epochs 1 --dropout 0.1 --batch-size 15",
+}
+
+PLAIN = ["--sides", "smoe", "--steps", "8", "--every", "2", "--model-dropout", "0"]  # no noise, no loss of a batch
+
+
+def ratings() -> Ratings:
+    """Users of two tastes and movies of two kinds."""
+    draw = torch.Generator().manual_seed(0)
+    users, movies = torch.randint(0, 20, (160,), generator=draw), torch.randint(0, 30, (160,), generator=draw)
+    watched = (torch.rand(160, generator=draw) < 0.2 + 0.6 * (users % 2 == movies % 2)).float()
+    rows = (users, movies, watched, watched * 4)
+    return Ratings("tastes", tuple(each[:80] for each in rows), tuple(each[80:] for each in rows), 20, 30)
+
+
+def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
+    """The status of `train`, and what this rank printed and said of errors."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if recipe == "movielens":
+        train.load = lambda name: ratings()
+        words = ("--data", "tastes", *words)
+    out, errors = io.StringIO(), io.StringIO()
+    common = ["--device", "cpu", "--threads", "1", "--check-steps", "2"]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        status = main(["train", recipe, *common, *SMALL[recipe].split(), *map(str, words)])
+    return status, out.getvalue(), errors.getvalue()
+
+
+def agrees(port: str, recipe: str, *words: str) -> None:
+    """n ranks take the steps of one process, for every side; one rank prints."""
+    status, out, errors = _command(port, recipe, "--steps", 2, "--expert-parallel", os.environ["WORLD_SIZE"], *words)
+    assert status == 0, errors + out
+    if os.environ["RANK"] != "0":
+        assert out == ""
+        return
+    assert out.count("ranks with the reference: passed, 2 steps") == len(words[words.index("--sides") + 1 :]), out
+
+
+def stops(port: str, out: str, data: str) -> None:
+    """Rank 1 stops in the middle; rank 0 ends with a message, and leaves a checkpoint."""
+    rank = os.environ["RANK"]
+    if rank == "1":
+        taken = ranks.ParallelRun.differentiate
+
+        def differentiate(run: Any, batch: Any) -> Any:
+            if run.step == 5:
+                raise InterruptedError
+            return taken(run, batch)
+
+        ranks.ParallelRun.differentiate = differentiate
+    words = ["--data", data, "--out", out, *["--expert-parallel", "2", "--check-steps", "0", "--rank-timeout", "20"]]
+    status, _, errors = _command(port, "competesmoe", *words, *PLAIN)
+    if rank == "1":
+        assert status == 2  # as any other error of its own
+        return
+    assert status == 3
+    assert "train: rank 0: another rank failed or did not answer in time" in errors
+    assert f"--resume goes on from {out}/checkpoint.pt" in errors
+
+
+def goes_on(port: str, out: str, data: str, elsewhere: str) -> None:
+    """From the checkpoint of 2 ranks; the rows are those of one process that never stopped."""
+    size = os.environ["WORLD_SIZE"]
+    words = ["--data", data, *["--check-steps", "0"], *PLAIN]
+    resumed = ["--out", out, "--resume", *(("--expert-parallel", size) if size != "1" else ())]
+    status, _, errors = _command(port, "competesmoe", *words, *resumed)
+    assert status == 0, errors
+    if os.environ["RANK"] != "0":
+        return
+    os.environ["WORLD_SIZE"] = "1"
+    status, _, errors = _command(port, "competesmoe", *words, "--out", elsewhere)
+    assert status == 0, errors
+    found, expected = (json.loads((Path(each) / "result.json").read_text()) for each in (out, elsewhere))
+    for a, b in zip(found["runs"][0]["rows"], expected["runs"][0]["rows"], strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"seconds"}:
+            if isinstance(a[name], float):
+                assert abs(a[name] - b[name]) <= 1e-5 * max(1, abs(b[name])), (name, a, b)
+    flops, right = (each["runs"][0]["flops"] for each in (found, expected))
+    assert right <= flops <= 1.01 * right, (flops, right)  # combine counts on the owner, too
+    torch.load(Path(out) / "model-smoe-0.pt", weights_only=True)
+
+
+def hangs(port: str, data: str) -> None:
+    """Rank 1 does not answer; rank 0 ends within the time limit."""
+    limit = 4
+    if os.environ["RANK"] == "1":
+        ranks.average_gradients = lambda *given: time.sleep(2.5 * limit)
+    started = time.monotonic()
+    words = ["--data", data, *f"--expert-parallel 2 --check-steps 0 --rank-timeout {limit}".split(), *PLAIN]
+    status, _, errors = _command(port, "competesmoe", *words)
+    assert status == 3
+    if os.environ["RANK"] == "0":
+        assert "did not answer in time" in errors
+        assert time.monotonic() - started < 2.5 * limit
+
+
+def missing(port: str, data: str) -> None:
+    """Rank 1 never comes."""
+    if os.environ["RANK"] == "1":
+        return
+    words = ["--data", data, *["--expert-parallel", "2", "--rank-timeout", "2"], *PLAIN]
+    status, _, errors = _command(port, "competesmoe", *words)
+    assert status == 3
+    assert "train: rank 0: another rank failed or did not answer in time" in errors
+
+
+def refused(port: str, data: str) -> None:
+    """Ranks that do not fit, experts that do not divide, and no torchrun: status 2 and why."""
+    words = ["--data", data, *PLAIN]
+    status, _, errors = _command(port, "competesmoe", *words, "--expert-parallel", 3)
+    assert status == 2
+    assert "--expert-parallel must divide the number of ranks, 2; got 3" in errors
+    status, _, errors = _command(port, "competesmoe", *words, "--expert-parallel", 2, "--experts", 5)
+    assert status == 2
+    assert "ExpertParallel: 2 ranks must divide the experts, got 5" in errors
+    status, _, errors = _command(port, "competesmoe", *words)
+    assert status == 2
+    assert "add --expert-parallel N" in errors
+    del os.environ["RANK"]
+    status, _, errors = _command(port, "competesmoe", *words, "--expert-parallel", 2)
+    assert status == 2
+    assert "--expert-parallel needs torchrun" in errors

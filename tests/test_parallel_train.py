@@ -1,0 +1,63 @@
+"""The training command on several ranks (tests/ranks/command.py)."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+
+SIDES = {
+    "competesmoe": "smoe switch stable thor compete",
+    "vmoe": "bpr expert_choice e3 softmax",
+    "movielens": "hash topk+ comet",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    started = Ranks()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def port() -> int:
+    """A free one."""
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        return each.getsockname()[1]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "words.txt"
+    path.write_text("the cat sat on the mat and the rat sat on the cat. " * 30)
+    return path
+
+
+@pytest.mark.parametrize("recipe", SIDES)
+def test_ranks_take_the_steps_of_one_process(ranks: Ranks, port: int, text: Path, recipe: str) -> None:
+    data = ["--data", text] if recipe == "competesmoe" else []
+    ranks.run("command", "agrees", 2, port, recipe, *data, "--sides", SIDES[recipe])
+
+
+def test_a_failed_rank_ends_the_run_and_other_ranks_go_on(ranks: Ranks, port: int, text: Path, tmp_path: Path) -> None:
+    ranks.run("command", "stops", 2, port, tmp_path / "run", text)
+    assert (tmp_path / "run" / "checkpoint.pt").exists()
+    assert not (tmp_path / "run" / "result.json").exists()
+    saved = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    for number in (1, 4):
+        (tmp_path / "run" / "checkpoint.pt").write_bytes(saved)
+        ranks.run("command", "goes_on", number, port, tmp_path / "run", text, tmp_path / f"one{number}")
+
+
+def test_a_rank_that_hangs_or_is_missing_ends_the_run_in_time(ranks: Ranks, port: int, text: Path) -> None:
+    ranks.run("command", "hangs", 2, port, text)
+    ranks.run("command", "missing", 2, port, text)
+
+
+def test_what_cannot_start_says_why(ranks: Ranks, port: int, text: Path) -> None:
+    ranks.run("command", "refused", 2, port, text)
