@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
     )
     parser.add_argument(
         "--rank-timeout",
-        type=_within(float, 1),
+        type=within(float, 1),
         metavar="S",
         help="seconds that a rank waits for the others before it ends with a message (default: torch's)",
     )
