@@ -564,3 +564,35 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
     torch.testing.assert_close(dense.attend(x), x + dense.project(mixed), rtol=1e-4, atol=1e-5)
     run.take_step()
     assert dense.relative.grad.abs().max() > 0
+
+
+def test_saturated_trees_are_descended_in_evaluation():
+    """The same predictions and experts as all nodes give, for the FLOPs of a path; 16 experts, of which a path sees 4
+    nodes and a leaf."""
+    points, found = ratings(), []
+    for route in (True, False):
+        recipe = MovieLens(sides=("comet",), experts=16, rows=0, k=1, route=route)
+        run = Run(recipe, 0, Splits(points, points.train, points.test))
+        with torch.no_grad():
+            for gate in run.task.model.moe.gates:
+                gate.split_weight.mul_(1e6)
+        found.append((run.evaluate(), run.flops()))
+    (descent, few), (dense, many) = found
+    assert descent == pytest.approx(dense, rel=1e-6)
+    assert dense["experts"] == 1
+    gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # a task's
+    combine = 2 * 256 * (16 - 2)  # slots that a task sums
+    assert many - few == 2 * (gate + combine)
+
+
+def test_movielens_reports_the_area_under_the_curve_of_who_watches():
+    points = ratings()
+    run = Run(MovieLens(sides=("topk",), experts=4, rows=0, lr=0.01), 0, Splits(points, points.train, points.test))
+    for _ in range(30):
+        run.take_step()
+    metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is not installed")
+    run.task.model.eval()
+    with torch.no_grad():
+        watched = run.task.predict(*points.test[:2])[0]
+    expected = metrics.roc_auc_score(points.test[2].numpy(), watched.numpy())
+    assert run.evaluate()["test watched AUC"] == pytest.approx(expected, rel=1e-6)

@@ -18,7 +18,7 @@ from moe_kernels.models import comet_mlp, dense_twin
 from moe_kernels.recipes import Splits, comet
 from moe_kernels.train import agreement, checkpoint, report
 from moe_kernels.train.comparison import Comparison
-from moe_kernels.train.loop import Run
+from moe_kernels.train.loop import Run, area_under_roc
 
 
 def blobs(n: int = 96) -> data.Images:
@@ -582,3 +582,12 @@ def test_flops_are_given_with_kept_masks_and_without(arguments, tmp_path, capsys
     assert found["standard"][0] == found["standard"][1]
     assert routing <= found["comet"][0] - found["comet"][1] <= routing + 3 * 24  # and the selections
     assert "with kept masks" in capsys.readouterr().out
+
+
+def test_area_under_roc_counts_pairs():
+    draw = torch.Generator().manual_seed(0)
+    scores, positive = torch.randint(0, 9, (60,), generator=draw).float(), torch.rand(60, generator=draw) < 0.4
+    above, below = scores[positive][:, None], scores[~positive]
+    pairs = (above > below).double() + 0.5 * (above == below)
+    assert area_under_roc(scores, positive) == pytest.approx(pairs.mean().item())
+    assert math.isnan(area_under_roc(scores, torch.ones(60, dtype=torch.bool)))

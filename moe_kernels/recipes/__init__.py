@@ -17,6 +17,7 @@ import itertools
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -58,10 +59,15 @@ Measures = Mapping[str, tuple[Tensor, Tensor | float]]
 
 
 class Evaluation(NamedTuple):
-    """What one forward of a batch says. routing: one a layer; empty where nothing is routed."""
+    """What one forward of a batch says. routing: one a layer; empty where nothing is routed.
+
+    ranked: name -> (scores (B,), whether each is a positive (B,)); the area under the ROC curve over all batches is
+        reported.
+    """
 
     measures: Measures
     routing: Sequence[Routing] = ()
+    ranked: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
 
 
 @dataclass

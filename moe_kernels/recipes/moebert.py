@@ -54,7 +54,10 @@ class MoEBERT(TextRecipe):
     experts: int = option(4, "of a layer", low=2, sweep=True)
     expert_hidden: int = option(128, "neurons of an expert; the paper: 768", low=1)
     share: int = option(85, "most important neurons, which all experts have; the paper: 512", low=0)
-    k: int = option(2, "trees of the tree gate; the paper's BERT: 1", low=1, sweep=True)
+    k: int = option(1, "trees of the tree gate; the paper's BERT: 1", low=1, sweep=True)
+    route: bool = option(
+        True, "evaluate saturated trees by a descent from their roots: O(k p log n) instead of O(k p n)"
+    )
     gamma: float = option(0.01, "width of the smooth step", low=0, sweep=True)
     entropy: float = option(1.0, "lambda, weight of the entropy of the tree gate", low=0, sweep=True)
     zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0)
@@ -142,7 +145,7 @@ class MoEBERT(TextRecipe):
         if kind == "topk":
             gate: Gate = TopKGate(self.dim, count, 1, order="softmax_topk", balance=self.balance)
         elif kind == "comet":
-            gate = TreeGate(self.dim, count, self.k, gamma=self.gamma, entropy=self.entropy)
+            gate = TreeGate(self.dim, count, self.k, gamma=self.gamma, entropy=self.entropy, route=self.route)
         else:
             gate = HashGate(len(counts), count, frequencies=counts if kind == "balanced" else None)
         if plus:  # renormalised, a single choice would have weight 1, and topk's gate no gradient

@@ -48,6 +48,9 @@ class MovieLens(Recipe):
     watched_weight: float = option(
         0.9, "alpha: weight of the task `watched`; 1 - alpha that of `rating`", low=0, high=1, sweep=True
     )
+    route: bool = option(
+        True, "evaluate saturated trees by a descent from their roots: O(k p log n) instead of O(k p n)"
+    )
     dropout: float = option(0.5, "of an expert's output", low=0, high=1)
     batch_size: int = option(512, "samples a step", low=1)
     lr: float = option(2.5e-5, "learning rate of Adam", low=0)
@@ -96,7 +99,8 @@ class MovieLens(Recipe):
                 "rating error": ((torch.where(rated, rating - stars, 0) ** 2).sum(), rated.sum()),
             }
             found = (out.statistics["task0.gates"], out.statistics["task1.gates"])
-            return Evaluation(measures, [Routing(gates > 1e-5, gates) for gates in found])
+            ranked = {"watched AUC": (watched, truth > 0.5)}
+            return Evaluation(measures, [Routing(gates > 1e-5, gates) for gates in found], ranked)
 
         def total(measures: dict[str, float]) -> dict[str, float]:
             return {"loss": self._weighed(measures["watched loss"], measures["rating error"])}
@@ -122,4 +126,4 @@ class MovieLens(Recipe):
             return TopKGate(256, self.experts, self.k)
         if name == "dselect":
             return DSelectKGate(256, self.experts, self.k, gamma=self.gamma, entropy=self.entropy)
-        return TreeGate(256, self.experts, self.k, gamma=self.gamma, entropy=self.entropy)
+        return TreeGate(256, self.experts, self.k, gamma=self.gamma, entropy=self.entropy, route=self.route)

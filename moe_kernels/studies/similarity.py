@@ -1,9 +1,9 @@
 """Paper 000, section 4.1.1 and Figure 2: do similar inputs get similar masks, and similar activations?
 
 500 pairs of inputs of length 100, each input with components from N(mu, 25), mu an integer from 0 to 100; networks of
-10 hidden layers of 512. For every pair: the cosine of the inputs, that of the masks of all layers, and that of the masked
-activations, means over 10 networks. The paper draws 10 networks for every pair; --fresh does so, else 10 serve all
-pairs, which takes seconds instead of minutes. p = 1 is the dense network, the baseline of Figure 2b.
+10 hidden layers of 512. For every pair: the cosine of the inputs, that of the masks of all layers, and that of the
+masked activations, means over 10 networks. The paper draws 10 networks for every pair; --fresh does so, else 10 serve
+all pairs, which takes seconds instead of minutes. p = 1 is the dense network, the baseline of Figure 2b.
 """
 
 from __future__ import annotations

@@ -205,8 +205,11 @@ class Run:
 
     def _measures(self, batches: Iterator[Batch], part: str, seen: Seen | None) -> Row:
         task, sums, weights = self.task, dict[str, Any](), dict[str, Any]()
+        ranked: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for batch in batches:
             found = task.evaluate(batch)
+            for name, pair in found.ranked.items():
+                ranked.setdefault(name, []).append(pair)
             for name, (value, weight) in found.measures.items():
                 sums[name] = sums.get(name, 0) + value
                 weights[name] = weights.get(name, 0) + weight
@@ -215,6 +218,9 @@ class Run:
         measures = {name: float(sums[name]) / max(float(weights[name]), 1e-30) for name in sums}
         if task.total is not None:
             measures = task.total(measures) | measures
+        for name, pairs in ranked.items():
+            scores, positive = (torch.cat(each) for each in zip(*pairs, strict=True))
+            measures[name] = area_under_roc(scores, positive)
         return {f"{part} {name}": value for name, value in measures.items()}
 
     def flops(self, known: bool = False) -> float:
@@ -287,6 +293,21 @@ def _rows_in_use(x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest: Any, 
 
 
 setattr(_rows_in_use, "_get_raw", True)  # noqa: B010 hand over the tensors; mypy knows no attributes of functions
+
+
+def area_under_roc(scores: Tensor, positive: Tensor) -> float:
+    """Chance that a positive's score is above a negative's, equal ones counting half; NaN without both kinds.
+
+    (sum of the positives' ranks - P (P + 1) / 2) / (P N), ranks from 1 and means over equal scores.
+    """
+    _, inverse, counts = scores.unique(return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).double()
+    ranks = (ends - (counts.double() - 1) / 2)[inverse]
+    total = int(positive.sum())
+    others = len(scores) - total
+    if not total or not others:
+        return math.nan
+    return ((ranks[positive].sum().item()) - total * (total + 1) / 2) / (total * others)
 
 
 class Seen:
