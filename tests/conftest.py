@@ -70,7 +70,6 @@ def running(target: Target) -> Iterator[Target]:
         if target.backend == "cpu":
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(cpu, "isa", cpu.module.isas.index(target.id.removeprefix("cpu-")))
-            patch.setattr(backends, "remembered", {})  # by which a call of this look would run on the last set
         yield target
 
 

@@ -8,11 +8,9 @@ import pytest
 import torch
 from inputs import each_alone, far_apart, framed
 from test_dispatch import dense, plans
-from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
-from moe_kernels import backends
 
 OP = "combine"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -239,20 +237,6 @@ def test_a_whole_layer_compiles_forward_and_backward():
     assert share == dropped
     for a, b in zip(*(torch.autograd.grad(y.square().sum(), (x, logits)) for y in (got, expected)), strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-def test_opcheck(backend):
-    if backends.missing(backend, OP):
-        pytest.skip(str(backends.missing(backend, OP)))
-    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    plan = plans(device)["dropped"]
-    rows, grad = torch.randn(plan.num_rows, 8, device=device), torch.randn(23, 8, device=device)
-    weights, ops = torch.rand(23, 3, device=device), torch.ops.moe_kernels
-    opcheck(ops.combine_fwd.default, (rows, weights, plan.slot_row, backend))
-    opcheck(ops.combine_fwd.default, (rows, None, plan.slot_row, backend))
-    arrays = (plan.row_token, plan.slot_row, plan.expert_offsets, plan.row_choice)
-    opcheck(ops.combine_bwd.default, (grad, rows, weights, *arrays, backend))
 
 
 def test_flops_are_counted():

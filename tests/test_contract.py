@@ -75,7 +75,7 @@ def test_what_is_no_tensor_or_plan_is_named():
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_tangent_is_refused_and_not_lost(backend):
     x, weight, offsets = torch.randn(3, 4), torch.randn(1, 4, 4), torch.tensor([0, 3])
-    mk.grouped_gemm(x, weight, offsets, backend=backend)  # what is remembered of this look must not answer
+    mk.grouped_gemm(x, weight, offsets, backend=backend)
     with forward_ad.dual_level():
         for op, call in {
             "kwta": lambda x: mk.kwta(x, 2, backend=backend),

@@ -11,7 +11,6 @@ import torch
 from test_tree_gate import drawn
 
 import moe_kernels as mk
-from moe_kernels import backends
 from moe_kernels.backends import cpu
 from moe_kernels.backends.native import grouped_gemm_cpu, tree_gate_products_cpu
 from moe_kernels.ops.masked_mlp import masked_mlp
@@ -149,8 +148,7 @@ def test_what_is_announced_lives_until_the_next_launch(sanitized):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("small", [True, False])
 def test_experts(sanitized, dtype, small, monkeypatch):
-    monkeypatch.setattr(grouped_gemm_cpu, "SMALL", 2**40 if small else -1)
-    monkeypatch.setattr(backends, "remembered", {})
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: small)
     for tokens, experts, dim, hidden, dout in ((1, 1, 1, 1, 1), (37, 3, 33, 19, 9), (300, 2, 17, 100, 33)):
         plan = mk.make_plan(torch.randint(-1, experts, (tokens, 2)), experts, capacity=tokens, backend="reference")
         for activation, width in (("gelu", hidden), ("swiglu", 2 * hidden)):

@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 from inputs import far_apart, framed
-from torch.library import opcheck
 
 import moe_kernels as mk
-from moe_kernels import backends
 
 OP = "dispatch"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -126,18 +124,6 @@ def test_large_outputs_and_threads():
             assert torch.equal(mk.dispatch(x[:, 3:], plan, backend="cpu"), expected[:, 3:])
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-def test_opcheck(backend):
-    if backends.missing(backend, OP):
-        pytest.skip(str(backends.missing(backend, OP)))
-    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    plan = plans(device)["dropped"]
-    x = torch.randn(23, 8, device=device)
-    opcheck(
-        torch.ops.moe_kernels.dispatch_fwd.default, (x, plan.row_token, plan.slot_row, plan.expert_offsets, backend)
-    )
 
 
 def test_bad_input_is_named():

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Target
-from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
@@ -136,13 +135,13 @@ def test_rows_are_summed_by_token(target, dtype, width):
     token[::7] = 4
     expected = torch.zeros(101, width, dtype=torch.float64).index_add(0, token.long() % 101, rows.double())[:100]
     given = rows.to(target.device), token.to(target.device)
-    first, again = (mk.library.ops.grouped_gemm_sum_rows(*given, 100, target.backend) for _ in range(2))
+    first, again = (backends.load(target.backend, OP).grouped_gemm_sum_rows(*given, 100) for _ in range(2))
     assert torch.equal(first, again)
     eps = torch.finfo(dtype).eps * (1 if target.interpreted and dtype == torch.bfloat16 else 0.5)
     allowed = 50 * torch.finfo(torch.float32).eps * expected.abs().max() + eps * expected.abs()
     assert ((first.cpu().double() - expected).abs() <= allowed).all()
     assert not first[17].any()
-    assert not mk.library.ops.grouped_gemm_sum_rows(given[0][:0], given[1][:0], 3, target.backend).any()
+    assert not backends.load(target.backend, OP).grouped_gemm_sum_rows(given[0][:0], given[1][:0], 3).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -166,8 +165,7 @@ def test_activations(target, activation):
 @pytest.mark.parametrize("kind", ["zipf", "adversarial", "single"])
 def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
     """Products of torch's library: grouped_mm where rows are whole vectors, else expert by expert."""
-    monkeypatch.setattr(grouped_gemm_cpu, "SMALL", -1)
-    monkeypatch.setattr(backends, "remembered", {})
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     target = Target("cpu", "cpu", "cpu")
     for din, dout in ((16, 48), (33, 70)):
         for activation, gathered in ((None, False), ("swiglu", True)):
@@ -186,8 +184,7 @@ def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_of_torchs_grouped_mm_are_not_padded(dtype, monkeypatch):
     """It rounds rows of its result up to 16 bytes: 26 columns by a transposed weight, of which 8 suit it."""
-    monkeypatch.setattr(grouped_gemm_cpu, "SMALL", -1)
-    monkeypatch.setattr(backends, "remembered", {})
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     target = Target("cpu", "cpu", "cpu")
     weight = torch.randn(2, 26, 8).to(dtype).transpose(1, 2)
     rows, offsets = torch.randn(9, 8).to(dtype), torch.tensor([0, 4, 9])
@@ -412,27 +409,6 @@ def test_only_what_is_asked_for_is_computed():
         assert out.shape == (4, 5)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-def test_opcheck(backend):
-    if backends.missing(backend, OP):
-        pytest.skip(str(backends.missing(backend, OP)))
-    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    ops, offsets = torch.ops.moe_kernels, torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
-    token = torch.randint(-1, 6, (12,), dtype=torch.int32, device=device)
-    x, rows, weight, bias, grad, pre = (
-        torch.randn(size, device=device) for size in ((6, 8), (12, 8), (2, 8, 10), (2, 10), (12, 10), (12, 10))
-    )
-    for keep in (True, False):
-        opcheck(ops.grouped_gemm_fwd.default, (rows, weight, offsets, None, bias, "swiglu", keep, backend))
-    opcheck(ops.grouped_gemm_fwd.default, (x, weight, offsets, token, None, "", False, backend))
-    opcheck(ops.grouped_gemm_bwd_weight.default, (x, grad, offsets, token, None, True, backend))
-    opcheck(ops.grouped_gemm_bwd_weight.default, (grad, x, offsets, None, token, False, backend))
-    opcheck(ops.activation_bwd.default, (grad, pre, "gelu", backend))
-    opcheck(ops.grouped_gemm_norms.default, (rows, weight, offsets, bias, backend))
-    hidden = (x, weight.transpose(1, 2), offsets, token, torch.rand(12, device=device), pre, "silu", backend)
-    opcheck(ops.expert_mlp_bwd_hidden.default, hidden)
-
-
 def test_it_compiles_forward_and_backward():
     offsets, token = offsets_of("zipf", 20), torch.randint(0, 9, (20,))
     x, weight = torch.randn(9, 6, requires_grad=True), torch.randn(5, 6, 8, requires_grad=True)
@@ -454,10 +430,9 @@ def test_flops_are_counted():
     assert counter.get_total_flops() == 3 * 2 * 20 * 6 * 8
 
 
-@pytest.mark.parametrize("small", [grouped_gemm_cpu.SMALL, -1], ids=["by C++", "by torch"])
+@pytest.mark.parametrize("small", [True, False], ids=["by C++", "by torch"])
 def test_bad_input_is_named(small, monkeypatch):
-    monkeypatch.setattr(grouped_gemm_cpu, "SMALL", small)
-    monkeypatch.setattr(backends, "remembered", {})
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: small)
     x, weight, offsets = torch.randn(9, 4), torch.randn(2, 4, 3), torch.tensor([0, 5, 9])
     for args, more, error, words in (
         ((x.long(), weight, offsets), {}, TypeError, "rows must have dtype"),

@@ -19,14 +19,14 @@ def test_few_rows_are_not_for_many_threads(rows, threads_of, monkeypatch):
     """C++ shares rows alone: a large product of 40 is torch's where two threads are there to share its columns."""
     monkeypatch.setattr(cpu, "on_amd", True)
     with threads(threads_of):
-        small = grouped_gemm_cpu._is_small(cpu, torch.float32, (1, 2048, 2048), rows, grouped_gemm_cpu.PRODUCT)
+        small = grouped_gemm_cpu.in_cpp(cpu, torch.float32, (1, 2048, 2048), rows)
     assert small == (rows >= grouped_gemm_cpu.LEAST * threads_of)
 
 
 @pytest.mark.parametrize("counts", [[900], [37, 0, 863], [180] * 5], ids=str)
 def test_products_do_not_depend_on_threads(counts, monkeypatch):
     """Threads share the rows of few experts, and the rows of their gradients: 1 takes all, 3 some of every size."""
-    monkeypatch.setattr(grouped_gemm_cpu, "SMALL", 2**40)
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     x, weight, bias, grad = (
         torch.randn(size) for size in ((900, 200), (len(counts), 200, 100), (len(counts), 100), 900)
@@ -36,7 +36,7 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
         given = [each.clone().requires_grad_() for each in (x, weight, bias)]
         with threads(count), fenced():
             y = mk.grouped_gemm(given[0], given[1], offsets, bias=given[2], activation="gelu", backend="cpu")
-            norms = mk.library.ops.grouped_gemm_norms(x, weight, offsets, bias, "cpu")
+            norms = cpu.grouped_gemm_norms(x, weight, offsets, bias)
             y.backward(grad[:, None] * y.detach())
         found.append([y.detach(), norms, *(each.grad for each in given)])
     for other in found[1:]:
@@ -48,17 +48,17 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
 @pytest.mark.parametrize("count", [*range(1, 21), 25, 96, 97, 98, 103, 140])
 def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeypatch):
     """Few rows read the weight where it stands, many pack it; tiles are of 1, 2, 4 and 6. Nor does a row of dW."""
-    monkeypatch.setattr(grouped_gemm_cpu, "_is_small", lambda *args: True)
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     long = torch.tensor([0, 140], dtype=torch.int32)
     x, weight, grad = (torch.randn(size, dtype=dtype) for size in ((140, 140), (1, 140, dout), (140, dout)))
     bound = {"rtol": 2**-7, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-4}
     out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, long, None, None, "", False, "cpu")
-    dweight, _ = mk.library.ops.grouped_gemm_bwd_weight(x, grad, long, None, None, False, "cpu")
+    dweight, _ = cpu.grouped_gemm_bwd_weight(x, grad, long, None, None, False)
     assert out.allclose(x @ weight[0], **bound)
     assert dweight[0].allclose(x.T @ grad, **bound)
     of_some = torch.tensor([0, count], dtype=torch.int32)
     part, _ = mk.library.ops.grouped_gemm_fwd(x[:count], weight, of_some, None, None, "", False, "cpu")
-    columns, _ = mk.library.ops.grouped_gemm_bwd_weight(x[:, -count:], grad, long, None, None, False, "cpu")
+    columns, _ = cpu.grouped_gemm_bwd_weight(x[:, -count:], grad, long, None, None, False)
     assert torch.equal(part, out[:count])
     assert torch.equal(columns[0], dweight[0, -count:])
 
@@ -72,7 +72,7 @@ def test_token_sums_do_not_depend_on_threads(dtype):
     found = []
     for count in (1, 3):
         with threads(count), fenced():
-            found.append(mk.library.ops.grouped_gemm_sum_rows(rows, token, 300, "cpu"))
+            found.append(cpu.grouped_gemm_sum_rows(rows, token, 300))
     assert torch.equal(*found)
     wide = mk.library.wide(dtype)
     allowed = 12 * torch.finfo(wide).eps * expected.abs().max() + torch.finfo(dtype).eps / 2 * expected.abs()
@@ -108,7 +108,7 @@ def test_the_gradient_to_the_bias_does_not_lose_with_every_row():
 @pytest.mark.parametrize(("din", "stride"), [(64, 64), (64, 67), (33, 34), (1, 2), (259, 300)])
 def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, transposed, monkeypatch):
     """Terms are multiplied two at a time: the one beside the last, of another row or expert, is no part of the sum."""
-    monkeypatch.setattr(grouped_gemm_cpu, "_is_small", lambda *args: True)
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     counts, dout = [7, 0, 1, 24], 70
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     room = torch.full((32 * stride + shift,), torch.nan, dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
     nans, each = torch.full((32, din + 1), torch.nan).bfloat16(), torch.arange(32, dtype=torch.int32)
     mk.library.ops.grouped_gemm_fwd(nans, weight.new_ones(4, din + 1, dout), offsets, each, None, "", False, "cpu")
     out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, offsets, None, None, "", False, "cpu")
-    dweight, _ = mk.library.ops.grouped_gemm_bwd_weight(x, grad, offsets, None, None, False, "cpu")
+    dweight, _ = cpu.grouped_gemm_bwd_weight(x, grad, offsets, None, None, False)
     for e, (first, last) in enumerate(pairwise(offsets.tolist())):
         rows, expected = x[first:last].double(), (out[first:last], dweight[e])
         for found, exact in zip(expected, (rows @ weight[e].double(), rows.T @ grad[first:last].double()), strict=True):
@@ -132,5 +132,5 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
     grad = torch.cat(
         [torch.tensor([1e-39, -1e-40, 9.2e-41, 0.0, torch.inf, torch.nan, 1.0]), torch.randn(57)]
     ).bfloat16()
-    found = mk.library.ops.activation_bwd(grad[None], torch.ones(1, 64, dtype=torch.bfloat16), "relu", "cpu")
+    found = cpu.activation_bwd(grad[None], torch.ones(1, 64, dtype=torch.bfloat16), "relu")
     assert torch.equal(found[0].view(torch.int16), grad.view(torch.int16))

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import backends, data, recipes, train
+from moe_kernels import data, recipes, train
 from moe_kernels.__main__ import main
 from moe_kernels.backends import cpu
 from moe_kernels.models import comet_mlp, dense_twin
@@ -137,29 +137,24 @@ def plant_wrong_selection(monkeypatch):
 
 
 def plant_in_masks(monkeypatch, fwd_=None, bwd_=None):
-    """A masked layer replaced: fwd_(right, values, bias, bits, samples, layer), bwd_(right, grad, value, the rest)."""
-    ready = cpu.masked_mlp_ready
-
-    def wrong(*args):
-        right_fwd, right_bwd = ready(*args)
-        return partial(fwd_, right_fwd) if fwd_ else right_fwd, partial(bwd_, right_bwd) if bwd_ else right_bwd
-
-    monkeypatch.setattr(cpu, "masked_mlp_ready", wrong)
-    monkeypatch.setattr(backends, "remembered", {})
+    """A masked layer replaced: fwd_(right, values, bias, bits, the rest), bwd_(right, grad, value, bits, the rest)."""
+    for name, wrong in (("masked_mlp_fwd", fwd_), ("masked_mlp_bwd", bwd_)):
+        if wrong is not None:
+            monkeypatch.setattr(cpu, name, partial(wrong, getattr(cpu, name)))
 
 
 def plant_wrong_mask(monkeypatch):
-    def wrong(right, values, bias, bits, samples, layer):
+    def wrong(right, values, bias, bits, samples, activation):
         open_ = bits.clone()
         open_[0 if samples is None else samples[0]] = -1
-        right(values, bias, open_, samples, layer)  # one sample's inactive neurons answer, too
+        right(values, bias, open_, samples, activation)  # one sample's inactive neurons answer, too
 
     plant_in_masks(monkeypatch, fwd_=wrong)
 
 
 def plant_wrong_gradient(monkeypatch):
-    def wrong(right, grad, value, bits, samples, layer):
-        return right(grad, value, torch.full_like(bits, -1), samples, layer)  # all of them learn
+    def wrong(right, grad, value, bits, samples, activation):
+        return right(grad, value, torch.full_like(bits, -1), samples, activation)  # all of them learn
 
     plant_in_masks(monkeypatch, bwd_=wrong)
 

@@ -1,7 +1,11 @@
-// moe_kernels._cpu: the CPU kernels, each taking the index of an instruction set before its own arguments.
+// moe_kernels._cpu: the CPU kernels. Before its own arguments each takes the index of an instruction set, and whether the
+// kernel runs long enough to release the GIL.
 
-#include "call.h"
-#include "look.h"
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "moe/bind.h"
 #include "ops.h"
 
 namespace py = pybind11;
@@ -26,6 +30,16 @@ py::tuple available_isas() {
   return py::make_tuple("base");
 }
 
+void bind(py::module_& m, const char* name, const std::vector<moe::Launcher>& by_isa) {
+  m.def(name, [name, by_isa](size_t isa, bool release, const py::args& args) {
+    const moe::Launcher& launcher = by_isa.at(isa);
+    const auto words = moe::words_of(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
+    // Taking the GIL again costs up to 5 ms (sys.getswitchinterval) while other threads hold it.
+    const auto released = release ? std::make_optional<py::gil_scoped_release>() : std::nullopt;
+    return launcher.call(words.data());
+  });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
@@ -36,10 +50,7 @@ PYBIND11_MODULE(_cpu, m) {
 #else
   m.attr("on_amd") = m.attr("multiplies_pairs") = false;
 #endif
-  m.def("read_tensors_by", &moe::Tensors::read_by);
-  static PyMethodDef look = moe::fast("look", moe::Looks::look);
-  m.attr("look") = moe::fast_function(&look, nullptr);
-#define BIND(op) moe::bind(m, #op, {EACH_ISA(op)});
+#define BIND(op) bind(m, #op, {EACH_ISA(op)});
   MOE_CPU_OPS(BIND)
 #undef BIND
 }

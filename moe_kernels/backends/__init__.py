@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,14 +57,19 @@ SIZES: dict[str, Callable[..., dict[str, int]]] = {
 
 VARIABLE = "MOE_KERNELS_BACKEND"
 
-# What ops/_checks.py remembers of calls, by what their tensors look like.
-remembered: dict[tuple, Any] = {}
-
 _wanted: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=None)
 
-# What os.environ reads and writes. Its get raises and catches two exceptions where nothing is set: 1.7 us of 3.5 that a
-# choice took, or of 19 to 34 in a training step, which finds cold caches.
-_environment, _key = vars(os.environ)["_data"], os.environ.encodekey(VARIABLE)
+
+def constant(function: _Function) -> _Function:
+    """Marks a function whose result torch.compile takes for a constant.
+
+    torch.compiler.assume_constant_result does this and no more, but imports torch._dynamo: 2.7 s, 860 modules.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 class BackendError(RuntimeError):
@@ -116,7 +121,7 @@ def too_large(sizes: dict[str, int], limits: tuple[tuple[str, int], ...]) -> str
     return None
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _limits(op: str, name: str, device: str, index: int | None) -> tuple[tuple[str, int], ...]:
     return limits(name, op, _gpu.place(device, index))
 
@@ -137,7 +142,7 @@ def choose_shapes(op: str, backend: str | None, x: Tensor) -> str:
     return SHAPES if x.is_meta else chosen
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _choose(
     op: str,
     backend: str | None,
@@ -151,7 +156,7 @@ def _choose(
 
 def asked(backend: str | None) -> str | None:
     """The backend asked for by name, in whichever way; None leaves the choice."""
-    return backend or _wanted.get() or (os.environ[VARIABLE] or None if _key in _environment else None)
+    return backend or _wanted.get() or os.environ.get(VARIABLE) or None
 
 
 @cache
@@ -218,7 +223,6 @@ def load(name: str, op: str) -> ModuleType:
 def reconsider() -> None:
     """Forgets earlier choices: for whoever changes what a backend can run, as tests/simt does."""
     _decide.cache_clear()
-    remembered.clear()
 
 
 def candidates(op: str, place: str, dtype: torch.dtype, sizes: dict[str, int] | None = None) -> list[Candidate]:

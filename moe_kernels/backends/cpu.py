@@ -33,15 +33,23 @@ except ImportError as error:
 
 device_type = "cpu"
 
-# Index of the instruction set; MOE_KERNELS_CPU_ISA=base|avx2|avx512 asks for a narrower one.
-isa: int = module.isas.index(os.environ.get("MOE_KERNELS_CPU_ISA", module.isas[-1]))
+
+def _isa(asked: str | None) -> int:
+    """Index of the instruction set: the widest, or MOE_KERNELS_CPU_ISA, which may ask for a narrower one."""
+    if asked and asked not in module.isas:
+        raise ValueError(f"MOE_KERNELS_CPU_ISA must be one of {', '.join(module.isas)} on this machine; got {asked!r}")
+    return module.isas.index(asked or module.isas[-1])
+
+
+isa: int = _isa(os.environ.get("MOE_KERNELS_CPU_ISA"))
 
 on_amd: bool = module.on_amd
 
 # Whether C++ multiplies bfloat16 itself, in pairs (csrc/include/moe/pairs.h).
 multiplies_pairs: bool = module.multiplies_pairs and module.isas[isa] == "avx512"
 
-# Below this many elements one thread is done before a second one wakes.
+# Below this many elements, some 10 us of work, one thread is done before a second one wakes, or before another Python
+# thread has taken the GIL: then neither pays.
 _SERIAL = 1 << 15
 
 _self = sys.modules[__name__]
@@ -56,8 +64,8 @@ def chunks(elements: int) -> int:
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Memory that is about to be written whole: in huge pages where it is large (csrc/include/moe/pages.h)."""
-    out = torch.empty(shape, dtype=dtype)
-    module.expect_writes(isa, pointer("fresh", out, dtype, len(shape)), out.nbytes, 1)
+    out = torch.empty(shape, dtype=dtype, device="cpu")
+    module.expect_writes(isa, False, pointer("fresh", out, dtype, len(shape)), out.nbytes, 1)
     return out
 
 
@@ -79,9 +87,13 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     return scores.new_empty((chunks(scores.numel()), (matrices * n + vectors) * vector), dtype=torch.uint8)
 
 
-def launch(name: str, work: Tensor, *args: int | float) -> int:
-    """What the kernel returns: 0, or 1 where it found indices that it refuses."""
-    return getattr(module, name)(isa, *args, chunks(work.numel()))
+def launch(name: str, work: Tensor | int, *args: int | float, passes: int = 1) -> int:
+    """Runs a kernel and returns its result: 0, or 1 if it found indices that it refuses.
+
+    work: elements that the kernel works on, or a tensor of as many; passes: how often.
+    """
+    elements = work.numel() if isinstance(work, Tensor) else work
+    return getattr(module, name)(isa, elements * passes >= _SERIAL, *args, chunks(elements))
 
 
 def _supports(device: str, dtype: torch.dtype) -> str | None:
@@ -101,7 +113,8 @@ kwta_fwd = partial(kwta.fwd, _self)
 kwta_mask = partial(kwta.mask, _self)
 kwta_bwd = partial(kwta.bwd, _self)
 
-masked_mlp_ready = partial(masked_mlp.ready, _self)
+masked_mlp_fwd = partial(masked_mlp.fwd, _self)
+masked_mlp_bwd = partial(masked_mlp.bwd, _self)
 
 topk_gate_fwd = partial(topk_gate.fwd, _self)
 topk_gate_bwd = partial(topk_gate.bwd, _self)
@@ -115,9 +128,7 @@ combine_fwd = partial(combine.fwd, _self)
 combine_bwd = partial(combine.bwd, _self)
 
 grouped_gemm_fwd = partial(grouped_gemm_cpu.fwd, _self)
-grouped_gemm_fwd_ready = partial(grouped_gemm_cpu.fwd_ready, _self)
 grouped_gemm_bwd_weight = partial(grouped_gemm_cpu.bwd_weight, _self)
-grouped_gemm_bwd_weight_ready = partial(grouped_gemm_cpu.bwd_weight_ready, _self)
 grouped_gemm_sum_rows = partial(grouped_gemm_cpu.sum_rows, _self)
 activation_bwd = partial(activation.bwd, _self)
 expert_mlp_bwd_hidden = partial(grouped_gemm_cpu.hidden_bwd, _self)

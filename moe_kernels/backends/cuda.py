@@ -41,7 +41,7 @@ def pointer(op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> in
     return _native.pointer(device_type, op, tensor, dtype, rank)
 
 
-def launch(name: str, work: Tensor, *args: int | float) -> None:
+def launch(name: str, work: Tensor, *args: int | float, passes: int = 1) -> None:
     if device_type == "cpu":
         getattr(module, name)(*args, 0)
         return

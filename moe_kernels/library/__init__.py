@@ -1,11 +1,24 @@
-"""What torch knows of the operations: schemas, fakes (shapes without data) and FLOP formulas, a file an operation.
+"""The operations as torch's operators, a file each: schema, implementation, fake, autograd, vmap rule, FLOP formula.
 
-torch.compile, opcheck and torch.utils.flop_counter all read these. An operation is one schema, one implementation that
-hands over to the backend named in its last argument, and one fake. Autograd stands in ops/<op>.py.
+An implementation hands over to the backend named in its last argument. Eager mode, torch.compile, torch.export,
+profilers, dispatch modes and torch.utils.flop_counter all see these operators.
 """
 
-from moe_kernels.library import combine, dispatch, grouped_gemm, kwta, plan, sinkhorn, topk_gate, tree_gate  # noqa: F401
-from moe_kernels.library._define import GATED, all_rows, launch, listened_to, matrices, ops, rows, wide, words
+from moe_kernels.library import (  # noqa: F401
+    combine,
+    dispatch,
+    expert_mlp,
+    expert_norms,
+    grouped_gemm,
+    harden,
+    kwta,
+    masked_mlp,
+    plan,
+    sinkhorn,
+    topk_gate,
+    tree_gate,
+)
+from moe_kernels.library._define import GATED, all_rows, matrices, ops, rows, wide, words
 from moe_kernels.library.plan import plan_rows
 
-__all__ = ["GATED", "all_rows", "launch", "listened_to", "matrices", "ops", "plan_rows", "rows", "wide", "words"]
+__all__ = ["GATED", "all_rows", "matrices", "ops", "plan_rows", "rows", "wide", "words"]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import is_functorch_wrapped_tensor  # torch has no public predicate
-from torch.compiler import is_compiling
 from torch.utils.flop_counter import register_flop_formula
 
 _library = torch.library.Library("moe_kernels", "DEF")
@@ -18,16 +16,12 @@ _library = torch.library.Library("moe_kernels", "DEF")
 # The registered operations: ops.kwta_fwd is torch.ops.moe_kernels.kwta_fwd.default.
 ops = SimpleNamespace()
 
-# Operations whose autograd is still a Function in ops/<op>.py; backend-specific shortcuts that they take.
-_made_ready: dict[str, Callable[..., Callable[..., Any]]] = {}
-
 
 def define(
     schema: str,
     implementation: Callable[..., Any],
     fake: Callable[..., Any],
     flops: Callable[..., int],
-    ready: Callable[..., Any] | None = None,
     *,
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
@@ -46,7 +40,6 @@ def define(
     """
     name = schema[: schema.index("(")]
     qualified = f"moe_kernels::{name}"
-    _made_ready[name] = ready or (lambda *args: implementation)
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, fake, lib=_library)
@@ -96,22 +89,6 @@ def _merge(x: Tensor, dim: int | None, size: int) -> Tensor:
     return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
-def launch(ready: dict[Hashable, Any] | None, stage: Hashable, name: str, *args):
-    """ops.name(*args). What the looks of tensors decide is found at the first call of a `stage` and kept in `ready`,
-    which is the caller's, or whose stage is, for tensors of one look. None keeps nothing."""
-    if ready is None or _len_torch_dispatch_stack():  # nobody compiles where it was made
-        return getattr(ops, name)(*args)
-    run = ready.get(stage)
-    if run is None:
-        run = ready[stage] = _made_ready[name](*args)
-    return run(*args)
-
-
-def listened_to() -> bool:
-    """A compiler, a FLOP counter or a fake mode sees what is called; of values of tensors it may have none."""
-    return is_compiling() or bool(_len_torch_dispatch_stack())
-
-
 def all_rows(x: Tensor) -> Tensor:
     """Offsets of one expert that has every row of x."""
     return torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
@@ -120,6 +97,16 @@ def all_rows(x: Tensor) -> Tensor:
 def rows(x: Tensor) -> Tensor:
     """x (R, N) with a contiguous last dimension, copied only if it has none."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Each contiguous: hooks on saved tensors may return other strides."""
+    return tuple(None if each is None else each.contiguous() for each in tensors)
+
+
+def gradient_like(x: Tensor, wanted: bool) -> Tensor:
+    """Memory for the gradient to x, contiguous; none if it is not wanted."""
+    return x.new_empty(x.shape if wanted else 0)
 
 
 GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations that halve the columns

@@ -2,36 +2,74 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define
+from moe_kernels.library._define import define, ops, rows
 from moe_kernels.library.dispatch import refuse_bad_rows
 
 
-def _combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor, backend: str) -> Tensor:
-    if backend != "cpu":  # whose kernels look while they are there
-        refuse_bad_rows("combine", slot_row, rows.shape[0])
-    return backends.load(backend, "combine").combine_fwd(rows, weights, slot_row)
+def combine(x: Tensor, weights: Tensor | None, slot_row: Tensor, backend: str) -> Tensor:
+    """The implementation of combine_fwd, which reads no other array of the plan. x: the rows (R, D)."""
+    weights = None if weights is None else weights.contiguous()
+    if backend != "cpu":  # the C++ kernel checks while it reads
+        refuse_bad_rows("combine", slot_row, x.shape[0])
+    return backends.load(backend, "combine").combine_fwd(rows(x), weights, slot_row.contiguous())
 
 
-def _combine_bwd(grad: Tensor, rows: Tensor, weights: Tensor, row_token, slot_row, expert_offsets, row_choice, backend):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.backend = inputs
+    if tensors[1] is None:
+        tensors[0] = None
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weights, *plan = ctx.saved_tensors
+    if weights is None:
+        return ops.dispatch_fwd(grad, *plan[:3], ctx.backend), *[None] * 6
+    return *ops.combine_bwd(grad, x, weights, *plan, ctx.backend), *[None] * 5
+
+
+def _bwd(grad: Tensor, x: Tensor, weights: Tensor, *plan_and_backend: Any) -> tuple[Tensor, Tensor]:
+    *plan, backend = plan_and_backend
+    row_token, slot_row, expert_offsets, row_choice = (each.contiguous() for each in plan)
     if backend != "cpu":
-        refuse_bad_rows("combine", slot_row, rows.shape[0], expert_offsets=expert_offsets)
-    kernels = backends.load(backend, "combine")
-    return kernels.combine_bwd(grad, rows, weights, row_token, slot_row, expert_offsets, row_choice)
+        refuse_bad_rows("combine", slot_row, x.shape[0], expert_offsets=expert_offsets)
+    arrays = row_token, slot_row, expert_offsets, row_choice
+    return backends.load(backend, "combine").combine_bwd(rows(grad), rows(x), weights.contiguous(), *arrays)
+
+
+def _save_all(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.backend = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _second(ctx: Any, to_drows: Tensor, to_dweights: Tensor) -> tuple[Tensor | None, ...]:
+    """combine_bwd is linear in grad, x and weights, so its derivative is combine and combine_bwd again."""
+    grad, x, weights, *plan = ctx.saved_tensors
+    to_grad = ops.combine_fwd(to_drows, weights, *plan, ctx.backend)
+    to_grad = to_grad + ops.combine_fwd(x, to_dweights, *plan, ctx.backend)
+    return to_grad, *ops.combine_bwd(grad, to_drows, to_dweights, *plan, ctx.backend), *[None] * 5
 
 
 define(
-    "combine_fwd(Tensor rows, Tensor? weights, Tensor slot_row, str backend) -> Tensor",
-    _combine_fwd,
-    lambda rows, weights, slot_row, backend: rows.new_empty((slot_row.shape[0], rows.shape[1])),
-    lambda rows, weights, *rest, out_shape=None, **kwargs: (1 if weights is None else 2) * rows[0] * rows[1],
+    "combine_fwd(Tensor rows, Tensor? weights, Tensor row_token, Tensor slot_row, Tensor expert_offsets, "
+    "Tensor? row_choice, str backend) -> Tensor",
+    lambda x, weights, row_token, slot_row, expert_offsets, row_choice, backend: combine(x, weights, slot_row, backend),
+    lambda x, weights, row_token, slot_row, *rest: x.new_empty((slot_row.shape[0], x.shape[1])),
+    lambda x, weights, *rest, out_shape=None, **kwargs: (1 if weights is None else 2) * x[0] * x[1],
+    save=_save,
+    backward=_backward,
 )
 define(
     "combine_bwd(Tensor grad, Tensor rows, Tensor weights, Tensor row_token, Tensor slot_row, Tensor expert_offsets, "
     "Tensor row_choice, str backend) -> (Tensor, Tensor)",
-    _combine_bwd,
-    lambda grad, rows, weights, *rest: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
-    lambda grad, rows, *rest, out_shape=None, **kwargs: 3 * rows[0] * rows[1],
+    _bwd,
+    lambda grad, x, weights, *rest: (x.new_empty(x.shape), weights.new_empty(weights.shape)),
+    lambda grad, x, *rest, out_shape=None, **kwargs: 3 * x[0] * x[1],
+    save=_save_all,
+    backward=_second,
 )

@@ -1,12 +1,14 @@
-"""Dispatch; its gradient is a combine."""
+"""Dispatch; its gradient is a combine without weights."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, no_flops
+from moe_kernels.library._define import define, no_flops, ops, rows
 
 
 def refuse_bad_rows(
@@ -30,15 +32,36 @@ def _refuse_outside(op: str, name: str, index: Tensor, size: int, none: str) -> 
         raise ValueError(f"{op}: plan.{name} must be from -1 ({none}) to {size - 1}; got {low} to {high}")
 
 
-def _dispatch(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
-    if backend != "cpu":  # whose kernel looks while it is there
+# As an operator, so that compilers and fake tensors, which have no values, do not run it.
+define(
+    "refuse_bad_rows(str op, Tensor slot_row, SymInt num_rows, Tensor? row_token, Tensor? expert_offsets) -> ()",
+    refuse_bad_rows,
+    lambda *args: None,
+    no_flops,
+)
+
+
+def _fwd(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
+    arrays = [each.contiguous() for each in (row_token, slot_row, expert_offsets)]
+    if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows("dispatch", slot_row, row_token.shape[0], row_token, expert_offsets)
-    return backends.load(backend, "dispatch").dispatch_fwd(x, row_token, slot_row, expert_offsets)
+    return backends.load(backend, "dispatch").dispatch_fwd(rows(x), *arrays)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *arrays, ctx.backend = inputs
+    ctx.save_for_backward(*arrays)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return ops.combine_fwd(grad, None, *ctx.saved_tensors, None, ctx.backend), *[None] * 4
 
 
 define(
     "dispatch_fwd(Tensor x, Tensor row_token, Tensor slot_row, Tensor expert_offsets, str backend) -> Tensor",
-    _dispatch,
+    _fwd,
     lambda x, row_token, *rest: x.new_empty((row_token.shape[0], x.shape[1])),
     no_flops,
+    save=_save,
+    backward=_backward,
 )

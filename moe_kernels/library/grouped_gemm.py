@@ -1,21 +1,20 @@
-"""The grouped GEMM and what the expert MLP and expert norms are made of."""
+"""The grouped GEMM, its gradients, and the pieces that the expert MLP and the expert norms share with it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import GATED, define, matrices, no_flops, rows, wide
+from moe_kernels.library._define import GATED, contiguous, define, gradient_like, matrices, no_flops, ops, refused, rows
 
 
-def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> int | None:
-    """ValueError for offsets that fall or exceed R, or tokens outside [-1, T), on the CPU; for a GPU one would wait.
-
-    Returns the number of rows in use, where it is known.
-    """
+def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
+    """ValueError for offsets that fall or exceed R, or tokens outside [-1, T), on the CPU; for a GPU one would wait."""
     if not expert_offsets.is_cpu:
-        return None
+        return
     num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
     bounds = expert_offsets.tolist()
     if bounds[0] != 0 or bounds[-1] > num_rows or bounds != sorted(bounds):
@@ -26,18 +25,21 @@ def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | No
             raise ValueError(
                 f"grouped_gemm: row_token must be from -1 (zeros) to {rows.shape[0] - 1}; got {low} to {high}"
             )
-    return bounds[-1]
 
 
-def _kernels(backend: str):
+define(
+    "refuse_bad_groups(Tensor expert_offsets, Tensor rows, Tensor? row_token) -> ()",
+    refuse_bad_rows,
+    lambda *args: None,
+    no_flops,
+)
+
+
+def kernels(backend: str):
     return backends.load(backend, "grouped_gemm")
 
 
-def _num_rows(x: Tensor, token: Tensor | None) -> int:
-    return (x if token is None else token).shape[0]
-
-
-def _grouped_gemm_fwd(
+def product(
     x: Tensor,
     weight: Tensor,
     expert_offsets: Tensor,
@@ -46,118 +48,113 @@ def _grouped_gemm_fwd(
     activation: str,
     keep_pre: bool,
     backend: str,
-):
-    if backend != "cpu":  # whose kernel looks while it is there, in a tenth of the time
+) -> tuple[Tensor, Tensor]:
+    """The implementation of grouped_gemm_fwd: the rows (R, Dout), and if kept what was activated."""
+    expert_offsets, row_token, bias = contiguous(expert_offsets, row_token, bias)
+    if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows(expert_offsets, x, row_token)
-    bias = None if bias is None else bias.contiguous()
-    return _kernels(backend).grouped_gemm_fwd(
-        rows(x), matrices(weight), expert_offsets, row_token, bias, activation, keep_pre
-    )
+    given = rows(x), matrices(weight), expert_offsets, row_token, bias
+    return kernels(backend).grouped_gemm_fwd(*given, activation, keep_pre)
 
 
-def _grouped_gemm_fwd_ready(x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend):
-    read_in_place = rows(x) is x and matrices(weight) is weight and (bias is None or bias.is_contiguous())
-    if backend != "cpu" or not read_in_place:
-        return _grouped_gemm_fwd
-    return _kernels(backend).grouped_gemm_fwd_ready(x, weight, expert_offsets, row_token, bias, activation, keep_pre)
+def transposed(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
+    """grad (R, Dout) -> (R, Din): every expert's rows times its transposed weight."""
+    given = rows(grad), matrices(weight.transpose(1, 2)), expert_offsets
+    return kernels(backend).grouped_gemm_fwd(*given, None, None, "", False)[0]
 
 
-def _grouped_gemm_fwd_fake(x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend):
-    num_rows, dout = _num_rows(x, row_token), weight.shape[2]
+def weight_gradient(
+    x: Tensor,
+    grad: Tensor,
+    expert_offsets: Tensor,
+    x_token: Tensor | None,
+    grad_token: Tensor | None,
+    with_bias: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(E, Din, Dout), the sum of x^T grad over every expert's rows; and, with_bias, the sum of grad."""
+    given = rows(x), rows(grad), expert_offsets, x_token, grad_token
+    return kernels(backend).grouped_gemm_bwd_weight(*given, with_bias)
+
+
+def _fwd_fake(x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend):
+    num_rows, dout = (x if row_token is None else row_token).shape[0], weight.shape[2]
     out = x.new_empty((num_rows, dout // 2 if activation in GATED else dout))
     return out, x.new_empty((num_rows if keep_pre else 0, dout))
 
 
-def _product_flops(x, weight, row_token) -> int:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.activation, keep_pre, ctx.backend = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, output[1] if keep_pre else None)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, expert_offsets, row_token, bias, pre = ctx.saved_tensors
+    to_x, to_weight, _, _, to_bias, *_ = ctx.needs_input_grad
+    given = grad, x, weight, expert_offsets, row_token, bias, pre, ctx.activation, [to_x, to_weight, to_bias]
+    dx, dweight, dbias = ops.grouped_gemm_bwd(*given, ctx.backend)
+    return dx if to_x else None, dweight if to_weight else None, None, None, dbias if to_bias else None, *[None] * 3
+
+
+def _bwd(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    expert_offsets: Tensor,
+    row_token: Tensor | None,
+    bias: Tensor | None,
+    pre: Tensor | None,
+    activation: str,
+    wanted: list[bool],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    to_x, to_weight, to_bias = wanted
+    expert_offsets, row_token = contiguous(expert_offsets, row_token)
+    dx, dweight, dbias = (x.new_empty(0) for _ in wanted)
+    if activation:
+        if pre is None:
+            pre, _ = product(x, weight, expert_offsets, row_token, bias, "", False, backend)
+        grad = kernels(backend).activation_bwd(rows(grad), pre.contiguous(), activation)
+    if to_weight or to_bias:
+        found = weight_gradient(x, grad, expert_offsets, row_token, None, to_bias, backend)
+        dweight, dbias = found[0] if to_weight else dweight, found[1] if to_bias else dbias
+    if to_x:
+        dx = transposed(grad, weight, expert_offsets, backend)
+        if row_token is not None:
+            dx = kernels(backend).grouped_gemm_sum_rows(rows(dx), row_token, x.shape[0])
+    return dx, dweight, dbias
+
+
+def _bwd_fake(grad, x, weight, expert_offsets, row_token, bias, pre, activation, wanted, backend):
+    to_x, to_weight, to_bias = wanted
+    dbias = x.new_empty((weight.shape[0], weight.shape[2]) if to_bias else 0)
+    return gradient_like(x, to_x), gradient_like(weight, to_weight), dbias
+
+
+def product_flops(x, weight, row_token) -> int:
     return 2 * (x if row_token is None else row_token)[0] * weight[1] * weight[2]
 
 
-def _grouped_gemm_bwd_weight(x, grad, expert_offsets, x_token, grad_token, with_bias: bool, backend: str):
-    return _kernels(backend).grouped_gemm_bwd_weight(
-        rows(x), rows(grad), expert_offsets, x_token, grad_token, with_bias
-    )
-
-
-def _grouped_gemm_bwd_weight_ready(x, grad, expert_offsets, x_token, grad_token, with_bias, backend):
-    if backend != "cpu" or rows(x) is not x or rows(grad) is not grad:
-        return _grouped_gemm_bwd_weight
-    return _kernels(backend).grouped_gemm_bwd_weight_ready(x, grad, expert_offsets, x_token, grad_token, with_bias)
-
-
-def _grouped_gemm_bwd_weight_fake(x, grad, expert_offsets, x_token, grad_token, with_bias, backend):
-    num_experts, dout = expert_offsets.shape[0] - 1, grad.shape[1]
-    dweight = x.new_empty((num_experts, x.shape[1], dout))
-    return dweight, x.new_empty((num_experts if with_bias else 0, dout))
-
-
-def _grouped_gemm_sum_rows(x: Tensor, row_token: Tensor, num_tokens: int, backend: str) -> Tensor:
-    """(R, D) -> (T, D): every token's sum of its rows, in float32 and in their order; -1 is no token."""
-    return _kernels(backend).grouped_gemm_sum_rows(rows(x), row_token, num_tokens)
-
-
-def _expert_mlp_bwd_hidden(
-    grad: Tensor,
-    w_out: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor,
-    row_weight: Tensor,
-    pre: Tensor,
-    activation: str,
-    backend: str,
-):
-    return _kernels(backend).expert_mlp_bwd_hidden(
-        rows(grad), matrices(w_out), expert_offsets, row_token, row_weight, pre, activation
-    )
-
-
-def _expert_mlp_bwd_hidden_fake(grad, w_out, expert_offsets, row_token, row_weight, pre, activation, backend):
-    weighted = pre.new_empty((pre.shape[0], w_out.shape[1]))
-    return pre.new_empty(pre.shape), weighted, row_weight.new_empty(row_weight.shape)
-
-
-def _grouped_gemm_norms(x: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None, backend: str) -> Tensor:
-    bias = None if bias is None else bias.contiguous()
-    return _kernels(backend).grouped_gemm_norms(rows(x), matrices(weight), expert_offsets, bias)
+def _bwd_flops(grad, x, weight, offsets, row_token, bias, pre, activation, wanted, *rest, **kwargs) -> int:
+    to_x, to_weight, to_bias = wanted
+    return product_flops(x, weight, row_token) * (to_x + (to_weight or to_bias))
 
 
 define(
     "grouped_gemm_fwd(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? row_token, Tensor? bias, str activation, "
     "bool keep_pre, str backend) -> (Tensor, Tensor)",
-    _grouped_gemm_fwd,
-    _grouped_gemm_fwd_fake,
-    lambda x, weight, offsets, row_token, *rest, out_shape=None, **kwargs: _product_flops(x, weight, row_token),
-    _grouped_gemm_fwd_ready,
+    product,
+    _fwd_fake,
+    lambda x, weight, offsets, row_token, *rest, out_shape=None, **kwargs: product_flops(x, weight, row_token),
+    save=_save,
+    backward=_backward,
 )
 define(
-    "grouped_gemm_bwd_weight(Tensor x, Tensor grad, Tensor expert_offsets, Tensor? x_token, Tensor? grad_token, "
-    "bool with_bias, str backend) -> (Tensor, Tensor)",
-    _grouped_gemm_bwd_weight,
-    _grouped_gemm_bwd_weight_fake,
-    lambda x, grad, offsets, x_token, *rest, out_shape=None, **kwargs: _product_flops(x, (0, x[1], grad[1]), x_token),
-    _grouped_gemm_bwd_weight_ready,
-)
-define(
-    "grouped_gemm_sum_rows(Tensor x, Tensor row_token, SymInt num_tokens, str backend) -> Tensor",
-    _grouped_gemm_sum_rows,
-    lambda x, row_token, num_tokens, backend: x.new_empty((num_tokens, x.shape[1])),
-    no_flops,
-)
-define(
-    "activation_bwd(Tensor grad, Tensor pre, str activation, str backend) -> Tensor",
-    lambda grad, pre, activation, backend: _kernels(backend).activation_bwd(rows(grad), pre, activation),
-    lambda grad, pre, activation, backend: pre.new_empty(pre.shape),
-    no_flops,
-)
-define(
-    "expert_mlp_bwd_hidden(Tensor grad, Tensor w_out, Tensor expert_offsets, Tensor row_token, Tensor row_weight, "
-    "Tensor pre, str activation, str backend) -> (Tensor, Tensor, Tensor)",
-    _expert_mlp_bwd_hidden,
-    _expert_mlp_bwd_hidden_fake,
-    lambda grad, w_out, offsets, row_token, *rest, out_shape=None, **kwargs: _product_flops(grad, w_out, row_token),
-)
-define(
-    "grouped_gemm_norms(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? bias, str backend) -> Tensor",
-    _grouped_gemm_norms,
-    lambda x, weight, expert_offsets, bias, backend: x.new_empty(x.shape[0], dtype=wide(x.dtype)),
-    lambda x, weight, *rest, out_shape=None, **kwargs: _product_flops(x, weight, None),
+    "grouped_gemm_bwd(Tensor grad, Tensor x, Tensor weight, Tensor expert_offsets, Tensor? row_token, Tensor? bias, "
+    "Tensor? pre, str activation, bool[] wanted, str backend) -> (Tensor, Tensor, Tensor)",
+    _bwd,
+    _bwd_fake,
+    _bwd_flops,
+    backward=refused("grouped_gemm"),
 )

@@ -1,38 +1,57 @@
-"""kWTA: forward with the packed mask, backward from it, and the mask by itself."""
+"""kWTA: the masked values with the packed mask, their gradient, and the mask by itself."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, no_flops, rows, words
+from moe_kernels.library._define import define, no_flops, ops, rows, words
 
 
-def refuse_bad_samples(samples: Tensor | None, num_samples: int) -> None:
-    """ValueError for samples outside [0, S), on the CPU; for a GPU one would wait."""
-    if samples is None or not samples.is_cpu or samples.numel() == 0:
-        return
-    low, high = (int(bound) for bound in torch.aminmax(samples))
-    if low < 0 or high >= num_samples:
-        raise ValueError(f"masked_mlp: samples must be from 0 to {num_samples - 1}; got {low} to {high}")
+def _fwd(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str) -> tuple[Tensor, Tensor]:
+    values = None if values is None else rows(values)
+    return backends.load(backend, "kwta").kwta_fwd(rows(x), values, k, ties, save_bits)
 
 
-def _kwta_fwd(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str):
-    return backends.load(backend, "kwta").kwta_fwd(x, values, k, ties, save_bits)
-
-
-def _kwta_fwd_fake(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str):
+def _fwd_fake(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str):
     bits = x.new_empty((x.shape[0], words(x.shape[1]) if save_bits else 0), dtype=torch.int32)
     return x.new_empty(x.shape), bits
 
 
-def _kwta_bwd(grad: Tensor, bits: Tensor, backend: str) -> Tensor:
-    return backends.load(backend, "kwta").kwta_bwd(rows(grad), bits)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, values, ctx.k, ctx.ties, saved, ctx.backend = inputs
+    ctx.through_values = values is not None
+    ctx.save_for_backward(output[1] if saved else None, None if saved else x)
 
 
-def _kwta_mask(x: Tensor, k: int, ties: str, backend: str) -> Tensor:
-    return backends.load(backend, "kwta").kwta_mask(x, k, ties)
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    bits, x = ctx.saved_tensors
+    if bits is None:
+        _, bits = ops.kwta_fwd(x.detach(), None, ctx.k, ctx.ties, True, ctx.backend)
+    masked = ops.kwta_bwd(grad, bits, ctx.backend)
+    return (None, masked, *[None] * 4) if ctx.through_values else (masked, *[None] * 5)
+
+
+def _bwd(grad: Tensor, bits: Tensor, backend: str) -> Tensor:
+    return backends.load(backend, "kwta").kwta_bwd(rows(grad), bits.contiguous())
+
+
+def _save_bits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, bits, ctx.backend = inputs
+    ctx.save_for_backward(bits)
+
+
+def _masked(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """kwta_bwd is linear in grad, and therefore its own derivative."""
+    (bits,) = ctx.saved_tensors
+    return ops.kwta_bwd(grad, bits, ctx.backend), None, None
+
+
+def _mask(x: Tensor, k: int, ties: str, backend: str) -> Tensor:
+    return backends.load(backend, "kwta").kwta_mask(rows(x), k, ties)
 
 
 def _one_per_element(x_shape, *args, out_shape=None, **kwargs) -> int:
@@ -41,19 +60,26 @@ def _one_per_element(x_shape, *args, out_shape=None, **kwargs) -> int:
 
 define(
     "kwta_fwd(Tensor x, Tensor? values, SymInt k, str ties, bool save_bits, str backend) -> (Tensor, Tensor)",
-    _kwta_fwd,
-    _kwta_fwd_fake,
+    _fwd,
+    _fwd_fake,
     _one_per_element,
+    save=_save,
+    backward=_backward,
+    batched=(0, 1),
 )
 define(
     "kwta_bwd(Tensor grad, Tensor bits, str backend) -> Tensor",
-    _kwta_bwd,
+    _bwd,
     lambda grad, bits, backend: grad.new_empty(grad.shape),
     _one_per_element,
+    save=_save_bits,
+    backward=_masked,
+    batched=(0, 1),
 )
 define(
     "kwta_mask(Tensor x, SymInt k, str ties, str backend) -> Tensor",
-    _kwta_mask,
+    _mask,
     lambda x, k, ties, backend: x.new_empty(x.shape, dtype=torch.bool),
     no_flops,
+    batched=(0,),
 )

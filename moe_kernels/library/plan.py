@@ -18,6 +18,15 @@ def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
         raise ValueError(f"make_plan: experts must be from -1 (none) to {num_experts - 1}; got {low} to {high}")
 
 
+# As an operator, so that compilers and fake tensors, which have no values, do not run it.
+define(
+    "refuse_unknown_experts(Tensor experts, SymInt num_experts) -> ()",
+    refuse_unknown_experts,
+    lambda *_: None,
+    no_flops,
+)
+
+
 def plan_rows(num_tokens: int, k: int, num_experts: int, capacity: int | None) -> int:
     """R: rows that a plan makes room for, known without looking at the choices."""
     return num_tokens * k if capacity is None else torch.sym_min(num_tokens * k, num_experts * capacity)

@@ -1,58 +1,117 @@
-"""Sinkhorn iterations; `sums` have marginals and a tolerance."""
+"""Sinkhorn iterations and their gradients: of the iterates, or at the fixed point."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
+import python_ref.sinkhorn as reference
 from moe_kernels import backends
-from moe_kernels.library._define import define
+from moe_kernels.library._define import contiguous, define, ops, refused, rows
 
 
-def _sinkhorn_fwd(scores: Tensor, taus: list[float], backend: str) -> Tensor:
-    return backends.load(backend, "sinkhorn").sinkhorn_fwd(scores, taus)
-
-
-def _sinkhorn_bwd(grad: Tensor, scores: Tensor, taus: list[float], backend: str) -> Tensor:
-    return backends.load(backend, "sinkhorn").sinkhorn_bwd(grad, scores, taus)
-
-
-define(
-    "sinkhorn_fwd(Tensor scores, float[] taus, str backend) -> Tensor",
-    _sinkhorn_fwd,
-    lambda scores, taus, backend: scores.new_empty(scores.shape),
-    lambda scores, taus, *rest, out_shape=None, **kwargs: 4 * len(taus) * scores[0] * scores[1] * scores[2],
-)
-define(
-    "sinkhorn_bwd(Tensor grad, Tensor scores, float[] taus, str backend) -> Tensor",
-    _sinkhorn_bwd,
-    lambda grad, scores, taus, backend: scores.new_empty(scores.shape),
-    lambda grad, scores, taus, *rest, out_shape=None, **kwargs: 12 * len(taus) * scores[0] * scores[1] * scores[2],
-)
-
-
-def _sinkhorn_sums_fwd(
-    scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float, backend: str
+def _fwd(
+    scores: Tensor,
+    taus: Tensor,
+    iterations: int,
+    row_sums: Tensor | None,
+    column_sums: Tensor | None,
+    tolerance: float,
+    implicit: bool,
+    backend: str,
 ) -> Tensor:
-    return backends.load(backend, "sinkhorn").sinkhorn_sums_fwd(scores, taus, rows, columns, tolerance)
+    if scores.numel() == 0:
+        return scores.new_empty(scores.shape)
+    kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
+    if row_sums is None or column_sums is None:
+        p = kernels.sinkhorn_fwd(rows(scores), temperatures)
+    else:
+        sums = contiguous(row_sums, column_sums)
+        p = kernels.sinkhorn_sums_fwd(rows(scores), temperatures, *sums, tolerance)
+    if implicit:
+        reference.check_converged(p, *(() if row_sums is None else (row_sums,)))
+    return p
 
 
-def _sinkhorn_sums_bwd(
-    grad: Tensor, scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float, backend: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return backends.load(backend, "sinkhorn").sinkhorn_sums_bwd(grad, scores, taus, rows, columns, tolerance)
+def _temperatures(taus: Tensor, iterations: int) -> list[float]:
+    """taus (2,), on the CPU: the first and the last temperature. As a tensor, a new one needs no new compiled graph."""
+    first, last = taus.tolist()
+    return reference.temperatures(iterations, last, first)
 
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    scores, taus, ctx.iterations, row_sums, column_sums, ctx.tolerance, ctx.implicit, ctx.backend = inputs
+    ctx.save_for_backward(output if ctx.implicit else scores, taus, row_sums, column_sums)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    saved, taus, row_sums, column_sums = ctx.saved_tensors
+    if ctx.implicit:
+        return ops.sinkhorn_implicit_bwd(grad, saved, taus), *[None] * 7
+    given = grad, saved, taus, ctx.iterations, row_sums, column_sums, ctx.tolerance, ctx.backend
+    dscores, drows, dcolumns = ops.sinkhorn_bwd(*given)
+    without_sums = row_sums is None
+    return dscores, None, None, None if without_sums else drows, None if without_sums else dcolumns, *[None] * 3
+
+
+def _bwd(
+    grad: Tensor,
+    scores: Tensor,
+    taus: Tensor,
+    iterations: int,
+    row_sums: Tensor | None,
+    column_sums: Tensor | None,
+    tolerance: float,
+    backend: str,
+) -> tuple[Tensor, ...]:
+    if scores.numel() == 0:
+        return tuple(map(torch.zeros_like, _bwd_fake(grad, scores, taus, iterations, row_sums, column_sums)))
+    kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
+    grad, scores = rows(grad), rows(scores)
+    if row_sums is None or column_sums is None:
+        return kernels.sinkhorn_bwd(grad, scores, temperatures), grad.new_empty(0), grad.new_empty(0)
+    return kernels.sinkhorn_sums_bwd(grad, scores, temperatures, *contiguous(row_sums, column_sums), tolerance)
+
+
+def _bwd_fake(grad, scores, taus, iterations, row_sums, column_sums, *rest) -> tuple[Tensor, ...]:
+    sums = (scores.new_empty(0) if each is None else each.new_empty(each.shape) for each in (row_sums, column_sums))
+    return scores.new_empty(scores.shape), *sums
+
+
+def _implicit_bwd(grad: Tensor, p: Tensor, taus: Tensor) -> Tensor:
+    return reference.implicit_gradient(p, grad, taus.tolist()[-1]).to(p.dtype)
+
+
+def _numel(shape) -> int:
+    return shape[0] * shape[1] * shape[2]
+
+
+_SETTINGS = "Tensor scores, Tensor taus, SymInt iterations, Tensor? row_sums, Tensor? column_sums, float tolerance"
 
 define(
-    "sinkhorn_sums_fwd(Tensor scores, float[] taus, Tensor rows, Tensor columns, float tolerance, str backend) -> "
-    "Tensor",
-    _sinkhorn_sums_fwd,
+    f"sinkhorn_fwd({_SETTINGS}, bool implicit, str backend) -> Tensor",
+    _fwd,
     lambda scores, *rest: scores.new_empty(scores.shape),
-    lambda scores, taus, *rest, out_shape=None, **kwargs: 4 * len(taus) * scores[0] * scores[1] * scores[2],
+    lambda scores, taus, iterations, *rest, out_shape=None, **kwargs: 4 * iterations * _numel(scores),
+    save=_save,
+    backward=_backward,
+    batched=(0, 3, 4),
 )
 define(
-    "sinkhorn_sums_bwd(Tensor grad, Tensor scores, float[] taus, Tensor rows, Tensor columns, float tolerance, "
-    "str backend) -> (Tensor, Tensor, Tensor)",
-    _sinkhorn_sums_bwd,
-    lambda grad, scores, taus, rows, columns, *rest: tuple(x.new_empty(x.shape) for x in (scores, rows, columns)),
-    lambda grad, scores, taus, *rest, out_shape=None, **kwargs: 12 * len(taus) * scores[0] * scores[1] * scores[2],
+    f"sinkhorn_bwd(Tensor grad, {_SETTINGS}, str backend) -> (Tensor, Tensor, Tensor)",
+    _bwd,
+    _bwd_fake,
+    lambda grad, scores, taus, iterations, *rest, out_shape=None, **kwargs: 12 * iterations * _numel(scores),
+    backward=refused("sinkhorn"),
+    batched=(0, 1, 4, 5),
+)
+define(
+    "sinkhorn_implicit_bwd(Tensor grad, Tensor p, Tensor taus) -> Tensor",
+    _implicit_bwd,
+    lambda grad, p, taus: p.new_empty(p.shape),
+    lambda grad, p, *rest, out_shape=None, **kwargs: 2 * p[0] * p[1] ** 3,  # one product of matrices and a solve
+    backward=refused("sinkhorn"),
+    batched=(0, 1),
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, no_flops, wide
+from moe_kernels.library._define import contiguous, define, gradient_like, no_flops, ops, refused, wide
 
 
 def products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -59,6 +62,26 @@ def _tree_gate_fwd_fake(x, split_weight, leaf_weight, *rest):
     return gates, gates.new_empty(leaf_logits.shape), split_logits, leaf_logits
 
 
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, split_weight, leaf_weight, _, _, *ctx.settings = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, split_weight, leaf_weight, *output[2:])
+
+
+def _backward(ctx: Any, grad_gates, grad_leaf_probs, *grad_logits: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, *weights, split_logits, leaf_logits = ctx.saved_tensors
+    gamma, _, backend = ctx.settings
+    if grad_gates is None:
+        grad_gates = leaf_logits.new_zeros((x.shape[0], leaf_logits.shape[2]), dtype=wide(x.dtype))
+    dlogits = ops.tree_gate_bwd(grad_gates, grad_leaf_probs, split_logits, leaf_logits, *ctx.settings)
+    dlogits = [own if given is None else own + given for own, given in zip(dlogits, grad_logits, strict=True)]
+    wanted = list(ctx.needs_input_grad[:5])
+    found = ops.tree_gate_logits_bwd(*dlogits, split_logits, x, *weights, gamma, wanted[:3], backend)
+    dproducts = (grad if needed else None for grad, needed in zip(found, wanted, strict=False))
+    dbiases = (each.sum(0) if needed else None for each, needed in zip(dlogits, wanted[3:], strict=True))
+    return *dproducts, *dbiases, None, None, None
+
+
 def _tree_gate_bwd(
     grad_gates: Tensor,
     grad_leaf_probs: Tensor | None,
@@ -68,8 +91,8 @@ def _tree_gate_bwd(
     mode: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    kernels = backends.load(backend, "tree_gate")
-    return kernels.tree_gate_bwd(grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, mode)
+    given = contiguous(grad_gates, grad_leaf_probs, split_logits, leaf_logits)
+    return backends.load(backend, "tree_gate").tree_gate_bwd(*given, gamma, mode)
 
 
 def _tree_gate_logits_bwd(
@@ -84,21 +107,21 @@ def _tree_gate_logits_bwd(
     backend: str,
 ):
     kernels = backends.load(backend, "tree_gate")
+    dsplit, dleaf, split_logits = contiguous(dsplit, dleaf, split_logits)
     if hasattr(kernels, "tree_gate_logits_bwd"):
         return kernels.tree_gate_logits_bwd(dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants)
-    results = _wanted(x, split_weight, leaf_weight, wants)
+    results = _wanted(x, split_weight, leaf_weight, wants=wants)
     products_gradients(dsplit, dleaf, x, split_weight, leaf_weight, list(results))
     return results
 
 
-def _wanted(x: Tensor, split_weight: Tensor, leaf_weight: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:
-    """Room for a gradient to each, nothing for those that nobody wants."""
-    given = zip((x, split_weight, leaf_weight), wants, strict=True)
-    return tuple(x.new_empty(each.shape if wanted else 0) for each, wanted in given)
+def _wanted(*sources: Tensor, wants: Sequence[bool] = (True, True)) -> tuple[Tensor, ...]:
+    """Memory for a gradient to each source that wants one."""
+    return tuple(gradient_like(each, wanted) for each, wanted in zip(sources, wants, strict=True))
 
 
 def _tree_gate_logits_bwd_fake(dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants, backend):
-    return _wanted(x, split_weight, leaf_weight, wants)
+    return _wanted(x, split_weight, leaf_weight, wants=wants)
 
 
 def _tree_route_fwd(
@@ -145,13 +168,18 @@ define(
     _tree_gate_fwd,
     _tree_gate_fwd_fake,
     _tree_gate_flops,
+    save=_save,
+    backward=_backward,
 )
 define(
     "tree_gate_bwd(Tensor grad_gates, Tensor? grad_leaf_probs, Tensor split_logits, Tensor leaf_logits, float gamma, "
     "str mode, str backend) -> (Tensor, Tensor)",
     _tree_gate_bwd,
-    lambda grad_gates, grad_leaf_probs, *logits_and_rest: tuple(map(torch.empty_like, logits_and_rest[:2])),
+    lambda grad_gates, grad_leaf_probs, *logits_and_rest: tuple(
+        gradient_like(each, True) for each in logits_and_rest[:2]
+    ),
     no_flops,
+    backward=refused("tree_gate"),
 )
 define(
     "tree_gate_logits_bwd(Tensor dsplit, Tensor dleaf, Tensor split_logits, Tensor x, Tensor split_weight, "
@@ -159,6 +187,7 @@ define(
     _tree_gate_logits_bwd,
     _tree_gate_logits_bwd_fake,
     _tree_gate_logits_bwd_flops,
+    backward=refused("tree_gate"),
 )
 define(
     f"tree_route_fwd({_TREE}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 from torch.amp import is_autocast_available
 
+from moe_kernels.backends import constant
+
 
 def autocast_on(device_type: str) -> bool:
     """Whether autocast is on for that device; a device without autocast, such as meta, has it off."""
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
-@torch.compiler.assume_constant_result  # torch 2.11's compiler does not follow what it asks
+@constant  # torch 2.11's compiler does not follow what it asks
 def _has_autocast(device_type: str) -> bool:
     return is_autocast_available(device_type)
 

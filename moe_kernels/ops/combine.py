@@ -10,23 +10,11 @@ dy, rows and w, so its own gradient is `combine` and the pass again: differentia
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 import python_ref.combine as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import (
-    FLOATING,
-    apply_untraced,
-    check_first,
-    check_plan,
-    check_rank,
-    check_tensor,
-    remembered,
-)
-from moe_kernels.ops.dispatch import collect_rows
+from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
 from moe_kernels.plan import RoutingPlan
 
 
@@ -61,90 +49,22 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
     Source: GShard's combine einsum with the one-hot left out; paper 003 (V-MoE), eq. 2.
     """
     check_plan("combine", plan)
-    arrays = plan.row_token, plan.slot_row, plan.expert_offsets
-    chosen, ready = remembered(_check, (backend,), (rows, weights, *arrays))
-    if chosen == "reference":
-        if not library.listened_to():
-            library.dispatch.refuse_bad_rows("combine", plan.slot_row, plan.num_rows)
-        return reference.combine(rows, plan, weights)
-    differentiated = rows.requires_grad or (weights is not None and weights.requires_grad)
-    if weights is not None:
-        weights = weights.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
-    if not (differentiated and torch.is_grad_enabled()):
-        return library.launch(ready, "forward", "combine_fwd", library.rows(rows), weights, plan.slot_row, chosen)
-    if weights is None:
-        return collect_rows(rows, *arrays, chosen)
-    apply = _Combine.apply if ready is None else _apply
-    return apply(rows, weights, *arrays, plan.row_choice, chosen)
-
-
-def _check(
-    backend: str | None, rows: Tensor, weights: Tensor | None, row_token: Tensor, slot_row: Tensor, *arrays: Tensor
-) -> str:
-    """The backend that runs it."""
+    device, slot_row = plan.row_token.device, plan.slot_row
     check_tensor("combine", "rows", rows, FLOATING)
     check_rank("combine", "rows", rows, "(R, D)")
-    check_first("combine", "rows", rows, row_token.numel(), "rows of the plan", row_token.device)
+    check_first("combine", "rows", rows, plan.num_rows, "rows of the plan", device)
     if weights is not None:
         check_tensor("combine", "weights", weights, FLOATING)
         check_rank("combine", "weights", weights, "(T, K)")
-        check_first("combine", "weights", weights, slot_row.shape[0], "tokens of the plan", row_token.device)
+        check_first("combine", "weights", weights, plan.num_tokens, "tokens of the plan", device)
         if weights.shape != slot_row.shape:
             expected, got = tuple(slot_row.shape), tuple(weights.shape)
             raise ValueError(f"combine: weights must be (T, K) like plan.slot_row, {expected}; got {got}")
-    return backends.choose_shapes("combine", backend, rows)
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weights: Tensor,
-        row_token: Tensor,
-        slot_row: Tensor,
-        expert_offsets: Tensor,
-        row_choice: Tensor,
-        backend: str,
-    ) -> Tensor:
-        ctx.save_for_backward(rows, weights, row_token, slot_row, expert_offsets, row_choice)
-        ctx.backend = backend
-        return library.ops.combine_fwd(library.rows(rows), weights, slot_row, backend)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        drows, dweights = _CombineBackward.apply(grad, *ctx.saved_tensors, ctx.backend)
-        return drows, dweights, None, None, None, None, None
-
-
-_apply = apply_untraced(_Combine)
-
-
-class _CombineBackward(torch.autograd.Function):
-    """dy, rows, w -> w dy (R, D) and <rows, dy> (T, K)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        grad: Tensor,
-        rows: Tensor,
-        weights: Tensor,
-        row_token: Tensor,
-        slot_row: Tensor,
-        expert_offsets: Tensor,
-        row_choice: Tensor,
-        backend: str,
-    ) -> tuple[Tensor, Tensor]:
-        plan = (row_token, slot_row, expert_offsets, row_choice)
-        ctx.save_for_backward(grad, rows, weights, *plan)
-        ctx.backend = backend
-        return library.ops.combine_bwd(library.rows(grad), library.rows(rows), weights, *plan, backend)
-
-    @staticmethod
-    def backward(ctx: Any, to_drows: Tensor, to_dweights: Tensor) -> tuple[Tensor | None, ...]:
-        grad, rows, weights, *plan = ctx.saved_tensors
-        to_dweights = to_dweights.contiguous()
-        to_grad = _Combine.apply(to_drows, weights, *plan, ctx.backend)
-        to_grad = to_grad + _Combine.apply(rows, to_dweights, *plan, ctx.backend)
-        to_rows, to_weights = _CombineBackward.apply(grad, to_drows, to_dweights, *plan, ctx.backend)
-        return to_grad, to_rows, to_weights, None, None, None, None, None
+    chosen = backends.choose_shapes("combine", backend, rows)
+    if chosen == "reference":
+        library.ops.refuse_bad_rows("combine", slot_row, plan.num_rows, None, None)
+        return reference.combine(rows, plan, weights)
+    if weights is not None:
+        weights = weights.to(library.wide(rows.dtype))
+    arrays = plan.row_token, slot_row, plan.expert_offsets, plan.row_choice
+    return library.ops.combine_fwd(rows, weights, *arrays, chosen)

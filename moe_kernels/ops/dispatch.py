@@ -9,22 +9,11 @@ times. Nothing is saved but the plan. A kernel reads each token once and writes 
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 import python_ref.dispatch as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import (
-    FLOATING,
-    apply_untraced,
-    check_first,
-    check_plan,
-    check_rank,
-    check_tensor,
-    remembered,
-)
+from moe_kernels.ops._checks import FLOATING, check_first, check_plan, check_rank, check_tensor
 from moe_kernels.plan import RoutingPlan
 
 
@@ -53,59 +42,12 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
     Source: GShard's dispatch einsum with the one-hot left out; paper 003 (V-MoE), section 2.
     """
     check_plan("dispatch", plan)
-    arrays = plan.row_token, plan.slot_row, plan.expert_offsets
-    chosen, ready = remembered(_check, (plan.num_tokens, backend), (x, *arrays))
-    if chosen == "reference":
-        if not library.listened_to():
-            library.dispatch.refuse_bad_rows(
-                "dispatch", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets
-            )
-        return reference.dispatch(x, plan)
-    if x.requires_grad and torch.is_grad_enabled():
-        apply = _Dispatch.apply if ready is None else _apply
-        return apply(x, *arrays, chosen)
-    return library.launch(ready, "forward", "dispatch_fwd", library.rows(x), *arrays, chosen)
-
-
-def _check(num_tokens: int, backend: str | None, x: Tensor, row_token: Tensor, *arrays: Tensor) -> str:
-    """The backend that runs it."""
     check_tensor("dispatch", "x", x, FLOATING)
     check_rank("dispatch", "x", x, "(T, D)")
-    check_first("dispatch", "x", x, num_tokens, "tokens of the plan", row_token.device)
-    return backends.choose("dispatch", backend, x)
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor, backend: str
-    ) -> Tensor:
-        ctx.save_for_backward(row_token, slot_row, expert_offsets)
-        ctx.backend = backend
-        return library.ops.dispatch_fwd(library.rows(x), row_token, slot_row, expert_offsets, backend)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Collect.apply(grad, *ctx.saved_tensors, ctx.backend), None, None, None, None
-
-
-_apply = apply_untraced(_Dispatch)
-
-
-class _Collect(torch.autograd.Function):
-    """The sum of every token's rows: what dispatch does, transposed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor, backend: str
-    ) -> Tensor:
-        ctx.save_for_backward(row_token, slot_row, expert_offsets)
-        ctx.backend = backend
-        return library.ops.combine_fwd(library.rows(rows), None, slot_row, backend)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _Dispatch.apply(grad, *ctx.saved_tensors, ctx.backend), None, None, None, None
-
-
-collect_rows = _Collect.apply
+    check_first("dispatch", "x", x, plan.num_tokens, "tokens of the plan", plan.row_token.device)
+    arrays = plan.row_token, plan.slot_row, plan.expert_offsets
+    chosen = backends.choose("dispatch", backend, x)
+    if chosen == "reference":
+        library.ops.refuse_bad_rows("dispatch", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets)
+        return reference.dispatch(x, plan)
+    return library.ops.dispatch_fwd(x, *arrays, chosen)

@@ -12,23 +12,13 @@ of x and of dy are stored nowhere.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 import python_ref.expert_mlp as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import (
-    FLOATING,
-    check_first,
-    check_fits,
-    check_plan,
-    check_rank,
-    check_tensor,
-    once_differentiable,
-)
-from moe_kernels.ops.grouped_gemm import check_activation, transposed
+from moe_kernels.ops._checks import FLOATING, check_first, check_fits, check_plan, check_rank, check_tensor
+from moe_kernels.ops.grouped_gemm import check_activation
 from moe_kernels.plan import RoutingPlan
 
 
@@ -87,20 +77,16 @@ def expert_mlp(
             )
     chosen = backends.choose_shapes("expert_mlp", backend, x)
     if chosen == "reference":
-        if not library.listened_to():
-            library.dispatch.refuse_bad_rows(
-                "expert_mlp", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets
-            )
+        library.ops.refuse_bad_rows("expert_mlp", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets)
         return reference.expert_mlp(
             x, plan, w_in, w_out, weights=weights, b_in=b_in, b_out=b_out, activation=activation
         )
     if weights is not None:
-        weights = weights.to(library.wide(x.dtype)).contiguous()
+        weights = weights.to(library.wide(x.dtype))
     given = (x, weights, w_in, w_out, b_in, b_out)
     arrays = (plan.expert_offsets, plan.row_token, plan.row_choice, plan.slot_row)
-    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
-        return _ExpertMLP.apply(*given, *arrays, activation or "", chosen)
-    return _forward(*given, *arrays[:2], plan.slot_row, activation or "", False, chosen)[0]
+    keep_pre = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
+    return library.ops.expert_mlp_fwd(*given, *arrays, activation or "", keep_pre, chosen)[0]
 
 
 def check_parameters(
@@ -126,103 +112,3 @@ def check_parameters(
         check_fits(op, "b_in", b_in, (experts, width), "(E, H)", "x", x)
     if b_out is not None:
         check_fits(op, "b_out", b_out, (experts, dout), "(E, Dout)", "x", x)
-
-
-def _forward(
-    x: Tensor,
-    weights: Tensor | None,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    expert_offsets: Tensor,
-    row_token: Tensor,
-    slot_row: Tensor,
-    activation: str,
-    trains: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """y, and pre if that is kept for training."""
-    hidden, pre = library.ops.grouped_gemm_fwd(x, w_in, expert_offsets, row_token, b_in, activation, trains, backend)
-    rows, _ = library.ops.grouped_gemm_fwd(hidden, w_out, expert_offsets, None, b_out, "", False, backend)
-    return library.ops.combine_fwd(rows, weights, slot_row, backend), pre
-
-
-class _ExpertMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weights: Tensor | None,
-        w_in: Tensor,
-        w_out: Tensor,
-        b_in: Tensor | None,
-        b_out: Tensor | None,
-        expert_offsets: Tensor,
-        row_token: Tensor,
-        row_choice: Tensor,
-        slot_row: Tensor,
-        activation: str,
-        backend: str,
-    ) -> Tensor:
-        y, pre = _forward(
-            x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, slot_row, activation, True, backend
-        )
-        plan = (expert_offsets, row_token, row_choice, slot_row)
-        ctx.save_for_backward(x, weights, w_in, w_out, b_out, pre, *plan)
-        ctx.activation, ctx.backend = activation, backend
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, w_in, w_out, b_out, pre, expert_offsets, row_token, row_choice, slot_row = ctx.saved_tensors
-        to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = ctx.needs_input_grad[:6]
-        backend = ctx.backend
-        dx = dweights = dw_in = dw_out = db_in = db_out = None
-        row_weight = _row_weight(weights, row_token, row_choice, library.wide(x.dtype))
-        dpre, weighted, drow_weight = library.ops.expert_mlp_bwd_hidden(
-            grad, w_out, expert_offsets, row_token, row_weight, pre, ctx.activation, backend
-        )
-        if to_weights:
-            if b_out is not None:
-                drow_weight = drow_weight + _bias_share(grad, b_out, expert_offsets, row_token)
-            dweights = torch.zeros_like(weights)
-            if drow_weight.numel():
-                dweights = torch.where(slot_row >= 0, drow_weight[slot_row.clamp(min=0)], dweights)
-        if to_w_out:
-            dw_out, _ = library.ops.grouped_gemm_bwd_weight(
-                weighted, grad, expert_offsets, None, row_token, False, backend
-            )
-        if to_b_out:  # the weight gradient of a single column that holds the gate weights
-            column = row_weight.to(x.dtype)[:, None]
-            db_out, _ = library.ops.grouped_gemm_bwd_weight(
-                column, grad, expert_offsets, None, row_token, False, backend
-            )
-            db_out = db_out[:, 0]
-        if to_w_in or to_b_in:
-            dw_in, db_in = library.ops.grouped_gemm_bwd_weight(
-                x, dpre, expert_offsets, row_token, None, to_b_in, backend
-            )
-        if to_x:
-            dx = library.ops.combine_fwd(transposed(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
-        return dx, dweights, dw_in, dw_out, db_in if to_b_in else None, db_out, *[None] * 6
-
-
-def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, wide: torch.dtype) -> Tensor:
-    """(R,): the gate weight of every row, 1 without weights, 0 for a row not in use."""
-    used = row_token >= 0
-    if weights is None or weights.numel() == 0:
-        return used.to(wide)
-    return torch.where(used, weights[row_token.clamp(min=0), row_choice.clamp(min=0)], 0)
-
-
-def _bias_share(grad: Tensor, b_out: Tensor, expert_offsets: Tensor, row_token: Tensor) -> Tensor:
-    """(R,): <b_out_e, dy_t> of every row, from one (T, Dout) x (Dout, E) product, so that no row of dy is gathered."""
-    wide = library.wide(grad.dtype)
-    of_pair = grad.to(wide) @ b_out.to(wide).t()
-    row = torch.arange(row_token.shape[0], device=row_token.device, dtype=torch.int32)
-    expert = torch.searchsorted(expert_offsets[1:], row, right=True).clamp(max=b_out.shape[0] - 1)
-    if of_pair.numel() == 0:
-        return of_pair.new_zeros(row.shape)
-    return torch.where(row_token >= 0, of_pair[row_token.clamp(min=0), expert], 0)

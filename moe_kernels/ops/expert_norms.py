@@ -10,16 +10,12 @@ the parameters. Backward computes each expert's hidden layer and output again.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 import python_ref.expert_norms as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, check_rank, check_tensor, once_differentiable
+from moe_kernels.ops._checks import FLOATING, check_rank, check_tensor
 from moe_kernels.ops.expert_mlp import check_parameters
-from moe_kernels.ops.grouped_gemm import transposed
 
 
 def expert_norms(
@@ -65,77 +61,4 @@ def expert_norms(
     chosen = backends.choose("expert_norms", backend, x)
     if chosen == "reference":
         return reference.expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, activation=activation)
-    return _ExpertNorms.apply(x, w_in, w_out, b_in, b_out, activation or "", chosen).to(x.dtype)
-
-
-class _ExpertNorms(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        w_in: Tensor,
-        w_out: Tensor,
-        b_in: Tensor | None,
-        b_out: Tensor | None,
-        activation: str,
-        backend: str,
-    ) -> Tensor:
-        offsets = library.all_rows(x)
-        norms = x.new_empty((x.shape[0], w_in.shape[0]), dtype=library.wide(x.dtype))
-        for expert in range(w_in.shape[0]):
-            w1, w2, b1, b2 = _expert(expert, w_in, w_out, b_in, b_out)
-            hidden, _ = library.ops.grouped_gemm_fwd(x, w1, offsets, None, b1, activation, False, backend)
-            norms[:, expert] = library.ops.grouped_gemm_norms(hidden, w2, offsets, b2, backend).sqrt()
-        ctx.save_for_backward(x, w_in, w_out, b_in, b_out, norms)
-        ctx.activation, ctx.backend = activation, backend
-        return norms
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, w_in, w_out, b_in, b_out, norms = ctx.saved_tensors
-        dx = torch.zeros_like(x, dtype=norms.dtype) if ctx.needs_input_grad[0] else None
-        gradients: list[list[Tensor | None]] = []
-        for expert in range(w_in.shape[0]):
-            share = torch.where(norms[:, expert] == 0, 0, grad[:, expert] / norms[:, expert])
-            parameters = _expert(expert, w_in, w_out, b_in, b_out)
-            to_x, *rest = _expert_backward(ctx, x, share, *parameters)
-            gradients.append(rest)
-            if dx is not None and to_x is not None:
-                dx += to_x
-        given = w_in, w_out, b_in, b_out
-        if gradients:
-            stacked = [None if each[0] is None else torch.cat(each) for each in zip(*gradients, strict=True)]
-        else:  # no experts
-            wanted = zip(given, ctx.needs_input_grad[1:5], strict=True)
-            stacked = [torch.zeros_like(each) if each is not None and needed else None for each, needed in wanted]
-        return None if dx is None else dx.to(x.dtype), *stacked, None, None
-
-
-def _expert_backward(
-    ctx: Any, x: Tensor, share: Tensor, w_in: Tensor, w_out: Tensor, b_in: Tensor | None, b_out: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Gradients to x and to one expert's parameters, where dy = share y."""
-    to_x, to_w_in, to_w_out, to_b_in, to_b_out = ctx.needs_input_grad[:5]
-    gemm, activation, backend = library.ops.grouped_gemm_fwd, ctx.activation, ctx.backend
-    offsets = library.all_rows(x)
-    dx = dw_in = dw_out = db_in = db_out = None
-    hidden, pre = gemm(x, w_in, offsets, None, b_in, activation, activation != "", backend)
-    dy, _ = gemm(hidden, w_out, offsets, None, b_out, "", False, backend)
-    dy = (dy.to(share.dtype) * share[:, None]).to(x.dtype)
-    if to_w_out or to_b_out:
-        dw_out, db_out = library.ops.grouped_gemm_bwd_weight(hidden, dy, offsets, None, None, to_b_out, backend)
-    if to_x or to_w_in or to_b_in:
-        dpre = transposed(dy, w_out, offsets, backend)
-        if activation:
-            dpre = library.ops.activation_bwd(dpre, pre, activation, backend)
-        if to_x:
-            dx = transposed(dpre, w_in, offsets, backend)
-        if to_w_in or to_b_in:
-            dw_in, db_in = library.ops.grouped_gemm_bwd_weight(x, dpre, offsets, None, None, to_b_in, backend)
-    return dx, dw_in, dw_out, db_in if to_b_in else None, db_out if to_b_out else None
-
-
-def _expert(expert: int, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """The parameters of one expert, still with a dimension of experts."""
-    return tuple(None if each is None else each[expert : expert + 1] for each in parameters)
+    return library.ops.expert_norms_fwd(x, w_in, w_out, b_in, b_out, activation or "", chosen).to(x.dtype)

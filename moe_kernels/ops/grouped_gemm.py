@@ -11,25 +11,12 @@ device: nothing here waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 import python_ref.grouped_gemm as reference
 from moe_kernels import backends, library
-from moe_kernels.backends._look import look
-from moe_kernels.ops._checks import (
-    FLOATING,
-    INDEX,
-    apply_untraced,
-    check_fits,
-    check_rank,
-    check_tensor,
-    once_differentiable,
-    remembered,
-)
+from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_rank, check_tensor
 
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", *library.GATED)
 
@@ -82,35 +69,6 @@ def grouped_gemm(
     Source: the dense form is GShard's einsum; ragged groups without padding are MegaBlocks', the gather inside the
     product is ScatterMoE's.
     """
-    (chosen, as_it_is), ready = remembered(
-        _check, (activation, backend), (rows, weight, expert_offsets, row_token, bias)
-    )
-    if not as_it_is:
-        expert_offsets, row_token = _as_int32(expert_offsets), None if row_token is None else _as_int32(row_token)
-    if chosen == "reference":
-        library.grouped_gemm.refuse_bad_rows(expert_offsets, rows, row_token)
-        return reference.grouped_gemm(
-            rows, weight, expert_offsets, bias=bias, activation=activation, row_token=row_token
-        )
-    act = activation or ""
-    differentiated = rows.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if differentiated and torch.is_grad_enabled():
-        apply = _GroupedGemm.apply if ready is None else _apply
-        return apply(rows, weight, bias, expert_offsets, row_token, act, chosen, ready)
-    given = rows, weight, expert_offsets, row_token, bias
-    return library.launch(ready, "forward", "grouped_gemm_fwd", *given, act, False, chosen)[0]
-
-
-def _check(
-    activation: str | None,
-    backend: str | None,
-    rows: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[str, bool]:
-    """The backend that runs it, and whether it takes the indices as they are."""
     check_tensor("grouped_gemm", "rows", rows, FLOATING)
     check_rank("grouped_gemm", "rows", rows, "(R, Din)")
     check_rank("grouped_gemm", "weight", weight, "(E, Din, Dout)")
@@ -119,13 +77,19 @@ def _check(
     if bias is not None:
         check_fits("grouped_gemm", "bias", bias, (num_experts, dout), "(E, Dout)", "rows", rows)
     check_activation("grouped_gemm", activation, dout)
-    _check_index("expert_offsets", expert_offsets, "(E + 1,)", num_experts + 1, rows)
-    indices = [expert_offsets]
+    expert_offsets = _index("expert_offsets", expert_offsets, "(E + 1,)", num_experts + 1, rows)
     if row_token is not None:
-        _check_index("row_token", row_token, "(R,)", None, rows)
-        indices.append(row_token)
-    as_it_is = all(index.dtype == torch.int32 and index.is_contiguous() for index in indices)
-    return backends.choose_shapes("grouped_gemm", backend, rows), as_it_is
+        row_token = _index("row_token", row_token, "(R,)", None, rows)
+    chosen = backends.choose_shapes("grouped_gemm", backend, rows)
+    if chosen == "reference":
+        library.ops.refuse_bad_groups(expert_offsets, rows, row_token)
+        return reference.grouped_gemm(
+            rows, weight, expert_offsets, bias=bias, activation=activation, row_token=row_token
+        )
+    differentiated = rows.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    keep_pre = activation is not None and differentiated and torch.is_grad_enabled()
+    given = rows, weight, expert_offsets, row_token, bias, activation or "", keep_pre, chosen
+    return library.ops.grouped_gemm_fwd(*given)[0]
 
 
 def check_activation(op: str, activation: object, width: int) -> None:
@@ -137,72 +101,15 @@ def check_activation(op: str, activation: object, width: int) -> None:
         raise ValueError(f"{op}: {activation} needs an even number of columns, two halves; got {width}")
 
 
-def _check_index(name: str, index: Tensor, shape: str, size: int | None, rows: Tensor) -> None:
-    """`index` is (size,) on the device of rows."""
+def _index(name: str, index: Tensor, shape: str, size: int | None, rows: Tensor) -> Tensor:
+    """`index`, which must be (size,) on the device of rows, as int32.
+
+    What int32 cannot hold becomes its bounds: out of range still, where a cast would wrap it to some row.
+    """
     check_tensor("grouped_gemm", name, index, INDEX)
     if index.dim() != 1 or (size is not None and index.shape[0] != size) or index.device != rows.device:
         expected = f"{shape} on {rows.device}" if size is None else f"{shape} = ({size},) on {rows.device}"
         raise ValueError(f"grouped_gemm: {name} must be {expected}; got {tuple(index.shape)} on {index.device}")
-
-
-def _as_int32(index: Tensor) -> Tensor:
-    """What int32 cannot hold becomes its bounds: out of range still, where a cast would wrap it to some row."""
     if index.dtype == torch.int64:
         index = index.clamp(-(2**31), 2**31 - 1)
-    return index.to(torch.int32).contiguous()
-
-
-class _GroupedGemm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        expert_offsets: Tensor,
-        row_token: Tensor | None,
-        activation: str,
-        backend: str,
-        ready: dict[Hashable, Any] | None,
-    ) -> Tensor:
-        given = rows, weight, expert_offsets, row_token, bias, activation, activation != "", backend
-        out, pre = library.launch(ready, "training", "grouped_gemm_fwd", *given)
-        ctx.save_for_backward(rows, weight, expert_offsets, row_token, pre)
-        ctx.activation, ctx.backend, ctx.ready = activation, backend, ready
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weight, expert_offsets, row_token, pre = ctx.saved_tensors
-        to_rows, to_weight, to_bias = ctx.needs_input_grad[:3]
-        drows = dweight = dbias = None
-        backend = ctx.backend
-        grad = library.ops.activation_bwd(grad, pre, ctx.activation, backend) if ctx.activation else grad.contiguous()
-        # Hooks on saved tensors may hand them back with other strides.
-        seen = None if ctx.ready is None else look(grad, rows, weight, expert_offsets, row_token)
-        ready = None if seen is None else ctx.ready
-        if to_weight or to_bias:
-            given = rows, grad, expert_offsets, row_token, None, to_bias, backend
-            dweight, dbias = library.launch(ready, ("to weight", to_bias, seen), "grouped_gemm_bwd_weight", *given)
-        if to_rows:
-            drows = transposed(grad, weight, expert_offsets, backend, ready, seen)
-            if row_token is not None:
-                drows = library.ops.grouped_gemm_sum_rows(drows, row_token, rows.shape[0], backend)
-        return drows, dweight, dbias if to_bias else None, *[None] * 5
-
-
-_apply = apply_untraced(_GroupedGemm)
-
-
-def transposed(
-    grad: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    backend: str,
-    ready: dict[Hashable, Any] | None = None,
-    seen: Hashable = None,
-) -> Tensor:
-    """grad (R, Dout) -> (R, Din): every expert's rows times its transposed weight. seen: what tells looks apart."""
-    given = grad, weight.transpose(1, 2), expert_offsets, None, None, "", False, backend
-    return library.launch(ready, ("to rows", seen), "grouped_gemm_fwd", *given)[0]
+    return index.to(torch.int32)

@@ -7,13 +7,9 @@ soft (..., n, n) -> columns (..., n) int64: row i goes to column c_i. Solved on 
 
 from __future__ import annotations
 
-import importlib.util
-
-import torch
 from torch import Tensor
 
-import python_ref.harden as reference
-from moe_kernels import backends
+from moe_kernels import backends, library
 from moe_kernels.ops._checks import FLOATING, check_square, check_tensor
 
 
@@ -40,13 +36,4 @@ def harden(soft: Tensor, *, backend: str | None = None) -> Tensor:
     check_tensor("harden", "soft", soft, FLOATING)
     check_square("harden", "soft", soft)
     backends.choose("harden", backend, soft)
-    if soft.is_meta:
-        return soft.new_empty(soft.shape[:-1], dtype=torch.int64)
-    if importlib.util.find_spec("scipy") is None:
-        raise ImportError("harden: linear assignment needs scipy: pip install moe_kernels[assignment]")
-    if bool((soft.detach().isnan() | soft.detach().isposinf()).any()):
-        raise ValueError(f"harden: soft must hold neither NaN nor +inf, got shape {tuple(soft.shape)} with some")
-    try:
-        return reference.harden(soft)
-    except ValueError as error:
-        raise ValueError(f"harden: every permutation uses a forbidden pair ({error})") from None
+    return library.ops.harden(soft.detach())

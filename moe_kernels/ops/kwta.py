@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,8 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
     every backend.
 
     Gradient: to values (or x) where x wins, zero elsewhere; none to x through the selection. Twice differentiable.
-    Autocast: runs in the dtype it is given; autocast casts nothing here. torch.func transforms are refused by name.
+    Autocast: runs in the dtype it is given; autocast casts nothing here. torch.vmap merges
+    into the rows; other torch.func transforms are refused by name.
     FLOPs (torch's counter): one an element, forward and backward: the product with the mask. Comparisons count none.
 
     Raises:
@@ -59,17 +59,15 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
     """
     k = _check("kwta", x, k, ties)
     if values is not None:
-        check_tensor("kwta", "values", values, FLOATING)
+        check_tensor("kwta", "values", values, FLOATING, batched=True)
         check_like("kwta", "values", values, "x", x)
     chosen = backends.choose("kwta", backend, x)
     if chosen == "reference":
         return reference.kwta(x, k, values=values, ties=ties)
     rows, value_rows = _rows(x), None if values is None else _rows(values)
     source = rows if value_rows is None else value_rows
-    if torch.is_grad_enabled() and source.requires_grad:
-        y = _Kwta.apply(rows, value_rows, k, ties, chosen)
-    else:
-        y, _ = library.ops.kwta_fwd(rows, value_rows, k, ties, False, chosen)
+    save_bits = torch.is_grad_enabled() and source.requires_grad
+    y, _ = library.ops.kwta_fwd(rows, value_rows, k, ties, save_bits, chosen)
     return y if x.dim() == 2 else y.view(x.shape)
 
 
@@ -113,23 +111,22 @@ def kwta_apply(values: Tensor, bits: Tensor, *, backend: str | None = None) -> T
         TypeError: values is no tensor of those dtypes, or bits is not int32.
         ValueError: bits of another shape or device.
     """
-    check_tensor("kwta_apply", "values", values, FLOATING)
+    check_tensor("kwta_apply", "values", values, FLOATING, batched=True)
     if values.dim() == 0:
         raise ValueError("kwta_apply: values must have at least one dimension (..., N), got a scalar")
     check_bits("kwta_apply", bits, values.shape, values.device)
     chosen = backends.choose("kwta", backend, values)
     if chosen == "reference":
         return reference.kwta_apply(values, bits)
-    differentiable = torch.is_grad_enabled() and values.requires_grad
-    mask = _Masked.apply if differentiable else library.ops.kwta_bwd
     if values.dim() == 2:
-        return mask(values, bits.contiguous(), chosen)
-    return mask(_rows(values), bits.reshape(-1, bits.shape[-1]).contiguous(), chosen).view(values.shape)
+        return library.ops.kwta_bwd(values, bits, chosen)
+    bits = bits.reshape(prod(bits.shape[:-1]), bits.shape[-1])
+    return library.ops.kwta_bwd(_rows(values), bits, chosen).view(values.shape)
 
 
 def check_bits(op: str, bits: Tensor, shape: Sequence[int], device: torch.device) -> None:
     """`bits` are masks of values of that shape, on that device."""
-    check_tensor(op, "bits", bits, (torch.int32,))
+    check_tensor(op, "bits", bits, (torch.int32,), batched=True)
     expected = (*shape[:-1], library.words(shape[-1]))
     if bits.shape != expected or bits.device != device:
         raise ValueError(
@@ -154,39 +151,8 @@ def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
     return max(1, int(keep * n))
 
 
-class _Kwta(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor | None, k: int, ties: str, backend: str) -> Tensor:
-        y, bits = library.ops.kwta_fwd(x, values, k, ties, True, backend)
-        ctx.save_for_backward(bits)
-        ctx.backend, ctx.through_values = backend, values is not None
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (bits,) = ctx.saved_tensors
-        # Differentiable itself only where someone will differentiate it: an apply costs as much as the kernel's call.
-        masked = (_Masked.apply if torch.is_grad_enabled() else library.ops.kwta_bwd)(grad, bits, ctx.backend)
-        return (None, masked, None, None, None) if ctx.through_values else (masked, None, None, None, None)
-
-
-class _Masked(torch.autograd.Function):
-    """m * grad, linear in grad and therefore its own derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, bits: Tensor, backend: str) -> Tensor:
-        ctx.save_for_backward(bits)
-        ctx.backend = backend
-        return library.ops.kwta_bwd(grad, bits, backend)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (bits,) = ctx.saved_tensors
-        return (_Masked.apply if torch.is_grad_enabled() else library.ops.kwta_bwd)(grad, bits, ctx.backend), None, None
-
-
 def _check(op: str, x: Tensor, k: int, ties: str) -> int:
-    check_tensor(op, "x", x, FLOATING)
+    check_tensor(op, "x", x, FLOATING, batched=True)
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension (..., N), got a scalar")
     check_choice(op, "ties", ties, TIES)
@@ -194,5 +160,5 @@ def _check(op: str, x: Tensor, k: int, ties: str) -> int:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as (rows, N) with a contiguous last dimension: a view wherever the strides allow one."""
-    return library.rows(x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1]))
+    """x as (rows, N): a view wherever the strides allow one."""
+    return x if x.dim() == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])

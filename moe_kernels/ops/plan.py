@@ -80,7 +80,7 @@ def make_plan(
     check_choice("make_plan", "order", order, ORDERS)
     chosen = backends.choose("make_plan", backend, experts)
     if chosen == "reference":
-        library.plan.refuse_unknown_experts(experts, num_experts)
+        library.ops.refuse_unknown_experts(experts, num_experts)
         plan = reference.make_plan(experts, num_experts, capacity=capacity, priority=priority, order=order)
         return RoutingPlan(*plan)
     arrays = library.ops.make_plan_fwd(experts.contiguous(), num_experts, capacity, priority, order, chosen)

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 import python_ref.sinkhorn as reference
 from moe_kernels import backends, library
@@ -33,7 +34,6 @@ from moe_kernels.ops._checks import (
     check_positive,
     check_square,
     check_tensor,
-    once_differentiable,
 )
 
 GRADIENTS = ("unrolled", "implicit")
@@ -95,7 +95,7 @@ def sinkhorn(
 
     Source: paper 001, eqs. 7 and 8; noise: Mena, Belanger, Linderman, Snoek 2018.
     """
-    check_tensor("sinkhorn", "scores", scores, FLOATING)
+    check_tensor("sinkhorn", "scores", scores, FLOATING, batched=True)
     check_square("sinkhorn", "scores", scores)
     iterations = check_int("sinkhorn", "iterations", iterations, 0, 2**31 - 1, "iterations")
     tau = check_positive("sinkhorn", "tau", tau)
@@ -104,7 +104,7 @@ def sinkhorn(
     for name, sums in (("rows", rows), ("columns", columns)):
         _check_sums(name, sums, scores, gradient)
     if noise is not None:
-        check_tensor("sinkhorn", "noise", noise, FLOATING)
+        check_tensor("sinkhorn", "noise", noise, FLOATING, batched=True)
         check_like("sinkhorn", "noise", noise, "scores", scores)
         scores = scores + noise
     options: dict[str, Any] = {"rows": rows, "columns": columns, "tolerance": tolerance}
@@ -112,53 +112,27 @@ def sinkhorn(
     if chosen == "reference" or iterations == 0:
         return reference.sinkhorn(scores, iterations, tau=tau, gradient=gradient, anneal_from=anneal_from, **options)
     flat = scores if scores.dim() == 3 else scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:])
-    matrices = library.rows(flat)
-    taus = reference.temperatures(iterations, tau, anneal_from)
-    given: tuple[Any, ...] = ()
+    given: tuple[Tensor | None, Tensor | None] = None, None
     if any(value is not None for value in options.values()):
-        given = (_vectors(rows, scores), _vectors(columns, scores), -1.0 if tolerance is None else tolerance)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (scores, *given[:2])):
-        p = _Sinkhorn.apply(matrices, taus, gradient, chosen, *given)
-    else:
-        p = _forward(matrices, taus, given, chosen)
+        given = _vectors(rows, scores), _vectors(columns, scores)
+    taus = _temperatures(tau if anneal_from is None else anneal_from, tau)
+    most = -1.0 if tolerance is None else float(tolerance)
+    p = library.ops.sinkhorn_fwd(flat, taus, iterations, *given, most, gradient == "implicit", chosen)
     return p if scores.dim() == 3 else p.view(scores.shape)  # a view of what is differentiated costs autograd a node
+
+
+def _temperatures(first: float, last: float) -> Tensor:
+    """(2,), on the CPU. torch.compile makes a new graph for every value of a float, but not of a tensor."""
+    if not is_compiling():
+        return torch.tensor([first, last], dtype=torch.float64, device="cpu")
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    return torch.stack([one * first, one * last])
 
 
 def _vectors(sums: Tensor | None, scores: Tensor) -> Tensor:
     """(B, n), float64: what a kernel takes for rows or columns, ones where none are given."""
     each = scores.new_ones((1,), dtype=torch.float64) if sums is None else sums.double()
-    return each.expand(scores.shape[:-1]).reshape(-1, scores.shape[-1]).contiguous()
-
-
-def _forward(scores: Tensor, taus: list[float], sums: tuple[Any, ...], backend: str) -> Tensor:
-    if sums:
-        return library.ops.sinkhorn_sums_fwd(scores, taus, *sums, backend)
-    return library.ops.sinkhorn_fwd(scores, taus, backend)
-
-
-class _Sinkhorn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, taus: list[float], gradient: str, backend: str, *sums: Any) -> Tensor:
-        p = _forward(scores, taus, sums, backend)
-        ctx.taus, ctx.implicit, ctx.backend, ctx.tolerance = taus, gradient == "implicit", backend, sums[2:]
-        if ctx.implicit:
-            reference.check_converged(p, *sums[:1])
-        ctx.save_for_backward(p if ctx.implicit else scores, *sums[:2])
-        return p
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved, *sums = ctx.saved_tensors
-        if ctx.implicit:
-            dscores = reference.implicit_gradient(saved, grad, ctx.taus[-1]).to(saved.dtype)
-        elif sums:
-            arguments = (library.rows(grad), saved, ctx.taus, *sums, *ctx.tolerance, ctx.backend)
-            dscores, *dsums = library.ops.sinkhorn_sums_bwd(*arguments)
-            return dscores, None, None, None, *dsums, None
-        else:
-            dscores = library.ops.sinkhorn_bwd(library.rows(grad), saved, ctx.taus, ctx.backend)
-        return dscores, None, None, None, *(None for _ in (*sums, *ctx.tolerance))
+    return each.expand(scores.shape[:-1]).reshape(prod(scores.shape[:-2]), scores.shape[-1])
 
 
 def _check_annealing(anneal_from: object, tau: float, tolerance: object) -> float | None:
@@ -178,7 +152,7 @@ def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -
     """`sums` broadcasts to a number for each row of scores, and wants no gradient that there is not."""
     if sums is None:
         return
-    check_tensor("sinkhorn", name, sums, FLOATING)
+    check_tensor("sinkhorn", name, sums, FLOATING, batched=True)
     shape = scores.shape[:-1]
     broadcasts = sums.dim() <= len(shape) and all(
         have in (1, want) for have, want in zip(sums.shape[::-1], shape[::-1], strict=False)

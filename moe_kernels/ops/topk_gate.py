@@ -53,7 +53,8 @@ def topk_gate(
     FLOPs (torch's counter): none; comparisons and exponentials are not counted.
 
     Raises:
-        TypeError: logits is no tensor of those dtypes, noise has another dtype, k is no int, or a torch.func transform other than vmap.
+        TypeError: logits is no tensor of those dtypes, noise has another dtype, k is no int, or a torch.func transform
+            other than vmap.
         ValueError: k outside [0, E], logits that are not (T, E), noise of another shape or device, unknown order.
         BackendError: the backend asked for by name cannot run this.
 

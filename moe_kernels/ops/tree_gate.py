@@ -18,22 +18,13 @@ its token does not reach, in either direction.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 import python_ref.tree_gate as reference
 from moe_kernels import backends, library
 from moe_kernels.ops._autocast import without_autocast
-from moe_kernels.ops._checks import (
-    FLOATING,
-    check_choice,
-    check_positive,
-    check_rank,
-    check_tensor,
-    once_differentiable,
-)
+from moe_kernels.ops._checks import FLOATING, check_choice, check_positive, check_rank, check_tensor
 from python_ref.tree_gate import RouteStatistics
 
 PARITIES = (None, "tf", "bert")
@@ -120,37 +111,8 @@ def tree_gate(
             biases = {"split_bias": split_bias, "leaf_bias": leaf_bias}
             return reference.tree_gate(x, split_weight, leaf_weight, gamma=gamma, parity=parity, **biases)
         arguments = (x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, parity or "", chosen)
-        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in arguments[:5]):
-            gates, leaf_probs = _TreeGate.apply(*arguments)
-        else:
-            gates, leaf_probs, _, _ = library.ops.tree_gate_fwd(*arguments)
+        gates, leaf_probs, _, _ = library.ops.tree_gate_fwd(*arguments)
         return gates.to(x.dtype), leaf_probs.to(x.dtype)
-
-
-class _TreeGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode, backend):
-        arguments = (x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode, backend)
-        gates, leaf_probs, split_logits, leaf_logits = library.ops.tree_gate_fwd(*arguments)
-        ctx.save_for_backward(x, split_weight, leaf_weight, split_logits, leaf_logits)
-        ctx.settings = gamma, mode, backend
-        ctx.set_materialize_grads(False)
-        return gates, leaf_probs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_gates: Tensor | None, grad_leaf_probs: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *weights, split_logits, leaf_logits = ctx.saved_tensors
-        if grad_gates is None:
-            grad_gates = leaf_logits.new_zeros((x.shape[0], leaf_logits.shape[2]), dtype=library.wide(x.dtype))
-        grads = (grad_gates.contiguous(), None if grad_leaf_probs is None else grad_leaf_probs.contiguous())
-        dlogits = library.ops.tree_gate_bwd(*grads, split_logits, leaf_logits, *ctx.settings)
-        wants = list(ctx.needs_input_grad[:5])
-        gamma, _, backend = ctx.settings
-        grads = library.ops.tree_gate_logits_bwd(*dlogits, split_logits, x, *weights, gamma, wants[:3], backend)
-        dproducts = (grad if wanted else None for grad, wanted in zip(grads, wants, strict=False))
-        dbiases = (each.sum(0) if wanted else None for each, wanted in zip(dlogits, wants[3:], strict=True))
-        return *dproducts, *dbiases, None, None, None
 
 
 def tree_route(

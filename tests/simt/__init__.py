@@ -243,17 +243,10 @@ def use(build: str = "fast", seed: int = 0, shared_limit: int = Module.shared_li
 
 
 class _OfOneIsa(Module):
-    """The CPU kernels of one instruction set: no index picks one among several, and tensors are as good as their
-    addresses."""
+    """The CPU kernels of one instruction set: no index picks one among several, and there is no GIL to release."""
 
-    def _call(self, name: str, types: str, *arguments: float | torch.Tensor | None) -> None:
-        super()._call(name, types, *map(self._address, arguments[1:]))
-
-    def _address(self, given: float | torch.Tensor | None) -> float:
-        if not isinstance(given, torch.Tensor):
-            return given or 0
-        self.announce(given)
-        return given.data_ptr()
+    def _call(self, name: str, types: str, *arguments: float) -> None:
+        super()._call(name, types, *arguments[2:])
 
 
 @contextlib.contextmanager

@@ -8,11 +8,9 @@ reading them is no wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, lru_cache, partial
+from functools import cache
 from itertools import pairwise, repeat
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,47 +21,32 @@ from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, wide
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
-# Multiplications of an expert with its rows, on average, in which limits are given.
-SMALL = 2**23
+# Largest product, in multiply-adds of an expert on average, that C++ takes from torch's library on an Intel processor:
+# 1.1 to 1.3 times as fast up to here with sides of 128 to 512, 0.8 at 2**28 (float32, AVX-512, one thread).
+SMALL = 2**24
+# The same in bfloat16 if torch has instructions for it that C++ does not use: 1.2 to 2 times as fast at 2**20,
+# 0.6 to 1.2 at 2**22.
+SMALL_BFLOAT16 = 2**21
+# Rows that a thread of C++ takes at least; threads of torch's library share the columns of fewer rows.
+LEAST = 24
 
-# Multiplications that take as long as an element of other work, and rows of a result that a thread takes at least.
-AS_ELEMENT, LEAST = 64, 24
 
+def in_cpp(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
+    """Whether C++ makes the products of num_rows rows with a weight of `size` (E, Din, Dout).
 
-class Limit(NamedTuple):
-    """Up to which C++ multiplies, in units of SMALL.
-
-    `narrow` where both sides of the weight are at most `widest`, and `wide` elsewhere, as torch's library blocks large
-    weights better; always, if all experts together have no more than `least`. But not for fewer than `fewest` rows an
-    expert, on average, by weights of more than 128 x 128.
+    Small ones everywhere. On AMD's processors, where torch's library takes a generic path, all for which there are
+    enough rows: 1.2 times as fast in the median of 624 cases from 2**20 to 2**30, below 0.97 in three (Zen 4).
     """
-
-    narrow: float
-    widest: int
-    wide: float
-    least: float = 0
-    fewest: int = 0
-
-
-# C++ against torch, one thread, an Intel processor, AVX-512, float32, with what asking takes. Sides of 128 and 256: 1.1
-# to 1.3 at 2**22 to 2**27; of 352: 1.03 to 1.06 at 2**25; of 512: 1.1 to 1.2 up to 2**23, at 2**24 1.05 to 1.1 for up
-# to 4 experts and 0.90 to 1.0 for 8 and 16; 0.8 at 2**28 with sides of 1024.
-PRODUCT = Limit(16, 384, 1, 8)
-# By a transposed weight, which torch's library packs slowly: 1.05 to 1.3 at 2**22 to 2**27 up to 256 wide, 1.15 to 1.25
-# with sides of 512 at 2**24 and 2**25, 0.99 at 2**26. But it packs none for few rows: 0.6 to 0.9 for 8 and less.
-TRANSPOSED = Limit(16, 384, 4, 8, 12)
-# 0.96 to 1.2 up to 2**25, with sides of 512 up to 2**24 (that library as on an Intel processor, on a Zen 4).
-GRADIENT = Limit(4, 384, 2)
-# For all three in bfloat16 where torch multiplies that and C++ does not: 1.2 to 2 at 2**20, 0.6 to 1.2 at 2**22, 0.5 to
-# 0.6 at 2**26 (Zen 4). Where both do on an Intel processor, for which torch may have more, nobody has measured.
-BFLOAT16 = 1 / 4
+    num_experts, din, dout = size
+    multiply_adds = num_rows * din * dout / max(num_experts, 1)
+    in_pairs = native.on_amd and native.multiplies_pairs
+    if dtype is torch.bfloat16 and _product_dtype(dtype) is dtype and not in_pairs:
+        return multiply_adds <= SMALL_BFLOAT16
+    enough = max(num_experts, num_rows // LEAST) >= torch.get_num_threads()
+    return multiply_adds <= SMALL or (native.on_amd and enough)
 
 
-def fwd(native: ModuleType, *args) -> tuple[Tensor, Tensor]:
-    return fwd_ready(native, *args)(*args)
-
-
-def fwd_ready(
+def fwd(
     native: ModuleType,
     x: Tensor,
     weight: Tensor,
@@ -72,66 +55,21 @@ def fwd_ready(
     bias: Tensor | None,
     activation: str,
     keep_pre: bool,
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """fwd for tensors that look like these: 5 us of Python a call, where finding all this again takes 10 more."""
-    dtype, num_tokens, dout = x.dtype, x.shape[0], weight.shape[2]
-    num_rows = num_tokens if row_token is None else row_token.shape[0]
-    if _is_large(native, dtype, weight.shape, weight.stride(), num_rows):
-        product_alone = not activation and not keep_pre and row_token is None and bias is None
-        return partial(_grouped_mm if product_alone and _takes_grouped_mm(x, weight) else _large_fwd, native)
-    native.pointer("grouped_gemm", bias, dtype, 2)
-    code, _, x_stride, _, _, *of_weight, _, _, _, _ = _product(native, x, weight, expert_offsets, row_token, None)
-    size, shape = weight.shape, (num_rows, dout // 2 if activation in GATED else dout)
-    nothing, act = _nothing(dtype, dout), ACTIVATIONS[activation]
-    kernel, isa, threads = native.module.grouped_gemm_fwd, native.isa, _threads(native, num_rows, size)
-
-    def run(x, weight, expert_offsets, row_token, bias, *_):
-        out = x.new_empty(*shape)
-        pre = x.new_empty(num_rows, dout) if keep_pre else None
-        product = isa, code, x, x_stride, row_token, weight, *of_weight, expert_offsets, *size
-        if kernel(*product, bias, act, out, pre, num_rows, num_tokens, threads):
-            refuse_bad_rows(expert_offsets, x, row_token)
-        return out, nothing if pre is None else pre
-
-    return run
-
-
-def _grouped_mm(native: ModuleType, x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest) -> tuple[Tensor, Tensor]:
-    """_large_fwd where it is one call of torch: what that asks besides takes 20 to 40 us."""
-    if not (_native.aligned(x, 16) and _native.aligned(weight, 16)):
-        return _large_fwd(native, x, weight, expert_offsets, *rest)
-    used = refuse_bad_rows(expert_offsets, x, None)
-    out = F.grouped_mm(x, weight, offs=expert_offsets[1:])
-    if used != x.shape[0]:
-        out[used:].zero_()
-    return out, _nothing(x.dtype, weight.shape[2])
-
-
-def _large_fwd(
-    native: ModuleType,
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    keep_pre: bool,
-    *_,
 ) -> tuple[Tensor, Tensor]:
     dtype, dout = x.dtype, weight.shape[2]
-    refuse_bad_rows(expert_offsets, x, row_token)
-    if not activation and not keep_pre and _product_dtype(dtype) is dtype:
-        return _large_product(x, weight, expert_offsets, row_token, bias), _nothing(dtype, dout)
-    product, bias = _with_bias(x, weight, expert_offsets, row_token, bias)
-    num_rows = product.shape[0]
+    num_rows = (x if row_token is None else row_token).shape[0]
+    product = None
+    if not in_cpp(native, dtype, weight.shape, num_rows):
+        refuse_bad_rows(expert_offsets, x, row_token)
+        if not activation and not keep_pre and _product_dtype(dtype) is dtype:
+            return _large_product(x, weight, expert_offsets, row_token, bias), x.new_empty(0, dout)
+        product, bias = _with_bias(x, weight, expert_offsets, row_token, bias)
     pre = _place(product, dtype, num_rows, dout) if keep_pre else None
-    if keep_pre or activation in GATED:
-        out = x.new_empty(num_rows, dout // 2 if activation in GATED else dout)
-    else:
-        out = _place(product, dtype, num_rows, dout)
-    native.launch(
+    width = dout // 2 if activation in GATED else dout
+    out = _place(None if keep_pre or width != dout else product, dtype, num_rows, width)
+    refused = native.launch(
         "grouped_gemm_fwd",
-        out,
+        _work(num_rows, weight.shape),
         *_product(native, x, weight, expert_offsets, row_token, product),
         native.pointer("grouped_gemm", bias, dtype, 2),
         ACTIVATIONS[activation],
@@ -140,14 +78,12 @@ def _large_fwd(
         num_rows,
         x.shape[0],
     )
-    return out, _nothing(dtype, dout) if pre is None else pre
+    if refused:
+        refuse_bad_rows(expert_offsets, x, row_token)
+    return out, x.new_empty(0, dout) if pre is None else pre
 
 
-def bwd_weight(native: ModuleType, *args) -> tuple[Tensor, Tensor]:
-    return bwd_weight_ready(native, *args)(*args)
-
-
-def bwd_weight_ready(
+def bwd_weight(
     native: ModuleType,
     x: Tensor,
     grad: Tensor,
@@ -155,32 +91,35 @@ def bwd_weight_ready(
     x_token: Tensor | None,
     grad_token: Tensor | None,
     with_bias: bool,
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """bwd_weight for tensors that look like these."""
-    dtype, num_experts, din, dout = x.dtype, expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
-    small = _is_small(native, dtype, (num_experts, din, dout), (x if x_token is None else x_token).shape[0], GRADIENT)
-    for rows in (x, grad):
-        native.pointer("grouped_gemm", rows, dtype, 2)
-    for indices in (x_token, grad_token, expert_offsets):
-        native.pointer("grouped_gemm", indices, torch.int32, 1)
-    code, x_stride, grad_stride, nothing = _native.DTYPES[dtype], x.stride(0), grad.stride(0), _nothing(dtype, dout)
-    kernel, isa = native.module.grouped_gemm_bwd_weight, native.isa
-    threads = _threads(native, grad.shape[0] if grad_token is None else grad_token.shape[0], (num_experts, din, dout))
-    size = din if small else 0, dout, threads  # no din: column sums alone
-
-    def run(x, grad, expert_offsets, x_token, grad_token, *_):
-        if small:
-            dweight = x.new_empty(num_experts, din, dout)
-        else:
-            dweight = _large_weight_gradient(_gathered(x, x_token), _gathered(grad, grad_token), expert_offsets)
-            if not with_bias:
-                return dweight, nothing
-        dbias = x.new_empty(num_experts, dout) if with_bias else None
-        rows = x, x_stride, x_token, grad, grad_stride, grad_token, expert_offsets
-        kernel(isa, code, *rows, num_experts, dweight, dbias, *size)
-        return dweight, nothing if dbias is None else dbias
-
-    return run
+) -> tuple[Tensor, Tensor]:
+    size = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
+    dtype, (num_experts, din, dout) = x.dtype, size
+    num_rows = (x if x_token is None else x_token).shape[0]
+    small = in_cpp(native, dtype, size, num_rows)
+    if small:
+        dweight = x.new_empty(size)
+    else:
+        dweight = _large_weight_gradient(_gathered(x, x_token), _gathered(grad, grad_token), expert_offsets)
+    dbias = x.new_empty(num_experts if with_bias else 0, dout)
+    if small or with_bias:
+        native.launch(
+            "grouped_gemm_bwd_weight",
+            _work(num_rows, size),
+            _native.DTYPES[dtype],
+            native.pointer("grouped_gemm", x, dtype, 2),
+            x.stride(0),
+            native.pointer("grouped_gemm", x_token, torch.int32, 1),
+            native.pointer("grouped_gemm", grad, dtype, 2),
+            grad.stride(0),
+            native.pointer("grouped_gemm", grad_token, torch.int32, 1),
+            native.pointer("grouped_gemm", expert_offsets, torch.int32, 1),
+            num_experts,
+            native.pointer("grouped_gemm", dweight, dtype, 3),
+            native.pointer("grouped_gemm", dbias if with_bias else None, dtype, 2),
+            din if small else 0,  # no din: column sums alone
+            dout,
+        )
+    return dweight, dbias
 
 
 def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
@@ -210,11 +149,12 @@ def hidden_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
     weight = w_out.transpose(1, 2)
-    large = _is_large(native, grad.dtype, weight.shape, weight.stride(), row_token.shape[0])
+    large = not in_cpp(native, grad.dtype, weight.shape, row_token.shape[0])
     product = _large_product(grad, weight, expert_offsets, row_token, None) if large else None
     weighted = _place(product, pre.dtype, pre.shape[0], w_out.shape[1])
-    native.module.expert_mlp_bwd_hidden(
-        native.isa,
+    native.launch(
+        "expert_mlp_bwd_hidden",
+        _work(pre.shape[0], weight.shape),
         *_product(native, grad, weight, expert_offsets, row_token, product),
         native.pointer("expert_mlp", row_weight, wide(pre.dtype), 1),
         native.pointer("expert_mlp", pre, pre.dtype, 2),
@@ -223,63 +163,28 @@ def hidden_bwd(
         native.pointer("expert_mlp", weighted, pre.dtype, 2),
         native.pointer("expert_mlp", drow_weight, row_weight.dtype, 1),
         pre.shape[0],
-        _threads(native, pre.shape[0], weight.shape),
     )
     return dpre, weighted, drow_weight
 
 
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
-    large = _is_large(native, rows.dtype, weight.shape, weight.stride(), rows.shape[0])
+    large = not in_cpp(native, rows.dtype, weight.shape, rows.shape[0])
     product, bias = _with_bias(rows, weight, expert_offsets, None, bias) if large else (None, bias)
-    native.module.grouped_gemm_norms(
-        native.isa,
+    native.launch(
+        "grouped_gemm_norms",
+        _work(rows.shape[0], weight.shape),
         *_product(native, rows, weight, expert_offsets, None, product),
         native.pointer("expert_norms", bias, rows.dtype, 2),
         native.pointer("expert_norms", out, out.dtype, 1),
         rows.shape[0],
-        _threads(native, rows.shape[0], weight.shape),
     )
     return out
 
 
-def _threads(native: ModuleType, num_rows: int, size: tuple[int, ...]) -> int:
-    """Threads that share products in C++ of num_rows rows with a weight of `size` (E, Din, Dout)."""
-    return native.chunks(num_rows * size[1] * size[2] // AS_ELEMENT)
-
-
-def _is_small(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int, limit: Limit) -> bool:
-    """Whether products of num_rows rows with a weight of `size` (E, Din, Dout) are for C++.
-
-    All are on AMD's processors, where torch's library, which is Intel's, takes a generic path: in the median 1.2 times
-    as fast, from 2**20 to 2**30 with sides of 128 to 4096, and slower in 3 of 624 cases (0.92 to 0.96; Zen 4, float32,
-    one thread). In bfloat16 too, where C++ multiplies that: 1.2
-    times in the median, 0.98 to 5.8 from 16 to 1024 rows with sides of 128 to 1024.
-
-    A quarter of the limit in float64, where the weight gradient in C++ is 0.85 times as fast at twice SMALL and 0.96 at
-    half of it. Up to SMALL in all where neither experts nor rows suffice for all threads, which in C++ share no
-    columns; not by weights of more than 128 x 128 where torch's library knows the processor (0.6 to 0.9 on two).
-    """
-    num_experts, din, dout = size
-    threads, shared = torch.get_num_threads(), num_experts * din if limit is GRADIENT else num_rows
-    if threads > 1 and max(num_experts, shared // LEAST) < threads:
-        return num_rows * din * dout <= SMALL and (native.on_amd or din * dout <= 128 * 128)
-    if dtype is torch.bfloat16 and _product_dtype(dtype) is dtype and not (native.on_amd and native.multiplies_pairs):
-        most = BFLOAT16 * num_experts
-    elif native.on_amd:
-        return SMALL > 0
-    elif num_rows < limit.fewest * num_experts and din * dout > 128 * 128:
-        return False
-    else:
-        most = max((limit.narrow if max(din, dout) <= limit.widest else limit.wide) * num_experts, limit.least)
-    return num_rows * din * dout <= most * SMALL / (4 if dtype is torch.float64 else 1)
-
-
-def _is_large(
-    native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], strides: tuple[int, ...], num_rows: int
-) -> bool:
-    """Whether a product with a weight of that size and those strides is for torch's library."""
-    return not _is_small(native, dtype, size, num_rows, PRODUCT if strides[2] == 1 else TRANSPOSED)
+def _work(num_rows: int, size: tuple[int, ...]) -> int:
+    """Elements of other work that take as long as products of num_rows rows with a weight of `size` (E, Din, Dout)."""
+    return num_rows * size[1] * size[2] // 64
 
 
 def _product(
@@ -311,17 +216,11 @@ def _product(
 
 def _place(product: Tensor | None, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
     """Where to write what has a row for every row of the product: in its place, if it has that dtype."""
-    return product if product is not None and product.dtype == dtype else torch.empty(num_rows, width, dtype=dtype)
-
-
-@cache
-def _nothing(dtype: torch.dtype, width: int) -> Tensor:
-    """(0, width), for a result that nobody asked for: always the same, as making one takes a microsecond.
-
-    No tensor of inference mode, in whichever it is first asked for: those cannot be saved for a backward pass.
-    """
-    with torch.inference_mode(False):
-        return torch.empty(0, width, dtype=dtype, device="cpu")
+    return (
+        product
+        if product is not None and product.dtype == dtype
+        else torch.empty(num_rows, width, dtype=dtype, device="cpu")
+    )
 
 
 def _with_bias(
@@ -382,7 +281,6 @@ def _takes_grouped_mm(rows: Tensor, columns: Tensor) -> bool:
     )
 
 
-@lru_cache(4096)
 def _in_vectors(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Not float64, not empty, and matrices of either layout whose rows begin at multiples of 16 bytes."""
     if not hasattr(F, "grouped_mm") or dtype != _product_dtype(dtype) or dtype == torch.float64 or 0 in shape:

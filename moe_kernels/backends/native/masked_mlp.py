@@ -1,8 +1,7 @@
-"""An MLP's masked layers in place, but for their products (csrc/cpu/masked_mlp.cpp)."""
+"""An MLP's masked layers in place, without their products (csrc/cpu/masked_mlp.cpp)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -10,34 +9,50 @@ from torch import Tensor
 
 from moe_kernels.backends import _native
 from moe_kernels.backends.native.activation import ACTIVATIONS
-from moe_kernels.library.kwta import refuse_bad_samples
+from moe_kernels.library.masked_mlp import refuse_bad_samples
 
 
-def ready(
-    native: ModuleType, dtype: torch.dtype, tokens: int, num_samples: int, widths: list[int], activation: str
-) -> tuple[Callable[..., None], Callable[..., Tensor]]:
-    """fwd_ and bwd_ of hidden layers (T, N_l), contiguous and of that dtype, and the bits of S samples, or of T.
+def fwd(
+    native: ModuleType, values: Tensor, bias: Tensor | None, bits: Tensor, samples: Tensor | None, activation: str
+) -> None:
+    """Adds the bias to a layer's values (T, N), activates, and zeroes the elements whose bit is not set."""
+    refused = native.launch(
+        "masked_mlp_fwd",
+        values,
+        _native.DTYPES[values.dtype],
+        native.pointer("masked_mlp", values, values.dtype, 2),
+        native.pointer("masked_mlp", bias, values.dtype, 1),
+        native.pointer("masked_mlp", bits, torch.int32, 2),
+        native.pointer("masked_mlp", samples, torch.int64, 1),
+        bits.shape[0],
+        ACTIVATIONS[activation],
+        *values.shape,
+    )
+    if refused:
+        refuse_bad_samples(samples, bits.shape[0])
 
-    What does not change from step to step is found here, once: in a batch of 32 a layer takes 10 us.
+
+def bwd(
+    native: ModuleType, grad: Tensor, value: Tensor | None, bits: Tensor, samples: Tensor | None, activation: str
+) -> Tensor:
+    """Turns the gradient of a layer's output into that of its pre-activations, and returns its sum over T.
+
+    value: the output, if the activation is relu or tanh; without one the gradient is only masked.
     """
-    code, activated, isa = _native.DTYPES[dtype], ACTIVATIONS[activation], native.isa
-    layers = [(n, native.chunks(tokens * n)) for n in widths]
-    fwd, bwd = native.module.masked_mlp_fwd, native.module.masked_mlp_bwd
-
-    def fwd_(values: Tensor, bias: Tensor | None, bits: Tensor, samples: Tensor | None, layer: int) -> None:
-        """Adds the bias, activates, and zeroes the elements whose bit is not set."""
-        if fwd(isa, code, values, bias, bits, samples, num_samples, activated, tokens, *layers[layer]):
-            refuse_bad_samples(samples, num_samples)
-
-    def bwd_(grad: Tensor, value: Tensor | None, bits: Tensor, samples: Tensor | None, layer: int) -> Tensor:
-        """Turns the gradient of a layer's output into that of its pre-activations, and returns its sum over T.
-
-        value: the output, where the activation is relu or tanh; without one the gradient is only masked.
-        """
-        n, threads = layers[layer]
-        dbias = grad.new_empty(n)
-        if bwd(isa, code, grad, value, bits, samples, num_samples, activated, dbias, tokens, n, threads):
-            refuse_bad_samples(samples, num_samples)
-        return dbias
-
-    return fwd_, bwd_
+    dbias = grad.new_empty(grad.shape[1])
+    refused = native.launch(
+        "masked_mlp_bwd",
+        grad,
+        _native.DTYPES[grad.dtype],
+        native.pointer("masked_mlp", grad, grad.dtype, 2),
+        native.pointer("masked_mlp", value, grad.dtype, 2),
+        native.pointer("masked_mlp", bits, torch.int32, 2),
+        native.pointer("masked_mlp", samples, torch.int64, 1),
+        bits.shape[0],
+        ACTIVATIONS[activation],
+        native.pointer("masked_mlp", dbias, grad.dtype, 1),
+        *grad.shape,
+    )
+    if refused:
+        refuse_bad_samples(samples, bits.shape[0])
+    return dbias

@@ -65,6 +65,7 @@ def _launch(
         batch,
         n,
         *sums,
+        passes=max(len(taus), 1),
     )
 
 

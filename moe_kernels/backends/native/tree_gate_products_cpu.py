@@ -42,7 +42,7 @@ def fwd(
     dtype = wide(x.dtype)
     split, leaf = (native.fresh((x.shape[0], *weight.shape[:2]), dtype) for weight in (split_weight, leaf_weight))
     biases = [
-        torch.zeros(weight.shape[:2], dtype=dtype) if bias is None else bias.to(dtype).contiguous()
+        weight.new_zeros(weight.shape[:2], dtype=dtype) if bias is None else bias.to(dtype).contiguous()
         for weight, bias in ((split_weight, split_bias), (leaf_weight, leaf_bias))
     ]
     results = (native.pointer("tree_gate", each, dtype, 2) for each in biases)
@@ -150,8 +150,9 @@ def _reached(native: ModuleType, top: Tensor, gamma: float, worth: float) -> _Re
     wide_top = top.to(wide(top.dtype))
     tokens, trees, above = top.shape
     branches = trees * (above + 1)
-    offsets = torch.empty(branches + 1, dtype=torch.int32)
-    token, bits = torch.empty(tokens * branches, dtype=torch.int32), torch.empty((trees, tokens), dtype=torch.int64)
+    offsets = torch.empty(branches + 1, dtype=torch.int32, device="cpu")
+    token = offsets.new_empty(tokens * branches)
+    bits = offsets.new_empty((trees, tokens), dtype=torch.int64)
     native.launch(
         "tree_reach",
         wide_top,
@@ -182,7 +183,7 @@ def _launch(native, name, x, split_weight, leaf_weight, split, leaf, found, resu
     pairs = [each.to(dtype).contiguous() for each in (split_weight, leaf_weight, split, leaf)]
     # A branch's weights or their gradient, and two blocks of logits; and the weights of all branches, packed.
     branches, stride = found.offsets.shape[0] - 1, COLUMNS * (dim + 2 * TILE)
-    scratch = torch.empty((native.chunks(x.numel()), stride), dtype=dtype)
+    scratch = x.new_empty((native.chunks(x.numel()), stride))
     packed = native.fresh((branches, -(-dim // COLUMNS) * COLUMNS * COLUMNS), dtype)
     native.launch(
         name,
@@ -202,4 +203,5 @@ def _launch(native, name, x, split_weight, leaf_weight, split, leaf, found, resu
         experts,
         (branches // trees).bit_length() - 1,
         *results,
+        passes=trees * experts,
     )

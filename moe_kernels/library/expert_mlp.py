@@ -1,0 +1,176 @@
+"""The expert MLP as one operator, and its six gradients as another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels.library._define import contiguous, define, gradient_like, ops, refused, rows, wide
+from moe_kernels.library.combine import combine
+from moe_kernels.library.grouped_gemm import kernels, matrices, product, transposed, weight_gradient
+
+
+def _fwd(
+    x: Tensor,
+    weights: Tensor | None,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    expert_offsets: Tensor,
+    row_token: Tensor,
+    row_choice: Tensor,
+    slot_row: Tensor,
+    activation: str,
+    keep_pre: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    hidden, pre = product(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
+    result, _ = product(hidden, w_out, expert_offsets, None, b_out, "", False, backend)
+    return combine(result, weights, slot_row, backend), pre
+
+
+def _fwd_fake(x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, *rest):
+    pre = x.new_empty((row_token.shape[0] if rest[-2] else 0, w_in.shape[2]))
+    return x.new_empty((x.shape[0], w_out.shape[2])), pre
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.activation, keep_pre, ctx.backend = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*tensors, output[1] if keep_pre else None)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    wanted = list(ctx.needs_input_grad[:6])
+    found = ops.expert_mlp_bwd(grad, *ctx.saved_tensors, ctx.activation, wanted, ctx.backend)
+    return *(each if needed else None for each, needed in zip(found, wanted, strict=True)), *[None] * 7
+
+
+def _bwd(
+    grad: Tensor,
+    x: Tensor,
+    weights: Tensor | None,
+    w_in: Tensor,
+    w_out: Tensor,
+    b_in: Tensor | None,
+    b_out: Tensor | None,
+    expert_offsets: Tensor,
+    row_token: Tensor,
+    row_choice: Tensor,
+    slot_row: Tensor,
+    pre: Tensor | None,
+    activation: str,
+    wanted: list[bool],
+    backend: str,
+) -> tuple[Tensor, ...]:
+    to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = wanted
+    expert_offsets, row_token, row_choice, slot_row = contiguous(expert_offsets, row_token, row_choice, slot_row)
+    if pre is None:
+        pre, _ = product(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
+    dx, dweights, dw_in, dw_out, db_in, db_out = (x.new_empty(0) for _ in wanted)
+    grad, row_weight = rows(grad), _row_weight(weights, row_token, row_choice, wide(x.dtype))
+    given = grad, matrices(w_out), expert_offsets, row_token, row_weight, pre.contiguous()
+    dpre, weighted, drow_weight = kernels(backend).expert_mlp_bwd_hidden(*given, activation)
+    if to_weights:
+        dweights = _weights_gradient(weights, drow_weight, grad, b_out, expert_offsets, row_token, slot_row)
+    if to_w_out:
+        dw_out, _ = weight_gradient(weighted, grad, expert_offsets, None, row_token, False, backend)
+    if to_b_out:  # the weight gradient of a single column that holds the gate weights
+        column = row_weight.to(x.dtype)[:, None]
+        db_out = weight_gradient(column, grad, expert_offsets, None, row_token, False, backend)[0][:, 0].clone()
+    if to_w_in or to_b_in:
+        found = weight_gradient(x, dpre, expert_offsets, row_token, None, to_b_in, backend)
+        dw_in, db_in = found[0] if to_w_in else dw_in, found[1] if to_b_in else db_in
+    if to_x:
+        dx = combine(transposed(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
+    return dx, dweights, dw_in, dw_out, db_in, db_out
+
+
+def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, wide: torch.dtype) -> Tensor:
+    """(R,): the gate weight of every row, 1 without weights, 0 for a row not in use."""
+    used = row_token >= 0
+    if weights is None or weights.numel() == 0:
+        return used.to(wide)
+    return torch.where(used, weights[row_token.clamp(min=0), row_choice.clamp(min=0)], 0)
+
+
+def _weights_gradient(
+    weights: Tensor | None,
+    drow_weight: Tensor,
+    grad: Tensor,
+    b_out: Tensor | None,
+    expert_offsets: Tensor,
+    row_token: Tensor,
+    slot_row: Tensor,
+) -> Tensor:
+    """(T, K): of every kept choice, the gradient of its row's weight."""
+    assert weights is not None
+    if b_out is not None:
+        drow_weight = drow_weight + _bias_share(grad, b_out, expert_offsets, row_token)
+    dweights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    if drow_weight.numel() == 0:
+        return dweights
+    return torch.where(slot_row >= 0, drow_weight[slot_row.clamp(min=0)], dweights)
+
+
+def _bias_share(grad: Tensor, b_out: Tensor, expert_offsets: Tensor, row_token: Tensor) -> Tensor:
+    """(R,): <b_out_e, dy_t> of every row, from one (T, Dout) x (Dout, E) product, so that no row of dy is gathered."""
+    dtype = wide(grad.dtype)
+    of_pair = grad.to(dtype) @ b_out.to(dtype).t()
+    row = torch.arange(row_token.shape[0], device=row_token.device, dtype=torch.int32)
+    expert = torch.searchsorted(expert_offsets[1:], row, right=True).clamp(max=b_out.shape[0] - 1)
+    if of_pair.numel() == 0:
+        return of_pair.new_zeros(row.shape)
+    return torch.where(row_token >= 0, of_pair[row_token.clamp(min=0), expert], 0)
+
+
+def _bwd_fake(grad, x, weights, w_in, w_out, b_in, b_out, *rest):
+    given = x, weights, w_in, w_out, b_in, b_out
+    return tuple(
+        x.new_empty(0) if each is None else gradient_like(each, wanted)
+        for each, wanted in zip(given, rest[-2], strict=True)
+    )
+
+
+def _sizes(w_in, w_out, row_token) -> tuple[int, int]:
+    """FLOPs of each of the two products."""
+    return 2 * row_token[0] * w_in[1] * w_in[2], 2 * row_token[0] * w_out[1] * w_out[2]
+
+
+def _fwd_flops(x, weights, w_in, w_out, b_in, b_out, offsets, row_token, *rest, **kwargs) -> int:
+    return sum(_sizes(w_in, w_out, row_token)) + (1 if weights is None else 2) * row_token[0] * w_out[2]
+
+
+def _bwd_flops(grad, x, weights, w_in, w_out, b_in, b_out, offsets, row_token, *rest, **kwargs) -> int:
+    to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = rest[-2]
+    first, second = _sizes(w_in, w_out, row_token)
+    bias_share = 2 * grad[0] * grad[1] * w_out[0] if to_weights and b_out is not None else 0
+    to_bias = 2 * row_token[0] * w_out[2] * to_b_out
+    to_input = (first + row_token[0] * w_in[1]) * to_x
+    return second * (1 + to_w_out) + first * (to_w_in or to_b_in) + to_input + to_bias + bias_share
+
+
+_TENSORS = (
+    "Tensor x, Tensor? weights, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, Tensor expert_offsets, "
+    "Tensor row_token, Tensor row_choice, Tensor slot_row"
+)
+
+define(
+    f"expert_mlp_fwd({_TENSORS}, str activation, bool keep_pre, str backend) -> (Tensor, Tensor)",
+    _fwd,
+    _fwd_fake,
+    _fwd_flops,
+    save=_save,
+    backward=_backward,
+)
+define(
+    f"expert_mlp_bwd(Tensor grad, {_TENSORS}, Tensor? pre, str activation, bool[] wanted, str backend) -> "
+    f"({', '.join(['Tensor'] * 6)})",
+    _bwd,
+    _bwd_fake,
+    _bwd_flops,
+    backward=refused("expert_mlp"),
+)
