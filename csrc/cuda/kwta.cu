@@ -1,14 +1,13 @@
-// k-winner-take-all. A row is read once and stays in registers as ordered integers; the threshold between its k largest
-// elements and the rest is found by counting, from a first guess that takes the row for Gaussian; then the row is
-// written. Three to five counting passes find the threshold of Gaussian rows, at most 40 that of any row.
+// k-winner-take-all. A row is read once and stays in registers (kwta_row.h); the threshold between its k largest elements
+// and the rest is found by counting, from a first guess that takes the row for Gaussian; then the row is written. Three to
+// five counting passes find the threshold of Gaussian rows, at most 40 that of any row.
 #include <algorithm>
 #include <cmath>
 
-#include "moe/block.cuh"
+#include "kwta_row.h"
 #include "moe/dtypes.h"
-#include "moe/keys.cuh"
 #include "moe/launch.cuh"
-#include "moe/vector.cuh"
+#include "moe/special.cuh"
 #include "ops.h"
 
 namespace moe {
@@ -34,184 +33,6 @@ struct Problem {
   float spacing;     // of a standard normal row's elements at z: 1 / (n phi(z))
 };
 
-// The threads that hold one row: a warp, or a block.
-template <bool BLOCK>
-struct Team {
-  Exchange<int>* counts;
-  int turn = 0;
-  int rank = BLOCK ? threadIdx.x : threadIdx.x % kWarpSize;
-  int lane = threadIdx.x % kWarpSize;
-  int size = BLOCK ? blockDim.x : kWarpSize;
-
-  __device__ int sum(int value) {
-    if constexpr (!BLOCK) return warp_sum(value);
-    return warp_sum(exchange_warp_sums(value, *counts, turn));
-  }
-
-  // The sum over the threads before this one; total receives that over all.
-  __device__ int sum_before(int value, int& total) {
-    const int inclusive = warp_inclusive_sum(value, lane);
-    int before = 0;
-    if constexpr (BLOCK) {
-      const int warp_total = exchange_warp_sums(value, *counts, turn);
-      total = warp_sum(warp_total);
-      before = warp_sum(lane < rank / kWarpSize ? warp_total : 0);
-    } else {
-      total = __shfl_sync(kAllLanes, inclusive, kWarpSize - 1);
-    }
-    return before + inclusive - value;
-  }
-};
-
-// A row, WORDS registers (1 or 4) at a time: chunk c of a thread holds kVector consecutive elements, and the chunks of
-// the team's threads follow each other. With CHUNKS > 0 all of a thread's keys stay in registers; with 0 they are read
-// again each time.
-template <class T, int WORDS, int CHUNKS>
-struct Row {
-  using Order = Key<T>;
-  static constexpr bool kResident = CHUNKS > 0;
-  static constexpr int kPerWord = Order::kPerWord, kVector = WORDS * kPerWord;
-
-  const T* x;  // (n)
-  int n, rank, size;
-  bool whole_words;
-  uint32_t resident[kResident ? CHUNKS : 1][WORDS];
-
-  __device__ int chunks() const { return kResident ? CHUNKS : (n + size * kVector - 1) / (size * kVector); }
-  __device__ int position(int chunk) const { return (chunk * size + rank) * kVector; }
-  // Positions take a register each if they are kept from one loop over the chunks to the next.
-  __device__ void forget_positions() {
-    recompute(rank);
-    recompute(size);
-  }
-  // With four words a chunk lies inside the row or outside as a whole.
-  __device__ bool inside(int first, int i) const { return (WORDS == 4 ? first : first + i) < n; }
-
-  // The elements of one chunk as they stand in memory, and zeros for what lies outside the row.
-  __device__ void read(const T* from, int first, uint32_t (&words)[WORDS]) const {
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) words[w] = 0;
-    if (first >= n) return;
-    if constexpr (WORDS == 4) {
-      const uint4 vector = load(reinterpret_cast<const uint4*>(from + first));
-      words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
-    } else if (kPerWord == 1 || whole_words) {
-      words[0] = load(reinterpret_cast<const uint32_t*>(from + first));
-    } else {
-      const auto* halves = reinterpret_cast<const uint16_t*>(from + first);
-      words[0] = load(halves) | (first + 1 < n ? load(halves + 1) : 0u) << 16;
-    }
-  }
-
-  __device__ void write(T* to, int first, const uint32_t (&words)[WORDS]) const {
-    if constexpr (WORDS == 4) {
-      store_streaming(reinterpret_cast<uint4*>(to + first), make_uint4(words[0], words[1], words[2], words[3]));
-    } else if (kPerWord == 1 || whole_words) {
-      store_streaming(reinterpret_cast<uint32_t*>(to + first), words[0]);
-    } else {
-      auto* halves = reinterpret_cast<uint16_t*>(to + first);
-      halves[0] = static_cast<uint16_t>(words[0]);
-      if (first + 1 < n) halves[1] = static_cast<uint16_t>(words[0] >> 16);
-    }
-  }
-
-  __device__ static uint32_t element(uint32_t word, int i) {
-    return kPerWord == 1 ? word : word >> 16 * (i % kPerWord) & 0xffffu;
-  }
-
-  // Turns words into keys; what lies outside the row gets 0, which no threshold is as low as.
-  __device__ void make_keys(int first, uint32_t (&words)[WORDS]) const {
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) words[w] = inside(first, 0) ? Order::keys(words[w]) : 0;
-    if (kVector == 2 && !inside(first, 1)) words[0] &= 0xffffu;
-  }
-
-  // The same for rows that may hold NaN.
-  __device__ void make_canonical_keys(int first, uint32_t (&words)[WORDS]) const {
-    uint32_t nan[WORDS] = {};
-#pragma unroll
-    for (int i = 0; i < kVector; i++) {
-      const float value = Order::value(element(words[i / kPerWord], i));
-      if (value != value) nan[i / kPerWord] |= Order::mask(1u << (i % kPerWord));
-    }
-    make_keys(first, words);
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) words[w] = (words[w] & ~nan[w]) | (Order::in_each(Order::kNaN) & nan[w]);
-  }
-
-  __device__ void add_moments(const uint32_t (&words)[WORDS], float2& moments) const {
-#pragma unroll
-    for (int i = 0; i < kVector; i++) {
-      const float value = Order::value(element(words[i / kPerWord], i));
-      moments.x += value;
-      moments.y = __fmaf_rn(value, value, moments.y);
-    }
-  }
-
-  // Reads the row: the sums of its elements and of their squares over this thread. Where the first is NaN, and only
-  // there, a NaN may be among the elements.
-  __device__ float2 enter() {
-    float2 moments = {0.0f, 0.0f};
-    if constexpr (kResident) {
-#pragma unroll
-      for (int c = 0; c < CHUNKS; c++) read(x, position(c), resident[c]);
-#pragma unroll
-      for (int c = 0; c < CHUNKS; c++) add_moments(resident[c], moments);
-      forget_positions();
-      if (moments.x != moments.x) {
-#pragma unroll
-        for (int c = 0; c < CHUNKS; c++) {
-          recompute(resident[c]);
-          make_canonical_keys(position(c), resident[c]);
-        }
-      } else {
-#pragma unroll
-        for (int c = 0; c < CHUNKS; c++) make_keys(position(c), resident[c]);
-      }
-    } else {
-      for (int c = 0; c < chunks(); c++) {
-        uint32_t words[WORDS];
-        read(x, position(c), words);
-        add_moments(words, moments);
-      }
-    }
-    return moments;
-  }
-
-  __device__ void keys(int chunk, uint32_t (&words)[WORDS]) const {
-    if constexpr (kResident) {
-#pragma unroll
-      for (int w = 0; w < WORDS; w++) words[w] = resident[chunk][w];
-    } else {
-      read(x, position(chunk), words);
-      make_canonical_keys(position(chunk), words);
-    }
-  }
-
-  // How many of this thread's keys are at least `key`.
-  __device__ int count(uint32_t key) const {
-    const uint32_t threshold = Order::in_each(key);
-    int total = 0;
-#pragma unroll
-    for (int c = 0; c < chunks(); c++) {
-      uint32_t words[WORDS];
-      keys(c, words);
-#pragma unroll
-      for (int w = 0; w < WORDS; w++) {
-        if constexpr (kPerWord == 1) {
-          total = count_reaching(words[w], threshold, total);
-        } else if (WORDS == 1) {
-          total = count_high_bits(reaches_u16x2(words[w], threshold), 0, total);
-        } else if (w % 2 == 0) {
-          total = count_high_bits(reaches_u16x2(words[w], threshold),
-                                  reaches_u16x2(words[(w + 1) % WORDS], threshold), total);
-        }
-      }
-    }
-    return total;
-  }
-};
-
 // Elements with key >= above are winners, and so are the first `needed` of those with tied <= key < above.
 struct Cut {
   uint32_t above, tied;
@@ -221,16 +42,20 @@ struct Cut {
 // count(key) is the number of the row's keys that reach it. Between `low`, which more than k reach, and `high`, which
 // fewer do, thresholds are tried until k reach one or the two are neighbours: the k-th largest then is `low`, and more
 // elements than there are places left share it.
-template <class Order, class Count>
-__device__ Cut find_cut(Count count, float2 moments, const Problem& p) {
+template <class T, class Count>
+__device__ Cut find_cut(Count count, bool plain, float2 moments, int sampled, const Problem& p) {
+  using Order = Key<T>;
   constexpr uint32_t kZero = Order::kZero;
   if (p.k == 0) return {Order::kOnes, Order::kOnes, 0};
   uint32_t low = Order::rank(Order::kMinusInfinity), high = Order::kNaN + 1;
+  if (plain) {
+    low = Order::rank(Order::key(Plain<T>::kMinusInfinity)), high = Order::rank(Order::key(Plain<T>::kInfinity)) + 1;
+  }
   if (p.k == p.n) return {Order::key_of_rank(low), Order::key_of_rank(low), 0};
   int low_count = p.n, high_count = 0;
 
-  const float mean = moments.x / p.n;
-  const float deviation = sqrtf(fmaxf(moments.y / p.n - mean * mean, 0.0f));
+  const float inv_sampled = reciprocal(static_cast<float>(sampled)), mean = moments.x * inv_sampled;
+  const float deviation = square_root(fmaxf(moments.y * inv_sampled - mean * mean, 0.0f));
   const float spacing = p.spacing * deviation;
   const bool gaussian = spacing > 0.0f && spacing < INFINITY;  // false where anything is NaN, too
   float guess = mean + p.z * deviation;
@@ -247,7 +72,8 @@ __device__ Cut find_cut(Count count, float2 moments, const Problem& p) {
         } else if (Order::kPerWord == 2 && pass < kGaussianGuesses) {
           rank = rank <= low ? low + 1 : high - 1;  // 16-bit neighbours hold many elements each
         } else {
-          rank = low + static_cast<uint32_t>((high - low) * (float(low_count - p.k) / (low_count - high_count)));
+          const float share = float(low_count - p.k) * reciprocal(static_cast<float>(low_count - high_count));
+          rank = low + static_cast<uint32_t>((high - low) * share);
         }
         rank = min(max(rank, low + 1), high - 1);
       }
@@ -270,45 +96,106 @@ __device__ Cut find_cut(Count count, float2 moments, const Problem& p) {
 // Zeros and ones from flags: byte i of the result is bit i, for four of them.
 __device__ __forceinline__ uint32_t spread_flags(uint32_t flags) { return (flags & 0xfu) * 0x00204081u & 0x01010101u; }
 
+// Which ties of a resident row win, for the chunks of this warp, after one exchange of the team. Two chunks share a word:
+// a row has at most 16384 elements.
+template <int CHUNKS>
+struct WarpTies {
+  static constexpr int kPairs = (CHUNKS + 1) / 2;
+  static_assert(CHUNKS <= 32);
+
+  uint32_t all = 0;           // bit c: those of chunk c all win
+  int partly = -1, left = 0;  // the one chunk of which some win, if any, and how many
+
+  template <class Row, bool BLOCK>
+  __device__ void find(const Row& row, Team<BLOCK>& team, uint32_t above, uint32_t tied, int needed) {
+    uint32_t here[kPairs] = {}, before[kPairs], total[kPairs];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      here[c / 2] |= static_cast<uint32_t>(row.count_ties(row.resident[c], above, tied)) << (c % 2 * 16);
+    }
+    team.template share<kPairs>(here, before, total);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      const auto of_chunk = [&](const uint32_t (&pairs)[kPairs]) { return int(pairs[c / 2] >> (c % 2 * 16) & 0xffffu); };
+      const int wins = needed - of_chunk(before);
+      if (wins >= of_chunk(here)) all |= 1u << c;
+      else if (wins > 0) partly = c, left = wins;
+      needed -= of_chunk(total);
+    }
+  }
+};
+
+// Of the ties of a chunk, as flags, the first `count`.
+__device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
+  uint32_t taken = 0;
+  for (; flags && count > 0; count--) {
+    taken |= flags & -flags;
+    flags &= flags - 1;
+  }
+  return taken;
+}
+
+// bits[i / 32], bit i % 32, for the elements of this thread's chunk, of which `winners` has a flag each.
+template <int WORDS, int VECTOR>
+__device__ __forceinline__ void write_bits(uint32_t* bits,  // (ceil(n / 32))
+                                           uint32_t winners, int first, int n, int lane) {
+  const int end = (n + 31) & ~31;
+  if constexpr (WORDS == 4) {  // byte by byte, of which neighbouring lanes have neighbouring ones
+    auto* const bytes = reinterpret_cast<uint8_t*>(bits) + first / 8;
+    if constexpr (VECTOR == 4) winners |= __shfl_down_sync(kAllLanes, winners, 1) << 4;
+    if (first % 8 == 0 && first < end) *bytes = static_cast<uint8_t>(winners);
+  } else {
+    const uint32_t word = warp_pack_bits<VECTOR>(winners, lane);
+    if (first % 32 == 0 && first < n) bits[first / 32] = word;
+  }
+}
+
 template <class T, int WORDS, int CHUNKS, bool BLOCK>
-__device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut, bool has_nan, int64_t index,
-                          const Problem& p) {
+__device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut, int64_t index, const Problem& p) {
   using Order = Key<T>;
   using R = Row<T, WORDS, CHUNKS>;
   constexpr int kVector = R::kVector, kPerWord = R::kPerWord;
-  const bool reload = !R::kResident || has_nan || p.values != p.x;
-  const int64_t start = index * p.n, bits_start = index * ((p.n + 31) / 32);
-  const uint32_t above = Order::in_each(cut.above), tied = Order::in_each(cut.tied);
+  const bool reload = !row.plain || p.values != p.x;
+  const int64_t start = index * p.n;
+  const uint32_t above = row.threshold(cut.above), tied = row.threshold(cut.tied);
   int needed = cut.needed;
+  WarpTies<CHUNKS ? CHUNKS : 1> ties;
+  if (R::kResident && needed > 0) ties.find(row, team, above, tied, needed);
 
 #pragma unroll
   for (int c = 0; c < row.chunks(); c++) {
     if (c * row.size * kVector >= p.n) break;
     row.forget_positions();
     const int first = row.position(c);
-    uint32_t words[WORDS];
-    row.keys(c, words);
-    uint32_t chosen[WORDS];
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) chosen[w] = Order::reaching(words[w], above);
-    uint32_t winners = Order::flags(chosen);
+    uint32_t words[WORDS], chosen[WORDS];
+    row.chunk(c, words);
+    uint32_t threshold = above;
+    int partly = 0;  // ties of this thread that win, where others of the chunk do not
     if (needed > 0) {
-#pragma unroll
-      for (int w = 0; w < WORDS; w++) chosen[w] = Order::reaching(words[w], tied);
-      uint32_t ties = Order::flags(chosen) & ~winners;
-      int total;
-      for (int taken = team.sum_before(__popc(ties), total); ties && taken < needed; taken++) {
-        winners |= ties & -ties;
-        ties &= ties - 1;
+      if constexpr (R::kResident) {
+        if (ties.all >> c & 1) threshold = tied;
+        if (ties.partly == c) {
+          const int mine = row.count_ties(words, above, tied);
+          partly = ties.left - (warp_inclusive_sum(mine, team.lane) - mine);
+          if (partly >= mine) threshold = tied;
+        }
+      } else {
+        const int mine = row.count_ties(words, above, tied);
+        int total;
+        partly = needed - team.sum_before(mine, total);
+        if (partly >= mine) threshold = tied;
+        needed -= total;
       }
-      needed -= total;
+    }
+    row.reaching(words, threshold, chosen);
+    uint32_t winners = Order::flags(chosen);
+    if (partly > 0 && threshold == above) {
+      row.reaching(words, tied, chosen);
+      winners |= first_flags(Order::flags(chosen) & ~winners, partly);
 #pragma unroll
       for (int w = 0; w < WORDS; w++) chosen[w] = Order::mask(winners >> (w * kPerWord));
     }
-    if (p.bits) {
-      const uint32_t word = warp_pack_bits<kVector>(winners, team.lane);
-      if (first % 32 == 0 && first < p.n) p.bits[bits_start + first / 32] = word;
-    }
+    if (p.bits) write_bits<WORDS, kVector>(p.bits + index * ((p.n + 31) / 32), winners, first, p.n, team.lane);
     if (first >= p.n) continue;
     if (p.y) {
       uint32_t out[WORDS];
@@ -316,7 +203,7 @@ __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut
         row.read(static_cast<const T*>(p.values) + index * p.values_stride, first, out);
       } else {
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) out[w] = Order::words(words[w]);
+        for (int w = 0; w < WORDS; w++) out[w] = words[w];
       }
 #pragma unroll
       for (int w = 0; w < WORDS; w++) out[w] &= chosen[w];
@@ -343,22 +230,29 @@ __device__ void kwta_row(int64_t index, Team<BLOCK> team, Exchange<float2>* sums
   row.x = static_cast<const T*>(p.x) + index * p.x_stride;
   row.n = p.n, row.rank = team.rank, row.size = team.size, row.whole_words = p.whole_words;
   float2 moments = row.enter();
-  const bool has_nan = moments.x != moments.x;
   if constexpr (BLOCK) {
     int turn = 0;
     moments = exchange_warp_sums(moments, *sums, turn);
   }
   moments = warp_sum(moments);
+  row.plain = moments.x == moments.x;
+  row.settle();
   const auto count = [&](uint32_t key) { return team.sum(row.count(key)); };
-  const Cut cut = find_cut<Key<T>>(count, moments, p);
-  write_row(row, team, cut, has_nan, index, p);
+  const Cut cut = find_cut<T>(count, row.plain, moments, row.sampled(), p);
+  write_row(row, team, cut, index, p);
 }
 
-constexpr int kWarpRows = 8;             // rows of a block where a warp holds one
-constexpr int kElementsPerThread = 32;   // of a row in registers
-constexpr int kSmallElements = 8;        // of a row in registers, for rows up to 8 * 32
-constexpr int kMaxThreads = 512;         // times 32 elements: the longest row in registers has 16384
-constexpr int kLongThreads = 1024;       // for rows that are read again
+constexpr int kWarpRows = 8;        // rows of a block where a warp holds one
+constexpr int kSmallElements = 8;   // of a row in a thread's registers, for rows up to 8 * 32
+constexpr int kElements = 32;       // for rows up to 32 * 32, and for all of 32 bits
+constexpr int kLongest = 16384;      // longer rows are read again
+constexpr int kLongThreads = 1024;  // for these
+
+// Of a long row in a thread's registers: 32 of them in either case. Pairs of halves with an address each take more.
+template <class T, int WORDS>
+constexpr int kMostElements = sizeof(T) == 2 && WORDS == 4 ? 2 * kElements : kElements;
+template <class T, int WORDS>
+constexpr int kMaxThreads = kLongest / kMostElements<T, WORDS>;
 
 template <class T, int WORDS, int ELEMENTS>
 __global__ void __launch_bounds__(kWarpRows * kWarpSize) kwta_warp_kernel(Problem p) {
@@ -367,29 +261,34 @@ __global__ void __launch_bounds__(kWarpRows * kWarpSize) kwta_warp_kernel(Proble
   kwta_row<T, WORDS, ELEMENTS / Row<T, WORDS, 0>::kVector>(index, Team<false>{}, nullptr, p);
 }
 
-// At 64 registers two blocks fit side by side; element by element, addresses take more.
+// At 64 registers two blocks of 512 threads fit side by side, at 85 three of 256; element by element, addresses take more.
 template <class T, int WORDS, int ELEMENTS>
-__global__ void __launch_bounds__(ELEMENTS ? kMaxThreads : kLongThreads, ELEMENTS && WORDS == 4 ? 2 : 1)
+__global__ void __launch_bounds__(ELEMENTS ? kMaxThreads<T, WORDS> : kLongThreads,
+                                  ELEMENTS && WORDS == 4 ? (sizeof(T) == 2 ? 3 : 2) : 1)
     kwta_block_kernel(Problem p) {
   SHARED(Exchange<int>, counts, );
   SHARED(Exchange<float2>, sums, );
-  kwta_row<T, WORDS, ELEMENTS / Row<T, WORDS, 0>::kVector>(blockIdx.x, Team<true>{&counts}, &sums, p);
+  constexpr int kChunks = ELEMENTS / Row<T, WORDS, 0>::kVector;
+  SHARED(uint32_t, ties, [WarpTies<kChunks ? kChunks : 1>::kPairs][kMaxWarps]);
+  kwta_row<T, WORDS, kChunks>(blockIdx.x, Team<true>{&counts, ties}, &sums, p);
 }
 
 template <class T, int WORDS>
 cudaError_t start(const Problem& p, cudaStream_t stream) {
+  constexpr int kMost = kMostElements<T, WORDS>;
   const dim3 row_blocks(static_cast<unsigned>(p.rows));
   const dim3 warp_blocks(static_cast<unsigned>((p.rows + kWarpRows - 1) / kWarpRows));
-  const int threads = (p.n + kElementsPerThread * kWarpSize - 1) / (kElementsPerThread * kWarpSize) * kWarpSize;
+  const int threads = (p.n + kMost * kWarpSize - 1) / (kMost * kWarpSize) * kWarpSize;
   if (p.n <= kSmallElements * kWarpSize) {
     return launch(kwta_warp_kernel<T, WORDS, kSmallElements>, warp_blocks, kWarpRows * kWarpSize, 0, stream, p);
   }
-  if (p.n <= kElementsPerThread * kWarpSize) {
-    return launch(kwta_warp_kernel<T, WORDS, kElementsPerThread>, warp_blocks, kWarpRows * kWarpSize, 0, stream, p);
+  if (p.n <= kElements * kWarpSize) {
+    return launch(kwta_warp_kernel<T, WORDS, kElements>, warp_blocks, kWarpRows * kWarpSize, 0, stream, p);
   }
-  if (threads <= kMaxThreads) {
-    return launch(kwta_block_kernel<T, WORDS, kElementsPerThread>, row_blocks, threads, 0, stream, p);
+  if (p.n <= kMost * kWarpSize) {
+    return launch(kwta_warp_kernel<T, WORDS, kMost>, warp_blocks, kWarpRows * kWarpSize, 0, stream, p);
   }
+  if (p.n <= kLongest) return launch(kwta_block_kernel<T, WORDS, kMost>, row_blocks, threads, 0, stream, p);
   return launch(kwta_block_kernel<T, WORDS, 0>, row_blocks, kLongThreads, 0, stream, p);
 }
 

@@ -25,7 +25,7 @@ CLASSES = {
     "double": r"\w+\S*\.f64",
     "float": r"(add|sub|mul|fma|min|max|abs|neg|copysign|div)\S*\.(f32|f16|bf16|f16x2|bf16x2)",
     "convert": r"cvt(?!a)",
-    "compare": r"setp|selp|(and|or|xor|not)\.pred",
+    "compare": r"setp|set\.|selp|(and|or|xor|not)\.pred",
     "control": r"bra|ret|exit|trap",
     "move": r"mov|cvta|prmt",
     "integer": r"",

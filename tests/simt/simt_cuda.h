@@ -192,6 +192,18 @@ inline int __popc(uint32_t word) { return __builtin_popcount(word); }
 inline int __clz(uint32_t word) { return word ? __builtin_clz(word) : 32; }
 inline int __ffs(uint32_t word) { return __builtin_ffs(static_cast<int>(word)); }
 
+inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t c) {
+  for (int i = 0; i < 4; i++) c += uint32_t(uint8_t(a >> 8 * i)) * uint8_t(b >> 8 * i);
+  return c;
+}
+
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = uint64_t(y) << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) result |= uint32_t(uint8_t(bytes >> 8 * (selector >> 4 * i & 7))) << 8 * i;
+  return result;
+}
+
 inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 4; i++) c += int8_t(a >> 8 * i) * int8_t(b >> 8 * i);
   return c;

@@ -15,6 +15,37 @@ __device__ __forceinline__ int count_reaching(uint32_t x, uint32_t y, int count)
 #endif
 }
 
+// The same of the bits of float32 numbers: a NaN reaches nothing and equals nothing. Bits, because a float's register is
+// another one in PTX.
+__device__ __forceinline__ int count_float_reaching(uint32_t x, uint32_t y, int count) {
+#ifdef SIMT_HOST
+  return count + (__uint_as_float(x) >= __uint_as_float(y));
+#else
+  asm("{ .reg .pred p; setp.ge.f32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "r"(x), "r"(y));
+  return count;
+#endif
+}
+
+__device__ __forceinline__ int count_float_equal(uint32_t x, uint32_t y, int count) {
+#ifdef SIMT_HOST
+  return count + (__uint_as_float(x) == __uint_as_float(y));
+#else
+  asm("{ .reg .pred p; setp.eq.f32 p, %1, %2; @p add.s32 %0, %0, 1; }" : "+r"(count) : "r"(x), "r"(y));
+  return count;
+#endif
+}
+
+// All bits where the float32 number x reaches y.
+__device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
+#ifdef SIMT_HOST
+  return __uint_as_float(x) >= __uint_as_float(y) ? 0xffffffffu : 0;
+#else
+  uint32_t mask;
+  asm("{ .reg .pred p; setp.ge.f32 p, %1, %2; selp.b32 %0, -1, 0, p; }" : "=r"(mask) : "r"(x), "r"(y));
+  return mask;
+#endif
+}
+
 constexpr uint32_t kHighBits = 0x80008000u;
 
 __device__ __forceinline__ uint32_t splat16(uint32_t value) { return value * 0x00010001u; }

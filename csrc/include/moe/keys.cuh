@@ -31,6 +31,17 @@ struct KeyOrder {
   // One bit an element of such masks, and back again.
   template <int WORDS>
   __device__ static uint32_t flags(const uint32_t (&masks)[WORDS]) {
+    if constexpr (WORDS == 4) {  // a byte of each mask, and of it one bit; bytes add up in one instruction
+      uint32_t bits;
+      if constexpr (BITS == 32) {
+        bits = __byte_perm(__byte_perm(masks[0], masks[1], 0x0040), __byte_perm(masks[2], masks[3], 0x0040), 0x5410) &
+               0x08040201u;
+      } else {
+        bits = (__byte_perm(masks[0], masks[1], 0x6420) & 0x08040201u) |
+               (__byte_perm(masks[2], masks[3], 0x6420) & 0x80402010u);
+      }
+      return __dp4a(bits, 0x01010101u, 0u);
+    }
     uint32_t flags = 0;
 #pragma unroll
     for (int w = 0; w < WORDS; w++) flags |= masks[w] & (BITS == 32 ? 1u << w : 0x00020001u << (2 * w));

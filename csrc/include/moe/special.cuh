@@ -19,6 +19,17 @@ __device__ __forceinline__ float reciprocal(float x) {
 #endif
 }
 
+// The square root of x >= 0, to a unit in the last place; 0 where x is subnormal.
+__device__ __forceinline__ float square_root(float x) {
+#ifdef SIMT_HOST
+  return std::sqrt(x);
+#else
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
 __device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
 
 // 2^x to two units in the last place; 0 where that is subnormal.

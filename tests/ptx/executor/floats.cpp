@@ -73,6 +73,25 @@ void half_arithmetic(Table& t, const std::string& kind, Value, Round) {
   comparisons<u16>(t, kind, [](u16 x) { return Value{}(x); });
 }
 
+// Two float16 numbers a register.
+template <class Each>
+u32 in_halves(u32 x, u32 y, Each each) {
+  const auto half = [&](u32 a, u32 b) { return u32(u16(each(from_f16(u16(a)), from_f16(u16(b))))); };
+  return half(x, y) | half(x >> 16, y >> 16) << 16;
+}
+
+void packed_halves(Table& t) {
+  binary<u32, u32, u32>(t, "add.f16x2", [](u32 x, u32 y) {
+    return in_halves(x, y, [](f32 a, f32 b) { return to_f16(a + b); });
+  });
+  binary<u32, u32, u32>(t, "set.ge.u32.f16x2", [](u32 x, u32 y) {
+    return in_halves(x, y, [](f32 a, f32 b) { return a >= b ? 0xffff : 0; });
+  });
+  binary<u32, u32, u32>(t, "set.eq.u32.f16x2", [](u32 x, u32 y) {
+    return in_halves(x, y, [](f32 a, f32 b) { return a == b ? 0xffff : 0; });
+  });
+}
+
 }  // namespace
 
 void add_floats(Table& t) {
@@ -80,6 +99,7 @@ void add_floats(Table& t) {
   arithmetic<f64>(t, "f64");
   half_arithmetic(t, "bf16", [](u16 x) { return from_bf16(x); }, [](f32 x) { return to_bf16(x); });
   half_arithmetic(t, "f16", [](u16 x) { return from_f16(x); }, [](f32 x) { return to_f16(x); });
+  packed_halves(t);
   ternary<f32, f32, f32, f32>(t, "fma.rm.f32", [](f32 x, f32 y, f32 z) { return fma_down(x, y, z); });
   ternary<f32, f32, f32, f32>(t, "fma.ftz.f32", [](f32 x, f32 y, f32 z) {
     return flush(std::fma(flush(x), flush(y), flush(z)));

@@ -1,0 +1,54 @@
+// Two float16 numbers in a register, an instruction for both.
+#pragma once
+
+#include "moe/platform.cuh"
+
+namespace moe {
+
+#ifdef SIMT_HOST
+template <class Compare>
+uint32_t half2_compare(uint32_t x, uint32_t y, Compare compare) {
+  const auto value = [](uint32_t bits) { return __half2float(__ushort_as_half(static_cast<uint16_t>(bits))); };
+  return (compare(value(x), value(y)) ? 0xffffu : 0) | (compare(value(x >> 16), value(y >> 16)) ? 0xffff0000u : 0);
+}
+#endif
+
+// All bits of the halves of x that are at least those of y; of none where either is NaN.
+__device__ __forceinline__ uint32_t half2_reaches(uint32_t x, uint32_t y) {
+#ifdef SIMT_HOST
+  return half2_compare(x, y, [](float a, float b) { return a >= b; });
+#else
+  uint32_t mask;
+  asm("set.ge.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(x), "r"(y));
+  return mask;
+#endif
+}
+
+// All bits of the halves of x that equal those of y.
+__device__ __forceinline__ uint32_t half2_equals(uint32_t x, uint32_t y) {
+#ifdef SIMT_HOST
+  return half2_compare(x, y, [](float a, float b) { return a == b; });
+#else
+  uint32_t mask;
+  asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(x), "r"(y));
+  return mask;
+#endif
+}
+
+__device__ __forceinline__ uint32_t half2_add(uint32_t x, uint32_t y) {
+#ifdef SIMT_HOST
+  const auto sum = [](uint32_t a, uint32_t b) -> uint32_t {
+    const auto value = [](uint32_t bits) { return __half2float(__ushort_as_half(static_cast<uint16_t>(bits))); };
+    return __half_as_ushort(__float2half(value(a) + value(b)));
+  };
+  return sum(x, y) | sum(x >> 16, y >> 16) << 16;
+#else
+  uint32_t sum;
+  asm("add.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(x), "r"(y));
+  return sum;
+#endif
+}
+
+__device__ __forceinline__ bool half2_has_nan(uint32_t x) { return half2_equals(x, x) != 0xffffffffu; }
+
+}  // namespace moe
