@@ -1,6 +1,5 @@
 // The top-k gate. A warp takes a token and keeps its logits in registers as ordered integers; a choice is the largest
-// pair (logit, lower expert first) below the one before it, found by two reductions of the warp. That costs K passes
-// over registers, and reads each logit once; nothing is sorted and nothing is marked as taken.
+// pair (logit, lower expert first) that is left, found by one or two reductions of the warp. Each logit is read once.
 #include <cmath>
 #include <type_traits>
 
@@ -16,18 +15,20 @@ namespace {
 
 constexpr int kTokens = 8;  // of a block, a warp each
 
-// Ranks order as numbers do, zeros equal and NaN, all equal, on top; 0 is below all of them.
+// Ranks order as numbers do, zeros equal (-0 + 0 is +0) and NaN, all equal, on top; 0 is below all of them.
 template <class T>
 struct Logit {
   using Order = Key<T>;
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
 
-  __device__ static uint32_t rank(const Bits* logit) {
-    const uint32_t bits = load(logit);
+  __device__ static uint32_t rank(uint32_t bits) {
     const float value = Order::value(bits);
-    return Order::rank(value == value ? Order::key(bits) : Order::kNaN);
+    if constexpr (sizeof(T) == 4) return value == value ? Order::key(__float_as_uint(value + 0.0f)) : Order::kNaN;
+    return value == value ? Order::rank(Order::key(bits)) : Order::kNaN;
   }
-  __device__ static float value(uint32_t rank) { return Order::value(Order::bits(Order::key_of_rank(rank))); }
+  __device__ static float value(uint32_t rank) {
+    return Order::value(Order::bits(sizeof(T) == 4 ? rank : Order::key_of_rank(rank)));
+  }
 };
 
 // A row's ranks: lane i has those of experts i, i + 32, ... With SLOTS > 0 they stay in registers, with 0 they are read
@@ -36,20 +37,27 @@ template <class T, int SLOTS>
 struct Ranks {
   using Bits = typename Logit<T>::Bits;
 
-  const Bits* logits;  // (E)
+  const Bits* logits;  // (E), from this lane's first on
   int num_experts, lane;
   uint32_t resident[SLOTS ? SLOTS : 1];
 
   __device__ Ranks(const Bits* logits, int num_experts, int lane)
-      : logits(logits), num_experts(num_experts), lane(lane) {
+      : logits(logits + lane), num_experts(num_experts), lane(lane) {
 #pragma unroll
-    for (int s = 0; s < SLOTS; s++) resident[s] = expert(s) < num_experts ? Logit<T>::rank(logits + expert(s)) : 0;
+    for (int s = 0; s < SLOTS; s++) resident[s] = read(s);
   }
   __device__ int slots() const { return SLOTS ? SLOTS : (num_experts + kWarpSize - 1) / kWarpSize; }
   __device__ int expert(int slot) const { return slot * kWarpSize + lane; }
   __device__ uint32_t operator[](int slot) const {
     if constexpr (SLOTS > 0) return resident[slot];
-    return expert(slot) < num_experts ? Logit<T>::rank(logits + expert(slot)) : 0;
+    return read(slot);
+  }
+
+ private:
+  __device__ uint32_t read(int slot) const {
+    const bool inside = slot * kWarpSize < num_experts - lane;
+    const uint32_t bits = inside ? load(logits + slot * kWarpSize) : 0u, rank = Logit<T>::rank(bits);
+    return inside ? rank : 0;
   }
 };
 
@@ -58,19 +66,93 @@ struct Choice {
   int expert;
 };
 
-// The largest pair below `last`, the same in every lane.
+// The choices of a row, best first. A lane keeps its own logits in that order, and the warp takes the best of the 32
+// heads: a list moves up where its head was taken.
+//
+// Two 16-bit halves make a key here: the rank, and after it the expert, the lower the larger. One reduction finds both.
 template <class T, int SLOTS>
-__device__ Choice next_choice(const Ranks<T, SLOTS>& ranks, Choice last) {
-  Choice best{0, INT32_MAX};
+struct Packed {
+  uint32_t keys[SLOTS];
+
+  __device__ explicit Packed(const Ranks<T, SLOTS>& ranks) {
 #pragma unroll
-  for (int s = 0; s < ranks.slots(); s++) {
-    const uint32_t rank = ranks[s];
-    const bool below = rank < last.rank || (rank == last.rank && ranks.expert(s) > last.expert);
-    if (below && rank > best.rank) best = {rank, ranks.expert(s)};
+    for (int s = 0; s < SLOTS; s++) {
+      keys[s] = ranks[s] << 16 | (0xffffu - ranks.expert(s));
+#pragma unroll
+      for (int t = s; t > 0; t--) {
+        const uint32_t upper = max(keys[t - 1], keys[t]);
+        keys[t] = min(keys[t - 1], keys[t]), keys[t - 1] = upper;
+      }
+    }
   }
-  const uint32_t highest = __reduce_max_sync(kAllLanes, best.rank);
-  return {highest, __reduce_min_sync(kAllLanes, best.rank == highest ? best.expert : INT32_MAX)};
-}
+  __device__ Choice next() {
+    const uint32_t highest = __reduce_max_sync(kAllLanes, keys[0]);
+    const bool taken = keys[0] == highest;
+#pragma unroll
+    for (int s = 0; s < SLOTS; s++) keys[s] = taken ? (s + 1 < SLOTS ? keys[s + 1] : 0) : keys[s];
+    return {highest >> 16, static_cast<int>(0xffffu - (highest & 0xffffu))};
+  }
+};
+
+// Of 32-bit ranks a second reduction finds the expert. A lane's experts, below 128, are bytes of one word.
+template <class T>
+struct Sorted {
+  static constexpr int kSlots = 4;
+  uint32_t ranks[kSlots], experts = 0;
+
+  __device__ explicit Sorted(const Ranks<T, kSlots>& given) {
+    int order[kSlots];
+#pragma unroll
+    for (int s = 0; s < kSlots; s++) {
+      ranks[s] = given[s], order[s] = given.expert(s);
+#pragma unroll
+      for (int t = s; t > 0; t--) {  // equal ones stay as they are: by expert
+        const bool swap = ranks[t] > ranks[t - 1];
+        const uint32_t upper = max(ranks[t - 1], ranks[t]);
+        const int expert = swap ? order[t] : order[t - 1];
+        ranks[t] = min(ranks[t - 1], ranks[t]), order[t] = swap ? order[t - 1] : order[t];
+        ranks[t - 1] = upper, order[t - 1] = expert;
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kSlots; s++) experts |= static_cast<uint32_t>(order[s]) << 8 * s;
+  }
+  __device__ Choice next() {
+    const uint32_t highest = __reduce_max_sync(kAllLanes, ranks[0]);
+    const int head = ranks[0] == highest ? experts & 0xffu : INT32_MAX;
+    const int expert = __reduce_min_sync(kAllLanes, head);
+    if (head == expert) {
+      ranks[0] = ranks[1], ranks[1] = ranks[2], ranks[2] = ranks[3], ranks[3] = 0;
+      experts >>= 8;
+    }
+    return {highest, expert};
+  }
+};
+
+// Many logits a lane: the largest pair below the choice before is searched each time.
+template <class T, int SLOTS>
+struct Searched {
+  const Ranks<T, SLOTS>& ranks;
+  Choice last{UINT32_MAX, 0};
+
+  __device__ explicit Searched(const Ranks<T, SLOTS>& ranks) : ranks(ranks) {}
+  __device__ Choice next() {
+    Choice best{0, INT32_MAX};
+#pragma unroll
+    for (int s = 0; s < ranks.slots(); s++) {
+      const uint32_t rank = ranks[s];
+      const bool below = rank < last.rank || (rank == last.rank && ranks.expert(s) > last.expert);
+      if (below && rank > best.rank) best = {rank, ranks.expert(s)};
+    }
+    const uint32_t highest = __reduce_max_sync(kAllLanes, best.rank);
+    last = {highest, __reduce_min_sync(kAllLanes, best.rank == highest ? best.expert : INT32_MAX)};
+    return last;
+  }
+};
+
+template <class T, int SLOTS>
+using Choices = std::conditional_t<sizeof(T) == 2 && SLOTS != 0 && SLOTS <= 8, Packed<T, SLOTS>,
+                                   std::conditional_t<SLOTS == 4, Sorted<T>, Searched<T, SLOTS>>>;
 
 template <class T, int SLOTS>
 __global__ void __launch_bounds__(kTokens * kWarpSize)
@@ -80,31 +162,41 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
                      int32_t* experts,                       // (T, K)
                      int64_t tokens, int num_experts, int k, bool softmax_first) {
   const int lane = threadIdx.x % kWarpSize;
-  const int64_t token = int64_t(blockIdx.x) * kTokens + threadIdx.x / kWarpSize;
+  const uint32_t token = blockIdx.x * kTokens + threadIdx.x / kWarpSize;
   if (token >= tokens) return;
   const Ranks<T, SLOTS> ranks(logits + token * stride, num_experts, lane);
-  weights += token * k, experts += token * k;
+  const int64_t start = int64_t(token) * k + lane;
+  weights += start, experts += start;
 
-  Choice choice{UINT32_MAX, 0};
-  float highest = 0.0f, sum = 0.0f;
-  for (int i = 0; i < k; i++) {
-    choice = next_choice(ranks, choice);
-    const float value = Logit<T>::value(choice.rank);
-    if (i == 0) highest = value;  // a NaN if there is one, and then every weight is NaN
-    const float share = expf(value - highest);
-    if (!softmax_first) sum += share;
-    if (lane != i % kWarpSize) continue;
-    weights[i] = share;
-    experts[i] = choice.expert;
+  Choices<T, SLOTS> choices(ranks);
+  float highest = 0.0f, sum = 0.0f, share = 0.0f;
+  int left = k;  // choices, of 32 of which at a time each lane keeps one
+  for (;; left -= kWarpSize, weights += kWarpSize, experts += kWarpSize) {
+    Choice mine{0, 0};
+    const int count = min(left, kWarpSize);
+#pragma unroll 2
+    for (int i = 0; i < count; i++) {
+      const Choice next = choices.next();
+      if (i == lane) mine = next;
+    }
+    const float value = Logit<T>::value(mine.rank);
+    if (left == k) highest = __shfl_sync(kAllLanes, value, 0);  // a NaN if there is one, and then every weight is NaN
+    share = lane < count ? expf(value - highest) : 0.0f;
+    sum += share;
+    if (lane < count) *experts = mine.expert;
+    if (left <= kWarpSize) break;
+    *weights = share;
   }
   if (softmax_first) {
+    sum = 0.0f;
 #pragma unroll
     for (int s = 0; s < ranks.slots(); s++) {
       if (ranks.expert(s) < num_experts) sum += expf(Logit<T>::value(ranks[s]) - highest);
     }
-    sum = warp_sum(sum);
   }
-  for (int i = lane; i < k; i += kWarpSize) weights[i] /= sum;  // each lane its own
+  sum = warp_sum(sum);
+  if (lane < left) *weights = share / sum;
+  for (; left < k; left += kWarpSize) weights -= kWarpSize, *weights /= sum;  // each lane its own
 }
 
 template <class T>
