@@ -1,16 +1,20 @@
-"""The studies of paper 000: what they count, by hand on small networks, and what they write."""
+"""The studies of papers 000 and 001: what they count, by hand on small networks, and what they write."""
 
 from __future__ import annotations
 
 import csv
 
 import pytest
+import scipy.optimize
 import torch
 
 from moe_kernels import data, studies
 from moe_kernels.__main__ import main
+from moe_kernels.nn import LocalSearch
 from moe_kernels.nn.comet import CometMLP, FixedRouting
-from moe_kernels.studies import similarity, utilisation
+from moe_kernels.recipes import Batch, Splits, movielens
+from moe_kernels.studies import permutation, similarity, utilisation
+from moe_kernels.train.loop import Run
 
 
 def read(path):
@@ -91,5 +95,62 @@ def test_a_study_that_cannot_start_says_why(capsys):
     assert capsys.readouterr().err.startswith("study: ")
     with pytest.raises(SystemExit):
         main(["study", "tea"])
-    assert "there is no study 'tea'; there are similarity, utilisation" in capsys.readouterr().err
-    assert studies.names() == ["similarity", "utilisation"]
+    assert "there is no study 'tea'; there are permutation, similarity, utilisation" in capsys.readouterr().err
+    assert studies.names() == ["permutation", "similarity", "utilisation"]
+
+
+def tastes():
+    draw = torch.Generator().manual_seed(0)
+    users, movies = torch.randint(0, 20, (160,), generator=draw), torch.randint(0, 30, (160,), generator=draw)
+    watched = (torch.rand(160, generator=draw) < 0.2 + 0.6 * (users % 2 == movies % 2).float()).float()
+    rows = (users, movies, watched, watched * (1 + (users % 5)))
+    return data.Ratings("tastes", tuple(each[:80] for each in rows), tuple(each[80:] for each in rows), 20, 30)
+
+
+def test_the_cost_of_a_permutation_is_the_loss_under_it():
+    """For several permutations the sum of the costs is the training loss that the permuted table has."""
+    points = tastes()
+    recipe = movielens.MovieLens(sides=("hash",), experts=4, rows=0, dropout=0.0, batch_size=80)
+    run = Run(recipe, 0, Splits(points, points.train, points.test))
+    gate = run.task.model.moe.gates[0]
+    table, cost = gate.table.clone(), permutation.costs(run, gate)
+    assert torch.equal(gate.table, table)
+    for order in ((0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)):
+        gate.load_state_dict({"table": torch.tensor(order, dtype=torch.int32)[table.long()]})
+        with torch.no_grad():
+            loss = run.task.loss(Batch(points.train, None))["task"]
+        assert cost[torch.arange(4), torch.tensor(order)].sum().item() / 80 == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setattr(permutation, "load", lambda name: tastes())
+    words = ["--data", "tastes", "--rows", "80", "--epochs", "40", "--seeds", "2", "--experts", "4", "--lr", "0.01"]
+    assert main(["study", "permutation", *words, "--out", str(tmp_path)]) == 0
+    rows = read(tmp_path / "permutation.csv")
+    assert len(rows) == 2 * (4 + 2 * 2)
+    for row in rows:
+        assert 0 < float(row["test loss"]) < 9
+        if row["arm"] in ("random", "best"):
+            best, after, mean = (float(row[name]) for name in ("best of all", "after", "mean of all"))
+            assert best <= after + 1e-9
+            assert best <= mean
+            assert row["arm"] == "random" or after == pytest.approx(best)
+    assert all(float(row["distance"]) < 1e-3 for row in rows if row["arm"] == "wide")
+    assert "best after epoch 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schedule", ["paper", "wide"])
+def test_which_schedule_ends_in_a_permutation(schedule):
+    """Of 30 random U of 16 experts, a step before the end of stage one: the paper's schedule reaches none."""
+    found = []
+    for seed in range(30):
+        search = LocalSearch(16, 100, schedule=schedule, generator=torch.Generator().manual_seed(seed)).train()
+        search.step = 98
+        for _ in range(2):
+            search.permutation()
+        found.append(search.distance.item() < 1e-3)
+        if schedule == "wide":  # and it is the best one
+            _, columns = scipy.optimize.linear_sum_assignment(-search.scores.detach()[0].numpy())
+            assert search.source[0][torch.tensor(columns)].tolist() == list(range(16))
+    assert sum(found) == (30 if schedule == "wide" else 0)

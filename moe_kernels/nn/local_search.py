@@ -27,7 +27,7 @@ from moe_kernels.ops._checks import check_backend, check_choice, check_int, chec
 from moe_kernels.ops.harden import harden
 from moe_kernels.ops.sinkhorn import sinkhorn
 
-SCHEDULES = ("paper", "annealed")
+SCHEDULES = ("paper", "annealed", "wide")
 HOT = 0.1  # where an annealed call starts: the width of the initial scores, U(-0.05, 0.05)
 
 
@@ -48,7 +48,9 @@ class LocalSearch(KeepsFloat32):
         zeta: weight of the entropies. renormalise: divide by the sum; False for gates that are not to sum to one.
         schedule: "paper", or "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50 iterations
             and is then rounded to a doubly stochastic matrix. At the paper's temperatures S is often no permutation
-            when stage one ends: of 100 random U of n = 16 none was, and the loss jumps at the switch.
+            when stage one ends: of 100 random U of n = 16 none was, and the loss jumps at the switch. "wide": tau falls
+            from 0.1, where S is soft, to 1e-6, each call cools in 150 iterations: of the 100, all end as permutations,
+            and every one is the best assignment of its U.
         bound: U ~ U(-bound, bound), drawn by `generator`. backend: of sinkhorn.
         noise: in training's stage one S is that of U + noise * Gumbel(0, 1), drawn anew every step by torch's
             generator (Gumbel-Sinkhorn, Mena et al. 2018); 0, the paper's, draws nothing. The last S, noise and all, is
@@ -146,11 +148,15 @@ class LocalSearch(KeepsFloat32):
         return self.step >= self.steps
 
     def temperature(self, step: int) -> float:
-        """tau of training step `step`, counted from 1: 1e-3 falling to 1e-7."""
+        """tau of training step `step`, counted from 1: 1e-3 falling to 1e-7; of "wide", 0.1 falling to 1e-6."""
+        if self.schedule == "wide":
+            return HOT * 10 ** (-5 * step / self.steps)
         return 10 ** (-3 - 4 * step / self.steps)
 
     def iterations(self, step: int) -> int:
-        """R of training step `step`: 20 rising to 149."""
+        """R of training step `step`: 20 rising to 149; of "wide", always 150."""
+        if self.schedule == "wide":
+            return 150
         return int(20 + 130 * step / self.steps)
 
     def forward(self, gates: Tensor) -> tuple[Tensor, Tensor]:
