@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.native import plan
+from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED
 
@@ -118,11 +118,11 @@ def hidden_bwd(
 
 
 def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
-    """(R, D) -> (T, D). A plan in which tokens are the experts is a stable counting sort of the rows by token."""
+    """(R, D) -> (T, D), every token's sum of its rows."""
     out = rows.new_empty((num_tokens, rows.shape[1]))
     if rows.numel() == 0 or num_tokens == 0:
         return out.zero_()
-    token_offsets, by_token, *_ = plan.make_plan(native, row_token[:, None], num_tokens, None, None, "token")
+    token_offsets, by_token = rows_by_token(row_token, num_tokens)
     native.launch(
         "grouped_gemm_sum_rows",
         rows,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.triton import Configuration, launch, on_device
 from moe_kernels.backends.triton._grouped_configs import GENERAL, TILES, Tiles
 from moe_kernels.backends.triton._grouped_launch import (
@@ -31,7 +32,6 @@ from moe_kernels.backends.triton._grouped_tiles import (
     tile_rows,
 )
 from moe_kernels.backends.triton._rows import LONGEST, tile
-from moe_kernels.backends.triton.plan import make_plan_fwd
 
 TILE = 2048  # elements of a program of activation_bwd
 
@@ -398,7 +398,7 @@ def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
 
 @on_device
 def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
-    """(R, D) -> (T, D). A plan in which tokens are the experts is a stable counting sort of the rows by token.
+    """(R, D) -> (T, D), every token's sum of its rows.
 
     Each row is read once, where torch's gather, cast and segmented sum move seven times that.
     """
@@ -407,7 +407,7 @@ def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> T
     if rows.numel() == 0:
         return out.zero_()
     if out.numel():
-        token_offsets, by_token, *_ = make_plan_fwd(row_token[:, None], num_tokens, None, None, "token")
+        token_offsets, by_token = rows_by_token(row_token, num_tokens)
         shape = tile(dim)
         grid = (triton.cdiv(num_tokens, shape["BLOCK_T"]), triton.cdiv(dim, shape["BLOCK_D"]))
         launch(_token_sums, grid, rows, by_token, token_offsets, out, rows.stride(0), num_tokens, dim, **shape)

@@ -1,0 +1,17 @@
+"""Rows in the order of their tokens, for GPU kernels that sum them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rows_by_token(row_token: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """token_offsets (T + 1) and by_token (R), both int32: token t has rows by_token[token_offsets[t]:token_offsets[t+1]].
+
+    A stable sort keeps the rows of a token in their order, for a cost that is linear in R; a token's count of its own
+    would cost R times T. Rows of no token (-1) come first and belong to none. Nothing waits for the host.
+    """
+    tokens, by_token = torch.sort(row_token, stable=True)
+    bounds = torch.arange(num_tokens + 1, dtype=row_token.dtype, device=row_token.device)
+    return torch.searchsorted(tokens, bounds, out_int32=True), by_token.to(torch.int32)

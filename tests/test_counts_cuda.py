@@ -1,0 +1,86 @@
+"""How many instructions the CUDA kernels execute, counted in nvcc's PTX for sm_80, against what an A100 could issue while
+its memory moves the bytes: a prediction of which of the two bounds a kernel, not a measurement."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ptx import counters, cuda_launch, session
+
+import moe_kernels as mk
+from moe_kernels import backends
+
+MISSING = cuda_launch.unavailable()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"PTX of nvcc: {MISSING}")
+
+# A100: 108 SMs with 4 schedulers at 1.41 GHz; 1.94 TB/s. Static SASS / PTX is 1.3 for integer code (facts of kwta).
+ISSUE, MEMORY, FACTOR = 108 * 4 * 1.41e9, 1.94e12, 1.3
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[dict]]:
+    """What every launch inside executes."""
+    found: list[dict] = []
+    listener = lambda result: found.append(counters.count(result))  # noqa: E731
+    session.session.listeners.append(listener)
+    try:
+        with cuda_launch.use():
+            yield found
+    finally:
+        session.session.listeners.remove(listener)
+
+
+def warps(found: list[dict]) -> int:
+    return sum(each["warp_instructions"] for each in found)
+
+
+def predicted(found: list[dict], moved: int) -> float:
+    """Issue time over the time that `moved` bytes take."""
+    return FACTOR * warps(found) / ISSUE / (moved / MEMORY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kwta_is_bound_by_memory(dtype):
+    x = torch.randn(16, 4096).to(dtype).requires_grad_()
+    moved = x.numel() * (2 * x.element_size() + 1 / 8)
+    with counted() as found:
+        y = mk.kwta(x, 409, backend="cuda")
+        forward = predicted(found, moved)
+        found.clear()
+        y.backward(torch.randn_like(y))
+        backward = predicted(found, moved)
+    assert forward <= 0.95 and backward <= 0.3, (forward, backward)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 400), (torch.bfloat16, 385)], ids=["fp32", "bf16"])
+def test_topk_gate_sorts_a_lane_once(dtype, most):
+    """Instructions of a token's warp at E = 128, K = 8."""
+    logits = torch.randn(64, 128).to(dtype)
+    with counted() as found:
+        mk.topk_gate(logits, 8, backend="cuda")
+    assert warps(found) <= most * 64, warps(found) / 64
+
+
+def test_a_plan_is_three_launches_and_two_million_instructions():
+    experts = torch.randint(0, 128, (32768, 8), dtype=torch.int32)
+    with counted() as found:
+        mk.make_plan(experts, 128, backend="cuda")
+    assert len(found) <= 3
+    assert FACTOR * warps(found) <= 3e6, warps(found)
+
+
+def test_summing_rows_by_token_is_linear():
+    """Where tokens were the experts of a plan, every chunk of rows walked all tokens."""
+    took = []
+    sum_rows = backends.load("cuda", "grouped_gemm").grouped_gemm_sum_rows
+    for tokens in (1024, 8192):
+        rows, row_token = torch.randn(2 * tokens, 8), torch.randint(0, tokens, (2 * tokens,), dtype=torch.int32)
+        with counted() as found:
+            total = sum_rows(rows, row_token, tokens)
+        expected = torch.zeros(tokens, 8, dtype=torch.float64).index_add_(0, row_token.long(), rows.double())
+        torch.testing.assert_close(total, expected.float(), rtol=1e-5, atol=1e-5)
+        took.append(warps(found))
+    assert took[1] <= 8.5 * took[0], took
