@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench import checks, compare, document, ledger, measure, report, tiles
+from bench import checks, compare, document, exchange_model, ledger, measure, report, tiles
 from bench import profile as profiling
 from bench import transformers as models
 from bench.apart import Apart
 from bench.entry import DIRECTIONS
+from bench.exchange_model import Machine
 from bench.peers import known as every_peer
 from bench.registry import ENTRIES
 from bench.shapes import ROUTINGS
@@ -379,6 +380,40 @@ def _proved(
     _print_table("Checks", ("operation", "backend", "dtype", "check", "verdict"), lines)
     console.print(f"result {path}", soft_wrap=True)
     _leave(result)
+
+
+@app.command("exchange")
+def exchange_command(
+    ranks: Annotated[list[int], typer.Option(min=1, help="Processes of this machine.")] = [1, 2, 4],  # noqa: B006
+    seconds: Annotated[float, typer.Option(help="Time for each number of ranks; 0: the prediction alone.")] = 10.0,
+    size: Annotated[str, typer.Option(help="T,D,H,E,K; T of all ranks together.")] = "2048,256,512,16,2",
+    predict: Annotated[list[int], typer.Option(min=1, help="Ranks to predict for.")] = [8, 64, 256],  # noqa: B006
+    model: Annotated[str, typer.Option(help="T,D,H,E,K to predict; T of each rank.")] = "8192,2048,768,256,8",
+    skew: Annotated[float, typer.Option(help="Exponent of Zipf's law for the skewed router.")] = 0.5,
+    node: Annotated[int, typer.Option(min=1, help="Ranks of a node.")] = 8,
+    inside: Annotated[float, typer.Option(help="GB/s and direction of a rank within its node.")] = 450.0,
+    outside: Annotated[float, typer.Option(help="GB/s and direction of a rank to other nodes.")] = 50.0,
+    latency: Annotated[float, typer.Option(help="Microseconds of an all-to-all.")] = 20.0,
+    tflops: Annotated[float, typer.Option(help="Of the experts' products, on a rank.")] = 400.0,
+) -> None:
+    """Measures experts across processes here, and predicts their time for other machines and links."""
+    from bench import exchange  # imports torch.distributed.tensor, which no other command needs
+
+    here, there = (exchange.Size(*map(int, each.split(","))) for each in (size, model))
+    lines = [line for n in ranks if seconds for line in exchange.run(n, here, seconds)]
+    if lines:
+        rows = []
+        for each in lines:
+            moved = f"{each.sent / 1e6:.2f}", "-" if each.predicted is None else f"{each.predicted / 1e6:.2f}"
+            rows.append((f"{each.ranks}", each.contender, f"{each.forward:.4f}", f"{each.training:.4f}", *moved))
+        header = ("ranks", "", "forward s", "training s", "MB sent by rank 0", "MB of the model")
+        _print_table(f"Measured, {here}, float32, gloo, one thread a rank", header, rows)
+    machines = [Machine(n, node, inside * 1e9, outside * 1e9, latency * 1e-6, tflops * 1e12) for n in predict]
+    columns = ("ranks", "router", "busiest rank's rows", "exchange ms", "experts ms", "exchange", "MB of a rank")
+    _print_table(
+        f"Predicted, {there} a rank, bfloat16, training", columns, exchange.predictions(there, machines, skew, 2)
+    )
+    console.print(exchange_model.__doc__, soft_wrap=True)
 
 
 def _measured(

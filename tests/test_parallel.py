@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import Ranks
+
+from bench import exchange
+from bench.exchange_model import Machine, layer_cost, shares
 
 EXACT = (
     "dropless",
@@ -96,3 +100,32 @@ def test_bad_use_is_refused_by_name(ranks: Ranks, check: str) -> None:
 @pytest.mark.parametrize("check", ["uneven", "static", "norms"])
 def test_the_collectives_move_the_bytes_of_the_model(ranks: Ranks, check: str, n: int) -> None:
     ranks.run("traffic", check, n)
+
+
+def test_predicted_time_by_hand() -> None:
+    """Two nodes of two ranks, and one hot expert of four."""
+    machine = Machine(ranks=4, node=2, inside=4e9, outside=1e9, latency=1e-3, flops=1e12)
+    even = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=shares(4, 0.0), width=2, gated=False)
+    rows, row = 512, 64 * 2  # to each rank, bytes
+    far, near = 2 * rows * row / 1e9, rows * row / 4e9
+    assert far > near
+    assert even.exchange == pytest.approx(4 * (far + 1e-3) + 1e-3 + 2 * 4 / 1e9)
+    assert even.experts == pytest.approx(3 * 2 * 2048 * 64 * 128 * 2 / 1e12)
+    assert even.imbalance == 1
+    assert even.sent == 4 * 3 * rows * row + 3 * 4
+    share = torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=torch.float64)
+    hot = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=share, width=2, gated=False)
+    assert hot.imbalance == pytest.approx(2.8, rel=1e-3)
+    assert hot.experts == pytest.approx(2.8 * even.experts, rel=1e-3)
+    with pytest.raises(ValueError, match="4 ranks must divide the experts, got 6"):
+        layer_cost(machine, 8, 8, 8, 1, shares(6, 0.0), 2)
+
+
+def test_the_bench_measures_what_the_model_predicts() -> None:
+    """Its contenders agree, and move the predicted bytes."""
+    lines = exchange.run(2, exchange.Size(tokens=64, dim=16, hidden=16, experts=4), 0.1)
+    assert {line.contender for line in lines} >= {"ExpertParallel", "DTensor: gather tokens, scatter sums"}
+    for line in lines:
+        assert line.predicted in (None, line.sent)
+        assert 0 < line.forward < line.training
+    assert sum(line.predicted is not None for line in lines) == 2

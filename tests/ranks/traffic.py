@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.exchange import Moved
 from bench.exchange_model import exchange_bytes, norm_bytes
 from moe_kernels import nn as mnn
 from moe_kernels.nn.parallel import ExpertParallel
 from tests.ranks.exact import D, E, H, T, group, mesh_of_all, mlp, tokens
-
-
-class Moved(TorchDispatchMode):
-    """Counts the bytes that leave this rank in all-to-alls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent, self.calls = 0, 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function is torch.ops._c10d_functional.all_to_all_single.default:
-            x, _, leave, _ = args
-            row = x[:1].numel() * x.element_size() if len(x) else 0
-            self.sent += row * (sum(leave) - leave[dist.get_rank()])
-            self.calls += 1
-        return function(*args, **kwargs or {})
 
 
 def _moved(layer: mnn.MoE, x: Tensor) -> tuple[Moved, Moved]:

@@ -1,0 +1,276 @@
+"""Experts across processes of one machine, under gloo: time and bytes of one layer, beside other ways to do it.
+
+Every contender evaluates the same routing of the same tokens with experts (silu(x W) * (x V)) U. `python -m bench
+exchange` starts one process a rank; calls of all contenders alternate, so that a busy machine slows all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.exchange_model import Machine, exchange_bytes, layer_cost, shares
+from moe_kernels import combine, make_plan
+from moe_kernels.nn.experts import ExpertMLP
+from moe_kernels.nn.parallel import ExpertParallel
+from moe_kernels.ops.plan import expert_capacity
+
+COLLECTIVES = torch.ops._c10d_functional
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (T, D), experts (T, K), weights (T, K) -> y (T, D)
+
+
+@dataclass(frozen=True)
+class Size:
+    """tokens: of all ranks together."""
+
+    tokens: int = 2048
+    dim: int = 256
+    hidden: int = 512
+    experts: int = 16
+    choices: int = 2
+
+
+@dataclass(frozen=True)
+class Line:
+    """Medians of seconds, and bytes that rank 0 sent; predicted: those of bench.exchange_model, where it knows."""
+
+    ranks: int
+    contender: str
+    forward: float
+    training: float
+    sent: int
+    predicted: int | None
+
+
+class Moved(TorchDispatchMode):
+    """Counts the collectives of this rank, and the bytes that leave it; reductions as a ring sends them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent, self.calls = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if function is COLLECTIVES.all_to_all_single.default:
+            x, _, leave, _ = args
+            row = x[:1].numel() * x.element_size() if len(x) else 0
+            self._count(row * (sum(leave) - leave[dist.get_rank()]))
+        elif function is COLLECTIVES.all_gather_into_tensor.default:
+            self._count(args[0].nbytes * (args[1] - 1))
+        elif function is COLLECTIVES.reduce_scatter_tensor.default:
+            self._count(args[0].nbytes * (args[2] - 1) // args[2])
+        return function(*args, **kwargs or {})
+
+    def _count(self, sent: int) -> None:
+        self.sent, self.calls = self.sent + sent, self.calls + 1
+
+
+def contenders(size: Size, mesh: DeviceMesh) -> dict[str, Layer]:
+    """By name; with one rank there is nothing to exchange."""
+    alone = dist.get_world_size() == 1
+    found = {"one process" if alone else "ExpertParallel": _own(size, None if alone else ExpertParallel(), mesh)}
+    if not alone:
+        places = _places(size, mesh.size())
+        found[f"ExpertParallel(capacity={places})"] = _own(size, ExpertParallel(places), mesh)
+        found["DTensor: gather tokens, scatter sums"] = _gathered(size, mesh)
+    if importlib.util.find_spec("transformers"):
+        found["transformers, one process" if alone else "transformers, all_to_all"] = _transformers(size)
+    return found
+
+
+def _experts(size: Size) -> ExpertMLP:
+    torch.manual_seed(0)
+    return ExpertMLP(size.experts, size.dim, size.hidden, activation="swiglu", bias=False)
+
+
+def _own(size: Size, style: ExpertParallel | None, mesh: DeviceMesh) -> Layer:
+    experts = _experts(size)
+    if style is not None:
+        parallelize_module(experts, mesh, style)
+    capacity = None if style is None else style.capacity
+    return lambda x, chosen, weights: experts(x, make_plan(chosen, size.experts, capacity=capacity), weights)
+
+
+def _gathered(size: Size, mesh: DeviceMesh) -> Layer:
+    """Every rank gathers all tokens and evaluates its experts; sums are scattered. No split sizes, whole tokens."""
+    count = size.experts // mesh.size()
+    first, whole = mesh.get_local_rank() * count, _experts(size)
+    experts = ExpertMLP(count, size.dim, size.hidden, activation="swiglu", bias=False)
+    with torch.no_grad():
+        for own, each in zip(experts.parameters(), whole.parameters(), strict=True):
+            own.copy_(each[first : first + count])
+
+    def everywhere(x: Tensor) -> Tensor:
+        given = DTensor.from_local(x, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+        return given.to_local(grad_placements=[Partial()])
+
+    def layer(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        x, weights, chosen = everywhere(x), everywhere(weights), everywhere(chosen)
+        here = (chosen >= first) & (chosen < first + count)
+        plan = make_plan(torch.where(here, chosen - first, -1), count)
+        y = combine(experts.rows(x, plan), plan, weights)
+        return DTensor.from_local(y, mesh, [Partial()]).redistribute(mesh, [Shard(0)]).to_local()
+
+    return layer
+
+
+def _transformers(size: Size) -> Layer:
+    """Mixtral's experts with transformers' own exchange and torch's grouped products."""
+    from transformers import MixtralConfig
+    from transformers.distributed.expert_parallel import EpDispatchExpertsParallel, MoEParamShard
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    config = MixtralConfig(
+        hidden_size=size.dim,
+        intermediate_size=size.hidden,
+        num_local_experts=size.experts,
+        num_experts_per_tok=size.choices,
+    )
+    config._experts_implementation = "grouped_mm"
+    ours, experts = _experts(size), MixtralExperts(config)
+    with torch.no_grad():
+        experts.gate_up_proj.copy_(ours.w_in.transpose(1, 2))
+        experts.down_proj.copy_(ours.w_out.transpose(1, 2))
+    if dist.get_world_size() > 1:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
+        shard = MoEParamShard(Shard(0), shards_expert_dim=True)
+        for name in ("gate_up_proj", "down_proj"):
+            shard.shard_param(experts, name, mesh["ep"])
+        style = EpDispatchExpertsParallel()
+        style.install_forward(experts, mesh["ep"], tp_mesh=mesh["tp"], ep_implementation="all_to_all")
+    return lambda x, chosen, weights: experts(x, chosen.long(), weights)
+
+
+def routing(size: Size) -> tuple[Tensor, Tensor, Tensor]:
+    """x (T, D), experts (T, K), weights (T, K) of all ranks: a random router."""
+    draws = torch.Generator().manual_seed(1)
+    x = torch.randn(size.tokens, size.dim, generator=draws)
+    weights, experts = torch.randn(size.tokens, size.experts, generator=draws).softmax(-1).topk(size.choices)
+    return x, experts.to(torch.int32), weights
+
+
+def measure(size: Size, seconds: float) -> list[Line]:
+    """On every rank; the lines are those of rank 0. A result other than the first contender's raises."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))["ep"]
+    x, experts, weights = (each.chunk(ranks)[rank].contiguous() for each in routing(size))
+    owners = routing(size)[1].long() // (size.experts // ranks)
+    layers, times, sent, first = contenders(size, mesh), dict[str, Any](), dict[str, int](), None
+    for name, layer in layers.items():
+        given = x.clone().requires_grad_()
+        with Moved() as moved:
+            y = layer(given, experts, weights)
+            y.square().sum().backward()
+        sent[name], times[name] = moved.sent, ([], [])
+        first = (y.detach(), given.grad) if first is None else first
+        torch.testing.assert_close((y.detach(), given.grad), first, rtol=1e-4, atol=1e-4)
+    until = torch.tensor(time.monotonic() + seconds, dtype=torch.float64)
+    while _together(time.monotonic() < until.item()):
+        for name, layer in layers.items():
+            times[name][0].append(_timed(_forward, layer, x, experts, weights))
+            times[name][1].append(_timed(_train, layer, x, experts, weights))
+    rows = torch.stack([torch.bincount(each.flatten(), minlength=ranks) for each in owners.chunk(ranks)])
+    static = torch.full((ranks, ranks), size.experts // ranks * _places(size, ranks))
+    model = {"ExpertParallel": rows, f"ExpertParallel(capacity={_places(size, ranks)})": static}
+    lines = []
+    for name in layers:
+        forward, training = map(statistics.median, times[name])
+        traffic = exchange_bytes(model[name], size.dim, size.dim, 4, size.experts) if name in model else None
+        predicted = None if traffic is None else traffic.sent_forward[0] + traffic.sent_backward[0]
+        lines.append(Line(ranks, name, forward, training, sent[name], predicted))
+    return lines
+
+
+def _places(size: Size, ranks: int) -> int:
+    """Of an expert for every rank: twice what an even router needs."""
+    return expert_capacity(size.tokens // ranks, size.choices, size.experts, 2.0)
+
+
+def _forward(layer: Layer, *given: Tensor) -> None:
+    with torch.no_grad():
+        layer(*given)
+
+
+def _train(layer: Layer, x: Tensor, *given: Tensor) -> None:
+    layer(x.detach().requires_grad_(), *given).sum().backward()
+
+
+def _timed(call: Callable[..., None], *given: Any) -> float:
+    """Seconds until the slowest rank is done."""
+    dist.barrier()
+    started = time.perf_counter()
+    call(*given)
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def _together(goes_on: bool) -> bool:
+    """What rank 0 says."""
+    said = torch.tensor(int(goes_on))
+    dist.broadcast(said, 0)
+    return bool(said)
+
+
+def run(ranks: int, size: Size, seconds: float) -> list[Line]:
+    """Starts a process for each rank, with one thread, and returns what rank 0 measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "lines.json"
+        words = [sys.executable, "-m", "bench.exchange", folder, str(ranks), str(seconds), json.dumps(asdict(size))]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        started = [
+            subprocess.Popen([*words, str(rank)], env=environment, cwd=Path(__file__).parents[1])
+            for rank in range(ranks)
+        ]
+        status = [each.wait() for each in started]
+        if any(status):
+            raise RuntimeError(f"bench exchange: ranks ended with status {status}")
+        return [Line(**each) for each in json.loads(out.read_text())]
+
+
+def predictions(size: Size, machines: list[Machine], skew: float, width: int) -> list[tuple[str, ...]]:
+    """Rows of a table, predicted: a layer of `size.tokens` a rank, with a uniform router and a skewed one."""
+    rows: list[tuple[str, ...]] = []
+    for machine in machines:
+        for name, exponent in (("uniform", 0.0), (f"Zipf {skew:g}", skew)):
+            share = shares(size.experts, exponent)
+            cost = layer_cost(machine, size.tokens, size.dim, size.hidden, size.choices, share, width)
+            found = (cost.exchange * 1e3, cost.experts * 1e3, cost.exchange / cost.total * 100, cost.sent / 1e6)
+            shown = (f"{found[0]:.2f}", f"{found[1]:.2f}", f"{found[2]:.0f} %", f"{found[3]:.1f}")
+            rows.append((f"{machine.ranks}", name, f"{cost.imbalance:.2f}", *shown))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One rank of `python -m bench exchange`.")
+    for name, kind in (("folder", Path), ("ranks", int), ("seconds", float), ("size", json.loads), ("rank", int)):
+        parser.add_argument(name, type=kind)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(args.folder / "store"), args.ranks)
+    dist.init_process_group("gloo", store=store, rank=args.rank, world_size=args.ranks)
+    lines = measure(Size(**args.size), args.seconds)
+    if args.rank == 0:
+        (args.folder / "lines.json").write_text(json.dumps([asdict(line) for line in lines]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
