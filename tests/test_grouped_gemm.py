@@ -461,3 +461,25 @@ def test_gelu_is_erfs():
     pre = torch.linspace(-6, 6, 101)[:, None]
     out = mk.grouped_gemm(pre, torch.ones(1, 1, 1), torch.tensor([0, 101]), activation="gelu")
     torch.testing.assert_close(out, F.gelu(pre))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_gradient_of_a_weight_has_its_strides(target, with_bias):
+    """A transposed view of a parameter costs no copy in training: autograd keeps the gradient that it is given."""
+    offsets = torch.tensor([0, 3, 3, 9], dtype=torch.int32, device=target.device)
+    token = torch.tensor([4, 0, 1, 1, 2, 3, 0, 4, 2, -1], dtype=torch.int32, device=target.device)
+    dtype, off = (torch.bfloat16, 0.05) if target.backend == "cuda" else (torch.float32, 1e-4)
+    stored = torch.randn(3, 12, 8, device=target.device, dtype=dtype, requires_grad=True)  # (E, Dout, Din)
+    bias = torch.randn(3, 12, device=target.device, dtype=dtype, requires_grad=True) if with_bias else None
+    x = torch.randn(5, 8, device=target.device, dtype=dtype, requires_grad=True)
+    leaves = [x, stored] + ([bias] if with_bias else [])
+
+    def gradients(weight, backend):
+        given = {"bias": bias, "activation": "silu", "row_token": token, "backend": backend}
+        return torch.autograd.grad(mk.grouped_gemm(x, weight, offsets, **given).square().sum(), leaves)
+
+    found = gradients(stored.transpose(1, 2), target.backend)
+    for mine, its in zip(found, gradients(stored.transpose(1, 2).contiguous(), "reference"), strict=True):
+        torch.testing.assert_close(mine, its, rtol=off, atol=off * its.abs().max().item())
+    assert found[1].is_contiguous()
+    assert (found[1][1] == 0).all()

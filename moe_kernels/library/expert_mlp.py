@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels.library._define import contiguous, define, gradient_like, ops, refused, rows, wide
 from moe_kernels.library.combine import combine
-from moe_kernels.library.grouped_gemm import kernels, matrices, product, transposed, weight_gradient
+from moe_kernels.library.grouped_gemm import kernels, matrices, product, transposed, weight_gradient, weight_like
 
 
 def _fwd(
@@ -77,12 +77,12 @@ def _bwd(
     if to_weights:
         dweights = _weights_gradient(weights, drow_weight, grad, b_out, expert_offsets, row_token, slot_row)
     if to_w_out:
-        dw_out, _ = weight_gradient(weighted, grad, expert_offsets, None, row_token, False, backend)
+        dw_out, _ = weight_gradient(weighted, grad, expert_offsets, None, row_token, False, backend, w_out)
     if to_b_out:  # the weight gradient of a single column that holds the gate weights
         column = row_weight.to(x.dtype)[:, None]
         db_out = weight_gradient(column, grad, expert_offsets, None, row_token, False, backend)[0][:, 0].clone()
     if to_w_in or to_b_in:
-        found = weight_gradient(x, dpre, expert_offsets, row_token, None, to_b_in, backend)
+        found = weight_gradient(x, dpre, expert_offsets, row_token, None, to_b_in, backend, w_in)
         dw_in, db_in = found[0] if to_w_in else dw_in, found[1] if to_b_in else db_in
     if to_x:
         dx = combine(transposed(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
@@ -128,9 +128,9 @@ def _bias_share(grad: Tensor, b_out: Tensor, expert_offsets: Tensor, row_token: 
 
 
 def _bwd_fake(grad, x, weights, w_in, w_out, b_in, b_out, *rest):
-    given = x, weights, w_in, w_out, b_in, b_out
+    given = (x, weights, w_in, w_out, b_in, b_out)
     return tuple(
-        x.new_empty(0) if each is None else gradient_like(each, wanted)
+        x.new_empty(0) if each is None else (weight_like if each.dim() == 3 else gradient_like)(each, wanted)
         for each, wanted in zip(given, rest[-2], strict=True)
     )
 

@@ -71,10 +71,34 @@ def weight_gradient(
     grad_token: Tensor | None,
     with_bias: bool,
     backend: str,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(E, Din, Dout), the sum of x^T grad over every expert's rows; and, with_bias, the sum of grad."""
+    """(E, Din, Dout), the sum of x^T grad over every expert's rows; and, with_bias, the sum of grad.
+
+    weight: the gradient gets its layout, so that autograd need not copy it into that of a transposed parameter.
+    """
     given = rows(x), rows(grad), expert_offsets, x_token, grad_token
-    return kernels(backend).grouped_gemm_bwd_weight(*given, with_bias)
+    if weight is None or not is_transposed(weight):
+        return kernels(backend).grouped_gemm_bwd_weight(*given, with_bias)
+    # (grad^T x)^T: the same kernel with its operands exchanged. Sums of grad are the products with a column of ones.
+    dweight, dbias = weight_gradient(grad, x, expert_offsets, grad_token, x_token, False, backend)
+    if with_bias:
+        ones = grad.new_ones((grad if grad_token is None else grad_token).shape[0], 1)
+        dbias = weight_gradient(ones, grad, expert_offsets, None, grad_token, False, backend)[0][:, 0].clone()
+    return dweight.transpose(1, 2), dbias
+
+
+def is_transposed(weight: Tensor) -> bool:
+    """Whether weight (E, Din, Dout) lies in memory as (E, Dout, Din)."""
+    return weight.stride(-2) == 1 and weight.stride(-1) != 1
+
+
+def weight_like(weight: Tensor, wanted: bool) -> Tensor:
+    """Memory for the gradient to a weight, in its layout; none if it is not wanted."""
+    if not (wanted and is_transposed(weight)):
+        return gradient_like(weight, wanted)
+    num_experts, din, dout = weight.shape
+    return weight.new_empty((num_experts, dout, din)).transpose(1, 2)
 
 
 def _fwd_fake(x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend):
@@ -117,7 +141,7 @@ def _bwd(
             pre, _ = product(x, weight, expert_offsets, row_token, bias, "", False, backend)
         grad = kernels(backend).activation_bwd(rows(grad), pre.contiguous(), activation)
     if to_weight or to_bias:
-        found = weight_gradient(x, grad, expert_offsets, row_token, None, to_bias, backend)
+        found = weight_gradient(x, grad, expert_offsets, row_token, None, to_bias, backend, weight)
         dweight, dbias = found[0] if to_weight else dweight, found[1] if to_bias else dbias
     if to_x:
         dx = transposed(grad, weight, expert_offsets, backend)
@@ -129,7 +153,7 @@ def _bwd(
 def _bwd_fake(grad, x, weight, expert_offsets, row_token, bias, pre, activation, wanted, backend):
     to_x, to_weight, to_bias = wanted
     dbias = x.new_empty((weight.shape[0], weight.shape[2]) if to_bias else 0)
-    return gradient_like(x, to_x), gradient_like(weight, to_weight), dbias
+    return gradient_like(x, to_x), weight_like(weight, to_weight), dbias
 
 
 def product_flops(x, weight, row_token) -> int:
