@@ -30,6 +30,7 @@ SMALL: dict[str, tuple[str, str]] = {
     "comet": ("images", f"--width 20 --sides {' '.join(MODELS)}"),
     "comet_width": ("images", "--width 8 20 --tune 0.1"),
     "comet_vit": ("images", "--dim 16 --depth 2 --heads 2 --hidden 24"),
+    "comet_sarcos": ("table", "--width 20 --keep 0.25"),
     "comet_mixer": ("images", "--dim 16 --depth 2"),
     "comet_gpt": ("text", "--dim 16 --depth 2 --heads 2 --length 12 --dropout 0.1"),
     "competesmoe": (
@@ -63,6 +64,13 @@ def ratings() -> Ratings:
     return Ratings("tastes", tuple(each[:80] for each in rows), tuple(each[80:] for each in rows), 20, 30)
 
 
+def table() -> data.Table:
+    """Torques that are smooth in the inputs."""
+    x = torch.randn(80, 21, generator=torch.Generator().manual_seed(0))
+    y = torch.tanh(x[:, :7] + x[:, 7:14])
+    return data.Table("arm", (x[:40], y[:40]), (x[40:], y[40:]))
+
+
 def images() -> data.Images:
     """Three classes of 8 x 8 images, told apart by their brightest corner."""
     generator = torch.Generator().manual_seed(0)
@@ -83,7 +91,7 @@ def text(tmp_path):
 def arguments(monkeypatch, text):
     """name, words -> the command line of that recipe, small and on the CPU."""
     digits = partial(data.load, "digits")
-    made = {"images": images, "digits": digits, "ratings": ratings, "text": lambda: text}
+    made = {"table": table, "images": images, "digits": digits, "ratings": ratings, "text": lambda: text}
     monkeypatch.setattr(train, "load", lambda name: made[name]())
 
     def parse(name: str, *words: str) -> argparse.Namespace:

@@ -16,15 +16,27 @@ from typing import Any
 
 import torch
 
-from moe_kernels.data import cifar, images, ratings, text
+from moe_kernels.data import cifar, images, jester_books, ratings, sarcos, text
 from moe_kernels.data.cifar import CIFAR10_BATCHES, CIFAR10_CLASSES
 from moe_kernels.data.images import Images
 from moe_kernels.data.ratings import Ratings
+from moe_kernels.data.sarcos import Table
 from moe_kernels.data.text import Text
 
-Dataset = Images | Text | Ratings
+Dataset = Images | Text | Ratings | Table
 
-__all__ = ["CIFAR10_BATCHES", "CIFAR10_CLASSES", "Dataset", "Images", "Ratings", "Text", "blank", "describe", "load"]
+__all__ = [
+    "CIFAR10_BATCHES",
+    "CIFAR10_CLASSES",
+    "Dataset",
+    "Images",
+    "Ratings",
+    "Table",
+    "Text",
+    "blank",
+    "describe",
+    "load",
+]
 
 _LOADERS: dict[str, Callable[[Path], Dataset]] = {
     "MNIST": images.mnist,
@@ -33,12 +45,17 @@ _LOADERS: dict[str, Callable[[Path], Dataset]] = {
     "JPEG": images.jpegs,
     "text": text.load,
     "text in parts": text.load_parts,
+    "SARCOS": sarcos.load,
+    "Jester": jester_books.load_jester,
+    "Books": jester_books.load_books,
     "MovieLens": ratings.load_published,
     "MovieLens, prepared": ratings.load_prepared,
 }
+_KINDS = (cifar, ratings, jester_books, sarcos, text)
 _FOLDERS = ("cifar-10-batches-bin", "cifar-10-batches-py", "cifar-100-binary", "cifar-100-python", "ml-1m")
 _EXPECTED = (
-    "MNIST as IDX files, CIFAR as batches, an .npz of JPEGs, MovieLens as ratings.dat or movielens_*.csv, or text "
+    "MNIST as IDX files, CIFAR as batches, an .npz of JPEGs, MovieLens as ratings.dat or movielens_*.csv, Jester as "
+    "jester_ratings.dat, Books as BX-Book-Ratings.csv, SARCOS as sarcos_inv.mat and sarcos_inv_test.mat, or text "
     "(tiny_shakespeare.txt, wikitext, enwik8, text8)"
 )
 
@@ -59,6 +76,8 @@ def load(name_or_path: str | Path) -> Dataset:
                             is_test (n), classes (names)
                 MovieLens   ratings.dat of MovieLens-1M, also in ml-1m; or paper 001's movielens_val.csv and
                             movielens_test.csv, plain or .gz
+                Jester      jester_ratings.dat;   Books  BX-Book-Ratings.csv of BookCrossing
+                SARCOS      sarcos_inv.mat and sarcos_inv_test.mat
                 text        tiny_shakespeare.txt, enwik8, text8 (plain, .gz or .zip), wikitext in its parts
             a file      any file of a set stands for its set, whatever else its folder holds; any other .txt or .txt.gz
                         is text, of which the last tenth validates and tests
@@ -91,6 +110,8 @@ def describe(data: Dataset) -> dict[str, Any]:
         return what | {"classes": list(data.classes), "image_shape": list(data.image_shape)}
     if isinstance(data, Text):
         return what | {"vocabulary": list(data.vocabulary)}
+    if isinstance(data, Table):
+        return what | {"inputs": data.train[0].shape[1], "outputs": data.train[1].shape[1]}
     return what | {"num_users": data.num_users, "num_movies": data.num_movies}
 
 
@@ -104,6 +125,9 @@ def blank(what: dict[str, Any], length: int) -> Dataset:
     if kind == "Text":
         tokens = torch.zeros(length, dtype=torch.uint8)
         return Text(name, tokens, tokens, tokens, bytes(what["vocabulary"]))
+    if kind == "Table":
+        one = torch.zeros(1, what["inputs"]), torch.zeros(1, what["outputs"])
+        return Table(name, one, one)
     ids, none = torch.zeros(1, dtype=torch.long), torch.zeros(1)
     rows = (ids, ids, none, none)
     return Ratings(name, rows, rows, what["num_users"], what["num_movies"])
@@ -119,7 +143,7 @@ def _sets(path: Path) -> dict[tuple[str, Path], Path]:
     for file in files:
         if images.IDX_NAME.fullmatch(file.name):
             found.setdefault(("MNIST", file.parent), file)
-        elif known := cifar.find(file) or ratings.find(file) or text.find(file):
+        elif known := next(filter(None, (kind.find(file) for kind in _KINDS)), None):
             # Both spellings of a set side by side are two copies of it; its place tells them apart.
             found.setdefault(known, file)
         elif file.suffix == ".npz" and (file == path or _has_jpegs(file)):

@@ -20,7 +20,10 @@ _PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
 
 @dataclass(frozen=True)
 class Ratings:
-    """Rows of user, movie int64 (n,), watched float32 (n,) in {0, 1}, rating float32 (n,): 1 to 5, 0 if not watched."""
+    """Rows of user, movie int64 (n,), watched float32 (n,) in {0, 1}, rating float32 (n,), 0 if there is none.
+
+    Ratings are from 1 to 5; of Books from 1 to 10, of Jester from -10 to 10.
+    """
 
     name: str
     train: tuple[Tensor, ...]
@@ -79,14 +82,21 @@ def load_published(file: Path) -> Ratings:
     rows = integers(file, read(file).splitlines(), b"::", 4, 1)
     rows[:, :2] -= 1
     rows = _checked(file, rows, (rows[:, 2] < 1) | (rows[:, 2] > 5), 1)
-    user, movie, rating = rows[:, 0], rows[:, 1], rows[:, 2]
+    return with_unseen(file, "movielens-1m", rows[:, 0], rows[:, 1], rows[:, 2].float())
+
+
+def with_unseen(file: Path, name: str, user: Tensor, movie: Tensor, rating: Tensor) -> Ratings:
+    """Ratings of what users saw, ids from 0, and for every row one that its user did not see, drawn uniformly, watched
+    0 and rating 0. A fixed random tenth of the rows is the test set."""
     generator = torch.Generator().manual_seed(SEED)
     unwatched = _unwatched(file, user, movie, generator)
-    positive = torch.stack([user, movie, torch.ones_like(user), rating], 1)
-    negative = torch.stack([user, unwatched, torch.zeros_like(user), torch.zeros_like(user)], 1)
-    shuffled = torch.cat([positive, negative])[torch.randperm(2 * len(user), generator=generator)]
-    tenth = max(len(shuffled) // 10, 1)
-    return _ratings("movielens-1m", shuffled[tenth:], shuffled[:tenth])
+    order = torch.randperm(2 * len(user), generator=generator)
+    ones, zeros = torch.ones_like(rating), torch.zeros_like(rating)
+    columns = ((user, user), (movie, unwatched), (ones, zeros), (rating, zeros))
+    shuffled = [torch.cat(each)[order] for each in columns]
+    tenth = max(len(order) // 10, 1)
+    train, test = (tuple(each[part] for each in shuffled) for part in (slice(tenth, None), slice(tenth)))
+    return Ratings(name, train, test, int(user.max()) + 1, int(shuffled[1].max()) + 1)
 
 
 def _unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Generator) -> Tensor:

@@ -19,7 +19,7 @@ class MMoE(nn.Module):
     Args:
         num_users, num_movies: ids from 0. gates: two, over h of 2 * embedding features; ids are the users.
         experts: over the same features, with `width` outputs. search: shared by both tasks, or None.
-        embedding: features of each of the two (128). width: of an expert and of a head's hidden layer (256).
+        embedding: features of each of the two (128). width: of an expert (256). head: of a head's hidden layer (256).
 
     Embeddings start uniform in +-0.05, as the paper's code has them. Source: paper 001, supplement S1.2.
     """
@@ -34,15 +34,14 @@ class MMoE(nn.Module):
         *,
         embedding: int = 128,
         width: int = 256,
+        head: int = 256,
     ) -> None:
         super().__init__()
         self.users, self.movies = nn.Embedding(num_users, embedding), nn.Embedding(num_movies, embedding)
         for table in (self.users, self.movies):
             nn.init.uniform_(table.weight, -0.05, 0.05)
         self.moe = MultiGateMoE(gates, experts, search)
-        self.heads = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)) for _ in gates
-        )
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(width, head), nn.ReLU(), nn.Linear(head, 1)) for _ in gates)
 
     def forward(self, users: Tensor, movies: Tensor) -> tuple[Tensor, Tensor, MoEOutput]:
         h = torch.cat([self.users(users), self.movies(movies)], dim=-1)

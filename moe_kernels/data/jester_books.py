@@ -1,0 +1,80 @@
+"""Jester and Books (BookCrossing): paper 001's other data sets of ratings, from their published files."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_kernels.data.files import read
+from moe_kernels.data.ratings import Ratings, with_unseen
+
+BOOKS = "BX-Book-Ratings.csv"
+JESTER = "jester_ratings.dat"
+LEAST = 5  # records that a user and a book of Books must have
+
+
+def find(file: Path) -> tuple[str, Path] | None:
+    """The kind of ratings and their file."""
+    if file.name == JESTER:
+        return "Jester", file
+    return ("Books", file) if file.name == BOOKS else None
+
+
+def load_jester(file: Path) -> Ratings:
+    """jester_ratings.dat: user, joke and rating from -10 to 10, apart by tabs; ids from 1.
+
+    For every rating a joke that the user did not rate, watched 0 and rating 0; a fixed random tenth is the test set. Of
+    a user who has rated next to every joke no joke is left to draw: such users are left out.
+    """
+    lines = [line.split() for line in read(file).splitlines() if line.strip()]
+    try:
+        rows = torch.tensor([[float(cell) for cell in line] for line in lines], dtype=torch.float64)
+    except ValueError as error:
+        raise ValueError(f"data: {file}: expected user, joke and rating in every line: {error}") from error
+    if rows.dim() != 2 or rows.shape[1] != 3 or (rows[:, 2].abs() > 10).any() or (rows[:, :2] < 1).any():
+        raise ValueError(f"data: {file}: expected user and joke from 1 and a rating from -10 to 10 in every line")
+    user, joke = (_numbered(rows[:, column].long()) for column in (0, 1))
+    jokes = int(joke.max()) + 1
+    few = torch.bincount(user) < 0.9 * jokes
+    kept = few[user]
+    return with_unseen(file, "jester", _numbered(user[kept]), joke[kept], rows[kept, 2].float())
+
+
+def load_books(file: Path) -> Ratings:
+    """BX-Book-Ratings.csv of BookCrossing: "User-ID";"ISBN";"Book-Rating", a rating from 1 to 10, 0 for none given.
+
+    As paper 001 has it: users and books with at least 5 records each, until all that are left have. For every record a
+    book that the user did not read, watched 0; a fixed random tenth is the test set.
+    """
+    text = read(file).decode("latin-1")
+    rows = list(csv.reader(io.StringIO(text), delimiter=";" if ";" in text[:200] else ",", escapechar="\\"))
+    header = [name.strip() for name in rows[0]] if rows else []
+    if header != ["User-ID", "ISBN", "Book-Rating"]:
+        raise ValueError(f"data: {file}: expected the header User-ID, ISBN, Book-Rating, got {header}")
+    try:
+        found = [(int(user), isbn.strip(), int(rating)) for user, isbn, rating in rows[1:]]
+    except ValueError as error:
+        raise ValueError(f"data: {file}: expected a user, a book and a rating in every line: {error}") from error
+    if any(not 0 <= rating <= 10 for _, _, rating in found):
+        raise ValueError(f"data: {file}: expected ratings from 0 to 10")
+    books = {isbn: number for number, isbn in enumerate(dict.fromkeys(isbn for _, isbn, _ in found))}
+    user = torch.tensor([each for each, _, _ in found])
+    book = torch.tensor([books[isbn] for _, isbn, _ in found])
+    rating = torch.tensor([float(each) for _, _, each in found])
+    while len(user):
+        kept = (torch.bincount(user)[user] >= LEAST) & (torch.bincount(book)[book] >= LEAST)
+        if kept.all():
+            break
+        user, book, rating = user[kept], book[kept], rating[kept]
+    if not len(user):
+        raise ValueError(f"data: {file}: no user and book with at least {LEAST} records")
+    return with_unseen(file, "books", _numbered(user), _numbered(book), rating)
+
+
+def _numbered(ids: Tensor) -> Tensor:
+    """The same ids from 0 on without gaps."""
+    return ids.unique(return_inverse=True)[1]

@@ -1,0 +1,67 @@
+"""SARCOS, the inverse dynamics of a robot's arm: paper 000's regression (appendix A.5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+NAMES = {"train": ("sarcos_inv.mat", "sarcos_inv"), "test": ("sarcos_inv_test.mat", "sarcos_inv_test")}
+INPUTS, OUTPUTS = 21, 7
+
+
+@dataclass(frozen=True)
+class Table:
+    """A regression: x float32 (n, inputs), y float32 (n, outputs), each column of training mean 0 and variance 1."""
+
+    name: str
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+
+    def to(self, device: torch.device | str) -> Table:
+        train, test = ((x.to(device), y.to(device)) for x, y in (self.train, self.test))
+        return replace(self, train=train, test=test)
+
+    def __str__(self) -> str:
+        (x, y), (test, _) = self.train, self.test
+        return f"{self.name}: {len(x)} training and {len(test)} test rows of {x.shape[1]} inputs, {y.shape[1]} outputs"
+
+
+def find(file: Path) -> tuple[str, Path] | None:
+    """The kind and the folder of the two files."""
+    return ("SARCOS", file.parent) if file.name in (name for name, _ in NAMES.values()) else None
+
+
+def load(place: Path) -> Table:
+    """sarcos_inv.mat (44,484 rows) and sarcos_inv_test.mat (4,449) in `place`: 21 positions, velocities and
+    accelerations, then 7 torques."""
+    train, test = (_read(place / name, key) for name, key in NAMES.values())
+    mean, spread = train.mean(0), train.std(0, unbiased=False)
+    parts = []
+    for rows in (train, test):
+        scaled = ((rows - mean) / torch.where(spread == 0, 1, spread)).float()
+        parts.append((scaled[:, :INPUTS].contiguous(), scaled[:, INPUTS:].contiguous()))
+    return Table("sarcos", parts[0], parts[1])
+
+
+def _read(file: Path, key: str) -> Tensor:
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise ImportError("data: .mat files need scipy: pip install moe_kernels[assignment]") from error
+    if not file.exists():
+        raise ValueError(f"data: expected SARCOS as sarcos_inv.mat and sarcos_inv_test.mat; there is no {file}")
+    try:
+        content = loadmat(file, variable_names=[key])
+    except Exception as error:  # a damaged file raises whatever its bytes lead to
+        raise ValueError(f"data: {file} is no MATLAB file: {error}") from error
+    rows = content.get(key)
+    if rows is None or rows.ndim != 2 or rows.shape[1] != INPUTS + OUTPUTS or not len(rows) or rows.dtype.kind != "f":
+        shape = "nothing" if rows is None else f"{rows.dtype} {rows.shape}"
+        raise ValueError(f"data: {file}: expected {key} to be rows of {INPUTS + OUTPUTS} numbers, got {shape}")
+    found = torch.from_numpy(rows.astype("float64"))
+    if not found.isfinite().all():
+        raise ValueError(f"data: {file}: expected finite numbers in {key}")
+    return found

@@ -1,0 +1,101 @@
+"""SARCOS, Jester and Books from files of their published formats, which the tests make."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from moe_kernels import data
+
+
+def mat(folder, **changed):
+    """SARCOS as its publishers have it, small: 21 inputs and 7 torques a row."""
+    io = pytest.importorskip("scipy.io", reason="scipy is not installed")
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    draw = numpy.random.default_rng(0)
+    rows = {name: draw.normal(3, 2, (count, 28)) for name, count in (("sarcos_inv", 60), ("sarcos_inv_test", 20))}
+    rows |= changed
+    for name, content in rows.items():
+        io.savemat(folder / f"{name}.mat", {name: content})
+    return rows
+
+
+def test_sarcos_from_its_two_files(tmp_path):
+    rows = mat(tmp_path)
+    found = data.load(tmp_path)
+    assert str(found) == "sarcos: 60 training and 20 test rows of 21 inputs, 7 outputs"
+    train = torch.from_numpy(rows["sarcos_inv"])
+    mean, spread = train.mean(0), train.std(0, unbiased=False)
+    expected = (torch.from_numpy(rows["sarcos_inv_test"]) - mean) / spread
+    torch.testing.assert_close(torch.cat(found.test, 1).double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(data.load(tmp_path / "sarcos_inv_test.mat").train[0], found.train[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("sarcos_inv", [[1.0] * 27], "expected sarcos_inv to be rows of 28 numbers, got float64 (1, 27)"),
+        ("sarcos_inv", [[float("nan")] * 28], "expected finite numbers in sarcos_inv"),
+        ("sarcos_inv", [["a"] * 28], "expected sarcos_inv to be rows of 28 numbers"),
+    ],
+)
+def test_sarcos_that_is_none_is_refused(tmp_path, name, content, message):
+    mat(tmp_path, **{name: content})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        data.load(tmp_path)
+    (tmp_path / f"{name}.mat").write_bytes(b"MATLAB")
+    with pytest.raises(ValueError, match="is no MATLAB file"):
+        data.load(tmp_path)
+    (tmp_path / f"{name}.mat").unlink()
+    with pytest.raises(ValueError, match=r"expected SARCOS as sarcos_inv\.mat and sarcos_inv_test\.mat; there is no"):
+        data.load(tmp_path / "sarcos_inv_test.mat")
+
+
+def pairs(found):
+    """(user, item) -> (watched, rating), of all rows."""
+    columns = [torch.cat(each).tolist() for each in zip(found.train, found.test, strict=True)]
+    return {(u, m, w): r for u, m, w, r in zip(*columns, strict=True)}
+
+
+def test_jester_from_its_file(tmp_path):
+    """Every rating, and as many jokes that its user did not rate; who rated all of them is left out."""
+    rated = {(user, joke): (user * joke) % 20 - 10 + 0.25 for user in (1, 2, 5) for joke in range(user, 20, 2)}
+    everything = {(9, joke): 1.0 for joke in range(1, 20)}
+    lines = [f"{user}\t\t{joke}\t\t{rating}" for (user, joke), rating in (rated | everything).items()]
+    (tmp_path / "jester_ratings.dat").write_text("\n".join(lines) + "\n")
+    found = data.load(tmp_path)
+    assert (found.name, found.num_users) == ("jester", 3)
+    every = pairs(found)
+    users = {1: 0, 2: 1, 5: 2}
+    for (user, joke), rating in rated.items():
+        assert every[users[user], joke - 1, 1.0] == rating
+    unseen = [(user, joke) for user, joke, watched in every if not watched]
+    assert all((user, joke, 1.0) not in every and every[user, joke, 0.0] == 0 for user, joke in unseen)
+    assert len(found.train[0]) + len(found.test[0]) == 2 * len(rated)
+    (tmp_path / "jester_ratings.dat").write_text("1\t\t2\t\t11.0\n")
+    with pytest.raises(ValueError, match="a rating from -10 to 10"):
+        data.load(tmp_path)
+
+
+def test_books_from_its_file(tmp_path):
+    """Users and books with five records each are left, after as many rounds as it takes."""
+    lines = ['"User-ID";"ISBN";"Book-Rating"']
+    lines += [f'"{user}";"04{book}X";"{(user + book) % 11}"' for user in range(10, 17) for book in range(6)]
+    lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # of one reader: the books go, and then he
+    lines += ['"10";"once\\";too";"5"']
+    (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
+    with pytest.raises(ValueError, match="next to no movie that is not rated"):
+        data.load(tmp_path)  # all read all
+    lines += [f'"{user}";"05{book}";"7"' for user in range(20, 26) for book in range(6)]
+    (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
+    found = data.load(tmp_path)
+    assert (found.name, found.num_users, found.num_movies) == ("books", 13, 12)
+    every = pairs(found)
+    assert every[0, 0, 1.0] == 10
+    assert every[1, 0, 1.0] == 0  # read, and no rating given
+    assert sum(watched for _, _, watched in every) == 7 * 6 + 6 * 6
+    (tmp_path / "BX-Book-Ratings.csv").write_text("User;Book\n")
+    with pytest.raises(ValueError, match="expected the header User-ID, ISBN, Book-Rating"):
+        data.load(tmp_path)
