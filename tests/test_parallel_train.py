@@ -61,3 +61,8 @@ def test_a_rank_that_hangs_or_is_missing_ends_the_run_in_time(ranks: Ranks, port
 
 def test_what_cannot_start_says_why(ranks: Ranks, port: int, text: Path) -> None:
     ranks.run("command", "refused", 2, port, text)
+
+
+def test_the_tutorial_runs_on_two_ranks(ranks: Ranks, port: int, tmp_path: Path) -> None:
+    page = Path(__file__).parents[1] / "docs" / "tutorials" / "expert_parallel.md"
+    ranks.run("command", "tutorial", 2, port, page, tmp_path)

@@ -277,7 +277,8 @@ def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """The norm () of all gradients as in one process; scales them so that it is at most max_norm.
 
-    torch.nn.utils.clip_grad_norm_ for parameters of several meshes: norms are computed for each mesh, then combined.
+    The function of that name in torch.nn.utils fails for parameters of several meshes. Here norms are computed for each
+    mesh, then combined.
     Gradients must have been averaged over data-parallel ranks before, and all ranks must call it.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)

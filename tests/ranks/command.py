@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,14 @@ def refused(port: str, data: str) -> None:
     status, _, errors = _command(port, "competesmoe", *words, "--expert-parallel", 2)
     assert status == 2
     assert "--expert-parallel needs torchrun" in errors
+
+
+def tutorial(port: str, page: str, folder: str) -> None:
+    """The code of docs/tutorials/expert_parallel.md, as torchrun would start it."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.chdir(folder)
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", Path(page).read_text(), re.MULTILINE | re.DOTALL))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile(code, page, "exec"), {"__name__": "__main__"})
+    assert (out.getvalue().count("loss") == 3) == (os.environ["RANK"] == "0")
