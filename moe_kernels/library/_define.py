@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor  # torch has no public predicate
-from torch.utils.flop_counter import register_flop_formula
+
+from moe_kernels.library import _flops
 
 _library = torch.library.Library("moe_kernels", "DEF")
 
@@ -36,7 +37,7 @@ def define(
         flops: FLOPs from the arguments' shapes, for torch.utils.flop_counter.
         save, backward: as `setup_context` and `backward` of torch.library.register_autograd.
         batched: positions of the tensor arguments whose first dimension is a row. torch.vmap's dimension merges into
-            it. Without any, the operation refuses torch.vmap and batched gradients by name.
+            it. Without any, the operation refuses torch.vmap by name.
     """
     name = schema[: schema.index("(")]
     qualified = f"moe_kernels::{name}"
@@ -47,7 +48,7 @@ def define(
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=save, lib=_library)
     torch.library.register_vmap(qualified, _rule(name, op, batched), lib=_library)
-    register_flop_formula(op.overloadpacket)(flops)
+    _flops.register(op.overloadpacket, flops)
     setattr(ops, name, op)
 
 
@@ -67,8 +68,8 @@ def _rule(name: str, op: Callable[..., Any], batched: tuple[int, ...]) -> Callab
         for position, (dim, each) in enumerate(zip(in_dims, args, strict=True)):
             inside = isinstance(each, Tensor) and is_functorch_wrapped_tensor(each)
             if inside or (dim is not None and position not in batched):
-                transforms = "vmap inside grad or jvp" if inside else "vmap and batched gradients"
-                raise TypeError(f"{name}: torch.func transforms are not supported here ({transforms})")
+                transform = "vmap inside grad or jvp" if inside else "vmap"
+                raise TypeError(f"{name}: torch.func transforms are not supported here, got {transform}")
         size = info.batch_size
         merged = [
             _merge(each, dim, size) if position in batched and each is not None else each

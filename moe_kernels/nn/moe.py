@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ class MoE(OutputModule):
         if self.output == "all":
             refuse_reentrant("MoE")
         through = self.pass_through if pass_through is None else pass_through
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = x.reshape(prod(x.shape[:-1]), x.shape[-1])  # no -1: D may be 0
         output = self.gate(tokens, None if ids is None else ids.reshape(-1))
         plan, weights = self.policy(output, self.training)
         if self.expert_dropout and self.training:

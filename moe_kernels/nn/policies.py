@@ -64,12 +64,13 @@ class TokenChoice:
         if self.priority is not None:
             weights = gate.weights.detach()
             priority = weights.amax(-1) if self.priority == "max" else weights.sum(-1)
-        groups, experts = max(-(-num_tokens // group), 1), gate.experts
-        if groups > 1:  # every expert of every group has rows of its own, and those of an expert lie side by side
+        groups, experts = 1, gate.experts
+        if self.group is not None:  # an expert has rows of its own for every group, side by side
+            groups = torch.sym_max(-(-num_tokens // group), 1)
             token = torch.arange(num_tokens, dtype=experts.dtype, device=experts.device)[:, None]
             experts = torch.where(experts < 0, experts, experts * groups + token // group)
         plan = make_plan(experts, gate.num_experts * groups, capacity=capacity, priority=priority, order=self.order)
-        return (plan if groups == 1 else _of_all_groups(plan, groups)), gate.weights
+        return (plan if self.group is None else _of_all_groups(plan, gate.num_experts, groups)), gate.weights
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,14 @@ class ExpertChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
+        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # torch.jit.trace has a tensor
         group = self.group or max(scores.shape[0], 1)
         groups = scores.shape[0] // group
         if scores.shape[0] % group:
             raise ValueError(f"ExpertChoice: expected groups of {group} tokens, got {scores.shape[0]} tokens")
-        capacity = min(self._rows(group, num_experts), group)
-        if groups <= 1:
-            return plan_expert_choice(scores, min(capacity, scores.shape[0]))
+        capacity = torch.sym_min(self._rows(group, num_experts), group)
+        if self.group is None or groups <= 1:
+            return plan_expert_choice(scores, torch.sym_min(capacity, scores.shape[0]))
         # The experts of every group stand beside each other over the places in a group: (T, E) as (group, groups * E).
         chosen, weights = plan_expert_choice(scores.unflatten(0, (groups, group)).transpose(0, 1).flatten(1), capacity)
         taken, weights = (
@@ -129,8 +131,7 @@ class ExpertChoice:
         if self.multiple_of is not None:
             return capacity_of(group, 1, num_experts, self._ratio, self.multiple_of)
         part, whole = group * self._ratio[0], num_experts * self._ratio[1]
-        twice, below = 2 * (part % whole), part // whole
-        return below + 1 if twice > whole or (twice == whole and below % 2) else below
+        return (2 * part + whole - 1 + part // whole % 2) // (2 * whole)  # a branch would be a guard on T
 
 
 @dataclass(frozen=True)
@@ -148,16 +149,18 @@ class PriorityRouting:
         return plan_priority(scores, capacity_of(scores.shape[0], 1, gate.num_experts, self._ratio))
 
 
-def _of_all_groups(plan: RoutingPlan, groups: int) -> RoutingPlan:
+def _of_all_groups(plan: RoutingPlan, num_experts: int, groups: int) -> RoutingPlan:
     """The plan over E * groups experts, group by group of each expert, as one over E."""
+    # Sums by differences: with a dimension of groups, torch.export would make a guard on the number of tokens.
+    last = torch.arange(num_experts + 1, device=plan.row_token.device) * groups
 
     def of_experts(counts: Tensor) -> Tensor:
-        return counts.view(-1, groups).sum(1, dtype=torch.int32)
+        return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))[last].diff()
 
     return replace(
         plan,
-        num_experts=plan.num_experts // groups,
-        expert_offsets=plan.expert_offsets[::groups].contiguous(),
+        num_experts=num_experts,
+        expert_offsets=plan.expert_offsets[last],
         requested=of_experts(plan.requested),
         kept=of_experts(plan.kept),
     )

@@ -48,6 +48,8 @@ def check_plan(op: str, plan: object) -> None:
     """
     if not isinstance(plan, RoutingPlan):
         raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
+    if is_compiling():  # every check would be a guard, some on the number of tokens
+        return
     row_token, slot_row, num_experts = plan.row_token, plan.slot_row, plan.num_experts
     check_tensor(op, "plan.row_token", row_token, (torch.int32,))
     check_tensor(op, "plan.slot_row", slot_row, (torch.int32,))
@@ -69,8 +71,7 @@ def check_plan(op: str, plan: object) -> None:
                 f"{op}: plan.{name} must be {letters} = {shape}, contiguous, on {device}; "
                 f"got {tuple(array.shape)} with strides {array.stride()} on {array.device}"
             )
-    # A compiler would make it a guard on the number of tokens.
-    if not is_compiling() and rows[0] > slot_row.numel():
+    if rows[0] > slot_row.numel():
         raise ValueError(f"{op}: plan must have at most T K = {slot_row.numel()} rows, got {rows[0]}")
 
 

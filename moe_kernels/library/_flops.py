@@ -1,0 +1,59 @@
+"""FLOP formulas for torch.utils.flop_counter, registered once somebody imports it.
+
+That module imports Triton where it is installed: 75 modules and half a second that a program which counts no FLOPs
+should not pay for. A FlopCounterMode copies the registered formulas when it is made, so they are registered directly
+after the import.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+COUNTER = "torch.utils.flop_counter"
+
+_formulas: list[tuple[Any, Callable[..., int]]] = []
+
+
+def register(packet: Any, formula: Callable[..., int]) -> None:
+    """Registers the formula of an operator, now or when torch.utils.flop_counter is imported."""
+    counter = sys.modules.get(COUNTER)
+    if counter is not None:
+        counter.register_flop_formula(packet)(formula)
+        return
+    if not _formulas:
+        sys.meta_path.insert(0, _Finder())
+    _formulas.append((packet, formula))
+
+
+class _Finder(MetaPathFinder):
+    """Finds torch.utils.flop_counter as the other finders do, once, and adds the formulas to it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        for packet, formula in _formulas:
+            module.register_flop_formula(packet)(formula)
