@@ -13,7 +13,7 @@ from moe_kernels.__main__ import main
 from moe_kernels.nn import LocalSearch
 from moe_kernels.nn.comet import CometMLP, FixedRouting
 from moe_kernels.recipes import Batch, Splits, movielens
-from moe_kernels.studies import permutation, similarity, utilisation
+from moe_kernels.studies import permutation, search, similarity, utilisation
 from moe_kernels.train.loop import Run
 
 
@@ -95,8 +95,8 @@ def test_a_study_that_cannot_start_says_why(capsys):
     assert capsys.readouterr().err.startswith("study: ")
     with pytest.raises(SystemExit):
         main(["study", "tea"])
-    assert "there is no study 'tea'; there are permutation, similarity, utilisation" in capsys.readouterr().err
-    assert studies.names() == ["permutation", "similarity", "utilisation"]
+    assert "there is no study 'tea'; there are permutation, search, similarity, utilisation" in capsys.readouterr().err
+    assert studies.names() == ["permutation", "search", "similarity", "utilisation"]
 
 
 def tastes():
@@ -154,3 +154,27 @@ def test_which_schedule_ends_in_a_permutation(schedule):
             _, columns = scipy.optimize.linear_sum_assignment(-search.scores.detach()[0].numpy())
             assert search.source[0][torch.tensor(columns)].tolist() == list(range(16))
     assert sum(found) == (30 if schedule == "wide" else 0)
+
+
+def test_a_random_search_and_its_bootstrap(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.setattr(search, "load", lambda name: tastes())
+    words = ["--data", "tastes", "--trials", "4", "--epochs", "3", "--patience", "1", "--sides", "hash", "comet+"]
+    assert main(["study", "search", *words, "--out", str(tmp_path)]) == 0
+    rows = read(tmp_path / "search.csv")
+    assert [(row["side"], row["trial"]) for row in rows] == [(s, str(t)) for t in range(4) for s in ("hash", "comet+")]
+    assert all(5e-5 <= float(row["lr"]) <= 5e-4 for row in rows)
+    assert len({row["lr"] for row in rows}) == 8
+    assert {float(row["gamma"]) for row in rows if row["side"] == "comet+"} == {10.0}
+    assert {float(row["lambda"]) for row in rows} <= {0.05, 0.1, 0.5, 1, 5, 10}
+    assert [row["side"] for row in read(tmp_path / "bootstrap.csv")] == ["hash"] * 2 + ["comet+"] * 2
+    assert "best of 2" in capsys.readouterr().out
+
+
+def test_the_bootstrap_takes_the_test_loss_of_the_best_validation_loss():
+    """Of two of three trials: (1, 9) is best whenever it is drawn, in two cases of three, else (2, 4)."""
+    rows = [{"valid loss": valid, "test loss": test} for valid, test in ((1.0, 9.0), (2.0, 4.0), (3.0, 1.0))]
+    assert search.bootstrap(rows, 4000) == {1: pytest.approx(14 / 3, abs=0.2)}
+    found = search.bootstrap([*rows, {"valid loss": 9.0, "test loss": 0.0}], 4000)
+    # Of two of four: the first in 3 of 6 pairs, the second in 2, the third in 1.
+    assert found[2] == pytest.approx((3 * 9 + 2 * 4 + 1) / 6, abs=0.2)

@@ -37,7 +37,7 @@ class Comparison:
     ) -> None:
         if not 0 <= recipe.seed < 2**31 - seeds:  # the order of batches is drawn by seed and epoch, 64 bits
             raise ValueError(f"seed must be from 0 to {2**31 - seeds - 1}, got {recipe.seed}")
-        self.recipe, self.data, self.every = recipe, _parts(data, recipe), every
+        self.recipe, self.data, self.every = recipe, parts(data, recipe), every
         self.test_samples = len(data.test[0])  # there are; an evaluation may look at fewer
         self.device = data.train[0].device
         self.seeds = range(recipe.seed, recipe.seed + seeds)
@@ -214,7 +214,7 @@ def _history(side: str, recipe: Recipe, stage: str, run: Run) -> History:
     )
 
 
-def _parts(data: Splits, recipe: Recipe) -> Splits:
+def parts(data: Splits, recipe: Recipe) -> Splits:
     """The parts that a run uses: test samples by `eval_rows`; a tenth to validate on, if one is wanted and missing."""
     wanted = recipe.choose == "best" or recipe.patience > 0
     if wanted and data.valid is None and len(data.train[0]) >= 10:
