@@ -19,7 +19,10 @@ def expert_mlp(
     b_in: Tensor | None = None,
     b_out: Tensor | None = None,
     activation: str | None = "gelu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
 ) -> Tensor:
     """x (T, D) -> y (T, Dout): sum over kept rows of weights_tk (act(x_t W_in_e + b_in_e) W_out_e + b_out_e)."""
-    hidden = grouped_gemm(dispatch(x, plan), w_in, plan.expert_offsets, bias=b_in, activation=activation)
+    named: Any = {"activation": activation, "alpha": alpha, "limit": limit}
+    hidden = grouped_gemm(dispatch(x, plan), w_in, plan.expert_offsets, bias=b_in, **named)
     return combine(grouped_gemm(hidden, w_out, plan.expert_offsets, bias=b_out), plan, weights)

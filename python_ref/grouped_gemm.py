@@ -8,10 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def activate(pre: Tensor, activation: str | None) -> Tensor:
-    """act(pre), elementwise; gelu is erf's. swiglu and geglu halve the columns: act(first half) * second half."""
+def activate(pre: Tensor, activation: str | None, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """act(pre), elementwise; gelu is erf's. swiglu and geglu halve the columns: act(first half) * second half.
+
+    swiglu_clamped takes the columns in turns: g the even ones, at most limit, u the odd ones, within +-limit;
+    (u + 1) g sigmoid(alpha g).
+    """
     if activation is None:
         return pre
+    if activation == "swiglu_clamped":
+        gate, linear = pre[..., ::2].clamp(max=limit), pre[..., 1::2].clamp(-limit, limit)
+        return (linear + 1) * gate * torch.sigmoid(alpha * gate)
     if activation in ("swiglu", "geglu"):
         gate, linear = pre.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "swiglu" else F.gelu(gate)) * linear
@@ -26,12 +33,15 @@ def grouped_gemm(
     *,
     bias: Tensor | None = None,
     activation: str | None = None,
+    alpha: float = 1.702,
+    limit: float = 7.0,
     row_token: Tensor | None = None,
 ) -> Tensor:
     """rows (R, Din), weight (E, Din, Dout) -> (R, Dout): out_r = act(rows_r W_e + b_e), offsets_e <= r < offsets_e+1.
 
-    Computed in float32 (float64 stays) and rounded once. With row_token (R,), rows are x (T, Din) and row r reads
-    x[row_token_r], zeros where that is -1. Rows from offsets_E on are zero.
+    Computed in float32 (float64 stays) and rounded once; swiglu_clamped rounds its input to the dtype of rows.
+    With row_token (R,), rows are x (T, Din) and row r reads x[row_token_r], zeros where that is -1. Rows from offsets_E
+    on are zero.
     """
     if row_token is not None:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[row_token.long()]  # index -1 is the row of zeros
@@ -41,6 +51,8 @@ def grouped_gemm(
         pre = rows[first:last].to(wide) @ weight[expert].to(wide)
         if bias is not None:
             pre = pre + bias[expert].to(wide)
-        outs.append(activate(pre, activation).to(rows.dtype))
-    width = weight.shape[2] // 2 if activation in ("swiglu", "geglu") else weight.shape[2]
+        if activation == "swiglu_clamped":
+            pre = pre.to(rows.dtype).to(wide)
+        outs.append(activate(pre, activation, alpha, limit).to(rows.dtype))
+    width = weight.shape[2] // 2 if activation in ("swiglu", "geglu", "swiglu_clamped") else weight.shape[2]
     return torch.cat([*outs, rows.new_zeros(rows.shape[0] - bounds[-1], width)])

@@ -273,6 +273,17 @@ def test_experts_that_cannot_be_served_are_refused_by_name():
         mk_transformers.experts_forward(experts, x, chosen, weights)
 
 
+def test_the_gate_of_gpt_oss_is_recognised_by_what_it_computes():
+    assert mk_transformers._is_clamped(type(experts_of("gpt_oss")))
+
+    class Other:
+        def _apply_gate(self, pre):
+            return pre[..., ::2].clamp(max=self.limit) * pre[..., 1::2]
+
+    assert not mk_transformers._is_clamped(Other)
+    assert not mk_transformers._is_clamped(type(experts_of("deepseek_v3")))
+
+
 def test_register_refuses_a_name_that_is_taken():
     mk_transformers.register()  # again: nothing happens
     assert moe.ALL_EXPERTS_FUNCTIONS["moe_kernels"] is mk_transformers.experts_forward

@@ -9,7 +9,7 @@ transformers calls `experts_forward(module, hidden_states, top_k_index, top_k_we
 it decorates with `use_experts_implementation` (64 in transformers 5.23). The module's own parameters are used in place:
 no weight is copied or renamed, so that checkpoints, optimizers and adapters see what they saw before.
 
-* Plain layout with SiLU, GELU (erf), ReLU or tanh: `expert_mlp`, fused.
+* Plain layout with SiLU, GELU (erf), ReLU or tanh, and gpt_oss's clamped gate: `expert_mlp`.
 * Any other gate or activation, or a norm after the experts: `grouped_gemm`, the module's own gate, `grouped_gemm`,
   the norm, `combine`.
 * An expert id equal to num_experts means no expert, as under transformers' expert parallelism.
@@ -20,6 +20,8 @@ The other way round, `Router` puts a gate and a policy of moe_kernels.nn in the 
 
 from __future__ import annotations
 
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ from moe_kernels.ops.expert_mlp import expert_mlp
 from moe_kernels.ops.grouped_gemm import grouped_gemm
 from moe_kernels.ops.plan import make_plan
 from moe_kernels.plan import RoutingPlan
+from python_ref.grouped_gemm import activate
 
 __all__ = ["Router", "experts_forward", "register"]
 
@@ -96,7 +99,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     plan = make_plan(experts, module.num_experts)
     activation = _fused_activation(module)
     if activation is not None:
-        y = expert_mlp(x, plan, w_in, w_out, weights=top_k_weights, b_in=b_in, b_out=b_out, activation=activation)
+        y = expert_mlp(x, plan, w_in, w_out, weights=top_k_weights, b_in=b_in, b_out=b_out, **activation)
     else:
         rows = _rows(module, x, plan, w_in, w_out, b_in, b_out)
         y = combine(rows, plan, top_k_weights.to(rows.dtype))
@@ -175,11 +178,34 @@ def _parameter(module: Any, name: str) -> Tensor:
     return found
 
 
-def _fused_activation(module: Any) -> str | None:
-    """The activation of expert_mlp that equals the module's gate, or None where the module's own must run."""
+def _fused_activation(module: Any) -> dict[str, Any] | None:
+    """The activation of expert_mlp that equals the module's gate, or None if the module's own gate or norm must run."""
     if module.has_post_expert_norm:
         return None
-    if module.has_gate and (type(module)._apply_gate is not _default_apply_gate or not module.is_concatenated):
-        return None
-    activation = ACTIVATIONS.get(type(module.act_fn))
-    return GATED.get(activation or "") if module.has_gate else activation
+    if module.has_gate and type(module)._apply_gate is not _default_apply_gate:
+        clamped = not module.is_concatenated and _is_clamped(type(module))
+        return {"activation": "swiglu_clamped", "alpha": module.alpha, "limit": module.limit} if clamped else None
+    name = ACTIVATIONS.get(type(module.act_fn))
+    if module.has_gate:
+        name = GATED.get(name or "") if module.is_concatenated else None
+    return None if name is None else {"activation": name}
+
+
+def _is_clamped(kind: type[nn.Module]) -> bool:
+    """Whether the gate of a class is gpt_oss's."""
+    return _gives_clamped(kind)  # type: ignore[arg-type]
+
+
+# torch.compile calls it while it traces and keeps the answer. The decorator for that would import torch's compiler.
+_is_clamped._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _gives_clamped(kind: Any) -> bool:
+    """Compares the gate of a class with the definition, on numbers below, between and beyond the limits."""
+    pre, alpha, limit = torch.linspace(-3, 3, 14), 1.5, 1.0
+    try:
+        gate = kind._apply_gate(SimpleNamespace(alpha=alpha, limit=limit), pre)
+    except AttributeError:  # it needs more of its module
+        return False
+    return gate.shape == (7,) and torch.allclose(gate, activate(pre, "swiglu_clamped", alpha, limit))

@@ -5,6 +5,7 @@ profilers, dispatch modes and torch.utils.flop_counter all see these operators.
 """
 
 from moe_kernels.library import (  # noqa: F401
+    activation,
     combine,
     dispatch,
     expert_mlp,
@@ -18,7 +19,7 @@ from moe_kernels.library import (  # noqa: F401
     topk_gate,
     tree_gate,
 )
-from moe_kernels.library._define import GATED, all_rows, matrices, ops, rows, wide, words
+from moe_kernels.library._define import CLAMPED, GATED, all_rows, matrices, ops, rows, wide, words
 from moe_kernels.library.plan import plan_rows
 
-__all__ = ["GATED", "all_rows", "matrices", "ops", "plan_rows", "rows", "wide", "words"]
+__all__ = ["CLAMPED", "GATED", "all_rows", "matrices", "ops", "plan_rows", "rows", "wide", "words"]

@@ -110,7 +110,8 @@ def gradient_like(x: Tensor, wanted: bool) -> Tensor:
     return x.new_empty(x.shape if wanted else 0)
 
 
-GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations that halve the columns
+GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations of kernels that halve the columns
+CLAMPED = "swiglu_clamped"  # halves them too, in an operator of its own
 
 
 def matrices(weight: Tensor) -> Tensor:

@@ -14,10 +14,8 @@ from moe_kernels.ops._checks import check_backend, check_choice, check_int, chec
 from moe_kernels.ops.combine import combine
 from moe_kernels.ops.expert_mlp import expert_mlp
 from moe_kernels.ops.expert_norms import expert_norms
-from moe_kernels.ops.grouped_gemm import ACTIVATIONS, grouped_gemm
+from moe_kernels.ops.grouped_gemm import ACTIVATIONS, HALVING, grouped_gemm
 from moe_kernels.plan import RoutingPlan
-
-GATED = ("swiglu", "geglu")
 
 
 class Experts(nn.Module):
@@ -104,7 +102,7 @@ class ExpertLayer(Experts):
         self.num_experts = check_int("ExpertLayer", "num_experts", num_experts, 1, 2**31 - 1, "experts")
         dim, out = (check_size("ExpertLayer", name, size) for name, size in (("dim", dim), ("out", out)))
         check_choice("ExpertLayer", "activation", activation, (None, *ACTIVATIONS))
-        columns = 2 * out if activation in GATED else out
+        columns = 2 * out if activation in HALVING else out
         self.weight = stacked(num_experts, dim, columns, device=device, dtype=dtype)
         self.bias = stacked(num_experts, columns, device=device, dtype=dtype) if bias else None
         self.dropout = check_number("ExpertLayer", "dropout", dropout, 0, 1, "a rate")
@@ -158,7 +156,7 @@ class ExpertMLP(Experts):
         sizes = (("dim", dim), ("hidden", hidden), ("out", dim if out is None else out))
         dim, hidden, out = (check_size("ExpertMLP", name, size) for name, size in sizes)
         check_choice("ExpertMLP", "activation", activation, (None, *ACTIVATIONS))
-        columns = 2 * hidden if activation in GATED else hidden
+        columns = 2 * hidden if activation in HALVING else hidden
         self.w_in = stacked(num_experts, dim, columns, device=device, dtype=dtype)
         self.w_out = stacked(num_experts, hidden, out, device=device, dtype=dtype)
         self.b_in = stacked(num_experts, columns, device=device, dtype=dtype) if bias else None

@@ -18,7 +18,8 @@ from torch import Tensor
 import python_ref.expert_mlp as reference
 from moe_kernels import backends, library
 from moe_kernels.ops._checks import FLOATING, check_first, check_fits, check_plan, check_rank, check_tensor
-from moe_kernels.ops.grouped_gemm import check_activation
+from moe_kernels.ops.combine import combine
+from moe_kernels.ops.grouped_gemm import HALVING, check_activation, grouped_gemm
 from moe_kernels.plan import RoutingPlan
 
 
@@ -32,6 +33,8 @@ def expert_mlp(
     b_in: Tensor | None = None,
     b_out: Tensor | None = None,
     activation: str | None = "gelu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
     backend: str | None = None,
 ) -> Tensor:
     """Every token through the experts that the plan gave it, summed by gate weight: (T, D) -> (T, Dout).
@@ -44,7 +47,7 @@ def expert_mlp(
         weights: (T, K) gate weights, any of those dtypes, read as float32 (as float64 with a float64 x); None counts
             every kept choice once.
         b_in, b_out: (E, H or 2 H) and (E, Dout) in the dtype of x, or None.
-        activation: as in grouped_gemm.
+        activation, alpha, limit: as in grouped_gemm. "swiglu_clamped" keeps the hidden layer for backward as well.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:
@@ -68,6 +71,7 @@ def expert_mlp(
     check_plan("expert_mlp", plan)
     check_first("expert_mlp", "x", x, plan.num_tokens, "tokens of the plan", plan.row_token.device)
     check_parameters("expert_mlp", x, plan.num_experts, w_in, w_out, b_in, b_out, activation)
+    check_activation("expert_mlp", activation, w_in.shape[2], alpha, limit)
     if weights is not None:
         check_tensor("expert_mlp", "weights", weights, FLOATING)
         if weights.shape != plan.slot_row.shape or weights.device != x.device:
@@ -79,8 +83,22 @@ def expert_mlp(
     if chosen == "reference":
         library.ops.refuse_bad_rows("expert_mlp", plan.slot_row, plan.num_rows, plan.row_token, plan.expert_offsets)
         return reference.expert_mlp(
-            x, plan, w_in, w_out, weights=weights, b_in=b_in, b_out=b_out, activation=activation
+            x,
+            plan,
+            w_in,
+            w_out,
+            weights=weights,
+            b_in=b_in,
+            b_out=b_out,
+            activation=activation,
+            alpha=alpha,
+            limit=limit,
         )
+    if activation == library.CLAMPED:
+        offsets = plan.expert_offsets
+        pre = grouped_gemm(x, w_in, offsets, bias=b_in, row_token=plan.row_token, backend=chosen)
+        hidden = library.ops.swiglu_clamped(pre, alpha, limit)
+        return combine(grouped_gemm(hidden, w_out, offsets, bias=b_out, backend=chosen), plan, weights, backend=chosen)
     if weights is not None:
         weights = weights.to(library.wide(x.dtype))
     given = (x, weights, w_in, w_out, b_in, b_out)
@@ -105,7 +123,7 @@ def check_parameters(
     experts = w_in.shape[0] if num_experts is None else num_experts
     width, dout = w_in.shape[2], w_out.shape[2]
     check_activation(op, activation, width)
-    hidden = width // 2 if activation in library.GATED else width
+    hidden = width // 2 if activation in HALVING else width
     check_fits(op, "w_in", w_in, (experts, x.shape[1], width), "(E, D, H)", "x", x)
     check_fits(op, "w_out", w_out, (experts, hidden, dout), "(E, H, Dout)", "x", x)
     if b_in is not None:

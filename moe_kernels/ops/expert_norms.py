@@ -35,7 +35,7 @@ def expert_norms(
         w_in: (E, D, H), or (E, D, 2 H) for a gated activation, in the dtype of x; any strides (see grouped_gemm).
         w_out: (E, H, Dout) in the dtype of x.
         b_in, b_out: (E, H or 2 H) and (E, Dout) in the dtype of x, or None.
-        activation: as in grouped_gemm.
+        activation: as in grouped_gemm, but not "swiglu_clamped".
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:
@@ -57,6 +57,8 @@ def expert_norms(
     """
     check_tensor("expert_norms", "x", x, FLOATING)
     check_rank("expert_norms", "x", x, "(T, D)")
+    if activation == library.CLAMPED:
+        raise ValueError(f"expert_norms: activation must be one of grouped_gemm's other ones; got {activation!r}")
     check_parameters("expert_norms", x, None, w_in, w_out, b_in, b_out, activation)
     chosen = backends.choose("expert_norms", backend, x)
     if chosen == "reference":

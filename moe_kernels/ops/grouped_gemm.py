@@ -16,9 +16,10 @@ from torch import Tensor
 
 import python_ref.grouped_gemm as reference
 from moe_kernels import backends, library
-from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_rank, check_tensor
+from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_number, check_positive, check_rank, check_tensor
 
-ACTIVATIONS = ("relu", "gelu", "silu", "tanh", *library.GATED)
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh", *library.GATED, library.CLAMPED)
+HALVING = (*library.GATED, library.CLAMPED)  # activations with half as many columns as they read
 
 
 def grouped_gemm(
@@ -28,6 +29,8 @@ def grouped_gemm(
     *,
     bias: Tensor | None = None,
     activation: str | None = None,
+    alpha: float = 1.702,
+    limit: float = 7.0,
     row_token: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -42,7 +45,11 @@ def grouped_gemm(
             RoutingPlan. From 0, never falling, at most R.
         bias: (E, Dout) in the dtype of rows, or None.
         activation: None, "relu", "gelu" (erf's), "silu", "tanh", or the gated "swiglu" and "geglu", which halve the
-            result: silu (or gelu) of the first Dout / 2 columns times the other ones.
+            result: silu (or gelu) of the first Dout / 2 columns times the other ones; or "swiglu_clamped", gpt_oss's,
+            which takes columns in turns: with g the even ones, at most limit, and u the odd ones, within +-limit, the
+            result is (u + 1) g sigmoid(alpha g). It rounds pre-activations to the dtype of rows first, and is a pass
+            of its own over them.
+        alpha, limit: of "swiglu_clamped"; alpha finite, limit above 0. The defaults are gpt_oss's.
         row_token: (R,) int32 or int64: row r reads rows[row_token[r]]; -1 reads zeros.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
@@ -76,7 +83,7 @@ def grouped_gemm(
     check_fits("grouped_gemm", "weight", weight, (num_experts, rows.shape[1], dout), "(E, Din, Dout)", "rows", rows)
     if bias is not None:
         check_fits("grouped_gemm", "bias", bias, (num_experts, dout), "(E, Dout)", "rows", rows)
-    check_activation("grouped_gemm", activation, dout)
+    check_activation("grouped_gemm", activation, dout, alpha, limit)
     expert_offsets = _index("expert_offsets", expert_offsets, "(E + 1,)", num_experts + 1, rows)
     if row_token is not None:
         row_token = _index("row_token", row_token, "(R,)", None, rows)
@@ -84,20 +91,32 @@ def grouped_gemm(
     if chosen == "reference":
         library.ops.refuse_bad_groups(expert_offsets, rows, row_token)
         return reference.grouped_gemm(
-            rows, weight, expert_offsets, bias=bias, activation=activation, row_token=row_token
+            rows,
+            weight,
+            expert_offsets,
+            bias=bias,
+            activation=activation,
+            alpha=alpha,
+            limit=limit,
+            row_token=row_token,
         )
+    if activation == library.CLAMPED:
+        pre = library.ops.grouped_gemm_fwd(rows, weight, expert_offsets, row_token, bias, "", False, chosen)[0]
+        return library.ops.swiglu_clamped(pre, alpha, limit)
     differentiated = rows.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     keep_pre = activation is not None and differentiated and torch.is_grad_enabled()
     given = rows, weight, expert_offsets, row_token, bias, activation or "", keep_pre, chosen
     return library.ops.grouped_gemm_fwd(*given)[0]
 
 
-def check_activation(op: str, activation: object, width: int) -> None:
+def check_activation(op: str, activation: object, width: int, alpha: float = 1.0, limit: float = 1.0) -> None:
     """`activation` is None or a known name, and a gated one finds two halves in `width` columns."""
     if activation is not None and activation not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{op}: activation must be None or one of {known}; got {activation!r}")
-    if activation in library.GATED and width % 2:
+    check_number(op, "alpha", alpha)
+    check_positive(op, "limit", limit)
+    if activation in HALVING and width % 2:
         raise ValueError(f"{op}: {activation} needs an even number of columns, two halves; got {width}")
 
 

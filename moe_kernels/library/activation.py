@@ -1,0 +1,54 @@
+"""The clamped, interleaved SwiGLU of gpt_oss as an operator: one pass over pre-activations, in PyTorch on any device.
+
+g = min(pre_2j, limit),   u = pre_2j+1 within +-limit,   y_j = (u + 1) g sigmoid(alpha g)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_kernels.library._define import define, no_flops, ops, refused, wide
+from python_ref.grouped_gemm import activate
+
+
+def _fwd(pre: Tensor, alpha: float, limit: float) -> Tensor:
+    return activate(pre.to(wide(pre.dtype)), "swiglu_clamped", alpha, limit).to(pre.dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pre, ctx.alpha, ctx.limit = inputs
+    ctx.save_for_backward(pre)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return ops.swiglu_clamped_bwd(grad, *ctx.saved_tensors, ctx.alpha, ctx.limit), None, None
+
+
+def _bwd(grad: Tensor, pre: Tensor, alpha: float, limit: float) -> Tensor:
+    dtype = wide(pre.dtype)
+    grad, gate, linear = grad.to(dtype), pre[..., ::2].to(dtype), pre[..., 1::2].to(dtype)
+    g, u = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    share = torch.sigmoid(alpha * g)
+    to_gate = (gate <= limit) * (u + 1) * share * (1 + alpha * g * (1 - share))
+    to_linear = (linear.abs() <= limit) * g * share
+    return torch.stack([grad * to_gate, grad * to_linear], -1).flatten(-2).to(pre.dtype)
+
+
+define(
+    "swiglu_clamped(Tensor pre, float alpha, float limit) -> Tensor",
+    _fwd,
+    lambda pre, alpha, limit: pre.new_empty((*pre.shape[:-1], pre.shape[-1] // 2)),
+    no_flops,
+    save=_save,
+    backward=_backward,
+)
+define(
+    "swiglu_clamped_bwd(Tensor grad, Tensor pre, float alpha, float limit) -> Tensor",
+    _bwd,
+    lambda grad, pre, alpha, limit: pre.new_empty(pre.shape),
+    no_flops,
+    backward=refused("swiglu_clamped"),
+)
