@@ -12,8 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_kernels.backends._native import aligned
 from moe_kernels.backends._seed import normal_quantile
 from moe_kernels.backends.triton import Configuration, launch, on_device, patterns, unsupported
+from moe_kernels.backends.triton._kwta_packed import kwta_fwd_packed
+from moe_kernels.backends.triton._kwta_values import key_near, value_of
 from moe_kernels.library import words
 
 TIES = {"index": 0, "strict": 1, "all": 2}
@@ -29,33 +32,36 @@ TRIALS = 8  # guesses from the shape of the row before bisection: normal rows ne
 
 def configurations() -> list[Configuration]:
     """Every block size, dtype and output of the forward, and the backward."""
-    rows = {"x_ptr": "", "values_ptr": "", "y_ptr": "", "bits_ptr": "*i32", "mask_ptr": "*i8"}
-    sizes = {"stride_x_R": "i64", "stride_values_R": "i64", "N": "i32", "K": "i32", "quantile": "fp32"}
+    sizes = {"units_x_R": "i32", "units_values_R": "i32", "units": "i32", "K": "i32", "quantile": "fp32"}
+    outputs = {"TIES": 0, "STORE_Y": True, "STORE_BITS": True, "STORE_MASK": False, "TRIALS": TRIALS}
     found = []
-    for (dtype, (inf, form)), block in product(FORMATS.items(), (128, 1024, 4096, RESIDENT)):
-        short = str(dtype).removeprefix("torch.")
-        pattern = "*i32" if form == 0 else "*i16"
-        types = {name: kind or pattern for name, kind in rows.items()} | sizes
-        constants = {"TIES": 0, "STORE_Y": True, "STORE_BITS": True, "STORE_MASK": False, "INF": inf, "FORMAT": form}
-        constants |= {"RESIDENT": True, "BLOCK": block, "CHUNK": min(block, CHUNK), "TRIALS": TRIALS}
-        found.append(Configuration(f"kwta_fwd {short} {block}", _kwta_fwd, types, constants, warps(block)))
-        if block == CHUNK:  # rows at multiples of 16 bytes
-            name, divisible = f"kwta_fwd {short} {block} even", ("stride_x_R", "stride_values_R", "N")
-            found.append(Configuration(name, _kwta_fwd, types, constants, warps(block), 2, divisible))
-        if block == RESIDENT:
-            longer = constants | {"RESIDENT": False}
-            found.append(Configuration(f"kwta_fwd {short} longer", _kwta_fwd, types, longer, warps(block)))
-    for pattern in ("*i16", "*i32"):
-        types = {"grad_ptr": pattern, "bits_ptr": "*i32", "dx_ptr": pattern, "stride_grad_R": "i64", "N": "i32"}
-        found.append(Configuration(f"kwta_bwd {pattern[1:]}", _kwta_bwd, types, {"BLOCK": BLOCK_BWD}, 4))
-        name, each = f"kwta_bwd {pattern[1:]} even", {"BLOCK": BLOCK_BWD}
-        found.append(Configuration(name, _kwta_bwd, types, each, 4, 2, ("stride_grad_R", "N")))
+    for dtype, (inf, form) in FORMATS.items():
+        short, pattern = str(dtype).removeprefix("torch."), "*i32" if form == 0 else "*i16"
+        formats = outputs | {"INF": inf, "FORMAT": form}
+        rows = dict.fromkeys(("x_ptr", "values_ptr", "y_ptr"), pattern)
+        types = rows | {"bits_ptr": "*i32", "mask_ptr": "*i8"} | sizes
+        for block, resident in ((128, True), (CHUNK, True), (RESIDENT, True), (RESIDENT, False)):
+            constants = formats | {"RESIDENT": resident, "BLOCK": block, "CHUNK": min(block, CHUNK)}
+            for unit in (1, 4) if resident and form == 0 else () if resident else (1,):
+                name = f"kwta_fwd {short} {block if resident else 'longer'}{' even' * (unit > 1)}"
+                found.append(Configuration(name, _kwta_fwd, types, constants | {"UNIT": unit}, warps(block)))
+        for block, unit in product((128, CHUNK, RESIDENT), () if form == 0 else (1, 8)):
+            rows = dict.fromkeys(("x_ptr", "values_ptr", "y_ptr"), "*i32" if unit > 1 else "*i16")
+            types = rows | {"bits_ptr": "*i16", "mask_ptr": "*i16" if unit > 1 else "*i8"} | sizes
+            name = f"kwta_fwd {short} {block}{' even' * (unit > 1)}"
+            constants = formats | {"BLOCK": block, "UNIT": unit}
+            found.append(Configuration(name, kwta_fwd_packed, types, constants, packed_warps(block, unit)))
+    for pattern, even in (("*i16", 8), ("*i32", 4)):
+        types = {"grad_ptr": pattern, "bits_ptr": "*i32", "dx_ptr": pattern, "units_grad_R": "i32", "units": "i32"}
+        for unit in (1, even):
+            name, constants = f"kwta_bwd {pattern[1:]}{' even' * (unit > 1)}", {"UNIT": unit, "BLOCK": BLOCK_BWD}
+            found.append(Configuration(name, _kwta_bwd, types, constants, warps(BLOCK_BWD)))
     return found
 
 
 def warps(block: int) -> int:
-    """16 elements a thread, 32 in the longest rows."""
-    return min(max(block // 512, 1), 16)
+    """32 elements a thread in long rows: a round of the search costs a thread some 60 instructions beside them."""
+    return max(block // 1024, 1)
 
 
 @triton.jit
@@ -68,39 +74,33 @@ def _keys(bits, INF: tl.constexpr):
 
 
 @triton.jit
-def _value(key, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """A key's value in float32."""
-    magnitude = tl.where(key < 0, -key, key)
-    if FORMAT == 0:
-        value = magnitude.to(tl.float32, bitcast=True)
-    elif FORMAT == 1:
-        value = (magnitude << 16).to(tl.float32, bitcast=True)
-    else:
-        # Exponents are 112 apart; the product is exact for subnormals too, and puts inf at 65536: far enough out.
-        value = (magnitude << 13).to(tl.float32, bitcast=True) * 5192296858534827628530496329220096.0
-    return tl.where(key < 0, -value, value)
-
-
-@triton.jit
-def _key_near(value, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """A key close to a float32 value; any key for a NaN."""
-    magnitude = tl.abs(value)
-    if FORMAT == 0:
-        key = magnitude.to(tl.int32, bitcast=True)
-    elif FORMAT == 1:
-        key = magnitude.to(tl.int32, bitcast=True) >> 16
-    else:
-        scaled = tl.minimum(magnitude, 65536.0) * 1.925929944387236e-34
-        key = scaled.to(tl.int32, bitcast=True) >> 13
-    return tl.where(value < 0, -key, key)
+def _load_bits(x_row, start, N, BLOCK: tl.constexpr):
+    offsets = start + tl.arange(0, BLOCK)
+    return tl.load(x_row + offsets, mask=offsets < N, other=0).to(tl.int32)
 
 
 @triton.jit
 def _load_keys(x_row, start, N, BLOCK: tl.constexpr, INF: tl.constexpr):
     """BLOCK keys from element `start` on; beyond the row a key that never wins."""
-    offsets = start + tl.arange(0, BLOCK)
-    bits = tl.load(x_row + offsets, mask=offsets < N, other=0).to(tl.int32)
-    return tl.where(offsets < N, _keys(bits, INF), -INF - 2)
+    bits = _load_bits(x_row, start, N, BLOCK)
+    return tl.where(start + tl.arange(0, BLOCK) < N, _keys(bits, INF), -INF - 2)
+
+
+@triton.jit
+def _first_guess(bits, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
+    """The threshold of a normal row with the mean and deviation of these elements, and by how much one key too many
+    moves it; NaN where there are NaN or infinities."""
+    magnitude = bits & (0x7FFFFFFF if FORMAT == 0 else 0x7FFF)
+    values = (
+        bits.to(tl.float32, bitcast=True)
+        if FORMAT == 0
+        else value_of(tl.where(bits < 0, -magnitude, magnitude), INF, FORMAT)
+    )
+    seen = tl.minimum(N, bits.shape[0])
+    mean = tl.sum(values) / seen
+    deviation = tl.sqrt(tl.maximum(tl.sum(values * values) / seen - mean * mean, 0.0))
+    step = deviation * 2.5066283 * tl.exp(0.5 * quantile * quantile) / N
+    return mean + quantile * deviation, step
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def _count(x_row, keys, trial, N, BLOCK: tl.constexpr, INF: tl.constexpr, RESIDE
 
 @triton.jit
 def _threshold(
-    x_row, keys, N, K, quantile,
+    x_row, keys, N, K, guess, step,
     TIES: tl.constexpr, BLOCK: tl.constexpr, INF: tl.constexpr, FORMAT: tl.constexpr, RESIDENT: tl.constexpr,
     TRIALS: tl.constexpr,
 ):  # fmt: skip
@@ -129,14 +129,6 @@ def _threshold(
     high = INF + 2
     at_low = N
     at_high = 0
-    finite = (keys > -INF) & (keys < INF)
-    values = tl.where(finite, _value(keys, INF, FORMAT), 0.0)
-    seen = tl.maximum(tl.sum(finite.to(tl.int32)), 1).to(tl.float32)
-    mean = tl.sum(values) / seen
-    deviation = tl.sqrt(tl.maximum(tl.sum(values * values) / seen - mean * mean, 0.0))
-    # By how much one key too many moves the threshold of a normal row.
-    step = deviation * 2.5066283 * tl.exp(0.5 * quantile * quantile) / N
-    guess = mean + quantile * deviation
     above = low
     ties = 0
     if K == 0:
@@ -145,14 +137,14 @@ def _threshold(
     round = 0
     while searching:
         middle = (low >> 1) + (high >> 1) + (low & high & 1)  # high - low does not fit 32 bits
-        near = tl.minimum(tl.maximum(_key_near(guess, INF, FORMAT), low + 1), high - 1)
+        near = tl.minimum(tl.maximum(key_near(guess, INF, FORMAT), low + 1), high - 1)
         trial = tl.where((round < TRIALS) & (tl.abs(guess) < 3.0e38), near, middle)
         count = _count(x_row, keys, trial, N, BLOCK, INF, RESIDENT)
         if count == K:
             above = trial - 1
             searching = False
         else:
-            here = _value(trial, INF, FORMAT)
+            here = value_of(trial, INF, FORMAT)
             # Late rounds move to the nearest key that the row has: this ends the search where many keys are equal.
             snap = RESIDENT and round >= TRIALS
             if count > K:
@@ -166,8 +158,8 @@ def _threshold(
                     high = tl.max(tl.where(keys < trial, keys, -INF - 2)) + 1
                 at_high = count
             if (at_low < N) & (at_high > 0):
-                bottom = _value(low, INF, FORMAT)
-                top = _value(high, INF, FORMAT)
+                bottom = value_of(low, INF, FORMAT)
+                top = value_of(high, INF, FORMAT)
                 guess = bottom + (top - bottom) * ((at_low - K).to(tl.float32) / (at_low - at_high).to(tl.float32))
             else:
                 guess = here + (count - K).to(tl.float32) * step
@@ -182,18 +174,19 @@ def _threshold(
     return above, ties
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units_x_R", "units_values_R", "units", "K"])
 def _kwta_fwd(
     x_ptr,  # (R, N) bit patterns
     values_ptr,  # (R, N) bit patterns
     y_ptr,  # (R, N) contiguous
     bits_ptr,  # (R, ceil(N / 32))
     mask_ptr,  # (R, N) contiguous
-    stride_x_R,
-    stride_values_R,
-    N,
+    units_x_R,  # strides and N in units, so that the compiler knows by how much they divide
+    units_values_R,
+    units,
     K,
     quantile,
+    UNIT: tl.constexpr,  # 16 bytes or 1 element
     TIES: tl.constexpr,
     STORE_Y: tl.constexpr,
     STORE_BITS: tl.constexpr,
@@ -206,9 +199,12 @@ def _kwta_fwd(
     TRIALS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    x_row = x_ptr + row * stride_x_R
-    keys = _load_keys(x_row, 0, N, BLOCK, INF)
-    above, ties = _threshold(x_row, keys, N, K, quantile, TIES, BLOCK, INF, FORMAT, RESIDENT, TRIALS)
+    N = units * UNIT
+    x_row = x_ptr + row * units_x_R * UNIT
+    bits = _load_bits(x_row, 0, N, BLOCK)
+    guess, step = _first_guess(bits, N, quantile, INF, FORMAT)
+    keys = tl.where(tl.arange(0, BLOCK) < N, _keys(bits, INF), -INF - 2)
+    above, ties = _threshold(x_row, keys, N, K, guess, step, TIES, BLOCK, INF, FORMAT, RESIDENT, TRIALS)
     start = 0
     while start < N:
         offsets = start + tl.arange(0, CHUNK)
@@ -225,7 +221,7 @@ def _kwta_fwd(
         wins = wins & (offsets < N)
         if STORE_Y:
             # All of them: a mask that differs between neighbours would make 16 loads of two or four.
-            values = tl.load(values_ptr + row * stride_values_R + offsets, mask=offsets < N, other=0)
+            values = tl.load(values_ptr + row * units_values_R * UNIT + offsets, mask=offsets < N, other=0)
             tl.store(y_ptr + row * N + offsets, tl.where(wins, values, 0), mask=offsets < N)
         if STORE_BITS:
             lanes = tl.reshape(wins.to(tl.int32), (CHUNK // 32, 32)) << tl.arange(0, 32)[None, :]
@@ -237,15 +233,17 @@ def _kwta_fwd(
         start += CHUNK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["units_grad_R", "units"])
 def _kwta_bwd(
     grad_ptr,  # (R, N) bit patterns
     bits_ptr,  # (R, ceil(N / 32))
     dx_ptr,  # (R, N) contiguous
-    stride_grad_R,
-    N,
+    units_grad_R,
+    units,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    N = units * UNIT
     row = tl.program_id(0).to(tl.int64)
     n_words = (N + 31) // 32
     word = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
@@ -254,7 +252,7 @@ def _kwta_bwd(
     # A thread reads a word once for its 16 bytes of a row, and all of these at once, whoever won.
     bits = tl.load(bits_ptr + row * n_words + word, mask=word < n_words, other=0)
     wins = ((bits[:, None] >> lane) & 1) != 0
-    grad = tl.load(grad_ptr + row * stride_grad_R + offsets, mask=offsets < N, other=0)
+    grad = tl.load(grad_ptr + row * units_grad_R * UNIT + offsets, mask=offsets < N, other=0)
     tl.store(dx_ptr + row * N + offsets, tl.where(wins, grad, 0), mask=offsets < N)
 
 
@@ -284,23 +282,67 @@ def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
     if dx.numel():
         block = max(min(triton.next_power_of_2(n), BLOCK_BWD), 32)
         grid = (rows, triton.cdiv(n, block))
-        launch(_kwta_bwd, grid, patterns(grad), bits, patterns(dx), grad.stride(0), n, BLOCK=block)
+        unit = _unit((grad,), n, (16 // grad.element_size(),))
+        launch(
+            _kwta_bwd, grid, patterns(grad), bits, patterns(dx), grad.stride(0) // unit, n // unit,
+            UNIT=unit, BLOCK=block, num_warps=warps(block),
+        )  # fmt: skip
     return dx
 
 
 def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=None, mask=None) -> None:
-    rows, n = x.shape
     if x.numel() == 0:
         return
+    if x.element_size() == 2 and x.shape[1] <= RESIDENT:
+        _launch_packed(x, x if values is None else values, k, ties, y, bits, mask)
+        return
+    rows, n = x.shape
     block = max(min(triton.next_power_of_2(n), RESIDENT), 32)
     source = x if values is None else values
     inf, form = FORMATS[x.dtype]
+    unit = _unit((x, source), n, (16 // x.element_size(),))
     launch(
         _kwta_fwd, (rows,),
         patterns(x), patterns(source), patterns(x if y is None else y), x if bits is None else bits,
         x if mask is None else mask.view(torch.int8),
-        x.stride(0), source.stride(0), n, k, normal_quantile(k, n),
+        x.stride(0) // unit, source.stride(0) // unit, n // unit, k, normal_quantile(k, n), UNIT=unit,
         TIES=TIES[ties], STORE_Y=y is not None, STORE_BITS=bits is not None, STORE_MASK=mask is not None,
         INF=inf, FORMAT=form, RESIDENT=n <= RESIDENT, BLOCK=block, CHUNK=min(block, CHUNK), TRIALS=TRIALS,
         num_warps=warps(block),
     )  # fmt: skip
+
+
+def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) -> None:
+    """Rows of 16-bit elements, in words of two where all rows start at one."""
+    rows, n = x.shape
+    unit = _unit((x, values), n, (8, 2))
+    block = max(triton.next_power_of_2(n), 32)
+    inf, form = FORMATS[x.dtype]
+    words_of = _words if unit > 1 else patterns
+    flags = x if mask is None else mask.view(torch.int16 if unit > 1 else torch.int8)
+    launch(
+        kwta_fwd_packed, (rows,),
+        words_of(x), words_of(values), words_of(x if y is None else y), x if bits is None else bits.view(torch.int16),
+        flags, x.stride(0) // unit, values.stride(0) // unit, n // unit, k, normal_quantile(k, n),
+        UNIT=unit, TIES=TIES[ties], STORE_Y=y is not None, STORE_BITS=bits is not None, STORE_MASK=mask is not None,
+        INF=inf, FORMAT=form, BLOCK=block, TRIALS=TRIALS, num_warps=packed_warps(block, unit),
+    )  # fmt: skip
+
+
+def packed_warps(block: int, unit: int) -> int:
+    """64 elements a thread in long rows, 32 where they are read one by one."""
+    return max(block // (2048 if unit > 1 else 1024), 1)
+
+
+def _words(x: Tensor) -> Tensor:
+    """x as words of two elements."""
+    return x.view(torch.int32)
+
+
+def _unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...]) -> int:
+    """The first of the units, in elements, in which rows of these tensors start and n counts; or 1."""
+    for unit in units:
+        size = unit * tensors[0].element_size()
+        if n % unit == 0 and all(each.stride(0) % unit == 0 and aligned(each, size) for each in tensors):
+            return unit
+    return 1

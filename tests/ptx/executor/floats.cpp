@@ -34,11 +34,11 @@ void comparisons(Table& t, const std::string& kind, V) {
 
 template <class T>
 void arithmetic(Table& t, const std::string& kind) {
-  binary<T, T, T>(t, "add." + kind, [](T x, T y) { return x + y; });
-  binary<T, T, T>(t, "sub." + kind, [](T x, T y) { return x - y; });
-  binary<T, T, T>(t, "mul." + kind, [](T x, T y) { return x * y; });
-  binary<T, T, T>(t, "div." + kind, [](T x, T y) { return x / y; });
-  ternary<T, T, T, T>(t, "fma." + kind, [](T x, T y, T z) { return std::fma(x, y, z); });
+  binary<T, T, T>(t, "add." + kind, [](T x, T y) { return one_nan(x + y); });
+  binary<T, T, T>(t, "sub." + kind, [](T x, T y) { return one_nan(x - y); });
+  binary<T, T, T>(t, "mul." + kind, [](T x, T y) { return one_nan(x * y); });
+  binary<T, T, T>(t, "div." + kind, [](T x, T y) { return one_nan(x / y); });
+  ternary<T, T, T, T>(t, "fma." + kind, [](T x, T y, T z) { return one_nan(std::fma(x, y, z)); });
   unary<T, T>(t, "neg." + kind, [](T x) { return -x; });
   unary<T, T>(t, "abs." + kind, [](T x) { return std::fabs(x); });
   unary<T, T>(t, "sqrt." + kind, [](T x) { return std::sqrt(x); });

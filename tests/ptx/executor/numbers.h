@@ -49,6 +49,10 @@ inline T or_nan(T x, T y, T otherwise) {
   return x != x || y != y ? std::numeric_limits<T>::quiet_NaN() : otherwise;
 }
 
+// What arithmetic makes of any NaN in 32 bits; in 64 bits it keeps the digits of one.
+inline f32 one_nan(f32 x) { return x != x ? std::numeric_limits<f32>::quiet_NaN() : x; }
+inline f64 one_nan(f64 x) { return x; }
+
 // A float to an integer: NaN becomes 0, what is too large the largest.
 template <class I, class F>
 inline I saturated(F x) {

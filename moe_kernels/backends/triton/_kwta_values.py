@@ -1,0 +1,34 @@
+"""Keys of k-winner-take-all and the float32 values that they stand for."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def value_of(key, INF: tl.constexpr, FORMAT: tl.constexpr):
+    """A key's value in float32."""
+    magnitude = tl.where(key < 0, -key, key)
+    if FORMAT == 0:
+        value = magnitude.to(tl.float32, bitcast=True)
+    elif FORMAT == 1:
+        value = (magnitude << 16).to(tl.float32, bitcast=True)
+    else:
+        # Exponents are 112 apart; the product is exact for subnormals too, and puts inf at 65536: far enough out.
+        value = (magnitude << 13).to(tl.float32, bitcast=True) * 5192296858534827628530496329220096.0
+    return tl.where(key < 0, -value, value)
+
+
+@triton.jit
+def key_near(value, INF: tl.constexpr, FORMAT: tl.constexpr):
+    """A key close to a float32 value; any key for a NaN."""
+    magnitude = tl.abs(value)
+    if FORMAT == 0:
+        key = magnitude.to(tl.int32, bitcast=True)
+    elif FORMAT == 1:
+        key = magnitude.to(tl.int32, bitcast=True) >> 16
+    else:
+        scaled = tl.minimum(magnitude, 65536.0) * 1.925929944387236e-34
+        key = scaled.to(tl.int32, bitcast=True) >> 13
+    return tl.where(value < 0, -key, key)

@@ -1,0 +1,81 @@
+"""How many instructions the Triton kernels execute, counted in their PTX for sm_80, against what an A100 could issue
+while its memory moves the bytes: a prediction of which of the two bounds a kernel, not a measurement."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+# A100: 108 SMs with 4 schedulers at 1.41 GHz; 1.94 TB/s. Static SASS / PTX is 1.3 for integer code (facts of kwta).
+ISSUE, MEMORY, FACTOR = 108 * 4 * 1.41e9, 1.94e12, 1.3
+
+
+@functools.cache
+def counted(case: str, *arguments: Any) -> list[int]:
+    """Instructions of warps of every launch of a function of this file, in a process without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, __file__, case, json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def predicted(instructions: int, moved: float) -> float:
+    """Issue time over the time that `moved` bytes take."""
+    return FACTOR * instructions / ISSUE / (moved / MEMORY)
+
+
+def kwta(dtype: str, n: int) -> None:
+    from moe_kernels.backends.triton import kwta
+
+    x = torch.randn(32, n).to(getattr(torch, dtype))
+    y, bits = kwta.kwta_fwd(x, None, n // 10, "index", True)
+    kwta.kwta_bwd(y, bits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_kwta_is_bound_by_memory(dtype):
+    forward, backward = counted("kwta", dtype, 4096)
+    moved = 32 * 4096 * (2 * getattr(torch, dtype).itemsize + 1 / 8)
+    assert predicted(forward, moved) <= 1 and predicted(backward, moved) <= 0.3, (forward, backward)
+
+
+def test_rows_of_a_multiple_of_8_take_no_more_instructions():
+    # Triton knows of multiples of 16 only: rows of 1000 were read two bytes at a time.
+    (odd, odd_bwd), (even, even_bwd) = counted("kwta", "bfloat16", 1000), counted("kwta", "bfloat16", 1024)
+    assert odd <= 1.05 * even and odd_bwd <= 1.05 * even_bwd
+
+
+def plan() -> None:
+    from moe_kernels.backends.triton import plan
+
+    experts = torch.randint(0, 128, (32768, 8), dtype=torch.int32)
+    plan.make_plan_fwd(experts, 128, None, None, "token")
+
+
+def test_a_plan_takes_three_launches_and_three_million_instructions():
+    found = counted("plan")
+    assert len(found) == 3 and FACTOR * sum(found) <= 3e6, found
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from ptx import counters, session, triton_launch
+
+    triton_launch.install()
+    torch.manual_seed(0)
+    found: list[int] = []
+    session.session.listeners.append(lambda result: found.append(counters.count(result)["warp_instructions"]))
+    globals()[sys.argv[1]](*json.loads(sys.argv[2]))
+    print(json.dumps(found))
