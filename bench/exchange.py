@@ -83,7 +83,7 @@ class Moved(TorchDispatchMode):
         self.sent, self.calls = self.sent + sent, self.calls + 1
 
 
-def contenders(size: Size, mesh: DeviceMesh) -> dict[str, Layer]:
+def contenders(size: Size, mesh: DeviceMesh, peers: bool) -> dict[str, Layer]:
     """By name; with one rank there is nothing to exchange."""
     alone = dist.get_world_size() == 1
     found = {"one process" if alone else "ExpertParallel": _own(size, None if alone else ExpertParallel(), mesh)}
@@ -91,7 +91,7 @@ def contenders(size: Size, mesh: DeviceMesh) -> dict[str, Layer]:
         places = _places(size, mesh.size())
         found[f"ExpertParallel(capacity={places})"] = _own(size, ExpertParallel(places), mesh)
         found["DTensor: gather tokens, scatter sums"] = _gathered(size, mesh)
-    if importlib.util.find_spec("transformers"):
+    if peers and importlib.util.find_spec("transformers"):
         found["transformers, one process" if alone else "transformers, all_to_all"] = _transformers(size)
     return found
 
@@ -167,13 +167,16 @@ def routing(size: Size) -> tuple[Tensor, Tensor, Tensor]:
     return x, experts.to(torch.int32), weights
 
 
-def measure(size: Size, seconds: float) -> list[Line]:
-    """On every rank; the lines are those of rank 0. A result other than the first contender's raises."""
+def measure(size: Size, seconds: float, peers: bool = True) -> list[Line]:
+    """On every rank; the lines are those of rank 0. A result other than the first contender's raises.
+
+    peers: those of other packages, too.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))["ep"]
     x, experts, weights = (each.chunk(ranks)[rank].contiguous() for each in routing(size))
     owners = routing(size)[1].long() // (size.experts // ranks)
-    layers, times, sent, first = contenders(size, mesh), dict[str, Any](), dict[str, int](), None
+    layers, times, sent, first = contenders(size, mesh, peers), dict[str, Any](), dict[str, int](), None
     for name, layer in layers.items():
         given = x.clone().requires_grad_()
         with Moved() as moved:

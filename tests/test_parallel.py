@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks
+from ranks import Ranks, shared
 
-from bench import exchange
 from bench.exchange_model import Machine, layer_cost, shares
 
 EXACT = (
@@ -25,11 +25,9 @@ EXACT = (
 )
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks()
-    yield started
-    started.close()
+@pytest.fixture
+def ranks() -> Ranks:
+    return shared()
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -45,6 +43,10 @@ MESHES = [(2, 2), (4, 2), (4, 4)]  # ranks, and ranks that share experts
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_five_steps_are_those_of_one_process(ranks: Ranks, kind: str, n: int, ep: int) -> None:
     ranks.run("training", "five_steps", n, ep, kind)
+
+
+def test_parameters_gathered_in_bfloat16(ranks: Ranks) -> None:
+    ranks.run("training", "narrow_fsdp", 4)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -121,11 +123,11 @@ def test_predicted_time_by_hand() -> None:
         layer_cost(machine, 8, 8, 8, 1, shares(6, 0.0), 2)
 
 
-def test_the_bench_measures_what_the_model_predicts() -> None:
-    """Its contenders agree, and move the predicted bytes."""
-    lines = exchange.run(2, exchange.Size(tokens=64, dim=16, hidden=16, experts=4), 0.1)
-    assert {line.contender for line in lines} >= {"ExpertParallel", "DTensor: gather tokens, scatter sums"}
-    for line in lines:
-        assert line.predicted in (None, line.sent)
-        assert 0 < line.forward < line.training
-    assert sum(line.predicted is not None for line in lines) == 2
+def test_the_contenders_of_the_bench_agree(ranks: Ranks) -> None:
+    ranks.run("traffic", "contenders", 2)
+
+
+def test_layers_do_not_import_what_only_ranks_need() -> None:
+    """torch.distributed.tensor takes as long to import as torch's compiler."""
+    code = "import sys, moe_kernels.nn; assert 'torch.distributed.tensor' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

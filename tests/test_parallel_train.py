@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import Ranks
+from ranks import Ranks, shared
 
 SIDES = {
     "competesmoe": "smoe switch stable thor compete",
@@ -16,11 +15,9 @@ SIDES = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    started = Ranks()
-    yield started
-    started.close()
+@pytest.fixture
+def ranks() -> Ranks:
+    return shared()
 
 
 @pytest.fixture

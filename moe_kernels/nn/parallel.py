@@ -253,7 +253,8 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Distrib
     """DDP of a model with sharded experts; `mesh` holds all ranks, such as ("dp", "ep").
 
     Gradients of the experts are averaged over the ranks that own the same experts, the others over all ranks.
-    options: of DistributedDataParallel. With FSDP2 there is no need of this: see ExpertParallel.
+    options: of DistributedDataParallel. FSDP2 needs no such function: see ExpertParallel. DistributedDataParallel with
+    device_mesh=mesh["dp"] averages the same, but torch 2.13 loses the DTensors from named_parameters after a forward.
     """
     sharded = {name: each for name, each in model.named_parameters() if isinstance(each, DTensor)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sharded))

@@ -6,6 +6,8 @@ fork is safe and takes 0.2 s. It reads lines "module check ranks words" and prin
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
@@ -36,6 +38,10 @@ class Ranks:
         errors = json.loads(line)
         assert not errors, "\n".join(f"rank {rank}: {error}" for rank, error in errors.items())
 
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait(10)
+
+@functools.cache
+def shared() -> Ranks:
+    """One for all test files of this process."""
+    ranks = Ranks()
+    atexit.register(ranks.process.kill)
+    return ranks

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from bench import exchange
 from bench.exchange import Moved
 from bench.exchange_model import exchange_bytes, norm_bytes
 from moe_kernels import nn as mnn
@@ -56,3 +57,14 @@ def norms() -> None:
     with Moved() as moved:
         experts.norms(x)
     assert moved.sent == norm_bytes(dist.get_world_size(), len(x), D, E, 4)
+
+
+def contenders() -> None:
+    """Of the bench: the same results, and the predicted bytes."""
+    size = exchange.Size(tokens=64, dim=16, hidden=16, experts=4)
+    lines = exchange.measure(size, 0.05, peers=False)
+    assert [line.contender for line in lines][::2] == ["ExpertParallel", "DTensor: gather tokens, scatter sums"]
+    for line in lines:
+        assert line.predicted in (None, line.sent)
+        assert 0 < line.forward < line.training
+    assert sum(line.predicted is not None for line in lines) == 2

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -85,6 +85,19 @@ def five_steps(ep: str, kind: str) -> None:
         assert abs(a - b) <= 1e-6 * abs(b), (found, expected)
     for (name, a), b in zip(model.named_parameters(), expected_model.parameters(), strict=True):
         torch.testing.assert_close(full(a), b, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def narrow_fsdp() -> None:
+    """Parameters gathered in bfloat16, gradients reduced in float32."""
+    mesh, one = mesh_of("2"), one_model(dist.get_world_size())
+    mean_square(one(tokens())).backward()
+    model, policy = sharded(mesh), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model.layer.experts, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+    mean_square(model(own_tokens()).float()).backward()
+    for (name, a), b in zip(model.named_parameters(), one.parameters(), strict=True):
+        assert a.grad.dtype == torch.float32
+        assert (full(a.grad) - b.grad).norm() < 0.02 * b.grad.norm(), name
 
 
 def norm_of_one_process(kind: str) -> None:
