@@ -1,5 +1,6 @@
 # make test, make bench, make lint, make gpu: each does all of its own set-up, in a virtual environment.
 # make gpu verifies and measures everything on this machine's GPU within ten minutes; with QUICK=1 within two.
+# make fuzz MINUTES=10 compares random calls of every operation with the definition.
 # make baseline saves how the kernels stand to PyTorch; make regression fails where one has lost since.
 # With VENV=0 they use what is installed: make test VENV=0 PYTHON=python3
 
@@ -15,7 +16,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 endif
 
-.PHONY: test bench gpu baseline regression docs lint build clean
+.PHONY: test fuzz bench gpu baseline regression docs lint build clean
 
 test: build
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
@@ -40,6 +41,11 @@ regression: build
 docs: build
 	$(RUN) -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
+
+MINUTES ?= 10
+
+fuzz: build
+	$(RUN) -m tests.fuzz --minutes $(MINUTES) --processes $(JOBS) $(FUZZ)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

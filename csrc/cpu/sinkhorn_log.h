@@ -230,12 +230,13 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
   for (int64_t t = iterations; t-- > 0; std::swap(dg, next)) {
     const Potentials<packed> p = state(t);
     const double *before = state(t - 1).g, inv_tau = 1 / taus(t);
+    const double hotter = taus(t) * last_inv_tau;  // f^t = tau_t log(sum / r), and gradients are in units of the last tau
     const auto moves = load(p.taken) != 0.0;
     std::fill(next, next + width, 0.0);
     for (int64_t j = 0; sums != nullptr && j < width; j += w) {
       const Vec<double> all = load(dg + j), share = moves ? all / load(sums->columns + j) : Vec<double>{};
       store(next + j, moves ? Vec<double>{} : all), store(dg + j, share);
-      store(sums->dcolumns + j, load(sums->dcolumns + j) - share);
+      store(sums->dcolumns + j, load(sums->dcolumns + j) - share * hotter);
     }
     for (int64_t i = 0; i < n; ++i) {
       double* row = ds + i * width;
@@ -251,7 +252,7 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
       df.set(i, moves ? Vec<double>{} : d);
       if (sums != nullptr) {
         d = moves ? d / sums->rows[i] : Vec<double>{};
-        sums->drows.set(i, sums->drows[i] - d);
+        sums->drows.set(i, sums->drows[i] - d * hotter);
       }
       for (int64_t j = 0; j < blocks; ++j) {
         const Vec<double> x = p.rows_normal(part.score(i, j), before, i, j, inv_tau);

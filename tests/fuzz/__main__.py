@@ -1,0 +1,123 @@
+"""python -m tests.fuzz: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+STUCK = 120.0  # seconds that a case may take
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Random calls against the definition.")
+    parser.add_argument("--minutes", type=float, default=10, help="how long (10)")
+    parser.add_argument("--cases", type=int, default=0, help="stop each process after that many cases; 0: no limit")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many at a time (all cores)")
+    parser.add_argument("--seed", type=int, help="of the cases; by default another one every time")
+    parser.add_argument("--op", action="append", default=[], help="this operation alone; may be repeated")
+    parser.add_argument("--failures", type=int, default=20, help="stop a process after that many failures (20)")
+    parser.add_argument("--interpreted", type=float, default=0, help="share of cases on Triton's interpreter (0)")
+    parser.add_argument("--case", help="run this one case again, a JSON object")
+    parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)  # of a worker
+    options = parser.parse_args()
+    if options.case:
+        return _again(json.loads(options.case))
+    if options.state:
+        return _work(options)
+    seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
+    print(f"seed {seed}, {options.processes} processes, {options.minutes:g} minutes", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            _Worker(options, Path(folder) / f"{rank}", seed + 1000003 * rank) for rank in range(options.processes)
+        ]
+        while any(not worker.done() for worker in workers):
+            time.sleep(0.5)
+    cases: Counter[str] = sum((worker.cases for worker in workers), Counter())
+    failures = sum(worker.failures for worker in workers)
+    print(f"{cases.total()} cases, {failures} failures: {', '.join(f'{n} {op}' for op, n in sorted(cases.items()))}")
+    return 1 if failures else 0
+
+
+class _Worker:
+    """A process that runs cases; another one takes its place if a case ends it or does not return."""
+
+    def __init__(self, options: argparse.Namespace, state: Path, seed: int) -> None:
+        self.options, self.state, self.seed = options, state, seed
+        self.end = time.monotonic() + 60 * options.minutes
+        self.cases, self.failures = Counter[str](), 0
+        self._start()
+
+    def _start(self) -> None:
+        self.state.write_text("")
+        given = {"state": self.state, "seed": self.seed, "minutes": max(self.end - time.monotonic(), 0) / 60}
+        given |= {name: getattr(self.options, name) for name in ("cases", "interpreted")}
+        command = [sys.executable, "-m", "tests.fuzz", "--failures", f"{self.options.failures - self.failures}"]
+        command += [word for name, value in given.items() for word in (f"--{name}", f"{value}")]
+        command += [word for op in self.options.op for word in ("--op", op)]
+        environment = os.environ | ({"TRITON_INTERPRET": "1"} if self.options.interpreted else {})
+        self.process = subprocess.Popen(command, env=environment)
+
+    def done(self) -> bool:
+        """Whether all cases have run."""
+        stuck = time.time() - self.state.stat().st_mtime > STUCK
+        if self.process.poll() is None and not stuck:
+            return False
+        self.process.kill()
+        self.process.wait()
+        state = json.loads(self.state.read_text() or "{}")
+        self.cases += Counter(state.get("cases", {}))
+        self.failures += state.get("failures", 0)
+        if self.process.returncode == 0 and "case" not in state:
+            return True
+        self.failures += 1
+        print(f"{'did not return' if stuck else f'ended the process with {self.process.returncode}'}:")
+        print(f"  python -m tests.fuzz --case '{json.dumps(state.get('case', {}))}'", flush=True)
+        self.seed += 7919
+        if time.monotonic() > self.end or self.failures >= self.options.failures:
+            return True
+        self._start()
+        return False
+
+
+def _work(options: argparse.Namespace) -> int:
+    """Runs cases; the state file holds the one that runs, and in the end the counts."""
+    from tests.fuzz.check import failure, names, prepared, report
+    from tests.fuzz.operations import OPERATIONS, drawn
+
+    prepared()
+    draw, ops = random.Random(options.seed), options.op or list(OPERATIONS)
+    kernels, cases, failures = names(), Counter[str](), 0
+    end = time.monotonic() + 60 * options.minutes
+    while time.monotonic() < end and failures < options.failures:
+        interpreted = options.interpreted and draw.random() < options.interpreted
+        spec = drawn(draw, ops, ["triton"] if interpreted else kernels)
+        options.state.write_text(json.dumps({"case": spec, "cases": cases, "failures": failures}))
+        cases[spec["op"]] += 1
+        if failure(spec) is not None:
+            failures += 1
+            print(report(spec), flush=True)
+        if options.cases and cases.total() >= options.cases:
+            break
+    options.state.write_text(json.dumps({"cases": cases, "failures": failures}))
+    return 0
+
+
+def _again(spec: dict[str, object]) -> int:
+    from tests.fuzz.check import failure, prepared
+
+    prepared()
+    found = failure(spec)
+    print(found or "right")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Compares a case with the definition and makes failing cases small.
+
+The tolerance is that of `moe_kernels verify`: twice the error of the definition in the same dtype, plus a floor in
+epsilons of the largest element. Random values meet what chosen ones avoid, sums that cancel and denormal numbers, so
+the floor is at least EFFECT times the effect of moving every input by an epsilon and by the smallest normal number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from moe_kernels import backends
+from moe_kernels.backends import cpu
+from moe_kernels.info import placement
+from moe_kernels.verify import relative_error, said
+from tests.fuzz.operation import Fuzzed
+from tests.fuzz.operations import OPERATIONS
+from tests.fuzz.values import DTYPES, KINDS, LAYOUTS, Spec
+
+EFFECT = 8.0
+WIDEST = cpu.isa, cpu.multiplies_pairs
+
+
+def names(interpreted: bool = False) -> list[str]:
+    """What cases run on: "cpu" with each of its instruction sets, and "triton" if its interpreter is asked for."""
+    return [f"cpu {isa}" for isa in cpu.module.isas[: WIDEST[0] + 1]] + ["triton"] * interpreted
+
+
+@contextmanager
+def running(name: str) -> Iterator[str]:
+    """Within the block that instruction set; yields the name of the backend."""
+    backend, _, isa = name.partition(" ")
+    before = cpu.isa, cpu.multiplies_pairs
+    try:
+        if isa:
+            cpu.isa = cpu.module.isas.index(isa)
+            cpu.multiplies_pairs = WIDEST[1] and isa == "avx512"
+            getattr(backends, "remembered", {}).clear()
+        yield backend
+    finally:
+        cpu.isa, cpu.multiplies_pairs = before
+
+
+def prepared() -> None:
+    """Sets the process up: one thread, and NaN in memory that torch allocates and nothing has written."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def failure(spec: Spec) -> str | None:
+    """What is wrong about a case: an output with its error, or an exception; None if it is right."""
+    operation, dtype = OPERATIONS[spec["op"]], DTYPES[spec["dtype"]]
+    with running(spec["on"]) as backend:
+        try:
+            inputs = operation.build(spec)
+            if operation.kernels and placement(operation.kernels, backend, dtype).device is None:
+                return None
+            found = operation.run(inputs, backend)
+        except Exception as raised:
+            found, error = None, said(raised)
+    try:
+        expected = operation.run(operation.build(spec), "reference")
+    except Exception as raised:
+        # What the definition refuses a kernel refuses too, in words of its own.
+        return None if found is None else f"ran, the definition refuses it: {said(raised)}"
+    if found is None:
+        return error
+    return _difference(operation, spec, found, expected)
+
+
+def _difference(operation: Fuzzed, spec: Spec, found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
+    if found.keys() != expected.keys():
+        return f"outputs {sorted(found)}, expected {sorted(expected)}"
+    truth: dict[str, Tensor] = {}
+    moved: list[dict[str, Tensor]] = []
+    for name, reference in expected.items():
+        got = found[name]
+        if got.shape != reference.shape or got.dtype != reference.dtype:
+            return f"{name}: {got.dtype} {tuple(got.shape)}, expected {reference.dtype} {tuple(reference.shape)}"
+        if _same(got, reference):
+            continue
+        if name in operation.exact:
+            wrong = int((~((got == reference) | ((got != got) & (reference != reference)))).sum())
+            return f"{name}: {wrong} of {got.numel()} elements differ"
+        truth = truth or _outputs(operation, spec)
+        eps = torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
+        allowed = 2 * relative_error(reference, truth[name]) + operation.floor * eps
+        error = relative_error(got, truth[name])
+        if error > allowed:
+            moved = moved or [_outputs(operation, spec, seed) for seed in range(1, 4)]
+            allowed += EFFECT * max(relative_error(each[name], truth[name]) for each in moved)
+            if reference.dtype == torch.float64:  # nothing wider: a sum that cancels is off by its terms' epsilons
+                allowed += 32 * eps * _largest(operation.build(spec)) / (_largest({name: truth[name]}) or 1.0)
+        if error > allowed and not math.isnan(allowed):
+            return f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+    return None
+
+
+def _same(got: Tensor, reference: Tensor) -> bool:
+    """Bit for bit, but for which NaN it is."""
+    if got.is_floating_point():
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+        bits = got.detach().contiguous().view(integers) == reference.detach().contiguous().view(integers)
+        return bool((bits | (got.isnan() & reference.isnan())).all())
+    return torch.equal(got, reference)
+
+
+def _largest(inputs: Mapping[str, object]) -> float:
+    """The largest finite magnitude of the floating tensors given, 0 without any."""
+    each = (value for value in inputs.values() if isinstance(value, Tensor) and value.is_floating_point())
+    return max((float(x.nan_to_num(0, 0, 0).abs().max()) for x in each if x.numel()), default=0.0)
+
+
+def _outputs(operation: Fuzzed, spec: Spec, moved: int = 0) -> dict[str, Tensor]:
+    """The definition's outputs in float64; with `moved`, a seed, of inputs that are an epsilon away, each at random."""
+    dtype, generator = DTYPES[spec["dtype"]], torch.Generator().manual_seed(moved)
+    eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
+
+    def wide(value: object) -> object:
+        if isinstance(value, list):
+            return [wide(each) for each in value]
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        x = value.double()
+        if not moved:
+            return x
+        up, down = (2 * torch.rand(2, *x.shape, dtype=torch.float64, generator=generator) - 1).unbind()
+        return x * (1 + eps * up) + least * down
+
+    inputs = {name: wide(value) for name, value in operation.build(spec).items()}
+    return operation.run(inputs, "reference")
+
+
+def smaller(spec: Spec) -> Iterator[Spec]:
+    """Specs that are simpler than this one in a single respect, the boldest first."""
+    for key, value in spec.items():
+        if key in ("op", "on", "dtype", "seed"):
+            continue
+        tries: list[object] = []
+        if key.endswith(".kind"):
+            tries = list(KINDS[: KINDS.index(value)])
+        elif key.endswith(".layout"):
+            tries = list(LAYOUTS[: LAYOUTS.index(value)])
+        elif isinstance(value, bool):
+            tries = [False] if value else []
+        elif isinstance(value, int):
+            tries = sorted({0, 1, value // 2, value - 1} - {value}) if value > 0 else []
+        elif isinstance(value, float):
+            tries = [1.0] if value != 1.0 else []
+        elif value is not None and not isinstance(value, str):
+            tries = [None]
+        for each in tries:
+            yield {**spec, key: each}
+
+
+def minimised(spec: Spec, fails: Callable[[Spec], bool], tries: int = 300) -> Spec:
+    """A spec as simple as some that fail: no single simplification of it fails, or `tries` are used up."""
+    again = True
+    while again and tries > 0:
+        again = False
+        for each in smaller(spec):
+            tries -= 1
+            if tries <= 0:
+                break
+            if fails(each):
+                spec, again = each, True
+                break
+    return spec
+
+
+def report(spec: Spec) -> str:
+    """A failing case made small, with the command that runs it again."""
+    small = minimised(spec, lambda each: OPERATIONS[each["op"]].fits(each) and failure(each) is not None)
+    return f"{small['op']} on {small['on']}: {failure(small)}\n  python -m tests.fuzz --case '{json.dumps(small)}'"

@@ -1,0 +1,148 @@
+"""Operations of experts: products, MLPs, norms."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import moe_kernels as mk
+from moe_kernels.ops.grouped_gemm import ACTIVATIONS
+from moe_kernels.ops.kwta import pack_bits
+from moe_kernels.ops.masked_mlp import ACTIVATIONS as MASKED
+from moe_kernels.ops.masked_mlp import masked_mlp
+from moe_kernels.verify.grouped_gemm import FLOOR
+from tests.fuzz.operation import Fuzzed, Inputs, Outputs, differentiated
+from tests.fuzz.routing import draw_routing, plan_of
+from tests.fuzz.values import Spec, describe, make, size
+
+KINDS = ("normal", "ties", "constant", "zeros", "tiny")
+GATED = ("swiglu", "geglu")
+
+
+def _draw(draw: random.Random, *names: str) -> Spec:
+    spec = draw_routing(draw, tokens=40, most=9, k=3)
+    spec |= {"experts": min(spec["experts"], 12), "tokens": min(spec["tokens"], 100)}
+    spec |= {"dim": size(draw, 65), "hidden": size(draw, 65), "out": size(draw, 40)}
+    if draw.random() < 0.02:
+        spec |= {"dim": size(draw, 200, 100), "hidden": size(draw, 200, 100), "experts": 2}
+    spec |= {"activation": draw.choice((None, *ACTIVATIONS)), "bias": draw.random() < 0.5}
+    return spec | describe(draw, "x", "w_in", "w_out", "grad", *names, kinds=KINDS)
+
+
+def _weights(spec: Spec, *names: str) -> Inputs:
+    count, dim, hidden, out = (spec[name] for name in ("experts", "dim", "hidden", "out"))
+    columns = 2 * hidden if spec["activation"] in GATED else hidden
+    found = {"w_in": make(spec, "w_in", count, dim, columns) / max(dim, 1) ** 0.5}
+    found |= {"w_out": make(spec, "w_out", count, hidden, out) / max(hidden, 1) ** 0.5}
+    for name, fan in (("w_in", dim), ("w_out", hidden)):  # a division gives contiguous memory: lay it out again
+        again = make(spec, name, *found[name].shape)
+        found[name] = again.mul_(1 / max(fan, 1) ** 0.5) if not _overlaps(again) else found[name]
+    if spec["bias"]:
+        found |= {"b_in": make(spec, "b_in", count, columns), "b_out": make(spec, "b_out", count, out)}
+    return {name: found[name] for name in names if name in found}
+
+
+def _overlaps(x: torch.Tensor) -> bool:
+    return any(stride == 0 and n > 1 for n, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _draw_gemm(draw: random.Random) -> Spec:
+    return _draw(draw) | {"gathered": draw.random() < 0.5}
+
+
+def _build_gemm(spec: Spec) -> Inputs:
+    plan, weights = plan_of(spec), _weights(spec, "w_in", "b_in")
+    inputs: dict[str, Any] = {"weight": weights["w_in"], "bias": weights.get("b_in"), "activation": spec["activation"]}
+    if spec["gathered"]:
+        inputs |= {"rows": make(spec, "x", plan.num_tokens, spec["dim"]), "row_token": plan.row_token}
+    else:
+        inputs |= {"rows": make(spec, "x", plan.num_rows, spec["dim"])}
+    grad = make(spec, "grad", plan.num_rows, spec["hidden"])
+    return inputs | {"expert_offsets": plan.expert_offsets, "grad": grad}
+
+
+def _run_gemm(inputs: Inputs, backend: str) -> Outputs:
+    return differentiated(mk.grouped_gemm, inputs, ("rows", "weight", "bias"), ("out",), backend=backend)
+
+
+def _draw_mlp(draw: random.Random) -> Spec:
+    return _draw(draw, "weights") | {"weights": draw.random() < 0.8}
+
+
+def _build_mlp(spec: Spec) -> Inputs:
+    plan, weights = plan_of(spec), None
+    if spec["weights"]:
+        weights = make(spec, "weights", plan.num_tokens, spec["k"])
+    inputs = {"x": make(spec, "x", plan.num_tokens, spec["dim"]), "plan": plan, "weights": weights}
+    inputs |= _weights(spec, "w_in", "w_out", "b_in", "b_out")
+    return inputs | {"activation": spec["activation"], "grad": make(spec, "grad", plan.num_tokens, spec["out"])}
+
+
+def _run_mlp(inputs: Inputs, backend: str) -> Outputs:
+    leaves = ("x", "weights", "w_in", "w_out", "b_in", "b_out")
+    return differentiated(mk.expert_mlp, inputs, leaves, ("y",), backend=backend)
+
+
+def _build_norms(spec: Spec) -> Inputs:
+    inputs = {"x": make(spec, "x", spec["tokens"], spec["dim"])} | _weights(spec, "w_in", "w_out", "b_in", "b_out")
+    grad = make(spec, "grad", spec["tokens"], spec["experts"])
+    return inputs | {"activation": spec["activation"], "grad": grad}
+
+
+def _run_norms(inputs: Inputs, backend: str) -> Outputs:
+    leaves = ("x", "w_in", "w_out", "b_in", "b_out")
+    return differentiated(mk.expert_norms, inputs, leaves, ("norms",), backend=backend)
+
+
+def _draw_masked(draw: random.Random) -> Spec:
+    spec = {"tokens": size(draw, 33), "layers": draw.randint(1, 3), "dim": size(draw, 40, 1), "out": size(draw, 9, 1)}
+    spec |= {"hidden": size(draw, 130, 1), "activation": draw.choice(sorted(MASKED)), "samples": draw.random() < 0.3}
+    return spec | describe(draw, "x", "grad", kinds=KINDS)
+
+
+def _build_masked(spec: Spec) -> Inputs:
+    widths = [spec["dim"], *[spec["hidden"] + layer for layer in range(spec["layers"])], spec["out"]]
+    generator = torch.Generator().manual_seed(spec["seed"])
+    tokens = spec["tokens"]
+    count = max(tokens // 2, 1) if spec["samples"] else tokens
+    inputs: dict[str, Any] = {"x": make(spec, "x", tokens, widths[0]), "grad": make(spec, "grad", tokens, widths[-1])}
+    for layer, (n_in, n_out) in enumerate(pairwise(widths)):
+        inputs[f"w{layer}"] = make(spec, f"w{layer}", n_out, n_in) / n_in**0.5
+        inputs[f"b{layer}"] = make(spec, f"b{layer}", n_out)
+    inputs["bits"] = [pack_bits(torch.rand(count, n, generator=generator) < 0.5) for n in widths[1:-1]]
+    inputs["samples"] = torch.randint(count, (tokens,), generator=generator) if spec["samples"] else None
+    return inputs | {"activation": spec["activation"]}
+
+
+def _run_masked(inputs: Inputs, backend: str) -> Outputs:
+    layers = len(inputs["bits"]) + 1
+    names = [f"{kind}{layer}" for kind in "wb" for layer in range(layers)]
+
+    def call(**given: Any) -> torch.Tensor:
+        weights, biases = ([given[f"{kind}{layer}"] for layer in range(layers)] for kind in "wb")
+        named = {name: given[name] for name in ("activation", "samples")}
+        return masked_mlp(given["x"], weights, biases, given["bits"], **named, backend=backend)
+
+    return differentiated(call, inputs, ("x", *names), ("y",))
+
+
+def _some(spec: Spec) -> bool:
+    return bool(spec["experts"] >= 1)
+
+
+OPERATIONS = {
+    "grouped_gemm": Fuzzed(_draw_gemm, _build_gemm, _run_gemm, "grouped_gemm", floor=FLOOR, fits=_some, weight=2),
+    "expert_mlp": Fuzzed(_draw_mlp, _build_mlp, _run_mlp, "expert_mlp", floor=FLOOR, fits=_some, weight=2),
+    "expert_norms": Fuzzed(_draw, _build_norms, _run_norms, "expert_norms", floor=FLOOR, fits=_some),
+    "masked_mlp": Fuzzed(
+        _draw_masked,
+        _build_masked,
+        _run_masked,
+        "masked_mlp",
+        floor=FLOOR,
+        fits=lambda spec: min(spec["layers"], spec["dim"], spec["hidden"], spec["out"]) >= 1,
+    ),
+}

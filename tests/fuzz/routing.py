@@ -1,0 +1,169 @@
+"""Operations that route: plans, dispatch, combine."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import torch
+
+import moe_kernels as mk
+from moe_kernels import RoutingPlan
+from moe_kernels.ops.plan import ORDERS
+from tests.fuzz.operation import Fuzzed, Inputs, Outputs, differentiated
+from tests.fuzz.values import Spec, describe, make, size
+
+ARRAYS = ("expert_offsets", "row_token", "row_choice", "slot_row", "requested", "kept", "dropped")
+FINITE = ("normal", "ties", "constant", "zeros", "large", "tiny")
+ROUTINGS = ("uniform", "one expert", "nobody", "some nobody", "skewed")
+
+
+def draw_routing(draw: random.Random, tokens: int = 65, most: int = 33, k: int = 5) -> Spec:
+    spec = {"tokens": size(draw, tokens), "k": size(draw, k), "experts": size(draw, most, 1)}
+    if draw.random() < 0.03:
+        spec |= {"tokens": draw.randint(0, 700), "experts": draw.randint(1, 300)}
+    capacity = draw.choice((None, None, 0, 1, 2, 5, 40))
+    return spec | {"capacity": capacity, "routing": draw.choice(ROUTINGS), "order": draw.choice(ORDERS)}
+
+
+def experts_of(spec: Spec) -> torch.Tensor:
+    """(T, K), int64 or, of odd seeds, int32."""
+    generator = torch.Generator().manual_seed(spec["seed"])
+    shape, count = (spec["tokens"], spec["k"]), spec["experts"]
+    experts = torch.randint(count, shape, generator=generator)
+    if spec["routing"] == "one expert":
+        experts = torch.full(shape, count - 1)
+    elif spec["routing"] == "skewed":
+        experts = (torch.rand(shape, generator=generator) ** 4 * count).long()
+    elif spec["routing"] == "nobody":
+        experts = torch.full(shape, -1)
+    elif spec["routing"] == "some nobody":
+        experts = experts.masked_fill(torch.rand(shape, generator=generator) < 0.4, -1)
+    return experts.int() if spec["seed"] % 2 else experts
+
+
+def plan_of(spec: Spec) -> RoutingPlan:
+    options = {"capacity": spec["capacity"], "order": spec["order"], "backend": "reference"}
+    return mk.make_plan(experts_of(spec), spec["experts"], **options)
+
+
+def arrays_of(plan: RoutingPlan) -> Outputs:
+    return {name: getattr(plan, name) for name in ARRAYS}
+
+
+def _draw_plan(draw: random.Random) -> Spec:
+    return draw_routing(draw) | {"priority": draw.random() < 0.4} | describe(draw, "priority")
+
+
+def _build_plan(spec: Spec) -> Inputs:
+    priority = make(spec, "priority", spec["tokens"]) if spec["priority"] else None
+    given = {"experts": experts_of(spec), "num_experts": spec["experts"], "capacity": spec["capacity"]}
+    return given | {"priority": priority, "order": spec["order"]}
+
+
+def _draw_scores(draw: random.Random) -> Spec:
+    spec = {"tokens": size(draw, 65), "experts": size(draw, 33, 1), "capacity": size(draw, 70)}
+    return spec | describe(draw, "scores", "grad")
+
+
+def _build_scores(spec: Spec) -> Inputs:
+    scores = make(spec, "scores", spec["tokens"], spec["experts"])
+    grad = make(spec, "grad", spec["tokens"], spec["experts"])
+    return {"scores": scores, "capacity": spec["capacity"], "grad": grad}
+
+
+def _run_chosen(name: str, inputs: Inputs, backend: str) -> Outputs:
+    scores = inputs["scores"].detach().requires_grad_()
+    plan, weights = getattr(mk, name)(scores, inputs["capacity"], backend=backend)
+    grad = inputs["grad"][:, : weights.shape[1]]
+    (gradient,) = torch.autograd.grad(weights, scores, grad)
+    return arrays_of(plan) | {"weights": weights.detach(), "dscores": gradient}
+
+
+def _draw_moving(draw: random.Random) -> Spec:
+    spec = draw_routing(draw) | {"dim": size(draw, 130), "weights": draw.random() < 0.7}
+    # The largest numbers overflow in sums of one order and not of another: dispatch alone, which copies, has them.
+    return spec | describe(draw, "rows", "weights", "grad", kinds=FINITE) | describe(draw, "x")
+
+
+def _build_dispatch(spec: Spec) -> Inputs:
+    plan = plan_of(spec)
+    x, grad = make(spec, "x", plan.num_tokens, spec["dim"]), make(spec, "grad", plan.num_rows, spec["dim"])
+    return {"x": x, "plan": plan, "grad": grad}
+
+
+def _build_combine(spec: Spec) -> Inputs:
+    plan = plan_of(spec)
+    rows, grad = make(spec, "rows", plan.num_rows, spec["dim"]), make(spec, "grad", plan.num_tokens, spec["dim"])
+    weights = make(spec, "weights", plan.num_tokens, spec["k"]) if spec["weights"] else None
+    return {"rows": rows, "plan": plan, "weights": weights, "grad": grad}
+
+
+def _draw_counts(draw: random.Random) -> Spec:
+    counts = {"tokens": draw.randint(0, 10**6), "k": draw.randint(0, 64), "experts": draw.randint(1, 4096)}
+    return counts | {"factor": draw.randint(0, 4000), "multiple": draw.randint(1, 9), "n": draw.randint(1, 10**6)}
+
+
+def _run_counts(spec: Inputs, backend: str) -> Outputs:
+    """expert_capacity and k_from_fraction: of a decimal as it is printed, in whole numbers."""
+    tokens, k, experts, multiple, n = (spec[name] for name in ("tokens", "k", "experts", "multiple", "n"))
+    exact, p = Fraction(spec["factor"], 1000), Fraction(min(spec["factor"], 1000) or 1, 1000)
+    if backend == "reference":
+        rows = -((-tokens * k * exact) // experts)
+        found = [int(-(-rows // multiple) * multiple), max(1, int(p * n))]
+    else:
+        rows = mk.expert_capacity(tokens, k, experts, float(exact), multiple)
+        found = [rows, mk.k_from_fraction(float(p), n)]
+    return {"counts": torch.tensor(found)}
+
+
+PLAN = frozenset(ARRAYS)
+CHOSEN = PLAN | {"weights", "dscores"}
+OPERATIONS = {
+    "make_plan": Fuzzed(
+        _draw_plan,
+        _build_plan,
+        lambda inputs, backend: arrays_of(mk.make_plan(**inputs, backend=backend)),
+        "make_plan",
+        exact=PLAN,
+        fits=lambda spec: spec["experts"] >= 1,
+        weight=2,
+    ),
+    "dispatch": Fuzzed(
+        _draw_moving,
+        _build_dispatch,
+        lambda inputs, backend: differentiated(mk.dispatch, inputs, ("x",), ("rows",), backend=backend),
+        "dispatch",
+        exact=frozenset({"rows"}),
+        floor=1.0,
+        fits=lambda spec: spec["experts"] >= 1,
+    ),
+    "combine": Fuzzed(
+        _draw_moving,
+        _build_combine,
+        lambda inputs, backend: differentiated(mk.combine, inputs, ("rows", "weights"), ("y",), backend=backend),
+        "combine",
+        floor=2.0,
+        fits=lambda spec: spec["experts"] >= 1,
+        weight=2,
+    ),
+    "counts": Fuzzed(
+        _draw_counts,
+        lambda spec: {name: each for name, each in spec.items() if isinstance(each, int)},
+        _run_counts,
+        "",
+        exact=frozenset({"counts"}),
+        dtypes=("float32",),
+        fits=lambda spec: min(spec["experts"], spec["multiple"], spec["n"]) >= 1,
+    ),
+} | {
+    name: Fuzzed(
+        _draw_scores,
+        _build_scores,
+        lambda inputs, backend, name=name: _run_chosen(name, inputs, backend),
+        name,
+        exact=CHOSEN,
+        fits=lambda spec: spec["experts"] >= 1,
+    )
+    for name in ("plan_expert_choice", "plan_priority")
+}

@@ -1,0 +1,194 @@
+"""Operations on rows and matrices: selection, gates, permutations."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+import moe_kernels as mk
+from moe_kernels.ops.kwta import TIES
+from moe_kernels.ops.topk_gate import ORDERS
+from tests.fuzz.operation import Fuzzed, Inputs, Outputs, differentiated
+from tests.fuzz.routing import FINITE
+from tests.fuzz.values import Spec, describe, make, size
+
+MODEST = ("normal", "ties", "constant", "zeros", "tiny")
+
+
+def _draw_kwta(draw: random.Random) -> Spec:
+    n = size(draw, 130) if draw.random() < 0.95 else size(draw, 5000)
+    spec = {"rows": size(draw, 9), "n": n, "k": draw.randint(0, n), "values": draw.random() < 0.5}
+    return spec | {"ties": draw.choice(TIES), "batch": draw.random() < 0.2} | describe(draw, "x", "values", "grad")
+
+
+def _build_kwta(spec: Spec) -> Inputs:
+    shape = (2, spec["rows"], spec["n"]) if spec["batch"] else (spec["rows"], spec["n"])
+    values = make(spec, "values", *shape) if spec["values"] else None
+    tensors = {"x": make(spec, "x", *shape), "values": values, "grad": make(spec, "grad", *shape)}
+    return tensors | {"k": spec["k"], "ties": spec["ties"]}
+
+
+def _run_kwta(inputs: Inputs, backend: str) -> Outputs:
+    options = {"ties": inputs["ties"], "backend": backend}
+    given = {name: inputs[name] for name in ("x", "values", "k", "grad")}
+    leaf = "x" if inputs["values"] is None else "values"
+    found = differentiated(mk.kwta, given, (leaf,), ("y",), **options)
+    found["mask"] = mk.kwta_mask(inputs["x"], inputs["k"], **options)
+    _, bits = mk.kwta_bits(inputs["x"], inputs["k"], **options)
+    values = inputs["x"] if inputs["values"] is None else inputs["values"]
+    applied = differentiated(
+        mk.kwta_apply, {"values": values, "bits": bits, "grad": inputs["grad"]}, ("values",), ("y",), backend=backend
+    )
+    return found | {"bits": bits} | {f"applied {name}": each for name, each in applied.items()}
+
+
+def _draw_topk(draw: random.Random) -> Spec:
+    experts = size(draw, 130, 1)
+    spec = {"tokens": size(draw, 40), "experts": experts, "k": draw.randint(1, min(experts, 16))}
+    spec |= {
+        "order": draw.choice(ORDERS),
+        "noise": draw.random() < 0.3,
+        "scale": draw.choice((1.0, 1.0, 30.0, 1e3, 1e5)),
+    }
+    return spec | describe(draw, "logits", "noise", "grad", kinds=FINITE)
+
+
+def _build_topk(spec: Spec) -> Inputs:
+    shape = spec["tokens"], spec["experts"]
+    noise = make(spec, "noise", *shape) if spec["noise"] else None
+    logits = make(spec, "logits", *shape)
+    if spec["scale"] != 1.0:
+        logits = (logits.double() * spec["scale"]).clamp(-6e4, 6e4).to(logits.dtype)
+    grad = make(spec, "grad", spec["tokens"], spec["k"])
+    return {"logits": logits, "noise": noise, "k": spec["k"], "order": spec["order"], "grad": grad}
+
+
+def _run_topk(inputs: Inputs, backend: str) -> Outputs:
+    return differentiated(mk.topk_gate, inputs, ("logits", "noise"), ("weights", "experts"), backend=backend)
+
+
+def _draw_tree(draw: random.Random) -> Spec:
+    spec = {"tokens": size(draw, 20), "dim": size(draw, 65), "trees": size(draw, 4, 1), "experts": size(draw, 40, 2)}
+    spec |= {"bias": draw.random() < 0.5, "gamma": draw.choice((1.0, 0.1, 3.0, 10.0))}
+    return spec | describe(draw, "x", "split_weight", "leaf_weight", "grad_gates", "grad_probs", kinds=MODEST)
+
+
+def _build_tree(spec: Spec) -> Inputs:
+    trees, experts, dim = spec["trees"], spec["experts"], spec["dim"]
+    tensors = {
+        "x": make(spec, "x", spec["tokens"], dim),
+        "split_weight": make(spec, "split_weight", trees, experts - 1, dim) * 0.5 / max(dim, 1) ** 0.5,
+        "leaf_weight": make(spec, "leaf_weight", trees, experts, dim),
+    }
+    if spec["bias"]:
+        tensors |= {"split_bias": make(spec, "split_bias", trees, experts - 1)}
+        tensors |= {"leaf_bias": make(spec, "leaf_bias", trees, experts)}
+    grads = {"grad_1": make(spec, "grad_gates", spec["tokens"], experts)}
+    grads["grad_2"] = make(spec, "grad_probs", spec["tokens"], trees, experts)
+    return tensors | grads | {"gamma": spec["gamma"]}
+
+
+def _run_tree(inputs: Inputs, backend: str) -> Outputs:
+    leaves = ("x", "split_weight", "leaf_weight", "split_bias", "leaf_bias")
+    return differentiated(mk.tree_gate, inputs, leaves, ("gates", "leaf_probs"), backend=backend)
+
+
+def _run_route(inputs: Inputs, backend: str) -> Outputs:
+    given = {name: each for name, each in inputs.items() if not name.startswith("grad")}
+    weights, experts = mk.tree_route(**given, backend=backend)
+    return {"weights": weights, "experts": experts}
+
+
+def _draw_sinkhorn(draw: random.Random) -> Spec:
+    spec = {"batch": size(draw, 4), "n": size(draw, 33), "iterations": draw.randint(0, 20)}
+    spec |= {"tau": draw.choice((1.0, 0.2, 0.5)), "sums": draw.random() < 0.2, "noise": draw.random() < 0.2}
+    spec |= {"cooling": draw.random() < 0.2}
+    return spec | describe(draw, "scores", "grad", kinds=MODEST)
+
+
+def _build_sinkhorn(spec: Spec) -> Inputs:
+    shape = spec["batch"], spec["n"], spec["n"]
+    inputs = {"scores": make(spec, "scores", *shape), "grad": make(spec, "grad", *shape)}
+    inputs |= {"iterations": spec["iterations"], "tau": spec["tau"]}
+    if spec["sums"]:
+        rows = make({**spec, "rows.kind": "normal"}, "rows", *shape[:2]).abs() + 0.5
+        inputs |= {"rows": rows, "columns": rows.flip(1)}
+    if spec["noise"]:
+        inputs["noise"] = make(spec, "noise", *shape)
+    if spec["cooling"]:
+        inputs["anneal_from"] = 2.0
+    return inputs
+
+
+def _run_sinkhorn(inputs: Inputs, backend: str) -> Outputs:
+    return differentiated(mk.sinkhorn, inputs, ("scores", "rows", "columns", "noise"), ("p",), backend=backend)
+
+
+def _draw_harden(draw: random.Random) -> Spec:
+    return {"batch": size(draw, 3), "n": size(draw, 9)} | describe(draw, "soft", kinds=FINITE)
+
+
+def _run_harden(inputs: Inputs, backend: str) -> Outputs:
+    """A permutation that no exchange of two rows improves; of several equal ones any may come."""
+    soft = inputs["soft"]
+    columns = mk.harden(soft)
+    n = soft.shape[-1]
+    valid = columns.sort(-1).values.eq(torch.arange(n)).all().reshape(1)
+    if backend == "reference":
+        return {"valid": torch.ones_like(valid), "best": torch.ones_like(valid)}
+    chosen = soft.double().gather(-1, columns[..., None])[..., 0]
+    swapped = soft.double().gather(-1, columns[..., None, :].expand(soft.shape))
+    gain = swapped + swapped.mT - chosen[..., None] - chosen[..., None, :]
+    size = soft.double().abs().amax().item() if soft.numel() else 0.0
+    return {"valid": valid, "best": (gain <= 1e-12 * size).all().reshape(1)}
+
+
+OPERATIONS = {
+    "kwta": Fuzzed(
+        _draw_kwta,
+        _build_kwta,
+        _run_kwta,
+        "kwta",
+        exact=frozenset({"y", "dx", "dvalues", "mask", "bits", "applied y", "applied dvalues"}),
+        fits=lambda spec: spec["k"] <= spec["n"],
+        weight=3,
+    ),
+    "topk_gate": Fuzzed(
+        _draw_topk,
+        _build_topk,
+        _run_topk,
+        "topk_gate",
+        exact=frozenset({"experts"}),
+        floor=2.0,
+        fits=lambda spec: 1 <= spec["k"] <= spec["experts"],
+        weight=3,
+    ),
+    "tree_gate": Fuzzed(
+        _draw_tree,
+        _build_tree,
+        _run_tree,
+        "tree_gate",
+        floor=16.0,
+        fits=lambda spec: spec["experts"] >= 2 and spec["trees"] >= 1,
+    ),
+    "tree_route": Fuzzed(
+        # Whole numbers meet a node's zero, where rounding decides between left and right.
+        lambda draw: _draw_tree(draw) | {"gamma": 1e-6, "x.kind": "normal", "split_weight.kind": "normal"},
+        _build_tree,
+        _run_route,
+        "tree_route",
+        exact=frozenset({"experts"}),
+        floor=8.0,
+        dtypes=("float32", "float64"),
+        fits=lambda spec: spec["experts"] >= 2 and spec["trees"] >= 1 and spec["gamma"] == 1e-6,
+    ),
+    "sinkhorn": Fuzzed(_draw_sinkhorn, _build_sinkhorn, _run_sinkhorn, "sinkhorn", floor=8.0, weight=2),
+    "harden": Fuzzed(
+        _draw_harden,
+        lambda spec: {"soft": make(spec, "soft", spec["batch"], spec["n"], spec["n"])},
+        _run_harden,
+        "",
+        exact=frozenset({"valid", "best"}),
+    ),
+}
