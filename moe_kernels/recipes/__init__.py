@@ -76,8 +76,7 @@ class Task:
     state; none may wait for the device.
 
     loss: batch -> named () tensors (means over the steps are logged): "loss" is differentiated, "task" or
-        "text" is the part of it that the data judge, the others are its regularisers, weighted, or figures whose name
-        ends with "?".
+        "text" is the part of it that the data judge, the others are its regularisers, weighted.
     evaluate: batch -> Evaluation, of one forward. Called in eval mode without gradients.
     predict: a sample's inputs, without what is to be told -> the prediction; called in eval mode.
     predict_known: a batch of the test set -> the same, where something that training keeps of it, such as frozen masks,

@@ -92,7 +92,7 @@ class MovieLens(Recipe):
         def loss(batch: Batch) -> dict[str, Tensor]:
             watched, rating, out = model(*batch.tensors[:2])
             task = self._task_loss(watched, rating, *batch.tensors[2:])
-            return total_loss(task, out.losses) | {"experts?": out.statistics["experts_per_token"]}
+            return total_loss(task, out.losses)
 
         def evaluate(batch: Batch) -> Evaluation:
             watched, rating, out = model(*batch.tensors[:2])

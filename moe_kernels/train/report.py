@@ -33,7 +33,7 @@ class History:
     flops_known: float = math.nan  # of a sample whose frozen masks were kept; as many as `flops` where none are
     unit: str = "experts"  # what the routing counts
     chosen: int = -1  # the row that counts
-    terms: list[Row] = field(default_factory=list)  # beside every row: regularisers of the loss, and figures with "?"
+    terms: list[Row] = field(default_factory=list)  # beside every row: regularisers of the loss
 
     @property
     def result(self) -> Row:
@@ -83,7 +83,6 @@ def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
                 {
                     name: _mean_and_spread([row.get(name, math.nan) for row in terms])[0]
                     for name in dict.fromkeys(name for row in terms for name in row)
-                    if not name.endswith("?")
                 },
                 mine[0].parameters,
             )
@@ -188,7 +187,7 @@ def picture(path: Path, histories: Sequence[History], metric: str, title: str) -
             axis.plot(steps, [sum(column) / len(column) for column in columns], label=side, **look)
             axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=look["color"], alpha=0.2)
         axis.set(xlabel="step", ylabel=name)
-    rest = dict.fromkeys(name for each in final for row in each.terms for name in row if not name.endswith("?"))
+    rest = dict.fromkeys(name for each in final for row in each.terms for name in row)
     if rest:
         axes[1].set_title(f"trained besides: {', '.join(rest)}", fontsize="small")
     axes[0].legend(fontsize="small")
