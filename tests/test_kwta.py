@@ -10,6 +10,7 @@ import torch
 from conftest import TARGETS, Target, reason_to_skip, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inputs import far_apart, framed
 
 import moe_kernels as mk
 from moe_kernels import backends
@@ -43,6 +44,7 @@ def special(n: int) -> torch.Tensor:
 
 ROWS = {
     "normal": torch.randn,  # distinct values: the three tie rules agree
+    "negative": lambda n: torch.randn(n) - 200,  # zeros past the row would be its largest
     "small integers": lambda n: torch.randint(-2, 3, (n,)).float(),  # ties everywhere, also across the boundary
     "constant": lambda n: torch.full((n,), 0.3),  # "strict" keeps nothing, "all" everything
     "relu": lambda n: torch.randn(n).relu(),  # half the row is one value
@@ -62,9 +64,9 @@ def ks(n: int) -> list[int]:
 
 
 def shapes(target: Target) -> list[tuple[int, int]]:
-    """(n, k): all of them, or the two that an interpreter has the time for (33: a word and one element more)."""
+    """(n, k): all of them, or a few (33: a word and one element more; 64: whole words, which are read as vectors)."""
     if target.interpreted:
-        return [(33, 16), (33, 3)]
+        return [(33, 16), (33, 3), (33, 33), (33, 0), (64, 21)]
     return [(n, k) for n in (1, 2, 31, 32, 33, 100, 512) for k in ks(n)]
 
 
@@ -182,6 +184,22 @@ def test_views_are_read_in_place_and_nothing_outside_is_written(target):
     before = frame.clone()
     mk.kwta(frame[1:5, 2:48], 9, backend=target.backend)
     assert torch.equal(frame, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ties", TIES)
+def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
+    """NaN, which ranks highest, on all sides of x, values and the gradient; then rows 2^30 elements apart."""
+    for n, k in ((5, 2), (33, 7), (64, 30), (300, 30)):
+        x, values, grad = (torch.randn(20, n, device=target.device).to(dtype) for _ in range(3))
+        mask = mk.kwta_mask(x, k, ties=ties, backend="reference")
+        for place in (framed, far_apart):
+            leaf = place(values).requires_grad_()
+            assert torch.equal(mk.kwta_mask(place(x), k, ties=ties, backend=target.backend), mask)
+            y = mk.kwta(place(x), k, values=leaf, ties=ties, backend=target.backend)
+            assert same_bits(y.detach(), torch.where(mask, values, 0))
+            (dvalues,) = torch.autograd.grad(y, leaf, place(grad))
+            assert same_bits(dvalues, torch.where(mask, grad, 0))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (2, 0, 4), (1,), (2, 1, 3, 5)])

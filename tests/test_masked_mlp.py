@@ -103,6 +103,19 @@ def test_what_does_not_answer_is_zero_whatever_it_holds(target, activation):
     assert found["out"].isnan().any(-1).tolist() == [False, False, bool(masks[1][2].any()), False]
 
 
+def test_the_slope_of_relu_at_zero_is_zero(target):
+    """Neurons that answer and whose pre-activation is exactly 0."""
+    for zero in (0.0, -0.0):
+        leaves, masks = network(4, widths=(3, 40, 33, 2), device=target.device)
+        leaves["w0"].zero_()
+        leaves["b0"].fill_(zero)
+        masks = [torch.ones_like(mask) for mask in masks]
+        found = results(call(masks, "relu", target.backend), leaves, torch.ones(4, 2))
+        assert found["w1"].shape == (33, 40)
+        assert not any(found[name].any() for name in ("x", "w0", "b0", "w1"))
+        assert found["b1"].any()
+
+
 def test_no_tokens_with_samples(target):
     leaves, _ = network(0, widths=(4, 5, 2), device=target.device)
     bits, samples = torch.zeros(7, 1, dtype=torch.int32, device=target.device), torch.zeros(0, dtype=torch.int64)

@@ -290,6 +290,31 @@ def test_other_policies_are_the_reference(target, policy, kind, dtype):
             assert_consistent(expected)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "ties", "same for all"])
+def test_more_pairs_than_are_looked_at_together(target, kind):
+    """Two windows of 1024 pairs, of which each has several tiles, and columns of more than a word of tokens."""
+    scores = scores_of(kind, 60, 20, torch.float32)
+    for policy, capacity in itertools.product(("plan_priority", "plan_expert_choice"), (2, 3, 60)):
+        need(target, policy)
+        expected, want = getattr(mk, policy)(scores, capacity, backend="reference")
+        plan, weights = getattr(mk, policy)(scores.to(target.device), capacity, backend=target.backend)
+        assert_same(plan, expected)
+        assert torch.equal(weights.cpu(), want)
+
+
+def test_index_arrays_and_priorities_that_are_views(target):
+    experts, priority = torch.randint(-1, 5, (40, 3)), torch.rand(40)
+    for order in ("choice", "token"):
+        expected = mk.make_plan(experts, 5, capacity=9, priority=priority, order=order, backend="reference")
+        wide = torch.full((42, 7), 4)
+        wide[1:-1, 1:-1:2] = experts
+        views = [wide.to(target.device)[1:-1, 1:-1:2], experts.t().contiguous().to(target.device).t()]
+        second = torch.stack([priority, torch.full((40,), NAN)], 1).to(target.device)[:, 0]
+        for view in views:
+            plan = mk.make_plan(view, 5, capacity=9, priority=second, order=order, backend=target.backend)
+            assert_same(plan, expected)
+
+
 def test_priority_routing_balances_exactly():
     plan, weights = mk.plan_priority(torch.rand(96, 8), 12)
     assert plan.kept.tolist() == [12] * 8

@@ -1,0 +1,235 @@
+"""Grouped products at their edges: what lies beside operands, strides, partial tiles, slopes at 0, one gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from inputs import each_alone, far_apart, framed
+from test_dispatch import plans
+from test_expert_mlp import leaves_of
+from test_grouped_gemm import ACTS, check, finest, judge, loop, offsets_of, results, skip_unsupported
+
+import moe_kernels as mk
+
+OP = "grouped_gemm"
+SLOPE_AT_0 = {"relu": 0.0, "gelu": 0.5, "silu": 0.5, "tanh": 1.0}
+
+
+def assert_equal_but_for_rounding(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """A GPU's reciprocal and exponential are approximate; slopes of 0 and 1 are exact to many more digits than 1e-5."""
+    expected = expected.to(got.device, torch.float32).expand(got.shape)
+    torch.testing.assert_close(got.float(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("activation", SLOPE_AT_0)
+def test_slopes_at_zero(target, activation):
+    """Pre-activations of exactly 0: the gradient to x is the slope there times the sum of a row of weights."""
+    dtype, device = finest(target), target.device
+    offsets = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
+    leaves = {"x": torch.zeros(3, 16, device=device, dtype=dtype)}
+    leaves["weight"] = torch.ones(2, 16, 24, device=device, dtype=dtype)
+    for zero in (0.0, -0.0):
+        leaves["x"].fill_(zero)
+        got = results(
+            lambda x, weight: mk.grouped_gemm(x, weight, offsets, activation=activation, backend=target.backend),
+            leaves,
+            torch.ones(3, 24),
+        )
+        assert not got["out"].any()
+        assert_equal_but_for_rounding(got["x"], torch.full((1, 1), 24 * SLOPE_AT_0[activation]))
+
+
+@pytest.mark.parametrize("activation", SLOPE_AT_0)
+def test_slopes_at_zero_of_a_hidden_layer(target, activation):
+    """expert_mlp and expert_norms have backward kernels of their own."""
+    dtype = finest(target)
+    plan = plans(target.device)["dropped"]
+    kept = (plan.slot_row >= 0).sum(1, keepdim=True)
+    leaves = {
+        "x": torch.zeros(plan.num_tokens, 16, device=target.device, dtype=dtype),
+        "w_in": torch.ones(5, 16, 16, device=target.device, dtype=dtype),
+        "w_out": torch.ones(5, 16, 8, device=target.device, dtype=dtype),
+    }
+    ones = torch.ones(plan.slot_row.shape, device=target.device, dtype=dtype)
+
+    def mlp(x, w_in, w_out):
+        return mk.expert_mlp(x, plan, w_in, w_out, weights=ones, activation=activation, backend=target.backend)
+
+    got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
+    assert_equal_but_for_rounding(got["x"], 8 * 16 * SLOPE_AT_0[activation] * kept)
+
+    def norms(x, w_in, w_out):
+        bias = torch.zeros(5, 8, device=target.device, dtype=dtype)
+        bias[:, 0] = 1
+        return mk.expert_norms(x, w_in, w_out, b_out=bias, activation=activation, backend=target.backend)
+
+    got = results(norms, leaves, torch.ones(plan.num_tokens, 5))
+    assert (
+        got["x"].float() == 5 * 16 * SLOPE_AT_0[activation]
+    ).all()  # of the norm: 1 in the first column, 0 in others
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_partial_tiles_on_every_axis(target, gathered, activation):
+    """Several tiles and one that is not full: of an expert's rows, of the columns, of the sum."""
+    dtype = finest(target)
+    sizes = (170, 150, 140, 2) if target.interpreted else (600, 300, 280, 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(check.__globals__["ROUTINGS"], "two", (3, 2))
+        check(target, dtype, "two", sizes, activation, gathered)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_lies_around_the_operands_is_not_read(target, transposed):
+    """NaN on all sides of rows, weights, bias and gradient, at addresses that are no multiple of 16 bytes."""
+    dtype, device, offsets = finest(target), target.device, offsets_of("zipf", 40, target.device)
+    for din, dout in ((19, 26), (37, 8), (16, 33)):
+        leaves = {
+            "x": torch.randn(40, din, device=device).to(dtype),
+            "weight": (torch.randn(5, din, dout, device=device) / math.sqrt(din)).to(dtype),
+            "bias": torch.randn(5, dout, device=device).to(dtype),
+        }
+        grad = torch.randn(40, dout, device=device).to(dtype)
+        truth = results(
+            lambda x, weight, bias: loop(x, weight, offsets, bias, "gelu", None),
+            {name: each.cpu().double() for name, each in leaves.items()},
+            grad.cpu(),
+        )
+        reference = results(
+            lambda x, weight, bias: mk.grouped_gemm(
+                x, weight, offsets, bias=bias, activation="gelu", backend="reference"
+            ),
+            leaves,
+            grad,
+        )
+        around = {name: framed(each) for name, each in leaves.items()}
+        if transposed:
+            around["weight"] = framed(leaves["weight"].mT.contiguous()).mT
+        given = {name: each.requires_grad_() for name, each in around.items()}
+        out = mk.grouped_gemm(
+            given["x"], given["weight"], offsets, bias=given["bias"], activation="gelu", backend=target.backend
+        )
+        gradients = torch.autograd.grad(out, list(given.values()), framed(grad))
+        got = {"out": out.detach()} | dict(zip(given, gradients, strict=True))
+        judge(target, dtype, got, reference, truth)
+
+
+@pytest.mark.parametrize("apart", ["experts", "rows of an expert", "columns of an expert", "rows of x", "gradient"])
+def test_operands_far_apart(target, apart):
+    """Experts, rows of weights, rows of x or of the gradient 2^30 elements apart."""
+    dtype, device = finest(target), target.device
+    offsets = torch.tensor([0, 7, 7, 18], dtype=torch.int32, device=device)
+    x, grad = torch.randn(20, 16, device=device).to(dtype), torch.randn(20, 16, device=device).to(dtype)
+    weight = torch.randn(3, 16, 16, device=device).to(dtype)
+    strides = {"experts": (2**30, 16, 1), "rows of an expert": (16, 2**30, 1), "columns of an expert": (16, 1, 2**30)}
+    there = {
+        "x": far_apart(x) if apart == "rows of x" else x,
+        "weight": far_apart(weight, strides[apart]) if apart in strides else weight,
+    }
+    found = []
+    for given, backend in ((there, target.backend), ({"x": x, "weight": weight}, "reference")):
+        leaves = {name: each.detach().requires_grad_() for name, each in given.items()}
+        out = mk.grouped_gemm(leaves["x"], leaves["weight"], offsets, activation="relu", backend=backend)
+        to = far_apart(grad) if apart == "gradient" and backend == target.backend else grad
+        found.append((out.detach(), *torch.autograd.grad(out, list(leaves.values()), to)))
+    rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-4
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=rounding, atol=8 * rounding)
+
+
+def test_gathered_rows_far_apart(target):
+    dtype, device = finest(target), target.device
+    offsets = torch.tensor([0, 7, 18], dtype=torch.int32, device=device)
+    token = torch.randint(-1, 20, (20,), dtype=torch.int32, device=device)
+    token[:2] = 19
+    x, weight = torch.randn(20, 16, device=device).to(dtype), torch.randn(2, 16, 16, device=device).to(dtype)
+    got, expected = (
+        results(
+            lambda weight, place=place, backend=backend: mk.grouped_gemm(
+                place(x), weight, offsets, row_token=token, backend=backend
+            ),
+            {"weight": weight},
+            torch.ones(20, 16),
+        )
+        for place, backend in ((far_apart, target.backend), (torch.clone, "reference"))
+    )
+    for name in got:
+        torch.testing.assert_close(got[name], expected[name], rtol=2.0**-6, atol=0.1)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "swiglu"])
+def test_each_gradient_alone_is_the_same(target, activation):
+    dtype, device, offsets = finest(target), target.device, offsets_of("adversarial", 30, target.device)
+    token = torch.randint(-1, 15, (30,), device=device)
+    leaves = {
+        "x": torch.randn(15, 16, device=device).to(dtype),
+        "weight": torch.randn(5, 16, 24, device=device).to(dtype),
+        "bias": torch.randn(5, 24, device=device).to(dtype),
+    }
+
+    def call(x, weight, bias):
+        return mk.grouped_gemm(
+            x, weight, offsets, bias=bias, activation=activation, row_token=token, backend=target.backend
+        )
+
+    grad = torch.randn(12 if activation == "swiglu" else 24, 30, device=device).to(dtype).t()  # no layout to read
+    together = results(call, leaves, grad)
+    alone = each_alone(call, leaves, grad)
+    assert all(torch.equal(each, together[name]) for name, each in alone.items())
+
+
+@pytest.mark.parametrize("activation", ["relu", "geglu"])
+def test_each_gradient_of_an_expert_mlp_alone_is_the_same(target, activation):
+    dtype, plan = finest(target), plans(target.device)["unused rows"]
+    leaves = leaves_of(plan, dtype, target.device, activation)
+
+    def call(**given):
+        return mk.expert_mlp(plan=plan, activation=activation, backend=target.backend, **given)
+
+    grad = torch.randn(10, plan.num_tokens, device=target.device).to(dtype).t()
+    together = results(call, leaves, grad)
+    alone = each_alone(call, leaves, grad)
+    for name, each in alone.items():
+        torch.testing.assert_close(each, together[name], rtol=0, atol=0, msg=name)
+
+
+def test_index_arrays_that_are_views(target):
+    """Offsets and tokens from the middle of longer arrays, and every second element of one."""
+    dtype, device = finest(target), target.device
+    offsets, token = offsets_of("zipf", 30, device), torch.randint(-1, 9, (30,), dtype=torch.int32, device=device)
+    x, weight = torch.randn(9, 16, device=device).to(dtype), torch.randn(5, 16, 16, device=device).to(dtype)
+    expected = mk.grouped_gemm(x, weight, offsets, row_token=token, backend=target.backend)
+    for index in (torch.int32, torch.int64):
+        views = []
+        for each in (offsets, token):
+            middle, second = each.new_full((len(each) + 2,), 2**30), each.new_full((2 * len(each),), 2**30)
+            middle[1:-1], second[::2] = each, each
+            views.append([middle.to(index)[1:-1], second.to(index)[::2]])
+        for of_offsets, of_token in zip(*views, strict=True):
+            got = mk.grouped_gemm(x, weight, of_offsets, row_token=of_token, backend=target.backend)
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "tanh", "swiglu"])
+def test_infinite_weights_of_gates_and_of_rows_that_nobody_has(target, activation):
+    """A bias of infinity in an expert without rows, and a token that nobody kept: neither shows."""
+    skip_unsupported(target, finest(target))
+    dtype, device = finest(target), target.device
+    offsets = torch.tensor([0, 4, 4, 7], dtype=torch.int32, device=device)
+    x, weight = torch.randn(9, 16, device=device).to(dtype), torch.randn(3, 16, 16, device=device).to(dtype)
+    bias = torch.randn(3, 16, device=device).to(dtype)
+    bias[1], weight[1], x[7:] = math.inf, math.nan, math.inf
+    leaves = {"x": x, "weight": weight, "bias": bias}
+    got = results(
+        lambda x, weight, bias: mk.grouped_gemm(
+            x, weight, offsets, bias=bias, activation=activation, backend=target.backend
+        ),
+        leaves,
+        torch.ones(9, 8 if activation == "swiglu" else 16),
+    )
+    assert all(each.isfinite().all() for each in got.values())
+    assert not got["x"][7:].any()
+    assert activation in ACTS
