@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +128,17 @@ def words(n: int) -> int:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What a kernel computes in: float32, or float64 for float64."""
     return dtype if dtype == torch.float64 else torch.float32
+
+
+CHECK = "MOE_KERNELS_CHECK"
+
+
+def is_checked(index: Tensor) -> bool:
+    """Whether the values of an index array are checked before a kernel uses them as addresses.
+
+    On the CPU always. On a GPU only with MOE_KERNELS_CHECK=1, as every check waits for the device.
+    """
+    return index.is_cpu or os.environ.get(CHECK, "0") not in ("", "0")
 
 
 def no_flops(*args, **kwargs) -> int:

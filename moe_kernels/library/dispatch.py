@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, no_flops, ops, rows
+from moe_kernels.library._define import define, is_checked, no_flops, ops, rows
 
 
 def refuse_bad_rows(
     op: str, slot_row: Tensor, num_rows: int, row_token: Tensor | None = None, expert_offsets: Tensor | None = None
 ) -> None:
-    """ValueError for what a plan's arrays hold out of range, on the CPU; for a GPU one would wait."""
-    if not slot_row.is_cpu:
+    """ValueError for what a plan's arrays hold out of range, where it is checked (is_checked)."""
+    if not is_checked(slot_row):
         return
     num_tokens = slot_row.shape[0]
     if row_token is not None:

@@ -8,12 +8,23 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import GATED, contiguous, define, gradient_like, matrices, no_flops, ops, refused, rows
+from moe_kernels.library._define import (
+    GATED,
+    contiguous,
+    define,
+    gradient_like,
+    is_checked,
+    matrices,
+    no_flops,
+    ops,
+    refused,
+    rows,
+)
 
 
 def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
-    """ValueError for offsets that fall or exceed R, or tokens outside [-1, T), on the CPU; for a GPU one would wait."""
-    if not expert_offsets.is_cpu:
+    """ValueError for offsets that fall or exceed R, or tokens outside [-1, T), where they are checked (is_checked)."""
+    if not is_checked(expert_offsets):
         return
     num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
     bounds = expert_offsets.tolist()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import python_ref.masked_mlp as reference
 from moe_kernels import backends
-from moe_kernels.library._define import contiguous, define, gradient_like, no_flops, ops, refused
+from moe_kernels.library._define import contiguous, define, gradient_like, is_checked, no_flops, ops, refused
 from python_ref.masked_mlp import ACTIVATIONS
 
 # Their slope follows from their value, so a_l is not kept.
@@ -27,8 +27,8 @@ _SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def refuse_bad_samples(samples: Tensor | None, num_samples: int) -> None:
-    """ValueError for samples outside [0, S), on the CPU; for a GPU one would wait."""
-    if samples is None or not samples.is_cpu or samples.numel() == 0:
+    """ValueError for samples outside [0, S), where they are checked (is_checked)."""
+    if samples is None or samples.numel() == 0 or not is_checked(samples):
         return
     low, high = (int(bound) for bound in torch.aminmax(samples))
     if low < 0 or high >= num_samples:

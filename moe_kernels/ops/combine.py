@@ -25,7 +25,7 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
         rows: (R, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where
             the last dimension is not contiguous it is copied once.
         plan: that the rows were dispatched by, on their device. What its arrays hold is looked over on the CPU; on a
-            GPU, where looking would wait for the device, it is the caller's to keep.
+            GPU, where looking would wait for the device, only with MOE_KERNELS_CHECK=1.
         weights: (T, K), any of those dtypes, read as float32 (as float64 with float64 rows): the gate weights of
             `topk_gate` or of a `plan_...`. None: the plain sum.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).

@@ -24,7 +24,7 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
         x: (T, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where the
             last dimension is not contiguous it is copied once.
         plan: of T tokens, on the device of x. What its arrays hold is looked over on the CPU; on a GPU, where looking
-            would wait for the device, it is the caller's to keep.
+            would wait for the device, only with MOE_KERNELS_CHECK=1.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:

@@ -65,7 +65,7 @@ def grouped_gemm(
     FLOPs (torch's counter): 2 R Din Dout forward, twice that backward.
 
     Offsets that fall or exceed R, and tokens outside [-1, T), raise ValueError for tensors on the CPU. On a GPU, where
-    looking would wait for the device, they are the caller's to keep.
+    looking would wait for the device, only with MOE_KERNELS_CHECK=1.
 
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.

@@ -1,0 +1,55 @@
+"""MOE_KERNELS_CHECK=1: what the CPU always refuses, a GPU refuses too, before a kernel uses it as an address."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_kernels import library
+from moe_kernels.library import dispatch, grouped_gemm, masked_mlp
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cpu = property(lambda self: False)
+
+
+def on_gpu(*values):
+    return torch.tensor(values, dtype=torch.int32).as_subclass(OnGpu)
+
+
+X = torch.zeros(2, 4)
+# A plan of more tokens than x has, one of more rows, offsets beyond the rows, and samples of another mask.
+STALE = {
+    "row_token": lambda: dispatch.refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 2), on_gpu(0, 2)),
+    "slot_row": lambda: dispatch.refuse_bad_rows("combine", on_gpu(0, 2), 2),
+    "end between": lambda: dispatch.refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 1), on_gpu(0, 3)),
+    "must rise": lambda: grouped_gemm.refuse_bad_rows(on_gpu(0, 5), X, None),
+    "from -1": lambda: grouped_gemm.refuse_bad_rows(on_gpu(0, 2), X, on_gpu(0, 7)),
+    "samples": lambda: masked_mlp.refuse_bad_samples(on_gpu(0, 3), 3),
+}
+
+
+@pytest.mark.parametrize("said", STALE)
+def test_a_stale_plan_is_refused_on_a_gpu_where_it_was_asked_for(said, monkeypatch):
+    monkeypatch.delenv("MOE_KERNELS_CHECK", raising=False)
+    STALE[said]()  # nothing is read, so nothing waits
+    monkeypatch.setenv("MOE_KERNELS_CHECK", "0")
+    STALE[said]()
+    monkeypatch.setenv("MOE_KERNELS_CHECK", "1")
+    with pytest.raises(ValueError, match=said):
+        STALE[said]()
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_the_check_comes_before_the_kernel(backend, monkeypatch):
+    """Dispatch, combine and grouped GEMM of both GPU backends, none of which is launched."""
+    monkeypatch.setenv("MOE_KERNELS_CHECK", "1")
+    monkeypatch.setattr(library.dispatch.backends, "load", lambda *_: pytest.fail("a kernel was called"))
+    with pytest.raises(ValueError, match=r"dispatch: plan\.row_token"):
+        dispatch._fwd(X, on_gpu(0, 2), on_gpu(0, 1)[:, None], on_gpu(0, 2), backend)
+    with pytest.raises(ValueError, match=r"combine: plan\.slot_row"):
+        library.combine.combine(X, None, on_gpu(0, 5)[:, None], backend)
+    with pytest.raises(ValueError, match="grouped_gemm: expert_offsets"):
+        grouped_gemm.product(X, torch.zeros(1, 4, 4), on_gpu(0, 5), None, None, "", False, backend)
