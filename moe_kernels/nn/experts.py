@@ -43,11 +43,14 @@ class Experts(nn.Module):
         raise NotImplementedError
 
     def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
-        return F.dropout(self._all_outputs(x, plan), self.dropout, self.training)
+        return self._dropped(self._all_outputs(x, plan))
 
     def _all_outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         """(R, Dout): the outputs of all experts, those of other processes too."""
         return self.outputs(x, plan) if self.exchange is None else self.exchange(self, x, plan)
+
+    def _dropped(self, y: Tensor) -> Tensor:
+        return F.dropout(y, self.dropout) if self.training and self.dropout else y
 
     def _own(self, *names: str) -> tuple[Any, ...]:
         """Parameters by name: of this process's experts if they are sharded."""
@@ -191,7 +194,7 @@ class ExpertMLP(Experts):
         assert plan is not None
         if self.exchange is not None:
             y = combine(self._all_outputs(x, plan), plan, weights, backend=self.backend)
-            return F.dropout(y, self.dropout, self.training)
+            return self._dropped(y)
         x, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)
         y = expert_mlp(
             x,
@@ -204,7 +207,7 @@ class ExpertMLP(Experts):
             activation=self.activation,
             backend=self.backend,
         )
-        return F.dropout(y, self.dropout, self.training)
+        return self._dropped(y)
 
     def norms(self, x: Tensor) -> Tensor:
         """(T, E): the l2 norm of every expert's output for every token x (T, D), in the dtype of the parameters."""

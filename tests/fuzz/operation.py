@@ -23,7 +23,8 @@ class Fuzzed:
     draw(draw): a spec without op, on, dtype and seed. build(spec): the inputs. run(inputs, backend): outputs by name,
     gradients among them. kernels: the operation's name for backends, "" if it has no kernel. exact: outputs that must
     be the reference's elements. floor: as of moe_kernels.verify, in epsilons. dtypes: those that are drawn. fits(spec):
-    whether a simplified spec is still one of the operation's. weight: how often it is drawn.
+    whether a simplified spec is still one of the operation's. loose(spec): a
+    factor of the floor. weight: how often it is drawn.
     """
 
     draw: Callable[[random.Random], Spec]
@@ -32,6 +33,7 @@ class Fuzzed:
     kernels: str
     exact: frozenset[str] = frozenset()
     floor: float = 0.0
+    loose: Callable[[Spec], float] = lambda spec: 1.0
     dtypes: tuple[str, ...] = ("float32", "float32", "bfloat16", "float16", "float64")
     fits: Callable[[Spec], bool] = lambda spec: True
     weight: int = 1

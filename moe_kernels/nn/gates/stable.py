@@ -85,7 +85,7 @@ class StableGate(Gate):
             weights = joined(weights, (*self.embedding.parameters(), *self.router.parameters()))
         if learning:
             wide = torch.promote_types(weights.dtype, torch.float32)
-            ones = torch.ones(len(x), dtype=wide, device=x.device)
+            ones = torch.ones(x.shape[0], dtype=wide, device=x.device)
             count = ones.new_zeros(self.num_experts).scatter_add_(0, experts, ones)
             mean = max(x.shape[0], 1) / self.num_experts
             losses["balance"] = self.balance * batch_mean(((count - mean) / mean)[experts] * weights[:, 0])

@@ -1,0 +1,21 @@
+"""What importing the package adds to importing torch: modules are counted, since seconds depend on the machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(("name", "most"), [("moe_kernels", 100), ("moe_kernels.nn", 150)])
+def test_an_import_adds_few_modules(name, most):
+    """torch._dynamo alone is 800 modules and 2.5 s: decorators of torch.compiler import it, our own do not."""
+    code = f"import sys, json, torch; before = set(sys.modules); import {name}; "
+    code += "print(json.dumps(sorted(set(sys.modules) - before)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    added = json.loads(done.stdout)
+    assert len(added) <= most, added
+    heavy = ("torch._dynamo", "torch._inductor", "sympy", "triton", "scipy", "transformers", "torch.testing")
+    assert not [each for each in added if each.startswith(heavy)]
