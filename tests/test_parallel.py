@@ -22,6 +22,7 @@ EXACT = (
     "expert_choice",
     "one_layer_experts",
     "global_choice",
+    "random_shapes",
 )
 
 

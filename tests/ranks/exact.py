@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -157,3 +160,48 @@ def global_choice() -> None:
         agree(
             lambda policy, gate=gate: mnn.MoE(gate, mnn.ExpertMLP(E, D, H), policy), policy, GlobalPolicy(policy, mesh)
         )
+
+
+def random_shapes() -> None:
+    """The experts alone, of random sizes under random policies: gradients of the gate weights are equal, too."""
+    draw, ranks, rank = random.Random(dist.get_world_size()), dist.get_world_size(), dist.get_rank()
+    mesh = mesh_of_all()["ep"]
+    policies = {
+        "dropless": mnn.TokenChoice,
+        "static": mnn.TokenChoice,
+        "capacity": partial(mnn.TokenChoice, 1.0),
+        "by priority": partial(mnn.TokenChoice, 1.0, priority="max"),
+        "expert choice": partial(mnn.ExpertChoice, 2.0),
+    }
+    for case in range(20):
+        dim, hidden, count = draw.choice([4, 7, 33, 64, 256]), draw.choice([5, 16, 64, 200]), draw.choice([4, 8, 32])
+        own, k, kind = draw.choice([1, 3, 32, 100]), draw.choice([1, 2, 4]), draw.choice(list(policies))
+        torch.manual_seed(case)
+        one = mnn.ExpertMLP(count, dim, hidden, activation=draw.choice(["gelu", "relu", "swiglu"]))
+        sharded = copy.deepcopy(one)
+        unfused(one)
+        parallelize_module(sharded, mesh, ExpertParallel(own if kind == "static" else None))
+        scores = torch.randn(own * ranks, count).softmax(-1)
+        weights, experts = scores.topk(k)
+        gate = mnn.GateOutput.of_gates(scores)
+        if kind != "expert choice":
+            gate = mnn.GateOutput(weights, experts.to(torch.int32), count)
+        x, grad = torch.randn(2, own * ranks, dim)
+        part, policy = slice(rank * own, (rank + 1) * own), policies[kind](group=own)
+        expected = _through(one, policy, gate, x, grad, slice(None))
+        found = _through(sharded, policy, gate, x, grad, part)
+        for name, each in found.items():
+            right = expected[name][part] if name in ("y", "dx", "dweights") else expected[name] / ranks
+            assert torch.equal(each, right), (name, kind, dim, hidden, count, own, k)
+
+
+def _through(
+    experts: Experts, policy: Any, gate: mnn.GateOutput, x: Tensor, grad: Tensor, part: slice
+) -> dict[str, Tensor]:
+    """What a part of the tokens gives and receives."""
+    x, weights = (each[part].clone().requires_grad_() for each in (x, gate.weights))
+    plan, kept = policy(mnn.GateOutput(weights, gate.experts[part], gate.num_experts, gate.dense), True)
+    y = experts(x, plan, kept)
+    y.backward(grad[part])
+    found = {name: full(each.grad) for name, each in experts.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad, "dweights": weights.grad, **found}
