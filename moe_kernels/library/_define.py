@@ -47,10 +47,32 @@ def define(
     torch.library.register_fake(qualified, fake, lib=_library)
     op = getattr(torch.ops.moe_kernels, name).default
     if backward is not None:
+        save, backward = _without_zeros(save, backward)
         torch.library.register_autograd(qualified, backward, setup_context=save, lib=_library)
     torch.library.register_vmap(qualified, _rule(name, op, batched), lib=_library)
     _flops.register(op.overloadpacket, flops)
     setattr(ops, name, op)
+
+
+def _without_zeros(
+    save: Callable[..., None] | None, backward: Callable[..., Any]
+) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """`save` and `backward` with None for the gradient of an output that is not used.
+
+    torch makes zeros of it otherwise, also of those to a packed mask or to pre-activations, which have no gradient.
+    """
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        if save is not None:
+            save(ctx, inputs, output)
+
+    def of_some(ctx: Any, *grads: Any) -> Any:
+        if all(each is None for each in grads):
+            return tuple([None] * len(each) if isinstance(each, list) else None for each in ctx.needs_input_grad)
+        return backward(ctx, *grads)
+
+    return setup_context, of_some
 
 
 def refused(op: str) -> Callable[..., Any]:

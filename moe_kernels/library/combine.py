@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_kernels import backends
@@ -47,9 +48,11 @@ def _save_all(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
     ctx.save_for_backward(*tensors)
 
 
-def _second(ctx: Any, to_drows: Tensor, to_dweights: Tensor) -> tuple[Tensor | None, ...]:
+def _second(ctx: Any, to_drows: Tensor | None, to_dweights: Tensor | None) -> tuple[Tensor | None, ...]:
     """combine_bwd is linear in grad, x and weights, so its derivative is combine and combine_bwd again."""
     grad, x, weights, *plan = ctx.saved_tensors
+    to_drows = torch.zeros_like(x) if to_drows is None else to_drows
+    to_dweights = torch.zeros_like(weights) if to_dweights is None else to_dweights
     to_grad = ops.combine_fwd(to_drows, weights, *plan, ctx.backend)
     to_grad = to_grad + ops.combine_fwd(x, to_dweights, *plan, ctx.backend)
     return to_grad, *ops.combine_bwd(grad, to_drows, to_dweights, *plan, ctx.backend), *[None] * 5

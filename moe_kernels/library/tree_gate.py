@@ -64,7 +64,6 @@ def _tree_gate_fwd_fake(x, split_weight, leaf_weight, *rest):
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, split_weight, leaf_weight, _, _, *ctx.settings = inputs
-    ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, split_weight, leaf_weight, *output[2:])
 
 
