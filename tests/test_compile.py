@@ -146,3 +146,14 @@ def test_outputs_have_their_gradient_compiled(call, backend):
     expected, got = (torch.autograd.grad((each(x, backend) * weight).sum(), x)[0] for each in (call, compiled))
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tree_that_may_route_compiles_whole():
+    """The host decides whether it routes; a compiled graph takes the dense gate, which is the same."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    gate = mnn.TreeGate(D, E, 2, route=True).eval()
+    gate.split_weight.data.mul_(1e6)  # every tree is saturated
+    assert not gate(X).dense
+    compiled = torch.compile(gate, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(X).gates, gate(X).gates)

@@ -95,7 +95,8 @@ class MoE(OutputModule):
     y (..., Dout). A token that no expert kept is zero: the residual around the layer carries it.
 
     Checkpointing: torch.utils.checkpoint(layer, x, use_reentrant=False). With use_reentrant=True torch gives gradients
-    to tensors alone; a direct call of a layer with output="all" raises RuntimeError there.
+    to tensors alone; a direct call of a layer with output="all" raises RuntimeError there. A checkpointed function that
+    returns the layer's output is not recognised, and its result has no gradient.
 
     Autocast: experts follow it as torch.nn.Linear does, and y has its dtype; the gate keeps that of its parameters, so
     that rounding reroutes nobody. With pass_through, y is a sum with x and has the dtype that holds both.
