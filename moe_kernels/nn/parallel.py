@@ -80,9 +80,7 @@ class ExpertParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         check_module("ExpertParallel", "the module", module, Experts)
         assert isinstance(module, Experts)
-        if device_mesh.ndim != 1:
-            names = device_mesh.mesh_dim_names or device_mesh.shape
-            raise ValueError(f"ExpertParallel: expected a mesh of one dimension, such as mesh['ep'], got {names}")
+        _check_mesh("ExpertParallel", device_mesh)
         if module.num_experts % device_mesh.size():
             count = device_mesh.size()
             raise ValueError(f"ExpertParallel: {count} ranks must divide the experts, got {module.num_experts}")
@@ -109,9 +107,9 @@ class Exchange:
         self._check(experts, x, plan)
         (x,) = as_autocast(x)  # narrow rows travel
         plan = replace(plan, slot_row=plan.slot_row.sort(-1).values)  # dx sums in the order of rows, as grouped_gemm's
-        return (
-            self._uneven(experts, x, plan) if self.capacity is None else self._static(experts, x, plan, self.capacity)
-        )
+        if self.capacity is not None:
+            return self._static(experts, x, plan, self.capacity)
+        return self._uneven(experts, x, plan)
 
     @torch.compiler.disable(reason="ExpertParallel: the host waits for the split sizes")
     def _uneven(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> Tensor:
@@ -230,6 +228,7 @@ class GlobalPolicy:
     """
 
     def __init__(self, policy: Policy, mesh: DeviceMesh) -> None:
+        _check_mesh("GlobalPolicy", mesh)
         self.policy, self.mesh = policy, mesh
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
@@ -247,6 +246,12 @@ class GlobalPolicy:
 
     def __repr__(self) -> str:
         return f"GlobalPolicy({self.policy})"
+
+
+def _check_mesh(name: str, mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or mesh.shape
+        raise ValueError(f"{name}: expected a mesh of one dimension, such as mesh['ep'], got {names}")
 
 
 def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
@@ -279,8 +284,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """The norm () of all gradients as in one process; scales them so that it is at most max_norm.
 
     The function of that name in torch.nn.utils fails for parameters of several meshes. Here norms are computed for each
-    mesh, then combined.
-    Gradients must have been averaged over data-parallel ranks before, and all ranks must call it.
+    mesh, then combined. Gradients must have been averaged over data-parallel ranks before, and all ranks must call it.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():

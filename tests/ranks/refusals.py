@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from moe_kernels import nn as mnn
-from moe_kernels.nn.parallel import ExpertParallel
+from moe_kernels.nn.parallel import ExpertParallel, GlobalPolicy
 from moe_kernels.ops.plan import make_plan
 from tests.ranks.exact import D, E, H, T, mesh_of_all, mlp, tokens
 
@@ -30,6 +30,7 @@ def meshes() -> None:
     style, experts = ExpertParallel(), mnn.ExpertMLP(E, D, H)
     refused(ValueError, "ExpertParallel.*mesh of one dimension.*dp.*ep", lambda: style._apply(experts, wide))
     refused(ValueError, "mesh of one dimension", lambda: parallelize_module(experts, wide, style))
+    refused(ValueError, "GlobalPolicy: expected a mesh of one dim", lambda: GlobalPolicy(mnn.ExpertChoice(), wide))
     odd = mnn.ExpertMLP(E + 1, D, H)
     refused(ValueError, "ExpertParallel: 2 ranks must divide.* 9", lambda: parallelize_module(odd, wide["ep"], style))
     assert not any(isinstance(each, DTensor) for each in odd.parameters())
