@@ -45,7 +45,7 @@ docs: build
 MINUTES ?= 10
 
 fuzz: build
-	$(RUN) -m tests.fuzz --minutes $(MINUTES) --processes $(JOBS) $(FUZZ)
+	$(RUN) -m tests.fuzz --minutes $(MINUTES) --processes $(JOBS) --interpreted 0.002 $(FUZZ)
 
 lint: $(READY)
 	$(RUN) -m ruff check .
