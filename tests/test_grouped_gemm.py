@@ -483,3 +483,19 @@ def test_the_gradient_of_a_weight_has_its_strides(target, with_bias):
         torch.testing.assert_close(mine, its, rtol=off, atol=off * its.abs().max().item())
     assert found[1].is_contiguous()
     assert (found[1][1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize(("din", "dout"), [(64, 24), (33, 17), (1, 9), (130, 3), (48, 8)])
+def test_experts_of_few_rows_with_a_transposed_weight(target, dtype, din, dout):
+    """The C++ kernel takes dot products for at most 4 rows of an expert, tiles for more."""
+    if backends.unsupported(target.backend, "grouped_gemm", target.device, dtype) is not None:
+        pytest.skip(f"{target.id} does not take {dtype}")
+    offsets = torch.tensor([0, 1, 1, 5, 10, 12], dtype=torch.int32, device=target.device)
+    weight = torch.randn(5, dout, din).to(target.device, dtype).transpose(1, 2)
+    rows = torch.randn(13, din).to(target.device, dtype)
+    out = mk.grouped_gemm(rows, weight, offsets, backend=target.backend)
+    exact = mk.grouped_gemm(rows.double().cpu(), weight.double().cpu(), offsets.cpu(), backend="reference")
+    same = mk.grouped_gemm(rows.cpu(), weight.cpu(), offsets.cpu(), backend="reference").double()
+    allowed = 2 * (same - exact).abs().max() + 4 * torch.finfo(dtype).eps * din
+    assert (out.double().cpu() - exact).abs().max() <= allowed

@@ -1,6 +1,7 @@
 // Products of rows, grouped by expert, with the weights of their experts: what grouped_gemm.cpp makes everything of.
 #pragma once
 
+#include "dots.h"
 #include "groups.h"
 
 #include <algorithm>
@@ -154,6 +155,10 @@ struct Product {
     } else {
       x.copy(rows, din, span.first, span.rows, 0, din);
     }
+    if (x.kind.wide && few(span)) {
+      const T* columns = reinterpret_cast<const T*>(weight_of(span));
+      return multiply_few(sums, a, a_row, span.rows, columns, stride_j, dout, din);
+    }
     Ahead ahead = ask_for_next_span(span, later, din, fresh);
     for (int64_t j = 0; j < dout; j += kPanel<T>) {
       const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
@@ -170,6 +175,10 @@ struct Product {
     }
   }
 
+  // Whether an expert has few rows and a weight whose columns are contiguous. Its own number of rows decides, so that
+  // neither threads nor the rows of other experts change a bit.
+  bool few(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kFewRows; }
+
   // The same of pairs of terms. Rows that cannot be read as such are copied.
   void multiply_pairs(Span span, Span later, T* sums, char* rounded, Bf16Pair* panel) const {
     const int64_t pairs = pairs_of(din);
@@ -180,6 +189,12 @@ struct Product {
       a = {reinterpret_cast<const Bf16Pair*>(from), x.stride / 2, 1};
     else
       pair_neighbours(rows, from, x.stride, x.token == nullptr ? nullptr : x.token + span.first, span.rows, din);
+    const char* const columns = weight_of(span);
+    if (few(span) && din % 2 == 0 && stride_j % 2 == 0 && reinterpret_cast<uintptr_t>(columns) % sizeof(Bf16Pair) == 0) {
+      multiply_few(sums, a.at, a.row, span.rows, reinterpret_cast<const Bf16Pair*>(columns), stride_j / 2, dout, pairs);
+      if (rounded != nullptr) x.kind.narrow(rounded, sums, span.rows * dout);
+      return;
+    }
     Ahead ahead = ask_for_next_span(span, later, pairs, rounded != nullptr);
     for (int64_t j = 0; j < dout; j += kPanel<T>) {
       const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
