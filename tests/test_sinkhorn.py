@@ -261,6 +261,19 @@ def test_gradient_to_sums_of_annealed_iterations():
     assert torch.autograd.gradcheck(annealed, [each.detach().requires_grad_() for each in leaves])
 
 
+def test_gradients_to_sums_of_annealed_iterations_are_refused_by_gpu_kernels(target):
+    rows = torch.ones(3, device=target.device, requires_grad=True)
+    scores = torch.zeros(3, 3, device=target.device)
+    options = {"rows": rows, "anneal_from": 2.0, "backend": target.backend}
+    if target.backend in ("cpu", "reference"):
+        mk.sinkhorn(scores, 2, **options).sum().backward()
+        return
+    with pytest.raises(mk.BackendError, match="has no gradients of rows and columns with anneal_from"):
+        mk.sinkhorn(scores, 2, **options)
+    with torch.no_grad():
+        mk.sinkhorn(scores, 2, **options)
+
+
 def test_gradient_of_annealed_iterations(target):
     n = 5
     scores = torch.randn(3, n, n, device=target.device)

@@ -65,6 +65,8 @@ def failure(spec: Spec) -> str | None:
             if operation.kernels and placement(operation.kernels, backend, dtype).device is None:
                 return None
             found = operation.run(inputs, backend)
+        except backends.BackendError:
+            return None
         except Exception as raised:
             found, error = None, said(raised)
     try:
