@@ -1,11 +1,11 @@
-"""python -m bench run | verify | gpu | tiles | transformers | report | profile | compare"""
+"""python -m bench run | verify | gpu | predict | tiles | transformers | report | profile | compare"""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum
@@ -14,17 +14,19 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from bench import checks, compare, document, exchange_model, ledger, measure, report, tiles
 from bench import profile as profiling
 from bench import transformers as models
 from bench.apart import Apart
+from bench.console import console, print_table
+from bench.console import known_words as _known
+from bench.console import words as _words
 from bench.entry import DIRECTIONS
 from bench.exchange_model import Machine
 from bench.peers import known as every_peer
+from bench.predict_command import predict_command
 from bench.registry import ENTRIES
 from bench.shapes import ROUTINGS
 from moe_kernels import info
@@ -35,10 +37,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
-console = Console()
-if not console.is_terminal:
-    console.width = 180  # a log has no width to fit into
-
+app.command("predict")(predict_command)
 
 OUT = ledger.ROOT / "bench" / "out"
 EVERY = 15  # seconds from one writing of what was measured to the next
@@ -142,7 +141,7 @@ def gpu_command(
     log.unlink(missing_ok=True)
     half = 0.5 * (until - time.monotonic())
     rows = checks.verified(OPERATIONS, reversed(ledger.GPU_BACKENDS), quick, half, log)
-    _print_table("Verified against the reference", VERIFIED, [cells(row) for row in rows])
+    print_table("Verified against the reference", VERIFIED, [cells(row) for row in rows])
     try:
         _proved(rows, request, 0.2 if quick else 0.4, out, until, proof=not quick, log=log)
     finally:
@@ -177,7 +176,7 @@ def profile_command(
     for each in found.lines:
         launches = "-" if each.launches is None else f"{each.launches:g}"
         lines.append((each.name, launches, f"{each.us:.3g}", f"{each.share:.0%}", f"x{each.floors:.2f}"))
-    _print_table(str(job), ("kernel", "a call", "us", "share", "floors"), lines)
+    print_table(str(job), ("kernel", "a call", "us", "share", "floors"), lines)
     console.print(
         f"the call takes {found.us:.4g} us, its floor is {found.floor_us:.4g} us: {found.floor_us / found.us:.0%} of "
         f"the ceiling; what no kernel above accounts for is the host's"
@@ -204,7 +203,7 @@ def tiles_command(
         found += lines
         (out / "tiles.json").write_text(json.dumps(found, indent=1) + "\n")
         rows = [[str(each.get(name, "")) for name in ("kernel", "K", "N", "tiles", "ms", "failed")] for each in lines]
-        _print_table(f"{lines[0]['shape']} {lines[0]['activation']}", ("kernel", "K", "N", "tiles", "ms", ""), rows)
+        print_table(f"{lines[0]['shape']} {lines[0]['activation']}", ("kernel", "K", "N", "tiles", "ms", ""), rows)
 
 
 @app.command("transformers")
@@ -220,7 +219,7 @@ def transformers_command(
     found = list(models.run(seconds, device))
     shown = [(f["name"], f["mode"], f["shape"], f["dtype"], *(_ratio(f, peer) for peer in models.PEERS)) for f in found]
     header = ("experts", "mode", "shape", "dtype", *(f"x as fast as {peer}" for peer in models.PEERS))
-    _print_table(f"experts of transformers, {device}", header, shown)
+    print_table(f"experts of transformers, {device}", header, shown)
     out.mkdir(parents=True, exist_ok=True)
     lines = [",".join(row) for row in (header, *shown)]
     (out / "transformers.csv").write_text("\n".join(lines) + "\n")
@@ -265,7 +264,7 @@ def compare_command(
     found = compare.changes(old, new)
     notable = [each for each in found if not 1 / (1 + tolerance) <= each.slowdown <= 1 + tolerance]
     rows = [(*each.figure, f"{each.before:.3g}", f"{each.after:.3g}", f"x{each.slowdown:.2f}") for each in notable]
-    _print_table(f"{len(notable)} of {len(found)} figures changed", (*compare.KEY, "before", "after", "takes"), rows)
+    print_table(f"{len(notable)} of {len(found)} figures changed", (*compare.KEY, "before", "after", "takes"), rows)
     raise typer.Exit(1 if any(each.slowdown > 1 for each in notable) else 0)
 
 
@@ -274,18 +273,6 @@ def _describe_machine() -> None:
     gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in facts["gpus"]) or "none"
     console.print(f"CPU {facts['cpu']}, {facts['cores']} cores, {facts['isa']}; GPU {gpus}; driver {facts['driver']}")
     console.print(f"Python {facts['python']}, torch {facts['torch']}, Triton {facts['triton']}")
-
-
-def _words(values: Iterable[str] | None) -> tuple[str, ...]:
-    """Values of an option that may be repeated or hold commas."""
-    return tuple(word for value in values or () for word in value.split(",") if word)
-
-
-def _known(option: str, words: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
-    for word in words:
-        if word not in known:
-            raise typer.BadParameter(f"{option} must be one of {', '.join(known)}; got {word!r}")
-    return words
 
 
 def _request(
@@ -321,7 +308,7 @@ def _verified(ops: list[str] | None, backends: list[str] | None) -> dict[Row, di
     if on_gpu:
         found |= checks.verified(wanted, on_gpu, small=False)
     found = dict(sorted(found.items(), key=lambda item: wanted.index(item[0].operation)))
-    _print_table("Verified against the reference", VERIFIED, [cells(row) for row in found])
+    print_table("Verified against the reference", VERIFIED, [cells(row) for row in found])
     return found
 
 
@@ -377,7 +364,7 @@ def _proved(
     checked = [*by_key.items(), *(((*pair, "all"), words) for pair, words in sanitized.items())]
     checked.append((("all",) * 3, suite))
     lines = [(*key, *item) for key, words in checked for item in words.items()]
-    _print_table("Checks", ("operation", "backend", "dtype", "check", "verdict"), lines)
+    print_table("Checks", ("operation", "backend", "dtype", "check", "verdict"), lines)
     console.print(f"result {path}", soft_wrap=True)
     _leave(result)
 
@@ -407,10 +394,10 @@ def exchange_command(
             moved = f"{each.sent / 1e6:.2f}", "-" if each.predicted is None else f"{each.predicted / 1e6:.2f}"
             rows.append((f"{each.ranks}", each.contender, f"{each.forward:.4f}", f"{each.training:.4f}", *moved))
         header = ("ranks", "", "forward s", "training s", "MB sent by rank 0", "MB of the model")
-        _print_table(f"Measured, {here}, float32, gloo, one thread a rank", header, rows)
+        print_table(f"Measured, {here}, float32, gloo, one thread a rank", header, rows)
     machines = [Machine(n, node, inside * 1e9, outside * 1e9, latency * 1e-6, tflops * 1e12) for n in predict]
     columns = ("ranks", "router", "busiest rank's rows", "exchange ms", "experts ms", "exchange", "MB of a rank")
-    _print_table(
+    print_table(
         f"Predicted, {there} a rank, bfloat16, training", columns, exchange.predictions(there, machines, skew, 2)
     )
     console.print(exchange_model.__doc__, soft_wrap=True)
@@ -444,17 +431,10 @@ def _measured(
                     written = time.monotonic()
     result = measure.result(rows, found, limits)
     write(result)
-    _print_table("Measured", report.FIGURE_HEADER, [report.figure_cells(each) for each in found.figures])
+    print_table("Measured", report.FIGURE_HEADER, [report.figure_cells(each) for each in found.figures])
     for line in result["not_measured"]:
         console.print(f"not measured: {line}", soft_wrap=True)
     return result
-
-
-def _print_table(title: str, header: tuple[str, ...], rows: Iterable[Sequence[str]]) -> None:
-    table = Table(*header, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 def _leave(result: ledger.Result) -> None:

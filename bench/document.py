@@ -9,8 +9,9 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-from bench import ledger, plot
-from bench.report import FIGURE_HEADER, figure_cells, markdown, operations
+from bench import ledger, plot, predict
+from bench.report import FIGURE_HEADER, figure_cells, operations
+from bench.tables import markdown
 
 HOW_TO_READ = """\
 Times are medians of interleaved runs, with the 10th and 90th percentile; `!` marks those where the latter is over
@@ -67,6 +68,7 @@ def document(
         parts.append("Nothing was measured yet: `python -m bench run` does.")
     for result in results:
         parts += _device(result, (pictures or {}).get(result["device"], {}), root)
+    parts += predict.section(results, root)
     return "\n\n".join(parts) + "\n"
 
 

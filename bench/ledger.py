@@ -13,6 +13,7 @@ from moe_kernels.backends import NAMES, file_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+EXECUTED = Path("bench/results/ptx/executed.json")  # below the root of a checkout
 GPU_BACKENDS = ("triton", "cuda")
 
 Result = dict[str, Any]
@@ -163,7 +164,28 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
         verdict = "verified" if all(passed(each) for each in entries) else "FAILED"
         device = result["device"] if entries[0]["device"] == "cuda" else result["machine"]["cpu"]
         return f"{verdict} {result['date']} on {device}"
-    return "never run on a GPU" if backend in GPU_BACKENDS else "tested on every change"
+    return executed(op, backend, root) if backend in GPU_BACKENDS else "tested on every change"
+
+
+def executed(op: str, backend: str, root: Path = ROOT) -> str:
+    """State of kernels that no GPU has run: whether their PTX was executed on a CPU and agreed with the definition."""
+    path = root / EXECUTED
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    same = [name for name in known if file_of("reference", name) == file_of("reference", op) and backend in known[name]]
+    if not same:
+        return "never run on a GPU"
+    date = min(known[name][backend]["date"] for name in same)
+    if any(known[name][backend]["sources"] != digest(name, backend, root) for name in same):
+        return f"stale: sources changed since PTX executed {date}"
+    return f"PTX executed {date}"
+
+
+def write_executed(found: dict[str, dict[str, dict[str, str]]], root: Path = ROOT) -> None:
+    """Keeps what was verified on the executor, by operation and backend."""
+    path = root / EXECUTED
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dict(sorted((known | found).items())), indent=1) + "\n")
 
 
 def passed(entry: dict[str, Any]) -> bool:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import ledger
+from bench import ledger, predict
+from bench.tables import markdown
 from moe_kernels.backends import NAMES
 
 README = ledger.ROOT / "README.md"
-SECTIONS = ("operations", "measured")
+SECTIONS = ("operations", "measured", "predicted")
 
 UNSTEADY = 2.0
 GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"}
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
@@ -51,6 +46,11 @@ def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
             part.append(f"Not shown, as sources changed since: {', '.join(stale)}.")
         parts.append("\n\n".join(part))
     return "\n\n".join(parts) or "Nothing measured yet."
+
+
+def predicted(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
+    """The least times on an A100 that counts of executed PTX predict, for one shape an operation."""
+    return predict.short(predict.predict(predict.GPUS["A100"], results, root)) or "Nothing counted yet."
 
 
 def table(rows: list[Sequence[str]], gpu: bool) -> str:
@@ -124,7 +124,7 @@ def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) 
     Raises:
         ValueError: a section's markers are missing.
     """
-    for name, section in zip(SECTIONS, (operations, measured), strict=True):
+    for name, section in zip(SECTIONS, (operations, measured, predicted), strict=True):
         pattern = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
         match = pattern.search(text)
         if match is None:

@@ -228,7 +228,8 @@ def test_figures_of_a_busy_machine_are_marked(tree: Path) -> None:
     assert report.figure_cells(figure)[6].endswith("!")
 
 
-README = "# Title\n<!-- {0}:begin -->\nold\n<!-- {0}:end -->\ntext\n<!-- {1}:begin -->\n<!-- {1}:end -->\nend\n"
+README = "# Title\n<!-- {0}:begin -->\nold\n<!-- {0}:end -->\ntext\n<!-- {1}:begin -->\n<!-- {1}:end -->\n"
+README += "<!-- {2}:begin -->\n<!-- {2}:end -->\nend\n"
 
 
 def test_readme_sections_are_rewritten_and_go_out_of_date(tree: Path) -> None:

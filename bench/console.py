@@ -1,0 +1,32 @@
+"""What the commands of the bench print, and how they read their options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+console = Console()
+if not console.is_terminal:
+    console.width = 180  # a log has no width to fit into
+
+
+def words(values: Iterable[str] | None) -> tuple[str, ...]:
+    """Values of an option that may be repeated or hold commas."""
+    return tuple(word for value in values or () for word in value.split(",") if word)
+
+
+def known_words(option: str, words: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
+    for word in words:
+        if word not in known:
+            raise typer.BadParameter(f"{option} must be one of {', '.join(known)}; got {word!r}")
+    return words
+
+
+def print_table(title: str, header: tuple[str, ...], rows: Iterable[Sequence[str]]) -> None:
+    table = Table(*header, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

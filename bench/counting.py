@@ -1,0 +1,271 @@
+"""Counts what the GPU kernels execute, without a GPU: their PTX runs on the executor of tests/ptx, at small shapes.
+
+A count holds for the full shape after scaling. Instructions and FLOPs grow with the units of a case, such as its rows:
+they are scaled by units. Bytes are scaled by the least bytes that bench.registry gives for both shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moe_kernels as mk
+from bench import ledger, registry
+from bench.entry import Entry, Inputs, Shape, label, through_autograd
+
+COUNTS = Path("bench/results/ptx/counts.json")  # below the root of a checkout
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+class NoExecutor(RuntimeError):
+    """The executor is not here."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operation at the shape that a prediction is for. small: sizes where it is counted; units: what it grows with.
+
+    own_bytes: bytes grow with the units as well, where the registry knows no least bytes.
+    """
+
+    operation: str
+    entry: Entry
+    shape: Shape
+    small: Shape
+    units: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...] = (FP32,)
+    directions: tuple[str, ...] = ("forward", "training")
+    backends: tuple[str, ...] = ledger.GPU_BACKENDS
+    own_bytes: bool = False
+
+    @property
+    def counted_shape(self) -> Shape:
+        return {**self.shape, **self.small}
+
+    def grows(self) -> float:
+        return prod(self.shape[name] / self.counted_shape[name] for name in self.units)
+
+    def bytes_grow(self, dtype: torch.dtype, direction: str) -> float:
+        if self.own_bytes:
+            return self.grows()
+        full, counted = (self.entry.least_bytes(each, dtype, direction) for each in (self.shape, self.counted_shape))
+        return full / counted
+
+
+def cases() -> list[Case]:
+    """At least one case for every GPU kernel, at the shapes that the design's aims are stated for."""
+    known, qwen = registry.ENTRIES, {"T": 32768, "D": 2048, "H": 768, "E": 128, "K": 8, "routing": "uniform"}
+    rows = {name: size for name, size in qwen.items() if name != "H"}
+    few, both = {"T": 256, "K": 2, "E": 2}, (FP32, BF16)
+    competing, tree = {"T": 24576, "D": 352, "H": 352, "E": 16}, {"T": 16384, "P": 768, "E": 64, "K": 1}
+    gelu, priority, choice, sums = (_EXTRA[name] for name in ("gelu", "priority", "choice", "sums"))
+    forward = ("forward",)
+
+    def sinkhorn(batch: int, n: int, iterations: int, counted: int) -> tuple[Shape, Shape, tuple[str, ...]]:
+        return {"B": batch, "n": n, "R": iterations, "tau": 1.0}, {"B": counted}, ("B",)
+
+    return [
+        Case("kwta", known["kwta"], {"R": 8192, "N": 4096, "p": 0.1}, {"R": 64}, ("R",), both),
+        Case("kwta", known["kwta"], {"R": 8192, "N": 4095, "p": 0.1}, {"R": 64}, ("R",), (BF16,)),
+        Case("kwta", known["kwta"], {"R": 8192, "N": 512, "p": 0.5}, {"R": 64}, ("R",), both),
+        Case("kwta", known["kwta"], {"R": 8192, "N": 20000, "p": 0.1}, {"R": 4}, ("R",), (FP32,), forward),
+        Case("topk_gate", known["topk_gate"], {**rows, "D": 1}, {"T": 256}, ("T",), both),
+        Case("make_plan", known["make_plan"], {**rows, "D": 1}, {"T": 2048}, ("T",), (FP32,), forward),
+        Case("plan_priority", priority, {"T": 8192, "E": 64}, {"T": 256}, ("T",), (FP32,), forward, own_bytes=True),
+        Case("plan_expert_choice", choice, {"T": 8192, "E": 64}, {"T": 2048}, ("T",), (FP32,), forward, own_bytes=True),
+        Case("dispatch", known["dispatch"], rows, {"T": 256}, ("T",), both),
+        Case("combine", known["combine"], rows, {"T": 256}, ("T",), both),
+        Case("grouped_gemm", known["grouped_gemm"], qwen, few, ("T", "K"), (BF16,)),
+        Case("grouped_gemm", gelu, {**qwen, "activation": "gelu"}, few, ("T", "K"), (BF16,)),
+        Case("grouped_gemm", known["grouped_gemm"], {**qwen, "D": 352, "H": 352}, few, ("T", "K"), (FP32,), forward),
+        Case("expert_mlp", known["expert_mlp"], qwen, few, ("T", "K"), (BF16,)),
+        Case("expert_norms", known["expert_norms"], competing, {"T": 256, "E": 2}, ("T", "E"), (BF16,)),
+        Case("sinkhorn", known["sinkhorn"], *sinkhorn(65536, 4, 20, 512)),
+        Case("sinkhorn", known["sinkhorn"], *sinkhorn(4096, 16, 50, 16)),
+        Case("sinkhorn", known["sinkhorn"], *sinkhorn(4096, 64, 50, 2)),
+        Case("sinkhorn", known["sinkhorn"], *sinkhorn(64, 256, 20, 1)),
+        Case("sinkhorn", sums, *sinkhorn(4096, 16, 20, 16), own_bytes=True),
+        Case("sinkhorn", sums, *sinkhorn(64, 128, 20, 1), own_bytes=True),
+        Case("tree_gate", known["tree_gate"], tree, {"T": 128}, ("T",), both),
+        Case("tree_gate", known["tree_gate"], {**tree, "K": 4}, {"T": 128}, ("T",), (FP32,)),
+        Case("tree_route", known["tree_route"], tree, {"T": 128}, ("T",), both, forward),
+        Case("masked_mlp", known["masked_mlp"], {"B": 32, "N": 3000}, {}, (), (FP32,)),
+    ]
+
+
+def _extra(base: Entry, forward: Any, inputs: Any, leaves: tuple[str, ...] = ()) -> Entry:
+    """An entry that only this module has; its call takes the backend as `backend`."""
+    return replace(
+        base,
+        inputs=inputs,
+        kernel=lambda backend: through_autograd(partial(forward, backend=backend), leaves, "grad"),
+        leaves=leaves,
+    )
+
+
+def _gelu_inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
+    found = registry.ENTRIES["grouped_gemm"].inputs(shape, dtype, device)
+    bias = torch.randn(shape["E"], shape["H"], device=device).to(dtype).requires_grad_()
+    return {**found, "bias": bias, "grad": found["grad_rows"]}
+
+
+def _gelu(inputs: Inputs, backend: str) -> object:
+    plan, given = inputs["plan"], {"bias": inputs["bias"], "activation": "gelu"}
+    x, weight = inputs["leaf_x"], inputs["leaf_w_in"]
+    return mk.grouped_gemm(x, weight, plan.expert_offsets, row_token=plan.row_token, backend=backend, **given)
+
+
+def _scores(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
+    return {
+        "scores": torch.randn(shape["T"], shape["E"], device=device).softmax(-1),
+        "capacity": shape["T"] // shape["E"],
+    }
+
+
+def _sums_inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
+    found = registry.ENTRIES["sinkhorn"].inputs(shape, dtype, device)
+    rows, columns = (torch.rand(shape["B"], shape["n"], device=device) + 0.5 for _ in range(2))
+    return {**found, "rows": rows, "columns": columns}
+
+
+def _sums(inputs: Inputs, backend: str) -> object:
+    settings = {"tau": inputs["tau"], "rows": inputs["rows"], "columns": inputs["columns"], "tolerance": 1e-9}
+    return mk.sinkhorn(inputs["leaf"], inputs["R"], backend=backend, **settings)
+
+
+_EXTRA = {
+    "gelu": _extra(registry.ENTRIES["grouped_gemm"], _gelu, _gelu_inputs, ("leaf_x", "leaf_w_in", "bias")),
+    "priority": _extra(
+        registry.ENTRIES["make_plan"],
+        lambda i, backend: mk.plan_priority(i["scores"], i["capacity"], backend=backend)[1],
+        _scores,
+    ),
+    "choice": _extra(
+        registry.ENTRIES["make_plan"],
+        lambda i, backend: mk.plan_expert_choice(i["scores"], i["capacity"], backend=backend)[1],
+        _scores,
+    ),
+    "sums": _extra(registry.ENTRIES["sinkhorn"], _sums, _sums_inputs, ("leaf",)),
+}
+
+
+@contextlib.contextmanager
+def executor() -> Iterator[Any]:
+    """Within the block launches of Triton's and CUDA's kernels on CPU tensors run from their PTX; gives the session.
+
+    Raises:
+        NoExecutor: this is no checkout, Triton is not installed, or nothing compiles CUDA here.
+    """
+    tests = ledger.ROOT / "tests"
+    if not (tests / "ptx" / "executor").is_dir():
+        raise NoExecutor("counting runs compiled PTX on the executor in tests/ptx: it needs a checkout of the sources")
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET", "0") == "1":
+        raise NoExecutor("counting runs compiled PTX, but Triton was imported as an interpreter: TRITON_INTERPRET=0")
+    os.environ["TRITON_INTERPRET"] = "0"
+    if str(tests) not in sys.path:
+        sys.path.insert(0, str(tests))
+    from ptx import cuda_launch, session, triton_launch
+
+    if cuda_launch.unavailable():
+        raise NoExecutor(f"counting compiles csrc/cuda: {cuda_launch.unavailable()}")
+    triton_launch.install()
+    with cuda_launch.use():
+        yield session
+
+
+def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session: Any) -> dict[str, Any]:
+    """The launches of one call on the executor, as data."""
+    torch.manual_seed(0)
+    inputs = case.entry.inputs(case.counted_shape, dtype, "cpu")
+    with session.recorded() as results:
+        case.entry.kernel(backend)[direction](inputs)
+    return {
+        "operation": case.operation,
+        "backend": backend,
+        "dtype": str(dtype).removeprefix("torch."),
+        "direction": direction,
+        "shape": label(case.shape),
+        "counted_shape": label(case.counted_shape),
+        "grows": case.grows(),
+        "bytes_grow": case.bytes_grow(dtype, direction),
+        "elements": max(each.numel() for each in inputs.values() if isinstance(each, torch.Tensor)),
+        "date": datetime.date.today().isoformat(),
+        "sources": ledger.digest(case.operation, backend),
+        "launches": [_launch(each) for each in results],
+    }
+
+
+def _launch(result: Any) -> dict[str, Any]:
+    from ptx import counters
+
+    found = counters.count(result)
+    kept = ("warp_instructions", "instructions", "sectors", "ideal_sectors", "bytes_read", "bytes_written", "barriers")
+    flops = 0
+    for text, runs in zip(result.kernel.texts, result.counters["runs"], strict=False):
+        shape = re.search(r"mma\S*\.m(\d+)n(\d+)k(\d+)\.", text)
+        flops += int(runs) * 2 * prod(map(int, shape.groups())) if shape else 0
+    names = {"kernel": re.sub(r"^_+|_$", "", re.split(r"[<( ]", str(found["kernel"]))[0])}
+    return names | {name: found[name] for name in kept} | {"tensor_flops": flops}
+
+
+def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKENDS) -> Iterator[dict[str, Any]]:
+    """Every case on every backend, dtype and direction that its kernels support."""
+    from moe_kernels import backends as choice
+
+    with executor() as session:
+        for case in wanted:
+            for backend in (each for each in case.backends if each in backends):
+                for dtype in case.dtypes:
+                    if choice.missing(backend, case.operation) or choice.unsupported(
+                        backend, case.operation, "cpu", dtype
+                    ):
+                        continue
+                    for direction in case.directions:
+                        yield count(case, backend, dtype, direction, session)
+
+
+def verified(ops: Iterable[str] = ()) -> dict[str, dict[str, dict[str, str]]]:
+    """Operations and backends that the executor ran and `moe_kernels.verify` found right in every dtype."""
+    from moe_kernels import verify
+
+    with executor():
+        found: dict[str, dict[str, list[verify.Row]]] = {}
+        for row in verify.verify(ops, ledger.GPU_BACKENDS):
+            if row.verdict != "not run":
+                found.setdefault(row.operation, {}).setdefault(row.backend, []).append(row)
+    today = datetime.date.today().isoformat()
+    return {
+        op: {
+            backend: {"date": today, "sources": ledger.digest(op, backend)}
+            for backend, rows in backends.items()
+            if all(row.verdict == "ok" for row in rows)
+        }
+        for op, backends in found.items()
+    }
+
+
+def write(counts: list[dict[str, Any]], root: Path = ledger.ROOT) -> Path:
+    """Counts, one line each."""
+    path = root / COUNTS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[\n" + ",\n".join(json.dumps(each) for each in counts) + "\n]\n")
+    return path
+
+
+def read(root: Path = ledger.ROOT) -> list[dict[str, Any]]:
+    """The counts that were kept; none if nothing was counted."""
+    path = root / COUNTS
+    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return found

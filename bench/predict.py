@@ -1,0 +1,238 @@
+"""Predicts from counts the least time of every kernel on a GPU, and what binds it. Nothing here is measured.
+
+A launch needs at least the longest of three times:
+
+    DRAM     bytes that it reads and writes, each sector once, over the bandwidth
+    issue    instructions of its warps over 4 a cycle and multiprocessor; SASS has 1.3 times the instructions of PTX in
+             integer code and 0.9 times in products (static counts): a prediction names the factor that it uses
+    tensor   FLOPs of its matrix instructions over the peak of their dtype
+
+A call needs the sum over its launches. Products that torch's own library makes beside a kernel are not counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench import counting, ledger
+from bench.tables import markdown
+
+INTEGER, PRODUCTS = 1.3, 0.9  # SASS instructions for one of PTX
+WARPS_A_CYCLE = 4  # of a multiprocessor
+BOUNDS = ("DRAM", "issue", "tensor")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its figures. tflops: dense, of matrix instructions, by dtype of their factors."""
+
+    name: str
+    multiprocessors: int
+    ghz: float
+    gb_per_s: float
+    tflops: dict[str, float]
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s; float32 products that reach tensor cores do so as TF32."""
+        name = "tf32" if dtype == "float32" else dtype
+        if name not in self.tflops:
+            raise ValueError(f"bench predict: {self.name} has no TFLOP/s for {name}, only {', '.join(self.tflops)}")
+        return 1e12 * self.tflops[name]
+
+
+# Data sheets: A100 SXM 80 GB, whose bandwidth is taken as 1.94 TB/s, and H100 SXM. No sparsity.
+GPUS = {
+    "A100": Gpu("A100", 108, 1.41, 1940, {"bfloat16": 312, "float16": 312, "tf32": 156}),
+    "H100": Gpu("H100", 132, 1.83, 3350, {"bfloat16": 989, "float16": 989, "tf32": 495}),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Predicted microseconds of one launch at the full shape, by what could bind it."""
+
+    kernel: str
+    us: tuple[float, float, float]  # as BOUNDS
+    factor: float
+    instructions: float  # of PTX, of warps
+
+    @property
+    def least(self) -> float:
+        return max(self.us)
+
+    @property
+    def bound(self) -> str:
+        return BOUNDS[self.us.index(self.least)]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one call. measured: the ratio of a measured time to this one, where that GPU was measured."""
+
+    count: dict[str, Any]
+    launches: tuple[Launch, ...]
+    stale: bool
+    measured: float | None = None
+
+    @property
+    def us(self) -> float:
+        return sum(each.least for each in self.launches)
+
+    @property
+    def bound(self) -> str:
+        """What binds most of the time."""
+        share = {name: sum(each.least for each in self.launches if each.bound == name) for name in BOUNDS}
+        return max(share, key=lambda name: share[name])
+
+    @property
+    def an_element(self) -> float:
+        """PTX instructions of a thread for each element of the largest input, at the counted shape."""
+        return 32 * sum(each["warp_instructions"] for each in self.count["launches"]) / self.count["elements"]
+
+
+def launch(counts: dict[str, Any], counted: dict[str, Any], gpu: Gpu) -> Launch:
+    grows, factor = counted["grows"], PRODUCTS if counts["tensor_flops"] else INTEGER
+    instructions = counts["warp_instructions"] * grows
+    moved = (counts["bytes_read"] + counts["bytes_written"]) * counted["bytes_grow"]
+    issue = factor * instructions / (gpu.multiprocessors * WARPS_A_CYCLE * gpu.ghz * 1e9)
+    flops = counts["tensor_flops"] * grows
+    tensor = flops / gpu.peak(counted["dtype"]) if flops else 0.0
+    us = (1e6 * moved / (gpu.gb_per_s * 1e9), 1e6 * issue, 1e6 * tensor)
+    return Launch(counts["kernel"], us, factor, instructions)
+
+
+def predict(gpu: Gpu, results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> list[Prediction]:
+    """A prediction for every count; those of sources that changed since are marked."""
+    found, kept = [], list(results)
+    for each in counting.read(root):
+        stale = each["sources"] != ledger.digest(each["operation"], each["backend"], root)
+        made = Prediction(each, tuple(launch(one, each, gpu) for one in each["launches"]), stale)
+        us = _measured(each, gpu, kept)
+        found.append(replace(made, measured=us / made.us if us else None))
+    return found
+
+
+def _measured(count: dict[str, Any], gpu: Gpu, results: Iterable[ledger.Result]) -> float | None:
+    """Microseconds that the same call took on that GPU, if it was measured."""
+    same = ("backend", "dtype", "direction", "shape")
+    for result in results:
+        if not result["gpu"] or not re.search(rf"\b{re.escape(gpu.name)}\b", result["device"]):
+            continue
+        for entry in result["entries"]:
+            for figure in entry["figures"]:
+                if figure["op"] == count["operation"] and all(figure[key] == count[key] for key in same):
+                    return float(figure["us"])
+    return None
+
+
+HEADER = (
+    "operation", "backend", "dtype", "direction", "shape", "kernel", "instructions an element", "x SASS / PTX",
+    "DRAM, predicted us", "issue, predicted us", "tensor, predicted us", "predicted us", "bound by",
+    "measured / predicted",
+)  # fmt: skip
+
+
+def rows(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
+    """A row for every launch, and one for the call where it has several."""
+    found = []
+    for each in predictions:
+        count = each.count
+        key = tuple(str(count[name]) for name in ("operation", "backend", "dtype", "direction", "shape"))
+        key = (key[0] + " (stale)" * each.stale, *key[1:])
+        ratio = "" if each.measured is None else f"{each.measured:.2f}"
+        grows = count["grows"]
+        for one in each.launches:
+            an_element = 32 * one.instructions / grows / count["elements"]
+            times = (*(_us(us) for us in one.us), _us(one.least), one.bound)
+            alone = ratio if len(each.launches) == 1 else ""
+            found.append((*key, one.kernel, f"{an_element:.1f}", f"{one.factor}", *times, alone))
+        if len(each.launches) > 1:
+            sums = [_us(sum(one.us[i] for one in each.launches)) for i in range(3)]
+            found.append((*key, "all", f"{each.an_element:.1f}", "", *sums, _us(each.us), each.bound, ratio))
+    return found
+
+
+SHORT = ("operation", "backend", "dtype", "shape of a forward call", "predicted us on an A100", "bound by")
+
+
+def short(predictions: Iterable[Prediction]) -> str:
+    """For the README: the first forward call of every operation and backend, in bfloat16 where that was counted."""
+    found: dict[tuple[str, str], Prediction] = {}
+    for each in predictions:
+        key = each.count["operation"], each.count["backend"]
+        better = key in found and found[key].count["dtype"] != each.count["dtype"] == "bfloat16"
+        if each.count["direction"] == "forward" and not each.stale and (key not in found or better):
+            found[key] = each
+    lines = [
+        (f"`{op}`", backend, each.count["dtype"], each.count["shape"], _us(each.us), each.bound)
+        for (op, backend), each in found.items()
+    ]
+    return markdown(SHORT, lines) if lines else ""
+
+
+# PTX instructions of a thread for an element of kwta, 64 x 4096 (or 4095), k = 409, with the bits of its mask, at
+# commit a86282a: by the prototype of the executor, and counted again by this one on the kernels of that commit.
+KWTA = {
+    ("triton", "float32", 4096): (74, 72.8),
+    ("cuda", "float32", 4096): (57, 56.5),
+    ("triton", "bfloat16", 4096): (73, 73.8),
+    ("cuda", "bfloat16", 4096): (54, 54.2),
+    ("triton", "bfloat16", 4095): (107, 100.3),
+}
+
+
+def kwta_today(counts: Iterable[dict[str, Any]], key: tuple[str, str, int]) -> list[float]:
+    """The same of the kernels as they were counted last: the forward launch of a training step."""
+    backend, dtype, n = key
+    return [
+        32 * each["launches"][0]["warp_instructions"] / each["elements"]
+        for each in counts
+        if (each["operation"], each["backend"], each["dtype"], each["direction"])
+        == ("kwta", backend, dtype, "training")
+        and f" N={n} p=0.1" in each["shape"]
+    ]
+
+
+def _kwta(counts: list[dict[str, Any]]) -> str:
+    found = []
+    for key, (prototype, counted) in KWTA.items():
+        now = "".join(f"{each:.1f}" for each in kwta_today(counts, key))
+        found.append((*map(str, key), f"{prototype}", f"{counted}", now))
+    return markdown(("backend", "dtype", "N", "prototype, a86282a", "counted, a86282a", "counted last"), found)
+
+
+def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> list[str]:
+    """The report's part: nothing in it is measured but the ratios of its last column."""
+    kept, parts = list(results), ["## Predicted, not measured", HOW]
+    for gpu in GPUS.values():
+        found = rows(predict(gpu, kept, root))
+        if found:
+            parts += [f"### Predicted for {figures(gpu)}", markdown(HEADER, found)]
+    if len(parts) == 2:
+        return []
+    return [
+        *parts,
+        "### PTX instructions of a thread for an element of kwta, with mask bits",
+        _kwta(counting.read(root)),
+    ]
+
+
+HOW = """\
+Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape; instructions
+and FLOPs grow with the number of rows, tokens or matrices, bytes with the operation's least bytes. *DRAM*: each sector
+once. *issue*: warp instructions of PTX, times a static factor to SASS, over four a cycle and multiprocessor. *tensor*:
+FLOPs of matrix instructions over the peak. A launch takes at least the longest of the three. Not predicted: waiting,
+launches themselves, products of torch's own library."""
+
+
+def figures(gpu: Gpu) -> str:
+    peaks = ", ".join(f"{name} {value:g} TFLOP/s" for name, value in gpu.tflops.items())
+    return f"{gpu.name}: {gpu.multiprocessors} multiprocessors at {gpu.ghz:g} GHz, {gpu.gb_per_s:g} GB/s, {peaks}"
+
+
+def _us(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,78 @@
+"""python -m bench predict"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from bench import counting, ledger, predict
+from bench.console import console, known_words, print_table, words
+
+Several = Annotated[list[str] | None, typer.Option(help="Repeated, or with commas. Default: all.")]
+
+
+def predict_command(
+    gpu: Annotated[
+        str, typer.Option(help=f"{', '.join(predict.GPUS)}, or the name of one given by its figures.")
+    ] = "A100",
+    sms: Annotated[int | None, typer.Option("--sms", min=1, help="Its multiprocessors.")] = None,
+    ghz: Annotated[float | None, typer.Option("--ghz", help="Its clock.")] = None,
+    gb_per_s: Annotated[float | None, typer.Option("--gb-per-s", help="Bandwidth of its memory.")] = None,
+    tflops: Annotated[
+        list[str] | None, typer.Option("--tflops", help="Dense peaks: bfloat16=312,float16=312,tf32=156.")
+    ] = None,
+    op: Several = None,
+    backend: Several = None,
+    count: Annotated[bool, typer.Option("--count", help="Count anew, by executing the kernels' PTX. Minutes.")] = False,
+    verified: Annotated[bool, typer.Option("--verify", help="Verify the executed PTX too, for the ledger.")] = False,
+) -> None:
+    """Predicts the least time of every GPU kernel from counts of executed PTX: nothing here is measured.
+
+    Counts are kept in bench/results/ptx with the hash of their sources. --count and --verify need a checkout, as they
+    run the executor of tests/ptx.
+    """
+    ops, kernels = words(op), known_words("--backend", words(backend), ledger.GPU_BACKENDS) or ledger.GPU_BACKENDS
+    known_words("--op", ops, {case.operation for case in counting.cases()})
+    chosen = _gpu(gpu, sms, ghz, gb_per_s, words(tflops))
+    try:
+        if count:
+            _count(ops, kernels)
+        if verified:
+            ledger.write_executed(counting.verified(ops))
+    except counting.NoExecutor as error:
+        console.print(str(error), soft_wrap=True)
+        raise typer.Exit(2) from None
+    found = predict.predict(chosen, ledger.read())
+    found = [each for each in found if each.count["backend"] in kernels and (not ops or each.count["operation"] in ops)]
+    print_table(f"PREDICTED, not measured: {predict.figures(chosen)}", predict.HEADER, predict.rows(found))
+    console.print(predict.HOW)
+
+
+def _gpu(name: str, sms: int | None, ghz: float | None, gb_per_s: float | None, tflops: tuple[str, ...]) -> predict.Gpu:
+    """A known GPU with the figures that were given instead of its own, or one that they describe."""
+    base = predict.GPUS.get(name)
+    given = {"multiprocessors": sms, "ghz": ghz, "gb_per_s": gb_per_s}
+    peaks = {key: float(value) for key, _, value in (each.partition("=") for each in tflops)}
+    if base is None and (None in given.values() or not peaks):
+        raise typer.BadParameter(
+            f"--gpu {name} is none of {', '.join(predict.GPUS)}: give --sms, --ghz, --gb-per-s and --tflops"
+        )
+    figures = {key: value for key, value in given.items() if value is not None}
+    if base is None:
+        return predict.Gpu(name, tflops=peaks, **figures)  # type: ignore[arg-type]
+    return replace(base, tflops=base.tflops | peaks, **figures)  # type: ignore[arg-type]
+
+
+def _count(ops: tuple[str, ...], backends: tuple[str, ...]) -> None:
+    """Counts the cases of these operations and backends, and keeps the counts of others."""
+    wanted = [case for case in counting.cases() if not ops or case.operation in ops]
+    names = {case.operation for case in wanted}
+    kept = [each for each in counting.read() if each["operation"] not in names or each["backend"] not in backends]
+    for each in counting.counted(wanted, backends):
+        console.print(f"counted {each['operation']} {each['backend']} {each['dtype']} {each['direction']}")
+        kept.append(each)
+    order = list(dict.fromkeys(case.operation for case in counting.cases()))
+    kept.sort(key=lambda each: order.index(each["operation"]))
+    console.print(f"counts {counting.write(kept)}", soft_wrap=True)

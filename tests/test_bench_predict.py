@@ -1,0 +1,154 @@
+"""python -m bench predict: what follows from counts, that every GPU kernel was counted, and the ledger's state."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+from typer.testing import CliRunner
+
+import bench.__main__ as command
+from bench import counting, document, ledger, predict, report
+
+ROOT = Path(__file__).resolve().parents[1]
+GPU = predict.Gpu("Some GPU", 100, 1.0, 1000, {"bfloat16": 200})
+
+
+def launched(**changes) -> dict:
+    counts = {"kernel": "k", "warp_instructions": 400, "bytes_read": 600, "bytes_written": 400, "tensor_flops": 0}
+    return counts | changes
+
+
+def counted(*launches: dict, **changes) -> dict:
+    facts = {"operation": "kwta", "backend": "cuda", "dtype": "bfloat16", "direction": "forward", "shape": "R=8 N=4"}
+    facts |= {"counted_shape": "R=4 N=4", "grows": 1000.0, "bytes_grow": 500.0, "elements": 16, "date": "2026-11-23"}
+    return facts | {"sources": "", "launches": list(launches)} | changes
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout with kwta in CUDA alone."""
+    for name in ("csrc/cuda/kwta.cu", "moe_kernels/ops/kwta.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text(f"// {name}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("launch", "us", "factor", "bound"),
+    [
+        # 1000 bytes x 500 / 1 TB/s; 400 instructions x 1000 x 1.3 / (100 x 4 x 1 GHz)
+        (launched(), (0.5, 1.3, 0.0), 1.3, "issue"),
+        (launched(bytes_read=4600), (2.5, 1.3, 0.0), 1.3, "DRAM"),
+        # With products x 0.9; 1e6 FLOPs x 1000 / 200 TFLOP/s
+        (launched(tensor_flops=10**6), (0.5, 0.9, 5.0), 0.9, "tensor"),
+    ],
+)
+def test_a_launch_takes_the_longest_of_three_times(launch, us, factor, bound):
+    found = predict.launch(launch, counted(launch), GPU)
+    assert found.us == pytest.approx(us)
+    assert (found.factor, found.bound, found.least) == (factor, bound, pytest.approx(max(us)))
+
+
+def test_a_call_takes_the_sum_and_shows_a_measurement_beside_it(tree):
+    each = counted(launched(), launched(bytes_read=4600))
+    counting.write([each], tree)
+    (found,) = predict.predict(GPU, (), tree)
+    assert found.us == pytest.approx(1.3 + 2.5)
+    assert found.bound == "DRAM"
+    assert found.an_element == 32 * 800 / 16
+    assert found.measured is None
+    figure = {"op": "kwta", "us": 7.6} | {key: each[key] for key in ("backend", "dtype", "direction", "shape")}
+    result = {"gpu": True, "device": "NVIDIA Some GPU 80GB", "entries": [{"figures": [figure]}]}
+    assert predict.predict(GPU, [result], tree)[0].measured == pytest.approx(2.0)
+    for other in ({"device": "NVIDIA Some GPUX"}, {"gpu": False}):
+        assert predict.predict(GPU, [result | other], tree)[0].measured is None
+    table = predict.rows([found])
+    assert [row[5] for row in table] == ["k", "k", "all"]
+    assert all("(stale)" in row[0] for row in table)  # of other sources than these
+    assert all("predicted" in name for name in predict.HEADER if " us" in name or name == "us")
+
+
+def test_a_gpu_without_a_peak_is_named():
+    launch = launched(tensor_flops=1)
+    with pytest.raises(ValueError, match="bench predict: Some GPU has no TFLOP/s for tf32, only bfloat16"):
+        predict.launch(launch, counted(launch, dtype="float32"), GPU)
+
+
+def kernels() -> dict[str, set[str]]:
+    """Names of all GPU kernels of the package."""
+    triton = pytest.importorskip("moe_kernels.backends.triton")
+    names = {
+        configuration.kernel.__name__.strip("_")
+        for path in Path(triton.__file__).parent.glob("*.py")
+        if "def configurations()" in path.read_text()
+        for configuration in __import__(f"moe_kernels.backends.triton.{path.stem}", fromlist=["x"]).configurations()
+    }
+    sources = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").iterdir() if path.suffix in (".cu", ".h"))
+    found = re.findall(r"__global__[^;{]*?\b(\w+_kernel)\b\s*\(", sources)
+    return {"triton": names, "cuda": set(found)}
+
+
+@pytest.mark.parametrize("backend", ledger.GPU_BACKENDS)
+def test_every_gpu_kernel_was_counted(backend):
+    counts = [each for each in counting.read() if each["backend"] == backend]
+    assert kernels()[backend] <= {launch["kernel"] for each in counts for launch in each["launches"]}
+    for gpu in predict.GPUS.values():
+        for each in predict.predict(gpu):
+            assert all(launch.least > 0 for launch in each.launches)
+
+
+@pytest.mark.parametrize("key", predict.KWTA, ids=str)
+def test_counts_of_kwta_are_the_prototypes_within_a_tenth(key):
+    """As of the commit that the prototype ran on. Today's kernels may execute fewer."""
+    prototype, counted = predict.KWTA[key]
+    assert counted == pytest.approx(prototype, rel=0.1)
+    (now,) = predict.kwta_today(counting.read(), key)
+    assert now <= 1.1 * counted
+
+
+def test_gpus_are_known_or_given_by_their_figures():
+    run = CliRunner()
+    found = run.invoke(command.app, ["predict", "--gpu", "mine", "--sms", "10"])
+    assert found.exit_code == 2
+    assert "--ghz" in found.output
+    figures = ["--sms", "10", "--ghz", "1", "--gb-per-s", "100", "--tflops", "bfloat16=10,tf32=5,float16=10"]
+    found = run.invoke(command.app, ["predict", "--gpu", "mine", *figures, "--op", "kwta"])
+    assert found.exit_code == 0, found.output
+    assert "PREDICTED, not measured: mine: 10 multiprocessors at 1 GHz, 100 GB/s" in found.output
+    assert run.invoke(command.app, ["predict", "--op", "sort"]).exit_code == 2
+
+
+def test_counting_without_a_checkout_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(ledger, "ROOT", tmp_path)
+    found = CliRunner().invoke(command.app, ["predict", "--count"])
+    assert found.exit_code == 2
+    assert "it needs a checkout of the sources" in " ".join(found.output.split())
+
+
+def test_the_report_and_the_readme_call_it_predicted():
+    text = document.document([])
+    assert "## Predicted, not measured" in text
+    assert "### Predicted for A100: 108 multiprocessors at 1.41 GHz" in text
+    assert "predicted us on an A100" in report.predicted([])
+    assert "| `kwta` | cuda |" in report.predicted([])
+
+
+def test_executed_ptx_is_a_state_between_never_run_and_verified(tree):
+    assert ledger.state("kwta", "cuda", [], tree) == "never run on a GPU"
+    found = {"kwta": {"cuda": {"date": "2026-11-23", "sources": ledger.digest("kwta", "cuda", tree)}}}
+    ledger.write_executed(found, tree)
+    assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
+    ledger.write_executed({}, tree)  # keeps what it does not replace
+    assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
+    entry = {"operation": "kwta", "backend": "cuda", "device": "cuda", "verdict": "ok", "checks": {}}
+    entry["sources"] = ledger.digest("kwta", "cuda", tree)
+    result = {"date": "2026-11-24", "device": "Some GPU", "entries": [entry]}
+    assert ledger.state("kwta", "cuda", [result], tree) == "verified 2026-11-24 on Some GPU"
+    (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
+    assert ledger.state("kwta", "cuda", [], tree) == "stale: sources changed since PTX executed 2026-11-23"
