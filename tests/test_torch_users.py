@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
 import moe_kernels.nn as mnn
+from moe_kernels.backends import cpu
 from moe_kernels.ops.kwta import kwta_apply, pack_bits
 from moe_kernels.ops.masked_mlp import masked_mlp
 
@@ -350,3 +351,33 @@ def test_an_unknown_instruction_set_is_named():
 def test_a_negative_view_is_read_negated(call):
     f, x = (ROWS | OTHERS | MASKED)[call], torch.randn(4, 4)
     torch.testing.assert_close(f(torch._neg_view(x)), f(-x))
+
+
+# 9: threads of Python.
+def test_short_kernels_keep_the_gil(monkeypatch):
+    """To release it and take it again costs more than a kernel of 10 us, while other threads wait for it."""
+    released = {}
+
+    class Recorded:
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def call(isa: int, release: bool, *args: float) -> int:
+                released.setdefault(name, []).append(release)
+                return getattr(module, name)(isa, release, *args)
+
+            return call
+
+    module = cpu.module
+    monkeypatch.setattr(cpu, "module", Recorded())
+    for rows in (2, 4096):
+        x = torch.randn(rows, 64)
+        mk.kwta(x, 5)
+        mk.topk_gate(x, 2)
+        mk.grouped_gemm(x, torch.randn(1, 64, 32), torch.tensor([0, rows]))
+        mk.sinkhorn(x[: min(rows, 64), : min(rows, 64)], 20)
+    mk.sinkhorn(torch.randn(8, 8), 1000)  # few elements, but long
+    assert released == {
+        "kwta_fwd": [False, True],
+        "topk_gate_fwd": [False, True],
+        "grouped_gemm_fwd": [False, True],
+        "sinkhorn_fwd": [False, True, True],
+    }

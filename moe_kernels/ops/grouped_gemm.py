@@ -58,7 +58,8 @@ def grouped_gemm(
         stays). A CPU that multiplies bfloat16 takes what is below 1.2e-38 for zero there, and large experts that are
         torch's round what they activate to it first. Rows from expert_offsets[E] on are zero, whatever stands in them.
         float32 products are IEEE; TF32 only where torch.backends.cuda.matmul.allow_tf32 asks for it. Same input, same
-        bits; on a CPU with as many threads.
+        bits; on a CPU with as many threads. On a CPU with AMX torch.mm may read past bfloat16 views, so that NaN beside
+        one shows (9 of 300 shapes); large experts inherit that, and rows.contiguous() avoids it.
 
     Gradient: to rows, weight and bias; zero for rows not in use and for experts without rows. With row_token a token's
     rows are summed in float32 and in their order, without atomics. Once differentiable. Autocast casts nothing here.
