@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import measure, tracing
 from bench.ledger import ROOT
@@ -44,13 +43,6 @@ class Profile(NamedTuple):
     us: float
     floor_us: float
     trace: Path
-
-
-class _Listener(TorchDispatchMode):
-    """Where it listens, the operations go through torch's dispatcher, which tells the profiler their names."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def name_of(job: measure.Job) -> str:
@@ -97,22 +89,14 @@ def _spent(events: Iterable[Any], on_gpu: bool) -> list[tuple[str, float, float]
         if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
             continue  # has the time of the kernels that it launched, which are events of their own
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        if us > 0 and event.key != "PythonDispatchMode":  # the listener itself
+        if us > 0:
             found.append((event.key, event.count / CALLS, us / CALLS))
     return found
 
 
 def _call(job: measure.Job) -> Callable[[], object]:
     entry = ENTRIES[job.op]
-    call = partial(entry.kernel(job.backends[0])[job.direction], entry.inputs(job.shape, job.dtype, job.device))
-    if job.device == "cuda":
-        return call
-
-    def listened() -> object:
-        with _Listener():
-            return call()
-
-    return listened
+    return partial(entry.kernel(job.backends[0])[job.direction], entry.inputs(job.shape, job.dtype, job.device))
 
 
 def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str]:

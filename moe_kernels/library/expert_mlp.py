@@ -71,7 +71,7 @@ def _bwd(
     expert_offsets, row_token, row_choice, slot_row = contiguous(expert_offsets, row_token, row_choice, slot_row)
     if pre is None:
         pre, _ = product(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
-    dx, dweights, dw_in, dw_out, db_in, db_out = (x.new_empty(0) for _ in wanted)
+    dx = dweights = dw_in = dw_out = db_in = db_out = None
     grad, row_weight = rows(grad), _row_weight(weights, row_token, row_choice, wide(x.dtype))
     given = grad, matrices(w_out), expert_offsets, row_token, row_weight, pre.contiguous()
     dpre, weighted, drow_weight = kernels(backend).expert_mlp_bwd_hidden(*given, activation)
@@ -82,13 +82,13 @@ def _bwd(
         dx = combine(transposed(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
     if to_w_in or to_b_in:
         found = weight_gradient(x, dpre, expert_offsets, row_token, None, to_b_in, backend)
-        dw_in, db_in = found[0] if to_w_in else dw_in, found[1] if to_b_in else db_in
+        dw_in, db_in = found[0] if to_w_in else None, found[1] if to_b_in else None
     if to_b_out:  # the weight gradient of a single column that holds the gate weights
         column = row_weight.to(x.dtype)[:, None]
         db_out = weight_gradient(column, grad, expert_offsets, None, row_token, False, backend)[0][:, 0].clone()
     if to_weights:
         dweights = _weights_gradient(weights, drow_weight, grad, b_out, expert_offsets, row_token, slot_row)
-    return dx, dweights, dw_in, dw_out, db_in, db_out
+    return tuple(x.new_empty(0) if each is None else each for each in (dx, dweights, dw_in, dw_out, db_in, db_out))
 
 
 def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, wide: torch.dtype) -> Tensor:

@@ -143,22 +143,22 @@ def _bwd(
     activation: str,
     wanted: list[bool],
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     to_x, to_weight, to_bias = wanted
     expert_offsets, row_token = contiguous(expert_offsets, row_token)
-    dx, dweight, dbias = (x.new_empty(0) for _ in wanted)
+    dx = dweight = dbias = None
     if activation:
         if pre is None:
             pre, _ = product(x, weight, expert_offsets, row_token, bias, "", False, backend)
         grad = kernels(backend).activation_bwd(rows(grad), pre.contiguous(), activation)
     if to_weight or to_bias:
         found = weight_gradient(x, grad, expert_offsets, row_token, None, to_bias, backend, weight)
-        dweight, dbias = found[0] if to_weight else dweight, found[1] if to_bias else dbias
+        dweight, dbias = found[0] if to_weight else None, found[1] if to_bias else None
     if to_x:
         dx = transposed(grad, weight, expert_offsets, backend)
         if row_token is not None:
             dx = kernels(backend).grouped_gemm_sum_rows(rows(dx), row_token, x.shape[0])
-    return dx, dweight, dbias
+    return tuple(x.new_empty(0) if each is None else each for each in (dx, dweight, dbias))
 
 
 def _bwd_fake(grad, x, weight, expert_offsets, row_token, bias, pre, activation, wanted, backend):
