@@ -93,7 +93,7 @@ def _threshold(
     """(keys, least, ties): keys at or above `least` win, and of the keys one below it the first `ties` ones."""
     pairs = _load_pairs(x_row, word, N, UNIT)
     guess, step, hostile = _first_guess(pairs, N, quantile, FORMAT)
-    negative = (guess < 0) | (K >= N)
+    negative = ((guess < 0) & (K > 0)) | (K >= N)
     keys = _keys(pairs, word, N, negative, hostile, UNIT, INF)
     least = tl.where(K == 0, 0x7FFF, 1)
     ties = 0
