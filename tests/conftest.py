@@ -1,7 +1,8 @@
 """Where the tests run: every backend on this machine, each kernel's test written once.
 
 A test that takes `target` runs once for every instruction set of the CPU, once for Triton and once for CUDA. Without a
-GPU, Triton's kernels run under its interpreter and CUDA's on the host executor (tests/simt), both on CPU tensors.
+GPU, the PTX that Triton and nvcc compile for sm_80 is executed on CPU tensors (tests/ptx). With TRITON_INTERPRET=1 it
+is the sources instead: Triton's kernels under its interpreter, CUDA's on the host executor (tests/simt).
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from pathlib import Path
 import torch
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before anything imports one
+INTERPRET = not HAS_GPU and os.environ.get("TRITON_INTERPRET") == "1"  # Triton reads it when a kernel is decorated
 
 import pytest
 
@@ -27,11 +27,13 @@ from moe_kernels.backends import cpu
 
 sys.path.insert(0, str(Path(__file__).parent))
 import simt
-from ptx import triton_launch
+from ptx import build as ptx
+from ptx import cuda_launch, triton_launch
+from ptx.summary import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown  # noqa: F401
 from time_limit import pytest_configure, pytest_enter_pdb, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
 
-if not HAS_GPU and os.environ["TRITON_INTERPRET"] == "0":
-    triton_launch.install()  # Triton's kernels run as compiled: tests/ptx
+if not HAS_GPU and not INTERPRET:
+    triton_launch.install()
 
 # Memory that nobody wrote reads as NaN, or as the largest integer.
 torch.use_deterministic_algorithms(True, warn_only=True)
@@ -46,9 +48,14 @@ class Target:
     device: str
 
     @property
-    def interpreted(self) -> bool:
-        """A thousandth of a kernel's speed: keep shapes small."""
+    def executed(self) -> bool:
+        """A GPU's kernel on CPU tensors."""
         return self.device == "cpu" and self.backend != "cpu"
+
+    @property
+    def interpreted(self) -> bool:
+        """From its source, at a thousandth of a kernel's speed: keep shapes small."""
+        return self.executed and INTERPRET
 
 
 TARGETS = [Target(f"cpu-{isa}", "cpu", "cpu") for isa in cpu.module.isas] + [
@@ -57,7 +64,12 @@ TARGETS = [Target(f"cpu-{isa}", "cpu", "cpu") for isa in cpu.module.isas] + [
 
 
 def reason_to_skip(target: Target, op: str = "kwta") -> str | None:
-    unavailable = simt.unavailable() if target.backend == "cuda" and target.interpreted else None
+    unavailable = None
+    if target.executed:
+        if target.interpreted:
+            unavailable = simt.unavailable() if target.backend == "cuda" else None
+        else:
+            unavailable = ptx.unavailable() or (cuda_launch.unavailable() if target.backend == "cuda" else None)
     return unavailable or backends.missing(target.backend, op)
 
 
@@ -65,8 +77,8 @@ def reason_to_skip(target: Target, op: str = "kwta") -> str | None:
 def running(target: Target) -> Iterator[Target]:
     """Within the block the target's backend takes tensors of its device."""
     with contextlib.ExitStack() as stack:
-        if target.backend == "cuda" and target.interpreted:
-            stack.enter_context(simt.use())
+        if target.backend == "cuda" and target.executed:
+            stack.enter_context(simt.use() if target.interpreted else cuda_launch.use())
         if target.backend == "cpu":
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(cpu, "isa", cpu.module.isas.index(target.id.removeprefix("cpu-")))

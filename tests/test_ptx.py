@@ -70,6 +70,21 @@ def test_lanes_diverge_and_meet_again():
     assert torch.equal(run(body, x), here.view(-1, 2).flip(1).reshape(-1))
 
 
+def test_lanes_of_one_instruction_may_form_groups():
+    body = """
+    and.b32 %r3, %r1, 28; mov.u32 %r4, 15; shl.b32 %r4, %r4, %r3;
+    redux.sync.add.s32 %r5, %r1, %r4;
+    shfl.sync.bfly.b32 %r6, %r5, 1, 31, %r4;
+    vote.sync.ballot.b32 %r7, 1, %r4;
+    add.s32 %r5, %r5, %r6;
+    xor.b32 %r5, %r5, %r7; xor.b32 %r5, %r5, %r4;
+    st.global.u32 [%d4], %r5;
+    """.replace("ballot.b32 %r7, 1,", "ballot.b32 %r7, %p1,").replace(
+        "and.b32 %r3", "setp.eq.s32 %p1, %r0, %r0; and.b32 %r3"
+    )
+    assert torch.equal(run(body, ints()), 2 * ints().view(8, 4).sum(1).repeat_interleave(4).int())
+
+
 def test_barrier_code_need_not_lie_in_the_order_in_which_it_runs():
     body = """
     setp.lt.u32 %p0, %r1, 16;
@@ -99,7 +114,7 @@ def test_barrier_code_need_not_lie_in_the_order_in_which_it_runs():
         ("ld.shared.u32 %r3, [memory]; st.global.u32 [%d4], %r3;", "is undefined; last by a read of shared bytes that"),
         ("ld.shared.u32 %r3, [memory+4096];", "reads 4 bytes of shared memory at 4096, of 4096"),
         ("setp.lt.u32 %p0, %r1, 5; @%p0 bra OUT; shfl.sync.idx.b32 %r3, %r0, 0, 31, -1; OUT:", "have left"),
-        ("shfl.sync.idx.b32 %r3, %r0, 0, 31, 65535;", "lanes ffff0000 take part and the mask 0000ffff does not name"),
+        ("shfl.sync.idx.b32 %r3, %r0, 0, 31, 65535;", "lane 16: takes part, and its mask 0000ffff does not name it"),
         ("setp.lt.u32 %p0, %r1, 5; @%p0 bar.sync 0;", "a barrier by lanes 0000001f of ffffffff"),
         ("LOOP: bra LOOP;", "more than 1000000 instructions in one launch"),
         ("trap;", "executes trap"),

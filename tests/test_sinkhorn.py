@@ -75,9 +75,9 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def sizes(target: Target) -> tuple[tuple[int, int], ...]:
     """(n, iterations)"""
-    if target.interpreted and target.backend == "cuda":
+    if target.executed and target.backend == "cuda":
         return ((1, 3), (3, 5), (4, 20), (7, 30), (16, 9), (17, 3), (40, 2), (70, 2))
-    if target.interpreted:
+    if target.executed:
         return ((2, 2), (3, 4), (7, 3), (16, 2), (70, 2))
     large = () if target.backend == "reference" else ((129, 6), (256, 3))
     return ((1, 3), (2, 1), (3, 20), (4, 20), (7, 150), (16, 50), (17, 20), (33, 9), (64, 20), *large)
@@ -94,24 +94,24 @@ def test_float64_at_every_temperature(target, tau, normal):
 
 def test_small_scores_as_a_new_parameter_holds_them(target):
     """U(-0.05, 0.05), as the local search starts: the range decides for the linear form at tau where others do not."""
-    for tau, n in itertools.product((1e-2, 3e-3, 1e-3, 2e-4), (4, 16) if target.interpreted else (4, 16, 40)):
+    for tau, n in itertools.product((1e-2, 3e-3, 1e-3, 2e-4), (4, 16) if target.executed else (4, 16, 40)):
         scores = (torch.rand(4, n, n, device=target.device) - 0.5) / 10
-        iterations = 5 if target.interpreted else 60
+        iterations = 5 if target.executed else 60
         got = mk.sinkhorn(scores, iterations, tau=tau, backend=target.backend)
         assert error(got, oracle(scores, iterations, tau)) < 1e-6, (tau, n)
 
 
 def test_a_matrix_does_not_see_its_neighbours(target):
     """Tame, wild and broken matrices in one batch: each has the bits that it has alone."""
-    n = 4 if target.interpreted else 6
-    scales = torch.tensor([1.0, 1e4, 0.0, 90.0, 1e-3, 400.0, 1e7] * (1 if target.interpreted else 5))
+    n = 4 if target.executed else 6
+    scales = torch.tensor([1.0, 1e4, 0.0, 90.0, 1e-3, 400.0, 1e7] * (1 if target.executed else 5))
     scores = torch.randn(len(scales), n, n) * scales[:, None, None]
     scores[2, 1, 0] = NAN
     scores[4, 0] = -INF
     scores[4, :, 1] = -INF
     scores = scores.to(target.device)
     grad = torch.randn_like(scores)
-    iterations = 3 if target.interpreted else 7
+    iterations = 3 if target.executed else 7
 
     def both(scores, grad):
         leaf = scores.clone().requires_grad_()
@@ -129,7 +129,7 @@ def test_a_matrix_does_not_see_its_neighbours(target):
 
 @pytest.mark.parametrize("tau", [1.0, 0.02, 1e-5])
 def test_forbidden_pairs(target, tau):
-    n = 5 if target.interpreted else 20
+    n = 5 if target.executed else 20
     scores = torch.randn(4, n, n).masked_fill(torch.rand(4, n, n) < 0.4, -INF)
     scores.diagonal(dim1=1, dim2=2).zero_()  # some permutation is allowed
     scores[1, 2] = -INF
@@ -193,7 +193,7 @@ def test_gradcheck_in_float64():
 
 
 def test_implicit_gradient_at_the_fixed_point(target):
-    n, iterations, width = (3, 9, 0.3) if target.interpreted else (12, 200, 1.0)
+    n, iterations, width = (3, 9, 0.3) if target.executed else (12, 200, 1.0)
     scores = (width * torch.randn(3, n, n, device=target.device)).requires_grad_()
     grad = torch.randn_like(scores)
     p = mk.sinkhorn(scores, iterations, tau=1.0, gradient="implicit", backend=target.backend)
@@ -238,7 +238,7 @@ def test_implicit_gradient_refuses_what_has_not_converged(target):
 def test_annealing_reaches_the_assignment(target):
     """A fixed tau of 1e-7 does not: 14 of 100 matrices of n = 8 after 150 iterations."""
     pytest.importorskip("scipy", reason="scipy is not installed")
-    n, iterations = (4, 30) if target.interpreted else (8, 60)
+    n, iterations = (4, 30) if target.executed else (8, 60)
     scores = torch.randn(12, n, n, device=target.device)
     p = mk.sinkhorn(scores, iterations, tau=1e-7, anneal_from=1.0, backend=target.backend)
     columns = mk.harden(scores)
@@ -292,7 +292,7 @@ def test_pot_agrees_where_it_has_converged(target):
     scores = torch.randn(n, n, device=target.device)
     ones = torch.ones(n, dtype=torch.float64, device=target.device)
     expected = ot.sinkhorn(ones, ones, -scores.double(), 0.5, numItermax=5000, stopThr=1e-14)
-    got = mk.sinkhorn(scores, 60 if target.interpreted else 500, tau=0.5, backend=target.backend)
+    got = mk.sinkhorn(scores, 60 if target.executed else 500, tau=0.5, backend=target.backend)
     assert error(got, expected) < 1e-5
 
 
@@ -329,7 +329,7 @@ def test_sums_and_tolerance_against_the_definition(target, tolerance):
     """Both potentials' sums and stops, forbidden and broken matrices among them, across lanes and along them."""
     if target is REFERENCE:
         pytest.skip("nothing to compare")
-    slow = target.interpreted and target.backend == "triton"
+    slow = target.executed and target.backend == "triton"
     batch, small = (3, ((1, 2), (4, 6), (7, 3))) if slow else (5, ((1, 2), (4, 9), (7, 5), (17, 6)))
     for (n, iterations), tau in (*itertools.product(small, (1.0, 0.02)), ((40, 1), 0.02), ((70, 2), 1.0)):
         scores, grad = torch.randn(2, batch, n, n, device=target.device).unbind()

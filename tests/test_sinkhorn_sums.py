@@ -24,7 +24,7 @@ def target(request):
 
 def sizes(target: Target) -> tuple[int, ...]:
     """One n for every way of holding a matrix: across lanes, in part of a warp, in a block, read again."""
-    if target.interpreted and target.backend == "triton":
+    if target.executed and target.backend == "triton":
         return (4, 12, 40, 70)
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
@@ -131,7 +131,7 @@ def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
     """NaN on all sides; matrices and rows of a matrix far apart."""
     places = [framed, lambda x: far_apart(x, (2**30, x.shape[-1], 1))]
     places.append(lambda x: far_apart(x, (x.shape[1] * 2**30, 2**30, 1)))
-    for n in (3, 12, 70) if target.interpreted else (3, 12, 40, 70, 130):
+    for n in (3, 12, 70) if target.executed else (3, 12, 40, 70, 130):
         scores, grad = torch.randn(2, 3, n, n)
         leaves = {"scores": scores}
         if with_sums:

@@ -34,7 +34,7 @@ ROWS = {
 
 
 def sizes(target: Target) -> tuple[tuple[int, int], ...]:
-    return ((3, 1), (3, 33)) if target.interpreted else ((0, 5), (3, 1), (5, 32), (9, 33))
+    return ((3, 1), (3, 33)) if target.executed else ((0, 5), (3, 1), (5, 32), (9, 33))
 
 
 def gate_and_gradient(logits, k, order, grad, backend, place=torch.clone):

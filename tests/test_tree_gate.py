@@ -169,7 +169,7 @@ def test_five_experts_by_hand(target):
 
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     """(T, P, K, E)"""
-    if target.interpreted:
+    if target.executed:
         # The second and the last are two programs or blocks and more, of which the last is not full.
         return ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 33))
     small = [(9, 12, 1 + experts % 3, experts) for experts in range(2, 18)]
@@ -230,11 +230,11 @@ def test_one_output_at_a_time(target):
 
 
 def test_gradients_are_finite_at_every_scale(target):
-    scales = (1e-6, 1.0, 1e6) if target.interpreted else (1e-6, 1e-3, 1e-1, 1.0, 10.0, 1e3, 1e6)
+    scales = (1e-6, 1.0, 1e6) if target.executed else (1e-6, 1e-3, 1e-1, 1.0, 10.0, 1e3, 1e6)
     for of_split, of_leaf, gamma in itertools.product(scales, scales, (1e-3, 0.1, 10.0)):
-        if target.interpreted and of_split != of_leaf:
+        if target.executed and of_split != of_leaf:
             continue
-        arguments = drawn(6, 4, 2, 7 if target.interpreted else 23, device=target.device)
+        arguments = drawn(6, 4, 2, 7 if target.executed else 23, device=target.device)
         arguments["split_weight"] *= of_split
         arguments["leaf_weight"] *= of_leaf
         for name in ("x", "split_weight"):

@@ -17,7 +17,7 @@ target = on_every_target("tree_route")
 
 def test_route_is_the_gate_of_saturated_trees(target):
     for size in shapes(target):
-        for dtype in (torch.float32,) if target.interpreted else DTYPES:
+        for dtype in (torch.float32,) if target.executed else DTYPES:
             arguments = {name: each.to(dtype) for name, each in drawn(*size, device=target.device).items()}
             tokens, _, trees, experts = size
             weights, chosen, found = mk.tree_route(**arguments, gamma=1e-6, statistics=True, backend=target.backend)

@@ -15,17 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 
 # A product and a sum are two roundings unless the PTX says fma.
-FLAGS = [
-    "-std=c++20",
-    "-O3",
-    "-march=native",
-    "-fPIC",
-    "-Wall",
-    "-Wextra",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-]
+FLAGS = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-Wall", "-Wextra"]
+FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
 
 def cache_folder() -> Path:

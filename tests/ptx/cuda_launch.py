@@ -21,7 +21,7 @@ from simt.build import KERNELS, PLANTED, Product, Unit, compiler, digest, lock, 
 
 from . import machine
 from .build import ROOT, cache_folder
-from .decode import Kernel
+from .decode import Kernel, demangled
 from .extents import extents
 from .machine import PtxError
 from .session import launch, session
@@ -107,7 +107,7 @@ def kernel_of(unit: Unit, name: str) -> Kernel:
 
 @functools.lru_cache(maxsize=256)
 def edited(text: str, name: str) -> Kernel:
-    return machine.kernel(text, name)
+    return machine.kernel(text, name, keep=False)
 
 
 _CALL = ctypes.CFUNCTYPE(
@@ -196,4 +196,4 @@ def device(shared: int, multiprocessors: int = 108, major: int = 8, minor: int =
         set_device(machine.SHARED_LIMIT, 108, 8, 0)
 
 
-__all__ = ["KERNELS", "PLANTED", "Module", "device", "module", "unavailable", "use"]
+__all__ = ["KERNELS", "PLANTED", "Module", "demangled", "device", "module", "unavailable", "use"]

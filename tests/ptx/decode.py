@@ -28,6 +28,7 @@ class Kernel:
     """One decoded entry."""
 
     name: str
+    key: str  # a hash of the text
     records: np.ndarray
     operands: np.ndarray
     constants: bytes
@@ -246,6 +247,7 @@ class Decoder:
 
         return Kernel(
             name=entry.name,
+            key="",
             records=records,
             operands=operands,
             constants=bytes(self.constants).ljust(base, b"\0"),

@@ -19,6 +19,7 @@ from .decode import Kernel
 from .text import parse
 
 SHARED_LIMIT = 163 * 1024  # bytes that a block of an A100 can have
+MOST_COUNTED = 2**30  # bytes of a tensor whose sectors are counted: rows that lie far apart span terabytes
 FINDINGS = 12  # that an error tells in full
 
 
@@ -54,13 +55,17 @@ def _decoder_digest() -> str:
     return build.digest(*sources, *((build.HERE / name).read_text() for name in ("text.py", "forms.py")), *operations())
 
 
-def kernel(text: str, name: str) -> Kernel:
+def kernel(text: str, name: str, keep: bool = True) -> Kernel:
     """A decoded entry of a module, from the disk if it was decoded before."""
-    file = build.cache_folder() / "decoded" / f"{build.digest(_decoder_digest(), name, text)}.pickle"
-    if file.exists():
+    key = build.digest(_decoder_digest(), name, text)
+    file = build.cache_folder() / "decoded" / f"{key}.pickle"
+    if keep and file.exists():
         return pickle.loads(file.read_bytes())
     (entry,) = parse(text, name)
     decoded = decode.decode(entry, operations())
+    decoded.key = key
+    if not keep:
+        return decoded
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     part.write_bytes(pickle.dumps(decoded))
@@ -79,6 +84,8 @@ class Extent:
 
     def __post_init__(self) -> None:
         sectors = ((self.start + self.size) >> 5) - (self.start >> 5) + 1
+        if self.size > MOST_COUNTED:
+            sectors = 0
         self.read, self.written = np.zeros(sectors, np.uint8), np.zeros(sectors, np.uint8)
 
 
@@ -115,6 +122,10 @@ def _address(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
+def _sectors(array: np.ndarray) -> int | None:
+    return _address(array) if array.size else None
+
+
 def _program(kernel: Kernel) -> records.Program:
     kept = getattr(kernel, "_program", None)
     if kept is None:
@@ -148,7 +159,7 @@ def run(
     counters = np.zeros(len(kernel.records) + 1, records.COUNTERS)
     findings = (records.Finding * FINDINGS)()
     ranges = (records.Range * max(len(extents), 1))(
-        *((each.start, each.start + each.size, _address(each.read), _address(each.written)) for each in extents)
+        *((each.start, each.start + each.size, *map(_sectors, (each.read, each.written))) for each in extents)
     )
     request = records.Request(
         grid=(ctypes.c_uint32 * 3)(*_three(grid)),

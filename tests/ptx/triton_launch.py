@@ -49,7 +49,7 @@ class Launcher:
             launch("triton", kernel, (x, y, z), threads, self.metadata.shared, parameters, extents(tensors))
 
     def kernel(self, text: str) -> Kernel:
-        return decoded(text if session.edit is None else session.edit(text))
+        return decoded(text) if session.edit is None else decoded(session.edit(text), keep=False)
 
 
 _FORMS = {"i1": "?", "fp32": "f", "fp64": "d", "i8": "b", "u8": "B", "i16": "h", "u16": "H"}
@@ -57,9 +57,9 @@ _FORMS |= {"i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 
 
 @functools.lru_cache(maxsize=4096)
-def decoded(text: str) -> Kernel:
+def decoded(text: str, keep: bool = True) -> Kernel:
     (name,) = entry_names(text)
-    return machine.kernel(text, name)
+    return machine.kernel(text, name, keep)
 
 
 class Utilities:
@@ -101,15 +101,29 @@ def stop_at_ptx(*arguments: Any) -> tuple[str, str] | None:
     return None
 
 
+def _compiled_once(compile: Any) -> Any:
+    """Processes that want the same kernel at the same time: one compiles it, the others find it in the cache."""
+
+    def locked(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
+        key = build.digest(source.hash(), target, sorted((options or {}).items(), key=str))
+        with build.lock(build.cache_folder() / "locks" / key):
+            return compile(source, target=target, options=options, **rest)
+
+    return locked
+
+
 @functools.cache
 def install() -> None:
     """From here on launches of this process run on the executor."""
-    os.environ["TRITON_CACHE_DIR"] = str(build.cache_folder() / "triton")  # the workers of pytest-xdist share it
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import triton
+    import triton.compiler
 
     import moe_kernels.backends.triton as kernels
 
+    # Apart from the user's cache, whose kernels are machine code. The workers of pytest-xdist share it.
+    triton.knobs.cache.dir = str(build.cache_folder() / "triton")
     triton.knobs.runtime.add_stages_inspection_hook = stop_at_ptx
+    triton.compiler.compile = _compiled_once(triton.compiler.compile)
     triton.runtime.driver.set_active(Driver())
     kernels.device_type = "cpu"

@@ -3,19 +3,17 @@
 
 namespace {
 
-// The mask operand, as the first active lane holds it.
-u32 mask_of(const Launch& launch, Warp& w, const Record& r, u32 k) {
-  return lanes_of<const u32>(launch, w, r, k)[__builtin_ctz(w.active)];
-}
+// Each lane names in operand k the lanes that take part with it. Without them the instruction waits.
+#define TOGETHER(k)                                                  \
+  Next next;                                                         \
+  u32 masks[kLanes];                                                 \
+  std::memcpy(masks, lanes_of<const u32>(launch, w, r, k), sizeof masks); \
+  if (!gather(launch, b, w, r, masks, true, next)) return next;      \
+  mask &= w.active;
 
-#define TOGETHER(wanted)                                           \
-  Next next = Next::following;                                     \
-  if (!gather(launch, b, w, r, wanted, next)) return next;
-
-Next bar_warp(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
-  const u32 wanted = mask_of(launch, w, r, 0);
-  TOGETHER(wanted)
-  if ((wanted & w.live) == w.live) w.clocks[w.id]++;
+Next bar_warp(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  TOGETHER(0)
+  if ((masks[__builtin_ctz(w.active)] & w.live) == w.live) w.clocks[w.id]++;
   return next;
 }
 
@@ -24,7 +22,7 @@ enum How { kUp, kDown, kButterfly, kIndex };
 // Operands: destination, predicate (with flag 1), source, lane, clamp and segments, mask.
 template <How how>
 Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(mask_of(launch, w, r, 5))
+  TOGETHER(5)
   u32 from[kLanes], result[kLanes];
   std::memcpy(from, lanes_of<const u32>(launch, w, r, 2), sizeof from);
   const u32* lane = lanes_of<const u32>(launch, w, r, 3);
@@ -46,7 +44,7 @@ Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
     }
     if (in) inside |= 1u << l;
     else source = static_cast<s32>(l);
-    if (!(w.active >> source & 1)) absent |= 1u << l;
+    if (!((w.active & masks[l]) >> source & 1)) absent |= 1u << l;
     result[l] = from[source];
     moved |= (undefined >> source & (u64(1) << 32 | 1)) << l;
   }
@@ -61,19 +59,40 @@ Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return next;
 }
 
-u64 any_undefined(Launch& launch, Warp& w, const Record& r, u32 k, u32 mask) {
-  return either(undefined_lanes(launch, w, r, k)) & both(mask) ? both(kAll) : 0;
+// Computes `f(lanes)` once for each group of lanes that name the same mask, and hands every lane the result.
+template <class F, class Give>
+void of_groups(const u32* masks, u32 mask, F&& f, Give&& give) {
+  for (u32 rest = mask; rest;) {
+    const u32 named = masks[__builtin_ctz(rest)], group = named & mask;
+    const auto result = f(group);
+    u32 same = 0;
+    for_lanes(rest, [&](u32 l) { same |= u32(masks[l] == named) << l; });
+    for_lanes(same, [&](u32 l) { give(l, result); });
+    rest &= ~same;
+  }
+}
+
+// Lanes whose group holds an undefined value.
+u64 undefined_groups(Launch& launch, Warp& w, const Record& r, u32 k, const u32* masks, u32 mask) {
+  const u64 undefined = either(undefined_lanes(launch, w, r, k)) & both(mask);
+  u64 found = 0;
+  if (undefined) for_lanes(mask, [&](u32 l) { found |= undefined & masks[l] ? both(1u << l) : 0; });
+  return found;
 }
 
 template <class T, class F>
 Next reduce(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(mask_of(launch, w, r, 2))
-  const T* from = lanes_of<const T>(launch, w, r, 1);
-  T result = from[__builtin_ctz(mask)];
-  for_lanes(mask & (mask - 1), [&](u32 l) { result = F{}(result, from[l]); });
-  const u64 undefined = any_undefined(launch, w, r, 1, mask);
+  TOGETHER(2)
+  T from[kLanes];
+  std::memcpy(from, lanes_of<const T>(launch, w, r, 1), sizeof from);
+  const u64 undefined = undefined_groups(launch, w, r, 1, masks, mask);
   T* to = lanes_of<T>(launch, w, r, 0);
-  for_lanes(mask, [&](u32 l) { to[l] = result; });
+  const auto sum = [&](u32 group) {
+    T result = from[__builtin_ctz(group)];
+    for_lanes(group & (group - 1), [&](u32 l) { result = F{}(result, from[l]); });
+    return result;
+  };
+  of_groups(masks, mask, sum, [&](u32 l, T result) { to[l] = result; });
   set_undefined(undefined_lanes(launch, w, r, 0), undefined, mask);
   return next;
 }
@@ -83,35 +102,36 @@ void reduction(Table& t, const std::string& name, F) {
 }
 
 Next ballot(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(mask_of(launch, w, r, 2))
-  const u32 result = predicate(launch, w, r, 1) & mask;
-  const u64 undefined = any_undefined(launch, w, r, 1, mask);
+  TOGETHER(2)
+  const u32 yes = predicate(launch, w, r, 1);
+  const u64 undefined = undefined_groups(launch, w, r, 1, masks, mask);
   u32* to = lanes_of<u32>(launch, w, r, 0);
-  for_lanes(mask, [&](u32 l) { to[l] = result; });
+  of_groups(masks, mask, [&](u32 group) { return yes & group; }, [&](u32 l, u32 result) { to[l] = result; });
   set_undefined(undefined_lanes(launch, w, r, 0), undefined, mask);
   return next;
 }
 
 template <bool all>
 Next vote(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(mask_of(launch, w, r, 2))
-  const u32 yes = predicate(launch, w, r, 1) & mask;
-  const u32 result = (all ? yes == mask : yes != 0) ? kAll : 0;
+  TOGETHER(2)
+  const u32 yes = predicate(launch, w, r, 1);
+  const u64 undefined = undefined_groups(launch, w, r, 1, masks, mask);
   u32& to = predicate(launch, w, r, 0);
-  to = (to & ~mask) | (result & mask);
-  set_undefined(undefined_lanes(launch, w, r, 0), any_undefined(launch, w, r, 1, mask), mask);
+  const auto decide = [&](u32 group) { return all ? (yes & group) == group : (yes & group) != 0; };
+  of_groups(masks, mask, decide, [&](u32 l, bool result) { to = (to & ~(1u << l)) | u32(result) << l; });
+  set_undefined(undefined_lanes(launch, w, r, 0), undefined, mask);
   return next;
 }
 
 Next match_any(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(mask_of(launch, w, r, 2))
+  TOGETHER(2)
   u32 from[kLanes];
   std::memcpy(from, lanes_of<const u32>(launch, w, r, 1), sizeof from);
-  const u64 undefined = any_undefined(launch, w, r, 1, mask);
+  const u64 undefined = undefined_groups(launch, w, r, 1, masks, mask);
   u32* to = lanes_of<u32>(launch, w, r, 0);
   for_lanes(mask, [&](u32 l) {
     u32 found = 0;
-    for_lanes(mask, [&](u32 j) { found |= u32(from[j] == from[l]) << j; });
+    for_lanes(mask & masks[l], [&](u32 j) { found |= u32(from[j] == from[l]) << j; });
     to[l] = found;
   });
   set_undefined(undefined_lanes(launch, w, r, 0), undefined, mask);

@@ -18,38 +18,39 @@ void select_lanes(Warp& w) {
   w.next_other = other;
 }
 
-namespace {
-
-void park(Warp& w) {
-  for_lanes(w.active, [&](u32 l) { w.pcs[l] = w.pc; });
-}
-
-}  // namespace
-
-// Whether all lanes of `wanted` are here. If not, the active ones wait and others run: `next` says how to go on.
-bool gather(Launch& launch, Block& b, Warp& w, const Record& r, u32 wanted, Next& next) {
+// Whether the lanes that `masks` names (of each lane, or the first for all) are here. Lanes whose partners are missing
+// wait at this instruction; if others can take part, they are the active ones. `next` says how to go on if none can.
+bool gather(Launch& launch, Block& b, Warp& w, const Record& r, const u32* masks, bool each, Next& next) {
   next = Next::following;
-  if ((wanted & w.live) != wanted) {
-    // Lanes that the block never had are no finding: a mask may name a whole warp.
-    const u32 left = wanted & ~w.live & w.born;
-    if (left) launch.report(b, w, &r, __builtin_ctz(left), "the mask %08x names lanes %08x, which have left", wanted, left);
-    wanted &= w.live;
+  u32 ready = 0, waits_for = 0;
+  for (u32 rest = w.active; rest; rest &= rest - 1) {
+    const u32 l = __builtin_ctz(rest), mask = masks[each ? l : 0];
+    const u32 left = mask & w.born & ~w.live;  // lanes that the block never had are no finding: a mask may name a warp
+    if (left) launch.report(b, w, &r, l, "the mask %08x names lanes %08x, which have left", mask, left);
+    if (!(mask >> l & 1)) {
+      launch.report(b, w, &r, l, "takes part, and its mask %08x does not name it", mask);
+      launch.failed = true;
+      next = Next::leave;
+      return false;
+    }
+    const u32 missing = mask & w.live & ~w.active;
+    ready |= u32(!missing) << l;
+    waits_for |= missing;
   }
-  if (w.active & ~wanted) {
-    const u32 outside = w.active & ~wanted;
-    launch.report(b, w, &r, __builtin_ctz(outside), "lanes %08x take part and the mask %08x does not name them", outside, wanted);
-    launch.failed = true;
-    next = Next::leave;
-    return false;
+  if (ready == w.active) return true;
+  const u32 waiting = w.active & ~ready;
+  for_lanes(waiting, [&](u32 l) { w.pcs[l] = w.pc; });
+  w.blocked |= waiting;
+  if (ready) {
+    w.active = ready;
+    w.next_other = std::min(w.next_other, w.pc);
+    return true;
   }
-  if ((w.active & wanted) == wanted) return true;
-  park(w);
-  w.blocked |= w.active;
   Counters& c = launch.counters(r);
   c.runs--;
-  c.lanes -= __builtin_popcount(w.active);
+  c.lanes -= static_cast<u64>(__builtin_popcount(waiting));
   if (!(w.live & ~w.blocked)) {
-    launch.report(b, w, &r, __builtin_ctz(w.active), "lanes %08x wait for %08x, which wait elsewhere", w.active, wanted & ~w.active);
+    launch.report(b, w, &r, __builtin_ctz(waiting), "waits for lanes %08x, which wait elsewhere", waits_for);
     launch.failed = true;
     next = Next::leave;
     return false;
@@ -57,6 +58,10 @@ bool gather(Launch& launch, Block& b, Warp& w, const Record& r, u32 wanted, Next
   select_lanes(w);
   next = Next::chosen;
   return false;
+}
+
+bool gather_all(Launch& launch, Block& b, Warp& w, const Record& r, Next& next) {
+  return gather(launch, b, w, r, &w.live, false, next);
 }
 
 namespace {
@@ -94,7 +99,7 @@ Next leave(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 
 // immediate: number of the barrier; second: threads that meet there, 0 for all of the block.
 bool arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask, Next& next) {
-  if (!gather(launch, b, w, r, w.live, next)) return false;
+  if (!gather_all(launch, b, w, r, next)) return false;
   if (mask != w.live) {
     launch.report(b, w, &r, __builtin_ctz(w.live & ~mask), "a barrier by lanes %08x of %08x", mask, w.live);
     launch.failed = true;

@@ -40,8 +40,8 @@ bool Launch::may_access_global(Block& b, Warp& w, const Record& r, u32 mask, con
     }
     const Range& here = request.ranges[range];
     const u64 sector = at[l] >> 5;
-    if (access != kWrite) here.read_sectors[sector - (here.begin >> 5)] = 1;
-    if (access != kRead) here.written_sectors[sector - (here.begin >> 5)] = 1;
+    if (access != kWrite && here.read_sectors) here.read_sectors[sector - (here.begin >> 5)] = 1;
+    if (access != kRead && here.written_sectors) here.written_sectors[sector - (here.begin >> 5)] = 1;
     if (!count || sectors[count - 1] != sector) sectors[count++] = sector;
   });
   if (failed) return false;
@@ -80,6 +80,7 @@ void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, 
   const int range = find_range(at, size, -1);
   const Range& here = request.ranges[range];
   const u32 grain = program.global_grain;
+  if (!here.written_sectors) return;  // too large to keep a writer for each word
   auto& words = written[range];
   if (words.empty()) words.resize((here.end - here.begin + grain - 1) / grain);
   const u64 offset = at - here.begin;

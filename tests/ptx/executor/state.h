@@ -157,4 +157,5 @@ inline void for_lanes(u32 mask, F&& f) {
 
 // control.cpp
 void select_lanes(Warp& warp);
-bool gather(Launch& launch, Block& block, Warp& warp, const Record& record, u32 wanted, Next& next);
+bool gather(Launch&, Block&, Warp&, const Record&, const u32* masks, bool each, Next& next);
+bool gather_all(Launch&, Block&, Warp&, const Record&, Next& next);

@@ -7,7 +7,7 @@ namespace {
 // Operands: the destinations, then the address. elements: matrices; flag: transposed.
 Next ldmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
-  if (!gather(launch, b, w, r, kAll, next)) return next;
+  if (!gather_all(launch, b, w, r, next)) return next;
   const u32 matrices = r.elements, used = matrices == 4 ? kAll : (1u << (8 * matrices)) - 1;
   const u32* base = lanes_of<const u32>(launch, w, r, matrices);
   u64 at[kLanes];
@@ -56,7 +56,7 @@ struct Tf32 {  // the lower 13 bits are not looked at
 template <class Kind>
 Next mma(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
-  if (!gather(launch, b, w, r, kAll, next)) return next;
+  if (!gather_all(launch, b, w, r, next)) return next;
   constexpr u32 halves = Kind::depth / 8;
   f32 a[16][Kind::depth], bt[Kind::depth][8], c[16][8];
   u32 bad_rows = 0, bad_columns = 0;

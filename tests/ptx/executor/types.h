@@ -46,7 +46,7 @@ struct Counters {
 // Memory that a kernel may touch.
 struct Range {
   u64 begin, end;
-  u8* read_sectors;     // one byte for each sector of 32 bytes, set when it is read
+  u8* read_sectors;     // one byte for each sector of 32 bytes, set when it is read; null if none is kept
   u8* written_sectors;  // likewise when it is written
 };
 

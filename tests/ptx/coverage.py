@@ -1,0 +1,100 @@
+"""What the launches executed and what they did not, by kernel and source line, summed over processes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .decode import Kernel
+from .session import Session
+
+# Instructions whose absence a test would have to notice: each has to run, or has a reason here.
+WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
+
+# Kernel and source line of a wait that no test runs, as regular expressions, and why that is right.
+UNREACHED: dict[tuple[str, str], str] = {}
+
+Data = dict[str, Any]
+
+
+def family(kernel: Kernel) -> str:
+    """The kernel without its template arguments."""
+    return kernel.title.partition("<")[0].rsplit("::", 1)[-1]
+
+
+def places(kernel: Kernel) -> list[str]:
+    """The key of each instruction: its source line, and for a wait its opcode too."""
+    found = []
+    for pc, text in enumerate(kernel.texts):
+        opcode = re.sub(r"^@\S+\s+", "", text).split(" ")[0]
+        wait = f" {opcode}" if WAITS.match(opcode) else ""
+        found.append(kernel.source(pc) + wait)
+    return found
+
+
+def gather(session: Session) -> Data:
+    """Of this process, as plain data."""
+    kernels: Data = {}
+    for ran in session.ran.values():
+        name = f"{ran.backend} {family(ran.kernel)}"
+        entry = kernels.setdefault(name, {"launches": 0, "specialisations": [], "lines": {}})
+        entry["launches"] += ran.launches
+        entry["specialisations"].append(ran.kernel.key)
+        for place, runs in zip(places(ran.kernel), ran.counters["runs"], strict=False):
+            executed, all_of_them = entry["lines"].get(place, (0, 0))
+            entry["lines"][place] = executed + bool(runs), all_of_them + 1
+    return {"launches": session.launches, "steps": session.steps, "seconds": session.seconds, "kernels": kernels}
+
+
+def merge(into: Data, other: Data) -> Data:
+    for name in ("launches", "steps", "seconds"):
+        into[name] = into.get(name, 0) + other[name]
+    kernels = into.setdefault("kernels", {})
+    for name, entry in other["kernels"].items():
+        if name not in kernels:
+            kernels[name] = {"launches": 0, "specialisations": [], "lines": {}}
+        kept = kernels[name]
+        kept["launches"] += entry["launches"]
+        kept["specialisations"] = sorted({*kept["specialisations"], *entry["specialisations"]})
+        for place, (executed, all_of_them) in entry["lines"].items():
+            before = kept["lines"].get(place, (0, 0))
+            kept["lines"][place] = before[0] + executed, before[1] + all_of_them
+    return into
+
+
+def missed(data: Data) -> dict[str, list[str]]:
+    """Source lines of each kernel of which no instruction ran in any specialisation."""
+    return {
+        name: [place for place, (executed, _) in sorted(entry["lines"].items()) if not executed]
+        for name, entry in sorted(data["kernels"].items())
+    }
+
+
+def waits_missed(data: Data) -> list[str]:
+    """Barriers and waits that never ran and have no reason."""
+    found = []
+    for name, lines in missed(data).items():
+        for place in lines:
+            source, _, opcode = place.rpartition(" ")
+            if WAITS.match(opcode) and not any(
+                re.fullmatch(kernel, name) and re.search(where, source) for kernel, where in UNREACHED
+            ):
+                found.append(f"{name}: {opcode} at {source}")
+    return found
+
+
+def never_launched(data: Data, known: list[str]) -> list[str]:
+    return sorted(set(known) - set(data["kernels"]))
+
+
+def report(data: Data) -> str:
+    """For people: every kernel with the lines that nothing ran."""
+    lines = []
+    for name, places_missed in missed(data).items():
+        entry = data["kernels"][name]
+        lines.append(
+            f"{name}: {entry['launches']} launches, {len(entry['specialisations'])} specialisations, "
+            f"{len(places_missed)} of {len(entry['lines'])} places never executed"
+        )
+        lines += [f"    {place}" for place in places_missed]
+    return "\n".join(lines)

@@ -1,0 +1,42 @@
+"""A small set of the kernels' tests on their sources: Triton's interpreter and the host executor of tests/simt.
+
+They find what compiled PTX hides: errors of Python in a kernel with its line, and tensor descriptors, which sm_80 does
+not have. A process of its own, as Triton decides once whether it interprets.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import HAS_GPU, INTERPRET
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TESTS = [
+    "tests/test_grouped_gemm_tiles.py::test_tensor_descriptors",
+    "tests/test_kwta.py::test_long_rows[triton-1000]",
+    "tests/test_kwta.py::test_long_rows[cuda-1000]",
+    "tests/test_combine.py::test_float32_gates_weigh_bfloat16_rows",
+    "tests/test_dispatch.py::test_views_are_read_in_place",
+    "tests/test_plan.py::test_the_docstring_example",
+    "tests/test_tree_route.py::test_route_by_hand",
+    "tests/test_expert_mlp.py::test_float32_gates_weigh_bfloat16_experts",
+]
+
+
+@pytest.mark.skipif(HAS_GPU or INTERPRET, reason="the kernels run on a GPU, or are interpreted already")
+def test_sources():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton or cuda or descriptors", *TESTS],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "no tests ran" not in done.stdout
