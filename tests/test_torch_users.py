@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import test_compile
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -129,6 +130,33 @@ def test_export_with_any_number_of_tokens_and_its_gradients(policy, strict):
         sources = [x, *(parameters[name] for name in names)], [x, *(copies[name] for name in names)]
         grads = (torch.autograd.grad(y.square().sum(), of) for y, of in zip((expected, got), sources, strict=True))
         for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+class WithIds(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.layer(x, ids).y
+
+
+@pytest.mark.parametrize("name", test_compile.LAYERS)
+def test_every_layer_exports_with_its_gradient(name):
+    torch.manual_seed(0)
+    layer, tokens = WithIds(test_compile.LAYERS[name]().eval()), torch.export.Dim("tokens", min=2, max=4096)
+    given = torch.randn(9, test_compile.D), torch.arange(9)
+    shapes = {0: tokens}, {0: tokens}
+    exported = torch.export.export(layer, given, dynamic_shapes=shapes, strict=False).module()
+    for size in (4, 20):
+        x, ids = torch.randn(size, test_compile.D, requires_grad=True), torch.arange(size) % test_compile.IDS
+        found = []
+        for each in (layer, exported):
+            torch.manual_seed(1)
+            y = each(x, ids)
+            found.append([y, *torch.autograd.grad(y.square().sum(), x)])
+        for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,9 +36,9 @@ class RandomGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         check_rank("RandomGate", "x", x, "(T, D)")
         draws = (1 if self.training else x.shape[0],)
-        drawn = torch.randint(
-            self.num_experts, draws, dtype=torch.int32, device=x.device, generator=own(self.generator)
-        )
+        # Without the argument, as torch.randint with a generator takes no symbolic number of tokens.
+        chance: dict[str, Any] = {} if self.generator is None else {"generator": own(self.generator)}
+        drawn = torch.randint(self.num_experts, draws, dtype=torch.int32, device=x.device, **chance)
         if self.inference == "ids" and not self.training:
             drawn = drawn[self.known(x, ids, x.shape[0], "one for all tokens of a sentence")]
         experts = drawn.expand(x.shape[0])[:, None]
