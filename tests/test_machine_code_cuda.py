@@ -45,10 +45,13 @@ INSTRUCTIONS = {
     r"sinkhorn_kernel<.*>": [r"LDG\.E\.128", r"STG\.E\.128", r"FFMA", r"MUFU\.EX2", r"MUFU\.RCP"],
     r"sinkhorn_(streamed_)?bwd_kernel.*": [r"DFMA"],
     r"grouped_gemm_(wgrad_)?kernel<.*>": [r"HMMA\.16816\.F32", r"LDSM\.16\.M88\.4|LDSM\.16\.MT88\.4"],
-    r"grouped_gemm_(wgrad_)?kernel<.*, Tile<[\d, ]*, true>.*>": [r"LDGSTS\.E\.BYPASS\..*128\.ZFILL"],
+    r"grouped_gemm_(wgrad_)?kernel<.*, Tile<[\d, ]*, 16>.*>": [r"LDGSTS\.E\.BYPASS\..*128\.ZFILL"],
+    r"grouped_gemm_(wgrad_)?kernel<.*, Tile<[\d, ]*, 4>.*>": [r"LDGSTS\.E\.ZFILL"],
     r"grouped_gemm_kernel<.*, (Activate|Hidden)<.*> >|grouped_gemm_wgrad_kernel<.*>": [r"STG\.E\.128"],
     r"token_sums_kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128", r"FADD"],
     r"tree_gate_(bwd_)?kernel<.*>": [r"SHFL\.BFLY", r"MUFU\.EX2", r"STS"],
+    r"tree_gate_warp_(bwd_)?kernel<.*>": [r"SHFL\.IDX", r"MUFU\.EX2"],
+    r"tree_gate_warp_kernel<__nv_bfloat16, 8>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"tree_route_kernel<.*, uint4>": [r"LDG\.E\.128", r"SHFL\.BFLY", r"FFMA"],
 }
 

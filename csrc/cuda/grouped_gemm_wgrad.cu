@@ -8,8 +8,9 @@ namespace moe {
 namespace {
 
 // For experts that a tile of 128 x 128 would leave few blocks: fewer than the two that each SM of an A100 has room for.
-using SmallTile = Tile<64, 64, 32, 2, 2, true>;
-using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, false>;
+using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
+using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;
+using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, 2>;
 constexpr int64_t kFewBlocks = 2 * 108;
 
 template <class T>
@@ -138,11 +139,15 @@ cudaError_t start(Gradient<T> call, cudaStream_t stream) {
   constexpr int64_t kSize = sizeof(T);
   const bool wide_grad = rows_divide(16, 0, {call.grad_stride * kSize}, {call.grad});
   if (call.din > 0) {
-    const bool aligned = wide_grad && rows_divide(16, 0, {call.x_stride * kSize}, {call.x});
+    const auto divides = [&](int64_t bytes) {  // where rows start and end
+      return rows_divide(bytes, call.din * kSize, {call.dout * kSize, call.x_stride * kSize, call.grad_stride * kSize},
+                         {call.x, call.grad});
+    };
     const bool few = blocks(call, LargeTile::kM, LargeTile::kN) < kFewBlocks;
-    const cudaError_t error = !aligned ? start_tile<T, SmallUnalignedTile>(call, stream)
-                              : few    ? start_tile<T, SmallTile>(call, stream)
-                                       : start_tile<T, LargeTile>(call, stream);
+    const cudaError_t error = !divides(4)    ? start_tile<T, SmallUnalignedTile>(call, stream)
+                              : !divides(16) ? start_tile<T, SmallEvenTile>(call, stream)
+                              : few          ? start_tile<T, SmallTile>(call, stream)
+                                             : start_tile<T, LargeTile>(call, stream);
     if (error != cudaSuccess) return error;
   }
   if (!call.dbias) return cudaSuccess;

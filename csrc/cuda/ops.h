@@ -228,15 +228,15 @@ cudaError_t grouped_gemm_norms(int dtype,
 cudaError_t tree_gate_fwd(int dtype,
                           const void* split_logits,  // (T, K, E - 1) contiguous, nodes in heap order
                           const void* leaf_logits,   // (T, K, E) contiguous, leaves from left to right
-                          void* gates,               // (T, E) float32
-                          void* leaf_probs,          // (T, K, E) float32
+                          void* gates,               // (T, E)
+                          void* leaf_probs,          // (T, K, E)
                           void* scratch, int64_t scratch_stride,  // not used
                           int64_t tokens, int64_t num_trees, int64_t num_experts, float gamma, float epsilon,
                           float least, cudaStream_t stream);
 
 cudaError_t tree_gate_bwd(int dtype,
-                          const void* grad_gates,       // (T, E) float32
-                          const void* grad_leaf_probs,  // (T, K, E) float32, or nullptr: zeros
+                          const void* grad_gates,       // (T, E)
+                          const void* grad_leaf_probs,  // (T, K, E), or nullptr: zeros
                           const void* split_logits,     // (T, K, E - 1) contiguous
                           const void* leaf_logits,      // (T, K, E) contiguous
                           void* dsplit,                 // (T, K, E - 1) contiguous

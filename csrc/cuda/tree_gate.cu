@@ -1,7 +1,9 @@
-// The tree gate after its matrix products. A few lanes take a token and keep one tree at a time in shared memory: on the
+// The tree gate after its matrix products, for any number of experts (tree_gate_warp.h has those of 32 to 512 that are
+// powers of two). A few lanes take a token and keep one tree at a time in shared memory: on the
 // way down each node's probability, level by level; on the way up, backward, the sum of what its leaves contribute.
 #include <algorithm>
 #include <cfloat>
+#include <type_traits>
 
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
@@ -10,20 +12,17 @@
 #include "moe/tree.cuh"
 #include "moe/warp.cuh"
 #include "ops.h"
+#include "tree_gate_warp.h"
 
 namespace moe {
 namespace {
 
 constexpr int kThreads = 128;        // of a block
 constexpr int kBlocks = 4;           // for one SM: without a number the compiler spills at 56 registers
-constexpr int kMostExperts = 4096;   // a heap is 32 KB of shared memory
+constexpr int kMostExperts = 4096;   // a token's shared memory is 48 KB
 
-// What a leaf of probability v weighs in the softmax, apart from exp of its logit: v + epsilon, or nothing.
-struct Weighing {
-  float epsilon, least;
-
-  __device__ bool counts(float v) const { return !(v < least); }  // a NaN does
-};
+// Floats of a token in shared memory: even, so that pairs of every heap are aligned.
+__host__ __device__ inline int room(int vectors, int num_experts) { return (vectors * num_experts + 1) / 2 * 2; }
 
 // The heap's entries 2m and 2m + 1.
 __device__ float2& children(float* heap, int m) { return reinterpret_cast<float2*>(heap)[m]; }
@@ -58,42 +57,43 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     tree_gate_kernel(const T* split_logits,  // (T, K, E - 1)
                      const T* leaf_logits,   // (T, K, E)
-                     float* gates,           // (T, E)
-                     float* leaf_probs,      // (T, K, E)
+                     T* gates,               // (T, E)
+                     T* leaf_probs,          // (T, K, E)
                      int64_t tokens, int num_trees, Tree tree, SmoothStep step, Weighing weighing, int lanes_a_token) {
   DYNAMIC_SHARED(float, heaps);
   const int num_experts = tree.num_experts, place = threadIdx.x / lanes_a_token;
   const Lanes lanes{lanes_a_token, static_cast<int>(threadIdx.x) % lanes_a_token};
-  float* const heap = heaps + place * 2 * num_experts;
+  float *const heap = heaps + place * room(3, num_experts), *const sums = heap + 2 * num_experts;
   const int64_t wanted = int64_t(blockIdx.x) * (blockDim.x / lanes_a_token) + place;
   const bool real = wanted < tokens;  // past the last token lanes keep their warp company
   const int64_t token = real ? wanted : tokens - 1;
   split_logits += token * num_trees * (num_experts - 1), leaf_logits += token * num_trees * num_experts;
   leaf_probs += token * num_trees * num_experts, gates += token * num_experts;
 
-  float highest = -FLT_MAX;
+  float highest = -FLT_MAX;  // of this lane's logits so far, to whose exponential `sums` are relative
+  lanes.share(0, num_experts, [&](int i) { sums[i] = 0.0f; });
   for (int j = 0; j < num_trees; j++) {
     reach(heap, split_logits + j * (num_experts - 1), tree, step, lanes);
+    float higher = highest;
     lanes.share(0, num_experts, [&](int i) {
       const float v = heap[tree.leaf(i)];
-      if (real) leaf_probs[j * num_experts + i] = v;
-      if (weighing.counts(v)) highest = fmaxf(highest, widen(leaf_logits[j * num_experts + i]));
+      if (real) narrow(v, leaf_probs[j * num_experts + i]);
+      if (weighing.counts(v)) higher = fmaxf(higher, widen(leaf_logits[j * num_experts + i]));
+    });
+    const float scale = expf(highest - higher);
+    highest = higher;
+    lanes.share(0, num_experts, [&](int i) {
+      const float v = heap[tree.leaf(i)];
+      float sum = sums[i] * scale;  // in the order of the trees
+      if (weighing.counts(v)) sum += (v + weighing.epsilon) * expf(widen(leaf_logits[j * num_experts + i]) - highest);
+      sums[i] = sum;
     });
   }
-  highest = warp_max(highest, lanes_a_token);
+  const float scale = expf(highest - warp_max(highest, lanes_a_token));
   float total = 0.0f;
-  lanes.share(0, real ? num_experts : 0, [&](int i) {
-    float sum = 0.0f;  // in the order of the trees
-    for (int j = 0; j < num_trees; j++) {
-      const float v = leaf_probs[j * num_experts + i];  // which this lane has written
-      if (!weighing.counts(v)) continue;
-      sum += (v + weighing.epsilon) * expf(widen(leaf_logits[j * num_experts + i]) - highest);
-    }
-    heap[i] = sum;
-    total += sum;
-  });
+  lanes.share(0, num_experts, [&](int i) { total += sums[i] *= scale; });
   total = warp_sum(total, lanes_a_token);
-  lanes.share(0, real ? num_experts : 0, [&](int i) { gates[i] = heap[i] / total; });
+  lanes.share(0, real ? num_experts : 0, [&](int i) { narrow(sums[i] / total, gates[i]); });
 }
 
 // Over some of the leaves: the largest logit, and relative to its exponential the sums of weights and of weighted
@@ -118,12 +118,12 @@ struct Softmax {
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    tree_gate_bwd_kernel(const float* grad_gates,       // (T, E)
-                         const float* grad_leaf_probs,  // (T, K, E), or nullptr
-                         const T* split_logits,         // (T, K, E - 1)
-                         const T* leaf_logits,          // (T, K, E)
-                         T* dsplit,                     // (T, K, E - 1)
-                         T* dleaf,                      // (T, K, E)
+    tree_gate_bwd_kernel(const T* grad_gates,       // (T, E)
+                         const T* grad_leaf_probs,  // (T, K, E), or nullptr
+                         const T* split_logits,     // (T, K, E - 1)
+                         const T* leaf_logits,      // (T, K, E)
+                         T* dsplit,                 // (T, K, E - 1)
+                         T* dleaf,                  // (T, K, E)
                          int64_t tokens, int num_trees, Tree tree, SmoothStep step, Weighing weighing,
                          int lanes_a_token) {
   DYNAMIC_SHARED(float, heaps);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     lanes.share(0, num_experts, [&](int i) {
       const float v = heap[tree.leaf(i)];
       if (!weighing.counts(v)) return;
-      softmax.add(v + weighing.epsilon, widen(leaf_logits[j * num_experts + i]), grad_gates[i]);
+      softmax.add(v + weighing.epsilon, widen(leaf_logits[j * num_experts + i]), widen(grad_gates[i]));
     });
   }
   softmax.join(lanes_a_token);
@@ -161,11 +161,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       if (weighing.counts(v)) {
         // What counts is at least the smallest normal number, and so is the total: the quotient is finite. Its product
         // with a gradient need not be, that of its share of v is.
-        const float share = expf(widen(leaf_logits[at]) - softmax.highest) / softmax.total, grad = grad_gates[i] - mean;
+        const float share = expf(widen(leaf_logits[at]) - softmax.highest) / softmax.total;
+        const float grad = widen(grad_gates[i]) - mean;
         dlogit = (v + weighing.epsilon) * share * grad;
         below = v * share * grad;
       }
-      if (grad_leaf_probs) below += v * grad_leaf_probs[at];
+      if (grad_leaf_probs) below += v * widen(grad_leaf_probs[at]);
       if (real) narrow(dlogit, dleaf[at]);
     });
     for (int first = tree.full / 2; first > 0; first /= 2) {
@@ -182,17 +183,42 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 // As many lanes as leaves, up to a warp.
 int lanes_of(const Tree& tree) { return std::min(tree.full, kWarpSize); }
 
+// The kernels above: `vectors` of a float for each expert in shared memory, for each token.
 template <class Kernel, class... Arguments>
-cudaError_t start(Kernel kernel, int64_t tokens, int64_t num_trees, int64_t num_experts, float gamma, float epsilon,
-                  float least, cudaStream_t stream, Arguments... arguments) {
+cudaError_t start_heaps(Kernel kernel, int vectors, int64_t tokens, int64_t num_trees, int64_t num_experts,
+                        const SmoothStep& step, const Weighing& weighing, cudaStream_t stream, Arguments... arguments) {
   const Tree tree(num_experts);
-  const int64_t heap_bytes = 2 * num_experts * sizeof(float), limit = shared_memory_limit();
+  const int64_t heap_bytes = room(vectors, tree.num_experts) * sizeof(float), limit = shared_memory_limit();
   int threads = kThreads;
   while (threads > kWarpSize && threads / lanes_of(tree) * heap_bytes > limit) threads /= 2;
   const int together = threads / lanes_of(tree);
   return launch(kernel, dim3(static_cast<unsigned>((tokens + together - 1) / together)), threads,
-                together * heap_bytes, stream, arguments..., tokens, static_cast<int>(num_trees),
-                tree, SmoothStep(gamma), Weighing{epsilon, least}, lanes_of(tree));
+                together * heap_bytes, stream, arguments..., tokens, static_cast<int>(num_trees), tree, step, weighing,
+                lanes_of(tree));
+}
+
+// Calls with(LEAVES) where a warp can have the trees in registers, LEAVES a lane; else without().
+template <class T, class With, class Without>
+cudaError_t by_leaves(int64_t num_experts, std::initializer_list<const void*> pointers, With with, Without without) {
+  for (const void* each : pointers) {
+    if (!is_aligned(each, 16)) return without();
+  }
+  switch (num_experts) {
+    case 32: return with(std::integral_constant<int, 1>());
+    case 64: return with(std::integral_constant<int, 2>());
+    case 128: return with(std::integral_constant<int, 4>());
+    case 256: return with(std::integral_constant<int, 8>());
+    case 512: return with(std::integral_constant<int, 16>());
+  }
+  return without();
+}
+
+template <class Kernel, class... Arguments>
+cudaError_t start_warps(Kernel kernel, int64_t tokens, int64_t num_trees, const SmoothStep& step,
+                        const Weighing& weighing, cudaStream_t stream, Arguments... arguments) {
+  const dim3 grid(static_cast<unsigned>((tokens + kWarpTokens - 1) / kWarpTokens));
+  return launch(kernel, grid, kWarpTokens * kWarpSize, 0, stream, arguments..., tokens, static_cast<int>(num_trees),
+                step, weighing);
 }
 
 bool plausible(int64_t tokens, int64_t num_trees, int64_t num_experts) {
@@ -207,11 +233,22 @@ cudaError_t tree_gate_fwd(int dtype, const void* split_logits, const void* leaf_
                           int64_t num_experts, float gamma, float epsilon, float least, cudaStream_t stream) {
   if (!plausible(tokens, num_trees, num_experts)) return cudaErrorInvalidValue;
   if (tokens == 0) return cudaSuccess;
+  const SmoothStep step(gamma);
+  const Weighing weighing{epsilon, least};
   const auto run = [&](auto element) {
     using T = decltype(element);
-    return start(tree_gate_kernel<T>, tokens, num_trees, num_experts, gamma, epsilon, least, stream,
-                 static_cast<const T*>(split_logits), static_cast<const T*>(leaf_logits), static_cast<float*>(gates),
-                 static_cast<float*>(leaf_probs));
+    const auto *const splits = static_cast<const T*>(split_logits), *const leaves = static_cast<const T*>(leaf_logits);
+    T *const to = static_cast<T*>(gates), *const probs = static_cast<T*>(leaf_probs);
+    return by_leaves<T>(
+        num_experts, {leaf_logits, gates, leaf_probs},
+        [&](auto each) {
+          return start_warps(tree_gate_warp_kernel<T, decltype(each)::value>, tokens, num_trees, step, weighing, stream,
+                             splits, leaves, to, probs);
+        },
+        [&] {
+          return start_heaps(tree_gate_kernel<T>, 3, tokens, num_trees, num_experts, step, weighing, stream, splits,
+                             leaves, to, probs);
+        });
   };
   switch (dtype) {
     case float32: return run(float{});
@@ -227,12 +264,23 @@ cudaError_t tree_gate_bwd(int dtype, const void* grad_gates, const void* grad_le
                           float gamma, float epsilon, float least, cudaStream_t stream) {
   if (!plausible(tokens, num_trees, num_experts)) return cudaErrorInvalidValue;
   if (tokens == 0) return cudaSuccess;
+  const SmoothStep step(gamma);
+  const Weighing weighing{epsilon, least};
   const auto run = [&](auto element) {
     using T = decltype(element);
-    return start(tree_gate_bwd_kernel<T>, tokens, num_trees, num_experts, gamma, epsilon, least, stream,
-                 static_cast<const float*>(grad_gates), static_cast<const float*>(grad_leaf_probs),
-                 static_cast<const T*>(split_logits), static_cast<const T*>(leaf_logits), static_cast<T*>(dsplit),
-                 static_cast<T*>(dleaf));
+    const auto *const of_gates = static_cast<const T*>(grad_gates), *const of_probs = static_cast<const T*>(grad_leaf_probs);
+    const auto *const splits = static_cast<const T*>(split_logits), *const leaves = static_cast<const T*>(leaf_logits);
+    T *const to_splits = static_cast<T*>(dsplit), *const to_leaves = static_cast<T*>(dleaf);
+    return by_leaves<T>(
+        num_experts, {leaf_logits, grad_gates, grad_leaf_probs, dleaf},
+        [&](auto each) {
+          return start_warps(tree_gate_warp_bwd_kernel<T, decltype(each)::value>, tokens, num_trees, step, weighing,
+                             stream, of_gates, of_probs, splits, leaves, to_splits, to_leaves);
+        },
+        [&] {
+          return start_heaps(tree_gate_bwd_kernel<T>, 2, tokens, num_trees, num_experts, step, weighing, stream,
+                             of_gates, of_probs, splits, leaves, to_splits, to_leaves);
+        });
   };
   switch (dtype) {
     case float32: return run(float{});

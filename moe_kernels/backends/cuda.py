@@ -98,6 +98,9 @@ def grouped_gemm_supports(place: str, dtype: torch.dtype) -> str | None:
     return _supports(place, dtype)
 
 
+TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
+
+
 # Launchers refuse larger sizes.
 def sinkhorn_limits(place: str) -> dict[str, int]:
     return {"n": 1024}

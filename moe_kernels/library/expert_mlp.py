@@ -92,11 +92,11 @@ def _bwd(
 
 
 def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, wide: torch.dtype) -> Tensor:
-    """(R,): the gate weight of every row, 1 without weights, 0 for a row not in use."""
-    used = row_token >= 0
+    """(R,): the gate weight of every row, 1 without weights; a row not in use has any finite or other weight."""
     if weights is None or weights.numel() == 0:
-        return used.to(wide)
-    return torch.where(used, weights[row_token.clamp(min=0), row_choice.clamp(min=0)], 0)
+        return row_token.new_ones(row_token.shape, dtype=wide)
+    place = torch.add(row_choice, row_token, alpha=weights.shape[1]).clamp_(min=0)
+    return weights.reshape(-1).index_select(0, place)
 
 
 def _weights_gradient(
@@ -112,10 +112,10 @@ def _weights_gradient(
     assert weights is not None
     if b_out is not None:
         drow_weight = drow_weight + _bias_share(grad, b_out, expert_offsets, row_token)
-    dweights = torch.zeros_like(weights, memory_format=torch.contiguous_format)
     if drow_weight.numel() == 0:
-        return dweights
-    return torch.where(slot_row >= 0, drow_weight[slot_row.clamp(min=0)], dweights)
+        return torch.zeros_like(weights, memory_format=torch.contiguous_format)
+    found = drow_weight.index_select(0, slot_row.clamp(min=0).view(-1)).view(slot_row.shape)
+    return found.masked_fill_(slot_row < 0, 0)
 
 
 def _bias_share(grad: Tensor, b_out: Tensor, expert_offsets: Tensor, row_token: Tensor) -> Tensor:

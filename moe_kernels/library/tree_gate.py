@@ -33,6 +33,11 @@ def products_gradients(
             torch.mm(grad.t(), x, out=dweight.flatten(0, 1))
 
 
+def results_dtype(dtype: torch.dtype, backend: str) -> torch.dtype:
+    """Of gates and leaf probabilities: that of x where the backend's kernels round, else what they compute in."""
+    return dtype if getattr(backends.load(backend, "tree_gate"), "TREE_GATE_ROUNDS", False) else wide(dtype)
+
+
 def _tree_gate_fwd(
     x: Tensor,
     split_weight: Tensor,
@@ -56,7 +61,7 @@ def _tree_gate_fwd(
 
 def _tree_gate_fwd_fake(x, split_weight, leaf_weight, *rest):
     num_tokens, (num_trees, num_experts, _) = x.shape[0], leaf_weight.shape
-    gates = x.new_empty((num_tokens, num_experts), dtype=wide(x.dtype))
+    gates = x.new_empty((num_tokens, num_experts), dtype=results_dtype(x.dtype, rest[-1]))
     leaf_logits = x.new_empty((num_tokens, num_trees, num_experts))
     split_logits = x.new_empty((num_tokens, num_trees, num_experts - 1))
     return gates, gates.new_empty(leaf_logits.shape), split_logits, leaf_logits
@@ -71,7 +76,8 @@ def _backward(ctx: Any, grad_gates, grad_leaf_probs, *grad_logits: Tensor | None
     x, *weights, split_logits, leaf_logits = ctx.saved_tensors
     gamma, _, backend = ctx.settings
     if grad_gates is None:
-        grad_gates = leaf_logits.new_zeros((x.shape[0], leaf_logits.shape[2]), dtype=wide(x.dtype))
+        shape = x.shape[0], leaf_logits.shape[2]
+        grad_gates = leaf_logits.new_zeros(shape, dtype=results_dtype(x.dtype, backend))
     dlogits = ops.tree_gate_bwd(grad_gates, grad_leaf_probs, split_logits, leaf_logits, *ctx.settings)
     dlogits = [own if given is None else own + given for own, given in zip(dlogits, grad_logits, strict=True)]
     wanted = list(ctx.needs_input_grad[:5])

@@ -14,13 +14,14 @@ namespace moe {
 
 constexpr int kPiece = 8;  // elements: 16 bytes, what cp.async copies and what ldmatrix reads of a row
 
-// A block computes M x N sums and takes K products of each at a time. With ALIGNED every row starts at a multiple of 16
-// bytes; else its elements are loaded one by one.
-template <int M, int N, int K, int WARPS_M, int WARPS_N, bool ALIGNED_>
+// A block computes M x N sums and takes K products of each at a time. COPY is how many bytes a copy moves: 16 where every
+// row starts at a multiple of 16 bytes and ends at one, so that a piece exists as a whole or not at all; 4 where rows
+// start at multiples of 4 bytes; 2 where elements are loaded one by one.
+template <int M, int N, int K, int WARPS_M, int WARPS_N, int COPY>
 struct Tile {
   static constexpr int kM = M, kN = N, kK = K, kStages = 4, kWarpsM = WARPS_M;
   static constexpr int kWarpM = M / WARPS_M, kWarpN = N / WARPS_N, kThreads = WARPS_M * WARPS_N * kWarpSize;
-  static constexpr bool kAligned = ALIGNED_;
+  static constexpr int kCopy = COPY;
   static constexpr int kStage = (M + N) * K;  // elements
   // Sums in shared memory, a row after the other: 8 more floats make the 8 rows and 4 pairs of columns that a warp
   // writes at once fall on different banks.
@@ -34,14 +35,16 @@ struct Tile {
 // are 512 clocks; with 64 x 64 sums a warp shared memory is read for 256 of them and written for 128, with 64 x 32 it
 // would be read for 384 and never rest. 4 stages of 16 KB leave room for two blocks in 164 KB, and two blocks of 128
 // threads for 255 registers each, of which the sums are 128.
-using LargeTile = Tile<128, 128, 32, 2, 2, true>;
+using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
 
 // Few rows an expert: what counts is how many bytes of weights are on their way. Two blocks with 3 stages of 20 KB are
 // 120 KB, six times what an SM must have asked for at any time if 2 TB/s, shared by 108, take a microsecond.
-using FewRowsTile = Tile<32, 128, 64, 1, 4, true>;
+using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 
-// Rows that start anywhere: right at any size, and slow, as eight loads do what one copy did.
-using UnalignedTile = Tile<32, 128, 32, 1, 4, false>;
+// Rows of an even number of elements, which four copies take a piece of; and rows that start anywhere: right at any
+// size, and slow, as eight loads do what one copy did.
+using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
+using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
 // Where element 0 of a piece stands in a staged matrix of COLUMNS columns. ldmatrix reads the same piece of 8 rows at
 // once, so these must fall into the 8 different 16-byte parts of a 128-byte line of banks. A row of 128 bytes or more
@@ -54,13 +57,23 @@ __device__ __forceinline__ int staged(int row, int piece) {
 }
 
 // How many elements a piece has if `left` are left, which may be less than none.
-__device__ __forceinline__ int piece_length(int left) { return min(max(left, 0), kPiece); }
+template <int COPY>
+__device__ __forceinline__ int piece_length(int left) {
+  if constexpr (COPY == 16) return left > 0 ? kPiece : 0;
+  return min(max(left, 0), kPiece);
+}
 
-// The first `valid` elements of a piece, and zeros.
-template <bool ALIGNED, class T>
+// The first `valid` elements of a piece, and zeros; with COPY = 16 all eight of them or none.
+template <int COPY, class T>
 __device__ __forceinline__ void copy_piece(T* destination, const T* source, int valid) {
-  if constexpr (ALIGNED) {
-    async_copy<16>(destination, source, valid * static_cast<int>(sizeof(T)));
+  if constexpr (COPY == 16) {
+    async_copy<16>(destination, source, 2 * valid);
+  } else if constexpr (COPY == 4) {
+#pragma unroll
+    for (int w = 0; w < kPiece / 2; w++) {
+      const int bytes = min(max(2 * valid - 4 * w, 0), 4);
+      async_copy<4>(destination + 2 * w, source + (bytes > 0 ? 2 * w : 0), bytes);
+    }
   } else {
     const auto* bits = reinterpret_cast<const uint16_t*>(source);
     uint32_t words[kPiece / 2];
@@ -98,11 +111,16 @@ class AlongK {
   }
 
   __device__ void copy(T* stage, int k, int num_k) {
-    const int piece = threadIdx.x % kPieces, column = k + piece * kPiece, valid = piece_length(num_k - column);
+    const int piece = threadIdx.x % kPieces, column = k + piece * kPiece;
+    const int valid = piece_length<Tile::kCopy>(num_k - column);
+    const uint32_t exists = valid ? exists_ : 0;
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
       const int row = threadIdx.x / kPieces + i * kRowsAtOnce;
-      copy_piece<Tile::kAligned>(stage + staged<kColumns>(row, piece), rows_[i] + column, exists_ >> i & 1 ? valid : 0);
+      // Bit i, moved to where it means a whole piece.
+      const int whole = (i < 3 ? exists << (3 - i) : exists >> (i - 3)) & kPiece;
+      copy_piece<Tile::kCopy>(stage + staged<kColumns>(row, piece), rows_[i] + column,
+                              Tile::kCopy == 16 ? whole : whole ? valid : 0);
     }
   }
 };
@@ -129,13 +147,13 @@ class AcrossK {
       : apart_(kRowsAtOnce * stride) {
     const int column = threadIdx.x % kPieces * kPiece;
     next_ = matrix + row(0) * stride + column_at(column);
-    valid_ = piece_length(columns_left(column));
+    valid_ = piece_length<Tile::kCopy>(columns_left(column));
   }
 
   __device__ void copy(T* stage, int k, int num_k) {
 #pragma unroll
     for (int i = 0; i < kRows; i++, next_ += apart_) {
-      copy_piece<Tile::kAligned>(stage + staged<kColumns>(row(i), threadIdx.x % kPieces), next_,
+      copy_piece<Tile::kCopy>(stage + staged<kColumns>(row(i), threadIdx.x % kPieces), next_,
                                  k + row(i) < num_k ? valid_ : 0);
     }
   }
@@ -173,14 +191,14 @@ class GatheredAcrossK {
       : stride_(stride), index_(index) {
     const int column = first_column + threadIdx.x % kPieces * kPiece;
     columns_ = matrix + column;
-    valid_ = piece_length(num_columns - column);
+    valid_ = piece_length<Tile::kCopy>(num_columns - column);
     look_up(0, num_k);
   }
 
   __device__ void copy(T* stage, int k, int num_k) {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
-      copy_piece<Tile::kAligned>(stage + staged<kColumns>(row(i), threadIdx.x % kPieces), columns_ + next_[i] * stride_,
+      copy_piece<Tile::kCopy>(stage + staged<kColumns>(row(i), threadIdx.x % kPieces), columns_ + next_[i] * stride_,
                                  next_[i] >= 0 ? valid_ : 0);
     }
     look_up(k + Tile::kK, num_k);

@@ -155,12 +155,15 @@ template <class T, class Epilogue>
 cudaError_t start(const Product<T>& product, const Epilogue& epilogue, cudaStream_t stream) {
   if (product.num_rows == 0 || product.dout == 0) return cudaSuccess;
   constexpr int64_t kSize = sizeof(T);
-  const int64_t second_half = epilogue.halved() && !product.transposed ? product.dout / 2 : 0;
-  const bool aligned = rows_divide(
-      16, second_half * kSize,
-      {product.x_stride * kSize, product.weight_stride * kSize, product.expert_stride * kSize},
-      {product.x, product.weight});
-  if (!aligned) return start_layout<T, UnalignedTile>(product, epilogue, stream);
+  const int64_t halves = epilogue.halved() ? 2 : 1;
+  const auto divides = [&](int64_t bytes) {  // where rows start and end
+    return rows_divide(bytes, product.transposed ? 0 : product.dout / halves * kSize,
+                       {product.din * kSize, product.x_stride * kSize, product.weight_stride * kSize,
+                        product.expert_stride * kSize},
+                       {product.x, product.weight});
+  };
+  if (!divides(4)) return start_layout<T, UnalignedTile>(product, epilogue, stream);
+  if (!divides(16)) return start_layout<T, EvenTile>(product, epilogue, stream);
   return product.num_rows < kFewRows * product.num_experts
              ? start_layout<T, FewRowsTile>(product, epilogue, stream)
              : start_layout<T, LargeTile>(product, epilogue, stream);

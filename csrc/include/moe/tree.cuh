@@ -25,8 +25,8 @@ struct SmoothStep {
 
   // clamp(1/2 + t / gamma) to full relative precision: near the clamp t + gamma / 2 is exact. A NaN stays one.
   __device__ float share(float t) const {
-    if (t >= half) return 1.0f;
-    return t <= -half ? 0.0f : (t + half) * slope;
+    const float inside = (t + half) * slope, below = t <= -half ? 0.0f : inside;  // selected, not branched to
+    return t >= half ? 1.0f : below;
   }
 };
 

@@ -18,7 +18,7 @@ def fwd(
     native: ModuleType, split_logits: Tensor, leaf_logits: Tensor, gamma: float, mode: str
 ) -> tuple[Tensor, Tensor]:
     tokens, _, experts = leaf_logits.shape
-    gates = leaf_logits.new_empty((tokens, experts), dtype=wide(leaf_logits.dtype))
+    gates = leaf_logits.new_empty((tokens, experts), dtype=_results_dtype(native, leaf_logits.dtype))
     leaf_probs = gates.new_empty(leaf_logits.shape)
     results = (native.pointer("tree_gate", each, gates.dtype, each.dim()) for each in (gates, leaf_probs))
     _launch(native, "tree_gate_fwd", split_logits, leaf_logits, gamma, mode, after=results)
@@ -35,11 +35,15 @@ def bwd(
     mode: str,
 ) -> tuple[Tensor, Tensor]:
     dsplit, dleaf = torch.empty_like(split_logits), torch.empty_like(leaf_logits)
-    dtype = wide(leaf_logits.dtype)
+    dtype = _results_dtype(native, leaf_logits.dtype)
     grads = native.pointer("tree_gate", grad_gates, dtype, 2), native.pointer("tree_gate", grad_leaf_probs, dtype, 3)
     results = (native.pointer("tree_gate", each, leaf_logits.dtype, 3) for each in (dsplit, dleaf))
     _launch(native, "tree_gate_bwd", split_logits, leaf_logits, gamma, mode, before=grads, after=results)
     return dsplit, dleaf
+
+
+def _results_dtype(native: ModuleType, dtype: torch.dtype) -> torch.dtype:
+    return dtype if getattr(native, "TREE_GATE_ROUNDS", False) else wide(dtype)
 
 
 def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:

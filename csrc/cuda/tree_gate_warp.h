@@ -1,0 +1,243 @@
+// Trees of 32, 64 ... 512 leaves: a warp takes a token, a lane the subtree of LEAVES neighbouring leaves below node
+// 32 + lane. Its nodes stay in registers; of the 31 nodes above lane n holds node n, and probabilities go down and sums
+// come up through shuffles. Every node is computed once in each pass over its tree.
+#pragma once
+
+#include <cfloat>
+#include <type_traits>
+
+#include "moe/rows.cuh"
+#include "moe/tree.cuh"
+#include "moe/warp.cuh"
+
+namespace moe {
+namespace {
+
+// What a leaf of probability v weighs in the softmax, apart from exp of its logit: v + epsilon, or nothing.
+struct Weighing {
+  float epsilon, least;
+
+  __device__ bool counts(float v) const { return !(v < least); }  // a NaN does
+};
+
+// COUNT neighbouring elements in the widest pieces that they fill; the first is at a multiple of these bytes.
+template <class T, int COUNT>
+struct Neighbours {
+  static constexpr int kBytes = COUNT * sizeof(T);
+  using Vector = std::conditional_t<
+      kBytes % 16 == 0, uint4,
+      std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
+  using Piece = Pack<T, Vector>;
+  static constexpr int kPieces = kBytes / sizeof(Vector);
+
+  __device__ static void read(const T* from, float (&values)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) {
+      typename Piece::Floats some;
+      Piece::unpack(load(reinterpret_cast<const Vector*>(from) + i), some);
+#pragma unroll
+      for (int e = 0; e < Piece::kElements; e++) values[i * Piece::kElements + e] = some[e];
+    }
+  }
+  __device__ static void write(T* to, const float (&values)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < kPieces; i++) {
+      typename Piece::Floats some;
+#pragma unroll
+      for (int e = 0; e < Piece::kElements; e++) some[e] = values[i * Piece::kElements + e];
+      store_streaming(reinterpret_cast<Vector*>(to) + i, Piece::pack(some));
+    }
+  }
+};
+
+__device__ __forceinline__ float from_lane(float value, int lane) { return __shfl_sync(kAllLanes, value, lane); }
+
+// One tree of one token. Nodes of the lane's subtree count from 1, leaf i is node LEAVES + i.
+template <class T, int LEAVES>
+struct Subtree {
+  const SmoothStep& step;
+  int lane;
+  float top;               // split logit of node `lane`; of lane 0 another's
+  float logit[LEAVES];     // split logits of the lane's nodes
+  float prob[2 * LEAVES];  // of reaching a node
+
+  __device__ Subtree(const SmoothStep& step, int lane) : step(step), lane(lane) {}
+
+  // Where node m of the subtree stands among the nodes of the tree, of which the first is left out.
+  __device__ int place(int m) const {
+    const int level = m < 2 ? 1 : m < 4 ? 2 : m < 8 ? 4 : 8;  // the first node of m's level
+    return (32 + lane) * level + m - level - 1;
+  }
+
+  __device__ void read(const T* split_logits) {  // (E - 1)
+    top = widen(split_logits[max(lane, 1) - 1]);
+#pragma unroll
+    for (int m = 1; m < LEAVES; m++) logit[m] = widen(split_logits[place(m)]);
+  }
+
+  // Probabilities of the leaves.
+  __device__ void descend() {
+    const Split split(top, step);
+    const float left = split.left(), right = split.right();
+    // Of node `lane`, given its parent; then given its ancestors, of which it has four at most.
+    const auto given = [&](int parent) {
+      const float a = from_lane(left, parent), b = from_lane(right, parent);
+      return lane & 1 ? b : a;
+    };
+    float reached = given(lane / 2);
+    if (lane < 2) reached = 1.0f;
+    reached *= from_lane(reached, lane / 2);
+    reached *= from_lane(reached, lane / 4);
+    const int parent = 16 + lane / 2;
+    prob[1] = given(parent) * from_lane(reached, parent);
+#pragma unroll
+    for (int m = 1; m < LEAVES; m++) {
+      const Split node(logit[m], step);
+      prob[2 * m] = prob[m] * node.left();
+      prob[2 * m + 1] = prob[m] * node.right();
+    }
+  }
+  __device__ float leaf(int i) const { return prob[LEAVES + i]; }
+
+  // sums[LEAVES + i]: of leaf i of the lane what it adds to the gradient of the nodes above it, times its probability.
+  __device__ void ascend(float (&sums)[2 * LEAVES], T* dsplit) const {  // (E - 1)
+#pragma unroll
+    for (int m = LEAVES - 1; m > 0; m--) {
+      narrow(Split(logit[m], step).derivative(sums[2 * m], sums[2 * m + 1], step), dsplit[place(m)]);
+      sums[m] = sums[2 * m] + sums[2 * m + 1];
+    }
+    // Lane n collects the sums of its children: nodes 32 to 63 first, which lanes 0 to 31 hold.
+    float mine = sums[1], left = 0.0f, right = 0.0f;
+#pragma unroll
+    for (int first = 16; first > 0; first /= 2) {
+      const int child = 2 * lane & 31;
+      const float a = from_lane(mine, child), b = from_lane(mine, child + 1);
+      if (lane >= first && lane < 2 * first) left = a, right = b, mine = a + b;
+    }
+    if (lane > 0) narrow(Split(top, step).derivative(left, right, step), dsplit[lane - 1]);
+  }
+};
+
+constexpr int kWarpTokens = 4;  // of a block
+
+template <class T, int LEAVES>
+__global__ void __launch_bounds__(kWarpTokens * kWarpSize)
+    tree_gate_warp_kernel(const T* split_logits,  // (T, K, E - 1)
+                          const T* leaf_logits,   // (T, K, E)
+                          T* gates,               // (T, E)
+                          T* leaf_probs,          // (T, K, E)
+                          int64_t tokens, int num_trees, SmoothStep step, Weighing weighing) {
+  using Leaves = Neighbours<T, LEAVES>;
+  constexpr int kExperts = 32 * LEAVES;
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t token = int64_t(blockIdx.x) * kWarpTokens + threadIdx.x / kWarpSize;
+  if (token >= tokens) return;
+  const int64_t first_leaf = token * num_trees * kExperts + lane * LEAVES;
+  split_logits += token * num_trees * (kExperts - 1);
+  leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * kExperts + lane * LEAVES;
+
+  float highest = -FLT_MAX, sums[LEAVES] = {};  // relative to exp(highest), of this lane's logits so far
+  for (int j = 0; j < num_trees; j++) {
+    Subtree<T, LEAVES> tree(step, lane);
+    float logit[LEAVES];
+    tree.read(split_logits);
+    Leaves::read(leaf_logits, logit);
+    tree.descend();
+    float prob[LEAVES];
+#pragma unroll
+    for (int i = 0; i < LEAVES; i++) prob[i] = tree.leaf(i);
+    Leaves::write(leaf_probs, prob);
+    float higher = highest;
+#pragma unroll
+    for (int i = 0; i < LEAVES; i++) higher = weighing.counts(prob[i]) ? fmaxf(higher, logit[i]) : higher;
+    const float scale = expf(highest - higher);
+    highest = higher;
+#pragma unroll
+    for (int i = 0; i < LEAVES; i++) {
+      const float v = prob[i], term = (v + weighing.epsilon) * expf(logit[i] - highest);
+      sums[i] = sums[i] * scale + (weighing.counts(v) ? term : 0.0f);
+    }
+    split_logits += kExperts - 1, leaf_logits += kExperts, leaf_probs += kExperts;
+  }
+  const float scale = expf(highest - warp_max(highest));
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < LEAVES; i++) sums[i] *= scale, total += sums[i];
+  total = warp_sum(total);
+#pragma unroll
+  for (int i = 0; i < LEAVES; i++) sums[i] /= total;
+  Leaves::write(gates, sums);
+}
+
+template <class T, int LEAVES>
+__global__ void __launch_bounds__(kWarpTokens * kWarpSize)
+    tree_gate_warp_bwd_kernel(const T* grad_gates,       // (T, E)
+                              const T* grad_leaf_probs,  // (T, K, E), or nullptr
+                              const T* split_logits,     // (T, K, E - 1)
+                              const T* leaf_logits,      // (T, K, E)
+                              T* dsplit,                 // (T, K, E - 1)
+                              T* dleaf,                  // (T, K, E)
+                              int64_t tokens, int num_trees, SmoothStep step, Weighing weighing) {
+  using Leaves = Neighbours<T, LEAVES>;
+  constexpr int kExperts = 32 * LEAVES;
+  const int lane = threadIdx.x % kWarpSize;
+  const int64_t token = int64_t(blockIdx.x) * kWarpTokens + threadIdx.x / kWarpSize;
+  if (token >= tokens) return;
+  const int64_t first_split = token * num_trees * (kExperts - 1), first_leaf = token * num_trees * kExperts + lane * LEAVES;
+  split_logits += first_split, dsplit += first_split, leaf_logits += first_leaf, dleaf += first_leaf;
+  if (grad_leaf_probs) grad_leaf_probs += first_leaf;
+  float grad[LEAVES], logit[LEAVES] = {};
+  Leaves::read(grad_gates + token * kExperts + lane * LEAVES, grad);
+
+  // Relative to exp(highest) the sums of weights and of weighted gradients.
+  Subtree<T, LEAVES> tree(step, lane);
+  float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
+  for (int j = 0; j < num_trees; j++) {
+    tree.read(split_logits + j * (kExperts - 1));
+    Leaves::read(leaf_logits + j * kExperts, logit);
+    tree.descend();
+    float higher = highest;
+#pragma unroll
+    for (int i = 0; i < LEAVES; i++) higher = weighing.counts(tree.leaf(i)) ? fmaxf(higher, logit[i]) : higher;
+    const float scale = expf(highest - higher);
+    total *= scale, dot *= scale, highest = higher;
+#pragma unroll
+    for (int i = 0; i < LEAVES; i++) {
+      if (!weighing.counts(tree.leaf(i))) continue;
+      const float term = (tree.leaf(i) + weighing.epsilon) * expf(logit[i] - highest);
+      total += term, dot += term * grad[i];
+    }
+  }
+  const float most = warp_max(highest), scale = expf(highest - most);
+  total = warp_sum(total * scale), dot = warp_sum(dot * scale);
+  const float mean = dot / total;
+
+  for (int j = 0; j < num_trees; j++) {
+    if (num_trees > 1) {
+      tree.read(split_logits + j * (kExperts - 1));
+      Leaves::read(leaf_logits + j * kExperts, logit);
+      tree.descend();
+    }
+    float sums[2 * LEAVES], given[LEAVES] = {};
+    if (grad_leaf_probs) Leaves::read(grad_leaf_probs + j * kExperts, given);
+#pragma unroll
+    for (int i = 0; i < LEAVES; i++) {
+      const float v = tree.leaf(i);
+      float dlogit = 0.0f, sum = 0.0f;
+      if (weighing.counts(v)) {
+        // What counts is at least the smallest normal number, and so is the total: the quotient is finite. Its product
+        // with a gradient need not be, that of its share of v is.
+        const float share = expf(logit[i] - most) / total, centred = grad[i] - mean;
+        dlogit = (v + weighing.epsilon) * share * centred;
+        sum = v * share * centred;
+      }
+      if (grad_leaf_probs) sum += v * given[i];
+      logit[i] = dlogit, sums[LEAVES + i] = sum;
+    }
+    Leaves::write(dleaf + j * kExperts, logit);
+    tree.ascend(sums, dsplit + j * (kExperts - 1));
+  }
+}
+
+}  // namespace
+}  // namespace moe
