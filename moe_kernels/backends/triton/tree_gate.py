@@ -1,9 +1,9 @@
 """The tree gate in Triton: a program per few tokens, the probabilities of a tree's places in registers.
 
 A tree is laid out as if all of its leaves were at the last level: 2^DEPTH places from left to right, of which a leaf
-that is a level higher takes the left one of two, with probability 1. Downwards each place walks along its ancestors,
-whose pre-activations it shares with its neighbours in the first-level cache; upwards, in the backward, a level halves
-the row. Where one tree's columns fit, forward is one kernel with the matrix products in it.
+that is a level higher takes the left one of two, with probability 1. Downwards a level doubles the row: each node is
+read and computed once. Upwards, in the backward, a level halves it. Where one tree's columns fit, forward is one kernel
+with the matrix products in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_kernels.backends.native.tree_gate import weighing
 from moe_kernels.backends.triton import Configuration, launch, on_device, unsupported
 
-TILE = 512  # places of a program, 4 a thread
+TILE = 1024  # places of a program, 8 a thread: a node near the root is computed by every thread
 MOST_EXPERTS = 4096
 MOST_FUSED = 64  # experts: 128 columns of float32 sums for 64 tokens are 64 registers a thread
 
@@ -56,7 +56,7 @@ def _blocks(num_experts: int) -> tuple[dict[str, int], int]:
     """Tokens of a program and levels of a tree, and warps."""
     depth = (num_experts - 1).bit_length()
     tokens = max(TILE >> depth, 1)
-    return {"BLOCK_T": tokens, "DEPTH": depth}, max((tokens << depth) // 128, 4)
+    return {"BLOCK_T": tokens, "DEPTH": depth}, (tokens << depth) * 4 // TILE
 
 
 def _fused_blocks(num_experts: int) -> tuple[dict[str, int], int, int]:
@@ -94,18 +94,24 @@ def _experts(E, DEPTH: tl.constexpr):
 
 
 @triton.jit
+def _smooth(u):
+    return u * u * tl.fma(u, -2.0, 3.0)
+
+
+@triton.jit
 def _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: tl.constexpr):
-    """Probability of each of a tree's places: (BLOCK_T, 2^DEPTH); the tree's nodes are a row of E - 1."""
-    place = tl.arange(0, 1 << DEPTH)
-    v = tl.full((BLOCK_T, 1 << DEPTH), 1.0, tl.float32)
-    for level in range(DEPTH):
-        node = (1 << level) - 1 + (place >> (DEPTH - level))
+    """Probability of each of a tree's places: (BLOCK_T, 2^DEPTH); the tree's nodes are a row of E - 1.
+
+    Level after level each node shares out its own probability, so that it is read and computed once.
+    """
+    v = tl.full((BLOCK_T, 1), 1.0, tl.float32)
+    for level in tl.static_range(DEPTH):
+        node = (1 << level) - 1 + tl.arange(0, 1 << level)
         # What is no node goes left.
         there = real[:, None] & (node < E - 1)
         t = tl.load(split_logits_ptr + row[:, None] * (E - 1) + node, mask=there, other=float("inf")).to(tl.float32)
-        right = ((place >> (DEPTH - 1 - level)) & 1) != 0
-        u = _share(tl.where(right, -t, t), half, slope)
-        v *= u * u * tl.fma(u, -2.0, 3.0)
+        left, right = v * _smooth(_share(t, half, slope)), v * _smooth(_share(-t, half, slope))
+        v = tl.reshape(tl.join(left, right), (BLOCK_T, 2 << level))
     return v
 
 
@@ -151,7 +157,7 @@ def _gates(
     tl.store(gates_ptr + first * E + token[:, None] * E + expert, gates, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _tree_gate_fwd(
     split_logits_ptr,  # (T, K, E - 1) contiguous
     leaf_logits_ptr,  # (T, K, E) contiguous
@@ -173,7 +179,7 @@ def _tree_gate_fwd(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _tree_gate_bwd(
     grad_gates_ptr,  # (T, E) contiguous
     grad_leaf_probs_ptr,  # (T, K, E) contiguous; not read unless LEAF_PROBS
@@ -244,7 +250,7 @@ def _tree_gate_bwd(
             below = tl.sum(pairs, axis=2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _tree_gate_fused(
     x_ptr,  # (T, P) contiguous
     split_weight_ptr,  # (1, E - 1, P) contiguous
