@@ -70,6 +70,23 @@ def test_tiles_of_a_shape():
         assert _grouped_launch.choose("fwd", 90, even, rows, 8, columns) == expected
 
 
+def test_a_captured_call_is_not_timed(monkeypatch):
+    class OnGpu:
+        device, dtype, shape = torch.device("cuda", 0), torch.bfloat16, (64, 64)
+
+    timed, launched = [], []
+    monkeypatch.setenv("MOE_KERNELS_AUTOTUNE", "1")
+    monkeypatch.setattr(_grouped_launch, "timed", {})
+    monkeypatch.setattr(_grouped_launch, "loop", lambda device: 80)
+    monkeypatch.setattr(_grouped_launch, "_even", lambda *given: True)
+    monkeypatch.setattr(_grouped_launch, "_milliseconds", lambda launch, tiles: timed.append(tiles) or 1.0)
+    for captured in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+        _grouped_launch.launch_tiles("fwd", OnGpu(), None, 512, 4, 128, launched.append)
+        assert bool(timed) != captured
+    assert len(launched) == 2
+
+
 def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(monkeypatch):
     assert set(_grouped_configs.ALTERNATIVES) == set(_grouped_configs.TILES)
     for (kernel, which), known in _grouped_configs.ALTERNATIVES.items():

@@ -82,3 +82,53 @@ def test_a_plan_takes_three_launches():
     assert [each["kernel"] for each in found] == 3 * names
     # One warp ranks a tile: with more of them each would do all of it.
     assert {each["options"]["num_warps"] for each in found if each["kernel"] == "_plan_rank"} == {1}
+
+
+def many_experts() -> None:
+    from moe_kernels.backends.triton import grouped_gemm
+
+    num_experts = 70000
+    x, weight = torch.randn(8, 16), torch.empty(1, 16, 16).expand(num_experts, 16, 16)
+    offsets, grad = torch.zeros(num_experts + 1, dtype=torch.int32), torch.randn(8, 16)
+    grouped_gemm.grouped_gemm_fwd(x, weight, offsets, None, None, "", False)
+    grouped_gemm.grouped_gemm_bwd_weight(x, grad, offsets, None, None, False)
+
+
+def test_grids_of_many_experts_stay_within_their_limits():
+    found = launches("many_experts")
+    assert len(found) == 2
+    for each in found:
+        assert each["grid"][0] < 2**31
+        assert all(size < 65536 for size in each["grid"][1:]), each
+    assert "131072" not in found[0]["key"], "a block of all experts: 89 s in the compiler"
+
+
+def steps(count: int) -> None:
+    """Training steps of a gate and experts whose number of tokens differs from step to step."""
+    from moe_kernels.backends.triton import combine, grouped_gemm, plan, topk_gate
+
+    num_experts, k, dim, hidden = 16, 2, 64, 128
+    w_in, w_out = torch.randn(num_experts, dim, hidden).bfloat16(), torch.randn(num_experts, hidden, dim).bfloat16()
+    for _ in range(count):
+        tokens = int(torch.randint(1000, 2000, ()))
+        x, y = torch.randn(2, tokens, dim).bfloat16()
+        weights, _ = topk_gate.topk_gate_fwd(torch.randn(tokens, num_experts), k, "topk_softmax")
+        experts = torch.randint(0, num_experts, (tokens, k), dtype=torch.int32)
+        capacity = tokens * k // num_experts * 5 // 4
+        offsets, row_token, _, slot_row, *_ = plan.make_plan_fwd(experts, num_experts, capacity, None, "token")
+        h, pre = grouped_gemm.grouped_gemm_fwd(x, w_in, offsets, row_token, None, "gelu", True)
+        rows, _ = grouped_gemm.grouped_gemm_fwd(h, w_out, offsets, None, None, "", False)
+        combine.combine_fwd(rows, weights, slot_row)
+        row_weight = torch.rand(row_token.shape[0])
+        dpre, weighted, _ = grouped_gemm.expert_mlp_bwd_hidden(y, w_out, offsets, row_token, row_weight, pre, "gelu")
+        grouped_gemm.grouped_gemm_bwd_weight(weighted, y, offsets, None, row_token, False)
+        grouped_gemm.grouped_gemm_fwd(dpre, w_in.transpose(1, 2), offsets, None, None, "", False)
+        topk_gate.topk_gate_bwd(torch.rand(tokens, k), weights, experts, None, num_experts, torch.float32)
+
+
+def test_random_sizes_compile_no_more_after_the_first_steps():
+    found = launches("steps", 300)
+    per_step = len(found) // 300
+    compiled = [index // per_step for index, each in enumerate(found) if each["compiles"]]
+    assert len(compiled) <= 12, len(compiled)
+    assert max(compiled) < 20

@@ -138,8 +138,11 @@ def _grouped_gemm_bwd_weight(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # rows of a step
 ):
-    expert = tl.program_id(1)
-    row_tile, column_tile = raster(tl.cdiv(N, BLOCK_N))
+    # One dimension of the grid, of which the others have 65535 programs at most.
+    column_tiles = tl.cdiv(N, BLOCK_N)
+    tiles = tl.maximum(tl.cdiv(K, BLOCK_M), 1) * column_tiles
+    expert = tl.program_id(0) // tiles
+    row_tile, column_tile = raster(column_tiles, tiles, expert * tiles)
     begin = tl.load(expert_offsets_ptr + expert)
     end = tl.load(expert_offsets_ptr + expert + 1)
     k = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -163,7 +166,7 @@ def _grouped_gemm_bwd_weight(
     tl.store(at, total.to(dweight_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "R"])
 def _expert_mlp_bwd_hidden(
     x,  # (T, K) gradient of y, or its descriptor
     w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED
@@ -195,7 +198,7 @@ def _expert_mlp_bwd_hidden(
     BLOCK_E: tl.constexpr,
 ):
     column_tiles = tl.cdiv(N, BLOCK_N)
-    row_tile, column_tile = raster(column_tiles)
+    row_tile, column_tile = raster(column_tiles, tl.num_programs(0), 0)
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
     if first >= end:
         return
@@ -259,7 +262,7 @@ def _finish_hidden(
     return partial
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _activation_bwd(
     grad_ptr,  # (R, N)
     pre_ptr,  # (R, N or 2 N)
@@ -287,7 +290,7 @@ def _activation_bwd(
     tl.store(at, (grad * slope).to(dpre_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _token_sums(
     rows_ptr,  # (R, D)
     by_token_ptr,  # (R) rows of token 0 in their order, of token 1, ...
@@ -337,7 +340,7 @@ def grouped_gemm_bwd_weight(
     def launch_with(tiles):
         row_tiles = max(triton.cdiv(dim, tiles.m), 1)  # with no column of x there is still a bias
         launch(
-            _grouped_gemm_bwd_weight, (row_tiles * triton.cdiv(columns, tiles.n), num_experts),
+            _grouped_gemm_bwd_weight, (row_tiles * triton.cdiv(columns, tiles.n) * num_experts,),
             x, grad, expert_offsets if x_token is None else x_token,
             expert_offsets if grad_token is None else grad_token, expert_offsets, dweight, dbias,
             x.stride(0), grad.stride(0), dim, columns,

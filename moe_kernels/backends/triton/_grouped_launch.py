@@ -21,6 +21,8 @@ GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of a gated one's f
 
 MOST_COLUMNS = 2**22  # a tile has up to 256 rows and counts the two halves of gated ones in 32 bits
 
+MOST_TOGETHER = 2048  # experts that a program looks at together; among 65536 the compiler takes 89 s
+
 # Milliseconds that MOE_KERNELS_AUTOTUNE=1 found, by kernel, device, dtype, K, columns, experts and bits of the rows.
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
 
@@ -35,17 +37,19 @@ def launch_tiles(
     kernel: str, x: Tensor, other: Tensor, rows: int, num_experts: int, columns: int, launch: Callable[[Tiles], None]
 ) -> None:
     """launch(tiles) with the tiles for x (T or R, K) against another operand; with MOE_KERNELS_AUTOTUNE=1 those of the
-    kernel's classes and alternatives that are fastest here, timed once a shape, which waits for the host."""
+    kernel's classes and alternatives that are fastest here, timed once a shape. That waits for the device, so a shape
+    whose first call is captured in a CUDA graph keeps the tiles of its class."""
     if columns > MOST_COLUMNS:
         raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MOST_COLUMNS} columns, got {columns}")
     which, even = loop(x.device), x.dtype != torch.float32 and _even(x, other, columns)
     tiles = choose(kernel, which, even, rows, num_experts, columns)
     if even and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
         key = (kernel, x.device, x.dtype, x.shape[1], columns, num_experts, rows.bit_length())
-        if key not in timed:
+        if key not in timed and not torch.cuda.is_current_stream_capturing():
             known = dict.fromkeys((*TILES[kernel, which], *ALTERNATIVES[kernel, which]))
             timed[key] = {each: _milliseconds(launch, each) for each in known}
-        tiles = min(timed[key], key=timed[key].__getitem__)
+        if key in timed:
+            tiles = min(timed[key], key=timed[key].__getitem__)
     launch(tiles)
 
 
@@ -99,9 +103,10 @@ def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str,
     stored = weight.transpose(1, 2) if transposed else weight
     w = _descriptor(stored, [1, tiles.n, tiles.k] if transposed else [1, tiles.k, tiles.n])
     rows = x if gather else _descriptor(x, [tiles.m, tiles.k])
+    experts = triton.next_power_of_2(weight.shape[0] + 1)
     return precision(x.dtype) | blocks(tiles) | {
         "x": rows, "w": w, "stride_x": x.stride(0), "stride_w_E": stored.stride(0), "stride_w": stored.stride(1),
-        "E": weight.shape[0], "K": weight.shape[1], "BLOCK_E": triton.next_power_of_2(weight.shape[0] + 1),
+        "E": weight.shape[0], "K": weight.shape[1], "BLOCK_E": experts if experts <= MOST_TOGETHER else 0,
         "GATHER": gather, "TRANSPOSED": transposed, "X_TMA": rows is not x, "W_TMA": w is not stored,
     }  # fmt: skip
 

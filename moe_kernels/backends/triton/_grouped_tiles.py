@@ -21,23 +21,33 @@ def find_tile(
     E,
     R,
     BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,  # more than E
+    BLOCK_E: tl.constexpr,  # more than E; 0 where they are too many to look at together
 ):
     """Expert of a row tile, its first row and the end of the expert's rows; first >= end if it holds none."""
-    e = tl.arange(0, BLOCK_E)
-    starts = tl.load(expert_offsets_ptr + e, mask=e <= E, other=0) // BLOCK_M + e
-    expert = tl.sum(((starts <= tile) & (e <= E)).to(tl.int32), axis=0) - 1
+    if BLOCK_E > 0:
+        e = tl.arange(0, BLOCK_E)
+        starts = tl.load(expert_offsets_ptr + e, mask=e <= E, other=0) // BLOCK_M + e
+        expert = tl.sum(((starts <= tile) & (e <= E)).to(tl.int32), axis=0) - 1
+    else:
+        expert = tile * 0
+        above = expert + E + 1
+        while above - expert > 1:
+            middle = (expert + above) // 2
+            before = tl.load(expert_offsets_ptr + middle) // BLOCK_M + middle <= tile
+            expert = tl.where(before, middle, expert)
+            above = tl.where(before, above, middle)
     begin = tl.load(expert_offsets_ptr + expert)
     end = tl.load(expert_offsets_ptr + expert + 1, mask=expert < E, other=R)
     return expert, begin + (tile - begin // BLOCK_M - expert) * BLOCK_M, end
 
 
 @triton.jit
-def raster(column_tiles):
-    """Row and column tile of a program: GROUP row tiles go through the columns together."""
-    group = tl.program_id(0) // (GROUP * column_tiles)
-    rows = tl.minimum(tl.num_programs(0) // column_tiles - group * GROUP, GROUP)
-    inside = tl.program_id(0) - group * GROUP * column_tiles
+def raster(column_tiles, programs, first):
+    """Row and column tile of a program among `programs`, the first of which has that id: GROUP row tiles go through the
+    columns together."""
+    group = (tl.program_id(0) - first) // (GROUP * column_tiles)
+    rows = tl.minimum(programs // column_tiles - group * GROUP, GROUP)
+    inside = (tl.program_id(0) - first) - group * GROUP * column_tiles
     return group * GROUP + inside % rows, inside // rows
 
 
@@ -45,8 +55,8 @@ def raster(column_tiles):
 def tile_rows(first, end, row_token_ptr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
     """(BLOCK_M): whether the expert has a tile's rows, and the rows of x to read, -1 for none, in 64 bits."""
     row = tl.arange(0, BLOCK_M)
-    # In 64 bits: without, ptxas 13.0 has float32 products spill 16 bytes, to fit one more block on a multiprocessor.
-    there = first.to(tl.int64) + row < end
+    # In 32 bits: in 64 the gated products of sm_80 spill 8 bytes.
+    there = row < end - first
     if GATHER:
         token = tl.load(row_token_ptr + (first + row), mask=there, other=-1).to(tl.int64)
     else:
@@ -204,7 +214,7 @@ def _normal(x):
     p = tl.fma(p, t, 2.77463863e-5)
     bell = tl.exp2(-0.7213475204444817 * x * x)  # log2(e) / 2
     tail = p * bell
-    return tl.where(x < 0.0, tail, 1.0 - tail), 0.3989422804014327 * bell
+    return tl.where(x < 0.0, tail, tl.fma(-p, bell, 1.0)), 0.3989422804014327 * bell
 
 
 @triton.jit

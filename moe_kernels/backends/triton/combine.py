@@ -36,7 +36,7 @@ def configurations() -> list[Configuration]:
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _combine_fwd(
     rows_ptr,  # (R, D)
     weights_ptr,  # (T, K) contiguous; not read unless WEIGHTED
@@ -66,7 +66,7 @@ def _combine_fwd(
     tl.store(out, sums.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "E", "R"])
 def _combine_bwd(
     grad_ptr,  # (T, D)
     rows_ptr,  # (R, D)

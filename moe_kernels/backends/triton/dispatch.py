@@ -24,7 +24,7 @@ def configurations() -> list[Configuration]:
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "E", "R"])
 def _dispatch_fwd(
     x_ptr,  # (T, D) bit patterns
     slot_row_ptr,  # (T, K)

@@ -54,7 +54,7 @@ def configurations() -> list[Configuration]:
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E", "R"])
 def _grouped_gemm_fwd(
     x,  # (T or R, K), or its descriptor
     w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED; 2 N columns if GATED
@@ -87,7 +87,7 @@ def _grouped_gemm_fwd(
     BLOCK_E: tl.constexpr,
 ):
     column_tiles = tl.cdiv(N, BLOCK_N)
-    row_tile, column_tile = raster(column_tiles)
+    row_tile, column_tile = raster(column_tiles, tl.num_programs(0), 0)
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
     if first >= end:
         return

@@ -48,7 +48,7 @@ def _blocks(num_experts: int, k: int) -> dict[str, int]:
     return {"BLOCK_T": tokens, "BLOCK_E": experts, "BLOCK_K": choices, "num_warps": min(tokens * experts // 256, 16)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _topk_gate_fwd(
     logits_ptr,  # (T, E)
     bits_ptr,  # (T, E) the bit patterns of the same logits
@@ -93,7 +93,7 @@ def _topk_gate_fwd(
     tl.store(weights_ptr + token[:, None] * K + k, shares / total[:, None], mask=made)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _topk_gate_bwd(
     grad_ptr,  # (T, K) contiguous
     weights_ptr,  # (T, K) contiguous
