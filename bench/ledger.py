@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moe_kernels.backends import NAMES, file_of
+from moe_kernels.backends import ALIASES, NAMES, file_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -172,7 +172,7 @@ def executed(op: str, backend: str, root: Path = ROOT) -> str:
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     same = [name for name in known if file_of("reference", name) == file_of("reference", op) and backend in known[name]]
-    if not same:
+    if backend not in known.get(ALIASES.get(op, op), {}):  # others of its file are not it
         return "never run on a GPU"
     date = min(known[name][backend]["date"] for name in same)
     if any(known[name][backend]["sources"] != digest(name, backend, root) for name in same):

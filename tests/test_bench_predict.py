@@ -144,8 +144,9 @@ def test_executed_ptx_is_a_state_between_never_run_and_verified(tree):
     found = {"kwta": {"cuda": {"date": "2026-11-23", "sources": ledger.digest("kwta", "cuda", tree)}}}
     ledger.write_executed(found, tree)
     assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
-    ledger.write_executed({}, tree)  # keeps what it does not replace
+    ledger.write_executed({"kwta_mask": {"triton": found["kwta"]["cuda"]}}, tree)  # keeps what it does not replace
     assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
+    assert ledger.executed("kwta", "triton", tree) == "never run on a GPU"  # another operation of its file did
     entry = {"operation": "kwta", "backend": "cuda", "device": "cuda", "verdict": "ok", "checks": {}}
     entry["sources"] = ledger.digest("kwta", "cuda", tree)
     result = {"date": "2026-11-24", "device": "Some GPU", "entries": [entry]}
