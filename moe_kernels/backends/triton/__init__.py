@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 import triton
 
@@ -32,9 +33,22 @@ def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
     device = device.partition(":")[0]  # without the capability
     if device != device_type and not triton.knobs.runtime.interpret:
         return f"it runs on cuda tensors, not on {device} ones (TRITON_INTERPRET=1 interprets it there, slowly)"
+    if triton.knobs.runtime.interpret and (reason := _interpreter_fails()) is not None:
+        return reason
     if dtype not in dtypes:
         return f"it takes {', '.join(str(known).removeprefix('torch.') for known in dtypes)}, not {dtype}"
     return None
+
+
+def _interpreter_fails() -> str | None:
+    """Triton 3.6 makes a loop's bound of an array of one element, which numpy 2.4 refuses."""
+    if _release(triton.__version__) >= (3, 7) or _release(numpy.__version__) < (2, 4):
+        return None
+    return f"the interpreter of Triton {triton.__version__} takes numpy below 2.4, not {numpy.__version__}"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:

@@ -1,0 +1,46 @@
+"""moe_kernels.verify launches every Triton kernel of the operations that have several, in its small cases too."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from moe_kernels import backends
+from moe_kernels.verify import check
+
+
+@pytest.mark.parametrize("op", ["make_plan", "sinkhorn", "tree_gate"])
+def test_every_kernel_is_launched(op, monkeypatch):
+    if (reason := backends.unsupported("triton", op, "cpu", torch.bfloat16)) is not None:
+        pytest.skip(reason)  # on a GPU tensors of the CPU are not for Triton
+    # The file that has an operation's kernels, and the files whose kernels it uses.
+    module = importlib.import_module(f"moe_kernels.backends.triton.{backends.ALIASES.get(op, op).replace('make_', '')}")
+    launched = set()
+    for name in ("kwta", "topk_gate", "plan", "dispatch", "combine", "sinkhorn", "tree_gate"):
+        each = importlib.import_module(f"moe_kernels.backends.triton.{name}")
+        launch = each.launch
+
+        def record(kernel, *arguments, launch=launch, **named):
+            launched.add(kernel.fn.__name__)
+            launch(kernel, *arguments, **named)
+
+        monkeypatch.setattr(each, "launch", record)
+    verdicts = [check(op, "triton", dtype, "cpu", small=True) for dtype in (torch.float32, torch.bfloat16)]
+    assert [each.verdict for each in verdicts] == ["ok", "ok"], verdicts
+    assert launched >= {each.kernel.fn.__name__ for each in module.configurations()}
+
+
+def test_an_interpreter_that_cannot_loop_is_refused_by_name(monkeypatch):
+    from moe_kernels.backends import triton as kernels
+
+    monkeypatch.setattr(kernels.triton, "__version__", "3.6.0")
+    for version, refused in (("2.3.5", False), ("2.4.6", True)):
+        monkeypatch.setattr(kernels.numpy, "__version__", version)
+        monkeypatch.setattr(kernels.triton.knobs.runtime, "interpret", True)
+        reason = kernels.unsupported("cpu", torch.float32, (torch.float32,))
+        assert (reason is not None) == refused
+        assert not refused or "numpy below 2.4" in reason
