@@ -1,0 +1,191 @@
+"""Defects planted in the PTX of real kernels: each is an error of the executor, or a wrong result."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+import torch
+from conftest import TARGETS, reason_to_skip, running
+from ptx import plant, session
+from ptx.machine import PtxError
+
+import moe_kernels as mk
+
+GPU = {target.backend: target for target in TARGETS if target.executed and not target.interpreted}
+
+pytestmark = pytest.mark.skipif(not GPU, reason="the kernels run on a GPU or are interpreted")
+
+
+def kwta(backend):
+    """Rows with ties of every kind: the search ends early or late, and ties are counted."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(2001, generator=generator) for _ in range(4)]
+    rows[1] = rows[1].mul(2).round()
+    rows[2] = rows[2].masked_fill(rows[2] < 1.5, float("-inf"))
+    rows[3][::7] = float("nan")
+    return mk.kwta(torch.stack(rows), 300, backend=backend)
+
+
+def gemm(backend):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(150, 96, generator=generator).bfloat16()
+    weight = torch.randn(2, 96, 136, generator=generator).bfloat16()
+    offsets = torch.tensor([0, 77, 150], dtype=torch.int32)
+    return mk.grouped_gemm(x, weight, offsets, backend=backend)
+
+
+def gate(backend):
+    logits = torch.randn(64, 33, generator=torch.Generator().manual_seed(0))
+    return mk.topk_gate(logits, 3, backend=backend)[0]
+
+
+CALLS = {"kwta": kwta, "gemm": gemm, "gate": gate}
+
+
+@contextlib.contextmanager
+def on(backend):
+    reason = reason_to_skip(GPU[backend])
+    if reason:
+        pytest.skip(reason)
+    with running(GPU[backend]):
+        yield
+
+
+def caught(call, backend, expected, edit, seeds=(0,)):
+    """What the executor says of the planted defect, "wrong values", or None."""
+    for seed in seeds:
+        with session.planted(edit), session.seed(seed):
+            try:
+                got = call(backend)
+            except PtxError as error:
+                return str(error)
+        if not torch.equal(got.nan_to_num(1e9), expected.nan_to_num(1e9)):
+            return "wrong values"
+    return None
+
+
+def launched(name, backend):
+    """The expected result, and the launch of the kernel in question."""
+    with session.recorded() as results:
+        expected = CALLS[name](backend)
+    (result,) = [each for each in results if name in each.kernel.title]
+    return expected, result
+
+
+def only_in(kernel, edit):
+    """The edit in modules that hold the kernel; others stay."""
+    return lambda text: edit(text) if kernel.name in text else text
+
+
+@pytest.mark.parametrize("name", ["kwta", "gemm"])
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_every_deleted_barrier(name, backend):
+    with on(backend):
+        expected, result = launched(name, backend)
+        lines = plant.executed(result, r"bar\.(sync|red)|barrier")
+        assert lines
+        missed = []
+        for line in lines:
+            edit = only_in(result.kernel, plant.on_line(line, r"bar\.sync\s+\d+;", ""))
+            if "bar.red" in result.kernel.texts[result.kernel.lines.index(line)]:
+                continue  # its result is used: without it the code is no longer PTX
+            if not caught(CALLS[name], backend, expected, edit, seeds=(0, 1, 2)):
+                missed.append(line)
+        assert not missed, f"of {lines}"
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_pipeline_of_a_product(backend):
+    with on(backend):
+        expected, result = launched("gemm", backend)
+        waits = plant.executed(result, r"cp\.async\.wait_group")
+        commits = plant.executed(result, r"cp\.async\.commit_group")
+        assert waits
+        assert commits
+        raised = plant.replaced(r"cp\.async\.wait_group\s+\d+", "cp.async.wait_group 7")
+        assert "cp.async may still be writing" in (
+            caught(gemm, backend, expected, only_in(result.kernel, raised)) or ""
+        )
+        dropped = plant.replaced(r"cp\.async\.commit_group\s*;", "")
+        assert "cp.async may still be writing" in (
+            caught(gemm, backend, expected, only_in(result.kernel, dropped)) or ""
+        )
+
+
+def some_lanes_are_guarded(result, pattern):
+    """PTX lines of guarded instructions whose guard was false for some lane."""
+    kernel, counters = result.kernel, result.counters
+    return [
+        kernel.lines[pc]
+        for pc, text in enumerate(kernel.texts)
+        if re.match(rf"@\S+\s+{pattern}", text) and 0 < counters["lanes"][pc] < 32 * counters["runs"][pc]
+    ]
+
+
+@pytest.mark.parametrize("kind", ["ld", "st"])
+def test_removed_guards_of_loads_and_stores(kind):
+    with on("triton"):
+        expected, result = launched("kwta", "triton")
+        lines = some_lanes_are_guarded(result, rf"{kind}\.global")
+        assert lines
+        for line in lines:
+            told = caught(kwta, "triton", expected, plant.on_line(line, r"@!?%p\d+\s", " "))
+            assert "outside of every tensor" in (told or ""), line
+
+
+def test_removed_branch_round_a_store():
+    """nvcc jumps over stores: without the jump lanes beyond the row store."""
+    with on("cuda"):
+        expected, result = launched("kwta", "cuda")
+        kernel, found = result.kernel, 0
+        for pc, text in enumerate(kernel.texts):
+            stores = any("st.global" in each for each in kernel.texts[pc + 1 : pc + 12])
+            parts = 0 < result.counters["lanes"][pc] < 32 * result.counters["runs"][pc]
+            if re.match(r"@\S+ bra", text) and stores and parts:
+                edit = only_in(kernel, plant.on_line(kernel.lines[pc], r"@!?%p\d+\s+bra\s+\S+;", ""))
+                found += bool(caught(kwta, "cuda", expected, edit))
+        assert found
+
+
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_wrong_swizzle(backend):
+    """An address of shared memory with the xor left out, at the stores or at the loads alone."""
+    with on(backend):
+        expected, result = launched("gemm", backend)
+        lines = plant.executed(result, r"xor\.b32")
+        told = {
+            line: caught(gemm, backend, expected, only_in(result.kernel, plant.on_line(line, r"xor\.b32", "or.b32")))
+            for line in lines
+        }
+        assert any(told.values()), told
+
+
+def test_exchange_left_out_of_a_sum():
+    """Lanes that hold the same sum: one exchange less, and they differ."""
+    with on("triton"):
+        expected, result = launched("gate", "triton")
+        lines = plant.executed(result, r"shfl\.sync\.bfly")
+        edits = [
+            plant.on_line(line, r"shfl\.sync\.bfly\.b32\s+(%r\d+),\s*(%r\d+)[^;]*;", r"mov.b32 \1, \2;")
+            for line in lines
+        ]
+        told = [caught(gate, "triton", expected, edit) or "" for edit in edits]
+        assert all(told)
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"), [("triton", "kwta"), ("triton", "gate"), ("cuda", "kwta"), ("cuda", "gate")]
+)
+def test_lane_missing_from_a_mask(backend, name):
+    with on(backend):
+        expected, result = launched(name, backend)
+        lines = plant.executed(result, r"(shfl|redux|vote|match|bar\.warp)\.")
+        assert lines
+        kernel = result.kernel
+        for line in lines:
+            text = kernel.texts[kernel.lines.index(line)]
+            edit = only_in(kernel, plant.on_line(line, r"(-1|%r\d+)(\s*;)", r"0xfffffffe\2"))
+            told = caught(CALLS[name], backend, expected, edit)
+            assert "its mask fffffffe does not name it" in (told or ""), text
