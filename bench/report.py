@@ -16,6 +16,7 @@ README = ledger.ROOT / "README.md"
 SECTIONS = ("operations", "measured", "predicted")
 
 UNSTEADY = 2.0
+COLUMNS = tuple((dtype, direction) for dtype in ("float32", "bfloat16") for direction in ("forward", "training"))
 GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"}
 
 
@@ -26,26 +27,48 @@ def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 
 
 def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
-    """One table a device: ranges over its shapes, of a CPU on the fewest threads. The whole, figures of earlier sources
-    included, is in document.py's report.
+    """One table a device with one row an operation and backend; `python -m bench report` writes the whole.
 
-    A CPU shows ratios alone: times of shared machines mean nothing.
+    A cell is the range over the shapes of how many times as fast the kernel is as the best of PyTorch's compositions
+    (names that begin with "torch"), on a GPU with the percentage of the ceiling. A CPU shows the fewest threads.
     """
     parts = []
     for result in results:
         if not any(entry["figures"] for entry in result["entries"]):
             continue
         note = "" if result["gpu"] else " No GPU was there; ratios only."
-        part = [f"**{result['device']}**, {result['date']}.{note}"]
+        part = [f"**{result['device']}**, {result['date']}: times as fast as PyTorch.{note}"]
         fresh = [entry for entry in result["entries"] if not ledger.is_stale(entry, root)]
-        rows = [row for entry in fresh for row in summary(entry, result["gpu"])]
+        rows = _one_row_each(fresh)
         if rows:
-            part.append(table(rows, result["gpu"]))
+            part.append(markdown(("operation", "backend", *(" ".join(column) for column in COLUMNS)), rows))
         stale = ledger.stale(result, root)
         if stale:
             part.append(f"Not shown, as sources changed since: {', '.join(stale)}.")
         parts.append("\n\n".join(part))
     return "\n\n".join(parts) or "Nothing measured yet."
+
+
+def _one_row_each(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
+    rows: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
+    for entry in entries:
+        for column in COLUMNS:
+            found = [each for each in entry["figures"] if (entry["dtype"], each["direction"]) == column]
+            found = [each for each in found if each["setting"] == entry["figures"][0]["setting"]]
+            cell = _against_torch(found)
+            if cell:
+                rows.setdefault((f"`{entry['operation']}`", entry["backend"]), {})[column] = cell
+    return [(*key, *(cells.get(column, "-") for column in COLUMNS)) for key, cells in rows.items()]
+
+
+def _against_torch(figures: list[dict[str, Any]]) -> str:
+    """The range over the shapes of the ratio to the fastest PyTorch composition; empty if there is none."""
+    of_torch = [[ratio for name, ratio in each["peers"].items() if name.startswith("torch")] for each in figures]
+    ratios = [min(found) for found in of_torch if found]
+    if not ratios:
+        return ""
+    percent = f", {_span([each['ceiling_percent'] for each in figures])} %" if figures[0]["setting"] == "cuda" else ""
+    return _span(ratios) + percent
 
 
 def predicted(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
