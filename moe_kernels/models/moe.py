@@ -135,6 +135,10 @@ class MoEGPT(nn.Module):
             relative=length if relative else 0,
         )
 
+    def feed_forwards(self) -> list[tuple[nn.Linear, nn.Linear, str]]:
+        """(fc1, fc2, activation) of every dense feed-forward layer."""
+        return [(each.fc1, each.fc2, each.activation) for each in self.modules() if isinstance(each, FeedForward)]
+
     def forward(self, x: Tensor, states: list[Tensor] | None = None) -> tuple[Tensor, list[MoEOutput]]:
         """states: as of MoEBlocks."""
         h = self.tokens(x)

@@ -17,6 +17,8 @@ from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.losses import symmetric_kl
 from moe_kernels.ops._checks import check_int
 
+SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0: an expert that is a neuron short has a zero there
+
 
 class NeuronImportance:
     """I (hidden) of a layer fc2(act(fc1(x))), summed over what runs forward and backward inside the block:
@@ -88,12 +90,12 @@ def split_ffn(
 
     Args:
         importance: (neurons). num_experts, hidden, share: as in `split_neurons`; MoEBERT: 4, 768, 512 of 3072.
-        activation: "relu", "gelu", "silu" or "tanh": act(0) must be 0, for an expert that is a neuron short.
+        activation: "relu", "gelu", "silu" or "tanh".
 
     MoEBERT's experts have a LayerNorm and the residual inside; here both stay around the layer, the same while the
     LayerNorms of a layer's experts are equal, as they are at the start.
     """
-    if activation not in ("relu", "gelu", "silu", "tanh"):
+    if activation not in SPLIT_ACTIVATIONS:
         raise ValueError(f"split_ffn: activation must be relu, gelu, silu or tanh; got {activation!r}")
     experts = ExpertMLP(num_experts, fc1.in_features, hidden, fc2.out_features, activation=activation, bias=True).to(
         fc1.weight

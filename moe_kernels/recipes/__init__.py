@@ -188,6 +188,13 @@ class Recipe:
         """Training and test tensors of a data set of the kind ACCEPTS."""
         return Splits(data, data.train, data.test)
 
+    def blank_splits(self, data: Any) -> Splits:
+        """Splits of zeros in the shapes of `splits`, for `build` of a model that is then loaded.
+
+        data: what moe_kernels.data.blank gives.
+        """
+        return self.splits(data)
+
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
         """What of a batch `Task.predict` takes."""
         return batch.tensors[:1]

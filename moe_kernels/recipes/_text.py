@@ -12,6 +12,8 @@ from torch import Tensor
 from moe_kernels.data import Text
 from moe_kernels.recipes import Batch, Measures, Recipe, Splits, option
 
+IGNORED = -100  # F.cross_entropy's own default for a target that does not count
+
 
 @dataclass(frozen=True)
 class TextRecipe(Recipe):
@@ -40,6 +42,6 @@ def characters(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def bits(logits: Tensor, y: Tensor) -> Measures:
-    """Cross-entropy of logits (B, length, vocabulary) in bits a character."""
-    nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
-    return {"bits": (nats / math.log(2), y.numel())}
+    """Cross-entropy of logits (B, length, vocabulary) in bits a character; a y of IGNORED does not count."""
+    nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum", ignore_index=IGNORED)
+    return {"bits": (nats / math.log(2), (y != IGNORED).sum())}

@@ -1,24 +1,34 @@
 """MoEBERT's way to experts, with the gates of paper 001: train dense, split by importance, distil layer by layer.
 
-The paper splits a fine-tuned BERT for GLUE (12 layers, 3072 neurons into 4 experts of 768, of which 512 are common).
-No pretrained weights are to be had, so a small GPT is trained on text first, then split in the same proportions, and
-its dense self is the teacher of what follows. Controls: "dense" trains on instead, "small" keeps the most important
-neurons of every layer and has no experts, "unguided" splits at random.
+The paper splits a BERT-base fine-tuned for GLUE (12 layers, 3072 neurons into 4 experts of 768, of which 512 are
+common). By default a small GPT is trained on text first, then split in the same proportions, and the dense model is the
+teacher of the split one. Controls: "dense" trains on instead, "small" keeps the most important neurons of every layer
+and has no experts, "unguided" splits at random.
+
+--bert FOLDER starts from a BertForMaskedLM of transformers instead. With --dense-share 0 the checkpoint is the teacher
+as it is, as in the paper:
+
+    train moebert --bert FOLDER --data TEXT --dense-share 0 --lr 5e-5 --expert-hidden 768 --share 512
+
+Differences from the paper: the task is masked language modelling on text, not a GLUE task, so that the checkpoint needs
+no classifier; every masked token becomes [MASK] (BERT's pretraining replaces 80 % so); the LayerNorm of a layer stays
+after the weighted sum of its experts, one for all, where MoEBERT gives each expert a copy; Adam without weight decay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.data import Text
 from moe_kernels.models.moe import MoEGPT
-from moe_kernels.models.transformer import Block, FeedForward
 from moe_kernels.nn import schedules
 from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates import Gate, HashGate, PermutedGate, TopKGate, TreeGate
@@ -28,9 +38,10 @@ from moe_kernels.nn.policies import NonzeroWeights
 from moe_kernels.nn.split import NeuronImportance, distillation_loss, split_ffn
 from moe_kernels.recipes import Batch, Evaluation, Splits, Task, option, total_loss
 from moe_kernels.recipes._routers import regularisers, watched_routers
-from moe_kernels.recipes._text import TextRecipe, bits, characters
+from moe_kernels.recipes._text import IGNORED, TextRecipe, bits, characters
 
 GATES = ("hash", "topk", "comet")
+MASKED = 0.15  # of the tokens of a window: BERT's
 Part = TypeVar("Part", bound=nn.Module)
 
 
@@ -43,6 +54,11 @@ class MoEBERT(TextRecipe):
         *(gate + plus for gate in GATES for plus in ("", "+")),
     )
 
+    bert: str = option(
+        "",
+        "folder of a transformers BERT checkpoint to start from, which sets dim, hidden, depth, heads and dropout; "
+        "length then counts its tokens, and bits are those of a masked one; empty: a small GPT is trained first",
+    )
     sides: tuple[str, ...] = option(("dense", "small", "unguided", "hash", "comet"), "gates and controls to compare")
     steps: int = option(1600, "steps instead of epochs; 0: epochs", low=0)
     dense_share: float = option(0.5, "of the steps, before the split", low=0, high=1)
@@ -69,25 +85,59 @@ class MoEBERT(TextRecipe):
         7e-4, "learning rate of Adam, after a tenth of the steps of warm-up; fine-tuning BERT: 5e-5", low=0
     )
 
+    def splits(self, data: Any) -> Splits:
+        """Of a BERT: windows of tokens, and the numbers in [0, 1) that choose the masked ones in evaluation."""
+        if not self.bert:
+            return super().splits(data)
+        train, test, valid = (self._tokens(data, part) for part in ("train", "test", "valid"))
+        for name, (windows, _) in {"train": train, "test": test}.items():
+            if not len(windows):
+                raise ValueError(
+                    f"moebert: expected at least {self.length - 2} tokens of {name} text for a window of length "
+                    f"{self.length}, got fewer; choose a smaller length or more text"
+                )
+        return Splits(data, train, test, valid if len(valid[0]) else None)
+
+    def blank_splits(self, data: Any) -> Splits:
+        if not self.bert:
+            return super().blank_splits(data)
+        device = data.train_tokens.device
+        zeros = torch.zeros(1, self.length, dtype=torch.int32, device=device)
+        part = zeros, torch.zeros(1, self.length - 2, device=device)
+        return Splits(data, part, part)
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
+        return (batch.tensors[0].long(),) if self.bert else super().inputs(batch)
+
     def build(self, data: Splits, seed: int, steps: int) -> Task:
-        most = min(self.hidden, self.expert_hidden)
-        if self.share > most:  # which the split would see, after half of the steps
+        windows, split_at = data.train[0], int(self.dense_share * steps)
+        if self.bert:
+            bert = _bert()
+            teacher, mask = bert.load(self.bert), bert.load_tokenizer(self.bert).mask_token_id
+            counts = windows.flatten().bincount(minlength=teacher.vocabulary)
+        else:
+            counts, mask = windows[:, :-1].flatten().bincount(minlength=len(data.source.vocabulary)), -1
+            teacher = self._model(len(counts), lambda index: None)
+        fc1, _, activation = teacher.feed_forwards()[0]
+        most = min(fc1.out_features, self.expert_hidden)
+        if self.share > most:  # the split would find it after half of the steps
             raise ValueError(
                 f"moebert: share must be at most {most}, the least of hidden and expert-hidden; got {self.share}"
             )
-        windows, split_at = data.train[0], int(self.dense_share * steps)
-        counts = windows[:, :-1].flatten().bincount(minlength=len(data.source.vocabulary))
-        teacher = self._model(len(counts), lambda index: None)
+
+        def layer(index: int) -> MoE:
+            return self._layer(fc1.in_features, activation, counts, steps - split_at)
+
         student = None
         if self.side != "dense":
-            student = self._model(len(counts), lambda index: self._layer(counts, steps - split_at))
+            student = teacher.with_experts(layer) if self.bert else self._model(len(counts), layer)
         pair = Pair(teacher, student, self.share).to(windows.device)
 
         def loss(batch: Batch) -> dict[str, Tensor]:
-            x, y = characters(batch)
+            x, y = self._read(batch, mask, fixed=False)
             states: list[Tensor] = []
             logits, outputs = pair(x, states)
-            text = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+            text = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORED)
             if not pair.split:
                 return total_loss(text, {}, "text")
             wanted: list[Tensor] = []
@@ -97,20 +147,23 @@ class MoEBERT(TextRecipe):
             return total_loss(text, regularisers(outputs) | {"distilled": self.distill * distilled}, "text")
 
         def evaluate(batch: Batch) -> Evaluation:
-            x, y = characters(batch)
+            x, y = self._read(batch, mask, fixed=True)
             with watched_routers(pair) as routers:
                 logits, outputs = pair(x)
             return Evaluation(bits(logits, y), routers.routing(outputs))
+
+        def values() -> list[Tensor]:
+            """Importance (hidden) of the neurons of every layer of the teacher."""
+            if self.side == "unguided":
+                return [torch.rand(each.out_features, device=windows.device) for each, _, _ in teacher.feed_forwards()]
+            parts = zip(*(each[: self.windows].split(self.eval_batch) for each in data.train), strict=True)
+            return importance(teacher, (self._read(Batch(each, None), mask, fixed=True) for each in parts))
 
         def before_step(step: int) -> None:
             if student is None or step < split_at:
                 return
             if step == split_at:
-                if self.side == "unguided":
-                    found = [torch.rand(self.hidden, device=windows.device) for _ in range(self.depth)]
-                else:
-                    found = importance(teacher, windows[: self.windows].split(self.eval_batch))
-                pair.fill(found)
+                pair.fill(values())
             pair.begin()
 
         return Task(
@@ -123,6 +176,21 @@ class MoEBERT(TextRecipe):
             before_step=before_step,
             clip=1.0,
         )
+
+    def _read(self, batch: Batch, mask: int, fixed: bool) -> tuple[Tensor, Tensor]:
+        """Tokens and targets (B, S). Of a BERT: `mask` is its masked token; fixed: a window is masked alike always."""
+        if not self.bert:
+            return characters(batch)
+        tokens, draw = batch.tensors
+        return masked(tokens.long(), draw if fixed else torch.rand_like(draw), mask)
+
+    def _tokens(self, data: Text, part: str) -> tuple[Tensor, Tensor]:
+        """int32 (n, length) windows of a part of the text, and (n, length - 2) numbers that choose masked tokens."""
+        found: Tensor = getattr(data, f"{part}_tokens")
+        text = found.cpu().numpy().tobytes().translate(data.vocabulary.ljust(256, b"\0"))
+        windows = _bert().token_windows(self.bert, text, self.length)
+        draw = torch.rand(len(windows), self.length - 2, generator=torch.Generator().manual_seed(0))
+        return windows.to(found.device), draw.to(found.device)
 
     def _model(self, vocabulary: int, layer: Callable[[int], MoE | None]) -> MoEGPT:
         return MoEGPT(
@@ -137,15 +205,16 @@ class MoEBERT(TextRecipe):
             dropout=self.model_dropout,
         )
 
-    def _layer(self, counts: Tensor, steps: int) -> MoE:
+    def _layer(self, dim: int, activation: str, counts: Tensor, steps: int) -> MoE:
         """A layer of the student, which trains for `steps` steps; tokens occur `counts` times."""
         kind, plus, _ = self.side.partition("+")
         count = 1 if kind == "small" else self.experts
-        experts = ExpertMLP(count, self.dim, self.expert_hidden, bias=True, dropout=self.model_dropout)
+        dropout = 0.0 if self.bert else self.model_dropout  # BERT has its own after the layer
+        experts = ExpertMLP(count, dim, self.expert_hidden, activation=activation, bias=True, dropout=dropout)
         if kind == "topk":
-            gate: Gate = TopKGate(self.dim, count, 1, order="softmax_topk", balance=self.balance)
+            gate: Gate = TopKGate(dim, count, 1, order="softmax_topk", balance=self.balance)
         elif kind == "comet":
-            gate = TreeGate(self.dim, count, self.k, gamma=self.gamma, entropy=self.entropy, route=self.route)
+            gate = TreeGate(dim, count, self.k, gamma=self.gamma, entropy=self.entropy, route=self.route)
         else:
             gate = HashGate(len(counts), count, frequencies=counts if kind == "balanced" else None)
         if plus:  # renormalised, a single choice would have weight 1, and topk's gate no gradient
@@ -154,12 +223,14 @@ class MoEBERT(TextRecipe):
 
 
 class Pair(nn.Module):
-    """A dense model and the one with experts that it becomes; the second speaks once the first has been split.
+    """A dense model and the model with experts that is split from it; `forward` is the second one's after the split.
 
+    Both: model(x, states) -> (logits, outputs of the layers of experts), with their parameters outside the feed-forward
+    layers in the same order. teacher.feed_forwards() -> (fc1, fc2, activation) of each layer.
     share: neurons that all experts of a layer have.
     """
 
-    def __init__(self, teacher: MoEGPT, student: MoEGPT | None, share: int) -> None:
+    def __init__(self, teacher: Any, student: Any, share: int) -> None:
         super().__init__()
         self.teacher, self.student, self.share, self.split = teacher, student, share, False
 
@@ -180,19 +251,16 @@ class Pair(nn.Module):
     @torch.no_grad()
     def fill(self, values: list[Tensor]) -> None:
         """The student becomes the teacher with its feed-forward layers split: `values` (hidden) of each's neurons."""
-        assert self.student is not None
-        for name in ("tokens", "blocks.norm"):
-            _copy(self.teacher, self.student, name)
-        assert self.student.positions is not None
-        assert self.teacher.positions is not None
-        self.student.positions.copy_(self.teacher.positions)
-        for other, own in zip(_all(self.teacher, Block), _all(self.student, Block), strict=True):
-            for name in ("norm_attention", "qkv", "project", "norm_ffn"):
-                _copy(other, own, name)
-        layers = zip(_all(self.teacher, FeedForward), _all(self.student, ExpertMLP), values, strict=True)
-        for ffn, experts, each in layers:
+        layers = self.teacher.feed_forwards()
+        outside = (
+            _except(self.teacher, [part for fc1, fc2, _ in layers for part in (fc1, fc2)]),
+            _except(self.student, _all(self.student, MoE)),
+        )
+        for other, own in zip(*outside, strict=True):
+            own.copy_(other)
+        for (fc1, fc2, activation), experts, each in zip(layers, _all(self.student, ExpertMLP), values, strict=True):
             hidden = experts.w_in.shape[2]
-            split = split_ffn(ffn.fc1, ffn.fc2, each, experts.num_experts, hidden, self.share, ffn.activation)
+            split = split_ffn(fc1, fc2, each, experts.num_experts, hidden, self.share, activation)
             experts.load_state_dict(split.state_dict())
 
     def get_extra_state(self) -> dict[str, bool]:
@@ -203,23 +271,46 @@ class Pair(nn.Module):
         self.teacher.requires_grad_(not self.split)
 
 
-def importance(teacher: MoEGPT, batches: Sequence[Tensor]) -> list[Tensor]:
-    """Importance (hidden) of the neurons of every block; a window's loss is the mean over its characters."""
+def importance(teacher: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Importance (hidden) of the neurons of every layer, over batches of tokens and targets (B, S).
+
+    A window's loss is the mean over its targets; every window has as many.
+    """
     was_training = teacher.training
     teacher.eval()
     with ExitStack() as stack, torch.enable_grad():
-        watched = [stack.enter_context(NeuronImportance(ffn.fc1, ffn.fc2)) for ffn in _all(teacher, FeedForward)]
-        for windows in batches:
-            x, y = windows[:, :-1].long(), windows[:, 1:].long()
-            (F.cross_entropy(teacher(x)[0].flatten(0, 1), y.flatten(), reduction="sum") / x.shape[1]).backward()
+        watched = [stack.enter_context(NeuronImportance(fc1, fc2)) for fc1, fc2, _ in teacher.feed_forwards()]
+        for x, y in batches:
+            nats = F.cross_entropy(teacher(x)[0].flatten(0, 1), y.flatten(), reduction="sum", ignore_index=IGNORED)
+            (nats / (y[0] != IGNORED).sum()).backward()
     teacher.zero_grad()
     teacher.train(was_training)
     return [each.value for each in watched]
+
+
+def masked(tokens: Tensor, draw: Tensor, mask: int) -> tuple[Tensor, Tensor]:
+    """(B, S) tokens with 15 % of them replaced by `mask`, and (B, S) the replaced ones, IGNORED elsewhere.
+
+    Args:
+        tokens: (B, S), the first and the last of which are never masked.
+        draw: (B, S - 2) numbers; the tokens with the smallest ones are masked, as many in every window, at least one.
+    """
+    count = max(1, round(MASKED * draw.shape[1]))
+    places = 1 + draw.topk(count, largest=False).indices
+    chosen = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, places, True)
+    return tokens.masked_fill(chosen, mask), tokens.masked_fill(~chosen, IGNORED)
+
+
+def _bert() -> Any:
+    """The integration, which imports transformers."""
+    return importlib.import_module("moe_kernels.integrations.bert")
 
 
 def _all(model: nn.Module, kind: type[Part]) -> list[Part]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
-def _copy(source: nn.Module, target: nn.Module, name: str) -> None:
-    target.get_submodule(name).load_state_dict(source.get_submodule(name).state_dict())
+def _except(model: nn.Module, parts: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """The parameters of a model that are in none of `parts`."""
+    inside = {id(each) for part in parts for each in part.parameters()}
+    return [each for each in model.parameters() if id(each) not in inside]

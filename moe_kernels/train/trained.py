@@ -75,7 +75,7 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
         options: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in what["options"].items()}
         recipe = recipes.find(what["recipe"])(**options)
         data = datasets.blank(what["data"], getattr(recipe, "length", 1) + 1).to(device)
-        splits = recipe.splits(data)
+        splits = recipe.blank_splits(data)
         with torch.random.fork_rng(devices=[]):
             task = recipe.build(Splits(data, splits.train, splits.test), what["seed"], what["steps"])
             if task.before_step is not None and what["step"] > 0:
