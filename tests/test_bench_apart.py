@@ -126,6 +126,7 @@ def test_what_was_measured_is_written_before_the_end(monkeypatch: pytest.MonkeyP
 
 def test_a_verdict_on_a_gpu_is_one_processs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the other process has no executor of PTX
     log = tmp_path / "nowhere yet" / "log"
     monkeypatch.setattr(checks, "DTYPES", (torch.float32,))
     found = checks.verified(["make_plan"], ["triton"], small=True, log=log)

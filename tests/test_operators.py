@@ -93,6 +93,8 @@ def of_experts(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
             (grad_rows, x, w_in, offsets, token, b_in, pre, "swiglu", [True, True, True], b),
             (pre, x, w_in, offsets, token, None, None, "gelu", [False, True, False], b),
         ],
+        "swiglu_clamped": [(pre, 1.702, 0.9)],
+        "swiglu_clamped_bwd": [(grad_rows, pre, 1.702, 0.9)],
         "expert_mlp_fwd": [(*mlp, "geglu", keep, b) for keep in (True, False)],
         "expert_mlp_bwd": [
             (grad, *mlp, pre, "geglu", [True] * 6, b),
@@ -175,7 +177,7 @@ def test_opcheck(name):
     checked = 0
     for group in GROUPS:
         for given in group("cpu", "cpu").get(name, []):
-            if (not name.endswith("_fwd") and name not in TWICE) or name == "tree_route_fwd":
+            if (not name.endswith(("_fwd", "clamped")) and name not in TWICE) or name == "tree_route_fwd":
                 given = tree_map_only(Tensor, Tensor.detach, given)
             opcheck(getattr(library.ops, name), given)
             checked += 1
