@@ -62,8 +62,8 @@ SPILLED = {
 }
 
 
-# Bytes that spill under the table's Triton since products are no longer contracted into sums by the compiler, which made
-# replicas of one element differ: known, small, and to be won back. Nothing else may spill.
+# Bytes that spill under the table's Triton. The compiler no longer contracts a product into a sum, which had made replicas
+# of one element differ, and that costs registers. These are known and are to be won back. Nothing else may spill.
 KNOWN = {
     r"combine_bwd (bf16|fp16) 512": 24,
     r"grouped_gemm_fwd (plain fp32 64x64x32|gated fp32 64x32x32)": 16,
