@@ -62,7 +62,7 @@ SPILLED = {
 }
 
 
-# Bytes that spill under the table's Triton. The compiler no longer contracts a product into a sum, which had made replicas
+# Bytes that spill under the table's Triton. The compiler no longer contracts a product into a sum, which made replicas
 # of one element differ, and that costs registers. These are known and are to be won back. Nothing else may spill.
 KNOWN = {
     r"combine_bwd (bf16|fp16) 512": 24,
