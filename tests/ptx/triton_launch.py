@@ -121,6 +121,9 @@ def install() -> None:
 
     import moe_kernels.backends.triton as kernels
 
+    # From now on, whatever a test sets for another process: kernels are decorated when an operation is first called,
+    # and an interpreted one can't be called by a compiled one.
+    triton.knobs.runtime.interpret = False
     # Apart from the user's cache, whose kernels are machine code. The workers of pytest-xdist share it.
     triton.knobs.cache.dir = str(build.cache_folder() / "triton")
     triton.knobs.runtime.add_stages_inspection_hook = stop_at_ptx
