@@ -73,7 +73,14 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 class BackendError(RuntimeError):
-    """A backend was asked for by name and cannot run the operation on these arguments."""
+    """A backend was asked for by name and cannot run the operation on these arguments.
+
+    Example:
+        >>> mk.harden(torch.eye(2), backend="cpu")
+        Traceback (most recent call last):
+            ...
+        moe_kernels.backends.BackendError: harden: backend 'cpu' cannot run here: cpu does not implement harden
+    """
 
 
 class Candidate(NamedTuple):
@@ -86,7 +93,13 @@ class Candidate(NamedTuple):
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within the block every operation runs on backend `name`, or raises BackendError. Nests; safe with threads."""
+    """Within the block every operation runs on backend `name`, or raises BackendError. Nests; safe with threads.
+
+    Example:
+        >>> with mk.use_backend("reference"):
+        ...     mk.kwta(torch.tensor([1.0, 2.0]), 1)
+        tensor([0., 2.])
+    """
     _check_name(name)
     token = _wanted.set(name)
     try:
@@ -240,6 +253,14 @@ def explain(op: str, *args: object) -> list[Candidate]:
     """Prints and returns, for every backend, whether it can run `op` on these arguments, and why not.
 
     `explain("kwta", x, k)` marks the backend that would be chosen now with an arrow.
+
+    Example:
+        >>> found = mk.explain("harden", torch.eye(2))
+        harden: backend, available, reason
+        -> reference  yes
+        ...
+        >>> found[0].backend, found[0].available
+        ('reference', True)
     """
     if missing("reference", op) is not None:  # which every operation has
         raise ValueError(f"explain: op must be one that python -m moe_kernels info lists, such as kwta; got {op!r}")
@@ -261,7 +282,12 @@ def explain(op: str, *args: object) -> list[Candidate]:
 
 
 def available_backends(op: str) -> list[str]:
-    """The backends that can run `op` in float32 on some device of this machine."""
+    """The backends that can run `op` in float32 on some device of this machine.
+
+    Example:
+        >>> "reference" in mk.available_backends("kwta")
+        True
+    """
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [name for name in NAMES if any(unsupported(name, op, device, torch.float32) is None for device in devices)]
 

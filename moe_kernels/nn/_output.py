@@ -86,17 +86,20 @@ _collecting: ContextVar[Outputs | None] = ContextVar("moe_kernels.nn.collect_out
 def collect_outputs() -> Iterator[Outputs]:
     """Collects the MoEOutput of every MoE(..., output="tensor") that runs inside the block.
 
-        with collect_outputs() as outputs:
-            y = model(x)
-        loss = task_loss(y) + outputs.loss
-
-    `outputs` is a list of MoEOutput in the order of the calls; `outputs.loss` is the sum of their losses. Blocks may be
-    nested: the innermost one collects. A forward that torch.utils.checkpoint repeats in the backward pass is not
-    collected again.
+    Add `outputs.loss` to the task's loss. `outputs` is a list of MoEOutput in the order of the calls; `outputs.loss` is
+    the sum of their losses. Blocks may be nested: the innermost one collects. A forward that torch.utils.checkpoint
+    repeats in the backward pass is not collected again.
 
     Raises:
         RuntimeError: a layer with losses runs without gradients inside a block that was entered with gradients, such
             as under torch.utils.checkpoint(use_reentrant=True): its losses would have no gradient.
+
+    Example:
+        >>> model = torch.nn.Sequential(MoE(TopKGate(16, 4, 2, balance=0.01), ExpertMLP(4, 16, 32), output="tensor"))
+        >>> with collect_outputs() as outputs:
+        ...     y = model(torch.randn(8, 16))
+        >>> len(outputs), outputs.loss.shape
+        (1, torch.Size([]))
     """
     outputs = Outputs()
     token = _collecting.set(outputs)

@@ -40,11 +40,17 @@ class FixedRouting(nn.Module):
     Args:
         widths: (N_0, N_1, .., N_{L-1}): the input and every masked layer.
         p: keep fraction, 0 < p <= 1.
-        ties: tie rule of kwta. backend: of kwta; None chooses.
+        ties: tie rule of kwta.
+        backend: of kwta; None chooses.
         generator: draws V; None is torch's own. Its device must be that of V.
 
     Raises:
         ValueError, TypeError: fewer than two widths, a width below 1, p outside (0, 1], an unknown tie rule.
+
+    Example:
+        >>> masks = FixedRouting((8, 20, 10), p=0.3).masks(torch.randn(5, 8))
+        >>> [mask.sum(-1).tolist() for mask in masks]  # k = 6 of 20, 3 of 10
+        [[6, 6, 6, 6, 6], [3, 3, 3, 3, 3]]
     """
 
     def __init__(
@@ -111,11 +117,18 @@ class MaskedLinear(nn.Linear):
     type that holds both, selected, and narrowed back: exact, since kwta copies what it keeps.
 
     Args:
-        k: active neurons, 0 to out_features. activation: f, a name in ACTIVATIONS; None is the identity.
-        ties, backend: of kwta. bias, device, dtype: of torch.nn.Linear.
+        k: active neurons, 0 to out_features.
+        activation: f, a name in ACTIVATIONS; None is the identity.
+        ties, backend: of kwta.
+        bias, device, dtype: of torch.nn.Linear.
 
     Raises:
         ValueError, TypeError: k outside [0, out_features], an unknown activation or tie rule.
+
+    Example:
+        >>> y = MaskedLinear(8, 20, k=5, activation="tanh")(torch.randn(3, 8), torch.randn(3, 20))
+        >>> (y != 0).sum(-1)
+        tensor([5, 5, 5])
     """
 
     def __init__(
@@ -171,10 +184,17 @@ class CometFFN(nn.Module):
     a FixedRouting over the embedded tokens, take its place. p = 1 is the dense layer; V is drawn all the same.
 
     Args:
-        dim, hidden: D, H. p: keep fraction of the hidden neurons. activation: f, a name in ACTIVATIONS.
-        dropout: rate after the hidden layer and after the output. ties: of kwta.
+        dim, hidden: D, H.
+        p: keep fraction of the hidden neurons.
+        activation: f, a name in ACTIVATIONS.
+        dropout: rate after the hidden layer and after the output.
+        ties: of kwta.
 
     Input (..., D), output (..., D).
+
+    Example:
+        >>> CometFFN(16, 64, p=0.25)(torch.randn(2, 7, 16)).shape
+        torch.Size([2, 7, 16])
     """
 
     def __init__(
@@ -238,6 +258,11 @@ class CometMLP(nn.Module):
 
     Raises:
         ValueError, TypeError: fewer than three widths, a width below 1, p outside (0, 1], an unknown name.
+
+    Example:
+        >>> model = CometMLP((784, 1000, 1000, 10), p=0.1)
+        >>> model(torch.randn(32, 784)).shape, model.router.ks
+        (torch.Size([32, 10]), (100, 100))
     """
 
     def __init__(

@@ -30,6 +30,11 @@ def from_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) 
     Raises:
         KeyError: no expert, an expert or a layer is missing, or a key is none of these.
         ValueError: a shape differs from that of expert 0, or the layers of an expert do not fit each other.
+
+    Example:
+        >>> state = convert.to_linear(ExpertMLP(2, 4, 8, activation="swiglu", bias=False).state_dict())
+        >>> {name: tuple(each.shape) for name, each in convert.from_linear(state).items()}
+        {'w_in': (2, 4, 16), 'w_out': (2, 8, 4)}
     """
     names = _names("from_linear", names)
     mine = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
@@ -71,6 +76,10 @@ def to_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) ->
     """The inverse of `from_linear`: of an ExpertMLP's state dict, keys prefix + "{e}.{name}.weight" and ".bias".
 
     Raises KeyError for missing or unknown keys, ValueError for tensors that do not fit each other.
+
+    Example:
+        >>> sorted(convert.to_linear(ExpertMLP(1, 4, 8, activation="swiglu", bias=False).state_dict()))
+        ['0.w1.weight', '0.w2.weight', '0.w3.weight']
     """
     names = _names("to_linear", names)
     _check("to_linear", state, gated=len(names) == 3)
@@ -102,6 +111,11 @@ def from_stacked(
         interleaved: gate and up take turns in the columns, as in gpt_oss, instead of all of gate first.
 
     Raises KeyError for missing or unknown keys, ValueError for tensors that do not fit each other.
+
+    Example:
+        >>> state = {"gate_up_proj": torch.randn(2, 16, 4), "down_proj": torch.randn(2, 4, 8)}
+        >>> ExpertMLP(2, 4, 8, activation="swiglu", bias=False).load_state_dict(convert.from_stacked(state))
+        <All keys matched successfully>
     """
     inner, outer = names
     mine = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
@@ -131,7 +145,13 @@ def to_stacked(
     transposed: bool = False,
     interleaved: bool = False,
 ) -> dict[str, Tensor]:
-    """The inverse of `from_stacked`, with its arguments and errors."""
+    """The inverse of `from_stacked`, with its arguments and errors.
+
+    Example:
+        >>> state = ExpertMLP(2, 4, 8, activation="swiglu", bias=False).state_dict()
+        >>> {name: tuple(each.shape) for name, each in convert.to_stacked(state).items()}
+        {'gate_up_proj': (2, 16, 4), 'down_proj': (2, 4, 8)}
+    """
     inner, outer = names
     _check("to_stacked", state, gated=interleaved)
     found = {inner: state["w_in"], outer: state["w_out"]}

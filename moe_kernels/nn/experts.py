@@ -30,6 +30,11 @@ class Experts(nn.Module):
     Autocast: as torch.nn.Linear. Where it is on for the device of x, x and parameters are cast to its dtype, which the
     output has, and gradients arrive in the parameters' own; float64 is cast neither there nor here. Gate weights are
     not cast: whatever their dtype, rows are summed in float32.
+
+    Example:
+        >>> plan = mk.make_plan(torch.tensor([[0], [1], [1]]), num_experts=2)
+        >>> ExpertMLP(2, 8, 16)(torch.randn(3, 8), plan, None, part="rows").shape
+        torch.Size([3, 8])
     """
 
     num_experts: int
@@ -82,10 +87,17 @@ class ExpertLayer(Experts):
     """Experts of one layer: dropout(act(x W_e + b_e)), paper 001's for MovieLens (ReLU, dropout 0.5).
 
     Args:
-        num_experts, dim, out: E, D, Dout. activation: of grouped_gemm. dropout: rate after the activation.
+        num_experts, dim, out: E, D, Dout.
+        activation: of grouped_gemm.
+        dropout: rate after the activation.
 
     Parameters: weight (E, D, Dout) and bias (E, Dout), (..., 2 Dout) where the activation is gated; each expert is
     initialised as an nn.Linear.
+
+    Example:
+        >>> plan = mk.make_plan(torch.tensor([[0], [1], [1]]), num_experts=2)
+        >>> ExpertLayer(2, 8, 4)(torch.randn(3, 8), plan, torch.ones(3, 1)).shape
+        torch.Size([3, 4])
     """
 
     def __init__(
@@ -134,10 +146,17 @@ class ExpertMLP(Experts):
     """Experts of two layers, dropout(act(x W_in_e + b_in_e) W_out_e + b_out_e): a transformer's feed-forward block.
 
     Args:
-        num_experts, dim, hidden: E, D, H. out: Dout, D if None. activation: of expert_mlp; gated ones halve the
-            columns of w_in. dropout: rate on the weighted sum, as after a dense feed-forward block.
+        num_experts, dim, hidden: E, D, H.
+        out: Dout, D if None.
+        activation: of expert_mlp; gated ones halve the columns of w_in.
+        dropout: rate on the weighted sum, as after a dense feed-forward block.
 
     Parameters: w_in (E, D, H or 2 H), b_in, w_out (E, H, Dout), b_out; each expert is initialised as two nn.Linear.
+
+    Example:
+        >>> experts = ExpertMLP(4, 16, 32, activation="swiglu")
+        >>> experts.w_in.shape, experts.w_out.shape
+        (torch.Size([4, 16, 64]), torch.Size([4, 32, 16]))
     """
 
     def __init__(

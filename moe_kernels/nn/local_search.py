@@ -45,25 +45,28 @@ class LocalSearch(KeepsFloat32):
         steps: T, training steps of stage one (the paper: 1 to 10 epochs' worth). 0: the identity.
         permutations: one for every choice k of the gate; the paper's default is a single one. Where there are more,
             gates are (..., permutations, n), each choice is permuted by its own, and their sum comes out.
-        zeta: weight of the entropies. renormalise: divide by the sum; False for gates that are not to sum to one.
+        zeta: weight of the entropies.
+        renormalise: divide by the sum; False for gates that are not to sum to one.
         schedule: "paper", or "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50 iterations
             and is then rounded to a doubly stochastic matrix. At the paper's temperatures S is often no permutation
             when stage one ends: of 100 random U of n = 16 none was, and the loss jumps at the switch. "wide": tau falls
             from 0.1, where S is soft, to 1e-6, each call cools in 150 iterations: of the 100, all end as permutations,
             and every one is the best assignment of its U.
-        bound: U ~ U(-bound, bound), drawn by `generator`. backend: of sinkhorn.
-        noise: in training's stage one S is that of U + noise * Gumbel(0, 1), drawn anew every step by torch's
-            generator (Gumbel-Sinkhorn, Mena et al. 2018); 0, the paper's, draws nothing. The last S, noise and all, is
-            what becomes the permutation.
+        bound: U ~ U(-bound, bound), drawn by `generator`.
+        backend: of sinkhorn.
+        noise: in training's stage one S is that of U + noise * Gumbel(0, 1), drawn anew every step by torch's generator
+            (Gumbel-Sinkhorn, Mena et al. 2018); 0, the paper's, draws nothing. The last S, noise and all, is what
+            becomes the permutation.
 
     torch.compile breaks its graph in training, where no two steps are alike, and has a whole one in evaluation.
 
     State: U is the parameter `scores` (permutations, n, n); buffers `soft` (the last S), `source` (the hard
     permutation: expert j takes the gate source[j]), `assigned` (S in stage one, then the matrix of the hard
-    permutation) and `distance` (permutations), the largest |S - P| at the switch, NaN before; `step` is saved beside
-    them. All of it survives a state dict in either stage. `source` is derived anew whenever `assigned` was written, so
-    that a copy of the module whose buffers are averages (torch.optim.swa_utils.AveragedModel(use_buffers=True)) has a
-    permutation, too: the one that the average is nearest to.
+    permutation) and `distance` (permutations), the largest absolute difference of S and P at the switch, NaN before;
+    `step` is saved beside them. All of it survives a state dict in either stage. `source` is derived anew whenever
+    `assigned` was written, so that a copy of the module whose buffers are averages
+    (torch.optim.swa_utils.AveragedModel(use_buffers=True)) has a permutation, too: the one that the average is nearest
+    to.
 
     From `step` T on U has no gradient; inside torch.distributed it is zero instead, as DistributedDataParallel needs.
 
@@ -72,6 +75,12 @@ class LocalSearch(KeepsFloat32):
         ImportError: scipy is missing, which hardening needs: pip install moe_kernels[assignment].
 
     Source: paper 001, section 3.3, and the published code (schedule, entropies, direction).
+
+    Example:
+        >>> search = LocalSearch(4, steps=10)
+        >>> gates, regulariser = search(torch.rand(3, 4).softmax(-1))
+        >>> gates.shape, search.step, search.hardened
+        (torch.Size([3, 4]), 1, False)
     """
 
     soft: Tensor

@@ -26,6 +26,10 @@ def cv_squared(v: Tensor) -> Tensor:
     """Squared coefficient of variation of v (E): var(v) / mean(v)^2, with the population's variance.
 
     0 where all are equal, zeros as well, E - 1 where one has everything.
+
+    Example:
+        >>> cv_squared(torch.tensor([1.0, 1.0, 1.0])), cv_squared(torch.tensor([3.0, 0.0, 0.0]))
+        (tensor(0.), tensor(2.))
     """
     v = _wide(v)
     variance = v.var(unbiased=False)
@@ -40,6 +44,10 @@ def importance_loss(probs: Tensor, reduce: ProcessGroup | None = None) -> Tensor
         reduce: ranks whose tokens count together, or None.
 
     Gradient: to probs. Source: Shazeer et al. 2017, eqs. 6 and 7; V-MoE (paper 003), appendix A, weight 0.005 there.
+
+    Example:
+        >>> importance_loss(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))  # both experts have the same total
+        tensor(0.)
     """
     return cv_squared(_over_ranks(_wide(probs).sum(dim=0), reduce))
 
@@ -61,6 +69,11 @@ def load_loss(
     Gradient: to logits, and to noisy_logits through the threshold.
     Raises ValueError for k outside [1, E] and for noise_std <= 0.
     Source: V-MoE (paper 003), appendix A, as its public code has it; weight 0.005 there.
+
+    Example:
+        >>> logits = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+        >>> load_loss(logits, logits + 0.5 * torch.randn(2, 2), k=1, noise_std=0.5) > 0
+        tensor(True)
     """
     return cv_squared(_over_ranks(batch_mean(selection_chances(logits, noisy_logits, k, noise_std)), reduce))
 
@@ -90,6 +103,11 @@ def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None =
 
     Gradient: to probs through m. Source: Switch Transformer, eq. 4 (weight 0.01 there); GShard, algorithm 1, and
     V-MoE's "gshard" loss, E^2 mean(f m), are the same number.
+
+    Example:
+        >>> probs = torch.tensor([[0.9, 0.1], [0.9, 0.1]])
+        >>> balance_loss(probs, torch.tensor([2, 0]))  # 2 (1 * 0.9 + 0 * 0.1)
+        tensor(1.8000)
     """
     mean = _over_ranks(batch_mean(_wide(probs)), reduce)
     requested = _over_ranks(requested.to(mean.dtype), reduce)
@@ -105,6 +123,10 @@ def router_z_loss(logits: Tensor) -> Tensor:
         logits: (T, E).
 
     Gradient: to logits. Source: ST-MoE (Zoph et al. 2022), eq. 5; weight 0.001 there.
+
+    Example:
+        >>> router_z_loss(torch.zeros(3, 4))  # (log 4)^2
+        tensor(1.9218)
     """
     return batch_mean(torch.logsumexp(_wide(logits), dim=-1).square())
 
@@ -113,9 +135,14 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
     """mean over t of mu(p_t) / (var(p_t) + eps), over the experts: small where a token's gate is decided.
 
     Args:
-        probs: (T, E), rows that sum to one. eps: 1 / (E eps) is the loss of a uniform gate; paper 002 gives none.
+        probs: (T, E), rows that sum to one.
+        eps: 1 / (E eps) is the loss of a uniform gate; paper 002 gives none.
 
     Gradient: to probs. Source: paper 002, token-wise inverse coefficient of variance (mu over var, as it prints it).
+
+    Example:
+        >>> inverse_cv(torch.tensor([[0.5, 0.5]])), inverse_cv(torch.tensor([[1.0, 0.0]]))
+        (tensor(50.), tensor(1.9231))
     """
     p = _wide(probs)
     if not p.shape[0]:  # of which var warns
@@ -132,6 +159,11 @@ def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
 
     Gradient: to probs. Source: paper 002, batch-wise inverse coefficient of variance. Its sum over a whole batch would
     leave one number an expert, which has no variance: sums are taken image by image.
+
+    Example:
+        >>> alike, apart = torch.full((2, 1, 2), 0.5), torch.eye(2)[:, None]
+        >>> batch_inverse_cv(alike), batch_inverse_cv(apart)
+        (tensor(50.), tensor(1.9231))
     """
     s = _wide(probs).sum(1)
     return (batch_mean(s) / (batch_variance(s) + eps)).mean()
@@ -139,7 +171,12 @@ def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
 
 def batch_variation(probs: Tensor, eps: float = 1e-6) -> Tensor:
     """mean over e of var_b(s_be) / mu_b(s_be + eps), with s as in `batch_inverse_cv`: paper 002's metric of how much
-    images differ in the experts they use. probs (B, S, E)."""
+    images differ in the experts they use. probs (B, S, E).
+
+    Example:
+        >>> batch_variation(torch.eye(2)[:, None])
+        tensor(0.5000)
+    """
     s = _wide(probs).sum(1)
     return (batch_variance(s) / (batch_mean(s) + eps)).mean()
 
@@ -152,6 +189,11 @@ def competition_loss(routed: tuple[Tensor, Tensor], winners: tuple[Tensor, Tenso
             winners is a constant.
 
     Gradient: to routed's weights. Source: paper 004, eq. 3; mean over T * E, as nn.MSELoss has it.
+
+    Example:
+        >>> routed, winners = (torch.ones(1, 1), torch.tensor([[0]])), (torch.ones(1, 1), torch.tensor([[1]]))
+        >>> competition_loss(routed, winners, num_experts=4)  # two of four differ by 1
+        tensor(0.5000)
     """
     difference = _scattered(*routed, num_experts) - _scattered(*winners, num_experts).detach()
     return batch_mean(difference.square().mean(-1))
@@ -162,6 +204,10 @@ def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
 
     Gradient: to both. Source: paper 003 (THOR), consistency loss, summed there and divided by the tokens; MoEBERT's
     prediction distillation.
+
+    Example:
+        >>> symmetric_kl(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]]))
+        tensor(1.5232)
     """
     p, q = (F.log_softmax(_wide(each), dim=-1) for each in (logits, others))
     return 0.5 * batch_mean(((p.exp() - q.exp()) * (p - q)).sum(-1).flatten())
@@ -174,6 +220,10 @@ def tree_entropy(leaf_probs: Tensor, eps: float = 1e-6) -> Tensor:
         leaf_probs: (T, K, E) of tree_gate.
 
     Gradient: to leaf_probs. Source: paper 001, section 3.2, with the eps of the published code.
+
+    Example:
+        >>> tree_entropy(torch.tensor([[[0.5, 0.5]]]))  # log 2
+        tensor(0.6931)
     """
     p = _wide(leaf_probs)
     return -batch_mean((p * (p + eps).log()).sum((-2, -1)))

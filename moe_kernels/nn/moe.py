@@ -45,6 +45,11 @@ class MoEOutput:
     that are statistics as they are.
 
     A registered pytree whose children are the fields in this order.
+
+    Example:
+        >>> out = MoE(TopKGate(16, 4, 2), ExpertMLP(4, 16, 32))(torch.randn(8, 16))
+        >>> out.plan.kept.sum(), out.loss
+        (tensor(16), tensor(0.))
     """
 
     y: Any
@@ -80,7 +85,8 @@ class MoE(OutputModule):
         out = MoE(TopKGate(352, 16, 2), ExpertMLP(16, 352, 352, activation="relu"))(x)
 
     Args:
-        gate: from nn.gates, over as many experts as there are. experts: ExpertMLP or ExpertLayer.
+        gate: from nn.gates, over as many experts as there are.
+        experts: ExpertMLP or ExpertLayer.
         policy: TokenChoice() (drops nothing), ExpertChoice or PriorityRouting of nn.policies.
         expert_dropout: probability that an expert's weight is zero for a sample in training (paper 002, 10 %); the
             remaining ones are neither renormalised nor scaled. A sample is a row of x's first dimension.
@@ -100,6 +106,12 @@ class MoE(OutputModule):
 
     Autocast: experts follow it as torch.nn.Linear does, and y has its dtype; the gate keeps that of its parameters, so
     that rounding reroutes nobody. With pass_through, y is a sum with x and has the dtype that holds both.
+
+    Example:
+        >>> layer = MoE(TopKGate(16, 4, 2, balance=0.01), ExpertMLP(4, 16, 32), TokenChoice(1.25))
+        >>> out = layer(torch.randn(2, 8, 16))
+        >>> out.y.shape, list(out.losses), sorted(out.statistics)
+        (torch.Size([2, 8, 16]), ['balance'], ['dropped', 'experts_per_token', 'load'])
     """
 
     def __init__(
@@ -164,6 +176,12 @@ class MultiGateMoE(OutputModule):
     "task0.name", of a shared gate under its first task, and, with a search in training, "permutation", and statistics
     by "task0.name", where "task0.gates" (T, E) are the weights that the experts got. Autocast: as of MoE. Source: paper
     001, section 2; Ma et al. 2018.
+
+    Example:
+        >>> layer = MultiGateMoE([TopKGate(16, 4, 2), TopKGate(16, 4, 2)], ExpertMLP(4, 16, 32))
+        >>> one, other = layer(torch.randn(8, 16)).y
+        >>> one.shape, other.shape
+        (torch.Size([8, 16]), torch.Size([8, 16]))
     """
 
     def __init__(self, gates: Sequence[Gate], experts: Experts, search: LocalSearch | None = None) -> None:

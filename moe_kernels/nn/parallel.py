@@ -224,7 +224,8 @@ class GlobalPolicy:
     `requested` and `dropped` count the tokens of all ranks.
 
     Args:
-        policy: any of nn.policies. mesh: of one dimension.
+        policy: any of nn.policies.
+        mesh: of one dimension.
     """
 
     def __init__(self, policy: Policy, mesh: DeviceMesh) -> None:

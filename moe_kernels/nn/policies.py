@@ -1,6 +1,6 @@
-"""Who decides where a token goes, once a gate has said how much it wants to: policies for the layer `MoE`.
+"""Policies of the layer `MoE`: they turn a gate's weights into a RoutingPlan.
 
-`policy(gate_output, training) -> (plan, weights)`: the RoutingPlan, and the weights (T, K) that fit its slots.
+`policy(gate_output, training) -> (plan, weights)`: weights (T, K) belong to the slots of the plan.
 """
 
 from __future__ import annotations
@@ -22,15 +22,23 @@ PRIORITIES = (None, "max", "sum")
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """Tokens choose; an expert keeps the first `capacity` of those that ask for it.
+    """Tokens choose their experts; an expert keeps the first `capacity` requests.
 
-    factor: capacity = expert_capacity(T, K, E, factor, multiple_of); None: nothing is dropped.
-    factor_eval: the same in evaluation, where V-MoE may lower it after training; "as trained": no difference.
-    priority: None visits tokens by position; "max" or "sum" by the largest or the summed gate weight of a token,
-        Batch Prioritized Routing (paper 003, section 4; its published code has "max" alone).
-    order: of make_plan. multiple_of: V-MoE's published code rounds up to 4.
-    group: tokens that compete for capacity, one group after the other, such as those of V-MoE's 8 images: an expert
-        has the capacity of that many tokens for every group, for a last one that is smaller, too. None: all compete.
+    Args:
+        factor: capacity = expert_capacity(T, K, E, factor, multiple_of); None: nothing is dropped.
+        factor_eval: the factor in evaluation, which V-MoE lowers after training; "as trained": the same.
+        priority: None visits tokens by position. "max" and "sum" visit them by their largest or summed gate weight:
+            Batch Prioritized Routing (paper 003, section 4; its published code has only "max").
+        order: of make_plan.
+        multiple_of: the capacity is rounded up to a multiple of it; 4 in V-MoE's published code.
+        group: number of consecutive tokens that compete for capacity, such as those of V-MoE's 8 images. Every group,
+            also a smaller last one, has the capacity of a whole group. None: all tokens compete.
+
+    Example:
+        >>> gate = TopKGate(16, 4, 1)(torch.randn(8, 16))
+        >>> plan, weights = TokenChoice(factor=1.0)(gate, training=True)
+        >>> plan.num_rows, bool((plan.kept <= 2).all())  # 8 tokens over 4 experts: room for 2 each
+        (8, True)
     """
 
     factor: float | None = None
@@ -75,9 +83,15 @@ class TokenChoice:
 
 @dataclass(frozen=True)
 class NonzeroWeights:
-    """Every expert whose weight is not exactly 0, and no other is evaluated: dense-to-sparse training (paper 001).
+    """Evaluates the experts whose weight is not exactly 0: dense-to-sparse training (paper 001).
 
-    For gates that weigh all experts and, as they learn, give most of them 0, as a saturated tree does.
+    For gates that weigh all experts at first and give most of them 0 later, as a saturated tree does.
+
+    Example:
+        >>> gate = GateOutput.of_gates(torch.tensor([[0.7, 0.0, 0.3], [0.0, 1.0, 0.0]]))
+        >>> plan, weights = NonzeroWeights()(gate, training=True)
+        >>> plan.kept
+        tensor([1, 1, 1], dtype=torch.int32)
     """
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
@@ -88,12 +102,22 @@ class NonzeroWeights:
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Every expert takes the tokens that score highest with it: the gate's `gates` (T, E) are the scores.
+    """Every expert takes the tokens that score highest with it; scores are the gate's `gates` (T, E).
 
-    Of a group of n tokens it takes round(n factor / E), a half to even; with multiple_of, as expert_capacity has it:
-    V-MoE's published code rounds up, to a multiple of 4. group: tokens among which an expert chooses, such as those of
-    an image; None: among all. T has to be a multiple of it.
+    Args:
+        factor: of a group of n tokens an expert takes round(n factor / E), a half to even.
+        multiple_of: if given, an expert takes expert_capacity(n, 1, E, factor, multiple_of) tokens instead; V-MoE's
+            published code rounds up to a multiple of 4.
+        group: number of tokens among which an expert chooses, such as those of an image; T must be a multiple of it.
+            None: among all.
+
     Source: paper 002, section 3; Zhou et al. 2022.
+
+    Example:
+        >>> gate = SoftmaxGate(16, 4)(torch.randn(8, 16))
+        >>> plan, weights = ExpertChoice(factor=1.0)(gate, training=True)
+        >>> plan.kept
+        tensor([2, 2, 2, 2], dtype=torch.int32)
     """
 
     factor: float = 1.0
@@ -136,7 +160,17 @@ class ExpertChoice:
 
 @dataclass(frozen=True)
 class PriorityRouting:
-    """Every token gets one expert; a full expert passes it on to its next best: loads are even (paper 002)."""
+    """Every token gets one expert; a full expert passes a token to its next best, so loads are even (paper 002).
+
+    Args:
+        factor: an expert takes expert_capacity(T, 1, E, factor) tokens.
+
+    Example:
+        >>> gate = SoftmaxGate(16, 4)(torch.randn(8, 16))
+        >>> plan, weights = PriorityRouting()(gate, training=True)
+        >>> plan.kept
+        tensor([2, 2, 2, 2], dtype=torch.int32)
+    """
 
     factor: float = 1.0
     _ratio: ClassVar[Ratio]

@@ -16,17 +16,34 @@ LearningRate = Callable[[int], float]
 
 
 def constant(step: int) -> float:
-    """The learning rate stays what it is."""
+    """The learning rate stays what it is.
+
+    Example:
+        >>> schedules.constant(1000)
+        1.0
+    """
     return 1.0
 
 
 def warmup(steps: int, then: LearningRate = constant) -> LearningRate:
-    """(step + 1) / steps up to 1, then `then`, counted from the end of the warm-up. No step is taken at rate 0."""
+    """(step + 1) / steps up to 1, then `then`, counted from the end of the warm-up. No step is taken at rate 0.
+
+    Example:
+        >>> rate = schedules.warmup(4, then=schedules.cosine(10))
+        >>> [round(rate(step), 3) for step in (0, 3, 4, 9, 14)]
+        [0.25, 1.0, 1.0, 0.5, 0.0]
+    """
     return lambda step: (step + 1) / steps if step < steps else then(step - steps)
 
 
 def cosine(steps: int, floor: float = 0.0) -> LearningRate:
-    """From 1 down to `floor` along half a cosine over `steps` steps, and there from then on."""
+    """From 1 down to `floor` along half a cosine over `steps` steps, and there from then on.
+
+    Example:
+        >>> rate = schedules.cosine(10, floor=0.1)
+        >>> [round(rate(step), 3) for step in (0, 5, 10, 20)]
+        [1.0, 0.55, 0.1, 0.1]
+    """
     return lambda step: floor + (1 - floor) * (1 + math.cos(math.pi * min(step / max(steps, 1), 1))) / 2
 
 
@@ -34,6 +51,11 @@ def inverse_root(steps: int) -> LearningRate:
     """min((step + 1) / steps, sqrt(steps / (step + 1))): a warm-up, then 1 / sqrt(t), continuous where they meet.
 
     Of 0 steps as of 1.
+
+    Example:
+        >>> rate = schedules.inverse_root(4)
+        >>> [rate(step) for step in (0, 3, 15)]
+        [0.25, 1.0, 0.5]
     """
     steps = max(steps, 1)
     return lambda step: min((step + 1) / steps, math.sqrt(steps / (step + 1)))
@@ -43,17 +65,31 @@ def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:
     """Choices a token at `step` of `steps`: lowest + round((highest - lowest) step / steps), ties to even, within both.
 
     Set it as the k of a frozen TopKGate: SMoE-Dropout (Chen et al. 2023, a baseline of paper 004).
+
+    Example:
+        >>> [schedules.growing_k(step, 100) for step in (0, 50, 100)]
+        [2, 9, 16]
     """
     return min(max(round((highest - lowest) * step / max(steps, 1)) + lowest, lowest), highest)
 
 
 def falling_rate(step: int, period: int = 1000) -> float:
-    """2 / (2 + sqrt(i + 1)), i = step // period: the falling rate of competition of paper 004's published code."""
+    """2 / (2 + sqrt(i + 1)), i = step // period: the falling rate of competition of paper 004's published code.
+
+    Example:
+        >>> [round(schedules.falling_rate(step), 3) for step in (0, 1000, 8000)]
+        [0.667, 0.586, 0.4]
+    """
     return 2 / (2 + math.sqrt(step // period + 1))
 
 
 def freeze(module: nn.Module) -> nn.Module:
-    """The same module with no parameter that trains: the random router of SMoE-Fixed, say."""
+    """The same module with no parameter that trains: the random router of SMoE-Fixed, say.
+
+    Example:
+        >>> any(each.requires_grad for each in schedules.freeze(TopKGate(16, 4, 2)).parameters())
+        False
+    """
     return module.requires_grad_(False)
 
 
@@ -61,6 +97,11 @@ def train_gates_alone(model: nn.Module) -> list[nn.Parameter]:
     """Freezes all but the gates inside, of a StagedGate the first one too, and returns what is left to train.
 
     Phase two of the sparse ViT (paper 002): the new sparse gates learn, the dense ones that they replace do not.
+
+    Example:
+        >>> layer = MoE(SoftmaxGate(16, 4), ExpertMLP(4, 16, 32))
+        >>> [tuple(each.shape) for each in schedules.train_gates_alone(layer)]
+        [(4, 16), (4,)]
     """
     model.requires_grad_(False)
     gates = [module for module in model.modules() if isinstance(module, Gate)]

@@ -21,17 +21,20 @@ SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0: an expert th
 
 
 class NeuronImportance:
-    """I (hidden) of a layer fc2(act(fc1(x))), summed over what runs forward and backward inside the block:
+    """Importance I (hidden) of the hidden neurons of fc2(act(fc1(x))), summed over all passes inside the block.
 
-        with NeuronImportance(ffn.fc1, ffn.fc2) as importance:
-            for x, y in batches: loss_of_each_sample(model(x), y).sum().backward()
-        importance.value
-
-    Of the first dimension of fc1's input every index is a sample; the loss is to be a sum over samples, each of which
-    contributes to its own rows alone. No gradient of a weight is needed a sample: the two sums are
-    sum_t dpre_tj (pre_tj - b_j) and sum_t h_tj dh_tj over the tokens t of the sample. Biases do not count.
+    `value` holds the sum. The first dimension of fc1's input counts samples. The loss must be a sum over samples, and
+    a sample's loss must depend on its own rows alone. Gradients of weights for each sample are not needed: the two
+    terms of I are sum_t dpre_tj (pre_tj - b_j) and sum_t h_tj dh_tj over the tokens t of a sample. Biases do not count.
 
     Source: Zuo et al. 2022 (MoEBERT), section 3.2; absolute value after adding the two terms, as its code has it.
+
+    Example:
+        >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
+        >>> with NeuronImportance(fc1, fc2) as importance:
+        ...     fc2(fc1(torch.randn(3, 4)).relu()).square().sum().backward()
+        >>> importance.value.shape
+        torch.Size([6])
     """
 
     def __init__(self, fc1: nn.Linear, fc2: nn.Linear) -> None:
@@ -75,6 +78,10 @@ def split_neurons(importance: Tensor, num_experts: int, hidden: int, share: int)
 
     At most `hidden` of them. Where the others do not divide by num_experts the last experts have one neuron less,
     unless `hidden` cuts them all.
+
+    Example:
+        >>> split_neurons(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]), num_experts=2, hidden=3, share=1)
+        [tensor([0, 1, 3]), tensor([0, 2, 4])]
     """
     check_int("split_neurons", "share", share, 0, min(hidden, len(importance)), "neurons that all experts have")
     order = importance.argsort(descending=True, stable=True)
@@ -89,11 +96,18 @@ def split_ffn(
     """ExpertMLP whose experts are copies of neurons of fc2(act(fc1(x))), each with the whole bias of fc2.
 
     Args:
-        importance: (neurons). num_experts, hidden, share: as in `split_neurons`; MoEBERT: 4, 768, 512 of 3072.
+        importance: (neurons).
+        num_experts, hidden, share: as in `split_neurons`; MoEBERT: 4, 768, 512 of 3072.
         activation: "relu", "gelu", "silu" or "tanh".
 
     MoEBERT's experts have a LayerNorm and the residual inside; here both stay around the layer, the same while the
     LayerNorms of a layer's experts are equal, as they are at the start.
+
+    Example:
+        >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
+        >>> experts = split_ffn(fc1, fc2, torch.rand(6), num_experts=2, hidden=4, share=2, activation="relu")
+        >>> experts.w_in.shape
+        torch.Size([2, 4, 4])
     """
     if activation not in SPLIT_ACTIVATIONS:
         raise ValueError(f"split_ffn: activation must be relu, gelu, silu or tanh; got {activation!r}")
@@ -120,9 +134,15 @@ def distillation_loss(
 
     Args:
         student, teacher: hidden states of equal shapes, the embedding's among them; the teacher is a constant (and in
-            eval mode, so that its dropout is off). logits, teacher_logits: (B, classes).
+            eval mode, so that its dropout is off).
+        logits, teacher_logits: (B, classes).
 
     Source: MoEBERT, section 3.4; weight 5 there, beside the task's cross-entropy.
+
+    Example:
+        >>> hidden, logits = [torch.zeros(2, 3)], torch.zeros(2, 5)
+        >>> distillation_loss(hidden, [torch.ones(2, 3)], logits, logits)
+        tensor(1.)
     """
     if len(student) != len(teacher):
         raise ValueError(

@@ -11,10 +11,15 @@ from torch import Tensor
 class Utilisation:
     """Share of the samples seen so far for which each neuron was active, layer by layer.
 
-        u_l[i] = |{samples b : m_l[b, i] = 1}| / |{samples b}|
+        u_l[i] = number of samples b with m_l[b, i] = 1, over the number of samples
 
     Counts are int64 on the device of the masks, so any split into batches gives the same numbers, and `update` never
     waits for the device; `share`, `dead` and `summary` hand out the numbers.
+
+    Example:
+        >>> seen = Utilisation().update([torch.tensor([[True, False], [True, True]])])
+        >>> seen.share(), seen.summary()["dead"]
+        ([tensor([1.0000, 0.5000], dtype=torch.float64)], 0)
     """
 
     def __init__(self) -> None:

@@ -47,6 +47,13 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
         BackendError: the backend asked for by name cannot run this.
 
     Source: GShard's combine einsum with the one-hot left out; paper 003 (V-MoE), eq. 2.
+
+    Example:
+        >>> plan = mk.make_plan(torch.tensor([[1, 0], [0, -1]]), num_experts=2)
+        >>> rows = mk.dispatch(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), plan)
+        >>> mk.combine(rows, plan, torch.tensor([[0.75, 0.25], [0.5, 0.0]]))
+        tensor([[1.0000, 2.0000],
+                [1.5000, 2.0000]])
     """
     check_plan("combine", plan)
     device, slot_row = plan.row_token.device, plan.slot_row

@@ -40,6 +40,15 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
         BackendError: the backend asked for by name cannot run this.
 
     Source: GShard's dispatch einsum with the one-hot left out; paper 003 (V-MoE), section 2.
+
+    Example:
+        >>> plan = mk.make_plan(torch.tensor([[1, 0], [0, -1]]), num_experts=2)
+        >>> rows = mk.dispatch(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), plan)
+        >>> rows  # expert 0: token 1, then token 0's second choice; expert 1: token 0; one row is not in use
+        tensor([[3., 4.],
+                [1., 2.],
+                [1., 2.],
+                [0., 0.]])
     """
     check_plan("dispatch", plan)
     check_tensor("dispatch", "x", x, FLOATING)

@@ -65,6 +65,14 @@ def expert_mlp(
 
     Source: the experts of papers 002, 003 and 004 in MegaBlocks' dropless form; the gradient of the gate weights from
     the hidden layer is SonicMoE's (arXiv 2512.14080).
+
+    Example:
+        >>> x = torch.randn(6, 8)  # (T, D)
+        >>> weights, experts = mk.topk_gate(torch.randn(6, 4), 2)
+        >>> plan = mk.make_plan(experts, num_experts=4)
+        >>> w_in, w_out = torch.randn(4, 8, 16), torch.randn(4, 16, 8)
+        >>> mk.expert_mlp(x, plan, w_in, w_out, weights=weights).shape
+        torch.Size([6, 8])
     """
     check_tensor("expert_mlp", "x", x, FLOATING)
     check_rank("expert_mlp", "x", x, "(T, D)")

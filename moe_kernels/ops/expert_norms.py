@@ -54,6 +54,14 @@ def expert_norms(
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 004 (CompeteSMoE), the competition mechanism.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> w_in = torch.stack([torch.eye(2), 2 * torch.eye(2)])
+        >>> w_out = torch.tensor([[[3.0, 4.0], [3.0, 4.0]]]).expand(2, 2, 2)
+        >>> mk.expert_norms(x, w_in, w_out)
+        tensor([[ 5., 10.],
+                [ 5., 10.]])
     """
     check_tensor("expert_norms", "x", x, FLOATING)
     check_rank("expert_norms", "x", x, "(T, D)")

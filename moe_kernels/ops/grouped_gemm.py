@@ -76,6 +76,12 @@ def grouped_gemm(
 
     Source: the dense form is GShard's einsum; ragged groups without padding are MegaBlocks', the gather inside the
     product is ScatterMoE's.
+
+    Example:
+        >>> rows = torch.ones(3, 2)
+        >>> weight = torch.tensor([[[1.0], [1.0]], [[10.0], [10.0]]])  # (E, Din, Dout) = (2, 2, 1)
+        >>> mk.grouped_gemm(rows, weight, torch.tensor([0, 1, 3])).flatten()  # one row of expert 0, two of expert 1
+        tensor([ 2., 20., 20.])
     """
     check_tensor("grouped_gemm", "rows", rows, FLOATING)
     check_rank("grouped_gemm", "rows", rows, "(R, Din)")

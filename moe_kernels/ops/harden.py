@@ -32,6 +32,10 @@ def harden(soft: Tensor, *, backend: str | None = None) -> Tensor:
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 001, section 3.3 (the end of stage one of the local search).
+
+    Example:
+        >>> mk.harden(torch.tensor([[0.9, 0.1], [0.8, 0.2]]))  # 0.9 + 0.2 is more than 0.1 + 0.8
+        tensor([0, 1])
     """
     check_tensor("harden", "soft", soft, FLOATING)
     check_square("harden", "soft", soft)

@@ -56,6 +56,14 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 000 (COMET, fixed k-winner routing), eqs. 3 to 8.
+
+    Example:
+        >>> x = torch.tensor([[3.0, 1.0, 2.0, 2.0], [0.0, 5.0, 4.0, 1.0]])
+        >>> mk.kwta(x, 2)
+        tensor([[3., 0., 2., 0.],
+                [0., 5., 4., 0.]])
+        >>> mk.kwta(x, 2, ties="strict")[0]  # the two 2.0 are tied across the boundary: both drop
+        tensor([3., 0., 0., 0.])
     """
     k = _check("kwta", x, k, ties)
     if values is not None:
@@ -75,6 +83,10 @@ def kwta_mask(x: Tensor, k: int, *, ties: str = "index", backend: str | None = N
     """True where x (..., N) is among the k largest of its row: the mask of `kwta`, as bool (..., N).
 
     Arguments, order of values, tie rules and errors are those of `kwta`. Not differentiable (its output is bool).
+
+    Example:
+        >>> mk.kwta_mask(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2)
+        tensor([ True, False,  True, False])
     """
     k = _check("kwta_mask", x, k, ties)
     chosen = backends.choose("kwta", backend, x)
@@ -89,6 +101,11 @@ def kwta_bits(x: Tensor, k: int, *, ties: str = "index", backend: str | None = N
     Bit i of word w is element 32 w + i; bits past N are 0. For masks that are kept (a frozen routing network's, for
     samples that come again) or used on several tensors: `kwta_apply` takes them. Arguments, order of values, tie rules
     and errors are those of `kwta`. Not differentiable: y is a constant too.
+
+    Example:
+        >>> y, bits = mk.kwta_bits(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2)
+        >>> bits  # elements 0 and 2: 2^0 + 2^2
+        tensor([5], dtype=torch.int32)
     """
     k = _check("kwta_bits", x, k, ties)
     chosen = backends.choose("kwta", backend, x)
@@ -110,6 +127,11 @@ def kwta_apply(values: Tensor, bits: Tensor, *, backend: str | None = None) -> T
     Raises:
         TypeError: values is no tensor of those dtypes, or bits is not int32.
         ValueError: bits of another shape or device.
+
+    Example:
+        >>> _, bits = mk.kwta_bits(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2)
+        >>> mk.kwta_apply(torch.tensor([10.0, 20.0, 30.0, 40.0]), bits)
+        tensor([10.,  0., 30.,  0.])
     """
     check_tensor("kwta_apply", "values", values, FLOATING, batched=True)
     if values.dim() == 0:
@@ -143,6 +165,10 @@ def k_from_fraction(p: float | str | Decimal | Fraction, n: int) -> int:
     Raises:
         ValueError: p outside (0, 1], or n < 1.
         TypeError: n is no int, p no number.
+
+    Example:
+        >>> mk.k_from_fraction(0.29, 100)
+        29
     """
     n = check_int("k_from_fraction", "n", n, 1, 2**63 - 1, "elements of a row")
     keep = check_decimal("k_from_fraction", "p", p)

@@ -60,6 +60,14 @@ def masked_mlp(
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 000 (COMET), eqs. 7 and 8.
+
+    Example:
+        >>> from moe_kernels.ops.masked_mlp import masked_mlp
+        >>> x = torch.tensor([[1.0, 2.0]])
+        >>> weights, biases = [torch.eye(2), torch.ones(1, 2)], [None, None]
+        >>> _, bits = mk.kwta_bits(torch.tensor([[0.0, 1.0]]), 1)  # the second hidden neuron wins
+        >>> masked_mlp(x, weights, biases, [bits], activation="relu")
+        tensor([[2.]])
     """
     _check(x, weights, biases, bits, samples, activation)
     chosen = backends.choose("masked_mlp", backend, x)

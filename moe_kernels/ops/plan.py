@@ -61,6 +61,14 @@ def make_plan(
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 003 (V-MoE), section 4 and algorithms 1 and 2; GShard, algorithm 1.
+
+    Example:
+        >>> experts = torch.tensor([[0], [1], [0], [0]])  # (T, K) = (4, 1)
+        >>> plan = mk.make_plan(experts, num_experts=2, capacity=2)
+        >>> plan.row_token  # expert 0 keeps tokens 0 and 2, expert 1 token 1; one row is not in use
+        tensor([ 0,  2,  1, -1], dtype=torch.int32)
+        >>> plan.slot_row.flatten(), plan.dropped  # token 3 came third to expert 0
+        (tensor([ 0,  2,  1, -1], dtype=torch.int32), tensor(1, dtype=torch.int32))
     """
     check_tensor("make_plan", "experts", experts, INDEX)
     check_rank("make_plan", "experts", experts, "(T, K)")
@@ -111,6 +119,14 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
         BackendError: the backend asked for by name cannot run this.
 
     Source: Zhou et al. 2022, as paper 002, section 4, compares it and V-MoE's public code has it.
+
+    Example:
+        >>> scores = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.2, 0.8]])
+        >>> plan, weights = mk.plan_expert_choice(scores, capacity=2)
+        >>> weights  # expert 0 takes tokens 0 and 1, expert 1 takes tokens 1 and 2
+        tensor([[0.9000, 0.0000],
+                [0.6000, 0.4000],
+                [0.0000, 0.8000]])
     """
     num_tokens, num_experts, capacity = _check_scores("plan_expert_choice", scores, capacity)
     chosen = backends.choose("plan_expert_choice", backend, scores)
@@ -148,6 +164,12 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 002 (sparse ViT), section 4, "priority routing".
+
+    Example:
+        >>> scores = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3], [0.2, 0.8]])
+        >>> plan, weights = mk.plan_priority(scores, capacity=2)
+        >>> weights.flatten()  # expert 0 is full with tokens 0 and 2, so token 1 goes to expert 1
+        tensor([0.9000, 0.4000, 0.7000, 0.8000])
     """
     num_tokens, num_experts, capacity = _check_scores("plan_priority", scores, capacity)
     chosen = backends.choose_shapes("plan_priority", backend, scores)
@@ -172,6 +194,10 @@ def expert_capacity(
         ValueError: num_tokens or k < 0, num_experts or multiple_of < 1, a factor that is negative or not finite.
 
     Source: paper 003 (V-MoE), eq. 4.
+
+    Example:
+        >>> mk.expert_capacity(100, 2, 8, 1.05)  # 26.25, rounded up
+        27
     """
     for name, value, low in (("num_tokens", num_tokens, 0), ("k", k, 0), ("num_experts", num_experts, 1)):
         check_int("expert_capacity", name, value, low, 2**63 - 1, "a count")

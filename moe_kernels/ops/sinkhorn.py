@@ -94,6 +94,11 @@ def sinkhorn(
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 001, eqs. 7 and 8; noise: Mena, Belanger, Linderman, Snoek 2018.
+
+    Example:
+        >>> mk.sinkhorn(torch.tensor([[2.0, 0.0], [0.0, 0.0]]), iterations=50)
+        tensor([[0.7311, 0.2689],
+                [0.2689, 0.7311]])
     """
     check_tensor("sinkhorn", "scores", scores, FLOATING, batched=True)
     check_square("sinkhorn", "scores", scores)

@@ -59,6 +59,15 @@ def topk_gate(
         BackendError: the backend asked for by name cannot run this.
 
     Source: "topk_softmax" paper 004, eq. 2; "softmax_topk" paper 003 (V-MoE), eq. 3.
+
+    Example:
+        >>> weights, experts = mk.topk_gate(torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0, 0.0]]), 2)
+        >>> weights
+        tensor([[0.7311, 0.2689],
+                [0.5000, 0.5000]])
+        >>> experts
+        tensor([[1, 2],
+                [0, 1]], dtype=torch.int32)
     """
     check_tensor("topk_gate", "logits", logits, FLOATING, batched=True)
     check_rank("topk_gate", "logits", logits, "(T, E)")

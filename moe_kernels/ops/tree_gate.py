@@ -54,6 +54,10 @@ def smooth_step(t: Tensor, gamma: float, *, backend: str | None = None) -> Tenso
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 001, eq. 9, whose middle interval is misprinted.
+
+    Example:
+        >>> mk.smooth_step(torch.tensor([-1.0, -0.25, 0.0, 0.5, 1.0]), gamma=1.0)
+        tensor([0.0000, 0.1562, 0.5000, 1.0000, 1.0000])
     """
     check_tensor("smooth_step", "t", t, FLOATING)
     gamma = _check_gamma("smooth_step", gamma, t.dtype)
@@ -102,6 +106,15 @@ def tree_gate(
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 001, eqs. 3 and 9; parity: the authors' TensorFlow and BERT code.
+
+    Example:
+        >>> x = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> split_weight = torch.tensor([[[2.0, 0.0]]])  # one tree with one node: K = 1, E = 2
+        >>> leaf_weight = torch.zeros(1, 2, 2)
+        >>> gates, leaf_probs = mk.tree_gate(x, split_weight, leaf_weight, gamma=1.0)
+        >>> gates  # token 0 goes left for certain, token 1 half and half
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
     """
     gamma = _check("tree_gate", x, split_weight, leaf_weight, gamma, split_bias, leaf_bias)
     check_choice("tree_gate", "parity", parity, PARITIES)
@@ -149,6 +162,15 @@ def tree_route(
     Raises: as tree_gate.
 
     Source: paper 001, section 3.2 (conditional inference); what happens to unsaturated trees is our choice.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [-1.0]])
+        >>> split_weight = torch.tensor([[[2.0], [2.0], [2.0]]])  # one tree, three nodes, four experts
+        >>> weights, experts = mk.tree_route(x, split_weight, torch.zeros(1, 4, 1), gamma=1.0)
+        >>> weights, experts
+        (tensor([[1.],
+                [1.]]), tensor([[0],
+                [3]], dtype=torch.int32))
     """
     gamma = _check("tree_route", x, split_weight, leaf_weight, gamma, split_bias, leaf_bias)
     chosen = backends.choose("tree_route", backend, x, split_weight)

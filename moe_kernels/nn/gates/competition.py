@@ -27,10 +27,11 @@ class CompetitionGate(Gate):
         any other step, and evaluation: the router's top-k
 
     Args:
-        router: the TopKGate that learns. experts: the ExpertMLP of the layer that this gate stands in; not a
-            submodule, the layer owns it.
+        router: the TopKGate that learns.
+        experts: the ExpertMLP of the layer that this gate stands in; not a submodule, the layer owns it.
         rate: lambda, the chance of a competition step in training, a number or a function of the step from 0; every
-            layer flips its own coin. alpha: weight of the router loss.
+            layer flips its own coin.
+        alpha: weight of the router loss.
         through_norms: whether the output's gradient reaches the experts through the norm weights too, as the published
             code has it, or, False, through their outputs alone. The target of the loss is a constant either way.
         coin: a CPU generator for the coin; None is torch's own. The host flips it and waits for no device; in training
@@ -43,6 +44,13 @@ class CompetitionGate(Gate):
 
     State: `steps` counts training calls, without those of a backward pass that computes again, and is kept in the state
     dict. Source: paper 004, eqs. 3 to 5, section 3.3.
+
+    Example:
+        >>> experts = ExpertMLP(4, 16, 32)
+        >>> layer = MoE(CompetitionGate(TopKGate(16, 4, 2), experts, rate=1.0), experts)
+        >>> out = layer(torch.randn(8, 16))
+        >>> list(out.losses), out.statistics["competed"]
+        (['router'], tensor(1.))
     """
 
     def __init__(

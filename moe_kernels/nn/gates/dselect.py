@@ -18,7 +18,10 @@ class DSelectKGate(Gate):
         z = Z x + c  (T, k, m),  w = softmax(A x + a)  (T, k),  m = ceil(log2 E), the highest bit first
 
     Args:
-        dim: D. num_experts: E >= 2. k: selectors. gamma: width of the smooth step.
+        dim: D.
+        num_experts: E >= 2.
+        k: selectors.
+        gamma: width of the smooth step.
         entropy: coefficient of mean over t of -sum over j, i of r log(r + 1e-6).
         reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6) where E is no power of two: codes
             from E on belong to nobody, and what a selector gives them is lost. Gates are not renormalised.
@@ -28,6 +31,10 @@ class DSelectKGate(Gate):
     gates of at least 1e-5. Gradient: to x and the parameters of `code` and `mix`.
 
     Source: Hazimeh et al. 2021, with the entropy averaged over the batch as paper 001's code has it.
+
+    Example:
+        >>> DSelectKGate(16, 8, 2)(torch.randn(4, 16)).gates.shape
+        torch.Size([4, 8])
     """
 
     def __init__(

@@ -19,13 +19,22 @@ class EnsembleGate(Gate):
     """Member m of M chooses k of its own E / M experts, m E / M up to (m + 1) E / M, by V-MoE's softmax-then-top-k.
 
     Args:
-        dim: D. num_experts: E, a multiple of members. members: M. k: from 1 to E / M.
-        noise: N(0, (M / E)^2) on a member's E / M logits in training. generator: draws it; None is torch's own.
+        dim: D.
+        num_experts: E, a multiple of members.
+        members: M.
+        k: from 1 to E / M.
+        noise: N(0, (M / E)^2) on a member's E / M logits in training.
+        generator: draws it; None is torch's own.
         importance, load: coefficients of V-MoE's losses in training, of every member over its own experts and tokens,
             their mean over the members; `load` needs noise.
 
     Input: x (T, D) and ids (T,), the member of each token (see `tile`). Output: sparse. Parameter: weight
     (M, D, E / M), each member's as an nn.Linear without bias. Source: paper 003, section 5; capacity counts all E.
+
+    Example:
+        >>> x, ids = tile(torch.randn(4, 16), 2)  # every sample once for each member
+        >>> EnsembleGate(16, 8, 2, members=2)(x, ids).experts.shape
+        torch.Size([8, 2])
     """
 
     def __init__(
@@ -97,12 +106,25 @@ class EnsembleGate(Gate):
 
 
 def tile(x: Tensor, members: int) -> tuple[Tensor, Tensor]:
-    """x (B, ...) once for each member, (B M, ...) in the order x0 m0, x0 m1, x1 m0, ..., and the members (B M,)."""
+    """x (B, ...) once for each member, (B M, ...) in the order x0 m0, x0 m1, x1 m0, ..., and the members (B M,).
+
+    Example:
+        >>> tile(torch.tensor([[1.0], [2.0]]), 2)
+        (tensor([[1.],
+                [1.],
+                [2.],
+                [2.]]), tensor([0, 1, 0, 1], dtype=torch.int32))
+    """
     ids = torch.arange(members, dtype=torch.int32, device=x.device).repeat(x.shape[0])
     return x.repeat_interleave(members, dim=0), ids
 
 
 def ensemble_log_probs(logits: Tensor, members: int) -> Tensor:
-    """log of the mean over members of softmax: logits (B M, classes) of tiled samples -> (B, classes)."""
+    """log of the mean over members of softmax: logits (B M, classes) of tiled samples -> (B, classes).
+
+    Example:
+        >>> ensemble_log_probs(torch.tensor([[20.0, 0.0], [0.0, 20.0]]), 2).exp()  # of members that disagree
+        tensor([[0.5000, 0.5000]])
+    """
     log_probs = F.log_softmax(logits, dim=-1).unflatten(0, (-1, members))
     return log_probs.logsumexp(1) - math.log(members)

@@ -27,6 +27,11 @@ class GateOutput:
     records: detached tensors by name, from which `statistics` are computed when they are read.
 
     A registered pytree: weights, experts, losses and records are children, num_experts and dense constants.
+
+    Example:
+        >>> gate = GateOutput(torch.tensor([[0.7, 0.3]]), torch.tensor([[2, 0]], dtype=torch.int32), num_experts=3)
+        >>> gate.gates
+        tensor([[0.3000, 0.0000, 0.7000]])
     """
 
     weights: Tensor
@@ -93,6 +98,14 @@ class Gate(KeepsFloat32, OutputModule):
     every token whose two best experts are close. Set it to False on a gate before such a call to narrow the gate, too.
     `dtype=` of a constructor is always obeyed. FSDP2 narrows parameters itself: give gates a group of their own,
     fully_shard(layer.gate), before fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
+
+    Example:
+        >>> class First(Gate):  # a gate of your own: every token goes to expert 0
+        ...     def forward(self, x, ids=None):
+        ...         experts = torch.zeros(len(x), 1, dtype=torch.int32)
+        ...         return GateOutput(x.new_ones(len(x), 1), experts, self.num_experts)
+        >>> MoE(First(4), ExpertMLP(4, 16, 32))(torch.randn(8, 16)).plan.kept
+        tensor([8, 0, 0, 0], dtype=torch.int32)
     """
 
     def __init__(self, num_experts: int, fewest: int = 1, dim: int | None = None) -> None:

@@ -26,6 +26,12 @@ class HashGate(TableGate):
     (num_ids,) holds the expert of every id.
 
     Source: paper 001, section 4 ("Hash-r"); MoEBERT's hash-random and hash-balance.
+
+    Example:
+        >>> gate = HashGate(num_ids=100, num_experts=4)
+        >>> ids = torch.tensor([7, 7, 3])
+        >>> gate(torch.randn(3, 16), ids).experts.flatten() == gate.table[ids]
+        tensor([True, True, True])
     """
 
     def __init__(

@@ -15,10 +15,17 @@ class HyperRouterGate(Gate):
     """k experts a token: topk_gate(W x + b, k) with (W | b) = H(v) reshaped (E, D + 1), the last column the bias.
 
     Args:
-        dim: D. num_experts: E. k. hidden: width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)), 256 in the
-            published code. backend: of topk_gate.
+        dim: D.
+        num_experts: E.
+        k: choices of a token, from 1 to E.
+        hidden: width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)), 256 in the published code.
+        backend: of topk_gate.
 
     Parameters: `embedding` v (1, D) trains, `hypernetwork` does not. Source: Do et al. 2023, baseline of paper 004.
+
+    Example:
+        >>> HyperRouterGate(16, 4, 2)(torch.randn(8, 16)).experts.shape
+        torch.Size([8, 2])
     """
 
     def __init__(

@@ -21,6 +21,11 @@ class ManualGate(TableGate):
         num_experts: E; by default one more than the largest in assignment.
 
     Source: paper 002, section 4.4, Table 6: train the experts so, then freeze them and train a gate.
+
+    Example:
+        >>> gate = ManualGate((0, 0, 1, 1))
+        >>> gate(torch.randn(3, 16), torch.tensor([0, 3, 1])).experts.flatten()
+        tensor([0, 1, 0], dtype=torch.int32)
     """
 
     NAME, IDS = "assignment", "the labels of the tokens"

@@ -15,6 +15,12 @@ class PermutedGate(Gate):
     Output: dense, (T, E). While the search learns, every expert has a weight; afterwards as many as gate gives one, and
     NonzeroWeights evaluates no other. losses: those of gate and, in training, "permutation". A forward in training is
     a step of the search.
+
+    Example:
+        >>> gate = PermutedGate(TreeGate(16, 4), LocalSearch(4, steps=100))
+        >>> out = gate(torch.randn(8, 16))
+        >>> out.gates.shape, list(out.losses)
+        (torch.Size([8, 4]), ['permutation'])
     """
 
     def __init__(self, gate: Gate, search: LocalSearch) -> None:

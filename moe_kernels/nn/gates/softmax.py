@@ -14,7 +14,9 @@ class SoftmaxGate(Gate):
     """Every token goes to every expert: gates = softmax(W x + b + noise).
 
     Args:
-        dim: D. num_experts: E >= 1. bias: whether there is a b.
+        dim: D.
+        num_experts: E >= 1.
+        bias: whether there is a b.
         noise: N(0, 1 / E^2) on the logits in training (paper 002), none in evaluation.
         importance: coefficient of nn.importance_loss of the clean probabilities; 0: none.
         generator: draws the noise; None is torch's own.
@@ -23,6 +25,10 @@ class SoftmaxGate(Gate):
     nn.Linear. Gradient: to x and the parameters.
 
     Source: paper 001, section 4 ("Softmax"); paper 002, section 3.
+
+    Example:
+        >>> SoftmaxGate(16, 4)(torch.randn(8, 16)).gates.shape
+        torch.Size([8, 4])
     """
 
     def __init__(

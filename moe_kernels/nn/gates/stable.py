@@ -14,24 +14,38 @@ from moe_kernels.ops._checks import check_int, check_number, check_size
 
 
 class StableGate(Gate):
-    """One expert a token by affinity s = x e_i; stage two, and all evaluation, by a router that sees the ids alone.
+    """One expert a token: by affinity s_i = <x, centroid_i> in stage one, later by a small router of the ids.
 
-        stage one:   expert = argmax_i s_i;          stage two:   expert = argmax_i (embedding[id] W_r)_i
-        weight = sigmoid(s_expert);   a block gives x + weight FF(LN(x)); a layer without a residual around it adds
-                                      (1 - weight) x itself: MoE(..., pass_through=True)
-        losses, of stage one alone, with n_i the tokens of i and nbar their mean over i:
-            "balance"  balance * sum_i (n_i - nbar) / nbar * sum over the tokens t of i of sigmoid(s_ti) / T
-            "distill"  distill * mean over tokens of CE(embedding[id] W_r, argmax s)
+    Training starts in stage one, expert = argmax_i s_i. `begin_stage_two()` ends it: from then on, and always in
+    evaluation, expert = argmax_i (embedding[id] W_r)_i. The weight is sigmoid(s_expert) in both. A block computes
+    x + weight FF(LN(x)). A layer without a residual around it adds (1 - weight) x: MoE(..., pass_through=True).
+
+    Losses of stage one, with n_i the tokens of expert i and nbar the mean of n_i:
+
+    * "balance": balance * sum_i (n_i - nbar) / nbar * sum over the tokens t of i of sigmoid(s_ti) / T
+    * "distill": distill * mean over tokens of CE(embedding[id] W_r, argmax s)
+
+    The published code sums both losses over tokens, as it does the task's loss; here all three are means.
 
     Args:
-        dim: D. num_experts: E. vocabulary: how many ids there are. embedding: width of the router's own embedding.
-        balance, distill: coefficients, 0.3 each in the paper. `begin_stage_two()` ends stage one.
+        dim: D.
+        num_experts: E.
+        vocabulary: number of ids.
+        embedding: width of the router's own embedding.
+        balance, distill: coefficients, 0.3 each in the paper.
 
     Input: x (T, D) and ids (T,). Parameters: `centroids` (E, D), orthogonal with gain 0.1; `embedding`, `router`.
-    Gradient: to centroids through the weight and the balance loss; the choice is a constant. The published code sums
-    both losses over tokens, as it does the task's; beside a task's mean they are means. State: `stage` is kept.
+    Gradient: to centroids through the weight and the balance loss; the choice is a constant. State: `stage` is kept.
 
     Source: Dai et al. 2022, eqs. 3 to 9, a baseline of paper 004. Experts train in both stages.
+
+    Example:
+        >>> gate = StableGate(16, 4, vocabulary=100)
+        >>> list(gate(torch.randn(8, 16), torch.arange(8)).losses)
+        ['distill', 'balance']
+        >>> gate.begin_stage_two()
+        >>> list(gate(torch.randn(8, 16), torch.arange(8)).losses)
+        []
     """
 
     def __init__(

@@ -19,14 +19,23 @@ class StagedGate(Gate):
     """first(x) in stage one, second(x) from stage two on; set `stage`, by a schedule, before a step.
 
     Args:
-        first, second: over the same experts. distill: in stage two, weight of the mean over tokens of
-            KL(first's gates || softmax of second's logits); second must then be a TopKGate.
+        first, second: over the same experts.
+        distill: in stage two, weight of the mean over tokens of KL(first's gates || softmax of second's logits); second
+            must then be a TopKGate.
         second_in_evaluation: evaluation takes the second gate in stage one too; for a first one that is told labels.
 
     The training loop says what trains: nn.schedules.train_gates_alone(model) in stage two of the sparse ViT, all of it
     in stage three. losses: those of the gate in use, and "distill". State: `stage` is kept.
 
     Source: paper 002, section 3.
+
+    Example:
+        >>> gate = StagedGate(SoftmaxGate(16, 4), TopKGate(16, 4, 1))
+        >>> gate(torch.randn(8, 16)).experts.shape  # the dense gate
+        torch.Size([8, 4])
+        >>> gate.stage = 2
+        >>> gate(torch.randn(8, 16)).experts.shape  # the sparse one
+        torch.Size([8, 1])
     """
 
     def __init__(self, first: Gate, second: Gate, *, distill: float = 0.0, second_in_evaluation: bool = False) -> None:

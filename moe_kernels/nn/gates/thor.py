@@ -21,11 +21,17 @@ class RandomGate(Gate):
     coincide: loss = CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), which differentiates both.
 
     Args:
-        num_experts: E. inference: "token", a draw for every token, or "ids", one for all tokens of equal id (from 0 up
-            to below T), such as those of a sentence; the published code's second mode draws by position instead.
+        num_experts: E.
+        inference: "token", a draw for every token, or "ids", one for all tokens of equal id (from 0 up to below T),
+            such as those of a sentence; the published code's second mode draws by position instead.
         generator: on the device of x; None is torch's own.
 
     Source: paper 003 (THOR), section 3 and algorithm 1.
+
+    Example:
+        >>> experts = RandomGate(4)(torch.randn(8, 16)).experts
+        >>> bool((experts == experts[0]).all())  # in training one draw serves the batch
+        True
     """
 
     def __init__(self, num_experts: int, *, inference: str = "token", generator: torch.Generator | None = None) -> None:

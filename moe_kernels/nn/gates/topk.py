@@ -24,14 +24,18 @@ class TopKGate(Gate):
     """k experts a token: weights, experts = topk_gate(W x + b + noise).
 
     Args:
-        dim: D. num_experts: E. k: from 1 to E. order: of topk_gate; softmax_topk keeps a gradient where k = 1.
+        dim: D.
+        num_experts: E.
+        k: from 1 to E.
+        order: of topk_gate; softmax_topk keeps a gradient where k = 1.
         noise: in training None; "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first (paper 001's
             baseline); or "vmoe", N(0, 1 / E^2) (paper 003). None in evaluation.
         bias: whether there is a b. V-MoE and CompeteSMoE: papers 003 without, 004 with one.
         importance, load, balance, z: coefficients of the losses of that name in moe_kernels.nn; 0: none. `load` needs
             noise="vmoe"; `balance` counts first choices, as Switch and GShard do. V-MoE: importance = load = 0.005.
         reduce: process group whose ranks' tokens count together in importance, load and balance; None: this rank's.
-        generator: draws the noise; None is torch's own. backend: of topk_gate.
+        generator: draws the noise; None is torch's own.
+        backend: of topk_gate.
 
     Output: sparse, choices in descending order. losses: those with a coefficient. Parameters: `linear`, initialised as
     nn.Linear but b = 0; `noise_linear` (W_n) where there is jitter. Gradient: through the weights; under "jitter" to
@@ -39,6 +43,12 @@ class TopKGate(Gate):
 
     Source: paper 001, section 4 ("Top-k"), without its code's fault that a chosen logit of 0 is dropped; paper 003,
     eq. 3 and appendix A.
+
+    Example:
+        >>> gate = TopKGate(16, 8, 2, order="softmax_topk", noise="vmoe", importance=0.005, load=0.005)
+        >>> out = gate(torch.randn(32, 16))
+        >>> out.weights.shape, out.experts.shape, list(out.losses)
+        (torch.Size([32, 2]), torch.Size([32, 2]), ['importance', 'load'])
     """
 
     def __init__(

@@ -17,14 +17,18 @@ class TreeGate(Gate):
     """gates = tree_gate(x) over K trees.
 
     Args:
-        dim: P. num_experts: E >= 2. trees: K. gamma: width of the smooth step.
+        dim: P.
+        num_experts: E >= 2.
+        trees: K.
+        gamma: width of the smooth step.
         entropy: coefficient lambda of nn.tree_entropy, which drives the trees to one expert each.
         bias: nodes and leaves have one, as in the authors' TensorFlow code; the paper prints none.
         parity: of tree_gate; tree_route, which has none, weighs a saturated tree's one leaf by 1 all the same.
         route: evaluation goes by tree_route where every tree of the batch is saturated, which waits for a GPU, and by
-            the dense gate where one is not, on the meta device, or under torch.compile and torch.export, where the
-            host cannot decide: the same gate either way.
-        generator: draws the parameters; None is torch's own. backend: of the operations.
+            the dense gate where one is not, on the meta device, or under torch.compile and torch.export, where the host
+            cannot decide: the same gate either way.
+        generator: draws the parameters; None is torch's own.
+        backend: of the operations.
 
     Output: dense, gates (T, E); sparse, one expert a tree, where it was routed. losses: "entropy" in training.
     statistics: "experts_per_sample", the mean number of gates of at least 1e-5; routed also "nodes_visited", the mean
@@ -32,6 +36,12 @@ class TreeGate(Gate):
     (K, E) ~ U(-0.05, 0.05), split_bias (K, E-1) = 0. Gradient: to x and the parameters.
 
     Source: paper 001, section 3, and the published code (initialisation, entropy, statistic).
+
+    Example:
+        >>> gate = TreeGate(16, 8, trees=2, entropy=0.1)
+        >>> out = gate(torch.randn(32, 16))
+        >>> out.gates.shape, list(out.losses), gate.split_weight.shape
+        (torch.Size([32, 8]), ['entropy'], torch.Size([2, 7, 16]))
     """
 
     def __init__(

@@ -19,21 +19,30 @@ RADIUS = 1.5
 
 
 class XMoEGate(Gate):
-    """k experts a token: topk_gate(scores, k) of r = W_d x (R^{d_e}) against embeddings e_i.
+    """k experts a token: topk_gate(scores, k) of r = W_d x, of d_e numbers, against embeddings e_i.
 
-        "code"     score_i = <r, e_i> / ||e_i||; e_i is set to norm 1.5 before every forward in training, without a
-                   gradient, and r is not normalised: what the published code computes
-        "cosine"   score_i = <r, e_i> / (||r|| ||e_i|| temperature)
-        "learned"  the same of LayerNorm(r), and the temperature is learned: what paper 004 says of XMoE
+    * "code": score_i = <r, e_i> / ||e_i||. In training every forward first sets e_i to norm 1.5, without a gradient.
+      r is not normalised. This is what the published code computes.
+    * "cosine": score_i = <r, e_i> / (||r|| ||e_i|| temperature).
+    * "learned": as "cosine" with LayerNorm(r) and a learned temperature, as paper 004 describes XMoE.
 
     Args:
-        dim: D. num_experts: E. k. embedding: d_e (8 in paper 004, 16 in torchscale). score: which of the two.
-        temperature: of "cosine", and the first one of "learned". backend: of topk_gate.
+        dim: D.
+        num_experts: E.
+        k: choices of a token, from 1 to E.
+        embedding: d_e, 8 in paper 004, 16 in torchscale.
+        score: "code", "cosine" or "learned".
+        temperature: of "cosine"; the initial one of "learned".
+        backend: of topk_gate.
 
     Parameters: `linear` (d_e, D) without bias, `embeddings` (E, d_e), orthogonal with gain 0.32; of "learned" also
     `norm` and `log_temperature` (). Gradient: through r and through the normalisation of e, not through its rescaling.
 
     Source: Chi et al. 2022, as baseline of paper 004 (spec of its published code).
+
+    Example:
+        >>> XMoEGate(16, 4, 2, score="cosine")(torch.randn(8, 16)).weights.shape
+        torch.Size([8, 2])
     """
 
     def __init__(
