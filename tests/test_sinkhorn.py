@@ -247,33 +247,6 @@ def test_annealing_reaches_the_assignment(target):
     assert error(p, expected) < 1e-6
 
 
-def test_gradient_to_sums_of_annealed_iterations():
-    """A hotter iteration's share was not scaled by its temperature: 10 % off at two iterations from tau = 2 to 1."""
-    torch.manual_seed(0)
-    scores, sums = torch.randn(2, 3, 3, dtype=torch.float64), torch.rand(2, 2, 3, dtype=torch.float64) + 0.5
-    rows, columns = sums.unbind()
-    columns = columns * rows.sum(-1, keepdim=True) / columns.sum(-1, keepdim=True)
-    leaves = [each.requires_grad_() for each in (scores, rows.clone(), columns)]
-
-    def annealed(scores, rows, columns):
-        return mk.sinkhorn(scores, 3, tau=0.5, anneal_from=2.0, rows=rows, columns=columns, backend="cpu")
-
-    assert torch.autograd.gradcheck(annealed, [each.detach().requires_grad_() for each in leaves])
-
-
-def test_gradients_to_sums_of_annealed_iterations_are_refused_by_gpu_kernels(target):
-    rows = torch.ones(3, device=target.device, requires_grad=True)
-    scores = torch.zeros(3, 3, device=target.device)
-    options = {"rows": rows, "anneal_from": 2.0, "backend": target.backend}
-    if target.backend in ("cpu", "reference"):
-        mk.sinkhorn(scores, 2, **options).sum().backward()
-        return
-    with pytest.raises(mk.BackendError, match="has no gradients of rows and columns with anneal_from"):
-        mk.sinkhorn(scores, 2, **options)
-    with torch.no_grad():
-        mk.sinkhorn(scores, 2, **options)
-
-
 def test_gradient_of_annealed_iterations(target):
     n = 5
     scores = torch.randn(3, n, n, device=target.device)

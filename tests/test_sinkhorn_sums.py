@@ -104,6 +104,16 @@ def test_no_iteration_is_taken_of_what_is_near(target, tau):
         assert not found[0][3].any()
 
 
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_sums_of_annealed_iterations(target, iterations):
+    """Gradients of an iteration four times as hot as the last, left without its factor, are off by that much."""
+    for n in sizes(target):
+        scores, grad = torch.randn(2, 2, n, n)
+        rows, columns = (torch.cat([uneven(n, total)[which] for total in (1.0, 3.0)]) for which in (0, 1))
+        leaves = {"scores": scores, "rows": rows, "columns": columns}
+        assert_same(both(target, leaves, grad, iterations, tau=0.5, anneal_from=2.0), (n, iterations), atol=1e-5)
+
+
 # n, and more matrices than a program or a block holds, the last of which has too few.
 BATCHES = ((1, 300), (4, 130), (7, 40), (16, 19), (30, 5), (50, 3))
 

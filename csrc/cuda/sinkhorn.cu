@@ -147,11 +147,11 @@ __device__ void log_backward(Team& team, typename Team::Tile& tile, const typena
   }
   team.along_columns(dg, Add());
   for (int64_t t = iterations - 1; t >= 0; t--) {
-    const double tau = cooling(t), inv_tau = 1 / tau;
+    const double tau = cooling(t), inv_tau = 1 / tau, hotter = tau * last_inv_tau;
 #pragma unroll
     for (int b = 0; b < Team::kWide; b++) {
       dg[b] = sums.per_column(dg[b], team.column + b);
-      if (team.row == 0) sums.lower_column(team.column + b, dg[b]);
+      if (team.row == 0) sums.lower_column(team.column + b, dg[b] * hotter);
       s.column_anchor[b] = history.get(t, 0, b), s.column_log[b] = history.get(t, 1, b);
       s.g[b] = t > 0 ? history.get(t - 1, 0, b) + cooling(t - 1) * history.get(t - 1, 1, b) : 0.0;
     }
@@ -166,7 +166,7 @@ __device__ void log_backward(Team& team, typename Team::Tile& tile, const typena
         ds[a][b] += change, total += change;
       }
       const double d = sums.per_row(df[a] - team.along_row(total, Add()), team.row + a);
-      if (team.column == 0) sums.lower_row(team.row + a, d);
+      if (team.column == 0) sums.lower_row(team.row + a, d * hotter);
       df[a] = 0;
 #pragma unroll
       for (int b = 0; b < Team::kWide; b++) {

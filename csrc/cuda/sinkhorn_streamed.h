@@ -275,13 +275,13 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   });
   s.collect(s.partial, Add(), 0.0, [&](int j, double total) { s.dg[j] = total; });
   for (int64_t t = last; t >= 0; t--) {
-    const double tau = cooling(t), inv_tau = 1 / tau;
+    const double tau = cooling(t), inv_tau = 1 / tau, hotter = tau * last_inv_tau;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
       const double *const now = history + 2 * t * n + j, *const before = now - 2 * n;
       s.anchor[j] = now[0], s.logs[j] = now[n];
       s.g[j] = t == 0 ? 0.0 : before[0] + cooling(t - 1) * before[n];
       s.dg[j] = s.sums.per_column(s.dg[j], j);
-      s.sums.lower_column(j, s.dg[j]);
+      s.sums.lower_column(j, s.dg[j] * hotter);
     }
     __syncthreads();
     s.for_rows([&](int i) {
@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
         total += change;
       });
       const double d = s.sums.per_row((t == last ? s.df[i] : 0.0) - s.along_row(total, Add()), i);
-      if (s.lane == 0) s.sums.lower_row(i, d);
+      if (s.lane == 0) s.sums.lower_row(i, d * hotter);
       s.for_columns([&](int j) {
         const double change = Streamed::share<double>(((s.score(i, j) - s.g[j]) - most) * inv_tau - log_sum) * d;
         row[j] += change;

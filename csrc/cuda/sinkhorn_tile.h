@@ -84,7 +84,8 @@ struct Sums {
   __device__ double row_off(double ratio, int i) const { return i < n ? rows[start + i] * fabs(ratio - 1) : 0.0; }
   __device__ double column_off(double total, int j) const { return j < n ? fabs(total - columns[start + j]) : 0.0; }
 
-  // Gradients, each by a thread of its own.
+  // Gradients, each by a thread of its own. They are in units of the last temperature, as those of potentials are: what
+  // an iteration at a hotter one takes off is times the ratio of both, as f = tau log(sum / rows) is.
   __device__ void begin_row(int i, double d) const {
     if (given() && i < n) drows[start + i] = d;
   }

@@ -114,8 +114,6 @@ def sinkhorn(
         scores = scores + noise
     options: dict[str, Any] = {"rows": rows, "columns": columns, "tolerance": tolerance}
     chosen = backends.choose("sinkhorn", backend, scores)
-    if anneal_from is not None and chosen in ("triton", "cuda") and _learn(rows, columns):
-        chosen = _without_kernel(chosen, backend)
     if chosen == "reference" or iterations == 0:
         return reference.sinkhorn(scores, iterations, tau=tau, gradient=gradient, anneal_from=anneal_from, **options)
     flat = scores if scores.dim() == 3 else scores.reshape(prod(scores.shape[:-2]), *scores.shape[-2:])
@@ -126,20 +124,6 @@ def sinkhorn(
     most = -1.0 if tolerance is None else float(tolerance)
     p = library.ops.sinkhorn_fwd(flat, taus, iterations, *given, most, gradient == "implicit", chosen)
     return p if scores.dim() == 3 else p.view(scores.shape)  # a view of what is differentiated costs autograd a node
-
-
-def _learn(*sums: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in sums)
-
-
-def _without_kernel(chosen: str, backend: str | None) -> str:
-    """GPU kernels leave the temperature of hotter iterations out of these gradients."""
-    if backends.asked(backend) is not None:
-        raise backends.BackendError(
-            f"sinkhorn: backend '{chosen}' has no gradients of rows and columns with anneal_from; expected rows and "
-            "columns without requires_grad, no anneal_from, or backend='reference'"
-        )
-    return "reference"
 
 
 def _temperatures(first: float, last: float) -> Tensor:

@@ -268,6 +268,7 @@ def resident_bwd(
     df = tl.zeros((M, N), dtype=tl.float64)
     dg = tl.zeros((M, N), dtype=tl.float64)
     last = iterations - 1
+    last_tau = tl.load(taus_ptr + last)
     if SUMS:
         count_at, real = _counts(counts_ptr, B, M)
         count = tl.load(count_at, mask=real, other=0)
@@ -298,20 +299,20 @@ def resident_bwd(
             dg = -tl.sum(ds, axis=1)
         if SUMS:
             dg *= _inverse(columns_ptr, B, n, M, N, SUMS)
-            _lower(dcolumns_ptr, dg, B, n, M, N)
+            _lower(dcolumns_ptr, dg * (tau / last_tau), B, n, M, N)
         change = columns_normal * dg[:, None, :]
         ds += change
         df -= tl.sum(change, axis=2)
         if SUMS:
             df *= inv_rows
-            _lower(drows_ptr, df, B, n, M, N)
+            _lower(drows_ptr, df * (tau / last_tau), B, n, M, N)
             tl.debug_barrier()  # the next turn may read these gradients from other threads
         change = rows_normal * df[:, :, None]
         ds += change
         dg = -tl.sum(change, axis=1)
         df = tl.zeros((M, N), dtype=tl.float64)
         t -= 1
-    ds = ds / tl.load(taus_ptr + iterations - 1)
+    ds = ds / last_tau
     _store(dscores_ptr, tl.where(broken[:, None, None], float("nan"), ds), B, n, M, N)
     if SUMS:
         at, inside = _vectors(drows_ptr, 0, B, n, M, N)

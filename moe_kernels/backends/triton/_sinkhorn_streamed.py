@@ -245,6 +245,7 @@ def streamed_bwd(
 ):
     broken = _broken_matrix(scores_ptr, stride_scores_B, stride_scores_I, n, ROWS, N) > 0
     last = iterations - 1
+    last_tau = tl.load(taus_ptr + last)
     dg = tl.zeros((N,), dtype=tl.float64)
     t = iterations
     if SUMS:
@@ -264,7 +265,7 @@ def streamed_bwd(
         anchor, log_sum, before = _column_state(history_ptr, taus_ptr, now, B, n, N)
         if SUMS:
             dg *= _inverse(columns_ptr, 0, n, N, SUMS)
-            _lower(dcolumns_ptr, dg, 0, n, N)
+            _lower(dcolumns_ptr, dg * (tau / last_tau), 0, n, N)
         following = tl.zeros((N,), dtype=tl.float64)
         for first in range(0, n, ROWS):
             s = _strip(scores_ptr, stride_scores_B, stride_scores_I, first, n, ROWS, N, -float("inf"))
@@ -291,14 +292,14 @@ def streamed_bwd(
                     df -= tl.sum(weight, axis=1)
                 if SUMS:
                     df *= inv_rows
-                    _lower(drows_ptr, df, first, n, ROWS)
+                    _lower(drows_ptr, df * (tau / last_tau), first, n, ROWS)
                 rows_normal = tl.exp((d - row_anchor[:, None]) * inv_tau - row_log[:, None])
                 back = rows_normal * df[:, None]
                 following -= tl.sum(back, axis=0)
                 weight = weight + change + back
                 tl.store(at, weight, mask=inside)
                 if t == 0:
-                    ds = tl.where(broken, float("nan"), weight / tl.load(taus_ptr + last))
+                    ds = tl.where(broken, float("nan"), weight / last_tau)
                     _store_strip(dscores_ptr, ds, first, n, ROWS, N)
         dg = following
         tl.debug_barrier()  # the next turn may read the sums from other threads
