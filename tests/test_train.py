@@ -65,12 +65,13 @@ def test_run_trains_both_networks_and_writes_what_it_printed(arguments, capsys, 
     ]
     with (tmp_path / "log.csv").open() as file:
         logged = list(csv.DictReader(file))
-    assert len(logged) == 2 * 2 * 4
+    assert len(logged) == 2 * 2 * 3
     for run in report["runs"]:
         last = run["rows"][-1]
         assert last["test accuracy"] > 0.9
         assert (last["experts"], last["most load"]) == ((24, 1) if run["side"] == "standard" else (12, 1))
-        assert run["rows"][0]["loss"] is None  # NaN is no JSON
+        assert [row["step"] for row in run["rows"]] == [3, 6, 9]  # none at step 0, which no paper has
+        assert last["entropy"] is None  # NaN is no JSON
         assert any(
             row["side"] == run["side"] and row["step"] == "9" and float(row["test loss"]) == last["test loss"]
             for row in logged
@@ -255,8 +256,8 @@ def test_reference_has_nothing_to_be_compared_with(arguments, capsys):
     assert "nothing to compare" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps", [1, 8, 15, 20])  # in tuning, in the first run that counts, in the second, in its twin
-def test_interrupted_and_resumed_is_as_not_interrupted(arguments, monkeypatch, tmp_path, steps):
+@pytest.mark.parametrize("steps", [3, 8, 15, 20])  # in tuning, in the first run that counts, in the second, in its twin
+def test_interrupted_and_resumed_is_as_not_interrupted(arguments, monkeypatch, tmp_path, capsys, steps):
     words = ["--seeds", "2", "--tune", "0.1", "0.001", "--check-steps", "0", "--every", "2", "--epochs", "1"]
     assert train.run(arguments(*words, "--out", str(tmp_path / "whole"))) == 0
     right, taken = Run.take_step, 0
@@ -272,10 +273,21 @@ def test_interrupted_and_resumed_is_as_not_interrupted(arguments, monkeypatch, t
     with monkeypatch.context() as patch:
         patch.setattr(Run, "take_step", stops)
         assert train.run(broken) == 130
+    assert f"--resume goes on from {tmp_path / 'broken' / 'checkpoint.pt'}" in capsys.readouterr().out
     broken.resume = True
     torch.manual_seed(99)  # torch's own generators have no part in it
     assert train.run(broken) == 0
     assert numbers(tmp_path / "whole" / "result.json") == numbers(tmp_path / "broken" / "result.json")
+
+
+def test_interrupted_before_the_first_evaluation(arguments, monkeypatch, tmp_path, capsys):
+    def stops(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "take_step", stops)
+    assert train.run(arguments("--check-steps", "0", "--out", str(tmp_path))) == 130
+    assert "interrupted; nothing was saved yet" in capsys.readouterr().out
+    assert not (tmp_path / "checkpoint.pt").exists()
 
 
 def test_a_checkpoint_is_whole_or_absent(monkeypatch, tmp_path):

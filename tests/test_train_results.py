@@ -102,7 +102,7 @@ def test_the_task_s_loss_is_told_from_what_is_added_to_it(arguments, tmp_path, c
     assert summary["loss"][0] == row["task"]
     printed = capsys.readouterr().out
     assert f"Added to the task's loss of l1: l1 {terms['l1']:.4g}." in printed
-    assert "nan" not in printed.partition("side ")[0]  # step 0 has no loss
+    assert "nan" not in printed.partition("side ")[0]
     with (tmp_path / "log.csv").open() as file:
         assert float(list(csv.DictReader(file))[-1]["loss: l1"]) == terms["l1"]
 

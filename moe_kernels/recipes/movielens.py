@@ -58,7 +58,7 @@ class MovieLens(Recipe):
     dropout: float = option(0.5, "of an expert's output", low=0, high=1)
     batch_size: int = option(512, "samples a step", low=1)
     lr: float = option(2.5e-5, "learning rate of Adam", low=0)
-    check_steps: int = option(2, "steps of the agreement check of fast and reference backend; 0: none", low=0)
+    check_steps: int = option(1, "steps of the agreement check of fast and reference backend; 0: none", low=0)
 
     def splits(self, data: Any) -> Splits:
         chosen = torch.randperm(len(data.train[0]), generator=torch.Generator().manual_seed(0))

@@ -195,7 +195,11 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
         with _progress(comparison.total_steps) as tick:
             comparison.train(tick, print)
     except KeyboardInterrupt:
-        print("interrupted" + (f"; --resume goes on from {comparison.checkpoint}" if comparison.checkpoint else ""))
+        saved = comparison.checkpoint
+        if saved is None:
+            print("interrupted")
+        else:  # the first evaluation writes it
+            print(f"interrupted; {f'--resume goes on from {saved}' if saved.exists() else 'nothing was saved yet'}")
         return 130
     histories = comparison.histories()
     summaries = summarise(histories, recipe.METRIC)

@@ -136,12 +136,14 @@ class Comparison:
                 if key in self.restored:
                     with self._of_another_kind(key):
                         self.live[key].load_state(self.restored.pop(key))
-        for point in self._points(self.live.values()):
+        points = self._points(self.live.values())
+        for point in points:
             for key, run in self.live.items():
                 if (run.step < point or not run.rows) and not run.stopped:
                     run.advance(point, tick)
                     say(_line(key, run.rows[-1]) + "  stops: no better on the validation part" * run.stopped)
-            self._save()
+            if point < points[-1]:  # after the last one the finished runs are saved, below
+                self._save()
         for key, (side, recipe, _, stage) in runs.items():
             if key in self.live:
                 run = self.live[key]
@@ -156,10 +158,11 @@ class Comparison:
         self._save()
 
     def _points(self, runs: Iterable[Run]) -> list[int]:
-        """Steps after which to evaluate: 0, every so many, the last."""
+        """Steps after which to evaluate: every so many, and the last."""
         points: set[int] = set()
         for run in runs:
-            points.update(range(0, run.steps, self.every or run.epoch_steps), {run.steps})
+            every = self.every or run.epoch_steps
+            points.update(range(every, run.steps, every), {run.steps})
         return sorted(points)
 
     def _best_rate(self, name: str) -> float:

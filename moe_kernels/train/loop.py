@@ -141,7 +141,7 @@ class Run:
         return self.task.model.state_dict()
 
     def advance(self, to: int, tick: Callable[[], None] = lambda: None) -> None:
-        """Steps up to number `to`, then an evaluation; at step 0 the evaluation alone. `tick` is called every step."""
+        """Steps up to number `to`, at which it may be already, then an evaluation. `tick` is called every step."""
         sums: dict[str, Tensor] = {}
         first = self.step
         with self.random.use():

@@ -48,7 +48,7 @@ class Summary:
     side: str
     lr: float
     metric: tuple[float, float]
-    curve: tuple[float, float]  # the metric's mean over all evaluations but the first: who learns faster is higher
+    curve: tuple[float, float]  # the metric's mean over all evaluations: who learns faster is higher
     loss: tuple[float, float]  # of the task alone, in training
     seconds: float  # a step, median over seeds and evaluations
     flops: float
@@ -66,8 +66,8 @@ def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
         mine = [each for each in histories if each.side == side and each.stage == "final"]
         last = [each.result for each in mine]
         terms = [each.terms[each.chosen] for each in mine if each.terms]
-        trained = [[row[f"test {metric}"] for row in each.rows[1:] or each.rows] for each in mine]
-        seconds = sorted(row["seconds"] for each in mine for row in each.rows[1:]) or [math.nan]
+        trained = [[row[f"test {metric}"] for row in each.rows] for each in mine]
+        seconds = sorted(row["seconds"] for each in mine for row in each.rows)
         found.append(
             Summary(
                 side,
