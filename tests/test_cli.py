@@ -250,3 +250,9 @@ def test_cases_reach_the_corners() -> None:
     assert all(
         case.inputs["x"].shape[0] <= 4 and case.inputs["x"].shape[1] <= 512 for case in verify.cases("kwta", small=True)
     )
+
+
+@pytest.mark.parametrize("op", ["grouped_gemm", "expert_mlp", "expert_norms"])
+def test_the_experts_of_make_bench_are_right(op: str) -> None:
+    row = verify.check(op, "cpu", torch.float32, "cpu", small=False)
+    assert row.verdict == "ok", row.note

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from moe_kernels.library import CLAMPED
 from moe_kernels.ops import expert_norms
 from moe_kernels.verify.grouped_gemm import FLOOR, expert_cases, leaves_of, named_gradients
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
@@ -18,8 +19,10 @@ def _run(inputs: Inputs, backend: str) -> Outputs:
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    """Few experts: here each of them takes every token."""
-    return (case for case in expert_cases(dtype, device, small) if case.inputs["plan"].num_experts <= 8)
+    """Few experts, as every expert takes every token; no swiglu_clamped, which expert_norms refuses."""
+    for case in expert_cases(dtype, device, small):
+        if case.inputs["plan"].num_experts <= 8 and case.inputs["activation"] != CLAMPED:
+            yield case
 
 
 OPERATION = Operation(_cases, _run, exact=frozenset(), floor=FLOOR)

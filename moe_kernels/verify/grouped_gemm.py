@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from moe_kernels.library import GATED
 from moe_kernels.ops import grouped_gemm, plan
 from moe_kernels.verify.make_plan import routings
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
@@ -33,7 +32,7 @@ def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
             continue
         made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference")
         made = tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, made)
-        hidden = width // 2 if activation in GATED else width
+        hidden = width // 2 if activation in grouped_gemm.HALVING else width
         sizes = {
             "x": (made.num_tokens, dim),
             "weights": tuple(experts.shape),
