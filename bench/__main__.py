@@ -14,13 +14,12 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import Progress
 
-from bench import checks, compare, document, exchange_model, ledger, measure, report, tiles
+from bench import checks, compare, document, exchange_model, ledger, measure, report, summary, tiles
 from bench import profile as profiling
 from bench import transformers as models
 from bench.apart import Apart
-from bench.console import console, print_table
+from bench.console import console, print_lines, print_table, progress
 from bench.console import known_words as _known
 from bench.console import words as _words
 from bench.entry import DIRECTIONS
@@ -30,7 +29,7 @@ from bench.predict_command import predict_command
 from bench.registry import ENTRIES
 from bench.shapes import ROUTINGS
 from moe_kernels import info
-from moe_kernels.verify import KERNELS, OPERATIONS, Row, cells, idle, verify
+from moe_kernels.verify import KERNELS, OPERATIONS, Row, idle, verify
 
 app = typer.Typer(
     help="Measures every operation against its peers and this machine's own ceilings, and keeps the results.",
@@ -41,7 +40,6 @@ app.command("predict")(predict_command)
 
 OUT = ledger.ROOT / "bench" / "out"
 EVERY = 15  # seconds from one writing of what was measured to the next
-VERIFIED = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "")
 
 
 class Shapes(str, Enum):
@@ -78,7 +76,9 @@ def run_command(
     threads: Threads = None,
     seconds: Seconds = 0.4,
     curves: Curves = True,
-    minutes: Annotated[float | None, typer.Option(min=0.1, help="Time for all. Default: what it takes.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="Time for all, a third of it at least for figures.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = OUT,
 ) -> None:
     """Verifies what can run here, measures what was right, and writes <out>/<device>.json and report.md, .html.
@@ -91,10 +91,11 @@ def run_command(
     _describe_machine()
     rows = list(_verified(op, backend))
     _refuse_idle(backend, rows)
+    until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)  # however long the proof took
     result = _measured(rows, request, seconds, until)
     path = ledger.write(result, out)
     text, html = document.write([result], out)
-    console.print(f"results {path}, report {text}, with pictures {html}", soft_wrap=True)
+    print_lines([f"report {text}", f"with pictures {html}", f"as data {path}"])
     _leave(result)
 
 
@@ -141,7 +142,7 @@ def gpu_command(
     log.unlink(missing_ok=True)
     half = 0.5 * (until - time.monotonic())
     rows = checks.verified(OPERATIONS, reversed(ledger.GPU_BACKENDS), quick, half, log)
-    print_table("Verified against the reference", VERIFIED, [cells(row) for row in rows])
+    print_lines(summary.verdicts(list(rows)))
     try:
         _proved(rows, request, 0.2 if quick else 0.4, out, until, proof=not quick, log=log)
     finally:
@@ -304,11 +305,16 @@ def _verified(ops: list[str] | None, backends: list[str] | None) -> dict[Row, di
     kernels = _known("--backend", _words(backends), KERNELS) or KERNELS
     on_gpu = [name for name in ledger.GPU_BACKENDS if name in kernels and torch.cuda.is_available()]
     here = [name for name in kernels if name not in on_gpu]
-    found: dict[Row, dict[str, str]] = {row: {} for row in verify(_words(ops), here, small=False)} if here else {}
+    found: dict[Row, dict[str, str]] = {}
+    with progress() as bar:
+        task = bar.add_task("verifying", total=len(wanted))
+        for row in verify(_words(ops), here, small=False) if here else ():
+            found[row] = {}
+            bar.update(task, completed=wanted.index(row.operation), description=f"verifying {row.operation}")
     if on_gpu:
         found |= checks.verified(wanted, on_gpu, small=False)
     found = dict(sorted(found.items(), key=lambda item: wanted.index(item[0].operation)))
-    print_table("Verified against the reference", VERIFIED, [cells(row) for row in found])
+    print_lines(summary.verdicts(list(found)))
     return found
 
 
@@ -421,19 +427,18 @@ def _measured(
     with Apart() if torch.cuda.is_available() else nullcontext() as apart:
         limits: measure.Ceilings = apart(measure.ceilings, jobs) if apart else measure.ceilings(jobs)
         written = time.monotonic()
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("measuring", total=len(jobs))
+        with progress() as bar:
+            task = bar.add_task("measuring", total=len(jobs))
             for job, each in zip(jobs, measure.run(jobs, limits, budget, request.peers, until, apart), strict=True):
                 found.add(each)
-                progress.update(task, advance=1, description=str(job))
+                bar.update(task, advance=1, description=str(job))
                 if time.monotonic() > written + EVERY:
                     write(measure.result(rows, found, limits))
                     written = time.monotonic()
     result = measure.result(rows, found, limits)
     write(result)
-    print_table("Measured", report.FIGURE_HEADER, [report.figure_cells(each) for each in found.figures])
-    for line in result["not_measured"]:
-        console.print(f"not measured: {line}", soft_wrap=True)
+    print_table("Ranges over shapes and dtypes", summary.HEADER, summary.rows(result))
+    print_lines(summary.missing(result))
     return result
 
 

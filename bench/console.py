@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 console = Console()
-if not console.is_terminal:
+if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = 180  # a log has no width to fit into
 
 
@@ -23,6 +25,16 @@ def known_words(option: str, words: tuple[str, ...], known: Iterable[str]) -> tu
         if word not in known:
             raise typer.BadParameter(f"{option} must be one of {', '.join(known)}; got {word!r}")
     return words
+
+
+def progress() -> Progress:
+    """A bar that vanishes when it is done; none where there is no terminal."""
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def print_table(title: str, header: tuple[str, ...], rows: Iterable[Sequence[str]]) -> None:

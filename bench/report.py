@@ -55,20 +55,19 @@ def _one_row_each(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
         for column in COLUMNS:
             found = [each for each in entry["figures"] if (entry["dtype"], each["direction"]) == column]
             found = [each for each in found if each["setting"] == entry["figures"][0]["setting"]]
-            cell = _against_torch(found)
+            cell = against_torch(found)
+            if cell and found[0]["setting"] == "cuda":
+                cell += f", {span([each['ceiling_percent'] for each in found])} %"
             if cell:
                 rows.setdefault((f"`{entry['operation']}`", entry["backend"]), {})[column] = cell
     return [(*key, *(cells.get(column, "-") for column in COLUMNS)) for key, cells in rows.items()]
 
 
-def _against_torch(figures: list[dict[str, Any]]) -> str:
+def against_torch(figures: list[dict[str, Any]]) -> str:
     """The range over the shapes of the ratio to the fastest PyTorch composition; empty if there is none."""
     of_torch = [[ratio for name, ratio in each["peers"].items() if name.startswith("torch")] for each in figures]
     ratios = [min(found) for found in of_torch if found]
-    if not ratios:
-        return ""
-    percent = f", {_span([each['ceiling_percent'] for each in figures])} %" if figures[0]["setting"] == "cuda" else ""
-    return _span(ratios) + percent
+    return span(ratios) if ratios else ""
 
 
 def predicted(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
@@ -96,17 +95,17 @@ def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
         ratios: dict[str, list[float]] = {}  # a peer may be wrong on one shape, and is then not compared on that
         for name, ratio in (peer for each in figures for peer in each["peers"].items()):
             ratios.setdefault(name, []).append(ratio)
-        peers = ", ".join(f"{name} {_span(values)}" for name, values in ratios.items())
+        peers = ", ".join(f"{name} {span(values)}" for name, values in ratios.items())
         on_gpu = setting == "cuda"
-        numbers = [_span([each[key] for each in figures]) if on_gpu else "" for key in GPU_COLUMNS] if gpu else []
-        numbers.append(_span([each["over_memcpy"] for each in figures]))
+        numbers = [span([each[key] for each in figures]) if on_gpu else "" for key in GPU_COLUMNS] if gpu else []
+        numbers.append(span([each["over_memcpy"] for each in figures]))
         where = ("" if on_gpu else f", {setting}") + (" (busy machine)" if any(map(_unsteady, figures)) else "")
         key = f"`{entry['operation']}`", entry["backend"], entry["dtype"], direction + where
         rows.append((*key, str(len(figures)), *numbers, peers))
     return rows
 
 
-def _span(values: list[float]) -> str:
+def span(values: list[float]) -> str:
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return low if low == high else f"{low} to {high}"
 

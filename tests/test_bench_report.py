@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,9 @@ pytest.importorskip("matplotlib")
 from typer.testing import CliRunner
 
 import bench.__main__ as command
-from bench import compare, document, ledger, report
+from bench import compare, document, ledger, report, summary
+from bench.console import console, print_lines, print_table
+from moe_kernels.verify import Row
 
 PEER = "torch topk+scatter+mul"
 
@@ -251,3 +254,36 @@ def test_a_readme_without_markers_is_refused(tree: Path) -> None:
 
 def test_readme_of_this_checkout_is_up_to_date() -> None:
     assert report.outdated() == "", "run python -m bench report --readme"
+
+
+# What a run prints
+
+
+def test_a_run_prints_one_line_for_each_operation_in_100_columns(tree: Path, monkeypatch) -> None:
+    result = result_of(tree, "cpu", gpu=False)
+    (entry,) = result["entries"]
+    entry["note"] = ""
+    training = entry["figures"][0] | {"direction": "training", "peers": {PEER: 0.5}, "ceiling_percent": 9.0}
+    entry["figures"].append(training)
+    result["entries"].append(entry | {"dtype": "bfloat16", "verdict": "FAILED", "note": "worst: y", "figures": []})
+    result["not_measured"] = ["kwta R=1 float32 forward, 1 thread: out of time", "peer pot of kwta: not installed"]
+    assert summary.rows(result) == [("kwta", "cpu", "FAILED: bfloat16", "21", "0.5", "9 to 87")]
+    assert summary.missing(result) == ["2 of 3 figures measured; the others had no time left"]
+    rows = [Row("kwta", "cpu", "float32", "cpu", 3, 0.0, 0.0, "ok", "")]
+    rows.append(replace(rows[0], dtype="bfloat16", verdict="FAILED", note="worst: y"))
+    rows += [replace(rows[0], backend=name, verdict="not run", note="no GPU") for name in ("triton", "cuda")]
+    said = summary.verdicts(rows)
+    assert said[:2] == [
+        "1 of 2 kernels (operation, backend, dtype) agree with the definition",
+        "FAILED kwta cpu bfloat16: worst: y",
+    ]
+    assert len(said) == 3
+    assert said[2].startswith("not run: cuda, triton: ")
+    monkeypatch.setattr(console, "width", 100)
+    longest = [("expert_norms", "triton", "ok", "10.3 to 21.4", "10.3 to 21.4", "10.3 to 21.4")]
+    with console.capture() as printed:
+        print_table("Ranges over shapes and dtypes", summary.HEADER, longest)
+        print_lines(said)
+    lines = printed.get().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) == 1 + 5 + 3  # title, a table of one row, three lines

@@ -1,0 +1,52 @@
+"""What a run prints: a line for each operation, and a line for each kind of figure that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from bench import ledger, report
+from moe_kernels.verify import Row
+
+HEADER = ("operation", "backend", "verified", "forward, x PyTorch", "training, x PyTorch", "% of the ceiling")
+OUT_OF_TIME = ": out of time"  # ends the lines of figures that measure.py did not take
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """How many kernels were right, every one that was not, and the backends that did not run."""
+    ran = [row for row in rows if row.verdict != "not run"]
+    wrong = [row for row in ran if row.verdict == "FAILED"]
+    lines = [f"{len(ran) - len(wrong)} of {len(ran)} kernels (operation, backend, dtype) agree with the definition"]
+    lines += [f"FAILED {row.operation} {row.backend} {row.dtype}: {row.note}" for row in wrong]
+    idle = sorted({row.backend for row in rows} - {row.backend for row in ran})
+    if idle:
+        why = "the report says why" if torch.cuda.is_available() else "no GPU that torch can use"
+        lines.append(f"not run: {', '.join(idle)}: {why}")
+    return lines
+
+
+def rows(result: ledger.Result) -> list[tuple[str, ...]]:
+    """Rows of HEADER: ranges over shapes and dtypes in the first setting, such as one thread."""
+    kernels: dict[tuple[str, str], list[dict]] = {}
+    for entry in result["entries"]:
+        kernels.setdefault((entry["operation"], entry["backend"]), []).append(entry)
+    return [(*key, *_cells(entries)) for key, entries in kernels.items()]
+
+
+def _cells(entries: list[dict]) -> Iterable[str]:
+    wrong = [entry["dtype"] for entry in entries if not ledger.passed(entry)]
+    figures = [each for entry in entries for each in entry["figures"]]
+    figures = [each for each in figures if each["setting"] == figures[0]["setting"]]
+    yield f"FAILED: {', '.join(wrong)}" if wrong else "ok"
+    for direction in ("forward", "training"):
+        yield report.against_torch([each for each in figures if each["direction"] == direction]) or "-"
+    yield report.span([each["ceiling_percent"] for each in figures]) if figures else "-"
+
+
+def missing(result: ledger.Result) -> list[str]:
+    """What raised while it was measured, and how many figures had no time."""
+    late = sum(line.endswith(OUT_OF_TIME) for line in result["not_measured"])
+    lines = [f"FAILED {entry['note']}" for entry in result["entries"] if entry["note"] in result["not_measured"]]
+    taken = sum(len(entry["figures"]) + len(entry["curves"]) for entry in result["entries"])
+    return lines + ([f"{taken} of {taken + late} figures measured; the others had no time left"] if late else [])
