@@ -38,7 +38,7 @@ def test_a_plan_moves_whole():
 def test_a_plan_is_loaded_with_weights_only():
     made = plan()
     x = torch.randn(9, 4)
-    mk.dispatch(x, made)  # what is remembered of a plan is not saved
+    mk.dispatch(x, made)  # a plan in use is saved like a new one
     for saved in (made, {"plan": made, "y": x}):
         file = io.BytesIO()
         torch.save(saved, file)
