@@ -3,8 +3,8 @@
 The tolerance is that of `moe_kernels verify`: twice the error of the definition in the same dtype, plus a floor in
 epsilons of the largest element. Random values meet what chosen ones avoid, sums that cancel and denormal numbers, so
 the floor is at least EFFECT times the effect of moving every input by up to two epsilons and the smallest normal
-number, and the definition's own error is the largest of those on the case's inputs and on three that are so near. A sum in float32
-or float64 whose exact value is nearly 0 is held to 32 epsilons of the largest input instead.
+number, and the definition's own error is the largest of those on the case's inputs and on three that are so near. A
+sum in float32 or float64 whose exact value is nearly 0 is held to 32 epsilons of the largest input instead.
 """
 
 from __future__ import annotations
