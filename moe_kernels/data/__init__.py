@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 
-from moe_kernels.data import cifar, images, jester_books, ratings, sarcos, text
+from moe_kernels.data import cifar, images, jester_books, ratings, sarcos, svhn, text
 from moe_kernels.data.cifar import CIFAR10_BATCHES, CIFAR10_CLASSES
 from moe_kernels.data.images import Images
 from moe_kernels.data.ratings import Ratings
 from moe_kernels.data.sarcos import Table
+from moe_kernels.data.tasks import TaskImages, celeba, multi_mnist
 from moe_kernels.data.text import Text
 
 Dataset = Images | Text | Ratings | Table
@@ -32,16 +33,21 @@ __all__ = [
     "Images",
     "Ratings",
     "Table",
+    "TaskImages",
     "Text",
     "blank",
+    "celeba",
     "describe",
     "load",
+    "multi_mnist",
 ]
 
 _LOADERS: dict[str, Callable[[Path], Dataset]] = {
     "MNIST": images.mnist,
     "CIFAR-10": lambda place: cifar.load("CIFAR-10", place),
     "CIFAR-100": lambda place: cifar.load("CIFAR-100", place),
+    "SVHN": svhn.load,
+    "MNIST and SVHN": svhn.load_with_mnist,
     "JPEG": images.jpegs,
     "text": text.load,
     "text in parts": text.load_parts,
@@ -51,12 +57,12 @@ _LOADERS: dict[str, Callable[[Path], Dataset]] = {
     "MovieLens": ratings.load_published,
     "MovieLens, prepared": ratings.load_prepared,
 }
-_KINDS = (cifar, ratings, jester_books, sarcos, text)
+_KINDS = (cifar, svhn, ratings, jester_books, sarcos, text)
 _FOLDERS = ("cifar-10-batches-bin", "cifar-10-batches-py", "cifar-100-binary", "cifar-100-python", "ml-1m")
 _EXPECTED = (
-    "MNIST as IDX files, CIFAR as batches, an .npz of JPEGs, MovieLens as ratings.dat or movielens_*.csv, Jester as "
-    "jester_ratings.dat, Books as BX-Book-Ratings.csv, SARCOS as sarcos_inv.mat and sarcos_inv_test.mat, or text "
-    "(tiny_shakespeare.txt, wikitext, enwik8, text8)"
+    "MNIST as IDX files, CIFAR as batches, SVHN as train_32x32.mat and test_32x32.mat, an .npz of JPEGs, MovieLens as "
+    "ratings.dat or movielens_*.csv, Jester as jester_ratings.dat, Books as BX-Book-Ratings.csv, SARCOS as "
+    "sarcos_inv.mat and sarcos_inv_test.mat, or text (tiny_shakespeare.txt, wikitext, enwik8, text8)"
 )
 
 
@@ -72,6 +78,8 @@ def load(name_or_path: str | Path) -> Dataset:
                             names without .bin; the folder's cifar-10-batches-bin and -py are looked into
                 CIFAR-100   train.bin, test.bin and fine_label_names.txt, or train, test and meta; fine labels;
                             cifar-100-binary and -python are looked into
+                SVHN        train_32x32.mat and test_32x32.mat; extra_32x32.mat trains, too, if it is there
+                MNIST and SVHN in one folder are the digits of paper 001: see data.svhn
                 JPEG        *.npz with jpeg (uint8, the files one after another), offsets (n + 1), labels (n),
                             is_test (n), classes (names)
                 MovieLens   ratings.dat of MovieLens-1M, also in ml-1m; or paper 001's movielens_val.csv and
@@ -92,6 +100,8 @@ def load(name_or_path: str | Path) -> Dataset:
     if not path.exists():
         raise ValueError(f"data: expected 'digits' or a path to {_EXPECTED}; there is no {path}")
     found = _sets(path)
+    if found.keys() == {("MNIST", path), ("SVHN", path)}:
+        found = {("MNIST and SVHN", path): path}
     if len(found) != 1:
         listed = "".join(f"\n  {kind}: {file}" for (kind, _), file in found.items())
         raise ValueError(

@@ -79,6 +79,18 @@ def need(module: str, package: str) -> Any:
         raise ImportError(f"data: this set needs {package}: pip install moe_kernels[bench] ({error})") from error
 
 
+def matlab(file: Path, *names: str) -> dict[str, Any]:
+    """The arrays of those names in a .mat file; who lacks one has no entry."""
+    try:
+        from scipy.io import loadmat
+    except ImportError as error:
+        raise ImportError("data: .mat files need scipy: pip install moe_kernels[assignment]") from error
+    try:
+        return loadmat(file, variable_names=list(names))
+    except Exception as error:  # a damaged file raises whatever its bytes lead to
+        raise ValueError(f"data: {file} is no MATLAB file: {error}") from error
+
+
 def unpickle(content: bytes) -> Any:
     """Plain containers, numbers, strings and uint8 arrays (as tensors) out of a pickle, without numpy.
 

@@ -60,6 +60,13 @@ def digits() -> Images:
 
 
 def mnist(folder: Path) -> Images:
+    parts = mnist_bytes(folder)
+    classes = tuple(map(str, range(10)))  # of digits as of Fashion-MNIST
+    return from_bytes("mnist", parts, classes, (1, *parts[0].shape[1:]))
+
+
+def mnist_bytes(folder: Path) -> list[Tensor]:
+    """uint8: images (n, height, width) and labels (n,) of the training set, then of the test set."""
     images = {part: _idx(folder, part, "images", 3) for part in ("train", "t10k")}
     labels = {part: _idx(folder, part, "labels", 1) for part in ("train", "t10k")}
     for part in images:
@@ -71,9 +78,7 @@ def mnist(folder: Path) -> Images:
     shape = tuple(images["train"].shape[1:])
     if tuple(images["t10k"].shape[1:]) != shape:
         raise ValueError(f"data: expected t10k images of {shape} as in train, got {tuple(images['t10k'].shape[1:])}")
-    classes = tuple(map(str, range(10)))  # of digits as of Fashion-MNIST
-    parts = [tensor for part in images for tensor in (images[part], labels[part])]
-    return from_bytes("mnist", parts, classes, (1, *shape))
+    return [tensor for part in images for tensor in (images[part], labels[part])]
 
 
 def _idx(folder: Path, part: str, what: str, rank: int) -> Tensor:

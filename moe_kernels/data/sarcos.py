@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_kernels.data.files import matlab
+
 NAMES = {"train": ("sarcos_inv.mat", "sarcos_inv"), "test": ("sarcos_inv_test.mat", "sarcos_inv_test")}
 INPUTS, OUTPUTS = 21, 7
 
@@ -47,17 +49,9 @@ def load(place: Path) -> Table:
 
 
 def _read(file: Path, key: str) -> Tensor:
-    try:
-        from scipy.io import loadmat
-    except ImportError as error:
-        raise ImportError("data: .mat files need scipy: pip install moe_kernels[assignment]") from error
     if not file.exists():
         raise ValueError(f"data: expected SARCOS as sarcos_inv.mat and sarcos_inv_test.mat; there is no {file}")
-    try:
-        content = loadmat(file, variable_names=[key])
-    except Exception as error:  # a damaged file raises whatever its bytes lead to
-        raise ValueError(f"data: {file} is no MATLAB file: {error}") from error
-    rows = content.get(key)
+    rows = matlab(file, key).get(key)
     if rows is None or rows.ndim != 2 or rows.shape[1] != INPUTS + OUTPUTS or not len(rows) or rows.dtype.kind != "f":
         shape = "nothing" if rows is None else f"{rows.dtype} {rows.shape}"
         raise ValueError(f"data: {file}: expected {key} to be rows of {INPUTS + OUTPUTS} numbers, got {shape}")

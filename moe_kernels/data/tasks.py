@@ -1,0 +1,129 @@
+"""Images with several labels each, paper 001, supplement S1.1: MultiMNIST, MultiFashionMNIST and CelebA.
+
+No recipe trains on them: the paper's experts here are small convolutional networks, and those of `nn` are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_kernels.data.files import as_bytes, need, read
+from moe_kernels.data.images import LARGEST, mnist_bytes
+
+SHIFT = 8  # pixels between the corners of the two images of MultiMNIST: 4 one way and 4 the other
+SEED = 0  # of MultiMNIST
+# The paper does not say to which size it brings CelebA's 178 x 218. At 112 x 112, six of its experts on every image and
+# a gate on the pixels take 22.03 MFLOPs (convolutions without padding); its Table 6 says 22.02.
+CELEBA_SIZE = 112
+
+
+@dataclass(frozen=True)
+class TaskImages:
+    """Parts of x uint8 (n, C * H * W) and y int64 (n, tasks), labels below `classes`; image_shape is (C, H, W)."""
+
+    name: str
+    train: tuple[Tensor, Tensor]
+    valid: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    tasks: tuple[str, ...]
+    classes: int
+    image_shape: tuple[int, int, int]
+
+    def to(self, device: torch.device | str) -> TaskImages:
+        train, valid, test = ((x.to(device), y.to(device)) for x, y in (self.train, self.valid, self.test))
+        return replace(self, train=train, valid=valid, test=test)
+
+    def __str__(self) -> str:
+        counts = f"{len(self.train[1])} training, {len(self.valid[1])} validation and {len(self.test[1])} test images"
+        return f"{self.name}: {counts} {self.image_shape}, {len(self.tasks)} tasks of {self.classes} classes"
+
+
+def multi_mnist(folder: str | Path, seed: int = SEED) -> TaskImages:
+    """MultiMNIST, made of the four IDX files of MNIST in `folder`; of Fashion-MNIST's, MultiFashionMNIST.
+
+    Every image is twice at the top left of a canvas 8 pixels larger, each time with another random image of the same
+    part at the bottom right; pixels are summed, and 255 at most (the paper's public code leaves them above). Five
+    sixths of the training images train and a sixth validates: 100,000, 20,000 and 20,000 images for MNIST.
+
+    Tasks: what is at the top left, what at the bottom right.
+    """
+    train_x, train_y, *test = mnist_bytes(Path(folder))
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(train_y), generator=generator)
+    count = len(order) * 5 // 6
+    parts = [(train_x[rows], train_y[rows]) for rows in (order[:count], order[count:])]
+    if min(len(y) for _, y in (*parts, test)) < 2:
+        raise ValueError(f"data: {folder}: expected two images in every part of MultiMNIST, got {len(train_y)} in all")
+    train, valid, found = (_overlaid(x, y, generator) for x, y in (*parts, test))
+    height, width = (size + SHIFT for size in train_x.shape[1:])
+    return TaskImages("multimnist", train, valid, found, ("top left", "bottom right"), 10, (1, height, width))
+
+
+def _overlaid(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    n, height, width = x.shape
+    first = torch.arange(n).repeat(2)
+    second = (first + torch.randint(1, n, (2 * n,), generator=generator)) % n  # any other image
+    canvas = torch.zeros(2 * n, height + SHIFT, width + SHIFT, dtype=torch.int16)
+    canvas[:, :height, :width] = x[first]
+    canvas[:, SHIFT:, SHIFT:] += x[second]
+    return canvas.clamp_(max=255).byte().flatten(1), torch.stack([y[first], y[second]], 1).long()
+
+
+def celeba(folder: str | Path, size: int = CELEBA_SIZE) -> TaskImages:
+    """CelebA with its 40 attributes: list_attr_celeba.txt, list_eval_partition.txt and img_align_celeba/*.jpg.
+
+    size: of a side that every image is scaled to; the whole set has 7.6 GB of pixels at 112. The paper takes ten
+    attributes and does not name them: choose columns of y by `tasks`.
+
+    Raises:
+        ValueError: a file is missing, damaged or names another image than its companion.
+        ImportError: Pillow is missing, which reads the JPEGs: pip install moe_kernels[bench].
+    """
+    place = Path(folder)
+    need("PIL.Image", "Pillow")  # before the lists are read
+    _, header, *rows = _lines(place / "list_attr_celeba.txt")
+    partition = _lines(place / "list_eval_partition.txt")
+    if len(rows) != len(partition):
+        raise ValueError(f"data: {place}: expected as many attributes as partitions; got {len(rows)}, {len(partition)}")
+    tasks, parts = tuple(header), dict[str, list[tuple[Path, list[int]]]]({"0": [], "1": [], "2": []})
+    for (name, *values), entry in zip(rows, partition, strict=True):
+        if entry[0] != name or len(entry) != 2 or entry[1] not in parts or Path(name).name != name:
+            raise ValueError(f"data: {place}: expected image {name} and a part from 0 to 2, got {' '.join(entry)[:60]}")
+        if len(values) != len(tasks) or not {"1", "-1"}.issuperset(values):
+            raise ValueError(f"data: {place}: expected {len(tasks)} attributes of {name}, each 1 or -1")
+        parts[entry[1]].append((place / "img_align_celeba" / name, [int(value == "1") for value in values]))
+    if not all(parts.values()):
+        raise ValueError(f"data: {place}: expected images of all three parts in list_eval_partition.txt")
+    train, valid, test = (_pictures(part, size) for part in parts.values())
+    return TaskImages("celeba", train, valid, test, tasks, 2, (3, size, size))
+
+
+def _lines(file: Path) -> list[list[str]]:
+    if not file.is_file():
+        raise ValueError(
+            "data: expected CelebA as list_attr_celeba.txt, list_eval_partition.txt and img_align_celeba; "
+            f"there is no {file}"
+        )
+    lines = [line.split() for line in read(file).decode("utf-8", "replace").splitlines()]
+    if len(lines) < 3 or not all(lines):
+        raise ValueError(f"data: {file}: expected a line an image, got {len(lines)} lines, or empty ones")
+    return lines
+
+
+def _pictures(part: list[tuple[Path, list[int]]], size: int) -> tuple[Tensor, Tensor]:
+    image = need("PIL.Image", "Pillow")
+    x = torch.empty(len(part), size, size, 3, dtype=torch.uint8)
+    for i, (file, _) in enumerate(part):
+        try:
+            with image.open(file, formats=("JPEG",)) as picture:
+                if max(picture.size) > LARGEST:
+                    raise ValueError(f"it has {picture.size} pixels")
+                scaled = picture.convert("RGB").resize((size, size))
+        except Exception as error:  # what the decoder makes of a damaged picture
+            raise ValueError(f"data: {file} is no JPEG of at most {LARGEST} pixels a side: {error}") from error
+        x[i] = as_bytes(scaled.tobytes()).view(size, size, 3)
+    return x.movedim(3, 1).flatten(1), torch.tensor([values for _, values in part])
