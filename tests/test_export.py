@@ -1,4 +1,5 @@
-"""torch.export of layers of experts with a dynamic number of tokens: values, losses and gradients of the layer."""
+"""torch.export of layers of experts with a dynamic number of tokens: values, losses and gradients of the layer; and
+what AOTInductor makes of one."""
 
 from __future__ import annotations
 
@@ -81,3 +82,17 @@ def test_an_exported_layer_is_the_layer(name):
             assert len(got) == len(expected)
             for a, b in zip(got, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.timeout(900)  # a C++ compiler with optimisation: 15 s on quiet cores, minutes on busy ones
+def test_what_aot_inductor_packages_is_the_layer(tmp_path):
+    torch.manual_seed(0)
+    made = LAYERS["tensor"]().eval()
+    x, _ = inputs(12)
+    with torch.no_grad():
+        program = torch.export.export(made, (x,), dynamic_shapes=({0: torch.export.Dim("tokens", min=2, max=4096)},))
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+        call = torch._inductor.aoti_load_package(package)
+        for count in (12, 3, 31):
+            x, _ = inputs(count)
+            torch.testing.assert_close(call(x), made(x), rtol=1e-5, atol=1e-6)
