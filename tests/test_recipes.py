@@ -30,7 +30,7 @@ SMALL: dict[str, tuple[str, str]] = {
     "comet": ("images", f"--width 20 --sides {' '.join(MODELS)}"),
     "comet_width": ("images", "--width 8 20 --tune 0.1"),
     "comet_vit": ("images", "--dim 16 --depth 2 --heads 2 --hidden 24"),
-    "comet_sarcos": ("table", "--width 20 --keep 0.25"),
+    "comet_sarcos": ("table", f"--width 20 --keep 0.25 --sides {' '.join(MODELS)}"),
     "comet_mixer": ("images", "--dim 16 --depth 2"),
     "comet_gpt": ("text", "--dim 16 --depth 2 --heads 2 --length 12 --dropout 0.1"),
     "competesmoe": (

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,31 @@ from moe_kernels.models.comparison import MODELS, MoEMLP, ScoredMLP, comparison_
 from moe_kernels.nn.comet import ACTIVATIONS, CometMLP
 from moe_kernels.ops.kwta import TIES, k_from_fraction, unpack_bits
 from moe_kernels.ops.topk_gate import topk_gate
-from moe_kernels.recipes import Batch, Evaluation, Recipe, Routing, Splits, Task, accuracy, option, total_loss
+from moe_kernels.recipes import (
+    Batch,
+    Evaluation,
+    Measures,
+    Recipe,
+    Routing,
+    Splits,
+    Task,
+    accuracy,
+    option,
+    total_loss,
+)
 
 # Masks as bits, a layer each, and which of them are a batch's where they are those of all samples.
 Known = tuple[Sequence[Tensor] | None, Tensor | None]
+
+
+class Judges(NamedTuple):
+    """Outputs (B, columns) and targets of a batch -> the task's loss (), and what is reported of them."""
+
+    loss: Callable[[Tensor, Tensor], Tensor]
+    measures: Callable[[Tensor, Tensor], Measures]
+
+
+CLASSES = Judges(F.cross_entropy, accuracy)
 
 
 @dataclass(frozen=True)
@@ -55,6 +76,14 @@ class Comet(Recipe):
             for side in self.sides
         }
 
+    def outputs(self, data: Splits) -> int:
+        """Columns of the model's last layer."""
+        return len(data.source.classes)
+
+    def judges(self) -> Judges:
+        """What a batch's outputs are trained and judged by."""
+        return CLASSES
+
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         x, _ = data.train
         (width,) = self.width
@@ -62,7 +91,7 @@ class Comet(Recipe):
             self.side,
             x.shape[1],
             width,
-            len(data.source.classes),
+            self.outputs(data),
             layers=self.layers,
             p=self.keep,
             activation=self.activation,
@@ -71,7 +100,13 @@ class Comet(Recipe):
         ).to(x.device)
         optimiser = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), self.lr, self.momentum)
         if isinstance(model, MoEMLP):
-            return classifier(model, optimiser, lambda batch: model(batch.tensors[0]), answers=_top_expert(model))
+            return classifier(
+                model,
+                optimiser,
+                lambda batch: model(batch.tensors[0]),
+                answers=_top_expert(model),
+                judges=self.judges(),
+            )
         known = self._known_masks(model, x, data.test[0])
         widths = model.router.widths[1:]
 
@@ -98,6 +133,7 @@ class Comet(Recipe):
             answers=answers,
             predict_known=lambda batch: model(batch.tensors[0], *known(batch)),
             penalty=(lambda: self.l1 * sum(w.abs().sum() for w in weights)) if self.side == "l1" else None,
+            judges=self.judges(),
         )
 
     def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], Known]:
@@ -148,19 +184,21 @@ def classifier(
     *,
     penalty: Callable[[], Any] | None = None,
     answers: Callable[[Batch], tuple[Tensor, Sequence[Routing]]] | None = None,
+    judges: Judges = CLASSES,
     **rest: Any,
 ) -> Task:
-    """A task whose batches are x, y: cross-entropy of logits(batch), plus a penalty, judged by accuracy.
+    """A task whose batches are x, y: cross-entropy of logits(batch), plus a penalty, judged by accuracy, or as `judges`
+    say.
 
     answers: batch -> logits and what was routed, in one forward; None: nothing is routed.
     """
 
     def loss(batch: Batch) -> dict[str, Tensor]:
-        task = F.cross_entropy(logits(batch), batch.tensors[1])
+        task = judges.loss(logits(batch), batch.tensors[1])
         return total_loss(task, {} if penalty is None else {"l1": penalty()})
 
     def evaluate(batch: Batch) -> Evaluation:
         found, routing = answers(batch) if answers is not None else (logits(batch), ())
-        return Evaluation(accuracy(found, batch.tensors[1]), routing)
+        return Evaluation(judges.measures(found, batch.tensors[1]), routing)
 
     return Task(model, optimiser, loss, evaluate, predict=model, **rest)

@@ -2,7 +2,8 @@
 
 The paper: depth 6, 8 heads, dim 512, hidden 512, 3072 and 6144, patch 4, dropout 0.1, p = 0.5, tanh; Adam at 1e-4 with
 a cosine over 200 epochs of CIFAR-10, SVHN, CIFAR-100 and Tiny ImageNet. Its base code augments (RandAugment) and takes
-batches of 512; this one does not augment.
+batches of 512; this one does not augment. The defaults have its length: on the digits some 100 minutes of a CPU core,
+and --epochs 2 a few.
 """
 
 from __future__ import annotations

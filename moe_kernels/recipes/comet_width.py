@@ -1,7 +1,9 @@
 """Paper 000, Figure 4: COMET against the dense MLP on CIFAR-10 as the network grows, each with its own learning rate.
 
 The claim: COMET learns faster once the network is wide. The paper gives every model one rate (1e-4, and 1e-3 in Figure
-11); what suits a dense network need not suit a masked one, so here each side and width chooses its own.
+11); what suits a dense network need not suit a masked one, so here each side and width chooses its own. The defaults
+have its length and widths, and four rates to choose from: on the digits hours of a CPU core, and --width 100 500
+--epochs 10 minutes.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ training features are not public: of the prepared files the validation rows trai
 "+untrained" is the control: the same permutation schedule, and a U that never learns. The defaults are those of Table
 1; of Table 2: --epochs 100 --choose best --patience 25, and `study search` for its random search. Jester and Books
 train by their files, too (--embedding 64 --width 128, Books --experts 9 --k 4).
+On a CPU core the defaults take some 10 minutes, --rows 10000 less than one.
 """
 
 from __future__ import annotations
