@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -54,22 +57,55 @@ def _documented(pages: str) -> set[str]:
     return set(re.findall(r"^\.\. auto(?:function|class):: (\w+)$", text, re.MULTILINE))
 
 
-def test_the_documentation_builds_without_a_warning(tmp_path: Path) -> None:
-    build = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-q",
-        "-W",
-        "--keep-going",
-        "-b",
-        "html",
-        str(DOCS),
-        str(tmp_path / "html"),
-    ]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built documentation; building fails at a warning."""
+    folder = tmp_path_factory.mktemp("html")
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(folder)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=240, env=_environment())
     assert done.returncode == 0, done.stderr[-4000:]
-    assert (tmp_path / "html" / "index.html").exists()
+    return folder
+
+
+class _Links(HTMLParser):
+    """The targets of a page's links, and the names that links to the page may end in."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: set[str] = set()
+        self.names: set[str] = {""}
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.names.add(found.get("id") or "")
+        self.targets.add((found.get("href") if tag in ("a", "link") else found.get("src")) or "")
+
+
+def test_the_links_of_the_documentation_hold(site: Path) -> None:
+    pages = {path: _Links(path) for path in site.rglob("*.html")}
+    broken = []
+    for page, links in pages.items():
+        for target in links.targets:
+            place, _, name = target.partition("#")
+            if not target or re.match(r"[a-z]+:|//", target):
+                continue  # none, or outside
+            path = (page.parent / unquote(place.partition("?")[0])).resolve() if place else page
+            if not path.exists() or (path in pages and unquote(name) not in pages[path].names):
+                broken.append(f"{page.relative_to(site)}: {target}")
+    assert not broken
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_the_links_of_the_files_at_the_root_hold(name: str) -> None:
+    root = DOCS.parent
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (root / name).read_text())
+    assert not [each for each in targets if not each.startswith("http") and not (root / each).exists()]
+
+
+def test_formulas_of_docstrings_keep_their_lines(site: Path) -> None:
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "operations" / "topk_gate.html").read_text()))
+    assert '\n"topk_softmax"   weights = softmax(z restricted to its k largest)\n' in text
 
 
 def _environment() -> dict[str, str]:

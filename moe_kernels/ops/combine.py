@@ -19,21 +19,21 @@ from moe_kernels.plan import RoutingPlan
 
 
 def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
-    """Every token's weighted sum of its kept rows: (R, D) -> (T, D).
+    """The weighted sum of every token's kept rows: (R, D) -> (T, D).
 
     Args:
         rows: (R, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where
             the last dimension is not contiguous it is copied once.
-        plan: that the rows were dispatched by, on their device. What its arrays hold is looked over on the CPU; on a
-            GPU, where looking would wait for the device, only with MOE_KERNELS_CHECK=1.
+        plan: the one by which the rows were dispatched, on their device. Its values are checked on the CPU; on a GPU
+            only with MOE_KERNELS_CHECK=1, since a check waits for the device.
         weights: (T, K), any of those dtypes, read as float32 (as float64 with float64 rows): the gate weights of
             `topk_gate` or of a `plan_...`. None: the plain sum.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:
-        y (T, D) in the dtype of rows, summed in float32 (float64 stays) over k = 0, 1, ... without atomics: the same
-        bits every time. A token whose choices were all dropped is zero. A dropped choice adds nothing, whatever its
-        weight, and so does a row that is not in use, whatever it holds.
+        y (T, D) in the dtype of rows, summed in float32 (float64 stays) in the order of k and without atomics, so that
+        the bits are the same every time. A token without a kept choice is zero. Dropped choices add nothing, whatever
+        their weight; rows not in use add nothing, whatever they hold.
 
     Gradient: to rows and to weights, in their dtypes; zero for rows not in use and for dropped choices. Any number of
     times differentiable. FLOPs (torch's counter): 2 R D forward (R D without weights), 3 R D backward.

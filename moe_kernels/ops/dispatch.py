@@ -4,7 +4,7 @@
     dx_t   = sum over k with slot_row_tk >= 0 of drows[slot_row_tk]       summed in float32, in the order of k
 
 The gradient is `combine` without weights, and the gradient of that is dispatch again: differentiable any number of
-times. Nothing is saved but the plan. A kernel reads each token once and writes each row once.
+times. Only the plan is saved. A kernel reads each token once and writes each row once.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from moe_kernels.plan import RoutingPlan
 
 
 def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Tensor:
-    """Copies every token to the rows that the plan gave it: (T, D) -> (R, D).
+    """The rows of every expert, copied from the tokens: (T, D) -> (R, D).
 
     Args:
         x: (T, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where the
             last dimension is not contiguous it is copied once.
-        plan: of T tokens, on the device of x. What its arrays hold is looked over on the CPU; on a GPU, where looking
-            would wait for the device, only with MOE_KERNELS_CHECK=1.
+        plan: of T tokens, on the device of x. Its values are checked on the CPU; on a GPU only with
+            MOE_KERNELS_CHECK=1, since a check waits for the device.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:

@@ -5,9 +5,9 @@
     dW_out_e = sum of w_tk h_r^T dy_t,   db_out_e = sum of w_tk dy_t
     dx_t = sum of dpre_r W_in_e^T,   dW_in_e = sum of x_t^T dpre_r,   db_in_e = sum of dpre_r
 
-Saved for backward: x, the plan, pre (R, H or 2 H) and the parameters. Since dw comes from h and a, neither the second
-product's output nor its gradient is ever kept; h is computed again from pre in the kernel that needs it. Gathered rows
-of x and of dy are stored nowhere.
+Saved for backward: x, the plan, pre (R, H or 2 H) and the parameters. dw comes from h and a, so neither the second
+product's output nor its gradient is kept. The kernel that needs h computes it again from pre. Gathered rows of x and of
+dy are not stored.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ def expert_mlp(
     limit: float = 7.0,
     backend: str | None = None,
 ) -> Tensor:
-    """Every token through the experts that the plan gave it, summed by gate weight: (T, D) -> (T, Dout).
+    """The outputs of every token's experts, summed with the gate weights: (T, D) -> (T, Dout).
 
     Args:
         x: (T, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride.
         plan: of T tokens and E experts, on the device of x.
         w_in: (E, D, H), or (E, D, 2 H) for a gated activation, in the dtype of x; any strides (see grouped_gemm).
         w_out: (E, H, Dout) in the dtype of x.
-        weights: (T, K) gate weights, any of those dtypes, read as float32 (as float64 with a float64 x); None counts
-            every kept choice once.
+        weights: (T, K) gate weights, any of those dtypes, read as float32 (as float64 with a float64 x); None
+            weighs every kept choice by 1.
         b_in, b_out: (E, H or 2 H) and (E, Dout) in the dtype of x, or None.
         activation, alpha, limit: as in grouped_gemm. "swiglu_clamped" keeps the hidden layer for backward as well.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:
-        y (T, Dout) in the dtype of x: combine of grouped_gemm of grouped_gemm of dispatch, within rounding. A token
-        whose choices were all dropped is zero; a dropped choice adds nothing, whatever its weight.
+        y (T, Dout) in the dtype of x, equal within rounding to dispatch, grouped_gemm, grouped_gemm and combine. A
+        token without a kept choice is zero; a dropped choice adds nothing, whatever its weight.
 
     Gradient: to x, w_in, w_out, weights, b_in and b_out; zero for dropped choices and for experts without rows. Once
     differentiable. FLOPs (torch's counter), with W = H or 2 H columns of w_in: 2 R (D W + H Dout) + 2 R Dout forward,
-    twice that of the products backward. Autocast casts nothing here (nn.ExpertMLP does).
+    twice that of the products backward. Autocast has no effect here; nn.ExpertMLP follows it.
 
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.

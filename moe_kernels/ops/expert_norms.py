@@ -1,11 +1,11 @@
-"""Expert norms: how strongly every expert responds to every token, without storing what it responds.
+"""Expert norms: the norm of every expert's output for every token, without storing the outputs.
 
     h_te = act(x_t W_in_e + b_in_e),   y_te = h_te W_out_e + b_out_e,   s_te = ||y_te||
     dy_te = ds_te y_te / s_te (0 where s_te = 0),   and from there as a two-layer network
 
-One expert after the other: the second product's accumulators are squared and summed in the kernel, so that a forward
-holds one (T, H) hidden layer and the (T, E) norms, never the (T, E, Dout) outputs. Saved for backward: x, the norms and
-the parameters. Backward computes each expert's hidden layer and output again.
+Experts are computed one after the other. The kernel squares and sums the second product's accumulators, so that a
+forward holds one (T, H) hidden layer and the (T, E) norms, never the (T, E, Dout) outputs. Saved for backward: x, the
+norms and the parameters. Backward computes each expert's hidden layer and output again.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ def expert_norms(
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:
-        s (T, E) in the dtype of x. The hidden layer is rounded to that dtype; outputs, squares and their sum are
-        float32 (float64 stays) and are not rounded before the root, but for outputs of large experts on a CPU that
-        multiplies bfloat16.
+        s (T, E) in the dtype of x. The hidden layer is rounded to that dtype. Outputs, squares and their sum stay in
+        float32 (float64 stays) until the root, except outputs of large experts on a CPU with bfloat16 products.
 
     Gradient: to x, the weights and the biases; zero where a norm is zero. Once differentiable. Elements held, with
     W = H or 2 H columns of w_in: T (E + H) forward, T (E + 2 (D + W + Dout)) and the gradients of the parameters
-    backward. FLOPs (torch's counter): 2 T E (D W + H Dout) forward, three times that backward, a third of it for
-    computing again.
+    backward. FLOPs (torch's counter): 2 T E (D W + H Dout) forward, three times that backward, of that a third for
+    recomputation.
 
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.

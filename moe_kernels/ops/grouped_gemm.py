@@ -4,9 +4,9 @@
     dpre  = act'(pre) dout,   dx_r = dpre_r W_e^T      the same product on the transposed weight, which is not copied
     dW_e  = sum over rows r of e of x_r^T dpre_r,   db_e = sum over rows r of e of dpre_r
 
-x (R, Din), or x (T, Din) read through row_token, so that nobody stores the gathered rows. Sums are float32 (float64
+x (R, Din), or x (T, Din) read through row_token, so that gathered rows are not stored. Sums are float32 (float64
 stays) and in a fixed order. Saved for backward: x, weight and, where there is an activation, pre. Offsets stay on the
-device: nothing here waits for it.
+device; the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def grouped_gemm(
     row_token: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Every expert's rows times its weight: (R, Din) x (E, Din, Dout) -> (R, Dout).
+    """The rows of every expert times its weight: (R, Din) x (E, Din, Dout) -> (R, Dout).
 
     Args:
         rows: (R, Din), float32, bfloat16 or float16 (float64 on "reference" and "cpu"), grouped by expert; with
@@ -45,28 +45,28 @@ def grouped_gemm(
             RoutingPlan. From 0, never falling, at most R.
         bias: (E, Dout) in the dtype of rows, or None.
         activation: None, "relu", "gelu" (erf's), "silu", "tanh", or the gated "swiglu" and "geglu", which halve the
-            result: silu (or gelu) of the first Dout / 2 columns times the other ones; or "swiglu_clamped", gpt_oss's,
-            which takes columns in turns: with g the even ones, at most limit, and u the odd ones, within +-limit, the
-            result is (u + 1) g sigmoid(alpha g). It rounds pre-activations to the dtype of rows first, and is a pass
-            of its own over them.
+            result: silu (or gelu) of the first Dout / 2 columns times the other ones; or gpt_oss's
+            "swiglu_clamped": (u + 1) g sigmoid(alpha g) with g the even columns, at most limit, and u the odd ones,
+            within +-limit. It first rounds pre-activations to the dtype of rows, and takes a second pass over them.
         alpha, limit: of "swiglu_clamped"; alpha finite, limit above 0. The defaults are gpt_oss's.
         row_token: (R,) int32 or int64: row r reads rows[row_token[r]]; -1 reads zeros.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:
-        (R, Dout), or (R, Dout / 2) if gated, in the dtype of rows: products, bias and activation in float32 (float64
-        stays). A CPU that multiplies bfloat16 takes what is below 1.2e-38 for zero there, and large experts that are
-        torch's round what they activate to it first. Rows from expert_offsets[E] on are zero, whatever stands in them.
-        float32 products are IEEE; TF32 only where torch.backends.cuda.matmul.allow_tf32 asks for it. Same input, same
-        bits; on a CPU with as many threads. On a CPU with AMX torch.mm may read past bfloat16 views, so that NaN beside
-        one shows (9 of 300 shapes); large experts inherit that, and rows.contiguous() avoids it.
+        (R, Dout), or (R, Dout / 2) if gated, in the dtype of rows. Products, bias and activation are computed in
+        float32 (float64 stays). Rows from expert_offsets[E] on are zero, whatever they held. float32 products are IEEE;
+        TF32 is used only if torch.backends.cuda.matmul.allow_tf32 is set. The same input gives the same bits, on a CPU
+        with the same number of threads.
+        CPUs with bfloat16 products: products below 1.2e-38 count as zero, and large experts, which use torch.mm, round
+        to bfloat16 before the activation. On a CPU with AMX torch.mm may read beyond a bfloat16 view, so that a NaN
+        beside it shows (9 of 300 shapes); rows.contiguous() avoids that.
 
     Gradient: to rows, weight and bias; zero for rows not in use and for experts without rows. With row_token a token's
-    rows are summed in float32 and in their order, without atomics. Once differentiable. Autocast casts nothing here.
+    rows are summed in float32 and in their order, without atomics. Once differentiable. Autocast has no effect here.
     FLOPs (torch's counter): 2 R Din Dout forward, twice that backward.
 
-    Offsets that fall or exceed R, and tokens outside [-1, T), raise ValueError for tensors on the CPU. On a GPU, where
-    looking would wait for the device, only with MOE_KERNELS_CHECK=1.
+    Offsets that fall or exceed R, and tokens outside [-1, T), raise ValueError for tensors on the CPU; on a GPU only
+    with MOE_KERNELS_CHECK=1, since a check waits for the device.
 
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.
@@ -130,7 +130,7 @@ def check_activation(op: str, activation: object, width: int, alpha: float = 1.0
 def _index(name: str, index: Tensor, shape: str, size: int | None, rows: Tensor) -> Tensor:
     """`index`, which must be (size,) on the device of rows, as int32.
 
-    What int32 cannot hold becomes its bounds: out of range still, where a cast would wrap it to some row.
+    Values outside int32 become its bounds and stay out of range; a cast would wrap them to some row.
     """
     check_tensor("grouped_gemm", name, index, INDEX)
     if index.dim() != 1 or (size is not None and index.shape[0] != size) or index.device != rows.device:

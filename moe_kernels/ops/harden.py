@@ -1,4 +1,4 @@
-"""From a soft permutation to the hard one that is nearest to it.
+"""The permutation nearest to a soft one.
 
     columns = argmax over permutations c of sum_i soft[i, c_i]             (paper 001: P at the end of stage 1)
 
@@ -21,9 +21,9 @@ def harden(soft: Tensor, *, backend: str | None = None) -> Tensor:
         backend: "reference" or None.
 
     Returns:
-        int64 (..., n), on the device of soft: a permutation of 0 .. n-1 for every matrix. Of several assignments with
-        the same sum it is scipy's choice. Not differentiable. Waits for a GPU and solves on the host, O(n^3): meant
-        for once a training, not for every step.
+        int64 (..., n), on the device of soft, a permutation of 0 .. n-1 for every matrix. Of several assignments with
+        the same sum scipy chooses. Not differentiable. Waits for a GPU and solves on the host in O(n^3): for use once
+        a training, not in every step.
 
     Raises:
         TypeError: soft is no tensor of those dtypes, or a torch.func transform.

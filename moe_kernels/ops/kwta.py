@@ -21,7 +21,7 @@ from torch import Tensor
 import python_ref.kwta as reference
 from moe_kernels import backends, library
 from moe_kernels.ops._checks import FLOATING, check_choice, check_decimal, check_int, check_like, check_tensor
-from python_ref.kwta import pack_bits, unpack_bits  # noqa: F401 the layout of the bits, for who keeps masks
+from python_ref.kwta import pack_bits, unpack_bits  # noqa: F401 public: the layout of the bits
 
 TIES = ("index", "strict", "all")
 
@@ -36,9 +36,9 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
             the last dimension is not contiguous, or the leading ones do not merge into one stride, it is copied once.
         k: winners a row, from 0 (y is zero) to N (y is a copy).
         values: like x in shape, dtype and device; what is kept where x wins. None: x itself.
-        ties: who wins among values equal to the k-th largest when not all of them fit:
-            "index" exactly k win, lowest index first; "strict" none of them (eq. 3: x_i wins if at most k elements are
-            >= x_i, so that a constant row keeps nothing); "all" all of them, so that more than k may win.
+        ties: which of the values equal to the k-th largest win if they do not all fit. "index": those of the lowest
+            index, so that exactly k win. "strict": none (eq. 3: x_i wins if at most k elements are >= x_i, so that a
+            constant row keeps nothing). "all": all of them, so that more than k may win.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Order of values: -0.0 equals 0.0, subnormals count, NaN ranks above +inf and equals every NaN. A kept value is
@@ -46,9 +46,9 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
     every backend.
 
     Gradient: to values (or x) where x wins, zero elsewhere; none to x through the selection. Twice differentiable.
-    Autocast: runs in the dtype it is given; autocast casts nothing here. torch.vmap merges
-    into the rows; other torch.func transforms are refused by name.
-    FLOPs (torch's counter): one an element, forward and backward: the product with the mask. Comparisons count none.
+    Autocast: runs in the dtype of its inputs. torch.vmap merges into the rows; other torch.func transforms are refused.
+    FLOPs (torch's counter): one an element, forward and backward, for the product with the mask; comparisons count
+    none.
 
     Raises:
         TypeError: x is no tensor of those dtypes, k is no int, values has another dtype, or a torch.func transform.
@@ -98,9 +98,9 @@ def kwta_mask(x: Tensor, k: int, *, ties: str = "index", backend: str | None = N
 def kwta_bits(x: Tensor, k: int, *, ties: str = "index", backend: str | None = None) -> tuple[Tensor, Tensor]:
     """`kwta` of x and its mask as bits, from one selection: y (..., N), bits int32 (..., ceil(N / 32)).
 
-    Bit i of word w is element 32 w + i; bits past N are 0. For masks that are kept (a frozen routing network's, for
-    samples that come again) or used on several tensors: `kwta_apply` takes them. Arguments, order of values, tie rules
-    and errors are those of `kwta`. Not differentiable: y is a constant too.
+    Bit i of word w is element 32 w + i; bits past N are 0. `kwta_apply` applies the bits: use them for masks that
+    serve several tensors, or several epochs, as those of a frozen routing network. Arguments, order of values, tie
+    rules and errors are those of `kwta`. Not differentiable: y is a constant too.
 
     Example:
         >>> y, bits = mk.kwta_bits(torch.tensor([3.0, 1.0, 2.0, 2.0]), 2)

@@ -3,10 +3,10 @@
     a_l = W_l x_{l-1} + b_l,   x_l = m_l * f(a_l),   l = 1 .. L-1;   y = W_L x_{L-1} + b_L     (paper 000, eqs. 7 and 8)
     da_l = m_l * f'(a_l) * dx_l,   dW_l = da_l^T x_{l-1},   db_l = sum of da_l,   dx_{l-1} = da_l W_l
 
-One node in autograd's graph instead of three a layer, since in a batch of 32 it costs more to call what applies a mask
-than to apply it. Bias, relu or tanh, and mask are one call, in place; masks are read from their bits, and where those
-of all samples are kept: gathering a batch's took 0.4 % of an epoch. Saved for backward: what was given,
-x_1 .. x_{L-1} and, but for relu and tanh, whose slopes follow from their values, a_1 .. a_{L-1}.
+One node in autograd's graph instead of three a layer: in a batch of 32 a call costs more than the mask that it applies.
+Bias, relu or tanh, and mask are one call, in place. Masks are read from their bits. With `samples` they are read from
+the bits of all samples, since gathering a batch's bits took 0.4 % of an epoch. Saved for backward: the inputs,
+x_1 .. x_{L-1} and a_1 .. a_{L-1}; relu and tanh need no a, as their slopes follow from x.
 """
 
 from __future__ import annotations
@@ -42,14 +42,13 @@ def masked_mlp(
         weights, biases: L of each, (N_l, N_{l-1}) and (N_l) or None, as torch.nn.functional.linear takes them.
         bits: the masks m_1 .. m_{L-1} as kwta_bits packs them, int32 (..., ceil(N_l / 32)). Bits past N_l are ignored.
         activation: f, a name in ACTIVATIONS.
-        samples: (...), int64 or int32, where bits are those of S samples, (S, ceil(N_l / 32)): which of them a row of x
-            is. A batch's masks are then read where those of all samples are kept.
-        backend: of the masks: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        samples: (...), int64 or int32: the sample of every row of x, if bits hold the masks of S samples,
+            (S, ceil(N_l / 32)). None: bits have a row for every row of x.
+        backend: for the masks, "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
-    A neuron that does not answer is +0 and hands no gradient on, even where its pre-activation or the gradient that
-    reaches it is NaN or infinite. Gradient: to x, weights and biases. Twice differentiable; the second time, as under
-    autocast (whose dtype the products and masks then have), in torch.compile and on other backends than "cpu", the
-    layers run one by one.
+    A masked neuron is +0 and passes no gradient on, even if its pre-activation or its gradient is NaN or infinite.
+    Gradient: to x, weights and biases. Twice differentiable. Layers run one by one in second derivatives, in
+    torch.compile, on other backends than "cpu" and under autocast, whose dtype products and masks then have.
     FLOPs (torch's counter): those of the products, and one an element masked, in either direction.
 
     Raises:
@@ -121,7 +120,7 @@ def _uniform(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | Non
 
 
 def _check_samples(x: Tensor, bits: Sequence[Tensor], samples: Tensor) -> None:
-    """`samples` says of every row of x which one it is, and bits are of the same samples in every layer."""
+    """`samples` has an index for every row of x, and bits have the same samples in every layer."""
     check_tensor("masked_mlp", "samples", samples, INDEX)
     if samples.shape != x.shape[:-1] or samples.device != x.device:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The routing plan: which row of which expert every choice of every token becomes. Nothing here has a gradient.
+"""Routing plans: every choice of every token becomes a row of an expert. Nothing here has a gradient.
 
     slot_i = |{j visited before i : expert_j = expert_i}|,   kept if slot_i < capacity      (V-MoE, algorithms 1 and 2)
     row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets = cumulative sum of min(requested, capacity)
@@ -34,7 +34,7 @@ def make_plan(
     order: str = "choice",
     backend: str | None = None,
 ) -> RoutingPlan:
-    """The plan of tokens that chose their experts, each expert keeping the first `capacity` requests it gets.
+    """The plan of tokens that chose their experts; each expert keeps its first `capacity` requests.
 
     A request's slot is the number of earlier requests to the same expert, those that were dropped included; it is kept
     if that is below capacity.
@@ -51,8 +51,8 @@ def make_plan(
             choice of a token before the next token (MegaBlocks). With a priority the tokens are in its order instead.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
-    An id outside [-1, E) raises ValueError for tensors on the CPU. On a GPU, where looking would wait for the device,
-    it counts as -1.
+    An id outside [-1, E) raises ValueError for tensors on the CPU. On a GPU it counts as -1, since a check would wait
+    for the device.
 
     Raises:
         TypeError: experts or priority is no tensor of those dtypes, num_experts or capacity is no int.
@@ -96,7 +96,7 @@ def make_plan(
 
 
 def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:
-    """The plan of experts that choose their tokens: each takes the min(capacity, T) that score highest with it.
+    """The plan of experts that choose their tokens: each takes its min(capacity, T) highest scores.
 
         weights_te = scores_te if expert e took token t, else 0
 
@@ -109,7 +109,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
     Returns:
         A plan with K = E, where column e of slot_row (T, E) belongs to expert e and row_choice is the expert itself,
         and weights (T, E) in the dtype of scores, for `combine`. A token may be taken by any number of experts, none
-        included. An expert's rows are in token order. requested equals kept, and dropped is 0: nobody asked in vain.
+        included. An expert's rows are in token order. requested equals kept, and dropped is 0.
 
     Gradient: to scores where they were taken; the choice itself is a constant.
 
@@ -142,8 +142,8 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
     """The plan of paper 002's priority routing: every token one expert; a full expert passes it to its next best.
 
     Pairs (token, expert) are visited in descending score, equal ones by token and then by expert; a pair is made if the
-    token is still free and the expert has room. That is the one stable matching in which tokens prefer experts, and
-    experts tokens, by score, so a kernel may find it by deferred acceptance instead of a sort of all T * E pairs.
+    token is still free and the expert has room. The result is the stable matching in which both sides prefer by score,
+    so a kernel may find it by deferred acceptance instead of sorting all T * E pairs.
 
     Args:
         scores: (T, E), a floating dtype (float64 on "reference" and "cpu"), such as the softmax over experts. -0.0
@@ -206,7 +206,7 @@ def expert_capacity(
 
 
 def capacity_of(num_tokens: int, k: int, num_experts: int, ratio: tuple[int, int], multiple_of: int = 1) -> int:
-    """expert_capacity of a factor that is a ratio of whole numbers."""
+    """expert_capacity for a factor given as numerator and denominator."""
     capacity = -(-num_tokens * k * ratio[0] // (num_experts * ratio[1]))
     return capacity + -capacity % multiple_of
 

@@ -1,12 +1,12 @@
-"""The top-k gate: the k largest logits of every token, and a softmax before or after the choice.
+"""The top-k gate: chooses the k largest logits of every token, with a softmax before or after the choice.
 
     z = logits + noise,  S = the k largest of z
     "topk_softmax"   w_i = exp(z_i) / sum over j in S of exp(z_j)         dz_i = w_i (dw_i - <w, dw>)            i in S
     "softmax_topk"   w_i = exp(z_i) / sum over all j of exp(z_j)          dz_i = p_i ([i in S] dw_i - <w, dw>)   all i
 
 logits (T, E) -> weights (T, K), experts (T, K). Saved for backward: weights and experts; where softmax comes first also
-the logits. There p_j = w_0 exp(z_j - z_0), where expert 0 is the first choice: exact at any size of the logits, which a
-saved logarithm of the sum of exponentials is not. A kernel reads each logit once, forward and backward.
+the logits. There p_j = w_0 exp(z_j - z_0), with z_0 the logit of the first choice. This is exact for logits of any
+size; a saved logarithm of the sum of exponentials is not. A kernel reads each logit once, forward and backward.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ def topk_gate(
 
         z = logits + noise
         "topk_softmax"   weights = softmax(z restricted to its k largest)
-        "softmax_topk"   weights = softmax(z) at its k largest, not renormalised: they sum to less than one
+        "softmax_topk"   weights = softmax(z) at its k largest, which sum to less than one
 
     Args:
         logits: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu").
         k: choices a token, from 0 to E.
-        order: which of the two gates; "softmax_topk" is V-MoE's, and keeps a gradient where k = 1.
-        noise: like logits in shape, dtype and device, added in that dtype before anything else. V-MoE trains with a
-            normal one of standard deviation 1 / E and evaluates without.
+        order: "topk_softmax" or "softmax_topk"; the latter is V-MoE's and has a gradient for k = 1 too.
+        noise: like logits in shape, dtype and device, added in that dtype before anything else. V-MoE trains with
+            normal noise of standard deviation 1 / E and evaluates without.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:
-        weights (T, K) in the dtype of logits, computed in float32 (float64 stays), and experts (T, K) int32: choices in
-        descending order of z, equal ones by the lower expert.
+        weights (T, K) in the dtype of logits, computed in float32 (float64 stays), and experts (T, K) int32. Choices
+        are in descending order of z; of equal ones the lower expert comes first.
 
-    Order of values: -0.0 equals 0.0; NaN ranks above +inf and equals every NaN. A NaN among the logits that a softmax
-    sees makes all of its weights NaN, as in torch.softmax; the experts are defined all the same.
+    Order of values: -0.0 equals 0.0; NaN ranks above +inf and equals every NaN. A NaN among the logits of a softmax
+    makes all of its weights NaN, as in torch.softmax; the experts are still defined.
 
     Gradient: to logits and noise through the softmax; the choice itself is a constant. Differentiable once.
     FLOPs (torch's counter): none; comparisons and exponentials are not counted.

@@ -11,9 +11,9 @@
 
 Saved for backward: x, the weights, s and a; a kernel computes p again. Neither direction takes a logarithm or divides
 by a probability: h'/h is 6 (1 - u) / (g u (3 - 2 u)), and 0 where the step is saturated, so every gradient is finite.
-In the softmax a leaf counts from p = the smallest normal number on. A `parity` puts p + 1e-8, or the like, in its place
-there, and then L and R sum da p / (p + 1e-8). Where saturated nodes turn most tokens away, "cpu" makes no product that
-its token does not reach, in either direction.
+A leaf takes part in the softmax if p is at least the smallest normal number. `parity` replaces p there by p + 1e-8 or
+the like; L and R then sum da p / (p + 1e-8). Where saturated nodes turn most tokens away, "cpu" computes only the
+products that a token reaches, in either direction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from python_ref.tree_gate import RouteStatistics
 
 PARITIES = (None, "tf", "bert")
 
-# The smallest normal number of what is computed in: from there to its inverse gamma and 1 / gamma keep all places.
+# Smallest normal number of each dtype computed in: gamma and 1 / gamma keep full precision from there to its inverse.
 _TINY = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
 
 
@@ -38,19 +38,19 @@ def smooth_step(t: Tensor, gamma: float, *, backend: str | None = None) -> Tenso
 
     Args:
         t: float32, bfloat16, float16 or float64, any shape.
-        gamma: width of the step, above 0 and finite where it is computed, 1 / gamma as well, and both normal numbers
-            there: from 1.2e-38 to 8.5e37 for float32.
+        gamma: width of the step. gamma and 1 / gamma must be normal numbers of the dtype that h is computed in:
+            from 1.2e-38 to 8.5e37 for float32.
         backend: "reference" or None.
 
     Returns:
-        Like t, computed in float32 (float64 stays): exactly 0 and 1 where saturated, accurate to the last place between
-        (the paper's expanded cubic cancels near -gamma/2); 1 - h(t) is h(-t). NaN stays NaN.
+        Like t, computed in float32 (float64 stays). Exactly 0 and 1 where saturated, accurate to the last place between
+        (the paper's expanded cubic cancels near -gamma/2). 1 - h(t) is h(-t). NaN stays NaN.
 
     Gradient: to t, 6 u (1 - u) / gamma, exactly 0 at and beyond +-gamma/2.
 
     Raises:
         TypeError: t is no tensor of those dtypes, gamma no number, or a torch.func transform.
-        ValueError: a gamma that is no such number.
+        ValueError: gamma is out of range.
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 001, eq. 9, whose middle interval is misprinted.
@@ -81,28 +81,27 @@ def tree_gate(
     Args:
         x: (T, P), float32, bfloat16 or float16 (float64 on "reference" and "cpu").
         split_weight: (K, E-1, P) in the dtype of x, nodes in heap order; E >= 2, K >= 1.
-        leaf_weight: (K, E, P), leaves from left to right, which is the order of the experts: the leaf of node
-            q = E-1 .. 2E-2 of the heap, where E is no power of two the deepest ones, the last of the heap, first.
+        leaf_weight: (K, E, P), leaves from left to right; leaf e belongs to expert e. Leaves are the nodes E-1 .. 2E-2
+            of the heap; if E is no power of two, the deepest ones, which end the heap, are the left-most.
         gamma: width of the smooth step, above 0 and finite, as for smooth_step: from 1.2e-38 to 8.5e37 in float32.
         split_bias, leaf_bias: (K, E-1) and (K, E), or None.
-        parity: None; or as the authors' code weighs a leaf where eq. 3 has p: "tf", p + 1e-8, and 0 where p = 0;
+        parity: None for p as in eq. 3, or what the authors' code has in its place: "tf", p + 1e-8, and 0 where p = 0;
             "bert", p + 1e-6, and 0 where p < 1e-5 (that code has no split_bias).
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:
-        gates (T, E), which sum to one over the experts, and leaf_probs (T, K, E), which do over the leaves of a tree:
-        exactly 0 where a saturated node turns away, not clipped elsewhere. Both in the dtype of x, computed in float32
-        (float64 stays) from pre-activations in the dtype of x. A NaN among a token's split pre-activations, or among
-        the leaf ones that it can reach, makes its gates NaN.
+        gates (T, E), which sum to one over the experts, and leaf_probs (T, K, E), which sum to one over the leaves of a
+        tree. A leaf behind a saturated node has exactly 0; other probabilities are not clipped. Both are in the dtype
+        of x, computed in float32 (float64 stays) from pre-activations in the dtype of x. A NaN among a token's split
+        pre-activations, or among the logits of leaves that it can reach, makes its gates NaN.
 
-    Gradient: to x, weights and biases, from gates and leaf_probs; finite everywhere, saturated trees and leaves out of
-    reach included, whose nodes get exactly zero. Differentiable once on kernels. Autocast: runs in the dtype it is
-    given. FLOPs (torch's counter): 2 T P K (2E - 1), the products; twice as many backward.
+    Gradient: to x, weights and biases, from gates and leaf_probs. It is finite everywhere; saturated nodes and leaves
+    out of reach get exactly zero. Differentiable once on kernels. Autocast: runs in the dtype of its inputs. FLOPs
+    (torch's counter): 2 T P K (2E - 1), the products; twice as many backward.
 
     Raises:
         TypeError: a tensor of another dtype than x, gamma no number, or a torch.func transform.
-        ValueError: shapes that do not fit, another device than that of x, a gamma that is no such number, an unknown
-            parity.
+        ValueError: shapes that do not fit, another device than that of x, gamma out of range, an unknown parity.
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 001, eqs. 3 and 9; parity: the authors' TensorFlow and BERT code.
@@ -139,9 +138,9 @@ def tree_route(
     statistics: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, RouteStatistics]:
-    """One expert a tree, for inference: the descent from the root that reads only the nodes on its way.
+    """One expert a tree, for inference: descends from the root and reads only the nodes on the way.
 
-    Where every tree is saturated this is the gate of `tree_gate`. A tree that is not keeps its likeliest leaf, the
+    Equals the gate of `tree_gate` where every tree is saturated. Of another tree it keeps the likeliest leaf, the
     left-most of several, as if it were certain: weights = softmax of the K kept leaves' logits.
 
     Args:
@@ -150,12 +149,13 @@ def tree_route(
         backend: "reference", "cpu" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:
-        weights (T, K) in the dtype of x, computed in float32 (float64 stays), and experts (T, K) int32: those of tree
-        k at place k. An expert that several trees chose appears once, at the first of their places, with the sum; the
-        freed places hold weight 0 and expert -1. A token that reads a NaN goes left there and has NaN weights.
-        With statistics, RouteStatistics(visited, unsaturated), (T, K) each: the nodes read, int32, which are the path
-        where a tree is saturated and at least the nodes as likely as the kept leaf where it is not; and bool, whether
-        one of them was not saturated. Their means are the cost, and how often the gate is an approximation.
+        weights (T, K) in the dtype of x, computed in float32 (float64 stays), and experts (T, K) int32; place k belongs
+        to tree k. An expert that several trees chose appears once, at the first of their places, with the sum of their
+        weights; the freed places hold weight 0 and expert -1. A token that reads a NaN goes left there and has NaN
+        weights.
+        With statistics also RouteStatistics(visited, unsaturated), (T, K) each. visited (int32) counts the nodes read:
+        the path of a saturated tree, and more in other trees. unsaturated (bool) says whether one of them was not
+        saturated, so that the gate is an approximation.
 
     Gradient: none. FLOPs (torch's counter): of saturated trees, 2 T P K (ceil(log2 E) + 1).
 
@@ -214,7 +214,7 @@ def _check(op, x, split_weight, leaf_weight, gamma, split_bias, leaf_bias) -> fl
 
 
 def _check_gamma(op: str, gamma: object, dtype: torch.dtype) -> float:
-    """gamma as a float that is a normal number of what `dtype` is computed in, as is 1 / gamma."""
+    """gamma as a float; it and 1 / gamma are normal numbers of the dtype that `dtype` is computed in."""
     number, wide = check_positive(op, "gamma", gamma), library.wide(dtype)
     low = _TINY[wide]
     if not low <= number <= 1 / low:
