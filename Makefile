@@ -1,7 +1,7 @@
 # make test, make bench, make lint, make gpu: each does all of its own set-up, in a virtual environment.
 # make gpu verifies and measures everything on this machine's GPU within ten minutes; with QUICK=1 within two.
 # make fuzz MINUTES=10 compares random calls of every operation with the definition.
-# make baseline saves how the kernels stand to PyTorch; make regression fails where one has lost since.
+# make baseline saves the ratios to PyTorch; make regression fails if a kernel became slower since.
 # With VENV=0 they use what is installed: make test VENV=0 PYTHON=python3
 
 PYTHON ?= python3

@@ -1,7 +1,7 @@
 """Builds csrc/ into moe_kernels._cpu and, where nvcc is found, moe_kernels._cuda. Everything else is in pyproject.toml.
 
-Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX;10.0;12.0", as far as nvcc knows
-them), MAX_JOBS, CUDA_HOME, CXX, CI.
+Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX;10.0;12.0", without those
+that nvcc does not know), MAX_JOBS, CUDA_HOME, CXX, CI.
 """
 
 import os
@@ -40,7 +40,7 @@ DEFAULT_ARCHITECTURES = "8.0;9.0+PTX;10.0;12.0"
 CXXFLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -g0 -Wall -Wextra -fopenmp -fno-trapping-math -fno-math-errno"
 NVCCFLAGS = "-O3 -std=c++17 -Xcompiler -fPIC,-fvisibility=hidden"
 
-# Where the tests decide, a warning is an error; elsewhere a compiler that knows more of them must not stop anybody.
+# Warnings are errors in the tests. Elsewhere a newer compiler with more warnings must not stop a build.
 if os.environ.get("CI", "").lower() not in ("", "0", "false"):
     CXXFLAGS += " -Werror"
     NVCCFLAGS += " -Werror all-warnings"

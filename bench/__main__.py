@@ -129,7 +129,7 @@ def gpu_command(
 ) -> None:
     """Verifies and measures the GPU's kernels; leaves result, report and README's ledger ready to commit.
 
-    What found no time is named in the report. Needs a GPU.
+    The report names what was not measured for lack of time. Needs a GPU.
     """
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use: `python -m bench run` measures the CPU.")

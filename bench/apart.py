@@ -21,7 +21,7 @@ class Lost(RuntimeError):
 class Apart:
     """apart(function, *args, seconds=...): what it returns there. Function, arguments and result must pickle.
 
-    A call that raises nothing and leaves the GPU unusable is Lost too: nobody can say what its result is worth.
+    A call that raises nothing but leaves the GPU unusable is Lost too, as its result cannot be trusted.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def unusable() -> str:
-    """What the GPU says to this process where it takes no more of its work; empty where all is well."""
+    """The GPU's error if it accepts no more work of this process, else an empty string."""
     if not torch.cuda.is_initialized():
         return ""
     try:

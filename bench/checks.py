@@ -1,4 +1,4 @@
-"""What `python -m bench verify` asks of a kernel beyond its values: the same bits every time, no wait for the host, no
+"""Checks of `python -m bench verify` beyond values: the same bits every time, no wait for the host, no
 report of a sanitizer, and the test suite on a real GPU. A check says "ok", "FAILED: ..." or "not run: ..."."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SANITIZED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 NOT_OURS = ("--kernel-name-exclude", "kernel_substring=at6native")
 TRIED = "import torch; torch.zeros(1, device='cuda').sum().item()"
 
-# Of the tests of the host executor, those that ask a GPU about the same layouts; nobody compiles ahead of time there.
+# The tests of the host executor that compare its layouts with a GPU; nothing is compiled ahead of time there.
 ON_GPU = "(triton or cuda) and not machine_code and not ahead_of_time and not test_build"
 MOST_LOGGED = 200_000  # characters of one command
 
@@ -122,7 +122,7 @@ def sanitizer_refuses(program: str | None, seconds: float | None = None) -> str:
     return "" if tried == "ok" else f"compute-sanitizer does not run here: {tried.removeprefix('FAILED: ')}"
 
 
-# What a process of `verified` does: the operation, backend, dtype, device and size of its arguments. A line that begins
+# The program of a process of `verified`; its arguments: operation, backend, dtype, device and size. A line that begins
 # with TOLD has its row and the checks.
 TOLD = "verified: "
 VERIFIES = """
@@ -141,8 +141,9 @@ def verified(
 ) -> dict[Row, dict[str, str]]:
     """Rows of kernels on a GPU, and what `kernel_checks` says of each unless `small`.
 
-    Every operation, backend and dtype is a process of its own: what a kernel does wrong on a GPU, everybody after it in
-    its process hears, and 1170 kernels that Triton compiles in 0.3 to 1 s each outlast a lent GPU one after the other.
+    Every operation, backend and dtype is a process of its own. A fault on a GPU makes all later calls of its process
+    fail, and 1170 kernels that Triton compiles in 0.3 to 1 s each, one after the other, take longer than a GPU is lent
+    for.
     """
     until = time.monotonic() + seconds
     jobs = [(op, backend, dtype) for backend in backends for op in ops for dtype in DTYPES]
@@ -157,12 +158,12 @@ def verified(
         if left < 1:
             return replace(unverified, note=OUT_OF_TIME), {}
         words = [op, backend, short(dtype), device, "small" if small else "all"]
-        # -u: who is ended by a signal flushes nothing, and its last words tell most.
+        # -u: a process ended by a signal flushes nothing, and its last output says most.
         status, text = finished([sys.executable, "-u", "-c", VERIFIES, *words], None if left == math.inf else left)
         if status is None:
             return replace(unverified, note=OUT_OF_TIME), {}
         lines = text.strip().splitlines() or [""]
-        told = [line for line in lines if line.startswith(TOLD)]  # libraries have words of their own, the last ones too
+        told = [line for line in lines if line.startswith(TOLD)]  # libraries print lines too, also after the last
         if status != 0 or not told:
             keep(log, " ".join(words), text)
             note = f"its process ended with status {status}: {lines[-1]}"
@@ -240,7 +241,7 @@ def keep(log: Path | None, title: str, text: str) -> None:
 
 
 def cores() -> int:
-    """Those that this process may use: a container's, not its host's."""
+    """The cores that this process may use: the container's, not the host's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

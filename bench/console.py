@@ -1,4 +1,4 @@
-"""What the commands of the bench print, and how they read their options."""
+"""Tables, progress bars and list options of the bench's commands."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class NoExecutor(RuntimeError):
 class Case:
     """An operation at the shape that a prediction is for. small: sizes where it is counted; units: what it grows with.
 
-    own_bytes: bytes grow with the units as well, where the registry knows no least bytes.
+    own_bytes: bytes grow with the units too, since the registry has no least bytes.
     """
 
     operation: str

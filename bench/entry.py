@@ -1,4 +1,4 @@
-"""What an operation gives to be measured.
+"""The entry of an operation in the registry.
 
 Directions: "forward" without autograd; "backward", the kernel alone on what forward saved; "training", both through
 autograd. A peer is another implementation of the whole operation; torch.topk alone, which only selects, is none.
@@ -27,7 +27,7 @@ class Entry:
         complete(shape, device type) fits a shape to the device.
     inputs(shape, dtype, device): fresh random inputs.
     kernel(backend): what to call for that backend, by direction.
-    peers: the same for PyTorch's own compositions, by name; those of other packages stand in bench/peers.py.
+    peers: the same for PyTorch's own compositions, by name; peers of other packages are in bench/peers.py.
     flops(shape, direction), least_bytes(shape, dtype, direction): of one call; every input read once, every output
         written once.
     leaves, grad: names of the inputs that training differentiates by, and of the gradient of the output.
@@ -60,5 +60,5 @@ def through_autograd(forward: Callable[[Inputs], Any], leaves: tuple[str, ...], 
 
 
 def label(shape: Shape) -> str:
-    """ "R=4096 N=512 p=0.5": the shape as it stands in tables and keys."""
+    """ "R=4096 N=512 p=0.5": the shape as tables and keys show it."""
     return " ".join(f"{name}={value}" for name, value in shape.items())

@@ -51,7 +51,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Line:
-    """Medians of seconds, and bytes that rank 0 sent; predicted: those of bench.exchange_model, where it knows."""
+    """Medians of seconds, and bytes that rank 0 sent; predicted: the bytes of bench.exchange_model, or None."""
 
     ranks: int
     contender: str
@@ -226,7 +226,7 @@ def _timed(call: Callable[..., None], *given: Any) -> float:
 
 
 def _together(goes_on: bool) -> bool:
-    """What rank 0 says."""
+    """The result of rank 0."""
     said = torch.tensor(int(goes_on))
     dist.broadcast(said, 0)
     return bool(said)

@@ -1,4 +1,4 @@
-"""What is measured of the experts: the grouped GEMM, the expert MLP and expert norms."""
+"""Benchmarks of the experts: the grouped GEMM, the expert MLP and expert norms."""
 
 from __future__ import annotations
 

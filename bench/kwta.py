@@ -1,4 +1,4 @@
-"""What is measured of kWTA: rows of the papers and of language models, fractions of winners."""
+"""Benchmarks of kWTA: rows of the papers and of language models, fractions of winners."""
 
 from __future__ import annotations
 

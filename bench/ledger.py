@@ -1,4 +1,4 @@
-"""What was verified where, and whether it still is: results as data, and the hash of the sources they ran."""
+"""Results as data: what was verified and measured where, with the hash of the sources that ran."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
-# What a file includes, or imports of its backend. ops.h declares every operation: a new one changes no kernel.
+# Includes of a file, and imports from its backend. ops.h declares every operation: a new one changes no kernel.
 _INCLUDED = re.compile(
     r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends\.(?:triton|native)\.(\w+) import', re.MULTILINE
 )
@@ -40,7 +40,7 @@ def operations(root: Path = ROOT) -> list[str]:
 
 
 def _kernels(op: str, backend: str, root: Path) -> list[Path]:
-    """Those of the operation's own name, and of the one in whose file it stands."""
+    """Files with the operation's name, or with the name of the operation whose file holds it."""
     return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
 
 
@@ -102,7 +102,7 @@ def compact(result: Result) -> str:
 
 
 def _entry_lines(entry: dict[str, Any]) -> str:
-    """An entry on one line and each of its figures on one. What a figure shares with its entry stands there alone."""
+    """An entry on one line and each of its figures on one. A figure does not repeat what its entry holds."""
     facts = json.dumps({key: _rounded(value) for key, value in entry.items() if key not in FIGURES})
     figures = [f"{json.dumps(name)}: {_lines(_figure_line(each) for each in entry.get(name, []))}" for name in FIGURES]
     return ", ".join([facts[:-1], *figures]) + "}"
@@ -150,7 +150,7 @@ def stale(result: Result, root: Path = ROOT) -> list[str]:
 
 
 def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -> str:
-    """What the ledger says of one operation and backend, the newest run first."""
+    """The state of one operation and backend in the ledger: that of the newest run."""
     if not implemented(op, backend, root):
         return "-"
     if backend == "reference":

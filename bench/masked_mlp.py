@@ -1,4 +1,4 @@
-"""What is measured of the MLP under known masks: paper 000's, a batch of 32, beside the same without masks.
+"""Benchmarks of the MLP under known masks: paper 000's, a batch of 32, beside the same without masks.
 
 Every neuron answers, so that layers without masks compute the same; no kernel branches on what a mask holds. Masks are
 read where those of all samples are kept, as in training; a peer's are a batch's, ready.
@@ -61,7 +61,7 @@ def _layers(inputs: Inputs, masked: bool) -> Tensor:
 
 
 def _flops(shape: Shape, direction: str) -> int:
-    """Those of the products: all twice more in training, but the gradient to x."""
+    """FLOPs of the products; training has twice as many more, less the gradient to x."""
     products = [n_in * n_out for n_in, n_out in pairwise(_widths(shape))]
     return 2 * shape["B"] * (sum(products) if direction == "forward" else 3 * sum(products) - products[0])
 

@@ -22,7 +22,7 @@ from moe_kernels.verify import Row, said, threads
 
 MEMCPY = "memcpy"
 ROUGHLY = 0.05
-JOB_SECONDS = 60  # a job that compiles four kernels takes 20, one that hangs for ever
+JOB_SECONDS = 60  # a job that compiles four kernels takes 20 s
 
 Figure = dict[str, Any]
 Calls = dict[str, Callable[[Inputs], object]]
@@ -31,7 +31,7 @@ Ceilings = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be measured: a set of shapes and which of them, dtypes, CPU threads, peers (None: all), curves.
+    """What to measure: a set of shapes and which of them, dtypes, CPU threads, peers (None: all), curves.
 
     first: a set before that one, in 16 bits where the operation takes them: float32 products of these sizes take
         seconds a job.
@@ -68,7 +68,7 @@ class Job:
 
 @dataclass
 class Found:
-    """What jobs gave: figures, points of the scaling curves, and what was left out, each line with its reason.
+    """Results of jobs: figures, points of the scaling curves, and what was left out, each line with its reason.
 
     failed: by operation, backend and dtype, what a kernel that is right on the verified shapes raised on another one.
     """
@@ -222,7 +222,7 @@ def one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...] | None
     try:
         with threads(job.threads):
             samples, more = _samples(job, budget, peers, found)
-    except torch.cuda.OutOfMemoryError:  # of inputs and peers, for all that is known: it speaks against no kernel
+    except torch.cuda.OutOfMemoryError:  # may come from inputs or peers, so it is no fault of the kernel
         return Found(left_out=[*found.left_out, f"{job}: no room in the GPU's memory"])
     except Exception as raised:  # the jobs before it keep their figures
         return _failed(job, said(raised), found)
@@ -287,7 +287,7 @@ def _samples(
 
 
 def _compare(job: Job, calls: Calls, others: Calls, inputs: Inputs, found: Found) -> None:
-    """Says which kernel is far from PyTorch at this size, which nobody verified; where choices tie it may be right."""
+    """Names a kernel that is far from PyTorch at a size that was not verified; with tied choices it may be right."""
     name = next((name for name in others if name in ENTRIES[job.op].peers), None)
     if name is not None:
         its = others[name](inputs)
@@ -354,7 +354,7 @@ def figure(
     memcpy: timing.Sample,
     limit: dict[str, float],
 ) -> Figure:
-    """What one kernel reached: microseconds (with the 10th and 90th percentile), GB/s, GFLOP/s and ratios.
+    """The figure of one kernel: microseconds (with the 10th and 90th percentile), GB/s, GFLOP/s and ratios.
 
     ceiling_percent: the least time that this machine's copy and product ceilings allow, over the time taken.
     over_memcpy: times as long as a copy of the least bytes. peers: times as fast as each.

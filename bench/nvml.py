@@ -1,4 +1,4 @@
-"""What the GPU was doing while it was measured: clocks, power, temperature, throttling and energy, from NVML."""
+"""Clocks, power, temperature, throttling and energy of the GPU during a measurement, from NVML."""
 
 from __future__ import annotations
 

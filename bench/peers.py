@@ -1,6 +1,6 @@
 """Peers from other packages: one function each, `inputs -> output` of an operation, named with its reason when missing.
 
-PyTorch's own compositions need nothing and stand in the operation's Entry. What cannot be compared is here too, with
+PyTorch's own compositions are in the operation's Entry. What cannot be compared is here too, with
 the reason, so that a report says so. A peer that gives another result than the kernel is not compared (see measure).
 """
 

@@ -84,7 +84,7 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """What binds most of the time."""
+        """The resource that binds most of the time."""
         share = {name: sum(each.least for each in self.launches if each.bound == name) for name in BOUNDS}
         return max(share, key=lambda name: share[name])
 

@@ -100,7 +100,7 @@ def _call(job: measure.Job) -> Callable[[], object]:
 
 
 def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str]:
-    """What Nsight Compute and Triton's proton wrote, or why they were not run; arguments repeat this profile."""
+    """Output of Nsight Compute and Triton's proton, or why they did not run; `arguments` repeat this profile."""
     found = {}
     program = shutil.which("ncu")
     if job.device != "cuda":
@@ -138,7 +138,7 @@ def _proton(job: measure.Job, folder: Path) -> str:
 def job_of(
     op: str, backend: str | None, dtype: str, direction: str, shapes: str, index: int, count: int
 ) -> tuple[measure.Job | None, str]:
-    """What is to be profiled, or why it cannot be."""
+    """The job to profile, or the reason why there is none."""
     places = {name: placement(op, name, getattr(torch, dtype)) for name in ([backend] if backend else KERNELS)}
     for name, (device, _) in places.items():
         if device == "cuda" or (device == "cpu" and name == "cpu"):

@@ -1,4 +1,4 @@
-"""What is measured of the routing: gate, plan, dispatch and combine, on uniform, Zipf and adversarial choices."""
+"""Benchmarks of the routing: gate, plan, dispatch and combine, on uniform, Zipf and adversarial choices."""
 
 from __future__ import annotations
 

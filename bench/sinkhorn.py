@@ -1,4 +1,4 @@
-"""What is measured of Sinkhorn's iteration: the design's shapes, hot and cold."""
+"""Benchmarks of Sinkhorn's iteration: the design's shapes, hot and cold."""
 
 from __future__ import annotations
 

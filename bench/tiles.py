@@ -1,4 +1,4 @@
-"""Which tiles of the grouped products are fastest on this GPU: what MOE_KERNELS_AUTOTUNE=1 times, at the aims' shapes.
+"""Times the tiles of the grouped products on this GPU, as MOE_KERNELS_AUTOTUNE=1 does, at the shapes of the aims.
 
 The shipped ones are predicted by arithmetic (see _grouped_configs); this is what confirms or corrects them.
 """

@@ -166,7 +166,7 @@ def sets_for(bytes_per_call: int, held: int = 1) -> int:
 
 
 def wait_for_gpu(call: Callable[[], object]) -> str:
-    """What torch says of a call that, once warm, makes the host wait for the GPU: no graph can hold it. Else empty."""
+    """torch's message about a warm call that makes the host wait for the GPU, which no graph can hold; else empty."""
     call()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -185,7 +185,7 @@ def _launch(call: Callable[[Any], object], input_sets: list[Any]) -> list[object
 def _graph(call: Callable[[Any], object], input_sets: list[Any]) -> Callable[[], object]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # warm-up outside of the capture: compiles, and lets libraries allocate
+    with torch.cuda.stream(stream):  # warm-up outside of the capture: compiles, and libraries allocate
         for _ in range(2):
             call(input_sets[0])
     torch.cuda.current_stream().wait_stream(stream)
@@ -219,7 +219,7 @@ def launch_seconds(call: Callable[[], object], budget: float = 0.5, repeats: int
 
 
 def ceilings(device: str, dtypes: list[torch.dtype], budget: float = 0.3) -> dict[str, float]:
-    """What this machine can do, measured now: a copy in GB/s (read plus written) and products in GFLOP/s by dtype.
+    """Ceilings of this machine, measured now: a copy in GB/s (read plus written) and products in GFLOP/s by dtype.
 
     On a CPU the copy is of 16 MB, like the bench's shapes, and float16 has no product: torch has no library for it.
     """

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @contextmanager
 def recorded(device: str, *, memory: bool = False) -> Iterator[profile]:
-    """What runs within the block, with the memory it takes; without the lines that the profiler writes to stderr."""
+    """Traces the block with its memory, and hides the lines that the profiler writes to stderr."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

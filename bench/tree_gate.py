@@ -1,4 +1,4 @@
-"""What is measured of the tree gate: the dense gate on trees half saturated, the route on trees that are wholly so."""
+"""Benchmarks of the tree gate: the dense gate on half saturated trees, the route on saturated ones."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ from moe_kernels import info, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status is 1 where something failed and 2 where the command makes no sense."""
+    """Runs one command. Exit status: 1 if something failed, 2 for a wrong command line."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m moe_kernels", description="Kernels for mixtures of experts.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | train | study")
     commands.add_parser("info", help="this machine, what was built for it, and which backend runs which operation")
     _add_verify(commands.add_parser("verify", help="every kernel that can run here against its reference"))
     train = commands.add_parser("train", help="train the systems of the papers: a recipe, its data, a table at the end")
-    if words[:1] == ["train"]:  # only then: its arguments need modules that info and verify can do without
+    if words[:1] == ["train"]:  # its arguments need modules that info and verify do not need
         importlib.import_module("moe_kernels.train").add_arguments(train, words[1:])
     study = commands.add_parser("study", help="experiments of the papers that compare no trained models, with pictures")
     if words[:1] == ["study"]:
@@ -58,18 +58,18 @@ def _verify(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     ran = sum(row.verdict == "ok" for row in rows)
     print(f"\n{ran} ok, {failed} failed, {len(rows) - ran - failed} not run")
     idle = verify.idle(args.backend, rows)
-    if idle:  # nobody who asks for a backend by name takes it for verified
+    if idle:  # a backend requested by name that ran nothing is not verified
         print(f"verify: {idle}", file=sys.stderr)
     return 1 if failed else 2 if idle else 0
 
 
 if __name__ == "__main__":
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without a sign such as the table's costs no run its end
+        sys.stdout.reconfigure(errors="replace")  # an encoding without a character of the table must not end the run
     try:
         status = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads, such as head, has enough; nothing is left to be flushed at the end
+    except BrokenPipeError:  # the reader, such as head, closed the pipe; nothing must be flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)

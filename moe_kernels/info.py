@@ -1,4 +1,4 @@
-"""What machine this is, what was built for it, and which backend can run which operation."""
+"""Describes this machine, what was built for it, and which backend can run which operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_kernels._version import __version__
 
 
 class Placement(NamedTuple):
-    """Where a backend can run an operation: a device type, or None and the reason why nowhere here."""
+    """The device type on which a backend can run an operation, or None and the reason."""
 
     device: str | None
     reason: str
@@ -102,7 +102,7 @@ def extensions() -> list[tuple[str, str]]:
     """The extension modules and what each was built for."""
     rows = [("_cpu", instruction_set())]
     try:
-        _cuda: Any = import_module("moe_kernels._cuda")  # whose absence is told without a path
+        _cuda: Any = import_module("moe_kernels._cuda")  # its ImportError has a message without a path
     except ImportError as error:
         return [*rows, ("_cuda", f"not built: {error}")]
     offered = _cuda.driver_version()
@@ -116,7 +116,7 @@ def _cuda_version(number: int) -> str:
 
 
 def operations() -> list[str]:
-    """Every operation of the package: moe_kernels/ops/<operation>.py, and those that stand in another one's file."""
+    """Every operation of the package: moe_kernels/ops/<operation>.py, and operations in another one's file."""
     files = {module.name for module in pkgutil.iter_modules(ops.__path__) if not module.name.startswith("_")}
     return sorted((files - backends.ALIASES.keys()) | backends.FILES.keys())
 

@@ -1,4 +1,4 @@
-"""RoutingPlan: who goes where, computed once, on the device, and handed to every operation that needs it."""
+"""RoutingPlan: the row of every choice of every token, computed once on the device and used by all operations."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from moe_kernels._pytree import register
 
 @dataclass(frozen=True, eq=False)
 class RoutingPlan:
-    """Which row of which expert every choice of every token became.
+    """The row of an expert that every choice of every token became.
 
-    A choice that found room is a row. Rows of expert e are expert_offsets[e] up to expert_offsets[e + 1], in order of
-    arrival; choices that found no room have no row and cost nothing from here on.
+    A kept choice is a row. Rows of expert e are expert_offsets[e] up to expert_offsets[e + 1], in order of arrival.
+    Dropped choices have no row and cost nothing in later operations.
 
         num_tokens, num_experts        T, E
         expert_offsets (E + 1)         first row of every expert; the last entry is the number of rows in use
         row_token      (R)             the token in a row
         row_choice     (R)             which of its K choices put it there
         slot_row       (T, K)          the row of a choice; -1 if it was dropped, or was no choice
-        requested      (E)             choices that asked for an expert
-        kept           (E)             those that found room: kept_e = expert_offsets[e + 1] - expert_offsets[e]
+        requested      (E)             choices of an expert
+        kept           (E)             choices that became rows: kept_e = expert_offsets[e + 1] - expert_offsets[e]
         dropped        ()              sum of requested less sum of kept
 
-    Every array is int32, contiguous, and on the device of the experts it was made of; none of them has a gradient. What
-    takes a plan refuses other arrays, and, on the CPU, indices out of range; that the arrays agree with each other is
-    left to who makes a plan by other means than `make_plan` and its kin.
+    Every array is int32, contiguous, without a gradient, and on the device of `experts`. Operations refuse other arrays
+    and, on the CPU, indices out of range. They do not check that the arrays agree with each other: whoever builds a
+    plan without `make_plan`, `plan_expert_choice` or `plan_priority` must see to that.
 
-    R is known without waiting for the device: R = min(T * K, E * capacity), or T * K without a capacity. Where fewer
-    rows are in use, the rest, from expert_offsets[E] on, hold row_token = row_choice = -1; `dispatch` makes them zero
-    and `grouped_gemm` keeps them zero. Shapes depend on T, K, E and capacity alone.
+    R is known without waiting for the device: R = min(T * K, E * capacity), or T * K without a capacity. Rows from
+    expert_offsets[E] on are not in use and hold row_token = row_choice = -1; `dispatch` makes them zero and
+    `grouped_gemm` keeps them zero. Shapes depend on T, K, E and capacity alone.
 
     Four tokens, two choices each, two experts with room for two:
 
@@ -70,12 +70,12 @@ class RoutingPlan:
 
     @property
     def num_rows(self) -> int:
-        """R, the rows that were made room for; expert_offsets[E] of them are in use."""
+        """R, the allocated rows; expert_offsets[E] of them are in use."""
         return self.row_token.shape[0]
 
     @property
     def dropped_share(self) -> Tensor:
-        """Dropped choices as a share of those requested, a float32 scalar; 0 where nobody asked."""
+        """Dropped choices as a share of those requested, a float32 scalar; 0 if no choice was requested."""
         return self.dropped / self.requested.sum().clamp(min=1)
 
     @property
@@ -132,7 +132,7 @@ class RoutingPlan:
         return self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        # Of a file that torch.load read: nothing but the fields is taken. Operations check how they fit together.
+        # Also for files read by torch.load: only the fields are taken. Operations check their shapes.
         names = [each.name for each in fields(self)]
         if sorted(state) != sorted(names):
             raise ValueError(f"RoutingPlan: expected the fields {', '.join(names)}; got {', '.join(state)}")
@@ -181,4 +181,4 @@ def _rows_or_zeros(rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 register(RoutingPlan)
-torch.serialization.add_safe_globals([RoutingPlan])  # torch.load(weights_only=True) of a plan, or of what holds one
+torch.serialization.add_safe_globals([RoutingPlan])  # lets torch.load(weights_only=True) read a plan

@@ -35,7 +35,7 @@ def kwta_mask(x: Tensor, k: int, *, ties: str = "index") -> Tensor:
 
 
 def kwta_bits(x: Tensor, k: int, *, ties: str = "index") -> tuple[Tensor, Tensor]:
-    """What wins, and who: `kwta` of x and its mask, packed."""
+    """`kwta` of x, and its mask packed to bits."""
     return kwta(x.detach(), k, ties=ties), pack_bits(kwta_mask(x.detach(), k, ties=ties))
 
 

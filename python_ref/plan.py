@@ -54,7 +54,7 @@ def make_plan(
     token, choice = token.flatten(), choice.flatten()
 
     asked = experts.long()[token, choice]
-    asked = torch.where((asked >= 0) & (asked < num_experts), asked, num_experts)  # group E: those who ask for nobody
+    asked = torch.where((asked >= 0) & (asked < num_experts), asked, num_experts)  # group E: choices of no expert
     expert, arrival = torch.sort(asked, stable=True)
     token, choice = token[arrival], choice[arrival]
     start = torch.searchsorted(expert, torch.arange(num_experts + 1, device=device))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Largest error of a row sum at which the gradient at the fixed point stands for that of the iterates.
+# Largest error of a row sum at which the gradient at the fixed point may replace that of the iterates.
 RESIDUAL = 1e-5
 
 

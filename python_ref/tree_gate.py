@@ -69,7 +69,7 @@ def tree_gate(
 
 
 class RouteStatistics(NamedTuple):
-    """What tree_route did: nodes read, int32 (T, K), and whether one on the way was not saturated, bool (T, K)."""
+    """Nodes read by tree_route, int32 (T, K), and whether one of them was not saturated, bool (T, K)."""
 
     visited: Tensor
     unsaturated: Tensor

@@ -340,7 +340,7 @@ def test_what_a_layer_cannot_do_is_refused():
     gate = TopKGate(4, 2, 1)
     with pytest.raises(ValueError, match=r"MoE: expert_dropout must be from 0 to 1 \(a rate\), got 1\.5"):
         MoE(gate, ExpertMLP(2, 4, 4), expert_dropout=1.5)
-    with pytest.raises(ValueError, match="MoE: pass_through wants experts from D to D, got 4 and 3"):
+    with pytest.raises(ValueError, match="MoE: pass_through needs experts from D to D, got 4 and 3"):
         MoE(gate, ExpertMLP(2, 4, 4, 3), pass_through=True)(torch.randn(5, 4))
     with pytest.raises(ValueError, match="MultiGateMoE: expected at least one gate"):
         MultiGateMoE([], ExpertMLP(2, 4, 4))

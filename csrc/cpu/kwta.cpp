@@ -196,7 +196,7 @@ class Search {
     }
   }
 
-  // What the counts say of low and high. Of a row that is done, nothing changes.
+  // Moves low and high by the counts. A finished row does not change.
   void update(bool guided) {
     const Int n = n_, k = k_;
 #pragma omp simd

@@ -37,7 +37,7 @@ struct Masks {
 
   const int32_t* of(int64_t row) const { return bits + (sample ? sample[row] : row) * words_of(n); }
 
-  // Whether all rows have one. Asks for them, too, since they lie anywhere and a layer of 32 rows is over in 10 us.
+  // Whether all rows have one. Prefetches them too: they lie anywhere, and a layer of 32 rows takes 10 us.
   bool of_all(int64_t rows) const {
     if (sample == nullptr) return true;
     for (int64_t r = 0; r < rows; ++r) {

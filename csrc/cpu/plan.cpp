@@ -58,7 +58,7 @@ struct Requests {
   }
 };
 
-// kept = min(requested, capacity), expert_offsets = its running sum, and nobody in the rows beyond.
+// kept = min(requested, capacity), expert_offsets = its running sum, and -1 in the rows beyond.
 void finish(const Plan& plan, int64_t num_experts, int64_t capacity, int64_t rows) {
   int64_t row = 0, asked = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -208,7 +208,7 @@ class Matching {
     return best(token, [](Key, int64_t) { return true; });
   }
 
-  // Places `token`, and whoever has to move on for it.
+  // Places `token`, and the tokens that it displaces.
   void place(int64_t token, int32_t* assigned, int32_t* kept) {
     while (token >= 0) {
       const int64_t expert = best(token, [&](Key key, int64_t e) {

@@ -63,7 +63,7 @@ struct Rows {
     if (token == nullptr) ahead.ask(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
   }
 
-  // Rows that stand one behind the other.
+  // Contiguous rows.
   Ahead::Piece piece(int64_t first, int64_t rows, int64_t dim) const {
     if (token != nullptr || stride != dim) return {};
     return {x + first * dim * kind.size, rows * dim * kind.size};
@@ -76,7 +76,7 @@ int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
   return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
 }
 
-// What a product of rows needs: sums (R, dout) are x W_e, or stand ready in `product`.
+// Arguments of a product of rows: sums (R, dout) are x W_e, or already in `product`.
 template <class T>
 struct Product {
   Rows<T> x;
@@ -87,12 +87,12 @@ struct Product {
   Groups groups;
   int64_t din, dout;
 
-  // Calls finish(expert, row, sums of dout columns), which may write over the sums. They stand in `place` (R, dout) if that
+  // Calls finish(expert, row, sums of dout columns), which may write over the sums. They are in `place` (R, dout) if that
   // is not null. Or, of pairs, they go to `rounded` in bfloat16 if that is not null, and there is nothing to finish.
   template <class Finish>
   void run(int threads, T* place, char* rounded, Finish finish) const {
     if (product && product_kind.wide) place = reinterpret_cast<T*>(product);
-    // Sums of a span, a panel, rows of a span; or the sums of a row that stands ready.
+    // Sums of a span, a panel, rows of a span; or the sums of a row that are already computed.
     const Scratch<T> scratch(threads, product ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kPairDepth));
     groups.each_span(threads, [&](int thread, Span span, Span later) {
       T* own = scratch.of(thread);
@@ -137,7 +137,7 @@ struct Product {
 
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
 
-  // What to ask for while a span is multiplied by a panel of so many terms for each of x's.
+  // What to prefetch while a span is multiplied by a panel of so many terms for each of x's.
   Ahead ask_for_next_span(Span span, Span later, int64_t depth, bool fresh) const {
     Ahead ahead{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
     const bool another = later.rows > 0 && later.expert != span.expert;

@@ -53,7 +53,7 @@ Sums<packed> sums_of(const Call& c, int64_t first, int64_t width, Arena* arena) 
   return sums;
 }
 
-// What each form does to the matrices of a stage that take it.
+// Runs each form on the matrices of a stage that use it.
 template <class T, bool packed, class Wide, class Forms>
 void scaled_parts(const Stage<packed, Wide>& scores, const Forms& forms, Form wanted, const Cooling& taus, Arena arena) {
   using Each = Part<packed, Wide, T>;

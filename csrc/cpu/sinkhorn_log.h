@@ -24,7 +24,7 @@ inline void finish(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total)
 
 inline Vec<double> finite(Vec<double> most) { return most > -std::numeric_limits<double>::max() ? most : Vec<double>{}; }
 
-// What the rows and columns of a part's matrices are to sum to, how near is near enough, and the gradients of the sums.
+// Prescribed sums of rows and columns of a part's matrices, their tolerance, and the gradients of the sums.
 template <bool packed>
 struct Sums {
   Rows<packed, double> rows, drows;
@@ -75,7 +75,7 @@ struct Potentials {
     for (double* each : {column_anchor, column_log, g}) std::fill(each, each + width, 0.0);
     store(taken, broadcast(1.0));
   }
-  // What was before, in the lanes of matrices that take no further iteration.
+  // The old value, in the lanes of matrices that take no further iteration.
   void keep(const Potentials& before, int64_t n, int64_t width) const {
     const auto moves = load(taken) != 0.0;
     for (int64_t i = 0; i < n; ++i) {
@@ -100,7 +100,7 @@ struct Potentials {
   }
 };
 
-// Whether exp(S / tau) itself has columns as they are to be, in every lane of a matrix that has.
+// In every lane of a matrix: whether exp(S / tau) itself already has the prescribed column sums.
 template <bool packed, class Wide>
 Vec<double> columns_off(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
   Vec<double> most{};

@@ -1,4 +1,4 @@
-// What tree_gate.cpp and tree_route.cpp share: the smooth step, and where the leaves of a heap stand.
+// Shared by tree_gate.cpp and tree_route.cpp: the smooth step, and the places of leaves in a heap.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +34,7 @@ inline int64_t level_of(int64_t node) { return (int64_t(1) << (63 - __builtin_cl
 
 // Leaves are nodes E-1 .. 2E-2; from left to right those of the deepest level come first.
 struct Leaves {
-  int64_t experts, deepest, deep;  // the deepest level's first id, and how many leaves stand there
+  int64_t experts, deepest, deep;  // the deepest level's first id, and its number of leaves
 
   explicit Leaves(int64_t experts) : experts(experts), deepest(level_of(2 * experts - 2)), deep(2 * experts - 1 - deepest) {}
 

@@ -22,7 +22,7 @@ constexpr int64_t kPad = 16;  // elements, as many as a vector holds or more: lo
 
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
-// A thread's rows of one token. In a tree's row and in the heap node q stands at place m = q + 1, whose children are at
+// A thread's rows of one token. In a tree's row and in the heap node q is at place m = q + 1, whose children are at
 // 2 m and 2 m + 1: each level of a vector or more then starts at a whole one. What is read beyond a level or a row is
 // written again or never read for a result; padding of leaves is written once, to 0.
 template <class F>

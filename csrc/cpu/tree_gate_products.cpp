@@ -87,7 +87,7 @@ struct Branches {
   const int32_t* end(int64_t number) const { return token + offsets[number + 1]; }
 
   // Calls visit(first column, how many, index of the first, whether they are leaves) for a branch's nodes and leaves, which
-  // stand side by side in each level; returns the number of columns.
+  // are side by side in each level; returns the number of columns.
   template <class Visit>
   int64_t each_run(int64_t number, Visit visit) const {
     const Leaves leaves(experts);
@@ -102,7 +102,7 @@ struct Branches {
   }
 };
 
-// What belongs to the nodes, (.., K, E-1), and to the leaves, (.., K, E), rows of `dim` elements.
+// Tensors of the nodes, (.., K, E-1), and of the leaves, (.., K, E), rows of `dim` elements.
 template <class T>
 struct Pair {
   T *split, *leaf;
@@ -247,7 +247,7 @@ struct Products {
   }
 };
 
-// Which branches a token reaches, a bit each; `split` holds at least a tree's first levels. Without a jump that depends on
+// The branches that a token reaches, a bit each; `split` holds at least a tree's first levels. Without a jump that depends on
 // data: every other one would be mispredicted.
 template <class T>
 uint64_t reached(const T* split, int64_t levels, T half) {

@@ -19,7 +19,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kBlock = 128;  // tokens; 384 KiB of x at P = 768, which stay in the second cache through all trees
-constexpr int kAbreast = 4;      // tokens whose sums overlap; each has two of its own, whoever its neighbours are
+constexpr int kAbreast = 4;      // tokens whose sums overlap; each has two of its own, so neighbours do not change them
 
 template <class Wide>
 struct Branch {

@@ -1,4 +1,4 @@
-"""Which backend runs an operation, and why.
+"""Chooses the backend of an operation, and explains the choice.
 
 The tree is the registry: backend b implements operation f if its namespace has f_fwd, and beside it
 f_supports(place, dtype) returns None or the reason why it cannot run there. A place is a device type; of a GPU its
@@ -34,7 +34,7 @@ AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference"
 # cores there busy; those of csrc/cuda are mma.sync, as both are on sm_80. Not measured either.
 ORDER = {"grouped_gemm": ("triton", "cuda", "reference")}
 
-# Operations that stand in another one's file, and the operation that a file is named after.
+# Operations in another operation's file, with that file's basename.
 FILES = {
     "make_plan": "plan",
     "plan_expert_choice": "plan",
@@ -44,7 +44,7 @@ FILES = {
 }
 ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_apply": "kwta"}
 
-# Operations whose kernels are all another one's: only their definition has a file of its own.
+# Operations without kernels of their own, and the operation whose kernels they use.
 MADE_OF = {"expert_mlp": "grouped_gemm", "expert_norms": "grouped_gemm", "masked_mlp": "kwta"}
 
 # Sizes that a kernel may be limited in, of the tensors of a call in their order.
@@ -127,7 +127,7 @@ def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
 
 
 def too_large(sizes: dict[str, int], limits: tuple[tuple[str, int], ...]) -> str | None:
-    """Which size is above its limit, if any; the comparisons become guards of a compiled function."""
+    """The reason why a size is above its limit, or None; the comparisons become guards of a compiled function."""
     for size, most in limits:
         if sizes[size] > most:
             return f"it takes {size} up to {most}, not {sizes[size]}"
@@ -145,7 +145,7 @@ def limits(name: str, op: str, place: str) -> tuple[tuple[str, int], ...]:
     return () if found is None else tuple(found(place).items())
 
 
-# What choose_shapes says of meta tensors: the operations of library/ know the shapes of their results.
+# The backend of meta tensors: operators of library/ compute the shapes of their results.
 SHAPES = "shapes"
 
 
@@ -234,7 +234,7 @@ def load(name: str, op: str) -> ModuleType:
 
 
 def reconsider() -> None:
-    """Forgets earlier choices: for whoever changes what a backend can run, as tests/simt does."""
+    """Forgets earlier choices. Call it after changing what a backend can run, as tests/simt does."""
     _decide.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""The one place where a tensor becomes an address. A raw pointer knows no dtype, so it is checked here."""
+"""The only place that takes addresses of tensors. A raw pointer has no dtype, so dtypes are checked here."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from moe_kernels.backends.native import (
 )
 
 try:
-    module: Any = import_module("moe_kernels._cpu")  # whose absence is told without a path
+    module: Any = import_module("moe_kernels._cpu")  # its ImportError has a message without a path
 except ImportError as error:
     raise ImportError(f"the CPU extension is not built ({error}); run pip install . in the checkout") from None
 
@@ -58,7 +58,7 @@ pointer = partial(_native.pointer, device_type)
 
 
 def chunks(elements: int) -> int:
-    """Threads that share work on so many elements, each of which may want scratch memory of its own."""
+    """Number of threads for work on so many elements; each may need scratch memory."""
     return 1 if elements < _SERIAL else torch.get_num_threads()
 
 

@@ -24,7 +24,7 @@ from moe_kernels.backends.native import (
 )
 
 try:
-    module: Any = import_module("moe_kernels._cuda")  # whose absence is told without a path
+    module: Any = import_module("moe_kernels._cuda")  # its ImportError has a message without a path
 except ImportError as error:
     module = None
     _not_built = f"the CUDA extension is not built ({error}); install with nvcc on the PATH"
@@ -50,7 +50,7 @@ def launch(name: str, work: Tensor, *args: int | float, passes: int = 1) -> None
 
 
 def chunks(elements: int) -> int:
-    """Pieces of work that want scratch memory of their own: none, as blocks have shared memory."""
+    """Number of pieces of work that need scratch memory: none, as blocks have shared memory."""
     return 0
 
 

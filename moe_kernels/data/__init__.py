@@ -96,7 +96,7 @@ def load(name_or_path: str | Path) -> Dataset:
     """
     if str(name_or_path) == "digits":
         return images.digits()
-    path = Path(os.path.expanduser(name_or_path))  # of nobody who is unknown here
+    path = Path(os.path.expanduser(name_or_path))  # "~name" of an unknown user stays as it is
     if not path.exists():
         raise ValueError(f"data: expected 'digits' or a path to {_EXPECTED}; there is no {path}")
     found = _sets(path)
@@ -114,7 +114,7 @@ def load(name_or_path: str | Path) -> Dataset:
 
 
 def describe(data: Dataset) -> dict[str, Any]:
-    """What a model needs to know of its data set: kind, name, classes and shape, vocabulary, or users and movies."""
+    """Properties of a data set that a model needs: kind, name, classes and shape, vocabulary, or users and movies."""
     what: dict[str, Any] = {"kind": type(data).__name__, "name": data.name}
     if isinstance(data, Images):
         return what | {"classes": list(data.classes), "image_shape": list(data.image_shape)}

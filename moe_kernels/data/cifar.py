@@ -40,7 +40,7 @@ def find(file: Path) -> tuple[str, Path] | None:
     """The kind of set that a file belongs to and its place: folder/*.bin, or folder/* for Python batches."""
     if match := _TEN.fullmatch(file.name):
         return "CIFAR-10", file.parent / f"*{match[2] or ''}"
-    # "train" is nobody's name in particular: what tells CIFAR-100 is the file beside it.
+    # Other data sets have a file "train" too; the file beside it identifies CIFAR-100.
     match = _HUNDRED.fullmatch(file.name)
     if match and (file.parent / ("fine_label_names.txt" if match[2] else "meta")).is_file():
         return "CIFAR-100", file.parent / f"*{match[2] or ''}"

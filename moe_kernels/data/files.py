@@ -98,7 +98,7 @@ def unpickle(content: bytes) -> Any:
         pickle.UnpicklingError, and whatever else a pickle that is none makes the reader raise.
     """
     for count, (opcode, number, _) in enumerate(pickletools.genops(content)):
-        # The reader makes room for as many memories as the largest number asks for, 16 GiB if it is 2^31.
+        # The reader allocates a list as long as the largest memo index, 16 GiB for 2^31.
         if "PUT" in opcode.name and isinstance(number, int) and number > count:
             raise pickle.UnpicklingError(f"it numbers its memories up to {number} after {count} steps")
     return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
@@ -152,7 +152,7 @@ class _PlainUnpickler(pickle.Unpickler):
             return lambda kind, shape, code: _Array()  # __setstate__ fills it
         if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes in protocol 2
             return _latin1
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which such a batch has no use for")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a batch of images does not need")
 
 
 def _latin1(text: str, encoding: str) -> bytes:

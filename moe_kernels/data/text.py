@@ -57,7 +57,7 @@ def _spelled(part: re.Match[str]) -> str:
 
 
 def load(file: Path) -> Text:
-    """One file: enwik8 and text8 as everybody splits them, 90, 5 and 5 million bytes; others in the same proportion."""
+    """One file: enwik8 and text8 with their usual split, 90, 5 and 5 million bytes; others in the same proportion."""
     content, name = read(file), file.name.partition(".")[0]
     if name in ("enwik8", "text8") and len(content) != HUNDRED_MILLION:
         raise ValueError(f"data: {file}: expected the {HUNDRED_MILLION} bytes of {name}, got {len(content)}")

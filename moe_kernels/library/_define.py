@@ -148,7 +148,7 @@ def words(n: int) -> int:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What a kernel computes in: float32, or float64 for float64."""
+    """The dtype that a kernel computes in: float32, or float64 for float64."""
     return dtype if dtype == torch.float64 else torch.float32
 
 

@@ -121,7 +121,7 @@ def _tree_gate_logits_bwd(
 
 
 def _wanted(*sources: Tensor, wants: Sequence[bool] = (True, True)) -> tuple[Tensor, ...]:
-    """Memory for a gradient to each source that wants one."""
+    """Memory for a gradient to each source that needs one."""
     return tuple(gradient_like(each, wanted) for each, wanted in zip(sources, wants, strict=True))
 
 

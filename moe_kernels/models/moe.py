@@ -1,6 +1,6 @@
 """Transformers with layers of experts: the GPT of paper 004 and the ViT of papers 002 and 003.
 
-A model is told by a function which of its feed-forward layers are layers of experts: `layer(index) -> MoE`, or None for
+A function chooses the feed-forward layers of a model that are layers of experts: `layer(index) -> MoE`, or None for
 a dense one. CompeteSMoE and the sparse ViT have one in every block, GLaM in every second, V-MoE in the last two.
 """
 

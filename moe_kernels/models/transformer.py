@@ -41,7 +41,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(LN(x)), then x + ffn(LN(x)). Input and output (B, S, D); `causal` lets no token see a later one.
+    """x + attention(LN(x)), then x + ffn(LN(x)). Input and output (B, S, D); with `causal` a token sees no later one.
 
     relative: R > 0 adds a learned number to the attention's logits, by head and by how far the other token lies before
         this one, R - 1 and more alike; for causal blocks.

@@ -1,4 +1,4 @@
-"""Parameters without a part in the result, and torch's DistributedDataParallel, which waits for a gradient of each."""
+"""Zero gradients for unused parameters, since torch's DistributedDataParallel waits for a gradient of each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 def joined(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
     """y, with a gradient of zero for every parameter given that requires one; y itself outside torch.distributed.
 
-    DistributedDataParallel fails in the step after one in which a parameter got no gradient. A single process leaves
-    such a gradient None, so that an optimizer with weight decay or momentum leaves the parameter alone.
+    DistributedDataParallel fails in the step after one in which a parameter got no gradient. In a single process the
+    gradient stays None, so that weight decay and momentum do not change the parameter.
     """
     if not (torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return y

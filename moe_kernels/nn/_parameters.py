@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class RouterLinear(nn.Linear):
-    """An nn.Linear whose `reset_parameters` draws what its gate wants.
+    """An nn.Linear with the initial distribution of a gate.
 
     bound: weight ~ U(-bound, bound); None: as nn.Linear. zero_bias: the bias is 0 instead of nn.Linear's.
     """
@@ -50,7 +50,7 @@ class RouterLinear(nn.Linear):
 
 
 class KeepsFloat32(nn.Module):
-    """Decides who computes: with keep_float32, float32 parameters stay so when a model is narrowed (see Gate)."""
+    """With keep_float32, float32 parameters stay float32 when a model is narrowed (see Gate)."""
 
     keep_float32 = True
 

@@ -26,7 +26,7 @@ def refuse_reentrant(name: str) -> None:
     if torch.is_grad_enabled() or is_compiling():
         return
     frame = inspect.currentframe()
-    frame = frame and frame.f_back and frame.f_back.f_back  # whoever called the module's forward
+    frame = frame and frame.f_back and frame.f_back.f_back  # the caller of the module's forward
     while frame and frame.f_globals.get("__name__") == "torch.nn.modules.module":
         frame = frame.f_back
     if frame and frame.f_code is CheckpointFunction.forward.__code__:

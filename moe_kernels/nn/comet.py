@@ -1,10 +1,10 @@
-"""COMET: a backbone MLP whose neurons a frozen random network switches on and off, input by input (paper 000).
+"""COMET: a frozen random network chooses, for every input, the active neurons of a backbone MLP (paper 000).
 
     c_l = V_l z_{l-1},  m_l = C_k(c_l),  z_l = m_l * c_l,  z_0 = x_0          routing, eqs. 4 to 6 with g the identity
     a_l = W_l x_{l-1} + b_l,  x_l = m_l * f(a_l)                              backbone, eqs. 7 and 8; l = 1 .. L-1
     output = W_L x_{L-1} + b_L                                                never masked
 
-The selection itself is moe_kernels.kwta; what stands here are parameters and the order of the calls.
+moe_kernels.kwta selects; this file has the parameters and the order of the calls.
 Eq. 7 prints no bias; eq. 1 and the public code have one in the backbone, and so has this. The routing has none.
 """
 
@@ -27,15 +27,15 @@ from moe_kernels.ops.masked_mlp import ACTIVATIONS, masked_mlp
 
 
 class FixedRouting(nn.Module):
-    """The frozen routing network: x_0 -> m_1 .. m_{L-1}, the neurons of every layer that answer x_0, as bits.
+    """The frozen routing network: x_0 -> m_1 .. m_{L-1}, the active neurons of every layer, as bits.
 
         c_l = V_l z_{l-1},  z_l = C_{k_l}(c_l) * c_l,  z_0 = x_0             (paper 000, eqs. 4 to 6; g the identity)
         V_l ~ U(-1/sqrt(N_{l-1}), 1/sqrt(N_{l-1})),  k_l = k_from_fraction(p, N_l),  no bias
 
     V_l, (N_l, N_{l-1}), is the buffer `weight_l`: saved in the state dict, moved with the module, no parameter.
-    The masks depend on x_0 alone, so for samples that come again they need be computed once (`kept`).
-    No gradient enters: not V, and not x_0. One selection a layer: the winners' scores go on, their bits come out.
-    Dtype: that of V, whatever autocast says and whatever x_0 is (x_0 is converted): masks do not depend on autocast.
+    The masks depend on x_0 alone, so samples that are used again need them computed once (`kept`). Neither V nor x_0
+    has a gradient. Each layer selects once: the winners' scores are the next layer's input, their bits the output. x_0
+    is converted to the dtype of V, with or without autocast, so masks do not depend on autocast.
 
     Args:
         widths: (N_0, N_1, .., N_{L-1}): the input and every masked layer.
@@ -94,11 +94,11 @@ class FixedRouting(nn.Module):
         return packed
 
     def kept(self, x: Tensor, chunk: int = 4096) -> list[Tensor]:
-        """The bits of many samples x_0 (n, N_0), `chunk` at a time: one bit a neuron is all that stays."""
+        """The bits of many samples x_0 (n, N_0), computed `chunk` at a time; they take one bit a neuron."""
         return [torch.cat(layer) for layer in zip(*map(self, x.split(chunk)), strict=True)]
 
     def masks(self, x: Tensor) -> list[Tensor]:
-        """x_0 (..., N_0) -> [m_1 bool (..., N_1), .., m_{L-1} bool (..., N_{L-1})]: who is active."""
+        """x_0 (..., N_0) -> [m_1 bool (..., N_1), .., m_{L-1} bool (..., N_{L-1})], True for active neurons."""
         return [unpack_bits(bits, n) for bits, n in zip(self(x), self.widths[1:], strict=True)]
 
     def extra_repr(self) -> str:
@@ -106,15 +106,14 @@ class FixedRouting(nn.Module):
 
 
 class MaskedLinear(nn.Linear):
-    """A linear layer of which the k neurons with the highest scores answer.
+    """A linear layer that keeps the k neurons with the highest scores.
 
         x_l = C_k(c) * f(W x_{l-1} + b)                                        (paper 000, eqs. 7 and 8)
 
-    W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)). Gradients are those of a layer that has the active
-    neurons only: an inactive one gives zero to its row of W, to b and to x_{l-1}. The scores c are a constant. A mask
-    that is known already comes as bits instead of scores.
-    Dtype: the output has that of f(W x + b), under autocast the narrow one. Where c differs, both are widened to the
-    type that holds both, selected, and narrowed back: exact, since kwta copies what it keeps.
+    W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)). Gradients are those of a layer
+    of the active neurons: an inactive one gives zero to its row of W, to b and to x_{l-1}. The scores c are a constant.
+    Known masks are given as bits instead of scores. The output has the dtype of f(W x + b), under autocast the narrow
+    one. If c has another dtype, both are widened for the selection; this is exact, since kwta copies what it keeps.
 
     Args:
         k: active neurons, 0 to out_features.
@@ -157,7 +156,7 @@ class MaskedLinear(nn.Linear):
     def forward(self, x: Tensor, c: Tensor | None = None, *, bits: Tensor | None = None) -> Tensor:
         """x (..., N_in), scores c (..., N_out) or bits (..., ceil(N_out / 32)) -> (..., N_out).
 
-        Without either every neuron answers: the dense layer.
+        Without either, all neurons are active: the dense layer.
         """
         values = super().forward(x)
         if self.activation is not None:
@@ -179,9 +178,9 @@ class CometFFN(nn.Module):
 
         c = V x,  y = W_out (C_k(c) * f(W_in x + b_in)) + b_out
 
-    The paper says that the random projection and the cap are applied in the MLP layers, and no more. Here V (H, D) is
-    frozen and sees what the layer sees, and the output is not masked: layer-wise routing. Bits from elsewhere, such as
-    a FixedRouting over the embedded tokens, take its place. p = 1 is the dense layer; V is drawn all the same.
+    The paper only says that the random projection and the cap are applied in the MLP layers. Here V (H, D) is frozen
+    and has the layer's input (layer-wise routing), and the output is not masked. `bits` replace V, such as those of a
+    FixedRouting over the embedded tokens. p = 1 is the dense layer; V is drawn nevertheless.
 
     Args:
         dim, hidden: D, H.
@@ -229,14 +228,14 @@ class CometFFN(nn.Module):
         return self.hidden.k == self.hidden.out_features
 
     def forward(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
-        """bits (..., ceil(H / 32)): who answers x, where something else than V x decides it."""
+        """bits (..., ceil(H / 32)): the active neurons, if not V x decides."""
         if bits is None and not self.dense:
             (bits,) = self.router(x)
         x = F.dropout(self.hidden(x, bits=bits), self.dropout, self.training)
         return F.dropout(self.output(x), self.dropout, self.training)
 
     def mask(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
-        """bool (..., H): the neurons that answer x in `forward`."""
+        """bool (..., H): the active neurons of `forward`."""
         if self.dense:
             return x.new_ones((*x.shape[:-1], self.hidden.out_features), dtype=torch.bool)
         return self.router.masks(x)[0] if bits is None else unpack_bits(bits, self.hidden.out_features)
@@ -245,8 +244,8 @@ class CometFFN(nn.Module):
 class CometMLP(nn.Module):
     """The MLP of paper 000: L linear layers, the L-1 hidden ones masked by a FixedRouting, the output never.
 
-    p = 1 is the plain dense MLP, bit for bit: every neuron wins, so the routing is not run. It is drawn and kept all
-    the same, hence the state dicts of all p are interchangeable and one generator gives them the same weights.
+    p = 1 is the plain dense MLP, bit for bit: every neuron wins, so the routing does not run. It is still drawn and
+    kept, so that state dicts of all p are interchangeable and one generator gives them the same weights.
 
     Args:
         widths: (N_0, .., N_L): input, L-1 hidden layers, output; L >= 2.
@@ -305,10 +304,10 @@ class CometMLP(nn.Module):
     def forward(self, x: Tensor, bits: Sequence[Tensor] | None = None, samples: Tensor | None = None) -> Tensor:
         """x_0 (..., N_0) -> a_L (..., N_L).
 
-        bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), where who answers x_0 is known: nothing is routed.
-        samples: (...), where bits are those of S samples, (S, ceil(N_l / 32)), as `router.kept` has them: which of them
-            the rows of x_0 are. An epoch of the recipe on digits (batches of 32, one thread) then takes 0.96 to 0.99
-            times as long as the dense one's, with 100, 500 and 1000 neurons.
+        bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), if the masks are known; then nothing is routed.
+        samples: (...), the samples of the rows of x_0, if bits are the masks of S samples, (S, ceil(N_l / 32)), as
+            `router.kept` returns them. An epoch of the recipe on digits (batches of 32, one thread) then takes 0.96 to
+            0.99 times as long as the dense one's, with 100, 500 and 1000 neurons.
         """
         if bits is None and not self.dense:
             bits = self.router(x)
@@ -320,7 +319,7 @@ class CometMLP(nn.Module):
         return self.output(x)
 
     def _layers(self) -> tuple[list[Tensor], list[Tensor]]:
-        """W_1 .. W_L and b_1 .. b_L, past Module.__getattr__: 12 calls of 1.5 us are longer than the masks take."""
+        """W_1 .. W_L and b_1 .. b_L without Module.__getattr__: its 12 calls of 1.5 us take longer than the masks."""
         modules: Any = self._modules
         layers = (*modules["hidden"]._modules.values(), modules["output"])
         held = [layer._parameters for layer in layers]
@@ -330,7 +329,7 @@ class CometMLP(nn.Module):
             return [layer.weight for layer in layers], [layer.bias for layer in layers]
 
     def masks(self, x: Tensor) -> list[Tensor]:
-        """x_0 (..., N_0) -> [m_1, .., m_{L-1}], bool (..., N_l): the neurons that answer x_0."""
+        """x_0 (..., N_0) -> [m_1, .., m_{L-1}], bool (..., N_l): the active neurons."""
         if self.dense:
             return [x.new_ones((*x.shape[:-1], n), dtype=torch.bool) for n in self.router.widths[1:]]
         return self.router.masks(x)

@@ -174,9 +174,9 @@ class LocalSearch(KeepsFloat32):
         return self.permute(gates, p), self.regulariser(p) if self.training else gates.new_zeros(())
 
     def permutation(self) -> Tensor | None:
-        """What `permute` is to apply now: S (permutations, n, n), or None for the hard permutation.
+        """The permutation to apply now: S (permutations, n, n), or None for the hard one.
 
-        In training this takes a step, the one that ends stage one waits for a GPU and hardens on the host.
+        In training this takes a step; the step that ends stage one waits for a GPU and hardens on the host.
         """
         if self.training:
             return self._advance()

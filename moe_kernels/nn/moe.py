@@ -1,4 +1,4 @@
-"""The layer of experts: a gate, a policy and experts. Every paper's layer is one of these with other parts in it.
+"""The layer of experts: a gate, a policy and experts. Every paper's layer combines other parts.
 
     y_t = sum over the choices k of t that the policy keeps of weight_tk expert_(e_tk)(x_t)
 
@@ -38,7 +38,7 @@ OUTPUTS = ("all", "tensor")
 
 @dataclass(frozen=True)
 class MoEOutput:
-    """What a layer of experts computed.
+    """The output of a layer of experts.
 
     y: (..., Dout), a tuple of one a gate where there are several. plan: who went where. gates: what each gate said,
     before any policy. losses: () by name, weighted, to be added to the task's loss. records: detached tensors by name
@@ -97,7 +97,7 @@ class MoE(OutputModule):
         output: "all" returns a MoEOutput; "tensor" returns its y alone, for nn.Sequential and other code that takes a
             tensor. Losses and statistics of such layers are collected by `with nn.collect_outputs() as outputs`.
 
-    Input: x (..., D), any number of leading dimensions; ids (...), where the gate goes by them. Output: MoEOutput with
+    Input: x (..., D), any number of leading dimensions; ids (...), for gates that use them. Output: MoEOutput with
     y (..., Dout). A token that no expert kept is zero: the residual around the layer carries it.
 
     Checkpointing: torch.utils.checkpoint(layer, x, use_reentrant=False). With use_reentrant=True torch gives gradients
@@ -105,7 +105,7 @@ class MoE(OutputModule):
     returns the layer's output is not recognised, and its result has no gradient.
 
     Autocast: experts follow it as torch.nn.Linear does, and y has its dtype; the gate keeps that of its parameters, so
-    that rounding reroutes nobody. With pass_through, y is a sum with x and has the dtype that holds both.
+    that rounding does not change the choice. With pass_through, y is a sum with x and has the dtype that holds both.
 
     Example:
         >>> layer = MoE(TopKGate(16, 4, 2, balance=0.01), ExpertMLP(4, 16, 32), TokenChoice(1.25))
@@ -146,7 +146,7 @@ class MoE(OutputModule):
             weights = weights * _keep_experts(self.expert_dropout, x, plan)
         y = self.experts(tokens, plan, weights)
         if through and y.shape[1] != tokens.shape[1]:
-            raise ValueError(f"MoE: pass_through wants experts from D to D, got {tokens.shape[1]} and {y.shape[1]}")
+            raise ValueError(f"MoE: pass_through needs experts from D to D, got {tokens.shape[1]} and {y.shape[1]}")
         if through:
             y = y + (1 - (weights * (plan.slot_row >= 0)).sum(-1, keepdim=True)).to(x.dtype) * tokens
         found = MoEOutput(y.reshape(*x.shape[:-1], y.shape[-1]), plan, (output,), output.losses)
@@ -164,15 +164,15 @@ class MultiGateMoE(OutputModule):
 
         y_task = sum over e of gate_task(x)_e expert_e(x)
 
-    An expert whose weight is exactly 0 for every task, as a saturated tree's are, is not evaluated for that token:
-    dense-to-sparse training pays in this way, and statistics["experts_per_token"] is the `n/s` of paper 001.
+    An expert whose weight is exactly 0 for every task is not evaluated for that token. This is how dense-to-sparse
+    training saves time; statistics["experts_per_token"] is the `n/s` of paper 001.
 
     Args:
-        gates: one a task, all over the same experts; a gate given for several tasks speaks once for all of them.
+        gates: one a task, all over the same experts; a gate given for several tasks runs once.
         experts: ExpertMLP or ExpertLayer.
         search: the permutation that all tasks share, the "+" of COMET+ (paper 001); None: none.
 
-    Input: x (T, D); ids (T,), where the gates go by them. Output: MoEOutput with y a tuple of (T, Dout), losses by
+    Input: x (T, D); ids (T,), for gates that use them. Output: MoEOutput with y a tuple of (T, Dout), losses by
     "task0.name", of a shared gate under its first task, and, with a search in training, "permutation", and statistics
     by "task0.name", where "task0.gates" (T, E) are the weights that the experts got. Autocast: as of MoE. Source: paper
     001, section 2; Ma et al. 2018.
@@ -229,7 +229,7 @@ def _keep_experts(rate: float, x: Tensor, plan: RoutingPlan) -> Tensor:
     samples = x.shape[0]
     kept = torch.rand(samples, plan.num_experts, device=x.device) >= rate
     token = torch.arange(plan.num_tokens, device=x.device)[:, None]
-    return kept[token // max(plan.num_tokens // max(samples, 1), 1), plan.slot_expert]  # of nobody: no matter
+    return kept[token // max(plan.num_tokens // max(samples, 1), 1), plan.slot_expert]  # any value for dropped choices
 
 
 def _check_experts(name: str, gates: Sequence[Gate], experts: Experts) -> None:

@@ -60,8 +60,8 @@ class ExpertParallel(ParallelStyle):
             takes as many tokens on every rank.
 
     Data parallelism: `data_parallel(model, mesh)`, which is DDP, or fully_shard(experts, mesh=mesh["dp"]) and then
-    fully_shard(model) over all ranks. fully_shard's hooks run in forward: whoever calls `rows` or `norms` of the
-    experts directly needs torch.distributed.fsdp.register_fsdp_forward_method(experts, "rows").
+    fully_shard(model) over all ranks. fully_shard's hooks run in forward: direct calls of `rows` or `norms` of the
+    experts need torch.distributed.fsdp.register_fsdp_forward_method(experts, "rows").
     Optimizers: foreach and fused ones reject DTensors beside other parameters: use two groups of parameters.
 
     Raises:

@@ -142,7 +142,7 @@ class ExpertChoice:
         capacity = torch.sym_min(self._rows(group, num_experts), group)
         if self.group is None or groups <= 1:
             return plan_expert_choice(scores, torch.sym_min(capacity, scores.shape[0]))
-        # The experts of every group stand beside each other over the places in a group: (T, E) as (group, groups * E).
+        # Every group gets experts of its own: (T, E) as (group, groups * E).
         chosen, weights = plan_expert_choice(scores.unflatten(0, (groups, group)).transpose(0, 1).flatten(1), capacity)
         taken, weights = (
             each.unflatten(1, (groups, num_experts)).transpose(0, 1).flatten(0, 1)

@@ -1,6 +1,6 @@
-"""What changes while a network trains: plain functions of the step, and two that say which parameters train.
+"""Schedules as plain functions of the training step, and two functions that choose the parameters to train.
 
-Steps count from 0. A learning rate is step -> factor of the rate that the recipe names.
+Steps count from 0. A learning rate schedule maps a step to a factor of the base rate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LearningRate = Callable[[int], float]
 
 
 def constant(step: int) -> float:
-    """The learning rate stays what it is.
+    """A constant learning rate.
 
     Example:
         >>> schedules.constant(1000)
@@ -37,7 +37,7 @@ def warmup(steps: int, then: LearningRate = constant) -> LearningRate:
 
 
 def cosine(steps: int, floor: float = 0.0) -> LearningRate:
-    """From 1 down to `floor` along half a cosine over `steps` steps, and there from then on.
+    """Half a cosine from 1 down to `floor` over `steps` steps, then `floor`.
 
     Example:
         >>> rate = schedules.cosine(10, floor=0.1)
@@ -50,7 +50,7 @@ def cosine(steps: int, floor: float = 0.0) -> LearningRate:
 def inverse_root(steps: int) -> LearningRate:
     """min((step + 1) / steps, sqrt(steps / (step + 1))): a warm-up, then 1 / sqrt(t), continuous where they meet.
 
-    Of 0 steps as of 1.
+    0 steps count as 1.
 
     Example:
         >>> rate = schedules.inverse_root(4)
@@ -84,7 +84,7 @@ def falling_rate(step: int, period: int = 1000) -> float:
 
 
 def freeze(module: nn.Module) -> nn.Module:
-    """The same module with no parameter that trains: the random router of SMoE-Fixed, say.
+    """The module with all parameters frozen, such as the random router of SMoE-Fixed.
 
     Example:
         >>> any(each.requires_grad for each in schedules.freeze(TopKGate(16, 4, 2)).parameters())
@@ -94,7 +94,7 @@ def freeze(module: nn.Module) -> nn.Module:
 
 
 def train_gates_alone(model: nn.Module) -> list[nn.Parameter]:
-    """Freezes all but the gates inside, of a StagedGate the first one too, and returns what is left to train.
+    """Freezes all but the gates, and of a StagedGate also the first one; returns the parameters that still train.
 
     Phase two of the sparse ViT (paper 002): the new sparse gates learn, the dense ones that they replace do not.
 

@@ -54,7 +54,7 @@ class Utilisation:
         return self._add(other.counts, other.samples) if other.counts else self
 
     def share(self) -> list[Tensor]:
-        """u_l, float64 (N_l), for every layer; NaN where no sample was seen."""
+        """u_l, float64 (N_l), for every layer; NaN before the first sample."""
         return [count.double() / self.samples for count in self.counts]
 
     def dead(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What autocast means here: experts follow it as torch.nn.Linear does; what decides who computes does not."""
+"""Autocast: experts follow it as torch.nn.Linear does; gates and plans do not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def autocast_on(device_type: str) -> bool:
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
-@constant  # torch 2.11's compiler does not follow what it asks
+@constant  # torch 2.11's compiler cannot trace it
 def _has_autocast(device_type: str) -> bool:
     return is_autocast_available(device_type)
 
@@ -28,8 +28,9 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 def as_autocast(x: Tensor, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """x and parameters as a product under autocast takes them: in the dtype of autocast where it is on for the device
-    of x, else as they are. As in torch, float64 stays float64; gradients arrive in the dtype of what was given.
+    """x and parameters, cast to the dtype of autocast if it is on for the device of x.
+
+    As in torch, float64 stays float64, and gradients have the dtype of the arguments.
     """
     device_type = x.device.type
     if not autocast_on(device_type):

@@ -90,7 +90,7 @@ def sinkhorn(
         ValueError: scores not (..., n, n), iterations < 0, tau or tolerance not in (0, inf), anneal_from < tau, rows or
             columns that do not broadcast to (..., n), noise of another shape or device, tolerance with anneal_from, an
             unknown gradient, or gradient="implicit" for scores whose iterates have not converged, or with rows or
-            columns that want a gradient.
+            columns that require a gradient.
         BackendError: the backend asked for by name cannot run this.
 
     Source: paper 001, eqs. 7 and 8; noise: Mena, Belanger, Linderman, Snoek 2018.
@@ -123,7 +123,7 @@ def sinkhorn(
     taus = _temperatures(tau if anneal_from is None else anneal_from, tau)
     most = -1.0 if tolerance is None else float(tolerance)
     p = library.ops.sinkhorn_fwd(flat, taus, iterations, *given, most, gradient == "implicit", chosen)
-    return p if scores.dim() == 3 else p.view(scores.shape)  # a view of what is differentiated costs autograd a node
+    return p if scores.dim() == 3 else p.view(scores.shape)  # a view would add a node to the graph
 
 
 def _temperatures(first: float, last: float) -> Tensor:
@@ -154,7 +154,7 @@ def _check_annealing(anneal_from: object, tau: float, tolerance: object) -> floa
 
 
 def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -> None:
-    """`sums` broadcasts to a number for each row of scores, and wants no gradient that there is not."""
+    """`sums` broadcasts to one number for each row of scores, and needs no gradient that does not exist."""
     if sums is None:
         return
     check_tensor("sinkhorn", name, sums, FLOATING, batched=True)

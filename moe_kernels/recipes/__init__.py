@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """What a run trains on and what judges it: tensors whose first dimension counts samples."""
+    """Training, validation and test tensors; the first dimension counts samples."""
 
     source: Any  # the data set: a Dataset of the kind that the recipe accepts
     train: tuple[Tensor, ...]
@@ -46,7 +46,7 @@ class Splits(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What one layer's router did with a batch: its part of the table's experts a sample, load and entropy."""
+    """Routing of one layer in a batch: experts a sample, load and entropy of the table."""
 
     active: Tensor  # bool (..., E): the experts that each sample or token used
     probs: Tensor | None = None  # (..., E): the router's distribution, whose entropy is reported; None: it has none
@@ -59,7 +59,7 @@ Measures = Mapping[str, tuple[Tensor, Tensor | float]]
 
 
 class Evaluation(NamedTuple):
-    """What one forward of a batch says. routing: one a layer; empty where nothing is routed.
+    """The evaluation of a batch in one forward. routing: one a layer; empty if nothing is routed.
 
     ranked: name -> (scores (B,), whether each is a positive (B,)); the area under the ROC curve over all batches is
         reported.
@@ -78,7 +78,7 @@ class Task:
     loss: batch -> named () tensors (means over the steps are logged): "loss" is differentiated, "task" or
         "text" is the part of it that the data judge, the others are its regularisers, weighted.
     evaluate: batch -> Evaluation, of one forward. Called in eval mode without gradients.
-    predict: a sample's inputs, without what is to be told -> the prediction; called in eval mode.
+    predict: the inputs of samples, without targets -> predictions; called in eval mode.
     predict_known: a batch of the test set -> the same, where something that training keeps of it, such as frozen masks,
         spares work.
     total: of the measures over all batches -> more of them, which are no mean over samples. The recipe's METRIC is one
@@ -127,9 +127,9 @@ def option(
 
 @dataclass(frozen=True)
 class Recipe:
-    """What every recipe has. A subclass gives other defaults, more fields, SIDES and `build`."""
+    """Options of every recipe. A subclass has other defaults, more fields, SIDES and `build`."""
 
-    SIDES: ClassVar[tuple[str, ...]] = ()  # every side it knows; `sides` names those that a run compares
+    SIDES: ClassVar[tuple[str, ...]] = ()  # all sides; `sides` names those that a run compares
     ACCEPTS: ClassVar[type] = Images  # the kind of data set
     METRIC: ClassVar[str] = "accuracy"  # the measure that the table, the plot and the tuning go by
     HIGHER_IS_BETTER: ClassVar[bool] = True
@@ -196,7 +196,7 @@ class Recipe:
         return self.splits(data)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
-        """What of a batch `Task.predict` takes."""
+        """The part of a batch that `Task.predict` takes."""
         return batch.tensors[:1]
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
@@ -211,7 +211,7 @@ def accuracy(scores: Tensor, y: Tensor) -> Measures:
 
 
 def total_loss(task: Tensor, regularisers: Mapping[str, Tensor], name: str = "task") -> dict[str, Tensor]:
-    """What Task.loss gives: the sum as "loss", the task's part as `name`, and every regulariser by its name."""
+    """The result of Task.loss: the sum as "loss", the task's part as `name`, and every regulariser by its name."""
     return {"loss": sum(regularisers.values(), task), name: task, **regularisers}
 
 

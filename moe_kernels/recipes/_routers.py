@@ -1,4 +1,4 @@
-"""What the recipes with layers of experts share: what their routers say, seen in the one forward of an evaluation."""
+"""Routing statistics of layers of experts, collected in the forward of an evaluation."""
 
 from __future__ import annotations
 

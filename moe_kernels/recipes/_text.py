@@ -1,4 +1,4 @@
-"""What the recipes on text share: windows of characters, each to be told from those before it, judged by bits."""
+"""Recipes on text: windows of characters, each predicted from those before it, measured in bits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TextRecipe(Recipe):
 
 
 def characters(batch: Batch) -> tuple[Tensor, Tensor]:
-    """(B, length), what is read, and (B, length), what is to be told: the one after each."""
+    """Inputs (B, length) and targets (B, length): the character after each."""
     windows = batch.tensors[0].long()
     return windows[:, :-1], windows[:, 1:]
 

@@ -81,7 +81,7 @@ class Comet(Recipe):
         return len(data.source.classes)
 
     def judges(self) -> Judges:
-        """What a batch's outputs are trained and judged by."""
+        """Loss and metrics of a batch's outputs."""
         return CLASSES
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:

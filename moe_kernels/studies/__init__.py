@@ -27,7 +27,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What every study has."""
+    """Options of every study."""
 
     SIDES: ClassVar[tuple[str, ...]] = ()
 

@@ -81,7 +81,7 @@ def verify(ops: Iterable[str] = (), names: Iterable[str] = (), *, small: bool = 
 
 
 def idle(names: Iterable[str], rows: Sequence[Row]) -> str:
-    """Which of the backends `names` ran nothing of `rows`, and the first reason of each; empty where all ran."""
+    """The backends among `names` that ran nothing, each with its first reason; empty if all ran."""
     by_backend = {name: [row for row in rows if row.backend == name] for name in names}
     reasons = {
         name: of[0].note for name, of in by_backend.items() if of and all(row.verdict == "not run" for row in of)
@@ -132,7 +132,7 @@ def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool
 def _check(op: str, backend: str, dtype: torch.dtype, device: str, small: bool) -> Row:
     operation, cores = OPERATIONS[op], os.cpu_count() or 1
     count, worst, name = 0, (-1.0, 0.0, 0.0, ""), "first inputs"
-    try:  # all of it: what a kernel did wrong on a GPU, whoever waits for it next hears, and everybody after
+    try:  # all in one: a fault on a GPU shows at the next wait, and at every later one
         for name, inputs in operation.cases(dtype, device, small):
             count += 1
             with poisoned(), threads(cores if _is_large(inputs) else 1):

@@ -1,4 +1,4 @@
-"""What an operation gives to be verified, and the values that several of them are verified on."""
+"""The verification of an operation: its cases and its run; and inputs that several operations share."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ enum Activation : int { kIdentity, kRelu, kGelu, kSilu, kTanh, kSwiglu, kGeglu }
 __host__ __device__ constexpr bool is_activation(int code) { return code >= kIdentity && code <= kGeglu; }
 __host__ __device__ constexpr bool is_gated(int activation) { return activation >= kSwiglu; }
 
-// A value and the derivative there; whoever needs one of them leaves the other to the optimiser.
+// A value and the derivative there; the optimiser removes the one that is not used.
 struct Point {
   float value, slope;
 };

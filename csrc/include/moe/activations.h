@@ -88,7 +88,7 @@ inline Sloped<T> sloped(T x) {
   return {x, T(1)};
 }
 
-// out = act(pre) times, if gated, `up`; and from the gradient of that the gradients to pre and up. Any output may stand in
+// out = act(pre) times, if gated, `up`; and from the gradient of that the gradients to pre and up. Any output may be in
 // the place of any input.
 template <class T>
 struct RowsOf {

@@ -1,4 +1,4 @@
-// What the warps of a block do together.
+// Collective operations of the warps of a block.
 #pragma once
 
 #include "moe/shared.cuh"

@@ -24,7 +24,7 @@ inline float exp(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  // The integer stands in the low bits of `shifted`.
+  // The integer is in the low bits of `shifted`.
   const int32_t exponent = bits_as<int32_t>(shifted) - 0x4b400000, half = exponent >> 1;
   const auto power = [](int32_t e) { return bits_as<float>(uint32_t(e + 127) << 23); };
   return p * power(half) * power(exponent - half);

@@ -1,4 +1,4 @@
-// What an element type is to a CPU kernel: bits (Key, a signed integer of its size), an integer order that is the order
+// Element types of CPU kernels: bits (Key, a signed integer of its size), an integer order that is the order
 // of its values, and the way to and from the type it computes in (Wide). Kernels take a format as a template argument
 // and read memory as Keys, so that no 16-bit arithmetic is left to the compiler. All of it vectorises.
 #pragma once

@@ -46,7 +46,7 @@ using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
 using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
-// Where element 0 of a piece stands in a staged matrix of COLUMNS columns. ldmatrix reads the same piece of 8 rows at
+// Place of element 0 of a piece in a staged matrix of COLUMNS columns. ldmatrix reads the same piece of 8 rows at
 // once, so these must fall into the 8 different 16-byte parts of a 128-byte line of banks. A row of 128 bytes or more
 // starts a line, and piece p goes where p ^ row % 8 is. Of rows of 64 bytes two make a line, and p ^ row / 2 % 4 does.
 template <int COLUMNS>
@@ -141,7 +141,7 @@ class AcrossK {
   static constexpr bool kAlong = false;
   static constexpr int kColumns = OUTER;
 
-  // column_at(i) is where column i stands in a row of the matrix, columns_left(i) how many there are from it on.
+  // column_at(i) is the place of column i in a row of the matrix, columns_left(i) the number of columns from it on.
   template <class ColumnAt, class ColumnsLeft>
   __device__ AcrossK(const T* matrix, int64_t stride, ColumnAt column_at, ColumnsLeft columns_left)
       : apart_(kRowsAtOnce * stride) {
@@ -205,13 +205,13 @@ class GatheredAcrossK {
   }
 };
 
-// What a warp multiplies at once: its rows of A and columns of B at 16 consecutive k.
+// Operands of a warp: its rows of A and columns of B at 16 consecutive k.
 template <class T, class Tile, class A, class B>
 struct Fragments {
   uint32_t a[Tile::kWarpM / 16][4];
   uint32_t b[Tile::kWarpN / 8][2];
 
-  // The 8 x 8 matrices of 16 outer indices and 16 k, in the order that mma.sync wants: of A the second one is the next
+  // The 8 x 8 matrices of 16 outer indices and 16 k, in the order of mma.sync: of A the second one is the next
   // 8 rows, of B the next 8 k.
   template <class Factor, bool IS_B>
   __device__ static void load_16x16(uint32_t (&fragment)[4], const T* matrix, int outer, int k) {
@@ -254,7 +254,7 @@ __device__ __forceinline__ int warp_n() {
 
 // sums += A B over k in [0, num_k). While the warps multiply one stage, the others are being filled; while they
 // multiply 16 k, the fragments of the next 16 are being loaded. One barrier for every kK, before the last 16 of a stage
-// are multiplied: past it everyone may read the next stage, and nobody reads this one, which the next turn fills.
+// are multiplied: after it all may read the next stage, and none reads this one, which the next turn fills.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;

@@ -28,7 +28,7 @@ struct Product {
   int row_tiles, column_tiles;  // set by `start`
 };
 
-// The rows of a tile. Those past expert_offsets[E] belong to nobody: expert -1.
+// The rows of a tile. Rows from expert_offsets[E] on are not in use: expert -1.
 struct Rows {
   int expert;
   int64_t first;
@@ -37,7 +37,7 @@ struct Rows {
 
 // Tile `index` of M rows without a list of tiles: expert e starts at tile offsets[e] / M + e. That leaves it
 // offsets[e + 1] / M - offsets[e] / M + 1 tiles, which is enough for its rows, and grows with e, so that a warp finds e
-// by two rounds of 32 probes in a thousand. The rows that nobody uses are those of an expert E.
+// by two rounds of 32 probes in a thousand. Unused rows count as rows of an expert E.
 template <int M>
 __device__ Rows rows_of_tile(int index, const int32_t* offsets, int num_experts, int64_t num_rows) {
   const auto offset = [&](int e) { return min(max(int64_t(load(offsets + e)), int64_t(0)), num_rows); };

@@ -23,7 +23,7 @@ struct KeyOrder {
   __device__ static constexpr uint32_t in_each(uint32_t element) {
     return BITS == 32 ? element : element | element << 16;
   }
-  // All bits of the elements that reach the threshold, which stands in each.
+  // All bits of the elements that reach the threshold, which is in each.
   __device__ static uint32_t reaching(uint32_t keys, uint32_t threshold) {
     if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
     return spread_high_bits(reaches_u16x2(keys, threshold));

@@ -1,6 +1,6 @@
 // Tensor cores at the level of sm_80: ldmatrix and mma.sync.m16n8k16 on 16-bit inputs with fp32 accumulators.
 //
-// With group = lane / 4 and pair = lane % 4, element i of a lane's fragment stands at (PTX ISA, "Matrix Fragments
+// With group = lane / 4 and pair = lane % 4, element i of a lane's fragment is at (PTX ISA, "Matrix Fragments
 // for mma.m16n8k16"; two 16-bit elements to a register, the lower index in the lower half)
 //   A (16, 16)  i in 0..7   row group + 8 * (i / 2 % 2), column 2 * pair + i % 2 + 8 * (i / 4)
 //   B (16, 8)   i in 0..3   row 2 * pair + i % 2 + 8 * (i / 2), column group

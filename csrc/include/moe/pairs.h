@@ -27,7 +27,7 @@ inline bool multiplies_pairs() {
   return found;
 }
 
-// On functions that multiply pairs. What a compiler makes of their other arithmetic stays as it is.
+// On functions that multiply pairs. Their other arithmetic does not change.
 #define MOE_MULTIPLIES_PAIRS [[gnu::target("avx512bf16")]]
 #else
 template <class T>

@@ -1,4 +1,4 @@
-// What every other header starts from: the CUDA language itself, or its twin on the host (tests/simt).
+// Base of every other header: the CUDA language itself, or its twin on the host (tests/simt).
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace moe {
 
-// What was computed from `value` before this point is not kept in registers for use after it.
+// Results computed from `value` before this point are not kept in registers for use after it.
 template <class T>
 __device__ __forceinline__ void recompute(T& value) {
   static_assert(sizeof(T) == 4);

@@ -1,4 +1,4 @@
-// What dispatch and combine share: rows of any length in the widest pieces that fit, their elements as float32, and a
+// Shared by dispatch and combine: rows of any length in the widest pieces that fit, their elements as float32, and a
 // grid of threads laid over them.
 #pragma once
 

@@ -22,7 +22,7 @@
 
 namespace moe {
 
-// A shared-memory address as PTX wants it.
+// A shared-memory address in PTX form.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 #ifdef SIMT_HOST
   return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(pointer));

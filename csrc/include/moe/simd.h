@@ -1,8 +1,8 @@
-// What every CPU kernel stands on: masks of 32 elements, one bit an element, in the widest vectors of the translation unit.
+// Base of every CPU kernel: masks of 32 elements, one bit an element, in the widest vectors of the translation unit.
 //
 // Each csrc/cpu/<op>.cpp is compiled once per instruction set (setup.py: MOE_ISA = base, avx2, avx512), so the choice
 // below is made by the compiler's own macros and costs nothing at run time. Loops that a compiler vectorises well by
-// itself are written as plain loops in the kernels; here stands only what needs an instruction of its own.
+// itself are written as plain loops in the kernels; this file has only what needs a special instruction.
 #pragma once
 
 #include <cstdint>

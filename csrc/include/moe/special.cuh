@@ -1,4 +1,4 @@
-// What the special function unit has in one instruction, where CUDA's own functions take 8 and more for subnormal numbers
+// Functions that the special function unit has in one instruction; CUDA's own take 8 and more for subnormal numbers
 // and the last digit.
 #pragma once
 

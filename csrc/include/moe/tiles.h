@@ -40,7 +40,7 @@ struct Ahead {
   Piece pieces[2];  // of the next product
   int64_t steps;    // until that
   bool fresh;       // so are the sums, whose place is in no cache: stores that wait for it take a tenth of a product's time
-  // Of the next panels: each tile asks for a line of as many rows as it has steps, or for as many lines on end.
+  // Of the next panels each tile prefetches a line of as many rows as it has steps, or as many consecutive lines.
   struct Lines {
     Piece next;  // and the distance from row to row, or line to line
     int64_t left = 0;
@@ -88,7 +88,7 @@ inline void put(T* to, const Vec<T> (&sum)[W], int64_t columns, bool more) {
 }
 
 // The left side of a product: element (m, k) is at[m * row + k * step]. For step = kTogether and row = 1 they are packed
-// columns, (depth, kTogether) after (depth, kTogether). Where `packed` is not null they are columns that stand step apart,
+// columns, (depth, kTogether) after (depth, kTogether). Where `packed` is not null they are columns `step` apart,
 // and whole tiles of them go there on the way; what is left over is there already.
 template <class T>
 struct Left {
@@ -106,15 +106,15 @@ struct Left {
   }
 };
 
-// Whether a panel of whole rows, `apart` bytes from each other, is best read where it stands, as storing it packed takes
+// Whether a panel of whole rows, `apart` bytes from each other, is best read in place, as storing it packed takes
 // longer than what distant rows cost. AVX-512: 24 rows through 512 x 512 are then 1.06 times as fast, 6 and 4 rows 1.26 and
 // 1.8 times; break-even is at 24 to 48 rows where they share few sets of the caches, 4 KB and more apart, at 150 elsewhere.
-// The others' panels are one cache line wide: 16 rows that stand take 1.1 to 1.5 times as long as packed ones.
+// The others' panels are one cache line wide: 16 rows in place take 1.1 to 1.5 times as long as packed ones.
 inline bool stands(int64_t rows, int64_t apart) {
   return rows <= (kWide == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
 
-// Whether PanelProduct takes so many columns of b as they are: whole panels, or half ones that nobody packs.
+// Whether PanelProduct takes so many columns of b as they are: whole panels, or half ones that are not packed.
 template <class T>
 inline bool fills_panel(int64_t columns, int64_t rows, int64_t b_row) {
   return columns == kPanel<T> || (2 * columns == kPanel<T> && kWide > 2 && stands(rows, b_row * sizeof(T)));
@@ -209,7 +209,7 @@ struct PanelProduct {
     }
   }
 
-  // All tiles from row `first` on, of a b that stands somewhere.
+  // All tiles from row `first` on, of a b that is not packed.
   template <int W, Right right>
   void all_tiles(int64_t first, Ahead& ahead) const {
     int64_t whole = rows - rows % kTileRows;

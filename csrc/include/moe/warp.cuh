@@ -1,4 +1,4 @@
-// What the 32 lanes of a warp do together. All of it expects every lane to arrive.
+// Collective operations of the 32 lanes of a warp. Every lane must call them.
 #pragma once
 
 #include "moe/platform.cuh"

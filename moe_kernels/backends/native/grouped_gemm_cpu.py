@@ -272,9 +272,9 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
 
 
 def _takes_grouped_mm(rows: Tensor, columns: Tensor) -> bool:
-    """Whether torch has grouped_mm, which loops over experts without Python, and these are as it wants them.
+    """Whether torch has grouped_mm, which loops over experts in C++, and it takes these tensors.
 
-    It pads rows of the result to 16 bytes, and whoever reads it here takes them for contiguous.
+    It pads rows of the result to 16 bytes, but callers here need contiguous rows.
     """
     return columns.shape[-1] * columns.itemsize % 16 == 0 and all(
         _in_vectors(each.dtype, each.shape, each.stride()) and _native.aligned(each, 16) for each in (rows, columns)
@@ -294,20 +294,21 @@ def _in_vectors(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, 
 
 @cache
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What torch multiplies `dtype` in: float16 is a hundred times slower than float32, bfloat16 four times where the
-    CPU has no instruction for it."""
+    """The dtype in which torch multiplies `dtype`: float16 is a hundred times slower than float32, bfloat16 four times
+    where the CPU has no instruction for it.
+    """
     slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported())
     return torch.float32 if slow else dtype
 
 
 def _sizes(expert_offsets: Tensor, num_rows: int) -> list[int]:
-    """Rows of every expert, and those that are nobody's."""
+    """Number of rows per expert; the last entry counts unused rows."""
     bounds = [*expert_offsets.tolist(), num_rows]
     return [last - first for first, last in pairwise(bounds)]
 
 
 def _gathered(x: Tensor, token: Tensor | None) -> Tensor:
-    """The rows of x, or the tokens that stand there, zeros for -1.
+    """The rows of x, or the tokens of row_token, zeros for -1.
 
     All at once: a call of torch for every expert would cost a tenth of the product of 32 rows of 256.
     """

@@ -47,7 +47,7 @@ def _results_dtype(native: ModuleType, dtype: torch.dtype) -> torch.dtype:
 
 
 def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
-    """What is added to a leaf's probability, and from which probability on a leaf counts (ops/tree_gate.py)."""
+    """The number added to a leaf's probability, and the least probability that counts (ops/tree_gate.py)."""
     limits = torch.finfo(dtype)
     return {"": (0.0, limits.tiny), "tf": (1e-8, limits.tiny * limits.eps), "bert": (1e-6, 1e-5)}[mode]
 

@@ -1,4 +1,4 @@
-"""DSelect-k (Hazimeh et al. 2021), paper 001's differentiable baseline: k selectors that spell their expert in bits."""
+"""DSelect-k (Hazimeh et al. 2021), paper 001's differentiable baseline: k selectors that pick an expert by its bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DSelectKGate(Gate):
         gamma: width of the smooth step.
         entropy: coefficient of mean over t of -sum over j, i of r log(r + 1e-6).
         reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6) where E is no power of two: codes
-            from E on belong to nobody, and what a selector gives them is lost. Gates are not renormalised.
+            from E on have no expert, so that a selector's weight for them is lost. Gates are not renormalised.
         generator: draws Z ~ U(-gamma/100, gamma/100); c is 0; None is torch's own.
 
     Output: dense. losses: "entropy" and "reciprocal" in training. statistics: "experts_per_sample", the mean number of

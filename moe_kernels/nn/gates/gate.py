@@ -1,4 +1,4 @@
-"""What every gate takes and gives, so that a layer of experts can hold any of them."""
+"""Gate and GateOutput: the interface of all gates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_kernels.ops._checks import INDEX, check_int, check_rank, check_size, ch
 
 @dataclass(frozen=True)
 class GateOutput:
-    """Who gets a token, and with what weight; the same whether the gate chose a few experts or weighs all of them.
+    """The experts of every token and their weights, for sparse and dense gates alike.
 
     weights (T, K), floating, and experts (T, K), int32 with -1 for none and no expert twice: a dense gate has K = E,
     all experts in order. `gates` (T, E) is the same as one row a token, `dense` whether the gate computed it so.
@@ -54,7 +54,7 @@ class GateOutput:
         """(T, E): every expert's weight, 0 where it was not chosen."""
         if self.dense:
             return self.weights
-        # Whoever was not chosen goes to a column of its own: no two weights meet, so nothing is added up.
+        # Choices of no expert go to an extra column, so that no two weights have the same place.
         columns = torch.where(self.experts < 0, self.num_experts, self.experts).long()
         wide = self.weights.new_zeros(self.weights.shape[0], self.num_experts + 1)
         return wide.scatter(1, columns, self.weights)[:, : self.num_experts]
@@ -85,7 +85,7 @@ def _statistic(name: str, record: Tensor) -> Tensor:
 
 
 class Gate(KeepsFloat32, OutputModule):
-    """A gate: `gate(x, ids=None) -> GateOutput`, x (T, D) and ids (T,) whatever the data knows its tokens by.
+    """A gate: `gate(x, ids=None) -> GateOutput` for tokens x (T, D) and ids (T,), such as users or vocabulary indices.
 
     Gates compute in the dtype of their parameters, whatever autocast says, and convert x to it: a choice that rests on
     bfloat16 logits is a different choice. Experts follow autocast (see Experts), competing ones as well.
@@ -140,7 +140,7 @@ class Gate(KeepsFloat32, OutputModule):
     def known(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
         """ids (T,) of the tokens x (T, D) as int64; ValueError, TypeError for others, such as none.
 
-        On the CPU also for ids outside [0, count); a GPU would have to be waited for, and is asked by torch's indexing.
+        On the CPU also for ids outside [0, count). On a GPU the check would wait; torch's indexing asserts there.
         """
         name = type(self).__name__
         if ids is None:
@@ -161,5 +161,5 @@ def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def normal_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """N(0, 1) like x; as torch.randn, which torch.compile does not follow where it gets sizes not known yet."""
+    """N(0, 1) like x. torch.compile cannot trace torch.randn with sizes that are not known yet."""
     return torch.empty_like(x).normal_(generator=own(generator))

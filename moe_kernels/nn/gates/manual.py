@@ -1,4 +1,4 @@
-"""The gate that is told: experts by label (paper 002, manual routing)."""
+"""Manual routing: the expert of every label is given (paper 002)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ManualGate(TableGate):
         assignment: the expert of every label, from 0; paper 002's for the digits is gates.manual.MNIST.
         num_experts: E; by default one more than the largest in assignment.
 
-    Source: paper 002, section 4.4, Table 6: train the experts so, then freeze them and train a gate.
+    Source: paper 002, section 4.4, Table 6, which trains the experts this way, then freezes them and trains a gate.
 
     Example:
         >>> gate = ManualGate((0, 0, 1, 1))
@@ -37,10 +37,10 @@ class ManualGate(TableGate):
         *,
         device: torch.device | str | None = None,
     ) -> None:
-        told = tuple(check_int("ManualGate", "assignment", each, 0, 2**31 - 2, "experts") for each in assignment)
-        most = max(told, default=0) + 1
-        super().__init__(most if num_experts is None else num_experts, len(told), most, device)
-        self.told = told
+        given = tuple(check_int("ManualGate", "assignment", each, 0, 2**31 - 2, "experts") for each in assignment)
+        most = max(given, default=0) + 1
+        super().__init__(most if num_experts is None else num_experts, len(given), most, device)
+        self.given = given
         self.reset_parameters()
 
     @property
@@ -49,7 +49,7 @@ class ManualGate(TableGate):
         return self.table
 
     def draw(self, generator: torch.Generator | None) -> Tensor:
-        return torch.tensor(self.told, dtype=torch.int32, device="cpu")
+        return torch.tensor(self.given, dtype=torch.int32, device="cpu")
 
     def extra_repr(self) -> str:
-        return f"assignment={self.told}, num_experts={self.num_experts}"
+        return f"assignment={self.given}, num_experts={self.num_experts}"

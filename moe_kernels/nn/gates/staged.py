@@ -1,4 +1,4 @@
-"""Two gates, one after the other: dense and then sparse (paper 002), or told by label and then learned."""
+"""Two gates, one after the other: dense and then sparse (paper 002), or by label and then learned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class StagedGate(Gate):
         first, second: over the same experts.
         distill: in stage two, weight of the mean over tokens of KL(first's gates || softmax of second's logits); second
             must then be a TopKGate.
-        second_in_evaluation: evaluation takes the second gate in stage one too; for a first one that is told labels.
+        second_in_evaluation: evaluation uses the second gate in stage one too, such as for a first gate that needs
+            labels.
 
     The training loop says what trains: nn.schedules.train_gates_alone(model) in stage two of the sparse ViT, all of it
     in stage three. losses: those of the gate in use, and "distill". State: `stage` is kept.
@@ -45,7 +46,7 @@ class StagedGate(Gate):
         if first.num_experts != second.num_experts:
             raise ValueError(f"StagedGate: first is over {first.num_experts} experts, second over {second.num_experts}")
         if distill and not isinstance(second, TopKGate):
-            raise TypeError(f"StagedGate: distill wants second to be a TopKGate, got {type(second).__name__}")
+            raise TypeError(f"StagedGate: distill needs second to be a TopKGate, got {type(second).__name__}")
         self.first, self.second, self.stage = first, second, 1
         self.distill = check_number("StagedGate", "distill", distill)
         self.second_in_evaluation = second_in_evaluation

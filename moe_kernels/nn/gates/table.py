@@ -1,4 +1,4 @@
-"""Gates whose experts stand in a table, one entry for every id."""
+"""Gates with a table: the expert of every id."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TableGate(Gate):
     """
 
     NAME = "table"
-    IDS = "by which it knows its tokens"
+    IDS = "one for each token"
     codes: Tensor
 
     def __init__(

@@ -1,4 +1,4 @@
-"""THOR's gate (paper 003): experts by lot, and a loss that makes them agree."""
+"""THOR's gate (paper 003): random experts, and a loss that makes them agree."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ INFERENCE = ("token", "ids")
 class RandomGate(Gate):
     """One expert with weight 1, uniformly at random: no parameters, no scaling.
 
-    In training one draw serves the whole batch, anew for every call, so that two passes over a batch may or may not
-    coincide: loss = CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), which differentiates both.
+    In training every call draws one expert for the whole batch, so that two passes over a batch usually have different
+    experts: loss = CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), which differentiates both.
 
     Args:
         num_experts: E.

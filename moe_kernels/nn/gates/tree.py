@@ -24,7 +24,7 @@ class TreeGate(Gate):
         entropy: coefficient lambda of nn.tree_entropy, which drives the trees to one expert each.
         bias: nodes and leaves have one, as in the authors' TensorFlow code; the paper prints none.
         parity: of tree_gate; tree_route, which has none, weighs a saturated tree's one leaf by 1 all the same.
-        route: evaluation goes by tree_route where every tree of the batch is saturated, which waits for a GPU, and by
+        route: evaluation uses tree_route if every tree of the batch is saturated, which waits for a GPU, and
             the dense gate where one is not, on the meta device, or under torch.compile and torch.export, where the host
             cannot decide: the same gate either way.
         generator: draws the parameters; None is torch's own.
@@ -105,7 +105,7 @@ class TreeGate(Gate):
         )
 
     def _routed(self, x: Tensor) -> GateOutput | None:
-        """What tree_route finds, or None where it is not the dense gate."""
+        """The output of tree_route, or None if it differs from the dense gate."""
         weights, experts, found = tree_route(  # type: ignore[misc]  # three of them, with statistics
             x,
             self.split_weight,
