@@ -14,6 +14,7 @@ from torch.library import opcheck
 
 import moe_kernels as mk
 from moe_kernels import backends
+from moe_kernels.verify import verify
 
 OP = "make_plan"
 ARRAYS = ("expert_offsets", "row_token", "row_choice", "slot_row", "requested", "kept", "dropped")
@@ -431,3 +432,10 @@ def test_a_plan_is_a_pytree():
     plan = mk.make_plan(E, 2)
     leaves, spec = torch.utils._pytree.tree_flatten(plan)
     assert_same(torch.utils._pytree.tree_unflatten(leaves, spec), plan)
+
+
+def test_what_a_backend_has_no_kernel_for_is_no_failure(target):
+    """CUDA has make_plan and no other plan."""
+    rows = list(verify(["make_plan", "plan_expert_choice", "plan_priority"], [target.backend]))
+    assert {row.verdict for row in rows if row.operation == "make_plan"} == {"ok"}, rows
+    assert {row.verdict for row in rows} <= {"ok", "not run"}, rows

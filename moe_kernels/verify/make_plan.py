@@ -31,23 +31,13 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
         chosen = experts.to(torch.int32 if index % 3 else torch.int64).to(device)
         inputs = {"experts": chosen, "num_experts": num_experts, "capacity": capacity, "priority": priority}
         yield Case(f"{name}, {order}{', priority' * (priority is not None)}", inputs | {"order": order})
-    draw = torch.Generator().manual_seed(1)
-    for tokens, num_experts, capacity in ((6, 3, 2),) if small else ((6, 3, 2), (200, 7, 30), (130, 64, 1)):
-        scores = torch.randn(tokens, num_experts, generator=draw).to(dtype).to(device)
-        for how in ("expert choice", "priority"):
-            inputs = {"scores": scores, "capacity": capacity, "how": how}
-            yield Case(f"{how} {tokens} x {num_experts}, C={capacity}", inputs)
 
 
 PLAN = ("expert_offsets", "row_token", "row_choice", "slot_row", "requested", "kept", "dropped")
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    if "scores" in inputs:
-        planned = plan.plan_priority if inputs["how"] == "priority" else plan.plan_expert_choice
-        made, _ = planned(inputs["scores"], inputs["capacity"], backend=backend)
-    else:
-        made = plan.make_plan(**inputs, backend=backend)
+    made = plan.make_plan(**inputs, backend=backend)
     return {name: getattr(made, name) for name in PLAN}
 
 

@@ -1,0 +1,31 @@
+"""The plans made of scores: experts that choose tokens, and pairs by descending score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from moe_kernels.ops import plan
+from moe_kernels.verify.make_plan import PLAN
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+
+
+def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    draw = torch.Generator().manual_seed(1)
+    for tokens, num_experts, capacity in ((6, 3, 2),) if small else ((6, 3, 2), (200, 7, 30), (130, 64, 1)):
+        scores = torch.randn(tokens, num_experts, generator=draw).to(dtype).to(device)
+        yield Case(f"{tokens} x {num_experts}, C={capacity}", {"scores": scores, "capacity": capacity})
+
+
+def _operation(planned: Callable[..., Any]) -> Operation:
+    def run(inputs: Inputs, backend: str) -> Outputs:
+        made, weights = planned(**inputs, backend=backend)
+        return {"weights": weights} | {name: getattr(made, name) for name in PLAN}
+
+    return Operation(_cases, run, exact=frozenset((*PLAN, "weights")))
+
+
+EXPERT_CHOICE = _operation(plan.plan_expert_choice)
+PRIORITY = _operation(plan.plan_priority)
