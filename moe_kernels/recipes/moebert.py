@@ -60,7 +60,7 @@ class MoEBERT(TextRecipe):
         "length then counts its tokens, and bits are those of a masked one; empty: a small GPT is trained first",
     )
     sides: tuple[str, ...] = option(("dense", "small", "unguided", "hash", "comet"), "gates and controls to compare")
-    steps: int = option(1600, "steps instead of epochs; 0: epochs", low=0)
+    steps: int = option(400, "steps instead of epochs, half of them before the split by default; 0: epochs", low=0)
     dense_share: float = option(0.5, "of the steps, before the split", low=0, high=1)
     windows: int = option(256, "of the training text, to tell the importance of neurons by", low=1)
     dim: int = option(128, "width of the model; BERT: 768", low=1)
