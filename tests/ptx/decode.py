@@ -54,7 +54,8 @@ class Kernel:
         """The place of an instruction: PTX line, source line and text."""
         if pc >= len(self.texts):
             return self.title
-        return f"{self.title}, PTX line {self.lines[pc]}, {self.source(pc)}: {self.texts[pc]}"
+        text = re.sub(r"\{(%\w+),[^}]{90,},\s*(%\w+)\}", r"{\1, ..., \2}", self.texts[pc])  # 128 accumulators
+        return f"{self.title}, PTX line {self.lines[pc]}, {self.source(pc)}: {text}"
 
     def source(self, pc: int) -> str:
         """File and line, and where that function was inlined."""
@@ -158,6 +159,8 @@ class Decoder:
         shared = re.match(r"([\w$]+)(?:\+(\d+))?$", text)
         if shared and shared[1] in self.entry.shared:
             return self.constant(self.entry.shared[shared[1]] + int(shared[2] or 0), size)
+        if text in self.entry.parameters:
+            return self.constant(self.entry.parameters[text][0], size)
         if text == "WARP_SZ":
             return self.constant(32, size)
         if text in ("true", "false"):
@@ -230,9 +233,9 @@ class Decoder:
     def kernel(self, starts: list[int]) -> Kernel:
         """Everything in its place; constants lie before the registers."""
         entry, base = self.entry, -(-len(self.constants) // 64) * 64
-        for row in self.rows:
+        for row, origin in zip(self.rows, self.origins, strict=True):
             if isinstance(row["target"], str):
-                row["target"] = starts[entry.labels[row["target"]]]
+                row["target"] = starts[entry.target(origin, row["target"])]
             if row["guard"] >= 0:
                 row["guard"] += base
         records = np.zeros(len(self.rows), RECORD)
@@ -268,10 +271,13 @@ class Decoder:
 
 def decode(entry: Entry, operations: dict[str, int]) -> Kernel:
     from .forms import FORMS, plain
+    from .forms_sm90 import unfenced
 
     decoder, starts = Decoder(entry, operations), []
     for statement in entry.statements:
         starts.append(len(decoder.rows))  # one statement can become several records: labels move with them
         decoder.add(statement, FORMS, plain)
     starts.append(len(decoder.rows))
+    for index in unfenced(entry):
+        decoder.rows[starts[index]]["flag"] = 1
     return decoder.kernel(starts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from . import forms_sm90
 from .text import SIZES, split
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ def _mov(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 
 def _cvta(d: Decoder, parts: list[str], args: list[str]) -> None:
+    if parts[1] == "param":
+        d.emit("cvta.param", [d.operand(each, 8) for each in args])
+        return
     d.emit("mov.b64", [d.operand(each, 8) for each in args])  # the generic address of global memory is its own
 
 
@@ -97,6 +101,13 @@ def _cvt(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 def _setp(d: Decoder, parts: list[str], args: list[str]) -> None:
     compare, kind = parts[1], parts[-1]
+    if kind in ("f16x2", "bf16x2") and "|" in args[0]:
+        halves = [[d.temporary(2), d.temporary(2)] for _ in args[1:]]
+        for pair, each in zip(halves, args[1:], strict=True):
+            d.emit("unpack.b32", [*pair, d.operand(each, 4)])
+        for to, x, y in zip(args[0].split("|"), *halves, strict=True):
+            d.emit(f"setp.{compare}.{kind[:-2]}", [d.operand(to, 0), x, y])
+        return
     if len(parts) != 3 or "|" in args[0] or len(args) != 3:
         raise d.unsupported()
     compare = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(compare, compare)
@@ -155,9 +166,11 @@ def _atom(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 
 def _cp(d: Decoder, parts: list[str], args: list[str]) -> None:
-    if parts[1] != "async" or parts[2] == "bulk":
+    if parts[1] != "async":
         raise d.unsupported()
-    if parts[2] == "commit_group":
+    if parts[2] == "bulk":
+        forms_sm90.bulk_copy(d, parts, args)
+    elif parts[2] == "commit_group":
         d.emit("cp.async.commit_group", [])
     elif parts[2] == "wait_group":
         d.emit("cp.async.wait_group", [], immediate=int(args[0], 0))
@@ -231,8 +244,13 @@ def _ret(d: Decoder, parts: list[str], args: list[str]) -> None:
     d.emit("ret", [])
 
 
-def _nothing(d: Decoder, parts: list[str], args: list[str]) -> None:
-    d.emit("nop", [])  # fences: blocks run one after the other, and barriers order the rest
+def _fence(d: Decoder, parts: list[str], args: list[str]) -> None:
+    if "proxy" not in parts:
+        d.emit("nop", [])  # blocks run one after the other, and barriers order the rest
+    elif parts[1:] in (["proxy", "async"], ["proxy", "async", "shared::cta"]):
+        d.emit("fence.proxy.async", [])
+    else:
+        raise d.unsupported()
 
 
 def _trap(d: Decoder, parts: list[str], args: list[str]) -> None:
@@ -268,7 +286,8 @@ FORMS = {
     "bra": _bra,
     "ret": _ret,
     "exit": _ret,
-    "membar": _nothing,
-    "fence": _nothing,
+    "membar": _fence,
+    "fence": _fence,
     "trap": _trap,
+    **forms_sm90.FORMS,
 }

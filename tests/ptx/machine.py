@@ -49,10 +49,13 @@ def operations() -> dict[str, int]:
     return {name: index for index, name in enumerate(library().ptx_operations().decode().split())}
 
 
+_DECODER = ("text.py", "forms.py", "forms_sm90.py")
+
+
 @functools.cache
 def _decoder_digest() -> str:
     sources = (Path(each.__file__ or "").read_text() for each in (decode, records))
-    return build.digest(*sources, *((build.HERE / name).read_text() for name in ("text.py", "forms.py")), *operations())
+    return build.digest(*sources, *((build.HERE / name).read_text() for name in _DECODER), *operations())
 
 
 def kernel(text: str, name: str, keep: bool = True) -> Kernel:
@@ -140,6 +143,7 @@ def _program(kernel: Kernel) -> records.Program:
             (ctypes.c_uint32 * 16)(*kernel.special),
             kernel.shared_grain,
             kernel.global_grain,
+            kernel.parameter_bytes,
         )
         kept = kernel._program = (program, constants)  # type: ignore[attr-defined]
     return kept[0]

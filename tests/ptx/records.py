@@ -53,6 +53,8 @@ class Program(ctypes.Structure):
         ("special", _u32 * 16),
         ("shared_grain", _u32),
         ("global_grain", _u32),
+        ("parameter_bytes", _u32),
+        ("unused", _u32),
     ]
 
 

@@ -10,6 +10,7 @@ import pytest
 from . import build, coverage, cuda_launch
 from .session import session
 
+SM_90 = "triton sm_90"
 DATA = pytest.StashKey[dict[str, Any]]()
 
 
@@ -33,7 +34,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def known_kernels() -> list[str]:
-    """Every kernel of the package, by backend."""
+    """Every kernel of the package, by backend; those that make products for sm_90 as well."""
     import importlib
     import pkgutil
 
@@ -42,8 +43,10 @@ def known_kernels() -> list[str]:
     found = []
     for module in pkgutil.iter_modules(kernels.__path__):
         members = vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).values()
-        entries = [each for each in members if type(each).__name__ == "JITFunction"]
-        found += [f"triton {each.fn.__name__}" for each in entries if _is_entry(each)]
+        entries = [each for each in members if type(each).__name__ == "JITFunction" and _is_entry(each)]
+        products = [each for each in entries if re.search(r"\b(tl\.dot|product)\(", each.src)]
+        found += [f"triton {each.fn.__name__}" for each in entries]
+        found += [f"{SM_90} {each.fn.__name__}" for each in products]
     if cuda_launch.unavailable() is None:
         for name in cuda_launch.texts(cuda_launch.KERNELS):
             title = cuda_launch.demangled(name).partition("<")[0].rsplit("::", 1)[-1]
@@ -54,21 +57,28 @@ def known_kernels() -> list[str]:
 def _is_entry(function: Any) -> bool:
     """Entries take pointers and return nothing; the others are called by them."""
     source = function.src if isinstance(function.src, str) else ""
-    return any("_ptr" in name for name in function.arg_names) and not re.search(r"^\s+return\s+\S", source, re.M)
+    return any("_ptr" in name for name in function.arg_names) and not re.search(r"^\s+return[ \t]+\S", source, re.M)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     data = config.stash.get(DATA, {})
     if not data.get("launches"):
         return
-    specialisations = sum(len(each["specialisations"]) for each in data["kernels"].values())
+    hopper = [each for name, each in data["kernels"].items() if name.startswith(f"{SM_90} ")]
+    specialisations, hopper_specialisations = (
+        sum(len(each["specialisations"]) for each in some) for some in (data["kernels"].values(), hopper)
+    )
     places = [len(each["lines"]) for each in data["kernels"].values()]
     missed = coverage.missed(data)
     text = coverage.report(data)
     terminalreporter.section("compiled PTX, executed on the CPU")
     terminalreporter.write_line(
-        f"{data['launches']} launches of {len(data['kernels'])} kernels in {specialisations} specialisations: "
-        f"{data['steps'] / 1e6:.1f} million instructions of warps in {data['seconds']:.1f} s"
+        f"{data['launches']} launches of {len(data['kernels']) - len(hopper)} kernels in {specialisations} "
+        f"specialisations: {data['steps'] / 1e6:.1f} million instructions of warps in {data['seconds']:.1f} s"
+    )
+    terminalreporter.write_line(
+        f"of these for sm_90: {sum(each['launches'] for each in hopper)} launches of {len(hopper)} kernels in "
+        f"{hopper_specialisations} specialisations"
     )
     terminalreporter.write_line(f"source lines never executed: {sum(map(len, missed.values()))} of {sum(places)}")
     file = build.cache_folder() / "coverage.txt"

@@ -22,6 +22,7 @@ class Statement:
     line: int  # in the PTX
     source: tuple[int, ...]  # number of the file and line, by .loc; then those of the call that was inlined
     names: dict[str, str]  # registers of inner scopes: name -> unique name
+    scopes: tuple[int, ...] = ()  # numbers of the inner scopes that it lies in
 
 
 @dataclass
@@ -33,9 +34,14 @@ class Entry:
     shared: dict[str, int] = field(default_factory=dict)  # name -> offset
     static_shared: int = 0
     statements: list[Statement] = field(default_factory=list)
-    labels: dict[str, int] = field(default_factory=dict)  # name -> index of a statement
+    labels: dict[str, int] = field(default_factory=dict)  # name, in an inner scope name@number -> index of a statement
     files: dict[int, str] = field(default_factory=dict)
     max_threads: int | None = None
+
+    def target(self, statement: Statement, label: str) -> int:
+        """Index of the statement that a branch goes to: inline assembly repeats the labels of its scopes."""
+        inner = (f"{label}@{scope}" for scope in reversed(statement.scopes))
+        return self.labels[next((name for name in inner if name in self.labels), label)]
 
 
 _SHARED = re.compile(r"\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)(?:\[(\d*)\])?")
@@ -128,6 +134,8 @@ def _parameters(entry: Entry, text: str) -> None:
 
 def _body(entry: Entry, text: str, start: int, end: int, lines: list[int]) -> None:
     scopes: list[dict[str, str]] = [{}]
+    numbers: tuple[int, ...] = ()
+    opened = 0
     names: dict[str, str] = {}
     source: tuple[int, ...] = (0, 0)
     for m in _TOKEN.finditer(text, start, end):
@@ -136,7 +144,7 @@ def _body(entry: Entry, text: str, start: int, end: int, lines: list[int]) -> No
             statement = m["statement"]
             if statement[0] != ".":
                 line = bisect.bisect(lines, m.start()) + 1
-                entry.statements.append(Statement(" ".join(statement.split()), line, source, names))
+                entry.statements.append(Statement(" ".join(statement.split()), line, source, names, numbers))
             elif statement.startswith(".reg"):
                 _registers(entry, statement, scopes)
                 names = {k: v for scope in scopes for k, v in scope.items()}
@@ -148,9 +156,16 @@ def _body(entry: Entry, text: str, start: int, end: int, lines: list[int]) -> No
             else:
                 raise Unsupported(f"{entry.name}: {statement}")
         elif kind == "label":
-            entry.labels[m["label"]] = len(entry.statements)
+            label = f"{m['label']}@{numbers[-1]}" if numbers else m["label"]
+            entry.labels[label] = len(entry.statements)
         elif kind == "brace":
-            scopes.append({}) if m[0] == "{" else scopes.pop()
+            if m[0] == "{":
+                opened += 1
+                numbers = (*numbers, opened)
+                scopes.append({})
+            else:
+                numbers = numbers[:-1]
+                scopes.pop()
             names = {k: v for scope in scopes for k, v in scope.items()}
         elif m["line"] and m["line"] != "0":
             source = int(m["file"]), int(m["line"]), *map(int, (m["outer"] or "").split())

@@ -1,4 +1,5 @@
-"""Triton without a GPU: kernels are specialised and compiled for sm_80 by Triton itself, then executed from their PTX.
+"""Triton without a GPU: kernels are specialised and compiled for sm_80, or for sm_90 inside capability(90), by Triton
+itself, then executed from their PTX.
 
 Triton's own JITFunction.run does everything up to the launch. It sees a driver whose GPU is the executor, and its
 compiler stops at PTX.
@@ -6,10 +7,12 @@ compiler stops at PTX.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import struct
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,10 +20,35 @@ from . import build, machine
 from .decode import Kernel
 from .extents import extents
 from .session import launch, session
+from .tensor_map import encode
 from .text import entry_names
 
-CAPABILITY = 80
-MULTIPROCESSORS = 108  # of an A100
+
+class Gpu(NamedTuple):
+    """What a launch may ask about."""
+
+    capability: int
+    shared: int  # bytes that a block can have
+    multiprocessors: int
+
+
+GPUS = {80: Gpu(80, machine.SHARED_LIMIT, 108), 90: Gpu(90, 227 * 1024, 132)}  # an A100, an H100
+_gpu = GPUS[80]
+
+
+@contextlib.contextmanager
+def capability(which: int) -> Iterator[None]:
+    """Launches inside see another GPU. The products choose their loop by the capability of a CUDA device, which is not
+    there to be asked."""
+    from moe_kernels.backends.triton import _grouped_launch
+
+    global _gpu
+    before, loop, _gpu = _gpu, _grouped_launch.loop, GPUS[which]
+    _grouped_launch.loop = lambda device: which
+    try:
+        yield
+    finally:
+        _gpu, _grouped_launch.loop = before, loop
 
 
 class Launcher:
@@ -32,21 +60,34 @@ class Launcher:
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
         _, _, _, _, *values = rest  # packed metadata, launch metadata, two hooks
-        tensors, parameters = [], b""
+        tensors: list[torch.Tensor] = []
+        packed: list[bytes] = []
+        maps = iter(self.metadata.tensordesc_meta or ())
         for index, kind in self.arguments:
-            value = values[index]
-            if isinstance(value, torch.Tensor):
-                tensors.append(value)
-                value = value.data_ptr()
-            form = _FORMS.get(kind, "Q" if kind.startswith("*") else "")
-            if not form:
-                raise TypeError(f"{self.metadata.name}: a parameter of type {kind}")
-            parameters += b"\0" * (-len(parameters) % struct.calcsize(form)) + struct.pack(f"<{form}", value)
-        parameters += b"\0" * (-len(parameters) % 8 + 16)  # scratch pointers, which no kernel here uses
+            if kind.startswith("tensordesc"):
+                tensors.append(values[index].base)
+                packed += _descriptor(values[index], next(maps))
+            else:
+                packed.append(self.scalar(values[index], kind, tensors))
         if x * y * z:
             threads = (32 * self.metadata.num_warps,)
             kernel = self.kernel(function)
-            launch("triton", kernel, (x, y, z), threads, self.metadata.shared, parameters, extents(tensors))
+            parameters = bytearray(kernel.parameter_bytes)  # the last two are scratch pointers, which no kernel uses
+            assert len(packed) <= len(kernel.parameters), kernel.name
+            for (offset, size), value in zip(kernel.parameters, packed, strict=False):
+                assert len(value) == size, f"{kernel.name}: {len(value)} bytes for a parameter of {size}"
+                parameters[offset : offset + size] = value
+            backend = "triton" if _gpu.capability == 80 else f"triton sm_{_gpu.capability}"
+            launch(backend, kernel, (x, y, z), threads, self.metadata.shared, bytes(parameters), extents(tensors))
+
+    def scalar(self, value: Any, kind: str, tensors: list[torch.Tensor]) -> bytes:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            value = value.data_ptr()
+        form = _FORMS.get(kind, "Q" if kind.startswith("*") else "")
+        if not form:
+            raise TypeError(f"{self.metadata.name}: a parameter of type {kind}")
+        return struct.pack(f"<{form}", value)
 
     def kernel(self, text: str) -> Kernel:
         return decoded(text) if session.edit is None else decoded(session.edit(text), keep=False)
@@ -54,6 +95,16 @@ class Launcher:
 
 _FORMS = {"i1": "?", "fp32": "f", "fp64": "d", "i8": "b", "u8": "B", "i16": "h", "u16": "H"}
 _FORMS |= {"i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+
+
+def _descriptor(tensor: Any, compiled: dict[str, Any]) -> list[bytes]:
+    """The parameters that become of a TensorDescriptor: the map of the box that the compiler chose, sizes, strides."""
+    assert tensor.padding == "zero"
+    assert not compiled["is_im2col"]
+    address, box = tensor.base.data_ptr(), compiled["block_size"]
+    described = encode(address, compiled["elem_size"], tensor.shape, tensor.strides, box, compiled["swizzle"])
+    sizes = [struct.pack("<i", size) for size in tensor.shape]
+    return [described, *sizes, *(struct.pack("<q", stride) for stride in tensor.strides)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -71,7 +122,7 @@ class Utilities:
     def unload_module(self, module: int) -> None: ...
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": machine.SHARED_LIMIT, "multiprocessor_count": MULTIPROCESSORS}
+        return {"max_shared_mem": _gpu.shared, "multiprocessor_count": _gpu.multiprocessors}
 
 
 class Driver:
@@ -80,10 +131,10 @@ class Driver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", CAPABILITY, 32)
+        return GPUTarget("cuda", _gpu.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return list(GPUS).index(_gpu.capability)  # Triton keeps compiled kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0

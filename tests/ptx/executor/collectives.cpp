@@ -144,6 +144,23 @@ Next active_mask(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
+// Operands: the leader, a predicate that is true for it alone, mask. Any lane may lead, the same one each time.
+Next elect(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  TOGETHER(2)
+  u32* to = lanes_of<u32>(launch, w, r, 0);
+  u32& led = predicate(launch, w, r, 1);
+  const auto choose = [&](u32 group) {
+    u32 rest = group;
+    const u32 skipped = launch.seeded() ? Random{launch.request.seed ^ group}.below(static_cast<u32>(__builtin_popcount(group))) : 0;
+    for (u32 k = 0; k < skipped; k++) rest &= rest - 1;
+    return static_cast<u32>(__builtin_ctz(rest));
+  };
+  of_groups(masks, mask, choose, [&](u32 l, u32 leader) { to[l] = leader, led = (led & ~(1u << l)) | u32(l == leader) << l; });
+  set_undefined(undefined_lanes(launch, w, r, 0), 0, mask);
+  set_undefined(undefined_lanes(launch, w, r, 1), 0, mask);
+  return next;
+}
+
 }  // namespace
 
 void add_collectives(Table& t) {
@@ -165,4 +182,5 @@ void add_collectives(Table& t) {
   t.add("vote.sync.all.pred", vote<true>);
   t.add("match.any.sync.b32", match_any);
   t.add("activemask.b32", active_mask);
+  t.add("elect.sync", elect);
 }

@@ -85,6 +85,8 @@ Next leave(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
     w.phase = Phase::done;
     if (!w.uncommitted.empty()) w.groups.push_back(std::move(w.uncommitted));
     launch.land(b, w, 0);
+    if (!w.products.reads.empty()) w.products.groups.push_back(std::move(w.products.reads));
+    launch.retire(b, w, 0);
     return Next::leave;
   }
   for_lanes(w.active & ~mask, [&](u32 l) { w.pcs[l] = w.pc + 1; });
@@ -157,16 +159,17 @@ bool Launch::release_barriers(Block& b) {
       expected = std::max(expected, w.barrier_warps);
     }
     if (!there || there < (expected ? expected : live)) continue;
-    std::vector<u32> joined(b.warps.size(), 0);
+    std::vector<u32> joined(b.warps[0].clocks.size(), 0), fenced(b.warps.size(), 0);
     u32 sum = 0, all = 1, some = 0;
     for (Warp& w : b.warps) {
       if (w.phase != Phase::at_barrier || w.barrier != id) continue;
       for (size_t k = 0; k < joined.size(); k++) joined[k] = std::max(joined[k], w.clocks[k]);
+      for (size_t k = 0; k < fenced.size(); k++) fenced[k] = std::max(fenced[k], w.fenced[k]);
       sum += w.reduction_value, all &= w.reduction_value, some |= w.reduction_value;
     }
     for (Warp& w : b.warps) {
       if (w.phase != Phase::at_barrier || w.barrier != id) continue;
-      w.clocks = joined;
+      w.clocks = joined, w.fenced = fenced;
       w.clocks[w.id]++;
       w.phase = Phase::ready;
       any = true;

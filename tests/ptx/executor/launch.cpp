@@ -13,6 +13,7 @@ const Table& table() {
     Table t;
     add_control(t), add_integers(t), add_floats(t), add_conversions(t);
     add_memory(t), add_copies(t), add_collectives(t), add_tensor(t);
+    add_wgmma(t), add_mbarrier(t), add_bulk(t);
     return t;
   }();
   return built;
@@ -54,7 +55,7 @@ void Launch::start(Block& b, u32 index) {
   b.id[0] = index % grid[0], b.id[1] = index / grid[0] % grid[1], b.id[2] = index / grid[0] / grid[1];
   std::memset(b.shared.data(), 0xcd, b.shared.size());
   std::memset(b.shared_defined.data(), 0, b.shared_defined.size());
-  b.known.clear();
+  b.known.clear(), b.mbarriers.clear();
   const u32 threads = block[0] * block[1] * block[2], warps = static_cast<u32>(b.warps.size());
   u32 latest = clock_base;
   for (const Warp& w : b.warps) {
@@ -67,8 +68,11 @@ void Launch::start(Block& b, u32 index) {
     w.live = w.active = w.born = lanes == kLanes ? kAll : (1u << lanes) - 1;
     w.pc = 0, w.blocked = 0, w.next_other = ~0u, w.phase = Phase::ready, w.reduction = -1, w.reduction_value = 0;
     w.uncommitted.clear(), w.groups.clear();
-    w.clocks.assign(warps, clock_base - 1);
+    w.clocks.assign(warps + kMbarriers, clock_base - 1);
     w.clocks[k] = clock_base;
+    w.fenced.assign(warps, clock_base - 1);
+    w.products = Products();
+    w.mbarrier = ~0u;
     for (u32 l = 0; l < kLanes; l++) {
       const u32 t = kLanes * k + l;
       const u32 values[] = {t % block[0], t / block[0] % block[1], t / block[0] / block[1], block[0], block[1], block[2],
@@ -127,6 +131,7 @@ void Launch::run() {
   b.words.resize(words);
   b.read_clocks.resize(static_cast<size_t>(words) * warps);
   b.warps.resize(warps);
+  b.agreements.assign((warps + 3) / 4, Agreement());
   std::vector<u8> registers(static_cast<size_t>(warps) * program.register_bytes + 64, 0xcd);
   std::vector<u64> undefined(static_cast<size_t>(warps) * (program.register_bytes / 64), 0);
   u8* base = reinterpret_cast<u8*>((reinterpret_cast<u64>(registers.data()) + 63) & ~u64(63));
@@ -152,21 +157,44 @@ void Launch::run() {
         left |= w.phase != Phase::done;
       }
       if (!left) break;
-      if (!release_barriers(b) && !ran && !failed) {
-        const Warp* waiting = &b.warps[0];
-        for (const Warp& w : b.warps) {
-          if (w.phase == Phase::at_barrier) waiting = &w;
-        }
-        report(b, *waiting, program.records + waiting->barrier_pc, 0, "waits at a barrier that the other warps never reach");
-        failed = true;
-      }
+      const bool released = release_barriers(b) | release_mbarriers(b);
+      if (!released && !ran && !failed) told_stuck(b);
       if (steps > request.step_limit) {
         report(b, b.warps[0], program.records + std::min(b.warps[0].pc, program.size - 1), 0, "more than %llu instructions in one launch", (unsigned long long)request.step_limit);
         failed = true;
       }
     }
+    if (!failed) end(b);
   }
   request.steps = steps;
+}
+
+void Launch::told_stuck(Block& b) {
+  const Warp* waiting = &b.warps[0];
+  for (const Warp& w : b.warps) {
+    if (w.phase == Phase::at_barrier || w.phase == Phase::at_mbarrier) waiting = &w;
+  }
+  failed = true;
+  if (waiting->phase == Phase::at_barrier) {
+    report(b, *waiting, program.records + waiting->barrier_pc, 0, "waits at a barrier that the other warps never reach");
+    return;
+  }
+  const Mbarrier& m = b.mbarriers[waiting->mbarrier];
+  report(b, *waiting, program.records + waiting->mbarrier_pc, 0, "waits at the mbarrier at %u: %u arrivals are missing, and %llu of %llu bytes have come",
+         waiting->mbarrier, m.pending, (unsigned long long)m.copied, (unsigned long long)m.bytes);
+}
+
+// What a block may not leave behind: a copy into shared memory that is another block's by then, half a warpgroup.
+void Launch::end(Block& b) {
+  check_agreements(b);
+  for (auto& [at, m] : b.mbarriers) {
+    if (m.copies.empty()) continue;
+    report(b, b.warps[0], nullptr, 0, "the block ends, and %llu bytes for the mbarrier at %u may still be on their way", (unsigned long long)m.copied, at);
+    failed = true;
+  }
+  for (const auto& [at, m] : b.mbarriers) {
+    for (u32 k = at / program.shared_grain; m.live && k <= (at + 7) / program.shared_grain; k++) b.words[k].mbarrier = 0;
+  }
 }
 
 extern "C" {

@@ -25,7 +25,11 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
       report(b, w, &r, lane, "reads shared byte %llu, which a cp.async may still be writing", (unsigned long long)(k * grain));
       continue;
     }
-    if (word.writer != w.id) {
+    if (word.writer >= warps) {
+      if (word.write_clock > w.clocks[word.writer]) {
+        report(b, w, &r, lane, "reads shared byte %llu that a bulk copy wrote, without a wait at its mbarrier", (unsigned long long)(k * grain));
+      }
+    } else if (word.writer != w.id) {
       if (word.write_clock > w.clocks[word.writer] && !(word.same >> w.id & 1)) {
         report(b, w, &r, lane, "reads shared byte %llu that warp %u lane %u wrote, with no barrier between",
                (unsigned long long)(k * grain), word.writer, word.lane);
@@ -52,13 +56,19 @@ bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 
     if (word.in_flight) {
       report(b, w, &r, lane, "writes shared byte %llu, which a cp.async may still be writing", (unsigned long long)(k * grain));
     }
+    if (word.reading) {
+      report(b, w, &r, lane, "writes shared byte %llu, which a wgmma may still be reading", (unsigned long long)(k * grain));
+    }
+    if (word.mbarrier) report(b, w, &r, lane, "writes shared byte %llu of an mbarrier in use", (unsigned long long)(k * grain));
     const bool other_warp = word.writer != w.id && word.write_clock > w.clocks[word.writer];
     const bool same_instruction = word.writer == w.id && word.step == steps && word.lane != lane;
     if (other_warp && equal) {
       word.same |= 1u << w.id;
       continue;
     }
-    if (other_warp) {
+    if (other_warp && word.writer >= warps) {
+      report(b, w, &r, lane, "writes shared byte %llu that a bulk copy wrote, without a wait at its mbarrier", (unsigned long long)(k * grain));
+    } else if (other_warp) {
       report(b, w, &r, lane, "writes shared byte %llu that warp %u lane %u wrote otherwise, with no barrier between",
              (unsigned long long)(k * grain), word.writer, word.lane);
     }
@@ -84,21 +94,53 @@ bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 
 
 // The oldest groups of copies land until `left` of them are in flight.
 void Launch::land(Block& b, Warp& w, size_t left) {
-  const u32 grain = program.shared_grain;
   for (; w.groups.size() > left; w.groups.pop_front()) {
-    for (const Copy& copy : w.groups.front()) {
-      std::memcpy(&b.shared[copy.to], copy.bytes, copy.size);
-      std::memset(&b.shared_defined[copy.to], 1, copy.size);
-      for (u32 k = copy.to / grain; k <= (copy.to + copy.size - 1) / grain; k++) {
-        SharedWord& word = b.words[k];
-        if (word.in_flight) word.in_flight--;
-        word.write_clock = w.clocks[w.id];
-        word.writer = static_cast<u8>(w.id);
-        word.lane = copy.lane;
-        word.same = 1u << w.id;
-      }
+    for (const Copy& copy : w.groups.front()) land_copy(b, copy, w.id, w.clocks[w.id]);
+  }
+}
+
+void Launch::land_copy(Block& b, const Copy& copy, u32 writer, u32 clock) {
+  const u32 grain = program.shared_grain;
+  std::memcpy(&b.shared[copy.to], copy.bytes, copy.size);
+  std::memset(&b.shared_defined[copy.to], 1, copy.size);
+  for (u32 k = copy.to / grain; k <= (copy.to + copy.size - 1) / grain; k++) {
+    SharedWord& word = b.words[k];
+    if (word.in_flight) word.in_flight--;
+    word.write_clock = clock;
+    word.writer = static_cast<u8>(writer);
+    word.lane = copy.lane;
+    word.same = writer < b.warps.size() ? 1u << writer : 0;
+  }
+}
+
+// The asynchronous proxy (wgmma, bulk copies) sees what a warp wrote if a fence.proxy.async lies between.
+static bool fenced(const Block& b, const Warp& w, const SharedWord& word) {
+  return word.writer >= b.warps.size() || word.write_clock <= w.fenced[word.writer];
+}
+
+// A wgmma begins to read; retire() says when it has.
+bool Launch::may_read_async(Block& b, Warp& w, const Record& r, u64 at, u32 size, bool& defined) {
+  if (!may_read_shared(b, w, r, kLanes, at, size, defined)) return false;
+  const u32 grain = program.shared_grain;
+  for (u64 k = at / grain; k <= (at + size - 1) / grain; k++) {
+    SharedWord& word = b.words[k];
+    word.reading++;
+    if (!fenced(b, w, word)) {
+      report(b, w, &r, kLanes, "reads shared byte %llu that warp %u wrote, with no fence.proxy.async between", (unsigned long long)(k * grain), word.writer);
     }
   }
+  return true;
+}
+
+// A bulk copy begins to write.
+bool Launch::may_write_async(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size) {
+  const u32 grain = program.shared_grain;
+  for (u64 k = at / grain; at + size <= request.shared_bytes && k <= (at + size - 1) / grain; k++) {
+    if (!fenced(b, w, b.words[k])) {
+      report(b, w, &r, lane, "writes shared byte %llu that warp %u wrote, with no fence.proxy.async between", (unsigned long long)(k * grain), b.words[k].writer);
+    }
+  }
+  return may_write_shared(b, w, r, lane, at, size, nullptr, true);
 }
 
 // Passes over the 32 banks that an access needs: 16 bytes a lane are served in quarters of a warp, 8 in halves; lanes of

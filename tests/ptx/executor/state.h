@@ -8,16 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "types.h"
+#include "asynchronous.h"
 
-// A cp.async of one lane: its bytes land when the warp waits for the group.
-struct Copy {
-  u32 to;
-  u8 size, lane;
-  u8 bytes[16];
-};
-
-enum class Phase : u8 { ready, at_barrier, done };
+enum class Phase : u8 { ready, at_barrier, at_mbarrier, done };
 
 struct Warp {
   u32 id = 0;
@@ -35,16 +28,21 @@ struct Warp {
   s64 reduction = -1;        // offset of the destination of a barrier that reduces
   char reduction_how = 0;    // o: or, a: and, p: count
   u32 reduction_value = 0;
-  std::vector<u32> clocks;   // happens-before: what this warp knows of each warp
+  std::vector<u32> clocks;   // happens-before: what this warp knows of each warp, and behind them of each mbarrier
+  std::vector<u32> fenced;   // writes of each warp that a fence.proxy.async has handed to the asynchronous proxy
   std::vector<Copy> uncommitted;
   std::deque<std::vector<Copy>> groups;
+  Products products;
+  u32 mbarrier = ~0u, mbarrier_pc = 0;  // where a try_wait failed last
+  u64 mbarrier_phase = 0;
 };
 
 // Who touched some bytes of shared memory last.
 struct SharedWord {
   u32 write_clock = 0;
-  u8 writer = 0, lane = 0, in_flight = 0, unused = 0;
+  u8 writer = 0, lane = 0, in_flight = 0, mbarrier = 0;  // a writer behind the warps: a bulk copy
   u32 same = 0;              // warps that wrote the same value beside the writer
+  u32 reading = 0;           // wgmma of warps that may still read it
   u64 step = 0;
 };
 
@@ -56,6 +54,8 @@ struct Block {
   std::vector<SharedWord> words;
   std::vector<u32> read_clocks;  // words x warps
   u64 unordered_lanes = 0;  // reads of what another lane of the warp wrote since its last bar.warp.sync
+  std::map<u32, Mbarrier> mbarriers;  // by address
+  std::vector<Agreement> agreements;  // of each warpgroup
   std::map<u32, std::vector<u32>> known;  // blocks whose writes happened before: clocks of their warps
 };
 
@@ -116,12 +116,23 @@ struct Launch {
   bool release_barriers(Block& block);
   void run_warp(Block& block, Warp& warp, u64 budget);
   void start(Block& block, u32 index);
+  void end(Block& block);
+  void told_stuck(Block& block);
 
   // shared.cpp: checks of one lane's access; false if it lies outside.
   bool may_read_shared(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, bool& defined);
   bool may_write_shared(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, const u8* value, bool copy);
   void count_passes(const Record&, u32 mask, const u64* at, u32 size);
   void land(Block&, Warp&, size_t left);
+  void land_copy(Block&, const Copy&, u32 writer, u32 clock);
+  bool may_read_async(Block&, Warp&, const Record&, u64 at, u32 size, bool& defined);
+  bool may_write_async(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size);
+
+  // wgmma.cpp, mbarrier.cpp
+  void retire(Block&, Warp&, size_t left);
+  void check_agreements(Block&);
+  Mbarrier* find_mbarrier(Block&, Warp&, const Record&, u32 lane, u64 at);
+  bool release_mbarriers(Block&);
 
   // global.cpp: checks of one instruction's accesses; false if one lies outside.
   enum Access { kRead, kWrite, kAtomic };

@@ -24,3 +24,6 @@ void add_copies(Table&);
 void add_collectives(Table&);
 void add_tensor(Table&);
 void add_control(Table&);
+void add_wgmma(Table&);
+void add_mbarrier(Table&);
+void add_bulk(Table&);

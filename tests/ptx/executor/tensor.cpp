@@ -1,4 +1,4 @@
-// ldmatrix and mma.sync, with the fragment layouts of the PTX ISA.
+// ldmatrix, stmatrix and mma.sync, with the fragment layouts of the PTX ISA.
 #include "numbers.h"
 #include "table.h"
 
@@ -34,6 +34,37 @@ Next ldmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
     }
     if (undefined) launch.undefined_from(r, "read of shared bytes that nobody wrote");
     set_undefined(undefined_lanes(launch, w, r, q), undefined, kAll);
+  }
+  return next;
+}
+
+// Operands: the address, then the sources. Rows of each matrix are addressed by eight lanes, as ldmatrix has it.
+Next stmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
+  Next next = Next::following;
+  if (!gather_all(launch, b, w, r, next)) return next;
+  const u32 matrices = r.elements, used = matrices == 4 ? kAll : (1u << (8 * matrices)) - 1;
+  const u32* base = lanes_of<const u32>(launch, w, r, 0);
+  u64 at[kLanes];
+  for (u32 l = 0; l < kLanes; l++) at[l] = static_cast<u32>(base[l] + static_cast<u32>(r.immediate));
+  launch.count_passes(r, used, at, 16);
+  for (u32 q = 0; q < matrices; q++) {
+    u16 tile[8][8];
+    u8 defined[8][16];
+    const u32* from = lanes_of<const u32>(launch, w, r, 1 + q);
+    const u64 undefined = undefined_lanes(launch, w, r, 1 + q);
+    for (u32 l = 0; l < kLanes; l++) {
+      for (u32 h = 0; h < 2; h++) {
+        const u32 i = r.flag ? 2 * (l % 4) + h : l / 4, j = r.flag ? l / 4 : 2 * (l % 4) + h;
+        tile[i][j] = static_cast<u16>(from[l] >> (16 * h));
+        defined[i][2 * j] = defined[i][2 * j + 1] = !(undefined >> (l + 32 * h) & 1);
+      }
+    }
+    for (u32 k = 0; k < 8; k++) {
+      const u64 row = at[8 * q + k];
+      if (!launch.may_write_shared(b, w, r, 8 * q + k, row, 16, reinterpret_cast<const u8*>(tile[k]), false)) return Next::leave;
+      std::memcpy(&b.shared[row], tile[k], 16);
+      std::memcpy(&b.shared_defined[row], defined[k], 16);
+    }
   }
   return next;
 }
@@ -106,6 +137,7 @@ Next mma(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
 
 void add_tensor(Table& t) {
   t.add("ldmatrix", ldmatrix);
+  t.add("stmatrix", stmatrix);
   t.add("mma.m16n8k16.bf16", mma<Bf16>);
   t.add("mma.m16n8k16.f16", mma<F16>);
   t.add("mma.m16n8k8.tf32", mma<Tf32>);

@@ -67,6 +67,7 @@ struct Program {
   u32 special[16];       // offsets of %tid.x and the like
   u32 shared_grain;      // bytes of the smallest access of shared memory
   u32 global_grain;      // bytes of the smallest store to global memory
+  u32 parameter_bytes, unused;
 };
 
 struct Request {

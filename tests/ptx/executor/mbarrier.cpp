@@ -1,0 +1,155 @@
+// mbarriers: phases of arrivals and of bytes that bulk copies bring.
+//
+// A phase of which everything is on its way completes when a warp tries a second time: the first try of a phase fails, so
+// that code which does not look at the answer reads what has not landed.
+#include "table.h"
+
+namespace {
+
+// Address of the one lane that takes part, or of all lanes together; ~0 after an error.
+u32 address_of(Launch& launch, Block& b, Warp& w, const Record& r, u32 k, u32 mask) {
+  const u32* base = lanes_of<const u32>(launch, w, r, k);
+  const u32 lane = __builtin_ctz(mask), at = base[lane] + static_cast<u32>(r.immediate);
+  u32 other = 0;
+  for_lanes(mask, [&](u32 l) { other |= u32(base[l] != base[lane]) << l; });
+  if (!other && at % 8 == 0 && u64(at) + 8 <= launch.request.shared_bytes) return at;
+  launch.report(b, w, &r, other ? __builtin_ctz(other) : lane, "%u is no address of an mbarrier, or not that of all lanes", at);
+  launch.failed = true;
+  return ~0u;
+}
+
+void mark(Launch& launch, Block& b, u32 at, bool live) {
+  for (u32 k = at / launch.program.shared_grain; k <= (at + 7) / launch.program.shared_grain; k++) b.words[k].mbarrier = live;
+  std::memset(&b.shared_defined[at], 0, 8);
+}
+
+// Operands: address, arrivals of a phase.
+Next init(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  if (!mask) return Next::following;
+  const u32 at = address_of(launch, b, w, r, 0, mask), lane = __builtin_ctz(mask);
+  if (at == ~0u || !launch.may_write_shared(b, w, r, lane, at, 8, nullptr, false)) return Next::leave;
+  Mbarrier fresh;
+  const auto known = b.mbarriers.find(at);
+  const u32 warps = static_cast<u32>(b.warps.size());
+  fresh.slot = known != b.mbarriers.end() ? known->second.slot : warps + static_cast<u32>(b.mbarriers.size());
+  if (fresh.slot >= warps + kMbarriers) {
+    launch.report(b, w, &r, lane, "more than %u mbarriers in a block: not modelled", kMbarriers);
+    launch.failed = true;
+    return Next::leave;
+  }
+  fresh.clock = known != b.mbarriers.end() ? known->second.clock : launch.clock_base;
+  fresh.expected = fresh.pending = lanes_of<const u32>(launch, w, r, 1)[lane];
+  fresh.live = true;
+  fresh.clocks.assign(w.clocks.size(), 0), fresh.fenced.assign(w.fenced.size(), 0);
+  b.mbarriers[at] = fresh;
+  mark(launch, b, at, true);
+  return Next::following;
+}
+
+Next invalidate(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  if (!mask) return Next::following;
+  const u32 at = address_of(launch, b, w, r, 0, mask), lane = __builtin_ctz(mask);
+  Mbarrier* m = at == ~0u ? nullptr : launch.find_mbarrier(b, w, r, lane, at);
+  if (!m) return Next::leave;
+  if (!m->copies.empty()) launch.report(b, w, &r, lane, "%llu bytes for it may still be on their way", (unsigned long long)m->copied);
+  m->live = false;
+  mark(launch, b, at, false);
+  return launch.may_write_shared(b, w, r, lane, at, 8, nullptr, false) ? Next::following : Next::leave;
+}
+
+void raise(std::vector<u32>& to, const std::vector<u32>& by) {
+  for (size_t k = 0; k < to.size(); k++) to[k] = std::max(to[k], by[k]);
+}
+
+bool all_there(const Mbarrier& m) { return m.pending == 0 && m.copied >= m.bytes; }
+
+void complete(Launch& launch, Block& b, Mbarrier& m) {
+  m.clock++;
+  for (const Copy& copy : m.copies) launch.land_copy(b, copy, m.slot, m.clock);
+  m.copies.clear();
+  m.copied = m.bytes = 0;
+  m.pending = m.expected;
+  m.phase++;
+  m.clocks[m.slot] = m.clock;
+}
+
+// Operands: address, bytes.
+Next arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  if (!mask) return Next::following;
+  const u32 at = address_of(launch, b, w, r, 0, mask);
+  for (u32 rest = mask; rest; rest &= rest - 1) {
+    const u32 lane = __builtin_ctz(rest);
+    Mbarrier* m = at == ~0u ? nullptr : launch.find_mbarrier(b, w, r, lane, at);
+    if (!m) return Next::leave;
+    if (!m->pending) {
+      launch.report(b, w, &r, lane, "arrives again before anybody saw that phase %llu is complete", (unsigned long long)m->phase);
+      launch.failed = true;
+      return Next::leave;
+    }
+    m->pending--;
+    m->bytes += lanes_of<const u32>(launch, w, r, 1)[lane];
+    raise(m->clocks, w.clocks), raise(m->fenced, w.fenced);
+    if (all_there(*m) && m->copies.empty()) complete(launch, b, *m);
+  }
+  w.clocks[w.id]++;
+  return Next::following;
+}
+
+// Operands: the answer, address, parity of the phase.
+Next try_wait(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
+  if (!mask) return Next::following;
+  const u32 at = address_of(launch, b, w, r, 1, mask), lane = __builtin_ctz(mask);
+  Mbarrier* m = at == ~0u ? nullptr : launch.find_mbarrier(b, w, r, lane, at);
+  if (!m) return Next::leave;
+  u32& answer = predicate(launch, w, r, 0);
+  set_undefined(undefined_lanes(launch, w, r, 0), 0, mask);
+  const bool again = w.mbarrier == at && w.mbarrier_phase == m->phase;
+  if ((lanes_of<const u32>(launch, w, r, 2)[lane] & 1) == (m->phase & 1)) {
+    if (!again || !all_there(*m)) {
+      answer &= ~mask;
+      w.mbarrier = at, w.mbarrier_pc = w.pc, w.mbarrier_phase = m->phase;
+      w.phase = Phase::at_mbarrier;
+      w.pc++;
+      return Next::leave;
+    }
+    if (m->copied > m->bytes) {
+      launch.report(b, w, &r, lane, "%llu bytes come, where %llu are expected", (unsigned long long)m->copied, (unsigned long long)m->bytes);
+    }
+    complete(launch, b, *m);
+  }
+  answer |= mask;
+  w.mbarrier = ~0u;
+  raise(w.clocks, m->clocks), raise(w.fenced, m->fenced);
+  return Next::following;
+}
+
+}  // namespace
+
+Mbarrier* Launch::find_mbarrier(Block& b, Warp& w, const Record& r, u32 lane, u64 at) {
+  bool defined;
+  const auto found = b.mbarriers.find(static_cast<u32>(at));
+  if (found != b.mbarriers.end() && found->second.live && may_read_shared(b, w, r, lane, at, 8, defined)) return &found->second;
+  report(b, w, &r, lane, "no mbarrier is initialised at %llu", (unsigned long long)at);
+  failed = true;
+  return nullptr;
+}
+
+// Lets warps go on whose try may succeed now.
+bool Launch::release_mbarriers(Block& b) {
+  bool any = false;
+  for (Warp& w : b.warps) {
+    if (w.phase != Phase::at_mbarrier) continue;
+    const Mbarrier& m = b.mbarriers[w.mbarrier];
+    if (m.live && m.phase == w.mbarrier_phase && !all_there(m)) continue;
+    w.phase = Phase::ready;
+    any = true;
+  }
+  return any;
+}
+
+void add_mbarrier(Table& t) {
+  t.add("mbarrier.init", init);
+  t.add("mbarrier.inval", invalidate);
+  t.add("mbarrier.arrive.expect_tx", arrive);
+  t.add("mbarrier.try_wait.parity", try_wait);
+}

@@ -1,0 +1,253 @@
+// wgmma: products that the four warps of a warpgroup start together and wait for later.
+//
+// Operands lie in shared memory, where a descriptor says; each warp computes 16 of the 64 rows. Sums are computed at
+// once and kept aside: until wgmma.wait_group the accumulators are undefined and the operands may not be written.
+#include "numbers.h"
+#include "table.h"
+
+namespace {
+
+constexpr u32 kMostColumns = 256;
+
+// PTX ISA, "matrix descriptor": bits 0-13 address, 16-29 leading and 32-45 stride byte offset, all in 16 bytes; 49-51
+// base offset; 62-63 swizzle, where 1 is 128 bytes, 2 is 64 and 3 is 32.
+struct Descriptor {
+  u32 start, leading, stride, span, row_chunks;
+  bool known;
+  explicit Descriptor(u64 d)
+      : start(static_cast<u32>(d & 0x3fff) << 4), leading(static_cast<u32>(d >> 16 & 0x3fff) << 4),
+        stride(static_cast<u32>(d >> 32 & 0x3fff) << 4), span(256u >> (d >> 62)), row_chunks(span / 16),
+        known(d >> 62 && !(d & 0x3ffec000c000c000ull)) {}
+
+  // Address of 16 bytes. K-major: row `line` of the operand, its `chunk`th 16 bytes. Otherwise: `line` of K, `chunk` of
+  // rows. Eight lines of `span` bytes are an atom. Within it, bits 4 and up of the address are flipped by bits 7 and up.
+  u32 at(u32 line, u32 chunk, bool k_major) const {
+    u32 where = start + line % 8 * span + line / 8 * stride;
+    where += k_major ? chunk * 16 : chunk % row_chunks * 16 + chunk / row_chunks * leading;
+    return where ^ (where >> 7 & (row_chunks - 1)) << 4;
+  }
+};
+
+struct Bf16 {
+  typedef u16 Word;
+  static f32 value(u16 x) { return from_bf16(x); }
+};
+struct F16 {
+  typedef u16 Word;
+  static f32 value(u16 x) { return from_f16(x); }
+};
+struct Tf32 {  // the lower 13 bits are not looked at
+  typedef u32 Word;
+  static f32 value(u32 x) { return bits<f32>(x & 0xffffe000u); }
+};
+
+// Reads rows [first, first + rows) of an operand, 32 bytes of K each, and hands `put(row, k, value)` each element.
+// `bad` collects rows that hold bytes which nobody wrote.
+template <class Kind, class Put>
+bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u32 first, u32 rows, bool k_major, std::vector<bool>& bad, Put&& put) {
+  typedef typename Kind::Word Word;
+  constexpr u32 each = 16 / sizeof(Word), depth = 32 / sizeof(Word);
+  const Descriptor d(descriptor);
+  const u32 lines = k_major ? rows : depth, chunks = k_major ? 2 : rows / each;
+  for (u32 line = 0; line < lines; line++) {
+    for (u32 chunk = 0; chunk < chunks; chunk++) {
+      const u32 at = k_major ? d.at(first + line, chunk, true) : d.at(line, first / each + chunk, false);
+      bool defined;
+      if (!launch.may_read_async(b, w, r, at, 16, defined)) return false;
+      w.products.reads.push_back(at);
+      Word words[each];
+      std::memcpy(words, &b.shared[at], 16);
+      for (u32 e = 0; e < each; e++) {
+        const u32 row = k_major ? line : chunk * each + e, k = k_major ? chunk * each + e : line;
+        put(row, k, Kind::value(words[e]));
+        if (defined) continue;
+        for (u32 q = 0; q < sizeof(Word); q++) {
+          if (!b.shared_defined[at + e * sizeof(Word) + q]) bad[row] = true;
+        }
+      }
+    }
+  }
+  return true;
+}
+
+// A value that the whole warp has to agree on.
+template <class T>
+bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values, const char* what) {
+  for (u32 l = 1; l < kLanes; l++) {
+    if (values[l] == values[0]) continue;
+    launch.report(b, w, &r, l, "lanes differ in %s", what);
+    return false;
+  }
+  return true;
+}
+
+// Whether the warpgroup issues one and the same wgmma.
+bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call call) {
+  if ((w.id | 3) >= b.warps.size() || w.live != kAll) {
+    launch.report(b, w, &r, 0, "a wgmma by less than four warps");
+    return false;
+  }
+  Agreement& group = b.agreements[w.id / 4];
+  const u64 number = group.issued[w.id % 4]++ - group.first;
+  if (number == group.calls.size()) {
+    group.calls.push_back(call);
+    return true;
+  }
+  const Agreement::Call known = group.calls[number];
+  if (*std::min_element(group.issued, group.issued + 4) > group.first) group.calls.pop_front(), group.first++;
+  if (known.pc == call.pc && known.a == call.a && known.b == call.b && known.scale == call.scale) return true;
+  launch.report(b, w, &r, 0, "a wgmma that warp %u of its warpgroup issues otherwise: operands %llx and %llx, there %llx and %llx", known.warp,
+                (unsigned long long)call.a, (unsigned long long)call.b, (unsigned long long)known.a, (unsigned long long)known.b);
+  return false;
+}
+
+// Row of a warp's 16 and column of register q in a lane.
+u32 row_of(u32 l, u32 q) { return l / 4 + 8 * (q >> 1 & 1); }
+u32 column_of(u32 l, u32 q) { return 8 * (q / 4) + 2 * (l % 4) + (q & 1); }
+
+u32* lanes_at(Warp& w, u32 place) { return reinterpret_cast<u32*>(w.registers + place); }
+
+Product& product_of(Launch& launch, Warp& w, const Record& r, u32 count) {
+  const u32* registers = launch.program.operands + r.operands;
+  for (Product& each : w.products.running) {
+    if (each.count == count && std::equal(registers, registers + count, each.registers)) return each;
+  }
+  Product fresh{registers, count, 0, std::vector<f32>(32 * count), std::vector<u64>(count)};
+  for (u32 q = 0; q < count; q++) {
+    u32* from = lanes_at(w, registers[q]);
+    for (u32 l = 0; l < kLanes; l++) fresh.sums[row_of(l, q) * 2 * count + column_of(l, q)] = bits<f32>(from[l]);
+    std::fill_n(from, kLanes, kPoison);
+    fresh.undefined[q] = w.undefined[registers[q] / 64];
+    w.undefined[registers[q] / 64] = ~u64(0);
+  }
+  w.products.running.push_back(std::move(fresh));
+  return w.products.running.back();
+}
+
+void finish(Launch& launch, Block& b, Warp& w, const Record& r, const Product& product) {
+  for (u32 q = 0; q < product.count; q++) {
+    u32* to = lanes_at(w, product.registers[q]);
+    u64& undefined = w.undefined[product.registers[q] / 64];
+    const u32* other = std::find_if(to, to + kLanes, [](u32 x) { return x != kPoison; });
+    if (other != to + kLanes || undefined != ~u64(0)) {
+      launch.report(b, w, &r, static_cast<u32>(other - to) % kLanes, "accumulator %u was written while a wgmma may still have been running", q);
+    }
+    for (u32 l = 0; l < kLanes; l++) to[l] = bits<u32>(product.sums[row_of(l, q) * 2 * product.count + column_of(l, q)]);
+    undefined = product.undefined[q];
+  }
+}
+
+// Operands: the accumulators, descriptors of A (64, K) and B (K, N), and whether the accumulators count.
+// immediate: N; elements: bit 0 if A is given by columns, bit 1 if B by rows; flag: the registers need a fence.
+template <class Kind>
+Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
+  Next next = Next::following;
+  if (!gather_all(launch, b, w, r, next)) return next;
+  constexpr u32 depth = 32 / sizeof(typename Kind::Word);
+  const u32 columns = static_cast<u32>(r.immediate), count = columns / 2;
+  const u64* of_a = lanes_of<const u64>(launch, w, r, count);
+  const u64* of_b = lanes_of<const u64>(launch, w, r, count + 1);
+  const u32 scale = predicate(launch, w, r, count + 2);
+  const bool fine = uniform(launch, b, w, r, of_a, "the descriptor of A") && uniform(launch, b, w, r, of_b, "the descriptor of B");
+  launch.failed |= !fine || !agree(launch, b, w, r, {launch.index_of(r), scale & 1, of_a[0], of_b[0], w.id});
+  if (!launch.failed && (!Descriptor(of_a[0]).known || !Descriptor(of_b[0]).known || (scale && scale != kAll))) {
+    launch.report(b, w, &r, 0, "a descriptor or scale that is not modelled: %llx, %llx, %08x", (unsigned long long)of_a[0], (unsigned long long)of_b[0], scale);
+    launch.failed = true;
+  }
+  if (launch.failed) return Next::leave;
+  if (r.flag) launch.report(b, w, &r, 0, "its accumulators were accessed with no wgmma.fence since");
+
+  f32 a[16][depth];
+  static thread_local f32 bt[depth][kMostColumns];
+  std::vector<bool> bad_rows(16), bad_columns(columns);
+  const u32 first = w.id % 4 * 16;
+  if (!fetch<Kind>(launch, b, w, r, of_a[0], first, 16, !(r.elements & 1), bad_rows, [&](u32 row, u32 k, f32 x) { a[row][k] = x; }) ||
+      !fetch<Kind>(launch, b, w, r, of_b[0], 0, columns, !(r.elements & 2), bad_columns, [&](u32 n, u32 k, f32 x) { bt[k][n] = x; })) {
+    return Next::leave;
+  }
+  Product& product = product_of(launch, w, r, count);
+  product.group = w.products.committed;
+  if (!scale) {
+    std::fill(product.sums.begin(), product.sums.end(), 0.0f);
+    std::fill(product.undefined.begin(), product.undefined.end(), 0);
+  }
+  for (u32 i = 0; i < 16; i++) {
+    f32* sums = &product.sums[i * columns];
+    for (u32 k = 0; k < depth; k++) {
+      for (u32 n = 0; n < columns; n++) sums[n] += a[i][k] * bt[k][n];
+    }
+  }
+  for (u32 q = 0; q < count; q++) {
+    for (u32 l = 0; l < kLanes; l++) {
+      if (bad_rows[row_of(l, q)] || bad_columns[column_of(l, q)]) product.undefined[q] |= both(1u << l);
+    }
+  }
+  launch.undefined_from(r, "wgmma that no wgmma.wait_group has waited for, or on shared bytes that nobody wrote");
+  return next;
+}
+
+Next commit(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
+  Next next = Next::following;
+  if (!gather_all(launch, b, w, r, next)) return next;
+  w.products.groups.push_back(std::move(w.products.reads));
+  w.products.reads.clear();
+  w.products.committed++;
+  return next;
+}
+
+Next wait(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
+  Next next = Next::following;
+  if (!gather_all(launch, b, w, r, next)) return next;
+  launch.retire(b, w, static_cast<size_t>(r.immediate));
+  Products& products = w.products;
+  const u64 done = products.committed - products.groups.size();
+  for (const Product& each : products.running) {
+    if (each.group < done) finish(launch, b, w, r, each);
+  }
+  std::erase_if(products.running, [&](const Product& each) { return each.group < done; });
+  return next;
+}
+
+Next fence(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
+  Next next = Next::following;
+  gather_all(launch, b, w, r, next);
+  return next;
+}
+
+}  // namespace
+
+// The oldest groups of wgmma have read their operands, until `left` of them run.
+void Launch::retire(Block& b, Warp& w, size_t left) {
+  const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());
+  for (auto& groups = w.products.groups; groups.size() > left; groups.pop_front()) {
+    for (const u32 at : groups.front()) {
+      for (u32 k = at / grain; k <= (at + 15) / grain; k++) {
+        b.words[k].reading--;
+        b.read_clocks[static_cast<size_t>(k) * warps + w.id] = w.clocks[w.id];
+      }
+    }
+  }
+}
+
+void Launch::check_agreements(Block& b) {
+  for (u32 g = 0; g < b.agreements.size(); g++) {
+    Agreement& group = b.agreements[g];
+    for (u32 q = 0; q < 4 && !group.calls.empty(); q++) {
+      if (group.issued[q] > group.first) continue;
+      const Agreement::Call& call = group.calls.front();
+      report(b, b.warps[4 * g + q], program.records + call.pc, 0, "a wgmma that warp %u issues and this warp of its warpgroup never does", call.warp);
+      failed = true;
+      break;
+    }
+    group = Agreement();
+  }
+}
+
+void add_wgmma(Table& t) {
+  t.add("wgmma.m64k16.bf16", multiply<Bf16>);
+  t.add("wgmma.m64k16.f16", multiply<F16>);
+  t.add("wgmma.m64k8.tf32", multiply<Tf32>);
+  t.add("wgmma.fence", fence);
+  t.add("wgmma.commit_group", commit);
+  t.add("wgmma.wait_group", wait);
+}

@@ -1,0 +1,29 @@
+"""Descriptors of tensors for bulk copies: what cuTensorMapEncodeTiled makes on a GPU, as executor/bulk.cpp reads it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+_MAGIC = 0x50414D524F534E54
+_SPANS = {1: 32, 2: 64, 3: 128}  # CUtensorMapSwizzle -> bytes that are swizzled together
+BYTES = 128
+
+
+def encode(
+    address: int, element: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
+) -> bytes:
+    """The 128 bytes. Sizes, strides (in elements) and the box as torch has them: the contiguous dimension last."""
+    if swizzle not in _SPANS or box[-1] * element != _SPANS[swizzle]:
+        raise NotImplementedError(f"a box {list(box)} of {element}-byte elements with swizzle {swizzle}")
+    steps = [element * stride for stride in strides[:-1]]
+    if address % 16 or strides[-1] != 1 or any(step % 16 or step <= 0 for step in steps) or max(box) > 256:
+        raise ValueError(f"no descriptor for address {address:x}, strides {list(strides)} and a box {list(box)}")
+    rank = len(sizes)
+
+    def padded(values: Sequence[int], count: int) -> list[int]:
+        return [*reversed(values), *[0] * (count - len(values))]
+
+    fields = [_MAGIC, address, rank, element, _SPANS[swizzle], 0]
+    fields += [*padded(sizes, 5), *padded(steps, 4), *padded(box, 5)]
+    return struct.pack("<2Q4I5Q4Q5I", *fields).ljust(BYTES, b"\0")

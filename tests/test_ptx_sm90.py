@@ -1,0 +1,392 @@
+"""What Triton compiles for sm_90 runs as well: products on wgmma, bulk copies and mbarriers, and the other kernels."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from conftest import TARGETS, reason_to_skip, running
+from ptx import plant, session
+from ptx.machine import PtxError
+from test_grouped_gemm import DTYPES, check, judge, offsets_of, results
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+import test_expert_norms
+import test_ptx
+import test_ptx_planted
+import test_tree_gate
+from ptx import triton_launch
+from test_expert_mlp import leaves_of
+
+import moe_kernels as mk
+
+TARGET = next(each for each in TARGETS if each.backend == "triton")
+REASON = reason_to_skip(TARGET) or ("the kernels run on a GPU or are interpreted" if not TARGET.executed else "")
+pytestmark = pytest.mark.skipif(bool(REASON) or TARGET.interpreted, reason=REASON or "Triton interprets here")
+SHORT = DTYPES[1:]
+
+
+@pytest.fixture(autouse=True)
+def sm_90():
+    with running(TARGET), triton_launch.capability(90):
+        yield
+
+
+def opcodes(launches) -> set[str]:
+    """The instructions that were executed, without their types."""
+    found = set()
+    for each in launches:
+        runs = each.counters["runs"]
+        found |= {text.split(" ")[0] for pc, text in enumerate(each.kernel.texts) if runs[pc] and text[0] != "@"}
+        found |= {text.split(" ")[1] for pc, text in enumerate(each.kernel.texts) if runs[pc] and text[0] == "@"}
+    return found
+
+
+# Rows, columns of x and of the weights, experts; and the rows and columns of a tile. In some the sum has several steps
+# and the last is not whole, some expert has several tiles of rows, and tiles reach past every edge.
+SIZES = {
+    "few rows": ((150, 208, 144, 5), (64, 128)),
+    "narrow": ((600, 80, 112, 5), (128, 128)),
+    "wide": ((600, 80, 272, 5), (128, 256)),
+    "eights": ((150, 72, 136, 5), (64, 64)),  # descriptors, but no multiples of 16
+    "odd": ((150, 33, 70, 5), (64, 64)),  # elements one by one
+}
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("kind", SIZES)
+def test_grouped_gemm(kind, dtype, gathered):
+    sizes, tile = SIZES[kind]
+    with session.recorded() as launches:
+        check(TARGET, dtype, "adversarial" if gathered else "zipf", sizes, "gelu", gathered)
+    used = opcodes(launches)
+    assert any(name.startswith("wgmma.mma_async") for name in used)
+    copies = [name for name in used if name.startswith("cp.async.bulk.tensor")]
+    assert bool(copies) == (kind != "odd")
+    forward = next(each for each in launches if each.kernel.title == "_grouped_gemm_fwd")
+    rows, _, columns, experts = sizes
+    assert forward.grid[0] == (rows // tile[0] + experts + 1) * -(-columns // tile[1])
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_gated(dtype):
+    check(TARGET, dtype, "zipf", (150, 48, 160, 5), "swiglu", gathered=True)
+    check(TARGET, dtype, "adversarial", (600, 32, 288, 5), "geglu", gathered=False)
+
+
+@pytest.mark.parametrize("kind", ["few rows", "odd"])
+def test_float32(kind):
+    with session.recorded() as launches:
+        check(TARGET, torch.float32, "zipf", SIZES[kind][0], "gelu", gathered=True)
+    assert not any(name.startswith("wgmma") for name in opcodes(launches))
+
+
+@pytest.fixture
+def tf32():
+    matmul = torch.backends.cuda.matmul
+    name, value = ("fp32_precision", "tf32") if hasattr(matmul, "fp32_precision") else ("allow_tf32", True)
+    before = getattr(matmul, name)
+    setattr(matmul, name, value)
+    yield
+    setattr(matmul, name, before)
+
+
+@pytest.mark.parametrize("width", [(40, 72), (33, 70)])
+def test_tf32(width, tf32):
+    """Operands lose their lower 13 bits, and nothing else."""
+    offsets = offsets_of("zipf", 150)
+    x, weight, grad = torch.randn(150, width[0]), torch.randn(5, *width), torch.randn(150, width[1])
+
+    def call(backend):
+        return lambda x, weight: mk.grouped_gemm(x, weight, offsets, backend=backend)
+
+    def cut(value):
+        return (value.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    with session.recorded() as launches:
+        got = results(call("triton"), {"x": x, "weight": weight}, grad)
+    assert "wgmma.mma_async.sync.aligned.m64n64k8.f32.tf32.tf32" in opcodes(launches)
+    short = {"x": cut(x), "weight": cut(weight)}
+    reference = results(call("reference"), short, cut(grad))
+    truth = results(call("reference"), {name: each.double() for name, each in short.items()}, cut(grad).double())
+    judge(TARGET, torch.float32, got, reference, truth)
+
+
+def many_rows():
+    return mk.make_plan(torch.randint(0, 4, (300, 2)), 4, backend="reference")  # more than 96 rows an expert
+
+
+def some_dropped():
+    experts = torch.randint(-1, 3, (40, 3))
+    return mk.make_plan(experts, 4, capacity=7, priority=torch.rand(40), backend="reference")  # and expert 3 has none
+
+
+@pytest.mark.parametrize(("activation", "plan_of", "sizes"), [
+    ("gelu", some_dropped, (48, 80, 32)),
+    ("swiglu", some_dropped, (48, 64, 32)),
+    ("gelu", many_rows, (64, 144, 48)),
+    ("swiglu", many_rows, (64, 144, 48)),
+    ("relu", some_dropped, (20, 36, 28)),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_expert_mlp(activation, plan_of, sizes, dtype):
+    plan = plan_of()
+    dim, hidden, dout = sizes
+    leaves = leaves_of(plan, dtype, "cpu", activation, dim=dim, hidden=hidden, dout=dout)
+    grad = torch.randn(plan.num_tokens, dout).to(dtype)
+
+    def call(backend):
+        return lambda **given: mk.expert_mlp(plan=plan, activation=activation, backend=backend, **given)
+
+    with session.recorded() as launches:
+        got = results(call("triton"), leaves, grad)
+    hidden_products = [each for each in launches if each.kernel.title == "_expert_mlp_bwd_hidden"]
+    assert any(name.startswith("wgmma.mma_async") for name in opcodes(hidden_products))
+    reference = results(call("reference"), leaves, grad)
+    truth = results(call("reference"), {name: each.double() for name, each in leaves.items()}, grad)
+    judge(TARGET, dtype, got, reference, truth, floor=2.0)
+
+
+@pytest.mark.parametrize("sizes", [(70, 5, 48, 64, 48), (70, 5, 33, 50, 41)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_expert_norms_(sizes, dtype):
+    leaves = test_expert_norms.leaves_of(dtype, "cpu", "gelu", *sizes)
+    grad = torch.randn(sizes[:2]).to(dtype)
+
+    def call(backend):
+        return lambda **given: mk.expert_norms(activation="gelu", backend=backend, **given)
+
+    got, reference = (results(call(backend), leaves, grad) for backend in ("triton", "reference"))
+    wide = {name: each.double() for name, each in leaves.items()}
+    truth = results(lambda **given: test_expert_norms.dense(activation="gelu", **given), wide, grad)
+    judge(TARGET, dtype, got, reference, truth, floor=2.0)
+
+
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+def test_tree_gate_with_its_products(dtype):
+    with session.recorded() as launches:
+        test_tree_gate.test_products_and_tree_in_one_kernel(dtype)
+    assert any(name.startswith("wgmma.mma_async") for name in opcodes(launches))
+
+
+def everything_else():
+    """One call of each operation that makes no products, with its gradient."""
+    x = torch.randn(40, 96).requires_grad_()
+    logits = torch.randn(40, 33).requires_grad_()
+    weights, experts = mk.topk_gate(logits, 3, backend="triton")
+    plan = mk.make_plan(experts, 33, capacity=8, priority=weights.detach()[:, 0], backend="triton")
+    y = mk.combine(mk.dispatch(x, plan, backend="triton"), plan, weights, backend="triton")
+    found = [weights, plan.row_token, y, mk.kwta(x, 17, backend="triton")]
+    found.append(mk.sinkhorn(torch.randn(3, 20, 20).requires_grad_(), 5, backend="triton"))
+    sum((each * torch.linspace(-1, 1, each.shape[-1])).sum() for each in found if each.is_floating_point()).backward()
+    return [each.detach() for each in found] + [x.grad, logits.grad]
+
+
+def test_the_other_kernels_give_the_bits_of_sm_80():
+    state = torch.random.get_rng_state()
+    got = everything_else()
+    torch.random.set_rng_state(state)
+    with triton_launch.capability(80):
+        expected = everything_else()
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+def test_launches_are_counted_apart():
+    ran = {each.backend for each in session.session.ran.values()}
+    test_ptx_planted.gemm("triton")
+    assert "triton sm_90" in ran | {each.backend for each in session.session.ran.values()}
+    from ptx import summary
+
+    assert {"triton sm_90 _grouped_gemm_fwd", "triton _grouped_gemm_fwd"} <= set(summary.known_kernels())
+
+
+def product(rows=150, dim=208, columns=144):
+    """x w of four experts, two of them empty, and the gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(rows, dim, generator=generator), torch.randn(4, dim, columns, generator=generator)
+    offsets = torch.tensor([0, rows - 20, rows - 20, rows, rows], dtype=torch.int32)
+    given = {"x": x.bfloat16(), "weight": weight.bfloat16()}
+
+    def call(x, weight):
+        return mk.grouped_gemm(x, weight, offsets, backend="triton")
+
+    found = results(call, given, torch.ones(rows, columns))
+    return torch.cat([each.flatten() for each in found.values()])
+
+
+SWIZZLE = str(1 << 62 | 64 << 32)  # the constant part of a descriptor: 128 bytes, atoms of 1024
+
+# Pattern, replacement and what is said of it. Each deletes or changes every match.
+DEFECTS = {
+    "no wait for a product": (r"wgmma\.wait_group[^;]*;", "", "a wgmma may still be reading|is undefined"),
+    "a raised wait": (
+        r"(wgmma\.wait_group\.sync\.aligned\s+)\d+",
+        r"\g<1>7",
+        "a wgmma may still be reading|is undefined",
+    ),
+    "no group": (r"wgmma\.commit_group[^;]*;", "", "a wgmma may still be reading|is undefined"),
+    "no fence of registers": (r"wgmma\.fence[^;]*;", "", r"accessed with no wgmma\.fence since"),
+    "no fence of memory": (r"fence\.proxy\.async[^;]*;", "", r"with no fence\.proxy\.async between"),
+    "no wait for a copy": (r"cp\.async\.wait_group[^;]*;", "", r"a cp\.async may still be writing"),
+    "64 bytes swizzled": (SWIZZLE, str(2 << 62 | 64 << 32), ""),
+    "32 bytes swizzled": (SWIZZLE, str(3 << 62 | 64 << 32), ""),
+    "another stride": (SWIZZLE, str(1 << 62 | 32 << 32), ""),
+    "not transposed": (r"1, 1, 0, 1;", "1, 1, 0, 0;", ""),
+    "no wait at an mbarrier": (
+        r"mbarrier\.try_wait[^;]*;",
+        "mov.pred complete, -1;",
+        r"a cp\.async may still be writing",
+    ),
+    "one try": (r"@!complete bra\.uni waitLoop;", "", r"a cp\.async may still be writing"),
+    "another phase": (r"(try_wait\S+ complete, \[%r\d+\]), %r\d+", r"\1, 1", r"a cp\.async may still be writing"),
+    "no arrival": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", "1 arrivals are missing"),
+    "too many bytes": (r"(expect_tx[^;]*), \d+;", r"\1, 65536;", r"0 arrivals are missing"),
+    "too few bytes": (r"(expect_tx[^;]*), \d+;", r"\1, 1024;", "bytes come, where 1024 are expected"),
+    "no mbarrier": (r"@%p\d+ mbarrier\.init[^;]*;", "", "no mbarrier is initialised"),
+    "no barrier": (r"bar\.sync\s+0;", "", "no barrier between|no mbarrier is initialised"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_defect(defect):
+    pattern, by, message = DEFECTS[defect]
+    expected = product()
+    planted = []
+
+    def edit(text):
+        if not plant.re.search(pattern, text):
+            return text
+        planted.append(1)
+        return plant.replaced(pattern, by)(text)
+
+    with session.planted(edit), contextlib.ExitStack() as stack:
+        if message:
+            told = stack.enter_context(pytest.raises(PtxError, match=message))
+        try:
+            assert not torch.equal(product(), expected)  # wrong values are as good
+        except PtxError:
+            if message:
+                raise
+    assert planted
+    if message:
+        assert plant.re.search(r"PTX line \d+, \S+\.py:\d+.*\n +block \(\d+,\d+,\d+\) warp \d+", str(told.value))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_bits_stay_in_any_order(seed):
+    expected = product()
+    with session.seed(seed):
+        assert torch.equal(product(), expected)
+
+
+ORDERS = r"wgmma\.(wait_group|fence|commit)|fence\.proxy|cp\.async\.wait|mbarrier\.(arrive|init|try_wait)"
+
+
+def test_every_wait_and_fence_matters():
+    """Each instruction that orders something, deleted alone. A try of an mbarrier says yes instead."""
+    long = (350, 336, 336)  # six steps of each sum, so that every buffer is used again
+    with session.recorded() as launches:
+        expected = product(*long)
+    missed = []
+    for launch in launches:
+        kernel = launch.kernel
+        for pc, line in enumerate(kernel.lines):
+            if not launch.counters["lanes"][pc] or not plant.re.search(ORDERS, kernel.texts[pc]):
+                continue
+            delete = plant.on_line(line, r"(@\S+\s+)?(wgmma|fence|cp|mbarrier)\.[^;]*;", "")
+            if "try_wait" in kernel.texts[pc]:
+                delete = plant.on_line(line, r"mbarrier\.[^;]*;", "mov.pred complete, -1;")
+
+            def edit(text, delete=delete, key=kernel.key):
+                return delete(text) if triton_launch.decoded(text).key == key else text
+
+            with session.planted(edit):
+                try:
+                    same = torch.equal(product(*long), expected)
+                except PtxError:
+                    same = False
+            if same:
+                missed.append(kernel.where(pc))
+    assert not missed
+
+
+# A (64, 16) and B (8, 16) in bfloat16, rows of 32 bytes: 128 and 16 pieces of 16 bytes, in the swizzle of 32 bytes.
+PRODUCT = """
+mul.wide.u32 %d5, %r0, 16; add.s64 %d5, %d0, %d5;
+mov.u32 %r5, memory; shl.b32 %r6, %r0, 4; shr.u32 %r7, %r6, 3; and.b32 %r7, %r7, 16; xor.b32 %r6, %r6, %r7;
+add.s32 %r6, %r5, %r6;
+ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%d5]; st.shared.v4.b32 [%r6], {{%r10, %r11, %r12, %r13}};
+setp.lt.u32 %p0, %r0, 16;
+@%p0 ld.global.v4.b32 {{%r14, %r15, %r16, %r17}}, [%d5+2048];
+@%p0 st.shared.v4.b32 [%r6+2048], {{%r14, %r15, %r16, %r17}};
+fence.proxy.async.shared::cta;
+bar.sync 0;
+mov.b32 %f1, 0f00000000; mov.b32 %f2, %f1; mov.b32 %f3, %f1; mov.b32 %f4, %f1;
+shr.u32 %r20, %r5, 4; cvt.u64.u32 %d6, %r20; or.b64 %d6, %d6, {descriptor}; add.s64 %d7, %d6, 128;
+{before}
+wgmma.fence.sync.aligned;
+setp.ne.b32 %p1, %r5, -1;
+{guard} wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%f1, %f2, %f3, %f4}}, %d6, %d7, %p1, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+{between}
+wgmma.wait_group.sync.aligned 0;
+mul.wide.u32 %d8, %r0, 16; add.s64 %d8, %d1, %d8; st.global.v4.f32 [%d8], {{%f1, %f2, %f3, %f4}};
+"""
+
+
+def one_product(before="", between="", guard="", descriptor=3 << 62 | 16 << 32):
+    values = torch.randn(72, 16).bfloat16()
+    body = PRODUCT.format(before=before, between=between, guard=guard, descriptor=descriptor)
+    out = test_ptx.run(body, values.view(torch.int32), threads=128, out=torch.zeros(128, 4))
+    thread = torch.arange(128)
+    rows = thread // 32 * 16 + thread % 32 // 4
+    found = torch.zeros(64, 8)
+    for q in range(4):
+        found[rows + 8 * (q // 2), 2 * (thread % 4) + q % 2] = out[:, q]
+    return found, values[:64].float() @ values[64:].float().T
+
+
+def test_one_product():
+    torch.testing.assert_close(*one_product(), atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(*one_product(descriptor=3 << 62 | 8 << 32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"before": "shr.u32 %r21, %r0, 5; cvt.u64.u32 %d9, %r21; add.s64 %d6, %d6, %d9;"},
+            "of its warpgroup issues otherwise",
+        ),
+        ({"before": "cvt.u64.u32 %d9, %r1; add.s64 %d6, %d6, %d9;"}, "lane 1: lanes differ in the descriptor of A"),
+        ({"descriptor": 16 << 32}, "a descriptor or scale that is not modelled"),
+        (
+            {"before": "setp.ge.u32 %p2, %r0, 96; @%p2 bra OUT;", "between": "OUT:"},
+            "this warp of its warpgroup never does",
+        ),
+        ({"before": "", "between": "add.f32 %f1, %f1, %f1;"}, "accumulator 0 was written while a wgmma"),
+        ({"between": "st.shared.u32 [%r6], %r0;"}, "which a wgmma may still be reading"),
+        (
+            {"between": "mov.b32 %f5, %f1; st.global.f32 [%d4], %f5;"},
+            "a value that is stored is undefined; last by a wgmma",
+        ),
+        ({"before": "st.shared.u32 [%r6], %r0;"}, r"wrote, with no (fence\.proxy\.async|barrier) between"),
+    ],
+)
+def test_misuse_of_a_product(change, message):
+    with pytest.raises(PtxError, match=message):
+        one_product(**change)
+
+
+@pytest.mark.parametrize(("opcode", "arguments"), [
+    ("wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8", "{%r1,%r2,%r3,%r4}, %d6, %d7, %p1"),
+    ("mbarrier.test_wait.shared::cta.b64", "%p1, [%r1], %d1"),
+    ("cp.async.bulk.shared::cta.global", "[%r1], [%d1], 16, [%r2]"),
+    ("fence.proxy.alias", ""),
+])  # fmt: skip
+def test_what_is_not_emitted_is_named(opcode, arguments):
+    with pytest.raises(test_ptx.Unsupported, match=plant.re.escape(opcode)):
+        test_ptx.run(f"{opcode} {arguments};", torch.zeros(32))
