@@ -70,7 +70,7 @@ def cases() -> list[Case]:
     rows = {name: size for name, size in qwen.items() if name != "H"}
     few, both = {"T": 256, "K": 2, "E": 2}, (FP32, BF16)
     competing, tree = {"T": 24576, "D": 352, "H": 352, "E": 16}, {"T": 16384, "P": 768, "E": 64, "K": 1}
-    gelu, priority, choice, sums = (_EXTRA[name] for name in ("gelu", "priority", "choice", "sums"))
+    gelu, priority, choice, sums = (EXTRA[name] for name in ("gelu", "priority", "choice", "sums"))
     forward = ("forward",)
 
     def sinkhorn(batch: int, n: int, iterations: int, counted: int) -> tuple[Shape, Shape, tuple[str, ...]]:
@@ -145,7 +145,7 @@ def _sums(inputs: Inputs, backend: str) -> object:
     return mk.sinkhorn(inputs["leaf"], inputs["R"], backend=backend, **settings)
 
 
-_EXTRA = {
+EXTRA = {
     "gelu": _extra(registry.ENTRIES["grouped_gemm"], _gelu, _gelu_inputs, ("leaf_x", "leaf_w_in", "bias")),
     "priority": _extra(
         registry.ENTRIES["make_plan"],

@@ -1,4 +1,4 @@
-"""Compiles every Triton configuration for a GPU that need not be here and prints what it became, as JSON.
+"""Compiles what Triton would launch, for a GPU that need not be here, and prints what it became, as JSON.
 
 A process of its own: a kernel that was decorated for the interpreter cannot be compiled.
 """
@@ -6,67 +6,63 @@ A process of its own: a kernel that was decorated for the interpreter cannot be 
 from __future__ import annotations
 
 import bisect
-import importlib
 import itertools
 import json
-import os
-import pkgutil
 import re
 import struct
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)
-
+import sass
+import torch
 import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
-
-import moe_kernels.backends.triton as kernels
+from triton_calls import calls
+from triton_launches import recorded
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def configurations():
-    for module in pkgutil.iter_modules(kernels.__path__):
-        found = importlib.import_module(f"{kernels.__name__}.{module.name}")
-        yield from getattr(found, "configurations", list)()
+def launches(capability: int) -> dict[str, dict[str, Any]]:
+    """By kernel, dtype and call: the launches that need a compilation which none before them needed."""
+    named: dict[str, dict[str, Any]] = {}
+    with recorded(capability) as found:
+        for call in calls():
+            torch.manual_seed(0)
+            before = len(found)
+            call.run()
+            for each in found[before:]:
+                name = f"{each['kernel'].strip('_')} {str(call.dtype).removeprefix('torch.')}: {call}"
+                if each["compiles"]:
+                    named[name + f", {sum(other.startswith(name) for other in named) + 1}" * (name in named)] = each
+    return named
 
 
-def source(each: kernels.Configuration, ones: tuple[str, ...] = ()) -> ASTSource:
-    constants = each.constants | dict.fromkeys(ones, 1)
-    types = {**each.types, **dict.fromkeys(constants, "constexpr")}
-    # torch's allocator aligns to 16 bytes and more.
-    aligned = [name for name, kind in each.types.items() if kind.startswith("*") or name in each.divisible]
-    names = each.kernel.arg_names
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name not in ones}
-    return ASTSource(each.kernel, {name: types[name] for name in names}, constants, attributes)
-
-
-def flags(each: kernels.Configuration) -> list[bool | str]:
-    """The constants that make another kernel of it, and not one of another size."""
-    return [value for value in each.constants.values() if isinstance(value, bool | str)]
-
-
-def check_ones(each: kernels.Configuration, capability: int) -> None:
+def check_ones(source: ASTSource, capability: int) -> None:
     """A launch makes constants of the integers that are 1, which have no methods and cannot be assigned to in loops:
     with every integer 1 the kernel still becomes Triton's intermediate language."""
+    signature, constants = dict(source.signature), dict(source.constants)
+    for index, (name, kind) in enumerate(source.signature.items()):
+        if kind in ("i32", "i64") and not source.fn.params[index].do_not_specialize:
+            signature[name], constants[(index,)] = "constexpr", 1
     target, context = GPUTarget("cuda", capability, 32), ir.context()
     backend = make_backend(target)
     ir.load_dialects(context)
     backend.load_dialects(context)
     options = backend.parse_options({})
     generated = options, backend.get_codegen_implementation(options), backend.get_module_map(), context
-    source(each, tuple(name for name, kind in each.types.items() if kind in ("i32", "i64"))).make_ir(target, *generated)
+    attributes = {path: value for path, value in source.attrs.items() if path not in constants}
+    ASTSource(source.fn, signature, constants, attributes).make_ir(target, *generated)
 
 
-def compiled(each: kernels.Configuration, capability: int) -> tuple[dict[str, int], bytes]:
+def compiled(launch: dict[str, Any], capability: int) -> tuple[dict[str, int], bytes]:
     """Registers, bytes of shared memory and of spills; and the machine code."""
-    options = {"num_warps": each.num_warps, "num_stages": each.num_stages, "enable_fp_fusion": False}
-    built = triton.compile(source(each), target=GPUTarget("cuda", capability, 32), options=options)
+    built = triton.compile(launch["source"], target=GPUTarget("cuda", capability, 32), options=launch["options"])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -89,17 +85,16 @@ def code(cubin: bytes) -> bytes:
     return found
 
 
-def instructions(codes: list[bytes], capability: int) -> list[list[str]]:
-    """The mnemonics of each, sorted. One run of nvdisasm, which takes 0.4 s to start, for all of them."""
+def instructions(codes: list[bytes], capability: int) -> list[list[sass.Instruction]]:
+    """Those of each. One run of nvdisasm, which takes 0.4 s to start, for all of them."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(codes))
         file.flush()
         text = run("nvdisasm", "--no-dataflow", "--binary", f"SM{capability}", file.name)
-    line = r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)"
-    ends, found = list(itertools.accumulate(map(len, codes))), [set() for _ in codes]
-    for address, mnemonic in re.findall(line, text, re.MULTILINE):
-        found[bisect.bisect(ends, int(address, 16))].add(mnemonic)
-    return [sorted(each) for each in found]
+    ends, found = list(itertools.accumulate(map(len, codes))), [[] for _ in codes]
+    for each in sass.instructions(text):
+        found[bisect.bisect(ends, each.address)].append(each)
+    return found
 
 
 def run(tool: str, *arguments: str) -> str:
@@ -108,9 +103,16 @@ def run(tool: str, *arguments: str) -> str:
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    here = [each for each in configurations() if capability in each.capabilities]
-    for each in {(each.kernel, *map(str, flags(each))): each for each in here}.values():
-        check_ones(each, capability)
-    resources, codes = zip(*(compiled(each, capability) for each in here), strict=True)
+    here = launches(capability)
+    for each in {each["kernel"]: each for each in here.values()}.values():
+        check_ones(each["source"], capability)
+    resources, codes = zip(*(compiled(each, capability) for each in here.values()), strict=True)
     found = zip(here, resources, instructions(codes, capability), strict=True)
-    print(json.dumps({each.name: has | {"instructions": used} for each, has, used in found}))
+    print(
+        json.dumps(
+            {
+                name: {**has, "loop": sass.hot_loop(listed), "instructions": sorted({each.name for each in listed})}
+                for name, has, listed in found
+            }
+        )
+    )

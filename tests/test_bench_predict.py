@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
+from ptx.summary import triton_kernels
 from typer.testing import CliRunner
 
 import bench.__main__ as command
@@ -82,13 +83,7 @@ def test_a_gpu_without_a_peak_is_named():
 
 def kernels() -> dict[str, set[str]]:
     """Names of all GPU kernels of the package."""
-    triton = pytest.importorskip("moe_kernels.backends.triton")
-    names = {
-        configuration.kernel.__name__.strip("_")
-        for path in Path(triton.__file__).parent.glob("*.py")
-        if "def configurations()" in path.read_text()
-        for configuration in __import__(f"moe_kernels.backends.triton.{path.stem}", fromlist=["x"]).configurations()
-    }
+    names = {name.strip("_") for name in triton_kernels()}
     sources = "".join(path.read_text() for path in (ROOT / "csrc" / "cuda").iterdir() if path.suffix in (".cu", ".h"))
     found = re.findall(r"__global__[^;{]*?\b(\w+_kernel)\b\s*\(", sources)
     return {"triton": names, "cuda": set(found)}

@@ -11,22 +11,32 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.pop("TRITON_INTERPRET", None)
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import moe_kernels.backends.triton as kernels
+from moe_kernels.backends.triton import _grouped_launch
 
+
+@dataclass(frozen=True)
 class NoDevice:
-    """A driver for an A100 that is not there."""
+    """A driver for a GPU that is not there."""
+
+    capability: int
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 80, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -36,9 +46,9 @@ class NoDevice:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[dict[str, Any]]]:
-    """Within the block launches of Triton kernels are appended to the list: kernel, grid, options and whether the
-    arguments need a compilation that no launch before them needed."""
+def recorded(capability: int = 80) -> Iterator[list[dict[str, Any]]]:
+    """Within the block launches of Triton kernels are appended to the list: kernel, grid, options, what the compiler
+    would get, and whether the arguments need a compilation that no launch before them needed."""
     launches: list[dict[str, Any]] = []
     known: set[tuple[str, str]] = set()
     run = JITFunction.run
@@ -46,7 +56,8 @@ def recorded() -> Iterator[list[dict[str, Any]]]:
     def hook(key: Any, repr: str, fn: Any, compile: dict[str, Any], **rest: Any) -> bool:
         this = (fn.name, str(compile["key"]))
         options = {name: compile[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
-        launches[-1] |= {"options": options, "compiles": this not in known, "key": this[1]}
+        source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], *compile["configs"])
+        launches[-1] |= {"options": options, "compiles": this not in known, "key": this[1], "source": source}
         known.add(this)
         return True  # neither compiles nor launches
 
@@ -54,21 +65,18 @@ def recorded() -> Iterator[list[dict[str, Any]]]:
         launches.append({"kernel": self.fn.__name__, "grid": list(grid)})
         run(self, *arguments, grid=grid, **named)
 
-    driver.set_active(NoDevice())
-    knobs.runtime.jit_cache_hook = hook
-    JITFunction.run = record
-    try:
+    driver.set_active(NoDevice(capability))
+    with contextlib.ExitStack() as changed:
+        changed.enter_context(patch.object(JITFunction, "run", record))
+        changed.enter_context(patch.object(knobs.runtime, "jit_cache_hook", hook))
+        changed.enter_context(patch.object(kernels, "device_type", "cpu"))
+        changed.enter_context(patch.object(_grouped_launch, "loop", lambda device: capability))
         yield launches
-    finally:
-        JITFunction.run = run
-        knobs.runtime.jit_cache_hook = None
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    sys.path.insert(0, str(Path(__file__).parent.parent))
     import test_launches_triton
 
     with recorded() as found:
         getattr(test_launches_triton, sys.argv[1])(*map(int, sys.argv[2:]))
-    print(json.dumps(found))
+    print(json.dumps([{name: value for name, value in each.items() if name != "source"} for each in found]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ from . import build, coverage, cuda_launch
 from .session import session
 
 SM_90 = "triton sm_90"
+KERNELS = build.ROOT / "moe_kernels" / "backends" / "triton"
 DATA = pytest.StashKey[dict[str, Any]]()
 
 
@@ -35,18 +37,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 def known_kernels() -> list[str]:
     """Every kernel of the package, by backend; those that make products for sm_90 as well."""
-    import importlib
-    import pkgutil
-
-    import moe_kernels.backends.triton as kernels
-
-    found = []
-    for module in pkgutil.iter_modules(kernels.__path__):
-        members = vars(importlib.import_module(f"{kernels.__name__}.{module.name}")).values()
-        entries = [each for each in members if type(each).__name__ == "JITFunction" and _is_entry(each)]
-        products = [each for each in entries if re.search(r"\b(tl\.dot|product)\(", each.src)]
-        found += [f"triton {each.fn.__name__}" for each in entries]
-        found += [f"{SM_90} {each.fn.__name__}" for each in products]
+    launched = triton_kernels()
+    found = [f"triton {name}" for name in launched]
+    found += [f"{SM_90} {name}" for name, source in launched.items() if re.search(r"\b(tl\.dot|product)\(", source)]
     if cuda_launch.unavailable() is None:
         for name in cuda_launch.texts(cuda_launch.KERNELS):
             title = cuda_launch.demangled(name).partition("<")[0].rsplit("::", 1)[-1]
@@ -54,10 +47,13 @@ def known_kernels() -> list[str]:
     return sorted(set(found))
 
 
-def _is_entry(function: Any) -> bool:
-    """Entries take pointers and return nothing; the others are called by them."""
-    source = function.src if isinstance(function.src, str) else ""
-    return any("_ptr" in name for name in function.arg_names) and not re.search(r"^\s+return[ \t]+\S", source, re.M)
+def triton_kernels() -> dict[str, str]:
+    """The compiled functions that no other one names, which are those that are launched, and their sources."""
+    statements = [each for file in sorted(KERNELS.glob("*.py")) for each in ast.parse(file.read_text()).body]
+    functions = [each for each in statements if isinstance(each, ast.FunctionDef)]
+    jitted = [each for each in functions if any("triton.jit" in ast.unparse(one) for one in each.decorator_list)]
+    named = {node.id for each in jitted for node in ast.walk(each) if isinstance(node, ast.Name)}
+    return {each.name: ast.unparse(each) for each in jitted if each.name not in named}
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -1,28 +1,14 @@
-"""Triton kernels, one file an operation: configurations, kernels, launchers, supports."""
+"""Triton kernels, one file an operation: kernels, launchers, supports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 import triton
-
-
-class Configuration(NamedTuple):
-    """One way in which a kernel is launched: what tests compile ahead of time for sm_80 and sm_90."""
-
-    name: str
-    kernel: Any
-    types: dict[str, str]  # of the arguments that are not constexprs, such as "*i32" or "fp32"
-    constants: dict[str, Any]
-    num_warps: int
-    num_stages: int = 2
-    divisible: tuple[str, ...] = ()  # integers that are multiples of 16; pointers are, other integers are left general
-    capabilities: tuple[int, ...] = (80, 90)
-
 
 # tests/ptx executes the compiled kernels on the host: it puts "cpu" here.
 device_type = "cuda"

@@ -12,12 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends._rows import rows_by_token
-from moe_kernels.backends.triton import Configuration, launch, on_device
-from moe_kernels.backends.triton._grouped_configs import GENERAL, TILES, Tiles
+from moe_kernels.backends.triton import launch, on_device
+from moe_kernels.backends.triton._grouped_configs import Tiles
 from moe_kernels.backends.triton._grouped_launch import (
     activation_of,
     blocks,
-    configuration,
     launch_tiles,
     operands,
     precision,
@@ -31,61 +30,9 @@ from moe_kernels.backends.triton._grouped_tiles import (
     raster,
     tile_rows,
 )
-from moe_kernels.backends.triton._rows import LONGEST, tile
+from moe_kernels.backends.triton._rows import tile
 
 TILE = 2048  # elements of a program of activation_bwd
-
-
-def configurations() -> list[Configuration]:
-    """Every tile, gathered as in an expert MLP and, where two halves cost more, gated."""
-    pointers = {"row_token_ptr": "*i32", "row_weight_ptr": "*fp32", "expert_offsets_ptr": "*i32"}
-    pointers |= {"partial_ptr": "*fp32", "pre_ptr": "", "dpre_ptr": "", "weighted_ptr": ""}
-    found = []
-
-    def add(which, tiles, short="bf16", gated=True, odd=False):
-        name, constants = (
-            f"expert_mlp_bwd_hidden {'gated' if gated else 'plain'}",
-            {"ACTIVATION": "gelu", "GATED": gated},
-        )
-        found.append(
-            configuration(
-                name, _expert_mlp_bwd_hidden, which, tiles, short, pointers, constants, transposed=True, odd=odd
-            )
-        )
-
-    for which in (80, 90):
-        for tiles in dict.fromkeys(TILES["hidden", which]):
-            add(which, tiles)
-        add(which, TILES["hidden", which][-1], gated=False)
-        add(which, GENERAL["hidden"], odd=True)
-        add(which, GENERAL["hidden"], "fp32")
-        for tiles in dict.fromkeys(TILES["weight", which]):
-            found.append(_weight_configuration(which, tiles, "bf16", False))
-        found.append(_weight_configuration(which, GENERAL["weight"], "bf16", True))
-        found.append(_weight_configuration(which, GENERAL["weight"], "fp32", False))
-    types = {"grad_ptr": "*bf16", "pre_ptr": "*bf16", "dpre_ptr": "*bf16", "stride_grad": "i32", "stride_pre": "i32"}
-    types |= {"R": "i32", "N": "i32"}
-    constants = {"ACTIVATION": "gelu", "GATED": True, "BLOCK_M": 1, "BLOCK_N": TILE}
-    found.append(Configuration("activation_bwd bf16", _activation_bwd, types, constants, 4))
-    types = {"rows_ptr": "*bf16", "by_token_ptr": "*i32", "token_offsets_ptr": "*i32", "out_ptr": "*bf16"}
-    types |= {"stride_rows_R": "i64", "T": "i32", "D": "i32"}
-    for dim in (64, LONGEST):
-        shape = tile(dim)
-        warps, even = shape.pop("num_warps"), ("stride_rows_R", "D")
-        found.append(Configuration(f"token_sums bf16 {dim}", _token_sums, types, {**shape}, warps, 2, even))
-    return found
-
-
-def _weight_configuration(which: int, tiles: Tiles, short: str, odd: bool) -> Configuration:
-    sizes = {"stride_x": "i32", "stride_grad": "i32", "K": "i32", "N": "i32"}
-    types = {"x_ptr": f"*{short}", "grad_ptr": f"*{short}", "dweight_ptr": f"*{short}", "dbias_ptr": f"*{short}"}
-    types |= {"x_token_ptr": "*i32", "grad_token_ptr": "*i32", "expert_offsets_ptr": "*i32"} | sizes
-    constants = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "WIDE": False, "PRECISION": "ieee"}
-    constants |= {"GATHER_X": True, "GATHER_GRAD": False, "BIAS": True}
-    return Configuration(
-        f"grouped_gemm_bwd_weight {short}{' odd' * odd} {tiles.m}x{tiles.n}x{tiles.k}", _grouped_gemm_bwd_weight, types,
-        constants, tiles.num_warps, _stages(tiles, True).num_stages, () if odd else tuple(sizes), (which,),
-    )  # fmt: skip
 
 
 @triton.jit

@@ -14,7 +14,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels.backends import _native
-from moe_kernels.backends.triton import Configuration
 from moe_kernels.backends.triton._grouped_configs import ALTERNATIVES, GENERAL, TILES, Tiles
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of a gated one's first half
@@ -118,32 +117,3 @@ def _descriptor(x: Tensor, block: list[int]) -> Tensor | TensorDescriptor:
     if not possible or any(stride <= 0 or stride % 8 for stride in outer):
         return x
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
-
-
-def configuration(
-    name: str,
-    kernel: Any,
-    which: int,
-    tiles: Tiles,
-    short: str,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    gather: bool = True,
-    transposed: bool = False,
-    odd: bool = False,
-    tf32: bool = False,
-) -> Configuration:
-    """A launch of a kernel around _grouped_tiles.product, for the devices of that loop: `odd` if sizes are no multiples
-    of 16. `types` are of the arguments beside the product's, "" for pointers to the element type."""
-    tma = which == 90 and short != "fp32" and not odd
-    m, n, k, warps, stages = tiles
-    x = f"tensordesc<{short}[{m}, {k}]>" if tma and not gather else f"*{short}"
-    w = f"tensordesc<{short}[1, {f'{n}, {k}' if transposed else f'{k}, {n}'}]>" if tma else f"*{short}"
-    sizes = {"stride_x": "i32", "stride_w_E": "i32", "stride_w": "i32", "K": "i32", "N": "i32"}
-    types = {"x": x, "w": w} | {argument: kind or f"*{short}" for argument, kind in types.items()} | sizes
-    constants = constants | {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "BLOCK_E": 128, "GATHER": gather}
-    constants |= {"TRANSPOSED": transposed, "X_TMA": tma and not gather, "W_TMA": tma, "WIDE": False}
-    return Configuration(
-        f"{name} {short}{' tf32' * tf32}{' odd' * odd} {m}x{n}x{k}", kernel, types | {"E": "i32", "R": "i32"},
-        constants | {"PRECISION": "tf32" if tf32 else "ieee"}, warps, stages, () if odd else tuple(sizes), (which,),
-    )  # fmt: skip

@@ -11,29 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, launch, on_device, unsupported
-from moe_kernels.backends.triton._rows import LONGEST, TYPES, clear_rows, tile
-
-
-def configurations() -> list[Configuration]:
-    """Every dtype, short and long rows; backward also where a row is longer than what a program takes at a time."""
-    plan = {"slot_row_ptr": "*i32", "expert_offsets_ptr": "*i32"}
-    sizes = {"T": "i32", "K": "i32", "E": "i32", "R": "i32", "D": "i32"}
-    found = []
-    for short in TYPES.values():
-        element = f"*{short}"
-        fwd = {"rows_ptr": element, "weights_ptr": "*fp32", "slot_row_ptr": "*i32", "y_ptr": element}
-        fwd |= {"stride_rows_R": "i64", "T": "i32", "K": "i32", "D": "i32"}
-        bwd = {"grad_ptr": element, "rows_ptr": element, "weights_ptr": "*fp32"} | plan
-        bwd |= {"drows_ptr": element, "dweights_ptr": "*fp32", "stride_grad_T": "i64", "stride_rows_R": "i64"} | sizes
-        for dim in (64, 512, LONGEST, 2 * LONGEST):
-            constants = tile(dim)
-            warps, name = constants.pop("num_warps"), f"{short} {dim}"
-            weighted = constants | {"WEIGHTED": True}
-            found.append(Configuration(f"combine_fwd {name}", _combine_fwd, fwd, weighted, warps))
-            whole = constants | {"WHOLE": dim <= LONGEST}
-            found.append(Configuration(f"combine_bwd {name}", _combine_bwd, bwd, whole, warps))
-    return found
+from moe_kernels.backends.triton import launch, on_device, unsupported
+from moe_kernels.backends.triton._rows import TYPES, clear_rows, tile
 
 
 @triton.jit(do_not_specialize=["T"])

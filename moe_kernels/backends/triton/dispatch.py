@@ -7,21 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, launch, on_device, patterns, unsupported
-from moe_kernels.backends.triton._rows import LONGEST, TYPES, clear_rows, tile
-
-
-def configurations() -> list[Configuration]:
-    """Both widths of an element, short and long rows."""
-    sizes = {"stride_x_T": "i64", "T": "i32", "K": "i32", "E": "i32", "R": "i32", "D": "i32"}
-    found = []
-    for pattern in ("*i16", "*i32"):
-        types = {"x_ptr": pattern, "slot_row_ptr": "*i32", "expert_offsets_ptr": "*i32", "rows_ptr": pattern} | sizes
-        for dim in (64, 512, LONGEST, 2 * LONGEST):
-            constants = tile(dim)
-            warps = constants.pop("num_warps")
-            found.append(Configuration(f"dispatch_fwd {pattern[1:]} {dim}", _dispatch_fwd, types, constants, warps))
-    return found
+from moe_kernels.backends.triton import launch, on_device, patterns, unsupported
+from moe_kernels.backends.triton._rows import TYPES, clear_rows, tile
 
 
 @triton.jit(do_not_specialize=["T", "E", "R"])

@@ -12,46 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, launch, on_device, unsupported
+from moe_kernels.backends.triton import launch, on_device, unsupported
 from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 the rest of this backend's grouped GEMM
     activation_bwd,
     expert_mlp_bwd_hidden,
     grouped_gemm_bwd_weight,
     grouped_gemm_sum_rows,
 )
-from moe_kernels.backends.triton._grouped_configs import GENERAL, TILES, Tiles
-from moe_kernels.backends.triton._grouped_launch import GATES, activation_of, configuration, launch_tiles, operands
+from moe_kernels.backends.triton._grouped_configs import Tiles
+from moe_kernels.backends.triton._grouped_launch import GATES, activation_of, launch_tiles, operands
 from moe_kernels.backends.triton._grouped_tiles import SLICE, activate, find_tile, halves, product, raster, tile_rows
 from moe_kernels.backends.triton._rows import TYPES
-
-
-def configurations() -> list[Configuration]:
-    """Every tile with gathered rows; the other variants, unaligned rows among them, on the widest tile."""
-    pointers = {"bias_ptr": "", "row_token_ptr": "*i32", "expert_offsets_ptr": "*i32", "out_ptr": "", "pre_ptr": ""}
-    found = []
-
-    def add(what, which, tiles, short="bf16", out="", **variant):
-        constants = {"BIAS": True, "KEEP_PRE": True, "NORMS": False, "ACTIVATION": "gelu", "GATED": "gated" in what}
-        constants |= {name: variant.pop(name) for name in tuple(variant) if name in constants}
-        name = f"grouped_gemm_fwd {what}"
-        found.append(
-            configuration(
-                name, _grouped_gemm_fwd, which, tiles, short, pointers | {"out_ptr": out}, constants, **variant
-            )
-        )
-
-    for which in (80, 90):
-        for kernel, what in (("fwd", "plain"), ("gated", "gated")):
-            for tiles in dict.fromkeys(TILES[kernel, which]):
-                add(what, which, tiles)
-            add(what, which, GENERAL[kernel], odd=True)
-            add(what, which, GENERAL[kernel], "fp32")
-        widest = TILES["fwd", which][-1]
-        add("plain", which, widest, "fp16")
-        add("plain", which, GENERAL["fwd"], "fp32", tf32=True)
-        add("to rows", which, widest, ACTIVATION="", BIAS=False, KEEP_PRE=False, gather=False, transposed=True)
-        add("norms", which, widest, out="*fp32", ACTIVATION="", KEEP_PRE=False, NORMS=True, gather=False)
-    return found
 
 
 @triton.jit(do_not_specialize=["E", "R"])

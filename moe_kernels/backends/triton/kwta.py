@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from moe_kernels.backends._native import aligned
 from moe_kernels.backends._seed import normal_quantile
-from moe_kernels.backends.triton import Configuration, launch, on_device, patterns, unsupported
+from moe_kernels.backends.triton import launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton._kwta_packed import kwta_fwd_packed
 from moe_kernels.backends.triton._kwta_values import key_near, value_of
 from moe_kernels.library import words
@@ -28,35 +26,6 @@ RESIDENT = 16384  # elements of a row that stay in registers; a longer row is re
 CHUNK = 4096  # elements written at a time: masks, ranks and bits of a longer row would spill beside its keys
 BLOCK_BWD = 4096
 TRIALS = 8  # guesses from the shape of the row before bisection: normal rows need 3 to 5
-
-
-def configurations() -> list[Configuration]:
-    """Every block size, dtype and output of the forward, and the backward."""
-    sizes = {"units_x_R": "i32", "units_values_R": "i32", "units": "i32", "K": "i32", "quantile": "fp32"}
-    outputs = {"TIES": 0, "STORE_Y": True, "STORE_BITS": True, "STORE_MASK": False, "TRIALS": TRIALS}
-    found = []
-    for dtype, (inf, form) in FORMATS.items():
-        short, pattern = str(dtype).removeprefix("torch."), "*i32" if form == 0 else "*i16"
-        formats = outputs | {"INF": inf, "FORMAT": form}
-        rows = dict.fromkeys(("x_ptr", "values_ptr", "y_ptr"), pattern)
-        types = rows | {"bits_ptr": "*i32", "mask_ptr": "*i8"} | sizes
-        for block, resident in ((128, True), (CHUNK, True), (RESIDENT, True), (RESIDENT, False)):
-            constants = formats | {"RESIDENT": resident, "BLOCK": block, "CHUNK": min(block, CHUNK)}
-            for unit in (1, 4) if resident and form == 0 else () if resident else (1,):
-                name = f"kwta_fwd {short} {block if resident else 'longer'}{' even' * (unit > 1)}"
-                found.append(Configuration(name, _kwta_fwd, types, constants | {"UNIT": unit}, warps(block)))
-        for block, unit in product((128, CHUNK, RESIDENT), () if form == 0 else (1, 8)):
-            rows = dict.fromkeys(("x_ptr", "values_ptr", "y_ptr"), "*i32" if unit > 1 else "*i16")
-            types = rows | {"bits_ptr": "*i16", "mask_ptr": "*i16" if unit > 1 else "*i8"} | sizes
-            name = f"kwta_fwd {short} {block}{' even' * (unit > 1)}"
-            constants = formats | {"BLOCK": block, "UNIT": unit}
-            found.append(Configuration(name, kwta_fwd_packed, types, constants, packed_warps(block, unit)))
-    for pattern, even in (("*i16", 8), ("*i32", 4)):
-        types = {"grad_ptr": pattern, "bits_ptr": "*i32", "dx_ptr": pattern, "units_grad_R": "i32", "units": "i32"}
-        for unit in (1, even):
-            name, constants = f"kwta_bwd {pattern[1:]}{' even' * (unit > 1)}", {"UNIT": unit, "BLOCK": BLOCK_BWD}
-            found.append(Configuration(name, _kwta_bwd, types, constants, warps(BLOCK_BWD)))
-    return found
 
 
 def warps(block: int) -> int:

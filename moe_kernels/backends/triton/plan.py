@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, launch, on_device, unsupported
+from moe_kernels.backends.triton import launch, on_device, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
@@ -27,30 +27,6 @@ WINDOW = 1024  # experts that a program counts
 WALKED = 1024  # pairs that priority routing looks at together
 FEW_CHUNKS = 32  # with so few a program of the scan takes more experts
 SCANNED = {FEW_CHUNKS: 128, CHUNKS: 4}  # experts of a program of the scan, by the chunks that it holds
-
-
-def configurations() -> list[Configuration]:
-    """Both index types, with and without priorities."""
-    sizes = {"chunk": "i32", "T": "i32", "K": "i32", "E": "i32"}
-    found = []
-    for index in ("i32", "i64"):
-        requests = {"experts_ptr": f"*{index}", "visit_ptr": "*i64", "counts_ptr": "*i32"}
-        counts = requests | {"scanned_ptr": "*i32"}
-        rows = {f"{name}_ptr": "*i32" for name in ("expert_offsets", "row_token", "row_choice", "slot_row")}
-        for visit in (False, True):
-            name, constants = f"{index}{' priority' if visit else ''}", {"VISIT": visit, "BY_CHOICE": True}
-            counted = constants | {"BLOCK": COUNTED, "BLOCK_E": WINDOW}
-            found.append(Configuration(f"plan_count {name}", _plan_count, counts | sizes, counted, 4))
-            types = requests | rows | {"capacity": "i32", "R": "i32"} | sizes
-            found.append(Configuration(f"plan_rank {name}", _plan_rank, types, constants | {"BLOCK": TILE}, 1))
-    arrays = ("counts", "scanned", "requested", "kept", "expert_offsets", "dropped")
-    types = {f"{name}_ptr": "*i32" for name in arrays} | {"capacity": "i32", "chunks": "i32", "E": "i32"}
-    for held, experts in SCANNED.items():
-        blocks = {"BLOCK_C": held, "BLOCK_E": experts, "BLOCK": WINDOW}
-        found.append(Configuration(f"plan_scan {held}", _plan_scan, types, blocks, 8))
-    types = {"pairs_ptr": "*i64", "experts_ptr": "*i32", "room_ptr": "*i32", "most": "i32", "pairs": "i64", "E": "i32"}
-    found.append(Configuration("plan_match", _plan_match, types, {"BLOCK": WALKED, "TILE": MATCHED}, 4))
-    return found
 
 
 @triton.jit

@@ -8,48 +8,16 @@ it, so that exp sees small differences at any temperature: in float32 forward, i
 
 from __future__ import annotations
 
-from itertools import product
-
 import torch
 import triton
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, launch, on_device, unsupported
+from moe_kernels.backends.triton import launch, on_device, unsupported
 from moe_kernels.backends.triton._sinkhorn_resident import resident_bwd, resident_fwd
 from moe_kernels.backends.triton._sinkhorn_streamed import streamed_bwd, streamed_fwd
 
 RESIDENT = 64  # n of a matrix that a program holds
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-def configurations() -> list[Configuration]:
-    """Every dtype, sizes held and read again, forward with and without history, the backward; then float32 with sums,
-    at fewer sizes: dtypes differ in a conversion, and each takes the compiler some seconds."""
-    pointers = {"scores_ptr": "", "taus_ptr": "*fp64", "p_ptr": "", "history_ptr": "*fp64"}
-    sums = {"rows_ptr": "*fp64", "columns_ptr": "*fp64", "counts_ptr": "*i32"}
-    sizes = {"stride_scores_B": "i64", "stride_scores_I": "i64", "B": "i32", "n": "i32", "iterations": "i32"}
-    grads = {"grad_ptr": "", "stride_grad_B": "i64", "stride_grad_I": "i64", "dscores_ptr": ""}
-    dsums = {"drows_ptr": "*fp64", "dcolumns_ptr": "*fp64"}
-    fwd = pointers | sums | sizes | {"tolerance": "fp64"}
-    bwd = grads | dsums | pointers | sums | sizes
-    del bwd["p_ptr"]
-    held = {"fwd": (resident_fwd, fwd), "bwd": (resident_bwd, bwd)}
-    read = {
-        "fwd": (streamed_fwd, fwd | {"potentials_ptr": "*fp64"}),
-        "bwd": (streamed_bwd, bwd | {"sums_ptr": "*fp64"}),
-    }
-    kinds = [*product((False,), TYPES.values(), (4, 16, 64, 128, 1024)), *product((True,), ("fp32",), (4, 64, 1024))]
-    found = []
-    for (with_sums, short, n), way in product(kinds, ("fwd", "history", "bwd")):
-        constants, warps = _blocks(n, way, with_sums)
-        constants |= {"SUMS": with_sums} | ({} if way == "bwd" else {"HISTORY": way == "history"})
-        streamed, direction = "ROWS" in constants, "bwd" if way == "bwd" else "fwd"
-        kernel, types = (read if streamed else held)[direction]
-        name = f"sinkhorn{'_streamed' * streamed}_{direction} {short} {n}"
-        name += " sums" * with_sums + " history" * (way == "history")
-        types = {argument: kind or f"*{short}" for argument, kind in types.items()}
-        found.append(Configuration(name, kernel, types, constants, warps))
-    return found
 
 
 def _blocks(n: int, way: str, sums: bool) -> tuple[dict[str, int], int]:

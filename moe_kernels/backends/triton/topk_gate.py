@@ -10,34 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends.triton import Configuration, launch, on_device, patterns, unsupported
+from moe_kernels.backends.triton import launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, _keys
 
 TILE = 1024  # logits of a program, 8 a thread
 LONGEST = 16384  # experts that a program holds
-
-
-def configurations() -> list[Configuration]:
-    """Every dtype and order, few and many experts."""
-    sizes = {"stride_logits_T": "i64", "T": "i32", "E": "i32", "K": "i32"}
-    found = []
-    for dtype, (inf, form) in FORMATS.items():
-        short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-        pattern = "*i32" if form == 0 else "*i16"
-        outputs = {"weights_ptr": "*fp32", "experts_ptr": "*i32"}
-        fwd = {"logits_ptr": f"*{short}", "bits_ptr": pattern} | outputs | sizes
-        bwd = {"grad_ptr": "*fp32"} | outputs | {"logits_ptr": f"*{short}", "dlogits_ptr": f"*{short}"} | sizes
-        for num_experts, k in ((8, 2), (128, 8), (1024, 2)):
-            for first in (False, True):
-                name = f"{short} {num_experts} {k} {'softmax_topk' if first else 'topk_softmax'}"
-                constants = _blocks(num_experts, k)
-                warps = constants.pop("num_warps")
-                constants |= {"SOFTMAX_FIRST": first}
-                found.append(
-                    Configuration(f"topk_gate_fwd {name}", _topk_gate_fwd, fwd, constants | {"INF": inf}, warps)
-                )
-                found.append(Configuration(f"topk_gate_bwd {name}", _topk_gate_bwd, bwd, constants, warps))
-    return found
 
 
 def _blocks(num_experts: int, k: int) -> dict[str, int]:

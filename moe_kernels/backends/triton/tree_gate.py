@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends.native.tree_gate import weighing
-from moe_kernels.backends.triton import Configuration, launch, on_device, unsupported
+from moe_kernels.backends.triton import launch, on_device, unsupported
 
 TILE = 1024  # places of a program, 8 a thread: a node near the root is computed by every thread
 MOST_EXPERTS = 4096
@@ -22,34 +22,6 @@ MOST_FUSED = 64  # experts: 128 columns of float32 sums for 64 tokens are 64 reg
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOWEST = tl.constexpr(-3.4028234663852886e38)
-
-
-def configurations() -> list[Configuration]:
-    """Every dtype, trees of three sizes; backward also without a gradient of leaf_probs; the products fused."""
-    numbers = dict.fromkeys(("half", "slope", "epsilon", "least"), "fp32")
-    found = []
-    for short in TYPES.values():
-        element, outputs = f"*{short}", {"gates_ptr": "*fp32", "leaf_probs_ptr": "*fp32"}
-        logits = {"split_logits_ptr": element, "leaf_logits_ptr": element}
-        sizes = {"T": "i32", "K": "i32", "E": "i32"} | numbers
-        fwd = logits | outputs | sizes
-        bwd = {"grad_gates_ptr": "*fp32", "grad_leaf_probs_ptr": "*fp32"} | logits
-        bwd |= {"dsplit_ptr": element, "dleaf_ptr": element} | sizes
-        for num_experts in (8, 64, 1024) if short == "fp32" else (64,):
-            constants, warps = _blocks(num_experts)
-            name = f"{short} {num_experts}"
-            found.append(Configuration(f"tree_gate_fwd {name}", _tree_gate_fwd, fwd, constants, warps))
-            for given in (False, True) if num_experts == 64 else (True,):
-                flags, label = constants | {"LEAF_PROBS": given}, f"{name}{' leaf_probs' * given}"
-                found.append(Configuration(f"tree_gate_bwd {label}", _tree_gate_bwd, bwd, flags, warps))
-        inputs = ("x_ptr", "split_weight_ptr", "leaf_weight_ptr", "split_bias_ptr", "leaf_bias_ptr")
-        fused = dict.fromkeys(inputs, element) | outputs | logits | {"T": "i32", "P_16": "i32", "E": "i32"} | numbers
-        for num_experts in () if short == "fp32" else (8, 64):
-            constants, warps, stages = _fused_blocks(num_experts)
-            constants |= {"BIASES": 3, "WIDEN": False}
-            name = f"tree_gate_fused {short} {num_experts}"
-            found.append(Configuration(name, _tree_gate_fused, fused, constants, warps, stages))
-    return found
 
 
 def _blocks(num_experts: int) -> tuple[dict[str, int], int]:
