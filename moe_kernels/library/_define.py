@@ -32,7 +32,8 @@ def define(
     """Registers one operation with torch and adds it to `ops`.
 
     Args:
-        schema: as torch.library.Library.define takes it.
+        schema: as torch.library.Library.define takes it. It states the types of the arguments; implementations and
+            native adaptors repeat only the names.
         implementation: runs on every device; calls the backend named in the last argument.
         fake: the results' shapes and dtypes, from tensors without data.
         flops: FLOPs from the arguments' shapes, for torch.utils.flop_counter.

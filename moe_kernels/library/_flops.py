@@ -8,7 +8,7 @@ after the import.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -34,9 +34,7 @@ def register(packet: Any, formula: Callable[..., int]) -> None:
 class _Finder(MetaPathFinder):
     """Finds torch.utils.flop_counter as the other finders do, once, and adds the formulas to it."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname, path, target=None) -> ModuleSpec | None:
         if fullname != COUNTER:
             return None
         sys.meta_path.remove(self)

@@ -11,9 +11,7 @@ from moe_kernels import backends
 from moe_kernels.library._define import define, is_checked, no_flops, ops, rows
 
 
-def refuse_bad_rows(
-    op: str, slot_row: Tensor, num_rows: int, row_token: Tensor | None = None, expert_offsets: Tensor | None = None
-) -> None:
+def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
     """ValueError for what a plan's arrays hold out of range, where it is checked (is_checked)."""
     if not is_checked(slot_row):
         return

@@ -13,19 +13,7 @@ from moe_kernels.library.grouped_gemm import kernels, matrices, product, transpo
 
 
 def _fwd(
-    x: Tensor,
-    weights: Tensor | None,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    expert_offsets: Tensor,
-    row_token: Tensor,
-    row_choice: Tensor,
-    slot_row: Tensor,
-    activation: str,
-    keep_pre: bool,
-    backend: str,
+    x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, row_choice, slot_row, activation, keep_pre, backend
 ) -> tuple[Tensor, Tensor]:
     hidden, pre = product(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
     result, _ = product(hidden, w_out, expert_offsets, None, b_out, "", False, backend)
@@ -50,25 +38,10 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *(each if needed else None for each, needed in zip(found, wanted, strict=True)), *[None] * 7
 
 
-def _bwd(
-    grad: Tensor,
-    x: Tensor,
-    weights: Tensor | None,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    expert_offsets: Tensor,
-    row_token: Tensor,
-    row_choice: Tensor,
-    slot_row: Tensor,
-    pre: Tensor | None,
-    activation: str,
-    wanted: list[bool],
-    backend: str,
-) -> tuple[Tensor, ...]:
+def _bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple[Tensor, ...]:
+    *plan, pre, activation, wanted, backend = plan_and_options
+    expert_offsets, row_token, row_choice, slot_row = contiguous(*plan)
     to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = wanted
-    expert_offsets, row_token, row_choice, slot_row = contiguous(expert_offsets, row_token, row_choice, slot_row)
     if pre is None:
         pre, _ = product(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
     dx = dweights = dw_in = dw_out = db_in = db_out = None
@@ -77,7 +50,7 @@ def _bwd(
     dpre, weighted, drow_weight = kernels(backend).expert_mlp_bwd_hidden(*given, activation)
     if to_w_out:
         dw_out, _ = weight_gradient(weighted, grad, expert_offsets, None, row_token, False, backend)
-    del weighted  # whose place the next tensors take
+    del weighted  # frees its memory for the next tensors
     if to_x:
         dx = combine(transposed(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
     if to_w_in or to_b_in:
@@ -99,15 +72,7 @@ def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, w
     return weights.reshape(-1).index_select(0, place)
 
 
-def _weights_gradient(
-    weights: Tensor | None,
-    drow_weight: Tensor,
-    grad: Tensor,
-    b_out: Tensor | None,
-    expert_offsets: Tensor,
-    row_token: Tensor,
-    slot_row: Tensor,
-) -> Tensor:
+def _weights_gradient(weights, drow_weight, grad, b_out, expert_offsets, row_token, slot_row) -> Tensor:
     """(T, K): of every kept choice, the gradient of its row's weight."""
     assert weights is not None
     if b_out is not None:

@@ -11,15 +11,7 @@ from moe_kernels.library._define import all_rows, define, gradient_like, matrice
 from moe_kernels.library.grouped_gemm import kernels, product, transposed, weight_gradient
 
 
-def _fwd(
-    x: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    activation: str,
-    backend: str,
-) -> Tensor:
+def _fwd(x, w_in, w_out, b_in, b_out, activation, backend) -> Tensor:
     offsets = all_rows(x)
     norms = x.new_empty((x.shape[0], w_in.shape[0]), dtype=wide(x.dtype))
     for expert in range(w_in.shape[0]):
@@ -41,18 +33,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return *(each if needed else None for each, needed in zip(found, wanted, strict=True)), None, None
 
 
-def _bwd(
-    grad: Tensor,
-    x: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
-    b_in: Tensor | None,
-    b_out: Tensor | None,
-    norms: Tensor,
-    activation: str,
-    wanted: list[bool],
-    backend: str,
-) -> tuple[Tensor, ...]:
+def _bwd(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) -> tuple[Tensor, ...]:
     given = w_in, w_out, b_in, b_out
     dx = torch.zeros_like(x, dtype=norms.dtype, memory_format=torch.contiguous_format)
     found = [
@@ -70,9 +51,7 @@ def _bwd(
     return dx.to(x.dtype) if wanted[0] else x.new_empty(0), *found
 
 
-def _expert_bwd(
-    x: Tensor, share: Tensor, parameters: tuple[Any, ...], activation: str, wanted: list[bool], backend: str
-) -> tuple[Tensor | None, ...]:
+def _expert_bwd(x, share, parameters, activation, wanted, backend) -> tuple[Tensor | None, ...]:
     """Gradients to x and to one expert's parameters, where dy = share y."""
     w_in, w_out, b_in, b_out = parameters
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted

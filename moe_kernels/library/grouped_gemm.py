@@ -50,16 +50,7 @@ def kernels(backend: str):
     return backends.load(backend, "grouped_gemm")
 
 
-def product(
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    keep_pre: bool,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def product(x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend) -> tuple[Tensor, Tensor]:
     """The implementation of grouped_gemm_fwd: the rows (R, Dout), and if kept what was activated."""
     expert_offsets, row_token, bias = contiguous(expert_offsets, row_token, bias)
     if backend != "cpu":  # the C++ kernel checks while it reads
@@ -75,14 +66,7 @@ def transposed(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: st
 
 
 def weight_gradient(
-    x: Tensor,
-    grad: Tensor,
-    expert_offsets: Tensor,
-    x_token: Tensor | None,
-    grad_token: Tensor | None,
-    with_bias: bool,
-    backend: str,
-    weight: Tensor | None = None,
+    x, grad, expert_offsets, x_token, grad_token, with_bias, backend, weight=None
 ) -> tuple[Tensor, Tensor]:
     """(E, Din, Dout), the sum of x^T grad over every expert's rows; and, with_bias, the sum of grad.
 
@@ -132,18 +116,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return dx if to_x else None, dweight if to_weight else None, None, None, dbias if to_bias else None, *[None] * 3
 
 
-def _bwd(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor | None,
-    bias: Tensor | None,
-    pre: Tensor | None,
-    activation: str,
-    wanted: list[bool],
-    backend: str,
-) -> tuple[Tensor, ...]:
+def _bwd(grad, x, weight, expert_offsets, row_token, bias, pre, activation, wanted, backend) -> tuple[Tensor, ...]:
     to_x, to_weight, to_bias = wanted
     expert_offsets, row_token = contiguous(expert_offsets, row_token)
     dx = dweight = dbias = None

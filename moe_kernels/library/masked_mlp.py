@@ -43,15 +43,7 @@ define(
 )
 
 
-def layer_by_layer(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    bits: Sequence[Tensor],
-    samples: Tensor | None,
-    activation: str,
-    apply: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
+def layer_by_layer(x, weights, biases, bits, samples, activation, apply) -> Tensor:
     """The same MLP from operators that are differentiable twice. apply: masks values by bits."""
     if samples is not None and bits:
         ops.refuse_bad_samples(samples, len(bits[0]))
@@ -59,16 +51,7 @@ def layer_by_layer(
     return reference.masked_mlp(x, weights, biases, bits, activation=activation, apply=apply)
 
 
-def _mlp_fwd(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    biased: Sequence[bool],
-    bits: Sequence[Tensor],
-    samples: Tensor | None,
-    activation: str,
-    keep: bool,
-) -> tuple[Tensor, list[Tensor]]:
+def _mlp_fwd(x, weights, biases, biased, bits, samples, activation, keep) -> tuple[Tensor, list[Tensor]]:
     """y, and if kept for backward x_1 .. x_{L-1} and, unless the activation is in place, a_1 .. a_{L-1}.
 
     biases: of the layers that are `biased`, as register_autograd takes no list with None in it.
@@ -141,18 +124,7 @@ def _differentiable_backward(
     return [next(found) if needed else None for needed in wanted]
 
 
-def _mlp_bwd(
-    grad: Tensor,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    biased: Sequence[bool],
-    bits: Sequence[Tensor],
-    samples: Tensor | None,
-    kept: Sequence[Tensor],
-    activation: str,
-    wanted: list[bool],
-) -> list[Tensor]:
+def _mlp_bwd(grad, x, weights, biases, biased, bits, samples, kept, activation, wanted) -> list[Tensor]:
     mask_ = backends.load("cpu", "masked_mlp").masked_mlp_bwd
     depth, in_place = len(bits), activation in _IN_PLACE
     inner, pre = [x, *kept[:depth]], kept[depth:]

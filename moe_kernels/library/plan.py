@@ -32,9 +32,7 @@ def plan_rows(num_tokens: int, k: int, num_experts: int, capacity: int | None) -
     return num_tokens * k if capacity is None else torch.sym_min(num_tokens * k, num_experts * capacity)
 
 
-def _make_plan(
-    experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order: str, backend: str
-):
+def _make_plan(experts, num_experts, capacity, priority, order, backend):
     refuse_unknown_experts(experts, num_experts)
     return backends.load(backend, "plan").make_plan_fwd(experts, num_experts, capacity, priority, order)
 

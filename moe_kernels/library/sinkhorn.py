@@ -12,16 +12,7 @@ from moe_kernels import backends
 from moe_kernels.library._define import contiguous, define, ops, refused, rows
 
 
-def _fwd(
-    scores: Tensor,
-    taus: Tensor,
-    iterations: int,
-    row_sums: Tensor | None,
-    column_sums: Tensor | None,
-    tolerance: float,
-    implicit: bool,
-    backend: str,
-) -> Tensor:
+def _fwd(scores, taus, iterations, row_sums, column_sums, tolerance, implicit, backend) -> Tensor:
     if scores.numel() == 0:
         return scores.new_empty(scores.shape)
     kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
@@ -56,16 +47,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dscores, None, None, None if without_sums else drows, None if without_sums else dcolumns, *[None] * 3
 
 
-def _bwd(
-    grad: Tensor,
-    scores: Tensor,
-    taus: Tensor,
-    iterations: int,
-    row_sums: Tensor | None,
-    column_sums: Tensor | None,
-    tolerance: float,
-    backend: str,
-) -> tuple[Tensor, ...]:
+def _bwd(grad, scores, taus, iterations, row_sums, column_sums, tolerance, backend) -> tuple[Tensor, ...]:
     if scores.numel() == 0:
         return tuple(map(torch.zeros_like, _bwd_fake(grad, scores, taus, iterations, row_sums, column_sums)))
     kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)

@@ -33,15 +33,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return dlogits, None, None, None
 
 
-def _bwd(
-    grad: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    logits: Tensor | None,
-    num_experts: int,
-    dtype: torch.dtype,
-    backend: str,
-) -> Tensor:
+def _bwd(grad, weights, experts, logits, num_experts, dtype, backend) -> Tensor:
     if grad.shape[1] == 0 and logits is not None:  # zeros, but NaN where the softmax is
         return logits.to(wide(dtype)).softmax(1).mul(0).to(dtype)
     grad, weights, experts = grad.contiguous(), weights.contiguous(), experts.contiguous()

@@ -19,9 +19,7 @@ def products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None 
     return flat.view(x.shape[0], weight.shape[0], weight.shape[1])
 
 
-def products_gradients(
-    dsplit: Tensor, dleaf: Tensor, x: Tensor, split_weight: Tensor, leaf_weight: Tensor, results: list[Tensor]
-) -> None:
+def products_gradients(dsplit, dleaf, x, split_weight, leaf_weight, results) -> None:
     """Gradients to x and to both weights into `results`, but for those that are empty."""
     of_split, of_leaf = dsplit.flatten(1), dleaf.flatten(1)
     dx, dsplit_weight, dleaf_weight = results
@@ -38,16 +36,7 @@ def results_dtype(dtype: torch.dtype, backend: str) -> torch.dtype:
     return dtype if getattr(backends.load(backend, "tree_gate"), "TREE_GATE_ROUNDS", False) else wide(dtype)
 
 
-def _tree_gate_fwd(
-    x: Tensor,
-    split_weight: Tensor,
-    leaf_weight: Tensor,
-    split_bias: Tensor | None,
-    leaf_bias: Tensor | None,
-    gamma: float,
-    mode: str,
-    backend: str,
-):
+def _tree_gate_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode, backend):
     kernels = backends.load(backend, "tree_gate")
     fits = getattr(kernels, "tree_gate_fits", None)
     if fits is not None and fits(x, split_weight, leaf_weight):
@@ -88,29 +77,13 @@ def _backward(ctx: Any, grad_gates, grad_leaf_probs, *grad_logits: Tensor | None
 
 
 def _tree_gate_bwd(
-    grad_gates: Tensor,
-    grad_leaf_probs: Tensor | None,
-    split_logits: Tensor,
-    leaf_logits: Tensor,
-    gamma: float,
-    mode: str,
-    backend: str,
+    grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, mode, backend
 ) -> tuple[Tensor, Tensor]:
     given = contiguous(grad_gates, grad_leaf_probs, split_logits, leaf_logits)
     return backends.load(backend, "tree_gate").tree_gate_bwd(*given, gamma, mode)
 
 
-def _tree_gate_logits_bwd(
-    dsplit: Tensor,
-    dleaf: Tensor,
-    split_logits: Tensor,
-    x: Tensor,
-    split_weight: Tensor,
-    leaf_weight: Tensor,
-    gamma: float,
-    wants: list[bool],
-    backend: str,
-):
+def _tree_gate_logits_bwd(dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants, backend):
     kernels = backends.load(backend, "tree_gate")
     dsplit, dleaf, split_logits = contiguous(dsplit, dleaf, split_logits)
     if hasattr(kernels, "tree_gate_logits_bwd"):
@@ -129,15 +102,7 @@ def _tree_gate_logits_bwd_fake(dsplit, dleaf, split_logits, x, split_weight, lea
     return _wanted(x, split_weight, leaf_weight, wants=wants)
 
 
-def _tree_route_fwd(
-    x: Tensor,
-    split_weight: Tensor,
-    leaf_weight: Tensor,
-    split_bias: Tensor | None,
-    leaf_bias: Tensor | None,
-    gamma: float,
-    backend: str,
-):
+def _tree_route_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, backend):
     kernels = backends.load(backend, "tree_route")
     return kernels.tree_route_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma)
 

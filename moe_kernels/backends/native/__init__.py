@@ -1,4 +1,5 @@
 """Code of the two C++ backends: allocates outputs, takes addresses, calls the launcher of the same name.
 
-A function here gets the backend (backends/cpu.py or backends/cuda.py) as its first argument.
+The first argument of a function is the backend (backends/cpu.py or backends/cuda.py), the others are those of the
+operator in library/<op>.py, whose schema states their types.
 """

@@ -31,16 +31,7 @@ def fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_row: Tens
     return y
 
 
-def bwd(
-    native: ModuleType,
-    grad: Tensor,
-    rows: Tensor,
-    weights: Tensor,
-    row_token: Tensor,
-    slot_row: Tensor,
-    expert_offsets: Tensor,
-    row_choice: Tensor,
-) -> tuple[Tensor, Tensor]:
+def bwd(native, grad, rows, weights, row_token, slot_row, expert_offsets, row_choice) -> tuple[Tensor, Tensor]:
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
     refused = native.launch(
         "combine_bwd",

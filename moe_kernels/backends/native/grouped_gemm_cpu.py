@@ -46,16 +46,7 @@ def in_cpp(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_ro
     return multiply_adds <= SMALL or (native.on_amd and enough)
 
 
-def fwd(
-    native: ModuleType,
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    keep_pre: bool,
-) -> tuple[Tensor, Tensor]:
+def fwd(native, x, weight, expert_offsets, row_token, bias, activation, keep_pre) -> tuple[Tensor, Tensor]:
     dtype, dout = x.dtype, weight.shape[2]
     num_rows = (x if row_token is None else row_token).shape[0]
     product = None
@@ -83,15 +74,7 @@ def fwd(
     return out, x.new_empty(0, dout) if pre is None else pre
 
 
-def bwd_weight(
-    native: ModuleType,
-    x: Tensor,
-    grad: Tensor,
-    expert_offsets: Tensor,
-    x_token: Tensor | None,
-    grad_token: Tensor | None,
-    with_bias: bool,
-) -> tuple[Tensor, Tensor]:
+def bwd_weight(native, x, grad, expert_offsets, x_token, grad_token, with_bias) -> tuple[Tensor, Tensor]:
     size = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
     dtype, (num_experts, din, dout) = x.dtype, size
     num_rows = (x if x_token is None else x_token).shape[0]
@@ -138,14 +121,7 @@ def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: in
 
 
 def hidden_bwd(
-    native: ModuleType,
-    grad: Tensor,
-    w_out: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor,
-    row_weight: Tensor,
-    pre: Tensor,
-    activation: str,
+    native, grad, w_out, expert_offsets, row_token, row_weight, pre, activation
 ) -> tuple[Tensor, Tensor, Tensor]:
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
     weight = w_out.transpose(1, 2)
@@ -187,14 +163,7 @@ def _work(num_rows: int, size: tuple[int, ...]) -> int:
     return num_rows * size[1] * size[2] // 64
 
 
-def _product(
-    native: ModuleType,
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor | None,
-    product: Tensor | None,
-) -> tuple[int, ...]:
+def _product(native, x, weight, expert_offsets, row_token, product) -> tuple[int, ...]:
     """The arguments of MOE_PRODUCT_ARGS. product: of large experts, whose rows the launch may write over once it has
     read them."""
     dtype, strides = x.dtype, weight.stride()
@@ -223,9 +192,7 @@ def _place(product: Tensor | None, dtype: torch.dtype, num_rows: int, width: int
     )
 
 
-def _with_bias(
-    x: Tensor, weight: Tensor, expert_offsets: Tensor, row_token: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def _with_bias(x, weight, expert_offsets, row_token, bias) -> tuple[Tensor, Tensor | None]:
     """_large_product, and the bias that is still to be added.
 
     None where torch gives 16 bits: a product that is rounded before its bias is off by what cancels.
@@ -234,9 +201,7 @@ def _with_bias(
     return _large_product(x, weight, expert_offsets, row_token, added), bias if added is None else None
 
 
-def _large_product(
-    x: Tensor, weight: Tensor, expert_offsets: Tensor, row_token: Tensor | None, bias: Tensor | None
-) -> Tensor:
+def _large_product(x, weight, expert_offsets, row_token, bias) -> Tensor:
     """(R, Dout): torch's product of every expert with its rows, and zeros."""
     rows, dtype = _gathered(x, row_token), _product_dtype(x.dtype)
     sizes = _sizes(expert_offsets, rows.shape[0])

@@ -15,16 +15,7 @@ from moe_kernels.library import GATED
 COLUMNS = 128  # of a tile: as many leave one partial sum
 
 
-def fwd(
-    native: ModuleType,
-    x: Tensor,
-    weight: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    keep_pre: bool,
-) -> tuple[Tensor, Tensor]:
+def fwd(native, x, weight, expert_offsets, row_token, bias, activation, keep_pre) -> tuple[Tensor, Tensor]:
     num_rows, width = (x if row_token is None else row_token).shape[0], weight.shape[2]
     out = x.new_empty((num_rows, width // 2 if activation in GATED else width))
     pre = x.new_empty((num_rows if keep_pre else 0, width))
@@ -47,15 +38,7 @@ def fwd(
     return out, pre
 
 
-def bwd_weight(
-    native: ModuleType,
-    x: Tensor,
-    grad: Tensor,
-    expert_offsets: Tensor,
-    x_token: Tensor | None,
-    grad_token: Tensor | None,
-    with_bias: bool,
-) -> tuple[Tensor, Tensor]:
+def bwd_weight(native, x, grad, expert_offsets, x_token, grad_token, with_bias) -> tuple[Tensor, Tensor]:
     num_experts, din, dout = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
     dweight = x.new_empty((num_experts, din, dout))
     dbias = x.new_empty((num_experts if with_bias else 0, dout))
@@ -81,14 +64,7 @@ def bwd_weight(
 
 
 def hidden_bwd(
-    native: ModuleType,
-    grad: Tensor,
-    w_out: Tensor,
-    expert_offsets: Tensor,
-    row_token: Tensor,
-    row_weight: Tensor,
-    pre: Tensor,
-    activation: str,
+    native, grad, w_out, expert_offsets, row_token, row_weight, pre, activation
 ) -> tuple[Tensor, Tensor, Tensor]:
     weight, num_rows = w_out.transpose(1, 2), row_token.shape[0]
     num_experts, dim, hidden = weight.shape

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
@@ -12,9 +10,7 @@ from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library.masked_mlp import refuse_bad_samples
 
 
-def fwd(
-    native: ModuleType, values: Tensor, bias: Tensor | None, bits: Tensor, samples: Tensor | None, activation: str
-) -> None:
+def fwd(native, values, bias, bits, samples, activation) -> None:
     """Adds the bias to a layer's values (T, N), activates, and zeroes the elements whose bit is not set."""
     refused = native.launch(
         "masked_mlp_fwd",
@@ -32,9 +28,7 @@ def fwd(
         refuse_bad_samples(samples, bits.shape[0])
 
 
-def bwd(
-    native: ModuleType, grad: Tensor, value: Tensor | None, bits: Tensor, samples: Tensor | None, activation: str
-) -> Tensor:
+def bwd(native, grad, value, bits, samples, activation) -> Tensor:
     """Turns the gradient of a layer's output into that of its pre-activations, and returns its sum over T.
 
     value: the output, if the activation is relu or tanh; without one the gradient is only masked.

@@ -14,9 +14,7 @@ COLUMNS = 16  # of csrc/cpu/plan.cpp: experts that choose together
 HELD = 16  # bytes of a token that an expert holds, at most
 
 
-def make_plan(
-    native: ModuleType, experts: Tensor, num_experts: int, capacity: int | None, priority: Tensor | None, order: str
-) -> tuple[Tensor, ...]:
+def make_plan(native, experts, num_experts, capacity, priority, order) -> tuple[Tensor, ...]:
     num_tokens, k = experts.shape
     rows = plan_rows(num_tokens, k, num_experts, capacity)
     arrays = _arrays(experts, num_tokens, k, num_experts, rows)

@@ -22,17 +22,13 @@ def bwd(native: ModuleType, grad: Tensor, scores: Tensor, taus: list[float]) -> 
     return dscores
 
 
-def sums_fwd(
-    native: ModuleType, scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float
-) -> Tensor:
+def sums_fwd(native, scores, taus, rows, columns, tolerance) -> Tensor:
     p = scores.new_empty(scores.shape)
     _launch(native, "sinkhorn_sums_fwd", scores, taus, p, sums=(*_vectors(native, rows, columns), tolerance))
     return p
 
 
-def sums_bwd(
-    native: ModuleType, grad: Tensor, scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def sums_bwd(native, grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, Tensor, Tensor]:
     dscores = scores.new_empty(scores.shape)
     drows, dcolumns = (x.new_empty(x.shape) for x in (rows, columns))
     sums = (*_vectors(native, rows, columns), tolerance, *_vectors(native, drows, dcolumns))
@@ -40,15 +36,7 @@ def sums_bwd(
     return dscores, drows, dcolumns
 
 
-def _launch(
-    native: ModuleType,
-    name: str,
-    scores: Tensor,
-    taus: list[float],
-    out: Tensor,
-    *grad: Tensor,
-    sums: tuple[int | float, ...] = (),
-) -> None:
+def _launch(native, name, scores, taus, out, *grad, sums=()) -> None:
     batch, n, _ = scores.shape
     scratch = native.sinkhorn_scratch(scores, len(taus), backward=bool(grad))
     native.launch(

@@ -37,15 +37,7 @@ def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor,
     return weights, experts
 
 
-def bwd(
-    native: ModuleType,
-    grad: Tensor,
-    weights: Tensor,
-    experts: Tensor,
-    logits: Tensor | None,
-    num_experts: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def bwd(native, grad, weights, experts, logits, num_experts, dtype) -> Tensor:
     dlogits = grad.new_empty((grad.shape[0], num_experts), dtype=dtype)
     native.launch(
         "topk_gate_bwd",

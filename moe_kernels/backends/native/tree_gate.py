@@ -14,9 +14,7 @@ PAD = 16  # elements to which a row of scratch is rounded up
 BLOCK = 128  # tokens that go down a tree together
 
 
-def fwd(
-    native: ModuleType, split_logits: Tensor, leaf_logits: Tensor, gamma: float, mode: str
-) -> tuple[Tensor, Tensor]:
+def fwd(native, split_logits, leaf_logits, gamma, mode) -> tuple[Tensor, Tensor]:
     tokens, _, experts = leaf_logits.shape
     gates = leaf_logits.new_empty((tokens, experts), dtype=_results_dtype(native, leaf_logits.dtype))
     leaf_probs = gates.new_empty(leaf_logits.shape)
@@ -25,15 +23,7 @@ def fwd(
     return gates, leaf_probs
 
 
-def bwd(
-    native: ModuleType,
-    grad_gates: Tensor,
-    grad_leaf_probs: Tensor | None,
-    split_logits: Tensor,
-    leaf_logits: Tensor,
-    gamma: float,
-    mode: str,
-) -> tuple[Tensor, Tensor]:
+def bwd(native, grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, mode) -> tuple[Tensor, Tensor]:
     dsplit, dleaf = torch.empty_like(split_logits), torch.empty_like(leaf_logits)
     dtype = _results_dtype(native, leaf_logits.dtype)
     grads = native.pointer("tree_gate", grad_gates, dtype, 2), native.pointer("tree_gate", grad_leaf_probs, dtype, 3)
@@ -77,15 +67,7 @@ def _launch(native, name, split_logits, leaf_logits, gamma, mode, before=(), aft
     )
 
 
-def route(
-    native: ModuleType,
-    x: Tensor,
-    split_weight: Tensor,
-    leaf_weight: Tensor,
-    split_bias: Tensor | None,
-    leaf_bias: Tensor | None,
-    gamma: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def route(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = rows(x)
     (tokens, dim), (trees, experts, _) = x.shape, leaf_weight.shape
     weights = x.new_empty((tokens, trees), dtype=wide(x.dtype))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -24,15 +23,7 @@ COLUMNS, TILE = 32, 256
 WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256
 
 
-def fwd(
-    native: ModuleType,
-    x: Tensor,
-    split_weight: Tensor,
-    leaf_weight: Tensor,
-    split_bias: Tensor | None,
-    leaf_bias: Tensor | None,
-    gamma: float,
-) -> tuple[Tensor, Tensor]:
+def fwd(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) -> tuple[Tensor, Tensor]:
     above = _above(leaf_weight)
     top_weight, top_bias = split_weight[:, :above], None if split_bias is None else split_bias[:, :above]
     others = split_weight, leaf_weight, split_bias, leaf_bias
@@ -52,15 +43,7 @@ def fwd(
 
 
 def bwd(
-    native: ModuleType,
-    dsplit: Tensor,
-    dleaf: Tensor,
-    split_logits: Tensor,
-    x: Tensor,
-    split_weight: Tensor,
-    leaf_weight: Tensor,
-    gamma: float,
-    wants: list[bool],
+    native, dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants
 ) -> tuple[Tensor, Tensor, Tensor]:
     above = _above(leaf_weight)
     weights = split_weight, leaf_weight
@@ -123,14 +106,7 @@ class _Reach(NamedTuple):
     token: Tensor
 
 
-def _reach(
-    native: ModuleType,
-    top_of: Callable[[int], Tensor],
-    x: Tensor,
-    others: tuple[Tensor | None, ...],
-    above: int,
-    gamma: float,
-) -> _Reach | None:
+def _reach(native, top_of, x, others, above, gamma) -> _Reach | None:
     """Who reaches which branch, by the pre-activations above that top_of(step) has of every step-th token.
 
     None where so many do that passing over products does not pay, which a few tokens tell; or where one that is passed
