@@ -67,6 +67,21 @@ def test_without_weights_it_is_the_plain_sum(target, kind):
     assert torch.equal(drows, mk.dispatch(grad, plan, backend="reference"))
 
 
+def test_more_choices_than_a_warp_has_lanes(target):
+    """CUDA's backward sums 32 choices at a time."""
+    on = target.device
+    experts = torch.rand(5, 80, device=on).argsort(1)[:, :70]
+    plan = mk.make_plan(experts, 80, backend="reference")
+    leaves = torch.randn(plan.num_rows, 12, device=on), torch.randn(5, 70, device=on)
+    grad, found = torch.randn(5, 12, device=on), []
+    for backend in (target.backend, "reference"):
+        given = [each.clone().requires_grad_() for each in leaves]
+        y = mk.combine(given[0], plan, given[1], backend=backend)
+        found.append((y, *torch.autograd.grad(y, given, grad)))
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_float32_gates_weigh_bfloat16_rows(target):
     plan = plans(target.device)["dropped"]
     rows = torch.randn(plan.num_rows, 40, device=target.device).bfloat16().requires_grad_()

@@ -36,7 +36,7 @@ def run(body, given, threads=32, seed=0, grid=1, limit=1_000_000, out=None):
     kernel = machine.kernel(text, name)
     out = torch.zeros(threads * grid, dtype=given.dtype) if out is None else out
     parameters = np.array([given.data_ptr(), out.data_ptr()], np.uint64).tobytes()
-    settings = Settings(seed, limit)
+    settings = Settings(seed | seed << 16, limit)  # of orders, and of errors
     shared = kernel.static_shared
     machine.check(machine.run(kernel, (grid,), (threads,), shared, parameters, extents([given, out]), settings))
     return out

@@ -30,8 +30,8 @@ def _shape(entry: Any, given: str) -> dict[str, Any]:
     return shape
 
 
-def call(op: str, backend: str, dtype: str, shape: str, direction: str) -> tuple[list[Result], dict[str, Any], int]:
-    """The results of the launches, the shape, and the elements of the largest input."""
+def prepared(op: str, dtype: str, shape: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The bench's entry of an operation, its inputs, and the shape."""
     sys.path.insert(0, str(ROOT))
     try:
         from bench.registry import ENTRIES
@@ -41,6 +41,12 @@ def call(op: str, backend: str, dtype: str, shape: str, direction: str) -> tuple
     sizes = _shape(entry, shape)
     torch.manual_seed(0)
     inputs = entry.inputs(sizes, DTYPES[dtype], "cpu")
+    return entry, inputs, sizes
+
+
+def call(op: str, backend: str, dtype: str, shape: str, direction: str) -> tuple[list[Result], dict[str, Any], int]:
+    """The results of the launches, the shape, and the elements of the largest input."""
+    entry, inputs, sizes = prepared(op, dtype, shape)
     elements = max(each.numel() for each in inputs.values() if isinstance(each, torch.Tensor))
     with contextlib.ExitStack() as stack:
         if backend == "cuda":

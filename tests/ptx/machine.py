@@ -29,7 +29,7 @@ class PtxError(AssertionError):
 
 @dataclass
 class Settings:
-    """How launches run: the seed of orders and errors, and the most instructions of one launch."""
+    """How launches run: the seed of orders, with that of errors in its upper 16 bits, and the most instructions."""
 
     seed: int = 0
     step_limit: int = 2_000_000_000

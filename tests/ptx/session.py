@@ -67,10 +67,11 @@ def launch(
 
 
 @contextlib.contextmanager
-def seed(value: int) -> Iterator[None]:
-    """Launches inside run blocks, warps and equal-address stores in the order of the seed, with its errors."""
+def seed(value: int, errors: int | None = None) -> Iterator[None]:
+    """Launches inside run blocks, warps and equal-address stores in the order of the seed, with the errors of .approx
+    instructions that it, or another one, gives."""
     before = session.settings
-    session.settings = replace(before, seed=value)
+    session.settings = replace(before, seed=value | (value if errors is None else errors) << 16)
     try:
         yield
     finally:

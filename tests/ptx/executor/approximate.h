@@ -23,23 +23,27 @@ inline f32 approximate(f64 exact, f32 input, f64 most, u32 which) {
   return std::fabs(f64(result) - exact) <= most * std::fabs(exact) ? result : static_cast<f32>(exact);
 }
 
-// Largest errors: PTX ISA 8.5, section 9.7.3.
-constexpr f64 kEx2 = 0x1p-22, kRcp = 0x1p-23, kRsqrt = 0x1p-22, kSqrt = 0x1p-23, kDivide = 0x1p-22, kTanh = 0x1p-11;
+// Largest errors, by the PTX ISA on each floating-point instruction: rcp.approx 1 ulp, ex2.approx, div.approx and div.full
+// 2 ulp, all of them here as the relative error of an ulp just above a power of two; sqrt.approx 2^-23 and rsqrt.approx
+// 2^-22.9 relative; tanh.approx 2^-11 relative; lg2.approx 2^-22, absolute in (0.5, 2) and relative elsewhere;
+// sin.approx and cos.approx 2^-20.5 absolute, in [-2 pi, 2 pi].
+constexpr f64 kEx2 = 0x1p-22, kRcp = 0x1p-23, kSqrt = 0x1p-23, kDivide = 0x1p-22, kLg2 = 0x1p-22, kTanh = 0x1p-11;
+constexpr f64 kRsqrt = 1.277e-7, kSine = 6.743e-7;  // 2^-22.9 and 2^-20.5, rounded down
 
 inline f32 ex2(f32 x) { return x == 0 || std::isinf(x) ? std::exp2(x) : approximate(std::exp2(f64(x)), x, kEx2, 1); }
 inline f32 lg2(f32 x) {  // absolute within [0.5, 2], relative outside
   const f64 exact = std::log2(f64(x));
   if (!approximation_seed || !std::isfinite(exact) || exact == 0) return static_cast<f32>(exact);
-  if (x < 0.5f || x > 2.0f) return approximate(exact, x, 0x1p-22, 2);
-  return static_cast<f32>(exact + 0x1p-22 * signed_error(bits<u32>(x), 2));
+  if (x < 0.5f || x > 2.0f) return approximate(exact, x, kLg2, 2);
+  return static_cast<f32>(exact + kLg2 * signed_error(bits<u32>(x), 2));
 }
 inline f32 rcp(f32 x) { return approximate(1 / f64(x), x, kRcp, 3); }
 inline f32 rsqrt(f32 x) { return approximate(1 / std::sqrt(f64(x)), x, kRsqrt, 4); }
 inline f32 square_root(f32 x) { return approximate(std::sqrt(f64(x)), x, kSqrt, 5); }
 inline f32 tangent(f32 x) { return approximate(std::tanh(f64(x)), x, kTanh, 6); }
 inline f32 quotient(f32 x, f32 y) { return approximate(f64(x) / f64(y), x + y, kDivide, 7); }
-inline f32 sine(f32 x) { return approximation_seed ? f32(std::sin(f64(x)) + 0x1p-21 * signed_error(bits<u32>(x), 8)) : f32(std::sin(f64(x))); }
-inline f32 cosine(f32 x) { return approximation_seed ? f32(std::cos(f64(x)) + 0x1p-21 * signed_error(bits<u32>(x), 9)) : f32(std::cos(f64(x))); }
+inline f32 sine(f32 x) { return approximation_seed ? f32(std::sin(f64(x)) + kSine * signed_error(bits<u32>(x), 8)) : f32(std::sin(f64(x))); }
+inline f32 cosine(f32 x) { return approximation_seed ? f32(std::cos(f64(x)) + kSine * signed_error(bits<u32>(x), 9)) : f32(std::cos(f64(x))); }
 
 // rcp.approx.ftz.f64 sees and gives the upper halves alone.
 inline f64 upper_half(f64 x) { return bits<f64>(bits<u64>(x) & 0xffffffff00000000ull); }

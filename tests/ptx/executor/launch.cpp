@@ -119,7 +119,7 @@ void Launch::run() {
   const u32 total = request.grid[0] * request.grid[1] * request.grid[2];
   const u32 threads = request.block[0] * request.block[1] * request.block[2], warps = (threads + kLanes - 1) / kLanes;
   const u32 words = request.shared_bytes / program.shared_grain + 32;
-  approximation_seed = request.seed ? Random{request.seed}.next() : 0;
+  approximation_seed = request.seed >> 16 ? Random{request.seed >> 16}.next() : 0;
   std::vector<u32> order(total);
   std::iota(order.begin(), order.end(), 0u);
   if (seeded()) {
