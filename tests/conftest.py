@@ -35,7 +35,7 @@ from time_limit import pytest_configure, pytest_enter_pdb, pytest_runtest_protoc
 if not HAS_GPU and not INTERPRET:
     triton_launch.install()
 
-# Memory that nobody wrote reads as NaN, or as the largest integer.
+# Uninitialised memory reads as NaN, or as the largest integer.
 torch.use_deterministic_algorithms(True, warn_only=True)
 
 

@@ -41,7 +41,7 @@ def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.
 def each_alone(
     call: Callable[..., torch.Tensor], leaves: dict[str, torch.Tensor], grad: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The gradient to every input of call(**leaves) where it is the only input that wants one."""
+    """The gradient to every input of call(**leaves) if it is the only input that requires one."""
     found = {}
     for name in leaves:
         given = {key: each.detach().requires_grad_(key == name) for key, each in leaves.items()}

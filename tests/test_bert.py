@@ -108,7 +108,7 @@ def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys)
 
 @pytest.mark.parametrize("side", ["dense", "hash", "comet"])
 def test_a_checkpoint_learns(checkpoint, text, side):
-    """The text has 16 words in a fixed order; the student learns from the data although its teacher knows nothing."""
+    """The text has 16 words in a fixed order; the student learns from the data although its teacher is untrained."""
     recipe = MoEBERT(
         sides=(side,), bert=str(checkpoint), expert_hidden=12, share=6, length=22, steps=60, dense_share=0.0,
         lr=0.01, distill=0.01, batch_size=16, windows=8,

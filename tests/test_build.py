@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)  # it builds the CUDA module
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the sources, a torch that breaks whoever imports it, and a compiler that does not optimise."""
+    """A copy of the sources, a torch that cannot be imported, and a compiler that does not optimise."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("csrc", "moe_kernels", "python_ref"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -116,7 +116,7 @@ def test_a_bad_architecture_is_an_error(checkout):
 
 
 def fake_nvcc(folder: Path, *known: str) -> Path:
-    """An nvcc that knows these architectures and compiles nothing."""
+    """An nvcc that lists these architectures and compiles nothing."""
     (folder / "bin").mkdir(parents=True)
     write_program(folder / "bin" / "nvcc", f'[ "$1" = --list-gpu-arch ] && printf "%s\\n" {" ".join(known)}; exit 0')
     return folder
@@ -167,7 +167,7 @@ def test_the_cuda_module_imports_without_a_gpu(checkout):
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump, of binutils, is not installed")
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="MMX is x86's")
 def test_no_kernel_touches_an_mmx_register():
-    """Without an emms after it the x87 unit gives NaN to whoever computes a long double next, numpy for one."""
+    """Without an emms after it the x87 unit gives NaN to the next code that uses long double, such as numpy."""
     cpu = pytest.importorskip("moe_kernels._cpu")
     code = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", cpu.__file__], capture_output=True, text=True, check=True

@@ -52,7 +52,7 @@ def test_kwta_is_bound_by_memory(dtype):
 
 
 def test_rows_of_a_multiple_of_8_take_no_more_instructions():
-    # Triton knows of multiples of 16 only: rows of 1000 were read two bytes at a time.
+    # Triton specialises for multiples of 16 only: rows of 1000 were read two bytes at a time.
     (odd, odd_bwd), (even, even_bwd) = counted("kwta", "bfloat16", 1000), counted("kwta", "bfloat16", 1024)
     assert odd <= 1.05 * even
     assert odd_bwd <= 1.05 * even_bwd

@@ -50,7 +50,7 @@ def test_rows_are_tokens_and_gradients_their_sums(target, kind, dtype):
         assert torch.equal(rows.cpu(), mk.dispatch(x, plan, backend="reference").cpu())
         grad = torch.randn_like(rows)
         used = int(plan.expert_offsets[-1])
-        grad[used:] = math.nan  # what stands in rows that are not in use must not matter
+        grad[used:] = math.nan  # values of rows not in use must not matter
         (dx,) = torch.autograd.grad(rows, x, grad)
         one_hot = dense(plan).sum(-1)
         exact = torch.einsum("rt,rd->td", one_hot, grad.cpu().double().nan_to_num(0.0))

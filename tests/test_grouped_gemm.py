@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Target
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
@@ -29,7 +28,7 @@ ACTS = {
 ACTS["swiglu"] = lambda pre: ACTS["silu"](pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1]
 ACTS["geglu"] = lambda pre: ACTS["gelu"](pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1]
 
-# Rows of each of the experts, as a share; the last tenth of the rows is nobody's.
+# Rows of each of the experts, as a share; the last tenth of the rows is not in use.
 ROUTINGS = {
     "uniform": (1, 1, 1, 1, 1),
     "zipf": (100, 44, 27, 19, 14),
@@ -128,7 +127,7 @@ def check(target, dtype, kind, sizes, activation, gathered, with_bias=True):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [37, 64])
 def test_rows_are_summed_by_token(target, dtype, width):
-    """The gradient of a gather: tokens of no row, of one and of many, rows of nobody, always in one order."""
+    """The gradient of a gather: tokens of no row, of one and of many, unused rows, always in one order."""
     skip_unsupported(target, dtype)
     rows, token = torch.randn(300, width).to(dtype), torch.randint(-1, 100, (300,), dtype=torch.int32)
     token[token == 17] = 18
@@ -159,50 +158,6 @@ def test_activations(target, activation):
     for dtype in (torch.float32, torch.bfloat16):
         if backends.unsupported(target.backend, OP, target.device, dtype) is None:
             check(target, dtype, "zipf", (29, 16, 40, 5), activation, gathered=False)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["zipf", "adversarial", "single"])
-def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
-    """Products of torch's library: grouped_mm where rows are whole vectors, else expert by expert."""
-    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
-    target = Target("cpu", "cpu", "cpu")
-    for din, dout in ((16, 48), (33, 70)):
-        for activation, gathered in ((None, False), ("swiglu", True)):
-            for with_bias in (False, True):
-                check(target, dtype, kind, (150, din, dout, 5), activation, gathered, with_bias)
-    x, weight, offsets = torch.randn(6, 16), torch.randn(2, 16, 32), torch.tensor([0, 2, 5])
-    rows = x.to(dtype)[:1].expand(6, 16)  # all at one address
-    got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
-    torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
-    for skipped in (0, 1):  # the same look twice, and grouped_mm takes no odd address
-        rows = torch.randn(6 * 16 + 1).to(dtype)[skipped:][: 6 * 16].view(6, 16)
-        got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
-        torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_results_of_torchs_grouped_mm_are_not_padded(dtype, monkeypatch):
-    """It rounds rows of its result up to 16 bytes: 26 columns by a transposed weight, of which 8 suit it."""
-    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
-    target = Target("cpu", "cpu", "cpu")
-    weight = torch.randn(2, 26, 8).to(dtype).transpose(1, 2)
-    rows, offsets = torch.randn(9, 8).to(dtype), torch.tensor([0, 4, 9])
-    assert mk.grouped_gemm(rows, weight, offsets, backend="cpu").is_contiguous()
-    leaves = {"x": rows, "w_in": torch.randn(2, 8, 26).to(dtype), "w_out": torch.randn(2, 26, 8).to(dtype)}
-    plan, weights = mk.make_plan(torch.tensor([0, 1] * 4 + [1])[:, None], 2), torch.rand(9, 1)
-
-    def call(backend):
-        def run(**given):
-            weight_of_token = weights.to(given["x"].dtype)
-            return mk.expert_mlp(plan=plan, weights=weight_of_token, activation="relu", backend=backend, **given)
-
-        return run
-
-    grad = torch.randn(9, 8)
-    got, reference = (results(call(backend), leaves, grad) for backend in ("cpu", "reference"))
-    truth = results(call("reference"), {name: each.double() for name, each in leaves.items()}, grad)
-    judge(target, dtype, got, reference, truth, floor=2.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

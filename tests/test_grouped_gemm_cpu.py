@@ -1,4 +1,4 @@
-"""The grouped GEMM on the CPU: what is for C++ and what for torch's library, and that nobody can tell."""
+"""The grouped GEMM on the CPU: the choice between C++ and torch's library, and that both give the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_grouped_gemm import DTYPES, fenced
+from conftest import Target
+from test_grouped_gemm import DTYPES, check, fenced, judge, results
 
 import moe_kernels as mk
 from moe_kernels.backends import cpu
@@ -65,7 +66,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeyp
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_token_sums_do_not_depend_on_threads(dtype):
-    """The gradient of a gather: rows of nobody, tokens of no row, columns that threads share, always in one order."""
+    """The gradient of a gather: unused rows, tokens of no row, columns that threads share, always in one order."""
     rows, token = torch.randn(900, 37, dtype=dtype), torch.randint(-1, 300, (900,), dtype=torch.int32)
     token[token == 17] = 18
     expected = torch.zeros(301, 37, dtype=torch.float64).index_add(0, token.long() % 301, rows.double())[:300]
@@ -134,3 +135,47 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
     ).bfloat16()
     found = cpu.activation_bwd(grad[None], torch.ones(1, 64, dtype=torch.bfloat16), "relu")
     assert torch.equal(found[0].view(torch.int16), grad.view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["zipf", "adversarial", "single"])
+def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
+    """Products of torch's library: grouped_mm where rows are whole vectors, else expert by expert."""
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
+    target = Target("cpu", "cpu", "cpu")
+    for din, dout in ((16, 48), (33, 70)):
+        for activation, gathered in ((None, False), ("swiglu", True)):
+            for with_bias in (False, True):
+                check(target, dtype, kind, (150, din, dout, 5), activation, gathered, with_bias)
+    x, weight, offsets = torch.randn(6, 16), torch.randn(2, 16, 32), torch.tensor([0, 2, 5])
+    rows = x.to(dtype)[:1].expand(6, 16)  # all at one address
+    got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
+    torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
+    for skipped in (0, 1):  # the same shape and strides twice, but grouped_mm takes no odd address
+        rows = torch.randn(6 * 16 + 1).to(dtype)[skipped:][: 6 * 16].view(6, 16)
+        got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
+        torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_of_torchs_grouped_mm_are_not_padded(dtype, monkeypatch):
+    """It pads rows of its result to 16 bytes, here 26 columns to 32."""
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
+    target = Target("cpu", "cpu", "cpu")
+    weight = torch.randn(2, 26, 8).to(dtype).transpose(1, 2)
+    rows, offsets = torch.randn(9, 8).to(dtype), torch.tensor([0, 4, 9])
+    assert mk.grouped_gemm(rows, weight, offsets, backend="cpu").is_contiguous()
+    leaves = {"x": rows, "w_in": torch.randn(2, 8, 26).to(dtype), "w_out": torch.randn(2, 26, 8).to(dtype)}
+    plan, weights = mk.make_plan(torch.tensor([0, 1] * 4 + [1])[:, None], 2), torch.rand(9, 1)
+
+    def call(backend):
+        def run(**given):
+            weight_of_token = weights.to(given["x"].dtype)
+            return mk.expert_mlp(plan=plan, weights=weight_of_token, activation="relu", backend=backend, **given)
+
+        return run
+
+    grad = torch.randn(9, 8)
+    got, reference = (results(call(backend), leaves, grad) for backend in ("cpu", "reference"))
+    truth = results(call("reference"), {name: each.double() for name, each in leaves.items()}, grad)
+    judge(target, dtype, got, reference, truth, floor=2.0)

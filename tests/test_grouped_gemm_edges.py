@@ -214,7 +214,7 @@ def test_index_arrays_that_are_views(target):
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "tanh", "swiglu"])
 def test_infinite_weights_of_gates_and_of_rows_that_nobody_has(target, activation):
-    """A bias of infinity in an expert without rows, and a token that nobody kept: neither shows."""
+    """A bias of infinity in an expert without rows, and a token without a kept choice: neither shows."""
     skip_unsupported(target, finest(target))
     dtype, device = finest(target), target.device
     offsets = torch.tensor([0, 4, 4, 7], dtype=torch.int32, device=device)

@@ -196,7 +196,7 @@ def test_tasks_share_experts_that_run_once(experts):
         torch.testing.assert_close(y, (gate(x).gates[..., None] * every).sum(1))
     assert out.statistics["experts_per_token"] == E
     sparse = MultiGateMoE([gates[1], gates[1]], experts)(x)
-    assert sparse.statistics["experts_per_token"] == 1  # what no task asks for is not evaluated
+    assert sparse.statistics["experts_per_token"] == 1  # experts of weight 0 in every task are not evaluated
     assert sparse.plan.num_rows == T  # nor are there rows for it: the shared gate spoke once
     several = [gates[1], double(TopKGate(D, E, 1))]
     out = MultiGateMoE(several, experts)(x)

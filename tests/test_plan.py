@@ -265,7 +265,7 @@ def test_the_reference_is_the_definition(data):
 def scores_of(kind: str, tokens: int, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
     if kind == "ties":
         return torch.randint(-1, 2, (tokens, num_experts)).to(dtype)
-    if kind == "same for all":  # the hardest for priority routing: everybody wants the same order of experts
+    if kind == "same for all":  # the hardest for priority routing: all tokens prefer the same order of experts
         return torch.arange(num_experts).to(dtype).expand(tokens, -1) + torch.arange(tokens)[:, None].to(dtype)
     if kind == "special":
         pool = torch.tensor([NAN, math.inf, -math.inf, 0.0, -0.0, 1.0])

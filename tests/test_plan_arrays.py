@@ -1,4 +1,4 @@
-"""A plan that nobody made: arrays that are not what RoutingPlan promises are refused before a kernel reads by them."""
+"""Wrong plans: arrays that break the promises of RoutingPlan are refused before a kernel uses them as addresses."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def worst_expert(monkeypatch):
 
     def wrong(logits, k, order):
         weights, _, *rest = right(logits, k, order)
-        return weights, (-logits).topk(k).indices.int(), *rest  # the experts that nobody wants
+        return weights, (-logits).topk(k).indices.int(), *rest  # the experts with the smallest logits
 
     monkeypatch.setattr(cpu, "topk_gate_fwd", wrong)
 
@@ -322,7 +322,7 @@ def test_manual_routing_freezes_the_experts_alone_while_the_gate_learns():
 
 
 def test_a_split_with_all_neurons_is_the_dense_model(text):
-    """Every expert has every neuron and nothing learns: the student is its teacher, whoever routes its tokens."""
+    """Every expert has every neuron and nothing learns: the student is its teacher under any routing."""
     for side in ("small", "hash", "balanced", "comet", "hash+"):
         recipe = MoEBERT(
             sides=(side,), dim=16, hidden=24, expert_hidden=24, share=24, depth=2, heads=2, length=12, steps=4,

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=f"simt: {
 SEEDS = range(8)
 DTYPES = (torch.bfloat16, torch.float16)
 
-# Rows of each expert, and rows after them that are nobody's. From 64 rows an expert on, tiles of 128 x 128.
+# Rows of each expert, and unused rows after them. From 64 rows an expert on, tiles of 128 x 128.
 Shape = tuple[tuple[int, ...], int]
 FEW: Shape = ((5, 0, 40, 3), 2)
 MANY: Shape = ((70, 0), 60)
@@ -41,7 +41,7 @@ def weights(experts: int, din: int, dout: int, dtype: torch.dtype, transposed: b
 
 
 def tokens(num_rows: int, used: int, num_tokens: int) -> Tensor:
-    """A token for every row, none for a few and for those that are nobody's."""
+    """A token for every row, none for a few and for unused ones."""
     token = torch.randint(num_tokens, (num_rows,), dtype=torch.int32)
     token[1::7] = -1
     token[used:] = -1
@@ -65,7 +65,7 @@ def products(x: Tensor, weight: Tensor, offsets: Tensor, token: Tensor | None, b
 
 
 def close(got: Tensor, exact: Tensor, used: int) -> None:
-    """One rounding and float32 sums of |terms| below 16; zeros where nobody's rows are."""
+    """One rounding and float32 sums of |terms| below 16; zeros in unused rows."""
     eps = torch.finfo(got.dtype).eps
     assert ((got[:used].double() - exact).abs() <= eps * exact.abs() + 2e-5).all()
     assert not got[used:].any()
@@ -153,7 +153,7 @@ def check_norms(shape: Shape, din: int, dout: int, transposed: bool = False) -> 
 
 
 def check_sum_rows(token: Tensor, num_tokens: int, dim: int, dtype: torch.dtype, gap: int = 0, after: int = 0) -> None:
-    """Bit for bit the sums of a loop in float32, and of integers those of float64; NaN in the rows of nobody."""
+    """Bit for bit the sums of a loop in float32, and of integers those of float64; NaN in unused rows."""
     there = token >= 0
     view = matrix(len(token), dim + after, dtype, gap)[:, :dim]
     for rows in (view, torch.randint(-4, 5, (len(token), dim)).to(dtype)):
@@ -282,7 +282,7 @@ def test_nothing_to_multiply() -> None:
 
 
 def test_rows_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # 4 GB that nobody touches
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # 4 GB that are never touched
     base = torch.empty(2**31 + 4096, dtype=torch.bfloat16)
     rows = base.as_strided((2, 24), (2**31, 1))
     wide = base[64:].as_strided((2, 24, 16), (2**31, 16, 1))

@@ -31,7 +31,7 @@ def given(target, dtype):
     x = torch.randn(9, DIN).to(target.device, dtype).requires_grad_()
     weight = torch.randn(E, DIN, 2 * H).to(target.device, dtype).requires_grad_()
     bias = torch.randn(E, 2 * H).to(target.device, dtype).requires_grad_()
-    offsets = torch.tensor([0, 2, 2, 8], dtype=torch.int32, device=target.device)  # the last row is nobody's
+    offsets = torch.tensor([0, 2, 2, 8], dtype=torch.int32, device=target.device)  # the last row is not in use
     return x, weight, bias, offsets
 
 

@@ -13,7 +13,7 @@ namespace {
 constexpr int kAhead = 4, kChoices = 32;
 
 // Blocks for one SM: 48 registers a thread hold kAhead rows. Not told so, the compiler saves registers by waiting for
-// one row before it asks for the next.
+// one row before it loads the next.
 constexpr int kBlocks = 5;
 
 // kAhead of a token's rows: a piece of each, and its weight. What was dropped counts as zeros of weight zero.

@@ -66,7 +66,7 @@ __device__ Cut find_cut(Count count, bool plain, float2 moments, int sampled, co
       rank = pass < kGaussianGuesses ? Order::rank(Order::key(Order::nearest(guess))) : 0;
       if (rank <= low || rank >= high) {
         if (low < kZero && kZero < high) {
-          rank = kZero;  // zeros, of which a rectified row has many, against the rest
+          rank = kZero;  // zeros (a rectified row has many) against the rest
         } else if (low == kZero) {
           rank = kZero + 1;
         } else if (Order::kPerWord == 2 && pass < kGaussianGuesses) {
@@ -135,12 +135,12 @@ __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   return taken;
 }
 
-// bits[i / 32], bit i % 32, for the elements of this thread's chunk, of which `winners` has a flag each.
+// bits[i / 32], bit i % 32, for the elements of this thread's chunk; `winners` has a flag for each.
 template <int WORDS, int VECTOR>
 __device__ __forceinline__ void write_bits(uint32_t* bits,  // (ceil(n / 32))
                                            uint32_t winners, int first, int n, int lane) {
   const int end = (n + 31) & ~31;
-  if constexpr (WORDS == 4) {  // byte by byte, of which neighbouring lanes have neighbouring ones
+  if constexpr (WORDS == 4) {  // byte by byte; neighbouring lanes have neighbouring bytes
     auto* const bytes = reinterpret_cast<uint8_t*>(bits) + first / 8;
     if constexpr (VECTOR == 4) winners |= __shfl_down_sync(kAllLanes, winners, 1) << 4;
     if (first % 8 == 0 && first < end) *bytes = static_cast<uint8_t>(winners);

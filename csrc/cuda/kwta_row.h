@@ -1,4 +1,4 @@
-// What a thread holds of a row of k-winner-take-all, and how it counts: elements as they stand in memory, compared as
+// What a thread holds of a row of k-winner-take-all, and how it counts: elements as they are in memory, compared as
 // floating-point numbers, two of 16 bits an instruction; or as ordered integers (moe/keys.cuh) in rows that hold a NaN.
 #pragma once
 
@@ -61,7 +61,7 @@ struct Team {
   }
 };
 
-// How the elements of a register compare with a threshold that stands in each, without being made into keys first: -0
+// How the elements of a register compare with a threshold in each, without being made into keys first: -0
 // equals 0, and nothing compares with a NaN. bfloat16 compares as float16 does, bit pattern by bit pattern; of its values
 // those from 2^121 on would be NaN there.
 template <class T>
@@ -110,7 +110,7 @@ struct Row {
   // With four words a chunk lies inside the row or outside as a whole.
   __device__ bool inside(int first, int i) const { return (WORDS == 4 ? first : first + i) < n; }
 
-  // The elements of one chunk as they stand in memory, and zeros for what lies outside the row.
+  // The elements of one chunk as they are in memory, and zeros for what lies outside the row.
   __device__ void read(const T* from, int first, uint32_t (&words)[WORDS]) const {
 #pragma unroll
     for (int w = 0; w < WORDS; w++) words[w] = 0;
@@ -228,7 +228,7 @@ struct Row {
     }
   }
 
-  // A threshold given as a key: it stands in each element of a register.
+  // A threshold given as a key: each element of a register holds it.
   __device__ uint32_t threshold(uint32_t key) const { return Order::in_each(plain ? Order::bits(key) : key); }
 
   // total + how many elements of the chunk reach the threshold.

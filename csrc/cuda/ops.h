@@ -23,7 +23,7 @@ cudaError_t kwta_fwd(int dtype,
                      float z,   // standard normal quantile of 1 - k / n, where the search for the threshold starts
                      cudaStream_t stream);
 
-// dx = grad where the bit is set, else +0: whatever stands in grad there.
+// dx = grad where the bit is set, else +0, whatever grad holds there.
 cudaError_t kwta_bwd(int element_size,      // 2 or 4 bytes
                      const void* grad,      // (rows, n), last dimension contiguous
                      int64_t grad_stride,   // elements from row to row
@@ -53,7 +53,7 @@ cudaError_t topk_gate_bwd(int dtype,
 
 // The routing plan: which row of which expert every choice of every token becomes. Three launches.
 cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
-                          const void* experts,   // (T, K) contiguous; ids outside [0, E) ask for nobody
+                          const void* experts,   // (T, K) contiguous; ids outside [0, E) are no choice
                           const int64_t* visit,  // (T) tokens in visiting order, or nullptr: by position
                           int32_t* counts,       // (chunks, E) scratch
                           int64_t chunks,        // from 1 to 1024: blocks that share the T * K requests
@@ -193,7 +193,7 @@ cudaError_t activation_bwd(int dtype,
                            int64_t num_rows, int64_t hidden, cudaStream_t stream);
 
 // With h = act(pre) and a_r = grad_token W_e, which is not kept: dpre = row_weight a act'(pre), weighted = row_weight
-// h, and <h, a>, of which each 128 columns leave a partial sum. Zeros from row expert_offsets[E] on.
+// h, and <h, a> as a partial sum of each 128 columns. Zeros from row expert_offsets[E] on.
 cudaError_t expert_mlp_bwd_hidden(int dtype,
                                   const void* grad,          // (T, D), last dimension contiguous
                                   int64_t grad_stride,       // elements from token to token

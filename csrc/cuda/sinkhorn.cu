@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   team.write(p, scores.dtype, vectors, n, tile);
 }
 
-// What every iteration leaves of its columns: (R, 2, n).
+// Column factors kept from every iteration: (R, 2, n).
 template <class Team>
 struct History {
   double* data;

@@ -19,7 +19,7 @@ class Streamed {
 
   int n, warp, warps, lane;
   double *f, *g, *anchor, *logs, *df, *dg;  // (n)
-  double* partial;                          // (warps, n), of which each warp has a row
+  double* partial;                          // (warps, n), a row for each warp
   const Sums sums;
 
   __device__ Streamed(double* shared, const Matrices& scores, const Sums& all, int n)

@@ -67,7 +67,7 @@ struct Matrices {
   }
 };
 
-// What rows and columns are to sum to, how near is near enough, and the gradients of those sums.
+// Prescribed sums of rows and columns, their tolerance, and the gradients of those sums.
 struct Sums {
   const double *rows, *columns;  // (B, n); null: one, and neither a tolerance nor gradients
   double tolerance;              // below 0: none

@@ -13,7 +13,7 @@
 namespace moe {
 namespace {
 
-// What a leaf of probability v weighs in the softmax, apart from exp of its logit: v + epsilon, or nothing.
+// Weight of a leaf of probability v in the softmax, apart from exp of its logit: v + epsilon, or 0.
 struct Weighing {
   float epsilon, least;
 
@@ -63,7 +63,7 @@ struct Subtree {
 
   __device__ Subtree(const SmoothStep& step, int lane) : step(step), lane(lane) {}
 
-  // Where node m of the subtree stands among the nodes of the tree, of which the first is left out.
+  // Place of node m of the subtree among the nodes of the tree without the first.
   __device__ int place(int m) const {
     const int level = m < 2 ? 1 : m < 4 ? 2 : m < 8 ? 4 : 8;  // the first node of m's level
     return (32 + lane) * level + m - level - 1;

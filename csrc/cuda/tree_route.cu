@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kWarps = 8;         // of a block
 constexpr int kBlocks = 2;        // for one SM: aiming at more the compiler would spill
-constexpr int kMostTrees = 1024;  // 8 KB of shared memory a token, of which there is then one a block
+constexpr int kMostTrees = 1024;  // 8 KB of shared memory a token, with one token a block
 
 // Rows of weights with their biases, and a token to multiply them with.
 template <class T, class Vector>

@@ -1,4 +1,4 @@
-"""What the fuzzer knows of one operation."""
+"""The fuzzer's entry of an operation."""
 
 from __future__ import annotations
 

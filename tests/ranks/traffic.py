@@ -38,7 +38,7 @@ def uneven() -> None:
 
 
 def static() -> None:
-    """Equal splits: bytes of all places, whoever uses them."""
+    """Equal splits: bytes of all places, used or not."""
     ranks, places = dist.get_world_size(), 2 * group()
     x = tokens().chunk(ranks)[dist.get_rank()].clone().requires_grad_()
     layer = mlp()(None)

@@ -142,7 +142,7 @@ class Fiber {
     __builtin_unreachable();
   }
 
-  // Makes this object stand for the stack that the program itself runs on.
+  // Makes this object represent the stack of the program itself.
   void adopt_current() {
     adopted_ = true;
 #ifdef SIMT_ASAN

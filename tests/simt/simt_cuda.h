@@ -143,7 +143,7 @@ inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value, simt::Where wher
   return simt::reduce("__reduce_or_sync", mask, value, [](uint32_t a, uint32_t b) { return a | b; }, where);
 }
 
-// Atomics are real ones, so that the race detector knows them for what they are.
+// Atomics are real ones, so that the race detector recognises them.
 namespace simt {
 template <class T, class F>
 T atomic(T* address, F next, Where where) {

@@ -1,4 +1,4 @@
-// What the executor knows of threads, barriers, warp collectives and shared memory. Included by simt.cpp alone.
+// State of threads, barriers, warp collectives and shared memory. Included by simt.cpp alone.
 #pragma once
 
 #include <deque>

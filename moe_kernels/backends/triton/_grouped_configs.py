@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
 
 
 # By kernel and loop: tiles for few rows an expert, for few columns, and for the rest. The columns of a gated product
-# are those of one half, of which a program takes both.
+# are those of one half; a program takes both halves.
 CLASSES = ("few", "narrow", "wide")
 TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("fwd", 80): (Tiles(64, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
@@ -37,7 +37,7 @@ TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("weight", 80): (Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
 }
-# What MOE_KERNELS_AUTOTUNE=1 tries beside them: fewer stages or half a tile, so that two blocks of an SM take turns in
+# Tiles that MOE_KERNELS_AUTOTUNE=1 tries too: fewer stages or half a tile, so that two blocks of an SM take turns in
 # their prologues and epilogues; and twice the rows or columns, which halves what L2 gives for the same products.
 ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("fwd", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 128, 32, 4, 3), Tiles(128, 256, 32, 8, 3)),

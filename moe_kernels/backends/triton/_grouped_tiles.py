@@ -1,8 +1,8 @@
-"""What the grouped products share: whose tile a program owns, the product of a tile, the activations after it.
+"""Shared by the grouped products: the expert of a program's tile, the product of a tile, the activations after it.
 
 Expert e owns the row tiles from expert_offsets[e] // BLOCK_M + e on. That is at least ceil(rows / BLOCK_M) of them and
 at most one more, in closed form: a program finds its expert in one look at expert_offsets, a launch has
-R // BLOCK_M + E + 1 row tiles whatever the counts are, and nobody waits for them. "Expert" E is the rows past the end.
+R // BLOCK_M + E + 1 row tiles for any counts, without a wait for them. "Expert" E is the rows past the end.
 """
 
 from __future__ import annotations

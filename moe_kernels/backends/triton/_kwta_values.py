@@ -1,4 +1,4 @@
-"""Keys of k-winner-take-all and the float32 values that they stand for."""
+"""Keys of k-winner-take-all and the float32 values that they represent."""
 
 from __future__ import annotations
 

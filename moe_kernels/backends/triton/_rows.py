@@ -1,4 +1,4 @@
-"""What dispatch and combine share: the tile of a program, and rows of the plan that are not in use."""
+"""Shared by dispatch and combine: the tile of a program, and rows of the plan that are not in use."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ enum Bug : int {
   kMisalignedRow = 20,
 };
 
-// counts[v] = how often v in 0..63 stands in x.
+// counts[v] = how often v in 0..63 occurs in x.
 cudaError_t histogram(int bug, const int32_t* x /* (n) */, int32_t* counts /* (64) */, int64_t n, cudaStream_t stream);
 
 // y[r] = sum of row r.
