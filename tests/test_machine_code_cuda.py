@@ -1,6 +1,6 @@
 """Machine code of the CUDA kernels, as nvcc makes it for sm_80 and sm_90: it compiles without a warning, nothing spills
-to local memory, registers and shared memory stay within machine_code_cuda.json, and the instructions that a kernel's
-speed rests on are there.
+to local memory, registers, shared memory and the instructions of the longest inner loop stay within
+machine_code_cuda.json, and the instructions that a kernel's speed rests on are there.
 
 After a change that means to cost registers:  python tests/test_machine_code_cuda.py --update
 """
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sass
 from simt import build, toolkit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,25 +110,25 @@ def resources(source: Path, architecture: str) -> Resources:
 
 
 @functools.cache
-def instructions(source: Path, architecture: str) -> dict[str, set[str]]:
+def instructions(source: Path, architecture: str) -> dict[str, list[sass.Instruction]]:
     command = [str(KIT.cuobjdump), "-sass", str(cubin(source, architecture))]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     parts = re.split(r"Function : (\S+)", text)[1:]
-    codes = [set(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9_.]+)", part)) for part in parts[1::2]]
-    return dict(zip(readable(parts[::2]), codes, strict=True))
+    return dict(zip(readable(parts[::2]), map(sass.instructions, parts[1::2]), strict=True))
 
 
 def table() -> dict[str, dict[str, list[int]]]:
-    """By architecture and kernel: registers, and bytes of shared memory."""
+    """By architecture and kernel: registers, bytes of shared memory, and instructions of the longest inner loop."""
     return json.loads(TABLE.read_text())
 
 
-def measured() -> dict[str, dict[str, list[int]]]:
-    result: dict[str, dict[str, list[int]]] = {}
-    for architecture in ARCHITECTURES:
-        kernels = {name: each for source in SOURCES for name, each in resources(source, architecture).items()}
-        result[architecture] = {name: [each["registers"], each["shared"]] for name, each in sorted(kernels.items())}
-    return result
+def measured(architecture: str) -> dict[str, list[int]]:
+    found = {}
+    for source in SOURCES:
+        codes = instructions(source, architecture)
+        for name, each in resources(source, architecture).items():
+            found[name] = [each["registers"], each["shared"], sass.hot_loop(codes[name])]
+    return dict(sorted(found.items()))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -148,8 +149,8 @@ def test_static_shared_memory_leaves_room_without_an_opt_in(source: Path, archit
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_registers_and_shared_memory(architecture: str) -> None:
-    expected, got = table(), measured()[architecture]
+def test_registers_shared_memory_and_loops(architecture: str) -> None:
+    expected, got = table(), measured(architecture)
     if expected["nvcc"] != nvcc_release():
         pytest.skip(f"the table was made with nvcc {expected['nvcc']}, this is {nvcc_release()}")
     update = "python tests/test_machine_code_cuda.py --update"
@@ -159,14 +160,15 @@ def test_registers_and_shared_memory(architecture: str) -> None:
         for name, allowed in expected[architecture].items()
         if any(have > may for have, may in zip(got[name], allowed, strict=True))
     }
-    assert not over, f"registers, shared bytes: {over}; if that is meant: {update}"
+    assert not over, f"registers, shared bytes, longest inner loop: {over}; if that is meant: {update}"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_instructions(architecture: str) -> None:
     matched = set()
     for source in SOURCES:
-        for name, codes in instructions(source, architecture).items():
+        for name, code in instructions(source, architecture).items():
+            codes = {each.name for each in code}
             assert not any(code.startswith(("LDL", "STL")) for code in codes), name
             for pattern, wanted in INSTRUCTIONS.items():
                 if not re.fullmatch(pattern, name):
@@ -187,5 +189,5 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     if MISSING:
         sys.exit(MISSING)
-    text = json.dumps({"nvcc": nvcc_release(), **measured()}, indent=1)
-    TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2]", text) + "\n")
+    text = json.dumps({"nvcc": nvcc_release(), **{each: measured(each) for each in ARCHITECTURES}}, indent=1)
+    TABLE.write_text(re.sub(r"\[\s+(\d+),\s+(\d+),\s+(\d+)\s+\]", r"[\1, \2, \3]", text) + "\n")
