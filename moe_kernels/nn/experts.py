@@ -1,4 +1,4 @@
-"""The experts of a layer: their parameters in one tensor a weight, evaluated row by row of a routing plan."""
+"""The experts of a layer: one parameter holds a weight of all experts; a routing plan says which rows they compute."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from moe_kernels.plan import RoutingPlan
 class Experts(nn.Module):
     """E experts of equal shape. `experts(x, plan, weights)` (T, D) -> (T, Dout): what the layer needs.
 
-    `rows(x, plan)` (R, Dout) are the experts' outputs before they are weighed, for several gates that share experts:
-    combine(rows, plan, weights) of each gate. A subclass defines `outputs`, the same before dropout.
+    `rows(x, plan)` (R, Dout) are the outputs before weighting. Gates that share experts combine them each:
+    combine(rows, plan, weights). A subclass defines `outputs`, the same before dropout.
 
     Across processes: nn.parallel.ExpertParallel shards the parameters by expert and sets `exchange`, which carries rows
     to the ranks that own their experts and back. num_experts stays the number of all experts.
 
-    Autocast: as torch.nn.Linear. Where it is on for the device of x, x and parameters are cast to its dtype, which the
-    output has, and gradients arrive in the parameters' own; float64 is cast neither there nor here. Gate weights are
-    not cast: whatever their dtype, rows are summed in float32.
+    Autocast: as torch.nn.Linear. If it is on for the device of x, x and parameters are cast to its dtype, which is
+    also that of the output; gradients have the dtype of the parameters. As in torch, float64 is not cast. Gate weights
+    are not cast; rows are summed in float32.
 
     Example:
         >>> plan = mk.make_plan(torch.tensor([[0], [1], [1]]), num_experts=2)

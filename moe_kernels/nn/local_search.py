@@ -36,15 +36,15 @@ class LocalSearch(KeepsFloat32):
 
         gates, regulariser = search(gates)
 
-    In training every call is a step, but for those of a backward pass that computes again (torch.utils.checkpoint),
-    which take the last one's: one forward for every backward there. Where several gates share a permutation, call
-    `permutation()` once a step and `permute` for each gate.
+    In training every call is a step. A forward that torch.utils.checkpoint repeats in the backward pass is no step and
+    uses the last one's permutation; there must be one forward for every backward. If several gates share a permutation,
+    call `permutation()` once a step and `permute` for each gate.
 
     Args:
         num_experts: n.
         steps: T, training steps of stage one (the paper: 1 to 10 epochs' worth). 0: the identity.
-        permutations: one for every choice k of the gate; the paper's default is a single one. Where there are more,
-            gates are (..., permutations, n), each choice is permuted by its own, and their sum comes out.
+        permutations: 1, the paper's default, or one for every choice k of the gate. Then gates are
+            (..., permutations, n), each choice has its own permutation, and the result is their sum.
         zeta: weight of the entropies.
         renormalise: divide by the sum; False for gates that are not to sum to one.
         schedule: "paper", or "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50 iterations
@@ -58,7 +58,7 @@ class LocalSearch(KeepsFloat32):
             (Gumbel-Sinkhorn, Mena et al. 2018); 0, the paper's, draws nothing. The last S, noise and all, is what
             becomes the permutation.
 
-    torch.compile breaks its graph in training, where no two steps are alike, and has a whole one in evaluation.
+    torch.compile breaks its graph in training, as every step differs, and has a whole one in evaluation.
 
     State: U is the parameter `scores` (permutations, n, n); buffers `soft` (the last S), `source` (the hard
     permutation: expert j takes the gate source[j]), `assigned` (S in stage one, then the matrix of the hard

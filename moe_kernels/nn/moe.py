@@ -40,9 +40,11 @@ OUTPUTS = ("all", "tensor")
 class MoEOutput:
     """The output of a layer of experts.
 
-    y: (..., Dout), a tuple of one a gate where there are several. plan: who went where. gates: what each gate said,
-    before any policy. losses: () by name, weighted, to be added to the task's loss. records: detached tensors by name
-    that are statistics as they are.
+    * y: (..., Dout); of a MultiGateMoE a tuple with one for each gate.
+    * plan: the RoutingPlan.
+    * gates: the output of each gate, before the policy.
+    * losses: () by name, already weighted; add them to the task's loss.
+    * records: detached tensors by name that are statistics as they are.
 
     A registered pytree whose children are the fields in this order.
 

@@ -21,11 +21,14 @@ from moe_kernels.ops._checks import INDEX, check_int, check_rank, check_size, ch
 class GateOutput:
     """The experts of every token and their weights, for sparse and dense gates alike.
 
-    weights (T, K), floating, and experts (T, K), int32 with -1 for none and no expert twice: a dense gate has K = E,
-    all experts in order. `gates` (T, E) is the same as one row a token, `dense` whether the gate computed it so.
-    losses: regularisers () by name, times their coefficients, to be added to the task's loss; none in evaluation.
-    records: detached tensors by name, from which `statistics` are computed when they are read.
+    * weights (T, K), floating, and experts (T, K), int32: -1 is no choice, and no expert occurs twice. A dense gate has
+      K = E, all experts in order.
+    * num_experts: E.
+    * dense: whether the gate weighs all experts.
+    * losses: () by name, times their coefficients, to be added to the task's loss; none in evaluation.
+    * records: detached tensors by name; `statistics` are computed from them when they are read.
 
+    `gates` (T, E) holds the weights of all experts, 0 where one was not chosen.
     A registered pytree: weights, experts, losses and records are children, num_experts and dense constants.
 
     Example:
@@ -87,15 +90,15 @@ def _statistic(name: str, record: Tensor) -> Tensor:
 class Gate(KeepsFloat32, OutputModule):
     """A gate: `gate(x, ids=None) -> GateOutput` for tokens x (T, D) and ids (T,), such as users or vocabulary indices.
 
-    Gates compute in the dtype of their parameters, whatever autocast says, and convert x to it: a choice that rests on
-    bfloat16 logits is a different choice. Experts follow autocast (see Experts), competing ones as well.
+    Gates convert x to the dtype of their parameters and compute in it, also under autocast, since bfloat16 logits would
+    lead to other choices. Experts follow autocast (see Experts), also when they compete.
 
-    Noise is torch's own, or a `generator`'s, which no state dict keeps and torch.utils.checkpoint does not restore: a
-    forward that draws from one is refused there.
+    Noise comes from torch's own generator or from `generator`. State dicts do not keep a `generator` and
+    torch.utils.checkpoint does not restore it, so a forward that draws from one is refused under checkpointing.
 
-    keep_float32: float32 parameters stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)` of the gate or of a
-    model that holds it, so that a narrowed model routes as the one that was trained: rounding logits to 8 bits moves
-    every token whose two best experts are close. Set it to False on a gate before such a call to narrow the gate, too.
+    keep_float32: float32 parameters stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)` of the gate or of its
+    model. A narrowed model then routes as the trained one did; logits rounded to 8 bits would move every token with two
+    close experts. Set it to False on a gate before such a call to narrow the gate too.
     `dtype=` of a constructor is always obeyed. FSDP2 narrows parameters itself: give gates a group of their own,
     fully_shard(layer.gate), before fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
 

@@ -1,4 +1,4 @@
-"""A gate behind a permutation of its experts that a local search learns: the "+" of paper 001 for a single gate."""
+"""A gate with a learned permutation of its experts: the "+" of paper 001 for a single gate."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moe_kernels.ops._checks import check_module
 
 
 class PermutedGate(Gate):
-    """gates = search.permute(gate(x).gates); tasks that share experts share a search: MultiGateMoE has one of its own.
+    """gates = search.permute(gate(x).gates); MultiGateMoE has a search of its own for tasks that share experts.
 
-    Output: dense, (T, E). While the search learns, every expert has a weight; afterwards as many as gate gives one, and
-    NonzeroWeights evaluates no other. losses: those of gate and, in training, "permutation". A forward in training is
-    a step of the search.
+    Output: dense, (T, E). While the search learns, every expert has a weight; later only those that `gate` weighs, and
+    the policy NonzeroWeights evaluates no others. losses: those of gate and, in training, "permutation". A forward in
+    training is a step of the search.
 
     Example:
         >>> gate = PermutedGate(TreeGate(16, 4), LocalSearch(4, steps=100))

@@ -24,9 +24,8 @@ class TreeGate(Gate):
         entropy: coefficient lambda of nn.tree_entropy, which drives the trees to one expert each.
         bias: nodes and leaves have one, as in the authors' TensorFlow code; the paper prints none.
         parity: of tree_gate; tree_route, which has none, weighs a saturated tree's one leaf by 1 all the same.
-        route: evaluation uses tree_route if every tree of the batch is saturated, which waits for a GPU, and
-            the dense gate where one is not, on the meta device, or under torch.compile and torch.export, where the host
-            cannot decide: the same gate either way.
+        route: evaluation uses tree_route if every tree of the batch is saturated; the check waits for a GPU. Otherwise,
+            on the meta device and under torch.compile and torch.export, it uses the dense gate. Both are equal.
         generator: draws the parameters; None is torch's own.
         backend: of the operations.
 
