@@ -34,7 +34,7 @@ void forward(const Product<T>& sums, const char* bias, int activation, char* out
   const int64_t out_bytes = width * kind.size, pre_bytes = dout * kind.size;
   expect_pages(out, rows * out_bytes);
   if (pre) expect_pages(pre, rows * pre_bytes);
-  // Where the sums are pre, or the result but for a bias, they are made in its place.
+  // Sums that are pre, or the result without its bias, are computed in its place.
   const bool plain = Activation(activation) == Activation::none && !pre;
   T* place = kind.wide && (plain || pre) ? reinterpret_cast<T*>(plain ? out : pre) : nullptr;
   char* const rounded = plain && !bias && kind.in_pairs && !sums.product ? out : nullptr;

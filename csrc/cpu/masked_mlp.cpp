@@ -1,4 +1,4 @@
-// A masked layer on the CPU but for its products (definition: python_ref/masked_mlp.py), in place and in one pass: from W x to
+// A masked layer on the CPU without its products (definition: python_ref/masked_mlp.py), in place and in one pass: from W x to
 // what the layer gives, and back from the gradient of that to the one of its pre-activations and its sum over the rows.
 
 #include "ops.h"

@@ -38,7 +38,7 @@ struct Call {
   } sums;
 };
 
-// Of the matrices of a part, of which the first is `first`: each(matrix, lane) for those that there are.
+// Calls each(matrix, lane) for the matrices of a part that exist; `first` is its first one.
 template <bool packed, class Each>
 void for_lanes(const Call& c, int64_t first, Each each) {
   for (int64_t l = 0; l < (packed ? kLanes<double> : 1) && first + l < c.batch; ++l) each(first + l, l);

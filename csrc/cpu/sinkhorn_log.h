@@ -116,7 +116,7 @@ Vec<double> columns_off(const Part<packed, Wide, double>& part, double inv_tau, 
   return row_max<packed, double>(most);
 }
 
-// Whether the row sums of a matrix, of which an iteration has just taken the logarithms, were off before it: an empty
+// Whether the row sums of a matrix, from the logarithms that an iteration has just taken, were off before it: an empty
 // row's were not. At the first one the columns' count as well, which are right after any other.
 template <bool packed, class Wide>
 void decide(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,

@@ -46,7 +46,7 @@ inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t b
   }
 }
 
-// Calls work(first row, how many rows) on blocks of four rows, whose loads and sums overlap, and then row by row.
+// Calls work(first row, how many rows) on blocks of four rows (their loads and sums overlap), then row by row.
 template <class Work>
 void in_blocks(int64_t n, Work work) {
   int64_t i = 0;

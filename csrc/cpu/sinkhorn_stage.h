@@ -44,7 +44,7 @@ class Arena {
   char* room_;
 };
 
-// Over the columns of a row, of which this vector holds partial results: in every lane, where lanes are columns.
+// Reduces this vector of partial results over the columns of a row: in every lane, if lanes are columns.
 template <bool packed, class T>
 Vec<T> row_sum(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });

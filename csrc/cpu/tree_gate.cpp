@@ -74,7 +74,7 @@ struct Rows {
     }
   }
 
-  // The joint softmax but for its scale, which is returned: q times it. A leaf counts whose probability is not below
+  // The joint softmax without its scale, which is returned: q times it. A leaf counts if its probability is not below
   // `least`, as a NaN never is. Others take exp(0) and drop it: exp(-inf) is as slow as a subnormal result, an assist of
   // 150 cycles a vector.
   Wide softmax(Wide epsilon, Wide least) const {

@@ -1,4 +1,4 @@
-// The products of a tree gate whose nodes are mostly saturated: those with what a token cannot reach are passed over.
+// The products of a tree gate with mostly saturated nodes: skips products that a token cannot reach.
 //
 // From level `levels` on a tree is cut into branches, of at most kColumns nodes and leaves each. The nodes above, few, are
 // multiplied by torch's library for all tokens; a branch gathers the rows of the tokens that reach it. At E = 256 and
@@ -40,7 +40,7 @@ struct Matrix {
 };
 
 // Rows first .. first + M, or up to `rows`, of c (rows, columns) = a b, plus c if `more`; b (depth, kPair) packed. As tile
-// of moe/tiles.h, but for rows and, `gathered`, steps of a that are anywhere: then their next lines are asked for.
+// of moe/tiles.h, for rows (and, if `gathered`, steps) of a at any address: then their next lines are prefetched.
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
              int64_t columns, bool more, Ahead::Piece ahead) {

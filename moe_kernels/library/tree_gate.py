@@ -20,7 +20,7 @@ def products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None 
 
 
 def products_gradients(dsplit, dleaf, x, split_weight, leaf_weight, results) -> None:
-    """Gradients to x and to both weights into `results`, but for those that are empty."""
+    """Writes gradients to x and to both weights into `results`, except into empty ones."""
     of_split, of_leaf = dsplit.flatten(1), dleaf.flatten(1)
     dx, dsplit_weight, dleaf_weight = results
     if dx.numel():

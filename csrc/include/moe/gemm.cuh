@@ -34,7 +34,7 @@ struct Tile {
 // An SM of an A100 multiplies 1024 pairs a clock, and moves 128 bytes to or from shared memory. 128 x 128 x 32 products
 // are 512 clocks; with 64 x 64 sums a warp shared memory is read for 256 of them and written for 128, with 64 x 32 it
 // would be read for 384 and never rest. 4 stages of 16 KB leave room for two blocks in 164 KB, and two blocks of 128
-// threads for 255 registers each, of which the sums are 128.
+// threads for 255 registers each; the sums take 128 of them.
 using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
 
 // Few rows an expert: what counts is how many bytes of weights are on their way. Two blocks with 3 stages of 20 KB are

@@ -1,6 +1,6 @@
 // Floating-point numbers as unsigned integers, their keys, that order as the numbers do: of a negative number all bits
 // are flipped, of any other the sign bit is set. Two adjustments make the order total: every NaN takes the key kNaN,
-// above +inf, and where -0 and +0 are to be one, keys are counted in ranks, of which they share one.
+// above +inf, and where -0 and +0 are to be one, keys are counted in ranks, and both have the same.
 #pragma once
 
 #include "moe/compare.cuh"

@@ -164,7 +164,7 @@ inline Vec<double> reciprocal_for_float(Vec<double> x) {
 }
 
 // exp(x) for |x| <= 708 to 1 unit in the last place or two, anything for other x: x = n log 2 + r, |r| <= log(2) / 2,
-// Taylor to r^12, whose remainder is below 2e-16, in three parts that do not wait for each other. Where two registers hold
+// Taylor to r^12 (remainder below 2e-16), in three parts that do not wait for each other. Where two registers hold
 // a table of sixteen, n counts sixteenths and Taylor to r^7 is enough, which takes two thirds of the instructions.
 inline Vec<double> exp_within_range(Vec<double> x) {
 #if defined(__AVX512F__)

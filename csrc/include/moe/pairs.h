@@ -67,7 +67,7 @@ inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, cons
 }
 
 // panel (pairs_of(depth), width) of columns `first` on of b (depth, columns), zeros behind the last one;
-// b(k, j) = b[k * b_k + j * b_j], of which one stride is 1.
+// b(k, j) = b[k * b_k + j * b_j]; one of both strides is 1.
 template <int width>
 void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first, int64_t columns);
 

@@ -77,7 +77,7 @@ __device__ __forceinline__ void for_pieces(int vectors, Each each) {
   for (int v = blockIdx.y * blockDim.x + threadIdx.x; v < vectors; v += gridDim.y * blockDim.x) each(v);
 }
 
-// Zeros in rows [used, num_rows), of which row `used + rank` and every `ranks`-th from there on is this thread's share.
+// Zeros in rows [used, num_rows): this thread writes row `used + rank` and every `ranks`-th one after it.
 // No more than K rows a token, as R <= T * K: the grid that covers the tokens covers them too.
 template <class Vector>
 __device__ __forceinline__ void clear_rows(Vector* rows,  // (R, D)

@@ -146,7 +146,7 @@ inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
 inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   uint8_t bytes[kWord];
   for (int i = 0; i < 4; ++i) {
-    // Eight copies of a byte, of which each keeps its own bit, which an addition then carries to the top.
+    // Eight copies of a byte. Each keeps one bit, which an addition then carries to the top.
     const uint64_t bits = (word >> (8 * i) & 0xffu) * 0x0101010101010101u & 0x8040201008040201u;
     const uint64_t ones = (bits + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
     std::memcpy(bytes + 8 * i, &ones, 8);

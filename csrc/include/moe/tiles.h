@@ -39,7 +39,7 @@ struct Ahead {
   };
   Piece pieces[2];  // of the next product
   int64_t steps;    // until that
-  bool fresh;       // so are the sums, whose place is in no cache: stores that wait for it take a tenth of a product's time
+  bool fresh;       // so are the sums, and they are in no cache: stores that wait for it take a tenth of a product's time
   // Of the next panels each tile prefetches a line of as many rows as it has steps, or as many consecutive lines.
   struct Lines {
     Piece next;  // and the distance from row to row, or line to line
@@ -120,7 +120,7 @@ inline bool fills_panel(int64_t columns, int64_t rows, int64_t b_row) {
   return columns == kPanel<T> || (2 * columns == kPanel<T> && kWide > 2 && stands(rows, b_row * sizeof(T)));
 }
 
-// The right side of a tile: packed, to be packed on the way, or standing as it is.
+// The right side of a tile: packed, to be packed on the way, or in place.
 enum class Right { packed, packs, stands };
 
 // c (rows, columns <= kPanel) = a b, plus c if `more`. b (depth, kPanel) is `packed`, or its rows are whole and b_row apart:

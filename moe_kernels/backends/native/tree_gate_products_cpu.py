@@ -90,7 +90,7 @@ def _gradient(native: ModuleType, grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _above(leaf_weight: Tensor) -> int:
-    """Nodes above the branches, whose four last levels and leaves are a panel of COLUMNS; 0: the tree is not cut.
+    """Nodes above the branches; a branch (four levels and leaves) is a panel of COLUMNS; 0: the tree is not cut.
 
     Up to 32 experts it would have two branches at most, and beyond 1024 more than the 64 that fit a word (tree_reach).
     """
