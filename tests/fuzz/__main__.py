@@ -67,19 +67,21 @@ class _Worker:
 
     def done(self) -> bool:
         """Whether all cases have run."""
-        stuck = time.time() - self.state.stat().st_mtime > STUCK
+        state = self.state.stat()
+        limit = STUCK if state.st_size else 10 * STUCK  # before the first case the process imports torch
+        stuck = time.time() - state.st_mtime > limit
         if self.process.poll() is None and not stuck:
             return False
         self.process.kill()
         self.process.wait()
-        state = json.loads(self.state.read_text() or "{}")
-        self.cases += Counter(state.get("cases", {}))
-        self.failures += state.get("failures", 0)
-        if self.process.returncode == 0 and "case" not in state:
+        left = json.loads(self.state.read_text() or "{}")
+        self.cases += Counter(left.get("cases", {}))
+        self.failures += left.get("failures", 0)
+        if self.process.returncode == 0 and "case" not in left:
             return True
         self.failures += 1
         print(f"{'did not return' if stuck else f'ended the process with {self.process.returncode}'}:")
-        print(f"  python -m tests.fuzz --case '{json.dumps(state.get('case', {}))}'", flush=True)
+        print(f"  python -m tests.fuzz --case '{json.dumps(left.get('case', {}))}'", flush=True)
         self.seed += 7919
         if time.monotonic() > self.end or self.failures >= self.options.failures:
             return True
