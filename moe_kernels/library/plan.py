@@ -27,9 +27,16 @@ define(
 )
 
 
+def smaller(a: int, b: int) -> int:
+    """min(a, b), without a guard on which one it is where a size is dynamic."""
+    if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
+        return torch.sym_min(a, b)
+    return min(a, b)  # torch.compile of torch 2.11 refuses sym_min of two constants
+
+
 def plan_rows(num_tokens: int, k: int, num_experts: int, capacity: int | None) -> int:
     """R: rows that a plan makes room for, known without looking at the choices."""
-    return num_tokens * k if capacity is None else torch.sym_min(num_tokens * k, num_experts * capacity)
+    return num_tokens * k if capacity is None else smaller(num_tokens * k, num_experts * capacity)
 
 
 def _make_plan(experts, num_experts, capacity, priority, order, backend):

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from moe_kernels.library.plan import smaller
 from moe_kernels.nn.gates import GateOutput
 from moe_kernels.ops._checks import check_choice, check_factor, check_int
 from moe_kernels.ops.plan import ORDERS, capacity_of, make_plan, plan_expert_choice, plan_priority
@@ -74,7 +75,7 @@ class TokenChoice:
             priority = weights.amax(-1) if self.priority == "max" else weights.sum(-1)
         groups, experts = 1, gate.experts
         if self.group is not None:  # an expert has rows of its own for every group, side by side
-            groups = torch.sym_max(-(-num_tokens // group), 1)
+            groups = -(-max(num_tokens, 1) // group)
             token = torch.arange(num_tokens, dtype=experts.dtype, device=experts.device)[:, None]
             experts = torch.where(experts < 0, experts, experts * groups + token // group)
         plan = make_plan(experts, gate.num_experts * groups, capacity=capacity, priority=priority, order=self.order)
@@ -139,9 +140,9 @@ class ExpertChoice:
         groups = scores.shape[0] // group
         if scores.shape[0] % group:
             raise ValueError(f"ExpertChoice: expected groups of {group} tokens, got {scores.shape[0]} tokens")
-        capacity = torch.sym_min(self._rows(group, num_experts), group)
+        capacity = smaller(self._rows(group, num_experts), group)
         if self.group is None or groups <= 1:
-            return plan_expert_choice(scores, torch.sym_min(capacity, scores.shape[0]))
+            return plan_expert_choice(scores, smaller(capacity, scores.shape[0]))
         # Every group gets experts of its own: (T, E) as (group, groups * E).
         chosen, weights = plan_expert_choice(scores.unflatten(0, (groups, group)).transpose(0, 1).flatten(1), capacity)
         taken, weights = (
