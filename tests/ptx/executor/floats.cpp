@@ -53,11 +53,11 @@ void arithmetic(Table& t, const std::string& kind) {
 
 // 16 bits: computed in 32 and rounded once, which is exact for one operation. The product of an fma is exact in 32.
 template <class Value, class Round>
-void half_arithmetic(Table& t, const std::string& kind, Value, Round) {
-  binary<u16, u16, u16>(t, "add." + kind, [](u16 x, u16 y) { return Round{}(Value{}(x) + Value{}(y)); });
-  binary<u16, u16, u16>(t, "sub." + kind, [](u16 x, u16 y) { return Round{}(Value{}(x) - Value{}(y)); });
-  binary<u16, u16, u16>(t, "mul." + kind, [](u16 x, u16 y) { return Round{}(Value{}(x) * Value{}(y)); });
-  ternary<u16, u16, u16, u16>(t, "fma." + kind, [](u16 x, u16 y, u16 z) {
+struct Halves {
+  static u16 add(u16 x, u16 y) { return Round{}(Value{}(x) + Value{}(y)); }
+  static u16 sub(u16 x, u16 y) { return Round{}(Value{}(x) - Value{}(y)); }
+  static u16 mul(u16 x, u16 y) { return Round{}(Value{}(x) * Value{}(y)); }
+  static u16 fma(u16 x, u16 y, u16 z) {
     // Rounding twice can be off: the second rounding sees whether the first was exact (round to odd).
     const f64 product = f64(Value{}(x)) * Value{}(y), exact = product + Value{}(z);
     f32 once = static_cast<f32>(exact);
@@ -65,7 +65,26 @@ void half_arithmetic(Table& t, const std::string& kind, Value, Round) {
       once = std::nextafter(once, f64(once) < exact ? INFINITY : -INFINITY);
     }
     return Round{}(once);
-  });
+  }
+};
+
+// F of the lower and of the upper halves of registers.
+template <class F, class... A>
+u32 packed(F each, A... x) {
+  return each(static_cast<u16>(x)...) | u32(each(static_cast<u16>(x >> 16)...)) << 16;
+}
+
+template <class Value, class Round>
+void half_arithmetic(Table& t, const std::string& kind, Value, Round) {
+  using H = Halves<Value, Round>;
+  binary<u16, u16, u16>(t, "add." + kind, [](u16 x, u16 y) { return H::add(x, y); });
+  binary<u16, u16, u16>(t, "sub." + kind, [](u16 x, u16 y) { return H::sub(x, y); });
+  binary<u16, u16, u16>(t, "mul." + kind, [](u16 x, u16 y) { return H::mul(x, y); });
+  ternary<u16, u16, u16, u16>(t, "fma." + kind, [](u16 x, u16 y, u16 z) { return H::fma(x, y, z); });
+  binary<u32, u32, u32>(t, "add." + kind + "x2", [](u32 x, u32 y) { return packed(H::add, x, y); });
+  binary<u32, u32, u32>(t, "sub." + kind + "x2", [](u32 x, u32 y) { return packed(H::sub, x, y); });
+  binary<u32, u32, u32>(t, "mul." + kind + "x2", [](u32 x, u32 y) { return packed(H::mul, x, y); });
+  ternary<u32, u32, u32, u32>(t, "fma." + kind + "x2", [](u32 x, u32 y, u32 z) { return packed(H::fma, x, y, z); });
   unary<u16, u16>(t, "neg." + kind, [](u16 x) { return static_cast<u16>(x ^ 0x8000); });
   unary<u16, u16>(t, "abs." + kind, [](u16 x) { return static_cast<u16>(x & 0x7fff); });
   binary<u16, u16, u16>(t, "min." + kind, [](u16 x, u16 y) { return Round{}(least(Value{}(x), Value{}(y))); });
@@ -73,22 +92,12 @@ void half_arithmetic(Table& t, const std::string& kind, Value, Round) {
   comparisons<u16>(t, kind, [](u16 x) { return Value{}(x); });
 }
 
-// Two float16 numbers a register.
-template <class Each>
-u32 in_halves(u32 x, u32 y, Each each) {
-  const auto half = [&](u32 a, u32 b) { return u32(u16(each(from_f16(u16(a)), from_f16(u16(b))))); };
-  return half(x, y) | half(x >> 16, y >> 16) << 16;
-}
-
-void packed_halves(Table& t) {
-  binary<u32, u32, u32>(t, "add.f16x2", [](u32 x, u32 y) {
-    return in_halves(x, y, [](f32 a, f32 b) { return to_f16(a + b); });
-  });
+void packed_comparisons(Table& t) {
   binary<u32, u32, u32>(t, "set.ge.u32.f16x2", [](u32 x, u32 y) {
-    return in_halves(x, y, [](f32 a, f32 b) { return a >= b ? 0xffff : 0; });
+    return packed([](u16 a, u16 b) { return u16(from_f16(a) >= from_f16(b) ? 0xffff : 0); }, x, y);
   });
   binary<u32, u32, u32>(t, "set.eq.u32.f16x2", [](u32 x, u32 y) {
-    return in_halves(x, y, [](f32 a, f32 b) { return a == b ? 0xffff : 0; });
+    return packed([](u16 a, u16 b) { return u16(from_f16(a) == from_f16(b) ? 0xffff : 0); }, x, y);
   });
 }
 
@@ -99,7 +108,7 @@ void add_floats(Table& t) {
   arithmetic<f64>(t, "f64");
   half_arithmetic(t, "bf16", [](u16 x) { return from_bf16(x); }, [](f32 x) { return to_bf16(x); });
   half_arithmetic(t, "f16", [](u16 x) { return from_f16(x); }, [](f32 x) { return to_f16(x); });
-  packed_halves(t);
+  packed_comparisons(t);
   ternary<f32, f32, f32, f32>(t, "fma.rm.f32", [](f32 x, f32 y, f32 z) { return fma_down(x, y, z); });
   ternary<f32, f32, f32, f32>(t, "fma.ftz.f32", [](f32 x, f32 y, f32 z) {
     return flush(std::fma(flush(x), flush(y), flush(z)));
