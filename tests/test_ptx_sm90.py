@@ -319,7 +319,7 @@ mul.wide.u32 %d5, %r0, 16; add.s64 %d5, %d0, %d5;
 mov.u32 %r5, memory; shl.b32 %r6, %r0, 4; shr.u32 %r7, %r6, 3; and.b32 %r7, %r7, 16; xor.b32 %r6, %r6, %r7;
 add.s32 %r6, %r5, %r6;
 ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%d5]; st.shared.v4.b32 [%r6], {{%r10, %r11, %r12, %r13}};
-setp.lt.u32 %p0, %r0, 16;
+setp.lt.u32 %p0, %r0, {pieces};
 @%p0 ld.global.v4.b32 {{%r14, %r15, %r16, %r17}}, [%d5+2048];
 @%p0 st.shared.v4.b32 [%r6+2048], {{%r14, %r15, %r16, %r17}};
 fence.proxy.async.shared::cta;
@@ -329,7 +329,7 @@ shr.u32 %r20, %r5, 4; cvt.u64.u32 %d6, %r20; or.b64 %d6, %d6, {descriptor}; add.
 {before}
 wgmma.fence.sync.aligned;
 setp.ne.b32 %p1, %r5, -1;
-{guard} wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%f1, %f2, %f3, %f4}}, %d6, %d7, %p1, 1, 1, 0, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%f1, %f2, %f3, %f4}}, %d6, %d7, %p1, 1, 1, 0, 0;
 wgmma.commit_group.sync.aligned;
 {between}
 wgmma.wait_group.sync.aligned 0;
@@ -337,9 +337,9 @@ mul.wide.u32 %d8, %r0, 16; add.s64 %d8, %d1, %d8; st.global.v4.f32 [%d8], {{%f1,
 """
 
 
-def one_product(before="", between="", guard="", descriptor=3 << 62 | 16 << 32):
+def one_product(before="", between="", descriptor=3 << 62 | 16 << 32, pieces=16):
     values = torch.randn(72, 16).bfloat16()
-    body = PRODUCT.format(before=before, between=between, guard=guard, descriptor=descriptor)
+    body = PRODUCT.format(before=before, between=between, descriptor=descriptor, pieces=pieces)
     out = test_ptx.run(body, values.view(torch.int32), threads=128, out=torch.zeros(128, 4))
     thread = torch.arange(128)
     rows = thread // 32 * 16 + thread % 32 // 4
@@ -367,7 +367,11 @@ def test_one_product():
             {"before": "setp.ge.u32 %p2, %r0, 96; @%p2 bra OUT;", "between": "OUT:"},
             "this warp of its warpgroup never does",
         ),
-        ({"before": "", "between": "add.f32 %f1, %f1, %f1;"}, "accumulator 0 was written while a wgmma"),
+        (
+            {"pieces": 15},
+            "a value that is stored is undefined; last by a wgmma that .* on shared bytes that nobody wrote",
+        ),
+        ({"between": "add.f32 %f1, %f1, %f1;"}, "accumulator 0 was written while a wgmma"),
         ({"between": "st.shared.u32 [%r6], %r0;"}, "which a wgmma may still be reading"),
         (
             {"between": "mov.b32 %f5, %f1; st.global.f32 [%d4], %f5;"},
@@ -379,6 +383,29 @@ def test_one_product():
 def test_misuse_of_a_product(change, message):
     with pytest.raises(PtxError, match=message):
         one_product(**change)
+
+
+@pytest.mark.parametrize("transposed", ["", ".trans"])
+def test_stmatrix_is_undone_by_ldmatrix(transposed):
+    """Rows of 16 bytes, at the addresses of the lanes."""
+    body = f"""
+    mul.wide.u32 %d5, %r0, 16; add.s64 %d6, %d1, %d5; add.s64 %d5, %d0, %d5; mov.u32 %r5, memory;
+    shl.b32 %r6, %r0, 4; add.s32 %r6, %r5, %r6; ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%d5];
+    stmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 [%r6], {{%r10, %r11, %r12, %r13}};
+    ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{%r14, %r15, %r16, %r17}}, [%r6];
+    ld.shared.b32 %r18, [%r6];
+    st.global.v4.b32 [%d6], {{%r14, %r15, %r16, %r17}}; add.s64 %d7, %d4, 512; st.global.b32 [%d7], %r18;
+    """
+    given = torch.randint(-(2**31), 2**31 - 1, (128,), dtype=torch.int32)
+    out = test_ptx.run(body, given, out=torch.zeros(160, dtype=torch.int32))
+    assert torch.equal(out[:128], given)
+    matrix, lane = torch.arange(32) // 8, torch.arange(32) % 8  # a lane's address is that of row `lane` of a matrix
+    halves = given.view(torch.int16).view(32, 4, 2)  # lane, matrix, half
+    if transposed:  # row i, column j: lane 4 j + i / 2, half i % 2
+        first = halves[lane // 2, matrix, lane % 2], halves[4 + lane // 2, matrix, lane % 2]
+    else:  # row i, column j: lane 4 i + j / 2, half j % 2
+        first = halves[4 * lane, matrix, 0], halves[4 * lane, matrix, 1]
+    assert torch.equal(out[128:].view(torch.int16).view(32, 2), torch.stack(first, 1))
 
 
 @pytest.mark.parametrize(("opcode", "arguments"), [

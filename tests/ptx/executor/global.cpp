@@ -29,7 +29,6 @@ bool Launch::may_access_global(Block& b, Warp& w, const Record& r, u32 mask, con
   u64 sectors[2 * kLanes];
   u32 count = 0;
   int range = -1;
-  const u32 grain = program.global_grain;
   for_lanes(mask, [&](u32 l) {
     if (at[l] & (size - 1)) report(b, w, &r, l, "address %llx is no multiple of %u", (unsigned long long)at[l], size);
     range = find_range(at[l], size, range);
