@@ -68,12 +68,12 @@ def test_without_weights_it_is_the_plain_sum(target, kind):
 
 
 def test_more_choices_than_a_warp_has_lanes(target):
-    """CUDA's backward sums 32 choices at a time."""
+    """CUDA's backward sums 32 choices at a time, here with three warps, which share the sums."""
     on = target.device
     experts = torch.rand(5, 80, device=on).argsort(1)[:, :70]
     plan = mk.make_plan(experts, 80, backend="reference")
-    leaves = torch.randn(plan.num_rows, 12, device=on), torch.randn(5, 70, device=on)
-    grad, found = torch.randn(5, 12, device=on), []
+    leaves = torch.randn(plan.num_rows, 300, device=on), torch.randn(5, 70, device=on)
+    grad, found = torch.randn(5, 300, device=on), []
     for backend in (target.backend, "reference"):
         given = [each.clone().requires_grad_() for each in leaves]
         y = mk.combine(given[0], plan, given[1], backend=backend)

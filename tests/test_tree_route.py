@@ -123,6 +123,16 @@ def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
         torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-5)
 
 
+def test_a_node_whose_smaller_share_rounding_hides_is_not_saturated(target):
+    """1 - 3e-10 is 1 in float32: the best leaf is as likely as the node."""
+    split = torch.tensor([[[0.49999]], [[9.0]]], device=target.device)
+    arguments = identity(split, torch.zeros(2, 1, 2, device=target.device))
+    for backend in (target.backend, "reference"):
+        weights, chosen, found = mk.tree_route(**arguments, gamma=1.0, statistics=True, backend=backend)
+        assert (weights.tolist(), chosen.tolist()) == ([[1.0], [1.0]], [[0], [0]])
+        assert found.unsaturated.tolist() == [[True], [False]]
+
+
 def test_nan_in_one_of_several_trees(target):
     for tree in range(3):
         arguments = drawn(2, 4, 3, 5, device=target.device)
