@@ -52,8 +52,9 @@ def each_kernel() -> None:
     grouped_gemm.activation_bwd(hidden, pre, "gelu")
     for n in (4, 128):
         scores = torch.randn(2, n, n)
-        sinkhorn.sinkhorn_fwd(scores, [1.0, 0.5])
-        sinkhorn.sinkhorn_bwd(scores, scores, [1.0, 0.5])
+        for taus in ([1.0, 0.5], [1.0, 1.0]):
+            sinkhorn.sinkhorn_fwd(scores, taus)
+            sinkhorn.sinkhorn_bwd(scores, scores, taus)
     split, leaf = torch.randn(tokens, 1, num_experts - 1), torch.randn(tokens, 1, num_experts)
     gates, _ = tree_gate.tree_gate_fwd(split, leaf, 1.0, "")
     tree_gate.tree_gate_bwd(gates, None, split, leaf, 1.0, "")

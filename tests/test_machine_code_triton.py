@@ -34,7 +34,7 @@ INSTRUCTIONS = {
     r"(dispatch|combine)_.*": [r"LDG\.E", r"STG\.E"],
     r"token_sums .* D=(64|2048) .*": [r"LDG\.E\.128", r"STG\.E\.128"],
     r"topk_gate_.*": [r"LDG\.E", r"STG\.E"],
-    r"(resident|streamed)_.*": [r"LDG\.E", r"STG\.E", r"DFMA"],
+    r"(scaled|resident|streamed)_.*": [r"LDG\.E", r"STG\.E", r"DFMA"],
     r"(grouped_gemm|expert_mlp|activation)_.*": [r"LDG", r"STG\.E"],
     r"plan_.*": [r"LDG\.E", r"STG\.E"],
     r"tree_gate_(fwd|bwd) .*": [r"LDG\.E", r"STG\.E", r"MUFU\.EX2"],

@@ -3,6 +3,18 @@
 // again and again (sinkhorn_streamed.h). Each matrix takes the cheaper of two forms that its range allows: exp(S / tau)
 // once and then scaled by vectors; or potentials in units of scores, in double, and exp of differences every time, which
 // is also what takes sums other than one, and a tolerance.
+//
+// A form has kernels of its own, so that the registers of logarithms are not those of the scaled form. The kernel of the
+// scaled form comes first. It leaves a flag for each matrix, 1 where logarithms are needed; their kernel, launched next,
+// returns at once for other matrices.
+//
+// From n = 9 on the scaled form stops where nothing is left to do:
+// * Forward: an iteration that changes no bit of v ends the solve, as the next ones could not change one either.
+// * Backward: columns of B and rows of A (see ops/sinkhorn.py) sum to one, so the gradients of potentials shrink on the
+//   way back: sum |df| <= sum |dg|, and of the earlier iteration sum |dg| <= sum |df|. The t iterations that are left
+//   add entries of B and A, at most 1 each, times numbers whose sizes sum to at most 2 t sum |dg|. With w = P * dP,
+//   it stops where t sum |dg| <= 2^-45 sum |w|. That leaves out less than 6e-14 of sum |w|.
+// Backward is in double and saves v of every iteration, 8 n bytes, and from n = 9 on u as well. See backends/triton/_sinkhorn_scaled.py on float.
 #include "moe/launch.cuh"
 #include "ops.h"
 #include "sinkhorn_streamed.h"
@@ -11,58 +23,112 @@
 namespace moe {
 namespace {
 
+// By matrix: 1 where it needs logarithms. The last 8 bytes of a matrix's scratch.
+struct Flags {
+  char* last;      // of the first matrix; null: all need them
+  int64_t stride;  // bytes
+
+  __device__ void put(int64_t matrix, bool slow) const { *reinterpret_cast<int*>(last + matrix * stride) = slow; }
+  __device__ bool slow(int64_t matrix) const {
+    return last == nullptr || *reinterpret_cast<const int*>(last + matrix * stride) != 0;
+  }
+};
+
+template <class Team>
+__device__ void fill(typename Team::Tile& tile, float value) {
+#pragma unroll
+  for (int a = 0; a < Team::kTall; a++) {
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) tile[a][b] = value;
+  }
+}
+
+// The form of a matrix in a kernel of the scaled form, which flags the others.
+template <class Team>
+__device__ Form sorted(const Team& team, const Form form, const Flags& flags) {
+  if (team.row == 0 && team.column == 0) flags.put(team.matrix, form == Form::logarithmic);
+  return form;
+}
+
 template <class Team>
 __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_kernel(Matrices scores,  // (B, n, n)
                     void* p,          // (B, n, n)
-                    bool vectors, Cooling cooling, Sums all, int64_t batch, int n) {
+                    bool vectors, Cooling cooling, Flags flags, int64_t batch, int n) {
   SHARED(double, exchange, [Team::kExchange]);
   Team team(exchange);
   if (team.matrix >= batch) return;
   typename Team::Tile tile;
   team.read(scores, vectors, n, -infinity(), tile);
-  const Sums sums = all.of(team.matrix, n);
-  const Form form = team.form(tile, n, cooling, sums.given() ? 0 : kFloatRange);
-  if (form == Form::scaled) {
+  const Form form = sorted(team, team.form(tile, n, cooling, kFloatRange), flags);
+  if (form == Form::logarithmic) return;
+  if (form == Form::broken) {
+    fill<Team>(tile, NAN);
+  } else {
     Scaled<float, Team> s(team, tile, 1 / cooling(0));
-    for (int64_t t = 0; t < cooling.iterations(); t++) s.rows(team), s.columns(team);
+    for (int64_t t = 0; t < cooling.iterations() && s.iterate(team);) t++;
 #pragma unroll
     for (int a = 0; a < Team::kTall; a++) {
 #pragma unroll
       for (int b = 0; b < Team::kWide; b++) tile[a][b] = s.k[a][b] * s.u[a] * s.v[b];
     }
+  }
+  team.write(p, scores.dtype, vectors, n, tile);
+}
+
+template <class Team>
+__global__ void __launch_bounds__(Team::kBlock, 1)
+    sinkhorn_log_kernel(Matrices scores,  // (B, n, n)
+                        void* p,          // (B, n, n)
+                        bool vectors, Cooling cooling, Flags flags, Sums all, int64_t batch, int n) {
+  SHARED(double, exchange, [Team::kExchange]);
+  Team team(exchange);
+  if (team.matrix >= batch || !flags.slow(team.matrix)) return;
+  typename Team::Tile tile;
+  team.read(scores, vectors, n, -infinity(), tile);
+  const Sums sums = all.of(team.matrix, n);
+  if (team.form(tile, n, cooling, 0) == Form::broken) {
+    fill<Team>(tile, NAN);
   } else {
     Potentials<float, Team> s(sums);
-    const int64_t iterations = form == Form::broken ? 0 : cooling.iterations();
-    for (int64_t t = 0; t < iterations && s.iterate(team, tile, cooling(t), t == 0);) t++;
+    for (int64_t t = 0; t < cooling.iterations() && s.iterate(team, tile, cooling(t), t == 0);) t++;
     const double inv_tau = 1 / cooling(cooling.iterations() - 1);
 #pragma unroll
     for (int a = 0; a < Team::kTall; a++) {
 #pragma unroll
-      for (int b = 0; b < Team::kWide; b++) {
-        tile[a][b] = form == Form::broken ? NAN : s.columns_normal(tile[a][b], a, b, inv_tau);
-      }
+      for (int b = 0; b < Team::kWide; b++) tile[a][b] = s.columns_normal(tile[a][b], a, b, inv_tau);
     }
   }
   team.write(p, scores.dtype, vectors, n, tile);
 }
 
-// Column factors kept from every iteration: (R, 2, n).
+// Two vectors of every iteration, (R, 2, n): u and v; or anchors and logarithms of columns.
 template <class Team>
 struct History {
   double* data;
   const Team& team;
   int n;
 
+  // By the first of each column's threads, and of each row's.
   __device__ void put(int64_t t, int which, const double (&values)[Team::kWide]) const {
-    if (team.row > 0) return;  // the first of each column's threads
+    if (team.row > 0) return;
 #pragma unroll
     for (int b = 0; b < Team::kWide; b++) {
       if (team.column + b < n) data[(2 * t + which) * n + team.column + b] = values[b];
     }
   }
+  __device__ void put_rows(int64_t t, const double (&values)[Team::kTall]) const {
+    if (team.column > 0) return;
+#pragma unroll
+    for (int a = 0; a < Team::kTall; a++) {
+      if (team.row + a < n) data[2 * t * n + team.row + a] = values[a];
+    }
+  }
   __device__ double get(int64_t t, int which, int b) const {
     return team.column + b < n ? data[(2 * t + which) * n + team.column + b] : 0.0;
+  }
+  __device__ double get_row(int64_t t, int a) const {
+    return team.row + a < n ? data[2 * t * n + team.row + a] : 0.0;
   }
 };
 
@@ -71,37 +137,44 @@ template <class Team>
 __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typename Team::Tile& grad,
                                 const History<Team>& history, const Cooling& cooling) {
   const double inv_tau = 1 / cooling(0);
-  const int64_t last = cooling.iterations() - 1;
+  const int64_t iterations = cooling.iterations();
   Scaled<double, Team> s(team, tile, inv_tau);
-  for (int64_t t = 0; t <= last; t++) {
-    s.rows(team), s.columns(team);
-    history.put(t, 0, s.v);
+  int64_t last = 0;  // that is taken; those after it are the same
+  for (;; last++) {
+    const bool changed = s.iterate(team);
+    if constexpr (Team::kEarly) history.put_rows(last, s.u);
+    history.put(last, 1, s.v);
+    if (!changed || last == iterations - 1) break;
   }
   team.sync();
   // dS = k * h / tau; both potentials' gradients start from dP, and then run back through the iterations.
-  double h[Team::kTall][Team::kWide], df[Team::kTall], dg[Team::kWide] = {};
+  double h[Team::kTall][Team::kWide], df[Team::kTall], dg[Team::kWide] = {}, whole = 0;
 #pragma unroll
   for (int a = 0; a < Team::kTall; a++) {
     df[a] = 0;
 #pragma unroll
     for (int b = 0; b < Team::kWide; b++) {
       h[a][b] = s.u[a] * s.v[b] * grad[a][b];
-      df[a] -= s.k[a][b] * h[a][b], dg[b] -= s.k[a][b] * h[a][b];
+      const double weight = s.k[a][b] * h[a][b];
+      df[a] -= weight, dg[b] -= weight, whole += fabs(weight);
     }
     df[a] = team.along_row(df[a], Add());
   }
   team.along_columns(dg, Add());
-  for (int64_t t = last; t >= 0; t--) {
-    double y[Team::kWide];
+  const double negligible = Team::kEarly ? kNegligible * team.sum(whole) : 0.0;
+  for (int64_t t = iterations - 1; t >= 0; t--) {
+    double y[Team::kWide], left = 0;
 #pragma unroll
     for (int b = 0; b < Team::kWide; b++) {
       y[b] = dg[b] * s.v[b], dg[b] = 0;
-      s.v[b] = t > 0 ? history.get(t - 1, 0, b) : 1.0;
+      s.v[b] = t > 0 ? history.get(min(t - 1, last), 1, b) : 1.0;
     }
-    s.rows(team);
+    // Small matrices are faster summed again than read: at n = 4 u would double the bytes to read and write.
+    if constexpr (!Team::kEarly) s.rows(team);
 #pragma unroll
     for (int a = 0; a < Team::kTall; a++) {
       double total = 0;
+      if constexpr (Team::kEarly) s.u[a] = history.get_row(min(t, last), a);
 #pragma unroll
       for (int b = 0; b < Team::kWide; b++) total += s.k[a][b] * y[b];
       const double x = s.u[a] * (df[a] - s.u[a] * team.along_row(total, Add()));
@@ -114,7 +187,8 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     }
     team.along_columns(dg, Add());
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) dg[b] *= s.v[b];
+    for (int b = 0; b < Team::kWide; b++) dg[b] *= s.v[b], left += fabs(dg[b]);
+    if (Team::kEarly && team.along_row(left, Add()) * t <= negligible) break;
   }
 #pragma unroll
   for (int a = 0; a < Team::kTall; a++) {
@@ -191,29 +265,45 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
                         Matrices scores,  // (B, n, n)
                         void* dscores,    // (B, n, n)
                         double* scratch,  // (B, stride)
-                        int64_t stride, bool vectors, Cooling cooling, Sums all, int64_t batch, int n) {
+                        int64_t stride, bool vectors, Cooling cooling, Flags flags, int64_t batch, int n) {
   SHARED(double, exchange, [Team::kExchange]);
   Team team(exchange);
   if (team.matrix >= batch) return;
   typename Team::Tile tile, dp;
   team.read(scores, vectors, n, -infinity(), tile);
+  const Form form = sorted(team, team.form(tile, n, cooling, kDoubleRange), flags);
+  if (form == Form::logarithmic) return;
+  if (form == Form::broken) {
+    fill<Team>(tile, NAN);
+  } else {
+    team.read(grad, vectors, n, 0.0f, dp);
+    scaled_backward(team, tile, dp, History<Team>{scratch + team.matrix * stride, team, n}, cooling);
+  }
+  team.write(dscores, scores.dtype, vectors, n, tile);
+}
+
+template <class Team>
+__global__ void __launch_bounds__(Team::kBlock, 1)
+    sinkhorn_log_bwd_kernel(Matrices grad,    // (B, n, n)
+                            Matrices scores,  // (B, n, n)
+                            void* dscores,    // (B, n, n)
+                            double* scratch,  // (B, stride)
+                            int64_t stride, bool vectors, Cooling cooling, Flags flags, Sums all, int64_t batch, int n) {
+  SHARED(double, exchange, [Team::kExchange]);
+  Team team(exchange);
+  if (team.matrix >= batch || !flags.slow(team.matrix)) return;
+  typename Team::Tile tile, dp;
+  team.read(scores, vectors, n, -infinity(), tile);
   team.read(grad, vectors, n, 0.0f, dp);
-  const History<Team> history{scratch + team.matrix * stride, team, n};
   const Sums sums = all.of(team.matrix, n);
-  const Form form = team.form(tile, n, cooling, sums.given() ? 0 : kDoubleRange);
-  const double none = form == Form::broken ? NAN : 0.0;
+  const bool broken = team.form(tile, n, cooling, 0) == Form::broken;
+  const double none = broken ? NAN : 0.0;
   for (int b = 0; team.row == 0 && b < Team::kWide; b++) sums.begin_column(team.column + b, none);
   for (int a = 0; team.column == 0 && a < Team::kTall; a++) sums.begin_row(team.row + a, none);
-  if (form == Form::scaled) {
-    scaled_backward(team, tile, dp, history, cooling);
-  } else if (form == Form::logarithmic) {
-    log_backward(team, tile, dp, history, cooling, sums);
+  if (broken) {
+    fill<Team>(tile, NAN);
   } else {
-#pragma unroll
-    for (int a = 0; a < Team::kTall; a++) {
-#pragma unroll
-      for (int b = 0; b < Team::kWide; b++) tile[a][b] = NAN;
-    }
+    log_backward(team, tile, dp, History<Team>{scratch + team.matrix * stride, team, n}, cooling, sums);
   }
   team.write(dscores, scores.dtype, vectors, n, tile);
 }
@@ -226,20 +316,39 @@ using WarpGroup = Team<16, 8, 4, 8>;  // n <= 64, forward
 using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward, which has two matrices of doubles to hold
 using WholeBlock = Team<16, 16, 4, 4>;  // n <= 64, backward
 
+// Flags of those matrices that the scaled form leaves, or none where it takes no matrix.
+Flags flags_of(void* scratch, int64_t stride, const Cooling& cooling, const Sums& sums) {
+  const bool scaled = sums.rows == nullptr && cooling.constant();
+  return {scaled ? static_cast<char*>(scratch) + stride - 8 : nullptr, stride};
+}
+
 template <class Team>
-cudaError_t start(const Matrices& scores, void* p, const Cooling& cooling, const Sums& sums, int64_t batch, int64_t n,
-                  cudaStream_t stream) {
+cudaError_t start(const Matrices& scores, void* p, const Cooling& cooling, const Flags& flags, const Sums& sums,
+                  int64_t batch, int64_t n, cudaStream_t stream) {
   const bool vectors = scores.in_vectors(n) && is_aligned(p, 16);
-  return launch(sinkhorn_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, scores, p, vectors, cooling, sums,
-                batch, static_cast<int>(n));
+  const int size = static_cast<int>(n);
+  if (flags.last != nullptr) {
+    const cudaError_t error = launch(sinkhorn_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, scores, p,
+                                     vectors, cooling, flags, batch, size);
+    if (error != cudaSuccess) return error;
+  }
+  return launch(sinkhorn_log_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, scores, p, vectors, cooling,
+                flags, sums, batch, size);
 }
 
 template <class Team>
 cudaError_t start_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* scratch, int64_t stride,
-                      const Cooling& cooling, const Sums& sums, int64_t batch, int64_t n, cudaStream_t stream) {
+                      const Cooling& cooling, const Flags& flags, const Sums& sums, int64_t batch, int64_t n,
+                      cudaStream_t stream) {
   const bool vectors = grad.in_vectors(n) && scores.in_vectors(n) && is_aligned(dscores, 16);
-  return launch(sinkhorn_bwd_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, grad, scores, dscores, scratch,
-                stride, vectors, cooling, sums, batch, static_cast<int>(n));
+  const int size = static_cast<int>(n);
+  if (flags.last != nullptr) {
+    const cudaError_t error = launch(sinkhorn_bwd_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, grad,
+                                     scores, dscores, scratch, stride, vectors, cooling, flags, batch, size);
+    if (error != cudaSuccess) return error;
+  }
+  return launch(sinkhorn_log_bwd_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, grad, scores, dscores,
+                scratch, stride, vectors, cooling, flags, sums, batch, size);
 }
 
 bool plausible(int dtype, int64_t iterations, int64_t batch, int64_t n) {
@@ -250,7 +359,7 @@ bool plausible(int dtype, int64_t iterations, int64_t batch, int64_t n) {
 }  // namespace
 
 cudaError_t sinkhorn_sums_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
-                              double last_tau, int64_t iterations, void* p, void* scratch, int64_t /*scratch_stride*/,
+                              double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,
                               int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
                               cudaStream_t stream) {
   if (!plausible(dtype, iterations, batch, n)) return cudaErrorInvalidValue;
@@ -264,7 +373,9 @@ cudaError_t sinkhorn_sums_fwd(int dtype, const void* scores, int64_t stride_batc
                         : n <= Warp::kN      ? start<Warp>
                         : n <= WarpGroup::kN ? start<WarpGroup>
                                              : nullptr;
-  if (resident != nullptr) return resident(from, p, cooling, sums, batch, n, stream);
+  if (resident != nullptr) {
+    return resident(from, p, cooling, flags_of(scratch, scratch_stride, cooling, sums), sums, batch, n, stream);
+  }
   float* const k = static_cast<float*>(dtype == float32 ? p : scratch);
   return launch(sinkhorn_streamed_kernel, dim3(static_cast<unsigned>(batch)), Streamed::threads(n),
                 Streamed::shared_bytes(n), stream, from, p, k, cooling, sums, static_cast<int>(n));
@@ -288,7 +399,10 @@ cudaError_t sinkhorn_sums_bwd(int dtype, const void* grad, int64_t grad_stride_b
                         : n <= TwoWarps::kN   ? start_bwd<TwoWarps>
                         : n <= WholeBlock::kN ? start_bwd<WholeBlock>
                                               : nullptr;
-  if (resident != nullptr) return resident(dp, from, dscores, room, stride, cooling, sums, batch, n, stream);
+  if (resident != nullptr) {
+    const Flags flags = flags_of(scratch, scratch_stride, cooling, sums);
+    return resident(dp, from, dscores, room, stride, cooling, flags, sums, batch, n, stream);
+  }
   return launch(sinkhorn_streamed_bwd_kernel, dim3(static_cast<unsigned>(batch)), Streamed::threads(n),
                 Streamed::shared_bytes(n), stream, dp, from, dscores, room, stride, cooling, sums, static_cast<int>(n));
 }

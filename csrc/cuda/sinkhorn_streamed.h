@@ -196,7 +196,12 @@ __device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float
       if (s.lane == 0) u[i] = share;
       s.for_columns([&](int j) { mine[j] += row[j] * share; });
     });
-    s.collect(partials, Add(), 0.0f, [&](int j, float total) { v[j] = reciprocal(total); });
+    bool changed = false;
+    s.collect(partials, Add(), 0.0f, [&](int j, float total) {
+      const float next = reciprocal(total);
+      changed |= next != v[j], v[j] = next;
+    });
+    if (!__syncthreads_or(changed)) break;  // nor would the next iterations change a bit
   }
   s.for_rows([&](int i) {
     s.for_columns([&](int j) {

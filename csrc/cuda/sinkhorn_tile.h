@@ -15,6 +15,7 @@ namespace {
 
 // Row-wise range of S / tau up to which scaling vectors, at most exp(range), and their products stay normal numbers.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
+constexpr double kNegligible = 0x1p-45;  // see sinkhorn.cu
 
 enum class Form { broken, scaled, logarithmic };
 
@@ -108,6 +109,7 @@ class Team {
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
   static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that have to exchange
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
+  static constexpr bool kEarly = kN >= 16;  // of several smaller ones of a warp one nearly always has to go on
   static_assert(COLUMNS * WIDE == kN && COLUMNS <= kWarpSize);
 
   using Tile = float[TALL][WIDE];
@@ -169,6 +171,16 @@ class Team {
       }
     }
   }
+
+  // Over the whole matrix.
+  __device__ double sum(double value) {
+    double total[1] = {along_row(value, Add())};
+    along_columns(total, Add());
+    return total[0];
+  }
+
+  // Whether it holds in some thread, of something that every row of threads has.
+  __device__ bool any(bool value) const { return __any_sync(mask_, value); }
 
   __device__ double largest(double value) {
     double most[1] = {along_row(value, Max())};
@@ -264,6 +276,19 @@ struct Scaled {
     }
 #pragma unroll
     for (int b = 0; b < Team::kWide; b++) v[b] = T(1);
+  }
+
+  // Rows and columns; false if v has the bits that it had, which is known from Team::kEarly on.
+  __device__ bool iterate(Team& team) {
+    T before[Team::kWide];
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) before[b] = v[b];
+    rows(team), columns(team);
+    if constexpr (!Team::kEarly) return true;
+    bool changed = false;
+#pragma unroll
+    for (int b = 0; b < Team::kWide; b++) changed |= v[b] != before[b];
+    return team.any(changed);
   }
 
   // u = 1 / (k v)

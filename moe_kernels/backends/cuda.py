@@ -66,12 +66,13 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """(B, bytes): two vectors of doubles for every iteration; a matrix of sums, where none stays in registers."""
+    """(B, bytes): two vectors of doubles for every iteration; a matrix of sums, where none stays in registers, else a
+    flag in 8 bytes."""
     batch, n, _ = scores.shape
     if backward:
-        size = 8 * n * (2 * iterations + (n if n > 64 else 0))
+        size = 8 * n * (2 * iterations + (n if n > 64 else 0)) + 8 * (n <= 64)
     else:
-        size = 4 * n * n if n > 64 and scores.dtype != torch.float32 else 0
+        size = 8 if n <= 64 else 4 * n * n if scores.dtype != torch.float32 else 0
     return scores.new_empty((batch, size), dtype=torch.uint8)
 
 

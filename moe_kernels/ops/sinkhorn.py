@@ -13,6 +13,7 @@ iteration, and never keeps an iterate. It divides by tau at the end: where P is 
 w cancels exactly, while w / tau would be rounded in one sum and, fused with its addition, not in the other.
 scores / tau needs more bits than float32 has (at tau = 1e-7 it is 1e7 and more), so a kernel scales exp(S / tau) by
 vectors only where the matrix's range allows it, and elsewhere takes differences in more than float32 before exp.
+On GPUs each way has kernels of its own, and the first ends once iterations change nothing (_sinkhorn_scaled.py).
 """
 
 from __future__ import annotations

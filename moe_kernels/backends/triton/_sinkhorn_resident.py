@@ -1,4 +1,5 @@
-"""Sinkhorn's iteration on matrices that stay in registers, M of them a program, and what it shares with larger ones.
+"""Sinkhorn's iteration in logarithms, on matrices that stay in registers, M of them a program; and what it shares with
+other ways. With neither sums nor a tolerance, flags say which matrices are for these kernels.
 
 Where rows and columns have sums, or a tolerance stops it (SUMS), each matrix counts the iterations that it takes. One
 that has stopped goes along with its program's others: its f stays, and of the same f come the same columns.
@@ -8,10 +9,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-# Range of the scores of a row over tau up to which scaling vectors, at most exp of it, and their products are normal
-# numbers in float32.
-FLOAT_RANGE = tl.constexpr(60.0)
 
 
 @triton.jit
@@ -49,10 +46,11 @@ def _load(ptr, stride_B, stride_I, B, n, M: tl.constexpr, N: tl.constexpr, other
 
 
 @triton.jit
-def _store(ptr, x, B, n, M: tl.constexpr, N: tl.constexpr):
+def _store(ptr, x, which, B, n, M: tl.constexpr, N: tl.constexpr):
+    """x (M, N, N), of matrices of `which` (M)."""
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i = tl.arange(0, N)
-    inside = (matrix < B)[:, None, None] & (i < n)[None, :, None] & (i < n)[None, None, :]
+    inside = (which & (matrix < B))[:, None, None] & (i < n)[None, :, None] & (i < n)[None, None, :]
     # Not (matrix * n + i) * n: the rows of _vectors, in 64 bits, would be kept for it all through the solve.
     offsets = matrix[:, None, None] * n * n + (i[None, :, None] * n + i[None, None, :])
     tl.store(ptr + offsets, x.to(tl.float32).to(ptr.dtype.element_ty), mask=inside)
@@ -92,6 +90,17 @@ def _counts(ptr, B, M: tl.constexpr):
 
 
 @triton.jit
+def _wanted(flags_ptr, B, M: tl.constexpr, SUMS: tl.constexpr):
+    """(M): the matrices of the program that are to be written."""
+    at, real = _counts(flags_ptr, B, M)
+    if SUMS:
+        which = real
+    else:
+        which = tl.load(at, mask=real, other=0) > 0
+    return which
+
+
+@triton.jit
 def _broken(scores):
     """(M): matrices that hold NaN or +inf."""
     return tl.max(tl.max((scores < float("inf")).to(tl.int32) ^ 1, axis=2), axis=1) > 0
@@ -106,40 +115,6 @@ def _columns_near(scores, inv_columns, inv_tau, tolerance):
 
 
 @triton.jit
-def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
-    """(M): how far the scores of the widest row lie apart."""
-    matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    i = tl.arange(0, N)
-    low = tl.min(tl.where((i < n)[None, None, :], scores, float("inf")), axis=2)
-    real = (matrix < B)[:, None] & (i < n)[None, :]
-    # NaN, of a row that is forbidden whole, would be lost in a maximum.
-    span = tl.where(low > -float("inf"), tl.max(scores, axis=2) - low, float("inf"))
-    return tl.max(tl.where(real, span, 0.0), axis=1)
-
-
-@triton.jit
-def _inverse_of(total):
-    """1 / total, in float32; 0 of nothing."""
-    return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
-
-
-@triton.jit
-def _scaled(scores, inv_tau, iterations, M: tl.constexpr, N: tl.constexpr):
-    """P = diag(u) k diag(v) in float32, k = exp((scores - a row's largest) / tau): u = 1 / (k v), v = 1 / (k' u)."""
-    most = tl.max(scores, axis=2)
-    most = tl.where(most > -float("inf"), most, 0.0)  # of padding
-    k = tl.exp(((scores - most[:, :, None]) * inv_tau).to(tl.float32))
-    u = tl.zeros((M, N), dtype=tl.float32)
-    v = tl.full((M, N), 1.0, dtype=tl.float32)
-    t = 0
-    while t < iterations:
-        u = _inverse_of(tl.sum(k * v[:, None, :], axis=2))
-        v = _inverse_of(tl.sum(k * u[:, :, None], axis=1))
-        t += 1
-    return k * u[:, :, None] * v[:, None, :]
-
-
-@triton.jit
 def resident_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
@@ -147,7 +122,7 @@ def resident_fwd(
     history_ptr,  # (iterations, 2, B, n)
     rows_ptr,  # (B, n)
     columns_ptr,  # (B, n)
-    counts_ptr,  # (B): iterations that were taken
+    counts_ptr,  # (B): with SUMS, iterations that were taken; else int32, 1 for a matrix that these are for
     stride_scores_B,
     stride_scores_I,
     B,
@@ -159,6 +134,9 @@ def resident_fwd(
     HISTORY: tl.constexpr,
     SUMS: tl.constexpr,
 ):
+    if not SUMS:
+        if tl.max(_wanted(counts_ptr, B, M, SUMS).to(tl.int32), axis=0) == 0:
+            return
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)
@@ -169,19 +147,10 @@ def resident_fwd(
         going = tl.full((M,), 1, dtype=tl.int32)
         count = tl.zeros((M,), dtype=tl.int32)
         f = tl.zeros((M, N), dtype=tl.float64)
-    steps = iterations
-    if not (SUMS or HISTORY):
-        # Matrices whose range allows it take exponentials once, instead of two in every iteration; where only some of a
-        # program's do, it goes both ways.
-        first_tau = tl.load(taus_ptr)
-        one_tau = (first_tau == tl.load(taus_ptr + iterations - 1)).to(tl.int32)
-        first_inv_tau = 1.0 / first_tau
-        scaled = (_spans(scores, B, n, M, N) * first_inv_tau < FLOAT_RANGE).to(tl.int32) * one_tau
-        steps = iterations * (1 - tl.min(scaled, axis=0))
     g = tl.zeros((M, N), dtype=tl.float64)
     x = scores
     t = 0
-    while t < steps:
+    while t < iterations:
         tau = tl.load(taus_ptr + t)
         inv_tau = 1.0 / tau
         anchor, log_sum = log_sum_exp(scores - g[:, None, :], inv_rows, inv_tau, 2, HISTORY)
@@ -216,15 +185,8 @@ def resident_fwd(
         if SUMS:
             x = tl.where(count[:, None, None] > 0, x, scores * (1.0 / tl.load(taus_ptr)))
         p = exponential(x, False)
-        if not SUMS:
-            if tl.max(scaled, axis=0) > 0:
-                # Read again: held all along, the scores cost registers in the loop above.
-                again = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
-                again = tl.where(broken[:, None, None], 0.0, again)
-                other = _scaled(again, first_inv_tau, iterations, M, N)
-                p = tl.where(scaled[:, None, None] > 0, other.to(tl.float64), p)
         p = tl.where(broken[:, None, None], float("nan"), p)
-        _store(p_ptr, p, B, n, M, N)
+        _store(p_ptr, p, _wanted(counts_ptr, B, M, SUMS), B, n, M, N)
 
 
 @triton.jit
@@ -251,7 +213,7 @@ def resident_bwd(
     history_ptr,  # (iterations, 2, B, n)
     rows_ptr,  # (B, n)
     columns_ptr,  # (B, n)
-    counts_ptr,  # (B): iterations that were taken
+    counts_ptr,  # (B): with SUMS, iterations that were taken; else int32, 1 for a matrix that these are for
     stride_scores_B,
     stride_scores_I,
     B,
@@ -261,6 +223,9 @@ def resident_bwd(
     N: tl.constexpr,
     SUMS: tl.constexpr,
 ):
+    if not SUMS:
+        if tl.max(_wanted(counts_ptr, B, M, SUMS).to(tl.int32), axis=0) == 0:
+            return
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)
@@ -313,7 +278,8 @@ def resident_bwd(
         df = tl.zeros((M, N), dtype=tl.float64)
         t -= 1
     ds = ds / last_tau
-    _store(dscores_ptr, tl.where(broken[:, None, None], float("nan"), ds), B, n, M, N)
+    ds = tl.where(broken[:, None, None], float("nan"), ds)
+    _store(dscores_ptr, ds, _wanted(counts_ptr, B, M, SUMS), B, n, M, N)
     if SUMS:
         at, inside = _vectors(drows_ptr, 0, B, n, M, N)
         tl.store(at, float("nan"), mask=inside & broken[:, None])

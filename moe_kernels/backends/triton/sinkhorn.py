@@ -1,9 +1,10 @@
 """Sinkhorn's iteration in Triton: a program per few matrices, which stay in registers for the whole solve, or, above
 RESIDENT, a program per matrix that is read again in every iteration, a few rows at a time.
 
-Where it holds a matrix whose range allows it, the forward scales exp(S / tau) by vectors, in float32. Else potentials
-are in units of scores and in float64, each an anchor (the largest of what is summed) and the logarithm of the sum after
-it, so that exp sees small differences at any temperature: in float32 forward, in float64 backward.
+Where it holds a matrix whose range allows it, exp(S / tau) is scaled by vectors (_sinkhorn_scaled.py), and further
+launches work on the other matrices. There potentials are in units of scores and in float64, each an anchor (the largest
+of what is summed) and the logarithm of the sum after it, so that exp sees small differences at any temperature: in
+float32 forward, in float64 backward.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from moe_kernels.backends.triton import launch, on_device, unsupported
 from moe_kernels.backends.triton._sinkhorn_resident import resident_bwd, resident_fwd
+from moe_kernels.backends.triton._sinkhorn_scaled import scaled_bwd, scaled_fwd
 from moe_kernels.backends.triton._sinkhorn_streamed import streamed_bwd, streamed_fwd
 
 RESIDENT = 64  # n of a matrix that a program holds
@@ -22,14 +24,15 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def _blocks(n: int, way: str, sums: bool) -> tuple[dict[str, int], int]:
     """Matrices of a program and columns of its tile, as large as compiles without spills, or rows and columns of a
-    strip of a matrix that is read again; and warps. `way`: "fwd", "history" (the backward's forward) or "bwd"."""
+    strip of a matrix that is read again; and warps. `way`: "scaled_fwd", "scaled_bwd", "fwd", "history" (the
+    backward's forward) or "bwd"."""
     columns, backward = triton.next_power_of_2(n), way == "bwd"
     if n > (RESIDENT // 2 if backward and sums else RESIDENT):
         strip = 1024 if sums and way == "history" else 2048
         return {"ROWS": max(strip // columns, 1), "N": columns}, 8
-    if backward and sums:
+    if backward and (sums or columns < 16):
         return {"M": max(256 // columns**2, 1), "N": columns}, 4
-    tile = 512 if backward or sums or columns >= 16 else 1024
+    tile = 1024 if way == "scaled_fwd" and columns < 16 else 512
     return {"M": max(tile // columns**2, 1), "N": columns}, 8 if columns >= 32 else 4
 
 
@@ -44,21 +47,21 @@ def sinkhorn_limits(place: str) -> dict[str, int]:
 @on_device
 def sinkhorn_fwd(scores: Tensor, taus: list[float]) -> Tensor:
     p = scores.new_empty(scores.shape)
-    _launch_fwd(scores, _temperatures(taus, scores.device), p)
+    _launch_fwd(scores, taus, p)
     return p
 
 
 @on_device
 def sinkhorn_bwd(grad: Tensor, scores: Tensor, taus: list[float]) -> Tensor:
     dscores = scores.new_empty(scores.shape)
-    _launch_bwd(grad, scores, _temperatures(taus, scores.device), dscores)
+    _launch_bwd(grad, scores, taus, dscores)
     return dscores
 
 
 @on_device
 def sinkhorn_sums_fwd(scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float) -> Tensor:
     p = scores.new_empty(scores.shape)
-    _launch_fwd(scores, _temperatures(taus, scores.device), p, sums=(rows, columns), tolerance=tolerance)
+    _launch_fwd(scores, taus, p, (rows, columns), tolerance)
     return p
 
 
@@ -68,8 +71,7 @@ def sinkhorn_sums_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dscores = scores.new_empty(scores.shape)
     drows, dcolumns = torch.zeros_like(rows), torch.zeros_like(columns)
-    steps = _temperatures(taus, scores.device)
-    _launch_bwd(grad, scores, steps, dscores, (rows, columns), tolerance, (drows, dcolumns))
+    _launch_bwd(grad, scores, taus, dscores, (rows, columns), tolerance, (drows, dcolumns))
     return dscores, drows, dcolumns
 
 
@@ -89,18 +91,39 @@ def _temperatures(taus: list[float], device: torch.device) -> Tensor:
 
 
 def _launch_fwd(
+    scores: Tensor, taus: list[float], p: Tensor, sums: tuple[Tensor, ...] = (), tolerance: float = -1.0
+) -> None:
+    if scores.numel() == 0:
+        return
+    scores, steps = _within_reach(scores), _temperatures(taus, scores.device)
+    slow = None if sums else _flags(scores, taus)
+    if slow is not None and taus[0] == taus[-1]:
+        batch, n, _ = scores.shape
+        blocks, warps = _blocks(n, "scaled_fwd", False)
+        arguments = scores, steps, p, slow, scores.stride(0), scores.stride(1), batch, n, len(taus)
+        launch(scaled_fwd, (triton.cdiv(batch, blocks["M"]),), *arguments, **blocks, num_warps=warps)
+    _launch_logarithms(scores, steps, p, None, slow, sums, tolerance)
+
+
+def _flags(scores: Tensor, taus: list[float]) -> Tensor | None:
+    """(B), int32: 1 where a matrix needs logarithms, as all do that cool. None above RESIDENT, where all do."""
+    if scores.shape[1] > RESIDENT:
+        return None
+    make = torch.Tensor.new_empty if taus[0] == taus[-1] else torch.Tensor.new_ones
+    return make(scores, (scores.shape[0],), dtype=torch.int32)
+
+
+def _launch_logarithms(
     scores: Tensor,
     steps: Tensor,
     p: Tensor,
-    history: Tensor | None = None,
-    counts: Tensor | None = None,
-    sums: tuple[Tensor, ...] = (),
-    tolerance: float = -1.0,
+    history: Tensor | None,
+    counts: Tensor | None,
+    sums: tuple[Tensor, ...],
+    tolerance: float,
 ) -> None:
-    """p; or, where there is a history, that and the counts alone."""
-    scores, (batch, n, _) = _within_reach(scores), scores.shape
-    if scores.numel() == 0:
-        return
+    """p; or, where there is a history, that and, with sums, the counts alone."""
+    batch, n, _ = scores.shape
     blocks, warps = _blocks(n, "fwd" if history is None else "history", bool(sums))
     arguments = [
         scores, steps, p, steps if history is None else history, *(sums or (steps, steps)),
@@ -117,22 +140,31 @@ def _launch_fwd(
 def _launch_bwd(
     grad: Tensor,
     scores: Tensor,
-    steps: Tensor,
+    taus: list[float],
     dscores: Tensor,
     sums: tuple[Tensor, ...] = (),
     tolerance: float = -1.0,
     dsums: tuple[Tensor, ...] = (),
 ) -> None:
-    grad, scores, (batch, n, _) = _within_reach(grad), _within_reach(scores), scores.shape
     if scores.numel() == 0:
         return
-    history = steps.new_empty((len(steps), 2, batch, n))
-    counts = steps.new_empty((batch,), dtype=torch.int32) if sums else steps
-    _launch_fwd(scores, steps, dscores, history, counts, sums, tolerance)
+    grad, scores, (batch, n, _) = _within_reach(grad), _within_reach(scores), scores.shape
+    steps = _temperatures(taus, scores.device)
+    history = steps.new_empty((len(taus), 2, batch, n))
+    counts = steps.new_empty((batch,), dtype=torch.int32) if sums else _flags(scores, taus)
+    if counts is not None and not sums and taus[0] == taus[-1]:
+        blocks, warps = _blocks(n, "scaled_bwd", False)
+        arguments = [
+            grad, grad.stride(0), grad.stride(1), dscores, scores, steps, history, counts,
+            scores.stride(0), scores.stride(1), batch, n, len(taus),
+        ]  # fmt: skip
+        launch(scaled_bwd, (triton.cdiv(batch, blocks["M"]),), *arguments, **blocks, num_warps=warps)
+    _launch_logarithms(scores, steps, dscores, history, counts, sums, tolerance)
     blocks, warps = _blocks(n, "bwd", bool(sums))
     arguments = [
         grad, grad.stride(0), grad.stride(1), dscores, *(dsums or (steps, steps)), scores, steps, history,
-        *(sums or (steps, steps)), counts, scores.stride(0), scores.stride(1), batch, n, len(steps),
+        *(sums or (steps, steps)), steps if counts is None else counts, scores.stride(0), scores.stride(1), batch, n,
+        len(taus),
     ]  # fmt: skip
     kernel, programs = resident_bwd, triton.cdiv(batch, blocks.get("M", 1))
     if "ROWS" in blocks:

@@ -1,0 +1,170 @@
+"""Sinkhorn's iteration on k = exp(scores / tau), taken once and then scaled by vectors: P = diag(u) k diag(v).
+
+This is the fast way. It is for matrices whose rows span so little that neither k nor its scalings leave the normal
+numbers. Each matrix gets a flag, 1 where it needs logarithms. The kernels of _sinkhorn_resident.py come next, work
+on those and return at once for others: so the registers of logarithms are not those of the fast way.
+
+From n = 9 on both kernels stop where nothing is left to do. A matrix has the same bits whenever others of its program
+stop.
+* Forward: an iteration that changes no bit of v ends the solve, as the next ones could not change one either.
+* Backward: columns of B and rows of A (see ops/sinkhorn.py) sum to one, so the gradients of potentials shrink on the
+  way back: sum |df| <= sum |dg|, and of the earlier iteration sum |dg| <= sum |df|. The t iterations that are left add
+  entries of B and A, at most 1 each, times numbers whose sizes sum to at most 2 t sum |dg|. With w = P * dP,
+  dg becomes 0 where t sum |dg| <= 2^-45 sum |w|. That leaves out less than 6e-14 of sum |w|.
+
+Backward is in float64. It saves u and v of every iteration, 16 n bytes, as many as logarithms. float32 would be off by
+2e-7 of the largest dP (n = 4 to 64, tau = 0.1 to 1), but 0.3 to 13 % of the gradients are small differences of large
+terms, and these would be off by more than 1e-5 of themselves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_kernels.backends.triton._sinkhorn_resident import _broken, _counts, _load, _store, _vectors
+
+# Range of the scores of a row over tau up to which scaling vectors, at most exp of it, and their products are normal
+# numbers.
+FLOAT_RANGE = tl.constexpr(60.0)
+DOUBLE_RANGE = tl.constexpr(300.0)
+EARLY = tl.constexpr(16)  # n: of 64 matrices of a program one nearly always has to go on, and asking costs a third
+NEGLIGIBLE = tl.constexpr(2.0**-45)
+
+
+@triton.jit
+def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
+    """(M): how far the scores of the widest row lie apart."""
+    matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    i = tl.arange(0, N)
+    low = tl.min(tl.where((i < n)[None, None, :], scores, float("inf")), axis=2)
+    real = (matrix < B)[:, None] & (i < n)[None, :]
+    # NaN, of a row that is forbidden whole, would be lost in a maximum.
+    span = tl.where(low > -float("inf"), tl.max(scores, axis=2) - low, float("inf"))
+    return tl.max(tl.where(real, span, 0.0), axis=1)
+
+
+@triton.jit
+def _sort(scores, broken, inv_tau, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr):
+    """(M): matrices that take this way; and what they exponentiate, -inf for others. Writes the flags of the others."""
+    at, real = _counts(slow_ptr, B, M)
+    scaled = (_spans(scores, B, n, M, N) * inv_tau < limit) & real
+    tl.store(at, (scaled | broken).to(tl.int32) ^ 1, mask=real)
+    most = tl.max(scores, axis=2)
+    most = tl.where(most > -float("inf"), most, 0.0)  # of padding
+    # -inf: a matrix that is not for this way keeps its program busy for no more than two iterations.
+    return scaled, tl.where(scaled[:, None, None], (scores - most[:, :, None]) * inv_tau, -float("inf"))
+
+
+@triton.jit
+def _inverse_of(total):
+    """1 / total; 0 of nothing."""
+    return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+
+
+@triton.jit
+def _differ(x, y):
+    """Whether any of (M, N) differs, a number."""
+    return tl.max(tl.max((x != y).to(tl.int32), axis=1), axis=0)
+
+
+@triton.jit
+def scaled_fwd(
+    scores_ptr,  # (B, n, n)
+    taus_ptr,  # (iterations), all the same
+    p_ptr,  # (B, n, n) contiguous
+    slow_ptr,  # (B), int32: 1 where a matrix needs logarithms, and no p is written
+    stride_scores_B,
+    stride_scores_I,
+    B,
+    n,
+    iterations,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
+    broken = _broken(scores)
+    scores = tl.where(broken[:, None, None], 0.0, scores)
+    scaled, x = _sort(scores, broken, 1.0 / tl.load(taus_ptr), slow_ptr, B, n, FLOAT_RANGE, M, N)
+    k = tl.exp(x.to(tl.float32))
+    u = tl.zeros((M, N), dtype=tl.float32)
+    v = tl.full((M, N), 1.0, dtype=tl.float32)
+    steps = iterations * tl.max(scaled.to(tl.int32), axis=0)
+    t = 0
+    while t < steps:
+        u = _inverse_of(tl.sum(k * v[:, None, :], axis=2))
+        before = v
+        v = _inverse_of(tl.sum(k * u[:, :, None], axis=1))
+        t += 1
+        if N >= EARLY:
+            t = tl.where(_differ(v, before) > 0, t, steps)
+    p = tl.where(broken[:, None, None], float("nan"), k * u[:, :, None] * v[:, None, :])
+    _store(p_ptr, p, scaled | broken, B, n, M, N)
+
+
+@triton.jit
+def scaled_bwd(
+    grad_ptr,  # (B, n, n)
+    stride_grad_B,
+    stride_grad_I,
+    dscores_ptr,  # (B, n, n) contiguous
+    scores_ptr,  # (B, n, n)
+    taus_ptr,  # (iterations), all the same
+    history_ptr,  # (iterations, 2, B, n): u and v
+    slow_ptr,  # (B), int32: 1 where a matrix needs logarithms, and no dscores is written
+    stride_scores_B,
+    stride_scores_I,
+    B,
+    n,
+    iterations,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
+    scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
+    broken = _broken(scores)
+    scores = tl.where(broken[:, None, None], 0.0, scores)
+    inv_tau = 1.0 / tl.load(taus_ptr)
+    scaled, x = _sort(scores, broken, inv_tau, slow_ptr, B, n, DOUBLE_RANGE, M, N)
+    k = tl.exp(x)
+    u = tl.zeros((M, N), dtype=tl.float64)
+    v = tl.full((M, N), 1.0, dtype=tl.float64)
+    steps = iterations * tl.max(scaled.to(tl.int32), axis=0)
+    last = steps - 1  # that was taken; those after it are the same
+    t = 0
+    while t <= last:
+        u = _inverse_of(tl.sum(k * v[:, None, :], axis=2))
+        before = v
+        v = _inverse_of(tl.sum(k * u[:, :, None], axis=1))
+        at, inside = _vectors(history_ptr, 2 * t, B, n, M, N)
+        tl.store(at, u, mask=inside)
+        at, inside = _vectors(history_ptr, 2 * t + 1, B, n, M, N)
+        tl.store(at, v, mask=inside)
+        if N >= EARLY:
+            last = tl.where(_differ(v, before) > 0, last, t)
+        t += 1
+    tl.debug_barrier()  # others read what a thread has stored
+    # dscores = k * h / tau. Both potentials' gradients start from dP.
+    grad = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)
+    h = u[:, :, None] * v[:, None, :] * tl.where(scaled[:, None, None], grad, 0.0)
+    df = -tl.sum(k * h, axis=2)
+    dg = -tl.sum(k * h, axis=1)
+    negligible = tl.sum(tl.sum(tl.abs(k * h), axis=2), axis=1) * NEGLIGIBLE
+    t = steps - 1
+    while t >= 0:
+        at, inside = _vectors(history_ptr, 2 * tl.minimum(t, last), B, n, M, N)
+        u = tl.load(at, mask=inside, other=0.0)
+        y = dg * v
+        at, inside = _vectors(history_ptr, 2 * tl.maximum(tl.minimum(t - 1, last), 0) + 1, B, n, M, N)
+        later = inside & (t + tl.zeros((M, N), dtype=tl.int32) > 0)  # before the first iteration v is 1
+        v = tl.load(at, mask=later, other=1.0)
+        dx = u * (df - u * tl.sum(k * y[:, None, :], axis=2))
+        h = tl.fma(u[:, :, None], y[:, None, :], tl.fma(dx[:, :, None], v[:, None, :], h))
+        dg = -tl.sum(k * dx[:, :, None], axis=1) * v
+        df = tl.zeros((M, N), dtype=tl.float64)
+        if N >= EARLY:
+            over = tl.sum(tl.abs(dg), axis=1) * t <= negligible
+            dg = tl.where(over[:, None], 0.0, dg)
+            t = tl.where(tl.min(over.to(tl.int32), axis=0) > 0, 0, t)
+        t -= 1
+    ds = tl.where(broken[:, None, None], float("nan"), k * h * inv_tau)
+    _store(dscores_ptr, ds, scaled | broken, B, n, M, N)

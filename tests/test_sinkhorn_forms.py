@@ -1,0 +1,59 @@
+"""Which of sinkhorn's kernels works on which matrices, and for how long: instructions that the executor counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import HAS_GPU, INTERPRET, TARGETS, reason_to_skip, running
+from ptx import counters, session
+from ptx.calls import call
+from test_sinkhorn import oracle
+
+import moe_kernels as mk
+
+pytestmark = pytest.mark.skipif(HAS_GPU or INTERPRET, reason="instructions are counted where the PTX is executed")
+
+
+@pytest.fixture(params=["triton", "cuda"])
+def backend(request):
+    target = next(each for each in TARGETS if each.backend == request.param)
+    if reason := reason_to_skip(target, "sinkhorn"):
+        pytest.skip(reason)
+    with running(target):
+        yield request.param
+
+
+def executed(backend: str, shape: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Instructions of warps by kernel: of those that scale by vectors, and of those that take logarithms."""
+    scaled, logarithmic = {}, {}
+    for result in call("sinkhorn", backend, "fp32", shape, "training")[0]:
+        counted = counters.count(result)
+        found = logarithmic if "log" in counted["kernel"] or "resident" in counted["kernel"] else scaled
+        found[counted["kernel"]] = found.get(counted["kernel"], 0) + counted["warp_instructions"]
+    return scaled, logarithmic
+
+
+@pytest.mark.parametrize("n", [4, 16])
+def test_each_matrix_is_worked_on_by_one_form(backend, n):
+    tame, wild = (executed(backend, f"B=4 n={n} R=20 tau={tau}") for tau in (1.0, 1e-4))
+    assert len(tame[0]) == len(tame[1]) == 2, "a kernel forward and one backward of each form"
+    assert 20 * sum(tame[1].values()) < sum(tame[0].values())
+    assert 5 * sum(wild[0].values()) < sum(wild[1].values())
+
+
+def test_a_solve_that_changes_nothing_ends(backend):
+    """Beyond 40 iterations at tau = 1, forward and backward."""
+    some, many = (executed(backend, f"B=2 n=16 R={iterations} tau=1.0")[0] for iterations in (40, 400))
+    for kernel, count in many.items():
+        assert count < 1.5 * some[kernel], kernel
+
+
+def test_any_order_and_any_error_of_approximate_instructions(backend):
+    """Nothing approximate reaches the gradient of the scaled form, so its bits stay."""
+    scores, grad, gradients = torch.randn(3, 16, 16).requires_grad_(), torch.randn(3, 16, 16), []
+    for seed in range(1, 7):
+        with session.seed(seed):
+            p = mk.sinkhorn(scores, 40, backend=backend)
+            gradients.append(torch.autograd.grad(p, scores, grad)[0])
+        assert (p.detach().double() - oracle(scores.detach(), 40, 1.0)).abs().max() < 1e-6, seed
+        assert torch.equal(gradients[0], gradients[-1]), seed
