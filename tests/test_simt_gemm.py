@@ -116,11 +116,13 @@ def check_bwd_weight(
     for name, each in (("x", x), ("grad", grad)):
         if lists[name] is None:
             each[used:] = torch.nan
-    dweight, dbias = cuda.grouped_gemm_bwd_weight(x, grad, offsets, lists["x"], lists["grad"], True)
+    row_weight = torch.rand(num_rows) if gather == "grad" else None
+    dweight, dbias = cuda.grouped_gemm_bwd_weight(x, grad, offsets, lists["x"], lists["grad"], True, row_weight)
     of_expert = torch.nn.functional.one_hot(expert_of(offsets), len(counts)).double()
     rows, grads = gathered(x, lists["x"])[:used], gathered(grad, lists["grad"])[:used]
     close(dweight.flatten(1), torch.einsum("re,ri,rj->eij", of_expert, rows, grads).flatten(1), len(counts))
-    close(dbias, torch.einsum("re,rj->ej", of_expert, grads), len(counts))
+    weight = torch.ones(used) if row_weight is None else row_weight[:used]
+    close(dbias, torch.einsum("r,re,rj->ej", weight.double(), of_expert, grads), len(counts))
 
 
 def check_hidden(shape: Shape, dim: int, hidden: int, activation: str, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -130,7 +132,8 @@ def check_hidden(shape: Shape, dim: int, hidden: int, activation: str, dtype: to
     grad, w_out, row_weight = matrix(9, dim, dtype), weights(len(counts), hidden, dim, dtype), torch.rand(num_rows)
     pre = matrix(num_rows, 2 * hidden if activation in GATED else hidden, dtype) * 4
     pre[used:], row_weight[used:] = torch.nan, torch.nan
-    dpre, weighted, dweight = cuda.expert_mlp_bwd_hidden(grad, w_out, offsets, token, row_weight, pre, activation)
+    given, b_out = (grad, w_out, offsets, token, row_weight, pre, activation), matrix(len(counts), dim, dtype)
+    dpre, weighted, dweight = cuda.expert_mlp_bwd_hidden(*given)
     a = products(grad, w_out.transpose(1, 2), offsets, token, None)
     leaf, weight = pre[:used].double().requires_grad_(), row_weight[:used].double()
     h = activate(leaf, activation or None)
@@ -138,6 +141,10 @@ def check_hidden(shape: Shape, dim: int, hidden: int, activation: str, dtype: to
     close(dpre, exact, used)
     close(weighted, weight[:, None] * h.detach(), used)
     close(dweight[:, None], (h.detach() * a).sum(1, keepdim=True), used)
+    *same, biased = cuda.expert_mlp_bwd_hidden(*given, b_out)
+    assert all(torch.equal(one, other) for one, other in zip(same, (dpre, weighted), strict=True))
+    share = gathered(grad, token)[:used] * b_out.double()[expert_of(offsets)]
+    close(biased[:, None], (h.detach() * a).sum(1, keepdim=True) + share.sum(1, keepdim=True), used)
 
 
 def check_norms(shape: Shape, din: int, dout: int, transposed: bool = False) -> None:
@@ -313,9 +320,9 @@ def test_launchers_refuse() -> None:
         with pytest.raises(RuntimeError, match="grouped_gemm_fwd: CUDA error 1"):
             fwd(**wrong)
     with pytest.raises(RuntimeError, match="grouped_gemm_bwd_weight: CUDA error 1"):
-        module.grouped_gemm_bwd_weight(0, *[0] * 9, 1, 1, 8, 8, 0)
+        module.grouped_gemm_bwd_weight(0, *[0] * 10, 1, 1, 8, 8, 0)
     with pytest.raises(RuntimeError, match="expert_mlp_bwd_hidden: CUDA error 1"):
-        module.expert_mlp_bwd_hidden(1, *[0] * 10, 7, 0, 0, 0, 1, 1, 8, 8, 0)
+        module.expert_mlp_bwd_hidden(1, *[0] * 12, 7, 0, 0, 0, 1, 1, 8, 8, 0)
     with pytest.raises(RuntimeError, match="grouped_gemm_norms: CUDA error 1"):
         module.grouped_gemm_norms(1, *[0] * 10, 1, 0, 8, 8, 0)
     for dtype, num_tokens, dim in ((3, 1, 8), (0, -1, 8), (0, 2**31, 8), (0, 1, -1), (0, 1, 2**30 + 1)):

@@ -17,6 +17,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kSummed = 64;  // rows of a column sum
+constexpr int64_t kChunk = 256;  // columns of a row at a time, on the stack
 constexpr int64_t kFew = 8;  // rows whose lines stay in the cache while their columns are taken apart: 0.93 of the time
 constexpr int64_t kBlock = 132;  // rows of dW that share it: full tiles, and 128 are one block
 
@@ -54,11 +55,12 @@ void forward(const Product<T>& sums, const char* bias, int activation, char* out
   clear(pre, sums.groups.used(), rows, pre_bytes);
 }
 
-// dW_e = x_e^T grad_e, kBlock rows of dW at a time, and dbias_e, the column sums of grad_e, with the first of them.
+// dW_e = x_e^T grad_e, kBlock rows of dW at a time, and dbias_e, the weighted column sums of grad_e, with the first of them.
 template <class T>
 struct WeightGradient {
   Rows<T> x, grad;
   Groups groups;
+  const T* row_weight;  // (R), or nullptr: of the column sums
   char *dweight, *dbias;
   int64_t din, dout;
 
@@ -158,15 +160,26 @@ struct WeightGradient {
       std::fill(some, some + dout, T(0));
       for (int64_t i = start; i < std::min<int64_t>(start + kSummed, groups.first(e + 1)); ++i) {
         const int64_t row = grad.token == nullptr ? i : grad.token[i];
-        if (row >= 0) grad.kind.add(some, grad.x + row * grad.stride * grad.kind.size, dout);
+        if (row < 0) continue;
+        const char* const from = grad.x + row * grad.stride * grad.kind.size;
+        if (row_weight == nullptr) grad.kind.add(some, from, dout);
+        else add_times(row_weight[i], some, from);
       }
       for (int64_t j = 0; j < dout; ++j) sums[j] += some[j];
     }
     x.kind.narrow(dbias + e * dout * x.kind.size, sums, dout);
   }
-};
 
-constexpr int64_t kChunk = 256;  // columns of an activation at a time, on the stack
+  void add_times(T weight, T* sums, const char* from) const {
+    alignas(64) T room[kChunk];
+    for (int64_t j = 0; j < dout; j += kChunk) {
+      const int64_t count = std::min(kChunk, dout - j);
+      const T* const values = grad.kind.read(from + j * grad.kind.size, room, count);
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) sums[j + i] += weight * values[i];
+    }
+  }
+};
 
 // Columns j up to j + count of a row of pre, which has both halves of `width` columns where the activation is gated.
 template <class T>
@@ -193,15 +206,32 @@ struct Chunk {
   }
 };
 
+// <row `row` of x, with>
 template <class T>
-void hidden_backward(const Product<T>& sums, const T* row_weight, const char* pre, int activation, char* dpre,
-                     char* weighted, T* drow_weight, int64_t rows, int threads) {
+T dot_of(const Rows<T>& x, int64_t row, const char* with, int64_t dim) {
+  const int64_t from = x.token == nullptr ? row : x.token[row];
+  if (from < 0) return 0;
+  T dot = 0;
+  for (int64_t j = 0; j < dim; j += kChunk) {
+    const int64_t count = std::min(kChunk, dim - j);
+    alignas(64) T room[2][kChunk];
+    const T* const a = x.kind.read(x.x + (from * x.stride + j) * x.kind.size, room[0], count);
+    const T* const b = x.kind.read(with + j * x.kind.size, room[1], count);
+#pragma omp simd reduction(+ : dot)
+    for (int64_t i = 0; i < count; ++i) dot += a[i] * b[i];
+  }
+  return dot;
+}
+
+template <class T>
+void hidden_backward(const Product<T>& sums, const T* row_weight, const char* b_out, const char* pre, int activation,
+                     char* dpre, char* weighted, T* drow_weight, int64_t rows, int threads) {
   const Elements<T>& kind = sums.x.kind;
   const RowsOf<T> act = rows_of<T>(activation);
   const int64_t hidden = sums.dout, bytes = hidden * kind.size, pre_bytes = act.gated ? 2 * bytes : bytes;
-  sums.run(threads, nullptr, nullptr, [&](int64_t, int64_t row, T* a) {
+  sums.run(threads, nullptr, nullptr, [&](int64_t e, int64_t row, T* a) {
     const T w = row_weight[row];
-    T dot = 0;
+    T dot = b_out == nullptr ? T(0) : dot_of(sums.x, row, b_out + e * sums.din * kind.size, sums.din);
     for (int64_t j = 0; j < hidden; j += kChunk, a += kChunk) {
       Chunk<T> chunk(kind, act, pre + row * pre_bytes, hidden, j);
       alignas(64) T h[kChunk];
@@ -295,14 +325,15 @@ int grouped_gemm_fwd(MOE_PRODUCT_ARGS, const void* bias, int activation, void* o
 
 void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, const void* grad,
                              int64_t grad_stride, const int32_t* grad_token, const int32_t* expert_offsets,
-                             int64_t num_experts, void* dweight, void* dbias, int64_t din, int64_t dout,
-                             int threads) {
+                             int64_t num_experts, const void* row_weight, void* dweight, void* dbias, int64_t din,
+                             int64_t dout, int threads) {
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
     const Elements<T> kind = elements_of<T>(dtype);
     const WeightGradient<T> work{{kind, static_cast<const char*>(x), x_stride, x_token},
                                  {kind, static_cast<const char*>(grad), grad_stride, grad_token},
                                  {expert_offsets, num_experts},
+                                 static_cast<const T*>(row_weight),
                                  static_cast<char*>(dweight),
                                  static_cast<char*>(dbias),
                                  din,
@@ -338,12 +369,13 @@ void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void
   });
 }
 
-void expert_mlp_bwd_hidden(MOE_PRODUCT_ARGS, const void* row_weight, const void* pre, int activation, void* dpre,
-                           void* weighted, void* drow_weight, int64_t rows, int threads) {
+void expert_mlp_bwd_hidden(MOE_PRODUCT_ARGS, const void* row_weight, const void* b_out, const void* pre,
+                           int activation, void* dpre, void* weighted, void* drow_weight, int64_t rows, int threads) {
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
-    hidden_backward(MOE_PRODUCT(T), static_cast<const T*>(row_weight), static_cast<const char*>(pre), activation,
-                    static_cast<char*>(dpre), static_cast<char*>(weighted), static_cast<T*>(drow_weight), rows, threads);
+    hidden_backward(MOE_PRODUCT(T), static_cast<const T*>(row_weight), static_cast<const char*>(b_out),
+                    static_cast<const char*>(pre), activation, static_cast<char*>(dpre), static_cast<char*>(weighted),
+                    static_cast<T*>(drow_weight), rows, threads);
   });
 }
 

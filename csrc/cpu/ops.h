@@ -69,14 +69,15 @@
                        int64_t tokens, int threads);                                                                 \
   void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, const void* grad, \
                                int64_t grad_stride, const int32_t* grad_token, const int32_t* expert_offsets,        \
-                               int64_t num_experts, void* dweight, void* dbias, int64_t din, int64_t dout,           \
-                               int threads);                                                                         \
+                               int64_t num_experts, const void* row_weight, void* dweight, void* dbias, int64_t din, \
+                               int64_t dout, int threads);                                                           \
   void grouped_gemm_sum_rows(int dtype, const void* rows, const int32_t* token, void* out, int64_t num_rows,         \
                              int64_t tokens, int64_t dim, int threads);                                              \
   void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void* pre, int activation, void* dpre, \
                       int64_t rows, int64_t width, int threads);                                                     \
-  void expert_mlp_bwd_hidden(MOE_PRODUCT_ARGS, const void* row_weight, const void* pre, int activation, void* dpre,  \
-                             void* weighted, void* drow_weight, int64_t rows, int threads);                          \
+  void expert_mlp_bwd_hidden(MOE_PRODUCT_ARGS, const void* row_weight, const void* b_out, const void* pre,            \
+                             int activation, void* dpre, void* weighted, void* drow_weight, int64_t rows,            \
+                             int threads);                                                                           \
   void grouped_gemm_norms(MOE_PRODUCT_ARGS, const void* bias, void* out, int64_t rows, int threads);                 \
   void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,        \
                     double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,             \

@@ -7,9 +7,14 @@ namespace moe {
 namespace {
 
 // Of h = act(pre) and y = sum over a token's rows of w h W_out. From a = dy W_out^T, which is never kept, come
-// dpre = w a act'(pre), w h for the gradient of W_out, and dw = <h, a>.
+// dpre = w a act'(pre), w h for the gradient of W_out, and dw = <h, a> + <b_out, dy>.
 template <class T>
 struct Hidden {
+  const T* grad;             // (T, D): dy, which the product reads as well
+  int64_t grad_stride;       // elements from token to token
+  const int32_t* row_token;  // (R), or nullptr
+  Bias<T> b_out;             // (E, D)
+  int64_t dim;
   const float* row_weight;  // (R)
   const T* pre;             // (R, H), of gated activations (R, 2 H)
   int activation;
@@ -17,9 +22,23 @@ struct Hidden {
   T* weighted;     // (R, H)
   float* partial;  // (column tiles, R)
   int64_t num_rows, hidden;
-  bool wide;
+  bool wide, wide_bias;
 
   __host__ __device__ static constexpr bool halved() { return false; }
+
+  // This lane's share of <b_out, dy> of a row, whose columns the lanes take in turns.
+  template <int LANES>
+  __device__ float bias_share(const Rows& rows, int row) const {
+    const int64_t token = row_token ? load(row_token + rows.first + row) : rows.first + row;
+    if (token < 0) return 0.0f;
+    float dot = 0.0f;
+    for (int d = threadIdx.x % LANES * kPiece; d < dim; d += LANES * kPiece) {
+      Piece dy;
+      read_piece(grad + token * grad_stride + d, static_cast<int>(dim) - d, wide_bias, dy);
+      dot += b_out.dot(rows.expert, d, static_cast<int>(dim) - d, wide_bias, dy);
+    }
+    return dot;
+  }
 
   template <class Tile>
   __device__ void operator()(const float* sums, const Rows& rows, const Columns<Tile::kN>& columns,
@@ -31,6 +50,8 @@ struct Hidden {
       const int64_t at = (rows.first + row) * (gated ? 2 : 1) * hidden + columns.at(c);
       Piece a = {}, gate = {}, linear = {};
       float dot = 0.0f;
+      if (b_out.values && column_tile == 0 && row < rows.count && rows.expert >= 0)
+        dot = bias_share<kPieces>(rows, row);
       if (left > 0 && rows.expert >= 0) {
         const float weight = load(row_weight + rows.first + row);
         read_sums(sums + row * Tile::kPitch + c, a);
@@ -62,18 +83,24 @@ struct Hidden {
 
 cudaError_t expert_mlp_bwd_hidden(int dtype, const void* grad, int64_t grad_stride, const int32_t* row_token,
                                   const void* weight, int64_t expert_stride, int64_t weight_stride, int transposed,
-                                  const int32_t* expert_offsets, const float* row_weight, const void* pre,
-                                  int activation, void* dpre, void* weighted, float* partial, int64_t num_rows,
-                                  int64_t num_experts, int64_t dim, int64_t hidden, cudaStream_t stream) {
+                                  const int32_t* expert_offsets, const float* row_weight, const void* b_out,
+                                  int64_t b_out_stride, const void* pre, int activation, void* dpre, void* weighted,
+                                  float* partial, int64_t num_rows, int64_t num_experts, int64_t dim, int64_t hidden,
+                                  cudaStream_t stream) {
   if (!plausible(num_rows, num_experts, dim, hidden) || !is_activation(activation)) return cudaErrorInvalidValue;
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
     const Product<T> product{static_cast<const T*>(grad), grad_stride, row_token, static_cast<const T*>(weight),
                              expert_stride, weight_stride, expert_offsets, num_rows, num_experts, dim, hidden,
                              transposed, 0, 0};
-    const bool wide = rows_divide(16, hidden * int64_t(sizeof(T)), {}, {pre, dpre, weighted});
-    return start(product, Hidden<T>{row_weight, static_cast<const T*>(pre), activation, static_cast<T*>(dpre),
-                                    static_cast<T*>(weighted), partial, num_rows, hidden, wide}, stream);
+    const int64_t size = sizeof(T);
+    const bool wide = rows_divide(16, hidden * size, {}, {pre, dpre, weighted});
+    const bool wide_bias = rows_divide(16, 0, {grad_stride * size, b_out ? b_out_stride * size : 0}, {grad, b_out});
+    const Hidden<T> epilogue{static_cast<const T*>(grad), grad_stride, row_token,
+                             {static_cast<const T*>(b_out), b_out_stride}, dim, row_weight,
+                             static_cast<const T*>(pre), activation, static_cast<T*>(dpre),
+                             static_cast<T*>(weighted), partial, num_rows, hidden, wide, wide_bias};
+    return start(product, epilogue, stream);
   });
 }
 

@@ -1,5 +1,6 @@
 // The gradients of grouped GEMM to weights and bias: for every expert the product of its rows of x, transposed, and of
-// grad, where k runs over its rows; and the sum of its rows of grad. Both may be gathered.
+// grad, where k runs over its rows; and the weighted sum of its rows of grad. Both may be gathered. One launch: the
+// blocks of the sums come first, and wait for memory while others multiply.
 #include "moe/block.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -22,11 +23,14 @@ struct Gradient {
   int64_t grad_stride;            // elements from row to row
   const int32_t* grad_token;      // (R), or nullptr
   const int32_t* expert_offsets;  // (E + 1)
+  const float* row_weight;        // (R), or nullptr
   T* dweight;                     // (E, Din, Dout)
   T* dbias;                       // (E, Dout), or nullptr
   int64_t num_rows, num_experts, din, dout;
 
+  bool wide_grad;               // rows of grad may be taken as 16 bytes
   int row_tiles, column_tiles;  // of one expert's Din x Dout, set by `start_tile`
+  int bias_tiles;               // blocks of one expert's bias, none without dbias
 };
 
 // The rows of an expert.
@@ -52,10 +56,56 @@ struct Target {
   }
 };
 
+// A block adds up 64 columns of an expert's rows of grad: 8 threads along the columns, the others down the rows, where
+// each has kBiasAhead rows under way. They meet once, in the order of the threads.
+constexpr int kBiasPieces = 8, kBiasColumns = kBiasPieces * kPiece, kBiasAhead = 4;
+
+template <class T, int THREADS>
+__device__ void sum_bias(const Gradient<T>& call, int block,
+                         float* partial) {  // (THREADS / 8, 64)
+  constexpr int kDown = THREADS / kBiasPieces;
+  const int expert = block / call.bias_tiles, dout = static_cast<int>(call.dout);
+  const int piece = threadIdx.x % kBiasPieces, down = threadIdx.x / kBiasPieces;
+  const int first_column = (block - expert * call.bias_tiles) * kBiasColumns;
+  const int left = dout - first_column - piece * kPiece;
+  const Range range(call.expert_offsets, expert, call.num_rows);
+  Piece sums = {};
+  for (int i = down; i < range.count; i += kBiasAhead * kDown) {
+    Piece values[kBiasAhead];
+    float weight[kBiasAhead];
+#pragma unroll
+    for (int a = 0; a < kBiasAhead; a++) {
+      const bool there = i + a * kDown < range.count;
+      const int64_t at = range.first + i + a * kDown;
+      const int64_t row = !there ? -1 : call.grad_token ? load(call.grad_token + at) : at;
+      weight[a] = row >= 0 && call.row_weight ? load(call.row_weight + at) : 1.0f;
+      read_piece(call.grad + (row < 0 ? 0 : row * call.grad_stride) + first_column + piece * kPiece, row < 0 ? 0 : left,
+                 call.wide_grad, values[a]);
+    }
+#pragma unroll
+    for (int a = 0; a < kBiasAhead; a++) {
+#pragma unroll
+      for (int d = 0; d < kPiece; d++) sums[d] = __fmaf_rn(weight[a], values[a][d], sums[d]);
+    }
+  }
+#pragma unroll
+  for (int d = 0; d < kPiece; d++) partial[down * kBiasColumns + piece * kPiece + d] = sums[d];
+  __syncthreads();
+  const int column = threadIdx.x;
+  if (column >= kBiasColumns || first_column + column >= dout) return;
+  float sum = 0.0f;
+  for (int r = 0; r < kDown; r++) sum += partial[r * kBiasColumns + column];
+  narrow(sum, call.dbias[expert * call.dout + first_column + column]);
+}
+
 template <class T, class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 2) grouped_gemm_wgrad_kernel(const Gradient<T> call) {
   DYNAMIC_SHARED(T, stages);
-  int block = blockIdx.x;
+  int block = blockIdx.x - call.bias_tiles * static_cast<int>(call.num_experts);
+  if (block < 0) {
+    sum_bias<T, Tile::kThreads>(call, blockIdx.x, reinterpret_cast<float*>(stages));
+    return;
+  }
   const Target<Tile> from(block, call.row_tiles, call.column_tiles);
   const Range range(call.expert_offsets, from.expert, call.num_rows);
   const int din = static_cast<int>(call.din), dout = static_cast<int>(call.dout);
@@ -86,39 +136,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) grouped_gemm_wgrad_kernel(c
   }
 }
 
-// A block adds up 64 columns of an expert's rows of grad: 8 threads along the columns and 32 down the rows, which meet
-// once, in the order of the threads.
-constexpr int kBiasThreads = 256, kBiasPieces = 8, kBiasColumns = kBiasPieces * kPiece;
-constexpr int kBiasRows = kBiasThreads / kBiasPieces;
-constexpr int kBiasBlocks = 5;  // for one SM: left to itself the compiler makes room for 8 and spills
-
-template <class T>
-__global__ void __launch_bounds__(kBiasThreads, kBiasBlocks)
-    grouped_gemm_bias_kernel(const Gradient<T> call, bool wide) {
-  SHARED(float, partial, [kBiasRows][kBiasColumns]);
-  const int tiles = call.column_tiles, expert = blockIdx.x / tiles, dout = static_cast<int>(call.dout);
-  const int piece = threadIdx.x % kBiasPieces, down = threadIdx.x / kBiasPieces;
-  const int first_column = (blockIdx.x - expert * tiles) * kBiasColumns, left = dout - first_column - piece * kPiece;
-  const Range range(call.expert_offsets, expert, call.num_rows);
-  Piece sums = {};
-  for (int i = down; i < range.count; i += kBiasRows) {
-    const int64_t row = call.grad_token ? load(call.grad_token + range.first + i) : range.first + i;
-    if (row < 0) continue;
-    Piece values;
-    read_piece(call.grad + row * call.grad_stride + first_column + piece * kPiece, left, wide, values);
-#pragma unroll
-    for (int d = 0; d < kPiece; d++) sums[d] += values[d];
-  }
-#pragma unroll
-  for (int d = 0; d < kPiece; d++) partial[down][piece * kPiece + d] = sums[d];
-  __syncthreads();
-  const int column = threadIdx.x;
-  if (column >= kBiasColumns || first_column + column >= dout) return;
-  float sum = 0.0f;
-  for (int r = 0; r < kBiasRows; r++) sum += partial[r][column];
-  narrow(sum, call.dbias[expert * call.dout + first_column + column]);
-}
-
 template <class T>
 int64_t blocks(const Gradient<T>& call, int64_t m, int64_t n) {
   return call.num_experts * ((call.din + m - 1) / m) * ((call.dout + n - 1) / n);
@@ -126,10 +143,11 @@ int64_t blocks(const Gradient<T>& call, int64_t m, int64_t n) {
 
 template <class T, class Tile>
 cudaError_t start_tile(Gradient<T> call, cudaStream_t stream) {
-  const int64_t grid = blocks(call, Tile::kM, Tile::kN);
-  if (grid > INT32_MAX) return cudaErrorInvalidValue;
   call.row_tiles = static_cast<int>((call.din + Tile::kM - 1) / Tile::kM);
   call.column_tiles = static_cast<int>((call.dout + Tile::kN - 1) / Tile::kN);
+  const int64_t grid = call.num_experts * (int64_t(call.row_tiles) * call.column_tiles + call.bias_tiles);
+  if (grid == 0) return cudaSuccess;
+  if (grid > INT32_MAX) return cudaErrorInvalidValue;
   return launch(grouped_gemm_wgrad_kernel<T, Tile>, dim3(static_cast<unsigned>(grid)), Tile::kThreads,
                 Tile::kSharedBytes, stream, call);
 }
@@ -137,40 +155,33 @@ cudaError_t start_tile(Gradient<T> call, cudaStream_t stream) {
 template <class T>
 cudaError_t start(Gradient<T> call, cudaStream_t stream) {
   constexpr int64_t kSize = sizeof(T);
-  const bool wide_grad = rows_divide(16, 0, {call.grad_stride * kSize}, {call.grad});
-  if (call.din > 0) {
-    const auto divides = [&](int64_t bytes) {  // where rows start and end
-      return rows_divide(bytes, call.din * kSize, {call.dout * kSize, call.x_stride * kSize, call.grad_stride * kSize},
-                         {call.x, call.grad});
-    };
-    const bool few = blocks(call, LargeTile::kM, LargeTile::kN) < kFewBlocks;
-    const cudaError_t error = !divides(4)    ? start_tile<T, SmallUnalignedTile>(call, stream)
-                              : !divides(16) ? start_tile<T, SmallEvenTile>(call, stream)
-                              : few          ? start_tile<T, SmallTile>(call, stream)
-                                             : start_tile<T, LargeTile>(call, stream);
-    if (error != cudaSuccess) return error;
-  }
-  if (!call.dbias) return cudaSuccess;
-  const int64_t grid = call.num_experts * ((call.dout + kBiasColumns - 1) / kBiasColumns);
-  if (grid > INT32_MAX) return cudaErrorInvalidValue;
-  call.column_tiles = static_cast<int>(grid / call.num_experts);
-  return launch(grouped_gemm_bias_kernel<T>, dim3(static_cast<unsigned>(grid)), kBiasThreads, 0, stream, call,
-                wide_grad);
+  call.wide_grad = rows_divide(16, 0, {call.grad_stride * kSize}, {call.grad});
+  call.bias_tiles = call.dbias ? static_cast<int>((call.dout + kBiasColumns - 1) / kBiasColumns) : 0;
+  const auto divides = [&](int64_t bytes) {  // where rows start and end
+    return rows_divide(bytes, call.din * kSize, {call.dout * kSize, call.x_stride * kSize, call.grad_stride * kSize},
+                       {call.x, call.grad});
+  };
+  const bool few = blocks(call, LargeTile::kM, LargeTile::kN) < kFewBlocks;
+  return !divides(4)    ? start_tile<T, SmallUnalignedTile>(call, stream)
+         : !divides(16) ? start_tile<T, SmallEvenTile>(call, stream)
+         : few          ? start_tile<T, SmallTile>(call, stream)
+                        : start_tile<T, LargeTile>(call, stream);
 }
 
 }  // namespace
 
 cudaError_t grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token,
                                     const void* grad, int64_t grad_stride, const int32_t* grad_token,
-                                    const int32_t* expert_offsets, void* dweight, void* dbias, int64_t num_rows,
-                                    int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream) {
+                                    const int32_t* expert_offsets, const float* row_weight, void* dweight, void* dbias,
+                                    int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout,
+                                    cudaStream_t stream) {
   if (!plausible(num_rows, num_experts, din, dout)) return cudaErrorInvalidValue;
   if (dout == 0) return cudaSuccess;
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
     return start(Gradient<T>{static_cast<const T*>(x), x_stride, x_token, static_cast<const T*>(grad), grad_stride,
-                             grad_token, expert_offsets, static_cast<T*>(dweight), static_cast<T*>(dbias), num_rows,
-                             num_experts, din, dout, 0, 0}, stream);
+                             grad_token, expert_offsets, row_weight, static_cast<T*>(dweight),
+                             static_cast<T*>(dbias), num_rows, num_experts, din, dout, false, 0, 0, 0}, stream);
   });
 }
 

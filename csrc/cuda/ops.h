@@ -160,7 +160,7 @@ cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16,
                              void* pre,                  // (R, Dout) contiguous: x W + b; or nullptr
                              int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
-// dW_e = sum over the rows of expert e of x_r^T grad_r, and db_e = sum of grad_r: zeros without rows.
+// dW_e = sum over the rows of expert e of x_r^T grad_r, and db_e = sum of row_weight_r grad_r: zeros without rows.
 cudaError_t grouped_gemm_bwd_weight(int dtype,
                                     const void* x,        // (R, Din), or (T, Din) with x_token
                                     int64_t x_stride,     // elements from row to row
@@ -169,6 +169,7 @@ cudaError_t grouped_gemm_bwd_weight(int dtype,
                                     int64_t grad_stride,        // elements from row to row
                                     const int32_t* grad_token,  // (R), or nullptr
                                     const int32_t* expert_offsets,  // (E + 1)
+                                    const float* row_weight,        // (R), or nullptr for ones
                                     void* dweight,        // (E, Din, Dout) contiguous
                                     void* dbias,          // (E, Dout) contiguous, or nullptr
                                     int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout,
@@ -193,20 +194,23 @@ cudaError_t activation_bwd(int dtype,
                            int64_t num_rows, int64_t hidden, cudaStream_t stream);
 
 // With h = act(pre) and a_r = grad_token W_e, which is not kept: dpre = row_weight a act'(pre), weighted = row_weight
-// h, and <h, a> as a partial sum of each 128 columns. Zeros from row expert_offsets[E] on.
+// h, and <h, a> + <b_out_e, grad_token> as a partial sum of each 128 columns; the first one has the bias's.
+// Zeros from row expert_offsets[E] on.
 cudaError_t expert_mlp_bwd_hidden(int dtype,
                                   const void* grad,          // (T, D), last dimension contiguous
                                   int64_t grad_stride,       // elements from token to token
-                                  const int32_t* row_token,  // (R)
+                                  const int32_t* row_token,  // (R), -1 for zeros; or nullptr
                                   const void* weight,        // (E, D, H) as in grouped_gemm_fwd
                                   int64_t expert_stride, int64_t weight_stride, int transposed,
                                   const int32_t* expert_offsets,  // (E + 1)
                                   const float* row_weight,   // (R)
+                                  const void* b_out,         // (E, D), last dimension contiguous, or nullptr
+                                  int64_t b_out_stride,      // elements from expert to expert
                                   const void* pre,           // (R, H) contiguous; gated: (R, 2 H)
                                   int activation,
                                   void* dpre,                // like pre
                                   void* weighted,            // (R, H)
-                                  float* partial,            // (ceil(H / 128), R)
+                                  float* partial,            // (max(ceil(H / 128), 1), R)
                                   int64_t num_rows, int64_t num_experts, int64_t dim, int64_t hidden,
                                   cudaStream_t stream);
 
@@ -219,7 +223,7 @@ cudaError_t grouped_gemm_norms(int dtype,
                                const int32_t* expert_offsets,  // (E + 1)
                                const void* bias,     // (E, Dout), last dimension contiguous, or nullptr
                                int64_t bias_stride,  // elements from expert to expert
-                               float* partial,       // (ceil(Dout / 128), R)
+                               float* partial,       // (max(ceil(Dout / 128), 1), R)
                                int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
 // The tree gate after its matrix products: leaf_probs_tji = product of the branch probabilities on the way to leaf i of

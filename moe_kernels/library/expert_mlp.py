@@ -47,20 +47,20 @@ def _bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple
     dx = dweights = dw_in = dw_out = db_in = db_out = None
     grad, row_weight = rows(grad), _row_weight(weights, row_token, row_choice, wide(x.dtype))
     given = grad, matrices(w_out), expert_offsets, row_token, row_weight, pre.contiguous()
-    dpre, weighted, drow_weight = kernels(backend).expert_mlp_bwd_hidden(*given, activation)
-    if to_w_out:
-        dw_out, _ = weight_gradient(weighted, grad, expert_offsets, None, row_token, False, backend)
+    biased = b_out.contiguous() if to_weights and b_out is not None else None
+    dpre, weighted, drow_weight = kernels(backend).expert_mlp_bwd_hidden(*given, activation, biased)
+    if to_w_out or to_b_out:
+        arrays = expert_offsets, None, row_token
+        found = weight_gradient(weighted, grad, *arrays, to_b_out, backend, w_out, row_weight)
+        dw_out, db_out = found[0] if to_w_out else None, found[1] if to_b_out else None
     del weighted  # frees its memory for the next tensors
     if to_x:
         dx = combine(transposed(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
     if to_w_in or to_b_in:
-        found = weight_gradient(x, dpre, expert_offsets, row_token, None, to_b_in, backend)
+        found = weight_gradient(x, dpre, expert_offsets, row_token, None, to_b_in, backend, w_in)
         dw_in, db_in = found[0] if to_w_in else None, found[1] if to_b_in else None
-    if to_b_out:  # the weight gradient of a single column that holds the gate weights
-        column = row_weight.to(x.dtype)[:, None]
-        db_out = weight_gradient(column, grad, expert_offsets, None, row_token, False, backend)[0][:, 0].clone()
-    if to_weights:
-        dweights = _weights_gradient(weights, drow_weight, grad, b_out, expert_offsets, row_token, slot_row)
+    if weights is not None and to_weights:
+        dweights = _weights_gradient(weights, drow_weight, slot_row)
     return tuple(x.new_empty(0) if each is None else each for each in (dx, dweights, dw_in, dw_out, db_in, db_out))
 
 
@@ -72,26 +72,12 @@ def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, w
     return weights.reshape(-1).index_select(0, place)
 
 
-def _weights_gradient(weights, drow_weight, grad, b_out, expert_offsets, row_token, slot_row) -> Tensor:
+def _weights_gradient(weights, drow_weight, slot_row) -> Tensor:
     """(T, K): of every kept choice, the gradient of its row's weight."""
-    assert weights is not None
-    if b_out is not None:
-        drow_weight = drow_weight + _bias_share(grad, b_out, expert_offsets, row_token)
     if drow_weight.numel() == 0:
         return torch.zeros_like(weights, memory_format=torch.contiguous_format)
     found = drow_weight.index_select(0, slot_row.clamp(min=0).view(-1)).view(slot_row.shape)
     return found.masked_fill_(slot_row < 0, 0)
-
-
-def _bias_share(grad: Tensor, b_out: Tensor, expert_offsets: Tensor, row_token: Tensor) -> Tensor:
-    """(R,): <b_out_e, dy_t> of every row, from one (T, Dout) x (Dout, E) product, so that no row of dy is gathered."""
-    dtype = wide(grad.dtype)
-    of_pair = grad.to(dtype) @ b_out.to(dtype).t()
-    row = torch.arange(row_token.shape[0], device=row_token.device, dtype=torch.int32)
-    expert = torch.searchsorted(expert_offsets[1:], row, right=True).clamp(max=b_out.shape[0] - 1)
-    if of_pair.numel() == 0:
-        return of_pair.new_zeros(row.shape)
-    return torch.where(row_token >= 0, of_pair[row_token.clamp(min=0), expert], 0)
 
 
 def _bwd_fake(grad, x, weights, w_in, w_out, b_in, b_out, *rest):
@@ -114,7 +100,7 @@ def _fwd_flops(x, weights, w_in, w_out, b_in, b_out, offsets, row_token, *rest, 
 def _bwd_flops(grad, x, weights, w_in, w_out, b_in, b_out, offsets, row_token, *rest, **kwargs) -> int:
     to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = rest[-2]
     first, second = _sizes(w_in, w_out, row_token)
-    bias_share = 2 * grad[0] * grad[1] * w_out[0] if to_weights and b_out is not None else 0
+    bias_share = 2 * row_token[0] * w_out[2] if to_weights and b_out is not None else 0
     to_bias = 2 * row_token[0] * w_out[2] * to_b_out
     to_input = (first + row_token[0] * w_in[1]) * to_x
     return second * (1 + to_w_out) + first * (to_w_in or to_b_in) + to_input + to_bias + bias_share

@@ -1,24 +1,43 @@
-"""Expert norms as one operator, and their gradients as another; both go from expert to expert."""
+"""Expert norms as one operator, and their gradients as another; both take a group of experts at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_kernels.library._define import all_rows, define, gradient_like, matrices, ops, refused, rows, wide
+from moe_kernels.library._define import define, gradient_like, matrices, ops, refused, wide
+from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import kernels, product, transposed, weight_gradient
+
+# Elements of the largest tensor of a group on a GPU, 256 MB in 16 bits. Where all experts fit, the number of launches
+# does not depend on how many there are; where they do not, a launch has work for a millisecond.
+ELEMENTS = 2**27
+
+
+def _groups(x: Tensor, w_in: Tensor, w_out: Tensor, backend: str) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """Experts that are computed together, their offsets among rows that are all tokens for the first of them, all for
+    the next, ..., and the token of each row (None: the row itself). On a CPU one expert: its caches are small."""
+    num_tokens, num_experts = x.shape[0], w_in.shape[0]
+    widest = max(x.shape[1], w_in.shape[2], w_out.shape[2], 1) * max(num_tokens, 1)
+    most = 1 if backend == "cpu" else max(ELEMENTS // widest, 1)
+    for first in range(0, num_experts, most):
+        experts = slice(first, min(first + most, num_experts))
+        count = experts.stop - first
+        offsets = torch.arange(count + 1, device=x.device, dtype=torch.int32) * num_tokens
+        token = torch.arange(num_tokens, device=x.device, dtype=torch.int32).repeat(count) if count > 1 else None
+        yield experts, offsets, token
 
 
 def _fwd(x, w_in, w_out, b_in, b_out, activation, backend) -> Tensor:
-    offsets = all_rows(x)
     norms = x.new_empty((x.shape[0], w_in.shape[0]), dtype=wide(x.dtype))
-    for expert in range(w_in.shape[0]):
-        w1, w2, b1, b2 = _expert(expert, w_in, w_out, b_in, b_out)
-        hidden, _ = product(x, w1, offsets, None, b1, activation, False, backend)
-        b2 = None if b2 is None else b2.contiguous()
-        norms[:, expert] = kernels(backend).grouped_gemm_norms(hidden, matrices(w2), offsets, b2).sqrt()
+    for experts, offsets, token in _groups(x, w_in, w_out, backend):
+        w1, w2, b1, b2 = _of(experts, w_in, w_out, b_in, b_out)
+        hidden, _ = product(x, w1, offsets, token, b1, activation, False, backend)
+        squares = kernels(backend).grouped_gemm_norms(hidden, matrices(w2), offsets, b2)
+        norms[:, experts] = squares.view(experts.stop - experts.start, x.shape[0]).t().sqrt()
     return norms
 
 
@@ -40,43 +59,50 @@ def _bwd(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) 
         torch.zeros_like(each, memory_format=torch.contiguous_format) if each is not None and needed else x.new_empty(0)
         for each, needed in zip(given, wanted[1:], strict=True)
     ]
-    for expert in range(w_in.shape[0]):
-        share = torch.where(norms[:, expert] == 0, 0, grad[:, expert] / norms[:, expert])
-        to_x, *rest = _expert_bwd(x, share, _expert(expert, *given), activation, wanted, backend)
+    shares = torch.where(norms == 0, 0, grad / norms).t().contiguous()
+    for experts, offsets, token in _groups(x, w_in, w_out, backend):
+        share, parameters = shares[experts].view(-1), _of(experts, *given)
+        to_x, *rest = _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend)
         for whole, part in zip(found, rest, strict=True):
             if part is not None:
-                whole[expert] = part[0]
+                whole[experts] = part
         if to_x is not None:
             dx += to_x
     return dx.to(x.dtype) if wanted[0] else x.new_empty(0), *found
 
 
-def _expert_bwd(x, share, parameters, activation, wanted, backend) -> tuple[Tensor | None, ...]:
-    """Gradients to x and to one expert's parameters, where dy = share y."""
+def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend) -> tuple[Tensor | None, ...]:
+    """Gradients to x and to the parameters of some experts, where dy = share y of every row. They are those of an
+    expert MLP whose gradient is y and whose gate weights are the shares."""
     w_in, w_out, b_in, b_out = parameters
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted
-    offsets = all_rows(x)
     dx = dw_in = dw_out = db_in = db_out = None
-    hidden, pre = product(x, w_in, offsets, None, b_in, activation, activation != "", backend)
-    dy, _ = product(hidden, w_out, offsets, None, b_out, "", False, backend)
-    dy = (dy.to(share.dtype) * share[:, None]).to(x.dtype)
+    hidden, pre = product(x, w_in, offsets, token, b_in, activation, activation != "", backend)
+    y, _ = product(hidden, w_out, offsets, None, b_out, "", False, backend)
+    given = y, matrices(w_out), offsets, None, share, pre if activation else hidden
+    dpre, weighted, _ = kernels(backend).expert_mlp_bwd_hidden(*given, activation)
     if to_w_out or to_b_out:
-        dw_out, db_out = weight_gradient(hidden, dy, offsets, None, None, to_b_out, backend)
-    if to_x or to_w_in or to_b_in:
-        dpre = transposed(dy, w_out, offsets, backend)
-        if activation:
-            dpre = kernels(backend).activation_bwd(rows(dpre), pre, activation)
-        if to_x:
-            dx = transposed(dpre, w_in, offsets, backend)
-        if to_w_in or to_b_in:
-            dw_in, db_in = weight_gradient(x, dpre, offsets, None, None, to_b_in, backend)
+        dw_out, db_out = weight_gradient(weighted, y, offsets, None, None, to_b_out, backend, row_weight=share)
+    if to_x:
+        dx = _sum_of_experts(transposed(dpre, w_in, offsets, backend), x.shape[0], backend)
+    if to_w_in or to_b_in:
+        dw_in, db_in = weight_gradient(x, dpre, offsets, token, None, to_b_in, backend)
     found = dx, dw_in, dw_out, db_in, db_out
     return tuple(each if needed else None for each, needed in zip(found, wanted, strict=True))
 
 
-def _expert(expert: int, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """The parameters of one expert, still with a dimension of experts."""
-    return tuple(None if each is None else each[expert : expert + 1] for each in parameters)
+def _sum_of_experts(rows: Tensor, num_tokens: int, backend: str) -> Tensor:
+    """(T, D): the sum of rows t, T + t, 2 T + t, ... in float32."""
+    if rows.shape[0] == num_tokens:
+        return rows
+    row = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
+    return combine(rows, None, row.view(-1, num_tokens).t(), backend)
+
+
+def _of(experts: slice, *parameters: Tensor | None) -> tuple[Any, ...]:
+    """The parameters of some experts; biases contiguous."""
+    parts = (None if each is None else each[experts] for each in parameters)
+    return tuple(each if each is None or each.dim() == 3 else each.contiguous() for each in parts)
 
 
 def _bwd_fake(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend):
@@ -92,8 +118,7 @@ def _sizes(x, w_in, w_out) -> tuple[int, int]:
 def _bwd_flops(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, *rest, **kwargs) -> int:
     first, second = _sizes(x, w_in, w_out)
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted
-    to_hidden = second * (to_x or to_w_in or to_b_in)
-    return first + second + second * (to_w_out or to_b_out) + to_hidden + first * (to_x + (to_w_in or to_b_in))
+    return first + second * (2 + (to_w_out or to_b_out)) + first * (to_x + (to_w_in or to_b_in))
 
 
 _TENSORS = "Tensor x, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out"

@@ -66,20 +66,21 @@ def transposed(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: st
 
 
 def weight_gradient(
-    x, grad, expert_offsets, x_token, grad_token, with_bias, backend, weight=None
+    x, grad, expert_offsets, x_token, grad_token, with_bias, backend, weight=None, row_weight=None
 ) -> tuple[Tensor, Tensor]:
-    """(E, Din, Dout), the sum of x^T grad over every expert's rows; and, with_bias, the sum of grad.
+    """(E, Din, Dout), the sum of x^T grad over every expert's rows; and, with_bias, the sum of row_weight grad.
 
     weight: the gradient gets its layout, so that autograd need not copy it into that of a transposed parameter.
+    row_weight: (R) in the wide dtype; None for ones.
     """
     given = rows(x), rows(grad), expert_offsets, x_token, grad_token
     if weight is None or not is_transposed(weight):
-        return kernels(backend).grouped_gemm_bwd_weight(*given, with_bias)
-    # (grad^T x)^T: the same kernel with its operands exchanged. Sums of grad are the products with a column of ones.
+        return kernels(backend).grouped_gemm_bwd_weight(*given, with_bias, row_weight)
+    # (grad^T x)^T: the same kernel with its operands exchanged. Sums of grad come from a call without columns of x.
     dweight, dbias = weight_gradient(grad, x, expert_offsets, grad_token, x_token, False, backend)
     if with_bias:
-        ones = grad.new_ones((grad if grad_token is None else grad_token).shape[0], 1)
-        dbias = weight_gradient(ones, grad, expert_offsets, None, grad_token, False, backend)[0][:, 0].clone()
+        given = rows(x)[:, :0], *given[1:]
+        dbias = kernels(backend).grouped_gemm_bwd_weight(*given, True, row_weight)[1]
     return dweight.transpose(1, 2), dbias
 
 

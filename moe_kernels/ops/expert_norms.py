@@ -3,9 +3,10 @@
     h_te = act(x_t W_in_e + b_in_e),   y_te = h_te W_out_e + b_out_e,   s_te = ||y_te||
     dy_te = ds_te y_te / s_te (0 where s_te = 0),   and from there as a two-layer network
 
-Experts are computed one after the other. The kernel squares and sums the second product's accumulators, so that a
-forward holds one (T, H) hidden layer and the (T, E) norms, never the (T, E, Dout) outputs. Saved for backward: x, the
-norms and the parameters. Backward computes each expert's hidden layer and output again.
+Experts are computed in groups, a row for each token and expert. The kernel squares and sums the second product's
+accumulators, so that a forward holds the group's hidden layers and the (T, E) norms, never the (T, E, Dout) outputs.
+Saved for backward: x, the norms and the parameters. Backward computes a group's hidden layers and outputs again; then
+it is that of an expert MLP whose gradient is y and whose gate weights are ds / s.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ def expert_norms(
         float32 (float64 stays) until the root, except outputs of large experts on a CPU with bfloat16 products.
 
     Gradient: to x, the weights and the biases; zero where a norm is zero. Once differentiable. Elements held, with
-    W = H or 2 H columns of w_in: T (E + H) forward, T (E + 2 (D + W + Dout)) and the gradients of the parameters
-    backward. FLOPs (torch's counter): 2 T E (D W + H Dout) forward, three times that backward, of that a third for
-    recomputation.
+    W = H or 2 H columns of w_in and groups of G experts: T (E + G H) forward, T (E + G (2 D + 2 W + H + Dout)) and the
+    gradients of the parameters backward. G is 1 on a CPU. On a GPU it is the largest number with T G max(D, W, Dout) up
+    to 2^27, at least 1; if all experts fit, 2 kernels run forward and 7 backward, whatever E is. FLOPs (torch's
+    counter): 2 T E (D W + H Dout) forward, three times that backward, of that a third for recomputation.
 
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.

@@ -74,7 +74,9 @@ def fwd(native, x, weight, expert_offsets, row_token, bias, activation, keep_pre
     return out, x.new_empty(0, dout) if pre is None else pre
 
 
-def bwd_weight(native, x, grad, expert_offsets, x_token, grad_token, with_bias) -> tuple[Tensor, Tensor]:
+def bwd_weight(
+    native, x, grad, expert_offsets, x_token, grad_token, with_bias, row_weight=None
+) -> tuple[Tensor, Tensor]:
     size = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
     dtype, (num_experts, din, dout) = x.dtype, size
     num_rows = (x if x_token is None else x_token).shape[0]
@@ -97,6 +99,7 @@ def bwd_weight(native, x, grad, expert_offsets, x_token, grad_token, with_bias) 
             native.pointer("grouped_gemm", grad_token, torch.int32, 1),
             native.pointer("grouped_gemm", expert_offsets, torch.int32, 1),
             num_experts,
+            native.pointer("grouped_gemm", row_weight, wide(dtype), 1),
             native.pointer("grouped_gemm", dweight, dtype, 3),
             native.pointer("grouped_gemm", dbias if with_bias else None, dtype, 2),
             din if small else 0,  # no din: column sums alone
@@ -121,11 +124,11 @@ def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: in
 
 
 def hidden_bwd(
-    native, grad, w_out, expert_offsets, row_token, row_weight, pre, activation
+    native, grad, w_out, expert_offsets, row_token, row_weight, pre, activation, b_out=None
 ) -> tuple[Tensor, Tensor, Tensor]:
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
     weight = w_out.transpose(1, 2)
-    large = not in_cpp(native, grad.dtype, weight.shape, row_token.shape[0])
+    large = not in_cpp(native, grad.dtype, weight.shape, pre.shape[0])
     product = _large_product(grad, weight, expert_offsets, row_token, None) if large else None
     weighted = _place(product, pre.dtype, pre.shape[0], w_out.shape[1])
     native.launch(
@@ -133,6 +136,7 @@ def hidden_bwd(
         _work(pre.shape[0], weight.shape),
         *_product(native, grad, weight, expert_offsets, row_token, product),
         native.pointer("expert_mlp", row_weight, wide(pre.dtype), 1),
+        native.pointer("expert_mlp", b_out, pre.dtype, 2),
         native.pointer("expert_mlp", pre, pre.dtype, 2),
         ACTIVATIONS[activation],
         native.pointer("expert_mlp", dpre, pre.dtype, 2),

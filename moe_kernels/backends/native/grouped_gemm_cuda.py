@@ -38,7 +38,9 @@ def fwd(native, x, weight, expert_offsets, row_token, bias, activation, keep_pre
     return out, pre
 
 
-def bwd_weight(native, x, grad, expert_offsets, x_token, grad_token, with_bias) -> tuple[Tensor, Tensor]:
+def bwd_weight(
+    native, x, grad, expert_offsets, x_token, grad_token, with_bias, row_weight=None
+) -> tuple[Tensor, Tensor]:
     num_experts, din, dout = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
     dweight = x.new_empty((num_experts, din, dout))
     dbias = x.new_empty((num_experts if with_bias else 0, dout))
@@ -53,6 +55,7 @@ def bwd_weight(native, x, grad, expert_offsets, x_token, grad_token, with_bias) 
         grad.stride(0),
         native.pointer("grouped_gemm", grad_token, torch.int32, 1),
         native.pointer("grouped_gemm", expert_offsets, torch.int32, 1),
+        native.pointer("grouped_gemm", row_weight, torch.float32, 1),
         native.pointer("grouped_gemm", dweight, x.dtype, 3),
         native.pointer("grouped_gemm", dbias if with_bias else None, x.dtype, 2),
         (x if x_token is None else x_token).shape[0],
@@ -64,9 +67,9 @@ def bwd_weight(native, x, grad, expert_offsets, x_token, grad_token, with_bias) 
 
 
 def hidden_bwd(
-    native, grad, w_out, expert_offsets, row_token, row_weight, pre, activation
+    native, grad, w_out, expert_offsets, row_token, row_weight, pre, activation, b_out=None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weight, num_rows = w_out.transpose(1, 2), row_token.shape[0]
+    weight, num_rows = w_out.transpose(1, 2), pre.shape[0]
     num_experts, dim, hidden = weight.shape
     dpre, weighted = pre.new_empty(pre.shape), pre.new_empty((num_rows, hidden))
     partial = _partial(row_weight, num_rows, hidden)
@@ -80,6 +83,7 @@ def hidden_bwd(
         *_weight(native, weight, grad.dtype),
         native.pointer("expert_mlp", expert_offsets, torch.int32, 1),
         native.pointer("expert_mlp", row_weight, torch.float32, 1),
+        *_bias(native, b_out, grad.dtype),
         native.pointer("expert_mlp", pre, grad.dtype, 2),
         ACTIVATIONS[activation],
         native.pointer("expert_mlp", dpre, grad.dtype, 2),
@@ -143,5 +147,5 @@ def _bias(native: ModuleType, bias: Tensor | None, dtype: torch.dtype) -> tuple[
 
 
 def _partial(like: Tensor, num_rows: int, columns: int) -> Tensor:
-    """Room for a sum of each tile of columns: (tiles, R) float32."""
-    return like.new_empty((-(-columns // COLUMNS), num_rows), dtype=torch.float32)
+    """Room for a sum of each tile of columns: (tiles, R) float32. One tile without columns too."""
+    return like.new_empty((max(-(-columns // COLUMNS), 1), num_rows), dtype=torch.float32)

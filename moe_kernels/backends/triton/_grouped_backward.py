@@ -70,6 +70,7 @@ def _grouped_gemm_bwd_weight(
     x_token_ptr,  # (R); not read unless GATHER_X
     grad_token_ptr,  # (R); not read unless GATHER_GRAD
     expert_offsets_ptr,  # (E + 1)
+    row_weight_ptr,  # (R); not read unless WEIGHTED
     dweight_ptr,  # (E, K, N) contiguous
     dbias_ptr,  # (E, N) contiguous; not written unless BIAS
     stride_x,
@@ -79,6 +80,7 @@ def _grouped_gemm_bwd_weight(
     GATHER_X: tl.constexpr,
     GATHER_GRAD: tl.constexpr,
     BIAS: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,  # of K
@@ -100,7 +102,10 @@ def _grouped_gemm_bwd_weight(
             sums = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
             for start in tl.range(begin, end, BLOCK_K, num_stages=1):
                 row = start + tl.arange(0, BLOCK_K)
-                sums += _rows_of(grad_ptr, grad_token_ptr, row, end, n, N, stride_grad, GATHER_GRAD, True)
+                grad = _rows_of(grad_ptr, grad_token_ptr, row, end, n, N, stride_grad, GATHER_GRAD, True)
+                if WEIGHTED:
+                    grad *= tl.load(row_weight_ptr + row, mask=row < end, other=0.0)[:, None]
+                sums += grad
             dbias = tl.sum(sums, axis=0).to(dbias_ptr.dtype.element_ty)
             tl.store(dbias_ptr + expert.to(tl.int64) * N + n, dbias, mask=n < N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -119,6 +124,7 @@ def _expert_mlp_bwd_hidden(
     w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED
     row_token_ptr,  # (R)
     row_weight_ptr,  # (R)
+    bias_ptr,  # (E, K) contiguous, the bias that makes y; not read unless BIAS
     expert_offsets_ptr,  # (E + 1)
     pre_ptr,  # (R, N or 2 N) contiguous
     dpre_ptr,  # (R, N or 2 N) contiguous
@@ -131,6 +137,7 @@ def _expert_mlp_bwd_hidden(
     R,
     K,
     N,
+    BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     GATHER: tl.constexpr,
@@ -144,7 +151,7 @@ def _expert_mlp_bwd_hidden(
     BLOCK_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    column_tiles = tl.cdiv(N, BLOCK_N)
+    column_tiles = tl.maximum(tl.cdiv(N, BLOCK_N), 1)
     row_tile, column_tile = raster(column_tiles, tl.num_programs(0), 0)
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
     if first >= end:
@@ -164,6 +171,18 @@ def _expert_mlp_bwd_hidden(
     dpre_ptr += start * both
     weighted_ptr += start * N
     partial = _finish_hidden(dh, weight, pre_ptr, dpre_ptr, weighted_ptr, there, used, column, N, ACTIVATION, GATED)
+    if BIAS:
+        tl.static_assert(GATHER)  # else x may be a descriptor
+        # <b_out_e, dy> in a walk of its own, by the first column of tiles: in the other one all of them would pay.
+        if column_tile == 0:
+            bias_ptr += expert.to(tl.int64) * K
+            k = tl.arange(0, BLOCK_K)
+            for begin in tl.range(0, depth, BLOCK_K, num_stages=1):
+                inside = begin + k < K
+                bias = tl.load(bias_ptr + begin + k, mask=inside, other=0.0).to(tl.float32)
+                at = x + token[:, None] * stride_x + begin + k
+                dy = tl.load(at, mask=(token >= 0)[:, None] & inside, other=0.0).to(tl.float32)
+                partial += tl.sum(dy * bias, axis=1)
     tl.store(partial_ptr + start * column_tiles + column_tile + row * column_tiles, partial, mask=there)
 
 
@@ -276,6 +295,7 @@ def grouped_gemm_bwd_weight(
     x_token: Tensor | None,
     grad_token: Tensor | None,
     with_bias: bool,
+    row_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_experts, dim, columns = expert_offsets.shape[0] - 1, x.shape[1], grad.shape[1]
     dweight = x.new_empty((num_experts, dim, columns))
@@ -289,9 +309,11 @@ def grouped_gemm_bwd_weight(
         launch(
             _grouped_gemm_bwd_weight, (row_tiles * triton.cdiv(columns, tiles.n) * num_experts,),
             x, grad, expert_offsets if x_token is None else x_token,
-            expert_offsets if grad_token is None else grad_token, expert_offsets, dweight, dbias,
+            expert_offsets if grad_token is None else grad_token, expert_offsets,
+            dweight if row_weight is None else row_weight, dweight, dbias,
             x.stride(0), grad.stride(0), dim, columns,
             GATHER_X=x_token is not None, GATHER_GRAD=grad_token is not None, BIAS=with_bias,
+            WEIGHTED=row_weight is not None,
             **precision(x.dtype), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
         )  # fmt: skip
 
@@ -304,26 +326,28 @@ def expert_mlp_bwd_hidden(
     grad: Tensor,
     w_out: Tensor,
     expert_offsets: Tensor,
-    row_token: Tensor,
+    row_token: Tensor | None,
     row_weight: Tensor,
     pre: Tensor,
     activation: str,
+    b_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, (num_experts, hidden, _) = row_token.shape[0], w_out.shape
+    rows, (num_experts, hidden, _) = pre.shape[0], w_out.shape
     dpre, weighted = pre.new_empty(pre.shape), pre.new_empty((rows, hidden))
-    drow_weight = row_weight.new_zeros(rows)
-    if weighted.numel() == 0:
+    drow_weight = row_weight.new_empty(rows)
+    if rows == 0:
         return dpre, weighted, drow_weight
 
     def launch_with(tiles):
         nonlocal drow_weight
-        column_tiles = triton.cdiv(hidden, tiles.n)
+        column_tiles = max(triton.cdiv(hidden, tiles.n), 1)  # without columns there is still a bias
         partial = row_weight.new_empty((rows, column_tiles))
         launch(
             _expert_mlp_bwd_hidden, ((rows // tiles.m + num_experts + 1) * column_tiles,),
-            row_token_ptr=row_token, row_weight_ptr=row_weight, expert_offsets_ptr=expert_offsets, pre_ptr=pre,
-            dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=rows, N=hidden,
-            **operands(grad, w_out.transpose(1, 2), True, tiles), **activation_of(activation),
+            row_token_ptr=expert_offsets if row_token is None else row_token, row_weight_ptr=row_weight,
+            bias_ptr=expert_offsets if b_out is None else b_out, expert_offsets_ptr=expert_offsets, pre_ptr=pre,
+            dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=rows, N=hidden, BIAS=b_out is not None,
+            **operands(grad, w_out.transpose(1, 2), row_token is not None, tiles), **activation_of(activation),
         )  # fmt: skip
         drow_weight = partial.sum(1)
 
