@@ -12,7 +12,7 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
-from moe_kernels import backends
+from moe_kernels import backends, library
 
 INF, NAN = math.inf, math.nan
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -305,6 +305,16 @@ def test_nan_stays_with_its_token(target):
         gates, _ = mk.tree_gate(**arguments, gamma=1.0, backend=backend)
         assert gates[1].isnan().all()
         assert gates[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("experts", [5, 64])
+def test_gpu_kernels_round_their_results(target, experts):
+    """Gates and leaf probabilities leave a kernel in the dtype of x: no cast reads and writes them once more."""
+    if target.backend not in ("triton", "cuda"):
+        pytest.skip("the CPU's kernels compute in float32 and have their results cast")
+    given = [each.bfloat16() for each in drawn(8, 16, 1, experts, device=target.device).values()]
+    gates, leaf_probs, *_ = library.ops.tree_gate_fwd(*given, 1.0, "", target.backend)
+    assert (gates.dtype, leaf_probs.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_views_are_read(target):

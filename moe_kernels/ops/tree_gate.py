@@ -97,7 +97,8 @@ def tree_gate(
 
     Gradient: to x, weights and biases, from gates and leaf_probs. It is finite everywhere; saturated nodes and leaves
     out of reach get exactly zero. Differentiable once on kernels. Autocast: runs in the dtype of its inputs. FLOPs
-    (torch's counter): 2 T P K (2E - 1), the products; twice as many backward.
+    (torch's counter): 2 T P K (2E - 1), the products; twice as many backward. On a GPU float32 products are torch.mm's:
+    in TF32 if torch.backends.cuda.matmul allows it, else IEEE.
 
     Raises:
         TypeError: a tensor of another dtype than x, gamma no number, or a torch.func transform.

@@ -22,6 +22,7 @@ MOST_FUSED = 64  # experts: 128 columns of float32 sums for 64 tokens are 64 reg
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
 
 
 def _blocks(num_experts: int) -> tuple[dict[str, int], int]:
@@ -118,7 +119,7 @@ def _gates(
         row = token * K + k
         v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH)
         at = row[:, None] * E + expert
-        tl.store(leaf_probs_ptr + at, v, mask=inside)
+        tl.store(leaf_probs_ptr + at, v.to(leaf_probs_ptr.dtype.element_ty), mask=inside)
         a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
         counts = leaf[None, :] & ~(v < least)
         higher = tl.maximum(highest, tl.max(tl.where(counts, a, LOWEST), axis=1))
@@ -126,7 +127,8 @@ def _gates(
         sums = tl.fma(sums, tl.exp(highest - higher)[:, None], terms)
         highest = higher
     gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # rounded: the gate of an only leaf is 1
-    tl.store(gates_ptr + first * E + token[:, None] * E + expert, gates, mask=inside)
+    at = gates_ptr + first * E + token[:, None] * E + expert
+    tl.store(at, gates.to(gates_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -179,7 +181,8 @@ def _tree_gate_bwd(
     real = token < T - first
     expert, leaf = _experts(E, DEPTH)
     inside = real[:, None] & leaf
-    grad = tl.load(grad_gates_ptr + first * E + token[:, None] * E + expert, mask=inside, other=0.0)
+    grad_gates_ptr += first * E
+    grad = tl.load(grad_gates_ptr + token[:, None] * E + expert, mask=inside, other=0.0).to(tl.float32)
     highest = tl.full((BLOCK_T,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
     dot = tl.zeros((BLOCK_T,), tl.float32)
@@ -210,7 +213,7 @@ def _tree_gate_bwd(
         below = v * share * grad
         if LEAF_PROBS:
             given = tl.load(grad_leaf_probs_ptr + first * K * E + at, mask=inside, other=0.0)
-            below += tl.where(leaf, v, 0.0) * given
+            below += tl.where(leaf, v, 0.0) * given.to(tl.float32)
         for up in tl.static_range(1, DEPTH + 1):
             pairs = tl.reshape(below, (BLOCK_T, 1 << (DEPTH - up), 2))
             left, right = tl.split(pairs)
@@ -294,7 +297,7 @@ def tree_gate_limits(place: str) -> dict[str, int]:
 @on_device
 def tree_gate_fwd(split_logits: Tensor, leaf_logits: Tensor, gamma: float, mode: str) -> tuple[Tensor, Tensor]:
     num_tokens, _, num_experts = leaf_logits.shape
-    gates = leaf_logits.new_empty((num_tokens, num_experts), dtype=torch.float32)
+    gates = leaf_logits.new_empty((num_tokens, num_experts))
     leaf_probs = gates.new_empty(leaf_logits.shape)
     _launch(_tree_gate_fwd, (split_logits, leaf_logits, gates, leaf_probs), leaf_logits, gamma, mode)
     return gates, leaf_probs
@@ -352,7 +355,7 @@ def tree_gate_fused_fwd(
     mode: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x, (num_tokens, dim), num_experts = x.contiguous(), x.shape, leaf_weight.shape[1]
-    gates = x.new_empty((num_tokens, num_experts), dtype=torch.float32)
+    gates = x.new_empty((num_tokens, num_experts))
     leaf_probs = gates.new_empty((num_tokens, 1, num_experts))
     split_logits, leaf_logits = x.new_empty((num_tokens, 1, num_experts - 1)), x.new_empty(leaf_probs.shape)
     if num_tokens == 0:
