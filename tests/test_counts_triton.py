@@ -58,6 +58,35 @@ def test_rows_of_a_multiple_of_8_take_no_more_instructions():
     assert odd_bwd <= 1.05 * even_bwd
 
 
+def rows(dtype: str, dim: int) -> None:
+    from moe_kernels.backends.triton import combine, dispatch
+
+    x, row = torch.randn(64, dim).to(getattr(torch, dtype)), torch.arange(128, dtype=torch.int32)
+    slot_row, offsets, weights = row.view(64, 2), torch.tensor([0, 128], dtype=torch.int32), torch.rand(64, 2)
+    routed = dispatch.dispatch_fwd(x, row // 2, slot_row, offsets)
+    combine.combine_fwd(routed, weights, slot_row)
+    combine.combine_bwd(x, routed, weights, row // 2, slot_row, offsets, row % 2)
+
+
+def test_rows_of_a_multiple_of_8_move_16_bytes_at_a_time():
+    # Rows of 1000 took 2.4 times the instructions of rows of 1024 in dispatch, 1.6 in combine, 1.5 in its backward.
+    for odd, even in zip(counted("rows", "bfloat16", 1000), counted("rows", "bfloat16", 1024), strict=True):
+        assert odd <= 1.1 * even, (odd, even)
+
+
+def topk_gate(dtype: str) -> None:
+    from moe_kernels.backends.triton import topk_gate
+
+    topk_gate.topk_gate_fwd(torch.randn(64, 128).to(getattr(torch, dtype)), 8, "topk_softmax")
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 350), ("bfloat16", 270)])
+def test_topk_gate_finds_a_choice_in_one_or_two_reductions(dtype, most):
+    """Instructions of a token at E = 128, K = 8: 358 and 382 where a 64-bit key held logit and expert."""
+    (found,) = counted("topk_gate", dtype)
+    assert found <= most * 64, found / 64
+
+
 def plan() -> None:
     from moe_kernels.backends.triton import plan
 

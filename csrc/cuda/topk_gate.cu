@@ -31,23 +31,40 @@ struct Logit {
   }
 };
 
-// A row's ranks: lane i has those of experts i, i + 32, ... With SLOTS > 0 they stay in registers, with 0 they are read
-// again each time.
+// A row's ranks: lane i has those of experts i, i + 32, ..., or with four SLOTS those of four neighbours. With SLOTS > 0
+// they stay in registers, with 0 they are read again each time.
 template <class T, int SLOTS>
 struct Ranks {
   using Bits = typename Logit<T>::Bits;
+
+  static constexpr bool kNeighbours = SLOTS == 4;
+  using Four = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 
   const Bits* logits;  // (E), from this lane's first on
   int num_experts, lane;
   uint32_t resident[SLOTS ? SLOTS : 1];
 
-  __device__ Ranks(const Bits* logits, int num_experts, int lane)
-      : logits(logits + lane), num_experts(num_experts), lane(lane) {
+  // wide: of four neighbours either all are there or none, and they may be read together.
+  __device__ Ranks(const Bits* logits, int num_experts, int lane, bool wide)
+      : logits(logits + (kNeighbours ? SLOTS * lane : lane)), num_experts(num_experts), lane(lane) {
+    if constexpr (kNeighbours) {
+      if (wide) {
+        const bool inside = SLOTS * lane < num_experts;
+        const Four four = inside ? load(reinterpret_cast<const Four*>(this->logits)) : Four{};
+        const auto* words = reinterpret_cast<const uint32_t*>(&four);
+#pragma unroll
+        for (int s = 0; s < SLOTS; s++) {
+          const uint32_t bits = sizeof(T) == 4 ? words[s] : words[s / 2] >> s % 2 * 16 & 0xffffu;
+          resident[s] = inside ? Logit<T>::rank(bits) : 0;
+        }
+        return;
+      }
+    }
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) resident[s] = read(s);
   }
   __device__ int slots() const { return SLOTS ? SLOTS : (num_experts + kWarpSize - 1) / kWarpSize; }
-  __device__ int expert(int slot) const { return slot * kWarpSize + lane; }
+  __device__ int expert(int slot) const { return kNeighbours ? SLOTS * lane + slot : slot * kWarpSize + lane; }
   __device__ uint32_t operator[](int slot) const {
     if constexpr (SLOTS > 0) return resident[slot];
     return read(slot);
@@ -55,8 +72,9 @@ struct Ranks {
 
  private:
   __device__ uint32_t read(int slot) const {
-    const bool inside = slot * kWarpSize < num_experts - lane;
-    const uint32_t bits = inside ? load(logits + slot * kWarpSize) : 0u, rank = Logit<T>::rank(bits);
+    const bool inside = expert(slot) < num_experts;
+    const uint32_t bits = inside ? load(logits + slot * (kNeighbours ? 1 : kWarpSize)) : 0u;
+    const uint32_t rank = Logit<T>::rank(bits);
     return inside ? rank : 0;
   }
 };
@@ -67,11 +85,13 @@ struct Choice {
 };
 
 // The choices of a row, best first. A lane keeps its own logits in that order, and the warp takes the best of the 32
-// heads: a list moves up where its head was taken.
+// heads: a list moves up where its head was taken. next() is what the lane that stands for the choice keeps, and choice()
+// what that means.
 //
 // Two 16-bit halves make a key here: the rank, and after it the expert, the lower the larger. One reduction finds both.
 template <class T, int SLOTS>
 struct Packed {
+  using Kept = uint32_t;
   uint32_t keys[SLOTS];
 
   __device__ explicit Packed(const Ranks<T, SLOTS>& ranks) {
@@ -85,18 +105,20 @@ struct Packed {
       }
     }
   }
-  __device__ Choice next() {
+  __device__ Kept next() {
     const uint32_t highest = __reduce_max_sync(kAllLanes, keys[0]);
     const bool taken = keys[0] == highest;
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) keys[s] = taken ? (s + 1 < SLOTS ? keys[s + 1] : 0) : keys[s];
-    return {highest >> 16, static_cast<int>(0xffffu - (highest & 0xffffu))};
+    return highest;
   }
+  __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
 };
 
 // Of 32-bit ranks a second reduction finds the expert. A lane's experts, below 128, are bytes of one word.
 template <class T>
 struct Sorted {
+  using Kept = Choice;
   static constexpr int kSlots = 4;
   uint32_t ranks[kSlots], experts = 0;
 
@@ -117,7 +139,7 @@ struct Sorted {
 #pragma unroll
     for (int s = 0; s < kSlots; s++) experts |= static_cast<uint32_t>(order[s]) << 8 * s;
   }
-  __device__ Choice next() {
+  __device__ Kept next() {
     const uint32_t highest = __reduce_max_sync(kAllLanes, ranks[0]);
     const int head = ranks[0] == highest ? experts & 0xffu : INT32_MAX;
     const int expert = __reduce_min_sync(kAllLanes, head);
@@ -127,16 +149,18 @@ struct Sorted {
     }
     return {highest, expert};
   }
+  __device__ static Choice choice(Kept kept) { return kept; }
 };
 
 // Many logits a lane: the largest pair below the choice before is searched each time.
 template <class T, int SLOTS>
 struct Searched {
+  using Kept = Choice;
   const Ranks<T, SLOTS>& ranks;
   Choice last{UINT32_MAX, 0};
 
   __device__ explicit Searched(const Ranks<T, SLOTS>& ranks) : ranks(ranks) {}
-  __device__ Choice next() {
+  __device__ Kept next() {
     Choice best{0, INT32_MAX};
 #pragma unroll
     for (int s = 0; s < ranks.slots(); s++) {
@@ -148,6 +172,7 @@ struct Searched {
     last = {highest, __reduce_min_sync(kAllLanes, best.rank == highest ? best.expert : INT32_MAX)};
     return last;
   }
+  __device__ static Choice choice(Kept kept) { return kept; }
 };
 
 template <class T, int SLOTS>
@@ -160,25 +185,28 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
                      int64_t stride,                         // elements from token to token
                      float* weights,                         // (T, K)
                      int32_t* experts,                       // (T, K)
-                     int64_t tokens, int num_experts, int k, bool softmax_first) {
+                     int64_t tokens, int num_experts, int k, bool softmax_first, bool wide) {
   const int lane = threadIdx.x % kWarpSize;
   const uint32_t token = blockIdx.x * kTokens + threadIdx.x / kWarpSize;
   if (token >= tokens) return;
-  const Ranks<T, SLOTS> ranks(logits + token * stride, num_experts, lane);
+  const Ranks<T, SLOTS> ranks(logits + token * stride, num_experts, lane, wide);
   const int64_t start = int64_t(token) * k + lane;
   weights += start, experts += start;
 
-  Choices<T, SLOTS> choices(ranks);
+  using List = Choices<T, SLOTS>;
+  [[maybe_unused]] constexpr int kUnrolled = SLOTS == 4 ? 8 : 2;  // a look at how many are left costs 3 instructions
+  List choices(ranks);
   float highest = 0.0f, sum = 0.0f, share = 0.0f;
   int left = k;  // choices, of 32 of which at a time each lane keeps one
   for (;; left -= kWarpSize, weights += kWarpSize, experts += kWarpSize) {
-    Choice mine{0, 0};
+    typename List::Kept kept{};
     const int count = min(left, kWarpSize);
-#pragma unroll 2
+#pragma unroll kUnrolled
     for (int i = 0; i < count; i++) {
-      const Choice next = choices.next();
-      if (i == lane) mine = next;
+      const auto next = choices.next();
+      if (i == lane) kept = next;
     }
+    const Choice mine = List::choice(kept);
     const float value = Logit<T>::value(mine.rank);
     if (left == k) highest = __shfl_sync(kAllLanes, value, 0);  // a NaN if there is one, and then every weight is NaN
     share = lane < count ? expf(value - highest) : 0.0f;
@@ -236,9 +264,11 @@ cudaError_t start(const void* logits, int64_t stride, void* weights, int32_t* ex
                       : num_experts <= 8 * kWarpSize  ? topk_gate_kernel<T, 8>
                       : num_experts <= 32 * kWarpSize ? topk_gate_kernel<T, 32>
                                                       : topk_gate_kernel<T, 0>;
+  const int64_t size = sizeof(T);
+  const bool wide = rows_divide(4 * size, num_experts * size, {stride * size}, {logits});
   return launch(kernel, blocks(tokens), kTokens * kWarpSize, 0, stream,
                 static_cast<const typename Logit<T>::Bits*>(logits), stride, static_cast<float*>(weights), experts,
-                tokens, static_cast<int>(num_experts), static_cast<int>(k), softmax_first != 0);
+                tokens, static_cast<int>(num_experts), static_cast<int>(k), softmax_first != 0, wide);
 }
 
 template <class T>

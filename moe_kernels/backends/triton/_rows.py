@@ -1,10 +1,13 @@
-"""Shared by dispatch and combine: the tile of a program, and rows of the plan that are not in use."""
+"""Shared by kernels over rows: the tile of a program, the unit of its sizes, and rows of a plan without a token."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from moe_kernels.backends._native import aligned
 
 TILE = 2048  # elements of a program, 16 a thread
 LONGEST = 4096  # elements of a row that a program takes at a time
@@ -19,6 +22,20 @@ def tile(dim: int) -> dict[str, int]:
     block = min(max(triton.next_power_of_2(dim), 16), LONGEST if dim <= LONGEST else LONGEST // 2)
     tokens = max(TILE // block, 1)
     return {"BLOCK_T": tokens, "BLOCK_D": block, "num_warps": tokens * block // 512}
+
+
+def unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> int:
+    """The first of the units, in elements, in which rows of these tensors start and n counts; or 1. Without units, the
+    elements of 16 bytes.
+
+    A kernel gets its sizes in units: Triton looks for multiples of 16 elements only, and would read a row of 1000
+    bfloat16 two bytes at a time.
+    """
+    size = tensors[0].element_size()
+    for count in units or (16 // size,):
+        if n % count == 0 and all(each.stride(0) % count == 0 and aligned(each, count * size) for each in tensors):
+            return count
+    return 1
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends.triton import launch, on_device, unsupported
-from moe_kernels.backends.triton._rows import TYPES, clear_rows, tile
+from moe_kernels.backends.triton._rows import TYPES, clear_rows, tile, unit
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -21,21 +21,23 @@ def _combine_fwd(
     weights_ptr,  # (T, K) contiguous; not read unless WEIGHTED
     slot_row_ptr,  # (T, K)
     y_ptr,  # (T, D) contiguous
-    stride_rows_R,
+    units_rows_R,
     T,
     K,
-    D,
+    units,  # of a row
+    UNIT: tl.constexpr,  # elements: 16 bytes, or 1
     WEIGHTED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    D = units * UNIT
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     sums = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for k in tl.range(0, K, loop_unroll_factor=2):  # so that the loads of two rows are in flight together
         row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1).to(tl.int64)
         inside = (row >= 0)[:, None] & (d < D)
-        values = tl.load(rows_ptr + row[:, None] * stride_rows_R + d, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(rows_ptr + row[:, None] * (units_rows_R * UNIT) + d, mask=inside, other=0.0).to(tl.float32)
         if WEIGHTED:
             weight = tl.load(weights_ptr + token * K + k, mask=row >= 0, other=0.0)
             sums = tl.fma(weight[:, None], values, sums)
@@ -54,19 +56,21 @@ def _combine_bwd(
     expert_offsets_ptr,  # (E + 1)
     drows_ptr,  # (R, D) contiguous
     dweights_ptr,  # (T, K) contiguous
-    stride_grad_T,
-    stride_rows_R,
+    units_grad_T,
+    units_rows_R,
     T,
     K,
     E,
     R,
-    D,
+    units,  # of a row
+    UNIT: tl.constexpr,  # elements: 16 bytes, or 1
     WHOLE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    D = units * UNIT
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    grad = grad_ptr + token[:, None] * stride_grad_T
+    grad = grad_ptr + token[:, None] * (units_grad_T * UNIT)
     first = tl.arange(0, BLOCK_D)
     dy = tl.load(grad + first, mask=(token < T)[:, None] & (first < D), other=0.0).to(tl.float32)
     for k in range(K):
@@ -79,7 +83,7 @@ def _combine_bwd(
             inside = (row >= 0)[:, None] & (d < D)
             if not WHOLE:
                 dy = tl.load(grad + d, mask=inside, other=0.0).to(tl.float32)
-            values = tl.load(rows_ptr + row[:, None] * stride_rows_R + d, mask=inside, other=0.0).to(tl.float32)
+            values = tl.load(rows_ptr + row[:, None] * (units_rows_R * UNIT) + d, mask=inside, other=0.0).to(tl.float32)
             drow = (weight[:, None] * dy).to(drows_ptr.dtype.element_ty)
             tl.store(drows_ptr + row[:, None] * D + d, drow, mask=inside)
             dot += tl.sum(values * dy, axis=1)
@@ -98,12 +102,12 @@ def combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tenso
     dim = rows.shape[1]
     y = rows.new_empty((slot_row.shape[0], dim))
     if y.numel():
-        shape = tile(dim)
+        shape, piece = tile(dim), unit((rows,), dim)
         grid = (triton.cdiv(y.shape[0], shape["BLOCK_T"]), triton.cdiv(dim, shape["BLOCK_D"]))
         launch(
             _combine_fwd, grid,
             rows, slot_row if weights is None else weights, slot_row, y,
-            rows.stride(0), *slot_row.shape, dim, WEIGHTED=weights is not None, **shape,
+            rows.stride(0) // piece, *slot_row.shape, dim // piece, UNIT=piece, WEIGHTED=weights is not None, **shape,
         )  # fmt: skip
     return y
 
@@ -120,11 +124,12 @@ def combine_bwd(
 ) -> tuple[Tensor, Tensor]:
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
     if slot_row.numel():
-        shape = tile(rows.shape[1])
+        dim = rows.shape[1]
+        shape, piece = tile(dim), unit((grad, rows), dim)
         launch(
             _combine_bwd, (triton.cdiv(slot_row.shape[0], shape["BLOCK_T"]),),
             grad, rows, weights, slot_row, expert_offsets, drows, dweights,
-            grad.stride(0), rows.stride(0), *slot_row.shape, expert_offsets.shape[0] - 1, *rows.shape,
-            WHOLE=rows.shape[1] <= shape["BLOCK_D"], **shape,
+            grad.stride(0) // piece, rows.stride(0) // piece, *slot_row.shape, expert_offsets.shape[0] - 1,
+            rows.shape[0], dim // piece, UNIT=piece, WHOLE=dim <= shape["BLOCK_D"], **shape,
         )  # fmt: skip
     return drows, dweights

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_kernels.backends.triton import launch, on_device, patterns, unsupported
-from moe_kernels.backends.triton._rows import TYPES, clear_rows, tile
+from moe_kernels.backends.triton._rows import TYPES, clear_rows, tile, unit
 
 
 @triton.jit(do_not_specialize=["T", "E", "R"])
@@ -17,19 +17,21 @@ def _dispatch_fwd(
     slot_row_ptr,  # (T, K)
     expert_offsets_ptr,  # (E + 1)
     rows_ptr,  # (R, D) contiguous
-    stride_x_T,
+    units_x_T,
     T,
     K,
     E,
     R,
-    D,
+    units,  # of a row
+    UNIT: tl.constexpr,  # elements: 16 bytes, or 1
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
+    D = units * UNIT
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = (token < T)[:, None] & (d < D)
-    values = tl.load(x_ptr + token[:, None] * stride_x_T + d, mask=inside, other=0)
+    values = tl.load(x_ptr + token[:, None] * (units_x_T * UNIT) + d, mask=inside, other=0)
     for k in range(K):
         row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1).to(tl.int64)
         tl.store(rows_ptr + row[:, None] * D + d, values, mask=inside & (row >= 0)[:, None])
@@ -47,9 +49,11 @@ def dispatch_fwd(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets:
     if rows.numel():
         shape = tile(dim)
         grid = (max(triton.cdiv(x.shape[0], shape["BLOCK_T"]), 1), triton.cdiv(dim, shape["BLOCK_D"]))
+        piece = unit((x,), dim)
         launch(
             _dispatch_fwd, grid,
             patterns(x), slot_row, expert_offsets, patterns(rows),
-            x.stride(0), *slot_row.shape, expert_offsets.shape[0] - 1, *rows.shape, **shape,
+            x.stride(0) // piece, *slot_row.shape, expert_offsets.shape[0] - 1, rows.shape[0], dim // piece,
+            UNIT=piece, **shape,
         )  # fmt: skip
     return rows

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends._native import aligned
 from moe_kernels.backends._seed import normal_quantile
-from moe_kernels.backends.triton import launch, on_device, patterns, unsupported
+from moe_kernels.backends.triton import _rows, launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton._kwta_packed import kwta_fwd_packed
 from moe_kernels.backends.triton._kwta_values import key_near, value_of
 from moe_kernels.library import words
@@ -251,7 +250,7 @@ def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
     if dx.numel():
         block = max(min(triton.next_power_of_2(n), BLOCK_BWD), 32)
         grid = (rows, triton.cdiv(n, block))
-        unit = _unit((grad,), n, (16 // grad.element_size(),))
+        unit = _rows.unit((grad,), n)
         launch(
             _kwta_bwd, grid, patterns(grad), bits, patterns(dx), grad.stride(0) // unit, n // unit,
             UNIT=unit, BLOCK=block, num_warps=warps(block),
@@ -269,7 +268,7 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
     block = max(min(triton.next_power_of_2(n), RESIDENT), 32)
     source = x if values is None else values
     inf, form = FORMATS[x.dtype]
-    unit = _unit((x, source), n, (16 // x.element_size(),))
+    unit = _rows.unit((x, source), n)
     launch(
         _kwta_fwd, (rows,),
         patterns(x), patterns(source), patterns(x if y is None else y), x if bits is None else bits,
@@ -284,7 +283,7 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
 def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) -> None:
     """Rows of 16-bit elements, in words of two where all rows start at one."""
     rows, n = x.shape
-    unit = _unit((x, values), n, (8, 2))
+    unit = _rows.unit((x, values), n, (8, 2))
     block = max(triton.next_power_of_2(n), 32)
     inf, form = FORMATS[x.dtype]
     words_of = _words if unit > 1 else patterns
@@ -306,12 +305,3 @@ def packed_warps(block: int, unit: int) -> int:
 def _words(x: Tensor) -> Tensor:
     """x as words of two elements."""
     return x.view(torch.int32)
-
-
-def _unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...]) -> int:
-    """The first of the units, in elements, in which rows of these tensors start and n counts; or 1."""
-    for unit in units:
-        size = unit * tensors[0].element_size()
-        if n % unit == 0 and all(each.stride(0) % unit == 0 and aligned(each, size) for each in tensors):
-            return unit
-    return 1

@@ -1,6 +1,9 @@
-"""The top-k gate in Triton: a program per few rows, their keys in registers; a choice is one maximum of key and index.
+"""The top-k gate in Triton: a program per few rows, their keys in registers, which order as the logits do (NaN highest,
+-0 == +0).
 
-A key orders as the logit does (NaN highest, -0 == +0) and shares a 64-bit integer with the index, the lower one first.
+A key of 16 bits shares an integer with its index, the lower one first: a choice is one maximum. One of 32 bits leaves
+no room; its choice is a maximum and the lowest index that has it. Either is one instruction of a warp; 64-bit integers,
+which hold both, take 25.
 """
 
 from __future__ import annotations
@@ -41,21 +44,27 @@ def _topk_gate_fwd(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    LOWEST: tl.constexpr = -0x8000000000000000
+    LOWEST: tl.constexpr = -0x80000000
+    PACKED: tl.constexpr = INF <= 0xFFFF
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
     k = tl.arange(0, BLOCK_K)
     inside = (token < T)[:, None] & (e < E)
     place = token[:, None] * stride_logits_T + e
     bits = tl.load(bits_ptr + place, mask=inside, other=0).to(tl.int32)
-    keys = (_keys(bits, INF).to(tl.int64) << 32) | (BLOCK_E - 1 - e)
+    keys = _keys(bits, INF)
+    if PACKED:
+        keys = (keys << 16) | (BLOCK_E - 1 - e)
     keys = tl.where(inside, keys, LOWEST)
     chosen = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for choice in range(K):
         best = tl.max(keys, axis=1)
-        expert = BLOCK_E - 1 - (best & (BLOCK_E - 1)).to(tl.int32)
+        if PACKED:
+            expert = BLOCK_E - 1 - (best & (BLOCK_E - 1))
+        else:
+            expert = tl.min(tl.where(keys == best[:, None], e, BLOCK_E), axis=1)
         chosen = tl.where(k == choice, expert[:, None], chosen)
-        keys = tl.where(keys == best[:, None], LOWEST, keys)
+        keys = tl.where(e == expert[:, None], LOWEST, keys)
     made = (token < T)[:, None] & (k < K)
     tl.store(experts_ptr + token[:, None] * K + k, chosen, mask=made)
     # The first choice is the highest logit, and a NaN if there is one, which then makes every weight NaN.
