@@ -72,6 +72,7 @@ SPILLED = {
 KNOWN = {
     r"grouped_gemm_fwd float32: expert_mlp gated forward .* H=50 .*": 56,
     r"grouped_gemm_fwd float32: (grouped_gemm forward .* H=352|expert_mlp gated training .* H=256) .*": 16,
+    r"grouped_gemm_fwd float32: expert_norms forward .*": 16,
     r"plan_match float32: plan_priority .*": 32,
     r"kwta_fwd bfloat16: .* N=20000 .*": 8,
 }
