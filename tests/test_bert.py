@@ -108,16 +108,23 @@ def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys)
 
 @pytest.mark.parametrize("side", ["dense", "hash", "comet"])
 def test_a_checkpoint_learns(checkpoint, text, side):
-    """The text has 16 words in a fixed order; the student learns from the data although its teacher is untrained."""
+    """The text has 16 words in a fixed order; the student learns from the data although its teacher is untrained.
+
+    The mean of three seeds: after 60 steps the rounding of a sum moves a single one by 0.5 bits.
+    """
     recipe = MoEBERT(
         sides=(side,), bert=str(checkpoint), expert_hidden=12, share=6, length=22, steps=60, dense_share=0.0,
         lr=0.01, distill=0.01, batch_size=16, windows=8,
     )  # fmt: skip
-    run = Run(recipe, 0, recipe.splits(load_text(text)))
-    run.advance(0)
-    run.advance(60)
-    assert run.rows[1]["test bits"] < run.rows[0]["test bits"] - 1
-    assert run.rows[1]["test bits"] < math.log2(16)
+    bits = []
+    for seed in range(3):
+        run = Run(recipe, seed, recipe.splits(load_text(text)))
+        run.advance(0)
+        run.advance(60)
+        bits.append([row["test bits"] for row in run.rows])
+    before, after = (sum(each) / 3 for each in zip(*bits, strict=True))
+    assert after < before - 1
+    assert after < math.log2(16)
 
 
 def test_a_model_whose_checkpoint_is_gone_names_the_folder(checkpoint, text, tmp_path):

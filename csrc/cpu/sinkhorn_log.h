@@ -15,6 +15,10 @@ namespace {
 
 constexpr double kNegligible = -64;  // exp of this times 1 / tau = 1e7 is below 1e-20 of what it is added to
 
+// exp(x), and 0 where it is negligible: a vector of which every lane is negligible is skipped, and a matrix must not see
+// what its neighbours in the other lanes hold.
+inline Vec<double> summand(Vec<double> x) { return x < kNegligible ? Vec<double>{} : exp(x); }
+
 // The logarithm of a sum after its largest summand; nothing to sum gives an anchor of 0 and a logarithm of 0.
 inline void finish(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total) {
   const auto empty = total == 0.0;
@@ -144,7 +148,7 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const Potential
     most = finite(row_max<packed, double>(most));
     for (int64_t j = 0; j < part.blocks; ++j) {
       const Vec<double> x = ((part.score(i, j) - load(g_before + j * w)) - most) * inv_tau;
-      if (any_from(x, kNegligible)) total += exp(x);
+      if (any_from(x, kNegligible)) total += summand(x);
     }
     total = row_sum<packed, double>(total);
     finish(&most, &log_sum, sums == nullptr ? total : total / sums->rows[i]);
@@ -161,7 +165,7 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const Potential
     const Vec<double> f = p.f[i];
     for (int64_t j = 0; j < part.blocks; ++j) {
       const Vec<double> x = ((part.score(i, j) - f) - load(p.column_anchor + j * w)) * inv_tau;
-      if (any_from(x, kNegligible)) store(p.column_log + j * w, load(p.column_log + j * w) + exp(x));
+      if (any_from(x, kNegligible)) store(p.column_log + j * w, load(p.column_log + j * w) + summand(x));
     }
   }
   for (int64_t j = 0; j < part.blocks; ++j) {
@@ -244,7 +248,7 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
       for (int64_t j = 0; j < blocks; ++j) {
         const Vec<double> x = p.columns_normal(part.score(i, j), i, j, inv_tau);
         if (!any_from(x, kNegligible)) continue;
-        const Vec<double> change = exp(x) * load(dg + j * w);
+        const Vec<double> change = summand(x) * load(dg + j * w);
         store(row + j * w, load(row + j * w) + change);
         total += change;
       }
@@ -257,7 +261,7 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
       for (int64_t j = 0; j < blocks; ++j) {
         const Vec<double> x = p.rows_normal(part.score(i, j), before, i, j, inv_tau);
         if (!any_from(x, kNegligible)) continue;
-        const Vec<double> change = exp(x) * d;
+        const Vec<double> change = summand(x) * d;
         store(row + j * w, load(row + j * w) + change);
         store(next + j * w, load(next + j * w) - change);
       }

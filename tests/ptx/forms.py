@@ -75,7 +75,7 @@ def _cvta(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 
 def _cvt(d: Decoder, parts: list[str], args: list[str]) -> None:
-    modifiers = [each for each in parts[1:] if each not in ("rn", "ftz", "relu")]
+    modifiers = [each for each in parts[1:] if each not in ("rn", "ftz")]
     *how, to, source = modifiers
     name = ".".join(["cvt", *how, to, source])
     operands = []

@@ -1,4 +1,5 @@
 // Integer and bit operations, and predicates.
+#include <algorithm>
 #include <tuple>
 
 #include "elementwise.h"
@@ -199,6 +200,9 @@ void add_integers(Table& t) {
   ordered<s32>(t, "s32");
   ordered<u32>(t, "u32");
   ordered<s64>(t, "s64");
+  // .relu: a negative result becomes 0. From sm_90 on.
+  binary<s32, s32, s32>(t, "min.relu.s32", [](s32 x, s32 y) { return std::max(std::min(x, y), 0); });
+  binary<s32, s32, s32>(t, "max.relu.s32", [](s32 x, s32 y) { return std::max(std::max(x, y), 0); });
   ordered<u64>(t, "u64");
   widening<s32, s16>(t, "s16");
   widening<u32, u16>(t, "u16");
