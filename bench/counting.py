@@ -100,6 +100,7 @@ def cases() -> list[Case]:
         Case("sinkhorn", sums, *sinkhorn(64, 128, 20, 1), own_bytes=True),
         Case("tree_gate", known["tree_gate"], tree, {"T": 128}, ("T",), both),
         Case("tree_gate", known["tree_gate"], {**tree, "K": 4}, {"T": 128}, ("T",), (FP32,)),
+        Case("tree_gate", known["tree_gate"], {**tree, "E": 48}, {"T": 128}, ("T",), both),
         Case("tree_route", known["tree_route"], tree, {"T": 128}, ("T",), both, forward),
         Case("masked_mlp", known["masked_mlp"], {"B": 32, "N": 3000}, {}, (), (FP32,)),
     ]

@@ -180,7 +180,8 @@ def everything_else():
     plan = mk.make_plan(experts, 33, capacity=8, priority=weights.detach()[:, 0], backend="triton")
     y = mk.combine(mk.dispatch(x, plan, backend="triton"), plan, weights, backend="triton")
     found = [weights, plan.row_token, y, mk.kwta(x, 17, backend="triton")]
-    found.append(mk.sinkhorn(torch.randn(3, 20, 20).requires_grad_(), 5, backend="triton"))
+    scores = torch.randn(3, 20, 20) * torch.tensor([1.0, 1e4, 1.0])[:, None, None]  # the second one in logarithms
+    found.append(mk.sinkhorn(scores.requires_grad_(), 5, backend="triton"))
     sum((each * torch.linspace(-1, 1, each.shape[-1])).sum() for each in found if each.is_floating_point()).backward()
     return [each.detach() for each in found] + [x.grad, logits.grad]
 

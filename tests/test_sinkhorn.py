@@ -101,7 +101,7 @@ def test_small_scores_as_a_new_parameter_holds_them(target):
         assert error(got, oracle(scores, iterations, tau)) < 1e-6, (tau, n)
 
 
-@pytest.mark.parametrize(("n", "iterations"), [(4, 3), (12, 40)])
+@pytest.mark.parametrize(("n", "iterations"), [(4, 3), (12, 40), (40, 2)])
 def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
     """Tame, wild, broken and converged matrices in one batch: each has the bits that it has alone."""
     scales = torch.tensor([1.0, 1e4, 0.0, 90.0, 1e-3, 400.0, 1e7] * (1 if target.executed else 5))
