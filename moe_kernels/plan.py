@@ -29,8 +29,8 @@ class RoutingPlan:
         dropped        ()              sum of requested less sum of kept
 
     Every array is int32, contiguous, without a gradient, and on the device of `experts`. Operations refuse other arrays
-    and, on the CPU, indices out of range. They do not check that the arrays agree with each other: whoever builds a
-    plan without `make_plan`, `plan_expert_choice` or `plan_priority` must see to that.
+    and, on the CPU, indices out of range. They do not check that the arrays agree with each other. A plan that
+    was built without `make_plan`, `plan_expert_choice` or `plan_priority` must have arrays that agree.
 
     R is known without waiting for the device: R = min(T * K, E * capacity), or T * K without a capacity. Rows from
     expert_offsets[E] on are not in use and hold row_token = row_choice = -1; `dispatch` makes them zero and

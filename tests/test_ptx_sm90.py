@@ -370,7 +370,7 @@ def test_one_product():
         ),
         (
             {"pieces": 15},
-            "a value that is stored is undefined; last by a wgmma that .* on shared bytes that nobody wrote",
+            "a value that is stored is undefined; last by a wgmma .*on unwritten shared bytes",
         ),
         ({"between": "add.f32 %f1, %f1, %f1;"}, "accumulator 0 was written while a wgmma"),
         ({"between": "st.shared.u32 [%r6], %r0;"}, "which a wgmma may still be reading"),

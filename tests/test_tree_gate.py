@@ -301,15 +301,6 @@ def test_saturated_nodes_get_no_gradient_and_leaves_out_of_reach_do_not_count(ta
             assert not to_split.any()
 
 
-def test_nan_stays_with_its_token(target):
-    arguments = drawn(3, 4, 2, 6, device=target.device)
-    arguments["x"][1, 2] = NAN
-    for backend in (target.backend, "reference"):
-        gates, _ = mk.tree_gate(**arguments, gamma=1.0, backend=backend)
-        assert gates[1].isnan().all()
-        assert gates[[0, 2]].isfinite().all()
-
-
 @pytest.mark.parametrize("experts", [5, 64])
 def test_gpu_kernels_round_their_results(target, experts):
     """Gates and leaf probabilities leave a kernel in the dtype of x: no cast reads and writes them once more."""

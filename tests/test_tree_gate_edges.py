@@ -113,3 +113,12 @@ def test_what_lies_around_the_inputs_is_not_read(target):
     for given in (around, apart):
         for name, each in gate_and_gradients(given, tuple(map(framed, grads)), target.backend, gamma=1.0).items():
             torch.testing.assert_close(each, plain[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_nan_stays_with_its_token(target):
+    arguments = drawn(3, 4, 2, 6, device=target.device)
+    arguments["x"][1, 2] = NAN
+    for backend in (target.backend, "reference"):
+        gates, _ = mk.tree_gate(**arguments, gamma=1.0, backend=backend)
+        assert gates[1].isnan().all()
+        assert gates[[0, 2]].isfinite().all()

@@ -1,9 +1,9 @@
 """MoEBERT's way to experts, with the gates of paper 001: train dense, split by importance, distil layer by layer.
 
-The paper splits a BERT-base fine-tuned for GLUE (12 layers, 3072 neurons into 4 experts of 768, of which 512 are
-common). By default a small GPT is trained on text first, then split in the same proportions, and the dense model is the
-teacher of the split one. Controls: "dense" trains on instead, "small" keeps the most important neurons of every layer
-and has no experts, "unguided" splits at random.
+The paper splits a BERT-base fine-tuned for GLUE: 12 layers, 3072 neurons into 4 experts of 768 neurons; 512 neurons
+are in every expert. By default a small GPT is trained on text first, then split in the same proportions, and the
+dense model is the teacher of the split one. Controls: "dense" trains on instead, "small" keeps the most important
+neurons of every layer and has no experts, "unguided" splits at random.
 
 --bert FOLDER starts from a BertForMaskedLM of transformers instead. With --dense-share 0 the checkpoint is the teacher
 as it is, as in the paper:
@@ -292,7 +292,7 @@ def masked(tokens: Tensor, draw: Tensor, mask: int) -> tuple[Tensor, Tensor]:
     """(B, S) tokens with 15 % of them replaced by `mask`, and (B, S) the replaced ones, IGNORED elsewhere.
 
     Args:
-        tokens: (B, S), the first and the last of which are never masked.
+        tokens: (B, S). The first and the last one of a window are never masked.
         draw: (B, S - 2) numbers; the tokens with the smallest ones are masked, as many in every window, at least one.
     """
     count = max(1, round(MASKED * draw.shape[1]))

@@ -11,7 +11,7 @@ An error of a launch is a `PtxError` that names kernel, PTX line, source line, b
 * an access outside of the launch's tensors, to the byte, or misaligned;
 * shared memory that two warps access with no barrier between, or that a cp.async may still be writing;
 * operands of a wgmma overwritten, or its accumulators touched, before a wait; a missing wgmma.fence or
-  fence.proxy.async; a bulk copy that nobody waited for at its mbarrier; warps of a warpgroup that disagree;
+  fence.proxy.async; a bulk copy without a wait at its mbarrier; warps of a warpgroup that disagree;
 * different values stored to one address by lanes of one instruction, or by warps that nothing orders;
 * a value that nobody wrote, or that is left to chance, where it is stored or decides something;
 * lanes that a .sync instruction names and that never come, or that come and are not named;

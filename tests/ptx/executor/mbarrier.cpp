@@ -1,7 +1,7 @@
 // mbarriers: phases of arrivals and of bytes that bulk copies bring.
 //
-// A phase of which everything is on its way completes when a warp tries a second time: the first try of a phase fails, so
-// that code which does not look at the answer reads what has not landed.
+// The first try_wait of a phase fails; the second one completes it if every arrival and byte is on its way. Code that
+// ignores the answer therefore reads bytes that have not landed.
 #include "table.h"
 
 namespace {

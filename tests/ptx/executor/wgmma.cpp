@@ -42,7 +42,7 @@ struct Tf32 {  // the lower 13 bits are not looked at
 };
 
 // Reads rows [first, first + rows) of an operand, 32 bytes of K each, and hands `put(row, k, value)` each element.
-// `bad` collects rows that hold bytes which nobody wrote.
+// `bad` marks rows with unwritten bytes.
 template <class Kind, class Put>
 bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u32 first, u32 rows, bool k_major, std::vector<bool>& bad, Put&& put) {
   typedef typename Kind::Word Word;
@@ -182,7 +182,7 @@ Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
       if (bad_rows[row_of(l, q)] || bad_columns[column_of(l, q)]) product.undefined[q] |= both(1u << l);
     }
   }
-  launch.undefined_from(r, "wgmma that no wgmma.wait_group has waited for, or on shared bytes that nobody wrote");
+  launch.undefined_from(r, "wgmma without a wgmma.wait_group after it, or on unwritten shared bytes");
   return next;
 }
 
