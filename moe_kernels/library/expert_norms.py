@@ -54,21 +54,26 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _bwd(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) -> tuple[Tensor, ...]:
     given = w_in, w_out, b_in, b_out
-    dx = torch.zeros_like(x, dtype=norms.dtype, memory_format=torch.contiguous_format)
-    found = [
-        torch.zeros_like(each, memory_format=torch.contiguous_format) if each is not None and needed else x.new_empty(0)
-        for each, needed in zip(given, wanted[1:], strict=True)
-    ]
+    found: list[Tensor | None] = [None] * len(wanted)  # of x and of `given`
+    if w_in.shape[0] == 0:
+        every = zip((x, *given), wanted, strict=True)
+        found = [each.new_zeros(each.shape) if needed else None for each, needed in every]
     shares = torch.where(norms == 0, 0, grad / norms).t().contiguous()
     for experts, offsets, token in _groups(x, w_in, w_out, backend):
         share, parameters = shares[experts].view(-1), _of(experts, *given)
         to_x, *rest = _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend)
-        for whole, part in zip(found, rest, strict=True):
-            if part is not None:
-                whole[experts] = part
+        if experts.stop - experts.start == w_in.shape[0]:  # one group: nothing to add up or to copy
+            found = [to_x, *rest]
+            break
         if to_x is not None:
-            dx += to_x
-    return dx.to(x.dtype) if wanted[0] else x.new_empty(0), *found
+            found[0] = to_x.to(norms.dtype) if found[0] is None else found[0].add_(to_x)
+        for place, part in enumerate(rest, 1):
+            if part is not None:
+                whole = found[place]
+                if whole is None:
+                    whole = found[place] = part.new_empty((w_in.shape[0], *part.shape[1:]))
+                whole[experts] = part
+    return tuple(x.new_empty(0) if each is None else each.to(x.dtype) for each in found)
 
 
 def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend) -> tuple[Tensor | None, ...]:
