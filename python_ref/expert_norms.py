@@ -20,8 +20,8 @@ def expert_norms(
 ) -> Tensor:
     """x (T, D), w_in (E, D, H or 2 H), w_out (E, H, Dout) -> s (T, E).
 
-    s_te = ||act(x_t W_in_e + b_in_e) W_out_e + b_out_e||, the l2 norm; its gradient at zero is zero. Computed in
-    float32 (float64 stays), the hidden layer and the result rounded to the dtype of x.
+    s_te = ||act(x_t W_in_e + b_in_e) W_out_e + b_out_e||, the root of the sum of squares; its gradient is zero where
+    that sum is zero. Computed in float32 (float64 stays), the hidden layer and the result rounded to the dtype of x.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     pre = torch.einsum("td,edh->teh", x.to(wide), w_in.to(wide))
@@ -30,4 +30,6 @@ def expert_norms(
     out = torch.einsum("teh,ehd->ted", activate(pre, activation).to(x.dtype).to(wide), w_out.to(wide))
     if b_out is not None:
         out = out + b_out.to(wide)
-    return torch.linalg.vector_norm(out, dim=-1).to(x.dtype)
+    squares = out.square().sum(-1)
+    positive = squares > 0
+    return torch.where(positive, torch.where(positive, squares, 1).sqrt(), 0 * squares).to(x.dtype)

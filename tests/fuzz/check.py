@@ -4,7 +4,8 @@ The tolerance is that of `moe_kernels verify`: twice the error of the definition
 epsilons of the largest element. Random values meet what chosen ones avoid, sums that cancel and denormal numbers, so
 the floor is at least EFFECT times the effect of moving every input by up to two epsilons and the smallest normal
 number, and the definition's own error is the largest of those on the case's inputs and on three that are so near. A
-sum in float32 or float64 whose exact value is nearly 0 is held to 32 epsilons of the largest input instead.
+sum whose exact value is nearly 0 is held to 32 epsilons, of the dtype that it is computed in, of the largest input
+instead.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def _difference(operation: Fuzzed, spec: Spec, found: dict[str, Tensor], expecte
             near = near or [_near(operation, spec, seed) for seed in range(1, 4)]
             effect = max(relative_error(each[name], truth[name]) for each, _ in near)
             allowed = max(allowed, *(2 * relative_error(own[name], each[name]) for each, own in near)) + EFFECT * effect
-            if reference.dtype in (torch.float32, torch.float64):
-                # Nothing is rounded to fewer bits afterwards: a sum that cancels is off by its terms' epsilons.
-                allowed += 32 * eps * _largest(operation.build(spec)) / (_largest({name: truth[name]}) or 1.0)
+            # A sum that cancels is off by its terms' epsilons. 16 bits are summed in float32.
+            summed = eps if reference.dtype == torch.float64 else torch.finfo(torch.float32).eps
+            allowed += 32 * summed * _largest(operation.build(spec)) / (_largest({name: truth[name]}) or 1.0)
         if error > allowed and not math.isnan(allowed):
             return f"{name}: error {error:.3g}, allowed {allowed:.3g}"
     return None
