@@ -98,6 +98,19 @@ def test_a_norm_whose_squares_are_too_small_is_zero(target):
         assert not any(each.any() for each in got.values())
 
 
+def test_small_float16_outputs_have_finite_gradients(target):
+    """1 / norm is beyond float16's range, the gradient of a norm is not: dw_out is h y / s."""
+    skip_unsupported(target, torch.float16, OP)
+    leaves = {"x": torch.ones(2, 8), "w_in": torch.full((1, 8, 8), 0.125), "w_out": torch.full((1, 8, 8), 2.0**-22)}
+    leaves = {name: each.to(target.device, torch.float16) for name, each in leaves.items()}
+    got, expected = (
+        results(lambda b=backend, **given: mk.expert_norms(backend=b, **given), leaves, torch.ones(2, 1))
+        for backend in (target.backend, "reference")
+    )
+    for name in ("out", "w_out"):
+        torch.testing.assert_close(got[name], expected[name], rtol=4e-3, atol=0)
+
+
 def test_the_outputs_are_never_stored():
     """Peak memory at T = 4096, E = 16, D = H = 352 is below a fifth of the (T, E, D) outputs."""
     tokens, experts, dim = 4096, 16, 352

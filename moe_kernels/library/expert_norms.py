@@ -84,6 +84,8 @@ def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend
     dx = dw_in = dw_out = db_in = db_out = None
     hidden, pre = product(x, w_in, offsets, token, b_in, activation, activation != "", backend)
     y, _ = product(hidden, w_out, offsets, None, b_out, "", False, backend)
+    if x.dtype == torch.float16:  # kernels store hidden layers times shares: 1 / norm can be beyond 65504
+        y, share = y.mul_(share[:, None]), torch.ones_like(share)
     given = y, matrices(w_out), offsets, None, share, pre if activation else hidden
     dpre, weighted, _ = kernels(backend).expert_mlp_bwd_hidden(*given, activation)
     if to_w_out or to_b_out:
