@@ -243,8 +243,7 @@ __device__ void kwta_row(int64_t index, Team<BLOCK> team, Exchange<float2>* sums
 }
 
 constexpr int kWarpRows = 8;        // rows of a block where a warp holds one
-constexpr int kSmallElements = 8;   // of a row in a thread's registers, for rows up to 8 * 32
-constexpr int kElements = 32;       // for rows up to 32 * 32, and for all of 32 bits
+constexpr int kElements = 32;       // of a row in a thread's registers; fewer for shorter rows of a warp
 constexpr int kLongest = 16384;      // longer rows are read again
 constexpr int kLongThreads = 1024;  // for these
 
@@ -279,14 +278,12 @@ cudaError_t start(const Problem& p, cudaStream_t stream) {
   const dim3 row_blocks(static_cast<unsigned>(p.rows));
   const dim3 warp_blocks(static_cast<unsigned>((p.rows + kWarpRows - 1) / kWarpRows));
   const int threads = (p.n + kMost * kWarpSize - 1) / (kMost * kWarpSize) * kWarpSize;
-  if (p.n <= kSmallElements * kWarpSize) {
-    return launch(kwta_warp_kernel<T, WORDS, kSmallElements>, warp_blocks, kWarpRows * kWarpSize, 0, stream, p);
-  }
-  if (p.n <= kElements * kWarpSize) {
-    return launch(kwta_warp_kernel<T, WORDS, kElements>, warp_blocks, kWarpRows * kWarpSize, 0, stream, p);
-  }
   if (p.n <= kMost * kWarpSize) {
-    return launch(kwta_warp_kernel<T, WORDS, kMost>, warp_blocks, kWarpRows * kWarpSize, 0, stream, p);
+    const auto kernel = p.n <= 8 * kWarpSize           ? kwta_warp_kernel<T, WORDS, 8>
+                        : p.n <= 16 * kWarpSize        ? kwta_warp_kernel<T, WORDS, 16>
+                        : p.n <= kElements * kWarpSize ? kwta_warp_kernel<T, WORDS, kElements>
+                                                       : kwta_warp_kernel<T, WORDS, kMost>;
+    return launch(kernel, warp_blocks, kWarpRows * kWarpSize, 0, stream, p);
   }
   if (p.n <= kLongest) return launch(kwta_block_kernel<T, WORDS, kMost>, row_blocks, threads, 0, stream, p);
   return launch(kwta_block_kernel<T, WORDS, 0>, row_blocks, kLongThreads, 0, stream, p);
