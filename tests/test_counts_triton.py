@@ -80,9 +80,9 @@ def topk_gate(dtype: str) -> None:
     topk_gate.topk_gate_fwd(torch.randn(64, 128).to(getattr(torch, dtype)), 8, "topk_softmax")
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("float32", 350), ("bfloat16", 270)])
-def test_topk_gate_finds_a_choice_in_one_or_two_reductions(dtype, most):
-    """Instructions of a token at E = 128, K = 8: 358 and 382 where a 64-bit key held logit and expert."""
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 250), ("bfloat16", 220)])
+def test_topk_gate_sorts_fours_and_finds_a_choice_in_one_or_two_reductions(dtype, most):
+    """Instructions of a token at E = 128, K = 8: 344 and 264 where each choice looked at every logit."""
     (found,) = counted("topk_gate", dtype)
     assert found <= most * 64, found / 64
 

@@ -1,5 +1,5 @@
 // The top-k gate. A warp takes a token and keeps its logits in registers as ordered integers; a choice is the largest
-// pair (logit, lower expert first) that is left, found by one or two reductions of the warp. Each logit is read once.
+// pair (logit, lower expert first) that is left, found by one reduction of the warp. Each logit is read once.
 #include <cmath>
 #include <type_traits>
 
@@ -7,6 +7,7 @@
 #include "moe/keys.cuh"
 #include "moe/launch.cuh"
 #include "moe/rows.cuh"
+#include "moe/shared.cuh"
 #include "moe/warp.cuh"
 #include "ops.h"
 
@@ -15,48 +16,46 @@ namespace {
 
 constexpr int kTokens = 8;  // of a block, a warp each
 
-// Ranks order as numbers do, zeros equal (-0 + 0 is +0) and NaN, all equal, on top; 0 is below all of them.
+// Ranks order as numbers do, zeros equal (-0 + 0 is +0) and NaN, all equal, on top: negative numbers are mirrored.
 template <class T>
 struct Logit {
-  using Order = Key<T>;
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  static constexpr uint32_t kSign = Key<T>::kZero;
+  static constexpr int32_t kInfinity = static_cast<int32_t>(Key<T>::kNaN - kSign - 1);
+  static constexpr uint32_t kMinusInfinity = kSign + kInfinity;
 
-  __device__ static uint32_t rank(uint32_t bits) {
-    const float value = Order::value(bits);
-    if constexpr (sizeof(T) == 4) return value == value ? Order::key(__float_as_uint(value + 0.0f)) : Order::kNaN;
-    return value == value ? Order::rank(Order::key(bits)) : Order::kNaN;
+  __device__ static int32_t rank(uint32_t bits) {
+    const int32_t sign = static_cast<int32_t>(bits << (32 - 8 * sizeof(T))) >> 31;
+    const int32_t magnitude = static_cast<int32_t>(bits & (kSign - 1));
+    return magnitude > kInfinity ? kInfinity + 1 : (magnitude ^ sign) - sign;
   }
-  __device__ static float value(uint32_t rank) {
-    return Order::value(Order::bits(sizeof(T) == 4 ? rank : Order::key_of_rank(rank)));
+  __device__ static float value(int32_t rank) {
+    const int32_t sign = rank >> 31;
+    return Key<T>::value(static_cast<uint32_t>((rank ^ sign) - sign) | (static_cast<uint32_t>(sign) & kSign));
   }
 };
+constexpr int32_t kLowest = INT32_MIN;  // below all ranks
 
-// A row's ranks: lane i has those of experts i, i + 32, ..., or with four SLOTS those of four neighbours. With SLOTS > 0
-// they stay in registers, with 0 they are read again each time.
+// A row's ranks: lane i has those of SLOTS neighbours, or of experts i, i + 32, ... where there are more than 8 a lane.
+// With SLOTS > 0 they stay in registers, with 0 they are read again each time. Past the row they are those of -inf: of
+// equal logits the lower expert goes first, so that these are never among the first K <= E.
 template <class T, int SLOTS>
 struct Ranks {
   using Bits = typename Logit<T>::Bits;
-
-  static constexpr bool kNeighbours = SLOTS == 4;
+  static constexpr bool kNeighbours = SLOTS == 4 || SLOTS == 8;
   using Four = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 
   const Bits* logits;  // (E), from this lane's first on
   int num_experts, lane;
-  uint32_t resident[SLOTS ? SLOTS : 1];
+  int32_t resident[SLOTS ? SLOTS : 1];
 
   // wide: of four neighbours either all are there or none, and they may be read together.
   __device__ Ranks(const Bits* logits, int num_experts, int lane, bool wide)
       : logits(logits + (kNeighbours ? SLOTS * lane : lane)), num_experts(num_experts), lane(lane) {
     if constexpr (kNeighbours) {
       if (wide) {
-        const bool inside = SLOTS * lane < num_experts;
-        const Four four = inside ? load(reinterpret_cast<const Four*>(this->logits)) : Four{};
-        const auto* words = reinterpret_cast<const uint32_t*>(&four);
 #pragma unroll
-        for (int s = 0; s < SLOTS; s++) {
-          const uint32_t bits = sizeof(T) == 4 ? words[s] : words[s / 2] >> s % 2 * 16 & 0xffffu;
-          resident[s] = inside ? Logit<T>::rank(bits) : 0;
-        }
+        for (int first = 0; first < SLOTS; first += 4) read_four(first);
         return;
       }
     }
@@ -65,89 +64,107 @@ struct Ranks {
   }
   __device__ int slots() const { return SLOTS ? SLOTS : (num_experts + kWarpSize - 1) / kWarpSize; }
   __device__ int expert(int slot) const { return kNeighbours ? SLOTS * lane + slot : slot * kWarpSize + lane; }
-  __device__ uint32_t operator[](int slot) const {
+  __device__ int32_t operator[](int slot) const {
     if constexpr (SLOTS > 0) return resident[slot];
     return read(slot);
   }
 
  private:
-  __device__ uint32_t read(int slot) const {
+  __device__ void read_four(int first) {
+    constexpr uint32_t kPast = sizeof(T) == 4 ? Logit<T>::kMinusInfinity : Logit<T>::kMinusInfinity * 0x10001u;
+    uint32_t words[sizeof(T)];
+#pragma unroll
+    for (int w = 0; w < static_cast<int>(sizeof(T)); w++) words[w] = kPast;
+    if (expert(first) < num_experts) {
+      const Four four = load(reinterpret_cast<const Four*>(logits + first));
+      words[0] = four.x, words[1] = four.y;
+      if constexpr (sizeof(T) == 4) words[2] = four.z, words[3] = four.w;
+    }
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      const uint32_t bits = sizeof(T) == 4 ? words[s] : words[s / 2] >> s % 2 * 16 & 0xffffu;
+      resident[first + s] = Logit<T>::rank(bits);
+    }
+  }
+  __device__ int32_t read(int slot) const {
     const bool inside = expert(slot) < num_experts;
-    const uint32_t bits = inside ? load(logits + slot * (kNeighbours ? 1 : kWarpSize)) : 0u;
-    const uint32_t rank = Logit<T>::rank(bits);
-    return inside ? rank : 0;
+    return Logit<T>::rank(inside ? load(logits + slot * (kNeighbours ? 1 : kWarpSize)) : Logit<T>::kMinusInfinity);
   }
 };
 
-struct Choice {
-  uint32_t rank;
+struct alignas(8) Choice {
+  int32_t rank;
   int expert;
 };
 
 // The choices of a row, best first. A lane keeps its own logits in that order, and the warp takes the best of the 32
-// heads: a list moves up where its head was taken. next() is what the lane that stands for the choice keeps, and choice()
-// what that means.
+// heads: a list moves up where its head was taken. next() has one lane write what stands for the choice, and choice()
+// is what that means.
 //
-// Two 16-bit halves make a key here: the rank, and after it the expert, the lower the larger. One reduction finds both.
+// Two 16-bit halves make a key here: the rank, and after it the expert, the lower the larger. No two are equal.
 template <class T, int SLOTS>
 struct Packed {
-  using Kept = uint32_t;
-  uint32_t keys[SLOTS];
+  using Kept = int32_t;
+  struct Shared {};
+  int32_t keys[SLOTS];
 
-  __device__ explicit Packed(const Ranks<T, SLOTS>& ranks) {
+  __device__ Packed(const Ranks<T, SLOTS>& ranks, Shared&) {
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) {
-      keys[s] = ranks[s] << 16 | (0xffffu - ranks.expert(s));
+      keys[s] = static_cast<int32_t>(static_cast<uint32_t>(ranks[s]) << 16 | (0xffffu - ranks.expert(s)));
 #pragma unroll
       for (int t = s; t > 0; t--) {
-        const uint32_t upper = max(keys[t - 1], keys[t]);
+        const int32_t upper = max(keys[t - 1], keys[t]);
         keys[t] = min(keys[t - 1], keys[t]), keys[t - 1] = upper;
       }
     }
   }
-  __device__ Kept next() {
-    const uint32_t highest = __reduce_max_sync(kAllLanes, keys[0]);
-    const bool taken = keys[0] == highest;
+  __device__ void next(Kept* kept) {
+    const bool taken = keys[0] == __reduce_max_sync(kAllLanes, keys[0]);
+    if (taken) *kept = keys[0];
 #pragma unroll
-    for (int s = 0; s < SLOTS; s++) keys[s] = taken ? (s + 1 < SLOTS ? keys[s + 1] : 0) : keys[s];
-    return highest;
+    for (int s = 0; s < SLOTS; s++) keys[s] = taken ? (s + 1 < SLOTS ? keys[s + 1] : kLowest) : keys[s];
   }
   __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
 };
 
-// Of 32-bit ranks a second reduction finds the expert. A lane's experts, below 128, are bytes of one word.
-template <class T>
+// Of equal 32-bit ranks the lowest lane's is taken. All but the heads are in shared memory: registers would all move.
+template <class T, int SLOTS>
 struct Sorted {
   using Kept = Choice;
-  static constexpr int kSlots = 4;
-  uint32_t ranks[kSlots], experts = 0;
+  struct Shared {
+    Choice lists[kWarpSize][SLOTS];  // from the second on, and what is below all others
+  };
+  Choice head;
+  const Choice* rest;
+  uint32_t here, lanes_to_here;
 
-  __device__ explicit Sorted(const Ranks<T, kSlots>& given) {
-    int order[kSlots];
+  __device__ Sorted(const Ranks<T, SLOTS>& ranks, Shared& shared)
+      : rest(shared.lists[ranks.lane]), here(1u << ranks.lane), lanes_to_here(2 * here - 1) {
+    Choice sorted[SLOTS];
 #pragma unroll
-    for (int s = 0; s < kSlots; s++) {
-      ranks[s] = given[s], order[s] = given.expert(s);
+    for (int s = 0; s < SLOTS; s++) {
+      sorted[s] = {ranks[s], ranks.expert(s)};
 #pragma unroll
       for (int t = s; t > 0; t--) {  // equal ones stay as they are: by expert
-        const bool swap = ranks[t] > ranks[t - 1];
-        const uint32_t upper = max(ranks[t - 1], ranks[t]);
-        const int expert = swap ? order[t] : order[t - 1];
-        ranks[t] = min(ranks[t - 1], ranks[t]), order[t] = swap ? order[t - 1] : order[t];
-        ranks[t - 1] = upper, order[t - 1] = expert;
+        const Choice upper = sorted[t - 1], lower = sorted[t];
+        const bool swap = lower.rank > upper.rank;
+        sorted[t - 1] = {max(upper.rank, lower.rank), swap ? lower.expert : upper.expert};
+        sorted[t] = {min(upper.rank, lower.rank), swap ? upper.expert : lower.expert};
       }
     }
+    recompute(here), recompute(lanes_to_here);  // once, not in every round
+    head = sorted[0];
+    Choice* list = shared.lists[ranks.lane];
 #pragma unroll
-    for (int s = 0; s < kSlots; s++) experts |= static_cast<uint32_t>(order[s]) << 8 * s;
+    for (int s = 1; s < SLOTS; s++) list[s - 1] = sorted[s];
+    list[SLOTS - 1] = {kLowest, 0};
   }
-  __device__ Kept next() {
-    const uint32_t highest = __reduce_max_sync(kAllLanes, ranks[0]);
-    const int head = ranks[0] == highest ? experts & 0xffu : INT32_MAX;
-    const int expert = __reduce_min_sync(kAllLanes, head);
-    if (head == expert) {
-      ranks[0] = ranks[1], ranks[1] = ranks[2], ranks[2] = ranks[3], ranks[3] = 0;
-      experts >>= 8;
-    }
-    return {highest, expert};
+  __device__ void next(Kept* kept) {
+    const uint32_t highest = __ballot_sync(kAllLanes, head.rank == __reduce_max_sync(kAllLanes, head.rank));
+    if ((highest & lanes_to_here) != here) return;
+    *kept = head;
+    head = *rest++;
   }
   __device__ static Choice choice(Kept kept) { return kept; }
 };
@@ -156,28 +173,31 @@ struct Sorted {
 template <class T, int SLOTS>
 struct Searched {
   using Kept = Choice;
+  struct Shared {};
   const Ranks<T, SLOTS>& ranks;
-  Choice last{UINT32_MAX, 0};
+  Choice last{INT32_MAX, 0};
 
-  __device__ explicit Searched(const Ranks<T, SLOTS>& ranks) : ranks(ranks) {}
-  __device__ Kept next() {
-    Choice best{0, INT32_MAX};
+  __device__ Searched(const Ranks<T, SLOTS>& ranks, Shared&) : ranks(ranks) {}
+  __device__ void next(Kept* kept) {
+    Choice best{kLowest, 0};  // experts counted from this lane's first: those of slots are constants
+    const int last_expert = last.expert - ranks.lane;
 #pragma unroll
     for (int s = 0; s < ranks.slots(); s++) {
-      const uint32_t rank = ranks[s];
-      const bool below = rank < last.rank || (rank == last.rank && ranks.expert(s) > last.expert);
-      if (below && rank > best.rank) best = {rank, ranks.expert(s)};
+      const int32_t rank = ranks[s];
+      const bool below = rank < last.rank || (rank == last.rank && s * kWarpSize > last_expert);
+      if (below && rank > best.rank) best = {rank, s * kWarpSize};
     }
-    const uint32_t highest = __reduce_max_sync(kAllLanes, best.rank);
+    best.expert += ranks.lane;
+    const int32_t highest = __reduce_max_sync(kAllLanes, best.rank);
     last = {highest, __reduce_min_sync(kAllLanes, best.rank == highest ? best.expert : INT32_MAX)};
-    return last;
+    if (best.expert == last.expert) *kept = last;
   }
   __device__ static Choice choice(Kept kept) { return kept; }
 };
 
 template <class T, int SLOTS>
-using Choices = std::conditional_t<sizeof(T) == 2 && SLOTS != 0 && SLOTS <= 8, Packed<T, SLOTS>,
-                                   std::conditional_t<SLOTS == 4, Sorted<T>, Searched<T, SLOTS>>>;
+using Choices = std::conditional_t<!Ranks<T, SLOTS>::kNeighbours, Searched<T, SLOTS>,
+                                   std::conditional_t<sizeof(T) == 2, Packed<T, SLOTS>, Sorted<T, SLOTS>>>;
 
 template <class T, int SLOTS>
 __global__ void __launch_bounds__(kTokens * kWarpSize)
@@ -186,34 +206,44 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
                      float* weights,                         // (T, K)
                      int32_t* experts,                       // (T, K)
                      int64_t tokens, int num_experts, int k, bool softmax_first, bool wide) {
-  const int lane = threadIdx.x % kWarpSize;
-  const uint32_t token = blockIdx.x * kTokens + threadIdx.x / kWarpSize;
+  using List = Choices<T, SLOTS>;
+  SHARED(typename List::Shared, shared, [kTokens]);
+  SHARED(typename List::Kept, found, [kTokens][kWarpSize]);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const uint32_t token = blockIdx.x * kTokens + warp;
   if (token >= tokens) return;
   const Ranks<T, SLOTS> ranks(logits + token * stride, num_experts, lane, wide);
   const int64_t start = int64_t(token) * k + lane;
   weights += start, experts += start;
 
-  using List = Choices<T, SLOTS>;
-  [[maybe_unused]] constexpr int kUnrolled = SLOTS == 4 ? 8 : 2;  // a look at how many are left costs 3 instructions
-  List choices(ranks);
+  constexpr int kUnrolled = Ranks<T, SLOTS>::kNeighbours ? 4 : 1;  // a look at how many are left costs 3 instructions
+  List choices(ranks, shared[warp]);
+  typename List::Kept* const kept = found[warp];  // 32 choices at a time, of which each lane then takes one
   float highest = 0.0f, sum = 0.0f, share = 0.0f;
-  int left = k;  // choices, of 32 of which at a time each lane keeps one
+  int left = k;
   for (;; left -= kWarpSize, weights += kWarpSize, experts += kWarpSize) {
-    typename List::Kept kept{};
     const int count = min(left, kWarpSize);
-#pragma unroll kUnrolled
-    for (int i = 0; i < count; i++) {
-      const auto next = choices.next();
-      if (i == lane) kept = next;
+    typename List::Kept* to = kept;
+    int more = count;
+    recompute(more);  // or nvcc derives the number of rounds from k in 10 instructions
+#pragma unroll 1
+    for (; more >= kUnrolled; more -= kUnrolled, to += kUnrolled) {
+#pragma unroll
+      for (int i = 0; i < kUnrolled; i++) choices.next(to + i);
     }
-    const Choice mine = List::choice(kept);
-    const float value = Logit<T>::value(mine.rank);
-    if (left == k) highest = __shfl_sync(kAllLanes, value, 0);  // a NaN if there is one, and then every weight is NaN
-    share = lane < count ? expf(value - highest) : 0.0f;
-    sum += share;
-    if (lane < count) *experts = mine.expert;
+#pragma unroll 1
+    for (; more > 0; more--) choices.next(to++);
+    __syncwarp();
+    if (left == k) highest = Logit<T>::value(List::choice(*kept).rank);  // a NaN if there is one: all weights are NaN
+    if (lane < count) {
+      const Choice mine = List::choice(kept[lane]);
+      share = expf(Logit<T>::value(mine.rank) - highest);
+      sum += share;
+      *experts = mine.expert;
+    }
     if (left <= kWarpSize) break;
     *weights = share;
+    __syncwarp();
   }
   if (softmax_first) {
     sum = 0.0f;
@@ -277,7 +307,8 @@ cudaError_t start_bwd(const void* grad, const void* weights, const int32_t* expe
                       cudaStream_t stream) {
   return launch(topk_gate_bwd_kernel<T>, blocks(tokens), kTokens * kWarpSize, 0, stream,
                 static_cast<const float*>(grad), static_cast<const float*>(weights), experts,
-                static_cast<const T*>(logits), stride, static_cast<T*>(dlogits), tokens, static_cast<int>(num_experts), static_cast<int>(k));
+                static_cast<const T*>(logits), stride, static_cast<T*>(dlogits), tokens,
+                static_cast<int>(num_experts), static_cast<int>(k));
 }
 
 bool plausible(int64_t tokens, int64_t num_experts, int64_t k) {

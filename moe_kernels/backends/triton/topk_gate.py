@@ -1,5 +1,5 @@
 """The top-k gate in Triton: a program per few rows, their keys in registers, which order as the logits do (NaN highest,
--0 == +0).
+-0 == +0). Every four neighbours are sorted once; a choice is the largest of their heads.
 
 A key of 16 bits shares an integer with its index, the lower one first: a choice is one maximum. One of 32 bits leaves
 no room; its choice is a maximum and the lowest index that has it. Either is one instruction of a warp; 64-bit integers,
@@ -28,6 +28,26 @@ def _blocks(num_experts: int, k: int) -> dict[str, int]:
     return {"BLOCK_T": tokens, "BLOCK_E": experts, "BLOCK_K": choices, "num_warps": min(tokens * experts // 256, 16)}
 
 
+@triton.jit
+def _fours(row):
+    """The first, second, third and last of every four neighbours."""
+    low, high = tl.split(tl.reshape(row, (row.shape[0], row.shape[1] // 4, 2, 2)))
+    first, third = tl.split(low)
+    second, last = tl.split(high)
+    return first, second, third, last
+
+
+@triton.jit
+def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
+    """The larger key and its expert, then the other; equal ones stay as they are."""
+    if not PACKED:
+        swap = next_keys > keys
+        upper = tl.where(swap, next_e, e)
+        next_e = tl.where(swap, e, next_e)
+        e = upper
+    return tl.maximum(keys, next_keys), e, tl.minimum(keys, next_keys), next_e
+
+
 @triton.jit(do_not_specialize=["T"])
 def _topk_gate_fwd(
     logits_ptr,  # (T, E)
@@ -51,20 +71,42 @@ def _topk_gate_fwd(
     k = tl.arange(0, BLOCK_K)
     inside = (token < T)[:, None] & (e < E)
     place = token[:, None] * stride_logits_T + e
-    bits = tl.load(bits_ptr + place, mask=inside, other=0).to(tl.int32)
-    keys = _keys(bits, INF)
+    # Past the row -inf: of equal logits the lower expert goes first, so that these are never among the first K <= E.
+    NEGATIVE_INF: tl.constexpr = INF - 0x8000 if PACKED else INF - 0x80000000
+    keys = _keys(tl.load(bits_ptr + place, mask=inside, other=NEGATIVE_INF).to(tl.int32), INF)
     if PACKED:
         keys = (keys << 16) | (BLOCK_E - 1 - e)
-    keys = tl.where(inside, keys, LOWEST)
+    keys0, keys1, keys2, keys3 = _fours(keys)
+    e0, e1, e2, e3 = _fours(tl.broadcast_to(e[None, :], (BLOCK_T, BLOCK_E)))
+    # Each thread sorts its four once. Neighbours alone are compared, so that equal keys stay ordered by expert.
+    keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
+    keys1, e1, keys2, e2 = _ordered(keys1, e1, keys2, e2, PACKED)
+    keys0, e0, keys1, e1 = _ordered(keys0, e0, keys1, e1, PACKED)
+    keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
+    keys1, e1, keys2, e2 = _ordered(keys1, e1, keys2, e2, PACKED)
+    keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
     chosen = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for choice in range(K):
-        best = tl.max(keys, axis=1)
+        best = tl.max(keys0, axis=1)
         if PACKED:
-            expert = BLOCK_E - 1 - (best & (BLOCK_E - 1))
+            found = best
+            taken = keys0 == best[:, None]
         else:
-            expert = tl.min(tl.where(keys == best[:, None], e, BLOCK_E), axis=1)
-        chosen = tl.where(k == choice, expert[:, None], chosen)
-        keys = tl.where(e == expert[:, None], LOWEST, keys)
+            found = tl.min(tl.where(keys0 == best[:, None], e0, BLOCK_E), axis=1)
+            taken = e0 == found[:, None]
+        # Only what a later choice may look at moves up.
+        if BLOCK_K > 1:
+            keys0 = tl.where(taken, keys1, keys0)
+            e0 = tl.where(taken, e1, e0)
+        if BLOCK_K > 2:
+            keys1 = tl.where(taken, keys2, keys1)
+            keys2 = tl.where(taken, keys3, keys2)
+            keys3 = tl.where(taken, LOWEST, keys3)
+            e1 = tl.where(taken, e2, e1)
+            e2 = tl.where(taken, e3, e2)
+        chosen = tl.where(k == choice, found[:, None], chosen)
+    if PACKED:
+        chosen = BLOCK_E - 1 - (chosen & (BLOCK_E - 1))
     made = (token < T)[:, None] & (k < K)
     tl.store(experts_ptr + token[:, None] * K + k, chosen, mask=made)
     # The first choice is the highest logit, and a NaN if there is one, which then makes every weight NaN.
