@@ -8,6 +8,7 @@ is the sources instead: Triton's kernels under its interpreter, CUDA's on the ho
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import sys
@@ -34,6 +35,18 @@ from time_limit import pytest_configure, pytest_enter_pdb, pytest_runtest_protoc
 
 if not HAS_GPU and not INTERPRET:
     triton_launch.install()
+
+# Compilers make many objects that live long: at Python's own thresholds the collector of cycles takes a seventh of the
+# time of test_compile.py.
+gc.set_threshold(100_000, 20, 20)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported and collected stays to the end: the collector need not visit it."""
+    gc.collect()
+    gc.freeze()
+    session.config.add_cleanup(gc.unfreeze)
+
 
 # Uninitialised memory reads as NaN, or as the largest integer.
 torch.use_deterministic_algorithms(True, warn_only=True)
