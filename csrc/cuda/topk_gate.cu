@@ -14,7 +14,7 @@
 namespace moe {
 namespace {
 
-constexpr int kTokens = 8;  // of a block, a warp each
+constexpr int kTokens = 4;  // of a block, a warp each
 
 // Ranks order as numbers do, zeros equal (-0 + 0 is +0) and NaN, all equal, on top: negative numbers are mirrored.
 template <class T>
@@ -139,8 +139,7 @@ struct Sorted {
   const Choice* rest;
   uint32_t here, lanes_to_here;
 
-  __device__ Sorted(const Ranks<T, SLOTS>& ranks, Shared& shared)
-      : rest(shared.lists[ranks.lane]), here(1u << ranks.lane), lanes_to_here(2 * here - 1) {
+  __device__ Sorted(const Ranks<T, SLOTS>& ranks, Shared& shared) : rest(shared.lists[ranks.lane]) {
     Choice sorted[SLOTS];
 #pragma unroll
     for (int s = 0; s < SLOTS; s++) {
@@ -153,12 +152,13 @@ struct Sorted {
         sorted[t] = {min(upper.rank, lower.rank), swap ? upper.expert : lower.expert};
       }
     }
-    recompute(here), recompute(lanes_to_here);  // once, not in every round
     head = sorted[0];
     Choice* list = shared.lists[ranks.lane];
 #pragma unroll
     for (int s = 1; s < SLOTS; s++) list[s - 1] = sorted[s];
     list[SLOTS - 1] = {kLowest, 0};
+    here = 1u << ranks.lane, lanes_to_here = 2 * here - 1;
+    recompute(here), recompute(lanes_to_here);  // now, not in every round
   }
   __device__ void next(Kept* kept) {
     const uint32_t highest = __ballot_sync(kAllLanes, head.rank == __reduce_max_sync(kAllLanes, head.rank));
@@ -199,8 +199,9 @@ template <class T, int SLOTS>
 using Choices = std::conditional_t<!Ranks<T, SLOTS>::kNeighbours, Searched<T, SLOTS>,
                                    std::conditional_t<sizeof(T) == 2, Packed<T, SLOTS>, Sorted<T, SLOTS>>>;
 
+// With 8 logits a lane 12 blocks, 48 warps: ptxas would spill to fit the 32 registers of 64 warps.
 template <class T, int SLOTS>
-__global__ void __launch_bounds__(kTokens * kWarpSize)
+__global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
     topk_gate_kernel(const typename Logit<T>::Bits* logits,  // (T, E)
                      int64_t stride,                         // elements from token to token
                      float* weights,                         // (T, K)
