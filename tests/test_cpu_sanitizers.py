@@ -13,6 +13,7 @@ from test_tree_gate import drawn
 import moe_kernels as mk
 from moe_kernels.backends import cpu
 from moe_kernels.backends.native import grouped_gemm_cpu, tree_gate_products_cpu
+from moe_kernels.ops.expert_mlp import expert_mlp_of_choices
 from moe_kernels.ops.masked_mlp import masked_mlp
 from moe_kernels.verify import relative_error
 
@@ -156,6 +157,11 @@ def test_experts(sanitized, dtype, small, monkeypatch):
             sizes |= {"weights": (tokens, 2), "b_in": (experts, width), "b_out": (experts, dout)}
             leaves = {name: torch.randn(size).to(dtype).requires_grad_() for name, size in sizes.items()}
             mk.expert_mlp(plan=plan, activation=activation, backend="cpu", **leaves).float().sum().backward()
+            with torch.no_grad():  # no choice is -1 or, here, the number of experts
+                choices = torch.randint(-1, experts + 1, (tokens, 2))
+                given = mk.make_plan(torch.where(choices < experts, choices, -1), experts, backend="cpu")
+                y = expert_mlp_of_choices(experts=choices, num_experts=experts, activation=activation, **leaves)
+                assert torch.equal(y, mk.expert_mlp(plan=given, activation=activation, backend="cpu", **leaves))
             del leaves["weights"]
             mk.expert_norms(activation=activation, backend="cpu", **leaves).float().sum().backward()
             assert all(each.grad.isfinite().all() for each in leaves.values())

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
 from moe_kernels import backends
+from moe_kernels.backends.native import grouped_gemm_cpu
 
 OP = "expert_mlp"
 KINDS = dict(zip(plans(), ("gelu", "swiglu", "relu", "silu", "geglu", "tanh", "gelu", "gelu"), strict=True))
@@ -254,3 +255,15 @@ def test_bad_input_is_named():
     with pytest.raises(mk.BackendError, match="expert_mlp: backend 'triton' cannot run here"):
         mk.expert_mlp(plan=plan, backend="triton", **{name: each.double() for name, each in good.items()})
     assert backends.missing("reference", OP) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_launch_gives_the_bits_of_three(kind, dtype, monkeypatch):
+    plan, activation, found = plans("cpu")[kind], KINDS[kind], []
+    leaves = {name: each.requires_grad_() for name, each in leaves_of(plan, dtype, "cpu", activation).items()}
+    for most in (grouped_gemm_cpu.AT_ONCE, -1):
+        monkeypatch.setattr(grouped_gemm_cpu, "AT_ONCE", most)
+        y = mk.expert_mlp(plan=plan, activation=activation, backend="cpu", **leaves)
+        found.append((y, *torch.autograd.grad(y.float().square().sum(), leaves.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

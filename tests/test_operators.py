@@ -96,6 +96,10 @@ def of_experts(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
         "swiglu_clamped": [(pre, 1.702, 0.9)],
         "swiglu_clamped_bwd": [(grad_rows, pre, 1.702, 0.9)],
         "expert_mlp_fwd": [(*mlp, "geglu", keep, b) for keep in (True, False)],
+        "expert_mlp_of_choices": [
+            (*mlp[:6], torch.randint(-1, E + 1, (T, K), device=device), "geglu", b),
+            (x, None, *mlp[2:4], None, None, torch.randint(-1, E, (T, K), device=device).int(), "geglu", b),
+        ],
         "expert_mlp_bwd": [
             (grad, *mlp, pre, "geglu", [True] * 6, b),
             (grad, *mlp, None, "geglu", [False, True, False, True, False, False], b),

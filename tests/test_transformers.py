@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_kernels import library
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 LAYERS = {"num_hidden_layers": 2, "max_position_embeddings": 64, "pad_token_id": 0}
@@ -182,6 +186,56 @@ def test_an_id_of_num_experts_means_no_expert(kind):
 def test_no_tokens(kind):
     chosen, weights = routing(0, 4)
     assert mk_transformers.experts_forward(experts_of(kind), torch.randn(0, 32), chosen, weights).shape == (0, 32)
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators of this package that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "moe_kernels":
+            self.names.append(op._opname)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 900])  # 900: each product is a launch of its own
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_gradients_one_operator_gives_the_same_bits(tokens, dtype):
+    experts = experts_of("mixtral").to(dtype)
+    chosen, weights = routing(tokens, 4)
+    chosen, x = chosen.masked_fill(torch.rand(tokens, 2) < 0.2, 4), torch.randn(tokens, 32, dtype=dtype)
+    with Seen() as seen, torch.no_grad():
+        y = mk_transformers.experts_forward(experts, x, chosen, weights)
+    with Seen() as also_seen:
+        expected = mk_transformers.experts_forward(experts, x.requires_grad_(), chosen, weights)
+    assert seen.names == ["expert_mlp_of_choices"]
+    assert also_seen.names == ["make_plan_fwd", "expert_mlp_fwd"]
+    assert torch.equal(y, expected)
+    with pytest.raises(RuntimeError, match="expert_mlp_of_choices: it has no gradient"):
+        library.ops.expert_mlp_of_choices(
+            x.float(), weights, torch.rand(4, 32, 8), torch.rand(4, 8, 32), None, None, chosen, "gelu", "cpu"
+        )
+
+
+@pytest.mark.parametrize("wrong", ["expert", "ids", "rank", "weights", "tokens", "num_experts", "tangent"])
+def test_without_gradients_errors_are_those_with_them(wrong):
+    experts, x = experts_of("mixtral"), torch.randn(10, 32)
+    chosen, weights = routing(10, 4)
+    chosen = {"expert": chosen - 2, "ids": chosen.float(), "rank": chosen[0]}.get(wrong, chosen)
+    weights = weights[:, :1] if wrong == "weights" else weights
+    experts.num_experts = 5 if wrong == "num_experts" else 4
+    messages = []
+    for differentiated in (False, True):
+        given = (x[:9] if wrong == "tokens" else x).detach().requires_grad_(differentiated)
+        with forward_ad.dual_level():
+            given = forward_ad.make_dual(given, torch.ones_like(given)) if wrong == "tangent" else given
+            with pytest.raises((TypeError, ValueError)) as caught:
+                mk_transformers.experts_forward(experts, given, chosen, weights)
+        messages.append((type(caught.value), str(caught.value)))
+    assert messages[0] == messages[1]
 
 
 def test_every_flag_of_the_decorator():

@@ -11,7 +11,7 @@
   X(topk_gate_fwd) X(topk_gate_bwd) X(make_plan_fwd) X(plan_expert_choice_fwd) X(plan_priority_fwd) \
   X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
   X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(grouped_gemm_sum_rows) X(grouped_gemm_norms) X(activation_bwd) \
-  X(expert_mlp_bwd_hidden) \
+  X(expert_mlp_bwd_hidden) X(expert_mlp_fwd) \
   X(sinkhorn_fwd) X(sinkhorn_bwd) X(sinkhorn_sums_fwd) X(sinkhorn_sums_bwd) \
   X(tree_gate_fwd) X(tree_gate_bwd) X(expect_writes) X(tree_reach) X(tree_products_fwd) X(tree_products_bwd) X(tree_route_fwd)
 // clang-format on
@@ -78,6 +78,13 @@
   void expert_mlp_bwd_hidden(MOE_PRODUCT_ARGS, const void* row_weight, const void* b_out, const void* pre,            \
                              int activation, void* dpre, void* weighted, void* drow_weight, int64_t rows,            \
                              int threads);                                                                           \
+  int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weights, const void* w_in,              \
+                     int64_t in_stride_e, int64_t in_stride_k, int64_t in_stride_j, const void* b_in,                \
+                     const void* w_out, int64_t out_stride_e, int64_t out_stride_k, int64_t out_stride_j,            \
+                     const void* b_out, int activation, const int32_t* expert_offsets, const int32_t* row_token,     \
+                     const int32_t* slot_row, int index_size, const void* experts, int32_t* scratch, void* pre,      \
+                     void* hidden, void* rows, void* y, int64_t tokens, int64_t k, int64_t num_rows,                 \
+                     int64_t num_experts, int64_t din, int64_t width, int64_t dhidden, int64_t dout, int threads);   \
   void grouped_gemm_norms(MOE_PRODUCT_ARGS, const void* bias, void* out, int64_t rows, int threads);                 \
   void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,        \
                     double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,             \

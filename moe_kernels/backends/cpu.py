@@ -132,6 +132,7 @@ grouped_gemm_bwd_weight = partial(grouped_gemm_cpu.bwd_weight, _self)
 grouped_gemm_sum_rows = partial(grouped_gemm_cpu.sum_rows, _self)
 activation_bwd = partial(activation.bwd, _self)
 expert_mlp_bwd_hidden = partial(grouped_gemm_cpu.hidden_bwd, _self)
+expert_mlp_at_once = partial(grouped_gemm_cpu.mlp, _self)
 grouped_gemm_norms = partial(grouped_gemm_cpu.norms, _self)
 
 sinkhorn_fwd = partial(sinkhorn.fwd, _self)

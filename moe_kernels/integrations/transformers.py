@@ -41,7 +41,7 @@ from moe_kernels.nn.policies import TokenChoice
 from moe_kernels.ops._autocast import as_autocast, autocast_on
 from moe_kernels.ops._checks import HALF_AND_SINGLE
 from moe_kernels.ops.combine import combine
-from moe_kernels.ops.expert_mlp import expert_mlp
+from moe_kernels.ops.expert_mlp import expert_mlp_of_choices
 from moe_kernels.ops.grouped_gemm import grouped_gemm
 from moe_kernels.ops.plan import make_plan
 from moe_kernels.plan import RoutingPlan
@@ -91,19 +91,20 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         TypeError: the module's layout or dtype cannot be served.
     """
     w_in, w_out, b_in, b_out = _parameters(module)
-    dtype = hidden_states.dtype
-    if not autocast_on(hidden_states.device.type):
-        hidden_states = hidden_states.to(w_in.dtype)
-    x, w_in, w_out, b_in, b_out = as_autocast(hidden_states, w_in, w_out, b_in, b_out)
-    experts = torch.where(top_k_index < module.num_experts, top_k_index, -1)
-    plan = make_plan(experts, module.num_experts)
+    x, dtype = hidden_states, hidden_states.dtype
+    if autocast_on(x.device.type):
+        x, w_in, w_out, b_in, b_out = as_autocast(x, w_in, w_out, b_in, b_out)
+    elif dtype != w_in.dtype:
+        x = x.to(w_in.dtype)
     activation = _fused_activation(module)
     if activation is not None:
-        y = expert_mlp(x, plan, w_in, w_out, weights=top_k_weights, b_in=b_in, b_out=b_out, **activation)
+        given = x, top_k_index, module.num_experts, w_in, w_out
+        y = expert_mlp_of_choices(*given, weights=top_k_weights, b_in=b_in, b_out=b_out, **activation)
     else:
+        plan = make_plan(torch.where(top_k_index < module.num_experts, top_k_index, -1), module.num_experts)
         rows = _rows(module, x, plan, w_in, w_out, b_in, b_out)
         y = combine(rows, plan, top_k_weights.to(rows.dtype))
-    return y.to(dtype)
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 class Router(nn.Module):

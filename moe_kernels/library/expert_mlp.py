@@ -10,15 +10,40 @@ from torch import Tensor
 from moe_kernels.library._define import contiguous, define, gradient_like, ops, refused, rows, wide
 from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import kernels, matrices, product, transposed, weight_gradient, weight_like
+from moe_kernels.library.plan import make_plan
 
 
 def _fwd(
     x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, row_choice, slot_row, activation, keep_pre, backend
 ) -> tuple[Tensor, Tensor]:
+    plan = contiguous(expert_offsets, row_token, slot_row)
+    found = _at_once(x, weights, w_in, w_out, b_in, b_out, activation, plan, None, keep_pre, backend)
+    if found is not None:
+        return found
     hidden, pre = product(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
     result, _ = product(hidden, w_out, expert_offsets, None, b_out, "", False, backend)
     del hidden  # y takes its place; freed together they went back to the system: 600 page faults at 512 tokens
     return combine(result, weights, slot_row, backend), pre
+
+
+def _at_once(x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre, backend):
+    """y and pre from one launch, or None where there is none."""
+    if backend != "cpu":
+        return None
+    given = rows(x), *contiguous(weights), matrices(w_in), matrices(w_out), *contiguous(b_in, b_out)
+    return kernels(backend).expert_mlp_at_once(*given, activation, plan, experts, keep_pre)
+
+
+def _of_choices(x, weights, w_in, w_out, b_in, b_out, experts, activation, backend) -> Tensor:
+    given = x, weights, w_in, w_out, b_in, b_out
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
+        raise RuntimeError("expert_mlp_of_choices: it has no gradient; expert_mlp_fwd has one")
+    found = _at_once(*given, activation, None, experts.contiguous(), False, backend)
+    if found is None:
+        choices = torch.where(experts < w_in.shape[0], experts, -1)
+        plan = make_plan(choices, w_in.shape[0], None, None, "choice", backend)
+        found = _fwd(*given, plan[0], plan[1], plan[2], plan[3], activation, False, backend)
+    return found[0]
 
 
 def _fwd_fake(x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, *rest):
@@ -97,6 +122,10 @@ def _fwd_flops(x, weights, w_in, w_out, b_in, b_out, offsets, row_token, *rest, 
     return sum(_sizes(w_in, w_out, row_token)) + (1 if weights is None else 2) * row_token[0] * w_out[2]
 
 
+def _of_choices_flops(x, weights, w_in, w_out, b_in, b_out, experts, *rest, **kwargs) -> int:
+    return _fwd_flops(x, weights, w_in, w_out, b_in, b_out, None, (experts[0] * experts[1],))
+
+
 def _bwd_flops(grad, x, weights, w_in, w_out, b_in, b_out, offsets, row_token, *rest, **kwargs) -> int:
     to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = rest[-2]
     first, second = _sizes(w_in, w_out, row_token)
@@ -126,4 +155,13 @@ define(
     _bwd_fake,
     _bwd_flops,
     backward=refused("expert_mlp"),
+)
+
+# Without a kernel of autograd, which would take 10 us of a call that wants no gradient.
+define(
+    "expert_mlp_of_choices(Tensor x, Tensor? weights, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, "
+    "Tensor experts, str activation, str backend) -> Tensor",
+    _of_choices,
+    lambda x, weights, w_in, w_out, *rest: x.new_empty((x.shape[0], w_out.shape[2])),
+    _of_choices_flops,
 )

@@ -39,7 +39,7 @@ def plan_rows(num_tokens: int, k: int, num_experts: int, capacity: int | None) -
     return num_tokens * k if capacity is None else smaller(num_tokens * k, num_experts * capacity)
 
 
-def _make_plan(experts, num_experts, capacity, priority, order, backend):
+def make_plan(experts, num_experts, capacity, priority, order, backend) -> tuple[Tensor, ...]:
     refuse_unknown_experts(experts, num_experts)
     return backends.load(backend, "plan").make_plan_fwd(experts, num_experts, capacity, priority, order)
 
@@ -71,7 +71,7 @@ _PLAN = ", ".join(["Tensor"] * 7)  # expert_offsets, row_token, row_choice, slot
 define(
     "make_plan_fwd(Tensor experts, SymInt num_experts, SymInt? capacity, Tensor? priority, str order, str backend) -> "
     f"({_PLAN})",
-    _make_plan,
+    make_plan,
     _make_plan_fake,
     no_flops,
 )

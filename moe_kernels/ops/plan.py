@@ -70,10 +70,7 @@ def make_plan(
         >>> plan.slot_row.flatten(), plan.dropped  # token 3 came third to expert 0
         (tensor([ 0,  2,  1, -1], dtype=torch.int32), tensor(1, dtype=torch.int32))
     """
-    check_tensor("make_plan", "experts", experts, INDEX)
-    check_rank("make_plan", "experts", experts, "(T, K)")
-    num_tokens, k = experts.shape
-    _check_size("make_plan", num_tokens, k, "K")
+    num_tokens = check_choices("make_plan", experts)
     num_experts = check_int("make_plan", "num_experts", num_experts, 1, INT32_MAX, "experts")
     if capacity is not None:
         capacity = check_int("make_plan", "capacity", capacity, 0, INT32_MAX, "rows an expert has room for")
@@ -93,6 +90,15 @@ def make_plan(
         return RoutingPlan(*plan)
     arrays = library.ops.make_plan_fwd(experts.contiguous(), num_experts, capacity, priority, order, chosen)
     return RoutingPlan(num_tokens, num_experts, *arrays)
+
+
+def check_choices(op: str, experts: Tensor) -> int:
+    """T; `experts` is (T, K), of an index dtype, and has no more choices than an int32 index holds."""
+    check_tensor(op, "experts", experts, INDEX)
+    check_rank(op, "experts", experts, "(T, K)")
+    num_tokens, k = experts.shape
+    _check_size(op, num_tokens, k, "K")
+    return num_tokens
 
 
 def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:

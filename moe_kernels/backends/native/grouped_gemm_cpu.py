@@ -29,6 +29,9 @@ SMALL = 2**24
 SMALL_BFLOAT16 = 2**21
 # Rows that a thread of C++ takes at least; threads of torch's library share the columns of fewer rows.
 LEAST = 24
+# Bytes of results inside an expert MLP up to which one launch makes them all, in 10 us less than three launches. Larger
+# ones are freed in turn, so that the next takes their memory without a page fault for every 4 KB.
+AT_ONCE = 2**20
 
 
 def in_cpp(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
@@ -147,6 +150,59 @@ def hidden_bwd(
     return dpre, weighted, drow_weight
 
 
+def mlp(
+    native, x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre
+) -> tuple[Tensor, Tensor] | None:
+    """y and pre of the expert MLP in one launch; None for AT_ONCE or in_cpp, or where an index does not fit.
+
+    plan: expert_offsets, row_token and slot_row; None: the launch makes that of experts (T, K), in which ids from E on
+    are no choice.
+    """
+    dtype, (num_experts, din, width), (_, hidden, dout) = x.dtype, w_in.shape, w_out.shape
+    num_tokens, k = (plan[2] if experts is None else experts).shape
+    num_rows = plan[1].shape[0] if experts is None else num_tokens * k
+    if num_rows * (hidden + dout) * x.itemsize > AT_ONCE:
+        return None
+    if not all(in_cpp(native, dtype, each.shape, num_rows) for each in (w_in, w_out)):
+        return None
+    scratch = None
+    if experts is not None:
+        scratch = experts.new_empty(4 * num_rows + (k + 3) * num_experts + 2, dtype=torch.int32)
+    pre = x.new_empty(num_rows if keep_pre else 0, width)
+    between, rows, y = x.new_empty(num_rows, hidden), x.new_empty(num_rows, dout), x.new_empty(num_tokens, dout)
+    refused = native.launch(
+        "expert_mlp_fwd",
+        _work(num_rows, w_in.shape),
+        _native.DTYPES[dtype],
+        native.pointer("expert_mlp", x, dtype, 2),
+        x.stride(0),
+        native.pointer("expert_mlp", weights, wide(dtype), 2),
+        *_weight(native, w_in),
+        native.pointer("expert_mlp", b_in, dtype, 2),
+        *_weight(native, w_out),
+        native.pointer("expert_mlp", b_out, dtype, 2),
+        ACTIVATIONS[activation],
+        *(native.pointer("expert_mlp", each, torch.int32, each.dim()) for each in plan or ()),
+        *([] if plan else [0, 0, 0]),
+        0 if experts is None else experts.element_size(),
+        0 if experts is None else native.pointer("expert_mlp", experts, experts.dtype, 2),
+        native.pointer("expert_mlp", scratch, torch.int32, 1),
+        native.pointer("expert_mlp", pre if keep_pre else None, dtype, 2),
+        native.pointer("expert_mlp", between, dtype, 2),
+        native.pointer("expert_mlp", rows, dtype, 2),
+        native.pointer("expert_mlp", y, dtype, 2),
+        num_tokens,
+        k,
+        num_rows,
+        num_experts,
+        din,
+        width,
+        hidden,
+        dout,
+    )
+    return None if refused else (y, pre)
+
+
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
     large = not in_cpp(native, rows.dtype, weight.shape, rows.shape[0])
@@ -170,21 +226,26 @@ def _work(num_rows: int, size: tuple[int, ...]) -> int:
 def _product(native, x, weight, expert_offsets, row_token, product) -> tuple[int, ...]:
     """The arguments of MOE_PRODUCT_ARGS. product: of large experts, whose rows the launch may write over once it has
     read them."""
-    dtype, strides = x.dtype, weight.stride()
-    by_column = strides[2] != 1 and weight.shape[2] > 1  # then the middle dimension is the contiguous one
+    dtype = x.dtype
     return (
         _native.DTYPES[dtype],
         native.pointer("grouped_gemm", x, dtype, 2),
         x.stride(0),
         native.pointer("grouped_gemm", row_token, torch.int32, 1),
-        native.pointer("grouped_gemm", weight.transpose(1, 2) if by_column else weight, dtype, 3),
-        *strides[:2],
-        strides[2] if by_column else 1,
+        *_weight(native, weight),
         0 if product is None else native.pointer("grouped_gemm", product, product.dtype, 2),
         _native.DTYPES[dtype if product is None else product.dtype],
         native.pointer("grouped_gemm", expert_offsets, torch.int32, 1),
         *weight.shape,
     )
+
+
+def _weight(native: ModuleType, weight: Tensor) -> tuple[int, ...]:
+    """Address and strides of weight (E, Din, Dout), whose last or middle dimension is contiguous."""
+    strides = weight.stride()
+    by_column = strides[2] != 1 and weight.shape[2] > 1  # then the middle dimension is the contiguous one
+    address = native.pointer("grouped_gemm", weight.transpose(1, 2) if by_column else weight, weight.dtype, 3)
+    return address, *strides[:2], strides[2] if by_column else 1
 
 
 def _place(product: Tensor | None, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
