@@ -39,7 +39,7 @@ app = typer.Typer(
 app.command("predict")(predict_command)
 
 OUT = ledger.ROOT / "bench" / "out"
-EVERY = 15  # seconds from one writing of what was measured to the next
+EVERY = 15  # seconds between two writings of the result
 
 
 class Shapes(str, Enum):
@@ -48,16 +48,16 @@ class Shapes(str, Enum):
     llm = "llm"
 
 
-SEVERAL = "Repeated, or with commas. Default: all."
+SEVERAL = "Repeat it, or separate with commas. Default: all."
 DTYPES = ("float32", "bfloat16", "float16")
 Ops = Annotated[list[str] | None, typer.Option("--op", help=f"Operations. {SEVERAL}")]
 Backends = Annotated[list[str] | None, typer.Option("--backend", help=f"{', '.join(KERNELS)}. {SEVERAL}")]
-Dtypes = Annotated[list[str], typer.Option("--dtype", help=f"{', '.join(DTYPES)}. Repeated, or with commas.")]
+Dtypes = Annotated[list[str], typer.Option("--dtype", help=f"{', '.join(DTYPES)}. Repeat it, or separate with commas.")]
 Routings = Annotated[list[str] | None, typer.Option("--routing", help=f"{', '.join(ROUTINGS)}. {SEVERAL}")]
 Peers = Annotated[
-    list[str] | None, typer.Option("--peers", help=f"Parts of their names, such as torch or pot; none. {SEVERAL}")
+    list[str] | None, typer.Option("--peers", help=f"Parts of names, such as torch or pot, or none. {SEVERAL}")
 ]
-Curves = Annotated[bool, typer.Option(help="The scaling curve of every operation as well.")]
+Curves = Annotated[bool, typer.Option(help="Also measure the scaling curve of every operation.")]
 Threads = Annotated[
     list[int] | None, typer.Option("--threads", help="CPU threads; may be repeated. Default: 1 and all.")
 ]
@@ -77,26 +77,26 @@ def run_command(
     seconds: Seconds = 0.4,
     curves: Curves = True,
     minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="Time for all, a third of it at least for figures.")
+        float | None, typer.Option(min=0.1, help="Time for everything; at least a third of it is for figures.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = OUT,
 ) -> None:
-    """Verifies what can run here, measures what was right, and writes <out>/<device>.json and report.md, .html.
+    """Verifies all kernels that run here, measures the right ones, and writes <out>/<device>.json, report.md and .html.
 
-    With --minutes one figure of every operation comes first, then the next of each; the report names what had no time.
-    A --backend that can run nothing here ends it, with status 2.
+    With --minutes one figure of every operation comes first, then the next of each; the report lists figures for which
+    there was no time. If a given --backend cannot run here, the status is 2.
     """
     until = time.monotonic() + 60 * (minutes or math.inf)
     request = _request(shapes, routing, peers, dtype, threads, curves)
     _describe_machine()
     rows = list(_verified(op, backend))
     _refuse_idle(backend, rows)
-    until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)  # however long the proof took
+    until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)  # however long the verification took
     result = _measured(rows, request, seconds, until)
     path = ledger.write(result, out)
     text, html = document.write([result], out)
     print_lines([f"report {text}", f"with pictures {html}", f"as data {path}"])
-    _leave(result)
+    _exit_if_failed(result)
 
 
 @app.command("verify")
@@ -108,13 +108,13 @@ def verify_command(
     seconds: Seconds = 0.4,
     out: Annotated[Path, typer.Option(help="Where the result goes.")] = ledger.RESULTS,
 ) -> None:
-    """The whole proof: values, repeatability and, on a GPU, the test suite, host waits and sanitizers; then figures.
+    """Checks values and repeatability, on a GPU also the test suite, host waits and sanitizers; then measures.
 
-    Writes bench/results/<device>.json with the hash of the sources that ran: what `report` and the README go by.
+    Writes bench/results/<device>.json with the hash of the sources that ran; `report` and the README use these results.
     """
     _describe_machine()
     if not torch.cuda.is_available():
-        console.print("No GPU here: this proves the CPU kernels alone, and says nothing of Triton or CUDA.")
+        console.print("No GPU here: only the CPU kernels are checked, not those of Triton and CUDA.")
     request = _request(shapes, None, None, dtype, None, True)
     rows = _verified(op, backend)
     _refuse_idle(backend, list(rows))
@@ -124,17 +124,19 @@ def verify_command(
 @app.command("gpu")
 def gpu_command(
     quick: Annotated[bool, typer.Option("--quick", help="Values and figures only, within two minutes.")] = False,
-    minutes: Annotated[float | None, typer.Option(min=0.1, help="Time for all; else 8.5, or 1.75 if quick.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.1, help="Time for everything. Default: 8.5, with --quick 1.75.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where result and report go.")] = ledger.RESULTS,
 ) -> None:
-    """Verifies and measures the GPU's kernels; leaves result, report and README's ledger ready to commit.
+    """Verifies and measures the GPU kernels; writes the result, the report and the README's ledger, ready to commit.
 
-    The report names what was not measured for lack of time. Needs a GPU.
+    The report lists what was not measured for lack of time. Needs a GPU.
     """
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use: `python -m bench run` measures the CPU.")
         raise typer.Exit(2)
-    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # make gpu builds, and this draws, beside it
+    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # building and drawing come on top
     _describe_machine()
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
     request = replace(request, first="aims")
@@ -165,7 +167,7 @@ def profile_command(
     tools: Annotated[bool, typer.Option(help="Nsight Compute and proton too, where they are installed.")] = True,
     out: Annotated[Path, typer.Option(help="Where the trace goes.")] = OUT,
 ) -> None:
-    """Traces one operation, and says what each kernel takes of its time and of the floor."""
+    """Traces one operation, and prints for each kernel its share of the time and its time over the floor."""
     _known("--op", (op,), ENTRIES)
     _known("--dtype", (dtype,), DTYPES)
     _known("--direction", (direction,), DIRECTIONS)
@@ -180,7 +182,7 @@ def profile_command(
     print_table(str(job), ("kernel", "a call", "us", "share", "floors"), lines)
     console.print(
         f"the call takes {found.us:.4g} us, its floor is {found.floor_us:.4g} us: {found.floor_us / found.us:.0%} of "
-        f"the ceiling; what no kernel above accounts for is the host's"
+        f"the ceiling; the time that no kernel above accounts for is spent on the host"
     )
     console.print(f"trace {found.trace}", soft_wrap=True)
     if tools:
@@ -212,7 +214,7 @@ def transformers_command(
     seconds: Annotated[float, typer.Option("--seconds", help="Time for each shape and mode.")] = 1.0,
     out: Annotated[Path, typer.Option(help="Where transformers.csv goes.")] = OUT,
 ) -> None:
-    """Prefill, decode and training of a transformers model's experts: our kernels beside transformers' own."""
+    """Measures prefill, decode and training of a transformers model's experts: our kernels beside transformers' own."""
     if models.missing():
         console.print(models.missing())
         raise typer.Exit(2)
@@ -238,7 +240,7 @@ def report_command(
     readme: Annotated[bool, typer.Option("--readme", help="Rewrite the generated sections of README.md.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit 1 with a diff if README.md is out of date.")] = False,
 ) -> None:
-    """Writes report.md and report.html from results and prints their ledger, or keeps the README's copy of it."""
+    """Writes report.md and report.html from results and prints the ledger, or updates or checks the README's copy."""
     if check:
         difference = report.outdated()
         print(difference or "README.md is up to date")
@@ -256,9 +258,9 @@ def report_command(
 def compare_command(
     before: Annotated[Path, typer.Argument(help="A result: the JSON of an earlier run.")],
     after: Annotated[Path, typer.Argument(help="A result of a later run, on the same device.")],
-    tolerance: Annotated[float, typer.Option(help="Slowdown that is let pass: 0.2 is a fifth longer.")] = 0.2,
+    tolerance: Annotated[float, typer.Option(help="Slowdown that is allowed: 0.2 is a fifth longer.")] = 0.2,
 ) -> None:
-    """Lists what became slower or faster beyond the tolerance; exits 1 where something became slower."""
+    """Lists figures that became slower or faster beyond the tolerance; the status is 1 if any became slower."""
     old, new = map(ledger.load, (before, after))
     if old["device"] != new["device"]:
         raise typer.BadParameter(f"results of different devices: {old['device']} and {new['device']}")
@@ -300,7 +302,7 @@ def _request(
 
 
 def _verified(ops: list[str] | None, backends: list[str] | None) -> dict[Row, dict[str, str]]:
-    """Rows in the order of the operations, each with what `checks.kernel_checks` has said of it, if it was asked."""
+    """Rows in the order of the operations, those of GPU kernels with their `checks.kernel_checks`."""
     wanted = _known("--op", _words(ops), OPERATIONS) or tuple(OPERATIONS)
     kernels = _known("--backend", _words(backends), KERNELS) or KERNELS
     on_gpu = [name for name in ledger.GPU_BACKENDS if name in kernels and torch.cuda.is_available()]
@@ -319,7 +321,7 @@ def _verified(ops: list[str] | None, backends: list[str] | None) -> dict[Row, di
 
 
 def _refuse_idle(backends: list[str] | None, rows: list[Row]) -> None:
-    """Exits with 2 where a backend asked for by name ran nothing: an empty table is no result of it."""
+    """Exits with status 2 if a backend that was named could not run: an empty table would look like a result."""
     why = idle(_words(backends), rows)
     if why:
         console.print(why, soft_wrap=True)
@@ -336,9 +338,9 @@ def _proved(
     proof: bool = True,
     log: Path | None = None,
 ) -> None:
-    """Figures, three fifths of the time until `until`, and the checks beside the values.
+    """Measures for three fifths of the time until `until`, then runs the checks other than values (`proof`).
 
-    The result is written again and again: a lent GPU may be gone before the last figure.
+    The result is written repeatedly, as the GPU may be gone before the last figure.
     """
     on_gpu = torch.cuda.is_available()
     found = {row: words if row.device == "cuda" else checks.kernel_checks(row) for row, words in rows.items()}
@@ -372,24 +374,26 @@ def _proved(
     lines = [(*key, *item) for key, words in checked for item in words.items()]
     print_table("Checks", ("operation", "backend", "dtype", "check", "verdict"), lines)
     console.print(f"result {path}", soft_wrap=True)
-    _leave(result)
+    _exit_if_failed(result)
 
 
 @app.command("exchange")
 def exchange_command(
-    ranks: Annotated[list[int], typer.Option(min=1, help="Processes of this machine.")] = [1, 2, 4],  # noqa: B006
-    seconds: Annotated[float, typer.Option(help="Time for each number of ranks; 0: the prediction alone.")] = 10.0,
-    size: Annotated[str, typer.Option(help="T,D,H,E,K; T of all ranks together.")] = "2048,256,512,16,2",
-    predict: Annotated[list[int], typer.Option(min=1, help="Ranks to predict for.")] = [8, 64, 256],  # noqa: B006
-    model: Annotated[str, typer.Option(help="T,D,H,E,K to predict; T of each rank.")] = "8192,2048,768,256,8",
+    ranks: Annotated[list[int], typer.Option(min=1, help="Processes on this machine.")] = [1, 2, 4],  # noqa: B006
+    seconds: Annotated[float, typer.Option(help="Time for each number of ranks; 0: only the prediction.")] = 10.0,
+    size: Annotated[str, typer.Option(help="T,D,H,E,K to measure; T counts the tokens of all ranks.")] = (
+        "2048,256,512,16,2"
+    ),
+    predict: Annotated[list[int], typer.Option(min=1, help="Numbers of ranks to predict.")] = [8, 64, 256],  # noqa: B006
+    model: Annotated[str, typer.Option(help="T,D,H,E,K to predict; T counts a rank's tokens.")] = "8192,2048,768,256,8",
     skew: Annotated[float, typer.Option(help="Exponent of Zipf's law for the skewed router.")] = 0.5,
     node: Annotated[int, typer.Option(min=1, help="Ranks of a node.")] = 8,
-    inside: Annotated[float, typer.Option(help="GB/s and direction of a rank within its node.")] = 450.0,
-    outside: Annotated[float, typer.Option(help="GB/s and direction of a rank to other nodes.")] = 50.0,
+    inside: Annotated[float, typer.Option(help="GB/s of a rank to its own node, in each direction.")] = 450.0,
+    outside: Annotated[float, typer.Option(help="GB/s of a rank to other nodes, in each direction.")] = 50.0,
     latency: Annotated[float, typer.Option(help="Microseconds of an all-to-all.")] = 20.0,
-    tflops: Annotated[float, typer.Option(help="Of the experts' products, on a rank.")] = 400.0,
+    tflops: Annotated[float, typer.Option(help="TFLOP/s of the experts' products on a rank.")] = 400.0,
 ) -> None:
-    """Measures experts across processes here, and predicts their time for other machines and links."""
+    """Measures experts across processes on this machine, and predicts their time for other machines and links."""
     from bench import exchange  # imports torch.distributed.tensor, which no other command needs
 
     here, there = (exchange.Size(*map(int, each.split(","))) for each in (size, model))
@@ -416,12 +420,12 @@ def _measured(
     until: float = math.inf,
     write: Callable[[ledger.Result], object] = lambda result: None,
 ) -> ledger.Result:
-    """The result, handed to `write` every EVERY seconds as far as it is."""
+    """Measures the verified rows; `write` gets the result so far every EVERY seconds, and the whole at the end."""
     jobs, refused = measure.plan(rows, request)
     found = measure.Found(left_out=refused)
     if until < math.inf:
         jobs = measure.in_turns(jobs)
-    # Inputs, warm-up and graphs take about as long as the samples.
+    # Half, as inputs, warm-up and graphs take about as long as the samples.
     budget = min(seconds, 0.5 * max(until - time.monotonic(), 0) / max(len(jobs), 1))
     write(measure.result(rows, found, {}))
     with Apart() if torch.cuda.is_available() else nullcontext() as apart:
@@ -442,7 +446,7 @@ def _measured(
     return result
 
 
-def _leave(result: ledger.Result) -> None:
+def _exit_if_failed(result: ledger.Result) -> None:
     right = all(ledger.passed(entry) for entry in result["entries"])
     suite = result.get("suite", {}).values()
     if not right or any(word.startswith("FAILED") for word in suite):

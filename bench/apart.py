@@ -1,5 +1,8 @@
-"""Calls in a process of their own. A kernel that leaves its memory, or never ends, takes the GPU from its process: all
-later calls there fail or wait. That process is ended, and the next call gets a fresh one."""
+"""Runs calls in another process, which a faulty kernel may lose.
+
+After a kernel that writes out of bounds or never ends, every later GPU call of its process fails or waits. That process
+is killed, and the next call starts a new one.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from moe_kernels.verify import said
 
 
 class Lost(RuntimeError):
-    """A call that ended with its process, or was ended with it."""
+    """The process ended during the call, or was killed because of it."""
 
 
 class Apart:
-    """apart(function, *args, seconds=...): what it returns there. Function, arguments and result must pickle.
+    """apart(function, *args, seconds=...): the result of function(*args) in the other process; all of it must pickle.
 
-    A call that raises nothing but leaves the GPU unusable is Lost too, as its result cannot be trusted.
+    A call that raises nothing but leaves the GPU unusable raises Lost too: its result cannot be trusted.
     """
 
     def __init__(self) -> None:
@@ -57,7 +60,7 @@ class Apart:
         return result
 
     def _start(self) -> Connection:
-        context = multiprocessing.get_context("spawn")  # a fork has no use of a GPU that its parent began to use
+        context = multiprocessing.get_context("spawn")  # CUDA does not work in a fork of a process that has used it
         self._pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there,), daemon=True)
         self._process.start()
@@ -90,7 +93,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def unusable() -> str:
-    """The GPU's error if it accepts no more work of this process, else an empty string."""
+    """The GPU's error if it accepts no more work from this process, else an empty string."""
     if not torch.cuda.is_initialized():
         return ""
     try:

@@ -1,5 +1,5 @@
-"""Checks of `python -m bench verify` beyond values: the same bits every time, no wait for the host, no
-report of a sanitizer, and the test suite on a real GPU. A check says "ok", "FAILED: ..." or "not run: ..."."""
+"""Checks of `python -m bench verify` besides values: equal bits in every run, no call that waits for the GPU, no report
+of a sanitizer, and the test suite on a real GPU. The result of a check is "ok", "FAILED: ..." or "not run: ..."."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ import torch
 from torch import Tensor
 
 from bench.ledger import ROOT
-from bench.measure import short, tensors_of
+from bench.measure import tensors_of
 from bench.registry import ENTRIES, Calls, Inputs
 from bench.timing import wait_for_gpu
 from moe_kernels.info import placement
-from moe_kernels.verify import DTYPES, Row, said
+from moe_kernels.verify import DTYPES, Row, dtype_name, said
 
 REPEATS = 20
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 OUT_OF_TIME = "not run: out of time"
 
-# A failing call of CUDA's is no memory error: libraries probe with some, and one of a launcher's raises by itself.
+# Failing CUDA calls are no memory errors: libraries use some as probes, and our launchers raise on their own.
 SANITIZER_OPTIONS = {"memcheck": ("--report-api-errors", "no")}
 
-# Out of the blocks that torch's allocator keeps a kernel may run unseen: each tensor gets memory of its own.
+# Every tensor gets its own allocation: inside the blocks of torch's allocator memcheck sees no overrun.
 SANITIZED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-# The definition runs beside every kernel: torch's own, some of them hundreds of times, need no look.
+# torch's own kernels, which the definition launches beside ours, some of them hundreds of times.
 NOT_OURS = ("--kernel-name-exclude", "kernel_substring=at6native")
 TRIED = "import torch; torch.zeros(1, device='cuda').sum().item()"
 
-# The tests of the host executor that compare its layouts with a GPU; nothing is compiled ahead of time there.
+# The tests that a GPU runs when time is short: kernels, without those that only compile.
 ON_GPU = "(triton or cuda) and not machine_code and not ahead_of_time and not test_build"
 MOST_LOGGED = 200_000  # characters of one command
 
@@ -59,13 +59,13 @@ def kernel_checks(row: Row) -> dict[str, str]:
     for name, check in wanted.items():
         try:
             found[name] = check(row)
-        except Exception as raised:  # the shape is larger than those that were verified
+        except Exception as raised:  # this shape is larger than the verified ones, so a kernel may fail here first
             found[name] = f"FAILED: {said(raised)}"
     return found
 
 
 def repeatable(row: Row) -> str:
-    """Every direction gives the same bits 20 times over."""
+    """Every direction gives the same bits in 20 runs."""
     inputs, calls = _calls(row)
     for direction, call in calls.items():
         first = _bytes(call(inputs))
@@ -76,7 +76,7 @@ def repeatable(row: Row) -> str:
 
 
 def no_host_sync(row: Row) -> str:
-    """No direction makes the host wait for the GPU, once its kernels are compiled."""
+    """No direction makes the host wait for the GPU after its kernels are compiled."""
     inputs, calls = _calls(row)
     for direction, call in calls.items():
         waited = wait_for_gpu(partial(call, inputs))
@@ -104,7 +104,7 @@ def sanitizers(
         command = [program or "", *options, *NOT_OURS, *verify]
         return run(command, None if seconds is None else left, log, **SANITIZED)
 
-    # Tool by tool: where the time runs out, every kernel has met the first of them.
+    # Tool by tool: if the time runs out, every kernel has at least been through the first tool.
     jobs = [(tool, pair) for tool in SANITIZERS for pair in pairs]
     with ThreadPoolExecutor(max(1, cores() // 2)) as pool:
         words = list(pool.map(check, jobs))
@@ -115,15 +115,15 @@ def sanitizers(
 
 
 def sanitizer_refuses(program: str | None, seconds: float | None = None) -> str:
-    """Why compute-sanitizer finds nothing here; empty if it runs. Some sandboxes show it no device it supports."""
+    """Why compute-sanitizer does not run here; empty if it does. In some sandboxes it finds no supported device."""
     if program is None:
         return "compute-sanitizer is not installed"
     tried = run([program, "--error-exitcode", "9", sys.executable, "-c", TRIED], seconds, None, **SANITIZED)
     return "" if tried == "ok" else f"compute-sanitizer does not run here: {tried.removeprefix('FAILED: ')}"
 
 
-# The program of a process of `verified`; its arguments: operation, backend, dtype, device and size. A line that begins
-# with TOLD has its row and the checks.
+# The program of each process of `verified`. Arguments: operation, backend, dtype, device and size. It prints one line
+# that begins with TOLD: its row and its checks.
 TOLD = "verified: "
 VERIFIES = """
 import dataclasses, json, sys, torch
@@ -139,11 +139,10 @@ print(checks.TOLD + json.dumps([dataclasses.asdict(row), found]))
 def verified(
     ops: Iterable[str], backends: Iterable[str], small: bool, seconds: float = math.inf, log: Path | None = None
 ) -> dict[Row, dict[str, str]]:
-    """Rows of kernels on a GPU, and what `kernel_checks` says of each unless `small`.
+    """Rows of kernels on a GPU with their `kernel_checks`; with `small` these are not run.
 
-    Every operation, backend and dtype is a process of its own. A fault on a GPU makes all later calls of its process
-    fail, and 1170 kernels that Triton compiles in 0.3 to 1 s each, one after the other, take longer than a GPU is lent
-    for.
+    Every operation, backend and dtype has its own process, several at a time: after a fault on a GPU all later calls of
+    a process fail, and Triton takes 0.3 to 1 s for each of some 1170 kernels.
     """
     until = time.monotonic() + seconds
     jobs = [(op, backend, dtype) for backend in backends for op in ops for dtype in DTYPES]
@@ -151,19 +150,19 @@ def verified(
     def check(job: tuple[str, str, torch.dtype]) -> tuple[Row, dict[str, str]]:
         op, backend, dtype = job
         device, reason = placement(op, backend, dtype)
-        unverified = Row(op, backend, short(dtype), device or "-", 0, 0.0, 0.0, "not run", reason)
+        unverified = Row(op, backend, dtype_name(dtype), device or "-", 0, 0.0, 0.0, "not run", reason)
         if device is None:
             return unverified, {}
         left = until - time.monotonic()
         if left < 1:
             return replace(unverified, note=OUT_OF_TIME), {}
-        words = [op, backend, short(dtype), device, "small" if small else "all"]
-        # -u: a process ended by a signal flushes nothing, and its last output says most.
+        words = [op, backend, dtype_name(dtype), device, "small" if small else "all"]
+        # -u: a process that a signal ends does not flush its output, and its last lines are the most useful.
         status, text = finished([sys.executable, "-u", "-c", VERIFIES, *words], None if left == math.inf else left)
         if status is None:
             return replace(unverified, note=OUT_OF_TIME), {}
         lines = text.strip().splitlines() or [""]
-        told = [line for line in lines if line.startswith(TOLD)]  # libraries print lines too, also after the last
+        told = [line for line in lines if line.startswith(TOLD)]  # libraries may print before and after it
         if status != 0 or not told:
             keep(log, " ".join(words), text)
             note = f"its process ended with status {status}: {lines[-1]}"
@@ -178,9 +177,9 @@ def verified(
 
 
 def suite(seconds: float | None = None, log: Path | None = None) -> dict[str, str]:
-    """The test suite: with a GPU it runs the Triton and CUDA kernels there, not in an interpreter.
+    """The test suite, which runs the Triton and CUDA kernels on the GPU if there is one.
 
-    Where seconds are limited, only what those two run; every test's verdict is in the log as soon as it is known.
+    If seconds are limited, only the tests of those kernels run, and the log has the verdict of every test.
     """
     several = ["-n", str(max(1, cores() // 2))] if importlib.util.find_spec("xdist") else []
     chosen = ["-v", "-k", ON_GPU] if seconds is not None else ["-q"]
@@ -197,7 +196,7 @@ def suite(seconds: float | None = None, log: Path | None = None) -> dict[str, st
 
 
 def run(command: Iterable[str], seconds: float | None = None, log: Path | None = None, **variables: str) -> str:
-    """A command's verdict, with its last line where it failed; variables: of its environment, beside this one's."""
+    """A command's verdict, with its last line if it failed. variables: added to the environment."""
     words = list(command)
     status, text = finished(words, seconds, **variables)
     if status:
@@ -215,9 +214,8 @@ def verdict(status: int | None, text: str) -> str:
 
 
 def finished(command: Iterable[str], seconds: float | None = None, **variables: str) -> tuple[int | None, str]:
-    """A command's status, None where it was out of time, and what it had printed."""
-    # In a session of its own: what it started itself, workers or a sanitizer's target, ends with it and leaves the GPU
-    # to the figures.
+    """A command's status, None if it ran out of time, and its output."""
+    # In a session of its own, so that the processes it started (workers, a sanitizer's target) can be killed with it.
     options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **variables}, "start_new_session": True}
     with tempfile.TemporaryFile() as printed:
         with subprocess.Popen(list(command), stdout=printed, stderr=subprocess.STDOUT, **options) as done:
@@ -233,10 +231,10 @@ def finished(command: Iterable[str], seconds: float | None = None, **variables: 
 
 
 def keep(log: Path | None, title: str, text: str) -> None:
-    """Appends what somebody printed to the log: a GPU that was lent is gone when the question comes up."""
+    """Appends a command's output to the log, as the GPU may be gone when somebody asks for it."""
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:  # one write, and so not mixed with another thread's
+        with log.open("a") as file:  # one write, so that threads do not mix their lines
             file.write(f"==== {title}\n{text[-MOST_LOGGED:]}\n")
 
 
@@ -253,5 +251,5 @@ def _calls(row: Row) -> tuple[Inputs, Calls]:
 
 
 def _bytes(output: object) -> list[Tensor]:
-    """Outputs as bytes: a NaN is not equal to itself, its bits are."""
+    """Outputs as bytes, so that equal NaNs compare equal."""
     return [each.contiguous().view(torch.uint8).clone() for each in tensors_of(output)]

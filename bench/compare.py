@@ -1,4 +1,4 @@
-"""Two results side by side: what became slower, beyond a tolerance, between one run and another."""
+"""Compares two results: how much longer every figure takes in the second."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ KEY = ("op", "backend", "dtype", "direction", "shape", "setting")
 
 
 class Change(NamedTuple):
-    """A figure that both results hold; `slowdown` is 1.1 where the second takes a tenth longer.
+    """A figure of both results; `slowdown` is 1.1 if the second takes a tenth longer.
 
-    On a GPU microseconds are compared. A CPU's drift with its neighbours, so there it is times over memcpy's and over
-    each peer's, of which the change nearest to none counts: a kernel that changed did so against all of them.
+    On a GPU microseconds are compared. On a CPU they drift with the load, so the time is compared in units of memcpy's
+    and of each peer's, and the smallest change counts: a kernel that changed did so against all of them.
     """
 
     figure: tuple[str, ...]
@@ -24,7 +24,7 @@ class Change(NamedTuple):
 
 
 def changes(before: Result, after: Result) -> list[Change]:
-    """Every figure that both results hold, the greatest slowdown first."""
+    """Changes of all figures that both results have, the greatest slowdown first."""
     old, found = dict(_figures(before)), []
     for key, new in _figures(after):
         if key in old:
@@ -37,7 +37,7 @@ def changes(before: Result, after: Result) -> list[Change]:
 
 
 def _yardsticks(figure: dict[str, Any]) -> dict[str, float]:
-    """Times of a figure in units that the machine's other work leaves alone, by name."""
+    """A figure's time in units that do not depend on the load of the machine, by name."""
     if figure["setting"] == "cuda":
         return {"us": figure["us"]}
     return {"memcpy": figure["over_memcpy"], **{name: 1 / ratio for name, ratio in figure["peers"].items()}}

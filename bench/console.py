@@ -12,7 +12,7 @@ from rich.table import Table
 
 console = Console()
 if not console.is_terminal and "COLUMNS" not in os.environ:
-    console.width = 180  # a log has no width to fit into
+    console.width = 180  # a log is not limited to the width of a terminal
 
 
 def words(values: Iterable[str] | None) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ def known_words(option: str, words: tuple[str, ...], known: Iterable[str]) -> tu
 
 
 def progress() -> Progress:
-    """A bar that vanishes when it is done; none where there is no terminal."""
+    """A bar that disappears when it is done; nothing without a terminal."""
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 

@@ -1,7 +1,7 @@
-"""Counts what the GPU kernels execute, without a GPU: their PTX runs on the executor of tests/ptx, at small shapes.
+"""Counts the instructions and bytes of the GPU kernels without a GPU: tests/ptx executes their PTX at small shapes.
 
-A count holds for the full shape after scaling. Instructions and FLOPs grow with the units of a case, such as its rows:
-they are scaled by units. Bytes are scaled by the least bytes that bench.registry gives for both shapes.
+Counts are then scaled to the full shape: instructions and FLOPs by the units of a case, such as its rows, bytes by the
+least bytes that bench.registry gives for both shapes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ import torch
 import moe_kernels as mk
 from bench import ledger, registry
 from bench.entry import Entry, Inputs, Shape, label, through_autograd
+from moe_kernels.verify import dtype_name
 
 COUNTS = Path("bench/results/ptx/counts.json")  # below the root of a checkout
 FP32, BF16 = torch.float32, torch.bfloat16
 
 
 class NoExecutor(RuntimeError):
-    """The executor is not here."""
+    """The executor of PTX cannot run here."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operation at the shape that a prediction is for. small: sizes where it is counted; units: what it grows with.
+    """An operation at the shape of its prediction.
 
-    own_bytes: bytes grow with the units too, since the registry has no least bytes.
+    small: the sizes that differ in the counted shape. units: the sizes whose product the counts grow with.
+    own_bytes: bytes grow with the units too, as the registry has no least bytes for this case.
     """
 
     operation: str
@@ -107,7 +109,7 @@ def cases() -> list[Case]:
 
 
 def _extra(base: Entry, forward: Any, inputs: Any, leaves: tuple[str, ...] = ()) -> Entry:
-    """An entry that only this module has; its call takes the backend as `backend`."""
+    """A variant of a registered entry that only this module counts. forward(inputs, backend=...)."""
     return replace(
         base,
         inputs=inputs,
@@ -164,16 +166,18 @@ EXTRA = {
 
 @contextlib.contextmanager
 def executor() -> Iterator[Any]:
-    """Within the block launches of Triton's and CUDA's kernels on CPU tensors run from their PTX; gives the session.
+    """Inside the block, kernels of Triton and CUDA that are launched on CPU tensors are executed from their PTX.
+
+    Yields tests/ptx's module `session`.
 
     Raises:
-        NoExecutor: this is no checkout, Triton is not installed, or nothing compiles CUDA here.
+        NoExecutor: this is no checkout, Triton is not installed, or nothing here can compile CUDA.
     """
     tests = ledger.ROOT / "tests"
     if not (tests / "ptx" / "executor").is_dir():
         raise NoExecutor("counting runs compiled PTX on the executor in tests/ptx: it needs a checkout of the sources")
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET", "0") == "1":
-        raise NoExecutor("counting runs compiled PTX, but Triton was imported as an interpreter: TRITON_INTERPRET=0")
+        raise NoExecutor("counting runs compiled PTX, but Triton was imported with TRITON_INTERPRET=1: set it to 0")
     os.environ["TRITON_INTERPRET"] = "0"
     if str(tests) not in sys.path:
         sys.path.insert(0, str(tests))
@@ -187,7 +191,7 @@ def executor() -> Iterator[Any]:
 
 
 def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session: Any) -> dict[str, Any]:
-    """The launches of one call on the executor, as data."""
+    """Counts of one call on the executor, launch by launch."""
     torch.manual_seed(0)
     inputs = case.entry.inputs(case.counted_shape, dtype, "cpu")
     with session.recorded() as results:
@@ -195,7 +199,7 @@ def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session:
     return {
         "operation": case.operation,
         "backend": backend,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "direction": direction,
         "shape": label(case.shape),
         "counted_shape": label(case.counted_shape),
@@ -222,7 +226,7 @@ def _launch(result: Any) -> dict[str, Any]:
 
 
 def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKENDS) -> Iterator[dict[str, Any]]:
-    """Every case on every backend, dtype and direction that its kernels support."""
+    """Counts of every case on all backends, dtypes and directions that its kernels support."""
     from moe_kernels import backends as choice
 
     with executor() as session:
@@ -238,7 +242,7 @@ def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKEND
 
 
 def verified(ops: Iterable[str] = ()) -> dict[str, dict[str, dict[str, str]]]:
-    """Operations and backends that the executor ran and `moe_kernels.verify` found right in every dtype."""
+    """Operations and backends whose executed PTX `moe_kernels.verify` found right in every dtype."""
     from moe_kernels import verify
 
     with executor():
@@ -258,7 +262,7 @@ def verified(ops: Iterable[str] = ()) -> dict[str, dict[str, dict[str, str]]]:
 
 
 def write(counts: list[dict[str, Any]], root: Path = ledger.ROOT) -> Path:
-    """Counts, one line each."""
+    """Writes the counts, one line each."""
     path = root / COUNTS
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(each) for each in counts) + "\n]\n")
@@ -266,7 +270,7 @@ def write(counts: list[dict[str, Any]], root: Path = ledger.ROOT) -> Path:
 
 
 def read(root: Path = ledger.ROOT) -> list[dict[str, Any]]:
-    """The counts that were kept; none if nothing was counted."""
+    """The stored counts; an empty list if there are none."""
     path = root / COUNTS
     found: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     return found

@@ -1,4 +1,4 @@
-"""The report: every result with its pictures, as Markdown and as one HTML page that needs no other file."""
+"""The report: all results with their pictures, as Markdown and as one HTML page that contains its pictures."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from bench.report import FIGURE_HEADER, figure_cells, operations
 from bench.tables import markdown
 
 HOW_TO_READ = """\
-Times are medians of interleaved runs, with the 10th and 90th percentile; `!` marks those where the latter is over
-twice the former: the machine was busy, and only one thread's figures are corrected for that. *Ceiling*: the least time
-that this machine's own copy and matrix product, measured in the same run, allow for the operation's least bytes (each
-input read once, each output written once) and FLOPs, over the time taken; what lies in a cache can pass 100%.
-*memcpy*: times as long as a copy of those bytes. Last: times as fast as each peer, on the same inputs in the same run.
-Absolute times on a CPU that others share mean little: read the ratios."""
+Times are medians of interleaved runs, with the 10th and 90th percentile. `!` marks a 90th percentile of over twice the
+10th: the machine was busy, and only figures of one thread are corrected for that. *Ceiling*: the least time for the
+operation's least bytes (each input read once, each output written once) and FLOPs, at the copy and matrix product
+speeds of the same run, over the time taken; data in a cache can pass 100%. *memcpy*: times as long as a copy of those
+bytes. Last: times as fast as each peer, on the same inputs in the same run. On a CPU that others share, absolute times
+mean little: read the ratios."""
 CAPTIONS = {
     "roofline": "Every figure under the roofs of the same run. The slope is the copy's bandwidth, the flat parts are "
-    "matrix products by dtype; the distance to the roof is what is left to gain. Left: what moves bytes and counts no "
-    "FLOPs, against the copy.",
-    "peers": "Times as fast as each peer: the bar is the range over the shapes, the stroke its middle. Left of the "
+    "matrix products by dtype; the distance to the roof is the possible gain. Left: operations without FLOPs, against "
+    "the copy.",
+    "peers": "Times as fast as each peer: the bar is the range over the shapes, the stroke its median. Left of the "
     "line the peer is faster.",
-    "scaling": "Time over the size that varies. Where a line is steeper than the dotted floor, the cost grows faster "
-    "than the work.",
-    "load": "Choices an expert gets under each kind of routing that the figures were taken on; the line is the mean.",
+    "scaling": "Time over the size that varies. If a line is steeper than the dotted floor, the cost grows faster than "
+    "the work.",
+    "load": "Choices of each expert under each kind of routing that was measured; the line is the mean.",
 }
 STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
@@ -38,7 +38,7 @@ th { background: #f4f4f4 } tr:nth-child(even) { background: #fafafa } img { max-
 
 
 def write(results: list[ledger.Result], folder: Path, root: Path = ledger.ROOT) -> tuple[Path, Path]:
-    """report.md with its pictures beside it and report.html with them inside."""
+    """Writes report.md with its pictures beside it, and report.html with its pictures inside."""
     folder.mkdir(parents=True, exist_ok=True)
     text = document(results, {result["device"]: plot.draw(result, folder) for result in results}, root)
     paths = folder / "report.md", folder / "report.html"
@@ -48,7 +48,7 @@ def write(results: list[ledger.Result], folder: Path, root: Path = ledger.ROOT) 
 
 
 def page(text: str, folder: Path) -> str:
-    """Markdown as HTML, with the pictures of `folder` inside it."""
+    """The HTML page of a Markdown text; pictures from `folder` are embedded."""
     body = MarkdownIt("commonmark").enable("table").render(text)
 
     def inside(match: re.Match[str]) -> str:
@@ -65,7 +65,7 @@ def document(
     """The whole report; pictures: file names by device and picture."""
     parts = ["# moe_kernels, measured", "## Ledger", operations(results, root)]
     if not results:
-        parts.append("Nothing was measured yet: `python -m bench run` does.")
+        parts.append("Nothing was measured yet; `python -m bench run` measures.")
     for result in results:
         parts += _device(result, (pictures or {}).get(result["device"], {}), root)
     parts += predict.section(results, root)
@@ -74,7 +74,7 @@ def document(
 
 def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list[str]:
     facts, entries = result["machine"], result["entries"]
-    gpus = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "none; what needs one was not run"
+    gpus = ", ".join(gpu["name"] for gpu in facts["gpus"]) or "none, so GPU kernels were not run"
     parts = [
         f"## {result['device']}, {result['date']}",
         f"CPU {facts['cpu']}, {facts['cores']} cores, {facts['isa']}. GPU: {gpus} (driver {facts['driver']}). "
@@ -138,12 +138,12 @@ def _ceilings(ceilings: dict[str, dict[str, float]]) -> list[tuple[str, str, str
 
 
 def _growth(entry: dict[str, Any]) -> list[tuple[str, ...]]:
-    """How much longer the largest of a curve took than the smallest, beside how much more work it was."""
+    """Rows that compare the smallest and the largest shape of a curve: growth of time and growth of work."""
     rows = []
     for setting in dict.fromkeys(each["setting"] for each in entry.get("curves", [])):
         curve = [each for each in entry["curves"] if each["setting"] == setting]
         first, last = curve[0], curve[-1]
-        # The floor of a figure: what its bytes and FLOPs need at this machine's ceilings.
+        # The floor of a figure: the time that its bytes and FLOPs take at this machine's ceilings, in percent.
         floors = [each["us"] * each["ceiling_percent"] for each in (first, last)]
         key = (entry["operation"], entry["backend"], first["dtype"], setting)
         growth = (f"x{last['us'] / first['us']:.3g}", f"x{floors[1] / floors[0]:.3g}")

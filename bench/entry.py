@@ -1,13 +1,15 @@
 """The entry of an operation in the registry.
 
-Directions: "forward" without autograd; "backward", the kernel alone on what forward saved; "training", both through
-autograd. A peer is another implementation of the whole operation; torch.topk alone, which only selects, is none.
+Directions: "forward" runs without autograd; "backward" runs the backward kernel alone on the tensors that forward
+saved; "training" runs both through autograd. A peer is another implementation of the whole operation: torch.topk alone
+is no peer, as it only selects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,31 +25,50 @@ Calls = dict[str, Callable[[Inputs], object]]  # by direction
 class Entry:
     """One operation of the bench.
 
-    shapes: sets of shapes by name: "quick", "papers", "llm", and "scaling", which differ in one size over two decades.
-        complete(shape, device type) fits a shape to the device.
+    shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (those of the design's aims), and "scaling", whose
+        shapes differ in one size over two decades.
+    complete(shape, device type): the shape, fitted to the device.
     inputs(shape, dtype, device): fresh random inputs.
-    kernel(backend): what to call for that backend, by direction.
-    peers: the same for PyTorch's own compositions, by name; peers of other packages are in bench/peers.py.
-    flops(shape, direction), least_bytes(shape, dtype, direction): of one call; every input read once, every output
+    kernel(backend): the calls of that backend, by direction.
+    peers: calls of PyTorch's own compositions, by name; bench/peers.py has peers of other packages.
+    flops(shape, direction), least_bytes(shape, dtype, direction): of one call; every input is read once, every output
         written once.
-    leaves, grad: names of the inputs that training differentiates by, and of the gradient of the output.
+    leaves: names of the inputs that training differentiates by. grad: name of the gradient of the output.
     """
 
     shapes: dict[str, list[Shape]]
-    complete: Callable[[Shape, str], Shape]
     inputs: Callable[[Shape, torch.dtype, str], Inputs]
     kernel: Callable[[str], Calls]
     peers: dict[str, Calls]
     flops: Callable[[Shape, str], int]
     least_bytes: Callable[[Shape, torch.dtype, str], int]
+    complete: Callable[[Shape, str], Shape] = lambda shape, device: shape
     directions: tuple[str, ...] = DIRECTIONS
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
     leaves: tuple[str, ...] = ()
     grad: str = "grad"
 
 
+def entry(
+    forward: Callable[..., object], peers: dict[str, Any], leaves: tuple[str, ...], grad: str = "grad", **fields: Any
+) -> Entry:
+    """The entry of an operation that is measured forward and, if it has leaves, in training through autograd.
+
+    forward(inputs, backend=...); peers: functions of the inputs, by name.
+    """
+    calls = partial(through_autograd, leaves=leaves, grad=grad)
+    return Entry(
+        kernel=lambda backend: calls(partial(forward, backend=backend)),
+        peers={name: calls(peer) for name, peer in peers.items()},
+        directions=("forward", "training") if leaves else ("forward",),
+        leaves=leaves,
+        grad=grad,
+        **{"dtypes": (torch.float32, torch.bfloat16), **fields},
+    )
+
+
 def through_autograd(forward: Callable[[Inputs], Any], leaves: tuple[str, ...], grad: str) -> Calls:
-    """Forward without autograd and, where there are leaves, training through it."""
+    """Calls for forward without autograd and, if there are leaves, for training."""
 
     def infer(inputs: Inputs) -> object:
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Experts across processes of one machine, under gloo: time and bytes of one layer, beside other ways to do it.
+"""Measures a layer with experts across processes of one machine (gloo), beside other implementations: time and bytes.
 
-Every contender evaluates the same routing of the same tokens with experts (silu(x W) * (x V)) U. `python -m bench
-exchange` starts one process a rank; calls of all contenders alternate, so that a busy machine slows all of them.
+All contenders evaluate the same routing of the same tokens with experts (silu(x W) * (x V)) U. `python -m bench
+exchange` starts one process for each rank. Calls of the contenders alternate, so that a busy machine slows all alike.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (T, D), experts (T, K), 
 
 @dataclass(frozen=True)
 class Size:
-    """tokens: of all ranks together."""
+    """Sizes of the layer; tokens counts those of all ranks."""
 
     tokens: int = 2048
     dim: int = 256
@@ -51,7 +51,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Line:
-    """Medians of seconds, and bytes that rank 0 sent; predicted: the bytes of bench.exchange_model, or None."""
+    """Median seconds and the bytes that rank 0 sent. predicted: bytes by bench.exchange_model, or None."""
 
     ranks: int
     contender: str
@@ -62,7 +62,7 @@ class Line:
 
 
 class Moved(TorchDispatchMode):
-    """Counts the collectives of this rank, and the bytes that leave it; reductions as a ring sends them."""
+    """Counts the collectives of this rank and the bytes that it sends; reductions are counted as in a ring."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Moved(TorchDispatchMode):
 
 
 def contenders(size: Size, mesh: DeviceMesh, peers: bool) -> dict[str, Layer]:
-    """By name; with one rank there is nothing to exchange."""
+    """The implementations by name. One rank exchanges nothing."""
     alone = dist.get_world_size() == 1
     found = {"one process" if alone else "ExpertParallel": _own(size, None if alone else ExpertParallel(), mesh)}
     if not alone:
@@ -110,7 +110,7 @@ def _own(size: Size, style: ExpertParallel | None, mesh: DeviceMesh) -> Layer:
 
 
 def _gathered(size: Size, mesh: DeviceMesh) -> Layer:
-    """Every rank gathers all tokens and evaluates its experts; sums are scattered. No split sizes, whole tokens."""
+    """Every rank gathers all tokens and evaluates its experts for them; a reduce-scatter adds the outputs."""
     count = size.experts // mesh.size()
     first, whole = mesh.get_local_rank() * count, _experts(size)
     experts = ExpertMLP(count, size.dim, size.hidden, activation="swiglu", bias=False)
@@ -168,9 +168,12 @@ def routing(size: Size) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def measure(size: Size, seconds: float, peers: bool = True) -> list[Line]:
-    """On every rank; the lines are those of rank 0. A result other than the first contender's raises.
+    """Measures on every rank; the lines hold the numbers of rank 0.
 
-    peers: those of other packages, too.
+    peers: also measure implementations of other packages.
+
+    Raises:
+        AssertionError: a contender's result differs from the first one's.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))["ep"]
@@ -203,7 +206,7 @@ def measure(size: Size, seconds: float, peers: bool = True) -> list[Line]:
 
 
 def _places(size: Size, ranks: int) -> int:
-    """Of an expert for every rank: twice what an even router needs."""
+    """Places of an expert for each rank: twice as many as an even router needs."""
     return expert_capacity(size.tokens // ranks, size.choices, size.experts, 2.0)
 
 
@@ -217,7 +220,7 @@ def _train(layer: Layer, x: Tensor, *given: Tensor) -> None:
 
 
 def _timed(call: Callable[..., None], *given: Any) -> float:
-    """Seconds until the slowest rank is done."""
+    """Seconds until the slowest rank has finished the call."""
     dist.barrier()
     started = time.perf_counter()
     call(*given)
@@ -226,14 +229,14 @@ def _timed(call: Callable[..., None], *given: Any) -> float:
 
 
 def _together(goes_on: bool) -> bool:
-    """The result of rank 0."""
-    said = torch.tensor(int(goes_on))
-    dist.broadcast(said, 0)
-    return bool(said)
+    """The value of rank 0, on all ranks."""
+    decision = torch.tensor(int(goes_on))
+    dist.broadcast(decision, 0)
+    return bool(decision)
 
 
 def run(ranks: int, size: Size, seconds: float) -> list[Line]:
-    """Starts a process for each rank, with one thread, and returns what rank 0 measured."""
+    """Starts a process with one thread for each rank, and returns the lines of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "lines.json"
         words = [sys.executable, "-m", "bench.exchange", folder, str(ranks), str(seconds), json.dumps(asdict(size))]
@@ -249,7 +252,7 @@ def run(ranks: int, size: Size, seconds: float) -> list[Line]:
 
 
 def predictions(size: Size, machines: list[Machine], skew: float, width: int) -> list[tuple[str, ...]]:
-    """Rows of a table, predicted: a layer of `size.tokens` a rank, with a uniform router and a skewed one."""
+    """Rows of the table of predictions, for `size.tokens` on each rank: a uniform and a skewed router."""
     rows: list[tuple[str, ...]] = []
     for machine in machines:
         for name, exponent in (("uniform", 0.0), (f"Zipf {skew:g}", skew)):

@@ -1,14 +1,15 @@
-"""A model of what experts across processes cost: bytes on the wire, and time per layer for given links.
+"""Predicts the cost of experts across processes: bytes that ranks send, and the time of a layer for given links.
 
 Bytes are exact: tests/ranks/traffic.py compares them with what the collectives move. Times are predictions.
 
 Assumptions of the times:
-    * every rank has T tokens and K choices each; an expert's share of the rows is uniform or Zipf's;
-    * experts are placed in order of their share, so that the busiest ones meet on rank 0: the worst placement;
-    * a rank sends and receives at once, at `inside` to its own node and at `outside` to others, both at once;
-    * an all-to-all ends with its slowest rank, plus `latency`; nothing overlaps with the products;
-    * products run at `flops` whatever their size; backward has twice those of forward; gates, plans, dispatch and
-      combine are left out, since one process has them too.
+    * every rank has T tokens with K choices each; the experts' shares of the rows are uniform or follow Zipf's law;
+    * experts are placed in the order of their share, the busiest on rank 0, which is the worst placement;
+    * a rank sends and receives at the same time, at `inside` within its node and at `outside` to other nodes, and both
+      links work at the same time;
+    * an all-to-all takes as long as its slowest rank, plus `latency`; nothing overlaps with the products;
+    * products run at `flops` whatever their size, and backward has twice as many as forward; gates, plans, dispatch and
+      combine are left out, as one process has them too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Traffic:
 
 
 def exchange_bytes(rows: Tensor, dim: int, out: int, width: int, num_experts: int) -> Traffic:
-    """Of one layer. rows (n, n): from rank s to rank d; dim, out: D and Dout; width: bytes of an element.
+    """Bytes that each rank sends for one layer.
+
+    rows (n, n): number of rows from rank s to rank d. dim, out: D and Dout. width: bytes of an element.
 
     Forward: E counts, rows there, outputs back. Backward: gradients of outputs there, of rows back.
     """
@@ -42,13 +45,16 @@ def exchange_bytes(rows: Tensor, dim: int, out: int, width: int, num_experts: in
 
 
 def norm_bytes(ranks: int, tokens: int, dim: int, num_experts: int, width: int) -> int:
-    """That a rank sends for `norms` where every rank has `tokens`: their number, the tokens, and the norms back."""
+    """Bytes that a rank sends for `norms` with `tokens` on every rank: their number, the tokens, and the norms back."""
     return (ranks - 1) * (COUNT + tokens * dim * width + tokens * (num_experts // ranks) * width)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Ranks and what connects them. inside, outside: bytes a second and direction of a rank; latency: seconds."""
+    """Ranks and their links. node: ranks of a node. inside, outside: bytes a second of a rank in each direction.
+
+    latency: seconds of an all-to-all. flops: of the products, on each rank.
+    """
 
     ranks: int
     node: int = 8
@@ -60,7 +66,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """Predicted seconds of one layer, forward and backward together, and the rows of the busiest rank over the mean."""
+    """Predicted seconds of one layer, forward plus backward. imbalance: rows of the busiest rank over the mean."""
 
     exchange: float
     experts: float
@@ -73,7 +79,7 @@ class Cost:
 
 
 def shares(num_experts: int, skew: float) -> Tensor:
-    """(E,): every expert's share of the rows, Zipf's with that exponent; 0 is uniform."""
+    """(E,): each expert's share of the rows by Zipf's law with exponent `skew`; 0 is uniform."""
     weights = torch.arange(1, num_experts + 1, dtype=torch.float64) ** -skew
     return weights / weights.sum()
 
@@ -81,7 +87,10 @@ def shares(num_experts: int, skew: float) -> Tensor:
 def layer_cost(
     machine: Machine, tokens: int, dim: int, hidden: int, choices: int, share: Tensor, width: int, gated: bool = True
 ) -> Cost:
-    """Of a layer with `tokens` a rank and experts of two products (D, 2 H or H) and (H, D); share (E,)."""
+    """The cost of a layer with `tokens` on each rank and experts of two products, (D, 2 H or H) and (H, D).
+
+    share (E,): of the rows. width: bytes of an element.
+    """
     n, experts = machine.ranks, share.numel()
     if experts % n:
         raise ValueError(f"layer_cost: {n} ranks must divide the experts, got {experts}")
@@ -97,7 +106,7 @@ def layer_cost(
 
 
 def _all_to_all(machine: Machine, sizes: Tensor) -> float:
-    """Seconds; sizes (n, n) in bytes from rank s to rank d."""
+    """Seconds of an all-to-all. sizes (n, n): bytes from rank s to rank d."""
     node = torch.arange(machine.ranks) // machine.node
     own = torch.eye(machine.ranks, dtype=torch.bool)
     near = torch.where((node[:, None] == node) & ~own, sizes, 0)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import moe_kernels as mk
-from bench.entry import Entry, Inputs, Shape, through_autograd
+from bench.entry import Entry, Inputs, Shape, entry
 from bench.routing import logits
 from bench.shapes import AIMED, LLM, PAPERS, fewer_tokens, routed, sizes
 
@@ -27,7 +27,7 @@ NORMS = sizes(PAPERS, "TDHE")
 
 
 def _complete(shape: Shape, device: str) -> Shape:
-    """On a CPU no more tokens than `fewer_tokens` says, and at most 2^25 parameters a matrix of all experts."""
+    """On a CPU at most the tokens of `fewer_tokens`, and at most 2^25 parameters in a matrix of all experts."""
     fewer = fewer_tokens({"K": 1, **shape}, device)
     most = max(shape.get("K", 1), 2**25 // (shape["D"] * shape["H"]))
     return {**shape, "T": fewer["T"], "E": min(shape["E"], most)} if device == "cpu" else shape
@@ -50,7 +50,7 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
         "grad_rows": (plan.num_rows, hidden),
         "grad_norms": (tokens, experts),
     }
-    # Drawn there: one thread of the host takes 2 s for the 2^28 weights of Qwen3-30B, of which there are two sets.
+    # Drawn on the device: one thread of the host takes 2 s for the 2^28 weights of Qwen3-30B, and there are two sets.
     found: Inputs = {name: torch.randn(size, device=device).to(dtype) for name, size in sizes.items()}
     found |= {"w_in": found["w_in"] / dim**0.5, "w_out": found["w_out"] / hidden**0.5}
     leaves = {name: found[name] for name in ("x", "w_in", "w_out")} | {"weights": weights.to(dtype)}
@@ -59,7 +59,7 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def _loop(rows: Tensor, weight: Tensor, inputs: Inputs) -> Tensor:
-    """One product an expert; where its rows begin is known to the host beforehand."""
+    """One product for each expert; the host already knows where the rows of an expert begin."""
     sizes = [last - first for first, last in zip(inputs["bounds"], inputs["bounds"][1:], strict=False)]
     return torch.cat([part @ each for part, each in zip(rows.split(sizes), weight.unbind(), strict=True)])
 
@@ -105,27 +105,26 @@ def _norms(inputs: Inputs, backend: str) -> Tensor:
 
 
 def _entry(forward: Any, peers: dict[str, Any], leaves: str, elements: Any, products: Any, **more: Any) -> Entry:
-    """elements(shape): of inputs and of outputs; training reads them all again and writes a gradient of each input.
+    """leaves: names, then that of the gradient.
 
+    elements(shape): numbers of elements of inputs and outputs; training reads all again and writes a gradient of each
+        input.
     products(shape): multiplications forward; training has three times as many.
     """
     *names, grad = leaves.split()
-    calls = partial(through_autograd, leaves=tuple(names), grad=grad)
 
     def least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
         inputs, outputs = elements(shape)
         return ((3 * inputs + 2 * outputs) if direction == "training" else inputs + outputs) * dtype.itemsize
 
-    return Entry(
+    return entry(
+        forward,
+        peers,
+        tuple(names),
+        grad,
         inputs=_inputs,
-        kernel=lambda backend: calls(partial(forward, backend=backend)),
-        peers={name: calls(peer) for name, peer in peers.items()},
         flops=lambda shape, direction: 2 * products(shape) * (3 if direction == "training" else 1),
         least_bytes=least_bytes,
-        directions=("forward", "training"),
-        dtypes=(torch.float32, torch.bfloat16),
-        leaves=tuple(names),
-        grad=grad,
         **{"shapes": SHAPES, "complete": _complete, **more},
     )
 

@@ -1,4 +1,4 @@
-"""Benchmarks of kWTA: rows of the papers and of language models, fractions of winners."""
+"""Benchmarks of kWTA: widths of the papers and of language models, several fractions of winners."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moe_kernels.library import ops, words
 
 def _complete(shape: Shape, device: str) -> Shape:
     # A GPU takes the 8192 rows of the design; a CPU 2^21 elements, 4 to 8 MB, so that a call takes milliseconds.
-    return {"R": 8192 if device == "cuda" else max(1, 2**21 // int(shape["N"])), **shape}
+    return {"R": 8192 if device == "cuda" else max(1, 2**21 // shape["N"]), **shape}
 
 
 def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    rows, n = int(shape["R"]), int(shape["N"])
+    rows, n = shape["R"], shape["N"]
     x, grad = (torch.randn(rows, n, device=device).to(dtype) for _ in range(2))
     k = mk.k_from_fraction(shape["p"], n)
     mask = mk.kwta_mask(x, k)
@@ -46,15 +46,15 @@ def _composition(x: Tensor, k: int) -> Tensor:
 
 
 def _least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
-    rows, n = int(shape["R"]), int(shape["N"])
+    rows, n = shape["R"], shape["N"]
     matrix, bits = rows * n * dtype.itemsize, rows * words(n) * 4
     forward, backward = 2 * matrix, 2 * matrix + bits  # x -> y; grad and bits -> dx
     return {"forward": forward, "backward": backward, "training": forward + bits + backward}[direction]
 
 
 def _flops(shape: Shape, direction: str) -> int:
-    """The product with the mask: one an element and direction. Comparisons count none."""
-    return int(shape["R"]) * int(shape["N"]) * (2 if direction == "training" else 1)
+    """The product with the mask: one FLOP for each element and direction. Comparisons are not counted."""
+    return shape["R"] * shape["N"] * (2 if direction == "training" else 1)
 
 
 ENTRIES = {

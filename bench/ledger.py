@@ -1,4 +1,4 @@
-"""Results as data: what was verified and measured where, with the hash of the sources that ran."""
+"""Results as data: verdicts and figures of each machine, with the hash of the sources that ran."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ GPU_BACKENDS = ("triton", "cuda")
 Result = dict[str, Any]
 
 FIGURES = ("figures", "curves")  # lists of an entry
-SHARED = {"op": "operation", "backend": "backend", "dtype": "dtype"}  # of a figure, and what its entry calls it
+SHARED = {"op": "operation", "backend": "backend", "dtype": "dtype"}  # a figure's keys, and their names in its entry
 
-# A backend's kernels: where no file matches, it does not implement the operation.
+# Files of a backend's kernels: if none matches, the backend does not implement the operation.
 _KERNELS = {
     "reference": "python_ref/{op}.py",
     "cpu": "csrc/cpu/{op}*.cpp",
@@ -29,7 +29,7 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
-# Includes of a file, and imports from its backend. ops.h declares every operation: a new one changes no kernel.
+# Includes of a file, and imports from its backend. ops.h declares all operations; a new one there changes no kernel.
 _INCLUDED = re.compile(
     r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends\.(?:triton|native)\.(\w+) import', re.MULTILINE
 )
@@ -40,7 +40,7 @@ def operations(root: Path = ROOT) -> list[str]:
 
 
 def _kernels(op: str, backend: str, root: Path) -> list[Path]:
-    """Files with the operation's name, or with the name of the operation whose file holds it."""
+    """Files named after the operation, or after the operation whose file contains it."""
     return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
 
 
@@ -49,10 +49,10 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 
 
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
-    """The files whose change makes a result of this operation and backend stale, with all that they include.
+    """The files that a result of this operation and backend depends on: a change in one makes it stale.
 
-    Python that calls a C++ kernel is among them, as it has thresholds and sizes, and so are kernels whose caller it
-    imports; Python of the other C++ backend is not.
+    These are the kernels with all they include, the Python that calls a C++ kernel (it has thresholds and sizes), and
+    the kernels whose callers that Python imports; not the Python of the other C++ backend.
     """
     left, native = _kernels(op, backend, root), root / "moe_kernels/backends/native"
     other = "_cuda" if backend == "cpu" else "_cpu"
@@ -96,13 +96,13 @@ def write(result: Result, folder: Path) -> Path:
 
 
 def compact(result: Result) -> str:
-    """A result as JSON with one line for each fact, entry and figure, and four digits of each number."""
+    """A result as JSON, with one line for each fact, entry and figure, and four digits of each number."""
     facts = [f" {json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in result.items() if key != "entries"]
     return "{\n" + ",\n".join([*facts, ' "entries": ' + _lines(map(_entry_lines, result["entries"]))]) + "\n}\n"
 
 
 def _entry_lines(entry: dict[str, Any]) -> str:
-    """An entry on one line and each of its figures on one. A figure does not repeat what its entry holds."""
+    """An entry on one line and each of its figures on one line. A figure does not repeat values of its entry."""
     facts = json.dumps({key: _rounded(value) for key, value in entry.items() if key not in FIGURES})
     figures = [f"{json.dumps(name)}: {_lines(_figure_line(each) for each in entry.get(name, []))}" for name in FIGURES]
     return ", ".join([facts[:-1], *figures]) + "}"
@@ -131,7 +131,7 @@ def read(folder: Path = RESULTS) -> list[Result]:
 
 
 def load(path: Path) -> Result:
-    """The result that `write` put there, each figure complete."""
+    """The result of a file that `write` wrote, with complete figures."""
     result: Result = json.loads(path.read_text())
     for entry in result["entries"]:
         shared = {key: entry[name] for key, name in SHARED.items()}
@@ -150,7 +150,7 @@ def stale(result: Result, root: Path = ROOT) -> list[str]:
 
 
 def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -> str:
-    """The state of one operation and backend in the ledger: that of the newest run."""
+    """The state of one operation and backend in the ledger, by its newest run."""
     if not implemented(op, backend, root):
         return "-"
     if backend == "reference":
@@ -168,11 +168,11 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
 
 
 def executed(op: str, backend: str, root: Path = ROOT) -> str:
-    """State of kernels that no GPU has run: whether their PTX was executed on a CPU and agreed with the definition."""
+    """State of kernels that no GPU has run: their PTX was executed on a CPU and agreed with the definition, or not."""
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     same = [name for name in known if file_of("reference", name) == file_of("reference", op) and backend in known[name]]
-    if backend not in known.get(ALIASES.get(op, op), {}):  # others of its file are not it
+    if backend not in known.get(ALIASES.get(op, op), {}):  # other operations of its file do not count
         return "never run on a GPU"
     date = min(known[name][backend]["date"] for name in same)
     if any(known[name][backend]["sources"] != digest(name, backend, root) for name in same):
@@ -181,7 +181,7 @@ def executed(op: str, backend: str, root: Path = ROOT) -> str:
 
 
 def write_executed(found: dict[str, dict[str, dict[str, str]]], root: Path = ROOT) -> None:
-    """Keeps what was verified on the executor, by operation and backend."""
+    """Stores the operations and backends that were verified on the executor."""
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,18 +189,18 @@ def write_executed(found: dict[str, dict[str, dict[str, str]]], root: Path = ROO
 
 
 def passed(entry: dict[str, Any]) -> bool:
-    """The kernel was right, and none of the checks beside that failed; what could not run does not count."""
+    """The kernel was right and no other check failed; checks that could not run do not count."""
     return entry["verdict"] == "ok" and not any(word.startswith("FAILED") for word in entry["checks"].values())
 
 
 def _counts(entry: dict[str, Any], op: str, backend: str) -> bool:
-    # A Triton kernel that was interpreted, or a CUDA kernel on the host executor, did not run on a GPU.
+    # Interpreted Triton kernels and CUDA kernels on the host executor did not run on a GPU.
     on_gpu = entry["device"] == "cuda" or backend not in GPU_BACKENDS
     same = file_of("reference", entry["operation"]) == file_of("reference", op)
     return same and entry["backend"] == backend and on_gpu
 
 
 def states(results: Iterable[Result], root: Path = ROOT) -> dict[str, dict[str, str]]:
-    """The ledger: operation -> backend -> state."""
+    """The whole ledger: operation -> backend -> state."""
     kept = list(results)
     return {op: {backend: state(op, backend, kept, root) for backend in NAMES} for op in operations(root)}

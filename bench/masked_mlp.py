@@ -1,7 +1,7 @@
-"""Benchmarks of the MLP under known masks: paper 000's, a batch of 32, beside the same without masks.
+"""Benchmarks of the MLP with given masks: the network of paper 000, a batch of 32.
 
-Every neuron answers, so that layers without masks compute the same; no kernel branches on what a mask holds. Masks are
-read where those of all samples are kept, as in training; a peer's are a batch's, ready.
+All bits are set, so that layers without masks compute the same; no kernel branches on the bits of a mask. The kernel
+reads its masks from those of all samples, as in training; a peer gets the masks of the batch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bench.entry import Calls, Entry, Inputs, Shape, through_autograd
+from bench.entry import Inputs, Shape, entry
 from moe_kernels.library import words
 from moe_kernels.ops.masked_mlp import masked_mlp
 from python_ref.kwta import pack_bits
 
 LAYERS = 4
-SAMPLES = 2048  # whose masks are kept
+SAMPLES = 2048  # of the training set: the number of stored masks
 LEAVES = tuple(f"{kind}{layer}" for kind in ("weight", "bias") for layer in range(LAYERS))
 
 
@@ -42,12 +42,9 @@ def _parameters(inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
     return tensors[:LAYERS], tensors[LAYERS:]
 
 
-def _kernel(backend: str) -> Calls:
-    def forward(inputs: Inputs) -> Tensor:
-        named = {"samples": inputs["samples"], "activation": "tanh", "backend": backend}
-        return masked_mlp(inputs["x"], *_parameters(inputs), inputs["bits"], **named)
-
-    return through_autograd(forward, LEAVES, "grad")
+def _masked(inputs: Inputs, backend: str) -> Tensor:
+    named = {"samples": inputs["samples"], "activation": "tanh", "backend": backend}
+    return masked_mlp(inputs["x"], *_parameters(inputs), inputs["bits"], **named)
 
 
 def _layers(inputs: Inputs, masked: bool) -> Tensor:
@@ -61,13 +58,13 @@ def _layers(inputs: Inputs, masked: bool) -> Tensor:
 
 
 def _flops(shape: Shape, direction: str) -> int:
-    """FLOPs of the products; training has twice as many more, less the gradient to x."""
+    """FLOPs of the products. Training has three times as many, without those of the gradient to x."""
     products = [n_in * n_out for n_in, n_out in pairwise(_widths(shape))]
     return 2 * shape["B"] * (sum(products) if direction == "forward" else 3 * sum(products) - products[0])
 
 
 def _least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
-    """Training reads all again and writes a gradient of every parameter."""
+    """Training reads everything again and writes a gradient of every parameter."""
     widths = _widths(shape)
     parameters = sum((n_in + 1) * n_out for n_in, n_out in pairwise(widths))
     given = (shape["B"] * widths[0] + parameters) * dtype.itemsize
@@ -77,24 +74,22 @@ def _least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
 
 
 ENTRIES = {
-    "masked_mlp": Entry(
+    "masked_mlp": entry(
+        _masked,
+        {
+            "torch without masks": lambda inputs: _layers(inputs, False),
+            "torch, masks multiplied": lambda inputs: _layers(inputs, True),
+        },
+        LEAVES,
         shapes={
             "quick": [{"B": 32, "N": n} for n in (100, 500, 1000)],
             "papers": [{"B": 32, "N": n} for n in (100, 500, 1000, 3000)],
             "llm": [{"B": 32, "N": 3000}],
             "scaling": [{"B": tokens, "N": 500} for tokens in (8, 32, 128, 512, 1024)],
         },
-        complete=lambda shape, device: shape,
         inputs=_inputs,
-        kernel=_kernel,
-        peers={
-            "torch without masks": through_autograd(lambda inputs: _layers(inputs, False), LEAVES, "grad"),
-            "torch, masks multiplied": through_autograd(lambda inputs: _layers(inputs, True), LEAVES, "grad"),
-        },
         flops=_flops,
         least_bytes=_least_bytes,
-        directions=("forward", "training"),
         dtypes=(torch.float32,),
-        leaves=LEAVES,
     ),
 }

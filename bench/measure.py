@@ -1,4 +1,4 @@
-"""Measures what was verified: jobs, their samples, and the figures that follow from them."""
+"""Measures verified kernels: jobs, their samples, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from bench.apart import Apart, Lost
 from bench.registry import ENTRIES, Inputs, Shape, label
 from bench.shapes import ROUTINGS
 from moe_kernels import info
-from moe_kernels.verify import Row, said, threads
+from moe_kernels.verify import Row, dtype_name, said, threads
 
 MEMCPY = "memcpy"
-ROUGHLY = 0.05
+ROUGHLY = 0.05  # largest difference of two outputs, over the norm; ties may fall differently
 JOB_SECONDS = 60  # a job that compiles four kernels takes 20 s
 
 Figure = dict[str, Any]
@@ -31,11 +31,11 @@ Ceilings = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: a set of shapes and which of them, dtypes, CPU threads, peers (None: all), curves.
+    """What to measure: a set of shapes and the routings of it, dtypes, CPU threads, peers (None: all), curves.
 
-    first: a set before that one, in 16 bits where the operation takes them: float32 products of these sizes take
-        seconds a job.
-    curves: the scaling of every operation too, forward, in the first dtype, on the most threads.
+    curves: also the scaling curve of every operation: forward, in the first dtype, on the most threads.
+    first: a set of shapes to measure before the other, in 16 bits if the operation takes them: in float32 a job with
+        products of these sizes takes seconds.
     """
 
     shapes: str = "quick"
@@ -61,16 +61,15 @@ class Job:
     curve: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"{self.op} {label(self.shape)} {short(self.dtype)} {self.direction}, {setting(self.device, self.threads)}"
-        )
+        where = setting(self.device, self.threads)
+        return f"{self.op} {label(self.shape)} {dtype_name(self.dtype)} {self.direction}, {where}"
 
 
 @dataclass
 class Found:
     """Results of jobs: figures, points of the scaling curves, and what was left out, each line with its reason.
 
-    failed: by operation, backend and dtype, what a kernel that is right on the verified shapes raised on another one.
+    failed: errors of kernels that were right on the verified shapes, by operation, backend and dtype.
     """
 
     figures: list[Figure] = field(default_factory=list)
@@ -85,17 +84,13 @@ class Found:
         self.left_out += [line for line in other.left_out if line not in self.left_out]
 
 
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def setting(device: str, count: int) -> str:
-    """Where a figure was taken, and the key of its ceilings: "cuda" or "2 threads"."""
+    """The setting of a figure and key of its ceilings: "cuda" or "2 threads"."""
     return "cuda" if device == "cuda" else f"{count} thread{'s' * (count > 1)}"
 
 
 def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
-    """The jobs that verified kernels allow, and for every other kernel why it is not measured."""
+    """The jobs of all verified kernels, and for every other kernel the reason why it is not measured."""
     allowed: dict[tuple[str, str, str], list[str]] = {}
     refused = []
     for row in rows:
@@ -113,7 +108,7 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
         threads = request.threads if device == "cpu" else (1,)
         job = partial(Job, op=op, dtype=dtype, device=device, backends=tuple(backends))
         shapes = _shapes(op, request.shapes, device, request.routings)
-        if request.first and name == min(set(request.dtypes) & {short(each) for each in entry.dtypes}, key=_width):
+        if request.first and name == min(set(request.dtypes) & {dtype_name(each) for each in entry.dtypes}, key=_width):
             before = _shapes(op, request.first, device, request.routings)
             shapes = before + [each for each in shapes if each not in before]
         if not shapes:
@@ -166,8 +161,8 @@ def ceilings(jobs: list[Job]) -> Ceilings:
 
 
 def in_turns(jobs: list[Job]) -> list[Job]:
-    """One job of every operation and dtype, the narrow ones first, then the next of each, and the curves after all:
-    where the time runs out, none is left out altogether."""
+    """One job of every operation and dtype, narrow dtypes first, then the next job of each, and the curves last: if the
+    time runs out, every operation has some figures."""
     groups: dict[tuple[bool, str, torch.dtype], list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.dtype.itemsize):
         groups.setdefault((job.curve, job.op, job.dtype), []).append(job)
@@ -186,17 +181,17 @@ def run(
     until: float = math.inf,
     apart: Apart | None = None,
 ) -> Iterator[Found]:
-    """Takes the samples of each job, `budget` seconds a job; one figure a backend. None after `until`.
+    """Measures each job for `budget` seconds, one figure for each backend; none after `until`.
 
-    apart: where they are taken, so that a kernel which loses the GPU, or JOB_SECONDS, takes no other job with it.
-    Where a job fails, each of its kernels is tried alone and without peers: what is to blame has no figure.
+    apart: the process that measures, so that a kernel which loses the GPU, or takes JOB_SECONDS, ends no other job.
+    If a job fails on a GPU, each of its kernels is measured alone and without peers, to find the one that fails.
     """
 
     def taken(job: Job, peers: tuple[str, ...] | None) -> Found:
         arguments = job, limits, budget, peers
         if apart is None:
             return one(*arguments)
-        left = until - time.monotonic() + 5  # what is left is for the samples, not for what a job began with
+        left = until - time.monotonic() + 5  # a job that began in time may finish its inputs and warm-up
         try:
             return apart(one, *arguments, seconds=min(left, JOB_SECONDS))
         except Lost as lost:
@@ -217,17 +212,17 @@ def run(
 
 
 def one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...] | None) -> Found:
-    """The figures of one job, or why there are none."""
+    """The figures of one job, or the reason why there are none."""
     found = Found()
     try:
         with threads(job.threads):
             samples, more = _samples(job, budget, peers, found)
-    except torch.cuda.OutOfMemoryError:  # may come from inputs or peers, so it is no fault of the kernel
+    except torch.cuda.OutOfMemoryError:  # inputs or peers may be the cause, so the kernel has not failed
         return Found(left_out=[*found.left_out, f"{job}: no room in the GPU's memory"])
     except Exception as raised:  # the jobs before it keep their figures
         return _failed(job, said(raised), found)
     finally:
-        if job.device == "cuda":  # the next one's sizes differ: what this one's blocks hold is of no use to it
+        if job.device == "cuda":  # the next job has other sizes and cannot use this one's blocks
             torch.cuda.empty_cache()
     memcpy = samples.pop(MEMCPY)
     kernels = {name: samples.pop(name) for name in job.backends}
@@ -240,14 +235,14 @@ def one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...] | None
 def _failed(job: Job, why: str, found: Found | None = None) -> Found:
     found, line = found or Found(), f"{job}: {why}"
     found.left_out.append(line)
-    found.failed |= {(job.op, backend, short(job.dtype)): line for backend in job.backends}
+    found.failed |= {(job.op, backend, dtype_name(job.dtype)): line for backend in job.backends}
     return found
 
 
 def _samples(
     job: Job, budget: float, wanted: tuple[str, ...] | None, found: Found
 ) -> tuple[dict[str, timing.Sample], dict[str, Figure]]:
-    """Samples of kernels, peers and memcpy by name, and what else is known of each kernel."""
+    """Samples of kernels, peers and memcpy by name, and more figures of each kernel."""
     entry, size = ENTRIES[job.op], ENTRIES[job.op].least_bytes(job.shape, job.dtype, job.direction)
 
     def inputs() -> Inputs:
@@ -287,7 +282,7 @@ def _samples(
 
 
 def _compare(job: Job, calls: Calls, others: Calls, inputs: Inputs, found: Found) -> None:
-    """Names a kernel that is far from PyTorch at a size that was not verified; with tied choices it may be right."""
+    """Notes kernels that are far from PyTorch at a size that was not verified; with tied choices they may be right."""
     name = next((name for name in others if name in ENTRIES[job.op].peers), None)
     if name is not None:
         its = others[name](inputs)
@@ -300,14 +295,14 @@ def _compare(job: Job, calls: Calls, others: Calls, inputs: Inputs, found: Found
 def _peers(
     job: Job, inputs: Inputs, wanted: tuple[str, ...] | None, kernel: Callable[[Inputs], object], found: Found
 ) -> Calls:
-    """The peers that run here and compute what the kernel does."""
+    """The peers that run here and give the same result as the kernel."""
     entry = ENTRIES[job.op]
     calls, missing = peers.available(job.op, entry, job.device, job.dtype, wanted)
     chosen: Calls = {}
     for name, by_direction in calls.items():
         if job.direction not in by_direction:
             continue
-        # PyTorch's compositions are compared by the tests; another package's kernel may first run here.
+        # The tests compare PyTorch's compositions; a kernel of another package may run here for the first time.
         missing |= _wrong(name, by_direction[job.direction], None if name in entry.peers else kernel, inputs)
         if name not in missing:
             chosen[name] = by_direction[job.direction]
@@ -319,8 +314,7 @@ def _peers(
 def _wrong(
     name: str, peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] | None, inputs: Inputs
 ) -> dict[str, str]:
-    """{name: reason} where a peer fails, or is off from a kernel by more than ROUGHLY of the norm; ties may fall
-    elsewhere."""
+    """{name: reason} if a peer fails or its result is off from the kernel's by more than ROUGHLY of the norm."""
     try:
         got = peer(inputs)
     except Exception as raised:
@@ -332,7 +326,7 @@ def _wrong(
 
 
 def _off(mine: object, its: object) -> float:
-    """How far apart two outputs are, of the second one's norm; infinite where shapes or NaN differ."""
+    """Norm of the difference of two outputs over the second one's norm; infinite if shapes or NaNs differ."""
     pairs = list(zip_longest(*([each.float() for each in tensors_of(output)] for output in (mine, its))))
     if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
         return math.inf
@@ -361,11 +355,11 @@ def figure(
     """
     entry = ENTRIES[job.op]
     size, flops = entry.least_bytes(job.shape, job.dtype, job.direction), entry.flops(job.shape, job.direction)
-    product = limit.get(short(job.dtype))
+    product = limit.get(dtype_name(job.dtype))
     floor = max(size / limit["copy"], flops / product if product else 0.0) * 1e-9
     return {
         "backend": backend,
-        "dtype": short(job.dtype),
+        "dtype": dtype_name(job.dtype),
         "op": job.op,
         "direction": job.direction,
         "shape": label(job.shape),
@@ -386,7 +380,7 @@ def figure(
 
 
 def result(rows: list[Row], found: Found, limits: Ceilings) -> dict[str, Any]:
-    """One run as data: the machine, and per operation, backend and dtype the sources, the verdict and the figures."""
+    """One run as data: the machine, and for each operation, backend and dtype its sources, verdict and figures."""
     facts = info.machine()
     entries = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Clocks, power, temperature, throttling and energy of the GPU during a measurement, from NVML."""
+"""Reads clocks, power, temperature, throttling and energy of the GPU during a measurement, from NVML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-PERIOD_SECONDS = 0.02  # NVML's own values are 10 to 100 ms old
+PERIOD_SECONDS = 0.02  # NVML updates its values every 10 to 100 ms
 _THROTTLING = {
     0x2: "application clocks",
     0x4: "power cap",
@@ -23,7 +23,7 @@ _THROTTLING = {
 
 
 def missing() -> str:
-    """Why there is no telemetry here; empty if there is."""
+    """The reason why NVML gives no figures here; empty if it does."""
     try:
         import pynvml
     except ImportError:
@@ -37,10 +37,10 @@ def missing() -> str:
 
 
 def watch(work: Callable[[], object], calls: int, seconds: float) -> dict[str, Any]:
-    """Repeats `work`, which launches that many calls, for some seconds; empty where NVML or a reading is missing.
+    """Repeats `work`, which launches `calls` calls, for some seconds; empty if NVML or a reading is missing.
 
-    Medians of clocks in MHz, power in W and temperature in C, every throttle reason seen, and joules a call where the
-    GPU counts its energy (Volta and later).
+    Returns medians of clocks in MHz, power in W and temperature in C, all throttle reasons seen, and joules for each
+    call if the GPU counts its energy (Volta and later).
     """
     if missing():
         return {}
@@ -68,7 +68,7 @@ def watch(work: Callable[[], object], calls: int, seconds: float) -> dict[str, A
 
 
 def _handle(pynvml: Any) -> Any:
-    """The GPU that torch calls 0, which need not be NVML's first."""
+    """NVML's handle of torch's GPU 0, which need not be NVML's first GPU."""
     uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None) if torch.cuda.is_available() else None
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
 

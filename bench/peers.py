@@ -1,7 +1,7 @@
-"""Peers from other packages: one function each, `inputs -> output` of an operation, named with its reason when missing.
+"""Peers from other packages: one function `inputs -> output` for each; a report lists missing ones with the reason.
 
-PyTorch's own compositions are in the operation's Entry. What cannot be compared is here too, with
-the reason, so that a report says so. A peer that gives another result than the kernel is not compared (see measure).
+PyTorch's own compositions are in the operation's Entry. Packages that cannot be compared are listed here too, with the
+reason. A peer whose result differs from the kernel's is not compared (see measure).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from bench.entry import Calls, Entry, Inputs, through_autograd
+from moe_kernels.verify import dtype_name
 
 
 @dataclass(frozen=True)
 class Peer:
-    """`forward` of a package's implementation; `reason` why it can never be compared, empty if it can.
+    """One implementation. reason: why it can never be compared, or empty.
 
-    device: the only type of tensors it takes, empty for any.
+    device: the only device type that it takes, or empty for all.
     """
 
     name: str
@@ -30,13 +31,13 @@ class Peer:
     reason: str = ""
 
     def missing(self, device: str, dtype: torch.dtype) -> str:
-        """Why it cannot run here; empty if it can."""
+        """The reason why it cannot run here; empty if it can."""
         if self.reason:
             return self.reason
         if self.device and self.device != device:
             return f"takes {self.device} tensors only"
         if dtype not in self.dtypes:
-            return f"does not take {str(dtype).removeprefix('torch.')}"
+            return f"does not take {dtype_name(dtype)}"
         return "" if importlib.util.find_spec(self.module) else f"{self.module} is not installed"
 
 
@@ -56,9 +57,9 @@ def peer(op: str, name: str, module: str, **more: object) -> Callable[[Callable[
 def available(
     op: str, entry: Entry, device: str, dtype: torch.dtype, wanted: Iterable[str] | None = None
 ) -> tuple[dict[str, Calls], dict[str, str]]:
-    """Calls by name of every peer of `op`, and why the others are missing.
+    """Calls of every peer of `op` by name, and the reasons why others are missing.
 
-    wanted: parts of names, such as "torch" or "pot"; None is all of them, and an empty one is none.
+    wanted: parts of names, such as "torch" or "pot"; None: all peers; empty: none.
     """
     chosen = None if wanted is None else [part.lower() for part in wanted]
 
@@ -79,7 +80,7 @@ def available(
 
 
 def known(entries: dict[str, Entry]) -> set[str]:
-    """Every peer's name, missing ones too."""
+    """The names of all peers, also of missing ones."""
     own = {name for entry in entries.values() for name in entry.peers}
     return own | {each.name for packages in PACKAGES.values() for each in packages}
 

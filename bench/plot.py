@@ -1,4 +1,4 @@
-"""Pictures of one run: rooflines, ratios to peers, scaling curves and the experts' load."""
+"""Pictures of one run: rooflines, ratios to peers, scaling curves and the load of the experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FILLED: dict[str, Any] = {"forward": "full", "backward": "left", "training": "no
 
 
 def draw(result: Result, folder: Path) -> dict[str, str]:
-    """Writes <device>-<picture>.png for what was measured; file names by picture."""
+    """Writes <device>-<picture>.png for each picture that has data; returns the file names by picture."""
     figures = _all(result, "figures")
     drawn = {
         "roofline": _roofline(result, figures) if figures else None,
@@ -53,7 +53,7 @@ def _colors(figures: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _roofline(result: Result, figures: list[dict[str, Any]]) -> Canvas:
-    """A row for every setting: GFLOP/s over FLOPs a byte under its roofs and, left, GB/s of what only moves bytes."""
+    """A row for each setting: on the right GFLOP/s under the roofs, on the left GB/s of operations without FLOPs."""
     settings = _unique(each["setting"] for each in figures)
     canvas, axes = plt.subplots(
         len(settings), 2, figsize=(11, 4.2 * len(settings)), width_ratios=(1, 3), squeeze=False, layout="constrained"
@@ -75,15 +75,11 @@ def _roofline(result: Result, figures: list[dict[str, Any]]) -> Canvas:
         left.tick_params(axis="x", rotation=20)
         right.set(title=setting, ylabel="GFLOP/s", xlabel="FLOPs a byte, at the least", xscale="log", yscale="log")
         right.grid(alpha=0.3)
-    handles = [plt.Line2D([], [], color=color, marker="o", linestyle="", label=op) for op, color in colors.items()]
-    handles += [
-        plt.Line2D([], [], color="gray", marker=MARKERS.get(dtype, "x"), linestyle="", label=dtype)
-        for dtype in _unique(each["dtype"] for each in figures)
-    ]
-    handles += [
-        plt.Line2D([], [], color="gray", marker="o", fillstyle=FILLED[direction], linestyle="", label=direction)
-        for direction in _unique(each["direction"] for each in figures)
-    ]
+    looks = {op: {"color": color} for op, color in colors.items()}
+    looks |= {dtype: {"marker": MARKERS.get(dtype, "x")} for dtype in _unique(each["dtype"] for each in figures)}
+    looks |= {name: {"fillstyle": FILLED[name]} for name in _unique(each["direction"] for each in figures)}
+    common = {"color": "gray", "marker": "o", "linestyle": ""}
+    handles = [plt.Line2D([], [], label=name, **(common | look)) for name, look in looks.items()]
     canvas.legend(handles=handles, loc="outside lower center", ncols=6, fontsize="small")
     canvas.suptitle(f"{result['device']}, {result['date']}: measured, under ceilings of the same run")
     return canvas
@@ -106,7 +102,7 @@ def _point(axis: Axes, x: float, y: float, figure: dict[str, Any], colors: dict[
 
 
 def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
-    """Times as fast as each peer: the range over the shapes, and its middle."""
+    """Times as fast as each peer: the range over the shapes, and the median."""
     bars: dict[tuple[str, str], list[float]] = {}
     for each in figures:
         for peer, ratio in each["peers"].items():
@@ -134,7 +130,7 @@ def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
 
 
 def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
-    """Time over the size that varies, with the floor of its bytes and FLOPs: parallel lines grow alike."""
+    """Time over the size that varies, and the floor of its bytes and FLOPs."""
     names = _unique((each["op"], each["setting"]) for each in curves)
     if not names:
         return None
@@ -161,13 +157,13 @@ def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
 
 
 def varying(curve: list[dict[str, Any]]) -> str:
-    """The size in which the points of a curve differ."""
+    """The name of the size in which the points of a curve differ."""
     sizes = [each["sizes"] for each in curve]
     return next((name for name in sizes[0] if len({str(each[name]) for each in sizes}) > 1), next(iter(sizes[0])))
 
 
 def _load(loads: dict[str, Any]) -> Canvas:
-    """Tokens an expert, the busiest first, under every kind of routing that the figures were taken on."""
+    """Choices of each expert, the busiest first, under every kind of routing that was measured."""
     kinds = loads["tokens"]
     canvas, axes = plt.subplots(1, len(kinds), figsize=(11, 2.6), sharey=True, squeeze=False, layout="constrained")
     for axis, (kind, tokens) in zip(axes[0], kinds.items(), strict=True):

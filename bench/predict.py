@@ -1,13 +1,13 @@
-"""Predicts from counts the least time of every kernel on a GPU, and what binds it. Nothing here is measured.
+"""Predicts from counts the least time of every kernel on a GPU, and the resource that limits it. Nothing is measured.
 
-A launch needs at least the longest of three times:
+A launch takes at least the longest of three times:
 
-    DRAM     bytes that it reads and writes, each sector once, over the bandwidth
-    issue    instructions of its warps over 4 a cycle and multiprocessor; SASS has 1.3 times the instructions of PTX in
-             integer code and 0.9 times in products (static counts): a prediction names the factor that it uses
-    tensor   FLOPs of its matrix instructions over the peak of their dtype
+    DRAM     bytes read and written, each sector once, over the bandwidth
+    issue    instructions of all warps, at 4 a cycle and multiprocessor; SASS has 1.3 times as many instructions as PTX
+             in integer code and 0.9 times as many in products (static counts); a prediction names its factor
+    tensor   FLOPs of the matrix instructions over the peak of their dtype
 
-A call needs the sum over its launches. Products that torch's own library makes beside a kernel are not counted.
+A call takes the sum over its launches. Products that torch's own library computes are not counted.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from bench import counting, ledger
 from bench.tables import markdown
 
 INTEGER, PRODUCTS = 1.3, 0.9  # SASS instructions for one of PTX
-WARPS_A_CYCLE = 4  # of a multiprocessor
+WARPS_A_CYCLE = 4  # instructions that a multiprocessor issues
 BOUNDS = ("DRAM", "issue", "tensor")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its figures. tflops: dense, of matrix instructions, by dtype of their factors."""
+    """Figures of a GPU. tflops: dense peaks of matrix instructions, by the dtype of their factors."""
 
     name: str
     multiprocessors: int
@@ -37,14 +37,14 @@ class Gpu:
     tflops: dict[str, float]
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s; float32 products that reach tensor cores do so as TF32."""
+        """Peak in FLOP/s. On tensor cores float32 products run as TF32."""
         name = "tf32" if dtype == "float32" else dtype
         if name not in self.tflops:
             raise ValueError(f"bench predict: {self.name} has no TFLOP/s for {name}, only {', '.join(self.tflops)}")
         return 1e12 * self.tflops[name]
 
 
-# Data sheets: A100 SXM 80 GB, whose bandwidth is taken as 1.94 TB/s, and H100 SXM. No sparsity.
+# From the data sheets, without sparsity: A100 SXM 80 GB (bandwidth 1.94 TB/s) and H100 SXM.
 GPUS = {
     "A100": Gpu("A100", 108, 1.41, 1940, {"bfloat16": 312, "float16": 312, "tf32": 156}),
     "H100": Gpu("H100", 132, 1.83, 3350, {"bfloat16": 989, "float16": 989, "tf32": 495}),
@@ -53,12 +53,12 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """Predicted microseconds of one launch at the full shape, by what could bind it."""
+    """Predicted microseconds of one launch at the full shape, for each resource in BOUNDS."""
 
     kernel: str
-    us: tuple[float, float, float]  # as BOUNDS
-    factor: float
-    instructions: float  # of PTX, of warps
+    us: tuple[float, float, float]
+    factor: float  # SASS instructions for one of PTX
+    instructions: float  # PTX instructions of all warps
 
     @property
     def least(self) -> float:
@@ -71,7 +71,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one call. measured: the ratio of a measured time to this one, where that GPU was measured."""
+    """Prediction for one call. measured: measured over predicted time, None if that GPU was not measured."""
 
     count: dict[str, Any]
     launches: tuple[Launch, ...]
@@ -84,7 +84,7 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """The resource that binds most of the time."""
+        """The resource that limits the launches which take most of the time."""
         share = {name: sum(each.least for each in self.launches if each.bound == name) for name in BOUNDS}
         return max(share, key=lambda name: share[name])
 
@@ -106,7 +106,7 @@ def launch(counts: dict[str, Any], counted: dict[str, Any], gpu: Gpu) -> Launch:
 
 
 def predict(gpu: Gpu, results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> list[Prediction]:
-    """A prediction for every count; those of sources that changed since are marked."""
+    """A prediction for every count; `stale` marks counts of sources that have changed."""
     found, kept = [], list(results)
     for each in counting.read(root):
         stale = each["sources"] != ledger.digest(each["operation"], each["backend"], root)
@@ -117,7 +117,7 @@ def predict(gpu: Gpu, results: Iterable[ledger.Result] = (), root: Path = ledger
 
 
 def _measured(count: dict[str, Any], gpu: Gpu, results: Iterable[ledger.Result]) -> float | None:
-    """Microseconds that the same call took on that GPU, if it was measured."""
+    """Measured microseconds of the same call on that GPU, or None."""
     same = ("backend", "dtype", "direction", "shape")
     for result in results:
         if not result["gpu"] or not re.search(rf"\b{re.escape(gpu.name)}\b", result["device"]):
@@ -160,7 +160,7 @@ SHORT = ("operation", "backend", "dtype", "shape of a forward call", "predicted 
 
 
 def short(predictions: Iterable[Prediction]) -> str:
-    """For the README: the first forward call of every operation and backend, in bfloat16 where that was counted."""
+    """The README's table: the first forward call of every operation and backend, in bfloat16 if that was counted."""
     found: dict[tuple[str, str], Prediction] = {}
     for each in predictions:
         key = each.count["operation"], each.count["backend"]
@@ -174,59 +174,22 @@ def short(predictions: Iterable[Prediction]) -> str:
     return markdown(SHORT, lines) if lines else ""
 
 
-# PTX instructions of a thread for an element of kwta, 64 x 4096 (or 4095), k = 409, with the bits of its mask, at
-# commit a86282a: by the prototype of the executor, and counted again by this one on the kernels of that commit.
-KWTA = {
-    ("triton", "float32", 4096): (74, 72.8),
-    ("cuda", "float32", 4096): (57, 56.5),
-    ("triton", "bfloat16", 4096): (73, 73.8),
-    ("cuda", "bfloat16", 4096): (54, 54.2),
-    ("triton", "bfloat16", 4095): (107, 100.3),
-}
-
-
-def kwta_today(counts: Iterable[dict[str, Any]], key: tuple[str, str, int]) -> list[float]:
-    """The same of the kernels as they were counted last: the forward launch of a training step."""
-    backend, dtype, n = key
-    return [
-        32 * each["launches"][0]["warp_instructions"] / each["elements"]
-        for each in counts
-        if (each["operation"], each["backend"], each["dtype"], each["direction"])
-        == ("kwta", backend, dtype, "training")
-        and f" N={n} p=0.1" in each["shape"]
-    ]
-
-
-def _kwta(counts: list[dict[str, Any]]) -> str:
-    found = []
-    for key, (prototype, counted) in KWTA.items():
-        now = "".join(f"{each:.1f}" for each in kwta_today(counts, key))
-        found.append((*map(str, key), f"{prototype}", f"{counted}", now))
-    return markdown(("backend", "dtype", "N", "prototype, a86282a", "counted, a86282a", "counted last"), found)
-
-
 def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> list[str]:
-    """The report's part: nothing in it is measured but the ratios of its last column."""
-    kept, parts = list(results), ["## Predicted, not measured", HOW]
+    """The report's section of predictions; only the ratios in its last column are measured."""
+    kept, parts = list(results), list[str]()
     for gpu in GPUS.values():
         found = rows(predict(gpu, kept, root))
         if found:
             parts += [f"### Predicted for {figures(gpu)}", markdown(HEADER, found)]
-    if len(parts) == 2:
-        return []
-    return [
-        *parts,
-        "### PTX instructions of a thread for an element of kwta, with mask bits",
-        _kwta(counting.read(root)),
-    ]
+    return ["## Predicted, not measured", HOW, *parts] if parts else []
 
 
 HOW = """\
-Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape; instructions
-and FLOPs grow with the number of rows, tokens or matrices, bytes with the operation's least bytes. *DRAM*: each sector
-once. *issue*: warp instructions of PTX, times a static factor to SASS, over four a cycle and multiprocessor. *tensor*:
-FLOPs of matrix instructions over the peak. A launch takes at least the longest of the three. Not predicted: waiting,
-launches themselves, products of torch's own library."""
+Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape. Instructions
+and FLOPs are scaled by the number of rows, tokens or matrices, bytes by the operation's least bytes. *DRAM*: each
+sector once. *issue*: PTX instructions of all warps, times a static factor to SASS, at four a cycle and multiprocessor.
+*tensor*: FLOPs of matrix instructions over the peak. A launch takes at least the longest of the three. Not predicted:
+stalls, the cost of a launch, products of torch's own library."""
 
 
 def figures(gpu: Gpu) -> str:

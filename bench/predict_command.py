@@ -15,7 +15,7 @@ Several = Annotated[list[str] | None, typer.Option(help="Repeated, or with comma
 
 def predict_command(
     gpu: Annotated[
-        str, typer.Option(help=f"{', '.join(predict.GPUS)}, or the name of one given by its figures.")
+        str, typer.Option(help=f"{', '.join(predict.GPUS)}, or any name with the figures of the options below.")
     ] = "A100",
     sms: Annotated[int | None, typer.Option("--sms", min=1, help="Its multiprocessors.")] = None,
     ghz: Annotated[float | None, typer.Option("--ghz", help="Its clock.")] = None,
@@ -25,13 +25,13 @@ def predict_command(
     ] = None,
     op: Several = None,
     backend: Several = None,
-    count: Annotated[bool, typer.Option("--count", help="Count anew, by executing the kernels' PTX. Minutes.")] = False,
-    verified: Annotated[bool, typer.Option("--verify", help="Verify the executed PTX too, for the ledger.")] = False,
+    count: Annotated[bool, typer.Option("--count", help="Count again: executes the kernels' PTX, minutes.")] = False,
+    verified: Annotated[bool, typer.Option("--verify", help="Also verify the executed PTX, for the ledger.")] = False,
 ) -> None:
-    """Predicts the least time of every GPU kernel from counts of executed PTX: nothing here is measured.
+    """Predicts the least time of every GPU kernel from counts of executed PTX; nothing is measured.
 
-    Counts are kept in bench/results/ptx with the hash of their sources. --count and --verify need a checkout, as they
-    run the executor of tests/ptx.
+    Counts are stored in bench/results/ptx with the hash of their sources. --count and --verify run the executor of
+    tests/ptx and so need a checkout.
     """
     ops, kernels = words(op), known_words("--backend", words(backend), ledger.GPU_BACKENDS) or ledger.GPU_BACKENDS
     known_words("--op", ops, {case.operation for case in counting.cases()})
@@ -51,13 +51,13 @@ def predict_command(
 
 
 def _gpu(name: str, sms: int | None, ghz: float | None, gb_per_s: float | None, tflops: tuple[str, ...]) -> predict.Gpu:
-    """A known GPU with the figures that were given instead of its own, or one that they describe."""
+    """A known GPU, with the given figures in place of its own; or a new one with these figures."""
     base = predict.GPUS.get(name)
     given = {"multiprocessors": sms, "ghz": ghz, "gb_per_s": gb_per_s}
     peaks = {key: float(value) for key, _, value in (each.partition("=") for each in tflops)}
     if base is None and (None in given.values() or not peaks):
         raise typer.BadParameter(
-            f"--gpu {name} is none of {', '.join(predict.GPUS)}: give --sms, --ghz, --gb-per-s and --tflops"
+            f"--gpu {name} is not one of {', '.join(predict.GPUS)}: give --sms, --ghz, --gb-per-s and --tflops"
         )
     figures = {key: value for key, value in given.items() if value is not None}
     if base is None:
@@ -66,7 +66,7 @@ def _gpu(name: str, sms: int | None, ghz: float | None, gb_per_s: float | None, 
 
 
 def _count(ops: tuple[str, ...], backends: tuple[str, ...]) -> None:
-    """Counts the cases of these operations and backends, and keeps the counts of others."""
+    """Counts the cases of these operations and backends, and keeps the stored counts of all others."""
     wanted = [case for case in counting.cases() if not ops or case.operation in ops]
     names = {case.operation for case in wanted}
     kept = [each for each in counting.read() if each["operation"] not in names or each["backend"] not in backends]

@@ -1,4 +1,4 @@
-"""One operation under torch.profiler: a trace, and what each kernel takes of the time that the floor allows."""
+"""Profiles one operation with torch.profiler: a trace, and the time of each kernel compared with the floor."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from bench import measure, tracing
 from bench.ledger import ROOT
 from bench.registry import ENTRIES
 from moe_kernels.info import placement
-from moe_kernels.verify import KERNELS, threads
+from moe_kernels.verify import KERNELS, dtype_name, said, threads
 
 CALLS = 10
 
 
 class Line(NamedTuple):
-    """One kernel: launches and microseconds a call, its share of all kernels, and how many floors it takes.
+    """One kernel: launches and microseconds of a call, its share of all kernels' time, its time over the floor.
 
-    On a CPU, where the profiler's wall clock counts the neighbours' work too, the microseconds are the share of the
-    call's own; launches are a GPU's.
+    On a CPU the profiler's wall clock includes the load of the machine, so the microseconds are this kernel's share of
+    the call's measured time. launches: on a GPU only.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Line(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """us: the call as the bench times it. floor_us: the least that this machine's ceilings allow for the whole call."""
+    """us: the call's time as the bench measures it. floor_us: its least time at this machine's ceilings."""
 
     lines: list[Line]
     us: float
@@ -46,7 +46,7 @@ class Profile(NamedTuple):
 
 
 def name_of(job: measure.Job) -> str:
-    return f"{job.op}-{job.backends[0]}-{measure.short(job.dtype)}-{job.direction}"
+    return f"{job.op}-{job.backends[0]}-{dtype_name(job.dtype)}-{job.direction}"
 
 
 def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
@@ -65,7 +65,7 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
                 call()
             if job.device == "cuda":
                 torch.cuda.synchronize()
-    if job.device == "cuda":  # what Nsight Compute looks at, if it looks (see tools)
+    if job.device == "cuda":  # the part that Nsight Compute records, if it runs (see tools)
         with torch.cuda.profiler.profile():
             call()
             torch.cuda.synchronize()
@@ -83,11 +83,11 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
 
 
 def _spent(events: Iterable[Any], on_gpu: bool) -> list[tuple[str, float, float]]:
-    """Name, launches and microseconds a call of what took time of its own."""
+    """Name, launches and microseconds of a call, for every event with time of its own."""
     found = []
     for event in events:
         if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
-            continue  # has the time of the kernels that it launched, which are events of their own
+            continue  # its time is that of the kernels it launched, which are events of their own
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if us > 0:
             found.append((event.key, event.count / CALLS, us / CALLS))
@@ -100,7 +100,7 @@ def _call(job: measure.Job) -> Callable[[], object]:
 
 
 def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str]:
-    """Output of Nsight Compute and Triton's proton, or why they did not run; `arguments` repeat this profile."""
+    """Output of Nsight Compute and of Triton's proton, or why they did not run. arguments: repeat this profile."""
     found = {}
     program = shutil.which("ncu")
     if job.device != "cuda":
@@ -110,7 +110,7 @@ def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str
     else:
         out = folder / f"{name_of(job)}.ncu-rep"
         again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
-        # Of the first 20 launches of the process all make inputs and ceilings.
+        # Not from the start: the first 20 launches of the process are those of inputs and ceilings.
         options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
         command = [program, *options, "--export", str(out), *again]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
@@ -130,8 +130,8 @@ def _proton(job: measure.Job, folder: Path) -> str:
         for _ in range(CALLS):
             call()
         proton.finalize()
-    except Exception as raised:  # a driver without the rights, another profiler at work
-        return f"failed: {type(raised).__name__}: {raised}"
+    except Exception as raised:  # the driver denies it, or another profiler runs
+        return f"failed: {said(raised)}"
     return f"{name}.hatchet"
 
 

@@ -21,16 +21,16 @@ GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"
 
 
 def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
-    """Operations x backends with what the ledger says of each."""
+    """The table of operations and backends with their states in the ledger."""
     rows = [(f"`{op}`", *by_backend.values()) for op, by_backend in ledger.states(results, root).items()]
     return markdown(["operation", *NAMES], rows)
 
 
 def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
-    """One table a device with one row an operation and backend; `python -m bench report` writes the whole.
+    """A table for each device, with one row for each operation and backend.
 
-    A cell is the range over the shapes of how many times as fast the kernel is as the best of PyTorch's compositions
-    (names that begin with "torch"), on a GPU with the percentage of the ceiling. A CPU shows the fewest threads.
+    A cell is a range over the shapes: times as fast as the fastest of PyTorch's compositions (names that begin with
+    "torch"), on a GPU also the percentage of the ceiling. Of a CPU only the setting with the fewest threads is shown.
     """
     parts = []
     for result in results:
@@ -64,14 +64,14 @@ def _one_row_each(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
 
 
 def against_torch(figures: list[dict[str, Any]]) -> str:
-    """The range over the shapes of the ratio to the fastest PyTorch composition; empty if there is none."""
+    """The range over the shapes of the ratio to the fastest PyTorch composition; empty without one."""
     of_torch = [[ratio for name, ratio in each["peers"].items() if name.startswith("torch")] for each in figures]
     ratios = [min(found) for found in of_torch if found]
     return span(ratios) if ratios else ""
 
 
 def predicted(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
-    """The least times on an A100 that counts of executed PTX predict, for one shape an operation."""
+    """The least times on an A100, predicted from counts of executed PTX, for one shape of each operation."""
     return predict.short(predict.predict(predict.GPUS["A100"], results, root)) or "Nothing counted yet."
 
 
@@ -83,16 +83,16 @@ def table(rows: list[Sequence[str]], gpu: bool) -> str:
 
 
 def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
-    """A row for every direction of an entry in its first setting, each with its ranges over the shapes."""
+    """A row for every direction of an entry, in its first setting, with ranges over the shapes."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     directions = {figure["direction"] for figure in entry["figures"]}
     for figure in entry["figures"]:
-        told = figure["direction"] == "backward" and "training" in directions
-        if figure["setting"] == entry["figures"][0]["setting"] and not told:
+        contained = figure["direction"] == "backward" and "training" in directions
+        if figure["setting"] == entry["figures"][0]["setting"] and not contained:
             groups.setdefault((figure["direction"], figure["setting"]), []).append(figure)
     rows: list[Sequence[str]] = []
     for (direction, setting), figures in groups.items():
-        ratios: dict[str, list[float]] = {}  # a peer may be wrong on one shape, and is then not compared on that
+        ratios: dict[str, list[float]] = {}  # a peer that is wrong on one shape has no ratio there
         for name, ratio in (peer for each in figures for peer in each["peers"].items()):
             ratios.setdefault(name, []).append(ratio)
         peers = ", ".join(f"{name} {span(values)}" for name, values in ratios.items())
@@ -141,7 +141,7 @@ def _us(value: float) -> str:
 
 
 def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
-    """A README's text with its generated sections up to date.
+    """The text of a README with its generated sections updated.
 
     Raises:
         ValueError: a section's markers are missing.
@@ -156,7 +156,7 @@ def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) 
 
 
 def outdated(readme: Path = README, results: list[ledger.Result] | None = None, root: Path = ledger.ROOT) -> str:
-    """The diff that would bring the README up to date; empty if it is."""
+    """The diff that updates the README; empty if it is up to date."""
     text = readme.read_text()
     wanted = rendered(text, ledger.read() if results is None else results, root)
     lines = (text.splitlines(keepends=True), wanted.splitlines(keepends=True))

@@ -1,16 +1,15 @@
-"""Benchmarks of the routing: gate, plan, dispatch and combine, on uniform, Zipf and adversarial choices."""
+"""Benchmarks of the routing: gate, plan, dispatch and combine, on uniform, Zipf and adversarial routing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import moe_kernels as mk
-from bench.entry import Entry, Inputs, Shape, label, through_autograd
+from bench.entry import Entry, Inputs, Shape, entry, label
 from bench.shapes import AIMED, LLM, PAPERS, ROUTINGS, fewer_tokens, routed, sizes
 
 QUICK: list[Shape] = [{"T": 8192, "D": 512, "E": 64, "K": 2}]
@@ -24,9 +23,9 @@ SHAPES = {
 
 
 def logits(shape: Shape, device: str) -> Tensor:
-    """(T, E) whose top-k are K draws without replacement (Gumbel) from the kind's distribution over the experts.
+    """Logits (T, E): the K largest of a row are K draws without replacement (Gumbel) from a distribution over experts.
 
-    zipf: probability ~ rank^-1.2. adversarial: one expert takes half, a quarter of the experts take nothing.
+    zipf: probability ~ rank^-1.2. adversarial: one expert gets half, a quarter of the experts get nothing.
     """
     experts = shape["E"]
     share = torch.ones(experts)
@@ -40,7 +39,7 @@ def logits(shape: Shape, device: str) -> Tensor:
 
 
 def loads(shape: Shape = QUICK[0]) -> dict[str, Any]:
-    """Tokens that every expert gets under each kind of routing, the busiest expert first."""
+    """Number of choices of each expert under each kind of routing, the busiest expert first."""
     found = {}
     for kind in ROUTINGS:
         experts = logits({**shape, "routing": kind}, "cpu").topk(shape["K"], -1).indices
@@ -69,7 +68,7 @@ def _plan(inputs: Inputs, backend: str) -> object:
 
 
 def _torch_plan(inputs: Inputs) -> object:
-    """The plan's arrays from torch's sort: every first choice, then every second one."""
+    """The plan's arrays from torch's sort: first all first choices, then all second choices."""
     experts, num_experts = inputs["experts"], inputs["E"]
     tokens, k = experts.shape
     asked = experts.T.flatten()
@@ -92,7 +91,7 @@ def _torch_gate(inputs: Inputs) -> Tensor:
 
 
 def _bytes(once: Any, backward: Any) -> Any:
-    """least_bytes of an entry from the elements that move forward and backward: (elements, index words) each."""
+    """least_bytes of an entry. once, backward: (elements, index words) that the forward and the backward pass move."""
 
     def least(shape: Shape, dtype: torch.dtype, direction: str) -> int:
         t, d, e, k = (shape[name] for name in "TDEK")
@@ -103,7 +102,7 @@ def _bytes(once: Any, backward: Any) -> Any:
 
 
 def _without_rows(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    """Of a gate or a plan, which read none: 38 sets of them would be 180 GB at the largest size."""
+    """For gates and plans, which read no rows: 38 sets of rows would be 180 GB at the largest size."""
     return _inputs({**shape, "D": 1}, dtype, device)
 
 
@@ -113,24 +112,23 @@ def _entry(
     peers: dict[str, Any],
     once: Any,
     backward: Any,
-    flops: tuple[int, int],
+    flops: tuple[int, int] = (0, 0),
     inputs: Callable[[Shape, torch.dtype, str], Inputs] = _inputs,
 ) -> Entry:
-    """forward(inputs, backend); leaves: names, then that of the gradient. flops: per element of the (R, D) rows."""
+    """leaves: names, then that of the gradient. once, backward: as of _bytes. flops: forward and in training, for each
+    element of the (R, D) rows."""
     *names, grad = leaves.split()
-    calls = partial(through_autograd, leaves=tuple(names), grad=grad)
-    return Entry(
+    return entry(
+        forward,
+        peers,
+        tuple(names),
+        grad,
         shapes=SHAPES,
         complete=fewer_tokens,
         inputs=inputs,
-        kernel=lambda backend: calls(partial(forward, backend=backend)),
-        peers={name: calls(peer) for name, peer in peers.items()},
         flops=lambda shape, direction: shape["T"] * shape["K"] * shape["D"] * flops[direction == "training"],
         least_bytes=_bytes(once, backward),
-        directions=("forward", "training") if names else ("forward",),
         dtypes=(torch.float32, torch.bfloat16) if names else (torch.float32,),
-        leaves=tuple(names),
-        grad=grad,
     )
 
 
@@ -141,8 +139,7 @@ ENTRIES = {
         {"torch topk+softmax": _torch_gate},
         lambda t, d, e, k: (t * e + t * k, t * k),
         lambda t, d, e, k: (2 * t * k + t * e, t * k),
-        (0, 0),
-        _without_rows,
+        inputs=_without_rows,
     ),
     "make_plan": _entry(
         _plan,
@@ -150,8 +147,7 @@ ENTRIES = {
         {"torch argsort+bincount+cumsum": _torch_plan},
         lambda t, d, e, k: (0, 4 * t * k + 3 * e),
         lambda t, d, e, k: (0, 0),
-        (0, 0),
-        _without_rows,
+        inputs=_without_rows,
     ),
     "dispatch": _entry(
         lambda i, backend: mk.dispatch(i["leaf_x"], i["plan"], backend=backend),

@@ -1,4 +1,4 @@
-"""Benchmarks of Sinkhorn's iteration: the design's shapes, hot and cold."""
+"""Benchmarks of Sinkhorn's iteration: the design's shapes, at high and low temperature."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import moe_kernels as mk
-from bench.entry import Calls, Entry, Inputs, Shape, through_autograd
+from bench.entry import Inputs, Shape, entry
 
 
 def _shape(batch: int, n: int, iterations: int, tau: float) -> Shape:
@@ -14,15 +14,9 @@ def _shape(batch: int, n: int, iterations: int, tau: float) -> Shape:
 
 
 def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    size = (int(shape["B"]), int(shape["n"]), int(shape["n"]))
+    size = (shape["B"], shape["n"], shape["n"])
     scores, grad = (torch.randn(size, device=device).to(dtype) for _ in range(2))
-    return {"leaf": scores.requires_grad_(), "grad": grad, "R": int(shape["R"]), "tau": float(shape["tau"])}
-
-
-def _kernel(backend: str) -> Calls:
-    return through_autograd(
-        lambda inputs: mk.sinkhorn(inputs["leaf"], inputs["R"], tau=inputs["tau"], backend=backend), ("leaf",), "grad"
-    )
+    return {"leaf": scores.requires_grad_(), "grad": grad, "R": shape["R"], "tau": shape["tau"]}
 
 
 def _loop(inputs: Inputs) -> Tensor:
@@ -34,19 +28,20 @@ def _loop(inputs: Inputs) -> Tensor:
 
 
 def _least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
-    """scores -> p; then scores and grad -> dscores."""
-    matrix = int(shape["B"]) * int(shape["n"]) ** 2 * dtype.itemsize
-    return (5 if direction == "training" else 2) * matrix
+    """Forward: scores -> p. Training also: scores and grad -> dscores."""
+    return (5 if direction == "training" else 2) * shape["B"] * shape["n"] ** 2 * dtype.itemsize
 
 
 def _flops(shape: Shape, direction: str) -> int:
-    """Multiply-adds of the form that scales by vectors."""
-    step = int(shape["B"]) * int(shape["R"]) * int(shape["n"]) ** 2
-    return (16 if direction == "training" else 4) * step
+    """Multiply-adds of the form that scales rows and columns by vectors."""
+    return (16 if direction == "training" else 4) * shape["B"] * shape["R"] * shape["n"] ** 2
 
 
 ENTRIES = {
-    "sinkhorn": Entry(
+    "sinkhorn": entry(
+        lambda inputs, backend: mk.sinkhorn(inputs["leaf"], inputs["R"], tau=inputs["tau"], backend=backend),
+        {"torch log-form loop": _loop},
+        ("leaf",),
         shapes={
             "quick": [_shape(16384, 4, 20, 1.0), _shape(64, 64, 50, 1.0), _shape(64, 64, 50, 1e-5)],
             "llm": [_shape(65536, 4, 20, 1.0)],
@@ -58,14 +53,9 @@ ENTRIES = {
                 for tau in (1.0, 1e-3, 1e-7)
             ],
         },
-        complete=lambda shape, device: shape,
         inputs=_inputs,
-        kernel=_kernel,
-        peers={"torch log-form loop": through_autograd(_loop, ("leaf",), "grad")},
         flops=_flops,
         least_bytes=_least_bytes,
-        directions=("forward", "training"),
         dtypes=(torch.float32,),
-        leaves=("leaf",),
     )
 }

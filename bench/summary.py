@@ -1,4 +1,4 @@
-"""What a run prints: a line for each operation, and a line for each kind of figure that is missing."""
+"""The summary that a run prints: a line for each operation, and a line for each kind of missing figure."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bench import ledger, report
 from moe_kernels.verify import Row
 
 HEADER = ("operation", "backend", "verified", "forward, x PyTorch", "training, x PyTorch", "% of the ceiling")
-OUT_OF_TIME = ": out of time"  # ends the lines of figures that measure.py did not take
+OUT_OF_TIME = ": out of time"  # the end of measure.py's lines about figures that it did not take
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """How many kernels were right, every one that was not, and the backends that did not run."""
+    """The number of right kernels, every wrong one, and the backends that did not run."""
     ran = [row for row in rows if row.verdict != "not run"]
     wrong = [row for row in ran if row.verdict == "FAILED"]
     lines = [f"{len(ran) - len(wrong)} of {len(ran)} kernels (operation, backend, dtype) agree with the definition"]
@@ -45,7 +45,7 @@ def _cells(entries: list[dict]) -> Iterable[str]:
 
 
 def missing(result: ledger.Result) -> list[str]:
-    """What raised while it was measured, and how many figures had no time."""
+    """Kernels that failed while they were measured, and the number of figures for which there was no time."""
     late = sum(line.endswith(OUT_OF_TIME) for line in result["not_measured"])
     lines = [f"FAILED {entry['note']}" for entry in result["entries"] if entry["note"] in result["not_measured"]]
     taken = sum(len(entry["figures"]) + len(entry["curves"]) for entry in result["entries"])

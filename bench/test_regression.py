@@ -1,10 +1,10 @@
 """The regression set: every kernel against PyTorch's own composition, saved and compared by pytest-benchmark.
 
-    make baseline      saves what the kernels of this checkout reach on this machine
-    make regression    fails where one lost a quarter against PyTorch since, or is slower than PyTorch
+    make baseline      saves the speed of this checkout's kernels on this machine
+    make regression    fails if a kernel has lost a quarter against PyTorch since then, or is slower than PyTorch
 
-A round takes one sample of the kernel and one of the composition, next to each other, and what is recorded is the first
-over the second: what the machine does besides falls on both. It is no part of CI, where nothing can be timed.
+A round takes a sample of the kernel and then one of the composition, and records their ratio, so that the load of the
+machine affects both. CI does not run this set, as its machines cannot be timed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from moe_kernels.info import placement
 from moe_kernels.verify import KERNELS, threads
 
 ROUNDS = 30
-SLOWER = 1.2  # a matrix product is the library's own on a CPU, and may be off by the noise
+SLOWER = 1.2  # noise: on a CPU matrix products are torch's own in both
 
 _elapsed = [0.0]
 
 
 def pytorchs_times() -> float:
-    """A clock that counts how often the composition could have run."""
+    """A clock whose unit is the time of the composition."""
     return _elapsed[0]
 
 

@@ -1,9 +1,9 @@
-"""How it is measured: medians of interleaved samples, on the CPU by a clock, on a GPU by events around graph replays.
+"""Takes times: medians of interleaved samples, on a CPU by a clock, on a GPU by events around the replay of a graph.
 
-Shared machines drift by a factor of two within seconds. Ratios hold all the same when the calls that are compared take
-turns, in an order drawn anew each round, so that drift and cache contents fall on all of them alike. On one thread the
-time that this process was ready to run while others had its core is taken off: two busy neighbours double the wall
-clock's median and leave this one within a tenth. Several threads wait for each other, and no clock can tell that apart.
+The speed of a shared machine changes by a factor of two within seconds. Ratios stay right if the compared calls take
+turns, in a new random order each round: drift and cache contents then affect all of them alike. On one thread the time
+that this process waited for its core is subtracted: with two busy neighbours the wall clock's median doubles, and this
+one stays within a tenth. With several threads this is not possible, as they also wait for each other.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from typing import Any
 
 import torch
 
+from moe_kernels.verify import dtype_name
+
 SAMPLE_SECONDS = 200e-6  # a sample repeats its call until it lasts this long: a hundred times the clock's cost
-FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400  # few where a round takes several times the budget
+FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400  # FEW_ROUNDS if a round takes several times the budget
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds a call: the median, the 10th and 90th percentile, and of how many samples."""
+    """Seconds of a call: the median, the 10th and the 90th percentile, and the number of samples."""
 
     median: float
     low: float
@@ -44,7 +46,7 @@ class Sample:
 def interleave(
     measures: Mapping[str, Callable[[], float]], budget: float, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Sample]:
-    """Takes samples of every measure (each returns seconds a call) in turns, until `budget` seconds are spent."""
+    """Calls every measure (each returns seconds of a call) in turns, until `budget` seconds are spent."""
     order, seconds = list(measures), {name: list[float]() for name in measures}
     shuffle, start = random.Random(0), clock()
     for round_ in range(MAX_ROUNDS):
@@ -71,14 +73,14 @@ def time_cpu(
 
 
 def _sampler(call: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
-    """Takes a sample: seconds a call, over as many calls as SAMPLE_SECONDS hold."""
+    """A function that takes one sample: seconds of a call, over as many calls as fit into SAMPLE_SECONDS."""
 
     def once() -> float:
         start = clock()
         call()
         return clock() - start
 
-    first = once()  # warms up; what takes a tenth of a second has no need of a second one
+    first = once()  # warms up; a call that takes a tenth of a second is not repeated
     repeats = max(1, round(SAMPLE_SECONDS / max(once() if first < 0.1 else first, 1e-9)))
 
     def sample() -> float:
@@ -94,7 +96,7 @@ def _sampler(call: Callable[[], object], clock: Callable[[], float]) -> Callable
 def samplers(
     calls: Mapping[str, Callable[[Any], object]], input_sets: list[Any], device: str
 ) -> Iterator[dict[str, Callable[[], float]]]:
-    """For every call, what takes one sample of it: of the GPU, or of one thread of the CPU."""
+    """For every call a function that takes one sample, on the GPU or on one thread of the CPU."""
     if device == "cuda":
         waiting = {name for name, call in calls.items() if wait_for_gpu(partial(call, input_sets[0]))}
         works = launchers(calls, input_sets, waiting)
@@ -106,7 +108,7 @@ def samplers(
 
 @contextmanager
 def undisturbed_clock() -> Iterator[Callable[[], float]]:
-    """Seconds of the wall less those that this thread queued for a core; the wall alone outside of Linux."""
+    """A clock of wall seconds without those that this thread waited for a core; outside of Linux the wall clock."""
     try:
         statistics_of_thread = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
@@ -135,8 +137,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 
 def time_gpu(works: Mapping[str, Callable[[], object]], calls: int, budget: float = 0.5) -> dict[str, Sample]:
-    """Interleaved medians of a call on the GPU; each of `works` (see `launchers`) launches that many of them."""
-
+    """Interleaved medians of calls on the GPU; each of `works` (see `launchers`) launches `calls` of them."""
     return interleave({name: partial(_seconds, work, calls) for name, work in works.items()}, budget)
 
 
@@ -147,10 +148,10 @@ def _seconds(work: Callable[[], object], calls: int) -> float:
 def launchers(
     calls: Mapping[str, Callable[[Any], object]], input_sets: list[Any], eager: Container[str] = ()
 ) -> dict[str, Callable[[], object]]:
-    """For every call, what runs it once on each of `input_sets`: a CUDA graph, or for names in `eager` plain launches.
+    """For every call a function that runs it on each of `input_sets`: a CUDA graph, or launches for names in `eager`.
 
     The sets together exceed the L2 cache (see sets_for), and each keeps its output until the capture ends, so that no
-    call finds its data there.
+    call finds its data in the cache.
     """
     return {
         name: partial(_launch, call, input_sets) if name in eager else _graph(call, input_sets)
@@ -166,7 +167,7 @@ def sets_for(bytes_per_call: int, held: int = 1) -> int:
 
 
 def wait_for_gpu(call: Callable[[], object]) -> str:
-    """torch's message about a warm call that makes the host wait for the GPU, which no graph can hold; else empty."""
+    """torch's message if a warm call makes the host wait for the GPU, which no graph can contain; else empty."""
     call()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -199,7 +200,7 @@ def _graph(call: Callable[[Any], object], input_sets: list[Any]) -> Callable[[],
 
 def _between_events(work: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(200_000)  # about 0.1 ms, within which the host gets ahead: its launch must not count
+    torch.cuda._sleep(200_000)  # about 0.1 ms, in which the host launches the work: launching must not count
     start.record()
     work()
     end.record()
@@ -208,7 +209,7 @@ def _between_events(work: Callable[[], object]) -> float:
 
 
 def launch_seconds(call: Callable[[], object], budget: float = 0.5, repeats: int = 50) -> float:
-    """Median seconds that the host is busy with one call on the GPU, not waiting for it; of fewer where calls last."""
+    """Median seconds that the host needs to launch one call on the GPU; fewer repeats for long calls."""
     taken, began = list[float](), time.perf_counter()
     while len(taken) < repeats and (len(taken) < FEW_ROUNDS or time.perf_counter() - began < budget):
         torch.cuda.synchronize()
@@ -219,9 +220,9 @@ def launch_seconds(call: Callable[[], object], budget: float = 0.5, repeats: int
 
 
 def ceilings(device: str, dtypes: list[torch.dtype], budget: float = 0.3) -> dict[str, float]:
-    """Ceilings of this machine, measured now: a copy in GB/s (read plus written) and products in GFLOP/s by dtype.
+    """Measured ceilings of this machine: a copy in GB/s (read plus written) and products in GFLOP/s by dtype.
 
-    On a CPU the copy is of 16 MB, like the bench's shapes, and float16 has no product: torch has no library for it.
+    On a CPU the copy has 16 MB, like the bench's shapes, and float16 has no product, as torch has no library for it.
     """
     on_gpu = device == "cuda"
     size, side = (2**29, 8192) if on_gpu else (2**23, 1024)
@@ -230,7 +231,7 @@ def ceilings(device: str, dtypes: list[torch.dtype], budget: float = 0.3) -> dic
     calls: dict[str, Callable[[Any], object]] = {"copy": lambda _: target.copy_(source)}
     for dtype in dtypes:
         if on_gpu or dtype in (torch.float32, torch.bfloat16):
-            calls[_name(dtype)] = _product(side, dtype, device)
+            calls[dtype_name(dtype)] = _product(side, dtype, device)
     if on_gpu:
         samples = time_gpu(launchers(calls, [None, None]), 2, budget)
     else:
@@ -243,7 +244,3 @@ def _product(side: int, dtype: torch.dtype, device: str) -> Callable[[Any], obje
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     return lambda _: torch.mm(a, b, out=out)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

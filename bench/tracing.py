@@ -1,4 +1,4 @@
-"""torch's profiler: the memory of a call, and the kernels that it launches."""
+"""Uses torch's profiler for the memory of a call and the kernels that it launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @contextmanager
 def recorded(device: str, *, memory: bool = False) -> Iterator[profile]:
-    """Traces the block with its memory, and hides the lines that the profiler writes to stderr."""
+    """Traces the block, and hides the lines that the profiler writes to stderr."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -28,7 +28,7 @@ def recorded(device: str, *, memory: bool = False) -> Iterator[profile]:
 
 
 def peak_bytes(call: Callable[[], object], device: str) -> int:
-    """Memory that one call holds at its height beyond what was there before, its outputs included."""
+    """Peak memory of one call beyond the memory that was allocated before; its outputs count."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
-"""Measures the experts of a transformers model on our kernels, beside transformers' own implementations.
+"""Measures the experts of a transformers model with our kernels and with transformers' own implementations.
 
-Prefill is a forward of many tokens without gradients, decode one of few tokens, training a forward and a backward to
-tokens, gate weights and parameters. The module is MixtralExperts: SwiGLU, weights as transformers stores them.
+Prefill is a forward pass of many tokens without gradients, decode one of few tokens, training a forward and a backward
+pass to tokens, gate weights and parameters. The module is MixtralExperts: SwiGLU, weights as transformers stores them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench import timing
 from bench.entry import Shape, label
-from moe_kernels.verify import threads
+from moe_kernels.verify import dtype_name, threads
 
 OURS = "moe_kernels"
 PEERS = ("eager", "batched_mm", "grouped_mm")
@@ -28,14 +28,13 @@ SHAPES: dict[str, tuple[torch.dtype, Shape]] = {
     "float32": (torch.float32, {"T": 512, "D": 256, "H": 512, "E": 8, "K": 2}),
 }
 DECODED = (1, 4, 16)  # sequences that decode one token each
-# batched_mm copies the weights of every choice: 6 T K D H bytes in 16 bits. Above this it is left out.
-MOST_COPIED = 2**31
+MOST_COPIED = 2**31  # bytes; batched_mm copies the weights of every choice, 6 T K D H bytes in 16 bits
 
 Figure = dict[str, Any]
 
 
 def missing() -> str:
-    """Why nothing can be measured here; empty if it can."""
+    """The reason why nothing can be measured here; empty if it can."""
     return "" if importlib.util.find_spec("transformers") else "transformers is not installed"
 
 
@@ -56,7 +55,7 @@ def run(budget: float, device: str) -> Iterator[Figure]:
                 "name": name,
                 "mode": mode,
                 "shape": label(sizes),
-                "dtype": str(dtype).removeprefix("torch."),
+                "dtype": dtype_name(dtype),
                 "us": ours * 1e6,
                 "peers": peers,
             }
@@ -65,18 +64,11 @@ def run(budget: float, device: str) -> Iterator[Figure]:
 def _time(calls: dict[str, Callable[[], object]], budget: float, device: str) -> dict[str, timing.Sample]:
     if device == "cpu":
         return timing.time_cpu(calls, budget)
-    works = timing.launchers(
-        {name: partial(_ignoring_inputs, call) for name, call in calls.items()}, [None], set(calls)
-    )
-    return timing.time_gpu(works, 1, budget)
-
-
-def _ignoring_inputs(call: Callable[[], object], _: object) -> object:
-    return call()
+    return timing.time_gpu(calls, 1, budget)
 
 
 def _calls(shape: Shape, dtype: torch.dtype, device: str, mode: str) -> dict[str, Callable[[], object]]:
-    """One call for each implementation, all on the same module and inputs."""
+    """One call for each implementation, with the same module and inputs."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 

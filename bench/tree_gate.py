@@ -1,4 +1,4 @@
-"""Benchmarks of the tree gate: the dense gate on half saturated trees, the route on saturated ones."""
+"""Benchmarks of the tree gate: the dense gate on half-saturated trees, the route on saturated trees."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 import moe_kernels as mk
 import python_ref.tree_gate as reference
-from bench.entry import Calls, Entry, Inputs, Shape, through_autograd
+from bench.entry import Inputs, Shape, entry
 
 LEAVES = ("x", "split_weight", "leaf_weight")
-SATURATED = 1e-6  # gamma, of pre-activations of size 1
+SATURATED = 1e-6  # gamma; pre-activations are near 1 in size
 
 
 def _shape(tokens: int, dim: int, experts: int, trees: int) -> Shape:
@@ -28,7 +28,7 @@ SHAPES = {
 
 
 def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    tokens, dim, experts, trees = (int(shape[name]) for name in "TPEK")
+    tokens, dim, experts, trees = (shape[name] for name in "TPEK")
     size = {"x": (tokens, dim), "split_weight": (trees, experts - 1, dim), "leaf_weight": (trees, experts, dim)}
     found = {name: torch.randn(each, device=device) for name, each in size.items()}
     found |= {name: found[name] / dim**0.5 for name in LEAVES[1:]}
@@ -36,18 +36,12 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     return {**found, "grad": (torch.randn(tokens, experts, device=device) / tokens).to(dtype)}
 
 
-def _gate(backend: str) -> Calls:
-    def forward(inputs: Inputs) -> object:
-        return mk.tree_gate(*(inputs[name] for name in LEAVES), gamma=1.0, backend=backend)[0]
-
-    return through_autograd(forward, LEAVES, "grad")
+def _gate(inputs: Inputs, backend: str) -> object:
+    return mk.tree_gate(*(inputs[name] for name in LEAVES), gamma=1.0, backend=backend)[0]
 
 
-def _route(backend: str) -> Calls:
-    def forward(inputs: Inputs) -> object:
-        return mk.tree_route(*(inputs[name] for name in LEAVES), gamma=SATURATED, backend=backend)
-
-    return through_autograd(forward, (), "grad")
+def _route(inputs: Inputs, backend: str) -> object:
+    return mk.tree_route(*(inputs[name] for name in LEAVES), gamma=SATURATED, backend=backend)
 
 
 def _composed_gate(inputs: Inputs) -> object:
@@ -56,7 +50,7 @@ def _composed_gate(inputs: Inputs) -> object:
 
 
 def _composed_route(inputs: Inputs) -> object:
-    """The dense gate, of which every tree's likeliest leaf is kept; of equal experts the first."""
+    """Keeps the likeliest leaf of every tree of the dense gate; of two trees with the same expert only the first."""
     gates, leaf_probs = reference.tree_gate(*(inputs[name] for name in LEAVES), gamma=SATURATED)
     experts = leaf_probs.argmax(-1)
     repeated = (experts[:, :, None] == experts[:, None, :]).tril(-1).any(-1)
@@ -64,52 +58,47 @@ def _composed_route(inputs: Inputs) -> object:
 
 
 def _gate_flops(shape: Shape, direction: str) -> int:
-    """Of all products. A kernel that passes over those no token reaches can be faster than their floor."""
+    """Counts the products of all nodes. A kernel that skips nodes which no token reaches can beat this floor."""
     products = 2 * shape["T"] * shape["P"] * shape["K"] * (2 * shape["E"] - 1)
     return products * (3 if direction == "training" else 1)
 
 
 def _gate_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
-    """x and weights -> gates and leaf probabilities; then x, weights and the gates' gradient -> three gradients."""
-    tokens, dim, experts, trees = (int(shape[name]) for name in "TPEK")
+    """Forward: x and weights -> gates and leaf probabilities. Backward: these inputs and a gradient -> 3 gradients."""
+    tokens, dim, experts, trees = (shape[name] for name in "TPEK")
     given, gates = tokens * dim + trees * (2 * experts - 1) * dim, tokens * experts
     forward = given + gates + tokens * trees * experts
     return dtype.itemsize * (forward + (2 * given + gates if direction == "training" else 0))
 
 
 def _depth(shape: Shape) -> int:
-    return (int(shape["E"]) - 1).bit_length()
+    return (shape["E"] - 1).bit_length()
 
 
 def _route_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
-    """x and the rows of the weights that somebody can visit -> a weight and an expert a tree."""
-    tokens, dim, experts, trees = (int(shape[name]) for name in "TPEK")
+    """x and the rows of the weights that tokens can visit -> a weight and an expert for each tree."""
+    tokens, dim, experts, trees = (shape[name] for name in "TPEK")
     visited = min(2 * experts - 1, tokens * (_depth(shape) + 1))
     return dtype.itemsize * (tokens * dim + trees * visited * dim + tokens * trees) + 4 * tokens * trees
 
 
 ENTRIES = {
-    "tree_gate": Entry(
+    "tree_gate": entry(
+        _gate,
+        {"torch level by level": _composed_gate},
+        LEAVES,
         shapes=SHAPES,
-        complete=lambda shape, device: shape,
         inputs=_inputs,
-        kernel=_gate,
-        peers={"torch level by level": through_autograd(_composed_gate, LEAVES, "grad")},
         flops=_gate_flops,
         least_bytes=_gate_bytes,
-        directions=("forward", "training"),
-        dtypes=(torch.float32, torch.bfloat16),
-        leaves=LEAVES,
     ),
-    "tree_route": Entry(
+    "tree_route": entry(
+        _route,
+        {"torch level by level": _composed_route},
+        (),
         shapes=SHAPES,
-        complete=lambda shape, device: shape,
         inputs=_inputs,
-        kernel=_route,
-        peers={"torch level by level": through_autograd(_composed_route, (), "grad")},
         flops=lambda shape, direction: 2 * shape["T"] * shape["P"] * shape["K"] * (_depth(shape) + 1),
         least_bytes=_route_bytes,
-        directions=("forward",),
-        dtypes=(torch.float32, torch.bfloat16),
     ),
 }

@@ -118,7 +118,7 @@ def _backend_rows(op: str, backend: str, small: bool) -> Iterator[Row]:
         return
     for dtype, (device, reason) in places.items():
         if device is None:
-            yield Row(op, backend, _short(dtype), "-", 0, 0.0, 0.0, "not run", reason)
+            yield Row(op, backend, dtype_name(dtype), "-", 0, 0.0, 0.0, "not run", reason)
         else:
             # A GPU backend on CPU tensors is an interpreter or the host executor: about 1 ms a program.
             yield check(op, backend, dtype, device, small=small or (device == "cpu" and backend != "cpu"))
@@ -145,11 +145,11 @@ def _check(op: str, backend: str, dtype: torch.dtype, device: str, small: bool) 
                 if excess > worst[0]:
                     worst = (excess, error, allowed, f"worst: {output} of {name}")
     except Exception as raised:
-        return Row(op, backend, _short(dtype), device, count, math.inf, 0.0, "FAILED", f"{name}: {said(raised)}")
+        return Row(op, backend, dtype_name(dtype), device, count, math.inf, 0.0, "FAILED", f"{name}: {said(raised)}")
     excess, error, allowed, note = worst
     failed = excess > 1
     verdict = "FAILED" if failed else "ok"
-    return Row(op, backend, _short(dtype), device, count, error, allowed, verdict, note if failed or error else "")
+    return Row(op, backend, dtype_name(dtype), device, count, error, allowed, verdict, note if failed or error else "")
 
 
 def said(raised: Exception) -> str:
@@ -222,5 +222,5 @@ def _double(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
