@@ -173,9 +173,9 @@ def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (reduced(0, b"O8", b"]"), "array of something else than bytes"),
+        (reduced(0, b"O8", b"]"), "array that is not of bytes"),
         (reduced(2**31 - 1, b"u1", b"U\x03abc"), "array .1, 3072. with 3 bytes"),  # takes no 2 GiB
-        (b"\x80\x02Nr\xff\xff\xff\x7f.", "numbers its memories up to 2147483647"),
+        (b"\x80\x02Nr\xff\xff\xff\x7f.", "its memo index is 2147483647"),
         (b"\x80\x02" + b"(" * 3 + b"cbuiltins\neval\n.", "asks for builtins.eval"),
         (pickle.dumps({b"data": [1, 2], b"labels": [1]}), "expected an array, got list"),
         (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x04\x00\x00\x00none\x86R.", "encodes bytes in 'none'"),

@@ -1,5 +1,7 @@
-"""The papers' data sets, from the files in which they are published. Nothing is downloaded, and nothing in a file can
-run: pickles are read by a reader that admits arrays of bytes and plain containers alone.
+"""The papers' data sets, read from the files in which they are published.
+
+Nothing is downloaded, and nothing in a file can run code: the reader of pickles admits only arrays of bytes and plain
+containers.
 
 Images are float32 (n, C * H * W), channels first, in [-1, 1] (2 * pixel / largest - 1, the public COMET code's
 Normalize(0.5, 0.5)), labels int64 (n,); text is bytes; ratings are rows of user, movie, watched and rating.
@@ -72,14 +74,14 @@ def load(name_or_path: str | Path) -> Dataset:
     Args:
         name_or_path:
             "digits"    scikit-learn's 1,797 images of 8 x 8; a fixed random fifth of them is the test set
-            a folder    with exactly one of these sets; where it holds several, the error lists them:
-                MNIST       train-images-idx3-ubyte and its three companions, plain or .gz (Fashion-MNIST, too)
+            a folder    with exactly one of these sets; if it has several, the error lists them:
+                MNIST       train-images-idx3-ubyte and the three other files, plain or .gz (also Fashion-MNIST)
                 CIFAR-10    data_batch_1.bin .. data_batch_5.bin and test_batch.bin, or the Python batches, the same
-                            names without .bin; the folder's cifar-10-batches-bin and -py are looked into
-                CIFAR-100   train.bin, test.bin and fine_label_names.txt, or train, test and meta; fine labels;
-                            cifar-100-binary and -python are looked into
-                SVHN        train_32x32.mat and test_32x32.mat; extra_32x32.mat trains, too, if it is there
-                MNIST and SVHN in one folder are the digits of paper 001: see data.svhn
+                            names without .bin; also in the folder's cifar-10-batches-bin and -py
+                CIFAR-100   train.bin, test.bin and fine_label_names.txt, or train, test and meta; fine labels; also in
+                            cifar-100-binary and -python
+                SVHN        train_32x32.mat and test_32x32.mat, and extra_32x32.mat for more training images
+                MNIST and SVHN in one folder are mixed as in paper 001: see data.svhn
                 JPEG        *.npz with jpeg (uint8, the files one after another), offsets (n + 1), labels (n),
                             is_test (n), classes (names)
                 MovieLens   ratings.dat of MovieLens-1M, also in ml-1m; or paper 001's movielens_val.csv and
@@ -87,8 +89,8 @@ def load(name_or_path: str | Path) -> Dataset:
                 Jester      jester_ratings.dat;   Books  BX-Book-Ratings.csv of BookCrossing
                 SARCOS      sarcos_inv.mat and sarcos_inv_test.mat
                 text        tiny_shakespeare.txt, enwik8, text8 (plain, .gz or .zip), wikitext in its parts
-            a file      any file of a set stands for its set, whatever else its folder holds; any other .txt or .txt.gz
-                        is text, of which the last tenth validates and tests
+            a file      any file of a set stands for its set, whatever else its folder has; any other .txt or .txt.gz
+                        is text, whose last tenth validates and tests
 
     Raises:
         ValueError: no such path, no set or several sets there, or a file that is not what its name says.
@@ -96,7 +98,7 @@ def load(name_or_path: str | Path) -> Dataset:
     """
     if str(name_or_path) == "digits":
         return images.digits()
-    path = Path(os.path.expanduser(name_or_path))  # "~name" of an unknown user stays as it is
+    path = Path(os.path.expanduser(name_or_path))  # keeps "~name" of an unknown user
     if not path.exists():
         raise ValueError(f"data: expected 'digits' or a path to {_EXPECTED}; there is no {path}")
     found = _sets(path)
@@ -105,7 +107,7 @@ def load(name_or_path: str | Path) -> Dataset:
     if len(found) != 1:
         listed = "".join(f"\n  {kind}: {file}" for (kind, _), file in found.items())
         raise ValueError(
-            f"data: {path} holds {len(found)} sets, and one is wanted; name one of these files:{listed}"
+            f"data: {path} holds {len(found)} sets, expected one; name one of these files:{listed}"
             if found
             else f"data: expected {_EXPECTED} in {path}; found none"
         )
@@ -126,7 +128,7 @@ def describe(data: Dataset) -> dict[str, Any]:
 
 
 def blank(what: dict[str, Any], length: int) -> Dataset:
-    """A data set of one row of zeros, of text `length` bytes, that a description of `describe` fits."""
+    """A data set of one row of zeros (a text: `length` bytes) with the properties that `describe` gave."""
     kind, name = what["kind"], what["name"]
     if kind == "Images":
         shape = tuple(what["image_shape"])
@@ -144,7 +146,7 @@ def blank(what: dict[str, Any], length: int) -> Dataset:
 
 
 def _sets(path: Path) -> dict[tuple[str, Path], Path]:
-    """(kind, where the set is) -> one of its files, for every set at `path`, a file or a folder."""
+    """(kind, place) -> one of its files, for every set at `path`, a file or a folder."""
     files = [path]
     if path.is_dir():
         folders = [path, *(path / name for name in _FOLDERS)]
@@ -154,7 +156,7 @@ def _sets(path: Path) -> dict[tuple[str, Path], Path]:
         if images.IDX_NAME.fullmatch(file.name):
             found.setdefault(("MNIST", file.parent), file)
         elif known := next(filter(None, (kind.find(file) for kind in _KINDS)), None):
-            # Both spellings of a set side by side are two copies of it; its place tells them apart.
+            # A set in both formats is there twice, at two places.
             found.setdefault(known, file)
         elif file.suffix == ".npz" and (file == path or _has_jpegs(file)):
             found[("JPEG", file)] = file

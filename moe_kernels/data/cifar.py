@@ -25,7 +25,7 @@ _HUNDRED = re.compile(r"(train|test)(\.bin)?")
 class _Kind:
     name: str
     batches: tuple[str, ...]  # the last one is the test set
-    label_bytes: int  # of a binary record; the last is the label
+    label_bytes: int  # of a binary record; the last one is the label
     label_key: bytes
     classes: tuple[str, ...]
 
@@ -72,7 +72,7 @@ def _python(file: Path, name: str, kind: _Kind) -> tuple[Tensor, Tensor]:
     try:
         batch = unpickle(read(file))
         x, y = tensor(batch[b"data"]), torch.tensor(batch[kind.label_key])
-    except Exception as error:  # there is no end of what a broken pickle makes its reader raise
+    except Exception as error:  # Unpickler raises many kinds of errors for broken pickles
         keys = f"data, {kind.label_key.decode()}"
         raise ValueError(f"data: {file}: expected a {name} Python batch ({keys}); {error}") from error
     if x.shape != (len(y), prod(SHAPE)) or y.dtype != torch.int64 or y.dim() != 1 or len(y) == 0:

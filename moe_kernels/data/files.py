@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: read whole, up to a limit, or refused with a reason. Nothing in them can run."""
+"""Reads files of unknown origin: whole, up to a size limit, or refused with a reason. Nothing in them can run code."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ import pickle
 import pickletools
 import re
 import zipfile
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 GZIP = b"\x1f\x8b"
-LIMIT = 1 << 31  # bytes of a file, also of a packed one's content: the largest set read here has 614 million
+LIMIT = 1 << 31  # bytes of a file and of the content of an archive: the largest set read here has 614 million
+
+Kind = TypeVar("Kind", bound="Tensors")
+
+
+class Tensors:
+    """Base of the data sets: frozen dataclasses whose fields may be tensors or tuples of tensors."""
+
+    def to(self: Kind, device: torch.device | str) -> Kind:
+        """A copy with all tensors on that device."""
+        moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(vars(self)))
+        return replace(self, **moved)  # type: ignore[type-var]
 
 
 def read(file: Path) -> bytes:
@@ -37,10 +50,10 @@ def read(file: Path) -> bytes:
                     content = archive.open(archive.namelist()[0]).read(LIMIT + 1)
             else:
                 content = opened.read(LIMIT + 1)
-        except Exception as error:  # each way of packing has errors of its own for what is damaged
+        except Exception as error:  # gzip and zipfile raise many kinds of errors for damaged files
             kind = {".gz": "gzip file", ".zip": "zip file with one file in it"}.get(file.suffix, "file")
             raise ValueError(f"data: {file}: expected a whole {kind}; {error}") from error
-    if content[:2] == GZIP and file.suffix != ".gz":  # as which no other file that is read here begins
+    if content[:2] == GZIP and file.suffix != ".gz":  # no other file that is read here begins with these bytes
         raise ValueError(f"data: {file}: expected no gzip file by that name; call it {file.name}.gz")
     if len(content) > LIMIT:
         raise ValueError(f"data: {file}: expected at most {LIMIT} bytes, got more")
@@ -48,20 +61,20 @@ def read(file: Path) -> bytes:
 
 
 def as_bytes(content: bytes | bytearray) -> Tensor:
-    """uint8 (n,)."""
+    """The bytes as a tensor, uint8 (n,)."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def integers(file: Path, lines: list[bytes], separator: bytes, columns: int, first_line: int) -> Tensor:
-    """int64 (len(lines), columns) of lines of whole numbers; first_line is the number of the first in an error."""
+    """Lines of whole numbers as int64 (len(lines), columns). first_line: number of the first line, for errors."""
     joined = separator.join(lines)
-    others = joined.translate(None, b"-0123456789" + separator)  # int takes blanks, a plus and underscores
+    others = joined.translate(None, b"-0123456789" + separator)  # int() would accept blanks, "+" and "_"
     if not others and all(line.count(separator) == columns - 1 for line in lines):
         try:
             cells = list(map(int, joined.split(separator))) if lines else []
             return torch.tensor(cells, dtype=torch.int64).view(-1, columns)
         except (ValueError, OverflowError, RuntimeError):
-            pass  # which line it was is looked for below
+            pass  # the loop below finds the line
     for number, line in enumerate(lines, first_line):
         if not re.fullmatch(rb"-?\d{1,18}(%s-?\d{1,18}){%d}" % (separator, columns - 1), line):
             raise ValueError(
@@ -72,7 +85,7 @@ def integers(file: Path, lines: list[bytes], separator: bytes, columns: int, fir
 
 
 def need(module: str, package: str) -> Any:
-    """An optional module, or an ImportError that says how to get it."""
+    """An optional module; ImportError with the command that installs it if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -80,47 +93,47 @@ def need(module: str, package: str) -> Any:
 
 
 def matlab(file: Path, *names: str) -> dict[str, Any]:
-    """The arrays of those names in a .mat file; who lacks one has no entry."""
+    """The arrays of those names in a .mat file; a missing one has no entry."""
     try:
         from scipy.io import loadmat
     except ImportError as error:
         raise ImportError("data: .mat files need scipy: pip install moe_kernels[assignment]") from error
     try:
         return loadmat(file, variable_names=list(names))
-    except Exception as error:  # a damaged file raises whatever its bytes lead to
+    except Exception as error:  # scipy raises many kinds of errors for damaged files
         raise ValueError(f"data: {file} is no MATLAB file: {error}") from error
 
 
 def unpickle(content: bytes) -> Any:
-    """Plain containers, numbers, strings and uint8 arrays (as tensors) out of a pickle, without numpy.
+    """The content of a pickle: plain containers, numbers, strings, and uint8 arrays for `tensor`; without numpy.
 
     Raises:
-        pickle.UnpicklingError, and whatever else a pickle that is none makes the reader raise.
+        pickle.UnpicklingError for anything else; other errors if it is no pickle.
     """
     for count, (opcode, number, _) in enumerate(pickletools.genops(content)):
-        # The reader allocates a list as long as the largest memo index, 16 GiB for 2^31.
+        # Unpickler allocates a list as long as the largest memo index: 16 GiB for 2^31.
         if "PUT" in opcode.name and isinstance(number, int) and number > count:
-            raise pickle.UnpicklingError(f"it numbers its memories up to {number} after {count} steps")
+            raise pickle.UnpicklingError(f"its memo index is {number} after {count} steps")
     return _PlainUnpickler(io.BytesIO(content), encoding="bytes").load()
 
 
 class _Dtype:
-    """Stands for numpy.dtype: remembers which one, and nothing can be set."""
+    """Stands for numpy.dtype and stores its code."""
 
     def __init__(self, code: Any, *flags: Any) -> None:
         self.code = code.decode("ascii") if isinstance(code, bytes) else code
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and fields: of no meaning to single bytes."""
+        """Ignores byte order and fields, which single bytes do not have."""
 
 
 class _Array:
-    """Stands for numpy.ndarray, whose memory a hostile pickle could ask for; holds what the pickle itself holds."""
+    """Stands for numpy.ndarray, for which a hostile pickle could allocate memory; stores only bytes of the pickle."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, self.fortran, content = state
         if not isinstance(dtype, _Dtype) or dtype.code not in ("u1", "|u1") or not isinstance(content, bytes):
-            raise pickle.UnpicklingError("it holds an array of something else than bytes")
+            raise pickle.UnpicklingError("it holds an array that is not of bytes")
         self.shape = tuple(int(size) for size in shape)
         if any(size < 0 for size in self.shape) or prod(self.shape) != len(content):
             raise pickle.UnpicklingError(f"it holds an array {self.shape} with {len(content)} bytes")
@@ -134,14 +147,14 @@ class _Array:
 
 
 def tensor(found: Any) -> Tensor:
-    """An array that `unpickle` found; TypeError for anything else."""
+    """An array of `unpickle` as a tensor; TypeError for anything else."""
     if not isinstance(found, _Array) or not hasattr(found, "content"):
         raise TypeError(f"expected an array, got {type(found).__name__}")
     return found.tensor()
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Arrays of bytes in plain containers, and nothing that could run code."""
+    """Admits arrays of bytes and plain containers, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("numpy", "ndarray"):
@@ -150,7 +163,7 @@ class _PlainUnpickler(pickle.Unpickler):
             return _Dtype
         if module in {"numpy.core.multiarray", "numpy._core.multiarray"} and name == "_reconstruct":
             return lambda kind, shape, code: _Array()  # __setstate__ fills it
-        if (module, name) == ("_codecs", "encode"):  # how Python 3 writes bytes in protocol 2
+        if (module, name) == ("_codecs", "encode"):  # Python 3 writes bytes so in protocol 2
             return _latin1
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a batch of images does not need")
 

@@ -1,4 +1,4 @@
-"""Image sets: scikit-learn's digits, MNIST in the IDX format, an .npz of JPEGs; every one comes out alike."""
+"""Image sets in one form: scikit-learn's digits, MNIST in the IDX format, an .npz of JPEGs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import re
 import struct
 import zipfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.data.files import LIMIT, as_bytes, need, read
+from moe_kernels.data.files import LIMIT, Tensors, as_bytes, need, read
 
 DIGITS_SEED = 0  # of the split into training and test images
-LARGEST = 1024  # pixels a side of a JPEG, so that a small file cannot ask for a large picture
+LARGEST = 1024  # pixels of a JPEG's side: a small file could declare a huge picture
 
 IDX_NAME = re.compile(r"(train|t10k)-(images|labels)[-.]idx[13]-ubyte(\.gz)?")
 
 
 @dataclass(frozen=True)
-class Images:
+class Images(Tensors):
     """Images float32 (n, C * H * W) in [-1, 1], labels int64 (n,) into `classes`; image_shape is (C, H, W)."""
 
     name: str
@@ -42,10 +42,6 @@ class Images:
     def test(self) -> tuple[Tensor, Tensor]:
         return self.test_x, self.test_y
 
-    def to(self, device: torch.device | str) -> Images:
-        names = ("train_x", "train_y", "test_x", "test_y")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
-
     def __str__(self) -> str:
         return f"{self.name}: {len(self.train_y)} training and {len(self.test_y)} test images {self.image_shape}"
 
@@ -61,7 +57,7 @@ def digits() -> Images:
 
 def mnist(folder: Path) -> Images:
     parts = mnist_bytes(folder)
-    classes = tuple(map(str, range(10)))  # of digits as of Fashion-MNIST
+    classes = tuple(map(str, range(10)))  # also of Fashion-MNIST
     return from_bytes("mnist", parts, classes, (1, *parts[0].shape[1:]))
 
 
@@ -104,7 +100,7 @@ def _idx(folder: Path, part: str, what: str, rank: int) -> Tensor:
 
 
 def jpegs(file: Path) -> Images:
-    """The set in an .npz of JPEGs: see `load`."""
+    """The set in an .npz of JPEGs, whose arrays `data.load` describes."""
     arrays = _arrays(file, {"jpeg": "u", "offsets": "iu", "labels": "iu", "is_test": "biuf", "classes": "U"})
     jpeg, offsets, labels, is_test, classes = arrays.values()
     n = len(labels)
@@ -128,7 +124,7 @@ def jpegs(file: Path) -> Images:
 
 
 def _arrays(file: Path, kinds: dict[str, str]) -> dict[str, Any]:
-    """One-dimensional arrays of an .npz, each of one of numpy's kinds of dtype; nothing in it is unpickled."""
+    """One-dimensional arrays of an .npz. kinds: numpy's kinds of dtype allowed for each. Nothing is unpickled."""
     numpy = need("numpy", "numpy")
     try:
         with zipfile.ZipFile(file) as archive:
@@ -142,7 +138,7 @@ def _arrays(file: Path, kinds: dict[str, str]) -> dict[str, Any]:
         for key, array in found.items():
             if array.ndim != 1 or array.dtype.kind not in kinds[key]:
                 raise ValueError(f"its {key} is {array.dtype} {array.shape}")
-    except Exception as error:  # each way of packing has errors of its own for what is damaged
+    except Exception as error:  # zipfile and numpy raise many kinds of errors for damaged files
         raise ValueError(f"data: {file}: expected an .npz with {', '.join(kinds)}; {error}") from error
     return found
 
@@ -160,7 +156,7 @@ def _decode(file: Path, content: bytes, offsets: list[int]) -> Tensor:
             fits = size == tuple(pixels.shape[1:3])
             if fits:
                 pixels[i] = as_bytes(picture.convert("RGB").tobytes()).view(pixels.shape[1:])
-        except Exception as error:  # what the decoder makes of a damaged picture
+        except Exception as error:  # Pillow raises many kinds of errors for damaged pictures
             raise ValueError(f"data: {file}: image {i} is not a JPEG: {error}") from error
         if not fits:
             expected = tuple(pixels.shape[1:3]) or f"at most {LARGEST} x {LARGEST} and {LIMIT} bytes in all"
@@ -169,7 +165,7 @@ def _decode(file: Path, content: bytes, offsets: list[int]) -> Tensor:
 
 
 def from_bytes(name: str, parts: list[Tensor], classes: tuple[str, ...], image_shape: tuple[int, ...]) -> Images:
-    """From bytes: train_x, train_y, test_x, test_y."""
+    """Images from bytes: parts are train_x, train_y, test_x, test_y."""
     for y in parts[1::2]:
         if int(y.min()) < 0 or int(y.max()) >= len(classes):
             raise ValueError(

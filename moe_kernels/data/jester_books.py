@@ -14,11 +14,11 @@ from moe_kernels.data.ratings import Ratings, with_unseen
 
 BOOKS = "BX-Book-Ratings.csv"
 JESTER = "jester_ratings.dat"
-LEAST = 5  # records that a user and a book of Books must have
+LEAST = 5  # records of each user and each book of Books
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind of ratings and their file."""
+    """The kind of set that a file belongs to, and the file."""
     if file.name == JESTER:
         return "Jester", file
     return ("Books", file) if file.name == BOOKS else None
@@ -27,8 +27,8 @@ def find(file: Path) -> tuple[str, Path] | None:
 def load_jester(file: Path) -> Ratings:
     """jester_ratings.dat: user, joke and rating from -10 to 10, apart by tabs; ids from 1.
 
-    For every rating a joke that the user did not rate, watched 0 and rating 0; a fixed random tenth is the test set. Of
-    a user who has rated next to every joke no joke is left to draw: such users are left out.
+    For every rating a joke is drawn that the user did not rate, watched 0 and rating 0; a fixed random tenth is the
+    test set. Users who rated 90 % of the jokes or more are left out, as too few jokes are left to draw.
     """
     lines = [line.split() for line in read(file).splitlines() if line.strip()]
     try:
@@ -47,8 +47,8 @@ def load_jester(file: Path) -> Ratings:
 def load_books(file: Path) -> Ratings:
     """BX-Book-Ratings.csv of BookCrossing: "User-ID";"ISBN";"Book-Rating", a rating from 1 to 10, 0 for none given.
 
-    As paper 001 has it: users and books with at least 5 records each, until all that are left have. For every record a
-    book that the user did not read, watched 0; a fixed random tenth is the test set.
+    As in paper 001, users and books with fewer than 5 records are removed until none is left. For every record a book
+    is drawn that the user did not read, watched 0; a fixed random tenth is the test set.
     """
     text = read(file).decode("latin-1")
     rows = list(csv.reader(io.StringIO(text), delimiter=";" if ";" in text[:200] else ",", escapechar="\\"))
@@ -76,5 +76,5 @@ def load_books(file: Path) -> Ratings:
 
 
 def _numbered(ids: Tensor) -> Tensor:
-    """The same ids from 0 on without gaps."""
+    """The ids, renumbered from 0 without gaps."""
     return ids.unique(return_inverse=True)[1]

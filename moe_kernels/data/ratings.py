@@ -1,25 +1,25 @@
-"""MovieLens: who watched what and how much they liked it, for the two tasks of paper 001."""
+"""MovieLens: movies that users watched and how they rated them, for the two tasks of paper 001."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moe_kernels.data.files import integers, read
+from moe_kernels.data.files import Tensors, integers, read
 
 HEADER = b"user,movie,watched,rating"
-MOST = 1_000_000  # users or movies: an id decides the size of an embedding
-SEED = 0  # of the unwatched movies and the split of ratings.dat
+MOST = 1_000_000  # users or movies: the largest id sets the size of an embedding
+SEED = 0  # draws the unwatched movies and the split of ratings.dat
 
 _PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
 
 
 @dataclass(frozen=True)
-class Ratings:
+class Ratings(Tensors):
     """Rows of user, movie int64 (n,), watched float32 (n,) in {0, 1}, rating float32 (n,), 0 if there is none.
 
     Ratings are from 1 to 5; of Books from 1 to 10, of Jester from -10 to 10.
@@ -31,10 +31,6 @@ class Ratings:
     num_users: int
     num_movies: int
 
-    def to(self, device: torch.device | str) -> Ratings:
-        train, test = (tuple(tensor.to(device) for tensor in part) for part in (self.train, self.test))
-        return replace(self, train=train, test=test)
-
     def __str__(self) -> str:
         return (
             f"{self.name}: {len(self.train[0])} training and {len(self.test[0])} test rows, {self.num_users} users, "
@@ -43,15 +39,15 @@ class Ratings:
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind of ratings and their place: ratings.dat, or folder/movielens_*."""
+    """The kind of set that a file belongs to and its place: ratings.dat, or folder/movielens_*."""
     if file.name == "ratings.dat":
         return "MovieLens", file
     return ("MovieLens, prepared", file.parent / "movielens_*") if _PREPARED.fullmatch(file.name) else None
 
 
 def load_prepared(place: Path) -> Ratings:
-    """The CSVs that paper 001's authors prepared. Their training features are not public: where there is no
-    movielens_train.csv, the validation rows train, as the name then says."""
+    """The CSVs that the authors of paper 001 prepared. Their training features are not public: without
+    movielens_train.csv the validation rows train, and the name of the set says so."""
     files = {m[1]: f for f in sorted(place.parent.glob(place.name)) if (m := _PREPARED.fullmatch(f.name))}
     training = "train" if "train" in files else "val"
     missing = [f"movielens_{part}.csv" for part in (training, "test") if part not in files]
@@ -86,8 +82,8 @@ def load_published(file: Path) -> Ratings:
 
 
 def with_unseen(file: Path, name: str, user: Tensor, movie: Tensor, rating: Tensor) -> Ratings:
-    """Ratings of what users saw, ids from 0, and for every row one that its user did not see, drawn uniformly, watched
-    0 and rating 0. A fixed random tenth of the rows is the test set."""
+    """The given rows, ids from 0, and for each one an item that its user did not rate, drawn uniformly, watched 0 and
+    rating 0. A fixed random tenth of all rows is the test set."""
     generator = torch.Generator().manual_seed(SEED)
     unwatched = _unwatched(file, user, movie, generator)
     order = torch.randperm(2 * len(user), generator=generator)
@@ -100,7 +96,7 @@ def with_unseen(file: Path, name: str, user: Tensor, movie: Tensor, rating: Tens
 
 
 def _unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Generator) -> Tensor:
-    """For every row a movie that its user has no row with: drawn, and drawn again where the user has."""
+    """For every row a random movie that its user has no row with: drawn again until it is."""
     movies = int(movie.max()) + 1
     watched = (user * movies + movie).unique()
     found = torch.empty_like(movie)

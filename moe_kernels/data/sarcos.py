@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moe_kernels.data.files import matlab
+from moe_kernels.data.files import Tensors, matlab
 
 NAMES = {"train": ("sarcos_inv.mat", "sarcos_inv"), "test": ("sarcos_inv_test.mat", "sarcos_inv_test")}
 INPUTS, OUTPUTS = 21, 7
 
 
 @dataclass(frozen=True)
-class Table:
-    """A regression: x float32 (n, inputs), y float32 (n, outputs), each column of training mean 0 and variance 1."""
+class Table(Tensors):
+    """A regression: x float32 (n, inputs), y float32 (n, outputs); training columns have mean 0 and variance 1."""
 
     name: str
     train: tuple[Tensor, Tensor]
     test: tuple[Tensor, Tensor]
-
-    def to(self, device: torch.device | str) -> Table:
-        train, test = ((x.to(device), y.to(device)) for x, y in (self.train, self.test))
-        return replace(self, train=train, test=test)
 
     def __str__(self) -> str:
         (x, y), (test, _) = self.train, self.test
@@ -32,7 +28,7 @@ class Table:
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind and the folder of the two files."""
+    """The kind of set that a file belongs to and its folder."""
     return ("SARCOS", file.parent) if file.name in (name for name, _ in NAMES.values()) else None
 
 

@@ -1,4 +1,4 @@
-"""SVHN, house numbers in the cropped format, and with MNIST the digits of paper 001 (supplement S1.1)."""
+"""SVHN, house numbers in the cropped format; and its mixture with MNIST (paper 001, supplement S1.1)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from moe_kernels.data.images import Images, from_bytes, mnist_bytes
 PARTS = ("train", "extra", "test")
 SHAPE = (3, 32, 32)
 CLASSES = tuple(map(str, range(10)))
-TEST_SHARE = 75_000 / 630_420  # of all of SVHN, in paper 001
-SEED = 0  # of the choice of these
+TEST_SHARE = 75_000 / 630_420  # of all images of SVHN, in paper 001
+SEED = 0  # draws these test images
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind and the folder of the .mat files."""
+    """The kind of set that a file belongs to and its folder."""
     return ("SVHN", file.parent) if file.name in (f"{part}_32x32.mat" for part in PARTS) else None
 
 
 def load(place: Path) -> Images:
-    """train_32x32.mat (73,257 images), with extra_32x32.mat (531,131) where it is there, and test_32x32.mat (26,032).
+    """train_32x32.mat (73,257 images), extra_32x32.mat (531,131) if it is there, and test_32x32.mat (26,032).
 
-    Each holds X uint8 (32, 32, 3, n) and y (n, 1), in which 10 is the digit 0.
+    Each has X uint8 (32, 32, 3, n) and y (n, 1); y = 10 is the digit 0.
     """
     parts = _parts(place)
     test = parts.pop("test")
@@ -35,11 +35,11 @@ def load(place: Path) -> Images:
 
 
 def load_with_mnist(place: Path) -> Images:
-    """MNIST and SVHN as one set, as paper 001 mixes them: its parts of SVHN, too, are drawn from all three files.
+    """MNIST and SVHN as one set, as paper 001 mixes them: it draws its parts of SVHN from all three files.
 
-    A fixed random 11.9 % of SVHN and MNIST's test images judge, 75,000 and 10,000 if extra_32x32.mat is there. The
-    paper does not say how the sizes are made equal: here MNIST gets a black frame of 2 pixels, and its grey thrice. Its
-    85,000 images to validate on are a tenth of the training set here, as recipes take them (--choose best).
+    The test set is a fixed random 11.9 % of SVHN and MNIST's test images: 75,000 and 10,000 with extra_32x32.mat. The
+    paper does not say how the sizes are made equal; here MNIST gets a black frame of 2 pixels, and its grey becomes
+    three equal colours. The paper validates on 85,000 images; recipes take a tenth of the training set (--choose best).
     """
     x, y = (torch.cat(each) for each in zip(*_parts(place).values(), strict=True))
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(SEED))
@@ -55,7 +55,7 @@ def load_with_mnist(place: Path) -> Images:
 
 
 def _parts(place: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """part -> uint8 (n, 3, 32, 32) and int64 (n,) below 10."""
+    """part -> images uint8 (n, 3, 32, 32) and labels int64 (n,) below 10."""
     files = {part: place / f"{part}_32x32.mat" for part in PARTS}
     missing = [file.name for part, file in files.items() if part != "extra" and not file.is_file()]
     if missing:

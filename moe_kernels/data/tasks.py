@@ -1,28 +1,28 @@
-"""Images with several labels each, paper 001, supplement S1.1: MultiMNIST, MultiFashionMNIST and CelebA.
+"""Images with several labels (paper 001, supplement S1.1): MultiMNIST, MultiFashionMNIST and CelebA.
 
-No recipe trains on them: the paper's experts here are small convolutional networks, and those of `nn` are not.
+No recipe trains on them yet: the paper's experts for them are small convolutional networks, which `nn` does not have.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moe_kernels.data.files import as_bytes, need, read
+from moe_kernels.data.files import Tensors, as_bytes, need, read
 from moe_kernels.data.images import LARGEST, mnist_bytes
 
 SHIFT = 8  # pixels between the corners of the two images of MultiMNIST: 4 one way and 4 the other
 SEED = 0  # of MultiMNIST
-# The paper does not say to which size it brings CelebA's 178 x 218. At 112 x 112, six of its experts on every image and
-# a gate on the pixels take 22.03 MFLOPs (convolutions without padding); its Table 6 says 22.02.
+# The paper does not give the size to which it scales CelebA's 178 x 218 pixels. At 112 x 112, six of its experts and a
+# gate on the pixels take 22.03 MFLOPs an image (convolutions without padding); its Table 6 has 22.02.
 CELEBA_SIZE = 112
 
 
 @dataclass(frozen=True)
-class TaskImages:
+class TaskImages(Tensors):
     """Parts of x uint8 (n, C * H * W) and y int64 (n, tasks), labels below `classes`; image_shape is (C, H, W)."""
 
     name: str
@@ -33,23 +33,19 @@ class TaskImages:
     classes: int
     image_shape: tuple[int, int, int]
 
-    def to(self, device: torch.device | str) -> TaskImages:
-        train, valid, test = ((x.to(device), y.to(device)) for x, y in (self.train, self.valid, self.test))
-        return replace(self, train=train, valid=valid, test=test)
-
     def __str__(self) -> str:
         counts = f"{len(self.train[1])} training, {len(self.valid[1])} validation and {len(self.test[1])} test images"
         return f"{self.name}: {counts} {self.image_shape}, {len(self.tasks)} tasks of {self.classes} classes"
 
 
 def multi_mnist(folder: str | Path, seed: int = SEED) -> TaskImages:
-    """MultiMNIST, made of the four IDX files of MNIST in `folder`; of Fashion-MNIST's, MultiFashionMNIST.
+    """MultiMNIST from the four IDX files of MNIST in `folder`, or MultiFashionMNIST from those of Fashion-MNIST.
 
-    Every image is twice at the top left of a canvas 8 pixels larger, each time with another random image of the same
-    part at the bottom right; pixels are summed, and 255 at most (the paper's public code leaves them above). Five
-    sixths of the training images train and a sixth validates: 100,000, 20,000 and 20,000 images for MNIST.
+    The canvas is 8 pixels larger. Every image is used twice at the top left, each time with another random image of the
+    same part at the bottom right; pixels are added, up to 255 (the paper's public code has no limit). Five sixths of
+    the training images train, the rest validates: 100,000, 20,000 and 20,000 images for MNIST.
 
-    Tasks: what is at the top left, what at the bottom right.
+    Tasks: the label at the top left, the label at the bottom right.
     """
     train_x, train_y, *test = mnist_bytes(Path(folder))
     generator = torch.Generator().manual_seed(seed)
@@ -76,15 +72,15 @@ def _overlaid(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
 def celeba(folder: str | Path, size: int = CELEBA_SIZE) -> TaskImages:
     """CelebA with its 40 attributes: list_attr_celeba.txt, list_eval_partition.txt and img_align_celeba/*.jpg.
 
-    size: of a side that every image is scaled to; the whole set has 7.6 GB of pixels at 112. The paper takes ten
-    attributes and does not name them: choose columns of y by `tasks`.
+    size: pixels of a side after scaling; at 112 the whole set has 7.6 GB of pixels. The paper uses ten attributes and
+    does not name them: choose columns of y by `tasks`.
 
     Raises:
         ValueError: a file is missing, damaged or names another image than its companion.
-        ImportError: Pillow is missing, which reads the JPEGs: pip install moe_kernels[bench].
+        ImportError: Pillow, which reads the JPEGs, is missing: pip install moe_kernels[bench].
     """
     place = Path(folder)
-    need("PIL.Image", "Pillow")  # before the lists are read
+    need("PIL.Image", "Pillow")  # raises before the long lists are read
     _, header, *rows = _lines(place / "list_attr_celeba.txt")
     partition = _lines(place / "list_eval_partition.txt")
     if len(rows) != len(partition):
@@ -123,7 +119,7 @@ def _pictures(part: list[tuple[Path, list[int]]], size: int) -> tuple[Tensor, Te
                 if max(picture.size) > LARGEST:
                     raise ValueError(f"it has {picture.size} pixels")
                 scaled = picture.convert("RGB").resize((size, size))
-        except Exception as error:  # what the decoder makes of a damaged picture
+        except Exception as error:  # Pillow raises many kinds of errors for damaged pictures
             raise ValueError(f"data: {file} is no JPEG of at most {LARGEST} pixels a side: {error}") from error
         x[i] = as_bytes(scaled.tobytes()).view(size, size, 3)
     return x.movedim(3, 1).flatten(1), torch.tensor([values for _, values in part])

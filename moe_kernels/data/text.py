@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moe_kernels.data.files import as_bytes, read
+from moe_kernels.data.files import Tensors, as_bytes, read
 
 HUNDRED_MILLION = 100_000_000  # bytes of enwik8 and of text8
 
@@ -18,8 +18,8 @@ _PART = re.compile(r"(?P<set>wiki(?:text)?[-\d]*)[._](?P<part>train|valid|test)\
 
 
 @dataclass(frozen=True)
-class Text:
-    """Three stretches of text as uint8 (n,) into `vocabulary`, the bytes that occur anywhere in it."""
+class Text(Tensors):
+    """Three parts of a text, uint8 (n,): indices into `vocabulary`, the bytes that occur in the text."""
 
     name: str
     train_tokens: Tensor
@@ -28,15 +28,11 @@ class Text:
     vocabulary: bytes
 
     def windows(self, part: str, length: int) -> Tensor:
-        """uint8 (n, length + 1), a view: stretches of `length` tokens one after another, and the token after each."""
+        """Windows uint8 (n, length + 1), a view: `length` tokens one after another, and the token after each window."""
         tokens: Tensor = getattr(self, f"{part}_tokens")
         if len(tokens) <= length:
             raise ValueError(f"data: {self.name}: expected more than {length} bytes of {part} text, got {len(tokens)}")
         return tokens.unfold(0, length + 1, length)
-
-    def to(self, device: torch.device | str) -> Text:
-        names = ("train_tokens", "valid_tokens", "test_tokens")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def __str__(self) -> str:
         sizes = " / ".join(str(len(t)) for t in (self.train_tokens, self.valid_tokens, self.test_tokens))
@@ -44,7 +40,7 @@ class Text:
 
 
 def find(file: Path) -> tuple[str, Path] | None:
-    """The kind of text and its place: a file, or folder/set*.kind for one in parts."""
+    """The kind of text that a file belongs to and its place: the file, or folder/set*.kind for a text in parts."""
     if _WHOLE.fullmatch(file.name):
         return "text", file
     if match := _PART.fullmatch(file.name):
@@ -57,7 +53,7 @@ def _spelled(part: re.Match[str]) -> str:
 
 
 def load(file: Path) -> Text:
-    """One file: enwik8 and text8 with their usual split, 90, 5 and 5 million bytes; others in the same proportion."""
+    """A text in one file: enwik8 and text8 in their usual 90, 5 and 5 million bytes, others in the same proportion."""
     content, name = read(file), file.name.partition(".")[0]
     if name in ("enwik8", "text8") and len(content) != HUNDRED_MILLION:
         raise ValueError(f"data: {file}: expected the {HUNDRED_MILLION} bytes of {name}, got {len(content)}")
@@ -68,8 +64,8 @@ def load(file: Path) -> Text:
 
 
 def load_parts(place: Path) -> Text:
-    """A set whose parts are files. Where the training part is missing, which its name then says, the validation part
-    trains and is not validated on."""
+    """A text whose parts are files. Without a training part the validation part trains, nothing validates, and the name
+    says so."""
     every = ((file, _PART.fullmatch(file.name)) for file in sorted(place.parent.iterdir()))
     files = {match["part"]: file for file, match in every if match and _spelled(match) == place.name}
     if "test" not in files or len(files) < 2:
