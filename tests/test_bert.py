@@ -10,6 +10,7 @@ import shutil
 
 import pytest
 import torch
+from planted import interrupt
 
 from moe_kernels import train
 from moe_kernels.data.text import load as load_text
@@ -20,31 +21,15 @@ from moe_kernels.recipes._text import IGNORED
 from moe_kernels.recipes.moebert import MoEBERT, importance, masked
 from moe_kernels.train.loop import Run
 
-WORDS = (
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "mat",
-    "and",
-    "rat",
-    "a",
-    "dog",
-    "ran",
-)
-WORDS += ("##s", ".")
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORDS += ("the", "cat", "sat", "on", "mat", "and", "rat", "a", "dog", "ran", "##s", ".")
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 TEXT = "the cat sat on the mat and the rats sat on the cat .\na dog ran and the cats ran on the mat .\n" * 20
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
-    """Imports transformers at the first test, not at collection: other tests need not wait for it."""
+    """Imports transformers at the first test, not at collection, which would slow down all tests."""
     global transformers, bert
     import transformers
 
@@ -83,7 +68,7 @@ def arguments(checkpoint, text, *words):
 
 
 def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys):
-    """Every side runs through; the kernels agree with the reference; the models that are left load and predict."""
+    """Every side runs; the kernels agree with the reference; the written models load and predict."""
     out = tmp_path / "out"
     words = ("--sides", "dense", "small", "unguided", "topk", "hash", "comet", "comet+", "--steps", "6")
     args = arguments(checkpoint, text, *words, "--dense-share", "0.3", "--check-steps", "3", "--out", str(out))
@@ -185,7 +170,7 @@ def test_the_layer_with_experts_is_bert_s_layer_around_them(checkpoint):
     torch.testing.assert_close(h, wanted, rtol=1e-5, atol=1e-5)
     layer.train().dropout.p = 1.0
     wanted = torch.nn.functional.layer_norm(a, (16,), norm.weight, norm.bias, norm.eps)
-    torch.testing.assert_close(layer(a, x)[0], wanted)  # the residual is all that is left
+    torch.testing.assert_close(layer(a, x)[0], wanted)  # only the residual is left
 
 
 def test_importance_is_that_of_gradients_a_window(checkpoint, text):
@@ -204,7 +189,7 @@ def test_importance_is_that_of_gradients_a_window(checkpoint, text):
 
 
 def test_masked_tokens(checkpoint, text):
-    """15 % of every window, never [CLS] or [SEP]; alike in every evaluation, by chance in training."""
+    """15 % of every window, never [CLS] or [SEP]; the same ones in every evaluation, random in training."""
     recipe = MoEBERT(sides=("hash",), bert=str(checkpoint), length=22)
     splits = recipe.splits(load_text(text))
     tokens, draw = splits.train
@@ -225,7 +210,7 @@ def test_masked_tokens(checkpoint, text):
     assert all(torch.equal(a, b) for a, b in zip(splits.test, again.test, strict=True))
     recipe = dataclasses.replace(recipe, expert_hidden=8, share=5)
     run = Run(recipe, 0, splits)
-    run.task.model.eval()  # dropout off: losses differ by the masks alone
+    run.task.model.eval()  # without dropout the losses differ only by the masks
     first, second = (run.task.loss(run.batch(0))["text"].item() for _ in range(2))
     assert first != second
     assert run.evaluate() == run.evaluate()
@@ -248,22 +233,14 @@ def test_a_text_without_a_whole_window_is_refused(checkpoint, text):
     assert recipe.splits(dataclasses.replace(whole, valid_tokens=whole.valid_tokens[:5])).valid is None
 
 
-def test_distillation_of_a_checkpoint_goes_on_where_it_stopped(checkpoint, text, tmp_path, monkeypatch):
-    """Stopped between the split and the end, with dropout and masks by chance: the same numbers as in one piece."""
-    found, right = {}, Run.advance
-
-    def stopping(run, to, tick):
-        if to > 4:
-            raise KeyboardInterrupt
-        right(run, to, tick)
-
+def test_distillation_of_a_checkpoint_goes_on_where_it_stopped(checkpoint, text, tmp_path):
+    """Interrupted between the split and the end, with dropout and random masks: the same numbers as without."""
+    found = {}
     words = ("--sides", "comet+", "topk", "--steps", "6", "--every", "2", "--dense-share", "0.4", "--check-steps", "0")
     for name in ("whole", "broken"):
         args = arguments(checkpoint, text, *words, "--out", str(tmp_path / name))
         if name == "broken":
-            with monkeypatch.context() as patch:
-                patch.setattr(Run, "advance", stopping)
-                assert train.run(args) == 130
+            interrupt(args, 8)
             args.resume = True
         assert train.run(args) == 0
         report = json.loads((args.out / "result.json").read_text())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from ranks import Ranks, shared
+from small_sets import WORDS
 
 SIDES = {
     "competesmoe": "smoe switch stable thor compete",
@@ -22,7 +23,7 @@ def ranks() -> Ranks:
 
 @pytest.fixture
 def port() -> int:
-    """A free one."""
+    """A free port."""
     with socket.socket() as each:
         each.bind(("127.0.0.1", 0))
         return each.getsockname()[1]
@@ -31,7 +32,7 @@ def port() -> int:
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "words.txt"
-    path.write_text("the cat sat on the mat and the rat sat on the cat. " * 30)
+    path.write_text(WORDS)
     return path
 
 

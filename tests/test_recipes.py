@@ -1,4 +1,4 @@
-"""Every recipe takes steps through the fast backend and through the reference, with the same losses."""
+"""Every recipe takes steps on the fast backend and on the reference, with the same losses."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from functools import partial
 
 import pytest
 import torch
+from planted import interrupt, plant
+from small_sets import WORDS, images, ratings, table
 
 from moe_kernels import backends, data, recipes, train
-from moe_kernels.backends import cpu
-from moe_kernels.data import Ratings
 from moe_kernels.data.text import load as load_text
 from moe_kernels.models.comparison import MODELS
-from moe_kernels.nn.schedules import cosine, inverse_root, warmup
 from moe_kernels.recipes import Batch, Splits, comet
 from moe_kernels.recipes.competesmoe import CompeteSMoE
 from moe_kernels.recipes.manual import Manual
@@ -54,36 +53,10 @@ SMALL: dict[str, tuple[str, str]] = {
 }
 
 
-def ratings() -> Ratings:
-    """Users of two tastes and movies of two kinds; who does not watch does not rate."""
-    draw = torch.Generator().manual_seed(0)
-    users, movies = torch.randint(0, 20, (160,), generator=draw), torch.randint(0, 30, (160,), generator=draw)
-    liked = (users % 2 == movies % 2).float()
-    watched = (torch.rand(160, generator=draw) < 0.2 + 0.6 * liked).float()
-    rows = (users, movies, watched, watched * (2 + 3 * liked))
-    return Ratings("tastes", tuple(each[:80] for each in rows), tuple(each[80:] for each in rows), 20, 30)
-
-
-def table() -> data.Table:
-    """Torques that are smooth in the inputs."""
-    x = torch.randn(80, 21, generator=torch.Generator().manual_seed(0))
-    y = torch.tanh(x[:, :7] + x[:, 7:14])
-    return data.Table("arm", (x[:40], y[:40]), (x[40:], y[40:]))
-
-
-def images() -> data.Images:
-    """Three classes of 8 x 8 images, told apart by their brightest corner."""
-    generator = torch.Generator().manual_seed(0)
-    y = torch.arange(80) % 3
-    x = torch.randn(80, 64, generator=generator) * 0.3
-    x[torch.arange(80), y * 7] += 2
-    return data.Images("corners", x[:40], y[:40], x[40:], y[40:], ("a", "b", "c"), (1, 8, 8))
-
-
 @pytest.fixture(name="text")
 def small_text(tmp_path):
     path = tmp_path / "words.txt"
-    path.write_text("the cat sat on the mat and the rat sat on the cat. " * 30)
+    path.write_text(WORDS)
     return load_text(path)
 
 
@@ -122,7 +95,7 @@ def test_fast_backend_and_reference_take_the_same_steps(arguments, tmp_path, cap
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_finished_run_leaves_models_that_load_and_predict(arguments, tmp_path, name):
-    """Every side's model, alone from its two files, says of the test set what the run said of it."""
+    """The model of every side, loaded from its two files, gives the test results of the run."""
     args = arguments(name, "--check-steps", "0", "--out", str(tmp_path))
     assert train.run(args) == 0
     found = json.loads((tmp_path / "result.json").read_text())
@@ -137,7 +110,7 @@ def test_a_finished_run_leaves_models_that_load_and_predict(arguments, tmp_path,
         if again.task.before_step is not None:
             again.task.before_step(2)
         again.task.model.load_state_dict(loaded.model.state_dict())
-        if not {"thor", "bernoulli", "tied"} & {run["side"]}:  # by lot, or by masks that belong to the training set
+        if not {"thor", "bernoulli", "tied"} & {run["side"]}:  # random, or with masks of the training samples
             metric = f"test {recipes.find(name).METRIC}"
             assert again.evaluate()[metric] == pytest.approx(run["rows"][run["chosen"]][metric], rel=1e-5)
         inputs = loaded.recipe.inputs(next(again.test_batches()))
@@ -166,38 +139,22 @@ def test_a_model_that_is_damaged_hostile_or_of_other_options_is_refused(argument
         train.load_model(tmp_path / "none.pt")
 
 
-def worst_expert(monkeypatch):
-    right = cpu.topk_gate_fwd
-
-    def wrong(logits, k, order):
-        weights, _, *rest = right(logits, k, order)
-        return weights, (-logits).topk(k).indices.int(), *rest  # the experts with the smallest logits
-
-    monkeypatch.setattr(cpu, "topk_gate_fwd", wrong)
+def worst_expert(right, logits, k, order):
+    weights, _, *rest = right(logits, k, order)
+    return weights, (-logits).topk(k).indices.int(), *rest  # the experts with the smallest logits
 
 
-def heavy_combine(monkeypatch):
-    right = cpu.combine_fwd
-
-    def wrong(*args):
-        return right(*args) * 1.001
-
-    monkeypatch.setattr(cpu, "combine_fwd", wrong)
-
-
-def blunt_gate_gradient(monkeypatch):
-    right = cpu.topk_gate_bwd
-
-    def wrong(*args):
-        return right(*args) * 0.9
-
-    monkeypatch.setattr(cpu, "topk_gate_bwd", wrong)
-
-
-@pytest.mark.parametrize("plant", [worst_expert, heavy_combine, blunt_gate_gradient])
-def test_a_wrong_kernel_is_no_kink_and_no_tie(arguments, monkeypatch, capsys, plant):
-    """The check forgives what rounding turns over, in a network full of ReLUs and choices; nothing else."""
-    plant(monkeypatch)
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    [
+        ("topk_gate_fwd", worst_expert),
+        ("combine_fwd", lambda right, *args: right(*args) * 1.001),
+        ("topk_gate_bwd", lambda right, *args: right(*args) * 0.9),
+    ],
+)
+def test_a_wrong_kernel_is_no_kink_and_no_tie(arguments, monkeypatch, capsys, kernel, wrong):
+    """In a network full of ReLUs and choices, the check allows what rounding changes, and nothing else."""
+    plant(monkeypatch, kernel, wrong)
     words = ("--check-steps", "3", "--sides", "compete", "smoe", "dense", "--rate", "0.5", "--backend", "cpu")
     assert train.run(arguments("competesmoe", *words, "--steps", "1")) == 1
     printed = capsys.readouterr().out
@@ -207,7 +164,8 @@ def test_a_wrong_kernel_is_no_kink_and_no_tie(arguments, monkeypatch, capsys, pl
 
 
 def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):
-    """A picture a side with experts, of what a count over single tokens gives; E^3's members count as images."""
+    """A picture for each side with experts, with the shares of a count over single tokens; members of E^3 are
+    images."""
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     drawn, right = {}, comparison.draw
 
@@ -249,7 +207,7 @@ def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_flops_are_those_of_the_experts_that_a_sample_reached(backend):
-    """Two tasks of two choices each: room for four rows a sample, of which common choices leave some empty."""
+    """Two tasks of two choices each: up to four rows a sample, fewer if tasks choose the same expert."""
     data = ratings()
     found = {}
     with backends.use_backend(backend):
@@ -261,35 +219,29 @@ def test_flops_are_those_of_the_experts_that_a_sample_reached(backend):
             found[side] = run.flops(), out.statistics["experts_per_token"].item()
     (sparse, few), (dense, all_of_them) = found["topk"], found["softmax"]
     assert 2 <= few < 4 == all_of_them
-    # All else that differs, choosing and summing, is small beside half an expert.
+    # The other differences, in choosing and summing, are small beside half an expert.
     assert dense - sparse == pytest.approx((4 - few) * 2 * 256 * 256, abs=256 * 256)
 
 
-def test_dropout_too_goes_on_where_it_stopped(arguments, monkeypatch, tmp_path):
-    """A network with dropout and a schedule, stopped after its second evaluation."""
+def test_dropout_too_goes_on_where_it_stopped(arguments, tmp_path):
+    """A network with dropout and a schedule, interrupted after its second evaluation."""
     words = ("--check-steps", "0", "--every", "2", "--steps", "7")
-    runs = _interrupted(lambda out: arguments("comet_gpt", *words, "--out", str(tmp_path / out)), 4, monkeypatch)
-    assert runs["whole"] == runs["broken"]
+    whole, broken = _interrupted(lambda out: arguments("comet_gpt", *words, "--out", str(tmp_path / out)), 8)
+    assert whole == broken
 
 
-def _interrupted(parse, last: int, monkeypatch) -> dict[str, list]:
-    """(loss, bits) of every evaluation, by a run that was never stopped and by one that was after step `last`."""
-    found, right = {}, Run.advance
+def _interrupted(parse, steps: int) -> list[list]:
+    """(loss, bits) of every evaluation of two runs: one whole, and one interrupted after so many steps and resumed."""
+    found = []
     for name in ("whole", "broken"):
         args = parse(name)
         if name == "broken":
-            with monkeypatch.context() as patch:
-                patch.setattr(Run, "advance", lambda run, to, tick: _stop() if to > last else right(run, to, tick))
-                assert train.run(args) == 130
+            interrupt(args, steps)
             args.resume = True
         assert train.run(args) == 0
         report = json.loads((args.out / "result.json").read_text())
-        found[name] = [[(row["loss"], row["test bits"]) for row in run["rows"]] for run in report["runs"]]
+        found.append([[(row["loss"], row["test bits"]) for row in run["rows"]] for run in report["runs"]])
     return found
-
-
-def _stop() -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(("every", "layers"), [(1, 3), (2, 1), (3, 1), (4, 0)])
@@ -341,9 +293,9 @@ def test_a_split_with_all_neurons_is_the_dense_model(text):
         assert "experts" in after[-1]
 
 
-def test_distillation_goes_on_where_it_stopped(arguments, monkeypatch, tmp_path):
-    """Stopped between the split and the end: the student, its search and the frozen teacher come back."""
-    words = (
+def test_distillation_goes_on_where_it_stopped(arguments, tmp_path):
+    """Interrupted between the split and the end: student, search and frozen teacher are restored."""
+    words = [
         "--check-steps",
         "0",
         "--every",
@@ -355,10 +307,10 @@ def test_distillation_goes_on_where_it_stopped(arguments, monkeypatch, tmp_path)
         "--sides",
         "comet+",
         "topk",
-    )
-    runs = _interrupted(lambda out: arguments("moebert", *words, "--out", str(tmp_path / out)), 6, monkeypatch)
-    assert runs["whole"] == runs["broken"]
-    assert all(math.isfinite(number) for run in runs["whole"] for row in run[1:] for number in row)
+    ]
+    whole, broken = _interrupted(lambda out: arguments("moebert", *words, "--out", str(tmp_path / out)), 12)
+    assert whole == broken
+    assert all(math.isfinite(number) for run in whole for row in run[1:] for number in row)
 
 
 def test_masks_that_are_kept_change_no_loss():
@@ -373,14 +325,14 @@ def test_masks_that_are_kept_change_no_loss():
         found.append((losses, run.evaluate(), run.flops()))
         routed.append(len(calls))
     assert found[0] == found[1]
-    assert routed == [1, 1 + 3]  # that of FLOPs, which are those of an image seen first; one forward a batch
+    assert routed == [1, 1 + 3]  # FLOPs are those of a new image; without stored masks one more for each batch
 
 
 def test_a_data_set_of_the_wrong_kind_is_refused(arguments, capsys):
     args = arguments("comet_vit")
     args.data = "text"
     assert train.run(args) == 2
-    assert "comet_vit wants Images" in capsys.readouterr().err
+    assert "comet_vit needs Images" in capsys.readouterr().err
     args.data = ""
     assert train.run(args) == 2
     assert "comet_vit needs --data: folder or file of CIFAR-10" in capsys.readouterr().err
@@ -410,16 +362,6 @@ def test_the_l1_side_adds_the_absolute_weights():
     torch.testing.assert_close(l1.take_step()["loss"], plain.take_step()["loss"] + 0.5 * total)
 
 
-def test_learning_rates_of_a_run():
-    rate = warmup(4, cosine(10, floor=0.1))
-    assert [rate(step) for step in (0, 1, 3)] == [0.25, 0.5, 1.0]
-    assert rate(4) == 1
-    assert rate(9) == pytest.approx(0.55)
-    assert rate(14) == rate(99) == pytest.approx(0.1)
-    root = inverse_root(100)
-    assert (root(49), root(99), root(399)) == (0.5, 1.0, 0.5)
-
-
 def test_the_loss_of_ratings_does_not_depend_on_the_batches_of_evaluation():
     points, found = ratings(), []
     for size in (7, 80):
@@ -435,7 +377,7 @@ def vmoe(side):
 
 
 def test_how_often_is_evaluated_changes_nothing():
-    """THOR draws its experts in evaluation, too."""
+    """THOR also draws experts in evaluation."""
     found = []
     for points in ((2, 4, 6), (6,)):
         run = vmoe("thor")

@@ -1,4 +1,4 @@
-"""What the recipes of papers 001 to 004 take from their papers: where experts stand, what is reported, what is off."""
+"""Recipes of papers 001 to 004 against their papers: blocks with experts, reported measures, ablations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from test_recipes import images, ratings, small_text  # noqa: F401 a fixture
+from small_sets import images, ratings
+from test_recipes import small_text  # noqa: F401 a fixture
 
 from moe_kernels.recipes import Splits
 from moe_kernels.recipes.competesmoe import CompeteSMoE
@@ -50,7 +51,7 @@ def test_the_matched_dense_model_has_the_parameters_of_the_experts():
 
 
 def test_two_choices_of_v_moe_make_priority_matter():
-    """With one slot for two tokens' worth of choices, who comes first decides who is dropped."""
+    """With a slot for every second choice, priority decides which tokens are dropped."""
     changed = {"capacity": 0.3, "capacity_eval": 0.3, "group": 0}
     runs = [blocks_with_experts(side, **changed)[0] for side in ("vmoe", "bpr")]
     x = runs[0].data.test[0][:16]
@@ -65,7 +66,7 @@ def test_two_choices_of_v_moe_make_priority_matter():
 
 
 def test_experts_can_be_switched_off_in_evaluation():
-    """Paper 002, Table 5: what is left are the residuals around the layers."""
+    """Paper 002, Table 5: only the residuals around the layers are left."""
     run, _ = blocks_with_experts("softmax", experts_off=True, moe_layers=6)
     found = run.evaluate()
     with torch.no_grad():
@@ -169,7 +170,7 @@ def test_movielens_reports_the_area_under_the_curve_of_who_watches():
 
 
 def test_the_heat_map_of_a_dense_gate_shows_its_weights():
-    """Every token goes to every expert: shares of tokens would be 1 everywhere."""
+    """Every token uses every expert, so that all shares of tokens would be 1."""
     run, _ = blocks_with_experts("softmax", depth=1)
     (layer,) = comparison.token_maps(run)
     run.task.model.eval()

@@ -1,4 +1,4 @@
-"""The studies of papers 000 and 001: what they count, by hand on small networks, and what they write."""
+"""The studies of papers 000 and 001: their counts by hand on small networks, and their files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import csv
 import pytest
 import scipy.optimize
 import torch
+from small_sets import ratings
 
 from moe_kernels import data, studies
 from moe_kernels.__main__ import main
@@ -24,7 +25,7 @@ def read(path):
 
 @pytest.mark.parametrize("fresh", [(), ("--fresh",)])
 def test_similarity_of_masks_and_activations(tmp_path, capsys, fresh):
-    """More alike inputs have more alike masks; a dense network's masks are all alike."""
+    """Similar inputs have similar masks; all masks of a dense network are equal."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     words = ["--pairs", "30", "--networks", "2", "--hidden", "40", "--layers", "2", "--keep", "0.2", "1"]
     assert main(["study", "similarity", *words, *fresh, "--out", str(tmp_path)]) == 0
@@ -99,17 +100,9 @@ def test_a_study_that_cannot_start_says_why(capsys):
     assert studies.names() == ["permutation", "search", "similarity", "utilisation"]
 
 
-def tastes():
-    draw = torch.Generator().manual_seed(0)
-    users, movies = torch.randint(0, 20, (160,), generator=draw), torch.randint(0, 30, (160,), generator=draw)
-    watched = (torch.rand(160, generator=draw) < 0.2 + 0.6 * (users % 2 == movies % 2).float()).float()
-    rows = (users, movies, watched, watched * (1 + (users % 5)))
-    return data.Ratings("tastes", tuple(each[:80] for each in rows), tuple(each[80:] for each in rows), 20, 30)
-
-
 def test_the_cost_of_a_permutation_is_the_loss_under_it():
     """For several permutations the sum of the costs is the training loss that the permuted table has."""
-    points = tastes()
+    points = ratings()
     recipe = movielens.MovieLens(sides=("hash",), experts=4, rows=0, dropout=0.0, batch_size=80)
     run = Run(recipe, 0, Splits(points, points.train, points.test))
     gate = run.task.model.moe.gates[0]
@@ -124,7 +117,7 @@ def test_the_cost_of_a_permutation_is_the_loss_under_it():
 
 def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    monkeypatch.setattr(permutation, "load", lambda name: tastes())
+    monkeypatch.setattr(permutation, "load", lambda name: ratings())
     words = ["--data", "tastes", "--rows", "80", "--epochs", "40", "--seeds", "2", "--experts", "4", "--lr", "0.01"]
     assert main(["study", "permutation", *words, "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / "permutation.csv")
@@ -150,7 +143,7 @@ def test_which_schedule_ends_in_a_permutation(schedule):
         for _ in range(2):
             search.permutation()
         found.append(search.distance.item() < 1e-3)
-        if schedule == "wide":  # and it is the best one
+        if schedule == "wide":  # and this is the best permutation
             _, columns = scipy.optimize.linear_sum_assignment(-search.scores.detach()[0].numpy())
             assert search.source[0][torch.tensor(columns)].tolist() == list(range(16))
     assert sum(found) == (30 if schedule == "wide" else 0)
@@ -158,7 +151,7 @@ def test_which_schedule_ends_in_a_permutation(schedule):
 
 def test_a_random_search_and_its_bootstrap(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    monkeypatch.setattr(search, "load", lambda name: tastes())
+    monkeypatch.setattr(search, "load", lambda name: ratings())
     words = ["--data", "tastes", "--trials", "4", "--epochs", "3", "--patience", "1", "--sides", "hash", "comet+"]
     assert main(["study", "search", *words, "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / "search.csv")

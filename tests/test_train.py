@@ -1,4 +1,4 @@
-"""The frame of `train`: agreement with planted faults, resuming, checkpoints, tuning, seeds, and what is written."""
+"""`train` itself: agreement with planted faults, resuming, checkpoints, tuning, seeds, and its files."""
 
 import argparse
 import csv
@@ -6,28 +6,19 @@ import dataclasses
 import json
 import math
 import os
-from functools import partial
 
 import pytest
 import torch
+from planted import interrupt, plant
+from small_sets import blobs
 
 from moe_kernels import data, recipes, train
 from moe_kernels.__main__ import main
-from moe_kernels.backends import cpu
 from moe_kernels.models import comet_mlp, dense_twin
 from moe_kernels.recipes import Splits, comet
-from moe_kernels.train import agreement, checkpoint, report
+from moe_kernels.train import agreement, checkpoint, plotting, report
 from moe_kernels.train.comparison import Comparison
 from moe_kernels.train.loop import Run
-
-
-def blobs(n: int = 96) -> data.Images:
-    """Three Gaussian clouds, easily told apart."""
-    generator = torch.Generator().manual_seed(0)
-    y = torch.arange(n) % 3
-    x = torch.eye(3).repeat(1, 4)[y] * 2 - 1 + 0.3 * torch.randn(n, 12, generator=generator)
-    half = n // 2
-    return data.Images("blobs", x[:half], y[:half], x[half:], y[half:], ("a", "b", "c"), (1, 3, 4))
 
 
 @pytest.fixture(name="arguments")
@@ -45,7 +36,7 @@ def small_arguments(monkeypatch):
 
 
 def numbers(path) -> list:
-    """Everything in a result that is no time and no place."""
+    """The numbers of a result without times."""
     return [
         {key: value for key, value in run.items() if key not in ("rows", "setup_seconds")}
         | {"rows": [{k: v for k, v in row.items() if k != "seconds"} for row in run["rows"]]}
@@ -95,7 +86,7 @@ def test_the_seed_decides_every_number_but_the_time(arguments, tmp_path):
 
 
 def test_a_step_is_sgd_with_momentum_by_hand():
-    """Two steps of the dense side against autograd's gradients and the update written out."""
+    """Two steps of the dense side, with autograd's gradients and the update by hand."""
     recipe = comet.Comet(sides=("standard",), width=(8,), lr=0.1, batch_size=48)
     points = blobs()
     run = Run(recipe, 0, Splits(points, points.train, points.test))
@@ -114,8 +105,7 @@ def test_a_step_is_sgd_with_momentum_by_hand():
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
         speed = [0.9 * v + g for v, g in zip(speed, gradients, strict=True)]
         weights = [(w - 0.1 * v).detach().requires_grad_() for w, v in zip(weights, speed, strict=True)]
-    for weight, parameter in zip(weights, run.task.model.parameters(), strict=True):
-        torch.testing.assert_close(parameter, weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(list(run.task.model.parameters()), weights, rtol=1e-5, atol=1e-6)
 
 
 def test_both_networks_learn_digits(arguments, tmp_path):
@@ -127,46 +117,33 @@ def test_both_networks_learn_digits(arguments, tmp_path):
         assert side["metric"][0] > 0.93
 
 
-def plant_wrong_selection(monkeypatch):
-    right = cpu.kwta_fwd
-
-    def wrong(x, values, k, ties, save_bits):
-        y, bits = right(x, values, k, ties, save_bits)
-        return y, bits ^ 1  # the first neuron of every layer changes its mind, and what it hands on does not
-
-    monkeypatch.setattr(cpu, "kwta_fwd", wrong)
+def another_winner(right, *args):
+    y, bits = right(*args)
+    return y, bits ^ 1  # the mask of the first neuron of every layer is inverted, its value is not
 
 
-def plant_in_masks(monkeypatch, fwd_=None, bwd_=None):
-    """A masked layer replaced: fwd_(right, values, bias, bits, the rest), bwd_(right, grad, value, bits, the rest)."""
-    for name, wrong in (("masked_mlp_fwd", fwd_), ("masked_mlp_bwd", bwd_)):
-        if wrong is not None:
-            monkeypatch.setattr(cpu, name, partial(wrong, getattr(cpu, name)))
+def all_of_a_sample(right, values, bias, bits, samples, activation):
+    """All neurons of one sample are active."""
+    bits = bits.clone()
+    bits[0 if samples is None else samples[0]] = -1
+    right(values, bias, bits, samples, activation)
 
 
-def plant_wrong_mask(monkeypatch):
-    def wrong(right, values, bias, bits, samples, activation):
-        open_ = bits.clone()
-        open_[0 if samples is None else samples[0]] = -1
-        right(values, bias, open_, samples, activation)  # one sample's inactive neurons answer, too
-
-    plant_in_masks(monkeypatch, fwd_=wrong)
+def all_learn(right, grad, value, bits, samples, activation):
+    return right(grad, value, torch.full_like(bits, -1), samples, activation)
 
 
-def plant_wrong_gradient(monkeypatch):
-    def wrong(right, grad, value, bits, samples, activation):
-        return right(grad, value, torch.full_like(bits, -1), samples, activation)  # all of them learn
-
-    plant_in_masks(monkeypatch, bwd_=wrong)
-
-
-def plant_nan(monkeypatch):
-    plant_in_masks(monkeypatch, fwd_=lambda right, values, *rest: values.fill_(torch.nan))
-
-
-@pytest.mark.parametrize("plant", [plant_wrong_selection, plant_wrong_mask, plant_wrong_gradient, plant_nan])
-def test_agreement_check_catches_a_planted_fault(arguments, monkeypatch, capsys, plant):
-    plant(monkeypatch)
+@pytest.mark.parametrize(
+    ("kernel", "wrong"),
+    [
+        ("kwta_fwd", another_winner),
+        ("masked_mlp_fwd", all_of_a_sample),
+        ("masked_mlp_bwd", all_learn),
+        ("masked_mlp_fwd", lambda right, values, *rest: values.fill_(torch.nan)),
+    ],
+)
+def test_agreement_check_catches_a_planted_fault(arguments, monkeypatch, capsys, kernel, wrong):
+    plant(monkeypatch, kernel, wrong)
     assert train.run(arguments("--epochs", "0", "--backend", "cpu")) == 1
     printed = capsys.readouterr().out
     assert "agreement of standard on cpu with the reference: passed" in printed
@@ -223,17 +200,17 @@ def edge(**changed):
 
 @pytest.mark.parametrize("changed", [{"off": 3e-7}, {"off": -3e-7}, {"tie": 3e-7}, {"tie": -3e-7}], ids=str)
 def test_agreement_check_knows_kinks_and_ties(monkeypatch, changed):
-    """Rounding crosses the kink of a ReLU, or turns a choice of two equals, and both backends are right."""
+    """Rounding crosses the kink of a ReLU or changes the choice of two equal experts: both backends are right."""
     assert edge(**changed).passed
     with monkeypatch.context() as patch:
         patch.setattr(agreement, "PAIRS", 0)
         found = [edge(**{name: sign * value for name, value in changed.items()}) for sign in (1, -1)]
-    assert not all(each.passed for each in found)  # on the other side of the edge nothing changes
+    assert not all(each.passed for each in found)  # with the other sign nothing changes
 
 
 @pytest.mark.parametrize("changed", [{"off": 0.03}, {"tie": 0.1}, {"scale": 1.001}, {"scale": math.nan}], ids=str)
 def test_agreement_check_catches_a_fault_beside_a_kink_and_a_tie(changed):
-    """The same network, on its kink and its tie, with what no rounding explains."""
+    """The same network at its kink and its tie, with differences larger than rounding."""
     found = edge(**changed)
     assert not found.passed
     assert found.steps[0].repeated == 2 * agreement.PAIRS
@@ -257,35 +234,20 @@ def test_reference_has_nothing_to_be_compared_with(arguments, capsys):
 
 
 @pytest.mark.parametrize("steps", [3, 8, 15, 20])  # in tuning, in the first run that counts, in the second, in its twin
-def test_interrupted_and_resumed_is_as_not_interrupted(arguments, monkeypatch, tmp_path, capsys, steps):
+def test_interrupted_and_resumed_is_as_not_interrupted(arguments, tmp_path, capsys, steps):
     words = ["--seeds", "2", "--tune", "0.1", "0.001", "--check-steps", "0", "--every", "2", "--epochs", "1"]
     assert train.run(arguments(*words, "--out", str(tmp_path / "whole"))) == 0
-    right, taken = Run.take_step, 0
-
-    def stops(run):
-        nonlocal taken
-        taken += 1
-        if taken > steps:
-            raise KeyboardInterrupt
-        return right(run)
-
     broken = arguments(*words, "--out", str(tmp_path / "broken"))
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "take_step", stops)
-        assert train.run(broken) == 130
-    assert f"--resume goes on from {tmp_path / 'broken' / 'checkpoint.pt'}" in capsys.readouterr().out
+    interrupt(broken, steps)
+    assert f"--resume continues from {tmp_path / 'broken' / 'checkpoint.pt'}" in capsys.readouterr().out
     broken.resume = True
-    torch.manual_seed(99)  # torch's own generators have no part in it
+    torch.manual_seed(99)  # torch's own generators must not matter
     assert train.run(broken) == 0
     assert numbers(tmp_path / "whole" / "result.json") == numbers(tmp_path / "broken" / "result.json")
 
 
-def test_interrupted_before_the_first_evaluation(arguments, monkeypatch, tmp_path, capsys):
-    def stops(run):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Run, "take_step", stops)
-    assert train.run(arguments("--check-steps", "0", "--out", str(tmp_path))) == 130
+def test_interrupted_before_the_first_evaluation(arguments, tmp_path, capsys):
+    interrupt(arguments("--check-steps", "0", "--out", str(tmp_path)), 0)
     assert "interrupted; nothing was saved yet" in capsys.readouterr().out
     assert not (tmp_path / "checkpoint.pt").exists()
 
@@ -357,7 +319,7 @@ def test_an_open_run_that_does_not_fit_is_refused(arguments, capsys, tmp_path, m
 
 
 def test_tuning_never_sees_the_test_set(arguments, monkeypatch, tmp_path):
-    """Labels of the test set are wrong: a choice by them would fall on the rate that learns nothing."""
+    """The labels of the test set are wrong: a choice by them would take the rate that learns nothing."""
     points = blobs(400)
     wrong = data.Images(**vars(points) | {"test_y": (points.test_y + 1) % 3})
     monkeypatch.setattr(train, "load", lambda name: wrong)
@@ -385,6 +347,7 @@ def test_a_single_rate_is_no_choice_and_takes_no_time(arguments, tmp_path):
         (["--resume"], "--resume needs --out"),
         (["--seed", "99999999999999999999"], "seed must be from 0 to 2147483646, got 99999999999999999999"),
         (["--device", "nowhere"], "--device nowhere: Expected one of cpu"),
+        (["--device", "meta"], "train: --device meta: "),
     ],
 )
 def test_a_run_that_cannot_start_says_why(arguments, capsys, words, message):
@@ -417,23 +380,6 @@ def test_threads_are_those_asked_for_and_afterwards_those_before(arguments, caps
         assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["--epochs", "-1"], ["--width", "0"], ["--lr", "nan"], ["--batch-size", "x"], ["--sides", "standard", "spare"]],
-)
-def test_what_is_out_of_range_is_refused(arguments, capsys, words):
-    with pytest.raises(SystemExit) as caught:
-        arguments(*words)
-    assert caught.value.code == 2
-    assert words[0] in capsys.readouterr().err
-
-
-def test_an_unknown_recipe_is_refused_with_the_known_ones(capsys):
-    with pytest.raises(SystemExit):
-        train.add_arguments(argparse.ArgumentParser(), ["tea"])
-    assert "there is no recipe 'tea'; there are comet" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("place", ["folder", "file/run.json"])
 def test_a_place_for_the_result_that_cannot_be_written_is_told_before_training(arguments, tmp_path, capsys, place):
     (tmp_path / "folder").mkdir()
@@ -456,7 +402,13 @@ def test_trying_the_place_of_the_result_leaves_what_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--steps", "2", "movielens"], "'movielens' must come before the options, which are its own"),
+        (["tea"], "there is no recipe 'tea'; there are comet"),
+        (["--epochs", "-1"], "argument --epochs: must be at least 0, got -1"),
+        (["--width", "0"], "argument --width: must be at least 1, got 0"),
+        (["--lr", "nan"], "argument --lr: must be finite, got nan"),
+        (["--batch-size", "x"], "argument --batch-size: invalid int value: 'x'"),
+        (["--sides", "standard", "spare"], "argument --sides: invalid choice: 'spare'"),
+        (["--steps", "2", "movielens"], "'movielens' must come before the options, as each recipe has its own"),
         (["movielens", "--watched-weight", "1.5"], "argument --watched-weight: must be at most 1, got 1.5"),
         (["comet_vit", "--dropout", "2"], "argument --dropout: must be at most 1, got 2"),
         (["competesmoe", "--rate", "-0.1"], "argument --rate: must be at least 0, got -0.1"),
@@ -469,15 +421,10 @@ def test_words_that_make_no_sense_are_refused_by_name(capsys, words, message):
     assert message in capsys.readouterr().err
 
 
-def test_a_device_that_computes_nothing_is_refused(arguments, capsys):
-    assert train.run(arguments("--device", "meta")) == 2
-    assert capsys.readouterr().err.startswith("train: --device meta: ")
-
-
 def test_no_two_sides_of_a_picture_look_alike(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     drawn = []
-    monkeypatch.setattr(report, "save", lambda canvas, path: drawn.append(canvas))
+    monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))
     rows = [{"step": step, "test accuracy": step / 9, "loss": 1.0} for step in range(3)]
     sides = [f"side {number}" for number in range(24)]
     assert report.picture(

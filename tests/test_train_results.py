@@ -1,4 +1,4 @@
-"""What a training run leaves: swept options, the evaluation that counts, losses apart, FLOPs, pictures."""
+"""Results of a training run: swept options, the evaluation that counts, losses, FLOPs, pictures."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import math
 
 import pytest
 import torch
-from test_train import blobs, small_arguments  # noqa: F401 a fixture
+from planted import interrupt
+from small_sets import blobs
+from test_train import small_arguments  # noqa: F401 a fixture
 
 from moe_kernels import data, train
 from moe_kernels.recipes import Splits, comet
-from moe_kernels.train import report
+from moe_kernels.train import plotting, report
 from moe_kernels.train.loop import Run, area_under_roc
 
 
@@ -55,9 +57,7 @@ def test_an_evaluation_looks_at_no_more_test_rows_than_train_or_than_it_is_told(
 
 
 @pytest.mark.parametrize("steps", [None, 5])
-def test_the_best_evaluation_on_the_validation_part_counts_and_stops_a_run(
-    arguments, monkeypatch, tmp_path, capsys, steps
-):
+def test_the_best_evaluation_on_the_validation_part_counts_and_stops_a_run(arguments, tmp_path, capsys, steps):
     """A learning rate under which it gets worse: the kept model is that of the best evaluation, also of a run that was
     interrupted, and two evaluations later the run stops."""
     words = ["--choose", "best", "--patience", "2", "--check-steps", "0", "--every", "2", "--eval-rows", "99"]
@@ -65,17 +65,7 @@ def test_the_best_evaluation_on_the_validation_part_counts_and_stops_a_run(
         *words, "--sides", "standard", "--epochs", "20", "--lr", "0.5", "--momentum", "0.95", "--out", str(tmp_path)
     )
     if steps is not None:
-        right, taken = Run.take_step, []
-
-        def stops(run):
-            taken.append(run)
-            if len(taken) > steps:
-                raise KeyboardInterrupt
-            return right(run)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Run, "take_step", stops)
-            assert train.run(args) == 130
+        interrupt(args, steps)
         args.resume = True
     assert train.run(args) == 0
     (run,) = json.loads((tmp_path / "result.json").read_text())["runs"]
@@ -127,15 +117,15 @@ def test_area_under_roc_counts_pairs():
 
 
 def test_a_picture_draws_the_task_s_loss_and_names_the_rest(monkeypatch, tmp_path):
-    """Of a recipe whose measure is a loss, too: the axis is that of the test."""
+    """Also of a recipe whose measure is a loss: the axis shows the test's."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     drawn = []
-    monkeypatch.setattr(report, "save", lambda canvas, path: drawn.append(canvas))
+    monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))
     rows = [{"step": step, "test loss": 2.0 - step, "loss": 9.0, "task": 1.0 / (step + 1)} for step in range(3)]
     terms = [{"entropy": 8.0}] * 3
     histories = [report.History("comet", 0, 0.1, "final", rows, terms=terms)]
     assert report.picture(tmp_path / "plot.png", histories, "loss", "all")
     first, second = drawn[0].axes
     assert (first.get_ylabel(), second.get_ylabel()) == ("test loss", "training loss of the task")
-    assert second.get_title() == "trained besides: entropy"
+    assert second.get_title() == "also trained: entropy"
     assert [y for _, y in second.lines[0].get_xydata()] == [1, 0.5, pytest.approx(1 / 3)]

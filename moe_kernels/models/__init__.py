@@ -1,4 +1,4 @@
-"""The papers' networks, put together from moe_kernels.nn."""
+"""The papers' networks, made of layers of moe_kernels.nn."""
 
 from moe_kernels.models.comparison import comparison_mlp
 from moe_kernels.models.gpt import GPT

@@ -1,7 +1,7 @@
-"""The models that paper 000, section 4.2.1, compares its COMET MLP with, under their published definitions.
+"""The models that paper 000, section 4.2.1, compares with its COMET MLP, by their published definitions.
 
-The public code differs from the paper in several of them (a mask from f(a) instead of a, a Bernoulli mask of 0.5 at any
-p, a gate that multiplies nothing); these follow the paper, and say where it leaves something open.
+In several of them the public code differs from the paper (a mask from f(a) instead of a, a Bernoulli mask of 0.5 at any
+p, a gate that multiplies nothing). These follow the paper; where it is not complete, their docstrings say so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_kernels.ops.topk_gate import topk_gate
 
 
 class ScoredMLP(CometMLP):
-    """A CometMLP whose masks come from the backbone: the mask is a constant, gradients flow through the survivors.
+    """A CometMLP whose masks come from the backbone. Masks are constants; gradients reach the active neurons.
 
     by "activations": m_l = C_k(a_l), the Topk model: the pre-activations compete. Trainable.
     by "inputs": m_l = C_k(V_l x_{l-1}), layer-wise routing: a frozen random projection of what the layer sees.
@@ -42,12 +42,12 @@ class ScoredMLP(CometMLP):
         return self.with_masks(x)[1]
 
     def with_masks(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """x (..., N_0) -> the output (..., N_L) and the masks, in one forward."""
+        """x (..., N_0) -> the output (..., N_L) and the masks, from one forward pass."""
         masks: list[Tensor] = []
         return self.output(self._hidden(x, masks)), masks
 
     def _hidden(self, x: Tensor, masks: list[Tensor] | None = None) -> Tensor:
-        """x_{L-1}; m_1 .. m_{L-1} are added to `masks`."""
+        """x_{L-1}; appends m_1 .. m_{L-1} to `masks`."""
         for layer, v in zip(self.hidden, self.router.buffers(), strict=True):
             assert isinstance(layer, MaskedLinear)
             a = F.linear(x, layer.weight, layer.bias)
@@ -76,13 +76,13 @@ class DropoutMLP(CometMLP):
 
 
 class MoEMLP(nn.Module):
-    """floor(1 / p) experts, each an MLP with p N neurons a layer, of which a router picks one (top-1).
+    """floor(1 / p) experts, each an MLP with p N neurons a layer; a router picks one (top-1).
 
         y = softmax(r(x))_e expert_e(x),  e the largest of r(x)
 
-    The router r is an MLP with one hidden layer, as wide as an expert's. The paper does not say whether its output
-    weighs the expert's; here the probability does, so that the trainable router has a gradient. `frozen`: the router
-    is not trained.
+    The router r is an MLP with one hidden layer, as wide as an expert's. Here the expert's output is multiplied by the
+    router's probability, so that the router has a gradient; the paper says nothing about it. frozen: the router does
+    not train.
     """
 
     def __init__(self, widths: Sequence[int], p: float, *, activation: str, frozen: bool) -> None:
@@ -102,11 +102,11 @@ class MoEMLP(nn.Module):
             layer.requires_grad_(False)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The router's, (T, E)."""
+        """The router's logits (T, E)."""
         return self.router_out(ACTIVATIONS[self.activation](self.router_in(x)))
 
     def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        """x (T, N_0) -> (T, N_L). logits: the router's, where they are known already."""
+        """x (T, N_0) -> (T, N_L). logits: of the router, if they are already known."""
         scores = self.logits(x) if logits is None else logits
         weights, experts = topk_gate(scores, 1, order="softmax_topk")
         plan = make_plan(experts, self.num_experts)
@@ -122,19 +122,7 @@ class MoEMLP(nn.Module):
 
 
 MASKED = {"comet": CometMLP, "topk": ScoredMLP, "layerwise": LayerwiseMLP}
-MODELS = (
-    "standard",
-    "smaller",
-    "dropout",
-    "topk",
-    "moe",
-    "moe-fixed",
-    "layerwise",
-    "bernoulli",
-    "tied",
-    "l1",
-    "comet",
-)
+MODELS = ("standard", "smaller", "dropout", "topk", "moe", "moe-fixed", "layerwise", "bernoulli", "tied", "l1", "comet")
 
 
 def comparison_mlp(
@@ -149,11 +137,11 @@ def comparison_mlp(
     ties: str = "index",
     seed: int | None = None,
 ) -> CometMLP | MoEMLP:
-    """One of MODELS: COMET or a model that it is compared with, at keep fraction p.
+    """One of MODELS at keep fraction p.
 
-    "smaller" is p N wide. "bernoulli" and "tied" are dense models to be given `tied_masks` in training; "l1" is the
-    standard one, whose loss has a term more. All but the smaller one and the mixtures of experts get the same initial
-    weights from the same seed (the mixtures draw theirs from torch's own generator).
+    "smaller" is p N wide. "bernoulli" and "tied" are dense models, which take `tied_masks` in training; "l1" is the
+    standard model, whose loss has one more term. All except "smaller", "moe" and "moe-fixed" have the same initial
+    weights for the same seed ("moe" and "moe-fixed" use torch's own generator).
     """
     if name in ("moe", "moe-fixed"):
         widths = (inputs, *[width] * (layers - 1), classes)
@@ -176,10 +164,10 @@ def comparison_mlp(
 
 
 def tied_masks(samples: int, width: int, p: float, always: int, device: torch.device, chunk: int = 4096) -> Tensor:
-    """A mask for every training example, as bits (samples, ceil(width / 32)): each neuron with probability p, the first
-    `always` ones (generalisation neurons) with certainty. Drawn by torch's own generator of the CPU.
+    """A random mask for every training example, as bits (samples, ceil(width / 32)).
 
-    always = 0 is Bernoulli masking, else example-tied dropout (Maini et al. 2023).
+    The first `always` neurons (generalisation neurons) are always active, the others with probability p. always = 0 is
+    Bernoulli masking, else example-tied dropout (Maini et al. 2023). torch's own generator of the CPU draws.
     """
     common = torch.arange(width) < always
     packed = [

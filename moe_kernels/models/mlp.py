@@ -22,11 +22,11 @@ def comet_mlp(
     dtype: torch.dtype | None = None,
     kind: type[CometMLP] = CometMLP,
 ) -> CometMLP:
-    """The paper's classifier: `layers` linear layers, hence layers - 1 hidden ones, all `width` wide.
+    """The paper's classifier: `layers` linear layers, the layers - 1 hidden ones `width` wide.
 
     The paper takes 4 layers, widths 100, 500, 1000, 3000 and keep fractions 0.1, 0.5, 0.9; softplus is the default of
-    the public code. p = 1 is its "standard model". `seed` draws backbone and routing; None is torch's own generator.
-    `kind`: a class of models.comparison instead.
+    the public code. p = 1 is its "standard model". seed: of backbone and routing; None: torch's own generator.
+    kind: CometMLP, or a class of models.comparison.
     Input (..., inputs), output (..., classes); the rest as for CometMLP.
     """
     generator = None
@@ -45,7 +45,7 @@ def comet_mlp(
 
 
 def dense_twin(model: CometMLP) -> CometMLP:
-    """The same backbone with the same weights (a copy) and p = 1: what the mask alone changes is the difference."""
+    """A copy of the backbone with p = 1, so that the two models differ only in the masks."""
     twin = CometMLP(
         model.widths,
         1.0,

@@ -1,4 +1,4 @@
-"""The two-task recommender of paper 001, supplement S1.2: shared experts, a gate a task."""
+"""The recommender with two tasks of paper 001, supplement S1.2: shared experts, one gate for each task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_kernels.nn.moe import MoEOutput, MultiGateMoE
 
 
 class MMoE(nn.Module):
-    """Users and movies -> (watched logit (B,), rating (B,)), and what the layer of experts said.
+    """Users and movies -> watched logit (B,), rating (B,), and the output of the layer of experts.
 
         h = [embedding of the user, embedding of the movie]     y_task = head_task(MultiGateMoE(h)_task)
 

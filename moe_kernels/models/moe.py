@@ -1,7 +1,7 @@
 """Transformers with layers of experts: the GPT of paper 004 and the ViT of papers 002 and 003.
 
-A function chooses the feed-forward layers of a model that are layers of experts: `layer(index) -> MoE`, or None for
-a dense one. CompeteSMoE and the sparse ViT have one in every block, GLaM in every second, V-MoE in the last two.
+A function chooses the layers of experts: `layer(index) -> MoE`, or None for a dense feed-forward layer. CompeteSMoE and
+the sparse ViT have experts in every block, GLaM in every second one, V-MoE in the last two of these.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Layer = Callable[[int], MoE | None]
 
 
 class MoEBlock(nn.Module):
-    """x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> the same and the output of the layer of experts.
+    """x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> (B, S, D) and the output of the layer of experts.
 
-    The residual is also the pass-through of StableMoE, x + a FF(LN(x)): the layer adds none, whatever its own
-    `pass_through`. A token without an expert keeps its x.
+    The residual is also StableMoE's pass-through, x + a FF(LN(x)), so the `pass_through` of the layer is ignored. A
+    token without an expert keeps its x.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class MoEBlock(nn.Module):
 class MoEBlocks(nn.Module):
     """`depth` blocks, dense or with experts, and a last LayerNorm: x (B, S, D), ids (B, S) -> x, outputs of the layers.
 
-    members: M > 1 tiles the batch before the first layer of experts, every sample once for each member of an ensemble
-        (E^3), and the gates' ids are the members. The layers before it run once a sample.
+    members: of an ensemble (E^3). M > 1 repeats every sample M times before the first layer of experts, and the gates'
+        ids are the members. The layers before it run once for each sample.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class MoEBlocks(nn.Module):
     def forward(
         self, x: Tensor, ids: Tensor | None = None, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[MoEOutput]]:
-        """states: a list that gets x and what every block gives, the hidden states that a distillation compares."""
+        """states: a list to which x and the output of every block are appended, for a distillation."""
         outputs: list[MoEOutput] = []
         states = [] if states is None else states
         states.append(x)
@@ -98,8 +98,8 @@ class MoEGPT(nn.Module):
 
     Learned tokens and positions, causal pre-norm blocks, the token embedding as the last layer. Weights outside the
     layers of experts ~ N(0, 0.02^2). Paper 004 trains 6 to 8 layers of 264 to 352 with hidden layers as wide.
-    relative: positions by a learned bias of every layer's attention (see Block) instead of learned vectors, as GLaM has
-    them; with activation="geglu" and experts in every second block the model is GLaM's.
+    relative: a learned bias of the attention (see Block) instead of learned position vectors, as in GLaM; with
+    activation="geglu" and experts in every second block the model is GLaM's.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class MoEGPT(nn.Module):
 class MoEViT(nn.Module):
     """Images (B, C * H * W) -> logits (B, classes) and the outputs of the layers of experts.
 
-    Patches, a class token, learned positions, blocks, a linear head on the class token. ids (B,), one an image, reach
-    the gates of all its tokens. With members M > 1 logits are (B M, classes): see nn.gates.ensemble.
+    Patches, a class token, learned positions, blocks, a linear head on the class token. The gates of all tokens of an
+    image get its id, ids (B,). With members M > 1 logits are (B M, classes): see nn.gates.ensemble.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The pre-norm transformer block, its dense feed-forward layer or COMET's, and how the masks of a network are seen."""
+"""Pre-norm transformer blocks with dense or COMET feed-forward layers, and functions that record their masks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +43,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """x + attention(LN(x)), then x + ffn(LN(x)). Input and output (B, S, D); with `causal` a token sees no later one.
 
-    relative: R > 0 adds a learned number to the attention's logits, by head and by how far the other token lies before
-        this one, R - 1 and more alike; for causal blocks.
+    relative: R > 0 adds a learned bias to the attention's logits for every head and distance to the other token; from
+        R - 1 on all distances share one. Only for causal blocks.
     """
 
     def __init__(
@@ -73,15 +73,13 @@ class Block(nn.Module):
     def attend(self, x: Tensor) -> Tensor:
         """x + attention(LN(x))."""
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        if self.relative is None:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=self._bias(x.shape[1]))
+        bias = None if self.relative is None else self._bias(x.shape[1])
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=self.causal and bias is None)
         mixed = self.project(mixed.transpose(1, 2).flatten(2))
         return x + F.dropout(mixed, self.dropout, self.training)
 
     def _bias(self, length: int) -> Tensor:
-        """(heads, S, S): the learned numbers, -inf for later tokens."""
+        """The learned biases (heads, S, S), -inf for later tokens."""
         assert self.relative is not None
         position = torch.arange(length, device=self.relative.device)
         before = position[:, None] - position
@@ -89,7 +87,7 @@ class Block(nn.Module):
         return bias.masked_fill(before < 0, -torch.inf)
 
     def forward(self, x: Tensor, *routing: Tensor | None) -> Tensor:
-        """routing: what the feed-forward layer takes besides x, such as a CometFFN's bits."""
+        """routing: further arguments of the feed-forward layer, such as a CometFFN's bits."""
         x = self.attend(x)
         return x + self.ffn(self.norm_ffn(x), *routing)
 
@@ -140,26 +138,24 @@ class Blocks(nn.Module):
 
 @contextmanager
 def watched_masks(model: nn.Module) -> Iterator[list[Tensor]]:
-    """A list that gets, from every forward of model inside the block, bool (..., H) of every CometFFN in turn: who
-    answers."""
+    """A list to which every forward pass inside the block appends the masks, bool (..., H), of all CometFFNs in
+    order."""
     masks: list[Tensor] = []
 
     def note(layer: CometFFN, args: tuple[Tensor, ...]) -> None:
         with torch.no_grad():
             masks.append(layer.mask(*args))
 
-    layers = [module for module in model.modules() if isinstance(module, CometFFN)]
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    try:
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, CometFFN):
+                stack.callback(module.register_forward_pre_hook(note).remove)
         yield masks
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.no_grad()
 def ffn_masks(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """bool (..., H) for every CometFFN that model(x) goes through, in that order: who answers."""
+    """The masks, bool (..., H), of all CometFFNs in model(x), in order."""
     with watched_masks(model) as masks:
         model(x)
     return masks

@@ -10,7 +10,7 @@ from moe_kernels.models.transformer import Blocks
 
 
 def patch_grid(image_shape: tuple[int, int, int], patch: int) -> tuple[int, int]:
-    """Rows and columns of patches, H / patch and W / patch; ValueError where that is no whole number."""
+    """Rows and columns of patches, H / patch and W / patch; ValueError unless these are whole numbers."""
     _, height, width = image_shape
     if patch < 1 or height % patch or width % patch:
         raise ValueError(f"patches: expected sides of a multiple of {patch} pixels, got {height} x {width}")
@@ -25,7 +25,8 @@ def patches(x: Tensor, image_shape: tuple[int, int, int], patch: int) -> Tensor:
 
 
 class PatchEmbedding(nn.Module):
-    """Images (B, C * H * W) -> (B, 1 + patches, dim): a class token and the projected patches, learned positions on."""
+    """Images (B, C * H * W) -> (B, 1 + patches, dim): a class token and the projected patches, plus learned
+    positions."""
 
     def __init__(self, image_shape: tuple[int, int, int], patch: int, dim: int, dropout: float = 0.0) -> None:
         super().__init__()

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import sqrt
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -306,27 +305,19 @@ class CometMLP(nn.Module):
 
         bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), if the masks are known; then nothing is routed.
         samples: (...), the samples of the rows of x_0, if bits are the masks of S samples, (S, ceil(N_l / 32)), as
-            `router.kept` returns them. An epoch of the recipe on digits (batches of 32, one thread) then takes 0.96 to
-            0.99 times as long as the dense one's, with 100, 500 and 1000 neurons.
+            `router.kept` returns them. A training step of the recipe on digits (batches of 32, one thread) then takes
+            2.1, 1.3 and 1.03 times as long as that of the dense model, with 100, 500 and 1000 neurons.
         """
         if bits is None and not self.dense:
             bits = self.router(x)
         if bits is not None:
             activation, backend = self.activation, self.backend
-            return masked_mlp(x, *self._layers(), bits, activation=activation, samples=samples, backend=backend)
+            layers = [*self.hidden, self.output]
+            weights, biases = [each.weight for each in layers], [each.bias for each in layers]
+            return masked_mlp(x, weights, biases, bits, activation=activation, samples=samples, backend=backend)
         for layer in self.hidden:
             x = layer(x)
         return self.output(x)
-
-    def _layers(self) -> tuple[list[Tensor], list[Tensor]]:
-        """W_1 .. W_L and b_1 .. b_L without Module.__getattr__: its 12 calls of 1.5 us take longer than the masks."""
-        modules: Any = self._modules
-        layers = (*modules["hidden"]._modules.values(), modules["output"])
-        held = [layer._parameters for layer in layers]
-        try:
-            return [each["weight"] for each in held], [each["bias"] for each in held]
-        except KeyError:  # parametrised
-            return [layer.weight for layer in layers], [layer.bias for layer in layers]
 
     def masks(self, x: Tensor) -> list[Tensor]:
         """x_0 (..., N_0) -> [m_1, .., m_{L-1}], bool (..., N_l): the active neurons."""

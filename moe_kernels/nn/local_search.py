@@ -148,7 +148,7 @@ class LocalSearch(KeepsFloat32):
 
     def train(self, mode: bool = True) -> LocalSearch:
         super().train(mode)
-        self._is_stale()  # torch.compile sees what is noted here, and no versions
+        self._is_stale()  # torch.compile sees this attribute, but not the versions of tensors
         return self
 
     @property
@@ -212,7 +212,7 @@ class LocalSearch(KeepsFloat32):
         return soft
 
     def permute(self, gates: Tensor, p: Tensor | None) -> Tensor:
-        """gates times p, divided by their sum; a gather where p is None."""
+        """gates times p, divided by their sum; a gather if p is None."""
         count, n = self.source.shape
         if gates.shape[-1:] != (n,) or (count > 1 and gates.shape[-2:] != (count, n)):
             expected = f"(..., {count}, {n})" if count > 1 else f"(..., {n})"
@@ -231,7 +231,7 @@ class LocalSearch(KeepsFloat32):
         return permuted.to(gates.dtype)
 
     def regulariser(self, p: Tensor | None) -> Tensor:
-        """zeta times the entropies of S and of S with its rows normalised, a constant where p is None."""
+        """zeta times the entropies of S and of S with its rows normalised, a constant if p is None."""
         soft = self.soft if p is None else p
         totals = soft.sum(-1, keepdim=True)
         row_normal = soft / torch.where(totals == 0, 1, totals)

@@ -50,7 +50,7 @@ class Utilisation:
         return self._add([mask.reshape(samples, mask.shape[-1]).sum(0) for mask in masks], samples)
 
     def merge(self, other: Utilisation) -> Utilisation:
-        """Adds what another one counted, of the same layers on other samples."""
+        """Adds the counts of another Utilisation, of the same layers on other samples."""
         return self._add(other.counts, other.samples) if other.counts else self
 
     def share(self) -> list[Tensor]:

@@ -1,13 +1,13 @@
-"""Recipes: a paper's system with the paper's defaults, one small file each; `python -m moe_kernels train NAME` runs it.
+"""Recipes: a paper's system with the paper's defaults, one file each; `python -m moe_kernels train NAME` runs it.
 
-recipes/<name>.py holds `class <Name>(Recipe)`, a frozen dataclass. Its fields are the options of the command line
-(`option` gives help and limits), and `build` puts one side of the comparison together:
+recipes/<name>.py has `class <Name>(Recipe)`, a frozen dataclass. Its fields are the options of the command line
+(`option` gives help and limits), and `build` makes one side of the comparison:
 
     build(data, seed, steps) -> Task(model, optimiser, loss, evaluate, predict, schedule, before_step)
 
-The loop (moe_kernels.train) does the rest: batches, steps, learning rates, evaluation, checkpoints, log, table, plot.
-A schedule is `step -> factor of the learning rate`, phases are `before_step(step)`: whatever happens during training is
-a pure function of the step, or is kept in the state dict of model or optimiser. A checkpoint needs no more.
+moe_kernels.train does the rest: batches, steps, learning rates, evaluation, checkpoints, log, table, plot. A schedule
+is `step -> factor of the learning rate`, a phase begins in `before_step(step)`. All that changes during training is a
+pure function of the step, or is in the state dict of model or optimiser, so that a checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 import importlib
 import itertools
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +29,11 @@ from moe_kernels.nn.schedules import LearningRate, constant
 
 
 class Batch(NamedTuple):
-    """Rows of the training set (`rows` says which) or of the test set (`rows` is None)."""
+    """Samples of the training set (`rows` are their numbers) or of the test set (`rows` is None)."""
 
-    tensors: tuple[Tensor, ...]  # as the recipe's `splits` orders them: for images x (B, N), y (B)
+    tensors: tuple[Tensor, ...]  # in the order of the recipe's `splits`: for images x (B, N), y (B)
     rows: Tensor | None
-    start: int | None = None  # of the test set: the first of its rows; None: rows of no set, as FLOPs are counted on
+    start: int | None = None  # of the test set: the number of the first sample; None: samples of no set, to count FLOPs
 
 
 class Splits(NamedTuple):
@@ -42,27 +42,27 @@ class Splits(NamedTuple):
     source: Any  # the data set: a Dataset of the kind that the recipe accepts
     train: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
-    valid: tuple[Tensor, ...] | None = None  # what chooses an evaluation; None: the data set has no such part
+    valid: tuple[Tensor, ...] | None = None  # chooses an evaluation; None: the data set has no such part
 
 
 class Routing(NamedTuple):
-    """Routing of one layer in a batch: experts a sample, load and entropy of the table."""
+    """Routing of one layer in a batch, for the columns experts, load and entropy of the table."""
 
     active: Tensor  # bool (..., E): the experts that each sample or token used
-    probs: Tensor | None = None  # (..., E): the router's distribution, whose entropy is reported; None: it has none
-    weights: Tensor | None = None  # (..., E): of a gate that uses every expert; heat maps then show these
-    unit: str = "experts"  # what E counts
+    probs: Tensor | None = None  # (..., E): the router's distribution, for its entropy; None: it has none
+    weights: Tensor | None = None  # (..., E): of a gate that uses every expert, for heat maps
+    unit: str = "experts"  # counted by E: "experts" or "neurons"
 
 
-# name -> (sum, weight), both () tensors or numbers; what is reported is the sum of sums over the sum of weights.
+# name -> (sum, weight), both () tensors or numbers. The sum of all sums over the sum of all weights is reported.
 Measures = Mapping[str, tuple[Tensor, Tensor | float]]
+Found = TypeVar("Found")
 
 
 class Evaluation(NamedTuple):
-    """The evaluation of a batch in one forward. routing: one a layer; empty if nothing is routed.
+    """The evaluation of a batch, from one forward pass. routing: one for each layer; empty if nothing is routed.
 
-    ranked: name -> (scores (B,), whether each is a positive (B,)); the area under the ROC curve over all batches is
-        reported.
+    ranked: name -> (scores (B,), bool (B,): True for positives), for the area under the ROC curve over all batches.
     """
 
     measures: Measures
@@ -72,22 +72,20 @@ class Evaluation(NamedTuple):
 
 @dataclass
 class Task:
-    """One side of a comparison, ready to train. All functions are called on whole batches, under the task's own random
-    state; none may wait for the device.
+    """One side of a comparison, ready to train. All functions take whole batches, run with the task's own random state,
+    and must not wait for the device.
 
-    loss: batch -> named () tensors (means over the steps are logged): "loss" is differentiated, "task" or
-        "text" is the part of it that the data judge, the others are its regularisers, weighted.
-    evaluate: batch -> Evaluation, of one forward. Called in eval mode without gradients.
-    predict: the inputs of samples, without targets -> predictions; called in eval mode.
-    predict_known: a batch of the test set -> the same, where something that training keeps of it, such as frozen masks,
-        spares work.
-    total: of the measures over all batches -> more of them, which are no mean over samples. The recipe's METRIC is one
-        of either.
+    loss: batch -> named () tensors, whose means over the steps are logged: "loss" is differentiated, "task" or "text"
+        is its part that depends on the targets, all others are its weighted regularisers.
+    evaluate: batch -> Evaluation, from one forward pass. Called in eval mode without gradients.
+    predict: the inputs of samples, without targets -> predictions. Called in eval mode.
+    predict_known: a batch of the test set -> the same, from stored parts of the computation such as frozen masks.
+    total: the measures over all batches -> further ones that are no means over samples. METRIC may name either kind.
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
-    before_step: called with every step before it is taken: phases, temperatures, expert counts.
+    before_step: called with the number of every step before it is taken: phases, temperatures, numbers of experts.
     clip: largest norm of the gradient.
-    grid: rows and columns of an image's patches, where what is routed are the tokens of images, each a class token and
-        then its patches: heat maps of the experts are drawn from these.
+    grid: rows and columns of an image's patches, if the routed tokens are those of images: a class token, then the
+        patches. Heat maps of the experts are drawn from these.
     """
 
     model: nn.Module
@@ -103,7 +101,7 @@ class Task:
     total: Callable[[dict[str, float]], dict[str, float]] | None = None
 
     def routing(self, batch: Batch) -> Sequence[Routing]:
-        """Who the routers choose for a batch; in eval mode."""
+        """The routing of a batch; in eval mode."""
         return self.evaluate(batch).routing
 
 
@@ -116,10 +114,10 @@ def option(
     choices: tuple[str, ...] | None = None,
     sweep: bool = False,
 ) -> Any:
-    """A field of a recipe, and --name on the command line. A tuple takes several values; its first one tells the type.
+    """A field of a recipe, which is the option --name on the command line. A tuple takes several values of one type.
 
-    low, high: the least and the largest number allowed; every number must be finite.
-    sweep: the command line takes several values, each of which is a variant of every side: see Recipe.variants.
+    low, high: the smallest and the largest allowed number; all numbers must be finite.
+    sweep: the command line takes several values, each of which makes a variant of every side: see Recipe.variants.
     """
     metadata = {"help": help, "low": low, "high": high, "choices": choices, "sweep": sweep}
     return field(default=default, metadata=metadata)
@@ -127,15 +125,15 @@ def option(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Options of every recipe. A subclass has other defaults, more fields, SIDES and `build`."""
+    """Options of all recipes. A subclass has its own defaults, more fields, SIDES and `build`."""
 
-    SIDES: ClassVar[tuple[str, ...]] = ()  # all sides; `sides` names those that a run compares
+    SIDES: ClassVar[tuple[str, ...]] = ()  # all sides; a run compares those in `sides`
     ACCEPTS: ClassVar[type] = Images  # the kind of data set
-    METRIC: ClassVar[str] = "accuracy"  # the measure that the table, the plot and the tuning go by
+    METRIC: ClassVar[str] = "accuracy"  # the measure of the table, the plot and the tuning
     HIGHER_IS_BETTER: ClassVar[bool] = True
 
-    data: str = option("digits", "data set: digits, or a path to files of one")
-    sides: tuple[str, ...] = option(("",), "what to compare; all get the same seeds, batches and number of steps")
+    data: str = option("digits", "data set: digits, or a path to its files")
+    sides: tuple[str, ...] = option(("",), "sides to compare; all get the same seeds, batches and number of steps")
     epochs: int = option(10, "passes over the training set", low=0)
     steps: int = option(0, "steps instead of epochs; 0: epochs", low=0)
     batch_size: int = option(32, "samples a step", low=1)
@@ -143,30 +141,30 @@ class Recipe:
     tune: tuple[float, ...] = option(
         (), "learning rates to choose from, for each side, on a held-out tenth of the training set", low=0
     )
-    seed: int = option(0, "of weights, batches and everything else that is random; further seeds count up")
-    eval_batch: int = option(1000, "samples at a time in evaluation", low=1)
+    seed: int = option(0, "seed of weights, batches and all other random numbers; further seeds are seed + 1, ...")
+    eval_batch: int = option(1000, "samples of a batch in evaluation", low=1)
     eval_rows: int = option(
-        0, "test samples of an evaluation, a fixed random choice; 0: all, but no more than there are to train on", low=0
+        0, "test samples of an evaluation, a fixed random choice; 0: all, but at most as many as train", low=0
     )
     choose: str = option(
         "last",
-        "which evaluation counts, and whose model is kept: the last, or the one that is best on the validation part "
-        "(of a data set without one, a tenth of the training set)",
+        "the evaluation that counts and whose model is kept: the last, or the best on the validation part (if there is "
+        "none, on a tenth of the training set)",
         choices=("last", "best"),
     )
     patience: int = option(
-        0, "evaluations without a better one on the validation part, after which a run stops; 0: it never does", low=0
+        0, "a run stops after so many evaluations without a better one on the validation part; 0: never", low=0
     )
     check_steps: int = option(5, "steps of the agreement check of fast and reference backend; 0: none", low=0)
 
     @property
     def side(self) -> str:
-        """The one that `build` is to build."""
+        """The one side of `sides`, which `build` makes."""
         (side,) = self.sides
         return side
 
     def variants(self) -> dict[str, Recipe]:
-        """Name in the table -> a recipe of one side, and of one value of every option that was given several."""
+        """Name in the table -> a recipe of one side, and of one value of every option that has several."""
         swept = self.swept()
         found: dict[str, Recipe] = {}
         for values in itertools.product(*swept.values()):
@@ -176,11 +174,11 @@ class Recipe:
         return found
 
     def of_sides(self) -> dict[str, Recipe]:
-        """Name in the table -> a recipe of one side, of a recipe whose options have one value each."""
+        """Name in the table -> a recipe of one side."""
         return {side: replace(self, sides=(side,)) for side in self.sides}
 
     def swept(self) -> dict[str, tuple[float, ...]]:
-        """The options that were given several values: a run compares all of their combinations."""
+        """The options with several values, of which a run compares all combinations."""
         named = [each.name for each in fields(self) if each.metadata["sweep"]]
         return {name: getattr(self, name) for name in named if isinstance(getattr(self, name), tuple)}
 
@@ -189,10 +187,7 @@ class Recipe:
         return Splits(data, data.train, data.test)
 
     def blank_splits(self, data: Any) -> Splits:
-        """Splits of zeros in the shapes of `splits`, for `build` of a model that is then loaded.
-
-        data: what moe_kernels.data.blank gives.
-        """
+        """Zeros in the shapes of `splits`, to build a model that is then loaded. data: of moe_kernels.data.blank."""
         return self.splits(data)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -200,7 +195,7 @@ class Recipe:
         return batch.tensors[:1]
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
-        """`side` on the device of `data`, to be trained for `steps` steps. torch's generators are seeded already."""
+        """The task of `side` on the device of `data`, for `steps` training steps; torch's generators are seeded."""
         raise NotImplementedError
 
 
@@ -211,28 +206,26 @@ def accuracy(scores: Tensor, y: Tensor) -> Measures:
 
 
 def total_loss(task: Tensor, regularisers: Mapping[str, Tensor], name: str = "task") -> dict[str, Tensor]:
-    """The result of Task.loss: the sum as "loss", the task's part as `name`, and every regulariser by its name."""
+    """The result of Task.loss: the sum as "loss", the part `task` as `name`, and the regularisers by their names."""
     return {"loss": sum(regularisers.values(), task), name: task, **regularisers}
 
 
-def names() -> list[str]:
-    """Every recipe of the package."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+def names(package: Iterable[str] = __path__) -> list[str]:
+    """The public modules of a package, by default all recipes."""
+    return sorted(module.name for module in pkgutil.iter_modules(package) if not module.name.startswith("_"))
 
 
 def find(name: str) -> type[Recipe]:
-    """The recipe class of recipes/<name>.py.
+    """The recipe class of recipes/<name>.py; ValueError for an unknown name."""
+    return find_class(__name__, "recipe", name, Recipe)
 
-    Raises:
-        ValueError: no such recipe.
-    """
-    if name not in names():
-        raise ValueError(f"there is no recipe {name!r}; there are {', '.join(names())}")
-    module = importlib.import_module(f"{__name__}.{name}")
-    found = [
-        each
-        for each in vars(module).values()
-        if isinstance(each, type) and issubclass(each, Recipe) and each.__module__ == module.__name__
-    ]
-    (recipe,) = found
-    return recipe
+
+def find_class(package: str, kind: str, name: str, base: type[Found]) -> type[Found]:
+    """The subclass of `base` that a module of a package defines. kind: for the ValueError of an unknown name."""
+    known = names(importlib.import_module(package).__path__)
+    if name not in known:
+        raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(known)}")
+    module = importlib.import_module(f"{package}.{name}")
+    classes = (each for each in vars(module).values() if isinstance(each, type) and issubclass(each, base))
+    (found,) = (each for each in classes if each.__module__ == module.__name__)
+    return found

@@ -1,4 +1,4 @@
-"""Routing statistics of layers of experts, collected in the forward of an evaluation."""
+"""Routing of layers of experts, recorded in the forward pass of an evaluation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moe_kernels.recipes import Routing
 
 
 class Watched:
-    """The distributions of the routers of every layer `MoE` of a model, in the order of the forward."""
+    """The distributions of the routers of all `MoE` layers of a model, in the order of the forward pass."""
 
     def __init__(self) -> None:
         self.probs: list[Tensor | None] = []
 
     def routing(self, outputs: Sequence[MoEOutput]) -> list[Routing]:
-        """One Routing a layer, of what the forward inside the block gave."""
+        """A Routing for each layer, from the layers' outputs in that forward pass."""
         weights = [out.gates[0].weights.detach() if out.gates[0].dense else None for out in outputs]
         return [
             Routing(out.plan.used, probs, each) for out, probs, each in zip(outputs, self.probs, weights, strict=True)
@@ -29,7 +29,7 @@ class Watched:
 
 @contextmanager
 def watched_routers(model: nn.Module) -> Iterator[Watched]:
-    """Notes the router's distribution of every layer of experts in one forward of model inside the block."""
+    """Records the router's distribution of every layer of experts in one forward pass of `model` inside the block."""
     watched = Watched()
 
     def note(gate: Gate, args: tuple[Tensor, ...]) -> None:
@@ -44,7 +44,7 @@ def watched_routers(model: nn.Module) -> Iterator[Watched]:
 
 @contextmanager
 def experts_off(model: nn.Module) -> Iterator[None]:
-    """Every layer of experts of model gives zero inside the block: the residual around it is all that is left."""
+    """Inside the block all layers of experts give zeros, so that only the residuals around them are left."""
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, MoE):
@@ -54,7 +54,7 @@ def experts_off(model: nn.Module) -> Iterator[None]:
 
 
 def regularisers(outputs: Sequence[MoEOutput]) -> dict[str, Tensor]:
-    """The losses of all layers of experts by name, each summed over the layers."""
+    """The losses of all layers of experts by name, summed over the layers."""
     found: dict[str, Tensor] = {}
     for out in outputs:
         for name, loss in out.losses.items():

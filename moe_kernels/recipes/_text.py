@@ -1,4 +1,4 @@
-"""Recipes on text: windows of characters, each predicted from those before it, measured in bits."""
+"""Recipes on text: every character of a window is predicted from those before it; the measure is in bits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ IGNORED = -100  # F.cross_entropy's own default for a target that does not count
 
 @dataclass(frozen=True)
 class TextRecipe(Recipe):
-    """Its samples are windows (B, length + 1); bits a character of the test text."""
+    """Samples are windows (B, length + 1); METRIC is bits a character of the test text."""
 
     ACCEPTS: ClassVar[type] = Text
     METRIC: ClassVar[str] = "bits"
     HIGHER_IS_BETTER: ClassVar[bool] = False
 
     data: str = option("", "path to text: enwik8, text8, Tiny Shakespeare, WikiText, any file")
-    eval_batch: int = option(64, "windows at a time in evaluation", low=1)
+    eval_batch: int = option(64, "windows of a batch in evaluation", low=1)
     length: int = option(128, "characters of a window; GPT-2: 1024 tokens", low=2)
 
     def splits(self, data: Any) -> Splits:
@@ -36,12 +36,12 @@ class TextRecipe(Recipe):
 
 
 def characters(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Inputs (B, length) and targets (B, length): the character after each."""
+    """Inputs (B, length) and targets (B, length), the characters after them."""
     windows = batch.tensors[0].long()
     return windows[:, :-1], windows[:, 1:]
 
 
 def bits(logits: Tensor, y: Tensor) -> Measures:
-    """Cross-entropy of logits (B, length, vocabulary) in bits a character; a y of IGNORED does not count."""
+    """Cross-entropy of logits (B, length, vocabulary) in bits a character; targets IGNORED do not count."""
     nats = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum", ignore_index=IGNORED)
     return {"bits": (nats / math.log(2), (y != IGNORED).sum())}

@@ -1,11 +1,11 @@
-"""Paper 000: the COMET MLP on images, beside its dense twin or any of the paper's other comparison models.
+"""Paper 000: the COMET MLP on images, beside the dense MLP or any other model that the paper compares it with.
 
 The paper trains 4 layers of 100 to 3000 neurons on CIFAR-10 for 100 epochs by SGD at a learning rate of 1e-4 (1e-3 in
 appendix A.2, with momentum in A.6), without augmentation, decay or schedule. The defaults here are a small network,
-momentum and a higher rate, so that scikit-learn's digits reach their accuracy in seconds; comet_width has the paper's.
-The routing network is frozen, so its masks are computed once for every image and kept, a bit a neuron.
-Where the mean image is far from zero, as in digits and MNIST, all scores share a part and some 3 % of the neurons never
-win; on CIFAR-10, and on MNIST with its mean taken off, every neuron wins for some image.
+momentum and a higher rate, so that scikit-learn's digits take seconds; comet_width has the paper's settings.
+The routing network is frozen, so its masks are computed once for every image and stored, one bit for each neuron.
+If the mean image is far from zero, as in digits and MNIST, all scores have a common part and some 3 % of the neurons
+never win. On CIFAR-10, and on MNIST without its mean, every neuron wins for some image.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from moe_kernels.recipes import (
     total_loss,
 )
 
-# Masks as bits, a layer each, and which of them are a batch's where they are those of all samples.
+# Masks of every layer as bits, and, if they are those of all samples, the numbers of the batch's samples.
 Known = tuple[Sequence[Tensor] | None, Tensor | None]
 
 
 class Judges(NamedTuple):
-    """Outputs (B, columns) and targets of a batch -> the task's loss (), and what is reported of them."""
+    """Functions of the outputs (B, columns) and targets of a batch: the task's loss (), and the measures."""
 
     loss: Callable[[Tensor, Tensor], Tensor]
     measures: Callable[[Tensor, Tensor], Measures]
@@ -51,7 +51,7 @@ CLASSES = Judges(F.cross_entropy, accuracy)
 
 @dataclass(frozen=True)
 class Comet(Recipe):
-    """Sides: models.comparison.MODELS; all that have the same shape start from the same weights."""
+    """Sides: models.comparison.MODELS. Sides of the same shape start from the same weights."""
 
     SIDES: ClassVar[tuple[str, ...]] = MODELS
 
@@ -60,13 +60,15 @@ class Comet(Recipe):
     layers: int = option(4, "linear layers", low=2)
     keep: float = option(0.5, "keep fraction p; the paper: 0.1, 0.5, 0.9", low=0, high=1, sweep=True)
     activation: str = option(
-        "tanh", "the paper's in its larger networks; its public code has softplus", choices=tuple(sorted(ACTIVATIONS))
+        "tanh",
+        "the paper: tanh in its larger networks, softplus in its public code",
+        choices=tuple(sorted(ACTIVATIONS)),
     )
-    ties: str = option("index", "who wins a tie", choices=TIES)
-    keep_masks: bool = option(True, "compute the frozen masks once and keep them")
-    l1: float = option(1e-5, "of side l1, times the sum of the absolute weights; the paper names none", low=0)
+    ties: str = option("index", "tie rule of kwta", choices=TIES)
+    keep_masks: bool = option(True, "compute the frozen masks once and store them")
+    l1: float = option(1e-5, "side l1: coefficient of the sum of absolute weights; the paper names none", low=0)
     lr: float = option(0.01, "learning rate of SGD; the paper: 1e-4, 1e-3", low=0)
-    momentum: float = option(0.9, "of SGD; the paper: none, but in appendix A.6", low=0)
+    momentum: float = option(0.9, "momentum of SGD; the paper: none, 0.9 in appendix A.6", low=0)
     check_steps: int = option(30, "steps of the agreement check of fast and reference backend; 0: none", low=0)
 
     def of_sides(self) -> dict[str, Recipe]:
@@ -100,13 +102,8 @@ class Comet(Recipe):
         ).to(x.device)
         optimiser = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), self.lr, self.momentum)
         if isinstance(model, MoEMLP):
-            return classifier(
-                model,
-                optimiser,
-                lambda batch: model(batch.tensors[0]),
-                answers=_top_expert(model),
-                judges=self.judges(),
-            )
+            routed: dict[str, Any] = {"answers": _top_expert(model), "judges": self.judges()}
+            return classifier(model, optimiser, lambda batch: model(batch.tensors[0]), **routed)
         known = self._known_masks(model, x, data.test[0])
         widths = model.router.widths[1:]
 
@@ -137,10 +134,10 @@ class Comet(Recipe):
         )
 
     def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], Known]:
-        """batch -> who answers it in every hidden layer, where that is known before the model runs.
+        """batch -> the masks of its hidden layers, if they are known before the model runs.
 
-        The paper does not say what masks that belong to training examples do in tests. As in its public code, Bernoulli
-        masking then has all neurons on, and example-tied dropout its generalisation neurons, the first k, alone.
+        The paper does not say which masks test samples get if masks belong to training samples. As in its public code,
+        Bernoulli masking then uses all neurons, and example-tied dropout its generalisation neurons, the first k.
         """
         (width,), hidden = self.width, self.layers - 1
         kept: list[Tensor] | None = None
@@ -187,10 +184,9 @@ def classifier(
     judges: Judges = CLASSES,
     **rest: Any,
 ) -> Task:
-    """A task whose batches are x, y: cross-entropy of logits(batch), plus a penalty, judged by accuracy, or as `judges`
-    say.
+    """A task on batches x, y: the loss of logits(batch) plus a penalty, and the measures; both by `judges`.
 
-    answers: batch -> logits and what was routed, in one forward; None: nothing is routed.
+    answers: batch -> logits and routing, from one forward pass; None: nothing is routed.
     """
 
     def loss(batch: Batch) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
-"""Paper 000, appendix A.5: COMET against the dense MLP on a regression, SARCOS, one torque from 21 numbers.
+"""Paper 000, appendix A.5: COMET against the dense MLP on a regression, SARCOS: one torque from 21 numbers.
 
 The paper: 4 layers of 100, 500 and 1000 neurons, p = 0.1, 0.5 and 0.9, SGD at 1e-2, 50 epochs, three seeds, on the
-published files (sarcos_inv.mat, sarcos_inv_test.mat). Inputs and torques are scaled to mean 0 and variance 1, which the
-paper does not say; the loss is the mean squared error, here a share of the torque's variance. The defaults are the
-paper's, with p = 0.5, and train for some 30 minutes of a CPU core: --epochs 5 for a look.
+published files (sarcos_inv.mat, sarcos_inv_test.mat). Here inputs and torques are scaled to mean 0 and variance 1, of
+which the paper says nothing; the loss is the mean squared error, so a share of the torque's variance. The defaults are
+the paper's with p = 0.5, and train for some 30 minutes of a CPU core; --epochs 5 is enough for a first look.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from moe_kernels.recipes.comet import Comet, Judges
 
 @dataclass(frozen=True)
 class CometSarcos(Comet):
-    """Sides as of comet; the paper has standard and comet."""
+    """Sides of recipe comet; the paper has standard and comet."""
 
     ACCEPTS: ClassVar[type] = Table
     METRIC: ClassVar[str] = "error"
     HIGHER_IS_BETTER: ClassVar[bool] = False
 
     data: str = option("", "folder with sarcos_inv.mat and sarcos_inv_test.mat")
-    torque: int = option(1, "the joint to tell, from 1 to 7", low=1, high=7)
+    torque: int = option(1, "the joint whose torque is predicted, from 1 to 7", low=1, high=7)
     width: tuple[int, ...] = option((100, 500, 1000), "neurons of a hidden layer", low=1)
     epochs: int = option(50, "passes over the training set", low=0)
-    momentum: float = option(0.0, "of SGD; the paper: none", low=0)
+    momentum: float = option(0.0, "momentum of SGD; the paper: none", low=0)
     check_steps: int = option(5, "steps of the agreement check of fast and reference backend; 0: none", low=0)
 
     def outputs(self, data: Splits) -> int:

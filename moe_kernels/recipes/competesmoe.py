@@ -1,9 +1,9 @@
 """Paper 004: CompeteSMoE and its rivals as character-level language models.
 
-The paper trains 6 layers of 264 and 8 of 352 on enwik8 and text8 with 16 experts, two a token, for a budget of a GPU.
-It sets the learning rate by 1 / sqrt(t), has no balance loss, and reports the test text at the lowest validation loss;
-so do the defaults here. The model is a small GPT, with experts in every block or as GLaM has it; all sides get the same
-budget. Differences from the paper: blocks are pre-norm and have one residual, windows are shorter, steps are fewer. The
+The paper trains 6 layers of 264 and 8 of 352 on enwik8 and text8, with 16 experts and two choices a token. Its learning
+rate is 1 / sqrt(t), it has no balance loss, and it reports the test text at the lowest validation loss; so do the
+defaults here. The model is a small GPT with experts in every block, or like GLaM in every second; all sides get the
+same steps. Differences from the paper: blocks are pre-norm with one residual, windows are shorter, steps are fewer. The
 entropy in the table is that of the routers' softmax (C.5, Table 10).
 """
 
@@ -51,41 +51,41 @@ class CompeteSMoE(TextRecipe):
     depth: int = option(4, "blocks; the paper: 3 (tiny), 6 (small), 8 (medium)", low=1)
     architecture: str = option(
         "switch",
-        "switch: experts in every block; glam: in every second one, the others with a gated layer (GEGLU), positions "
-        "relative",
+        "switch: experts in every block; glam: experts in every second block, a gated layer (GEGLU) in the others, and "
+        "relative positions",
         choices=("switch", "glam"),
     )
-    moe_every: int = option(0, "blocks to one with experts, the last of them; 0: 1 of switch, 2 of glam", low=0)
-    heads: int = option(4, "of attention", low=1)
-    experts: int = option(16, "of a layer", low=2, sweep=True)
+    moe_every: int = option(0, "every so many blocks one has experts; 0: 1 of switch, 2 of glam", low=0)
+    heads: int = option(4, "heads of attention", low=1)
+    experts: int = option(16, "experts of a layer", low=2, sweep=True)
     k: int = option(2, "experts a token", low=1, sweep=True)
     rate: float = option(
         0.05,
-        "lambda: share of the steps in which a layer's experts compete; the paper: 0.03 to 0.09",
+        "lambda: share of the steps in which the experts of a layer compete; the paper: 0.03 to 0.09",
         low=0,
         high=1,
         sweep=True,
     )
     rate_schedule: str = option(
         "constant",
-        "lambda over the steps: constant, or falling as 2 / (2 + sqrt(i + 1)) with i the thousands of steps taken (the "
-        "published code), whatever --rate",
+        "lambda over the steps: constant, or falling as 2 / (2 + sqrt(i + 1)) after i thousand steps, as in the "
+        "published code, which ignores --rate",
         choices=("constant", "falling"),
     )
     alpha: float = option(1.0, "weight of the router's loss in those steps; the paper: 1 to 5", low=0, sweep=True)
     balance: float = option(0.0, "weight of the balance loss of smoe and switch; the paper has none", low=0, sweep=True)
     xmoe_score: str = option(
         "learned",
-        "of xmoe: learned, with a normalisation layer and a learnable temperature as the paper says; code, the "
-        "published one; cosine, a plain one",
+        "score of xmoe: learned (a normalisation layer and a learnable temperature, as in the paper), code (as in the "
+        "published code), or cosine",
         choices=("learned", "code", "cosine"),
     )
     consistency: float = option(1.0, "alpha of THOR", low=0)
-    model_dropout: float = option(0.1, "of embeddings, attention and feed-forward layers", low=0, high=1)
-    batch_size: int = option(16, "windows a step", low=1)
-    lr: float = option(7e-4, "learning rate of Adam after a tenth of the steps of warm-up; then 1 / sqrt(t)", low=0)
+    model_dropout: float = option(0.1, "dropout of embeddings, attention and feed-forward layers", low=0, high=1)
+    batch_size: int = option(16, "windows of a step", low=1)
+    lr: float = option(7e-4, "learning rate of Adam, after a tenth of the steps of warm-up; then 1 / sqrt(t)", low=0)
     choose: str = option(
-        "best", "which evaluation counts: the last, or the best on the validation text", choices=("last", "best")
+        "best", "the evaluation that counts: the last, or the best on the validation text", choices=("last", "best")
     )
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
@@ -93,7 +93,7 @@ class CompeteSMoE(TextRecipe):
         vocabulary = len(data.source.vocabulary)
         glam = self.architecture == "glam"
         every = self.moe_every or 1 + glam
-        # Dense of the same width in use: a token goes through k experts' hidden units.
+        # A dense layer is as wide as the k experts that a token uses.
         model = MoEGPT(
             vocabulary,
             self.length,

@@ -1,10 +1,10 @@
-"""Paper 002, Table 6: is a decomposition by hand better than a learned one? Digits in pairs that look alike, a pair an
-expert, against token choice.
+"""Paper 002, Table 6: is a decomposition by hand better than a learned one? Five experts with two similar digits each,
+against token choice.
 
-One transformer layer and five experts. By hand, tokens are routed by the label of their image for half of the steps.
-Then the experts' weights are frozen, as in the paper, and the gate learns together with the rest of the network.
-`shuffled` is the control: the digits in random pairs. Labels never reach the test: evaluation always uses the learned
-gate, which trains in the second half alone.
+The network has one transformer layer. For half of the steps `manual` routes all tokens by the label of their image.
+Then the experts are frozen, as in the paper, and the gate learns together with the rest of the network. `shuffled` is
+the control with random pairs of digits. Evaluation uses no labels: it always uses the learned gate, which trains only
+in the second half.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from moe_kernels.recipes._routers import regularisers, watched_routers
 
 @dataclass(frozen=True)
 class Manual(Recipe):
-    """Sides: learned (token choice), manual (pairs that look alike, then the gate), shuffled (random ones)"""
+    """Sides: learned (token choice), manual (pairs of similar digits, then the gate), shuffled (random pairs)."""
 
     SIDES: ClassVar[tuple[str, ...]] = ("learned", "manual", "shuffled")
 
     sides: tuple[str, ...] = option(("learned", "manual", "shuffled"), "decompositions to compare")
-    patch: int = option(2, "pixels of a patch's side; MNIST: 4 or 7", low=1)
+    patch: int = option(2, "pixels of a patch's side; for MNIST 4 or 7", low=1)
     dim: int = option(64, "width of the model", low=1)
-    heads: int = option(4, "of attention", low=1)
+    heads: int = option(4, "heads of attention", low=1)
     hidden: int = option(64, "hidden layer of an expert", low=1)
-    batch_size: int = option(64, "images a step", low=1)
-    lr: float = option(1e-3, "learning rate of Adam, cosine to zero", low=0)
+    batch_size: int = option(64, "images of a step", low=1)
+    lr: float = option(1e-3, "learning rate of Adam, falling along a cosine to zero", low=0)
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         classes, image_shape = len(data.source.classes), data.source.image_shape
@@ -60,8 +60,7 @@ class Manual(Recipe):
         def loss(batch: Batch) -> dict[str, Tensor]:
             x, y = batch.tensors
             logits, (out,) = model(x, y)
-            task = F.cross_entropy(logits, y)
-            return total_loss(task, regularisers([out]))
+            return total_loss(F.cross_entropy(logits, y), regularisers([out]))
 
         def evaluate(batch: Batch) -> Evaluation:
             x, y = batch.tensors

@@ -1,18 +1,18 @@
-"""MoEBERT's way to experts, with the gates of paper 001: train dense, split by importance, distil layer by layer.
+"""MoEBERT with the gates of paper 001: train a dense model, split its layers by importance, distil layer by layer.
 
 The paper splits a BERT-base fine-tuned for GLUE: 12 layers, 3072 neurons into 4 experts of 768 neurons; 512 neurons
-are in every expert. By default a small GPT is trained on text first, then split in the same proportions, and the
-dense model is the teacher of the split one. Controls: "dense" trains on instead, "small" keeps the most important
+are in every expert. By default a small GPT is first trained on text and then split in the same proportions, and the
+dense model is the teacher of the split one. Controls: "dense" continues to train, "small" keeps only the most important
 neurons of every layer and has no experts, "unguided" splits at random.
 
---bert FOLDER starts from a BertForMaskedLM of transformers instead. With --dense-share 0 the checkpoint is the teacher
-as it is, as in the paper:
+--bert FOLDER starts from a BertForMaskedLM of transformers. With --dense-share 0 this checkpoint is the teacher without
+further training, as in the paper:
 
     train moebert --bert FOLDER --data TEXT --dense-share 0 --lr 5e-5 --expert-hidden 768 --share 512
 
 Differences from the paper: the task is masked language modelling on text, not a GLUE task, so that the checkpoint needs
-no classifier; every masked token becomes [MASK] (BERT's pretraining replaces 80 % so); the LayerNorm of a layer stays
-after the weighted sum of its experts, one for all, where MoEBERT gives each expert a copy; Adam without weight decay.
+no classifier; every masked token becomes [MASK] (80 % of them in BERT's pretraining); a layer has one LayerNorm after
+the weighted sum of its experts, while MoEBERT gives each expert a copy; Adam has no weight decay.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moe_kernels.recipes._routers import regularisers, watched_routers
 from moe_kernels.recipes._text import IGNORED, TextRecipe, bits, characters
 
 GATES = ("hash", "topk", "comet")
-MASKED = 0.15  # of the tokens of a window: BERT's
+MASKED = 0.15  # share of a window's tokens, as in BERT
 Part = TypeVar("Part", bound=nn.Module)
 
 
@@ -57,19 +57,19 @@ class MoEBERT(TextRecipe):
     bert: str = option(
         "",
         "folder of a transformers BERT checkpoint to start from, which sets dim, hidden, depth, heads and dropout; "
-        "length then counts its tokens, and bits are those of a masked one; empty: a small GPT is trained first",
+        "length then counts tokens, and bits are those of masked tokens; empty: a small GPT is trained first",
     )
     sides: tuple[str, ...] = option(("dense", "small", "unguided", "hash", "comet"), "gates and controls to compare")
     steps: int = option(400, "steps instead of epochs, half of them before the split by default; 0: epochs", low=0)
-    dense_share: float = option(0.5, "of the steps, before the split", low=0, high=1)
-    windows: int = option(256, "of the training text, to tell the importance of neurons by", low=1)
+    dense_share: float = option(0.5, "share of the steps before the split", low=0, high=1)
+    windows: int = option(256, "windows of training text for the importance of neurons", low=1)
     dim: int = option(128, "width of the model; BERT: 768", low=1)
     hidden: int = option(512, "neurons of a dense feed-forward layer; BERT: 3072", low=1)
     depth: int = option(4, "blocks; BERT: 12", low=1)
-    heads: int = option(4, "of attention; BERT: 12", low=1)
-    experts: int = option(4, "of a layer", low=2, sweep=True)
+    heads: int = option(4, "heads of attention; BERT: 12", low=1)
+    experts: int = option(4, "experts of a layer", low=2, sweep=True)
     expert_hidden: int = option(128, "neurons of an expert; the paper: 768", low=1)
-    share: int = option(85, "most important neurons, which all experts have; the paper: 512", low=0)
+    share: int = option(85, "number of most important neurons that all experts have; the paper: 512", low=0)
     k: int = option(1, "trees of the tree gate; the paper's BERT: 1", low=1, sweep=True)
     route: bool = option(
         True, "evaluate saturated trees by a descent from their roots: O(k p log n) instead of O(k p n)"
@@ -79,14 +79,14 @@ class MoEBERT(TextRecipe):
     zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0)
     balance: float = option(0.01, "weight of the balance loss of topk", low=0)
     distill: float = option(5.0, "weight of the distillation", low=0, sweep=True)
-    model_dropout: float = option(0.1, "of embeddings and feed-forward layers", low=0, high=1)
-    batch_size: int = option(16, "windows a step", low=1)
+    model_dropout: float = option(0.1, "dropout of embeddings and feed-forward layers", low=0, high=1)
+    batch_size: int = option(16, "windows of a step", low=1)
     lr: float = option(
         7e-4, "learning rate of Adam, after a tenth of the steps of warm-up; fine-tuning BERT: 5e-5", low=0
     )
 
     def splits(self, data: Any) -> Splits:
-        """Of a BERT: windows of tokens, and the numbers in [0, 1) that choose the masked ones in evaluation."""
+        """With a BERT: windows of tokens, and numbers in [0, 1) that choose the masked ones in evaluation."""
         if not self.bert:
             return super().splits(data)
         train, test, valid = (self._tokens(data, part) for part in ("train", "test", "valid"))
@@ -120,7 +120,7 @@ class MoEBERT(TextRecipe):
             teacher = self._model(len(counts), lambda index: None)
         fc1, _, activation = teacher.feed_forwards()[0]
         most = min(fc1.out_features, self.expert_hidden)
-        if self.share > most:  # the split would find it after half of the steps
+        if self.share > most:  # the split, which would refuse it, is only after half of the steps
             raise ValueError(
                 f"moebert: share must be at most {most}, the least of hidden and expert-hidden; got {self.share}"
             )
@@ -142,8 +142,8 @@ class MoEBERT(TextRecipe):
                 return total_loss(text, {}, "text")
             wanted: list[Tensor] = []
             with torch.no_grad():
-                told, _ = teacher(x, wanted)
-            distilled = distillation_loss(states, wanted, logits.flatten(0, 1), told.flatten(0, 1))
+                expected, _ = teacher(x, wanted)
+            distilled = distillation_loss(states, wanted, logits.flatten(0, 1), expected.flatten(0, 1))
             return total_loss(text, regularisers(outputs) | {"distilled": self.distill * distilled}, "text")
 
         def evaluate(batch: Batch) -> Evaluation:
@@ -178,14 +178,14 @@ class MoEBERT(TextRecipe):
         )
 
     def _read(self, batch: Batch, mask: int, fixed: bool) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (B, S). Of a BERT: `mask` is its masked token; fixed: a window is masked alike always."""
+        """Tokens and targets (B, S). With a BERT: mask: the token [MASK]; fixed: a window always has the same mask."""
         if not self.bert:
             return characters(batch)
         tokens, draw = batch.tensors
         return masked(tokens.long(), draw if fixed else torch.rand_like(draw), mask)
 
     def _tokens(self, data: Text, part: str) -> tuple[Tensor, Tensor]:
-        """int32 (n, length) windows of a part of the text, and (n, length - 2) numbers that choose masked tokens."""
+        """Windows int32 (n, length) of a part of the text, and numbers (n, length - 2) that choose masked tokens."""
         found: Tensor = getattr(data, f"{part}_tokens")
         text = found.cpu().numpy().tobytes().translate(data.vocabulary.ljust(256, b"\0"))
         windows = _bert().token_windows(self.bert, text, self.length)
@@ -206,7 +206,7 @@ class MoEBERT(TextRecipe):
         )
 
     def _layer(self, dim: int, activation: str, counts: Tensor, steps: int) -> MoE:
-        """A layer of the student, which trains for `steps` steps; tokens occur `counts` times."""
+        """A layer of the student, which trains for `steps` steps. counts: how often each token occurs."""
         kind, plus, _ = self.side.partition("+")
         count = 1 if kind == "small" else self.experts
         dropout = 0.0 if self.bert else self.model_dropout  # BERT has its own after the layer
@@ -217,17 +217,17 @@ class MoEBERT(TextRecipe):
             gate = TreeGate(dim, count, self.k, gamma=self.gamma, entropy=self.entropy, route=self.route)
         else:
             gate = HashGate(len(counts), count, frequencies=counts if kind == "balanced" else None)
-        if plus:  # renormalised, a single choice would have weight 1, and topk's gate no gradient
+        if plus:  # not renormalised for topk: its single choice would have weight 1, and its gate no gradient
             gate = PermutedGate(gate, LocalSearch(count, steps // 2, zeta=self.zeta, renormalise=kind != "topk"))
         return MoE(gate, experts, NonzeroWeights() if plus or kind == "comet" else None)
 
 
 class Pair(nn.Module):
-    """A dense model and the model with experts that is split from it; `forward` is the second one's after the split.
+    """A dense model, the teacher, and the student that is split from it; `forward` uses the student after the split.
 
-    Both: model(x, states) -> (logits, outputs of the layers of experts), with their parameters outside the feed-forward
+    Both: model(x, states) -> (logits, outputs of the layers of experts), with the parameters outside the feed-forward
     layers in the same order. teacher.feed_forwards() -> (fc1, fc2, activation) of each layer.
-    share: neurons that all experts of a layer have.
+    share: number of neurons that all experts of a layer have.
     """
 
     def __init__(self, teacher: Any, student: Any, share: int) -> None:
@@ -238,7 +238,7 @@ class Pair(nn.Module):
         return self.student(x, states) if self.student is not None and self.split else self.teacher(x, states)
 
     def begin(self) -> None:
-        """From now on the student trains, and the teacher is what it was."""
+        """From now on the student trains, and the teacher is frozen."""
         self.split = True
         self.teacher.requires_grad_(False).eval()
 
@@ -250,7 +250,8 @@ class Pair(nn.Module):
 
     @torch.no_grad()
     def fill(self, values: list[Tensor]) -> None:
-        """The student becomes the teacher with its feed-forward layers split: `values` (hidden) of each's neurons."""
+        """Copies the teacher into the student, with its feed-forward layers split. values: importance (hidden) by
+        layer."""
         layers = self.teacher.feed_forwards()
         outside = (
             _except(self.teacher, [part for fc1, fc2, _ in layers for part in (fc1, fc2)]),
@@ -274,7 +275,7 @@ class Pair(nn.Module):
 def importance(teacher: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Importance (hidden) of the neurons of every layer, over batches of tokens and targets (B, S).
 
-    A window's loss is the mean over its targets; every window has as many.
+    The loss of a window is the mean over its targets, of which all windows have the same number.
     """
     was_training = teacher.training
     teacher.eval()
@@ -289,11 +290,11 @@ def importance(teacher: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> list[T
 
 
 def masked(tokens: Tensor, draw: Tensor, mask: int) -> tuple[Tensor, Tensor]:
-    """(B, S) tokens with 15 % of them replaced by `mask`, and (B, S) the replaced ones, IGNORED elsewhere.
+    """Tokens (B, S) with 15 % of them replaced by `mask`, and targets (B, S): the replaced tokens, else IGNORED.
 
     Args:
-        tokens: (B, S). The first and the last one of a window are never masked.
-        draw: (B, S - 2) numbers; the tokens with the smallest ones are masked, as many in every window, at least one.
+        tokens: (B, S). The first and the last token of a window are never masked.
+        draw: (B, S - 2); the tokens with the smallest numbers are masked, the same count in every window, at least one.
     """
     count = max(1, round(MASKED * draw.shape[1]))
     places = 1 + draw.topk(count, largest=False).indices
@@ -311,6 +312,6 @@ def _all(model: nn.Module, kind: type[Part]) -> list[Part]:
 
 
 def _except(model: nn.Module, parts: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of a model that are in none of `parts`."""
+    """The parameters of a model outside `parts`."""
     inside = {id(each) for part in parts for each in part.parameters()}
     return [each for each in model.parameters() if id(each) not in inside]

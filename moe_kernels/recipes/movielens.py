@@ -2,11 +2,11 @@
 
 The paper trains on 200,000 rows for 10 epochs, Adam at 2.5e-5, batches of 512, task weights 0.9 (watched, binary
 cross-entropy) and 0.1 (rating, squared error over the rows that have one); "+" learns a permutation for 5 epochs. Its
-training features are not public: of the prepared files the validation rows train and the test rows judge.
-"+untrained" is the control: the same permutation schedule, and a U that never learns. The defaults are those of Table
-1; of Table 2: --epochs 100 --choose best --patience 25, and `study search` for its random search. Jester and Books
-train by their files, too (--embedding 64 --width 128, Books --experts 9 --k 4).
-On a CPU core the defaults take some 10 minutes, --rows 10000 less than one.
+training features are not public: of the prepared files the validation rows train and the test rows test.
+"+untrained" is the control, with the same permutation schedule but a fixed U. The defaults are those of Table 1; for
+Table 2: --epochs 100 --choose best --patience 25, and `study search` for its random search. Files of Jester and Books
+train too (--embedding 64 --width 128, Books --experts 9 --k 4).
+The defaults take some 10 minutes of a CPU core, with --rows 10000 less than one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GATES = ("softmax", "hash", "topk", "dselect", "comet")
 
 @dataclass(frozen=True)
 class MovieLens(Recipe):
-    """Sides: softmax, hash, topk, dselect, comet, each as it is, with "+" or with "+untrained"."""
+    """Sides: softmax, hash, topk, dselect and comet, each alone, with "+" and with "+untrained"."""
 
     SIDES: ClassVar[tuple[str, ...]] = tuple(gate + plus for gate in GATES for plus in ("", "+", "+untrained"))
     ACCEPTS: ClassVar[type] = Ratings
@@ -40,24 +40,24 @@ class MovieLens(Recipe):
 
     data: str = option("", "folder with MovieLens, as ratings.dat or prepared; or a file of Jester or Books")
     sides: tuple[str, ...] = option(("hash", "topk", "comet"), "gates to compare, with local search or without")
-    rows: int = option(200_000, "training rows, the first ones of a shuffle by the seed of the data; 0: all", low=0)
+    rows: int = option(200_000, "training rows, a fixed random choice; 0: all", low=0)
     experts: int = option(16, "experts that the tasks share", low=2, sweep=True)
     k: int = option(2, "choices of a sparse gate, trees of the tree gate", low=1, sweep=True)
     gamma: float = option(0.01, "width of the smooth step", low=0, sweep=True)
     entropy: float = option(1.0, "lambda, weight of the entropy of the tree gate and DSelect-k", low=0, sweep=True)
     zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0, sweep=True)
     search_epochs: int = option(5, "epochs that learn the permutation", low=0)
-    schedule: str = option("paper", "of the permutation's temperature", choices=SCHEDULES)
+    schedule: str = option("paper", "schedule of the permutation's temperature", choices=SCHEDULES)
     watched_weight: float = option(
-        0.9, "alpha: weight of the task `watched`; 1 - alpha that of `rating`", low=0, high=1, sweep=True
+        0.9, "alpha: weight of task watched; task rating has 1 - alpha", low=0, high=1, sweep=True
     )
     route: bool = option(
         True, "evaluate saturated trees by a descent from their roots: O(k p log n) instead of O(k p n)"
     )
-    embedding: int = option(128, "features of a user, and of a movie; Books and Jester: 64", low=1)
-    width: int = option(256, "of an expert; Books and Jester: 128", low=1)
-    dropout: float = option(0.5, "of an expert's output", low=0, high=1)
-    batch_size: int = option(512, "samples a step", low=1)
+    embedding: int = option(128, "features of a user and of a movie; Books and Jester: 64", low=1)
+    width: int = option(256, "width of an expert; Books and Jester: 128", low=1)
+    dropout: float = option(0.5, "dropout of an expert's output", low=0, high=1)
+    batch_size: int = option(512, "samples of a step", low=1)
     lr: float = option(2.5e-5, "learning rate of Adam", low=0)
     check_steps: int = option(1, "steps of the agreement check of fast and reference backend; 0: none", low=0)
 
@@ -86,14 +86,13 @@ class MovieLens(Recipe):
             if control:
                 search.scores.requires_grad_(False)
         first, second = (self._gate(gate, data.source.num_users) for _ in range(2))
-        gates = (first, first if gate == "hash" else second)  # a user's expert is the same for both tasks
+        gates = (first, first if gate == "hash" else second)  # both tasks give a user the same expert
         sizes = (data.source.num_users, data.source.num_movies)
         model = MMoE(*sizes, gates, experts, search, embedding=self.embedding, width=self.width).to(users.device)
 
         def loss(batch: Batch) -> dict[str, Tensor]:
             watched, rating, out = model(*batch.tensors[:2])
-            task = self._task_loss(watched, rating, *batch.tensors[2:])
-            return total_loss(task, out.losses)
+            return total_loss(self._task_loss(watched, rating, *batch.tensors[2:]), out.losses)
 
         def evaluate(batch: Batch) -> Evaluation:
             watched, rating, out = model(*batch.tensors[:2])

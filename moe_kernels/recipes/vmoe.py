@@ -1,16 +1,16 @@
-"""Papers 002 and 003: sparse vision transformers on images, one layer of experts after another way of routing.
+"""Papers 002 and 003: sparse vision transformers on images, with several ways of routing.
 
-V-MoE takes its experts from the last two of every second block ("last-2"; `--moe-layers 99`: "every-2"), two experts a
-token, capacity 1.05, and routes in groups of 8 images; E^3 is an ensemble of two in one network, with V-MoE's capacity
-and losses. The sparse ViT of paper 002 has experts in every block, one a token: it trains dense, then its new sparse
-gates alone, then everything; `matched` is a dense model widened to as many parameters. Small models here, so that
-CIFAR-10 fits a CPU; the defaults of the gates are the papers'. Paper 002 also pretrains by MAE; this recipe does not.
+V-MoE has experts in the last two of every second block ("last-2"; `--moe-layers 99`: "every-2"), two choices a token,
+capacity 1.05, and routes in groups of 8 images. E^3 is an ensemble of two in one network, with V-MoE's capacity and
+losses. The sparse ViT of paper 002 has experts in every block and one choice a token; it trains dense, then only its
+new sparse gates, then everything. `matched` is a dense model widened to as many parameters. The models here are small,
+for CIFAR-10 on a CPU; the defaults of the gates are the papers'. Paper 002 also pretrains by MAE; this recipe does not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,32 +43,32 @@ class VMoE(Recipe):
     patch: int = option(4, "pixels of a patch's side; 2 for digits", low=1)
     dim: int = option(96, "width of the model; paper 002: 192", low=1)
     depth: int = option(4, "blocks; both papers: 6 and more", low=1)
-    heads: int = option(4, "of attention", low=1)
+    heads: int = option(4, "heads of attention", low=1)
     hidden: int = option(192, "hidden layer of an expert, and of a dense layer", low=1)
     moe_every: int = option(
-        0, "blocks to one with experts, from the last one on; 0: the papers', 1 in paper 002, 2 in paper 003", low=0
+        0, "every so many blocks one has experts, counted from the last; 0: 1 in paper 002, 2 in paper 003", low=0
     )
     moe_layers: int = option(
-        -1, "how many blocks have experts, the last of these; -1: the papers', all in paper 002, 2 in paper 003", low=-1
+        -1, "at most so many of these blocks have experts, the last ones; -1: all in paper 002, 2 in paper 003", low=-1
     )
-    experts: int = option(8, "of a layer; E^3: of all members together; paper 002: 4", low=2, sweep=True)
-    k: int = option(2, "experts a token of V-MoE, BPR and E^3; paper 002 takes one", low=1, sweep=True)
-    members: int = option(2, "of E^3", low=2, sweep=True)
-    group: int = option(8, "images whose tokens compete for capacity; 0: all of a batch", low=0)
+    experts: int = option(8, "experts of a layer; E^3: of all members together; paper 002: 4", low=2, sweep=True)
+    k: int = option(2, "choices a token of V-MoE, BPR and E^3; paper 002: 1", low=1, sweep=True)
+    members: int = option(2, "members of E^3", low=2, sweep=True)
+    group: int = option(8, "images whose tokens share the capacity; 0: all of a batch", low=0)
     capacity: float = option(1.05, "capacity factor in training", low=0, sweep=True)
-    capacity_eval: float = option(1.05, "capacity factor in evaluation; lower it to see what priority saves", low=0)
-    balance: float = option(0.005, "weight of V-MoE's importance loss, and of its load loss; of E^3's, too", low=0)
+    capacity_eval: float = option(1.05, "capacity factor in evaluation; priority routing shows at low ones", low=0)
+    balance: float = option(0.005, "weight of the importance loss and of the load loss of V-MoE and E^3", low=0)
     token_balance: float = option(0.01, "weight of the balance loss of token_choice (Switch's)", low=0)
-    inverse_cv: float = option(0.01, "weight of both losses of the dense side `softmax` (paper 002)", low=0)
+    inverse_cv: float = option(0.01, "weight of both losses of side softmax (paper 002)", low=0)
     expert_dropout: float = option(
-        0.0, "of softmax and sparsified; 0.1 is the ablation of paper 002, Table 5", low=0, high=1, sweep=True
+        0.0, "rate of softmax and sparsified; paper 002, Table 5: 0.1", low=0, high=1, sweep=True
     )
-    experts_off: bool = option(False, "evaluate also with every expert off (paper 002, Table 5)")
-    distill: float = option(1.0, "weight of the distillation to the new gates of `sparsified`", low=0)
+    experts_off: bool = option(False, "also evaluate without experts (paper 002, Table 5)")
+    distill: float = option(1.0, "weight of the distillation to the new gates of sparsified", low=0)
     consistency: float = option(1.0, "alpha of THOR", low=0)
-    batch_size: int = option(64, "images a step", low=1)
-    eval_batch: int = option(256, "images at a time in evaluation", low=1)
-    lr: float = option(1e-3, "learning rate of Adam, cosine to zero", low=0)
+    batch_size: int = option(64, "images of a step", low=1)
+    eval_batch: int = option(256, "images of a batch in evaluation", low=1)
+    lr: float = option(1e-3, "learning rate of Adam, falling along a cosine to zero", low=0)
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         side, x = self.side, data.train[0]
@@ -145,7 +145,7 @@ class VMoE(Recipe):
         )
 
     def _with_experts(self) -> tuple[int, ...]:
-        """The blocks that have experts."""
+        """Numbers of the blocks that have experts."""
         first = self.side in PAPER_002
         every = self.moe_every or (1 if first else 2)
         most = self.moe_layers if self.moe_layers >= 0 else self.depth if first else 2
@@ -172,9 +172,11 @@ class VMoE(Recipe):
         own = TokenChoice(
             self.capacity,
             factor_eval=self.capacity_eval,
-            group=group and group * self.members,  # tiled ones, too
+            priority={"bpr": "max", "bpr_sum": "sum"}.get(side),
+            group=group and group * (self.members if side == "e3" else 1),  # E^3 repeats the tokens for its members
             multiple_of=4,
         )
+        losses: dict[str, Any] = {"importance": self.balance, "load": self.balance}
         if side == "softmax":
             return MoE(SoftmaxGate(dim, count, noise=True), experts, expert_dropout=self.expert_dropout)
         if side == "sparsified":
@@ -182,38 +184,21 @@ class VMoE(Recipe):
             staged = StagedGate(SoftmaxGate(dim, count, noise=True), sparse, distill=self.distill)
             return MoE(staged, experts, expert_dropout=self.expert_dropout)
         if side == "token_choice":
-            told = TopKGate(dim, count, 1, order="softmax_topk", noise="vmoe", balance=self.token_balance)
-            return MoE(told, experts, TokenChoice(1.0, group=group))
+            top = TopKGate(dim, count, 1, order="softmax_topk", noise="vmoe", balance=self.token_balance)
+            return MoE(top, experts, TokenChoice(1.0, group=group))
         if side == "expert_choice":
             return MoE(SoftmaxGate(dim, count, noise=True), experts, ExpertChoice(1.0, group=image))
         if side == "priority":
             return MoE(SoftmaxGate(dim, count, noise=True), experts, PriorityRouting())
         if side == "e3":
-            members = EnsembleGate(
-                dim, count, self.k, members=self.members, noise=True, importance=self.balance, load=self.balance
-            )
-            return MoE(members, experts, own)
+            return MoE(EnsembleGate(dim, count, self.k, members=self.members, noise=True, **losses), experts, own)
         if side == "thor":
             return MoE(RandomGate(count), experts)
-        priority = {"vmoe": None, "bpr": "max", "bpr_sum": "sum"}[side]
-        gate = TopKGate(
-            dim,
-            count,
-            self.k,
-            order="softmax_topk",
-            noise="vmoe",
-            bias=False,
-            importance=self.balance,
-            load=self.balance,
-        )
-        policy = TokenChoice(
-            self.capacity, factor_eval=self.capacity_eval, priority=priority, multiple_of=4, group=group
-        )
-        return MoE(gate, experts, policy)
+        return MoE(TopKGate(dim, count, self.k, order="softmax_topk", noise="vmoe", bias=False, **losses), experts, own)
 
 
 def _gates(outputs: list[MoEOutput], images: int) -> list[Tensor]:
-    """(B, S, E) of every layer."""
+    """The gates (B, S, E) of every layer."""
     return [out.gates[0].gates.unflatten(0, (images, -1)) for out in outputs]
 
 

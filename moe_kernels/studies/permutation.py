@@ -1,14 +1,13 @@
-"""Paper 001, section 4.4: what is there to find for a permutation of the experts? A step beyond the paper.
+"""Paper 001, section 4.4: how much can a permutation of the experts gain? This study goes beyond the paper.
 
-With hash routing every user has one expert, so that the loss of a batch is a sum over the 16 groups of users, and the
-best permutation of the experts at any moment is a linear assignment: the exact optimum of what the local search looks
-for, on the training rows. The study trains on MovieLens and, at the first step or later, gives the experts to the
-groups by the best permutation, or by a random one (the control), and trains on. Beside them: no permutation, the search
-as the paper has it, the search whose temperatures start where scores are soft and end in a permutation (wide), and the
-same schedule with a U that never learns (untrained).
+With hash routing every user has one expert. The loss is then a sum over the 16 groups of users, and the permutation of
+the experts with the lowest training loss is the solution of a linear assignment, which is what the local search looks
+for. The study trains on MovieLens, permutes the experts at the first step or later, and continues. Arms: the best
+permutation, a random one (the control), none, the search with the paper's schedule, the search whose temperatures fall
+from soft scores to a permutation (wide), and that schedule with a fixed U (untrained).
 
-Printed for every arm: the training loss before and after the permutation, that of the mean and of the best of all 16!,
-the test loss at the end, and for the searches how far the last soft matrix was from a permutation.
+Printed for every arm: the training loss before and after the permutation, its mean and its minimum over all 16!
+permutations, the test loss at the end, and for the searches the distance of the last soft matrix from a permutation.
 """
 
 from __future__ import annotations
@@ -28,9 +27,10 @@ from moe_kernels.data import Ratings, load
 from moe_kernels.nn.gates import HashGate
 from moe_kernels.ops.harden import harden
 from moe_kernels.recipes.movielens import MovieLens
-from moe_kernels.studies import Study, option, write_rows
+from moe_kernels.studies import Study, line_of, option, write_rows
 from moe_kernels.train.loop import Run
-from moe_kernels.train.plotting import plotting, save
+from moe_kernels.train.plotting import write_picture
+from moe_kernels.train.report import mean_and_spread, with_spread
 
 ARMS = ("none", "random", "best", "paper", "wide", "untrained")
 
@@ -40,13 +40,13 @@ class Permutation(Study):
     """The study's options."""
 
     data: str = option("", "folder with MovieLens, as ratings.dat or prepared")
-    arms: tuple[str, ...] = option(ARMS, "what to compare", choices=ARMS)
+    arms: tuple[str, ...] = option(ARMS, "arms to compare", choices=ARMS)
     rows: int = option(20_000, "training rows; the paper: 200,000", low=1)
-    epochs: int = option(10, "passes over them; the search takes the first half, as in the paper", low=2)
+    epochs: int = option(10, "passes over the rows; the search uses the first half, as in the paper", low=2)
     lr: float = option(2.5e-4, "learning rate of Adam; the paper: 2.5e-5, on ten times as many rows", low=0)
-    at: tuple[int, ...] = option((0, 1), "epochs after which random and best permute", low=0)
-    seeds: int = option(3, "of everything", low=1)
-    experts: int = option(16, "that users are hashed to", low=2)
+    at: tuple[int, ...] = option((0, 1), "epochs after which arms random and best permute", low=0)
+    seeds: int = option(3, "seeds of each arm", low=1)
+    experts: int = option(16, "experts that users are hashed to", low=2)
 
     def run(self, out: Path | None) -> None:
         data = load(self.data)
@@ -57,9 +57,9 @@ class Permutation(Study):
             for epoch in self.at if arm in ("random", "best") else (-1,):
                 for seed in range(self.seed, self.seed + self.seeds):
                     rows.append(self._arm(data, arm, epoch, seed))
-                    print(info_line(rows[-1]), flush=True)
+                    print(line_of(rows[-1]), flush=True)
         print(f"\n{_table(rows)}")
-        print("Loss of training: of all rows at the permutation. Means ± spread over the seeds.")
+        print("Training losses are of all rows at the permutation. Mean ± spread over the seeds.")
         if out is not None:
             write_rows(out / "permutation.csv", rows)
             _draw(out / "permutation.png", rows)
@@ -114,7 +114,7 @@ class Permutation(Study):
 
 @torch.no_grad()
 def costs(run: Run, gate: HashGate) -> Tensor:
-    """(E, E) float64: the summed loss of group i's training rows, were expert j theirs."""
+    """(E, E) float64: at i, j the summed loss of the training rows of user group i if expert j served them."""
     users, movies, truth, stars = run.data.train
     table, recipe = gate.table.clone(), run.recipe
     assert isinstance(recipe, MovieLens)
@@ -136,38 +136,23 @@ def costs(run: Run, gate: HashGate) -> Tensor:
     return cost
 
 
-def info_line(row: dict[str, Any]) -> str:
-    """One arm of one seed."""
-    return ", ".join(f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if v == v)
-
-
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for key in dict.fromkeys((row["arm"], row["after epoch"]) for row in rows):
         mine = [row for row in rows if (row["arm"], row["after epoch"]) == key]
         label = key[0] if key[1] < 0 else f"{key[0]} after epoch {key[1]}"
         names = ("before", "mean of all", "best of all", "after", "test loss", "distance")
-        lines.append((label, *(_spread([row[name] for row in mine]) for name in names)))
+        lines.append((label, *(with_spread(mean_and_spread([row[name] for row in mine])) for name in names)))
     header = ("arm", "training loss before", "mean of all", "best of all", "after", "test loss at the end", "distance")
     return info.table(header, lines)
 
 
-def _spread(values: list[float]) -> str:
-    mean = sum(values) / len(values)
-    if math.isnan(mean):
-        return "-"
-    if len(values) == 1:
-        return f"{mean:.4f}"
-    return f"{mean:.4f} ± {math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)):.4f}"
-
-
 def _draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    pyplot = plotting()
-    if pyplot is None:
-        return
-    canvas, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     labels = [row["arm"] if row["after epoch"] < 0 else f"{row['arm']}\nepoch {row['after epoch']}" for row in rows]
-    for row, label in zip(rows, labels, strict=True):
-        axis.plot(label, row["test loss"], "o", color=f"C{row['seed'] % 10}")
-    axis.set(ylabel="test loss at the end", title="a colour is a seed")
-    save(canvas, path)
+
+    def draw(axes: Any) -> None:
+        for row, label in zip(rows, labels, strict=True):
+            axes[0, 0].plot(label, row["test loss"], "o", color=f"C{row['seed'] % 10}")
+        axes[0, 0].set(ylabel="test loss at the end", title="a colour is a seed")
+
+    write_picture(path, draw, figsize=(8, 4.5))

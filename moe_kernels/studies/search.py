@@ -1,11 +1,11 @@
-"""Paper 001, sections 5.1.2 and 5.1.3, Figures 2 and 3: how many random trials does a gate need to be tuned?
+"""Paper 001, sections 5.1.2 and 5.1.3, Figures 2 and 3: how many random trials does the tuning of a gate take?
 
 Every trial draws its hyperparameters from the paper's grid for MovieLens (supplement S1.3): the learning rate
 log-uniform in [5e-5, 5e-4], gamma of {0.01, 0.1, 1, 5, 10} (10 for COMET with local search), lambda of {0.05, 0.1, 0.5,
 1, 5, 10}, 1 to 10 epochs of permutation learning. It trains for at most 100 epochs, stops after 25 without a better
 validation loss, and keeps the best one. Table 2 has the mean test loss of the best 5 % by validation. Bootstrap
-(appendix F): draw s trials, take the one of the best validation loss, note its test loss; the mean of 1000 such draws,
-for every s. The paper has 500 trials a gate.
+(appendix F): draw s trials and take the test loss of the one with the best validation loss; the result is the mean of
+1000 draws, for every s. The paper has 500 trials a gate.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch
 from moe_kernels import info
 from moe_kernels.data import Ratings, load
 from moe_kernels.recipes.movielens import MovieLens
-from moe_kernels.studies import Study, option, write_rows
+from moe_kernels.studies import Study, line_of, option, write_rows
 from moe_kernels.train import checkpoint
 from moe_kernels.train.comparison import parts
 from moe_kernels.train.loop import Run
-from moe_kernels.train.plotting import plotting, save
+from moe_kernels.train.plotting import write_picture
+from moe_kernels.train.report import mean_and_spread, with_spread
 
 GAMMAS, LAMBDAS, RATES = (0.01, 0.1, 1.0, 5.0, 10.0), (0.05, 0.1, 0.5, 1.0, 5.0, 10.0), (5e-5, 5e-4)
 
@@ -38,13 +39,13 @@ class Search(Study):
 
     data: str = option("", "folder with MovieLens, as ratings.dat or prepared")
     sides: tuple[str, ...] = option(("hash", "topk", "comet"), "gates to tune")
-    trials: int = option(20, "random draws of hyperparameters a gate; the paper: 500", low=1)
-    rows: int = option(0, "training rows, the first ones of a shuffle; 0: all", low=0)
-    eval_rows: int = option(0, "validation and test rows of an evaluation; 0: as many as there are to train on", low=0)
-    epochs: int = option(100, "passes at most", low=1)
-    patience: int = option(25, "epochs without a better validation loss, after which a trial stops", low=1)
-    alpha: float = option(0.9, "weight of the task watched; the paper: 0.1 and 0.9", low=0, high=1)
-    draws: int = option(1000, "of the bootstrap", low=1)
+    trials: int = option(20, "random trials of a gate; the paper: 500", low=1)
+    rows: int = option(0, "training rows, a fixed random choice; 0: all", low=0)
+    eval_rows: int = option(0, "validation and test rows of an evaluation; 0: at most as many as train", low=0)
+    epochs: int = option(100, "largest number of passes over the rows", low=1)
+    patience: int = option(25, "a trial stops after so many epochs without a better validation loss", low=1)
+    alpha: float = option(0.9, "weight of task watched; the paper: 0.1 and 0.9", low=0, high=1)
+    draws: int = option(1000, "draws of the bootstrap", low=1)
 
     def run(self, out: Path | None) -> None:
         data = load(self.data)
@@ -54,8 +55,7 @@ class Search(Study):
         for trial in range(self.trials):  # gates take turns, so that an interrupted search is a smaller one
             for side in self.sides:
                 rows.append(self._trial(data, side, trial))
-                shown = (f"{k} {v:.5g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items())
-                print(", ".join(shown), flush=True)
+                print(line_of(rows[-1]), flush=True)
                 if out is not None:
                     write_rows(out / "search.csv", rows)
         curves = {side: bootstrap([row for row in rows if row["side"] == side], self.draws) for side in self.sides}
@@ -103,7 +103,7 @@ class Search(Study):
 
 
 def bootstrap(rows: Sequence[dict[str, Any]], draws: int) -> dict[int, float]:
-    """s -> mean over `draws` of the test loss of the trial that has the best validation loss of s that are drawn."""
+    """s -> the test loss of the best of s random trials by validation loss, as the mean of `draws` draws."""
     valid, test = (torch.tensor([row[name] for row in rows]) for name in ("valid loss", "test loss"))
     generator = torch.Generator().manual_seed(0)
     sizes = [size for size in (1, 2, *range(5, 251, 5)) if size <= max(len(rows) // 2, 1)]
@@ -121,20 +121,17 @@ def _table(rows: Sequence[dict[str, Any]], curves: dict[str, dict[int, float]]) 
     for side, curve in curves.items():
         mine = sorted((row for row in rows if row["side"] == side), key=lambda row: row["valid loss"])
         best = [row["test loss"] for row in mine[: max(len(mine) // 20, 1)]]
-        mean = sum(best) / len(best)
-        error = math.sqrt(sum((each - mean) ** 2 for each in best) / max(len(best) - 1, 1) / len(best))
-        told = f"{mean:.4f} ± {error:.4f}" if len(best) > 1 else f"{mean:.4f}"
-        lines.append((side, len(mine), told, *(f"{curve[size]:.4f}" for size in sizes)))
+        mean, spread = mean_and_spread(best)
+        error = with_spread((mean, spread / math.sqrt(len(best))))
+        lines.append((side, len(mine), error, *(f"{curve[size]:.4f}" for size in sizes)))
     return info.table(("gate", "trials", "test loss", *(f"best of {size}" for size in sizes)), lines)
 
 
 def _draw(path: Path, curves: dict[str, dict[int, float]]) -> None:
-    pyplot = plotting()
-    if pyplot is None:
-        return
-    canvas, axis = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    for side, curve in curves.items():
-        axis.plot(list(curve), list(curve.values()), marker="o", label=side)
-    axis.set(xlabel="random trials", ylabel="test loss of the best by validation", xscale="log")
-    axis.legend(fontsize="small")
-    save(canvas, path)
+    def draw(axes: Any) -> None:
+        for side, curve in curves.items():
+            axes[0, 0].plot(list(curve), list(curve.values()), marker="o", label=side)
+        axes[0, 0].set(xlabel="random trials", ylabel="test loss of the best by validation", xscale="log")
+        axes[0, 0].legend(fontsize="small")
+
+    write_picture(path, draw, figsize=(7, 4.5))

@@ -1,15 +1,16 @@
 """Paper 000, section 4.1.1 and Figure 2: do similar inputs get similar masks, and similar activations?
 
 500 pairs of inputs of length 100, each input with components from N(mu, 25), mu an integer from 0 to 100; networks of
-10 hidden layers of 512. For every pair: the cosine of the inputs, that of the masks of all layers, and that of the
-masked activations, means over 10 networks. The paper draws 10 networks for every pair; --fresh does so, else 10 serve
-all pairs, which takes seconds instead of minutes. p = 1 is the dense network, the baseline of Figure 2b.
+10 hidden layers of 512. For every pair: the cosines of the inputs, of the masks of all layers, and of the masked
+activations, means over 10 networks. The paper draws 10 networks for every pair, as --fresh does; by default all pairs
+use the same 10, which takes seconds instead of minutes. p = 1 is the dense network, the baseline of Figure 2b.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,21 +19,23 @@ from moe_kernels import info
 from moe_kernels.nn.comet import ACTIVATIONS, CometMLP
 from moe_kernels.ops.kwta import k_from_fraction, kwta_mask
 from moe_kernels.studies import Study, option, write_rows
-from moe_kernels.train.plotting import plotting, save
+from moe_kernels.train.plotting import write_picture
 
 
 @dataclass(frozen=True)
 class Similarity(Study):
     """The study's options; their defaults are the paper's."""
 
-    pairs: int = option(500, "of inputs", low=1)
-    networks: int = option(10, "of random weights", low=1)
-    fresh: bool = option(False, "draw the networks anew for every pair, as the paper does")
+    pairs: int = option(500, "pairs of inputs", low=1)
+    networks: int = option(10, "networks of random weights", low=1)
+    fresh: bool = option(False, "draw new networks for every pair, as the paper does")
     inputs: int = option(100, "length of an input", low=2)
     hidden: int = option(512, "neurons of a hidden layer", low=1)
     layers: int = option(10, "hidden layers", low=1)
     keep: tuple[float, ...] = option((0.1, 0.3, 0.5, 0.7, 0.9, 1.0), "keep fractions p", low=0, high=1)
-    activation: str = option("tanh", "of the backbone; the paper names none here", choices=tuple(sorted(ACTIVATIONS)))
+    activation: str = option(
+        "tanh", "activation of the backbone; the paper names none here", choices=tuple(sorted(ACTIVATIONS))
+    )
 
     def run(self, out: Path | None) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -56,13 +59,13 @@ class Similarity(Study):
             rows.append((f"{p:g}", *(f"{number:.3f}" for number in numbers)))
         header = ("keep p", "rank correlation with masks", "with activations", "slope of masks", "of activations")
         print(info.table(header, rows))
-        print("Of the cosine of the two inputs with that of their masks, and of their masked activations.")
+        print("Cosine of the two inputs against the cosine of their masks, and of their masked activations.")
         if out is not None:
             self._write(out, of_inputs, masks, activations)
 
     @torch.no_grad()
     def _similarities(self, network: CometMLP, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-        """x (2, pairs, inputs) -> the cosines (pairs) of masks and of masked activations, all layers side by side."""
+        """x (2, pairs, inputs) -> cosines (pairs) of the masks and of the masked activations of all layers together."""
         k = k_from_fraction(p, self.hidden)
         z, h = x, x
         masks, activations = [], []
@@ -77,32 +80,23 @@ class Similarity(Study):
         return torch.cosine_similarity(first[0], first[1]), torch.cosine_similarity(second[0], second[1])
 
     def _write(self, out: Path, inputs: Tensor, masks: dict[float, Tensor], activations: dict[float, Tensor]) -> None:
-        write_rows(
-            out / "similarity.csv",
-            [
-                {
-                    "keep": p,
-                    "pair": i,
-                    "inputs": inputs[i].item(),
-                    "masks": masks[p][i].item(),
-                    "activations": activations[p][i].item(),
-                }
-                for p in self.keep
-                for i in range(self.pairs)
-            ],
-        )
-        pyplot = plotting()
-        if pyplot is None:
-            return
-        canvas, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-        for axis, found, name in ((axes[0], masks, "masks"), (axes[1], activations, "masked activations")):
-            for p in self.keep:
-                if name == "masks" and p == 1:
-                    continue  # every neuron is on
-                axis.scatter(inputs, found[p], s=4, label=f"p = {p:g}")
-            axis.set(xlabel="cosine of the inputs", ylabel=f"cosine of the {name}")
-            axis.legend(fontsize="small")
-        save(canvas, out / "similarity.png")
+        rows = []
+        for p in self.keep:
+            columns = {"inputs": inputs, "masks": masks[p], "activations": activations[p]}
+            for i in range(self.pairs):
+                rows.append({"keep": p, "pair": i} | {name: each[i].item() for name, each in columns.items()})
+        write_rows(out / "similarity.csv", rows)
+
+        def draw(axes: Any) -> None:
+            for axis, found, name in zip(axes[0], (masks, activations), ("masks", "masked activations"), strict=True):
+                for p in self.keep:
+                    if name == "masks" and p == 1:
+                        continue  # every neuron is on
+                    axis.scatter(inputs, found[p], s=4, label=f"p = {p:g}")
+                axis.set(xlabel="cosine of the inputs", ylabel=f"cosine of the {name}")
+                axis.legend(fontsize="small")
+
+        write_picture(out / "similarity.png", draw, columns=2, figsize=(11, 4.5))
 
 
 def _ranks(x: Tensor) -> Tensor:
@@ -110,13 +104,13 @@ def _ranks(x: Tensor) -> Tensor:
 
 
 def _correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's; NaN where one of them does not vary."""
+    """Spearman's rank correlation; NaN if a or b is constant."""
     if a.unique().numel() == 1 or b.unique().numel() == 1:
         return float("nan")
     return float(torch.corrcoef(torch.stack([_ranks(a), _ranks(b)]))[0, 1])
 
 
 def _slope(a: Tensor, b: Tensor) -> float:
-    """Of the least-squares line of b over a."""
+    """Slope of the least-squares line of b over a."""
     a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
     return float((a * b).sum() / (a * a).sum()) if a.abs().max() > 0 else float("nan")

@@ -1,15 +1,16 @@
-"""Paper 000, section 4.1.2 and Figure 3: how often is every neuron of a random COMET network active, and are any dead?
+"""Paper 000, section 4.1.2 and Figure 3: how often is each neuron of a random COMET network active, and are any dead?
 
-1000 random networks of 4 layers, each with N ~ U(100, 1000) neurons a layer and sparsity 1 - p ~ U(0.05, 1), see the
-whole data set. The paper's data are CIFAR-10; it finds 7.6e-4 % of all neurons dead, in fewer than 2 % of the networks,
-and that many of these answer another data set (--other), CIFAR-100 there. digits and MNIST have a mean image far from
-zero, so that more neurons are dead there; --centre takes it off.
+1000 random networks of 4 layers, each with N ~ U(100, 1000) neurons a layer and sparsity 1 - p ~ U(0.05, 1), get the
+whole data set. On CIFAR-10 the paper finds 7.6e-4 % of all neurons dead, in fewer than 2 % of the networks; many of
+them are active on another data set (--other), CIFAR-100. In digits and MNIST the mean image is far from zero, so more
+neurons are dead; --centre subtracts it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from moe_kernels.data import Images, load
 from moe_kernels.nn.comet import FixedRouting
 from moe_kernels.nn.utilisation import Utilisation
 from moe_kernels.studies import Study, option, write_rows
-from moe_kernels.train.plotting import plotting, save
+from moe_kernels.train.plotting import write_picture
 
 BINS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95)  # of the keep fraction
 
@@ -29,13 +30,13 @@ class UtilisationStudy(Study):
     """The study's options; their defaults are the paper's, but for the data."""
 
     data: str = option("digits", "images: digits, or a path to CIFAR-10 or another set")
-    other: str = option("", "a second set of as many pixels: how many of the dead neurons answer it")
-    centre: bool = option(False, "take the mean image of the data off, of both sets")
-    networks: int = option(1000, "of random weights", low=1)
+    other: str = option("", "a second set of as many pixels, to count the dead neurons that are active on it")
+    centre: bool = option(False, "subtract the mean image of the data from both sets")
+    networks: int = option(1000, "networks of random weights", low=1)
     layers: int = option(4, "linear layers: one more than hidden ones", low=2)
-    width: tuple[int, ...] = option((100, 1000), "least and most neurons of a hidden layer", low=1)
-    sparsity: tuple[float, ...] = option((0.05, 1.0), "least and most 1 - p", low=0, high=1)
-    samples: int = option(0, "images to pass through, the first ones; 0: all", low=0)
+    width: tuple[int, ...] = option((100, 1000), "smallest and largest number of neurons of a hidden layer", low=1)
+    sparsity: tuple[float, ...] = option((0.05, 1.0), "smallest and largest 1 - p", low=0, high=1)
+    samples: int = option(0, "images, the first ones of the set; 0: all", low=0)
 
     def run(self, out: Path | None) -> None:
         first, second = self._images(self.data), self._images(self.other) if self.other else None
@@ -107,15 +108,15 @@ def _shares(router: FixedRouting, x: Tensor) -> list[Tensor]:
 
 
 def _draw_picture(path: Path, rows: list[dict[str, float]], extremes: dict[str, tuple[float, list[Tensor]]]) -> None:
-    pyplot = plotting()
-    if pyplot is None:
-        return
-    canvas, axes = pyplot.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
-    for axis, (p, share) in zip(axes, extremes.values(), strict=False):
-        for layer, each in enumerate(share, 1):
-            axis.plot(each.sort(descending=True).values, label=f"layer {layer}")
-        axis.set(xlabel="neurons of the layer, sorted", ylabel="share of the images", title=f"one network, p = {p:.3f}")
-        axis.legend(fontsize="small")
-    axes[2].scatter([row["keep"] for row in rows], [row["dead"] / row["neurons"] for row in rows], s=6)
-    axes[2].set(xlabel="keep fraction p", ylabel="share of dead neurons", title=f"{len(rows)} networks")
-    save(canvas, path)
+    def draw(axes: Any) -> None:
+        *single, last = axes[0]
+        for axis, (p, share) in zip(single, extremes.values(), strict=True):
+            for layer, each in enumerate(share, 1):
+                axis.plot(each.sort(descending=True).values, label=f"layer {layer}")
+            title = f"one network, p = {p:.3f}"
+            axis.set(xlabel="neurons of the layer, sorted", ylabel="share of the images", title=title)
+            axis.legend(fontsize="small")
+        last.scatter([row["keep"] for row in rows], [row["dead"] / row["neurons"] for row in rows], s=6)
+        last.set(xlabel="keep fraction p", ylabel="share of dead neurons", title=f"{len(rows)} networks")
+
+    write_picture(path, draw, columns=3, figsize=(15, 4.5))

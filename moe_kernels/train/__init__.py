@@ -1,7 +1,8 @@
 """python -m moe_kernels train RECIPE: trains the sides of a comparison, with a log, checkpoints, a table and a picture.
 
-First an agreement check: the same training steps on the fast backend and on the reference. Then, where the recipe asks
-for it, a learning rate is chosen for each side. Then every side trains with every seed, in turn between evaluations.
+First the agreement check takes the same training steps on the fast backend and on the reference. Then a learning rate
+is chosen for each side, if the recipe has several. Then every side trains with every seed; sides take turns, an
+evaluation each.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,10 +43,8 @@ DEFAULT = "comet"
 
 
 def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
-    """Declares the options of `run` for the recipe that `words`, the command line after "train", begins with.
-
-    Its fields are options of their own, so the recipe has to be known first.
-    """
+    """Declares the options of `run`. words: the command line after "train"; it begins with the recipe, as every recipe
+    has its own options."""
     name = words[0] if words and not words[0].startswith("-") else DEFAULT
     try:
         recipe = recipes.find(name)
@@ -56,45 +55,45 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
     def first(text: str) -> str:
-        if text != name:  # which is whose options stand below
-            raise argparse.ArgumentTypeError(f"{text!r} must come before the options, which are its own")
+        if text != name:  # the options below are those of recipe `name`
+            raise argparse.ArgumentTypeError(f"{text!r} must come before the options, as each recipe has its own")
         return text
 
-    parser.add_argument("recipe", nargs="?", type=first, default=name, help="first of all; its options are its own")
+    parser.add_argument("recipe", nargs="?", type=first, default=name, help="before its options")
     for field in dataclasses.fields(recipe):
         add_field(parser, field, recipe.SIDES)
     number = within(int, 1)
-    parser.add_argument("--seeds", type=number, default=1, help="how many, for a mean and a spread (default: 1)")
-    parser.add_argument("--every", type=within(int, 0), default=0, help="steps between evaluations; 0: an epoch")
+    parser.add_argument("--seeds", type=number, default=1, help="number of seeds, for a mean and a spread (default: 1)")
+    parser.add_argument("--every", type=within(int, 0), default=0, help="steps between evaluations (default: an epoch)")
     parser.add_argument(
         "--out", type=Path, help="folder for log, checkpoint, result and picture (default: none written)"
     )
-    parser.add_argument("--resume", action="store_true", help="go on where the checkpoint in --out was written")
-    parser.add_argument("--backend", choices=backends.NAMES, help="of every operation (default: the fastest that runs)")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
+    parser.add_argument("--backend", choices=backends.NAMES, help="backend of all operations (default: the fastest)")
     parser.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
     parser.add_argument(
         "--threads",
         type=number,
-        help="of the CPU (default: torch's; 1 for digits, whose steps are over before a second thread wakes)",
+        help="threads of the CPU (default: torch's; 1 for digits, whose steps are too short for more)",
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write every number there")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file for all numbers of the result")
     parser.add_argument(
         "--expert-parallel",
         type=number,
         metavar="N",
-        help="ranks that share the experts, under torchrun; further ranks are replicas (default: one process)",
+        help="number of ranks that share the experts, under torchrun; more ranks are replicas (default: one process)",
     )
     parser.add_argument(
         "--rank-timeout",
         type=within(float, 1),
         metavar="S",
-        help="seconds that a rank waits for the others before it ends with a message (default: torch's)",
+        help="seconds that a rank waits for the others before it fails (default: torch's)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, training, table. Returns 0; 1 if backend and reference disagree; 2 if it cannot start; 3 if another rank
-    failed or did not answer in time; 130 if interrupted."""
+    """Runs the check and the training, prints the table, and returns the exit status: 0; 1 if backend and reference
+    disagree; 2 if it cannot start; 3 if another rank failed or did not answer in time; 130 if interrupted."""
     threads, flushed = torch.get_num_threads(), _flushes_denormals()
     with ExitStack() as stack:
         try:
@@ -104,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
                 raise ValueError("--resume needs --out, the folder of the checkpoint")
             if args.json:
                 checkpoint.try_place(args.json)
-            recipe = _recipe(args)
+            kind = recipes.find(args.recipe)
+            recipe: Recipe = kind(**given(kind, args))
             device = _device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
             ranks = _ranks(args, device, stack)
             backend = backends.choose("kwta", None, torch.empty(0, device=device))
@@ -113,10 +113,10 @@ def run(args: argparse.Namespace) -> int:
                 raise ValueError(f"{args.recipe} needs --data: {field.metadata['help']}")
             data = load(args.data)
             if not isinstance(data, recipe.ACCEPTS):
-                raise ValueError(f"{args.recipe} wants {recipe.ACCEPTS.__name__}, and {args.data} has {data.name}")
+                raise ValueError(f"{args.recipe} needs {recipe.ACCEPTS.__name__}, but {args.data} has {data.name}")
             torch.set_num_threads(args.threads or (1 if args.data == "digits" else threads))
-            # A permutation's entries fall to 1e-40 at low temperatures, and a product with such gradients takes a CPU
-            # 60 times as long: a step of MovieLens took 500 ms, and takes 140.
+            # Entries of a permutation fall to 1e-40 at low temperatures, and a product with such denormals takes a CPU
+            # 60 times as long: a step of MovieLens took 500 ms, now 140.
             torch.set_flush_denormal(True)
             splits, make = recipe.splits(data.to(device)), Run if ranks is None else ranks.run
             comparison = Comparison(recipe, splits, args.seeds, args.every, args.out, make)
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
                 comparison.resume()
             if ranks is not None:
                 ranks.wait()
-                if ranks.rank and args.out:  # rank 0 writes; the others' files go with their process
+                if ranks.rank and args.out:  # only rank 0's files are kept
                     comparison.out = args.out = Path(stack.enter_context(TemporaryDirectory()))
             return _run(args, comparison, backend, ranks)
         except (ValueError, ImportError, OSError, backends.BackendError) as error:
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ranks(args: argparse.Namespace, device: torch.device, stack: ExitStack) -> Ranks | None:
-    """The ranks of a training under torchrun, of which rank 0 alone prints; None in one process."""
+    """The ranks of a training under torchrun, of which only rank 0 prints; None in one process."""
     if not args.expert_parallel:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ValueError(
@@ -158,35 +158,37 @@ def _ranks(args: argparse.Namespace, device: torch.device, stack: ExitStack) -> 
 
 
 def _rank(args: argparse.Namespace) -> str:
-    """Who speaks, where there are several."""
+    """The beginning of a message: the number of this rank, if there are several."""
     return f"rank {os.environ.get('RANK', '?')}: " if args.expert_parallel else ""
 
 
 def _lost(args: argparse.Namespace, error: RuntimeError) -> str:
-    """Why a rank ends, and how to go on."""
+    """The reason why a rank ends, and how to continue."""
     first = str(error).partition("\n")[0]
     saved = args.out / "checkpoint.pt" if args.out else None
-    hint = f"; --resume goes on from {saved}" if saved is not None and saved.exists() else ""
+    hint = f"; --resume continues from {saved}" if saved is not None and saved.exists() else ""
     return f"another rank failed or did not answer in time, or this one did: {first}{hint}"
 
 
 def _device(name: str) -> torch.device:
-    """ValueError where torch knows no such device, has none here, or has one that computes nothing."""
+    """The torch device; ValueError if it is unknown, missing here, or computes nothing."""
     try:
-        torch.zeros((), device=name).item()  # which meta cannot
+        torch.zeros((), device=name).item()  # fails on the meta device
         return torch.device(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # the second from a torch without CUDA
         raise ValueError(f"--device {name}: {str(error).partition(chr(10))[0]}") from error
 
 
 def _flushes_denormals() -> bool:
-    """What torch.set_flush_denormal was last given: torch does not tell, the product of a denormal does."""
+    """The last argument of torch.set_flush_denormal, which torch has no function for: multiplies a denormal."""
     return (torch.tensor(1e-40) * 1).item() == 0
 
 
 def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: Ranks | None) -> int:
     recipe, data = comparison.recipe, comparison.data
-    print(f"{args.recipe}: {_settings(recipe)}")
+    scale = ("epochs", "steps", "rows", "eval_rows", "data")  # _scale prints the values in force
+    options = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in scale}
+    print(f"{args.recipe}: {settings(options)}")
     print(_scale(comparison))
     several = "" if ranks is None else f", {ranks.size} ranks, of which {args.expert_parallel} share the experts"
     print(f"{comparison.device.type}, {torch.get_num_threads()} thread(s), backend {backend}{several}\n")
@@ -199,7 +201,7 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
         if saved is None:
             print("interrupted")
         else:  # the first evaluation writes it
-            print(f"interrupted; {f'--resume goes on from {saved}' if saved.exists() else 'nothing was saved yet'}")
+            print(f"interrupted; {f'--resume continues from {saved}' if saved.exists() else 'nothing was saved yet'}")
         return 130
     histories = comparison.histories()
     summaries = summarise(histories, recipe.METRIC)
@@ -230,50 +232,44 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
         sweep_picture(args.out / "sweep.png", recipe, summaries)
         missing = "" if drawn else "; no picture: pip install moe_kernels[bench]"
         print(f"models, log, checkpoint, result{' and picture' * drawn} in {args.out}{missing}")
-    if args.json:  # last: where it cannot be written the folder is whole
+    if args.json:  # last, so that the folder is complete even if this cannot be written
         write_json(args.json, result)
     return status
 
 
 def _check(comparison: Comparison, backend: str, ranks: Ranks | None) -> dict[str, Agreement]:
     """The agreement of every side with one process on the reference."""
-    recipe = comparison.recipe
-    if ranks is not None:
-        found = {}
-        for name, variant in recipe.variants().items() if recipe.check_steps else ():
-            found[name] = ranks.check(variant, comparison.data)
-            print_agreement(name, found[name], f"{backend} and {ranks.size} ranks")
-        return found
-    if backend == "reference":
+    recipe, found = comparison.recipe, {}
+    if ranks is None and backend == "reference":
         print("agreement: everything runs on the reference itself here, so there is nothing to compare\n")
         return {}
-    found = {}
     for name, variant in recipe.variants().items() if recipe.check_steps else ():
-        found[name] = check_agreement(*comparison.pair(variant), recipe.check_steps)
-        print_agreement(name, found[name], backend)
+        if ranks is not None:
+            found[name] = ranks.check(variant, comparison.data)
+        else:
+            found[name] = check_agreement(*comparison.pair(variant), recipe.check_steps)
+        print_agreement(name, found[name], backend + ("" if ranks is None else f" and {ranks.size} ranks"))
     return found
 
 
-def _recipe(args: argparse.Namespace) -> Recipe:
-    kind = recipes.find(args.recipe)
-    values: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(kind)}
-    several: dict[str, Any] = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+def given(kind: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The values of the fields of a dataclass from the command line; several values become a tuple."""
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
-        if field.metadata["sweep"] and len(several.get(field.name, ())) == 1:
-            (several[field.name],) = several[field.name]
-    return kind(**values | several)
+        value = getattr(args, field.name)
+        several = isinstance(value, list) and not (field.metadata["sweep"] and len(value) == 1)
+        values[field.name] = tuple(value) if several else value[0] if isinstance(value, list) else value
+    return values
 
 
-def _settings(recipe: Recipe) -> str:
-    settings = dataclasses.asdict(recipe)
-    for name in ("epochs", "steps", "rows", "eval_rows", "data"):  # _scale says what of these is in force
-        settings.pop(name, None)
-    pairs = settings.items()
+def settings(options: Mapping[str, Any]) -> str:
+    """Options and their values in one line, without empty ones."""
+    pairs = options.items()
     return ", ".join(f"{k} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in pairs if v != ())
 
 
 def _scale(comparison: Comparison) -> str:
-    """How much of the data a run uses, and for how long."""
+    """One line: the samples that a run uses, and the length of the run."""
     recipe, data = comparison.recipe, comparison.data
     train, test = len(data.train[0]), len(data.test[0])
     epoch = math.ceil(train / recipe.batch_size)
@@ -288,7 +284,7 @@ def _scale(comparison: Comparison) -> str:
 
 
 def add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides: tuple[str, ...]) -> None:
-    """Declares the option of a field that recipes.option made."""
+    """Declares the command line option of a field made by recipes.option."""
     name = f"--{field.name.replace('_', '-')}"
     default: Any = field.default
     several = isinstance(default, tuple)
@@ -307,7 +303,7 @@ def add_field(parser: argparse.ArgumentParser, field: dataclasses.Field, sides: 
 
 
 def within(kind: type, low: float | None, high: float | None = None) -> Callable[[str], Any]:
-    """A type for argparse: a finite number from low to high."""
+    """A type for argparse: finite numbers from low to high."""
 
     def parse(text: str) -> Any:
         value = kind(text)
@@ -319,13 +315,13 @@ def within(kind: type, low: float | None, high: float | None = None) -> Callable
             raise argparse.ArgumentTypeError(f"must be at most {high}, got {text}")
         return value
 
-    parse.__name__ = kind.__name__  # argparse names it in "invalid int value"
+    parse.__name__ = kind.__name__  # for argparse's "invalid int value"
     return parse
 
 
 @contextmanager
 def _progress(steps: int) -> Iterator[Callable[[], None]]:
-    """A bar where a person looks on and rich is installed, else nothing."""
+    """A progress bar in a terminal if rich is installed, else nothing."""
     if not (sys.stdout.isatty() and importlib.util.find_spec("rich")):
         yield lambda: None
         return

@@ -1,9 +1,10 @@
 """The agreement check: the same training steps on the fast backend and on the reference.
 
-Two backends round differently, and a network has places where rounding decides: a ReLU whose argument is 0 but for
-rounding (its kink), and two experts whose scores are equal but for rounding (a tie). There the gradient jumps, and both
-results are right. The check finds these places by their definition: they are where the reference itself jumps when its
-weights change by a few units of rounding. A difference counts as a fault where the reference does not jump.
+Two backends round differently. Rounding alone can decide on which side of 0 the argument of a ReLU is (a kink), or
+which of two experts with nearly equal scores is chosen (a tie). There the gradient jumps, and both results are right.
+The
+check finds these places: there the reference itself jumps if its weights change by a few units of rounding. A
+difference of the backends elsewhere is a fault.
 """
 
 from __future__ import annotations
@@ -19,26 +20,25 @@ from torch import Tensor
 from moe_kernels import backends
 from moe_kernels.train.loop import Run
 
-# Allowed between the two runs, relative to max(1, |loss|) and to the largest gradient. Weights are not compared: where
-# a gradient is zero but for rounding, as that of an attention's key bias is, Adam's step is its sign. kWTA copies what
-# it keeps and writes zeros elsewhere, so its two runs add and multiply the same numbers. Matrix products and gradients
-# of biases may sum in another order: one rounding of float32 is 6e-8, and a network amplifies it by less than a
-# hundred.
+# Allowed difference, relative to max(1, |loss|) and to the largest gradient. Matrix products and gradients of biases
+# may sum in another order: one rounding of float32 is 6e-8, and a network amplifies it by less than a hundred. Weights
+# are not compared: if a gradient is zero except for rounding, like that of an attention's key bias, Adam's step is its
+# sign.
 TOLERANCE = 1e-5
 
-# Where a step differs by more, the reference repeats it with weights w (1 + PERTURBATION n) and w (1 - PERTURBATION n),
-# n ~ N(0, 1): one of the two crosses a kink that lies nearer than the perturbation moves the argument. 4e-6 moves it
-# some ten times as far as rounding does, so four pairs miss a kink between two backends once in 1e4 times.
+# If a step differs by more, the reference repeats it with weights w (1 + PERTURBATION n) and w (1 - PERTURBATION n), n
+# ~ N(0, 1); one of the two crosses a near kink. 4e-6 moves an argument some ten times as far as rounding, so that four
+# pairs miss a kink once in 1e4 times.
 PERTURBATION = 4e-6
 PAIRS = 4
-SLACK = 2.0  # times the largest jump of the reference: two jumps may meet in one element
+SLACK = 2.0  # allowed multiple of the largest jump: two jumps may meet in one element
 
 
 @dataclass(frozen=True)
 class Step:
-    """One training step on both backends. The loss' difference is relative to max(1, |reference|).
+    """Errors of one training step: differences of the backends without the jumps of the reference.
 
-    Errors are what remains after the jumps of the reference are taken off.
+    The error of the loss is relative to max(1, |reference|).
     """
 
     step: int
@@ -46,12 +46,12 @@ class Step:
     loss: float
     reference_loss: float
     loss_error: float
-    gradient_error: float  # of any parameter, over the largest gradient of the model
-    repeated: int = 0  # times that the reference was repeated with perturbed weights; 0: no kink and no tie was met
+    gradient_error: float  # largest of all parameters, over the largest gradient of the model
+    repeated: int = 0  # repetitions of the reference with perturbed weights; 0: no kink and no tie
 
     @property
     def passed(self) -> bool:
-        # Written so that a NaN on one side fails.
+        # In this form a NaN fails.
         return self.wrong_masks == 0 and self.loss_error <= TOLERANCE and self.gradient_error <= TOLERANCE
 
 
@@ -68,7 +68,7 @@ class Agreement:
 
 @dataclass
 class Taken:
-    """What one training step did: who was routed where before it, its loss and its gradients."""
+    """The routing before a training step, its loss and its gradients."""
 
     routed: list[Tensor]
     loss: Tensor
@@ -76,10 +76,10 @@ class Taken:
 
 
 def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) -> Agreement:
-    """Takes the same steps from the same weights on the backend in force and on the reference, and compares every one.
+    """Takes the same steps on the current backend and on the reference, and compares each of them.
 
-    Every step starts from the weights and moments of the run on the backend in force. Who is routed where must be the
-    same; losses and gradients may differ by TOLERANCE, and by the jumps of the reference.
+    Every step starts from the weights and moments of the run on the current backend. The routing must be the same;
+    losses and gradients may differ by TOLERANCE and by the jumps of the reference.
     """
     with backends.use_backend("reference"):
         reference = make_reference()
@@ -107,14 +107,14 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
 
 
 def follow_agreement(fast: Run, steps: int) -> None:
-    """The part of the other ranks in a check where the run is one of several ranks; rank 0 compares."""
+    """Takes the steps of a check on a rank other than 0; rank 0 compares."""
     for _ in range(steps):
         _take(fast)
         fast.state()
 
 
 class Jumps:
-    """How far each number of a reference step moves when its weights change by a few units of rounding."""
+    """How far each number of a reference step changes if its weights change by a few units of rounding."""
 
     def __init__(self, expected: Taken) -> None:
         self.expected, self.repeated = expected, 0
@@ -123,7 +123,7 @@ class Jumps:
         self.gradients = [None if each is None else torch.zeros_like(each) for each in expected.gradients]
 
     def widen(self, other: Taken) -> None:
-        """Takes in one repetition."""
+        """Adds the changes of one repetition."""
         self.repeated += 1
         for changed, new, old in zip(self.routed, other.routed, self.expected.routed, strict=True):
             changed |= new != old
@@ -133,18 +133,18 @@ class Jumps:
                 torch.maximum(wide, _distance(a, b), out=wide)
 
     def compare(self, number: int, got: Taken) -> Step:
-        """What of `got` is neither the reference nor within its jumps."""
+        """The errors of `got`: its differences from the reference beyond the jumps."""
         expected = self.expected
         triples = zip(got.routed, expected.routed, self.routed, strict=True)
         wrong = sum(int(((a != b) & ~jumps).sum()) for a, b, jumps in triples)
         loss, right = got.loss, expected.loss
-        same = (loss == right) | (loss.isnan() & right.isnan())  # equal infinities, and NaN on both sides, are no error
+        same = (loss == right) | (loss.isnan() & right.isnan())  # equal infinities and two NaNs are no error
         error = _beyond(loss, right, self.loss) / right.abs().clamp(min=1)
         error = torch.where(same, torch.zeros_like(error), error)
         return Step(number, wrong, loss.item(), right.item(), error.item(), self._gradient_error(got), self.repeated)
 
     def _gradient_error(self, got: Taken) -> float:
-        """Worst difference of two gradients in the model's largest one, 0 where it has none."""
+        """Largest difference of two gradients over the model's largest gradient; 0 without gradients."""
         worst, largest = [], []
         for a, b, jumps in zip(got.gradients, self.expected.gradients, self.gradients, strict=True):
             if (a is None) != (b is None):
@@ -158,7 +158,7 @@ class Jumps:
 
 
 def print_agreement(name: str, agreement: Agreement, backend: str) -> None:
-    """The verdict, and the first steps that disagree."""
+    """Prints the verdict and the first steps that disagree."""
     failed = [s for s in agreement.steps if not s.passed]
     where = f"agreement of {name} on {backend} with the reference"
     if not failed:
@@ -178,7 +178,7 @@ def print_agreement(name: str, agreement: Agreement, backend: str) -> None:
 
 
 def _take(run: Run) -> Taken:
-    """A training step, after a look at who the routers choose for its batch."""
+    """Takes a training step and records the routing of its batch before it."""
     run.task.model.eval()
     with run.random.use(), torch.no_grad():
         routed = [layer.active for layer in run.task.routing(run.batch(run.step))]
@@ -200,7 +200,7 @@ def _saved(run: Run) -> dict[str, Any]:
 
 
 def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[Taken]:
-    """The step after `before`, repeated with weights that differ by a few units of rounding."""
+    """Repeats the step from state `before`, with weights that differ by a few units of rounding."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(PAIRS):
         noise = [torch.randn(each.shape, generator=generator).to(each) for each in run.task.model.parameters()]
@@ -216,10 +216,10 @@ def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[Taken]:
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b|, 0 where that is not finite: an overflow of the reference allows nothing."""
+    """|a - b|, or 0 if it is not finite, so that an overflow of the reference allows no difference."""
     return (a - b).abs().nan_to_num(nan=0.0, posinf=0.0)
 
 
 def _beyond(a: Tensor, b: Tensor, jumps: Tensor) -> Tensor:
-    """By how much |a - b| exceeds SLACK * jumps; NaN stays NaN."""
+    """The part of |a - b| above SLACK * jumps; NaN stays NaN."""
     return ((a - b).abs() - SLACK * jumps).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and checkpoints that cannot run code."""
+"""Writes files whole or not at all, and reads checkpoints without running code."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ VERSION = 1
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Replaces the file in one piece: whoever reads, and whatever interrupts, finds the old one or the new one."""
+    """Replaces the file in one piece: after an interruption it is the old or the new one."""
     with _whole(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def try_place(path: Path) -> None:
-    """OSError where `write` could not write, for who would else hear of it hours later; what is there stays."""
+    """Raises OSError at once if `write` could not write there after hours of training; an existing file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -33,22 +33,22 @@ def try_place(path: Path) -> None:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Writes tensors in plain containers, whole or not at all."""
+    """Writes tensors in plain containers and the version, whole or not at all."""
     save_tensors(path, {"version": VERSION, **state})
 
 
 def save_tensors(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes `state` as it is, a state dict for example, its tensors on the CPU, whole or not at all."""
+    """Writes `state`, such as a state dict, with its tensors on the CPU, whole or not at all."""
     plain = {key: value.detach().cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
     with _whole(path) as file:
         torch.save(plain, file)
 
 
 def load(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
-    """What `save` wrote, on the CPU.
+    """The state that `save` wrote, on the CPU.
 
     Raises:
-        ValueError: as `read`, and for a file of another version or without `keys`.
+        ValueError: as `read`; also another version, or a missing key.
     """
     state = read(path)
     if state.get("version") != VERSION or any(key not in state for key in keys):
@@ -57,34 +57,26 @@ def load(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A dict that `save` or `save_tensors` wrote, on the CPU: tensors and plain containers alone (weights_only).
+    """A dict that `save` or `save_tensors` wrote, on the CPU; only tensors and plain containers (weights_only).
 
     Raises:
-        ValueError: no such file, a damaged one, one that asks for anything else, or no dict.
+        ValueError: no such file, a damaged file, other contents, or no dict.
     """
     if not path.is_file():
         raise ValueError(f"there is no checkpoint {path}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        OSError,
-        ValueError,
-        KeyError,
-        zipfile.BadZipFile,
-    ) as error:
+        if isinstance(state, dict):
+            return state
+        raise ValueError(type(state).__name__)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         first = str(error).strip().partition("\n")[0]
         raise ValueError(f"{path} is no whole checkpoint of tensors and plain containers: {first}") from error
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} is no whole checkpoint of tensors and plain containers: {type(state).__name__}")
-    return state
 
 
 @contextmanager
 def _whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the place of `path` once it is on the disk; an error of writing names that."""
+    """A file to write, which replaces `path` once it is on the disk; errors of writing name `path`."""
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:

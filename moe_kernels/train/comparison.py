@@ -1,4 +1,4 @@
-"""All sides of a recipe with all seeds: what is tuned, what is trained, in which order, and the checkpoint."""
+"""Tunes and trains all sides of a recipe with all seeds, and keeps the checkpoint."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from moe_kernels.train.trained import save_model
 
 
 class Comparison:
-    """Every side gets the same seeds, batches, steps and, where learning rates are tuned, the same candidates.
+    """All sides get the same seeds, batches and steps, and the same learning rates to choose from.
 
     Tuning trains each side once with each rate, on nine tenths of the training set with the first seed, and takes the
-    rate of the best last evaluation on the remaining tenth. The test set has no part in it.
+    rate with the best last evaluation on the remaining tenth. It does not use the test set.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Comparison:
         out: Path | None,
         make: Callable[[Recipe, int, Splits], Run] = Run,
     ) -> None:
-        if not 0 <= recipe.seed < 2**31 - seeds:  # the order of batches is drawn by seed and epoch, 64 bits
+        if not 0 <= recipe.seed < 2**31 - seeds:  # seed and epoch together seed the order of batches, in 64 bits
             raise ValueError(f"seed must be from 0 to {2**31 - seeds - 1}, got {recipe.seed}")
         self.recipe, self.data, self.every = recipe, parts(data, recipe), every
-        self.test_samples = len(data.test[0])  # there are; an evaluation may look at fewer
+        self.test_samples = len(data.test[0])  # of the data set; an evaluation may use fewer
         self.device = data.train[0].device
         self.seeds = range(recipe.seed, recipe.seed + seeds)
         self.variants = recipe.variants()
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def total_steps(self) -> int:
-        """Of everything, for the progress bar."""
+        """Steps of all runs together, for the progress bar."""
         size = len(self.data.train[0])
         final, tuned = (
             self.recipe.steps or self.recipe.epochs * math.ceil(n / self.recipe.batch_size)
@@ -65,11 +65,11 @@ class Comparison:
 
     @property
     def _candidates(self) -> tuple[float, ...]:
-        """Learning rates to try: none where there is no choice."""
+        """Learning rates to try; none if there is no choice."""
         return self.recipe.tune if len(self.recipe.tune) > 1 else ()
 
     def train(self, tick: Callable[[], None], say: Callable[[str], None]) -> None:
-        """Tuning, then the runs that count. Sides take turns, an evaluation each; seeds come one after another."""
+        """Tunes, then trains the final runs, seed by seed. Sides take turns, an evaluation each."""
         if len(self.recipe.tune) == 1:
             (rate,) = self.recipe.tune
             self.variants = {name: dataclasses.replace(each, lr=rate) for name, each in self.variants.items()}
@@ -92,14 +92,14 @@ class Comparison:
         return list(self.done.values())
 
     def pair(self, variant: Recipe) -> tuple[Run, Callable[[], Run]]:
-        """A run for the agreement check, and how to make its twin."""
+        """A run for the agreement check, and a function that makes an equal one."""
         return Run(variant, variant.seed, self.data), lambda: Run(variant, variant.seed, self.data)
 
     def resume(self) -> None:
-        """Takes up the checkpoint in `out`.
+        """Continues from the checkpoint in `out`.
 
         Raises:
-            ValueError: there is none, it is damaged, or it belongs to a run with other settings or data.
+            ValueError: it is missing or damaged, or belongs to a run with other settings or data.
         """
         assert self.checkpoint is not None
         state = checkpoint.load(self.checkpoint, ("settings", "done", "live"))
@@ -116,7 +116,7 @@ class Comparison:
 
     @contextmanager
     def _of_another_kind(self, what: str) -> Iterator[None]:
-        """What a checkpoint holds that is none of this program's, as one error that names the file."""
+        """Turns errors of wrong contents of a checkpoint into one ValueError that names the file."""
         try:
             yield
         except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
@@ -129,7 +129,7 @@ class Comparison:
         tick: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        """Trains these side by side, so that a machine that slows down slows all of them."""
+        """Trains these runs in turns, so that a machine that becomes slow affects all of them."""
         for key, (_, recipe, data, _) in runs.items():
             if key not in self.done:
                 self.live[key] = self.make(recipe, recipe.seed, data)
@@ -142,7 +142,7 @@ class Comparison:
                 if (run.step < point or not run.rows) and not run.stopped:
                     run.advance(point, tick)
                     say(_line(key, run.rows[-1]) + "  stops: no better on the validation part" * run.stopped)
-            if point < points[-1]:  # after the last one the finished runs are saved, below
+            if point < points[-1]:  # after the last one, the finished runs are saved below
                 self._save()
         for key, (side, recipe, _, stage) in runs.items():
             if key in self.live:
@@ -158,7 +158,7 @@ class Comparison:
         self._save()
 
     def _points(self, runs: Iterable[Run]) -> list[int]:
-        """Steps after which to evaluate: every so many, and the last."""
+        """Steps after which to evaluate: every `every` steps, and the last one."""
         points: set[int] = set()
         for run in runs:
             every = self.every or run.epoch_steps
@@ -218,7 +218,7 @@ def _history(side: str, recipe: Recipe, stage: str, run: Run) -> History:
 
 
 def parts(data: Splits, recipe: Recipe) -> Splits:
-    """The parts that a run uses: test samples by `eval_rows`; a tenth to validate on, if one is wanted and missing."""
+    """The parts that a run uses: `eval_rows` test samples; a tenth to validate on, if it is needed and missing."""
     wanted = recipe.choose == "best" or recipe.patience > 0
     if wanted and data.valid is None and len(data.train[0]) >= 10:
         valid = _held_out(data, recipe.seed)
@@ -230,7 +230,7 @@ def parts(data: Splits, recipe: Recipe) -> Splits:
 
 
 def _some(part: tuple[torch.Tensor, ...], limit: int) -> tuple[torch.Tensor, ...]:
-    """A fixed random choice of `limit` samples, in their order; all where there are no more."""
+    """A fixed random choice of at most `limit` samples, in their order."""
     if len(part[0]) <= limit:
         return part
     rows = torch.randperm(len(part[0]), generator=torch.Generator().manual_seed(0))[:limit].sort().values
@@ -238,7 +238,7 @@ def _some(part: tuple[torch.Tensor, ...], limit: int) -> tuple[torch.Tensor, ...
 
 
 def _held_out(data: Splits, seed: int) -> Splits:
-    """Nine tenths of the training set to train on and a random tenth in the place of the test set."""
+    """Nine tenths of the training set for training, and a random tenth as the test set."""
     n = len(data.train[0])
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).to(data.train[0].device)
     test, train = order[: n // 10], order[n // 10 :]
@@ -247,7 +247,7 @@ def _held_out(data: Splits, seed: int) -> Splits:
 
 def _line(key: str, row: Row) -> str:
     shown = [name for name in row if name in LOSSES or name.startswith(("valid ", "test "))]
-    if "task" in row or "text" in row:  # the loss with its regularisers is in the log
+    if "task" in row or "text" in row:  # the loss with regularisers is only in the log
         shown.remove("loss")
     numbers = [f"{name} {row[name]:.4f}" for name in shown if not (name in LOSSES and math.isnan(row[name]))]
     speed = "" if math.isnan(row["seconds"]) else f"  {row['seconds'] * 1e3:.2f} ms/step"

@@ -1,7 +1,7 @@
-"""One run: a side of a comparison with one seed, from its first step to its last, interrupted or not.
+"""One run: a side of a comparison with one seed, from its first step to its last.
 
-Batch t of epoch e is row block t of a permutation that (seed, e) alone decide, and a run has random numbers of its own,
-so that runs may take turns, stop and go on without any of them noticing.
+The batches of an epoch are blocks of a permutation that depends only on seed and epoch, and a run has its own random
+numbers. So runs can take turns, stop and continue with the same results.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from moe_kernels.nn.utilisation import Utilisation
 from moe_kernels.recipes import Batch, Recipe, Routing, Splits, Task
 
 Row = dict[str, float]  # one evaluation: step, epoch, loss, measures, routing, seconds a step
-LOSSES = ("loss", "task", "text")  # what is differentiated, and the part of it that the data judge
+LOSSES = ("loss", "task", "text")  # the differentiated loss, and its part that depends on the targets
 
 
 class Random:
-    """Random numbers of one run on every device, which nothing outside `use` draws from."""
+    """The random state of one run on every device; `use` makes it the current one."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
@@ -60,7 +60,7 @@ class Random:
 
 @dataclass
 class Run:
-    """A task on its way: `advance` takes steps, `evaluate` adds a row to `rows`."""
+    """A task in training: `advance` takes steps, evaluates, and adds a row to `rows`."""
 
     recipe: Recipe
     seed: int
@@ -70,9 +70,9 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     setup_seconds: float = 0.0
     parameters: int = 0
-    best: dict[str, Any] | None = None  # the state dict of the best evaluation on the validation part, on the CPU
-    unit: str = "experts"  # what the routing counts; known once it was evaluated
-    terms: list[Row] = field(default_factory=list)  # beside every row: means of what a loss has beside the task's
+    best: dict[str, Any] | None = None  # state dict on the CPU at the best evaluation on the validation part
+    unit: str = "experts"  # counted by the routing; known after an evaluation
+    terms: list[Row] = field(default_factory=list)  # for every row: means of the loss's regularisers
 
     def __post_init__(self) -> None:
         self.device = self.data.train[0].device
@@ -81,7 +81,7 @@ class Run:
         with self.random.use():
             self.task = self.recipe.build(self.data, self.seed, self.steps)
         self.setup_seconds = time.perf_counter() - started
-        # That train in the first phase; a later one may freeze some.
+        # Those that train in the first phase; a later one may freeze some.
         self.parameters = sum(each.numel() for each in self.task.model.parameters() if each.requires_grad)
         for group in self.task.optimiser.param_groups:
             group["initial_lr"] = group["lr"]
@@ -96,7 +96,7 @@ class Run:
         return self.recipe.steps or self.recipe.epochs * self.epoch_steps
 
     def batch(self, step: int) -> Batch:
-        """What step `step`, counted from 0, trains on."""
+        """The training batch of step `step`, counted from 0."""
         epoch, block = divmod(step, self.epoch_steps)
         if self._order[0] != epoch:
             generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
@@ -107,7 +107,7 @@ class Run:
         return Batch(tuple(tensor.index_select(0, rows) for tensor in self.data.train), rows)
 
     def take_step(self) -> dict[str, Tensor]:
-        """One step; the losses, still on the device."""
+        """Takes one step; returns the losses, still on the device."""
         task, batch = self.task, self.batch(self.step)
         if task.before_step is not None:
             task.before_step(self.step)
@@ -123,7 +123,7 @@ class Run:
         return {name: value.detach() for name, value in losses.items()}
 
     def differentiate(self, batch: Batch) -> Mapping[str, Tensor]:
-        """The losses of a batch; their gradients are in the parameters."""
+        """The losses of a batch; puts the gradients into the parameters."""
         losses = self.task.loss(batch)
         losses["loss"].backward()
         return losses
@@ -141,7 +141,7 @@ class Run:
         return self.task.model.state_dict()
 
     def advance(self, to: int, tick: Callable[[], None] = lambda: None) -> None:
-        """Steps up to number `to`, at which it may be already, then an evaluation. `tick` is called every step."""
+        """Takes steps up to number `to`, if there are any, then evaluates. `tick` is called after every step."""
         sums: dict[str, Tensor] = {}
         first = self.step
         with self.random.use():
@@ -158,7 +158,7 @@ class Run:
             means = {name: value.item() / taken for name, value in sums.items()}
             row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan}
             row |= {name: value for name, value in means.items() if name in LOSSES}
-        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # how often is nothing that training notices
+        with Random(self.seed + (self.step + 1 << 32), self.device).use():  # evaluations do not change the training
             row |= self.evaluate() | {"seconds": seconds / taken if taken else math.nan}
         self.rows.append(row)
         self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
@@ -167,12 +167,12 @@ class Run:
 
     @property
     def chooses(self) -> bool:
-        """Whether the validation part decides which evaluation counts."""
+        """Whether evaluations use the validation part."""
         return self.data.valid is not None and (self.recipe.choose == "best" or self.recipe.patience > 0)
 
     @property
     def chosen(self) -> int:
-        """The row that counts: the best on the validation part, the first of equals, or the last one."""
+        """Index of the row that counts: the last one, or the first of the best on the validation part."""
         last = len(self.rows) - 1
         if self.recipe.choose == "last" or not self.chooses:
             return last
@@ -180,7 +180,7 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """The validation part has not been better for `patience` evaluations."""
+        """Whether `patience` evaluations were not better on the validation part."""
         waited = len(self.rows) - 1 - self._best_row() if self.rows and self.chooses else 0
         return 0 < self.recipe.patience <= waited
 
@@ -191,7 +191,8 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> Row:
-        """The measures and the routing over the test set, in one forward of every batch; "valid" ones before them."""
+        """Measures on the validation part ("valid ...") and the test set ("test ..."), and the routing, one forward
+        each."""
         row: Row = {}
         self.task.model.eval()
         if self.chooses:
@@ -226,12 +227,12 @@ class Run:
     def flops(self, known: bool = False) -> float:
         """Floating-point operations of a prediction for one test sample, by torch's counter (a multiply-add is two).
 
-        Of experts, the rows that they were given: what paper 001, Table 6, counts, and what their products compute.
-        known: of a sample of the test set, whose frozen masks may have been kept; else of one that is seen first.
+        Experts count only rows routed to them, as paper 001 does in Table 6.
+        known: for a sample of the test set, whose frozen masks may be stored; else for a new sample.
         """
         batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None, 0 if known else None)
         self.task.model.eval()
-        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which torch's counter does not know
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # missing in torch's counter
         counted = {torch.ops.moe_kernels.grouped_gemm_fwd: _rows_in_use, attention: _attention}
         counter = FlopCounterMode(display=False, custom_mapping=counted)
         with self.random.use(), torch.no_grad(), counter:
@@ -243,7 +244,7 @@ class Run:
         return counter.get_total_flops() / len(batch.tensors[0])
 
     def state(self) -> dict[str, Any]:
-        """All that a run which goes on later needs."""
+        """The complete state of the run, to continue it later."""
         return {
             "step": self.step,
             "rows": self.rows,
@@ -264,16 +265,16 @@ class Run:
         self.best, self.unit = state["best"], state["unit"]
         self.terms = [dict(row) for row in state["terms"]]
         self.random.state = state["random"]
-        with self.random.use():  # raises where that is no state
+        with self.random.use():  # raises if this is no random state
             pass
 
     def test_batches(self) -> Iterator[Batch]:
-        """The test set, `eval_batch` samples at a time."""
+        """Batches of the test set, of `eval_batch` samples."""
         for start, batch in enumerate(self.batches(self.data.test)):
             yield batch._replace(start=start * self.recipe.eval_batch)
 
     def batches(self, part: tuple[Tensor, ...]) -> Iterator[Batch]:
-        """A part of the data, `eval_batch` samples at a time."""
+        """Batches of a part of the data, of `eval_batch` samples."""
         size = self.recipe.eval_batch
         for start in range(0, len(part[0]), size):
             yield Batch(tuple(tensor[start : start + size] for tensor in part), None)
@@ -288,15 +289,15 @@ def _attention(query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> i
 
 
 def _rows_in_use(x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest: Any, **kwargs: Any) -> int:
-    """FLOPs of a grouped GEMM. Its own formula sees shapes alone, and counts all rows that a plan made room for."""
+    """FLOPs of a grouped GEMM on the rows in use; its registered formula knows only shapes and counts all rows."""
     return 2 * int(expert_offsets[-1]) * weight.shape[1] * weight.shape[2]
 
 
-setattr(_rows_in_use, "_get_raw", True)  # noqa: B010 hand over the tensors; mypy knows no attributes of functions
+setattr(_rows_in_use, "_get_raw", True)  # noqa: B010 pass tensors, not shapes; mypy knows no attributes of functions
 
 
 def area_under_roc(scores: Tensor, positive: Tensor) -> float:
-    """Chance that a positive's score is above a negative's, equal ones counting half; NaN without both kinds.
+    """Chance that a positive has a higher score than a negative; equal scores count half. NaN without both kinds.
 
     (sum of the positives' ranks - P (P + 1) / 2) / (P N), ranks from 1 and means over equal scores.
     """
@@ -311,16 +312,16 @@ def area_under_roc(scores: Tensor, positive: Tensor) -> float:
 
 
 class Seen:
-    """What the routers of all layers did over the batches of an evaluation."""
+    """Routing statistics of all layers over the batches of an evaluation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.used: list[Utilisation] = []  # one a layer: they may differ in what counts as a sample
-        self.entropy: list[Tensor] = []  # one a layer: summed over its samples
-        self.routed: list[int] = []  # one a layer: samples that had a distribution
+        self.used: list[Utilisation] = []  # by layer, as layers may differ in their number of samples
+        self.entropy: list[Tensor] = []  # by layer, summed over its samples
+        self.routed: list[int] = []  # by layer: samples with a distribution
         self.device, self.unit = device, "experts"
 
     def add(self, layers: Sequence[Routing]) -> None:
-        """Counts one batch."""
+        """Adds one batch."""
         if not self.used:
             self.used = [Utilisation() for _ in layers]
             self.entropy, self.routed = [torch.zeros((), device=self.device) for _ in layers], [0] * len(layers)
@@ -332,8 +333,8 @@ class Seen:
                 self.routed[number] += layer.probs.shape[:-1].numel()
 
     def row(self) -> Row:
-        """Experts a sample (mean over layers), the least and the most used expert's share of the samples, those that
-        none uses, the mean entropy of the gates in nats, and that of every layer."""
+        """Experts a sample (mean over layers), shares of the samples of the least and the most used expert, number of
+        unused experts, and the entropy of the gates in nats, as the mean and by layer."""
         if not self.used:
             return {}
         share = [layer for counted in self.used for layer in counted.share()]

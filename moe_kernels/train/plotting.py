@@ -1,27 +1,34 @@
-"""Pictures without a screen, and whole or not at all."""
+"""Pictures without a screen, written whole or not at all."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def plotting() -> Any:
-    """matplotlib's pyplot, drawing to files alone; None where it is not installed."""
+def write_picture(path: Path, draw: Callable[[Any], object], rows: int = 1, columns: int = 1, **options: Any) -> bool:
+    """Writes the picture that `draw` makes of matplotlib axes (rows, columns); False if matplotlib is not installed.
+
+    options: of pyplot.subplots.
+    """
     if importlib.util.find_spec("matplotlib") is None:
-        return None
+        return False
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot
+    canvas, axes = pyplot.subplots(rows, columns, squeeze=False, layout="constrained", **options)
+    draw(axes)
+    save(canvas, path)
+    pyplot.close(canvas)
+    return True
 
 
 def save(canvas: Any, path: Path) -> None:
-    """Writes the canvas to `path` and closes it; an interruption leaves what stood there."""
+    """Writes the canvas to `path`; after an interruption the old file is still there."""
     part = path.with_name(f"part-{path.name}")
     canvas.savefig(part, dpi=120)
     part.replace(path)
-    plotting().close(canvas)

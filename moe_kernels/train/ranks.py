@@ -1,11 +1,11 @@
 """Training on several ranks: torchrun --nproc-per-node 2 -m moe_kernels train RECIPE --expert-parallel 2.
 
 Every rank builds the same task, keeps its share of the experts, and takes a part of every batch. Gradients are means
-over ranks, weighted by samples. Every rank evaluates the whole test set, so that tables are those of one process; rank
-0 prints and writes. A checkpoint holds whole tensors and is read by any number of ranks, one process among them.
+over ranks, weighted by samples. Every rank evaluates the whole test set, so that tables equal those of one process;
+rank 0 prints and writes. A checkpoint has whole tensors; any number of ranks, or one process, can read it.
 
-Noise: rank 0 draws as one process does, any other from a stream of its own for every step. Coins that all ranks must
-toss alike, those of the competition, are a function of seed, layer and step.
+Random numbers: rank 0 draws as one process does, the other ranks have a stream of their own for every step. The coin of
+a competition must fall alike on all ranks, so it is a function of seed, layer and step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ranks:
         return dist.get_rank()
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Waits until all ranks are here."""
         dist.barrier()
 
     def run(self, recipe: Recipe, seed: int, data: Splits) -> Run:
@@ -70,7 +70,7 @@ class Ranks:
 
 @contextmanager
 def started(expert_parallel: int, device: str, timeout: float | None) -> Iterator[Ranks]:
-    """The ranks that torchrun started. timeout: seconds that one waits for the others; None: torch's.
+    """The ranks that torchrun started. timeout: seconds that a rank waits for the others; None: torch's default.
 
     Raises:
         ValueError: not started by torchrun, or expert_parallel does not divide the ranks.
@@ -90,7 +90,8 @@ def started(expert_parallel: int, device: str, timeout: float | None) -> Iterato
 
 
 def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
-    """A rank's samples of a batch, and their number over the mean of all ranks; without any, one sample times 0."""
+    """A rank's samples of a batch, and their number over the mean of all ranks. A rank without samples gets one, of
+    weight 0."""
     size = len(batch.tensors[0])
     start, stop = size * rank // ranks, size * (rank + 1) // ranks
     weight = (stop - start) * ranks / size
@@ -101,7 +102,7 @@ def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
 
 @dataclass
 class ParallelRun(Run):
-    """A run of which this process is one rank."""
+    """A run in which this process is one rank."""
 
     ranks: Ranks = None  # type: ignore[assignment]  # dataclasses have no required field after optional ones
 
@@ -131,11 +132,11 @@ class ParallelRun(Run):
 
     def evaluate(self) -> Row:
         rows = [super().evaluate()]
-        dist.broadcast_object_list(rows, 0)  # when to stop is decided by these: no rank may differ in a bit
+        dist.broadcast_object_list(rows, 0)  # rows decide when to stop, so they must be equal on all ranks
         return rows[0]
 
     def flops(self, known: bool = False) -> float:
-        """As one process counts: a rank multiplies the rows that all ranks sent to its experts."""
+        """As in one process: the mean over ranks, as a rank multiplies the rows that all ranks sent to its experts."""
         found = torch.tensor(super().flops(known), dtype=torch.float64, device=self.device)
         dist.all_reduce(found)
         return found.item() / self.ranks.size
@@ -149,7 +150,7 @@ class ParallelRun(Run):
     def state(self) -> dict[str, Any]:
         state = _whole(super().state())
         for group, flags in zip(state["optimiser"]["param_groups"], self._flags, strict=True):
-            group.update(flags)  # those of one process
+            group.update(flags)  # the values of one process
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -167,7 +168,7 @@ class ParallelRun(Run):
         _one_by_one(self._groups)
 
     def _routing(self, batch: Batch) -> Sequence[Routing]:
-        """Of the whole batch, every rank routing its own samples."""
+        """The routing of the whole batch; every rank routes its own samples."""
         own, _ = part(batch, self.ranks.rank, self.ranks.size)
         found = []
         with noise(self, self.ranks.rank):
@@ -181,7 +182,7 @@ class ParallelRun(Run):
 
 @dataclass
 class SerialRun(Run):
-    """One process that does what `parts` ranks do, one after the other: the definition that ParallelRun is held to."""
+    """One process that computes the parts of `parts` ranks one after the other: the definition of ParallelRun."""
 
     parts: int = 1
 
@@ -215,13 +216,13 @@ class SerialRun(Run):
 
 
 def noise(run: Run, rank: int) -> AbstractContextManager[None]:
-    """Random numbers of a rank in the run's next step; rank 0 has those of one process."""
+    """Inside the block, the random numbers of a rank in the run's next step; rank 0 has those of one process."""
     return Random((rank * 1_000_003 + run.step) * 1_000_003 + run.seed, run.device).use() if rank else nullcontext()
 
 
 @dataclass(frozen=True)
 class Coin:
-    """The chance of a competition step, 1 or 0: the same on all ranks."""
+    """The rate of a competition gate as 1 or 0, with the same draws on all ranks."""
 
     rate: float | Callable[[int], float]
     seed: int
@@ -234,14 +235,14 @@ class Coin:
 
 
 def toss_alike(model: nn.Module, seed: int) -> None:
-    """Lets every competition gate decide by seed, layer and step."""
+    """Makes every competition gate decide by seed, layer and step."""
     for layer, module in enumerate(model.modules()):
         if isinstance(module, CompetitionGate):
             module.rate = Coin(module.rate, seed, layer)
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Means over ranks: of the experts over "dp", of other parameters over all. One without a gradient counts as 0."""
+    """Averages gradients: of experts over "dp", of other parameters over all ranks. A missing gradient counts as 0."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         return
@@ -265,7 +266,7 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _shard(task: Task, mesh: DeviceMesh) -> None:
-    """Keeps this rank's share of the experts, in the model and in its optimiser."""
+    """Keeps only this rank's share of the experts, in the model and in its optimiser."""
     new: dict[nn.Parameter, nn.Parameter] = {}
     for module in task.model.modules():
         if isinstance(module, Experts):
@@ -278,13 +279,13 @@ def _shard(task: Task, mesh: DeviceMesh) -> None:
 
 
 def _one_by_one(groups: list[dict[str, Any]]) -> None:
-    """Optimisers that take all parameters at once reject DTensors beside others."""
+    """Turns off fused and foreach optimisers, which reject DTensors beside other parameters."""
     for group in groups:
         group.update(fused=False, foreach=False)
 
 
 def _whole(value: Any) -> Any:
-    """Sharded tensors in full, in any containers."""
+    """The value with all sharded tensors gathered, in any containers."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, dict):
@@ -293,7 +294,7 @@ def _whole(value: Any) -> Any:
 
 
 def _like(own: Any, value: Any) -> Any:
-    """A whole tensor, sharded as `own` is."""
+    """A whole tensor, sharded like `own`."""
     if not isinstance(own, DTensor) or not isinstance(value, Tensor):
         return value
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: log.csv, result.json, a table and a picture."""
+"""The results of a run: log.csv, result.json, a table and a picture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from moe_kernels import info
 from moe_kernels.train.checkpoint import write
 from moe_kernels.train.loop import Row
-from moe_kernels.train.plotting import plotting, save
+from moe_kernels.train.plotting import write_picture
 
 
 @dataclass
@@ -27,13 +27,13 @@ class History:
     lr: float
     stage: str
     rows: list[Row]
-    flops: float = math.nan  # of evaluating one sample
+    flops: float = math.nan  # of one prediction
     setup_seconds: float = 0.0
     parameters: int = 0
-    flops_known: float = math.nan  # of a sample whose frozen masks were kept; as many as `flops` where none are
-    unit: str = "experts"  # what the routing counts
-    chosen: int = -1  # the row that counts
-    terms: list[Row] = field(default_factory=list)  # beside every row: regularisers of the loss
+    flops_known: float = math.nan  # with stored frozen masks; equal to `flops` if there are none
+    unit: str = "experts"  # counted by the routing
+    chosen: int = -1  # index of the row that counts
+    terms: list[Row] = field(default_factory=list)  # for every row: regularisers of the loss
 
     @property
     def result(self) -> Row:
@@ -43,24 +43,24 @@ class History:
 
 @dataclass
 class Summary:
-    """One side over its seeds: mean and spread (the standard deviation of the sample) of what its chosen rows say."""
+    """One side over its seeds. Pairs are mean and spread (sample standard deviation) of the chosen rows."""
 
     side: str
     lr: float
     metric: tuple[float, float]
-    curve: tuple[float, float]  # the metric's mean over all evaluations: who learns faster is higher
-    loss: tuple[float, float]  # of the task alone, in training
-    seconds: float  # a step, median over seeds and evaluations
+    curve: tuple[float, float]  # mean of the metric over all evaluations, which shows how fast a side learns
+    loss: tuple[float, float]  # of the task without regularisers, in training
+    seconds: float  # of a step, median over seeds and evaluations
     flops: float
     routing: dict[str, float] = field(default_factory=dict)
-    flops_known: float = math.nan  # with masks that were kept
+    flops_known: float = math.nan  # with stored masks
     unit: str = "experts"
-    regularisers: dict[str, float] = field(default_factory=dict)  # what was differentiated beside the task's loss
+    regularisers: dict[str, float] = field(default_factory=dict)  # added to the task's loss
     parameters: int = 0
 
 
 def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
-    """A summary a side, of the final runs."""
+    """A summary of the final runs of each side."""
     found = []
     for side in dict.fromkeys(each.side for each in histories):
         mine = [each for each in histories if each.side == side and each.stage == "final"]
@@ -72,16 +72,16 @@ def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
             Summary(
                 side,
                 mine[0].lr,
-                _mean_and_spread([row[f"test {metric}"] for row in last]),
-                _mean_and_spread([sum(curve) / len(curve) for curve in trained]),
-                _mean_and_spread([task_loss(row) for row in last]),
+                mean_and_spread([row[f"test {metric}"] for row in last]),
+                mean_and_spread([sum(curve) / len(curve) for curve in trained]),
+                mean_and_spread([task_loss(row) for row in last]),
                 seconds[len(seconds) // 2],
                 mine[0].flops,
-                {name: _mean_and_spread([row[name] for row in last])[0] for name in ROUTING if name in last[0]},
+                {name: mean_and_spread([row[name] for row in last])[0] for name in ROUTING if name in last[0]},
                 mine[0].flops_known,
                 mine[0].unit,
                 {
-                    name: _mean_and_spread([row.get(name, math.nan) for row in terms])[0]
+                    name: mean_and_spread([row.get(name, math.nan) for row in terms])[0]
                     for name in dict.fromkeys(name for row in terms for name in row)
                 },
                 mine[0].parameters,
@@ -94,14 +94,14 @@ ROUTING = ("experts", "least load", "most load", "dead", "entropy")
 
 
 def task_loss(row: Row) -> float:
-    """The part of the training loss that the data judge, without regularisers."""
+    """The training loss without regularisers."""
     return row.get("task", row.get("text", row["loss"]))
 
 
 def table(summaries: Sequence[Summary], metric: str) -> str:
     """The table at the end of a run."""
     units = {each.unit for each in summaries if each.routing}
-    unit = units.pop() if len(units) == 1 else ""  # else said in every row
+    unit = units.pop() if len(units) == 1 else ""  # else each row has its own
     kept = any(each.flops_known != each.flops and not math.isnan(each.flops_known) for each in summaries)
     header = (
         *("side", "lr", metric, "its mean over the run", "task's training loss"),
@@ -112,9 +112,9 @@ def table(summaries: Sequence[Summary], metric: str) -> str:
         (
             each.side,
             f"{each.lr:g}",
-            _with_spread(each.metric),
-            _with_spread(each.curve),
-            _with_spread(each.loss),
+            with_spread(each.metric),
+            with_spread(each.curve),
+            with_spread(each.loss),
             *(
                 _short(each.routing.get(name, math.nan))
                 + (f" {each.unit}" if not unit and name in ("experts", "dead") and name in each.routing else "")
@@ -130,11 +130,11 @@ def table(summaries: Sequence[Summary], metric: str) -> str:
 
 
 def legend(summaries: Sequence[Summary]) -> str:
-    """What the columns of `table` mean, and what was added to the task's loss."""
+    """The meaning of the columns of `table`, and the regularisers of every side."""
     lines = [
-        "Mean ± spread over the seeds. Load: share of the test samples that use an expert or neuron; dead: those that",
-        "none uses; entropy of the routers in nats. FLOPs of evaluating a sample, by torch's counter; a step's time is "
-        "a median.",
+        "Mean ± spread over the seeds. Load: share of the test samples that use an expert or neuron; dead: experts or",
+        "neurons that no sample uses; entropy of the routers in nats. FLOPs of one prediction, by torch's counter; the",
+        "time of a step is a median.",
     ]
     for each in summaries:
         if each.regularisers:
@@ -160,51 +160,53 @@ def log(histories: Sequence[History]) -> str:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """JSON has no NaN and no infinity: they become null."""
+    """Writes JSON; NaN and infinities, which JSON does not have, become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path, json.dumps(_finite(result), indent=1) + "\n")
 
 
 def picture(path: Path, histories: Sequence[History], metric: str, title: str) -> bool:
-    """The metric and the task's training loss of every side by step, with the range of the seeds. The regularisers that
-    are trained besides are named below. False without matplotlib."""
-    pyplot = plotting()
-    if pyplot is None:
-        return False
-    canvas, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    """Draws the metric and the task's training loss of every side by step, with the range over the seeds, and names the
+    regularisers. False without matplotlib."""
     final = [each for each in histories if each.stage == "final"]
     apart = any(name in row for each in final for row in each.rows for name in ("task", "text"))
     training = "training loss of the task" if apart else "training loss"
-    for axis, name in zip(axes, (f"test {metric}", training), strict=True):
-        for number, side in enumerate(dict.fromkeys(each.side for each in final)):
-            runs = [each.rows for each in final if each.side == side]
-            columns = [
-                [task_loss(rows[i]) if name == training else rows[i][name] for rows in runs]
-                for i in range(min(map(len, runs)))
-            ]
-            steps = [row["step"] for row in runs[0]][: len(columns)]
-            look = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}  # ten colours
-            axis.plot(steps, [sum(column) / len(column) for column in columns], label=side, **look)
-            axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=look["color"], alpha=0.2)
-        axis.set(xlabel="step", ylabel=name)
     rest = dict.fromkeys(name for each in final for row in each.terms for name in row)
-    if rest:
-        axes[1].set_title(f"trained besides: {', '.join(rest)}", fontsize="small")
-    axes[0].legend(fontsize="small")
-    canvas.suptitle(title)
-    save(canvas, path)
-    return True
+
+    def draw(axes: Any) -> None:
+        for axis, name in zip(axes[0], (f"test {metric}", training), strict=True):
+            for number, side in enumerate(dict.fromkeys(each.side for each in final)):
+                runs = [each.rows for each in final if each.side == side]
+                columns = [
+                    [task_loss(rows[i]) if name == training else rows[i][name] for rows in runs]
+                    for i in range(min(map(len, runs)))
+                ]
+                steps = [row["step"] for row in runs[0]][: len(columns)]
+                colour, line = f"C{number % 10}", ("-", "--", ":", "-.")[number // 10 % 4]  # there are ten colours
+                means = [sum(column) / len(column) for column in columns]
+                axis.plot(steps, means, label=side, color=colour, linestyle=line)
+                axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.2)
+            axis.set(xlabel="step", ylabel=name)
+        if rest:
+            axes[0, 1].set_title(f"also trained: {', '.join(rest)}", fontsize="small")
+        axes[0, 0].legend(fontsize="small")
+        axes[0, 0].figure.suptitle(title)
+
+    return write_picture(path, draw, columns=2, figsize=(11, 4.5))
 
 
-def _mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and the sample standard deviation or NaN if there is one value."""
     mean = sum(values) / len(values)
-    if len(values) == 1:
-        return mean, math.nan
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    squares = sum((value - mean) ** 2 for value in values)
+    return mean, math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else math.nan
 
 
-def _with_spread(pair: tuple[float, float]) -> str:
+def with_spread(pair: tuple[float, float]) -> str:
+    """ "mean ± spread", or the mean alone if there is no spread."""
     mean, spread = pair
+    if math.isnan(mean):
+        return "-"
     return f"{mean:.4f}" if math.isnan(spread) else f"{mean:.4f} ± {spread:.4f}"
 
 

@@ -1,18 +1,19 @@
-"""Options that were given several values: a table and a picture of the metric over them."""
+"""Options with several values: a table and a picture of the metric over these values."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_kernels import info
 from moe_kernels.recipes import Recipe
-from moe_kernels.train.plotting import plotting, save
+from moe_kernels.train.plotting import write_picture
 from moe_kernels.train.report import Summary
 
 
 def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
-    """For every swept option a table, a row a side (with the values of the other swept options), a column a value."""
+    """For every swept option a table with its values as columns; a row is a side with values of the other options."""
     found = []
     for name, values in recipe.swept().items():
         lines = _lines(recipe, summaries, name)
@@ -23,22 +24,22 @@ def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
 
 
 def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary]) -> bool:
-    """A panel a swept option, a line a side, with the spread over the seeds. False without options or matplotlib."""
-    pyplot, swept = plotting(), recipe.swept()
-    if pyplot is None or not swept:
-        return False
-    canvas, axes = pyplot.subplots(1, len(swept), squeeze=False, figsize=(5.5 * len(swept), 4.5), layout="constrained")
-    for axis, name in zip(axes[0], swept, strict=True):
-        for label, points in _lines(recipe, summaries, name).items():
-            values, metrics, spreads = zip(*points, strict=True)
-            axis.errorbar(values, metrics, yerr=[0 if s != s else s for s in spreads], marker="o", label=label)
-        axis.set(xlabel=name, ylabel=f"test {recipe.METRIC}")
-        positive = [value for value in swept[name] if value > 0]
-        if len(positive) == len(swept[name]) and max(positive) > 20 * min(positive):
-            axis.set_xscale("log")
-        axis.legend(fontsize="small")
-    save(canvas, path)
-    return True
+    """Draws a panel for each swept option, a line for each side, with the spread over the seeds.
+
+    False without swept options or matplotlib.
+    """
+    swept = recipe.swept()
+
+    def draw(axes: Any) -> None:
+        for axis, (name, values) in zip(axes[0], swept.items(), strict=True):
+            for label, points in _lines(recipe, summaries, name).items():
+                at, metrics, spreads = zip(*points, strict=True)
+                axis.errorbar(at, metrics, yerr=[0 if s != s else s for s in spreads], marker="o", label=label)
+            log = min(values) > 0 and max(values) > 20 * min(values)
+            axis.set(xlabel=name, ylabel=f"test {recipe.METRIC}", xscale="log" if log else "linear")
+            axis.legend(fontsize="small")
+
+    return bool(swept) and write_picture(path, draw, columns=len(swept), figsize=(5.5 * len(swept), 4.5))
 
 
 def _lines(recipe: Recipe, summaries: Sequence[Summary], option: str) -> dict[str, list[tuple[float, float, float]]]:

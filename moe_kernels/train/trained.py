@@ -1,4 +1,4 @@
-"""Trained models on disk: model-SIDE-SEED.pt, its tensors, and model-SIDE-SEED.json, what they are tensors of."""
+"""Trained models on disk: model-SIDE-SEED.pt has the tensors, model-SIDE-SEED.json recipe, options and data set."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from moe_kernels.train.loop import Run
 
 @dataclass
 class Trained:
-    """A model that `train --out` left: `model` in eval mode, and `predict`, the same call for every recipe.
+    """A model that `train --out` wrote: `model`, in eval mode, and `predict`, the same call for every recipe.
 
-    recipe: its options. data: a data set without samples of the kind that it was trained on; `classes` of images and
-    `vocabulary` of text say what the columns of a prediction mean.
+    recipe: its options. data: a data set of the same kind without samples; its `classes` (images) or `vocabulary`
+    (text) name the columns of a prediction.
     """
 
     recipe: Recipe
@@ -44,7 +44,7 @@ class Trained:
 
 
 def save_model(folder: Path, name: str, run: Run) -> Path:
-    """Writes the model of the evaluation that counts, and its options beside it; the path of the tensors."""
+    """Writes the model of the evaluation that counts and its options; returns the path of the tensors."""
     best = run.best if run.chooses and run.recipe.choose == "best" else None
     path = folder / f"model-{name}.pt"
     checkpoint.save_tensors(path, best or run.model_state())
@@ -61,11 +61,11 @@ def save_model(folder: Path, name: str, run: Run) -> Path:
 
 
 def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
-    """The model that `train --out` left at `path`, model-SIDE-SEED.pt, ready to predict.
+    """The model that `train --out` wrote to `path`, model-SIDE-SEED.pt, ready to predict.
 
     Raises:
-        ValueError: no such file, a damaged one, one that holds anything but tensors and plain containers, or tensors
-            of another model than the options beside it say.
+        ValueError: a missing or damaged file, other contents than tensors and plain containers, or tensors that do not
+            fit the model of the .json file.
     """
     path = Path(path)
     beside = path.with_suffix(".json")
@@ -79,7 +79,7 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
         with torch.random.fork_rng(devices=[]):
             task = recipe.build(Splits(data, splits.train, splits.test), what["seed"], what["steps"])
             if task.before_step is not None and what["step"] > 0:
-                task.before_step(what["step"] - 1)  # what a phase sets beside the tensors: choices a token, for one
+                task.before_step(what["step"] - 1)  # sets attributes of the phase, such as choices a token
         task.model.load_state_dict(state)
     except (OSError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]

@@ -1,8 +1,8 @@
-"""Every kernel that can run here against its definition: values, masks and gradients, on easy and on hostile inputs.
+"""Compares every kernel that can run here with its definition: values, masks, gradients, on easy and hostile inputs.
 
-An output that selects or copies must equal the reference bit for bit: its error is the number of wrong elements, and
-none is allowed. An output that computes may be off from the float64 reference by twice what the reference of its own
-dtype is off, plus the operation's floor; these errors are relative to the output's largest magnitude.
+Outputs that are selected or copied must equal the reference bit for bit: their error is the number of wrong elements,
+and none is allowed. Computed outputs may differ from the float64 reference by twice the error of the reference in the
+same dtype, plus the operation's floor; these errors are relative to the output's largest magnitude.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OPERATIONS: dict[str, Operation] = {
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run"; the note says why or where."""
+    """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run"; `note` is the reason or place."""
 
     operation: str
     backend: str
@@ -72,7 +72,7 @@ class Row:
 
 
 def verify(ops: Iterable[str] = (), names: Iterable[str] = (), *, small: bool = False) -> Iterator[Row]:
-    """Verifies operations `ops` on backends `names` (all of them where empty), one Row per dtype.
+    """Verifies operations `ops` on backends `names` (empty: all), one Row for each dtype.
 
     Raises:
         ValueError: an unknown operation or backend.
@@ -84,7 +84,7 @@ def verify(ops: Iterable[str] = (), names: Iterable[str] = (), *, small: bool = 
 
 
 def idle(names: Iterable[str], rows: Sequence[Row]) -> str:
-    """The backends among `names` that ran nothing, each with its first reason; empty if all ran."""
+    """The backends in `names` that ran nothing, each with its first reason; empty if all ran."""
     by_backend = {name: [row for row in rows if row.backend == name] for name in names}
     reasons = {
         name: of[0].note for name, of in by_backend.items() if of and all(row.verdict == "not run" for row in of)
@@ -99,7 +99,7 @@ def cases(op: str, dtype: torch.dtype = torch.float32, device: str = "cpu", *, s
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row as text for a table; where nothing ran, its numbers are dashes."""
+    """A row as text for a table; its numbers are dashes if nothing ran."""
     ran = row.verdict != "not run"
     numbers = (f"{row.cases}", f"{row.error:.3g}", f"{row.allowed:.3g}") if ran else ("-", "-", "-")
     return (row.operation, row.backend, row.dtype, row.device, *numbers, row.verdict, row.note)
@@ -120,40 +120,33 @@ def _backend_rows(op: str, backend: str, small: bool) -> Iterator[Row]:
         if device is None:
             yield Row(op, backend, dtype_name(dtype), "-", 0, 0.0, 0.0, "not run", reason)
         else:
-            # A GPU backend on CPU tensors is an interpreter or the host executor: about 1 ms a program.
+            # GPU kernels on CPU tensors run on an interpreter or executor, in about 1 ms for each program.
             yield check(op, backend, dtype, device, small=small or (device == "cpu" and backend != "cpu"))
 
 
 def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool = False) -> Row:
     """Runs every case of one operation, backend and dtype, and keeps the worst error over the allowed one."""
-    with threads(
-        1
-    ):  # small tensors: torch's threads would spin longer than they work, and longer yet on a busy machine
-        return _check(op, backend, dtype, device, small)
-
-
-def _check(op: str, backend: str, dtype: torch.dtype, device: str, small: bool) -> Row:
     operation, cores = OPERATIONS[op], os.cpu_count() or 1
     count, worst, name = 0, (-1.0, 0.0, 0.0, ""), "first inputs"
-    try:  # all in one: a fault on a GPU shows at the next wait, and at every later one
-        for name, inputs in operation.cases(dtype, device, small):
-            count += 1
-            with poisoned(), threads(cores if _is_large(inputs) else 1):
-                found = operation.run(inputs, backend)
-            for output, error, allowed in _errors(operation, inputs, found):
-                excess = error / allowed if allowed else (math.inf if error else 0.0)
-                if excess > worst[0]:
-                    worst = (excess, error, allowed, f"worst: {output} of {name}")
+    try:  # around all cases: after a fault on a GPU every later call may raise
+        with threads(1):  # on small tensors torch's threads would wait longer than they work
+            for name, inputs in operation.cases(dtype, device, small):
+                count += 1
+                with poisoned(), threads(cores if _is_large(inputs) else 1):
+                    found = operation.run(inputs, backend)
+                for output, error, allowed in _errors(operation, inputs, found):
+                    excess = error / allowed if allowed else (math.inf if error else 0.0)
+                    if excess > worst[0]:
+                        worst = (excess, error, allowed, f"worst: {output} of {name}")
     except Exception as raised:
         return Row(op, backend, dtype_name(dtype), device, count, math.inf, 0.0, "FAILED", f"{name}: {said(raised)}")
     excess, error, allowed, note = worst
-    failed = excess > 1
-    verdict = "FAILED" if failed else "ok"
-    return Row(op, backend, dtype_name(dtype), device, count, error, allowed, verdict, note if failed or error else "")
+    verdict = "FAILED" if excess > 1 else "ok"
+    return Row(op, backend, dtype_name(dtype), device, count, error, allowed, verdict, note if error else "")
 
 
 def said(raised: Exception) -> str:
-    """Its type and the first line of its text."""
+    """The type of an error and the first line of its message."""
     return f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
 
 
@@ -163,7 +156,7 @@ def _is_large(inputs: Inputs) -> bool:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within the block torch, and the CPU kernels with it, may use that many threads."""
+    """Inside the block torch and the CPU kernels may use `count` threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -174,7 +167,7 @@ def threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Within the block torch fills fresh memory with NaN, so that an element that no kernel wrote shows."""
+    """Inside the block torch fills new memory with NaN, which shows elements that no kernel has written."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined, unused-ignore]
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -198,13 +191,13 @@ def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tu
         elif name in operation.exact:
             yield name, float((_bits(got) != _bits(reference)).sum()), 0.0
         else:
-            # Nothing wider judges float64: two ways to sum a row of 1024 differ by some 20 eps.
+            # float64 has no wider reference: two ways to sum a row of 1024 differ by some 20 eps.
             floor = operation.floor * torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
             yield name, relative_error(got, truth[name]), 2 * relative_error(reference, truth[name]) + floor
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
-    """Largest |got - truth| over the largest finite |truth|; infinite where only one of the two is finite."""
+    """Largest |got - truth| over the largest finite |truth|; infinite if only one of the two is finite."""
     got, truth = got.detach().double(), truth.detach().double()
     same = (got == truth) | (got.isnan() & truth.isnan())
     off = torch.where(same, 0.0, (got - truth).abs()).nan_to_num(nan=math.inf)
@@ -223,4 +216,5 @@ def _double(value: Any) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """ "float32" for torch.float32."""
     return str(dtype).removeprefix("torch.")

@@ -17,5 +17,5 @@ def _run(inputs: Inputs, backend: str) -> Outputs:
     return {"y": y, "y without weights": plain, "gradient of rows": to_rows, "gradient of weights": to_weights}
 
 
-# Dot products of 64 elements in two orders: 1.0 in the worst of 25 draws, and 1.4 once.
+# Dot products of 64 elements in two orders differ by 1.0 in the worst of 25 draws, once by 1.4.
 OPERATION = Operation(moving_cases, _run, exact=frozenset(), floor=2.0)

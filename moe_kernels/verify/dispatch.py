@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from moe_kernels.ops import dispatch, plan
 from moe_kernels.verify.make_plan import routings
@@ -17,7 +15,7 @@ def moving_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
     draw = torch.Generator().manual_seed(0)
     for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
         made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference")
-        made = tree_map(lambda each: each.to(device) if isinstance(each, Tensor) else each, made)
+        made = made.to(device)
         dim = (1, 17, 64)[index % 3]
         sizes = {"x": (made.num_tokens, dim), "rows": (made.num_rows, dim), "weights": experts.shape}
         tensors = {each: torch.randn(size, generator=draw).to(dtype).to(device) for each, size in sizes.items()}

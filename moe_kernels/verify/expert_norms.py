@@ -19,7 +19,7 @@ def _run(inputs: Inputs, backend: str) -> Outputs:
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    """Few experts, as every expert takes every token; no swiglu_clamped, which expert_norms refuses."""
+    """Cases with few experts, as every expert computes all tokens; no swiglu_clamped, which expert_norms refuses."""
     for case in expert_cases(dtype, device, small):
         if case.inputs["plan"].num_experts <= 8 and case.inputs["activation"] != CLAMPED:
             yield case

@@ -13,14 +13,14 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, fill
 
 
 def _layout(x: Tensor, layout: str) -> Tensor:
-    """The same values in rows that lie apart ("strided"), in columns ("transposed"), or as they are."""
+    """The same values with gaps between rows ("strided"), stored by columns ("transposed"), or unchanged."""
     if layout == "strided":
         return torch.nn.functional.pad(x, (0, 3))[:, : x.shape[1]]
     return x.t().contiguous().t() if layout == "transposed" else x
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    """Kinds of rows x sizes x winners x tie rules; layout and `values` are drawn, so that none goes with a tie rule."""
+    """Kinds of rows x sizes x winners x tie rules; layout and `values` are random, independent of the tie rule."""
     draw, generator = random.Random(0), torch.Generator().manual_seed(0)
     sizes = {1: 1, 33: 2, 500: 1} if small else {1: 3, 31: 5, 100: 9, 1000: 4, 1025: 3, 4099: 2, 16400: 3}
     for n, rows in sizes.items():

@@ -1,4 +1,4 @@
-"""The masked MLP with every activation, on widths whose bits are padded and not."""
+"""The masked MLP with every activation, on widths that fill their words of bits and on others."""
 
 from __future__ import annotations
 

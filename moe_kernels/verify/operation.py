@@ -1,4 +1,4 @@
-"""The verification of an operation: its cases and its run; and inputs that several operations share."""
+"""The verification of an operation, its cases and run; and inputs that several operations share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Outputs = dict[str, Tensor]
 
 
 class Case(NamedTuple):
-    """One input of an operation, with a name that says what is special about it."""
+    """One input of an operation, named after its special property."""
 
     name: str
     inputs: Inputs
@@ -25,10 +25,10 @@ class Case(NamedTuple):
 class Operation:
     """How one operation is verified.
 
-    cases(dtype, device, small): inputs; `small` ones suit interpreters and sanitizers (rows of <= 512, <= 4 of them).
-    run(inputs, backend): outputs by name, gradients among them.
-    exact: names of the outputs that must be the same bits as the reference's.
-    floor: what computed outputs may be off beyond twice the reference's error, in units of the dtype's epsilon.
+    cases(dtype, device, small): inputs; `small` ones are for interpreters and sanitizers (<= 4 rows of <= 512).
+    run(inputs, backend): outputs and gradients by name.
+    exact: names of the outputs that must equal the reference's bit for bit.
+    floor: error of computed outputs that is allowed besides twice the reference's, in units of the dtype's epsilon.
     """
 
     cases: Callable[[torch.dtype, str, bool], Iterator[Case]]

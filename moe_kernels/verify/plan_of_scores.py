@@ -1,4 +1,4 @@
-"""The plans made of scores: experts that choose tokens, and pairs by descending score."""
+"""Plans from scores: expert choice, and token-expert pairs by descending score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sinkhorn iterations from tau = 1 down to 1e-7, with forbidden entries, with other sums than one and a tolerance."""
+"""Sinkhorn from tau = 1 down to 1e-7, with forbidden entries, with sums other than one and a tolerance."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     draw = torch.Generator().manual_seed(0)
-    # Above 64 a matrix is read again in every iteration.
+    # n above 64: kernels read the matrix again in every iteration.
     many = ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5), (80, 4))
     for n, iterations in ((2, 3), (5, 4), (66, 2)) if small else many:
-        # float64 itself knows scores / tau to 1e-9 only at 1e-7, and at 0.05 gradients are what is left of terms that
-        # are a hundred times as large: such temperatures are for narrower types.
+        # Low temperatures are for narrower types: at 1e-7 float64 itself has scores / tau only to 1e-9, and at 0.05
+        # gradients are differences of terms a hundred times as large.
         for tau in (1.0, 0.2) if dtype == torch.float64 else (1.0, 0.05, 1e-3, 1e-7):
             for kind in ("normal", "forbidden"):
                 scores = torch.randn(3, n, n, generator=draw).to(dtype)
@@ -38,7 +38,7 @@ def _run(inputs: Inputs, backend: str) -> Outputs:
     leaves = {name: inputs[name].detach().requires_grad_() for name in given}
     tau, tolerance = inputs["tau"], inputs.get("tolerance")
     p = sinkhorn.sinkhorn(**leaves, iterations=inputs["iterations"], tau=tau, tolerance=tolerance, backend=backend)
-    if tau < 0.05:  # the gradient of a matrix of zeros and ones is what float64 rounds, times 1 / tau
+    if tau < 0.05:  # p is a matrix of zeros and ones, whose gradient is rounding times 1 / tau
         return {"p": p}
     gradients = torch.autograd.grad(p, list(leaves.values()), inputs["grad"])
     return {"p": p, **{f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}}

@@ -1,7 +1,7 @@
-"""Runs checks on several ranks of one machine: gloo, a process for each rank, forked from one that imported torch.
+"""Runs checks on several ranks of one machine (gloo). Ranks are forks of a process that has imported torch.
 
-`Ranks` starts that process, `python -m tests.ranks`, once; it holds no threads and runs nothing itself, so that a
-fork is safe and takes 0.2 s. It reads lines "module check ranks words" and prints the errors of the ranks that failed.
+`Ranks` starts that process, `python -m tests.ranks`, once. It has no threads and runs nothing else, so that a fork is
+safe and takes 0.2 s. It reads lines "module check ranks words" and prints the errors of the ranks that failed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Ranks:
 
 @functools.cache
 def shared() -> Ranks:
-    """One for all test files of this process."""
+    """The Ranks of all test files in this process."""
     ranks = Ranks()
     atexit.register(ranks.process.kill)
     return ranks

@@ -39,7 +39,7 @@ def _fork(module: object, check: str, words: list[str], rank: int, ranks: int, f
     if child:
         return child
     error = folder / str(rank)
-    error.write_text("ended without a word")
+    error.write_text("ended without an error")
     try:
         torch.manual_seed(0)
         if getattr(module, "STARTS_ITSELF", False):
@@ -57,7 +57,7 @@ def _fork(module: object, check: str, words: list[str], rank: int, ranks: int, f
 
 
 def _wait(children: dict[int, int], until: float) -> None:
-    """Until all have ended; kills those that have not in time."""
+    """Waits until all have ended; kills those that are too late."""
     while children:
         child, _ = os.waitpid(-1, os.WNOHANG)
         children.pop(child, None)

@@ -1,4 +1,4 @@
-"""The training command on ranks, as torchrun starts it: each check gets a free port, and sets up its own ranks."""
+"""The training command on ranks, as torchrun starts it. Each check gets a free port and makes its own ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 
 from moe_kernels import train
 from moe_kernels.__main__ import main
-from moe_kernels.data import Ratings
 from moe_kernels.train import ranks
+from tests.small_sets import ratings
 
 STARTS_ITSELF = True
 SMALL = {
@@ -28,17 +28,8 @@ SMALL = {
 PLAIN = ["--sides", "smoe", "--steps", "8", "--every", "2", "--model-dropout", "0"]  # no noise, no loss of a batch
 
 
-def ratings() -> Ratings:
-    """Users of two tastes and movies of two kinds."""
-    draw = torch.Generator().manual_seed(0)
-    users, movies = torch.randint(0, 20, (160,), generator=draw), torch.randint(0, 30, (160,), generator=draw)
-    watched = (torch.rand(160, generator=draw) < 0.2 + 0.6 * (users % 2 == movies % 2)).float()
-    rows = (users, movies, watched, watched * 4)
-    return Ratings("tastes", tuple(each[:80] for each in rows), tuple(each[80:] for each in rows), 20, 30)
-
-
 def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
-    """The status of `train`, and what this rank printed and said of errors."""
+    """The status of `train`, and this rank's output and error messages."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if recipe == "movielens":
         train.load = lambda name: ratings()
@@ -79,11 +70,11 @@ def stops(port: str, out: str, data: str) -> None:
         return
     assert status == 3
     assert "train: rank 0: another rank failed or did not answer in time" in errors
-    assert f"--resume goes on from {out}/checkpoint.pt" in errors
+    assert f"--resume continues from {out}/checkpoint.pt" in errors
 
 
 def goes_on(port: str, out: str, data: str, elsewhere: str) -> None:
-    """From the checkpoint of 2 ranks; the rows are those of one process that never stopped."""
+    """Continues from the checkpoint of 2 ranks; the rows are those of one process without an interruption."""
     size = os.environ["WORLD_SIZE"]
     words = ["--data", data, *["--check-steps", "0"], *PLAIN]
     resumed = ["--out", out, "--resume", *(("--expert-parallel", size) if size != "1" else ())]
@@ -101,7 +92,7 @@ def goes_on(port: str, out: str, data: str, elsewhere: str) -> None:
             if isinstance(a[name], float):
                 assert abs(a[name] - b[name]) <= 1e-5 * max(1, abs(b[name])), (name, a, b)
     flops, right = (each["runs"][0]["flops"] for each in (found, expected))
-    assert right <= flops <= 1.01 * right, (flops, right)  # combine counts on the owner, too
+    assert right <= flops <= 1.01 * right, (flops, right)  # combine is also counted on the owner
     torch.load(Path(out) / "model-smoe-0.pt", weights_only=True)
 
 
@@ -120,7 +111,7 @@ def hangs(port: str, data: str) -> None:
 
 
 def missing(port: str, data: str) -> None:
-    """Rank 1 never comes."""
+    """Rank 1 does not start."""
     if os.environ["RANK"] == "1":
         return
     words = ["--data", data, *["--expert-parallel", "2", "--rank-timeout", "2"], *PLAIN]
@@ -130,7 +121,7 @@ def missing(port: str, data: str) -> None:
 
 
 def refused(port: str, data: str) -> None:
-    """Ranks that do not fit, experts that do not divide, and no torchrun: status 2 and why."""
+    """Wrong numbers of ranks or experts, and no torchrun: status 2 and the reason."""
     words = ["--data", data, *PLAIN]
     status, _, errors = _command(port, "competesmoe", *words, "--expert-parallel", 3)
     assert status == 2

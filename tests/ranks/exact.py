@@ -1,4 +1,4 @@
-"""n ranks against one process, bit for bit: each rank has a part of the tokens, one process has all."""
+"""n ranks, each with a part of the tokens, against one process with all of them, bit for bit."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def global_choice() -> None:
 
 
 def random_shapes() -> None:
-    """The experts alone, of random sizes under random policies: gradients of the gate weights are equal, too."""
+    """Only experts, with random sizes and policies: gradients of the gate weights are equal too."""
     draw, ranks, rank = random.Random(dist.get_world_size()), dist.get_world_size(), dist.get_rank()
     mesh = mesh_of_all()["ep"]
     policies = {
@@ -198,7 +198,7 @@ def random_shapes() -> None:
 def _through(
     experts: Experts, policy: Any, gate: mnn.GateOutput, x: Tensor, grad: Tensor, part: slice
 ) -> dict[str, Tensor]:
-    """What a part of the tokens gives and receives."""
+    """Outputs and gradients of a part of the tokens."""
     x, weights = (each[part].clone().requires_grad_() for each in (x, gate.weights))
     plan, kept = policy(mnn.GateOutput(weights, gate.experts[part], gate.num_experts, gate.dense), True)
     y = experts(x, plan, kept)

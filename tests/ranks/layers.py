@@ -87,7 +87,7 @@ def local_search() -> None:
 
 
 def competition() -> None:
-    """All experts compete for every token: tokens travel, and norms come back."""
+    """All experts compete for every token: ranks send tokens and receive norms."""
     for through in (True, False):
         mlps = experts(activation="relu")
         gate = mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mlps, rate=1.0, alpha=2.0, through_norms=through)
@@ -117,7 +117,7 @@ def ensemble() -> None:
 
 
 def thor() -> None:
-    """In training one draw an rank's batch: with the same seed the same expert, which then receives all rows."""
+    """In training each rank draws once a batch: with equal seeds all draw the same expert, which gets all rows."""
     same(mnn.MoE(mnn.RandomGate(E), experts()))
 
 
@@ -192,7 +192,7 @@ def uneven_batches() -> None:
 
 
 def dropout() -> None:
-    """After combine, on the rank of the token: a rank's random numbers do not depend on the rows that it received."""
+    """Dropout runs after combine on the token's rank, so its random numbers do not depend on the rows received."""
     for layer in (mnn.MoE(mnn.TopKGate(D, E, 2), experts(dropout=0.5)), mlp()(None)):
         model = copy.deepcopy(layer)
         parallelize_module(model, mesh_of_all()["ep"], {"experts": ExpertParallel()})
@@ -204,7 +204,7 @@ def dropout() -> None:
 
 
 def frozen_experts() -> None:
-    """Gradients reach x and the gate where experts are frozen."""
+    """Gradients reach x and the gate if the experts are frozen."""
     layer = mlp()(None)
     layer.experts.requires_grad_(False)
     same(layer)

@@ -1,4 +1,4 @@
-"""Bad use is refused by name, on every rank before anything is sent."""
+"""Wrong use raises an error with the name of the function, on every rank before anything is sent."""
 
 from __future__ import annotations
 

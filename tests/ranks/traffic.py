@@ -1,4 +1,4 @@
-"""The bytes that the collectives move are those of bench.exchange_model."""
+"""The collectives move the bytes that bench.exchange_model gives."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def norms() -> None:
 
 
 def contenders() -> None:
-    """Of the bench: the same results, and the predicted bytes."""
+    """The contenders of the bench give equal results and move the predicted bytes."""
     size = exchange.Size(tokens=64, dim=16, hidden=16, experts=4)
     lines = exchange.measure(size, 0.05, peers=False)
     assert [line.contender for line in lines][::2] == ["ExpertParallel", "DTensor: gather tokens, scatter sums"]

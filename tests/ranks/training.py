@@ -27,7 +27,7 @@ def mesh_of(ep: str) -> DeviceMesh:
 
 
 def one_model(parts: int) -> Model:
-    """The layer that drops by capacity, whose groups are the tokens of `parts` ranks."""
+    """A layer that drops by capacity in groups, each the tokens of one of `parts` ranks."""
     torch.manual_seed(0)
     model = Model(mlp()(mnn.TokenChoice(1.25, group=T // parts)))
     unfused(model.layer.experts)
@@ -101,7 +101,7 @@ def narrow_fsdp() -> None:
 
 
 def norm_of_one_process(kind: str) -> None:
-    """For norms of several kinds; then every gradient is scaled alike."""
+    """Norms of several kinds, and the gradients scaled by them."""
     mesh = mesh_of("2")
     for p in (2.0, 1.0, float("inf")):
         one = one_model(dist.get_world_size())
@@ -135,7 +135,7 @@ def save(folder: str, kind: str) -> None:
 
 
 def go_on(folder: str) -> None:
-    """The same losses from the checkpoint on this number of ranks; each has the groups of several of those before."""
+    """Gives the same losses from the checkpoint on another number of ranks."""
     torch.manual_seed(1)
     model = Model(mlp()(mnn.TokenChoice(1.25, group=T // 4)))
     unfused(model.layer.experts)
@@ -156,7 +156,7 @@ def go_on(folder: str) -> None:
 
 
 def full_state() -> None:
-    """n ranks' state dict in full loads into one process, and one process's into n ranks, with the same output."""
+    """The full state dict of n ranks loads into one process, with the same output."""
     mesh = mesh_of(str(dist.get_world_size()))
     model = sharded(mesh)
     state = {name: full(each) for name, each in model.state_dict().items()}
