@@ -137,7 +137,7 @@ HEADER = (
 
 
 def rows(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
-    """A row for every launch, and one for the call where it has several."""
+    """A row for every launch, and one for the call if it has several."""
     found = []
     for each in predictions:
         count = each.count

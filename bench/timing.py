@@ -160,8 +160,8 @@ def launchers(
 
 
 def sets_for(bytes_per_call: int, held: int = 1) -> int:
-    """Input sets that leave nothing in L2 from one turn to the next: three times its size, within 4 GiB of what calls
-    touch and 16 GiB of what sets hold, which may be more."""
+    """Number of input sets that together exceed L2 three times; calls use at most 4 GiB of them, and they hold at most
+    16 GiB."""
     l2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 * 2**20
     return max(2, min(-(-3 * l2 // bytes_per_call), 2**32 // bytes_per_call, 2**34 // max(held, 1), 64))
 

@@ -1,4 +1,4 @@
-"""python -m bench: its arithmetic, its clockwork, its peers and its refusals. Nothing here depends on a time."""
+"""python -m bench: its arithmetic, timing, peers and refusals. No result here depends on a measured time."""
 
 from __future__ import annotations
 
@@ -13,27 +13,34 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from planted import plant
 from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
+from click.testing import Result
 from typer.testing import CliRunner
 
 import bench.__main__ as command
 from bench import checks, ledger, measure, nvml, peers, registry, timing, tracing
 from bench.entry import DIRECTIONS
-from moe_kernels.backends import cpu
 from moe_kernels.verify import Row, relative_error, verify
 
 ENTRY = registry.ENTRIES["kwta"]
 SHAPE: registry.Shape = {"R": 4, "N": 100, "p": 0.5}
 ROW = Row("kwta", "cpu", "float32", "cpu", 1, 0.0, 0.0, "ok", "")
 PEER = "torch topk+scatter+mul"
+CPU = ("--backend", "cpu", "--dtype", "float32", "--threads", "1", "--seconds", "0")
+
+
+def run(*words: object) -> Result:
+    """`python -m bench WORDS`."""
+    return CliRunner().invoke(command.app, list(map(str, words)))
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bench on kWTA alone, one shape of 4 rows and the small cases."""
+    """The bench with kWTA only, one shape of 4 rows and the small cases."""
     shapes = {"quick": [{"N": 100, "p": 0.5}], "scaling": [{"R": 4, "N": n, "p": 0.5} for n in (10, 1000)]}
     entry = replace(ENTRY, shapes=shapes, complete=lambda shape, device: {"R": 4, **shape})
     monkeypatch.setitem(registry.ENTRIES, "kwta", entry)
@@ -75,10 +82,9 @@ def test_kernels_and_peers_compute_the_same(op: str, direction: str) -> None:
     outputs = {name: peer[direction](inputs) for name, peer in entry.peers.items()}
     mine = measure.tensors_of(entry.kernel("cpu")[direction](inputs))
     for name, output in outputs.items():
-        for got, expected in zip(
-            measure.tensors_of(output), mine, strict=True
-        ):  # sums of up to 512 terms in another order
-            assert relative_error(got, expected) <= (1e-5 if expected.is_floating_point() else 0), name
+        for got, expected in zip(measure.tensors_of(output), mine, strict=True):
+            most = 1e-5 if expected.is_floating_point() else 0  # sums of up to 512 terms in another order
+            assert relative_error(got, expected) <= most, name
 
 
 def test_cpu_shapes_are_large_enough_to_leave_the_caches() -> None:
@@ -91,7 +97,7 @@ def test_cpu_shapes_are_large_enough_to_leave_the_caches() -> None:
 
 
 class Clock:
-    """A clock that stands still unless told."""
+    """A clock that only `spend` moves."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -141,7 +147,7 @@ def test_a_drift_that_hits_all_calls_leaves_their_ratio() -> None:
 def test_the_undisturbed_clock_counts_a_sleep_and_work_alike() -> None:
     with timing.undisturbed_clock() as clock:
         start = clock()
-        time.sleep(0.02)  # a kernel that sleeps is slow, and the clock must say so
+        time.sleep(0.02)  # the time of a kernel that sleeps must count
         assert clock() - start > 0.01
 
 
@@ -224,8 +230,7 @@ def test_only_right_kernels_are_measured() -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_run_writes_results_report_and_picture(tmp_path: Path) -> None:
-    arguments = ["run", "--backend", "cpu", "--dtype", "float32", "--threads", "1", "--seconds", "0"]
-    done = CliRunner().invoke(command.app, [*arguments, "--out", str(tmp_path)])
+    done = run("run", *CPU, "--out", tmp_path)
     assert done.exit_code == 0, done.output
     (path,) = tmp_path.glob("*.json")
     result = json.loads(path.read_text())
@@ -251,7 +256,7 @@ def test_a_backend_asked_for_by_name_that_cannot_run_leaves_no_empty_result(monk
     rows = [replace(ROW, backend="triton", device="-", verdict="not run", note="the dog ate it")]
     monkeypatch.setattr(command, "verify", lambda *args, **kwargs: rows)
     monkeypatch.setattr(command, "_measured", lambda *args: pytest.fail("nothing is there to be measured"))
-    done = CliRunner().invoke(command.app, [name, "--backend", "triton", "--out", str(tmp_path)])
+    done = run(name, "--backend", "triton", "--out", tmp_path)
     assert done.exit_code == 2, done.output
     assert done.output.splitlines()[-1] == "triton cannot run: the dog ate it"
     assert not list(tmp_path.iterdir())
@@ -259,27 +264,12 @@ def test_a_backend_asked_for_by_name_that_cannot_run_leaves_no_empty_result(monk
 
 @pytest.mark.usefixtures("tiny")
 def test_run_refuses_to_measure_a_wrong_kernel_and_fails(monkeypatch, tmp_path: Path) -> None:
-    right = cpu.kwta_fwd
-
-    def wrong(x, *args):
+    def wrong(right, x, *args):
         y, bits = right(x, *args)
         return (y.neg_() if x.dtype == torch.float32 else y), bits
 
-    monkeypatch.setattr(cpu, "kwta_fwd", wrong)
-    arguments = [
-        "run",
-        "--backend",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--dtype",
-        "bfloat16",
-        "--threads",
-        "1",
-        "--no-curves",
-    ]
-    done = CliRunner().invoke(command.app, [*arguments, "--seconds", "0", "--out", str(tmp_path)])
-    assert done.exit_code == 1
+    plant(monkeypatch, "kwta_fwd", wrong)
+    assert run("run", *CPU, "--dtype", "bfloat16", "--no-curves", "--out", tmp_path).exit_code == 1
     (path,) = tmp_path.glob("*.json")
     result = json.loads(path.read_text())
     by_dtype = {entry["dtype"]: entry for entry in result["entries"]}
@@ -291,18 +281,15 @@ def test_run_refuses_to_measure_a_wrong_kernel_and_fails(monkeypatch, tmp_path: 
 
 @pytest.mark.usefixtures("tiny")
 def test_a_kernel_that_raises_on_one_shape_fails_and_the_others_keep_their_figures(monkeypatch, tmp_path: Path) -> None:
-    right = cpu.kwta_fwd
-
-    def raising(x, *args):
+    def raising(right, x, *args):
         if x.shape[1] == 10:
             raise RuntimeError("kwta_fwd: out of memory\nmore")
         return right(x, *args)
 
     rows = list(verify(["kwta"], ["cpu"], small=True))
     monkeypatch.setattr(command, "verify", lambda *args, **kwargs: rows)
-    monkeypatch.setattr(cpu, "kwta_fwd", raising)
-    arguments = ["run", "--backend", "cpu", "--dtype", "float32", "--threads", "1", "--seconds", "0"]
-    assert CliRunner().invoke(command.app, [*arguments, "--out", str(tmp_path)]).exit_code == 1
+    plant(monkeypatch, "kwta_fwd", raising)
+    assert run("run", *CPU, "--out", tmp_path).exit_code == 1
     (result,) = ledger.read(tmp_path)
     entry = result["entries"][0]
     why = "kwta R=4 N=10 p=0.5 float32 forward, 1 thread: RuntimeError: kwta_fwd: out of memory"
@@ -342,7 +329,7 @@ esac
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU this runs the whole test suite")
 def test_verify_writes_a_result_that_the_ledger_reads(tmp_path: Path) -> None:
-    done = CliRunner().invoke(command.app, ["verify", "--backend", "cpu", "--seconds", "0", "--out", str(tmp_path)])
+    done = run("verify", "--backend", "cpu", "--seconds", 0, "--out", tmp_path)
     assert done.exit_code == 0, done.output
     assert "No GPU here" in done.output
     (result,) = ledger.read(tmp_path)
@@ -352,7 +339,7 @@ def test_verify_writes_a_result_that_the_ledger_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--op", "--backend", "--routing", "--peers", "--dtype", "--shapes"])
 def test_an_unknown_word_is_refused(option: str) -> None:
-    done = CliRunner().invoke(command.app, ["run", option, "nonsense"])
+    done = run("run", option, "nonsense")
     assert done.exit_code == 2
     assert "nonsense" in done.output
 
@@ -443,7 +430,7 @@ def test_a_command_out_of_time_ends_with_all_that_it_started(tmp_path: Path) -> 
     outer = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
     assert checks.run([sys.executable, "-c", outer, script, str(held)], 1.0) == "not run: out of time"
     with held.open() as file:
-        for _ in range(100):  # killed, and gone a moment later
+        for _ in range(100):  # the kill takes effect a moment later
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break

@@ -1,4 +1,4 @@
-"""What a GPU may do to the bench: kernels that take their process with them, machines that are gone before the end."""
+"""The bench on a GPU: kernels that end their process, and machines that are gone before the end."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_a_process_whose_gpu_takes_no_more_work_is_lost(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
     sent: list[tuple] = []
-    _serve(SimpleNamespace(recv=lambda: (math.hypot, (3, 4)), send=sent.append))  # which ends there
+    _serve(
+        SimpleNamespace(recv=lambda: (math.hypot, (3, 4)), send=sent.append)
+    )  # it returns after the first broken result
     assert sent == [(5.0, "", "RuntimeError: CUDA error: an illegal memory access was encountered")]
 
 

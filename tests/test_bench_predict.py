@@ -1,4 +1,4 @@
-"""python -m bench predict: what follows from counts, that every GPU kernel was counted, and the ledger's state."""
+"""python -m bench predict: predictions from counts, counts of every GPU kernel, and the state of the ledger."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 from ptx.summary import triton_kernels
-from typer.testing import CliRunner
+from test_bench import run
 
-import bench.__main__ as command
 from bench import counting, document, ledger, predict, report
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +31,7 @@ def counted(*launches: dict, **changes) -> dict:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A checkout with kwta in CUDA alone."""
+    """A checkout with kwta only in CUDA."""
     for name in ("csrc/cuda/kwta.cu", "moe_kernels/ops/kwta.py"):
         path = tmp_path / name
         path.parent.mkdir(parents=True)
@@ -71,7 +70,7 @@ def test_a_call_takes_the_sum_and_shows_a_measurement_beside_it(tree):
         assert predict.predict(GPU, [result | other], tree)[0].measured is None
     table = predict.rows([found])
     assert [row[5] for row in table] == ["k", "k", "all"]
-    assert all("(stale)" in row[0] for row in table)  # of other sources than these
+    assert all("(stale)" in row[0] for row in table)  # counted from other sources
     assert all("predicted" in name for name in predict.HEADER if " us" in name or name == "us")
 
 
@@ -99,20 +98,19 @@ def test_every_gpu_kernel_was_counted(backend):
 
 
 def test_gpus_are_known_or_given_by_their_figures():
-    run = CliRunner()
-    found = run.invoke(command.app, ["predict", "--gpu", "mine", "--sms", "10"])
+    found = run("predict", "--gpu", "mine", "--sms", 10)
     assert found.exit_code == 2
     assert "--ghz" in found.output
     figures = ["--sms", "10", "--ghz", "1", "--gb-per-s", "100", "--tflops", "bfloat16=10,tf32=5,float16=10"]
-    found = run.invoke(command.app, ["predict", "--gpu", "mine", *figures, "--op", "kwta"])
+    found = run("predict", "--gpu", "mine", *figures, "--op", "kwta")
     assert found.exit_code == 0, found.output
     assert "PREDICTED, not measured: mine: 10 multiprocessors at 1 GHz, 100 GB/s" in found.output
-    assert run.invoke(command.app, ["predict", "--op", "sort"]).exit_code == 2
+    assert run("predict", "--op", "sort").exit_code == 2
 
 
 def test_counting_without_a_checkout_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(ledger, "ROOT", tmp_path)
-    found = CliRunner().invoke(command.app, ["predict", "--count"])
+    found = run("predict", "--count")
     assert found.exit_code == 2
     assert "it needs a checkout of the sources" in " ".join(found.output.split())
 
@@ -130,9 +128,11 @@ def test_executed_ptx_is_a_state_between_never_run_and_verified(tree):
     found = {"kwta": {"cuda": {"date": "2026-11-23", "sources": ledger.digest("kwta", "cuda", tree)}}}
     ledger.write_executed(found, tree)
     assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
-    ledger.write_executed({"kwta_mask": {"triton": found["kwta"]["cuda"]}}, tree)  # keeps what it does not replace
+    ledger.write_executed({"kwta_mask": {"triton": found["kwta"]["cuda"]}}, tree)  # other operations stay
     assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
-    assert ledger.executed("kwta", "triton", tree) == "never run on a GPU"  # another operation of its file did
+    assert (
+        ledger.executed("kwta", "triton", tree) == "never run on a GPU"
+    )  # only another operation of its file was executed
     entry = {"operation": "kwta", "backend": "cuda", "device": "cuda", "verdict": "ok", "checks": {}}
     entry["sources"] = ledger.digest("kwta", "cuda", tree)
     result = {"date": "2026-11-24", "device": "Some GPU", "entries": [entry]}

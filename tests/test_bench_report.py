@@ -1,4 +1,4 @@
-"""python -m bench: its ledger, its reports and its comparisons. Nothing here depends on a time."""
+"""python -m bench: its ledger, reports and comparisons. No result here depends on a measured time."""
 
 from __future__ import annotations
 
@@ -10,37 +10,25 @@ import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from typer.testing import CliRunner
+from test_bench import PEER, run
 
-import bench.__main__ as command
 from bench import compare, document, ledger, report, summary
 from bench.console import console, print_lines, print_table
 from moe_kernels.verify import Row
-
-PEER = "torch topk+scatter+mul"
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A checkout with kwta on the CPU and in CUDA, and no Triton kernel."""
-    included = {
-        "moe_kernels/ops/kwta.py": (),
-        "csrc/cpu/kwta.cpp": ("ops.h",),
-        "csrc/cuda/kwta.cu": ("ops.h", "moe/block.cuh", "here.h"),
-        "csrc/cuda/here.h": (),
-        "csrc/cuda/ops.h": (),
-        "csrc/include/moe/block.cuh": ("moe/warp.cuh",),
-        "csrc/include/moe/warp.cuh": (),
-        "csrc/include/moe/other.cuh": (),
-        "moe_kernels/backends/native/kwta.py": (),
-        "moe_kernels/backends/native/kwta_cpu.py": (),
-        "moe_kernels/backends/native/shared.py": (),
-        "csrc/cuda/shared.cu": (),
-    }
-    for name, headers in included.items():
+    included = {"csrc/cpu/kwta.cpp": ("ops.h",), "csrc/cuda/kwta.cu": ("ops.h", "moe/block.cuh", "here.h")}
+    included |= {"csrc/include/moe/block.cuh": ("moe/warp.cuh",)}
+    names = ["moe_kernels/ops/kwta.py", "csrc/include/moe/warp.cuh", "csrc/include/moe/other.cuh"]
+    names += [f"csrc/cuda/{name}" for name in ("here.h", "ops.h", "shared.cu")]
+    names += [f"moe_kernels/backends/native/{name}.py" for name in ("kwta", "kwta_cpu", "shared")]
+    for name in (*included, *names):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"// {name}\n" + "".join(f'#include "{header}"\n' for header in headers))
+        path.write_text(f"// {name}\n" + "".join(f'#include "{header}"\n' for header in included.get(name, ())))
     (tmp_path / "moe_kernels/backends/native/kwta_cuda.py").write_text(
         "from moe_kernels.backends.native.shared import THRESHOLD\n"
     )
@@ -161,17 +149,6 @@ def test_measured_only_names_what_is_stale(tree: Path) -> None:
     assert "Not shown, as sources changed since: kwta cuda." in text
 
 
-def test_measured_leaves_more_threads_and_what_training_holds_to_the_report(tree: Path) -> None:
-    result = result_of(tree, "cpu", gpu=False)
-    figures = result["entries"][0]["figures"]
-    figures += [figures[0] | {"direction": name} for name in ("backward", "training")]
-    figures.append(figures[0] | {"setting": "3 threads"})
-    text = report.measured([result], tree)
-    assert "training" in text
-    assert "backward" not in text
-    assert "3 threads" not in text
-
-
 def test_document_marks_what_is_stale_and_holds_several_devices(tree: Path) -> None:
     gpu, cpu = result_of(tree, "cuda"), result_of(tree, "cpu", gpu=False)
     gpu["entries"][0]["figures"][0] |= {"launch_us": 3.0, "sm_mhz": 1980.0, "watts": 640.0, "throttled": "power cap"}
@@ -196,10 +173,7 @@ def test_a_report_without_results_says_so(tmp_path: Path) -> None:
 def test_compare_catches_a_kernel_made_slower(tree: Path, factor: float, status: int) -> None:
     before, after = result_of(tree, "cuda"), result_of(tree, "cuda")
     after["entries"][0]["figures"][0]["us"] *= factor
-    paths = []
-    for name, result in {"before": before, "after": after}.items():
-        paths.append(str(ledger.write(result, tree / name)))
-    done = CliRunner().invoke(command.app, ["compare", *paths])
+    done = run("compare", *(ledger.write(each, tree / name) for name, each in (("old", before), ("new", after))))
     assert done.exit_code == status, done.output
     assert (f"x{factor:.2f}" in done.output) == (factor != 1.1)
 

@@ -1,4 +1,4 @@
-"""python -m bench against clocks of others, and against kernels made slower on purpose."""
+"""python -m bench against other clocks, and with kernels that are made slower."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from planted import plant
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from typer.testing import CliRunner
+from test_bench import ROW, run
 
-import bench.__main__ as command
 from bench import compare, ledger, measure, profile, registry, timing
-from moe_kernels.backends import cpu
-from moe_kernels.verify import Row, threads
+from moe_kernels.verify import threads
 
-ROW = Row("kwta", "cpu", "float32", "cpu", 1, 0.0, 0.0, "ok", "")
 JOBS = [
     measure.Job("kwta", {"R": 512, "N": 512, "p": 0.5}, torch.float32, direction, "cpu", 1, ("cpu",))
     for direction in ("forward", "backward")
@@ -40,38 +38,32 @@ def result() -> ledger.Result:
     return measure.result([ROW], found, limits)
 
 
-def repeated(kernel: Callable[..., object]) -> Callable[..., object]:
-    def slow(*args):
-        for _ in range(7):  # a busy machine hides less
-            kernel(*args)
-        return kernel(*args)
-
-    return slow
+def repeated(kernel: Callable[..., object], *args: object) -> object:
+    for _ in range(7):  # fewer might not show on a busy machine
+        kernel(*args)
+    return kernel(*args)
 
 
-def asleep(kernel: Callable[..., object]) -> Callable[..., object]:
-    def slow(*args):
-        time.sleep(2e-3)
-        return kernel(*args)
-
-    return slow
+def asleep(kernel: Callable[..., object], *args: object) -> object:
+    time.sleep(2e-3)
+    return kernel(*args)
 
 
 @pytest.mark.parametrize("slower", [repeated, asleep])
 def test_compare_finds_the_kernel_that_was_made_slower(monkeypatch, tmp_path: Path, slower) -> None:
     before = result()
-    monkeypatch.setattr(cpu, "kwta_fwd", slower(cpu.kwta_fwd))
+    plant(monkeypatch, "kwta_fwd", slower)
     after = result()
     worst = compare.changes(before, after)[0]
     assert worst.figure[3] == "forward"
     assert worst.slowdown > 1.5
-    paths = [str(ledger.write(each, tmp_path / name)) for name, each in {"old": before, "new": after}.items()]
-    done = CliRunner().invoke(command.app, ["compare", *paths, "--tolerance", "0.5"])
+    paths = [ledger.write(each, tmp_path / name) for name, each in {"old": before, "new": after}.items()]
+    done = run("compare", *paths, "--tolerance", 0.5)
     assert done.exit_code == 1, done.output
 
 
 def test_a_figure_agrees_with_the_cpu_time_that_the_same_call_takes() -> None:
-    """thread_time is another clock, read in a loop of its own; the machine may be busy, so one of ten is enough."""
+    """thread_time is another clock, here in a loop of its own. One agreement of ten is enough on a busy machine."""
     entry, job = registry.ENTRIES["kwta"], JOBS[0]
     inputs = entry.inputs(job.shape, job.dtype, "cpu")
     call = entry.kernel("cpu")["forward"]
@@ -99,7 +91,7 @@ def test_the_regression_set_fails_where_a_kernel_loses_against_pytorch(tmp_path:
     (tmp_path / "slowed.py").write_text(slow)
     program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/test_regression.py"]
     program += ["-k", "kwta-cpu-forward", f"--benchmark-storage={tmp_path / 'saved'}"]
-    # pytest-benchmark measures nothing where it believes itself beside other workers.
+    # pytest-benchmark measures nothing if it finds xdist's variables.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment = {**inherited, "PYTHONPATH": str(tmp_path), "MOE_KERNELS_BACKEND": "cpu"}
 
@@ -121,8 +113,8 @@ def test_the_regression_set_fails_where_a_kernel_loses_against_pytorch(tmp_path:
 
 def test_profile_names_the_kernel_that_takes_the_time(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(timing, "ceilings", lambda *args: {"copy": 10.0, "float32": 100.0})
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # poison takes as long as kWTA
-    job = replace(JOBS[0], shape={"R": 4096, "N": 512, "p": 0.5})  # long beside what a busy machine puts between
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # filling takes as long as kWTA
+    job = replace(JOBS[0], shape={"R": 4096, "N": 512, "p": 0.5})  # long compared with interruptions
     found = profile.profile(job, tmp_path, 0.01)
     assert found.lines[0].name == "moe_kernels::kwta_fwd"
     assert found.lines[0].share > 0.5
@@ -158,13 +150,13 @@ def test_profile_says_what_cannot_be_profiled() -> None:
         (["--op", "make_plan", "--direction", "training"], "forward"),
         (["--op", "kwta", "--shape", "99"], "shapes"),
     ):
-        done = CliRunner().invoke(command.app, ["profile", *arguments])
+        done = run("profile", *arguments)
         assert done.exit_code == 2
         assert reason in done.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU this would measure for ten minutes")
 def test_gpu_refuses_a_machine_without_one() -> None:
-    done = CliRunner().invoke(command.app, ["gpu"])
+    done = run("gpu")
     assert done.exit_code == 2
     assert "No GPU" in done.output

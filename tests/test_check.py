@@ -1,4 +1,4 @@
-"""MOE_KERNELS_CHECK=1: what the CPU always refuses, a GPU refuses too, before a kernel uses it as an address."""
+"""MOE_KERNELS_CHECK=1: a GPU checks indices as the CPU always does, before a kernel uses them as addresses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STALE = {
 @pytest.mark.parametrize("said", STALE)
 def test_a_stale_plan_is_refused_on_a_gpu_where_it_was_asked_for(said, monkeypatch):
     monkeypatch.delenv("MOE_KERNELS_CHECK", raising=False)
-    STALE[said]()  # nothing is read, so nothing waits
+    STALE[said]()  # reads nothing, so the host does not wait
     monkeypatch.setenv("MOE_KERNELS_CHECK", "0")
     STALE[said]()
     monkeypatch.setenv("MOE_KERNELS_CHECK", "1")

@@ -1,4 +1,4 @@
-"""python -m moe_kernels: what it prints, and that its exit status tells right kernels from wrong ones."""
+"""python -m moe_kernels: its output, and its exit status for right and for wrong kernels."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from planted import plant
 
 from moe_kernels import backends, info, verify
 from moe_kernels.__main__ import main
@@ -21,16 +23,10 @@ from moe_kernels.backends import cpu
 CPU_ONLY = ["verify", "--backend", "cpu", "--small"]
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[torch.Tensor], object]) -> None:
-    """Makes a CPU kernel wrong: `change` works on its first output."""
-    right = getattr(cpu, name)
-
-    def wrong(*args):
-        found = right(*args)
-        change(found[0] if isinstance(found, tuple) else found)
-        return found
-
-    monkeypatch.setattr(cpu, name, wrong)
+def unsupported(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    """Makes a backend, or an operation on every backend, unsupported."""
+    right = backends.unsupported
+    monkeypatch.setattr(backends, "unsupported", lambda *args: "no such device" if word in args[:2] else right(*args))
 
 
 def test_info_names_the_machine_and_every_operation_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,9 +49,9 @@ def test_info_lists_what_has_kernels_of_its_own_in_another_operations_file() -> 
 
 
 def test_info_says_why_a_backend_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "unsupported", lambda name, *args: "the dog ate it" if name == "triton" else None)
-    assert info.placement("kwta", "triton") == (None, "the dog ate it")
-    assert "the dog ate it" in info.describe()
+    unsupported(monkeypatch, "triton")
+    assert info.placement("kwta", "triton") == (None, "no such device")
+    assert "no such device" in info.describe()
 
 
 def test_info_names_a_missing_extension_without_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,10 +105,13 @@ def test_verify_passes_right_kernels(capsys: pytest.CaptureFixture[str]) -> None
     ("kernel", "output"), [("kwta_fwd", "y"), ("kwta_mask", "mask"), ("kwta_bwd", "gradient")], ids=str
 )
 def test_verify_fails_and_names_the_output_of_a_wrong_kernel(monkeypatch, capsys, kernel: str, output: str) -> None:
-    def one_wrong(out: torch.Tensor) -> None:
+    def one_wrong(right: Callable[..., Any], *args: object) -> object:
+        found = right(*args)
+        out = found[0] if isinstance(found, tuple) else found
         out[-1, -1] = not out[-1, -1] if out.dtype == torch.bool else out[-1, -1] + 1
+        return found
 
-    spoil(monkeypatch, kernel, one_wrong)
+    plant(monkeypatch, kernel, one_wrong)
     assert main(CPU_ONLY) == 1
     text = capsys.readouterr().out
     assert "FAILED" in text
@@ -120,15 +119,13 @@ def test_verify_fails_and_names_the_output_of_a_wrong_kernel(monkeypatch, capsys
 
 
 def test_verify_sees_an_element_that_was_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cpu.kwta_fwd
-
-    def all_but_the_last(x, *args):
+    def all_but_the_last(right, x, *args):
         y, bits = right(x, *args)
         fresh = x.new_empty(x.shape)
         fresh.view(-1)[:-1] = y.view(-1)[:-1]
         return fresh, bits
 
-    monkeypatch.setattr(cpu, "kwta_fwd", all_but_the_last)
+    plant(monkeypatch, "kwta_fwd", all_but_the_last)
     assert main(CPU_ONLY) == 1
 
 
@@ -136,13 +133,13 @@ def test_verify_reports_a_kernel_that_raises(monkeypatch, capsys) -> None:
     def broken(*args):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(cpu, "kwta_mask", broken)
+    plant(monkeypatch, "kwta_mask", broken)
     assert main(CPU_ONLY) == 1
     assert "RuntimeError: out of luck" in capsys.readouterr().out
 
 
 def test_verify_reports_a_fault_that_shows_in_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's kernel fails after the call that started it, and with it all that comes later."""
+    """The error of a GPU kernel appears after the call that launched it, and in all later calls."""
 
     def heard(*args: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -162,10 +159,7 @@ def test_verify_lists_a_backend_that_cannot_run_with_its_reason(monkeypatch, cap
 
 
 def test_verify_does_not_pass_a_backend_asked_for_by_name_that_cannot_run(monkeypatch, capsys) -> None:
-    right = backends.unsupported
-    monkeypatch.setattr(
-        backends, "unsupported", lambda name, *args: "no such device" if name == "cuda" else right(name, *args)
-    )
+    unsupported(monkeypatch, "cuda")
     for asked in (["cuda"], ["cpu", "cuda"]):
         words = [word for name in asked for word in ("--backend", name)]
         assert main(["verify", "--op", "kwta", "--small", *words]) == 2
@@ -175,18 +169,14 @@ def test_verify_does_not_pass_a_backend_asked_for_by_name_that_cannot_run(monkey
 
 
 def test_verify_passes_a_backend_that_lacks_one_of_the_operations(monkeypatch, capsys) -> None:
-    right = backends.unsupported
-    monkeypatch.setattr(
-        backends, "unsupported", lambda name, op, *args: "none" if op == "dispatch" else right(name, op, *args)
-    )
+    unsupported(monkeypatch, "dispatch")
     assert main([*CPU_ONLY, "--op", "dispatch", "--op", "kwta"]) == 0
     assert capsys.readouterr().err == ""
 
 
 def test_a_failure_is_status_1_whatever_else_could_not_run(monkeypatch) -> None:
-    spoil(monkeypatch, "kwta_fwd", lambda out: out.add_(1))
-    right = backends.unsupported
-    monkeypatch.setattr(backends, "unsupported", lambda name, *args: "no" if name == "cuda" else right(name, *args))
+    plant(monkeypatch, "kwta_fwd", lambda right, x, *args: right(x + 1, *args))
+    unsupported(monkeypatch, "cuda")
     assert main([*CPU_ONLY, "--op", "kwta", "--backend", "cuda"]) == 1
 
 

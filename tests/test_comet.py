@@ -8,7 +8,7 @@ import torch
 
 import moe_kernels as mk
 from moe_kernels.models import comet_mlp, dense_twin
-from moe_kernels.nn import ACTIVATIONS, CometMLP, FixedRouting, MaskedLinear, Utilisation
+from moe_kernels.nn import ACTIVATIONS, CometMLP, MaskedLinear, Utilisation
 
 WIDTHS = (7, 12, 9, 10, 4)
 
@@ -18,7 +18,7 @@ def model(p=0.5, seed=0, widths=WIDTHS, **options):
 
 
 def winners(row: list[float], k: int) -> list[bool]:
-    """The k largest, of equal ones the lowest index."""
+    """The k largest numbers; of equal ones those with the lowest index."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     return [i in order[:k] for i in range(len(row))]
 
@@ -143,7 +143,7 @@ def test_inactive_neurons_get_exactly_zero_gradient_and_no_gradient_enters_throu
         assert (hidden.weight.grad[~mask] == 0).all()
         assert (hidden.bias.grad[~mask] == 0).all()
         assert (hidden.bias.grad[mask] != 0).all()
-        local = outer * mask * (1 - inputs[layer + 1] ** 2)  # spec: dL/da = (dL/dx * m) * f'(a)
+        local = outer * mask * (1 - inputs[layer + 1] ** 2)  # dL/da = (dL/dx * m) * f'(a)
         torch.testing.assert_close(hidden.weight.grad, torch.outer(local, inputs[layer]), rtol=1e-12, atol=1e-14)
         outer = local @ hidden.weight
     torch.testing.assert_close(x.grad[0], outer.detach(), rtol=1e-12, atol=1e-14)
@@ -189,7 +189,7 @@ def test_dense_twin_has_the_same_weights_and_no_mask():
 
 @pytest.mark.parametrize("ties", ["index", "strict", "all"])
 def test_ties_of_a_black_image(ties):
-    """No bias in the routing: all scores are zero, and the tie rule alone decides (spec 1, item 4 of section 0)."""
+    """The routing has no bias: all scores are zero, and only the tie rule decides."""
     masks = model(0.5, ties=ties).masks(torch.zeros(1, 7))
     assert [int(m.sum()) for m in masks] == {"index": [6, 4, 5], "strict": [0, 0, 0], "all": [12, 9, 10]}[ties]
 
@@ -246,16 +246,12 @@ def test_compiles_into_one_graph_forward_and_backward(compiler):
 def test_bad_arguments_are_refused_by_name():
     with pytest.raises(ValueError, match=r"CometMLP: widths must name at least 3 layers.*\(4, 5\)"):
         CometMLP((4, 5))
-    with pytest.raises(ValueError, match="FixedRouting: a width must be from 1"):
-        FixedRouting((4, 0))
     with pytest.raises(ValueError, match=r"keep fraction in \(0, 1\], got 0"):
         CometMLP((4, 5, 6), 0.0)
     with pytest.raises(ValueError, match=r"activation must be one of .*'relu'.*; got 'swish'"):
         CometMLP((4, 5, 6), activation="swish")
     with pytest.raises(ValueError, match=r"ties must be one of .*; got 'none'"):
         CometMLP((4, 5, 6), ties="none")
-    with pytest.raises(ValueError, match="MaskedLinear: k must be from 0 to 5"):
-        MaskedLinear(4, 5, 6)
 
 
 def test_utilisation_is_a_direct_count_however_the_samples_are_split():

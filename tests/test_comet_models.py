@@ -1,4 +1,4 @@
-"""The models around COMET in paper 000: those it is compared with, and ViT, Mixer and GPT, by hand."""
+"""The other models of paper 000, by hand: those that COMET is compared with, and ViT, Mixer and GPT."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mlp(name: str, p: float = 0.5, activation: str = "tanh"):
 
 
 def winners(c: torch.Tensor, k: int) -> torch.Tensor:
-    """Of distinct scores, who is among the k largest of its row."""
+    """bool: the k largest scores of each row, which must be distinct."""
     return (c[:, :, None] < c[:, None, :]).sum(-1) < k
 
 
@@ -46,8 +46,7 @@ def test_masks_from_the_backbone(name):
     y = net(x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
     mine, theirs = (torch.autograd.grad(each.square().sum(), [x, *net.parameters()]) for each in (y, expected))
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     for masks in (net.train().masks(X), net.eval().masks(X)):
         assert [m.sum(-1).unique().tolist() for m in masks] == [[6], [6]]
         assert torch.equal(masks[-1], mask)

@@ -15,7 +15,7 @@ D, E, IDS = 6, 4, 12
 
 
 def constructors():
-    """name -> what makes the module of that name from options of its own, which are right but for those given."""
+    """name -> the class with correct options, of which a test replaces some."""
     softmax, topk, experts = mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, 3)
     right = {
         "SoftmaxGate": {"dim": D, "num_experts": E},
@@ -74,6 +74,24 @@ MODULES = {
     "MultiGateMoE": ["experts", "search"],
 }
 OUT_OF_RANGE = [
+    ("SoftmaxGate", {"num_experts": 0}, "num_experts must be from 1"),
+    ("TopKGate", {"k": 5}, "k must be from 1 to 4"),
+    ("TopKGate", {"noise": "gumbel"}, "noise must be one of None, 'jitter', 'vmoe'"),
+    ("TopKGate", {"noise": None, "load": 0.1}, "load needs noise='vmoe'"),
+    ("TreeGate", {"num_experts": 1}, "num_experts must be from 2"),
+    ("TreeGate", {"trees": 0}, "trees must be from 1"),
+    ("TreeGate", {"gamma": 0}, "gamma must be above 0"),
+    ("DSelectKGate", {"k": 0}, "k must be from 1"),
+    ("EnsembleGate", {"members": 3}, "members must divide 4"),
+    ("EnsembleGate", {"load": 0.25}, "load needs noise=True"),
+    ("CompetitionGate", {"rate": 2.0}, r"rate must be from 0 to 1 \(a chance\), got 2"),
+    ("LocalSearch", {"num_experts": 0}, "num_experts must be from 1"),
+    ("LocalSearch", {"steps": -1}, "steps must be from 0"),
+    ("LocalSearch", {"noise": -0.1}, "noise must be finite and at least 0 .*, got -0.1"),
+    ("LocalSearch", {"schedule": "slow"}, "schedule must be one of 'paper', 'annealed'"),
+    ("MaskedLinear", {"k": 4}, "k must be from 0 to 3"),
+    ("FixedRouting", {"widths": (D, 0)}, "a width must be from 1"),
+    ("HashGate", {"frequencies": torch.ones(7)}, r"frequencies must be \(3,\)"),
     ("XMoEGate", {"temperature": 0.0}, "temperature must be above 0"),
     ("XMoEGate", {"temperature": -1.0}, "temperature must be above 0"),
     ("ExpertMLP", {"dropout": 2.0}, "dropout must be from 0 to 1"),

@@ -1,4 +1,4 @@
-"""Loaders against files written here, byte by byte, and against the published sets where they are at hand."""
+"""Loaders against files written here, byte by byte, and against the published sets if they are available."""
 
 import gzip
 import io
@@ -27,10 +27,10 @@ def shared(name: str) -> Path:
     return path
 
 
-def write_mnist(folder: Path, zipped: bool = False) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def write_mnist(folder: Path, train=6, test=4, shape=(3, 2), zipped=False) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     rng, written = np.random.default_rng(0), {}
-    for part, n in (("train", 6), ("t10k", 4)):
-        x, y = rng.integers(0, 256, (n, 3, 2), dtype=np.uint8), (np.arange(n) % 4).astype(np.uint8)
+    for part, n in (("train", train), ("t10k", test)):
+        x, y = rng.integers(0, 256, (n, *shape), dtype=np.uint8), (np.arange(n) % 10).astype(np.uint8)
         written[part] = (x, y)
         for name, array in ((f"{part}-images-idx3-ubyte", x), (f"{part}-labels-idx1-ubyte", y)):
             content = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
@@ -89,7 +89,7 @@ def test_digits_are_split_once_and_for_all():
 
 @pytest.mark.parametrize("zipped", [False, True])
 def test_mnist_folder(tmp_path, zipped):
-    written = write_mnist(tmp_path, zipped)
+    written = write_mnist(tmp_path, zipped=zipped)
     for path in (tmp_path, next(tmp_path.iterdir())):
         data = load(path)
         assert (data.name, data.image_shape, data.classes) == ("mnist", (1, 3, 2), tuple("0123456789"))
@@ -162,7 +162,7 @@ def test_a_python_batch_cannot_run_code(tmp_path):
 
 
 def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
-    """An array as a pickle writes it, with a shape to reconstruct, a dtype and a state of one's own."""
+    """A pickled array with a given shape, dtype and state."""
     return (
         b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n"
         + b"J" + struct.pack("<i", shape) + b"\x85U\x01btR(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\n(U"
@@ -174,7 +174,7 @@ def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
     ("batch", "message"),
     [
         (reduced(0, b"O8", b"]"), "array that is not of bytes"),
-        (reduced(2**31 - 1, b"u1", b"U\x03abc"), "array .1, 3072. with 3 bytes"),  # takes no 2 GiB
+        (reduced(2**31 - 1, b"u1", b"U\x03abc"), "array .1, 3072. with 3 bytes"),  # without an allocation of 2 GiB
         (b"\x80\x02Nr\xff\xff\xff\x7f.", "its memo index is 2147483647"),
         (b"\x80\x02" + b"(" * 3 + b"cbuiltins\neval\n.", "asks for builtins.eval"),
         (pickle.dumps({b"data": [1, 2], b"labels": [1]}), "expected an array, got list"),
@@ -344,7 +344,7 @@ def test_a_damaged_archive_names_its_file(tmp_path, content):
     (tmp_path / "text8.zip").unlink()
     with pytest.raises(ValueError, match=r"data: .*broken\.npz: expected an \.npz with jpeg"):
         load(tmp_path / "broken.npz")
-    with pytest.raises(ValueError, match="found none"):  # in a folder it is not taken for a set
+    with pytest.raises(ValueError, match="found none"):  # in a folder it is ignored
         load(tmp_path)
 
 
@@ -481,7 +481,7 @@ def test_published_mnist():
     data = load(shared("t10k-images-idx3-ubyte.gz"))
     assert (data.train_x.shape, data.test_x.shape) == ((60000, 784), (10000, 784))
     counts = torch.cat([data.train_y, data.test_y]).bincount().tolist()
-    assert counts == [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]  # of the 70,000, whatever the order
+    assert counts == [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]  # of all 70,000 images
 
 
 def test_published_cifar10_jpegs():

@@ -1,4 +1,4 @@
-"""SARCOS, Jester and Books from files of their published formats, which the tests make."""
+"""SARCOS, Jester and Books from files in their published formats, written here."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def pairs(found):
 
 
 def test_jester_from_its_file(tmp_path):
-    """Every rating, and as many jokes that its user did not rate; who rated all of them is left out."""
+    """Every rating, and as many unrated jokes; users who rated all jokes are left out."""
     rated = {(user, joke): (user * joke) % 20 - 10 + 0.25 for user in (1, 2, 5) for joke in range(user, 20, 2)}
     everything = {(9, joke): 1.0 for joke in range(1, 20)}
     lines = [f"{user}\t\t{joke}\t\t{rating}" for (user, joke), rating in (rated | everything).items()]
@@ -80,21 +80,21 @@ def test_jester_from_its_file(tmp_path):
 
 
 def test_books_from_its_file(tmp_path):
-    """Users and books with five records each are left, after as many rounds as it takes."""
+    """Only users and books with five records each are left, which may take several rounds."""
     lines = ['"User-ID";"ISBN";"Book-Rating"']
     lines += [f'"{user}";"04{book}X";"{(user + book) % 11}"' for user in range(10, 17) for book in range(6)]
-    lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # of one reader: the books go, and then he
+    lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # books with one reader are removed, then their reader
     lines += ['"10";"once\\";too";"5"']
     (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
     with pytest.raises(ValueError, match="next to no movie that is not rated"):
-        data.load(tmp_path)  # all read all
+        data.load(tmp_path)  # every user has read every book
     lines += [f'"{user}";"05{book}";"7"' for user in range(20, 26) for book in range(6)]
     (tmp_path / "BX-Book-Ratings.csv").write_bytes("\n".join(lines).encode("latin-1"))
     found = data.load(tmp_path)
     assert (found.name, found.num_users, found.num_movies) == ("books", 13, 12)
     every = pairs(found)
     assert every[0, 0, 1.0] == 10
-    assert every[1, 0, 1.0] == 0  # read, and no rating given
+    assert every[1, 0, 1.0] == 0  # read without a rating
     assert sum(watched for _, _, watched in every) == 7 * 6 + 6 * 6
     (tmp_path / "BX-Book-Ratings.csv").write_text("User;Book\n")
     with pytest.raises(ValueError, match="expected the header User-ID, ISBN, Book-Rating"):

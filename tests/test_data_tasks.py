@@ -1,25 +1,14 @@
-"""Paper 001's sets of images, from files of their format written here."""
+"""Paper 001's sets of images, from files in their formats, written here."""
 
 import re
-import struct
 import sys
 
 import numpy as np
 import pytest
 import torch
+from test_data import write_mnist
 
 from moe_kernels import data
-
-
-def write_mnist(folder, train=12, test=4, side=28):
-    draw, written = np.random.default_rng(0), []
-    for part, n in (("train", train), ("t10k", test)):
-        x, y = draw.integers(0, 256, (n, side, side), dtype=np.uint8), (np.arange(n) % 10).astype(np.uint8)
-        for name, array in ((f"{part}-images-idx3-ubyte", x), (f"{part}-labels-idx1-ubyte", y)):
-            header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
-            (folder / name).write_bytes(header + array.tobytes())
-        written.append((x, y))
-    return written
 
 
 def write_svhn(folder, *parts, **changed):
@@ -34,7 +23,7 @@ def write_svhn(folder, *parts, **changed):
 
 
 def pixels(x):
-    """Of images in [-1, 1], the bytes."""
+    """The bytes of images in [-1, 1]."""
     return ((x + 1) * 127.5).round().byte()
 
 
@@ -53,7 +42,7 @@ def test_svhn_from_its_files(tmp_path):
 
 
 def test_mnist_and_svhn_in_one_folder_are_mixed(tmp_path):
-    (mnist_x, _), _ = write_mnist(tmp_path)
+    (mnist_x, _), _ = write_mnist(tmp_path, 12, 4, (28, 28)).values()
     svhn = write_svhn(tmp_path, "train", "extra", "test")
     found = data.load(tmp_path)
     count = round(100 * 75_000 / 630_420)
@@ -93,12 +82,12 @@ def test_svhn_that_is_none_is_refused(tmp_path, changed, message):
 
 
 def test_multi_mnist_lays_two_images_over_each_other(tmp_path):
-    written = write_mnist(tmp_path, train=60, test=10, side=6)
+    (pool, _), (x, y) = write_mnist(tmp_path, 60, 10, (6, 6)).values()
     found = data.multi_mnist(tmp_path)
     assert str(found) == (
         "multimnist: 100 training, 20 validation and 20 test images (1, 14, 14), 2 tasks of 10 classes"
     )
-    x, y = (torch.from_numpy(each) for each in written[1])  # of the test set, whose labels are all different
+    x, y = torch.from_numpy(x), torch.from_numpy(y)  # of the test set, whose labels are all different
     for image, (first, second) in zip(found.test[0], found.test[1].tolist(), strict=True):
         assert first != second
         canvas = torch.zeros(14, 14, dtype=torch.int16)
@@ -108,16 +97,16 @@ def test_multi_mnist_lays_two_images_over_each_other(tmp_path):
     assert sorted(found.test[1][:, 0].tolist()) == sorted(y.tolist() * 2)
     halves = [{each.view(14, 14)[:6, :6].numpy().tobytes() for each in part[0]} for part in (found.train, found.valid)]
     assert not halves[0] & halves[1]
-    assert halves[0] | halves[1] == {each.tobytes() for each in written[0][0]}
+    assert halves[0] | halves[1] == {each.tobytes() for each in pool}
     assert torch.equal(data.multi_mnist(tmp_path).train[0], found.train[0])
     assert not torch.equal(data.multi_mnist(tmp_path, seed=1).train[0], found.train[0])
 
 
 def test_multi_mnist_sums_ink_where_images_overlap(tmp_path):
-    (x, _), _ = write_mnist(tmp_path, train=3, test=2, side=12)
+    write_mnist(tmp_path, 3, 2, (12, 12))
     with pytest.raises(ValueError, match="expected two images in every part"):
         data.multi_mnist(tmp_path)
-    _, (x, _) = write_mnist(tmp_path, train=12, test=2, side=12)
+    _, (x, _) = write_mnist(tmp_path, 12, 2, (12, 12)).values()
     found = data.multi_mnist(tmp_path).test
     image, (first, second) = found[0][0].view(20, 20), found[1][0].tolist()
     overlap = x[first][8:, 8:].astype(int) + x[second][:4, :4]

@@ -30,7 +30,7 @@ def program(page: Path) -> str:
     "page", [page for page in PAGES if page.parent.name == "tutorials"], ids=lambda page: page.stem
 )
 def test_the_code_of_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
-    """In an empty folder, in a process of its own."""
+    """In an empty folder and a process of its own."""
     program_file = tmp_path / "tutorial.py"
     program_file.write_text(program(page))
     run = [sys.executable, str(program_file)]
@@ -59,7 +59,7 @@ def _documented(pages: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built documentation; building fails at a warning."""
+    """The built documentation; a warning is an error."""
     folder = tmp_path_factory.mktemp("html")
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(folder)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=240, env=_environment())
@@ -89,7 +89,7 @@ def test_the_links_of_the_documentation_hold(site: Path) -> None:
         for target in links.targets:
             place, _, name = target.partition("#")
             if not target or re.match(r"[a-z]+:|//", target):
-                continue  # none, or outside
+                continue  # no target, or an external one
             path = (page.parent / unquote(place.partition("?")[0])).resolve() if place else page
             if not path.exists() or (path in pages and unquote(name) not in pages[path].names):
                 broken.append(f"{page.relative_to(site)}: {target}")

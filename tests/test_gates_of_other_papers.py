@@ -1,4 +1,4 @@
-"""Gates of papers 002 to 004 and their losses: worked numbers, what trains and what does not, round trips."""
+"""Gates of papers 002 to 004 and their losses: worked numbers, trained parameters, round trips."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ from moe_kernels.nn.gates.xmoe import XMoEGate
 T, D, H, E, K = 10, 6, 5, 4, 2
 
 
+def every_output(experts, x, activation=F.gelu):
+    """(T, E, Dout): the outputs of all experts for all tokens."""
+    hidden = activation(torch.einsum("td,edh->teh", x, experts.w_in) + experts.b_in)
+    return torch.einsum("teh,ehd->ted", hidden, experts.w_out) + experts.b_out
+
+
 def competing(**options):
     experts, router = ExpertMLP(E, D, H, activation="relu"), TopKGate(D, E, K)
     return MoE(CompetitionGate(router, experts, **options), experts).double()
@@ -29,9 +35,7 @@ def competing(**options):
 def test_winners_are_the_strongest_experts():
     torch.manual_seed(0)
     layer, x = competing(rate=1.0, alpha=3.0), torch.randn(T, D, dtype=torch.float64)
-    experts = layer.experts
-    hidden = F.relu(torch.einsum("td,edh->teh", x, experts.w_in) + experts.b_in)
-    every = torch.einsum("teh,ehd->ted", hidden, experts.w_out) + experts.b_out
+    every = every_output(layer.experts, x, F.relu)
     norms = every.norm(dim=-1)
     top = norms.topk(K)
     target = torch.zeros(T, E, dtype=torch.float64).scatter(1, top.indices, top.values.softmax(-1))
@@ -58,7 +62,7 @@ def test_who_learns_from_a_competition(through_norms):
         for grad in torch.autograd.grad(out.loss, experts.parameters(), allow_unused=True, retain_graph=True)
     )
     assert torch.autograd.grad(out.loss, router.weight, retain_graph=True)[0].abs().sum() > 0
-    # One expert at a time is what the weights do not depend on: with K = 1 they would be 1.
+    # K = 2, as with K = 1 all weights would be 1.
     (grad,) = torch.autograd.grad(out.y.sum(), router.weight, allow_unused=True, retain_graph=True)
     assert grad is None
     weights = layer.gate(x).weights
@@ -92,11 +96,9 @@ def test_ensemble_members_have_experts_of_their_own():
     logits = torch.randn(6, 3)
     expected = torch.stack([logits[2 * b : 2 * b + 2].softmax(-1).mean(0) for b in range(3)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "tensor", None)  # of numbers on the host: copying them would wait for a GPU
+        patch.setattr(torch, "tensor", None)  # a copy of a number from the host would wait for a GPU
         log_probs = ensemble_log_probs(logits, 2)
     torch.testing.assert_close(log_probs.exp(), expected)
-    with pytest.raises(ValueError, match="EnsembleGate: members must divide 4"):
-        EnsembleGate(D, E, 1, members=3)
     with pytest.raises(ValueError, match="EnsembleGate: expected ids"):
         gate(x)
 
@@ -123,8 +125,6 @@ def test_labels_decide():
     experts = gate(torch.zeros(10, D), torch.arange(10)).experts[:, 0].tolist()
     pairs = [{d for d in range(10) if experts[d] == e} for e in range(5)]
     assert pairs == [{1, 7}, {2, 5}, {3, 4}, {6, 9}, {0, 8}]
-    with pytest.raises(ValueError, match="ManualGate: assignment must be from 0"):
-        ManualGate([0, -1])
 
 
 @pytest.mark.parametrize("score", ["code", "cosine"])
@@ -147,7 +147,7 @@ def test_evaluation_leaves_xmoes_embeddings_alone():
     weights = gate(x).weights
     assert torch.equal(gate.embeddings, before)
     torch.testing.assert_close(gate.train()(x).weights, weights)
-    assert gate.embeddings[1].eq(0).all()  # it has no direction, and is no NaN
+    assert gate.embeddings[1].eq(0).all()  # a zero vector has no direction; it becomes no NaN
 
 
 def test_stable_routing_by_hand():
@@ -162,8 +162,7 @@ def test_stable_routing_by_hand():
     logits = gate.embedding(ids) @ gate.router.weight.t()
     torch.testing.assert_close(out.losses["balance"], 0.3 * balance / T)
     torch.testing.assert_close(out.losses["distill"], 0.3 * F.cross_entropy(logits, chosen))
-    hidden = F.gelu(torch.einsum("td,edh->teh", x, layer.experts.w_in) + layer.experts.b_in)
-    every = torch.einsum("teh,ehd->ted", hidden, layer.experts.w_out) + layer.experts.b_out
+    every = every_output(layer.experts, x)
     expected = alpha[:, None] * every[torch.arange(T), chosen] + (1 - alpha[:, None]) * x
     torch.testing.assert_close(out.y, expected, atol=1e-5, rtol=1e-5)
 
@@ -179,7 +178,7 @@ def test_stable_routing_by_hand():
 
 @pytest.mark.parametrize("pass_through", [False, True])
 def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
-    """x + a FF(LN(x)); a token for which the expert has no room is x, neither x + LN(x) nor 0."""
+    """x + a FF(LN(x)); a token that its expert drops stays x, not x + LN(x) or 0."""
     gate, ids = StableGate(D, E, vocabulary=7), (torch.arange(T) % 7)[None]
     layer = MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=pass_through)
     block, x = MoEBlock(D, 2, layer).eval(), torch.randn(1, T, D)
@@ -189,8 +188,7 @@ def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
     tokens = F.layer_norm(attended, (D,))
     chosen = gate._distilled(ids[0]).argmax(-1)
     alpha = (tokens @ gate.centroids.t()).sigmoid()[torch.arange(T), chosen]
-    hidden = F.gelu(torch.einsum("td,edh->teh", tokens, layer.experts.w_in) + layer.experts.b_in)
-    every = torch.einsum("teh,ehd->ted", hidden, layer.experts.w_out) + layer.experts.b_out
+    every = every_output(layer.experts, tokens)
     kept = out.plan.slot_row[:, 0] >= 0
     expected = attended + torch.where(kept, alpha, 0)[:, None] * every[torch.arange(T), chosen]
     assert 0 < kept.sum() < T
@@ -199,7 +197,7 @@ def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
 
 
 def test_stable_losses_are_those_of_a_batch_twice_as_large():
-    """Beside a task's loss that is a mean over tokens, they weigh as much whatever the batch."""
+    """They are means over tokens, as the task's loss is."""
     gate, x, ids = StableGate(D, E, vocabulary=7), torch.randn(T, D), torch.arange(T) % 7
     torch.testing.assert_close(gate(x.repeat(2, 1), ids.repeat(2)).losses, gate(x, ids).losses)
 
@@ -232,8 +230,6 @@ def test_consistency_is_a_symmetric_divergence():
 
 def test_schedules():
     assert [schedules.growing_k(t, 4) for t in range(6)] == [2, 6, 9, 12, 16, 16]  # 5.5 to even is 6, 12.5 is 12
-    assert schedules.falling_rate(0) == pytest.approx(2 / 3)
-    assert schedules.falling_rate(3000) == pytest.approx(0.5)
     layer = competing()
     schedules.train_gates_alone(layer)
     trains = {name for name, each in layer.named_parameters() if each.requires_grad}
@@ -272,13 +268,8 @@ def test_xmoe_with_a_normalisation_layer_and_a_learnable_temperature():
 
 def test_members_of_an_ensemble_have_the_losses_of_v_moe_each_over_its_own_tokens():
     draw = torch.Generator().manual_seed(3)
-    gate, x, ids = (
-        EnsembleGate(D, 6, K, members=2, noise=True, importance=0.5, load=0.25),
-        torch.randn(T, D),
-        torch.arange(T) % 2,
-    )
-    with pytest.raises(ValueError, match="EnsembleGate: load needs noise=True"):
-        EnsembleGate(D, 6, K, members=2, load=0.25)
+    gate = EnsembleGate(D, 6, K, members=2, noise=True, importance=0.5, load=0.25)
+    x, ids = torch.randn(T, D), torch.arange(T) % 2
     gate.generator = torch.Generator().manual_seed(3)
     out = gate(x, ids)
     noise = torch.empty(T, 3).normal_(generator=draw) / 3

@@ -1,4 +1,4 @@
-"""What importing the package adds to importing torch: modules are counted, since seconds depend on the machine."""
+"""Modules that importing the package adds to torch's, as seconds would depend on the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.parametrize(("name", "most"), [("moe_kernels", 100), ("moe_kernels.nn", 150)])
 def test_an_import_adds_few_modules(name, most):
-    """torch._dynamo alone is 800 modules and 2.5 s: decorators of torch.compiler import it, our own do not."""
+    """torch._dynamo has 800 modules and takes 2.5 s; decorators of torch.compiler would import it."""
     code = f"import sys, json, torch; before = set(sys.modules); import {name}; "
     code += "print(json.dumps(sorted(set(sys.modules) - before)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -49,10 +49,6 @@ def test_balance_is_switch_and_gshard():
     assert balance_loss(probs, torch.zeros(3, dtype=torch.int32)) == 0
 
 
-def test_router_z():
-    assert router_z_loss(torch.zeros(3, 8)).item() == pytest.approx(math.log(8) ** 2)
-
-
 def test_half_precision_is_summed_in_float32():
     probs = torch.rand(5000, 4).softmax(-1).bfloat16()
     assert importance_loss(probs).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The masked MLP: values and gradients against masks multiplied by in float64, and what must not depend on the way."""
+"""The masked MLP: values and gradients against products with masks in float64, and equal results of equal inputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def call(masks, activation, backend=None):
 
 
 def multiplied(masks, activation):
-    """Eqs. 7 and 8 of paper 000 as they stand."""
+    """Eqs. 7 and 8 of paper 000, with masks as factors."""
 
     def forward(**leaves):
         x, (weights, biases) = leaves["x"], parameters(leaves)
@@ -104,7 +104,7 @@ def test_what_does_not_answer_is_zero_whatever_it_holds(target, activation):
 
 
 def test_the_slope_of_relu_at_zero_is_zero(target):
-    """Neurons that answer and whose pre-activation is exactly 0."""
+    """Active neurons with a pre-activation of exactly 0."""
     for zero in (0.0, -0.0):
         leaves, masks = network(4, widths=(3, 40, 33, 2), device=target.device)
         leaves["w0"].zero_()
@@ -120,14 +120,8 @@ def test_no_tokens_with_samples(target):
     leaves, _ = network(0, widths=(4, 5, 2), device=target.device)
     bits, samples = torch.zeros(7, 1, dtype=torch.int32, device=target.device), torch.zeros(0, dtype=torch.int64)
     for name in (target.backend, "reference"):
-        y = masked_mlp(
-            leaves["x"],
-            *parameters(leaves),
-            [bits],
-            activation="relu",
-            samples=samples.to(target.device),
-            backend=name,
-        )
+        given = {"activation": "relu", "samples": samples.to(target.device), "backend": name}
+        y = masked_mlp(leaves["x"], *parameters(leaves), [bits], **given)
         assert y.shape == (0, 2)
 
 
@@ -137,8 +131,7 @@ def test_no_tokens_and_one_hidden_layer_and_none(target, activation):
         leaves, masks = network(tokens, widths=widths, device=target.device)
         grad = torch.ones(tokens, 3 if tokens else 7)
         got, expected = (results(call(masks, activation, name), leaves, grad) for name in (target.backend, "reference"))
-        for name in got:
-            torch.testing.assert_close(got[name], expected[name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_any_layout_and_any_leading_dimensions_are_those_of_their_rows():
@@ -253,8 +246,7 @@ def test_autocast_and_compilers_take_the_layers_one_by_one():
         )
         for f in (compiled, masked_mlp)
     )
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_flops_are_those_of_the_products_and_one_for_each_element_masked():

@@ -1,4 +1,4 @@
-"""What layers and gates return: registered pytrees, statistics computed on demand, tensors on request, hooks."""
+"""Outputs of layers and gates: registered pytrees, statistics on demand, plain tensors, hooks."""
 
 from __future__ import annotations
 
@@ -105,10 +105,8 @@ def test_layers_that_collect_compile_whole():
 
     compiled = torch.compile(loss, backend="aot_eager")
     parameters = list(model.parameters())
-    for got, want in zip(
-        torch.autograd.grad(compiled(x), parameters), torch.autograd.grad(loss(x), parameters), strict=True
-    ):
-        torch.testing.assert_close(got, want)
+    gradients = [torch.autograd.grad(f(x), parameters) for f in (compiled, loss)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "recomputed"])
@@ -128,12 +126,12 @@ def test_losses_are_collected_once_under_checkpointing(again):
 
 @pytest.mark.parametrize("make", [layer, tasks], ids=["layer", "tasks"])
 def test_a_reentrant_checkpoint_of_a_layer_is_refused(make):
-    """It returned an output without gradients, which a residual hid."""
+    """torch would return an output without gradients, which a residual hides."""
     made, x = make(), torch.randn(T, D, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"MoE: torch.utils.checkpoint\(use_reentrant=True\) gives gradients to"):
         checkpoint(made, x, use_reentrant=True)
     with torch.no_grad():
-        made(x)  # evaluation is none
+        made(x)  # an evaluation needs no gradients
 
 
 def test_a_reentrant_checkpoint_of_a_tensor_is_right():

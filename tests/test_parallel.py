@@ -1,7 +1,8 @@
-"""Experts across processes: every check runs on ranks of this machine, under gloo (tests/ranks)."""
+"""Experts across processes: every check runs on ranks of this machine with gloo (tests/ranks)."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +13,11 @@ from ranks import Ranks, shared
 
 from bench.exchange_model import Machine, layer_cost, shares
 
-EXACT = (
-    "dropless",
-    "dropless_of_three_choices",
-    "dropless_of_one_choice",
-    "capacity_by_priority",
-    "static_capacity",
-    "static_with_room",
-    "expert_choice",
-    "one_layer_experts",
-    "global_choice",
-    "random_shapes",
-)
+
+def checks(module: str) -> list[str]:
+    """The checks of tests/ranks/MODULE.py that take no arguments."""
+    text = (Path(__file__).parent / "ranks" / f"{module}.py").read_text()
+    return re.findall(r"^def ([a-z]\w+)\(\) -> None:", text, re.MULTILINE)
 
 
 @pytest.fixture
@@ -32,7 +26,7 @@ def ranks() -> Ranks:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("check", EXACT)
+@pytest.mark.parametrize("check", checks("exact"))
 def test_equals_one_process_bit_for_bit(ranks: Ranks, check: str, n: int) -> None:
     ranks.run("exact", check, n)
 
@@ -68,33 +62,12 @@ def test_a_full_state_dict_goes_from_ranks_to_one_process(ranks: Ranks) -> None:
     ranks.run("training", "dimensions", 4, 2)
 
 
-LAYERS = (
-    "tree_gate",
-    "several_gates",
-    "local_search",
-    "competition",
-    "norms_of_uneven_batches",
-    "ensemble",
-    "thor",
-    "hash_gate",
-    "pass_through",
-    "activation_checkpointing",
-    "checkpointed_ties",
-    "autocast",
-    "uneven_batches",
-    "dropout",
-    "frozen_experts",
-    "balance_over_ranks",
-    "compiled",
-)
-
-
-@pytest.mark.parametrize("check", LAYERS)
+@pytest.mark.parametrize("check", checks("layers"))
 def test_layers_and_what_surrounds_them(ranks: Ranks, check: str) -> None:
     ranks.run("layers", check, 2 if check == "compiled" else 4)
 
 
-@pytest.mark.parametrize("check", ["meshes", "plans", "static_splits", "unsharded_methods"])
+@pytest.mark.parametrize("check", checks("refusals"))
 def test_bad_use_is_refused_by_name(ranks: Ranks, check: str) -> None:
     ranks.run("refusals", check, 4)
 

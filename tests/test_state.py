@@ -1,4 +1,4 @@
-"""The state of layers: initialised after meta and to_empty, made where and as asked, float32 routers, averages."""
+"""The state of layers: initialisation after meta and to_empty, device and dtype, float32 routers, averages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from test_gates import EVERY
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from moe_kernels import nn as mnn
@@ -15,8 +16,7 @@ D, E, H, T, IDS = 6, 4, 5, 12, 9
 
 
 def makers():
-    """name -> what makes the module of that name on a device and in a dtype."""
-    frequencies = torch.arange(IDS)
+    """name -> a function that makes the module with a device and a dtype."""
 
     def local(**options):
         return mnn.LocalSearch(E, 5, **options)
@@ -25,20 +25,8 @@ def makers():
         router, experts = mnn.TopKGate(D, E, 2, **options), mnn.ExpertMLP(E, D, H, **options)
         return mnn.MoE(mnn.CompetitionGate(router, experts), experts)
 
-    return {
-        "softmax": lambda **o: mnn.SoftmaxGate(D, E, **o),
-        "topk": lambda **o: mnn.TopKGate(D, E, 2, noise="jitter", **o),
-        "tree": lambda **o: mnn.TreeGate(D, E, 2, **o),
-        "dselect": lambda **o: mnn.DSelectKGate(D, 3, 2, **o),
-        "xmoe": lambda **o: mnn.XMoEGate(D, E, 2, **o),
-        "hyper": lambda **o: mnn.HyperRouterGate(D, E, 2, hidden=8, **o),
-        "stable": lambda **o: mnn.StableGate(D, E, IDS, **o),
-        "ensemble": lambda **o: mnn.EnsembleGate(D, E, 1, **o),
-        "hash": lambda device=None, dtype=None: mnn.HashGate(IDS, E, frequencies=frequencies, device=device),
-        "manual": lambda device=None, dtype=None: mnn.ManualGate([0, 2, 1, 3], device=device),
+    return {name: make for name, make in EVERY.items() if name not in ("random", "competition")} | {
         "local search": local,
-        "permuted": lambda **o: mnn.PermutedGate(mnn.SoftmaxGate(D, E, **o), local(**o)),
-        "staged": lambda **o: mnn.StagedGate(mnn.SoftmaxGate(D, E, **o), mnn.TopKGate(D, E, 2, **o)),
         "mlp": lambda **o: mnn.ExpertMLP(E, D, H, **o),
         "layer": lambda **o: mnn.ExpertLayer(E, D, H, **o),
         "comet": lambda **o: mnn.CometFFN(D, H, **o),
@@ -70,7 +58,7 @@ def test_meta_then_to_empty_then_reset_is_the_constructor(name):
                 if isinstance(value, torch.Tensor):
                     torch.testing.assert_close(found[key], value, rtol=0, atol=0, equal_nan=True)
             continue
-        for each in made.modules():  # the way of fully_shard's users: any order, each module its own
+        for each in made.modules():  # as users of fully_shard do: every module on its own, in any order
             if hasattr(each, "reset_parameters"):
                 each.reset_parameters()
         for key, value in made.state_dict().items():
@@ -121,7 +109,7 @@ def averages(model):
 
 
 def test_the_average_of_permutations_is_a_permutation():
-    """It averaged the int64 buffer, and was none."""
+    """An average of the int64 buffer would be no permutation."""
     pytest.importorskip("scipy", reason="hardening needs scipy")
     torch.manual_seed(0)
     model = mnn.MoE(mnn.PermutedGate(mnn.SoftmaxGate(D, 8), mnn.LocalSearch(8, 6)), mnn.ExpertMLP(8, D, H))
@@ -179,7 +167,7 @@ def test_a_search_of_an_older_state_dict_is_read(taken):
 
 
 def test_codes_are_there_after_to_empty_and_a_state_dict():
-    """They were a buffer that no state dict held."""
+    """The codes are not in the state dict."""
     torch.manual_seed(0)
     gate, x = mnn.DSelectKGate(D, 3, 2).eval(), torch.randn(T, D)
     with torch.device("meta"):
