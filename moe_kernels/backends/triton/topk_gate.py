@@ -155,14 +155,12 @@ def _topk_gate_bwd(
         slopes = scale[:, None] * tl.exp(values - highest[:, None])
     else:
         slopes = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
-    for choice in range(K):
-        # Read again, from the first-level cache: cheaper than picking a column out of registers.
-        at = token * K + choice
-        expert = tl.load(experts_ptr + at, mask=token < T, other=-1)
-        weight = tl.load(weights_ptr + at, mask=token < T, other=0.0)
-        slope = weight * (tl.load(grad_ptr + at, mask=token < T, other=0.0) - mean)
-        slopes = tl.where(e == expert[:, None], slope[:, None], slopes)
-    tl.store(dlogits_ptr + token[:, None] * E + e, slopes.to(dlogits_ptr.dtype.element_ty), mask=inside)
+    row = dlogits_ptr + token[:, None] * E
+    tl.store(row + e, slopes.to(dlogits_ptr.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # the chosen ones are written over what other threads have stored
+    experts = tl.load(experts_ptr + token[:, None] * K + k, mask=made, other=0)
+    chosen = weights * (grads - mean[:, None])
+    tl.store(row + experts, chosen.to(dlogits_ptr.dtype.element_ty), mask=made)
 
 
 def topk_gate_supports(device: str, dtype: torch.dtype) -> str | None:
