@@ -97,26 +97,19 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
     if figures:
         rows = [figure_cells(each, ledger.is_stale(entry, root)) for entry in entries for each in entry["figures"]]
         parts += ["### Figures", HOW_TO_READ, markdown(FIGURE_HEADER, rows)]
-    for title, header, cells in (("Memory", _MEMORY, _memory), ("Clocks, power, energy", _TELEMETRY, _telemetry)):
-        found = [cells(each) for each in figures if header[-1][0] in each]
+    for title, columns in (("Memory", _MEMORY), ("Clocks, power, energy", _TELEMETRY)):
+        found = [[_cell(each.get(key, "")) for key in (*_KEY, *columns)] for each in figures if [*columns][-1] in each]
         if found:
-            parts += [f"### {title}", markdown((*_KEY, *(words for _, words in header)), found)]
+            parts += [f"### {title}", markdown((*_KEY, *columns.values()), found)]
     return parts
 
 
 _KEY = ("op", "backend", "dtype", "direction", "shape", "setting")
 _VERDICT = ("operation", "backend", "dtype", "device", "cases", "worst error", "allowed", "verdict", "checks")
 _GROWTH = ("operation", "backend", "dtype", "setting", "from", "to", "time", "work", "ceiling, from", "ceiling, to")
-_MEMORY = (("peak_mib", "MiB at the height of a training step, beyond its inputs"), ("peers_peak_mib", "peers"))
-_TELEMETRY = (
-    ("launch_us", "host us a launch"),
-    ("joules_per_call", "J a call"),
-    ("watts", "W"),
-    ("celsius", "C"),
-    ("memory_mhz", "memory MHz"),
-    ("throttled", "throttled by"),
-    ("sm_mhz", "SM MHz"),
-)
+_MEMORY = {"peak_mib": "MiB at the peak of a training step, beyond its inputs", "peers_peak_mib": "peers"}
+_TELEMETRY = {"launch_us": "host us a launch", "joules_per_call": "J a call", "watts": "W", "celsius": "C"}
+_TELEMETRY |= {"memory_mhz": "memory MHz", "throttled": "throttled by", "sm_mhz": "SM MHz"}
 
 
 def _verdict(entry: dict[str, Any], root: Path) -> tuple[str, ...]:
@@ -152,11 +145,8 @@ def _growth(entry: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _memory(figure: dict[str, Any]) -> tuple[str, ...]:
-    peers = ", ".join(f"{name} {value:.3g}" for name, value in figure["peers_peak_mib"].items())
-    return (*(figure[key] for key in _KEY), f"{figure['peak_mib']:.3g}", peers)
-
-
-def _telemetry(figure: dict[str, Any]) -> tuple[str, ...]:
-    values = [figure.get(key, "") for key, _ in _TELEMETRY]
-    return (*(figure[key] for key in _KEY), *(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
+def _cell(value: Any) -> str:
+    """A value as text; of several by name, each with its name."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_cell(each)}" for name, each in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from functools import partial
 
@@ -31,3 +32,17 @@ def interrupt(args: argparse.Namespace, steps: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "take_step", stops)
         assert train.run(args) == 130
+
+
+def interrupted(parse: Callable[[str], argparse.Namespace], steps: int) -> list[list]:
+    """(loss, bits) of every evaluation of two runs: one whole, and one interrupted after so many steps and resumed."""
+    found = []
+    for name in ("whole", "broken"):
+        args = parse(name)
+        if name == "broken":
+            interrupt(args, steps)
+            args.resume = True
+        assert train.run(args) == 0
+        report = json.loads((args.out / "result.json").read_text())
+        found.append([[(row["loss"], row["test bits"]) for row in run["rows"]] for run in report["runs"]])
+    return found

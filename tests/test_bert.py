@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from planted import interrupt
+from planted import interrupted
 
 from moe_kernels import train
 from moe_kernels.data.text import load as load_text
@@ -235,18 +235,10 @@ def test_a_text_without_a_whole_window_is_refused(checkpoint, text):
 
 def test_distillation_of_a_checkpoint_goes_on_where_it_stopped(checkpoint, text, tmp_path):
     """Interrupted between the split and the end, with dropout and random masks: the same numbers as without."""
-    found = {}
     words = ("--sides", "comet+", "topk", "--steps", "6", "--every", "2", "--dense-share", "0.4", "--check-steps", "0")
-    for name in ("whole", "broken"):
-        args = arguments(checkpoint, text, *words, "--out", str(tmp_path / name))
-        if name == "broken":
-            interrupt(args, 8)
-            args.resume = True
-        assert train.run(args) == 0
-        report = json.loads((args.out / "result.json").read_text())
-        found[name] = [[(row["loss"], row["test bits"]) for row in run["rows"]][1:] for run in report["runs"]]
-    assert found["whole"] == found["broken"]
-    assert all(math.isfinite(number) for run in found["whole"] for row in run for number in row)
+    whole, broken = interrupted(lambda out: arguments(checkpoint, text, *words, "--out", str(tmp_path / out)), 8)
+    assert whole == broken
+    assert all(math.isfinite(number) for run in whole for row in run[1:] for number in row)
 
 
 def _config(**changes):

@@ -14,10 +14,9 @@ from ranks import Ranks, shared
 from bench.exchange_model import Machine, layer_cost, shares
 
 
-def checks(module: str) -> list[str]:
-    """The checks of tests/ranks/MODULE.py that take no arguments."""
-    text = (Path(__file__).parent / "ranks" / f"{module}.py").read_text()
-    return re.findall(r"^def ([a-z]\w+)\(\) -> None:", text, re.MULTILINE)
+def checks(module: str, line: str = r"def ([a-z]\w+)\(\) -> None:") -> list[str]:
+    """The checks of tests/ranks/MODULE.py that take no arguments, or the names in lines of another form."""
+    return re.findall(f"^{line}", (Path(__file__).parent / "ranks" / f"{module}.py").read_text(), re.MULTILINE)
 
 
 @pytest.fixture
@@ -26,9 +25,9 @@ def ranks() -> Ranks:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("check", checks("exact"))
+@pytest.mark.parametrize("check", checks("exact", r'    "(\w+)": lambda') + checks("exact"))
 def test_equals_one_process_bit_for_bit(ranks: Ranks, check: str, n: int) -> None:
-    ranks.run("exact", check, n)
+    ranks.run("exact", *([check, n] if check in checks("exact") else ["case", n, check]))
 
 
 MESHES = [(2, 2), (4, 2), (4, 4)]  # ranks, and ranks that share experts

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from planted import interrupt, plant
+from planted import interrupted, plant
 from small_sets import WORDS, images, ratings, table
 
 from moe_kernels import backends, data, recipes, train
@@ -226,22 +226,8 @@ def test_flops_are_those_of_the_experts_that_a_sample_reached(backend):
 def test_dropout_too_goes_on_where_it_stopped(arguments, tmp_path):
     """A network with dropout and a schedule, interrupted after its second evaluation."""
     words = ("--check-steps", "0", "--every", "2", "--steps", "7")
-    whole, broken = _interrupted(lambda out: arguments("comet_gpt", *words, "--out", str(tmp_path / out)), 8)
+    whole, broken = interrupted(lambda out: arguments("comet_gpt", *words, "--out", str(tmp_path / out)), 8)
     assert whole == broken
-
-
-def _interrupted(parse, steps: int) -> list[list]:
-    """(loss, bits) of every evaluation of two runs: one whole, and one interrupted after so many steps and resumed."""
-    found = []
-    for name in ("whole", "broken"):
-        args = parse(name)
-        if name == "broken":
-            interrupt(args, steps)
-            args.resume = True
-        assert train.run(args) == 0
-        report = json.loads((args.out / "result.json").read_text())
-        found.append([[(row["loss"], row["test bits"]) for row in run["rows"]] for run in report["runs"]])
-    return found
 
 
 @pytest.mark.parametrize(("every", "layers"), [(1, 3), (2, 1), (3, 1), (4, 0)])
@@ -308,7 +294,7 @@ def test_distillation_goes_on_where_it_stopped(arguments, tmp_path):
         "comet+",
         "topk",
     ]
-    whole, broken = _interrupted(lambda out: arguments("moebert", *words, "--out", str(tmp_path / out)), 12)
+    whole, broken = interrupted(lambda out: arguments("moebert", *words, "--out", str(tmp_path / out)), 12)
     assert whole == broken
     assert all(math.isfinite(number) for run in whole for row in run[1:] for number in row)
 

@@ -123,14 +123,13 @@ class MovieLens(Recipe):
         return self.watched_weight * entropy + (1 - self.watched_weight) * error
 
     def _gate(self, name: str, num_users: int) -> Gate:
+        size = 2 * self.embedding, self.experts
         if name == "softmax":
-            return SoftmaxGate(2 * self.embedding, self.experts)
+            return SoftmaxGate(*size)
         if name == "hash":
             return HashGate(num_users, self.experts)
         if name == "topk":
-            return TopKGate(2 * self.embedding, self.experts, self.k)
+            return TopKGate(*size, self.k)
         if name == "dselect":
-            return DSelectKGate(2 * self.embedding, self.experts, self.k, gamma=self.gamma, entropy=self.entropy)
-        return TreeGate(
-            2 * self.embedding, self.experts, self.k, gamma=self.gamma, entropy=self.entropy, route=self.route
-        )
+            return DSelectKGate(*size, self.k, gamma=self.gamma, entropy=self.entropy)
+        return TreeGate(*size, self.k, gamma=self.gamma, entropy=self.entropy, route=self.route)

@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
         parser.error(str(error))
     parser.description = f"{sys.modules[study.__module__].__doc__}\nStudies: {', '.join(names())}."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("study", choices=names(), help="before its options")
+    parser.add_argument("study", choices=names(), help="comes before its options")
     for field in dataclasses.fields(study):
         add_field(parser, field, study.SIDES)
     parser.add_argument("--out", type=Path, help="folder for rows and picture (default: none written)")

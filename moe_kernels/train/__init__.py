@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
             raise argparse.ArgumentTypeError(f"{text!r} must come before the options, as each recipe has its own")
         return text
 
-    parser.add_argument("recipe", nargs="?", type=first, default=name, help="before its options")
+    parser.add_argument("recipe", nargs="?", type=first, default=name, help="comes before its options")
     for field in dataclasses.fields(recipe):
         add_field(parser, field, recipe.SIDES)
     number = within(int, 1)

@@ -105,48 +105,29 @@ def group() -> int:
     return T // dist.get_world_size()
 
 
-def dropless() -> None:
-    agree(mlp(), mnn.TokenChoice(group=group()), mnn.TokenChoice())
+def _expert_choice(policy: object) -> mnn.MoE:
+    return mnn.MoE(mnn.SoftmaxGate(D, E), mnn.ExpertMLP(E, D, H), policy)
 
 
-def dropless_of_three_choices() -> None:
-    agree(mlp(3, activation="swiglu"), mnn.TokenChoice(group=group()), mnn.TokenChoice())
+def _one_layer(policy: object) -> mnn.MoE:
+    return mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertLayer(E, D, D), policy)
 
 
-def dropless_of_one_choice() -> None:
-    agree(mlp(1, "softmax_topk"), mnn.TokenChoice(), mnn.TokenChoice())
+# name -> arguments of `agree`. The capacity of ExpertParallel is equal on all ranks; the policy drops what exceeds it.
+CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "dropless": lambda: (mlp(), mnn.TokenChoice(group=group()), mnn.TokenChoice()),
+    "three_choices": lambda: (mlp(3, activation="swiglu"), mnn.TokenChoice(group=group()), mnn.TokenChoice()),
+    "one_choice": lambda: (mlp(1, "softmax_topk"), mnn.TokenChoice(), mnn.TokenChoice()),
+    "priority": lambda: (mlp(), *(mnn.TokenChoice(1.0, priority="max", group=each) for each in (group(), None))),
+    "capacity": lambda: (mlp(), mnn.TokenChoice(1.25, group=group()), mnn.TokenChoice(1.25), -(-group() * 10 // 32)),
+    "room": lambda: (mlp(3), mnn.TokenChoice(group=group()), mnn.TokenChoice(), group()),
+    "expert_choice": lambda: (_expert_choice, mnn.ExpertChoice(2.0, group=group()), mnn.ExpertChoice(2.0)),
+    "one_layer": lambda: (_one_layer, mnn.TokenChoice(group=group()), mnn.TokenChoice()),
+}
 
 
-def capacity_by_priority() -> None:
-    agree(
-        mlp(),
-        mnn.TokenChoice(1.0, priority="max", group=group()),
-        mnn.TokenChoice(1.0, priority="max"),
-    )
-
-
-def static_capacity() -> None:
-    """Places of all ranks are equal; the policy drops what does not fit."""
-    places = -(-group() * 2 * 5 // (E * 4))
-    agree(mlp(), mnn.TokenChoice(1.25, group=group()), mnn.TokenChoice(1.25), places)
-
-
-def static_with_room() -> None:
-    agree(mlp(3), mnn.TokenChoice(group=group()), mnn.TokenChoice(), group())
-
-
-def expert_choice() -> None:
-    def make(policy: object) -> mnn.MoE:
-        return mnn.MoE(mnn.SoftmaxGate(D, E), mnn.ExpertMLP(E, D, H), policy)
-
-    agree(make, mnn.ExpertChoice(2.0, group=group()), mnn.ExpertChoice(2.0))
-
-
-def one_layer_experts() -> None:
-    def make(policy: object) -> mnn.MoE:
-        return mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertLayer(E, D, D), policy)
-
-    agree(make, mnn.TokenChoice(group=group()), mnn.TokenChoice())
+def case(name: str) -> None:
+    agree(*CASES[name]())
 
 
 def global_choice() -> None:
