@@ -74,6 +74,9 @@ def test_indices_out_of_range_are_refused_before_anything_is_read_by_them(saniti
     plan = mk.make_plan(torch.tensor([[0, 1]] * 6), 2, backend="reference")
     rows = torch.randn(plan.num_rows, 3, requires_grad=True)
     refused = "CUDA error 1$"  # what a launcher returned
+    for index in (2, -2, 2**31 - 1):
+        with pytest.raises(RuntimeError, match=f"make_plan_fwd: {refused}"):
+            mk.make_plan(torch.tensor([[0, index]]), 2, backend="cpu")
     for name, index in (("slot_row", 12), ("slot_row", 10**8), ("row_token", 6), ("expert_offsets", -1)):
         wrong = dataclasses.replace(plan, **{name: torch.full_like(getattr(plan, name), index)})
         with pytest.raises(RuntimeError, match=f"dispatch_fwd: {refused}"):

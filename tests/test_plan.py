@@ -361,6 +361,13 @@ def test_unknown_experts_are_refused_on_the_cpu_and_no_choice_to_a_kernel(target
         for backend in ("reference", target.backend):
             with pytest.raises(ValueError, match=r"make_plan: experts must be from -1 \(none\) to 1; got -2 to"):
                 mk.make_plan(experts, 2, backend=backend)
+            for index in (-2, 2, 2**31 - 1, -(2**31), 2**32, -(2**32), 2**63 - 1, -(2**63)):
+                for dtype in (torch.int32, torch.int64)[index not in range(-(2**31), 2**31) :]:
+                    one = torch.tensor([[1, -1, index]], dtype=dtype)
+                    with pytest.raises(ValueError, match=rf"got {min(index, -1)} to {max(index, 1)}$"):
+                        mk.make_plan(one, 2, backend=backend)
+    if target.backend == "cpu":  # the kernel itself refuses
+        return
     arrays = backends.load(target.backend, OP).make_plan_fwd(experts, 2, None, None, "choice")
     expected = mk.make_plan(torch.tensor([[0, -1], [-1, 1], [-1, 1]]), 2, backend="reference")
     for got, name in zip(arrays, ARRAYS, strict=True):

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "moe/formats.h"
+#include "moe/indices.h"
 #include "moe/simd.h"
 
 namespace moe {
@@ -256,13 +257,18 @@ class Matching {
 
 }  // namespace
 
-void make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,
+// 1, and nothing is done, where an id is no expert and not -1.
+int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,
                    int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested,
                    int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k, int64_t num_experts, int64_t capacity,
                    int64_t rows, int by_choice, int threads) {
+  const bool known = index_size == 8 ? within(static_cast<const int64_t*>(experts), tokens * k, num_experts)
+                                     : within(static_cast<const int32_t*>(experts), tokens * k, num_experts);
+  if (!known) return 1;
   const Plan plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped};
   const Requests requests{experts, visit, tokens, k, num_experts, by_choice != 0, counts, chunks};
   (index_size == 8 ? rank<int64_t> : rank<int32_t>)(requests, plan, capacity, rows, threads);
+  return 0;
 }
 
 void plan_expert_choice_fwd(int dtype, const void* scores, int64_t stride, void* keys, int32_t* expert_offsets,

@@ -139,7 +139,7 @@ def check_int(op: str, name: str, value: object, low: int, high: int, meaning: s
 
 def check_positive(op: str, name: str, value: object) -> float:
     """`value` as a float, finite and above zero."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     number = float(value)
     if not 0 < number < inf:  # torch.compile follows no isfinite
@@ -151,7 +151,7 @@ def check_number(
     op: str, name: str, value: object, low: float = -inf, high: float = inf, meaning: str = "a coefficient"
 ) -> float:
     """`value` as a float, finite and within [low, high]."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     number = float(value)
     if not (low <= number <= high and abs(number) < inf):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_kernels.backends import _native
 from moe_kernels.library import plan_rows, words
+from moe_kernels.library.plan import refuse_unknown_experts
 
 COLUMNS = 16  # of csrc/cpu/plan.cpp: experts that choose together
 HELD = 16  # bytes of a token that an expert holds, at most
@@ -20,7 +22,7 @@ def make_plan(native, experts, num_experts, capacity, priority, order) -> tuple[
     arrays = _arrays(experts, num_tokens, k, num_experts, rows)
     visit = None if priority is None else torch.sort(priority, descending=True, stable=True).indices
     counts = native.plan_counts(experts, num_experts, order)
-    native.launch(
+    refused = native.launch(
         "make_plan_fwd",
         experts,
         experts.element_size(),
@@ -36,6 +38,8 @@ def make_plan(native, experts, num_experts, capacity, priority, order) -> tuple[
         rows,
         order == "choice",
     )
+    if refused:
+        refuse_unknown_experts(experts, num_experts)
     return arrays
 
 
@@ -89,7 +93,7 @@ def plan_priority(native: ModuleType, scores: Tensor, capacity: int) -> tuple[Te
 
 def _arrays(x: Tensor, num_tokens: int, k: int, num_experts: int, rows: int) -> tuple[Tensor, ...]:
     """Room for expert_offsets, row_token, row_choice, slot_row, requested, kept and dropped."""
-    shapes = ((num_experts + 1,), (rows,), (rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
+    shapes: tuple[Any, ...] = num_experts + 1, rows, rows, (num_tokens, k), num_experts, num_experts, ()
     return tuple(x.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
