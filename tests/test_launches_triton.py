@@ -136,6 +136,26 @@ def test_expert_mlp_takes_eight_launches(biased):
     assert len(launches("expert_mlp", biased)) == 8
 
 
+def iterations() -> None:
+    """Solves of few and of many iterations in every form."""
+    from moe_kernels.backends.triton import sinkhorn
+
+    for count in (5, 1, 16):
+        for n in (4, 70):
+            scores, taus, sums = torch.randn(3, n, n), [1.0] * count, torch.ones(3, n).double()
+            sinkhorn.sinkhorn_fwd(scores, taus)
+            sinkhorn.sinkhorn_bwd(scores, scores, taus)
+            sinkhorn.sinkhorn_sums_fwd(scores, taus, sums, sums, 0.1)
+            sinkhorn.sinkhorn_sums_bwd(scores, scores, taus, sums, sums, 0.1)
+
+
+def test_sinkhorn_compiles_once_for_any_number_of_iterations():
+    found = launches("iterations")
+    compiled = [index for index, each in enumerate(found) if each["compiles"]]
+    assert {found[index]["kernel"] for index in compiled} == {each["kernel"] for each in found}
+    assert max(compiled) < len(found) // 3
+
+
 def steps(count: int) -> None:
     """Training steps of a gate and experts whose number of tokens differs from step to step."""
     from moe_kernels.backends.triton import combine, grouped_gemm, plan, topk_gate

@@ -121,9 +121,11 @@ def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
     assert together[0].isnan().flatten(1).any(1).nonzero().tolist() == [[2]]
     assert together[1].isnan().flatten(1).any(1).nonzero().tolist() == [[2]]
     for i in range(7):
-        alone = both(scores[i : i + 1], grad[i : i + 1])
+        # Alone; to Triton a batch of one is another compilation, so there beside a copy of itself.
+        which = [i, i] if target.executed and target.backend == "triton" else [i]
+        alone = both(scores[which], grad[which])
         for whole, one in zip(together, alone, strict=True):
-            torch.testing.assert_close(whole[i : i + 1], one, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(whole[which], one, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.02, 1e-5])

@@ -25,7 +25,7 @@ def target(request):
 def sizes(target: Target) -> tuple[int, ...]:
     """One n for every way of holding a matrix: across lanes, in part of a warp, in a block, read again."""
     if target.executed and target.backend == "triton":
-        return (4, 12, 40, 70)
+        return (3, 12, 40, 70)  # as in BATCHES: another multiple of 4 or 16 is another compilation of six kernels
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
 
@@ -57,7 +57,7 @@ def uneven(n: int, total: float) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("total", [8.0, 0.125])
 def test_a_tolerance_is_of_sums_not_of_their_ratio(target, total):
     for n in sizes(target):
-        scores, grad = torch.randn(2, 1, n, n)
+        scores, grad = torch.randn(2, 2, n, n)
         rows, columns = uneven(n, total)
         leaves = {"scores": scores, "rows": rows, "columns": columns}
 
@@ -115,12 +115,14 @@ def test_sums_of_annealed_iterations(target, iterations):
 
 
 # n, and more matrices than a program or a block holds, the last of which has too few.
-BATCHES = ((1, 300), (4, 130), (7, 40), (16, 19), (30, 5), (50, 3))
+BATCHES = ((1, 300), (3, 130), (4, 130), (7, 40), (16, 19), (30, 5), (40, 3), (50, 3))
 
 
 @pytest.mark.parametrize("with_sums", [False, True], ids=["ones", "sums"])
 def test_more_matrices_than_a_program_holds(target, with_sums):
     for n, batch in BATCHES:
+        if target.executed and target.backend == "triton" and n in (4, 50):
+            continue  # the kernels of 3 and 40
         scores, grad = torch.randn(2, batch, n, n)
         scores[-1] *= 40  # in a form of its own
         leaves = {"scores": scores}
@@ -151,7 +153,7 @@ def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
 
 
 def test_each_gradient_alone_is_the_same(target):
-    for n in (4, 40):
+    for n in (3, 40):
         on = {"device": target.device}
         leaves = {"scores": torch.randn(2, n, n, **on), "noise": torch.randn(2, n, n, **on)}
         leaves |= {"rows": torch.rand(2, n, **on) + 0.3, "columns": torch.rand(2, n, **on) + 0.3}

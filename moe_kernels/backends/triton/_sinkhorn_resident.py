@@ -114,7 +114,7 @@ def _columns_near(scores, inv_columns, inv_tau, tolerance):
     return tl.min(((off <= tolerance * inv_columns) | empty).to(tl.int32), axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["iterations"])
 def resident_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
@@ -200,7 +200,7 @@ def _columns_before(history_ptr, taus_ptr, t, B, n, M: tl.constexpr, N: tl.const
     return g + tl.load(taus_ptr + before) * tl.load(at, mask=later, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["iterations"])
 def resident_bwd(
     grad_ptr,  # (B, n, n)
     stride_grad_B,

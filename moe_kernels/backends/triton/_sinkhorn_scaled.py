@@ -79,7 +79,7 @@ def _differ(x, y):
     return tl.max(tl.max((x != y).to(tl.int32), axis=1), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["iterations"])
 def scaled_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations), all the same
@@ -112,7 +112,7 @@ def scaled_fwd(
     _store(p_ptr, p, scaled | broken, B, n, M, N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["iterations"])
 def scaled_bwd(
     grad_ptr,  # (B, n, n)
     stride_grad_B,

@@ -102,7 +102,7 @@ def _column_places(ptr, t, B, n, N: tl.constexpr):
     return ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j, tl.cast(n, tl.int64) * B, j < n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["iterations"])
 def streamed_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
@@ -219,7 +219,7 @@ def _untouched(
         _store_strip(dscores_ptr, tl.exp(s * inv_tau) * grad * inv_tau, first, n, ROWS, N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["iterations"])
 def streamed_bwd(
     grad_ptr,  # (B, n, n)
     stride_grad_B,
