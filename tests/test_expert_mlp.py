@@ -46,8 +46,11 @@ def leaves_of(plan, dtype, device, activation, dim=12, hidden=20, dout=10, with_
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+# float16 takes the way of bfloat16: with biases, and gated without.
+CASES = [(kind, dtype) for kind in KINDS for dtype in (DTYPES if kind in ("everything", "dropped") else DTYPES[:2])]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
     skip_unsupported(target, dtype, OP)
     plan, activation = plans(target.device)[kind], KINDS[kind]

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from conftest import INTERPRET
 from test_grouped_gemm import ACTS, DTYPES, judge, results, skip_unsupported
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -33,43 +34,45 @@ def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, wit
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ["relu", "gelu", "swiglu"])
-def test_values_and_gradients_are_the_dense_ones(target, activation, dtype):
+SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 41)
+FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # and whether there are biases
+CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
+
+
+@pytest.mark.parametrize(("activation", "with_bias", "dtype"), CASES, ids=str)
+def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, dtype):
     skip_unsupported(target, dtype, OP)
-    sizes = (13, 2, 12, 20, 10) if target.interpreted else (70, 5, 33, 50, 41)
-    for with_bias in (True, False):
-        leaves = leaves_of(dtype, target.device, activation, *sizes, with_bias=with_bias)
-        grad = torch.randn(sizes[:2]).to(dtype)
-        truth = results(
-            lambda **given: dense(activation=activation, **given),
-            {name: each.cpu().double() for name, each in leaves.items()},
+    leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
+    grad = torch.randn(SIZES[:2]).to(dtype)
+    truth = results(
+        lambda **given: dense(activation=activation, **given),
+        {name: each.cpu().double() for name, each in leaves.items()},
+        grad,
+    )
+    got, reference = (
+        results(
+            lambda backend=backend, **given: mk.expert_norms(activation=activation, backend=backend, **given),
+            leaves,
             grad,
         )
-        got, reference = (
-            results(
-                lambda backend=backend, **given: mk.expert_norms(activation=activation, backend=backend, **given),
-                leaves,
-                grad,
-            )
-            for backend in (target.backend, "reference")
-        )
-        # Output, its gradient and that of the hidden layer are stored, so rounded, once more than by the reference.
-        judge(target, dtype, got, reference, truth, floor=2.0)
+        for backend in (target.backend, "reference")
+    )
+    # Output, its gradient and that of the hidden layer are stored, so rounded, once more than by the reference.
+    judge(target, dtype, got, reference, truth, floor=2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
     """Where tensors of all experts are too large, groups of two and a last one of one."""
     skip_unsupported(target, dtype, OP)
-    leaves = leaves_of(dtype, target.device, "gelu", 13, 5, 12, 20, 16)
-    grad = torch.randn(13, 5).to(dtype)
+    leaves = leaves_of(dtype, target.device, "gelu", *SIZES)
+    grad = torch.randn(SIZES[:2]).to(dtype)
 
     def found():
         return results(lambda **given: mk.expert_norms(backend=target.backend, **given), leaves, grad)
 
     whole = found()
-    monkeypatch.setattr("moe_kernels.library.expert_norms.ELEMENTS", 2 * 13 * 20)
+    monkeypatch.setattr("moe_kernels.library.expert_norms.ELEMENTS", 2 * SIZES[0] * SIZES[3])
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
     for name, each in found().items():
         exact = name != "x"  # groups are added up, each of them rounded

@@ -190,7 +190,10 @@ def test_views_are_read_in_place_and_nothing_outside_is_written(target):
 @pytest.mark.parametrize("ties", TIES)
 def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
     """NaN, which ranks highest, on all sides of x, values and the gradient; then rows 2^30 elements apart."""
-    for n, k in ((5, 2), (33, 7), (64, 30), (300, 30)):
+    shapes = ((5, 2), (33, 7), (64, 30), (300, 30))
+    if target.executed:  # which rows are read does not depend on ties, and each of these is two more kernels
+        shapes = shapes[TIES.index(ties) % 2 :: 2]
+    for n, k in shapes:
         x, values, grad = (torch.randn(20, n, device=target.device).to(dtype) for _ in range(3))
         mask = mk.kwta_mask(x, k, ties=ties, backend="reference")
         for place in (framed, far_apart):
