@@ -1,6 +1,7 @@
 """Compiles what Triton would launch, for a GPU that need not be here, and prints what it became, as JSON.
 
-A process of its own: a kernel that was decorated for the interpreter cannot be compiled.
+A process of its own: a kernel that was decorated for the interpreter cannot be compiled. What tests/ptx has executed is
+not compiled again.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import json
+import os
 import re
 import struct
 import subprocess
@@ -19,6 +21,8 @@ from typing import Any
 import sass
 import torch
 import triton
+import triton.compiler
+from ptx import build, triton_launch
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -62,15 +66,26 @@ def check_ones(source: ASTSource, capability: int) -> None:
 
 def compiled(launch: dict[str, Any], capability: int) -> tuple[dict[str, int], bytes]:
     """Registers, bytes of shared memory and of spills; and the machine code."""
-    built = triton.compile(launch["source"], target=GPUTarget("cuda", capability, 32), options=launch["options"])
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        usage = run("cuobjdump", "--dump-resource-usage", file.name)
+    target = GPUTarget("cuda", capability, 32)
+    built = triton.compiler.compile(launch["source"], target=target, options=launch["options"])
+    cubin = machine_code(built.asm["ptx"], target, launch["options"])
+    usage = run("cuobjdump", "--dump-resource-usage", cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert found, usage
     registers, stack, _, local = map(int, found.groups())
-    return {"registers": registers, "shared": built.metadata.shared, "spilled": stack + local}, code(built.asm["cubin"])
+    return {"registers": registers, "shared": built.metadata.shared, "spilled": stack + local}, code(cubin.read_bytes())
+
+
+def machine_code(ptx: str, target: GPUTarget, options: dict[str, Any]) -> Path:
+    """The file of what ptxas makes of it, kept by the hash of what goes in."""
+    backend = make_backend(target)
+    file = build.cache_folder() / "triton_cubin" / f"{build.digest(backend.hash(), options, ptx)}.cubin"
+    if not file.exists():
+        file.parent.mkdir(exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_bytes(backend.make_cubin(ptx, {}, backend.parse_options(dict(options)), target.arch))
+        part.rename(file)
+    return file
 
 
 def code(cubin: bytes) -> bytes:
@@ -97,12 +112,13 @@ def instructions(codes: list[bytes], capability: int) -> list[list[sass.Instruct
     return found
 
 
-def run(tool: str, *arguments: str) -> str:
+def run(tool: str, *arguments: str | Path) -> str:
     return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
+    triton_launch.share_compilations()
     here = launches(capability)
     for each in {each["kernel"]: each for each in here.values()}.values():
         check_ones(each["source"], capability)

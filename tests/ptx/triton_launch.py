@@ -164,20 +164,28 @@ def _compiled_once(compile: Any) -> Any:
 
 
 @functools.cache
-def install() -> None:
-    """From here on launches of this process run on the executor."""
+def share_compilations() -> None:
+    """From here on compilations of this process stop at PTX, and none is done twice among processes."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import triton
     import triton.compiler
+
+    # Apart from the user's cache, whose kernels are machine code.
+    triton.knobs.cache.dir = str(build.cache_folder() / "triton")
+    triton.knobs.runtime.add_stages_inspection_hook = stop_at_ptx
+    triton.compiler.compile = _compiled_once(triton.compiler.compile)
+
+
+@functools.cache
+def install() -> None:
+    """From here on launches of this process run on the executor."""
+    share_compilations()
+    import triton
 
     import moe_kernels.backends.triton as kernels
 
     # From now on, whatever a test sets for another process: kernels are decorated when an operation is first called,
     # and an interpreted one can't be called by a compiled one.
     triton.knobs.runtime.interpret = False
-    # Apart from the user's cache, whose kernels are machine code. The workers of pytest-xdist share it.
-    triton.knobs.cache.dir = str(build.cache_folder() / "triton")
-    triton.knobs.runtime.add_stages_inspection_hook = stop_at_ptx
-    triton.compiler.compile = _compiled_once(triton.compiler.compile)
     triton.runtime.driver.set_active(Driver())
     kernels.device_type = "cpu"
