@@ -14,6 +14,7 @@ import pybind11
 import pytest
 import torch
 from conftest import nvcc_or_skip, simt
+from ptx import cuda_launch
 
 import moe_kernels as mk
 import python_ref.sinkhorn as sinkhorn_reference
@@ -101,7 +102,8 @@ def test_shared_memory_is_asked_of_the_device(probe):
     assert probe.probe_launch(0) == 0
 
 
-needs_the_executor = pytest.mark.skipif(simt.unavailable() is not None, reason=f"executor: {simt.unavailable()}")
+NO_NVCC = cuda_launch.unavailable()
+needs_the_executor = pytest.mark.skipif(NO_NVCC is not None, reason=f"PTX: {NO_NVCC}")
 
 
 @needs_the_executor
@@ -109,7 +111,7 @@ needs_the_executor = pytest.mark.skipif(simt.unavailable() is not None, reason=f
 def test_sinkhorn_fits_99_kb(n):
     scores = torch.randn(n, n)
     scores[0, 0] = -torch.inf  # in logarithms
-    with simt.use(shared_limit=SM_86):
+    with cuda_launch.use(), cuda_launch.device(SM_86, minor=6):
         got = mk.sinkhorn(scores, 1, backend="cuda")
     torch.testing.assert_close(got, sinkhorn_reference.sinkhorn(scores, 1), rtol=1e-5, atol=1e-7)
 
@@ -123,7 +125,7 @@ def test_tree_gate_fits_99_kb(num_experts):
         for shape in ((5, 3), (1, num_experts - 1, 3), (1, num_experts, 3))
     )
     grad = torch.randn(5, num_experts)
-    with simt.use(shared_limit=SM_86):
+    with cuda_launch.use(), cuda_launch.device(SM_86, minor=6):
         gates, _ = mk.tree_gate(x, split, leaf, gamma=4.0, backend="cuda")
         got = torch.autograd.grad(gates, (x, split, leaf), grad)
     expected, _ = tree_reference.tree_gate(x, split, leaf, gamma=4.0)

@@ -11,6 +11,7 @@ from statistics import NormalDist
 import pytest
 import simt
 import torch
+from ptx import cuda_launch, session
 
 pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=f"simt: {simt.unavailable()}")
 
@@ -316,9 +317,7 @@ def with_row_gap(x: torch.Tensor, gap: int) -> torch.Tensor:
     return torch.full((rows, n + gap), torch.nan, dtype=x.dtype)[:, gap:].copy_(x) if gap else x
 
 
-def check_kwta(
-    module: simt.Module, x: torch.Tensor, k: int, ties: str, values: torch.Tensor | None = None, isolated: bool = False
-) -> None:
+def check_kwta(module: simt.Module, x: torch.Tensor, k: int, ties: str, values: torch.Tensor | None = None) -> None:
     rows, n = x.shape
     y = torch.empty(rows, n, dtype=x.dtype)
     bits = torch.empty(rows, -(-n // 32), dtype=torch.int32)
@@ -363,33 +362,39 @@ def rows_of_all_kinds(n: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 LENGTHS = [1, 31, 32, 33, 100, 1000, 1024, 1025, 4096, 5000, 16384, 20000]
 
+NO_NVCC = cuda_launch.unavailable()
+on_ptx = pytest.mark.skipif(NO_NVCC is not None, reason=f"PTX: {NO_NVCC}")
 
+
+@on_ptx
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
 @pytest.mark.parametrize("n", LENGTHS)
 def test_kwta(n: int, dtype: torch.dtype) -> None:
-    module = simt.Module(seed=2)
+    module = cuda_launch.module()
     x = rows_of_all_kinds(n, dtype, seed=n)
     for ties in TIES:
         for k in sorted({0, 1, n // 10, n // 2, n - 1, n} if n <= 5000 else {1, n // 2}):
             check_kwta(module, x, k, ties)
 
 
+@on_ptx
 @pytest.mark.parametrize("seed", SEEDS)
-def test_kwta_in_any_order_of_threads(seed: int) -> None:
-    module = simt.Module(seed=seed)
-    for n in (33, 256, 1000, 1500, 2048, 17000):
-        for dtype in DTYPE_CODES:
-            check_kwta(module, rows_of_all_kinds(n, dtype, seed)[:9], n // 3, "index")
+def test_kwta_in_any_order_of_warps(seed: int) -> None:
+    with session.seed(seed):
+        for n in (33, 256, 1000, 1500, 2048, 17000):
+            for dtype in DTYPE_CODES:
+                check_kwta(cuda_launch.module(), rows_of_all_kinds(n, dtype, seed)[:9], n // 3, "index")
 
 
+@on_ptx
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
 @pytest.mark.parametrize("gap", [0, 1, 2, 8])
 def test_kwta_of_views_and_values(gap: int, dtype: torch.dtype) -> None:
     for n in (96, 101, 1030):
         x = with_row_gap(rows_of_all_kinds(n, dtype, seed=1), gap)
         values = with_row_gap(torch.randn(x.shape, generator=torch.Generator().manual_seed(2)).to(dtype), 0)
-        check_kwta(simt.Module(seed=3), x, n // 4, "index", values)
-        check_kwta(simt.Module(seed=3), x, n // 4, "strict")
+        check_kwta(cuda_launch.module(), x, n // 4, "index", values)
+        check_kwta(cuda_launch.module(), x, n // 4, "strict")
 
 
 @pytest.mark.parametrize(("n", "gap"), [(31, 0), (64, 8), (300, 0), (1100, 1), (1280, 0)])
@@ -410,8 +415,9 @@ def test_kwta_under_thread_sanitizer(n: int) -> None:
         check_kwta(simt.Module("tsan", seed=2), rows_of_all_kinds(n, dtype, 5)[7:9], n // 3, "index")
 
 
+@on_ptx
 def test_kwta_refuses_and_empties() -> None:
-    module = simt.Module()
+    module = cuda_launch.module()
     module.kwta_fwd(0, 0, 0, 0, 0, 0, 0, 0, 0, 5, 2, 0, 0.0, 0)
     module.kwta_fwd(0, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0.0, 0)
     module.kwta_bwd(4, 0, 0, 0, 0, 0, 5, 0)

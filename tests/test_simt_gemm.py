@@ -1,5 +1,5 @@
-"""The grouped GEMM kernels under the sanitizers, in every order of threads, and on every tile. Their values on all
-backends are tested in test_grouped_gemm.py, test_expert_mlp.py and test_expert_norms.py."""
+"""The grouped GEMM kernels under the sanitizers, and their PTX in every order of warps and on every tile. Their values
+on all backends are tested in test_grouped_gemm.py, test_expert_mlp.py and test_expert_norms.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 import pytest
 import simt
 import torch
+from ptx import cuda_launch
 from torch import Tensor
 
 from moe_kernels.backends import cuda
@@ -15,7 +16,8 @@ from moe_kernels.backends.native.grouped_gemm_cuda import ACTIVATIONS
 from moe_kernels.library import GATED
 from python_ref.grouped_gemm import activate
 
-pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=f"simt: {simt.unavailable()}")
+MISSING = simt.unavailable() or cuda_launch.unavailable()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"simt: {MISSING}")
 
 SEEDS = range(8)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -194,8 +196,8 @@ def check_everything(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_in_any_order_of_threads(seed: int) -> None:
-    with simt.use(seed=seed):
+def test_in_any_order_of_warps(seed: int) -> None:
+    with cuda_launch.use(seed):
         check_everything(DTYPES[seed % 2])
 
 
@@ -206,9 +208,9 @@ def test_under_sanitizers(build: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_sums_in_any_order_of_threads(seed: int) -> None:
+def test_sums_in_any_order_of_warps(seed: int) -> None:
     """Tokens of no row, of few and of most of the rows."""
-    with simt.use(seed=seed):
+    with cuda_launch.use(seed):
         for (num_rows, num_tokens, dim), dtype in itertools.product(SUMS, (torch.float32, *DTYPES)):
             token = tokens(num_rows, num_rows - 1, num_tokens)
             check_sum_rows(token, num_tokens, dim, dtype)
@@ -226,14 +228,14 @@ def test_sums_under_sanitizers(build: str) -> None:
 def test_a_token_of_many_rows(count: int) -> None:
     """Whole turns of four rows and others, between tokens of no row and of one."""
     token = torch.tensor([4, *[2] * count, -1, 0], dtype=torch.int32)
-    with simt.use(seed=5):
+    with cuda_launch.use(5):
         check_sum_rows(token, 6, 24, torch.float32)
         check_sum_rows(token.flip(0), 6, 13, torch.float16)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations(activation: str) -> None:
-    with simt.use(seed=3):
+    with cuda_launch.use(3):
         check_fwd(FEW, 24, 40, activation, torch.float16)
         check_hidden(FEW, 24, 40, activation, torch.float16)
         for hidden in (40, 13):
@@ -256,7 +258,7 @@ def test_views_and_poison(gap: int) -> None:
 
 def test_gradients_of_many_small_experts() -> None:
     counts = tuple(torch.randint(4, (220,)).tolist())  # 220 blocks: enough for tiles of 128 x 128
-    with simt.use(seed=4):
+    with cuda_launch.use(4):
         check_bwd_weight((counts, 3), 24, 136, gather="x grad")
 
 
@@ -267,12 +269,12 @@ def test_experts_are_found(num_experts: int) -> None:
         counts = [0] * num_experts
         for row in range(40):
             counts[(-1 - row % 3, row % 3, num_experts // 2, row * 7)[kind] % num_experts] += 1
-        with simt.use(seed=kind):
+        with cuda_launch.use(kind):
             check_fwd((tuple(counts), kind), 8, 8)
 
 
 def test_nothing_to_multiply() -> None:
-    with simt.use():
+    with cuda_launch.use():
         check_fwd(((0, 0), 5), 16, 16, "gelu")
         check_fwd(((0, 0), 0), 16, 16)
         check_fwd(((3, 2), 1), 0, 16, "silu")  # of no columns: the activation of the bias
@@ -296,7 +298,7 @@ def test_rows_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> No
     x, weight, offsets = matrix(2, 24, torch.bfloat16), weights(2, 24, 16, torch.bfloat16), offsets_of((1, 1))
     rows.copy_(x)
     wide.copy_(weight)
-    with simt.use():
+    with cuda_launch.use():
         expected = cuda.grouped_gemm_fwd(x, weight, offsets, None, None, "", False)[0]
         assert torch.equal(cuda.grouped_gemm_fwd(rows, wide, offsets, None, None, "", False)[0], expected)
         gradients = [cuda.grouped_gemm_bwd_weight(each, x, offsets, None, None, False)[0] for each in (x, rows)]
@@ -307,7 +309,7 @@ def test_rows_beyond_the_reach_of_32_bits(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_launchers_refuse() -> None:
-    module = simt.Module()
+    module = cuda_launch.module()
     plain = [0, 0, 0, 0, 0, 0, 0, 0]  # x, strides, lists and weights
 
     def fwd(dtype: int = 1, activation: int = 0, rows: int = 1, experts: int = 1, din: int = 8, dout: int = 8) -> None:

@@ -1,5 +1,5 @@
-"""The gate, plan, dispatch and combine kernels under the sanitizers and in every order of threads. Their values on all
-backends are tested in test_topk_gate.py, test_plan.py, test_dispatch.py and test_combine.py."""
+"""The gate, plan, dispatch and combine kernels under the sanitizers, and their PTX in every order of warps. Their
+values on all backends are tested in test_topk_gate.py, test_plan.py, test_dispatch.py and test_combine.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import itertools
 import pytest
 import simt
 import torch
+from ptx import cuda_launch
 
 import moe_kernels as mk
 from moe_kernels.backends import cuda
 
-pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=f"simt: {simt.unavailable()}")
+MISSING = simt.unavailable() or cuda_launch.unavailable()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"simt: {MISSING}")
 
 SEEDS = range(8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -51,8 +53,8 @@ def check_rows(plan: mk.RoutingPlan, dim: int, dtype: torch.dtype, gap: int = 0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_plan_in_any_order_of_threads(seed: int) -> None:
-    with simt.use(seed=seed):
+def test_plan_in_any_order_of_warps(seed: int) -> None:
+    with cuda_launch.use(seed):
         for order, capacity in itertools.product(("choice", "token"), (None, 40)):
             check_plan(some_experts(600, 4, 17), 17, capacity=capacity, order=order)  # three chunks
             check_plan(some_experts(9, 3, 1500), 1500, capacity=capacity, order=order)  # two windows of experts
@@ -62,12 +64,12 @@ def test_plan_in_any_order_of_threads(seed: int) -> None:
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_plan_of_chunks_with_several_tiles(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "PLAN_TILE", 4096)
-    with simt.use(seed=2):
+    with cuda_launch.use(2):
         check_plan(some_experts(900, 7, 33), 33, capacity=50, order=order)
 
 
 def test_plan_of_more_chunks_than_warps() -> None:
-    with simt.use(seed=3):
+    with cuda_launch.use(3):
         check_plan(some_experts(4300, 8, 128), 128, capacity=300)  # 34 chunks: two for some warps of plan_scan_kernel
 
 
@@ -86,8 +88,8 @@ ROWS = [(7, 3, 4, 72), (5, 2, 5, 13), (2, 35, 40, 300), (3, 2, 2, 2072), (2, 1, 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_rows_in_any_order_of_threads(seed: int) -> None:
-    with simt.use(seed=seed):
+def test_rows_in_any_order_of_warps(seed: int) -> None:
+    with cuda_launch.use(seed):
         for num_tokens, k, capacity, dim in ROWS:
             plan = check_plan(some_experts(num_tokens, k, 6), 6, capacity=capacity)
             for dtype in DTYPES:
@@ -109,9 +111,9 @@ def test_rows_of_views(gap: int) -> None:
         check_rows(plan, 24, torch.bfloat16, gap)
 
 
-@pytest.mark.parametrize(("build", "seed"), [*(("fast", seed) for seed in SEEDS), ("asan", 3), ("tsan", 3)])
-def test_gate_in_any_order_of_threads(build: str, seed: int) -> None:
-    with simt.use(build, seed=seed):
+@pytest.mark.parametrize(("build", "seed"), [*(("ptx", seed) for seed in SEEDS), ("asan", 3), ("tsan", 3)])
+def test_gate_in_any_order(build: str, seed: int) -> None:
+    with cuda_launch.use(seed) if build == "ptx" else simt.use(build, seed=seed):
         for (num_experts, k), order in itertools.product(
             [(5, 3), (70, 34), (1030, 2)], ("topk_softmax", "softmax_topk")
         ):
@@ -128,7 +130,7 @@ def test_gate_in_any_order_of_threads(build: str, seed: int) -> None:
 
 
 def test_launchers_refuse() -> None:
-    module = simt.Module()
+    module = cuda_launch.module()
     plan = [4, 0, 0, 0, 1, *[0] * 7]  # index_size, experts, visit, counts, chunks, arrays
     # tokens, k, num_experts, capacity, rows
     for sizes in ((-1, 1, 1, 1, 0), (2**20, 2**12, 1, 1, 0), (1, 1, 0, 1, 1), (1, 1, 1, -1, 1), (1, 1, 1, 1, 2)):

@@ -1,5 +1,5 @@
-"""Sinkhorn's kernels under the sanitizers and in every order of threads. Their values on all backends are tested in
-test_sinkhorn.py."""
+"""Sinkhorn's kernels under the sanitizers, and their PTX in every order of warps. Their values on all backends are
+tested in test_sinkhorn.py."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import math
 import pytest
 import simt
 import torch
+from ptx import cuda_launch
 
 import moe_kernels as mk
 
-pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=f"simt: {simt.unavailable()}")
+MISSING = simt.unavailable() or cuda_launch.unavailable()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"simt: {MISSING}")
 
 # A thread, a quad, half a warp, a warp, several warps, and read from memory: each with a matrix that it does not fill.
 SIZES = (3, 7, 13, 31, 61, 65)
@@ -53,8 +55,8 @@ def check_sums(n: int, iterations: int, tolerance: float | None) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_order_of_threads(seed: int) -> None:
-    with simt.use(seed=seed):
+def test_any_order_of_warps(seed: int) -> None:
+    with cuda_launch.use(seed):
         for n in SIZES:
             check(n, 2)
         check_sums(SIZES[seed % len(SIZES)], 3, 0.1)
@@ -62,7 +64,7 @@ def test_any_order_of_threads(seed: int) -> None:
 
 @pytest.mark.parametrize("n", SIZES)
 def test_sums_and_tolerance(n: int) -> None:
-    with simt.use(seed=n):
+    with cuda_launch.use(n):
         check_sums(n, 3, 0.1)
         check_sums(n, 2, None)
 

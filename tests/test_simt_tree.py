@@ -1,15 +1,17 @@
-"""The tree gate's kernels and the descent under the sanitizers and in every order of threads. Their values on all
-backends are tested in test_tree_gate.py."""
+"""The tree gate's kernels and the descent under the sanitizers, and their PTX in every order of warps. Their values on
+all backends are tested in test_tree_gate.py."""
 
 from __future__ import annotations
 
 import pytest
 import simt
 import torch
+from ptx import cuda_launch
 
 import moe_kernels as mk
 
-pytestmark = pytest.mark.skipif(simt.unavailable() is not None, reason=f"simt: {simt.unavailable()}")
+MISSING = simt.unavailable() or cuda_launch.unavailable()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"simt: {MISSING}")
 
 SEEDS = range(8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,8 +55,8 @@ def check_route(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_in_any_order_of_threads(seed: int) -> None:
-    with simt.use(seed=seed):
+def test_in_any_order_of_warps(seed: int) -> None:
+    with cuda_launch.use(seed):
         for index, shape in enumerate(SHAPES):
             check_gate(shape, DTYPES[(index + seed) % 3])
             check_route(shape, DTYPES[(index + seed) % 3])
@@ -78,7 +80,7 @@ def test_rows_of_views_are_routed() -> None:
 
 
 def test_launchers_refuse() -> None:
-    module = simt.Module()
+    module = cuda_launch.module()
     # tokens, trees, experts
     for dtype, *sizes in ((0, -1, 1, 2), (0, 1, 0, 2), (0, 1, 1, 1), (0, 1, 1, 4097), (3, 1, 1, 2)):
         with pytest.raises(RuntimeError, match="tree_gate_fwd: CUDA error 1"):

@@ -24,7 +24,7 @@ from .build import ROOT, cache_folder
 from .decode import Kernel, demangled
 from .extents import extents
 from .machine import PtxError
-from .session import launch, session
+from .session import launch, seed, session
 from .text import entry_names
 
 ARCHITECTURE = "compute_80"
@@ -177,11 +177,12 @@ def module(unit: Unit = KERNELS) -> Module:
 
 
 @contextlib.contextmanager
-def use() -> Iterator[Module]:
-    """Lets backend "cuda" run on CPU tensors, through the executor, inside the block."""
+def use(order: int | None = None) -> Iterator[Module]:
+    """Lets backend "cuda" run on CPU tensors, through the executor, inside the block; `order` seeds that of warps."""
     from moe_kernels.backends import cuda
 
-    with simt._replaced(cuda, module(), device_type="cpu") as found:
+    ordered = contextlib.nullcontext() if order is None else seed(order, errors=0)
+    with simt._replaced(cuda, module(), device_type="cpu") as found, ordered:
         yield found
 
 

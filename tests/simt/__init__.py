@@ -1,6 +1,6 @@
 """CUDA kernels on the host: the .cu files compiled with g++ and run on CPU tensors by a small executor.
 
-    with simt.use(build="fast", seed=3):
+    with simt.use("asan", seed=3):
         y = mk.kwta(x, k, backend="cuda")      # x is a CPU tensor
 
 Builds: "fast" is loaded into this process; "asan" (address and undefined-behaviour sanitizers) and "tsan" (the thread
@@ -137,8 +137,6 @@ class Module:
     were announced by `buffers` or `announce`, to the byte.
     """
 
-    shared_limit = 227 * 1024  # bytes of shared memory that a block may have, in the build "fast": sm_90's
-
     def __init__(self, build: str = "fast", seed: int = 0, *, isolated: bool = False, unit: Unit = KERNELS) -> None:
         self._product = builder.build(unit, build)
         self._isolated = isolated or build in ("asan", "tsan")
@@ -187,7 +185,6 @@ class Module:
         message = ctypes.create_string_buffer(4096)
         with _one_call:
             library.simt_seed(self._seed)
-            library.simt_shared_limit(ctypes.c_uint64(self.shared_limit))
             failed = library.moe_call(
                 name.encode(), (ctypes.c_uint64 * len(words))(*words), len(words), message, len(message)
             )
@@ -233,12 +230,11 @@ def _replaced(backend: Any, module: Module, **attributes: Any) -> Iterator[Modul
 
 
 @contextlib.contextmanager
-def use(build: str = "fast", seed: int = 0, shared_limit: int = Module.shared_limit) -> Iterator[Module]:
+def use(build: str, seed: int = 0) -> Iterator[Module]:
     """Lets backend "cuda" run on CPU tensors, through the executor, inside the block."""
     from moe_kernels.backends import cuda
 
     with _replaced(cuda, Module(build, seed), device_type="cpu") as module:
-        module.shared_limit = shared_limit
         yield module
 
 

@@ -122,8 +122,8 @@ def run(command: list[str]) -> None:
 
 
 @functools.cache
-def _headers_digest(unit: Unit) -> str:
-    folders = [ROOT / "csrc" / "include", ROOT / HERE, ROOT / unit.folder]
+def _headers_digest(*units: Unit) -> str:
+    folders = [ROOT / "csrc" / "include", ROOT / HERE, *(ROOT / unit.folder for unit in units)]
     files = sorted({file for folder in folders for file in folder.rglob("*") if file.suffix in (".h", ".cuh")})
     return digest(*(f"{file.relative_to(ROOT)}\n{file.read_text()}" for file in files))
 
@@ -135,11 +135,12 @@ def _environment() -> str:
     return digest(version, *cuda)
 
 
-def _object(unit: Unit, source: Path, flags: list[str]) -> Path:
-    includes = [f"-I{each}" for each in (unit.folder, Path("csrc/include"), HERE)]
+def _object(source: Path, flags: list[str], *units: Unit) -> Path:
+    """A file of the executor goes into the builds of all units, and is compiled once for them."""
+    includes = [f"-I{each}" for each in (*(unit.folder for unit in units), Path("csrc/include"), HERE)]
     system = [flag for each in toolkit.find().include for flag in ("-isystem", str(each))]
-    options = [*COMMON, *flags, *unit.flags, *includes]
-    key = digest(_environment(), _headers_digest(unit), options, source, (ROOT / source).read_text())
+    options = [*COMMON, *flags, *(flag for unit in units for flag in unit.flags), *includes]
+    key = digest(_environment(), _headers_digest(*units), options, source, (ROOT / source).read_text())
     folder = cache_folder() / "objects"
     target = folder / f"{source.stem}-{key}.o"
     with lock(folder / f"{target.name}.lock"):
@@ -189,10 +190,10 @@ def _outcome(unit: Unit, name: str) -> Product | RuntimeError:
 
 def _build_for_host(unit: Unit, name: str) -> Product:
     kernel, executor = KERNEL_FLAGS[name], EXECUTOR_FLAGS[name]
-    jobs = [(source, kernel) for source in unit.sources()]
-    jobs += [(HERE / "simt.cpp", executor), (HERE / "call.cpp", kernel), (HERE / "replay.cpp", kernel)]
+    jobs: list[tuple] = [(source, kernel, unit) for source in (*unit.sources(), HERE / "call.cpp")]
+    jobs += [(HERE / "simt.cpp", executor), (HERE / "replay.cpp", kernel)]
     with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        objects = list(pool.map(lambda job: _object(unit, *job), jobs))
+        objects = list(pool.map(lambda job: _object(*job), jobs))
 
     folder = cache_folder() / f"{unit.name}-{name}-{digest(*(each.name for each in objects))}"
     product = Product(folder / "kernels.so" if name == "fast" else None, folder / "replay")

@@ -59,8 +59,6 @@ const char* moe_signatures() {
 
 #ifdef SIMT_HOST
 void simt_seed(int seed) { simt::set_seed(seed); }
-void simt_shared_limit(uint64_t bytes) { simt::set_shared_memory_limit(bytes); }
 #else
 void simt_seed(int) {}
-void simt_shared_limit(uint64_t) {}
 #endif

@@ -13,5 +13,4 @@ int moe_call(const char* name, const uint64_t* words, int count, char* error, in
 const char* moe_signatures();
 
 void simt_seed(int seed);
-void simt_shared_limit(uint64_t bytes);  // of a block
 }

@@ -23,7 +23,6 @@ constexpr size_t kDynamicAlignment = 128;
 class Executor {
  public:
   int seed = 0;
-  size_t shared_limit = kSharedLimit;
 
   void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
   void block_barrier(int id, int expected, bool vote, Where where, const char* what);
@@ -355,7 +354,7 @@ void Executor::launch(dim3 grid, dim3 block, size_t shared_bytes, const std::fun
   if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535) {
     fail("grid of " + shape(grid) + " blocks", {});
   }
-  if (shared_bytes > shared_limit) fail(std::to_string(shared_bytes) + " bytes of dynamic shared memory", {});
+  if (shared_bytes > kSharedLimit) fail(std::to_string(shared_bytes) + " bytes of dynamic shared memory", {});
 
   kernel_ = &kernel;
   gridDim = grid;
@@ -391,8 +390,7 @@ void Executor::launch(dim3 grid, dim3 block, size_t shared_bytes, const std::fun
 }  // namespace
 
 void set_seed(int seed) { executor.seed = seed; }
-size_t shared_memory_limit() { return executor.shared_limit; }
-void set_shared_memory_limit(size_t bytes) { executor.shared_limit = bytes; }
+size_t shared_memory_limit() { return kSharedLimit; }
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel) {
   executor.launch(grid, block, shared_bytes, kernel);

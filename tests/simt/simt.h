@@ -62,9 +62,8 @@ struct Error : std::runtime_error {
 // a random priority.
 void set_seed(int seed);
 
-// The most shared memory of a block, as the device would report it; 227 KiB (sm_90) unless a test sets another.
+// The most shared memory of a block, as an sm_90 would report it: 227 KiB.
 size_t shared_memory_limit();
-void set_shared_memory_limit(size_t bytes);
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
 
