@@ -14,15 +14,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from ptx import cuda_launch
 
 ROOT = Path(__file__).parent.parent
 
-pytestmark = pytest.mark.timeout(900)  # it builds the CUDA module
+pytestmark = pytest.mark.timeout(900)  # it compiles csrc/cuda
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the sources, a torch that cannot be imported, and a compiler that does not optimise."""
+    """A copy of the sources, a torch that cannot be imported, and compilers that do less than the real one."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("csrc", "moe_kernels", "python_ref"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -31,10 +32,11 @@ def checkout(tmp_path_factory) -> Path:
     (folder / "no_torch").mkdir()
     (folder / "no_torch" / "torch.py").write_text("raise ImportError('the build must not import torch')\n")
     compiler = os.environ.get("CXX", "g++")
-    write_program(folder / "quick_cxx", f'exec {compiler} "$@" -O0')
+    touch = 'for each; do test "$last" = -o && touch "$each"; last=$each; done; true'
     # Finds every file that the sources include, and links nothing.
-    link = 'for each; do test "$last" = -o && touch "$each"; last=$each; done'
-    write_program(folder / "reading_cxx", f'case " $* " in *" -c "*) exec {compiler} "$@" -E;; esac\n{link}; true')
+    write_program(folder / "reading_cxx", f'case " $* " in *" -c "*) exec {compiler} "$@" -E;; esac\n{touch}')
+    # Makes the CUDA module alone.
+    write_program(folder / "cuda_cxx", f'case "$*" in */csrc/cuda/*|*/_cuda*) exec {compiler} "$@" -O0;; esac\n{touch}')
     return folder
 
 
@@ -44,13 +46,14 @@ def write_program(path: Path, text: str) -> None:
 
 
 def build(checkout: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs the build without optimisation, most of its time (kwta.cpp: 8.4 s, else 1.0); no kernel is called here."""
+    """Runs the build. No kernel is called here, and `make build` compiles the CPU module whose kernels are: its sources
+    are only read, unless the command names another compiler."""
     kept = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "MOE_KERNELS_CUDA")}
-    quick = {"CXX": str(checkout / "quick_cxx"), "NVCC_APPEND_FLAGS": "-Xptxas -O0 -Xcicc -O0"}
+    reading = {"CXX": str(checkout / "reading_cxx")}
     return subprocess.run(
         [sys.executable, *command],
         cwd=checkout,
-        env={**kept, **quick, "PYTHONPATH": str(checkout / "no_torch"), **environment},
+        env={**kept, **reading, "PYTHONPATH": str(checkout / "no_torch"), **environment},
         capture_output=True,
         text=True,
     )
@@ -85,7 +88,7 @@ def test_a_source_distribution_holds_what_its_build_reads(checkout):
     (archive,) = (checkout / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         assert not [name for name in packed.getnames() if "/tests" in name]
-    names = wheel(checkout, archive, MOE_KERNELS_CUDA="0", CXX=str(checkout / "reading_cxx"))
+    names = wheel(checkout, archive, MOE_KERNELS_CUDA="0")
     assert any(name.startswith("moe_kernels/_cpu.") for name in names)
 
 
@@ -147,11 +150,38 @@ def test_nothing_left_to_compile_for_is_a_build_without_cuda_unless_it_was_asked
     assert "MOE_KERNELS_CUDA=1: nvcc can compile for nothing in TORCH_CUDA_ARCH_LIST" in done.stderr
 
 
-def test_the_cuda_module_imports_without_a_gpu(checkout):
-    if shutil.which("nvcc") is None:
+def compiled_nvcc(home: Path, real: str) -> Path:
+    """An nvcc for which most files are compiled: it checks its options, notes them, and takes what tests/ptx made with
+    the same ones. It compiles dispatch.cu, the quickest, itself."""
+    for name, made in cuda_launch.compiled(cuda_launch.KERNELS).objects.items():
+        if name != "dispatch.cu":
+            shutil.copy(made, home / f"{name}.o")
+    (home / "bin").mkdir()
+    write_program(
+        home / "bin" / "nvcc",
+        f"""case " $* " in *" -c "*.cu*) ;; *) exec {real} "$@";; esac
+        echo "$*" >> {home}/options
+        for each; do case "$last" in -c) source=$each;; -o) out=$each;; esac; last=$each; done
+        made={home}/$(basename "$source").o
+        test -e "$made" || exec {real} "$@"
+        {real} --dryrun "$@" 2> /dev/null && cp "$made" "$out" """,
+    )
+    return home
+
+
+def test_the_cuda_module_imports_without_a_gpu(checkout, tmp_path):
+    if (real := shutil.which("nvcc")) is None:
         pytest.skip("no nvcc on this machine")
-    done = build(checkout, "setup.py", "-q", "build_ext", "--inplace", MOE_KERNELS_CUDA="1", TORCH_CUDA_ARCH_LIST="8.0")
+    home = compiled_nvcc(tmp_path, real)
+    wanted = {"MOE_KERNELS_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "8.0", "CUDA_HOME": str(home)}
+    wanted["CXX"] = str(checkout / "cuda_cxx")
+    done = build(checkout, "setup.py", "-q", "build_ext", "--inplace", **wanted)
     assert done.returncode == 0, done.stdout + done.stderr
+    options = (home / "options").read_text().splitlines()
+    assert len(options) == len(list((ROOT / "csrc" / "cuda").glob("*.cu")))
+    expected = re.escape(" ".join(cuda_launch.PRODUCT)) + r"( -Werror all-warnings)?"
+    expected += r" -gencode=arch=compute_80,code=\[sm_80\] -I\S+ -MMD -MF \S+ -c \S+ -o \S+"
+    assert [each for each in options if not re.fullmatch(expected, each)] == []
     module = checkout / "moe_kernels" / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"  # another test leaves others
     needed = subprocess.run(["ldd", module], capture_output=True, text=True, check=True).stdout
     assert "cudart" not in needed

@@ -28,6 +28,7 @@ from .session import launch, seed, session
 from .text import entry_names
 
 ARCHITECTURE = "compute_80"
+PRODUCT = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"]  # as setup.py, see tests/test_build.py
 HERE = Path(__file__).resolve().parent
 
 
@@ -39,7 +40,8 @@ def unavailable() -> str | None:
 @dataclass(frozen=True)
 class Compiled:
     library: Path
-    modules: tuple[Path, ...]  # PTX
+    objects: dict[str, Path]  # the host code of every .cu file, by its name
+    modules: dict[str, Path]  # their PTX
 
 
 def _includes(unit: Unit) -> list[str]:
@@ -53,11 +55,11 @@ def _headers(unit: Unit) -> str:
     return digest(*(f"{file.relative_to(ROOT)}\n{file.read_text()}" for file in files), os.environ.get("CXX", ""))
 
 
-def _object(unit: Unit, source: Path) -> tuple[Path, Path | None]:
-    """The host object and the PTX of one source."""
+def build(unit: Unit, source: Path) -> Path:
+    """The host object of one source; the PTX of a .cu file and what nvcc said of it lie beside it."""
     nvcc = str(toolkit.find().nvcc)
     device = source.suffix == ".cu"
-    options = ["-std=c++17", "-O3", "-lineinfo", "-Xcompiler", "-fPIC", *_includes(unit)]
+    options = [*(PRODUCT if device else ["-O3", "-std=c++17", "-Xcompiler", "-fPIC"]), "-lineinfo", *_includes(unit)]
     options += ["-gencode", f"arch={ARCHITECTURE},code={ARCHITECTURE}"]
     key = digest(nvcc, Path(nvcc).stat().st_mtime, _headers(unit), options, source, (ROOT / source).read_text())
     folder = cache_folder() / "cuda"
@@ -67,19 +69,20 @@ def _object(unit: Unit, source: Path) -> tuple[Path, Path | None]:
             with tempfile.TemporaryDirectory(dir=folder) as kept:
                 part = Path(kept) / f"{source.stem}.o"
                 keep = ["--keep", "--keep-dir", kept] if device else []
-                run([nvcc, *options, *keep, "-c", str(source), "-o", str(part)])
+                said = run([nvcc, *options, *keep, "-c", str(source), "-o", str(part)])
                 if device:
                     (Path(kept) / f"{source.stem}.ptx").rename(target.with_suffix(".ptx"))
+                    target.with_suffix(".warnings").write_text(said)
                 part.rename(target)
-    return target, target.with_suffix(".ptx") if device else None
+    return target
 
 
 @functools.cache
 def compiled(unit: Unit) -> Compiled:
     sources = [*unit.sources(), Path("tests/simt/call.cpp"), HERE.relative_to(ROOT) / "cudart.cpp"]
     with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        made = list(pool.map(lambda source: _object(unit, source), sources))
-    objects = [str(each) for each, _ in made]
+        made = list(pool.map(lambda source: build(unit, source), sources))
+    objects = [str(each) for each in made]
     library = cache_folder() / "cuda" / f"{unit.name}-{digest(*objects)}.so"
     with lock(library.with_suffix(".lock")):
         if not library.exists():
@@ -87,14 +90,15 @@ def compiled(unit: Unit) -> Compiled:
             # RTLD_LOCAL alone would still let a real cudart answer: names bind inside the library.
             run([*(compiler() or "").split(), "-shared", "-Wl,-Bsymbolic", *objects, "-o", str(part)])
             part.rename(library)
-    return Compiled(library, tuple(ptx for _, ptx in made if ptx))
+    of_source = {source.name: made for source, made in zip(sources, made, strict=True) if source.suffix == ".cu"}
+    return Compiled(library, of_source, {name: each.with_suffix(".ptx") for name, each in of_source.items()})
 
 
 @functools.cache
 def texts(unit: Unit) -> dict[str, str]:
     """The PTX module of every kernel."""
     found: dict[str, str] = {}
-    for path in compiled(unit).modules:
+    for path in compiled(unit).modules.values():
         text = path.read_text()
         found |= dict.fromkeys(entry_names(text), text)
     return found
