@@ -15,7 +15,7 @@ D, E, IDS = 6, 4, 12
 
 
 def constructors():
-    """name -> the class with correct options, of which a test replaces some."""
+    """name -> the class with correct options; a test replaces one by a wrong one."""
     softmax, topk, experts = mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, 3)
     right = {
         "SoftmaxGate": {"dim": D, "num_experts": E},

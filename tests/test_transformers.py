@@ -387,3 +387,19 @@ def test_a_model_with_tree_gates_for_routers_trains(implementation):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_traced_without_gradients_it_has_them_later():
+    experts = experts_of("mixtral")
+    x, index = torch.randn(5, 32), torch.randint(0, 4, (5, 2))
+    weights = torch.rand(5, 2)
+
+    def call(x):
+        return mk_transformers.experts_forward(experts, x, index, weights)
+
+    with torch.no_grad():
+        traced = torch.jit.trace(call, x)
+    found, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    traced(found).sum().backward()
+    call(expected).sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad)

@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
   const int64_t start = int64_t(token) * k + lane;
   weights += start, experts += start;
 
-  constexpr int kUnrolled = Ranks<T, SLOTS>::kNeighbours ? 4 : 1;  // a look at how many are left costs 3 instructions
+  constexpr int kUnrolled = Ranks<T, SLOTS>::kNeighbours ? 4 : 1;  // asking whether choices are left: 3 instructions
   List choices(ranks, shared[warp]);
   typename List::Kept* const kept = found[warp];  // 32 choices at a time, of which each lane then takes one
   float highest = 0.0f, sum = 0.0f, share = 0.0f;

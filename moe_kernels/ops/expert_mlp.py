@@ -128,15 +128,17 @@ def expert_mlp_of_choices(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:
-    """expert_mlp with the plan of experts (T, K), in which an id from num_experts on is no choice.
+    """expert_mlp with the plan of `experts`: (T, D) -> (T, Dout).
 
-    Without a gradient on the CPU it is one operator that shows no plan: a token's plan, its checks and three more
-    operators took half of the time of decoding it.
+    experts: (T, K) ids; one from num_experts on is no choice. weights: (T, K). The rest is as in expert_mlp.
+    A call on the CPU that wants no gradient is one operator: the plan, its checks and three more operators took half
+    of the time of decoding one token.
     """
     given = x, weights, w_in, w_out, b_in, b_out
     differentiated = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
     chosen = backends.choose_shapes("expert_mlp", None, x)
-    if chosen != "cpu" or activation == library.CLAMPED or differentiated or is_compiling():
+    recorded = is_compiling() or torch.jit.is_tracing()  # what is recorded may be differentiated later
+    if chosen != "cpu" or activation == library.CLAMPED or differentiated or recorded:
         plan = make_plan(torch.where(experts < num_experts, experts, -1), num_experts)
         options: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit}
         return expert_mlp(x, plan, w_in, w_out, weights=weights, b_in=b_in, b_out=b_out, **options)

@@ -117,7 +117,7 @@ def option(
     """A field of a recipe, which is the option --name on the command line. A tuple takes several values of one type.
 
     low, high: the smallest and the largest allowed number; all numbers must be finite.
-    sweep: the command line takes several values, each of which makes a variant of every side: see Recipe.variants.
+    sweep: the command line takes several values; every side is trained once with each (see Recipe.variants).
     """
     metadata = {"help": help, "low": low, "high": high, "choices": choices, "sweep": sweep}
     return field(default=default, metadata=metadata)
@@ -164,7 +164,7 @@ class Recipe:
         return side
 
     def variants(self) -> dict[str, Recipe]:
-        """Name in the table -> a recipe of one side, and of one value of every option that has several."""
+        """Name in the table -> a recipe of one side with one value of each swept option."""
         swept = self.swept()
         found: dict[str, Recipe] = {}
         for values in itertools.product(*swept.values()):
@@ -178,7 +178,7 @@ class Recipe:
         return {side: replace(self, sides=(side,)) for side in self.sides}
 
     def swept(self) -> dict[str, tuple[float, ...]]:
-        """The options with several values, of which a run compares all combinations."""
+        """The options that have several values. A run compares all their combinations."""
         named = [each.name for each in fields(self) if each.metadata["sweep"]]
         return {name: getattr(self, name) for name in named if isinstance(getattr(self, name), tuple)}
 

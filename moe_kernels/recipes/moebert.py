@@ -275,7 +275,7 @@ class Pair(nn.Module):
 def importance(teacher: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Importance (hidden) of the neurons of every layer, over batches of tokens and targets (B, S).
 
-    The loss of a window is the mean over its targets, of which all windows have the same number.
+    The loss of a window is the mean over its targets; all windows have equally many.
     """
     was_training = teacher.training
     teacher.eval()

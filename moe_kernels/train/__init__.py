@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ranks(args: argparse.Namespace, device: torch.device, stack: ExitStack) -> Ranks | None:
-    """The ranks of a training under torchrun, of which only rank 0 prints; None in one process."""
+    """The ranks of a training under torchrun (only rank 0 prints); None in one process."""
     if not args.expert_parallel:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise ValueError(
