@@ -104,6 +104,17 @@ def test_the_tree_gate_computes_each_node_once():
     assert predicted(found, moved) <= 1.25
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("trees", "experts"), [(1, 64), (4, 64), (1, 48), (1, 8), (2, 256), (1, 512)])
+def test_the_tree_gate_is_bound_by_memory(trees, experts, dtype):
+    x = torch.randn(128, 8).to(dtype)
+    split, leaf = (torch.randn(trees, nodes, 8).to(dtype) for nodes in (experts - 1, experts))
+    with counted() as found:
+        mk.tree_gate(x, split, leaf, gamma=2.0, backend="cuda")
+    moved = 128 * dtype.itemsize * (trees * (3 * experts - 1) + experts)  # of the kernel behind the products
+    assert predicted(found, moved) <= 1.0
+
+
 class TorchLaunches(TorchDispatchMode):
     """Counts torch's own operations that start a kernel: none that makes a view or allocates."""
 

@@ -54,8 +54,8 @@ INSTRUCTIONS = {
     r"grouped_gemm_kernel<.*, (Activate|Hidden)<.*> >|grouped_gemm_wgrad_kernel<.*>": [r"STG\.E\.128"],
     r"token_sums_kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128", r"FADD"],
     r"tree_gate_(bwd_)?kernel<.*>": [r"SHFL\.BFLY", r"MUFU\.EX2", r"STS"],
-    r"tree_gate_warp_(bwd_)?kernel<.*>": [r"SHFL\.IDX", r"MUFU\.EX2"],
-    r"tree_gate_warp_kernel<__nv_bfloat16, 8>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
+    r"tree_gate_warp_bwd_kernel<.*>": [r"SHFL\.IDX", r"MUFU\.EX2"],
+    r"tree_gate_lanes_kernel<.*>": [r"MUFU\.EX2", r"FMNMX\.NAN", r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"tree_route_kernel<.*, uint4>": [r"LDG\.E\.128", r"SHFL\.BFLY", r"FFMA"],
 }
 

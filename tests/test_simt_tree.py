@@ -17,8 +17,8 @@ SEEDS = range(8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # (tokens, dim, trees, experts): lanes of a warp past the last token, 16-byte pieces and single elements, more trees
-# than warps in a block, more experts than lanes.
-SHAPES = [(5, 8, 2, 3), (3, 13, 1, 8), (2, 16, 3, 37), (1, 24, 10, 5)]
+# than warps in a block, more experts than lanes, leaves without an expert on one lane and on several.
+SHAPES = [(5, 8, 2, 3), (3, 13, 1, 8), (2, 16, 3, 37), (1, 24, 10, 5), (9, 8, 2, 24), (3, 8, 1, 72)]
 
 
 def arguments(tokens: int, dim: int, trees: int, experts: int) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
-// The tree gate after its matrix products, for any number of experts (tree_gate_warp.h has those of 32 to 512 that are
-// powers of two). A few lanes take a token and keep one tree at a time in shared memory: on the
-// way down each node's probability, level by level; on the way up, backward, the sum of what its leaves contribute.
+// The tree gate after its matrix products, for any number of experts. tree_gate_lanes.h (forward) and tree_gate_warp.h
+// (backward) keep trees of many sizes in registers. The kernels here keep one tree at a time in shared memory, and a few
+// lanes take a token: on the way down each node's probability, level by level; on the way up, backward, the sum of what
+// its leaves contribute.
 #include <algorithm>
 #include <cfloat>
 #include <type_traits>
@@ -12,6 +13,7 @@
 #include "moe/tree.cuh"
 #include "moe/warp.cuh"
 #include "ops.h"
+#include "tree_gate_lanes.h"
 #include "tree_gate_warp.h"
 
 namespace moe {
@@ -180,6 +182,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
 }
 
+dim3 blocks_of(int64_t tokens, int64_t of_block) {
+  return dim3(static_cast<unsigned>((tokens + of_block - 1) / of_block));
+}
+
 // As many lanes as leaves, up to a warp.
 int lanes_of(const Tree& tree) { return std::min(tree.full, kWarpSize); }
 
@@ -192,9 +198,25 @@ cudaError_t start_heaps(Kernel kernel, int vectors, int64_t tokens, int64_t num_
   int threads = kThreads;
   while (threads > kWarpSize && threads / lanes_of(tree) * heap_bytes > limit) threads /= 2;
   const int together = threads / lanes_of(tree);
-  return launch(kernel, dim3(static_cast<unsigned>((tokens + together - 1) / together)), threads,
-                together * heap_bytes, stream, arguments..., tokens, static_cast<int>(num_trees), tree, step, weighing,
-                lanes_of(tree));
+  return launch(kernel, blocks_of(tokens, together), threads, together * heap_bytes, stream, arguments..., tokens,
+                static_cast<int>(num_trees), tree, step, weighing, lanes_of(tree));
+}
+
+// Calls with(LEAVES, LANES) where lanes can keep the trees in registers, 32 bytes of leaves each; else without().
+template <class T, class With, class Without>
+cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> pointers, With with, Without without) {
+  constexpr std::integral_constant<int, 32 / sizeof(T)> leaves;
+  const bool divides = rows_divide(16, num_experts * sizeof(T), {}, pointers);
+  if (!divides || num_experts <= 4 || num_experts > 512) return without();
+  if (num_experts <= 8) return with(std::integral_constant<int, 8>(), std::integral_constant<int, 1>());
+  if (num_experts <= leaves) return with(leaves, std::integral_constant<int, 1>());
+  if (num_experts <= leaves * 2) return with(leaves, std::integral_constant<int, 2>());
+  if (num_experts <= leaves * 4) return with(leaves, std::integral_constant<int, 4>());
+  if (num_experts <= leaves * 8) return with(leaves, std::integral_constant<int, 8>());
+  if (num_experts <= leaves * 16) return with(leaves, std::integral_constant<int, 16>());
+  if (num_experts <= leaves * 32) return with(leaves, std::integral_constant<int, 32>());
+  if (num_experts % 8 != 0) return without();  // a lane would have deep leaves and shallow ones
+  return with(std::integral_constant<int, 16>(), std::integral_constant<int, 32>());
 }
 
 // Calls with(LEAVES) where a warp can have the trees in registers, LEAVES a lane; else without().
@@ -216,9 +238,8 @@ cudaError_t by_leaves(int64_t num_experts, std::initializer_list<const void*> po
 template <class Kernel, class... Arguments>
 cudaError_t start_warps(Kernel kernel, int64_t tokens, int64_t num_trees, const SmoothStep& step,
                         const Weighing& weighing, cudaStream_t stream, Arguments... arguments) {
-  const dim3 grid(static_cast<unsigned>((tokens + kWarpTokens - 1) / kWarpTokens));
-  return launch(kernel, grid, kWarpTokens * kWarpSize, 0, stream, arguments..., tokens, static_cast<int>(num_trees),
-                step, weighing);
+  return launch(kernel, blocks_of(tokens, kWarpTokens), kWarpTokens * kWarpSize, 0, stream, arguments..., tokens,
+                static_cast<int>(num_trees), step, weighing);
 }
 
 bool plausible(int64_t tokens, int64_t num_trees, int64_t num_experts) {
@@ -239,11 +260,13 @@ cudaError_t tree_gate_fwd(int dtype, const void* split_logits, const void* leaf_
     using T = decltype(element);
     const auto *const splits = static_cast<const T*>(split_logits), *const leaves = static_cast<const T*>(leaf_logits);
     T *const to = static_cast<T*>(gates), *const probs = static_cast<T*>(leaf_probs);
-    return by_leaves<T>(
+    return by_lanes<T>(
         num_experts, {leaf_logits, gates, leaf_probs},
-        [&](auto each) {
-          return start_warps(tree_gate_warp_kernel<T, decltype(each)::value>, tokens, num_trees, step, weighing, stream,
-                             splits, leaves, to, probs);
+        [&](auto each, auto lanes) {
+          constexpr int kLeaves = decltype(each)::value, kLanes = decltype(lanes)::value;
+          return launch(tree_gate_lanes_kernel<T, kLeaves, kLanes>, blocks_of(tokens, kLaneThreads / kLanes),
+                        kLaneThreads, 0, stream, splits, leaves, to, probs, tokens, static_cast<int>(num_trees),
+                        static_cast<int>(num_experts), step, weighing);
         },
         [&] {
           return start_heaps(tree_gate_kernel<T>, 3, tokens, num_trees, num_experts, step, weighing, stream, splits,

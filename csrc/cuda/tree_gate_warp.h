@@ -1,6 +1,6 @@
-// Trees of 32, 64 ... 512 leaves: a warp takes a token, a lane the subtree of LEAVES neighbouring leaves below node
-// 32 + lane. Its nodes stay in registers; of the 31 nodes above lane n holds node n, and probabilities go down and sums
-// come up through shuffles. Every node is computed once in each pass over its tree.
+// The backward pass of trees of 32, 64 ... 512 leaves: a warp takes a token, a lane the subtree of LEAVES neighbouring
+// leaves below node 32 + lane. Its nodes stay in registers; of the 31 nodes above lane n holds node n. Probabilities go
+// down and sums come up through shuffles. Every node is computed once in each pass over its tree.
 #pragma once
 
 #include <cfloat>
@@ -19,6 +19,24 @@ struct Weighing {
 
   __device__ bool counts(float v) const { return !(v < least); }  // a NaN does
 };
+
+// Two numbers of 16 bits, the first in the low half: an instruction for both.
+template <class T>
+__device__ __forceinline__ uint32_t narrow_pair(float first, float second) {
+  uint32_t pair;
+#ifdef SIMT_HOST
+  T elements[2];
+  narrow(first, elements[0]), narrow(second, elements[1]);
+  memcpy(&pair, elements, sizeof pair);
+#else
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  }
+#endif
+  return pair;
+}
 
 // COUNT neighbouring elements in the widest pieces that they fill; the first is at a multiple of these bytes.
 template <class T, int COUNT>
@@ -42,10 +60,20 @@ struct Neighbours {
   __device__ static void write(T* to, const float (&values)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < kPieces; i++) {
-      typename Piece::Floats some;
+      const float* const some = values + i * Piece::kElements;
+      Vector vector;
+      if constexpr (sizeof(T) == 2 && Piece::kElements > 1) {
+        uint32_t pairs[Piece::kElements / 2];
 #pragma unroll
-      for (int e = 0; e < Piece::kElements; e++) some[e] = values[i * Piece::kElements + e];
-      store_streaming(reinterpret_cast<Vector*>(to) + i, Piece::pack(some));
+        for (int e = 0; e < Piece::kElements / 2; e++) pairs[e] = narrow_pair<T>(some[2 * e], some[2 * e + 1]);
+        memcpy(&vector, pairs, sizeof vector);
+      } else {
+        T elements[Piece::kElements];
+#pragma unroll
+        for (int e = 0; e < Piece::kElements; e++) narrow(some[e], elements[e]);
+        memcpy(&vector, elements, sizeof vector);
+      }
+      store_streaming(reinterpret_cast<Vector*>(to) + i, vector);
     }
   }
 };
@@ -119,55 +147,6 @@ struct Subtree {
 };
 
 constexpr int kWarpTokens = 4;  // of a block
-
-template <class T, int LEAVES>
-__global__ void __launch_bounds__(kWarpTokens * kWarpSize)
-    tree_gate_warp_kernel(const T* split_logits,  // (T, K, E - 1)
-                          const T* leaf_logits,   // (T, K, E)
-                          T* gates,               // (T, E)
-                          T* leaf_probs,          // (T, K, E)
-                          int64_t tokens, int num_trees, SmoothStep step, Weighing weighing) {
-  using Leaves = Neighbours<T, LEAVES>;
-  constexpr int kExperts = 32 * LEAVES;
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t token = int64_t(blockIdx.x) * kWarpTokens + threadIdx.x / kWarpSize;
-  if (token >= tokens) return;
-  const int64_t first_leaf = token * num_trees * kExperts + lane * LEAVES;
-  split_logits += token * num_trees * (kExperts - 1);
-  leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * kExperts + lane * LEAVES;
-
-  float highest = -FLT_MAX, sums[LEAVES] = {};  // relative to exp(highest), of this lane's logits so far
-  for (int j = 0; j < num_trees; j++) {
-    Subtree<T, LEAVES> tree(step, lane);
-    float logit[LEAVES];
-    tree.read(split_logits);
-    Leaves::read(leaf_logits, logit);
-    tree.descend();
-    float prob[LEAVES];
-#pragma unroll
-    for (int i = 0; i < LEAVES; i++) prob[i] = tree.leaf(i);
-    Leaves::write(leaf_probs, prob);
-    float higher = highest;
-#pragma unroll
-    for (int i = 0; i < LEAVES; i++) higher = weighing.counts(prob[i]) ? fmaxf(higher, logit[i]) : higher;
-    const float scale = expf(highest - higher);
-    highest = higher;
-#pragma unroll
-    for (int i = 0; i < LEAVES; i++) {
-      const float v = prob[i], term = (v + weighing.epsilon) * expf(logit[i] - highest);
-      sums[i] = sums[i] * scale + (weighing.counts(v) ? term : 0.0f);
-    }
-    split_logits += kExperts - 1, leaf_logits += kExperts, leaf_probs += kExperts;
-  }
-  const float scale = expf(highest - warp_max(highest));
-  float total = 0.0f;
-#pragma unroll
-  for (int i = 0; i < LEAVES; i++) sums[i] *= scale, total += sums[i];
-  total = warp_sum(total);
-#pragma unroll
-  for (int i = 0; i < LEAVES; i++) sums[i] /= total;
-  Leaves::write(gates, sums);
-}
 
 template <class T, int LEAVES>
 __global__ void __launch_bounds__(kWarpTokens * kWarpSize)

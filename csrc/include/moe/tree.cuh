@@ -18,26 +18,54 @@ struct Tree {
   __device__ int expert(int leaf) const { return leaf >= full ? leaf - full : leaf - num_experts + deep; }
 };
 
+// The larger, or the smaller, of two numbers; NaN if either is.
+__device__ __forceinline__ float most_or_nan(float a, float b) {
+#ifdef SIMT_HOST
+  return a != a || a > b ? a : b;
+#else
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#endif
+}
+
+__device__ __forceinline__ float least_or_nan(float a, float b) {
+#ifdef SIMT_HOST
+  return a != a || a < b ? a : b;
+#else
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#endif
+}
+
 struct SmoothStep {
   float half, slope;  // gamma / 2 and 1 / gamma
 
   explicit SmoothStep(float gamma) : half(0.5f * gamma), slope(1.0f / gamma) {}
 
-  // clamp(1/2 + t / gamma) to full relative precision: near the clamp t + gamma / 2 is exact. A NaN stays one.
-  __device__ float share(float t) const {
-    const float inside = (t + half) * slope, below = t <= -half ? 0.0f : inside;  // selected, not branched to
-    return t >= half ? 1.0f : below;
-  }
+  // -gamma / 2 to gamma / 2; a NaN stays one.
+  __device__ float clamp(float t) const { return least_or_nan(most_or_nan(t, -half), half); }
+
+  // 1/2 + t / gamma of a clamped t, to full relative precision: near the clamp t + gamma / 2 is exact. At gamma / 2 it
+  // is 1 or the number below, whose smooth step is 1.
+  __device__ float share(float t) const { return (t + half) * slope; }
 };
+
+// u^2 (3 - 2u)
+__device__ __forceinline__ float smooth(float u) { return u * u * fmaf(-2.0f, u, 3.0f); }
 
 // A node goes left with probability h = u^2 (3 - 2u) and right with w^2 (3 - 2w), u + w = 1; saturated, one of them is
 // exactly 0.
 struct Split {
   float u, w;
 
-  __device__ Split(float t, const SmoothStep& step) : u(step.share(t)), w(step.share(-t)) {}
-  __device__ float left() const { return u * u * (3.0f - 2.0f * u); }
-  __device__ float right() const { return w * w * (3.0f - 2.0f * w); }
+  __device__ Split(float t, const SmoothStep& step) {
+    const float inside = step.clamp(t);
+    u = step.share(inside), w = step.share(-inside);
+  }
+  __device__ float left() const { return smooth(u); }
+  __device__ float right() const { return smooth(w); }
   __device__ bool saturated() const { return u == 0.0f || w == 0.0f; }
 
   // d/dt of a h + b (1 - h), given left = a h and right = b (1 - h): left h' / h - right h' / (1 - h), over one
@@ -45,7 +73,7 @@ struct Split {
   __device__ float derivative(float below_left, float below_right, const SmoothStep& step) const {
     if (saturated()) return 0.0f;
     const float numerator = below_left * right() - below_right * left();
-    return 6.0f * step.slope * numerator / (u * w * (3.0f - 2.0f * u) * (3.0f - 2.0f * w));
+    return 6.0f * step.slope * numerator / (u * w * fmaf(-2.0f, u, 3.0f) * fmaf(-2.0f, w, 3.0f));
   }
 };
 

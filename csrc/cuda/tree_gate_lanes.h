@@ -1,0 +1,164 @@
+// The forward pass of trees of 8 to 512 leaves. LANES lanes take a token, so that a warp has several at once. A lane
+// keeps the subtree of LEAVES neighbouring leaves below node LANES + lane in registers. Of each node above it, the lane
+// computes the one child on its way: 8 instructions a node, and no shuffle.
+//
+// If E is no power of two, the shallow leaves become nodes that always go left; on their right is a leaf of probability
+// 0 without an expert. All leaves of a lane are deep or all are shallow, as LEAVES divides 2E.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+
+#include "moe/special.cuh"
+#include "tree_gate_warp.h"
+
+namespace moe {
+namespace {
+
+// exp(-x) of x >= 0, or NaN. Where the result is rounded to 16 bits, an error of x / 2^24 does not matter.
+template <class T>
+__device__ __forceinline__ float decay(float x) {
+  if constexpr (sizeof(T) == 2) return power_of_two(x * -1.44269504f);
+  const float least = least_or_nan(x, 200.0f), exponent = least * -1.44269502f, power = power_of_two(exponent);
+  const float missing = fmaf(least, 1.92596299e-8f, fmaf(least, 1.44269502f, exponent));
+  return fmaf(power * missing, -0.693147181f, power);
+}
+
+constexpr int depth_of(int leaves) { return leaves == 1 ? 0 : 1 + depth_of(leaves / 2); }
+
+// One tree of one token. Nodes of the lane's subtree count from 1, leaf i is node LEAVES + i.
+template <class T, int LEAVES, int LANES>
+struct Branch {
+  static constexpr int kFull = LEAVES * LANES, kAbove = depth_of(LANES);
+
+  const SmoothStep& step;
+  int root;       // of the subtree, in the tree
+  int first;      // expert of the first leaf
+  bool shallow;   // an expert for every second leaf
+  float sign[kAbove + 1];  // -1 where the way to this lane's subtree goes right, from its root's parent up
+
+  __device__ Branch(const SmoothStep& step, int lane, int num_experts) : step(step), root(LANES + lane) {
+    const int deep = 2 * num_experts - kFull;
+    shallow = lane * LEAVES >= deep;
+    first = shallow ? (lane * LEAVES + deep) / 2 : lane * LEAVES;
+#pragma unroll
+    for (int i = 0; i < kAbove; i++) sign[i] = root >> i & 1 ? -1.0f : 1.0f;
+  }
+
+  // Probabilities of the leaves.
+  __device__ void descend(const T* split_logits,  // (E - 1)
+                          float (&leaves)[LEAVES]) const {
+    float above[kAbove + 1], logit[LEAVES];
+#pragma unroll
+    for (int i = 0; i < kAbove; i++) above[i] = widen(split_logits[(root >> (i + 1)) - 1]);
+#pragma unroll
+    for (int m = 1; m < LEAVES / 2; m++) logit[m] = widen(split_logits[place(m)]);
+#pragma unroll
+    for (int m = LEAVES / 2; m < LEAVES; m++) logit[m] = FLT_MAX;
+    if (!shallow) {
+#pragma unroll
+      for (int m = LEAVES / 2; m < LEAVES; m++) logit[m] = widen(split_logits[place(m)]);
+    }
+    float prob[2 * LEAVES];  // of reaching a node
+    prob[1] = 1.0f;
+#pragma unroll
+    for (int i = kAbove - 1; i >= 0; i--) prob[1] *= smooth(step.share(step.clamp(above[i]) * sign[i]));
+#pragma unroll
+    for (int m = 1; m < LEAVES; m++) {
+      const Split node(logit[m], step);
+      prob[2 * m] = prob[m] * node.left();
+      prob[2 * m + 1] = prob[m] * node.right();
+    }
+#pragma unroll
+    for (int i = 0; i < LEAVES; i++) leaves[i] = prob[LEAVES + i];
+  }
+
+ private:
+  // Place of node m of the subtree among the nodes of the tree without the first.
+  __device__ int place(int m) const {
+    const int level = m < 2 ? 1 : m < 4 ? 2 : m < 8 ? 4 : 8;  // the first node of m's level
+    return root * level + m - level - 1;
+  }
+};
+
+// The experts' elements of a lane, of a row at a multiple of 16 bytes.
+template <class T, int LEAVES>
+struct LeafRow {
+  using Half = Neighbours<T, LEAVES / 2>;
+  static constexpr int kHalf = LEAVES / 2;
+
+  __device__ static void read(const T* from, bool shallow, float (&values)[LEAVES]) {
+    if (shallow) {
+      float some[kHalf];
+      Half::read(from, some);
+#pragma unroll
+      for (int i = 0; i < kHalf; i++) values[2 * i] = some[i], values[2 * i + 1] = 0.0f;
+    } else {
+      Neighbours<T, LEAVES>::read(from, values);
+    }
+  }
+  __device__ static void write(T* to, bool shallow, const float (&values)[LEAVES]) {
+    if (shallow) {
+      float some[kHalf];
+#pragma unroll
+      for (int i = 0; i < kHalf; i++) some[i] = values[2 * i];
+      Half::write(to, some);
+    } else {
+      Neighbours<T, LEAVES>::write(to, values);
+    }
+  }
+};
+
+constexpr int kLaneThreads = 128;  // of a block
+
+template <class T, int LEAVES, int LANES>
+__global__ void __launch_bounds__(kLaneThreads)
+    tree_gate_lanes_kernel(const T* split_logits,  // (T, K, E - 1)
+                           const T* leaf_logits,   // (T, K, E)
+                           T* gates,               // (T, E)
+                           T* leaf_probs,          // (T, K, E)
+                           int64_t tokens, int num_trees, int num_experts, SmoothStep step, Weighing weighing) {
+  using Row = LeafRow<T, LEAVES>;
+  const Branch<T, LEAVES, LANES> branch(step, threadIdx.x % LANES, num_experts);
+  const int64_t wanted = int64_t(blockIdx.x) * (kLaneThreads / LANES) + threadIdx.x / LANES;
+  const bool real = wanted < tokens;  // past the last token lanes keep their warp company
+  const int64_t token = real ? wanted : tokens - 1, first_leaf = token * num_trees * num_experts + branch.first;
+  split_logits += token * num_trees * (num_experts - 1);
+  leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * num_experts + branch.first;
+
+  float highest = -FLT_MAX, sums[LEAVES] = {};  // relative to exp(highest), of this lane's logits so far
+  for (int j = 0; j < num_trees; j++) {
+    float prob[LEAVES], logit[LEAVES];
+    Row::read(leaf_logits, branch.shallow, logit);
+    branch.descend(split_logits, prob);
+    if (real) Row::write(leaf_probs, branch.shallow, prob);
+    float higher = highest;
+#pragma unroll
+    for (int i = 0; i < LEAVES; i++) {
+      logit[i] = weighing.counts(prob[i]) ? logit[i] : -INFINITY;
+      higher = fmaxf(higher, logit[i]);
+    }
+    if (j > 0) {
+      const float scale = decay<T>(higher - highest);
+#pragma unroll
+      for (int i = 0; i < LEAVES; i++) sums[i] *= scale;
+    }
+    highest = higher;
+#pragma unroll
+    for (int i = 0; i < LEAVES; i++) {
+      sums[i] += (prob[i] + weighing.epsilon) * decay<T>(highest - logit[i]);
+    }
+    split_logits += num_experts - 1, leaf_logits += num_experts, leaf_probs += num_experts;
+  }
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < LEAVES; i++) total += sums[i];
+  const float scale = decay<T>(warp_max(highest, LANES) - highest);
+  const float share = scale * (1.0f / warp_sum(total * scale, LANES));
+#pragma unroll
+  for (int i = 0; i < LEAVES; i++) sums[i] *= share;
+  if (real) Row::write(gates, branch.shallow, sums);
+}
+
+}  // namespace
+}  // namespace moe
