@@ -40,6 +40,8 @@ class Case:
 
     small: the sizes that differ in the counted shape. units: the sizes whose product the counts grow with.
     own_bytes: bytes grow with the units too, as the registry has no least bytes for this case.
+    torch_products: torch multiplies for launches without matrix instructions. They move no weights, which are among the
+        least bytes: their bytes grow with the units.
     """
 
     operation: str
@@ -51,6 +53,7 @@ class Case:
     directions: tuple[str, ...] = ("forward", "training")
     backends: tuple[str, ...] = ledger.GPU_BACKENDS
     own_bytes: bool = False
+    torch_products: bool = False
 
     @property
     def counted_shape(self) -> Shape:
@@ -100,9 +103,10 @@ def cases() -> list[Case]:
         Case("sinkhorn", known["sinkhorn"], *sinkhorn(64, 256, 20, 1)),
         Case("sinkhorn", sums, *sinkhorn(4096, 16, 20, 16), own_bytes=True),
         Case("sinkhorn", sums, *sinkhorn(64, 128, 20, 1), own_bytes=True),
-        Case("tree_gate", known["tree_gate"], tree, {"T": 128}, ("T",), both),
-        Case("tree_gate", known["tree_gate"], {**tree, "K": 4}, {"T": 128}, ("T",), (FP32,)),
-        Case("tree_gate", known["tree_gate"], {**tree, "E": 48}, {"T": 128}, ("T",), both),
+        Case("tree_gate", known["tree_gate"], tree, {"T": 128}, ("T",), both, torch_products=True),
+        Case("tree_gate", known["tree_gate"], {**tree, "K": 4}, {"T": 128}, ("T",), torch_products=True),
+        Case("tree_gate", known["tree_gate"], {**tree, "E": 48}, {"T": 128}, ("T",), both, torch_products=True),
+        Case("tree_gate", known["tree_gate"], {**tree, "E": 1024}, {"T": 16}, ("T",), torch_products=True),
         Case("tree_route", known["tree_route"], tree, {"T": 128}, ("T",), both, forward),
         Case("masked_mlp", known["masked_mlp"], {"B": 32, "N": 3000}, {}, (), (FP32,)),
     ]
@@ -196,6 +200,9 @@ def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session:
     inputs = case.entry.inputs(case.counted_shape, dtype, "cpu")
     with session.recorded() as results:
         case.entry.kernel(backend)[direction](inputs)
+    launches = [_launch(each) for each in results]
+    if case.torch_products:
+        launches = [each if each["tensor_flops"] else each | {"bytes_grow": case.grows()} for each in launches]
     return {
         "operation": case.operation,
         "backend": backend,
@@ -208,7 +215,7 @@ def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session:
         "elements": max(each.numel() for each in inputs.values() if isinstance(each, torch.Tensor)),
         "date": datetime.date.today().isoformat(),
         "sources": ledger.digest(case.operation, backend),
-        "launches": [_launch(each) for each in results],
+        "launches": launches,
     }
 
 

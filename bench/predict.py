@@ -97,7 +97,7 @@ class Prediction:
 def launch(counts: dict[str, Any], counted: dict[str, Any], gpu: Gpu) -> Launch:
     grows, factor = counted["grows"], PRODUCTS if counts["tensor_flops"] else INTEGER
     instructions = counts["warp_instructions"] * grows
-    moved = (counts["bytes_read"] + counts["bytes_written"]) * counted["bytes_grow"]
+    moved = (counts["bytes_read"] + counts["bytes_written"]) * counts.get("bytes_grow", counted["bytes_grow"])
     issue = factor * instructions / (gpu.multiprocessors * WARPS_A_CYCLE * gpu.ghz * 1e9)
     flops = counts["tensor_flops"] * grows
     tensor = flops / gpu.peak(counted["dtype"]) if flops else 0.0
