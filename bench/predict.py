@@ -186,10 +186,11 @@ def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> 
 
 HOW = """\
 Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape. Instructions
-and FLOPs are scaled by the number of rows, tokens or matrices, bytes by the operation's least bytes. *DRAM*: each
-sector once. *issue*: PTX instructions of all warps, times a static factor to SASS, at four a cycle and multiprocessor.
-*tensor*: FLOPs of matrix instructions over the peak. A launch takes at least the longest of the three. Not predicted:
-stalls, the cost of a launch, products of torch's own library."""
+and FLOPs are scaled by the number of rows, tokens or matrices, bytes by the operation's least bytes; of kernels behind
+torch's own products, which move no weights, bytes by that number too. *DRAM*: each sector once. *issue*: PTX
+instructions of all warps, times a static factor to SASS, at four a cycle and multiprocessor. *tensor*: FLOPs of matrix
+instructions over the peak. A launch takes at least the longest of the three. Not predicted: stalls, the cost of a
+launch, products of torch's own library."""
 
 
 def figures(gpu: Gpu) -> str:
