@@ -15,8 +15,9 @@ namespace {
 
 enum Ties { kIndex = 0, kStrict = 1, kAll = 2 };
 
-// Passes that guess the next threshold before bisection takes over, and how many of them trust the Gaussian.
-constexpr int kGuesses = 8, kGaussianGuesses = 6;
+// Passes that guess the next threshold before bisection takes over. The last two are for rows that are not normal, and have
+// many zeros.
+constexpr int kGuesses = 8;
 
 struct Problem {
   const void* x;
@@ -33,81 +34,69 @@ struct Problem {
   float spacing;     // of a standard normal row's elements at z: 1 / (n phi(z))
 };
 
-// Elements with key >= above are winners, and so are the first `needed` of those with tied <= key < above.
+// Elements with key >= above are winners, and so are the first `needed` of those with the key before it.
 struct Cut {
-  uint32_t above, tied;
-  int needed;
+  int above, needed;
 };
 
-// count(key) is the number of the row's keys that reach it. Between `low`, which more than k reach, and `high`, which
-// fewer do, thresholds are tried until k reach one or the two are neighbours: the k-th largest then is `low`, and more
-// elements than there are places left share it.
-template <class T, class Count>
-__device__ Cut find_cut(Count count, bool plain, float2 moments, int sampled, const Problem& p) {
+// count(threshold) is the number of the row's elements that reach it. Between `low`, which at least k reach, and `high`,
+// which at most k do, thresholds are tried until the two are neighbours: the k-th largest then is `low`, unless exactly k
+// reach `high`. Rows of a warp are searched together; one that is done keeps its bracket.
+template <class T, class R, class Team>
+__device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem& p) {
   using Order = Key<T>;
-  constexpr uint32_t kZero = Order::kZero;
-  if (p.k == 0) return {Order::kOnes, Order::kOnes, 0};
-  uint32_t low = Order::rank(Order::kMinusInfinity), high = Order::kNaN + 1;
-  if (plain) {
-    low = Order::rank(Order::key(Plain<T>::kMinusInfinity)), high = Order::rank(Order::key(Plain<T>::kInfinity)) + 1;
-  }
-  if (p.k == p.n) return {Order::key_of_rank(low), Order::key_of_rank(low), 0};
-  int low_count = p.n, high_count = 0;
-
-  const float inv_sampled = reciprocal(static_cast<float>(sampled)), mean = moments.x * inv_sampled;
+  constexpr int kInfinity = static_cast<int>(Order::kNaN - Order::kZero) - 1;
+  const int lowest = row.plain ? -Plain<T>::kInfinity : -kInfinity;
+  int low = lowest, high = kInfinity + 2, low_count = row.n, high_count = 0;
+  if (p.k == 0) low = high - 1;
+  if (p.k == p.n || row.n == 0) high = lowest, low = lowest - 1, high_count = p.k;
+  const float inv_sampled = reciprocal(static_cast<float>(row.sampled())), mean = moments.x * inv_sampled;
   const float deviation = square_root(fmaxf(moments.y * inv_sampled - mean * mean, 0.0f));
   const float spacing = p.spacing * deviation;
-  const bool gaussian = spacing > 0.0f && spacing < INFINITY;  // false where anything is NaN, too
-  float guess = mean + p.z * deviation;
+  float guess = mean + p.z * deviation, bottom = -INFINITY, top = INFINITY;
 
-  for (int pass = 0; high - low > 1; pass++) {
-    uint32_t rank = low + (high - low) / 2;
-    if (gaussian && pass < kGuesses) {
-      rank = pass < kGaussianGuesses ? Order::rank(Order::key(Order::nearest(guess))) : 0;
-      if (rank <= low || rank >= high) {
-        if (low < kZero && kZero < high) {
-          rank = kZero;  // zeros (a rectified row has many) against the rest
-        } else if (low == kZero) {
-          rank = kZero + 1;
-        } else if (Order::kPerWord == 2 && pass < kGaussianGuesses) {
-          rank = rank <= low ? low + 1 : high - 1;  // 16-bit neighbours hold many elements each
-        } else {
-          const float share = float(low_count - p.k) * reciprocal(static_cast<float>(low_count - high_count));
-          rank = low + static_cast<uint32_t>((high - low) * share);
-        }
-        rank = min(max(rank, low + 1), high - 1);
-      }
+  const auto apart = [&] { return static_cast<uint32_t>(high) - static_cast<uint32_t>(low) > 1; };
+#pragma unroll 1
+  for (int pass = guess == guess ? 0 : kGuesses; team.any(apart()); pass++) {
+    int key = Order::key(Order::nearest(guess));
+    if (pass >= kGuesses - 2) {
+      if (pass >= kGuesses) key = (low >> 1) + (high >> 1) + (low & high & 1);
+      else if (pass == kGuesses - 2 && low < 0 && high > 0) key = 0;
+      else if (low == 0) key = 1;
     }
-    const uint32_t key = Order::key_of_rank(rank);
-    const int reached = count(key);
-    if (reached == p.k) return {key, key, 0};
-    if (reached > p.k) {
-      low = rank, low_count = reached;
+    key = min(max(key, low + 1), high - 1);
+    const int reached = team.sum(row.count(row.threshold(key)));
+    const float here = Order::value(Order::bits(key));
+    const int surplus = Team::kShared && row.n == 0 ? 0 : reached - p.k;  // beside the last row may lie none
+    if (surplus > 0) {
+      low = key, low_count = reached, bottom = here;
     } else {
-      high = rank, high_count = reached;
+      high = key, high_count = reached, top = here;
+      if (surplus == 0) low = key - 1;
     }
-    guess = Order::value(Order::bits(key)) + (reached - p.k) * spacing;
+    const float slope = (top - bottom) * reciprocal(static_cast<float>(low_count - high_count));
+    guess = here + surplus * (slope < INFINITY ? slope : spacing);
   }
-  const uint32_t above = Order::key_of_rank(high), tied = Order::key_of_rank(low);
-  if (p.ties == kAll) return {tied, tied, 0};
-  return {above, tied, p.ties == kIndex ? p.k - high_count : 0};
+  const int ties = p.k - high_count;
+  if (p.ties == kAll && ties > 0) return {low, 0};
+  return {high, p.ties == kIndex ? ties : 0};
 }
 
 // Zeros and ones from flags: byte i of the result is bit i, for four of them.
 __device__ __forceinline__ uint32_t spread_flags(uint32_t flags) { return (flags & 0xfu) * 0x00204081u & 0x01010101u; }
 
-// Which ties of a resident row win, for the chunks of this warp, after one exchange of the team. Two chunks share a word:
-// a row has at most 16384 elements.
+// Which ties of a resident row win, for the chunks of this thread, after one exchange of the team. Two chunks share a word:
+// all threads' parts of one have at most 8192 elements.
 template <int CHUNKS>
-struct WarpTies {
+struct ThreadTies {
   static constexpr int kPairs = (CHUNKS + 1) / 2;
   static_assert(CHUNKS <= 32);
 
   uint32_t all = 0;           // bit c: those of chunk c all win
   int partly = -1, left = 0;  // the one chunk of which some win, if any, and how many
 
-  template <class Row, bool BLOCK>
-  __device__ void find(const Row& row, Team<BLOCK>& team, uint32_t above, uint32_t tied, int needed) {
+  template <class Row, class Team>
+  __device__ void find(const Row& row, Team& team, uint32_t above, uint32_t tied, int needed) {
     uint32_t here[kPairs] = {}, before[kPairs], total[kPairs];
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
@@ -122,6 +111,13 @@ struct WarpTies {
       else if (wins > 0) partly = c, left = wins;
       needed -= of_chunk(total);
     }
+    int mine = 0;  // counted again: all chunks' counts would take registers
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      if (partly == c) mine = row.count_ties(row.resident[c], above, tied);
+    }
+    left -= warp_inclusive_sum(mine, team.lane, Team::kLanes) - mine;
+    if (partly >= 0 && left >= mine) all |= 1u << partly;
   }
 };
 
@@ -150,17 +146,19 @@ __device__ __forceinline__ void write_bits(uint32_t* bits,  // (ceil(n / 32))
   }
 }
 
-template <class T, int WORDS, int CHUNKS, bool BLOCK>
-__device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut, int64_t index, const Problem& p) {
+template <class T, int WORDS, int CHUNKS, class Team>
+__device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team& team, Cut cut, int64_t index, const Problem& p) {
   using Order = Key<T>;
   using R = Row<T, WORDS, CHUNKS>;
   constexpr int kVector = R::kVector, kPerWord = R::kPerWord;
   const bool reload = !row.plain || p.values != p.x;
   const int64_t start = index * p.n;
-  const uint32_t above = row.threshold(cut.above), tied = row.threshold(cut.tied);
+  const uint32_t above = row.threshold(cut.above), tied = row.threshold(cut.above - 1);
   int needed = cut.needed;
-  WarpTies<CHUNKS ? CHUNKS : 1> ties;
-  if (R::kResident && needed > 0) ties.find(row, team, above, tied, needed);
+  ThreadTies<CHUNKS ? CHUNKS : 1> ties;
+  if constexpr (R::kResident) {
+    if (team.any(needed > 0)) ties.find(row, team, above, tied, needed);
+  }
 
 #pragma unroll
   for (int c = 0; c < row.chunks(); c++) {
@@ -171,21 +169,15 @@ __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut
     row.chunk(c, words);
     uint32_t threshold = above;
     int partly = 0;  // ties of this thread that win, where others of the chunk do not
-    if (needed > 0) {
-      if constexpr (R::kResident) {
-        if (ties.all >> c & 1) threshold = tied;
-        if (ties.partly == c) {
-          const int mine = row.count_ties(words, above, tied);
-          partly = ties.left - (warp_inclusive_sum(mine, team.lane) - mine);
-          if (partly >= mine) threshold = tied;
-        }
-      } else {
-        const int mine = row.count_ties(words, above, tied);
-        int total;
-        partly = needed - team.sum_before(mine, total);
-        if (partly >= mine) threshold = tied;
-        needed -= total;
-      }
+    if constexpr (R::kResident) {
+      if (ties.all >> c & 1) threshold = tied;
+      else if (ties.partly == c) partly = ties.left;
+    } else if (needed > 0) {
+      const int mine = row.count_ties(words, above, tied);
+      int total;
+      partly = needed - team.sum_before(mine, total);
+      if (partly >= mine) threshold = tied;
+      needed -= total;
     }
     row.reaching(words, threshold, chosen);
     uint32_t winners = Order::flags(chosen);
@@ -195,8 +187,8 @@ __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut
 #pragma unroll
       for (int w = 0; w < WORDS; w++) chosen[w] = Order::mask(winners >> (w * kPerWord));
     }
-    if (p.bits) write_bits<WORDS, kVector>(p.bits + index * ((p.n + 31) / 32), winners, first, p.n, team.lane);
-    if (first >= p.n) continue;
+    if (p.bits) write_bits<WORDS, kVector>(p.bits + index * ((p.n + 31) / 32), winners, first, row.n, team.lane);
+    if (first >= row.n) continue;
     if (p.y) {
       uint32_t out[WORDS];
       if (reload) {
@@ -224,28 +216,27 @@ __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team<BLOCK>& team, Cut cut
   }
 }
 
-template <class T, int WORDS, int CHUNKS, bool BLOCK>
-__device__ void kwta_row(int64_t index, Team<BLOCK> team, Exchange<float2>* sums, const Problem& p) {
+template <class T, int WORDS, int CHUNKS, class Team>
+__device__ void kwta_row(int64_t index, Team team, Exchange<float2>* sums, const Problem& p) {
   Row<T, WORDS, CHUNKS> row;
   row.x = static_cast<const T*>(p.x) + index * p.x_stride;
-  row.n = p.n, row.rank = team.rank, row.size = team.size, row.whole_words = p.whole_words;
+  row.n = index < p.rows ? p.n : 0, row.rank = team.rank, row.size = team.size, row.whole_words = p.whole_words;
   float2 moments = row.enter();
-  if constexpr (BLOCK) {
+  if constexpr (Team::kBlock) {
     int turn = 0;
     moments = exchange_warp_sums(moments, *sums, turn);
   }
-  moments = warp_sum(moments);
-  row.plain = moments.x == moments.x;
+  moments = {warp_sum(moments.x, Team::kLanes), warp_sum(moments.y, Team::kLanes)};
+  row.plain = !team.any(!(moments.x == moments.x));
   row.settle();
-  const auto count = [&](uint32_t key) { return team.sum(row.count(key)); };
-  const Cut cut = find_cut<T>(count, row.plain, moments, row.sampled(), p);
+  const Cut cut = find_cut<T>(row, team, moments, p);
   write_row(row, team, cut, index, p);
 }
 
-constexpr int kWarpRows = 8;        // rows of a block where a warp holds one
-constexpr int kElements = 32;       // of a row in a thread's registers; fewer for shorter rows of a warp
-constexpr int kLongest = 16384;      // longer rows are read again
-constexpr int kLongThreads = 1024;  // for these
+constexpr int kThreads = 256;       // of a block where a warp or a part of it holds a row
+constexpr int kElements = 32;       // of a row in a thread's registers; fewer for shorter rows
+constexpr int kLongest = 16384;     // in blocks of which several fit side by side
+constexpr int kLongThreads = 1024;  // of the one block for longer rows; those that it cannot hold are read again
 
 // Of a long row in a thread's registers: 32 of them in either case. Pairs of halves with an address each take more.
 template <class T, int WORDS>
@@ -253,40 +244,53 @@ constexpr int kMostElements = sizeof(T) == 2 && WORDS == 4 ? 2 * kElements : kEl
 template <class T, int WORDS>
 constexpr int kMaxThreads = kLongest / kMostElements<T, WORDS>;
 
-template <class T, int WORDS, int ELEMENTS>
-__global__ void __launch_bounds__(kWarpRows * kWarpSize) kwta_warp_kernel(Problem p) {
-  const int64_t index = int64_t(blockIdx.x) * kWarpRows + threadIdx.x / kWarpSize;
-  if (index >= p.rows) return;
-  kwta_row<T, WORDS, ELEMENTS / Row<T, WORDS, 0>::kVector>(index, Team<false>{}, nullptr, p);
+// LANES threads hold a row, in as many registers as a long one: few of them pay what a pass costs beside counting.
+template <class T, int WORDS, int ELEMENTS, int LANES>
+__global__ void __launch_bounds__(kThreads) kwta_warp_kernel(Problem p) {
+  const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (thread / kWarpSize * kWarpSize / LANES >= p.rows) return;  // with all of its warp
+  kwta_row<T, WORDS, ELEMENTS / Row<T, WORDS, 0>::kVector>(thread / LANES, Team<LANES>{}, nullptr, p);
 }
 
 // At 64 registers two blocks of 512 threads fit side by side, at 85 three of 256; element by element, addresses take more.
-template <class T, int WORDS, int ELEMENTS>
-__global__ void __launch_bounds__(ELEMENTS ? kMaxThreads<T, WORDS> : kLongThreads,
-                                  ELEMENTS && WORDS == 4 ? (sizeof(T) == 2 ? 3 : 2) : 1)
+template <class T, int WORDS, int ELEMENTS, int THREADS>
+__global__ void __launch_bounds__(THREADS, THREADS < kLongThreads && WORDS == 4 ? (sizeof(T) == 2 ? 3 : 2) : 1)
     kwta_block_kernel(Problem p) {
   SHARED(Exchange<int>, counts, );
   SHARED(Exchange<float2>, sums, );
   constexpr int kChunks = ELEMENTS / Row<T, WORDS, 0>::kVector;
-  SHARED(uint32_t, ties, [WarpTies<kChunks ? kChunks : 1>::kPairs][kMaxWarps]);
-  kwta_row<T, WORDS, kChunks>(blockIdx.x, Team<true>{&counts, ties}, &sums, p);
+  SHARED(uint32_t, ties, [ThreadTies<kChunks ? kChunks : 1>::kPairs][kMaxWarps]);
+  kwta_row<T, WORDS, kChunks>(blockIdx.x, Team<0>{&counts, ties}, &sums, p);
+}
+
+template <class T, int WORDS, int ELEMENTS, int LANES>
+cudaError_t start_warps(const Problem& p, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>((p.rows + kThreads / LANES - 1) / (kThreads / LANES)));
+  return launch(kwta_warp_kernel<T, WORDS, ELEMENTS, LANES>, grid, kThreads, 0, stream, p);
 }
 
 template <class T, int WORDS>
 cudaError_t start(const Problem& p, cudaStream_t stream) {
   constexpr int kMost = kMostElements<T, WORDS>;
-  const dim3 row_blocks(static_cast<unsigned>(p.rows));
-  const dim3 warp_blocks(static_cast<unsigned>((p.rows + kWarpRows - 1) / kWarpRows));
-  const int threads = (p.n + kMost * kWarpSize - 1) / (kMost * kWarpSize) * kWarpSize;
-  if (p.n <= kMost * kWarpSize) {
-    const auto kernel = p.n <= 8 * kWarpSize           ? kwta_warp_kernel<T, WORDS, 8>
-                        : p.n <= 16 * kWarpSize        ? kwta_warp_kernel<T, WORDS, 16>
-                        : p.n <= kElements * kWarpSize ? kwta_warp_kernel<T, WORDS, kElements>
-                                                       : kwta_warp_kernel<T, WORDS, kMost>;
-    return launch(kernel, warp_blocks, kWarpRows * kWarpSize, 0, stream, p);
+  if constexpr (WORDS == 4) {
+    if (p.n <= kMost * 2) return start_warps<T, WORDS, kMost / 4, 8>(p, stream);
+    if (p.n <= kMost * 8) return start_warps<T, WORDS, kMost, 8>(p, stream);
+    if (p.n <= kMost * 16) return start_warps<T, WORDS, kMost, 16>(p, stream);
+  } else {  // a word of bits is that of a whole warp
+    if (p.n <= 8 * kWarpSize) return start_warps<T, WORDS, 8, kWarpSize>(p, stream);
+    if (p.n <= 16 * kWarpSize) return start_warps<T, WORDS, 16, kWarpSize>(p, stream);
   }
-  if (p.n <= kLongest) return launch(kwta_block_kernel<T, WORDS, kMost>, row_blocks, threads, 0, stream, p);
-  return launch(kwta_block_kernel<T, WORDS, 0>, row_blocks, kLongThreads, 0, stream, p);
+  if (p.n <= kMost * kWarpSize) return start_warps<T, WORDS, kMost, kWarpSize>(p, stream);
+  const dim3 blocks(static_cast<unsigned>(p.rows));
+  const int threads = (p.n + kMost * kWarpSize - 1) / (kMost * kWarpSize) * kWarpSize;
+  if (p.n <= kLongest) {
+    return launch(kwta_block_kernel<T, WORDS, kMost, kMaxThreads<T, WORDS>>, blocks, threads, 0, stream, p);
+  }
+  constexpr int kHeld = sizeof(T) == 4 && WORDS == 4 ? kElements : 0;
+  if (p.n <= kHeld * kLongThreads) {
+    return launch(kwta_block_kernel<T, WORDS, kHeld, kLongThreads>, blocks, threads, 0, stream, p);
+  }
+  return launch(kwta_block_kernel<T, WORDS, 0, kLongThreads>, blocks, kLongThreads, 0, stream, p);
 }
 
 // Whether every row of every tensor can be taken in pieces of `bytes`, with nothing left over.

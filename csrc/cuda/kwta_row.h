@@ -10,41 +10,57 @@
 namespace moe {
 namespace {
 
-// The threads that hold one row: a warp, or a block.
-template <bool BLOCK>
+// The threads that hold one row: LANES of a warp, whose other lanes hold other rows, or a block, for which LANES is 0. All
+// lanes of a warp call each function together.
+template <int LANES>
 struct Team {
+  static constexpr bool kBlock = LANES == 0, kShared = LANES > 0 && LANES < kWarpSize;
+  static constexpr int kLanes = kBlock ? kWarpSize : LANES;
+
   Exchange<int>* counts;
   uint32_t (*slots)[kMaxWarps];  // for `share`
   int turn = 0;
-  int rank = BLOCK ? threadIdx.x : threadIdx.x % kWarpSize;
-  int lane = threadIdx.x % kWarpSize;
-  int size = BLOCK ? blockDim.x : kWarpSize;
+  int rank = kBlock ? threadIdx.x : threadIdx.x % kLanes;
+  int lane = threadIdx.x % kLanes;
+  int size = kBlock ? blockDim.x : LANES;
 
-  __device__ int sum(int value) {
-    if constexpr (!BLOCK) return warp_sum(value);
-    return warp_sum(exchange_warp_sums(value, *counts, turn));
+  // Whether it holds for any row of this warp, given what holds for this row.
+  __device__ static bool any(bool here) {
+    if constexpr (kShared) return __any_sync(kAllLanes, here);
+    return here;
   }
 
-  // The sum over the threads before this one; total receives that over all.
+  // Over the lanes of this warp that hold the row.
+  template <class T>
+  __device__ static T lane_sum(T value) {
+    if constexpr (kShared) {
+#pragma unroll
+      for (int offset = LANES / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(kAllLanes, value, offset);
+      return value;
+    } else {
+      return static_cast<T>(__reduce_add_sync(kAllLanes, value));
+    }
+  }
+
+  __device__ int sum(int value) {
+    if constexpr (kBlock) value = exchange_warp_sums(value, *counts, turn);
+    return lane_sum(value);
+  }
+
+  // The sum over the threads of the row before this one; total receives that over all.
   __device__ int sum_before(int value, int& total) {
     const int inclusive = warp_inclusive_sum(value, lane);
-    int before = 0;
-    if constexpr (BLOCK) {
-      const int warp_total = exchange_warp_sums(value, *counts, turn);
-      total = warp_sum(warp_total);
-      before = warp_sum(lane < rank / kWarpSize ? warp_total : 0);
-    } else {
-      total = __shfl_sync(kAllLanes, inclusive, kWarpSize - 1);
-    }
-    return before + inclusive - value;
+    const int warp_total = exchange_warp_sums(value, *counts, turn);
+    total = warp_sum(warp_total);
+    return warp_sum(lane < rank / kWarpSize ? warp_total : 0) + inclusive - value;
   }
 
   // Several values at once: over this warp, over the warps before it, and over all. A team calls it once.
   template <int COUNT>
   __device__ void share(uint32_t (&values)[COUNT], uint32_t (&before)[COUNT], uint32_t (&total)[COUNT]) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) total[i] = values[i] = __reduce_add_sync(kAllLanes, values[i]), before[i] = 0;
-    if constexpr (BLOCK) {
+    for (int i = 0; i < COUNT; i++) total[i] = values[i] = lane_sum(values[i]), before[i] = 0;
+    if constexpr (kBlock) {
       const int warp = rank / kWarpSize, warps = size / kWarpSize;
       if (lane == 0) {
 #pragma unroll
@@ -66,7 +82,7 @@ struct Team {
 // those from 2^121 on would be NaN there.
 template <class T>
 struct Plain {
-  static constexpr uint32_t kInfinity = 0x7c00u, kMinusInfinity = 0xfc00u;  // what plain rows lie between
+  static constexpr int kInfinity = 0x7c00;  // the key, and its negative, that plain rows lie between
 
   __device__ static uint32_t reaching(uint32_t x, uint32_t threshold) { return half2_reaches(x, threshold); }
   __device__ static uint32_t equal(uint32_t x, uint32_t threshold) { return half2_equals(x, threshold); }
@@ -76,7 +92,7 @@ struct Plain {
 
 template <>
 struct Plain<float> {
-  static constexpr uint32_t kInfinity = 0x7f800000u, kMinusInfinity = 0xff800000u;
+  static constexpr int kInfinity = 0x7f800000;
 
   __device__ static uint32_t reaching(uint32_t x, uint32_t threshold) { return float_reaches(x, threshold); }
   __device__ static void check(uint32_t word, uint32_t& found) {
@@ -151,18 +167,19 @@ struct Row {
 
   // Turns words into keys; what lies outside the row gets 0, which no threshold is as low as.
   __device__ void make_keys(int first, uint32_t (&words)[WORDS]) const {
-    uint32_t nan[WORDS] = {};
-#pragma unroll
-    for (int i = 0; i < kVector; i++) {
-      const float value = Order::value(element(words[i / kPerWord], i));
-      if (value != value) nan[i / kPerWord] |= Order::mask(1u << (i % kPerWord));
-    }
 #pragma unroll
     for (int w = 0; w < WORDS; w++) {
-      words[w] = (Order::keys(words[w]) & ~nan[w]) | (Order::in_each(Order::kNaN) & nan[w]);
-      if (!inside(first, 0)) words[w] = 0;
+      uint32_t keys = 0;
+#pragma unroll
+      for (int i = 0; i < kPerWord; i++) {
+        const uint32_t bits = element(words[w], i);
+        const float value = Order::value(bits);
+        uint32_t key = value == value ? Order::kZero + Order::key(bits) : Order::kNaN;
+        if (!inside(first, i)) key = 0;
+        keys |= key << (32 / kPerWord % 32 * i);
+      }
+      words[w] = keys;
     }
-    if (kVector == 2 && !inside(first, 1)) words[0] &= 0xffffu;
   }
 
   // Sums of the elements of a word and of their squares: of the first of four, as a first guess needs no more.
@@ -229,43 +246,44 @@ struct Row {
   }
 
   // A threshold given as a key: each element of a register holds it.
-  __device__ uint32_t threshold(uint32_t key) const { return Order::in_each(plain ? Order::bits(key) : key); }
+  __device__ uint32_t threshold(int key) const {
+    return Order::in_each(plain ? Order::bits(key) : Order::kZero + key);
+  }
 
-  // total + how many elements of the chunk reach the threshold.
+  // A sum over words from which `counted` tells how many of their elements reach the threshold.
   template <bool PLAIN>
   __device__ static int add_count(const uint32_t (&words)[WORDS], uint32_t threshold, int total) {
-    const auto reaches = [&](int w) {
-      if constexpr (PLAIN) return Plain<T>::reaching(words[w], threshold);
-      return reaches_u16x2(words[w], threshold);
-    };
 #pragma unroll
     for (int w = 0; w < WORDS; w++) {
-      if constexpr (kPerWord == 1) {
-        if constexpr (PLAIN) total = count_float_reaching(words[w], threshold, total);
-        else total = count_reaching(words[w], threshold, total);
-      } else if (WORDS == 1) {
-        total = count_high_bits(reaches(w), 0, total);
-      } else if (w % 2 == 0) {
-        total = count_high_bits(reaches(w), reaches(w + 1), total);
+      if constexpr (kPerWord == 2) {
+        const uint32_t mask = PLAIN ? Plain<T>::reaching(words[w], threshold) : Order::reaching(words[w], threshold);
+        total -= static_cast<int>(mask);
+      } else {
+        total = PLAIN ? count_float_reaching(words[w], threshold, total) : count_reaching(words[w], threshold, total);
       }
     }
     return total;
   }
+  __device__ static int counted(int total) {
+    if constexpr (kPerWord == 2) return count_halves(static_cast<uint32_t>(total));
+    return total;
+  }
 
-  // How many of this thread's elements reach `key`.
+  // How many of this thread's elements reach a threshold.
   template <bool PLAIN>
   __device__ int count(uint32_t threshold) const {
-    int total = 0;
+    int total = 0, sum = 0;
 #pragma unroll
     for (int c = 0; c < chunks(); c++) {
       uint32_t words[WORDS];
       chunk(c, words);
-      total = add_count<PLAIN>(words, threshold, total);
+      sum = add_count<PLAIN>(words, threshold, sum);
+      if constexpr (!kResident) total += counted(sum), sum = 0;
     }
-    return total;
+    return total + counted(sum);
   }
-  __device__ int count(uint32_t key) const {
-    return plain ? count<true>(threshold(key)) : count<false>(threshold(key));
+  __device__ int count(uint32_t threshold) const {
+    return plain ? count<true>(threshold) : count<false>(threshold);
   }
 
   // All bits of the elements that reach a threshold.
@@ -278,19 +296,14 @@ struct Row {
 
   // How many elements of a chunk lie between the thresholds: where they are neighbours, plain ones equal the lower.
   __device__ int count_ties(const uint32_t (&words)[WORDS], uint32_t above, uint32_t tied) const {
-    if (!plain) return add_count<false>(words, tied, 0) - add_count<false>(words, above, 0);
+    if (!plain) return counted(add_count<false>(words, tied, 0)) - counted(add_count<false>(words, above, 0));
     int total = 0;
 #pragma unroll
     for (int w = 0; w < WORDS; w++) {
-      if constexpr (kPerWord == 1) {
-        total = count_float_equal(words[w], tied, total);
-      } else if (WORDS == 1) {
-        total = count_high_bits(Plain<T>::equal(words[w], tied), 0, total);
-      } else if (w % 2 == 0) {
-        total = count_high_bits(Plain<T>::equal(words[w], tied), Plain<T>::equal(words[w + 1], tied), total);
-      }
+      if constexpr (kPerWord == 2) total -= static_cast<int>(Plain<T>::equal(words[w], tied));
+      else total = count_float_equal(words[w], tied, total);
     }
-    return total;
+    return counted(total);
   }
 };
 

@@ -70,15 +70,10 @@ __device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
 #endif
 }
 
-// count + how many of the four top bits of the halves of a and b are set.
-__device__ __forceinline__ int count_high_bits(uint32_t a, uint32_t b, int count) {
-  uint32_t bytes;  // -1 or 0, one a half
-#ifdef SIMT_HOST
-  bytes = (spread_high_bits(a) & 0x00ff00ffu) | (spread_high_bits(b) & 0xff00ff00u);
-#else
-  asm("prmt.b32 %0, %1, %2, 0xfdb9;" : "=r"(bytes) : "r"(a), "r"(b));
-#endif
-  return __dp4a(static_cast<int>(bytes), -1, count);
+// How many halves have all bits set, from the negated sum of words of such halves and of zeros.
+__device__ __forceinline__ int count_halves(uint32_t sum) {
+  const int high_less_low = static_cast<int32_t>(sum) >> 16, low = static_cast<int>(sum & 0xffffu);
+  return high_less_low + 2 * low;
 }
 
 }  // namespace moe

@@ -1,6 +1,6 @@
-// Floating-point numbers as unsigned integers, their keys, that order as the numbers do: of a negative number all bits
-// are flipped, of any other the sign bit is set. Two adjustments make the order total: every NaN takes the key kNaN,
-// above +inf, and where -0 and +0 are to be one, keys are counted in ranks, and both have the same.
+// Floating-point numbers as signed integers, their keys, that order as the numbers do: the bits without the sign, negated
+// for a negative number, so that -0 and +0 share a key. Every NaN takes the key after that of +inf. In memory and registers
+// a key stands as an unsigned number, kZero more.
 #pragma once
 
 #include "moe/compare.cuh"
@@ -12,14 +12,12 @@ struct KeyOrder {
   static constexpr uint32_t kZero = 1u << (BITS - 1), kOnes = 2 * kZero - 1;
   static constexpr int kPerWord = 32 / BITS;
 
-  __device__ static uint32_t key(uint32_t bits) { return keys(bits) & kOnes; }
-  __device__ static uint32_t bits(uint32_t key) { return words(key) & kOnes; }
-  __device__ static uint32_t rank(uint32_t key) { return key < kZero ? key + 1 : key; }
-  __device__ static uint32_t key_of_rank(uint32_t rank) { return rank > kZero ? rank : rank - 1; }
+  __device__ static int key(uint32_t bits) {
+    const int magnitude = static_cast<int>(bits & (kZero - 1));
+    return bits & kZero ? -magnitude : magnitude;
+  }
+  __device__ static uint32_t bits(int key) { return key < 0 ? kZero - key : key; }
 
-  // The same for all elements of a register at once.
-  __device__ static uint32_t keys(uint32_t word) { return word ^ (spread_signs(word) | in_each(kZero)); }
-  __device__ static uint32_t words(uint32_t keys) { return keys ^ (~spread_signs(keys) | in_each(kZero)); }
   __device__ static constexpr uint32_t in_each(uint32_t element) {
     return BITS == 32 ? element : element | element << 16;
   }
@@ -51,12 +49,6 @@ struct KeyOrder {
     if constexpr (BITS == 32) return flags & 1 ? kOnes : 0;
     return (flags & 1) * 0xffffu | (flags >> 1 & 1) * 0xffff0000u;
   }
-
- private:
-  __device__ static uint32_t spread_signs(uint32_t word) {
-    if constexpr (BITS == 32) return static_cast<uint32_t>(static_cast<int32_t>(word) >> 31);
-    return spread_high_bits(word);
-  }
 };
 
 template <class T>
@@ -64,21 +56,21 @@ struct Key;  // of float, __nv_bfloat16 and __half
 
 template <>
 struct Key<float> : KeyOrder<32> {
-  static constexpr uint32_t kNaN = 0xff800001u, kMinusInfinity = 0x007fffffu;
+  static constexpr uint32_t kNaN = 0xff800001u;
   __device__ static float value(uint32_t bits) { return __uint_as_float(bits); }
   __device__ static uint32_t nearest(float value) { return __float_as_uint(value); }
 };
 
 template <>
 struct Key<__nv_bfloat16> : KeyOrder<16> {
-  static constexpr uint32_t kNaN = 0xff81u, kMinusInfinity = 0x007fu;
+  static constexpr uint32_t kNaN = 0xff81u;
   __device__ static float value(uint32_t bits) { return __uint_as_float(bits << 16); }
   __device__ static uint32_t nearest(float value) { return __bfloat16_as_ushort(__float2bfloat16(value)); }
 };
 
 template <>
 struct Key<__half> : KeyOrder<16> {
-  static constexpr uint32_t kNaN = 0xfc01u, kMinusInfinity = 0x03ffu;
+  static constexpr uint32_t kNaN = 0xfc01u;
   __device__ static float value(uint32_t bits) { return __half2float(__ushort_as_half(bits)); }
   __device__ static uint32_t nearest(float value) { return __half_as_ushort(__float2half(value)); }
 };

@@ -28,10 +28,10 @@ __device__ __forceinline__ float warp_max(float value, int lanes = kWarpSize) {
   return value;
 }
 
-// Sum over this lane and the lanes below it.
-__device__ __forceinline__ int warp_inclusive_sum(int value, int lane) {
+// Sum over this lane and the lanes below it, among `lanes` neighbours, a power of two; `lane` counts from the first of them.
+__device__ __forceinline__ int warp_inclusive_sum(int value, int lane, int lanes = kWarpSize) {
 #pragma unroll
-  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+  for (int offset = 1; offset < lanes; offset *= 2) {
     const int below = __shfl_up_sync(kAllLanes, value, offset);
     if (lane >= offset) value += below;
   }

@@ -284,22 +284,26 @@ def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) 
     """Rows of 16-bit elements, in words of two where all rows start at one."""
     rows, n = x.shape
     unit = _rows.unit((x, values), n, (8, 2))
-    block = max(triton.next_power_of_2(n), 32)
+    tile = packed_tile(n)
     inf, form = FORMATS[x.dtype]
     words_of = _words if unit > 1 else patterns
     flags = x if mask is None else mask.view(torch.int16 if unit > 1 else torch.int8)
     launch(
-        kwta_fwd_packed, (rows,),
-        words_of(x), words_of(values), words_of(x if y is None else y), x if bits is None else bits.view(torch.int16),
-        flags, x.stride(0) // unit, values.stride(0) // unit, n // unit, k, normal_quantile(k, n),
+        kwta_fwd_packed, (triton.cdiv(rows, tile["ROWS"]),),
+        words_of(x), words_of(values), words_of(x if y is None else y), x if bits is None else bits.view(torch.int8),
+        flags, rows, x.stride(0) // unit, values.stride(0) // unit, n // unit, k, normal_quantile(k, n),
         UNIT=unit, TIES=TIES[ties], STORE_Y=y is not None, STORE_BITS=bits is not None, STORE_MASK=mask is not None,
-        INF=inf, FORMAT=form, BLOCK=block, TRIALS=TRIALS, num_warps=packed_warps(block, unit),
+        INF=inf, FORMAT=form, TRIALS=TRIALS, ORDERED=triton.knobs.runtime.interpret, **tile,
     )  # fmt: skip
 
 
-def packed_warps(block: int, unit: int) -> int:
-    """64 elements a thread in long rows, 32 where they are read one by one."""
-    return max(block // (2048 if unit > 1 else 1024), 1)
+def packed_tile(n: int) -> dict[str, int]:
+    """Rows of a program, lanes along a row, eight elements at a time, and warps."""
+    block = max(triton.next_power_of_2(n), 32)
+    lanes = max(block // 32, 4)  # 32 elements a lane; 64 would take 168 registers
+    return {
+        "ROWS": max(32 // lanes, 1), "LANES": lanes, "CHUNKS": block // (8 * lanes), "num_warps": max(lanes // 32, 1),
+    }  # fmt: skip
 
 
 def _words(x: Tensor) -> Tensor:
