@@ -414,6 +414,14 @@ def test_empty_and_many_dimensions(target, shape):
         assert torch.autograd.grad(p.sum(), scores)[0].shape == scores.shape
 
 
+def test_one_element_that_is_forbidden(target):
+    """Of the matrices of one element it alone is for logarithms: in their gradient two barriers are met by no other."""
+    scores = torch.full((1, 1), -math.inf, device=target.device, requires_grad=True)
+    p = mk.sinkhorn(scores, 2, backend=target.backend)
+    (got,) = torch.autograd.grad(p.sum(), scores)
+    assert p.item() == got.item() == 0.0  # a row of nothing stays one
+
+
 def test_views_are_read_in_place_and_nothing_else_is_written(target):
     base = torch.randn(4, 7, 9, device=target.device)
     for view in (base[:, :5, 2:7], base[::2, :5, :5], base[:, :7, :7].mT, base[1, :5, :5].expand(3, 5, 5)):
