@@ -82,6 +82,7 @@ def check_fwd(
     gap: int = 0,
     gather: bool = False,
     transposed: bool = False,
+    twice: bool = True,
 ) -> None:
     counts, spare = shape
     offsets, num_rows = offsets_of(counts), sum(counts) + spare
@@ -95,6 +96,8 @@ def check_fwd(
     exact = products(x, weight, offsets, token, bias)
     close(pre, exact, used)
     close(out, activate(exact, activation or None), used)
+    if not twice:
+        return
     again, none = cuda.grouped_gemm_fwd(x, weight, offsets, token, bias, activation, False)
     assert torch.equal(again, out)
     assert none.shape == (0, dout)
@@ -127,7 +130,9 @@ def check_bwd_weight(
     close(dbias, torch.einsum("r,re,rj->ej", weight.double(), of_expert, grads), len(counts))
 
 
-def check_hidden(shape: Shape, dim: int, hidden: int, activation: str, dtype: torch.dtype = torch.bfloat16) -> None:
+def check_hidden(
+    shape: Shape, dim: int, hidden: int, activation: str, dtype: torch.dtype = torch.bfloat16, twice: bool = True
+) -> None:
     counts, spare = shape
     offsets, num_rows, used = offsets_of(counts), sum(counts) + spare, sum(counts)
     token = tokens(num_rows, used, 9)
@@ -135,18 +140,20 @@ def check_hidden(shape: Shape, dim: int, hidden: int, activation: str, dtype: to
     pre = matrix(num_rows, 2 * hidden if activation in GATED else hidden, dtype) * 4
     pre[used:], row_weight[used:] = torch.nan, torch.nan
     given, b_out = (grad, w_out, offsets, token, row_weight, pre, activation), matrix(len(counts), dim, dtype)
-    dpre, weighted, dweight = cuda.expert_mlp_bwd_hidden(*given)
+    dpre, weighted, biased = cuda.expert_mlp_bwd_hidden(*given, b_out)
     a = products(grad, w_out.transpose(1, 2), offsets, token, None)
     leaf, weight = pre[:used].double().requires_grad_(), row_weight[:used].double()
     h = activate(leaf, activation or None)
     (exact,) = torch.autograd.grad(h, leaf, weight[:, None] * a)
     close(dpre, exact, used)
     close(weighted, weight[:, None] * h.detach(), used)
-    close(dweight[:, None], (h.detach() * a).sum(1, keepdim=True), used)
-    *same, biased = cuda.expert_mlp_bwd_hidden(*given, b_out)
-    assert all(torch.equal(one, other) for one, other in zip(same, (dpre, weighted), strict=True))
     share = gathered(grad, token)[:used] * b_out.double()[expert_of(offsets)]
     close(biased[:, None], (h.detach() * a).sum(1, keepdim=True) + share.sum(1, keepdim=True), used)
+    if not twice:
+        return
+    *same, dweight = cuda.expert_mlp_bwd_hidden(*given)
+    assert all(torch.equal(one, other) for one, other in zip(same, (dpre, weighted), strict=True))
+    close(dweight[:, None], (h.detach() * a).sum(1, keepdim=True), used)
 
 
 def check_norms(shape: Shape, din: int, dout: int, transposed: bool = False) -> None:
@@ -180,16 +187,17 @@ def check_sum_rows(token: Tensor, num_tokens: int, dim: int, dtype: torch.dtype,
 SUMS = [(23, 9, 72), (11, 3, 577), (7, 3, 2072), (40, 300, 8), (3, 2, 1)]
 
 
-def check_everything(dtype: torch.dtype) -> None:
-    """Both tiles, both layouts of weights, and rows that start anywhere."""
+def check_everything(dtype: torch.dtype, twice: bool = True) -> None:
+    """Both tiles, both layouts of weights, and rows that start anywhere; `twice`: with and without what is optional."""
     for shape in (FEW, MANY):
-        check_fwd(shape, 200, 136, "geglu", dtype, gather=True)  # of K = 64 four turns, of 32 seven: a ring of 4 stages
-        check_fwd(shape, 136, 72, "gelu", dtype, gather=True, transposed=True)
-        check_hidden(shape, 72, 40, "swiglu", dtype)
+        # Of K = 64 four turns, of 32 seven: a ring of 4 stages.
+        check_fwd(shape, 200, 136, "geglu", dtype, gather=True, twice=twice)
+        check_fwd(shape, 136, 72, "gelu", dtype, gather=True, transposed=True, twice=twice)
+        check_hidden(shape, 72, 40, "swiglu", dtype, twice)
         check_norms(shape, 24, 136, transposed=True)
-    check_fwd(FEW, 37, 27, "tanh", dtype, gather=True)
-    check_fwd(FEW, 37, 26, "swiglu", dtype, transposed=True)
-    check_hidden(FEW, 13, 135, "relu", dtype)
+    check_fwd(FEW, 37, 27, "tanh", dtype, gather=True, twice=twice)
+    check_fwd(FEW, 37, 26, "swiglu", dtype, transposed=True, twice=twice)
+    check_hidden(FEW, 13, 135, "relu", dtype, twice)
     check_norms(FEW, 13, 135)
     check_bwd_weight(MANY, 136, 72, dtype, gather="x")
     check_bwd_weight(FEW, 13, 67, dtype, gather="grad")
@@ -203,8 +211,9 @@ def test_in_any_order_of_warps(seed: int) -> None:
 
 @pytest.mark.parametrize("build", ["asan", "tsan"])
 def test_under_sanitizers(build: str) -> None:
+    """A thread costs the thread sanitizer 0.2 ms: what is optional is there, and not left out in a second call."""
     with simt.use(build, seed=2):
-        check_everything(torch.bfloat16)
+        check_everything(torch.bfloat16, twice=build == "asan")
 
 
 @pytest.mark.parametrize("seed", SEEDS)

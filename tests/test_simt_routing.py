@@ -99,7 +99,7 @@ def test_rows_in_any_order_of_warps(seed: int) -> None:
 @pytest.mark.parametrize("build", ["asan", "tsan"])
 def test_rows_under_sanitizers(build: str) -> None:
     with simt.use(build, seed=4):
-        for index, (num_tokens, k, capacity, dim) in enumerate(ROWS):
+        for index, (num_tokens, k, capacity, dim) in enumerate(ROWS[: 5 if build == "asan" else 3]):
             plan = mk.make_plan(some_experts(num_tokens, k, 6), 6, capacity=capacity, backend="reference")
             check_rows(plan, dim, DTYPES[index % 3])
 

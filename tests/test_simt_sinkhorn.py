@@ -74,8 +74,9 @@ def test_sanitizers(build: str) -> None:
     with simt.use(build, seed=2):
         for n, dtype in zip(SIZES, (torch.float32, torch.float16, torch.bfloat16) * 2, strict=True):
             check(n, 2, dtype, gap=n % 3)
+            check_sums(n, 2, 0.1)
+        if build == "tsan":
+            return  # threads share the same whatever is read
         check(4, 2)  # in vectors
         check(64, 1)
         check(65, 1, torch.float16)  # in memory of its own
-        for n in SIZES:
-            check_sums(n, 2, 0.1)

@@ -39,7 +39,7 @@ COMMON = [
 KERNEL_FLAGS = {
     "fast": ["-O2"],
     "asan": ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    "tsan": ["-O1", "-g1", "-fsanitize=thread"],
+    "tsan": ["-Og", "-g1", "-fsanitize=thread"],
 }
 EXECUTOR_FLAGS = {"fast": ["-O2"], "asan": ["-O2", "-DSIMT_ASAN"], "tsan": ["-O2", "-DSIMT_TSAN"]}
 
