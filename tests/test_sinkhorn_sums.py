@@ -115,14 +115,14 @@ def test_sums_of_annealed_iterations(target, iterations):
 
 
 # n, and more matrices than a program or a block holds, the last of which has too few.
-BATCHES = ((1, 300), (3, 130), (4, 130), (7, 40), (16, 19), (30, 5), (40, 3), (50, 3))
+BATCHES = ((1, 300), (3, 130), (4, 130), (7, 40), (12, 19), (16, 19), (30, 5), (40, 3), (50, 3))
 
 
 @pytest.mark.parametrize("with_sums", [False, True], ids=["ones", "sums"])
 def test_more_matrices_than_a_program_holds(target, with_sums):
     for n, batch in BATCHES:
-        if target.executed and target.backend == "triton" and n in (4, 50):
-            continue  # the kernels of 3 and 40
+        if target.executed and target.backend == "triton" and n in (4, 16, 50):
+            continue  # the kernels of 3, 12 and 40
         scores, grad = torch.randn(2, batch, n, n)
         scores[-1] *= 40  # in a form of its own
         leaves = {"scores": scores}
@@ -144,6 +144,8 @@ def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
     places = [framed, lambda x: far_apart(x, (2**30, x.shape[-1], 1))]
     places.append(lambda x: far_apart(x, (x.shape[1] * 2**30, 2**30, 1)))
     for n in (3, 12, 70) if target.executed else (3, 12, 40, 70, 130):
+        if target.executed and target.backend == "triton" and n == 3:
+            continue  # the kernels of 12 find a matrix the same way
         scores, grad = torch.randn(2, 3, n, n)
         leaves = {"scores": scores}
         if with_sums:

@@ -15,7 +15,7 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     draw = torch.Generator().manual_seed(0)
     # n above 64: kernels read the matrix again in every iteration.
     many = ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5), (80, 4))
-    for n, iterations in ((2, 3), (5, 4), (66, 2)) if small else many:
+    for n, iterations in ((3, 3), (12, 4), (70, 2)) if small else many:
         # Low temperatures are for narrower types: at 1e-7 float64 itself has scores / tau only to 1e-9, and at 0.05
         # gradients are differences of terms a hundred times as large.
         for tau in (1.0, 0.2) if dtype == torch.float64 else (1.0, 0.05, 1e-3, 1e-7):
