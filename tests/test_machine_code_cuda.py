@@ -71,7 +71,7 @@ def nvcc_release() -> str:
 
 
 def ptx_of(source: Path) -> Path:
-    """The PTX for sm_80, which tests/ptx executes."""
+    """The PTX that tests/ptx executes, of which setup.py has machine code made for both."""
     unit = cuda_launch.KERNELS if source in SOURCES else cuda_launch.PLANTED
     return cuda_launch.build(unit, source.relative_to(ROOT)).with_suffix(".ptx")
 
@@ -79,18 +79,14 @@ def ptx_of(source: Path) -> Path:
 @functools.cache
 def cubin(source: Path, architecture: str) -> Path:
     """The compiled kernels of one source, kept by the hash of what went in."""
-    options = ["-O3", "-std=c++17", f"-arch={architecture}", "-Werror", "all-warnings", "-cubin"]
-    if architecture == "sm_80":
-        read, include = [ptx_of(source)], []
-    else:
-        headers = sorted((ROOT / "csrc" / "include").rglob("*.*h")) + sorted(source.parent.glob("*.h"))
-        read, include = [source, *headers], [f"-I{ROOT / 'csrc' / 'include'}"]
-    key = build.digest(nvcc_release(), *options, *(each.read_text() for each in read))
+    options = ["-O3", f"-arch={architecture}", "-Werror", "all-warnings", "-cubin"]
+    ptx = ptx_of(source)
+    key = build.digest(nvcc_release(), *options, ptx.read_text())
     target = build.cache_folder().parent / "cubin" / f"{source.stem}-{architecture}-{key}.cubin"
     with build.lock(target.with_suffix(".lock")):
         if not target.exists():
             part = target.with_suffix(".part")
-            build.run([str(KIT.nvcc), *options, *include, str(read[0]), "-o", str(part)])
+            build.run([str(KIT.nvcc), *options, str(ptx), "-o", str(part)])
             part.rename(target)
     return target
 
