@@ -168,11 +168,13 @@ def check_norms(shape: Shape, din: int, dout: int, transposed: bool = False) -> 
     assert not got[used:].any()
 
 
-def check_sum_rows(token: Tensor, num_tokens: int, dim: int, dtype: torch.dtype, gap: int = 0, after: int = 0) -> None:
+def check_sum_rows(
+    token: Tensor, num_tokens: int, dim: int, dtype: torch.dtype, gap: int = 0, after: int = 0, twice: bool = True
+) -> None:
     """Bit for bit the sums of a loop in float32, and of integers those of float64; NaN in unused rows."""
     there = token >= 0
     view = matrix(len(token), dim + after, dtype, gap)[:, :dim]
-    for rows in (view, torch.randint(-4, 5, (len(token), dim)).to(dtype)):
+    for rows in (view, torch.randint(-4, 5, (len(token), dim)).to(dtype))[not twice :]:
         rows[~there] = torch.nan
         expected = torch.zeros(num_tokens, dim)
         for row, to in zip(rows[there].float(), token[there].tolist(), strict=True):
@@ -230,7 +232,7 @@ def test_sums_in_any_order_of_warps(seed: int) -> None:
 def test_sums_under_sanitizers(build: str) -> None:
     with simt.use(build, seed=3):
         for (num_rows, num_tokens, dim), dtype in zip(SUMS, (torch.float32, *DTYPES), strict=False):
-            check_sum_rows(tokens(num_rows, num_rows - 1, num_tokens), num_tokens, dim, dtype)
+            check_sum_rows(tokens(num_rows, num_rows - 1, num_tokens), num_tokens, dim, dtype, twice=build == "asan")
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 32, 33, 1000])
