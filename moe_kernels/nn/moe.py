@@ -210,7 +210,7 @@ class MultiGateMoE(OutputModule):
                 losses["permutation"] = self.search.regulariser(permutation)
         used = torch.stack([gate.detach() for gate in gates]).abs().sum(0)
         choices = nonzero_choices(used, k)
-        plan = make_plan(choices, self.experts.num_experts)
+        plan = make_plan(choices, self.experts.num_experts, order="token")
         rows, slots = self.experts(x, plan, None, part="rows"), choices.clamp(min=0).long()
         y = tuple(combine(rows, plan, gate.gather(1, slots), backend=self.experts.backend) for gate in gates)
         first = {gate: f"task{index}" for index, gate in reversed([*enumerate(self.gates)])}  # of those that share it

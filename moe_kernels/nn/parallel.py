@@ -11,7 +11,8 @@
 
 Every rank decides for its own tokens alone. One process with TokenChoice(group=T // n) or ExpertChoice(group=T // n)
 is the definition of n ranks of T / n tokens: float32 outputs, gradients of x and gradients of the experts are equal bit
-for bit, at a power of two of ranks. `GlobalPolicy` decides for the tokens of all ranks.
+for bit, at a power of two of ranks. Where nothing is dropped, TokenChoice() needs no group for that. `GlobalPolicy`
+decides for the tokens of all ranks.
 
 Gradients: an expert receives those of the tokens of all n ranks, times 1 / n. That is the mean over ranks, which DDP
 and FSDP2 compute for the other parameters. Average the experts' over the data-parallel dimension of the mesh alone.

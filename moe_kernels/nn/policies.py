@@ -30,7 +30,8 @@ class TokenChoice:
         factor_eval: the factor in evaluation, which V-MoE lowers after training; "as trained": the same.
         priority: None visits tokens by position. "max" and "sum" visit them by their largest or summed gate weight:
             Batch Prioritized Routing (paper 003, section 4; its published code has only "max").
-        order: of make_plan.
+        order: of make_plan. None: "choice" under a capacity. Where nothing is dropped it only orders an expert's rows:
+            then None is "token", so that the rows of n processes, one after another, are those of one process.
         multiple_of: the capacity is rounded up to a multiple of it; 4 in V-MoE's published code.
         group: number of consecutive tokens that compete for capacity, such as those of V-MoE's 8 images. Every group,
             also a smaller last one, has the capacity of a whole group. None: all tokens compete.
@@ -45,13 +46,13 @@ class TokenChoice:
     factor: float | None = None
     factor_eval: float | str | None = "as trained"
     priority: str | None = None
-    order: str = "choice"
+    order: str | None = None
     multiple_of: int = 1
     group: int | None = None
     _ratios: ClassVar[tuple[Ratio | None, Ratio | None]]  # in evaluation, in training
 
     def __post_init__(self) -> None:
-        check_choice("TokenChoice", "order", self.order, ORDERS)
+        check_choice("TokenChoice", "order", self.order, (None, *ORDERS))
         trained = None if self.factor is None else check_factor("TokenChoice", "factor", self.factor)
         later = trained
         if self.factor_eval != "as trained":
@@ -78,7 +79,8 @@ class TokenChoice:
             groups = -(-max(num_tokens, 1) // group)
             token = torch.arange(num_tokens, dtype=experts.dtype, device=experts.device)[:, None]
             experts = torch.where(experts < 0, experts, experts * groups + token // group)
-        plan = make_plan(experts, gate.num_experts * groups, capacity=capacity, priority=priority, order=self.order)
+        order = self.order or ("token" if capacity is None else "choice")
+        plan = make_plan(experts, gate.num_experts * groups, capacity=capacity, priority=priority, order=order)
         return (plan if self.group is None else _of_all_groups(plan, gate.num_experts, groups)), gate.weights
 
 
@@ -98,7 +100,7 @@ class NonzeroWeights:
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         gates = gate.gates
         choices = nonzero_choices(gates.detach(), gate.experts.shape[1])
-        return make_plan(choices, gate.num_experts), gates.gather(1, choices.clamp(min=0).long())
+        return make_plan(choices, gate.num_experts, order="token"), gates.gather(1, choices.clamp(min=0).long())
 
 
 @dataclass(frozen=True)

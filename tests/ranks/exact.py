@@ -116,7 +116,7 @@ def _one_layer(policy: object) -> mnn.MoE:
 # name -> arguments of `agree`. The capacity of ExpertParallel is equal on all ranks; the policy drops what exceeds it.
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dropless": lambda: (mlp(), mnn.TokenChoice(group=group()), mnn.TokenChoice()),
-    "three_choices": lambda: (mlp(3, activation="swiglu"), mnn.TokenChoice(group=group()), mnn.TokenChoice()),
+    "three_choices": lambda: (mlp(3, activation="swiglu"), mnn.TokenChoice(), mnn.TokenChoice()),  # no groups
     "one_choice": lambda: (mlp(1, "softmax_topk"), mnn.TokenChoice(), mnn.TokenChoice()),
     "priority": lambda: (mlp(), *(mnn.TokenChoice(1.0, priority="max", group=each) for each in (group(), None))),
     "capacity": lambda: (mlp(), mnn.TokenChoice(1.25, group=group()), mnn.TokenChoice(1.25), -(-group() * 10 // 32)),
