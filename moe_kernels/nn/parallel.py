@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -293,10 +294,20 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         if parameter.grad is not None:
             groups[parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None].append(parameter)
     norms = []
-    for parameters in groups.values():
-        norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], norm_type)
+    for mesh, parameters in groups.items():
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = _largest(grads, mesh) if norm_type == inf else get_total_norm(grads, norm_type)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = get_total_norm(norms, norm_type)
     for parameters in groups.values():
         clip_grads_with_norm_(parameters, max_norm, total)
     return total
+
+
+def _largest(grads: list[Tensor], mesh: DeviceMesh | None) -> Tensor:
+    """The largest absolute value. torch has none of an empty tensor, and with fully_shard a rank may hold no part."""
+    parts = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
+    largest = torch.stack([parts[0].new_zeros(()), *(each.abs().amax() for each in parts if each.numel())]).amax()
+    for group in mesh.get_all_groups() if mesh is not None else ():
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    return largest
