@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from moe_kernels.nn.gates import CompetitionGate
 from moe_kernels.nn.utilisation import Utilisation
 from moe_kernels.recipes import Batch, Recipe, Routing, Splits, Task
 
@@ -58,6 +59,27 @@ class Random:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
 
+@dataclass(frozen=True)
+class Coin:
+    """The rate of a competition gate as 1 or 0, with the same draws on any number of ranks."""
+
+    rate: float | Callable[[int], float]
+    seed: int
+    layer: int
+
+    def __call__(self, step: int) -> float:
+        rate = self.rate(step) if callable(self.rate) else self.rate
+        generator = torch.Generator().manual_seed((self.layer * 1_000_003 + step) * 1_000_003 + self.seed)
+        return float(torch.rand((), generator=generator).item() < rate)
+
+
+def toss_alike(model: nn.Module, seed: int) -> None:
+    """Makes every competition gate decide by seed, layer and step."""
+    for layer, module in enumerate(model.modules()):
+        if isinstance(module, CompetitionGate):
+            module.rate = Coin(module.rate, seed, layer)
+
+
 @dataclass
 class Run:
     """A task in training: `advance` takes steps, evaluates, and adds a row to `rows`."""
@@ -80,6 +102,7 @@ class Run:
         started = time.perf_counter()
         with self.random.use():
             self.task = self.recipe.build(self.data, self.seed, self.steps)
+        toss_alike(self.task.model, self.seed)
         self.setup_seconds = time.perf_counter() - started
         # Those that train in the first phase; a later one may freeze some.
         self.parameters = sum(each.numel() for each in self.task.model.parameters() if each.requires_grad)

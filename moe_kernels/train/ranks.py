@@ -5,14 +5,14 @@ over ranks, weighted by samples. Every rank evaluates the whole test set, so tha
 rank 0 prints and writes. A checkpoint has whole tensors; any number of ranks, or one process, can read it.
 
 Random numbers: rank 0 draws as one process does, the other ranks have a stream of their own for every step. The coin of
-a competition must fall alike on all ranks, so it is a function of seed, layer and step.
+a competition falls alike on all ranks and in one process: it is a function of seed, layer and step.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from moe_kernels.nn.experts import Experts
-from moe_kernels.nn.gates import CompetitionGate
 from moe_kernels.nn.parallel import ExpertParallel, clip_grad_norm_
 from moe_kernels.recipes import Batch, Recipe, Routing, Splits, Task
 from moe_kernels.train.agreement import Agreement, check_agreement, follow_agreement
@@ -108,7 +107,6 @@ class ParallelRun(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        toss_alike(self.task.model, self.seed)
         self._flags = [{name: group.get(name) for name in ("fused", "foreach")} for group in self._groups]
         _shard(self.task, self.ranks.mesh["ep"])
         self._route, self.task.routing = self.task.routing, self._routing  # type: ignore[method-assign]
@@ -188,7 +186,6 @@ class SerialRun(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        toss_alike(self.task.model, self.seed)
         self._route, self.task.routing = self.task.routing, self._routing  # type: ignore[method-assign]
 
     def differentiate(self, batch: Batch) -> Mapping[str, Tensor]:
@@ -218,27 +215,6 @@ class SerialRun(Run):
 def noise(run: Run, rank: int) -> AbstractContextManager[None]:
     """Inside the block, the random numbers of a rank in the run's next step; rank 0 has those of one process."""
     return Random((rank * 1_000_003 + run.step) * 1_000_003 + run.seed, run.device).use() if rank else nullcontext()
-
-
-@dataclass(frozen=True)
-class Coin:
-    """The rate of a competition gate as 1 or 0, with the same draws on all ranks."""
-
-    rate: float | Callable[[int], float]
-    seed: int
-    layer: int
-
-    def __call__(self, step: int) -> float:
-        rate = self.rate(step) if callable(self.rate) else self.rate
-        generator = torch.Generator().manual_seed((self.layer * 1_000_003 + step) * 1_000_003 + self.seed)
-        return float(torch.rand((), generator=generator).item() < rate)
-
-
-def toss_alike(model: nn.Module, seed: int) -> None:
-    """Makes every competition gate decide by seed, layer and step."""
-    for layer, module in enumerate(model.modules()):
-        if isinstance(module, CompetitionGate):
-            module.rate = Coin(module.rate, seed, layer)
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -25,7 +25,7 @@ SMALL = {
     "movielens": "--experts 4 --search-epochs 1 --dropout 0.1 --batch-size 15",
 }
 
-PLAIN = ["--sides", "smoe", "--steps", "8", "--every", "2", "--model-dropout", "0"]  # no noise, no loss of a batch
+PLAIN = ["--sides", "compete", "--steps", "8", "--every", "2", "--model-dropout", "0"]  # no noise, no loss of a batch
 
 
 def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
@@ -93,7 +93,7 @@ def goes_on(port: str, out: str, data: str, elsewhere: str) -> None:
                 assert abs(a[name] - b[name]) <= 1e-5 * max(1, abs(b[name])), (name, a, b)
     flops, right = (each["runs"][0]["flops"] for each in (found, expected))
     assert right <= flops <= 1.01 * right, (flops, right)  # combine is also counted on the owner
-    torch.load(Path(out) / "model-smoe-0.pt", weights_only=True)
+    torch.load(Path(out) / "model-compete-0.pt", weights_only=True)
 
 
 def hangs(port: str, data: str) -> None:
