@@ -189,7 +189,7 @@ def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tu
         if got.shape != reference.shape or got.dtype != reference.dtype:
             yield name, math.inf, 0.0
         elif name in operation.exact:
-            yield name, float((_bits(got) != _bits(reference)).sum()), 0.0
+            yield name, float((bits_of(got) != bits_of(reference)).sum()), 0.0
         else:
             # float64 has no wider reference: two ways to sum a row of 1024 differ by some 20 eps.
             floor = operation.floor * torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
@@ -206,7 +206,8 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
     return float(off.max()) / (scale or 1.0) if off.numel() else 0.0
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits_of(x: Tensor) -> Tensor:
+    """x, its floating elements as integers of the same bits."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.contiguous().view(integers[x.element_size()]) if x.is_floating_point() else x
 

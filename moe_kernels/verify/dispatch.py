@@ -8,25 +8,27 @@ import torch
 
 from moe_kernels.ops import dispatch, plan
 from moe_kernels.verify.make_plan import routings
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 
 
 def moving_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    """A plan, tokens x, rows and weights."""
     draw = torch.Generator().manual_seed(0)
     for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
-        made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference")
-        made = made.to(device)
+        made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference").to(device)
         dim = (1, 17, 64)[index % 3]
         sizes = {"x": (made.num_tokens, dim), "rows": (made.num_rows, dim), "weights": experts.shape}
         tensors = {each: torch.randn(size, generator=draw).to(dtype).to(device) for each, size in sizes.items()}
         yield Case(f"{name}, D={dim}", {"plan": made, **tensors})
 
 
+def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    for name, given in moving_cases(dtype, device, small):
+        yield Case(name, {"x": given["x"], "plan": given["plan"], "grad": given["rows"]})
+
+
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    x = inputs["x"].detach().requires_grad_()
-    rows = dispatch.dispatch(x, inputs["plan"], backend=backend)
-    (gradient,) = torch.autograd.grad(rows, x, inputs["rows"])
-    return {"rows": rows, "gradient": gradient}
+    return differentiated(dispatch.dispatch, inputs, ("x",), ("rows",), backend=backend)
 
 
-OPERATION = Operation(moving_cases, _run, exact=frozenset({"rows"}), floor=1.0)
+OPERATION = Operation(_cases, _run, exact=frozenset({"rows"}), floor=1.0)

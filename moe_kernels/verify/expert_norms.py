@@ -8,21 +8,21 @@ import torch
 
 from moe_kernels.library import CLAMPED
 from moe_kernels.ops import expert_norms
-from moe_kernels.verify.grouped_gemm import FLOOR, expert_cases, leaves_of, named_gradients
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+from moe_kernels.verify.grouped_gemm import FLOOR, expert_cases
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 
-
-def _run(inputs: Inputs, backend: str) -> Outputs:
-    leaves = leaves_of(inputs, "x", "w_in", "w_out", "b_in", "b_out")
-    norms = expert_norms.expert_norms(activation=inputs["activation"], backend=backend, **leaves)
-    return {"norms": norms, **named_gradients(norms, leaves, inputs["grad_norms"])}
+LEAVES = ("x", "w_in", "w_out", "b_in", "b_out")
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     """Cases with few experts, as every expert computes all tokens; no swiglu_clamped, which expert_norms refuses."""
-    for case in expert_cases(dtype, device, small):
-        if case.inputs["plan"].num_experts <= 8 and case.inputs["activation"] != CLAMPED:
-            yield case
+    for name, given in expert_cases(dtype, device, small):
+        if given["plan"].num_experts <= 8 and given["activation"] != CLAMPED:
+            yield Case(name, {each: given[each] for each in (*LEAVES, "activation")} | {"grad": given["grad_norms"]})
+
+
+def _run(inputs: Inputs, backend: str) -> Outputs:
+    return differentiated(expert_norms.expert_norms, inputs, LEAVES, ("norms",), backend=backend)
 
 
 OPERATION = Operation(_cases, _run, exact=frozenset(), floor=FLOOR)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from moe_kernels.ops import grouped_gemm, plan
 from moe_kernels.verify.make_plan import routings
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 
 FLOOR = 8.0  # sums of sums in another order differ by 3.5 in the worst of 25 draws, once by 4.4
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
@@ -29,8 +28,7 @@ def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
     for name, experts, num_experts, capacity, activation, (dim, width, dout) in drawn:
         if num_experts > 128:  # slow: the reference computes one expert after the other
             continue
-        made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference")
-        made = made.to(device)
+        made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference").to(device)
         hidden = width // 2 if activation in grouped_gemm.HALVING else width
         sizes = {
             "x": (made.num_tokens, dim),
@@ -51,27 +49,15 @@ def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
         yield Case(f"{name}, {dim} x {width} x {dout}, {activation}", inputs)
 
 
-def named_gradients(out: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> Outputs:
-    found = torch.autograd.grad(out, list(leaves.values()), grad)
-    return {f"gradient of {name}": each for name, each in zip(leaves, found, strict=True)}
-
-
-def leaves_of(inputs: Inputs, *names: str) -> dict[str, Tensor]:
-    return {name: inputs[name].detach().requires_grad_() for name in names}
+def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
+    for name, given in expert_cases(dtype, device, small):
+        inputs = {"rows": given["x"], "weight": given["w_in"], "bias": given["b_in"], "grad": given["grad_hidden"]}
+        inputs |= {each: getattr(given["plan"], each) for each in ("expert_offsets", "row_token")}
+        yield Case(name, inputs | {"activation": given["activation"]})
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    made, leaves = inputs["plan"], leaves_of(inputs, "x", "w_in", "b_in")
-    out = grouped_gemm.grouped_gemm(
-        leaves["x"],
-        leaves["w_in"],
-        made.expert_offsets,
-        bias=leaves["b_in"],
-        activation=inputs["activation"],
-        row_token=made.row_token,
-        backend=backend,
-    )
-    return {"out": out, **named_gradients(out, leaves, inputs["grad_hidden"])}
+    return differentiated(grouped_gemm.grouped_gemm, inputs, ("rows", "weight", "bias"), ("out",), backend=backend)
 
 
-OPERATION = Operation(expert_cases, _run, exact=frozenset(), floor=FLOOR)
+OPERATION = Operation(_cases, _run, exact=frozenset(), floor=FLOOR)

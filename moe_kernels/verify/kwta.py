@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.ops import kwta
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, fill
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated, fill
 
 
 def _layout(x: Tensor, layout: str) -> Tensor:
@@ -39,13 +39,16 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    x, values, k, ties = (inputs[name] for name in ("x", "values", "k", "ties"))
-    leaf = (x if values is None else values).detach().requires_grad_()
-    given = {"ties": ties, "backend": backend}
-    y = kwta.kwta(leaf, k, **given) if values is None else kwta.kwta(x, k, values=leaf, **given)
-    (gradient,) = torch.autograd.grad(y, leaf, inputs["grad"])
-    inference = kwta.kwta(x, k, values=values, **given)
-    return {"y": y, "y without grad": inference, "mask": kwta.kwta_mask(x, k, **given), "gradient": gradient}
+    x, values, k = (inputs[name] for name in ("x", "values", "k"))
+    given = {"ties": inputs["ties"], "backend": backend}
+    found = differentiated(kwta.kwta, inputs, ("x" if values is None else "values",), ("y",), backend=backend)
+    found["y without grad"] = kwta.kwta(x, k, values=values, **given)
+    found["mask"], found["bits"] = kwta.kwta_mask(x, k, **given), kwta.kwta_bits(x, k, **given)[1]
+    applied = {"values": x if values is None else values, "bits": found["bits"], "grad": inputs["grad"]}
+    again = differentiated(kwta.kwta_apply, applied, ("values",), ("y",), backend=backend)
+    return found | {f"{name} of kwta_apply": each for name, each in again.items()}
 
 
-OPERATION = Operation(_cases, _run, exact=frozenset({"y", "y without grad", "mask", "gradient"}))
+RESULTS = ("y", "gradient of x", "gradient of values")
+APPLIED = ("y of kwta_apply", "gradient of values of kwta_apply")
+OPERATION = Operation(_cases, _run, exact=frozenset((*RESULTS, *APPLIED, "y without grad", "mask", "bits")))

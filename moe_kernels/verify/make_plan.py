@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.ops import plan
+from moe_kernels.plan import RoutingPlan
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
 
@@ -36,9 +37,12 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
 PLAN = ("expert_offsets", "row_token", "row_choice", "slot_row", "requested", "kept", "dropped")
 
 
-def _run(inputs: Inputs, backend: str) -> Outputs:
-    made = plan.make_plan(**inputs, backend=backend)
+def arrays_of(made: RoutingPlan) -> Outputs:
     return {name: getattr(made, name) for name in PLAN}
+
+
+def _run(inputs: Inputs, backend: str) -> Outputs:
+    return arrays_of(plan.make_plan(**inputs, backend=backend))
 
 
 OPERATION = Operation(_cases, _run, exact=frozenset(PLAN))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from math import sqrt
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_kernels.ops import masked_mlp
 from moe_kernels.ops.kwta import pack_bits
-from moe_kernels.verify.grouped_gemm import FLOOR, leaves_of, named_gradients
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
-
-LAYERS = ("1", "2", "3")
+from moe_kernels.verify.grouped_gemm import FLOOR
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
@@ -24,7 +24,7 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
         for activation in sorted(masked_mlp.ACTIVATIONS):
             widths = (9, 33, 64, 7) if small else (64, 500, 1024, 10)
             inputs = {"x": torch.randn(tokens, widths[0], generator=draw)}
-            for layer, (n_in, n_out) in zip(LAYERS, pairwise(widths), strict=True):
+            for layer, (n_in, n_out) in enumerate(pairwise(widths)):
                 inputs[f"w{layer}"] = torch.randn(n_out, n_in, generator=draw) / sqrt(n_in)
                 inputs[f"b{layer}"] = torch.randn(n_out, generator=draw)
             inputs["grad"] = torch.randn(tokens, widths[-1], generator=draw)
@@ -35,11 +35,14 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    leaves = leaves_of(inputs, "x", *(f"{kind}{layer}" for kind in "wb" for layer in LAYERS))
-    weights, biases = ([leaves[f"{kind}{layer}"] for layer in LAYERS] for kind in "wb")
-    named = {name: inputs[name] for name in ("activation", "samples")}
-    y = masked_mlp.masked_mlp(leaves["x"], weights, biases, inputs["bits"], **named, backend=backend)
-    return {"y": y, **named_gradients(y, leaves, inputs["grad"])}
+    layers = range(len(inputs["bits"]) + 1)
+
+    def call(x: Tensor, bits: list[Tensor], **given: Any) -> Tensor:
+        weights, biases = ([given.pop(f"{kind}{layer}") for layer in layers] for kind in "wb")
+        return masked_mlp.masked_mlp(x, weights, biases, bits, **given)
+
+    names = [f"{kind}{layer}" for kind in "wb" for layer in layers]
+    return differentiated(call, inputs, ("x", *names), ("y",), backend=backend)
 
 
 OPERATION = Operation(_cases, _run, exact=frozenset(), floor=FLOOR)

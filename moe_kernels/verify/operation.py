@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ class Operation:
     """How one operation is verified.
 
     cases(dtype, device, small): inputs; `small` ones are for interpreters and sanitizers (<= 4 rows of <= 512).
-    run(inputs, backend): outputs and gradients by name.
+    run(inputs, backend): outputs and gradients by name. The fuzzer (tests/fuzz) calls it with inputs of its own.
     exact: names of the outputs that must equal the reference's bit for bit.
     floor: error of computed outputs that is allowed besides twice the reference's, in units of the dtype's epsilon.
     """
@@ -35,6 +35,26 @@ class Operation:
     run: Callable[[Inputs, str], Outputs]
     exact: frozenset[str]
     floor: float = 0.0
+
+
+def differentiated(
+    call: Callable[..., Any], inputs: Inputs, leaves: Sequence[str], names: Sequence[str], **fixed: Any
+) -> Outputs:
+    """Outputs of call(**inputs, **fixed) by `names`, and the gradients of those `leaves` that the inputs hold.
+
+    Inputs whose name begins with "grad" are the gradients of the outputs, in the order of these names, and no
+    arguments.
+    """
+    leaf = {name: inputs[name].detach().requires_grad_() for name in leaves if inputs.get(name) is not None}
+    given = {name: value for name, value in inputs.items() if not name.startswith("grad")}
+    found = call(**(given | leaf), **fixed)
+    outputs = dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
+    grads = [inputs[name] for name in sorted(inputs) if name.startswith("grad")]
+    roots = [each for each in outputs.values() if each.requires_grad]
+    if roots:
+        gradients = torch.autograd.grad(roots, list(leaf.values()), grads[: len(roots)], materialize_grads=True)
+        outputs |= {f"gradient of {name}": each for name, each in zip(leaf, gradients, strict=True)}
+    return {name: each.detach() for name, each in outputs.items()}
 
 
 def fill(kind: str, rows: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from moe_kernels.ops import sinkhorn
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
@@ -34,14 +34,9 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    given = [name for name in ("scores", "rows", "columns") if name in inputs]
-    leaves = {name: inputs[name].detach().requires_grad_() for name in given}
-    tau, tolerance = inputs["tau"], inputs.get("tolerance")
-    p = sinkhorn.sinkhorn(**leaves, iterations=inputs["iterations"], tau=tau, tolerance=tolerance, backend=backend)
-    if tau < 0.05:  # p is a matrix of zeros and ones, whose gradient is rounding times 1 / tau
-        return {"p": p}
-    gradients = torch.autograd.grad(p, list(leaves.values()), inputs["grad"])
-    return {"p": p, **{f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}}
+    # At low temperatures p is a matrix of zeros and ones, whose gradient is rounding times 1 / tau.
+    leaves = ("scores", "rows", "columns", "noise") if inputs["tau"] >= 0.05 else ()
+    return differentiated(sinkhorn.sinkhorn, inputs, leaves, ("p",), backend=backend)
 
 
 OPERATION = Operation(_cases, _run, exact=frozenset(), floor=8.0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from moe_kernels.ops import topk_gate
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, fill
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated, fill
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
@@ -26,10 +26,7 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    logits = inputs["logits"].detach().requires_grad_()
-    weights, experts = topk_gate.topk_gate(logits, inputs["k"], order=inputs["order"], backend=backend)
-    (gradient,) = torch.autograd.grad(weights, logits, inputs["grad"])
-    return {"weights": weights, "experts": experts, "gradient": gradient}
+    return differentiated(topk_gate.topk_gate, inputs, ("logits", "noise"), ("weights", "experts"), backend=backend)
 
 
 OPERATION = Operation(_cases, _run, exact=frozenset({"experts"}), floor=2.0)

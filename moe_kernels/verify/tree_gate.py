@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from moe_kernels.ops import tree_gate
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 
 
 def _drawn(dtype: torch.dtype, device: str, small: bool) -> Iterator[tuple[str, Inputs]]:
@@ -36,13 +36,8 @@ def _gate_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
 
 
 def _gate(inputs: Inputs, backend: str) -> Outputs:
-    arguments = {name: each for name, each in inputs.items() if not name.startswith("grad")}
-    leaf = {name: each.detach().requires_grad_() for name, each in arguments.items() if name != "gamma"}
-    gates, probs = tree_gate.tree_gate(**leaf, gamma=inputs["gamma"], backend=backend)
-    grads = [inputs["grad_gates"], inputs["grad_leaf_probs"]]
-    gradients = torch.autograd.grad((gates, probs), list(leaf.values()), grads)
-    found = {f"gradient of {name}": each for name, each in zip(leaf, gradients, strict=True)}
-    return {"gates": gates, "leaf_probs": probs, **found}
+    leaves = ("x", "split_weight", "leaf_weight", "split_bias", "leaf_bias")
+    return differentiated(tree_gate.tree_gate, inputs, leaves, ("gates", "leaf_probs"), backend=backend)
 
 
 def _route_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
@@ -53,8 +48,7 @@ def _route_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
 
 
 def _route(inputs: Inputs, backend: str) -> Outputs:
-    found = tree_gate.tree_route(**inputs, backend=backend)
-    return {"weights": found[0], "experts": found[1]}
+    return differentiated(tree_gate.tree_route, inputs, (), ("weights", "experts"), backend=backend)
 
 
 GATE = Operation(_gate_cases, _gate, exact=frozenset(), floor=16.0)

@@ -22,8 +22,9 @@ from torch import Tensor
 from moe_kernels import backends
 from moe_kernels.backends import cpu
 from moe_kernels.info import placement
-from moe_kernels.verify import relative_error, said
-from tests.fuzz.operation import Fuzzed
+from moe_kernels.verify import OPERATIONS as VERIFIED
+from moe_kernels.verify import bits_of, relative_error, said
+from moe_kernels.verify.operation import Operation
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.values import DTYPES, KINDS, LAYOUTS, Spec
 
@@ -59,11 +60,11 @@ def prepared() -> None:
 
 def failure(spec: Spec) -> str | None:
     """What is wrong about a case: an output with its error, or an exception; None if it is right."""
-    operation, dtype = OPERATIONS[spec["op"]], DTYPES[spec["dtype"]]
+    operation, build, dtype = _verified(spec), OPERATIONS[spec["op"]].build, DTYPES[spec["dtype"]]
     with running(spec["on"]) as backend:
         try:
-            inputs = operation.build(spec)
-            if operation.kernels and placement(operation.kernels, backend, dtype).device is None:
+            inputs = build(spec)
+            if spec["op"] in VERIFIED and placement(spec["op"], backend, dtype).device is None:
                 return None
             found = operation.run(inputs, backend)
         except backends.BackendError:
@@ -71,7 +72,7 @@ def failure(spec: Spec) -> str | None:
         except Exception as raised:
             found, error = None, said(raised)
     try:
-        expected = operation.run(operation.build(spec), "reference")
+        expected = operation.run(build(spec), "reference")
     except Exception as raised:
         # What the definition refuses a kernel refuses too, in words of its own.
         return None if found is None else f"ran, the definition refuses it: {said(raised)}"
@@ -80,10 +81,14 @@ def failure(spec: Spec) -> str | None:
     return _difference(operation, spec, found, expected)
 
 
-def _difference(operation: Fuzzed, spec: Spec, found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
+def _verified(spec: Spec) -> Operation:
+    return OPERATIONS[spec["op"]].own or VERIFIED[spec["op"]]
+
+
+def _difference(operation: Operation, spec: Spec, found: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
     if found.keys() != expected.keys():
         return f"outputs {sorted(found)}, expected {sorted(expected)}"
-    truth: dict[str, Tensor] = {}
+    fuzzed, truth = OPERATIONS[spec["op"]], dict[str, Tensor]()
     near: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
     for name, reference in expected.items():
         got = found[name]
@@ -94,17 +99,17 @@ def _difference(operation: Fuzzed, spec: Spec, found: dict[str, Tensor], expecte
         if name in operation.exact:
             wrong = int((~((got == reference) | ((got != got) & (reference != reference)))).sum())
             return f"{name}: {wrong} of {got.numel()} elements differ"
-        truth = truth or operation.run(_wide(operation.build(spec)), "reference")
+        truth = truth or operation.run(_wide(fuzzed.build(spec)), "reference")
         eps = torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
-        allowed = 2 * relative_error(reference, truth[name]) + operation.floor * operation.loose(spec) * eps
+        allowed = 2 * relative_error(reference, truth[name]) + operation.floor * fuzzed.loose(spec) * eps
         error = relative_error(got, truth[name])
         if error > allowed:
-            near = near or [_near(operation, spec, seed) for seed in range(4)]
+            near = near or [_near(spec, seed) for seed in range(4)]
             effect = max(relative_error(each[name], truth[name]) for each, _ in near)
             allowed = max(allowed, *(2 * relative_error(own[name], each[name]) for each, own in near)) + EFFECT * effect
             # A sum that cancels is off by its terms' epsilons. 16 bits are summed in float32.
             summed = eps if reference.dtype == torch.float64 else torch.finfo(torch.float32).eps
-            allowed += 32 * summed * _largest(operation.build(spec)) / (_largest({name: truth[name]}) or 1.0)
+            allowed += 32 * summed * _largest(fuzzed.build(spec)) / (_largest({name: truth[name]}) or 1.0)
         if error > allowed and not math.isnan(allowed):
             return f"{name}: error {error:.3g}, allowed {allowed:.3g}"
     return None
@@ -112,11 +117,7 @@ def _difference(operation: Fuzzed, spec: Spec, found: dict[str, Tensor], expecte
 
 def _same(got: Tensor, reference: Tensor) -> bool:
     """Bit for bit, but for which NaN it is."""
-    if got.is_floating_point():
-        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
-        bits = got.detach().contiguous().view(integers) == reference.detach().contiguous().view(integers)
-        return bool((bits | (got.isnan() & reference.isnan())).all())
-    return torch.equal(got, reference)
+    return bool(((bits_of(got) == bits_of(reference)) | ((got != got) & (reference != reference))).all())
 
 
 def _largest(inputs: Mapping[str, object]) -> float:
@@ -125,7 +126,7 @@ def _largest(inputs: Mapping[str, object]) -> float:
     return max((float(x.nan_to_num(0, 0, 0).abs().max()) for x in each if x.numel()), default=0.0)
 
 
-def _near(operation: Fuzzed, spec: Spec, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _near(spec: Spec, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The definition's outputs, in float64 and in the case's dtype, of inputs that are an epsilon away at random; seed
     0: of those without denormal numbers, which AVX-512's products of bfloat16 read as zeros."""
     dtype, generator = DTYPES[spec["dtype"]], torch.Generator().manual_seed(seed)
@@ -137,8 +138,8 @@ def _near(operation: Fuzzed, spec: Spec, seed: int) -> tuple[dict[str, Tensor], 
         up, down = (2 * torch.rand(2, *x.shape, dtype=torch.float64, generator=generator) - 1).unbind()
         return (x.double() * (1 + 2 * eps * up) + least * down).to(dtype)
 
-    inputs = _each(operation.build(spec), moved)
-    return operation.run(_wide(inputs), "reference"), operation.run(inputs, "reference")
+    inputs, run = _each(OPERATIONS[spec["op"]].build(spec), moved), _verified(spec).run
+    return run(_wide(inputs), "reference"), run(inputs, "reference")
 
 
 def _wide(inputs: Mapping[str, object]) -> dict[str, object]:

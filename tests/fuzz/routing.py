@@ -10,10 +10,10 @@ import torch
 import moe_kernels as mk
 from moe_kernels import RoutingPlan
 from moe_kernels.ops.plan import ORDERS
-from tests.fuzz.operation import Fuzzed, Inputs, Outputs, differentiated
+from moe_kernels.verify.operation import Inputs, Outputs
+from tests.fuzz.operation import Fuzzed, without_kernels
 from tests.fuzz.values import Spec, describe, make, size
 
-ARRAYS = ("expert_offsets", "row_token", "row_choice", "slot_row", "requested", "kept", "dropped")
 FINITE = ("normal", "ties", "constant", "zeros", "large", "tiny")
 ROUTINGS = ("uniform", "one expert", "nobody", "some nobody", "skewed")
 
@@ -47,10 +47,6 @@ def plan_of(spec: Spec) -> RoutingPlan:
     return mk.make_plan(experts_of(spec), spec["experts"], **options)
 
 
-def arrays_of(plan: RoutingPlan) -> Outputs:
-    return {name: getattr(plan, name) for name in ARRAYS}
-
-
 def _draw_plan(draw: random.Random) -> Spec:
     return draw_routing(draw) | {"priority": draw.random() < 0.4} | describe(draw, "priority")
 
@@ -70,14 +66,6 @@ def _build_scores(spec: Spec) -> Inputs:
     scores = make(spec, "scores", spec["tokens"], spec["experts"])
     grad = make(spec, "grad", spec["tokens"], spec["experts"])
     return {"scores": scores, "capacity": spec["capacity"], "grad": grad}
-
-
-def _run_chosen(name: str, inputs: Inputs, backend: str) -> Outputs:
-    scores = inputs["scores"].detach().requires_grad_()
-    plan, weights = getattr(mk, name)(scores, inputs["capacity"], backend=backend)
-    grad = inputs["grad"][:, : weights.shape[1]]
-    (gradient,) = torch.autograd.grad(weights, scores, grad)
-    return arrays_of(plan) | {"weights": weights.detach(), "dscores": gradient}
 
 
 def _draw_moving(draw: random.Random) -> Spec:
@@ -117,53 +105,25 @@ def _run_counts(spec: Inputs, backend: str) -> Outputs:
     return {"counts": torch.tensor(found)}
 
 
-PLAN = frozenset(ARRAYS)
-CHOSEN = PLAN | {"weights", "dscores"}
+def _some(spec: Spec) -> bool:
+    return bool(spec["experts"] >= 1)
+
+
+def _countable(spec: Spec) -> bool:
+    return min(spec["experts"], spec["multiple"], spec["n"]) >= 1
+
+
 OPERATIONS = {
-    "make_plan": Fuzzed(
-        _draw_plan,
-        _build_plan,
-        lambda inputs, backend: arrays_of(mk.make_plan(**inputs, backend=backend)),
-        "make_plan",
-        exact=PLAN,
-        fits=lambda spec: spec["experts"] >= 1,
-        weight=2,
-    ),
-    "dispatch": Fuzzed(
-        _draw_moving,
-        _build_dispatch,
-        lambda inputs, backend: differentiated(mk.dispatch, inputs, ("x",), ("rows",), backend=backend),
-        "dispatch",
-        exact=frozenset({"rows"}),
-        floor=1.0,
-        fits=lambda spec: spec["experts"] >= 1,
-    ),
-    "combine": Fuzzed(
-        _draw_moving,
-        _build_combine,
-        lambda inputs, backend: differentiated(mk.combine, inputs, ("rows", "weights"), ("y",), backend=backend),
-        "combine",
-        floor=2.0,
-        fits=lambda spec: spec["experts"] >= 1,
-        weight=2,
-    ),
+    "make_plan": Fuzzed(_draw_plan, _build_plan, _some, weight=2),
+    "dispatch": Fuzzed(_draw_moving, _build_dispatch, _some),
+    "combine": Fuzzed(_draw_moving, _build_combine, _some, weight=2),
     "counts": Fuzzed(
         _draw_counts,
         lambda spec: {name: each for name, each in spec.items() if isinstance(each, int)},
-        _run_counts,
-        "",
-        exact=frozenset({"counts"}),
+        _countable,
         dtypes=("float32",),
-        fits=lambda spec: min(spec["experts"], spec["multiple"], spec["n"]) >= 1,
+        own=without_kernels(_run_counts, "counts"),
     ),
-} | {
-    name: Fuzzed(
-        _draw_scores,
-        _build_scores,
-        lambda inputs, backend, name=name: _run_chosen(name, inputs, backend),
-        name,
-        exact=CHOSEN,
-        fits=lambda spec: spec["experts"] >= 1,
-    )
-    for name in ("plan_expert_choice", "plan_priority")
+    "plan_expert_choice": Fuzzed(_draw_scores, _build_scores, _some),
+    "plan_priority": Fuzzed(_draw_scores, _build_scores, _some),
 }

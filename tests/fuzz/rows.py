@@ -9,7 +9,8 @@ import torch
 import moe_kernels as mk
 from moe_kernels.ops.kwta import TIES
 from moe_kernels.ops.topk_gate import ORDERS
-from tests.fuzz.operation import Fuzzed, Inputs, Outputs, differentiated
+from moe_kernels.verify.operation import Inputs, Outputs
+from tests.fuzz.operation import Fuzzed, without_kernels
 from tests.fuzz.routing import FINITE
 from tests.fuzz.values import Spec, describe, make, size
 
@@ -29,28 +30,11 @@ def _build_kwta(spec: Spec) -> Inputs:
     return tensors | {"k": spec["k"], "ties": spec["ties"]}
 
 
-def _run_kwta(inputs: Inputs, backend: str) -> Outputs:
-    options = {"ties": inputs["ties"], "backend": backend}
-    given = {name: inputs[name] for name in ("x", "values", "k", "grad")}
-    leaf = "x" if inputs["values"] is None else "values"
-    found = differentiated(mk.kwta, given, (leaf,), ("y",), **options)
-    found["mask"] = mk.kwta_mask(inputs["x"], inputs["k"], **options)
-    _, bits = mk.kwta_bits(inputs["x"], inputs["k"], **options)
-    values = inputs["x"] if inputs["values"] is None else inputs["values"]
-    applied = differentiated(
-        mk.kwta_apply, {"values": values, "bits": bits, "grad": inputs["grad"]}, ("values",), ("y",), backend=backend
-    )
-    return found | {"bits": bits} | {f"applied {name}": each for name, each in applied.items()}
-
-
 def _draw_topk(draw: random.Random) -> Spec:
     experts = size(draw, 130, 1)
     spec = {"tokens": size(draw, 40), "experts": experts, "k": draw.randint(1, min(experts, 16))}
-    spec |= {
-        "order": draw.choice(ORDERS),
-        "noise": draw.random() < 0.3,
-        "scale": draw.choice((1.0, 1.0, 30.0, 1e3, 1e5)),
-    }
+    spec |= {"order": draw.choice(ORDERS), "noise": draw.random() < 0.3}
+    spec |= {"scale": draw.choice((1.0, 1.0, 30.0, 1e3, 1e5))}
     return spec | describe(draw, "logits", "noise", "grad", kinds=FINITE)
 
 
@@ -62,10 +46,6 @@ def _build_topk(spec: Spec) -> Inputs:
         logits = (logits.double() * spec["scale"]).clamp(-6e4, 6e4).to(logits.dtype)
     grad = make(spec, "grad", spec["tokens"], spec["k"])
     return {"logits": logits, "noise": noise, "k": spec["k"], "order": spec["order"], "grad": grad}
-
-
-def _run_topk(inputs: Inputs, backend: str) -> Outputs:
-    return differentiated(mk.topk_gate, inputs, ("logits", "noise"), ("weights", "experts"), backend=backend)
 
 
 def _draw_tree(draw: random.Random) -> Spec:
@@ -89,17 +69,6 @@ def _build_tree(spec: Spec) -> Inputs:
     return tensors | grads | {"gamma": spec["gamma"]}
 
 
-def _run_tree(inputs: Inputs, backend: str) -> Outputs:
-    leaves = ("x", "split_weight", "leaf_weight", "split_bias", "leaf_bias")
-    return differentiated(mk.tree_gate, inputs, leaves, ("gates", "leaf_probs"), backend=backend)
-
-
-def _run_route(inputs: Inputs, backend: str) -> Outputs:
-    given = {name: each for name, each in inputs.items() if not name.startswith("grad")}
-    weights, experts = mk.tree_route(**given, backend=backend)
-    return {"weights": weights, "experts": experts}
-
-
 def _draw_sinkhorn(draw: random.Random) -> Spec:
     spec = {"batch": size(draw, 4), "n": size(draw, 33), "iterations": draw.randint(0, 20)}
     spec |= {"tau": draw.choice((1.0, 0.2, 0.5)), "sums": draw.random() < 0.2, "noise": draw.random() < 0.2}
@@ -121,10 +90,6 @@ def _build_sinkhorn(spec: Spec) -> Inputs:
     return inputs
 
 
-def _run_sinkhorn(inputs: Inputs, backend: str) -> Outputs:
-    return differentiated(mk.sinkhorn, inputs, ("scores", "rows", "columns", "noise"), ("p",), backend=backend)
-
-
 def _draw_harden(draw: random.Random) -> Spec:
     return {"batch": size(draw, 3), "n": size(draw, 9)} | describe(draw, "soft", kinds=FINITE)
 
@@ -144,51 +109,25 @@ def _run_harden(inputs: Inputs, backend: str) -> Outputs:
     return {"valid": valid, "best": (gain <= 1e-12 * size).all().reshape(1)}
 
 
+def _has_trees(spec: Spec) -> bool:
+    return bool(spec["experts"] >= 2 and spec["trees"] >= 1)
+
+
 OPERATIONS = {
-    "kwta": Fuzzed(
-        _draw_kwta,
-        _build_kwta,
-        _run_kwta,
-        "kwta",
-        exact=frozenset({"y", "dx", "dvalues", "mask", "bits", "applied y", "applied dvalues"}),
-        fits=lambda spec: spec["k"] <= spec["n"],
-        weight=3,
-    ),
-    "topk_gate": Fuzzed(
-        _draw_topk,
-        _build_topk,
-        _run_topk,
-        "topk_gate",
-        exact=frozenset({"experts"}),
-        floor=2.0,
-        fits=lambda spec: 1 <= spec["k"] <= spec["experts"],
-        weight=3,
-    ),
-    "tree_gate": Fuzzed(
-        _draw_tree,
-        _build_tree,
-        _run_tree,
-        "tree_gate",
-        floor=16.0,
-        fits=lambda spec: spec["experts"] >= 2 and spec["trees"] >= 1,
-    ),
+    "kwta": Fuzzed(_draw_kwta, _build_kwta, lambda spec: spec["k"] <= spec["n"], weight=3),
+    "topk_gate": Fuzzed(_draw_topk, _build_topk, lambda spec: 1 <= spec["k"] <= spec["experts"], weight=3),
+    "tree_gate": Fuzzed(_draw_tree, _build_tree, _has_trees),
     "tree_route": Fuzzed(
         # Whole numbers meet a node's zero, where rounding decides between left and right.
         lambda draw: _draw_tree(draw) | {"gamma": 1e-6, "x.kind": "normal", "split_weight.kind": "normal"},
         _build_tree,
-        _run_route,
-        "tree_route",
-        exact=frozenset({"experts"}),
-        floor=8.0,
+        lambda spec: _has_trees(spec) and spec["gamma"] == 1e-6,
         dtypes=("float32", "float64"),
-        fits=lambda spec: spec["experts"] >= 2 and spec["trees"] >= 1 and spec["gamma"] == 1e-6,
     ),
-    "sinkhorn": Fuzzed(_draw_sinkhorn, _build_sinkhorn, _run_sinkhorn, "sinkhorn", floor=8.0, weight=2),
+    "sinkhorn": Fuzzed(_draw_sinkhorn, _build_sinkhorn, weight=2),
     "harden": Fuzzed(
         _draw_harden,
         lambda spec: {"soft": make(spec, "soft", spec["batch"], spec["n"], spec["n"])},
-        _run_harden,
-        "",
-        exact=frozenset({"valid", "best"}),
+        own=without_kernels(_run_harden, "valid", "best"),
     ),
 }
