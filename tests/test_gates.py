@@ -7,6 +7,8 @@ import math
 
 import pytest
 import torch
+from layers import EVERY, IDS, D, E, competing
+from layers import layer as layer_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moe_kernels as mk
@@ -106,44 +108,7 @@ def test_losses_are_those_of_nn_times_their_coefficients():
     torch.testing.assert_close(dense(x).loss, 0.5 * mnn.importance_loss(dense.linear(x).softmax(-1)))
 
 
-def competing():
-    return mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, 3), rate=1.0)
-
-
-def staged(**o):
-    gate = mnn.StagedGate(mnn.SoftmaxGate(D, E, **o), mnn.TopKGate(D, E, 1, order="softmax_topk", **o), distill=1.0)
-    gate.stage = 2
-    return gate
-
-
-D, E, IDS = 6, 4, 12
-LOSSES = {"importance": 0.1, "balance": 0.1, "z": 0.1}
-# name -> a function that makes the gate; the options are device and dtype.
-EVERY = {
-    "softmax": lambda **o: mnn.SoftmaxGate(D, E, noise=True, importance=0.1, **o),
-    "topk": lambda **o: mnn.TopKGate(D, E, 2, noise="jitter", **LOSSES, **o),
-    "vmoe": lambda **o: mnn.TopKGate(D, E, 2, order="softmax_topk", noise="vmoe", load=0.1, **o),
-    "tree": lambda **o: mnn.TreeGate(D, E, 2, entropy=0.1, **o),
-    "tree, route": lambda **o: mnn.TreeGate(D, E, 2, route=True, **o),
-    "dselect": lambda **o: mnn.DSelectKGate(D, 3, 2, entropy=0.1, **o),
-    "hash": lambda device=None, dtype=None: mnn.HashGate(IDS, E, device=device),
-    "manual": lambda device=None, dtype=None: mnn.ManualGate([0, 1, 2, 3] * 3, device=device),
-    "random": lambda: mnn.RandomGate(E),
-    "xmoe": lambda **o: mnn.XMoEGate(D, E, 2, **o),
-    "xmoe cosine": lambda **o: mnn.XMoEGate(D, E, 2, score="cosine", **o),
-    "hyper": lambda **o: mnn.HyperRouterGate(D, E, 2, hidden=8, **o),
-    "stable": lambda **o: mnn.StableGate(D, E, IDS, **o),
-    "ensemble": lambda **o: mnn.EnsembleGate(D, E, 1, noise=True, **o),
-    "staged": staged,
-    "permuted": lambda **o: mnn.PermutedGate(mnn.TreeGate(D, E, 2, **o), mnn.LocalSearch(E, 5, **o)),
-    "competition": competing,
-}
 every_gate = pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
-
-
-def layer_of(gate):
-    (own,) = getattr(gate, "_experts", (mnn.ExpertMLP(gate.num_experts, D, 3),))
-    return mnn.MoE(gate, own)
 
 
 def tokens(t=9):

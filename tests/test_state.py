@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from test_gates import EVERY
+from layers import EVERY
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from moe_kernels import nn as mnn
