@@ -4,24 +4,8 @@ from moe_kernels.nn import convert, schedules
 from moe_kernels.nn._output import collect_outputs
 from moe_kernels.nn.comet import ACTIVATIONS, CometFFN, CometMLP, FixedRouting, MaskedLinear
 from moe_kernels.nn.experts import ExpertLayer, ExpertMLP, Experts
-from moe_kernels.nn.gates import (
-    CompetitionGate,
-    DSelectKGate,
-    EnsembleGate,
-    Gate,
-    GateOutput,
-    HashGate,
-    HyperRouterGate,
-    ManualGate,
-    PermutedGate,
-    RandomGate,
-    SoftmaxGate,
-    StableGate,
-    StagedGate,
-    TopKGate,
-    TreeGate,
-    XMoEGate,
-)
+from moe_kernels.nn.gates import *  # noqa: F403 it defines __all__
+from moe_kernels.nn.gates import __all__ as _gates
 from moe_kernels.nn.gates.ensemble import ensemble_log_probs, tile
 from moe_kernels.nn.local_search import LocalSearch
 from moe_kernels.nn.losses import (
@@ -43,40 +27,25 @@ from moe_kernels.nn.split import NeuronImportance, distillation_loss, split_ffn,
 from moe_kernels.nn.utilisation import Utilisation
 
 __all__ = [
+    *_gates,
     "ACTIVATIONS",
     "CometFFN",
     "CometMLP",
-    "CompetitionGate",
-    "DSelectKGate",
-    "EnsembleGate",
     "ExpertChoice",
     "ExpertLayer",
     "ExpertMLP",
     "Experts",
     "FixedRouting",
-    "Gate",
-    "GateOutput",
-    "HashGate",
-    "HyperRouterGate",
     "LocalSearch",
-    "ManualGate",
     "MaskedLinear",
     "MoE",
     "MoEOutput",
     "MultiGateMoE",
     "NeuronImportance",
     "NonzeroWeights",
-    "PermutedGate",
     "PriorityRouting",
-    "RandomGate",
-    "SoftmaxGate",
-    "StableGate",
-    "StagedGate",
     "TokenChoice",
-    "TopKGate",
-    "TreeGate",
     "Utilisation",
-    "XMoEGate",
     "balance_loss",
     "batch_inverse_cv",
     "batch_variation",

@@ -131,15 +131,8 @@ class ExpertLayer(Experts):
 
     def outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         x, weight, bias = as_autocast(x, *self._own("weight", "bias"))
-        return grouped_gemm(
-            x,
-            weight,
-            plan.expert_offsets,
-            bias=bias,
-            activation=self.activation,
-            row_token=plan.row_token,
-            backend=self.backend,
-        )
+        named = {"bias": bias, "row_token": plan.row_token, "backend": self.backend}
+        return grouped_gemm(x, weight, plan.expert_offsets, activation=self.activation, **named)
 
 
 class ExpertMLP(Experts):
@@ -197,13 +190,7 @@ class ExpertMLP(Experts):
         offsets, backend = plan.expert_offsets, self.backend
         x, w_in, w_out, b_in, b_out = as_autocast(x, *self._own("w_in", "w_out", "b_in", "b_out"))
         hidden = grouped_gemm(
-            x,
-            w_in,
-            offsets,
-            bias=b_in,
-            activation=self.activation,
-            row_token=plan.row_token,
-            backend=backend,
+            x, w_in, offsets, bias=b_in, activation=self.activation, row_token=plan.row_token, backend=backend
         )
         return grouped_gemm(hidden, w_out, offsets, bias=b_out, backend=backend)
 
@@ -215,18 +202,8 @@ class ExpertMLP(Experts):
             y = combine(self._all_outputs(x, plan), plan, weights, backend=self.backend)
             return self._dropped(y)
         x, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)
-        y = expert_mlp(
-            x,
-            plan,
-            w_in,
-            w_out,
-            weights=weights,
-            b_in=b_in,
-            b_out=b_out,
-            activation=self.activation,
-            backend=self.backend,
-        )
-        return self._dropped(y)
+        named = {"weights": weights, "b_in": b_in, "b_out": b_out, "backend": self.backend}
+        return self._dropped(expert_mlp(x, plan, w_in, w_out, activation=self.activation, **named))
 
     def norms(self, x: Tensor) -> Tensor:
         """(T, E): the l2 norm of every expert's output for every token x (T, D), in the dtype of the parameters."""

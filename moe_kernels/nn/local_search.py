@@ -36,9 +36,9 @@ class LocalSearch(KeepsFloat32):
 
         gates, regulariser = search(gates)
 
-    In training every call is a step. A forward that torch.utils.checkpoint repeats in the backward pass is no step and
-    uses the last one's permutation; there must be one forward for every backward. If several gates share a permutation,
-    call `permutation()` once a step and `permute` for each gate.
+    In training every call is a step, except a forward that torch.utils.checkpoint repeats in the backward pass: it uses
+    the permutation of the last step, so every forward must have its backward before the next one. If several gates
+    share a permutation, call `permutation()` once a step and `permute` for each gate.
 
     Args:
         num_experts: n.
@@ -47,26 +47,22 @@ class LocalSearch(KeepsFloat32):
             (..., permutations, n), each choice has its own permutation, and the result is their sum.
         zeta: weight of the entropies.
         renormalise: divide by the sum; False for gates that are not to sum to one.
-        schedule: "paper", or "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50 iterations
-            and is then rounded to a doubly stochastic matrix. At the paper's temperatures S is often no permutation
-            when stage one ends: of 100 random U of n = 16 none was, and the loss jumps at the switch. "wide": tau falls
-            from 0.1, where S is soft, to 1e-6, each call cools in 150 iterations: of the 100, all end as permutations,
-            and every one is the best assignment of its U.
+        schedule: "paper": as above. When stage one ends, S is often no permutation (0 of 100 random U with n = 16), and
+            the loss jumps at the switch. "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50
+            iterations, and S is then rounded to a doubly stochastic matrix. "wide": tau falls from 0.1 to 1e-6 over
+            stage one, and every call cools in 150 iterations. All of the 100 end as the best assignment of their U.
         bound: U ~ U(-bound, bound), drawn by `generator`.
         backend: of sinkhorn.
-        noise: in training's stage one S is that of U + noise * Gumbel(0, 1), drawn anew every step by torch's generator
-            (Gumbel-Sinkhorn, Mena et al. 2018); 0, the paper's, draws nothing. The last S, noise and all, is what
-            becomes the permutation.
+        noise: S in stage one is that of U + noise * Gumbel(0, 1), drawn every step by torch's generator
+            (Gumbel-Sinkhorn, Mena et al. 2018); the last S with its noise becomes the permutation. The paper has 0.
 
-    torch.compile breaks its graph in training, as every step differs, and has a whole one in evaluation.
+    torch.compile breaks its graph in training, as every step differs; in evaluation it makes one graph.
 
-    State: U is the parameter `scores` (permutations, n, n); buffers `soft` (the last S), `source` (the hard
-    permutation: expert j takes the gate source[j]), `assigned` (S in stage one, then the matrix of the hard
-    permutation) and `distance` (permutations), the largest absolute difference of S and P at the switch, NaN before;
-    `step` is saved beside them. All of it survives a state dict in either stage. `source` is derived anew whenever
-    `assigned` was written, so that a copy of the module whose buffers are averages
-    (torch.optim.swa_utils.AveragedModel(use_buffers=True)) has a permutation, too: the one that the average is nearest
-    to.
+    State: the parameter `scores` (permutations, n, n) is U. Buffers: `soft`, the last S; `source`, the hard permutation
+    (expert j takes the gate source[j]); `assigned`, S in stage one, then the matrix P of the hard permutation;
+    `distance` (permutations), the largest absolute element of S - P at the switch, NaN before. State dicts also hold
+    `step`. `source` is computed again whenever `assigned` was written. So a module whose buffers are averages, such as
+    torch.optim.swa_utils.AveragedModel(use_buffers=True), has the permutation nearest to its averaged `assigned`.
 
     From `step` T on U has no gradient; inside torch.distributed it is zero instead, as DistributedDataParallel needs.
 

@@ -1,13 +1,13 @@
-"""The layer of experts: a gate, a policy and experts. Every paper's layer combines other parts.
+"""The layer of experts: a gate, a policy and experts. The layers of the papers differ in these three parts.
 
     y_t = sum over the choices k of t that the policy keeps of weight_tk expert_(e_tk)(x_t)
 
-Papers 000 to 004 in these terms: softmax or tree gates over all experts, NonzeroWeights for those that are still in
-use, PermutedGate for the "+", MultiGateMoE where tasks share them (001); SoftmaxGate, then TopKGate(k=1) under
-TokenChoice, ExpertChoice or PriorityRouting, expert_dropout=0.1, ManualGate (002); TopKGate("softmax_topk",
-noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4, group=tokens of 8 images), EnsembleGate, RandomGate
-(003); CompetitionGate, TopKGate as it is, frozen, or with a growing k, XMoEGate, StableGate, HyperRouterGate, and
-Switch, TopKGate(k=1, order="softmax_topk", balance=0.01) (004).
+001  SoftmaxGate or TreeGate over all experts, NonzeroWeights; PermutedGate for the "+"; MultiGateMoE for several tasks
+002  SoftmaxGate, then TopKGate(k=1) with TokenChoice, ExpertChoice or PriorityRouting; expert_dropout=0.1; ManualGate
+003  TopKGate(order="softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4, group=tokens of
+     8 images); EnsembleGate; RandomGate
+004  CompetitionGate; TopKGate, also frozen or with a growing k; XMoEGate; StableGate; HyperRouterGate; Switch, which is
+     TopKGate(k=1, order="softmax_topk", balance=0.01)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MoEOutput:
     * plan: the RoutingPlan.
     * gates: the output of each gate, before the policy.
     * losses: () by name, already weighted; add them to the task's loss.
-    * records: detached tensors by name that are statistics as they are.
+    * records: detached tensors by name, which `statistics` returns unchanged.
 
     A registered pytree whose children are the fields in this order.
 
@@ -92,10 +92,10 @@ class MoE(OutputModule):
         policy: TokenChoice() (drops nothing), ExpertChoice or PriorityRouting of nn.policies.
         expert_dropout: probability that an expert's weight is zero for a sample in training (paper 002, 10 %); the
             remaining ones are neither renormalised nor scaled. A sample is a row of x's first dimension.
-        pass_through: add (1 - sum of the kept weights) x, so that a token without an expert passes as it is
-            (StableMoE); Dout = D then. For a layer without a residual around it. StableMoE's experts have a residual
-            inside, x + FF(LN(x)), so that a (x + FF(LN(x))) + (1 - a) x = x + a FF(LN(x)): inside a block, the block's
-            residual is the pass-through. models.moe.MoEBlock calls the layer with pass_through=False.
+        pass_through: add (1 - sum of the kept weights) x, so that a token without an expert stays as it is
+            (StableMoE); needs Dout = D. Only for a layer without a residual around it: StableMoE's experts are
+            x + FF(LN(x)), and with weight a, a (x + FF(LN(x))) + (1 - a) x = x + a FF(LN(x)), which is what a block
+            with a residual computes. So models.moe.MoEBlock calls the layer with pass_through=False.
         output: "all" returns a MoEOutput; "tensor" returns its y alone, for nn.Sequential and other code that takes a
             tensor. Losses and statistics of such layers are collected by `with nn.collect_outputs() as outputs`.
 
@@ -200,7 +200,7 @@ class MultiGateMoE(OutputModule):
         said = {gate: gate(x, ids) for gate in dict.fromkeys(self.gates)}
         outputs = [said[gate] for gate in self.gates]
         gates, losses = [output.gates for output in outputs], {}
-        k = sum(output.experts.shape[1] for output in said.values())  # experts a token at most: rows are bounded by it
+        k = sum(output.experts.shape[1] for output in said.values())  # a token's experts at most
         if self.search is not None:
             permutation = self.search.permutation()
             if permutation is not None:

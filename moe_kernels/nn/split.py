@@ -17,15 +17,15 @@ from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.losses import symmetric_kl
 from moe_kernels.ops._checks import check_int
 
-SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0: an expert that is a neuron short has a zero there
+SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0: zero weights replace a missing neuron
 
 
 class NeuronImportance:
     """Importance I (hidden) of the hidden neurons of fc2(act(fc1(x))), summed over all passes inside the block.
 
     `value` holds the sum. The first dimension of fc1's input counts samples. The loss must be a sum over samples, and
-    a sample's loss must depend on its own rows alone. Gradients of weights for each sample are not needed: the two
-    terms of I are sum_t dpre_tj (pre_tj - b_j) and sum_t h_tj dh_tj over the tokens t of a sample. Biases do not count.
+    a sample's loss must depend on its own rows alone. No weight gradient of a sample is computed: the two terms of I
+    are sum_t dpre_tj (pre_tj - b_j) and sum_t h_tj dh_tj over the tokens t of a sample. Biases do not count.
 
     Source: Zuo et al. 2022 (MoEBERT), section 3.2; absolute value after adding the two terms, as its code has it.
 
@@ -76,8 +76,8 @@ class NeuronImportance:
 def split_neurons(importance: Tensor, num_experts: int, hidden: int, share: int) -> list[Tensor]:
     """The neurons of every expert, int64 in the order of their importance: `share` common ones, then its own.
 
-    At most `hidden` of them. Where the others do not divide by num_experts the last experts have one neuron less,
-    unless `hidden` cuts them all.
+    An expert gets at most `hidden` neurons. If the neurons that are not common do not divide by num_experts, the last
+    experts may get one neuron less.
 
     Example:
         >>> split_neurons(torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]), num_experts=2, hidden=3, share=1)
@@ -100,8 +100,8 @@ def split_ffn(
         num_experts, hidden, share: as in `split_neurons`; MoEBERT: 4, 768, 512 of 3072.
         activation: "relu", "gelu", "silu" or "tanh".
 
-    MoEBERT's experts have a LayerNorm and the residual inside; here both stay around the layer, the same while the
-    LayerNorms of a layer's experts are equal, as they are at the start.
+    MoEBERT's experts contain a LayerNorm and the residual. Here both stay around the layer, which is the same as long
+    as the LayerNorms of a layer's experts are equal. At the start they are.
 
     Example:
         >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
@@ -133,8 +133,8 @@ def distillation_loss(
     """sum over layers of the mean squared difference of hidden states, plus symmetric_kl of the predictions.
 
     Args:
-        student, teacher: hidden states of equal shapes, the embedding's among them; the teacher is a constant (and in
-            eval mode, so that its dropout is off).
+        student, teacher: hidden states of equal shapes, with those of the embedding. The teacher is a constant and
+            must be in eval mode, without dropout.
         logits, teacher_logits: (B, classes).
 
     Source: MoEBERT, section 3.4; weight 5 there, beside the task's cross-entropy.

@@ -85,8 +85,8 @@ class CompetitionGate(Gate):
             return replace(routed, records=routed.records | {"competed": x.new_zeros(())})
         return self._compete(x)
 
-    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        return self.router.router_probs(x, ids)
+    def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        return self.router._logits(x, ids)
 
     @on_the_host("CompetitionGate: the host flips a coin")
     def _flip(self) -> bool:
@@ -105,7 +105,7 @@ class CompetitionGate(Gate):
         norms = experts(x, None, None, part="norms")
         weights, winners = topk_gate(norms if self.through_norms else norms.detach(), k)
         # The router's input is a constant here: the loss is the router's alone (eq. 4).
-        logits = self.router.project(self.router.linear, x.detach())
+        logits = self._logits(x.detach())
         routed, chosen = topk_gate(logits, k)
         loss = competition_loss((routed, chosen), (weights, winners), self.num_experts)
         weights = joined(weights, self.router.parameters())

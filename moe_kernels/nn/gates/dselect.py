@@ -55,14 +55,9 @@ class DSelectKGate(Gate):
         self.gamma = check_positive("DSelectKGate", "gamma", gamma)
         self.entropy = check_number("DSelectKGate", "entropy", entropy)
         self.reciprocal = check_number("DSelectKGate", "reciprocal", reciprocal)
+        bits, bound = self.k * self._code_length, self.gamma / 100
         self.code = RouterLinear(
-            dim,
-            self.k * self._code_length,
-            bound=self.gamma / 100,
-            zero_bias=True,
-            generator=generator,
-            device=device,
-            dtype=dtype,
+            dim, bits, bound=bound, zero_bias=True, generator=generator, device=device, dtype=dtype
         )
         self.mix = nn.Linear(dim, self.k, device=device, dtype=dtype)
 

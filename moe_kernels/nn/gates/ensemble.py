@@ -70,7 +70,7 @@ class EnsembleGate(Gate):
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         member = self.known(x, ids, self.members, "the member of each token")
-        logits = self._logits(x, member)
+        logits = self._of_member(x, member)
         noise = expert_noise(logits, self.generator) if self.noise and self.training else None
         weights, experts = topk_gate(logits, self.k, order="softmax_topk", noise=noise, backend=self.backend)
         own = member.to(torch.int32)[:, None] * (self.num_experts // self.members)
@@ -80,10 +80,10 @@ class EnsembleGate(Gate):
     @torch.no_grad()
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         """(T, E / M): of each token's own member."""
-        return self._logits(x, self.known(x, ids, self.members, "the member of each token")).softmax(-1)
+        return self._of_member(x, self.known(x, ids, self.members, "the member of each token")).softmax(-1)
 
-    def _logits(self, x: Tensor, member: Tensor) -> Tensor:
-        """(T, E / M)."""
+    def _of_member(self, x: Tensor, member: Tensor) -> Tensor:
+        """Logits (T, E / M)."""
         every = self.product(x, self.weight.transpose(1, 2).flatten(0, 1)).unflatten(1, (self.members, -1))
         return every[torch.arange(x.shape[0], device=x.device), member]
 

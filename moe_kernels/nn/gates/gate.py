@@ -14,7 +14,8 @@ from moe_kernels.nn._output import OutputModule
 from moe_kernels.nn._parameters import KeepsFloat32
 from moe_kernels.nn._recompute import own
 from moe_kernels.ops._autocast import without_autocast
-from moe_kernels.ops._checks import INDEX, check_int, check_rank, check_size, check_tensor
+from moe_kernels.ops._checks import INDEX, check_backend, check_int, check_rank, check_size, check_tensor
+from moe_kernels.ops.topk_gate import topk_gate
 
 
 @dataclass(frozen=True)
@@ -122,12 +123,18 @@ class Gate(KeepsFloat32, OutputModule):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         raise NotImplementedError
 
+    def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
+        """The router's logits (T, E) without noise; None for a gate that has no router."""
+        return None
+
+    @torch.no_grad()
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
         """The router's softmax over all experts for x (T, D), as evaluation has it: (T, E), detached and without noise.
 
         None for a gate that has no router, such as a hash. Its entropy says how sure the router is (paper 004, C.5).
         """
-        return None
+        logits = self._logits(x, ids)
+        return None if logits is None else logits.softmax(-1)
 
     def project(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """linear(x) (T, out) in the dtype of the linear's weight."""
@@ -156,6 +163,29 @@ class Gate(KeepsFloat32, OutputModule):
         if real and bool(((ids < 0) | (ids >= count)).any()):
             raise ValueError(f"{name}: ids must be from 0 to {count - 1}, got {ids.min().item()} to {ids.max().item()}")
         return ids.long()
+
+
+class TopKRouter(Gate):
+    """The part of gates that choose k experts by their `_logits`: weights, experts = topk_gate(logits, k)."""
+
+    k: int
+    backend: str | None
+
+    def __init__(self, dim: int, num_experts: int, k: int, backend: str | None) -> None:
+        super().__init__(num_experts, dim=dim)
+        name = type(self).__name__
+        self.k = check_int(name, "k", k, 1, num_experts, "choices among E experts")
+        self.backend = check_backend(name, backend)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
+        weights, experts = topk_gate(self._logits(x, ids), self.k, backend=self.backend)
+        return GateOutput(weights, experts, self.num_experts)
+
+    def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}"
 
 
 def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.gate import TopKRouter
 from moe_kernels.ops._autocast import without_autocast
-from moe_kernels.ops._checks import check_backend, check_int, check_size
-from moe_kernels.ops.topk_gate import topk_gate
+from moe_kernels.ops._checks import check_size
 
 
-class HyperRouterGate(Gate):
+class HyperRouterGate(TopKRouter):
     """k experts a token: topk_gate(W x + b, k) with (W | b) = H(v) reshaped (E, D + 1), the last column the bias.
 
     Args:
@@ -39,8 +38,7 @@ class HyperRouterGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_experts, dim=dim)
-        self.k = check_int("HyperRouterGate", "k", k, 1, num_experts, "choices among E experts")
+        super().__init__(dim, num_experts, k, backend)
         hidden = check_size("HyperRouterGate", "hidden", hidden)
         self.embedding = nn.Parameter(torch.randn(1, dim, device=device, dtype=dtype))
         self.hypernetwork = nn.Sequential(
@@ -48,7 +46,6 @@ class HyperRouterGate(Gate):
             nn.ReLU(),
             nn.Linear(hidden, num_experts * (dim + 1), device=device, dtype=dtype),
         ).requires_grad_(False)
-        self.backend = check_backend("HyperRouterGate", backend)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         nn.init.normal_(self.embedding, generator=generator)
@@ -59,18 +56,7 @@ class HyperRouterGate(Gate):
         self.hypernetwork.requires_grad_(False)
         return self
 
-    def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        weights, experts = topk_gate(self._logits(x), self.k, backend=self.backend)
-        return GateOutput(weights, experts, self.num_experts)
-
-    @torch.no_grad()
-    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        return self._logits(x).softmax(-1)
-
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         with without_autocast(x.device.type):
             rows = self.hypernetwork(self.embedding).view(self.num_experts, -1)
         return self.product(x, rows[:, :-1], rows[:, -1])
-
-    def extra_repr(self) -> str:
-        return f"k={self.k}"

@@ -49,16 +49,15 @@ class SoftmaxGate(Gate):
         self.noise, self.generator = noise, generator
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        logits = self.project(self.linear, x)
+        logits = self._logits(x)
         noisy = logits + expert_noise(logits, self.generator) if self.noise and self.training else logits
         losses = {}
         if self.training and self.importance:
             losses["importance"] = self.importance * importance_loss(logits.softmax(-1))
         return GateOutput.of_gates(noisy.softmax(-1), losses)
 
-    @torch.no_grad()
-    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        return self.project(self.linear, x).softmax(-1)
+    def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        return self.project(self.linear, x)
 
     def extra_repr(self) -> str:
         return f"noise={self.noise}, importance={self.importance:g}"

@@ -63,12 +63,9 @@ class StableGate(Gate):
         super().__init__(num_experts, dim=dim)
         self.centroids = stacked(num_experts, dim, device=device, dtype=dtype)
         nn.init.orthogonal_(self.centroids, gain=0.1)
-        self.embedding = nn.Embedding(
-            check_int("StableGate", "vocabulary", vocabulary, 1, 2**31 - 1, "ids"),
-            check_size("StableGate", "embedding", embedding),
-            device=device,
-            dtype=dtype,
-        )
+        check_int("StableGate", "vocabulary", vocabulary, 1, 2**31 - 1, "ids")
+        check_size("StableGate", "embedding", embedding)
+        self.embedding = nn.Embedding(vocabulary, embedding, device=device, dtype=dtype)
         self.router = nn.Linear(embedding, num_experts, bias=False, device=device, dtype=dtype)
         self.balance = check_number("StableGate", "balance", balance)
         self.distill = check_number("StableGate", "distill", distill)
@@ -83,17 +80,16 @@ class StableGate(Gate):
         self.stage = 2
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        ids = self.known(x, ids, self.embedding.num_embeddings, "what the distilled router sees")
         affinity = self.product(x, self.centroids)
         losses = {}
         learning = self.training and self.stage == 1
         if learning:
             experts = affinity.detach().argmax(-1)
-            unlike = F.cross_entropy(self._distilled(ids), experts, reduction="none")
+            unlike = F.cross_entropy(self._logits(x, ids), experts, reduction="none")
             losses["distill"] = self.distill * batch_mean(unlike)
         else:
             with torch.no_grad():
-                experts = self._distilled(ids).argmax(-1)
+                experts = self._logits(x, ids).argmax(-1)
         weights = affinity.sigmoid().gather(1, experts[:, None])
         if self.training and not learning:
             weights = joined(weights, (*self.embedding.parameters(), *self.router.parameters()))
@@ -105,14 +101,10 @@ class StableGate(Gate):
             losses["balance"] = self.balance * batch_mean(((count - mean) / mean)[experts] * weights[:, 0])
         return GateOutput(weights, experts.to(torch.int32)[:, None], self.num_experts, losses=losses)
 
-    @torch.no_grad()
-    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        ids = self.known(x, ids, self.embedding.num_embeddings, "what the distilled router sees")
-        return self._distilled(ids).softmax(-1)
-
-    def _distilled(self, ids: Tensor) -> Tensor:
-        """Logits (T, E) of the router that sees the ids alone."""
-        return self.project(self.router, self.embedding(ids))
+    def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        """(T, E), those of the small router, which sees only the ids."""
+        known = self.known(x, ids, self.embedding.num_embeddings, "what the distilled router sees")
+        return self.project(self.router, self.embedding(known))
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, balance={self.balance:g}, distill={self.distill:g}, stage={self.stage}"

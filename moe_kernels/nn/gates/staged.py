@@ -61,7 +61,7 @@ class StagedGate(Gate):
             return output
         with torch.no_grad():
             target = self.first(x, ids).gates
-        log_probs = self.second.project(self.second.linear, x).log_softmax(-1)
+        log_probs = self.second._logits(x).log_softmax(-1)
         divergence = F.kl_div(log_probs, target.to(log_probs.dtype), reduction="none").sum(-1)
         losses = output.losses | {"distill": self.distill * batch_mean(divergence)}
         return replace(output, losses=losses)

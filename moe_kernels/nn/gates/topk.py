@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels.nn._parameters import RouterLinear
-from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise, normal_like
+from moe_kernels.nn.gates.gate import GateOutput, TopKRouter, expert_noise, normal_like
 from moe_kernels.nn.losses import balance_loss, importance_loss, load_loss, router_z_loss
-from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number
+from moe_kernels.ops._checks import check_choice, check_number
 from moe_kernels.ops.topk_gate import ORDERS, topk_gate
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NOISES = (None, "jitter", "vmoe")
 
 
-class TopKGate(Gate):
+class TopKGate(TopKRouter):
     """k experts a token: weights, experts = topk_gate(W x + b + noise).
 
     Args:
@@ -70,8 +70,7 @@ class TopKGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_experts, dim=dim)
-        self.k = check_int("TopKGate", "k", k, 1, num_experts, "choices among E experts")
+        super().__init__(dim, num_experts, k, backend)
         check_choice("TopKGate", "order", order, ORDERS)
         check_choice("TopKGate", "noise", noise, NOISES)
         coefficients = {"importance": importance, "load": load, "balance": balance, "z": z}
@@ -82,10 +81,9 @@ class TopKGate(Gate):
         if noise == "jitter":
             self.noise_linear = RouterLinear(dim, num_experts, bias=False, bound=0, device=device, dtype=dtype)
         self.order, self.noise, self.generator, self.reduce = order, noise, generator, reduce
-        self.backend = check_backend("TopKGate", backend)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        logits = self.project(self.linear, x)
+        logits = self._logits(x)
         noise = self._noise(logits, x) if self.training else None
         weights, experts = topk_gate(logits, self.k, order=self.order, noise=noise, backend=self.backend)
         losses = self._losses(logits, noise, experts) if self.training else {}
@@ -112,9 +110,8 @@ class TopKGate(Gate):
             losses["z"] = router_z_loss(logits)
         return {name: wanted[name] * loss for name, loss in losses.items()}
 
-    @torch.no_grad()
-    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        return self.project(self.linear, x).softmax(-1)
+    def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        return self.project(self.linear, x)
 
     def extra_repr(self) -> str:
-        return f"k={self.k}, order={self.order!r}, noise={self.noise!r}"
+        return f"{super().extra_repr()}, order={self.order!r}, noise={self.noise!r}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -23,16 +25,17 @@ class TreeGate(Gate):
         gamma: width of the smooth step.
         entropy: coefficient lambda of nn.tree_entropy, which drives the trees to one expert each.
         bias: nodes and leaves have one, as in the authors' TensorFlow code; the paper prints none.
-        parity: of tree_gate; tree_route, which has none, weighs a saturated tree's one leaf by 1 all the same.
-        route: evaluation uses tree_route if every tree of the batch is saturated; the check waits for a GPU. Otherwise,
-            on the meta device and under torch.compile and torch.export, it uses the dense gate. Both are equal.
+        parity: as in tree_gate. tree_route has none: the only leaf of a saturated tree has weight 1.
+        route: evaluation uses tree_route if every tree of the batch is saturated. The check waits for a GPU. Other
+            batches, the meta device, torch.compile and torch.export use the dense gate, whose result is the same.
         generator: draws the parameters; None is torch's own.
         backend: of the operations.
 
-    Output: dense, gates (T, E); sparse, one expert a tree, where it was routed. losses: "entropy" in training.
-    statistics: "experts_per_sample", the mean number of gates of at least 1e-5; routed also "nodes_visited", the mean
-    of a tree. Parameters: split_weight (K, E-1, P) ~ U(-gamma/100, gamma/100), leaf_weight (K, E, P) and leaf_bias
-    (K, E) ~ U(-0.05, 0.05), split_bias (K, E-1) = 0. Gradient: to x and the parameters.
+    Output: dense, gates (T, E); after tree_route sparse, one expert a tree. losses: "entropy" in training.
+    statistics: "experts_per_sample", the mean number of gates of at least 1e-5; after tree_route also "nodes_visited",
+    the mean number of nodes read in a tree. Parameters: split_weight (K, E-1, P) ~ U(-gamma/100, gamma/100),
+    leaf_weight (K, E, P) and leaf_bias (K, E) ~ U(-0.05, 0.05), split_bias (K, E-1) = 0. Gradient: to x and the
+    parameters.
 
     Source: paper 001, section 3, and the published code (initialisation, entropy, statistic).
 
@@ -91,30 +94,18 @@ class TreeGate(Gate):
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         return self._dense(x.to(self.split_weight.dtype))[0]
 
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments that tree_gate and tree_route share."""
+        names = ("split_weight", "leaf_weight", "gamma", "split_bias", "leaf_bias", "backend")
+        return {name: getattr(self, name) for name in names}
+
     def _dense(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return tree_gate(
-            x,
-            self.split_weight,
-            self.leaf_weight,
-            gamma=self.gamma,
-            split_bias=self.split_bias,
-            leaf_bias=self.leaf_bias,
-            parity=self.parity,
-            backend=self.backend,
-        )
+        return tree_gate(x, **self._arguments(), parity=self.parity)
 
     def _routed(self, x: Tensor) -> GateOutput | None:
         """The output of tree_route, or None if it differs from the dense gate."""
-        weights, experts, found = tree_route(  # type: ignore[misc]  # three of them, with statistics
-            x,
-            self.split_weight,
-            self.leaf_weight,
-            gamma=self.gamma,
-            split_bias=self.split_bias,
-            leaf_bias=self.leaf_bias,
-            statistics=True,
-            backend=self.backend,
-        )
+        # With statistics there are three results.
+        weights, experts, found = tree_route(x, **self._arguments(), statistics=True)  # type: ignore[misc]
         if bool(found.unsaturated.any()):
             return None
         records = {"experts_per_sample": weights.detach(), "nodes_visited": found.visited}

@@ -9,16 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn._parameters import stacked
-from moe_kernels.nn.gates.gate import Gate, GateOutput
+from moe_kernels.nn.gates.gate import GateOutput, TopKRouter
 from moe_kernels.ops._autocast import without_autocast
-from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_positive, check_size
-from moe_kernels.ops.topk_gate import topk_gate
+from moe_kernels.ops._checks import check_choice, check_positive, check_size
 
 SCORES = ("code", "cosine", "learned")
 RADIUS = 1.5
 
 
-class XMoEGate(Gate):
+class XMoEGate(TopKRouter):
     """k experts a token: topk_gate(scores, k) of r = W_d x, of d_e numbers, against embeddings e_i.
 
     * "code": score_i = <r, e_i> / ||e_i||. In training every forward first sets e_i to norm 1.5, without a gradient.
@@ -58,8 +57,7 @@ class XMoEGate(Gate):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(num_experts, dim=dim)
-        self.k = check_int("XMoEGate", "k", k, 1, num_experts, "choices among E experts")
+        super().__init__(dim, num_experts, k, backend)
         check_choice("XMoEGate", "score", score, SCORES)
         embedding = check_size("XMoEGate", "embedding", embedding)
         self.linear = nn.Linear(dim, embedding, bias=False, device=device, dtype=dtype)
@@ -70,7 +68,6 @@ class XMoEGate(Gate):
             self.norm = nn.LayerNorm(embedding, device=device, dtype=dtype)
             first = torch.full((), math.log(self.temperature), device=device, dtype=dtype)
             self.log_temperature = nn.Parameter(first)
-        self.backend = check_backend("XMoEGate", backend)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         super().reset_parameters(generator)
@@ -83,15 +80,9 @@ class XMoEGate(Gate):
             values = self.embeddings.detach()  # torch.compile does not heed no_grad where a parameter is written over
             norms = values.norm(dim=-1, keepdim=True)
             values.mul_(torch.where(norms > 0, RADIUS / norms, 1))
-        weights, experts = topk_gate(self._scores(x), self.k, backend=self.backend)
-        return GateOutput(weights, experts, self.num_experts)
+        return super().forward(x, ids)
 
-    @torch.no_grad()
-    def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        return self._scores(x).softmax(-1)
-
-    def _scores(self, x: Tensor) -> Tensor:
-        """(T, E)."""
+    def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         r = self.project(self.linear, x)
         # Of a copy: the rescaling of a second forward would spoil what the first one's backward reads.
         directions = F.normalize(self.embeddings.clone(), dim=-1)
@@ -104,4 +95,4 @@ class XMoEGate(Gate):
         return self.product(F.normalize(r, dim=-1), directions) / self.temperature
 
     def extra_repr(self) -> str:
-        return f"k={self.k}, score={self.score!r}"
+        return f"{super().extra_repr()}, score={self.score!r}"
