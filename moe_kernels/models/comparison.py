@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -146,18 +147,11 @@ def comparison_mlp(
     if name in ("moe", "moe-fixed"):
         widths = (inputs, *[width] * (layers - 1), classes)
         return MoEMLP(widths, p, activation=activation, frozen=name == "moe-fixed")
-    model = comet_mlp(
-        inputs,
-        k_from_fraction(p, width) if name == "smaller" else width,
-        classes,
-        layers=layers,
-        p=p if name in MASKED else 1.0,
-        activation=activation,
-        ties=ties,
-        seed=seed,
-        device="cpu",  # one seed gives one network on every device
-        kind=DropoutMLP if name == "dropout" else MASKED.get(name, CometMLP),
-    )
+    width = k_from_fraction(p, width) if name == "smaller" else width
+    kind = DropoutMLP if name == "dropout" else MASKED.get(name, CometMLP)
+    options: dict[str, Any] = {"layers": layers, "activation": activation, "ties": ties, "seed": seed}
+    # On the CPU, so that one seed gives one network on every device.
+    model = comet_mlp(inputs, width, classes, p=p if name in MASKED else 1.0, kind=kind, device="cpu", **options)
     if isinstance(model, DropoutMLP):
         model.rate = 1 - p
     return model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,17 +37,8 @@ class GPT(nn.Module):
         self.dropout = dropout
         self.tokens = nn.Embedding(vocabulary, dim)
         self.positions = nn.Parameter(torch.empty(length, dim))
-        self.blocks = Blocks(
-            depth,
-            dim,
-            heads,
-            hidden or 4 * dim,
-            p,
-            causal=True,
-            activation=activation,
-            dropout=dropout,
-            router_input=router_input,
-        )
+        options: dict[str, Any] = {"activation": activation, "dropout": dropout, "router_input": router_input}
+        self.blocks = Blocks(depth, dim, heads, hidden or 4 * dim, p, causal=True, **options)
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)

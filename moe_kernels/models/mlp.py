@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from moe_kernels.nn.comet import CometMLP
@@ -32,29 +34,14 @@ def comet_mlp(
     generator = None
     if seed is not None:
         generator = torch.Generator(device or torch.get_default_device()).manual_seed(seed)
-    return kind(
-        (inputs, *[width] * (layers - 1), classes),
-        p,
-        activation=activation,
-        ties=ties,
-        backend=backend,
-        generator=generator,
-        device=device,
-        dtype=dtype,
-    )
+    widths = (inputs, *[width] * (layers - 1), classes)
+    options: dict[str, Any] = {"generator": generator, "device": device, "dtype": dtype}
+    return kind(widths, p, activation=activation, ties=ties, backend=backend, **options)
 
 
 def dense_twin(model: CometMLP) -> CometMLP:
     """A copy of the backbone with p = 1, so that the two models differ only in the masks."""
-    twin = CometMLP(
-        model.widths,
-        1.0,
-        activation=model.activation,
-        bias=model.bias,
-        ties=model.ties,
-        backend=model.backend,
-        device=model.output.weight.device,
-        dtype=model.output.weight.dtype,
-    )
+    options = {name: getattr(model, name) for name in ("activation", "bias", "ties", "backend")}
+    twin = CometMLP(model.widths, 1.0, **options).to(model.output.weight)
     twin.load_state_dict(model.state_dict())
     return twin

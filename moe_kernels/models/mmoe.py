@@ -17,9 +17,11 @@ class MMoE(nn.Module):
         h = [embedding of the user, embedding of the movie]     y_task = head_task(MultiGateMoE(h)_task)
 
     Args:
-        num_users, num_movies: ids from 0. gates: two, over h of 2 * embedding features; ids are the users.
-        experts: over the same features, with `width` outputs. search: shared by both tasks, or None.
-        embedding: features of each of the two (128). width: of an expert (256). head: of a head's hidden layer (256).
+        num_users, num_movies: numbers of ids, which begin at 0.
+        gates: one for each task, with h (2 * embedding features) as input and the users as ids.
+        experts: with h as input and `width` outputs.
+        search: the permutation that both tasks share, or None.
+        embedding: features of a user and of a movie. head: width of the hidden layer of a task's head.
 
     Embeddings start uniform in +-0.05, as the paper's code has them. Source: paper 001, supplement S1.2.
     """

@@ -7,6 +7,7 @@ the sparse ViT have experts in every block, GLaM in every second one, V-MoE in t
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +28,10 @@ class MoEBlock(nn.Module):
     token without an expert keeps its x.
     """
 
-    def __init__(
-        self, dim: int, heads: int, moe: MoE, *, causal: bool = False, dropout: float = 0.0, relative: int = 0
-    ) -> None:
+    def __init__(self, dim: int, heads: int, moe: MoE, **options: Any) -> None:
+        """options: of Block."""
         super().__init__()
-        self.block = Block(dim, heads, moe, causal=causal, dropout=dropout, relative=relative)
+        self.block = Block(dim, heads, moe, **options)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, MoEOutput]:
         block = self.block
@@ -63,14 +63,14 @@ class MoEBlocks(nn.Module):
     ) -> None:
         super().__init__()
         self.members = members
-        self.blocks = nn.ModuleList()
-        for index in range(depth):
-            moe = layer(index)
+        options: dict[str, Any] = {"causal": causal, "dropout": dropout, "relative": relative}
+
+        def block(moe: MoE | None) -> nn.Module:
             if moe is not None:
-                self.blocks.append(MoEBlock(dim, heads, moe, causal=causal, dropout=dropout, relative=relative))
-                continue
-            dense = FeedForward(dim, hidden, activation=activation, dropout=dropout)
-            self.blocks.append(Block(dim, heads, dense, causal=causal, dropout=dropout, relative=relative))
+                return MoEBlock(dim, heads, moe, **options)
+            return Block(dim, heads, FeedForward(dim, hidden, activation=activation, dropout=dropout), **options)
+
+        self.blocks = nn.ModuleList(block(layer(index)) for index in range(depth))
         self.norm = nn.LayerNorm(dim)
 
     def forward(
@@ -123,17 +123,8 @@ class MoEGPT(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
         if self.positions is not None:
             nn.init.normal_(self.positions, std=0.02)
-        self.blocks = MoEBlocks(
-            depth,
-            dim,
-            heads,
-            hidden,
-            layer,
-            causal=True,
-            activation=activation,
-            dropout=dropout,
-            relative=length if relative else 0,
-        )
+        options: dict[str, Any] = {"activation": activation, "dropout": dropout, "relative": length * relative}
+        self.blocks = MoEBlocks(depth, dim, heads, hidden, layer, causal=True, **options)
 
     def feed_forwards(self) -> list[tuple[nn.Linear, nn.Linear, str]]:
         """(fc1, fc2, activation) of every dense feed-forward layer."""

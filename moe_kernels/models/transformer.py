@@ -115,16 +115,12 @@ class Blocks(nn.Module):
         super().__init__()
         if router_input not in ROUTER_INPUTS:
             raise ValueError(f"Blocks: router_input must be one of {ROUTER_INPUTS}, got {router_input!r}")
-        self.blocks = nn.ModuleList(
-            Block(
-                dim,
-                heads,
-                CometFFN(dim, hidden, p, activation=activation, dropout=dropout),
-                causal=causal,
-                dropout=dropout,
-            )
-            for _ in range(depth)
-        )
+
+        def block() -> Block:
+            ffn = CometFFN(dim, hidden, p, activation=activation, dropout=dropout)
+            return Block(dim, heads, ffn, causal=causal, dropout=dropout)
+
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
         self.norm = nn.LayerNorm(dim)
         chain = router_input == "embedding" and p < 1
         self.router = FixedRouting((dim, *[hidden] * depth), p) if chain else None
