@@ -1,4 +1,4 @@
-"""The linear assignment of harden, which a compiler cannot follow, as one operator."""
+"""harden's linear assignment as one operator, since torch.compile cannot trace scipy."""
 
 from __future__ import annotations
 

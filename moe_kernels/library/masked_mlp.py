@@ -35,12 +35,7 @@ def refuse_bad_samples(samples: Tensor | None, num_samples: int) -> None:
         raise ValueError(f"masked_mlp: samples must be from 0 to {num_samples - 1}; got {low} to {high}")
 
 
-define(
-    "refuse_bad_samples(Tensor samples, SymInt num_samples) -> ()",
-    refuse_bad_samples,
-    lambda *args: None,
-    no_flops,
-)
+define("refuse_bad_samples(Tensor samples, SymInt num_samples) -> ()", refuse_bad_samples, lambda *args: None, no_flops)
 
 
 def layer_by_layer(x, weights, biases, bits, samples, activation, apply) -> Tensor:

@@ -24,7 +24,7 @@ INDEX = (torch.int32, torch.int64)
 def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, ...], *, batched: bool = False) -> None:
     """`tensor` is a strided Tensor of one of `dtypes`, without a tangent, and no torch.func transform wraps it.
 
-    batched: torch.vmap may.
+    batched: torch.vmap may wrap it.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
@@ -44,7 +44,7 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
 def check_plan(op: str, plan: object) -> None:
     """`plan` is a RoutingPlan whose arrays have the dtype, shape, layout and device that it promises.
 
-    Kernels take sizes from some arrays and read others by them. Values are checked by the kernels that read them.
+    Kernels take their sizes from some of these arrays and read others with them. The kernels check the values.
     """
     if not isinstance(plan, RoutingPlan):
         raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
@@ -127,7 +127,7 @@ def check_fits(
 def check_int(op: str, name: str, value: object, low: int, high: int, meaning: str) -> int:
     """`value` as an int within [low, high]."""
     if isinstance(value, int | torch.SymInt) and not isinstance(value, bool):
-        number: Any = value  # operator.index would make a SymInt a constant
+        number: Any = value  # operator.index would turn a SymInt into a constant
     elif isinstance(value, bool | Tensor) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     else:
@@ -139,10 +139,8 @@ def check_int(op: str, name: str, value: object, low: int, high: int, meaning: s
 
 def check_positive(op: str, name: str, value: object) -> float:
     """`value` as a float, finite and above zero."""
-    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    number = float(value)
-    if not 0 < number < inf:  # torch.compile follows no isfinite
+    number = _number(op, name, value)
+    if not 0 < number < inf:  # torch.compile cannot trace isfinite
         raise ValueError(f"{op}: {name} must be above 0 and finite, got {number}")
     return number
 
@@ -151,13 +149,17 @@ def check_number(
     op: str, name: str, value: object, low: float = -inf, high: float = inf, meaning: str = "a coefficient"
 ) -> float:
     """`value` as a float, finite and within [low, high]."""
-    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    number = float(value)
+    number = _number(op, name, value)
     if not (low <= number <= high and abs(number) < inf):
         limits = f"from {low:g} to {high:g}" if isfinite(high) else "finite" + f" and at least {low:g}" * isfinite(low)
         raise ValueError(f"{op}: {name} must be {limits} ({meaning}), got {number}")
     return number
+
+
+def _number(op: str, name: str, value: object) -> float:
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    return float(value)
 
 
 def check_size(op: str, name: str, value: object) -> int:
@@ -166,7 +168,7 @@ def check_size(op: str, name: str, value: object) -> int:
 
 
 def check_backend(op: str, backend: str | None) -> str | None:
-    """`backend` is the name of one, or None, which leaves the choice; whether it can run is asked of every call."""
+    """`backend` is the name of a backend, or None for automatic choice; every call checks whether it can run."""
     check_choice(op, "backend", backend, (None, *backends.NAMES))
     return backend
 
@@ -178,7 +180,7 @@ def check_module(op: str, name: str, value: object, kind: type) -> None:
 
 
 def check_decimal(op: str, name: str, value: object) -> Fraction:
-    """`value`, a number or how one is spelled, as what it prints as: the float 0.29 as 29 / 100."""
+    """`value`, a number or its text, as the decimal that it prints: the float 0.29 becomes 29 / 100."""
     if not isinstance(value, Real | Decimal | str) or isinstance(value, bool):
         raise TypeError(f"{op}: {name} must be a number or a string that holds one, got {type(value).__name__}")
     try:
@@ -189,7 +191,7 @@ def check_decimal(op: str, name: str, value: object) -> Fraction:
 
 @backends.constant
 def check_factor(op: str, name: str, value: object) -> tuple[int, int]:
-    """`value`, at least 0, as numerator and denominator: whole numbers are what torch.compile follows."""
+    """`value`, at least 0, as numerator and denominator, since torch.compile can trace whole numbers."""
     exact = check_decimal(op, name, value)
     if exact < 0:
         raise ValueError(f"{op}: {name} must be at least 0, got {value!r}")

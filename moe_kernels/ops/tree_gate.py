@@ -24,7 +24,7 @@ from torch import Tensor
 import python_ref.tree_gate as reference
 from moe_kernels import backends, library
 from moe_kernels.ops._autocast import without_autocast
-from moe_kernels.ops._checks import FLOATING, check_choice, check_positive, check_rank, check_tensor
+from moe_kernels.ops._checks import FLOATING, check_choice, check_fits, check_positive, check_rank, check_tensor
 from python_ref.tree_gate import RouteStatistics
 
 PARITIES = (None, "tf", "bert")
@@ -189,15 +189,7 @@ def tree_route(
 
 def _check(op, x, split_weight, leaf_weight, gamma, split_bias, leaf_bias) -> float:
     """Shapes, dtypes and devices of a gate's arguments; gamma as a float."""
-    tensors = {"x": x, "split_weight": split_weight, "leaf_weight": leaf_weight}
-    tensors |= {"split_bias": split_bias} if split_bias is not None else {}
-    tensors |= {"leaf_bias": leaf_bias} if leaf_bias is not None else {}
-    for name, tensor in tensors.items():
-        check_tensor(op, name, tensor, FLOATING)
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"{op}: {name} must have the dtype of x, {x.dtype}; got {tensor.dtype}")
-        if tensor.device != x.device:
-            raise ValueError(f"{op}: {name} must be on the device of x, {x.device}; got {tensor.device}")
+    check_tensor(op, "x", x, FLOATING)
     check_rank(op, "x", x, "(T, P)")
     check_rank(op, "split_weight", split_weight, "(K, E-1, P)")
     (num_trees, num_nodes, _), dim = split_weight.shape, x.shape[1]
@@ -206,11 +198,12 @@ def _check(op, x, split_weight, leaf_weight, gamma, split_bias, leaf_bias) -> fl
             f"{op}: split_weight must be (K, E-1, P) with K >= 1 trees, E >= 2 experts and P = {dim} as x has; "
             f"got shape {tuple(split_weight.shape)}"
         )
-    shapes = {"leaf_weight": (num_trees, num_nodes + 1, dim), "split_bias": (num_trees, num_nodes)}
-    shapes |= {"leaf_bias": (num_trees, num_nodes + 1)}
-    for name, shape in shapes.items():
-        if name in tensors and tensors[name].shape != shape:
-            raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(tensors[name].shape)}")
+    check_fits(op, "split_weight", split_weight, split_weight.shape, "(K, E-1, P)", "x", x)
+    check_fits(op, "leaf_weight", leaf_weight, (num_trees, num_nodes + 1, dim), "(K, E, P)", "x", x)
+    if split_bias is not None:
+        check_fits(op, "split_bias", split_bias, (num_trees, num_nodes), "(K, E-1)", "x", x)
+    if leaf_bias is not None:
+        check_fits(op, "leaf_bias", leaf_bias, (num_trees, num_nodes + 1), "(K, E)", "x", x)
     return _check_gamma(op, gamma, x.dtype)
 
 
