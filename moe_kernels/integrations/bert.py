@@ -33,7 +33,7 @@ __all__ = ["BertWithExperts", "load", "load_tokenizer", "token_windows"]
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 VOCABULARY = ("tokenizer.json", "vocab.txt")
-LINES = 1000  # of text that the tokenizer gets at once
+LINES = 1000  # lines of text in one call of the tokenizer
 
 
 class ExpertFeedForward(nn.Module):

@@ -2,8 +2,7 @@
 
 Two backends round differently. Rounding alone can decide on which side of 0 the argument of a ReLU is (a kink), or
 which of two experts with nearly equal scores is chosen (a tie). There the gradient jumps, and both results are right.
-The
-check finds these places: there the reference itself jumps if its weights change by a few units of rounding. A
+The check finds these places: there the reference itself jumps if its weights change by a few units of rounding. A
 difference of the backends elsewhere is a fault.
 """
 
@@ -85,7 +84,7 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
         reference = make_reference()
     found = []
     for number in range(1, steps + 1):
-        before = _saved(reference)
+        before = copy.deepcopy(reference.state())
         got = _take(fast)
         with backends.use_backend("reference"):
             expected = _take(reference)
@@ -97,11 +96,7 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
                     step = allowed.compare(number, got)
                     if step.passed:
                         break
-        reference.step = fast.step
-        reference.random.state = dict(fast.random.state)
-        state = fast.state()
-        reference.task.model.load_state_dict(state["model"])
-        reference.task.optimiser.load_state_dict(copy.deepcopy(state["optimiser"]))
+        _restore(reference, fast.state())
         found.append(step)
     return Agreement(found)
 
@@ -188,15 +183,12 @@ def _take(run: Run) -> Taken:
     return Taken(routed, loss, run.gradients())
 
 
-def _saved(run: Run) -> dict[str, Any]:
-    return copy.deepcopy(
-        {
-            "step": run.step,
-            "random": run.random.state,
-            "model": run.task.model.state_dict(),
-            "optimiser": run.task.optimiser.state_dict(),
-        }
-    )
+def _restore(run: Run, state: dict[str, Any]) -> None:
+    """Sets step, random numbers, weights and moments; not by Run.load_state, which refuses steps after the last."""
+    state = copy.deepcopy(state)
+    run.step, run.random.state = state["step"], state["random"]
+    run.task.model.load_state_dict(state["model"])
+    run.task.optimiser.load_state_dict(state["optimiser"])
 
 
 def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[Taken]:
@@ -205,10 +197,7 @@ def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[Taken]:
     for _ in range(PAIRS):
         noise = [torch.randn(each.shape, generator=generator).to(each) for each in run.task.model.parameters()]
         for sign in (PERTURBATION, -PERTURBATION):
-            state = copy.deepcopy(before)
-            run.step, run.random.state = state["step"], state["random"]
-            run.task.model.load_state_dict(state["model"])
-            run.task.optimiser.load_state_dict(state["optimiser"])
+            _restore(run, before)
             with torch.no_grad():
                 for parameter, each in zip(run.task.model.parameters(), noise, strict=True):
                     parameter.mul_(1 + sign * each)
