@@ -41,7 +41,7 @@ SANITIZER_OPTIONS = {"memcheck": ("--report-api-errors", "no")}
 # Every tensor gets its own allocation: inside the blocks of torch's allocator memcheck sees no overrun.
 SANITIZED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-# torch's own kernels, which the definition launches beside ours, some of them hundreds of times.
+# Not checked: kernels of torch, which the definition launches, some of them hundreds of times.
 NOT_OURS = ("--kernel-name-exclude", "kernel_substring=at6native")
 TRIED = "import torch; torch.zeros(1, device='cuda').sum().item()"
 
@@ -104,7 +104,7 @@ def sanitizers(
         command = [program or "", *options, *NOT_OURS, *verify]
         return run(command, None if seconds is None else left, log, **SANITIZED)
 
-    # Tool by tool: if the time runs out, every kernel has at least been through the first tool.
+    # Tool by tool: if the time runs out, every kernel has at least passed the first tool.
     jobs = [(tool, pair) for tool in SANITIZERS for pair in pairs]
     with ThreadPoolExecutor(max(1, cores() // 2)) as pool:
         words = list(pool.map(check, jobs))

@@ -38,10 +38,10 @@ class NoExecutor(RuntimeError):
 class Case:
     """An operation at the shape of its prediction.
 
-    small: the sizes that differ in the counted shape. units: the sizes whose product the counts grow with.
-    own_bytes: bytes grow with the units too, as the registry has no least bytes for this case.
+    small: sizes that are smaller in the counted shape. units: names of sizes; counts grow with the product of these.
+    own_bytes: bytes grow with that product too, since the registry has no least bytes for this case.
     torch_products: torch multiplies for launches without matrix instructions. They move no weights, which are among the
-        least bytes: their bytes grow with the units.
+        least bytes: their bytes grow with that product.
     """
 
     operation: str
