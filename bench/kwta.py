@@ -10,6 +10,7 @@ from torch import Tensor
 import moe_kernels as mk
 from bench.entry import Calls, Entry, Inputs, Shape, through_autograd
 from moe_kernels.library import ops, words
+from python_ref.kwta import pack_bits
 
 
 def _complete(shape: Shape, device: str) -> Shape:
@@ -22,10 +23,7 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     x, grad = (torch.randn(rows, n, device=device).to(dtype) for _ in range(2))
     k = mk.k_from_fraction(shape["p"], n)
     mask = mk.kwta_mask(x, k)
-    bits = torch.zeros(rows, words(n) * 32, dtype=torch.int64, device=device)
-    bits[:, :n] = mask
-    packed = (bits.view(rows, -1, 32) << torch.arange(32, device=device)).sum(-1).to(torch.int32)
-    return {"leaf": x.requires_grad_(), "grad": grad, "k": k, "bits": packed, "mask": mask.to(dtype)}
+    return {"leaf": x.requires_grad_(), "grad": grad, "k": k, "bits": pack_bits(mask), "mask": mask.to(dtype)}
 
 
 def _calls(forward: Callable[[Tensor, int], Tensor], backward: Callable[[Inputs], object]) -> Calls:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogLocator
 
-from bench.ledger import Result
+from bench.ledger import Result, file_name
 
 MARKERS = {"float32": "o", "bfloat16": "s", "float16": "^"}
 FILLED: dict[str, Any] = {"forward": "full", "backward": "left", "training": "none"}
@@ -34,7 +33,7 @@ def draw(result: Result, folder: Path) -> dict[str, str]:
     names = {}
     for picture, canvas in drawn.items():
         if canvas is not None:
-            names[picture] = f"{re.sub(r'[^a-z0-9]+', '-', result['device'].lower()).strip('-')}-{picture}.png"
+            names[picture] = f"{Path(file_name(result['device'])).stem}-{picture}.png"
             canvas.savefig(folder / names[picture], dpi=100)
             plt.close(canvas)
     return names

@@ -48,23 +48,11 @@ def run(budget: float, device: str) -> Iterator[Figure]:
         for mode, sizes in jobs:
             with threads(1):
                 calls = _calls(sizes, dtype, device, mode)
-                samples = _time(calls, budget, device)
+                samples = timing.time_cpu(calls, budget) if device == "cpu" else timing.time_gpu(calls, 1, budget)
             ours = samples.pop(OURS).median
             peers = {peer: sample.median / ours for peer, sample in samples.items()}
-            yield {
-                "name": name,
-                "mode": mode,
-                "shape": label(sizes),
-                "dtype": dtype_name(dtype),
-                "us": ours * 1e6,
-                "peers": peers,
-            }
-
-
-def _time(calls: dict[str, Callable[[], object]], budget: float, device: str) -> dict[str, timing.Sample]:
-    if device == "cpu":
-        return timing.time_cpu(calls, budget)
-    return timing.time_gpu(calls, 1, budget)
+            found = {"name": name, "mode": mode, "shape": label(sizes), "dtype": dtype_name(dtype)}
+            yield {**found, "us": ours * 1e6, "peers": peers}
 
 
 def _calls(shape: Shape, dtype: torch.dtype, device: str, mode: str) -> dict[str, Callable[[], object]]:
