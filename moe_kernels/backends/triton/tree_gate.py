@@ -1,9 +1,10 @@
 """The tree gate in Triton: a program per few tokens, the probabilities of a tree's places in registers.
 
 A tree is laid out as if all of its leaves were at the last level: 2^DEPTH places from left to right, of which a leaf
-that is a level higher takes the left one of two, with probability 1. Downwards a level doubles the row: each node is
-read and computed once. Upwards, in the backward, a level halves it. Where one tree's columns fit, forward is one kernel
-with the matrix products in it.
+that is a level higher takes the left one of two, with probability 1; leaves in whole groups of 16 have places in a row
+instead. Downwards a thread has a group: it computes the nodes below the group's root once, and one side of each node
+above. Upwards, in the backward, a level halves the row. Where one tree's columns fit, forward is one kernel with the
+matrix products in it.
 """
 
 from __future__ import annotations
@@ -16,33 +17,53 @@ from torch import Tensor
 from moe_kernels.backends.native.tree_gate import weighing
 from moe_kernels.backends.triton import launch, on_device, unsupported
 
-TILE = 1024  # places of a program, 8 a thread: a node near the root is computed by every thread
+TILE = 2048  # places of a program, 16 a thread
 MOST_EXPERTS = 4096
 MOST_FUSED = 64  # experts: 128 columns of float32 sums for 64 tokens are 64 registers a thread
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+# Where the leaves are: all at the last level; in whole groups of 16 at one level; or a group has leaves of two levels.
+FULL, GROUPS, MIXED = tl.constexpr(2), tl.constexpr(1), tl.constexpr(0)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
 
 
-def _blocks(num_experts: int) -> tuple[dict[str, int], int]:
+def _blocks(num_experts: int, upwards: bool) -> tuple[dict[str, int], int]:
     """Tokens of a program and levels of a tree, and warps."""
     depth = (num_experts - 1).bit_length()
     tokens = max(TILE >> depth, 1)
-    return {"BLOCK_T": tokens, "DEPTH": depth}, (tokens << depth) * 4 // TILE
+    return {"BLOCK_T": tokens, "DEPTH": depth, "LAYOUT": _layout(num_experts, upwards)}, (tokens << depth) * 4 // TILE
 
 
 def _fused_blocks(num_experts: int) -> tuple[dict[str, int], int, int]:
     """The same with the columns of a matrix product, of which there are 16 or more; and stages."""
     depth = (num_experts - 1).bit_length()
-    columns = max(1 << depth, 16)
-    return {"BLOCK_T": 64, "BLOCK_P": 64, "COLUMNS": columns, "DEPTH": depth}, max(columns // 8, 4), 3
+    columns, layout = max(1 << depth, 16), _layout(num_experts)
+    blocks = {"BLOCK_T": 64, "BLOCK_P": 64, "COLUMNS": columns, "DEPTH": depth, "LAYOUT": layout}
+    return blocks, max(columns // 8, 4), 3
+
+
+def _layout(num_experts: int, upwards: bool = False) -> int:
+    """Where the leaves are. Upwards a level halves the row, so that groups have no places of their own."""
+    if num_experts & (num_experts - 1) == 0:
+        return FULL.value
+    return GROUPS.value if num_experts % 16 == 0 and not upwards else MIXED.value
 
 
 @triton.jit
-def _share(t, half, slope):
-    """clamp(1/2 + t / gamma) to full relative precision: near the clamp t + gamma / 2 is exact. A NaN stays one."""
-    return tl.where(t >= half, 1.0, tl.where(t <= -half, 0.0, (t + half) * slope))
+def _share(t, sign, half, slope):
+    """1/2 + sign t / gamma, given t within -gamma / 2 and gamma / 2: near 0 the sum with gamma / 2 is exact.
+
+    At the other end it is 1 to a rounding or two, and its smooth step is 1.
+    """
+    return tl.fma(t, sign, half) * slope
+
+
+@triton.jit
+def _within(t, half):
+    """t, and the nearer of its bounds where it is beyond them. A NaN stays one."""
+    t = tl.maximum(t, -half, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(t, half, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -51,7 +72,8 @@ def _derivative(t, left, right, half, slope):
 
     h' / h is 6 w / (gamma u (3 - 2u)), and left holds the factor u^2.
     """
-    u, w = _share(t, half, slope), _share(-t, half, slope)
+    t = _within(t, half)
+    u, w = _share(t, 1.0, half, slope), _share(t, -1.0, half, slope)
     of_u, of_w = u * tl.fma(u, -2.0, 3.0), w * tl.fma(w, -2.0, 3.0)
     saturated = (u == 0.0) | (w == 0.0)
     d = 6.0 * slope * tl.fma(left, w * of_w, -right * (u * of_u)) / tl.where(saturated, 1.0, of_u * of_w)
@@ -59,11 +81,16 @@ def _derivative(t, left, right, half, slope):
 
 
 @triton.jit
-def _experts(E, DEPTH: tl.constexpr):
+def _experts(E, DEPTH: tl.constexpr, LAYOUT: tl.constexpr):
     """The expert of each place, and whether it has one."""
     place = tl.arange(0, 1 << DEPTH)
     deep = 2 * E - (1 << DEPTH)
-    return tl.where(place < deep, place, (place + deep) // 2), (place < deep) | (place % 2 == 0)
+    if LAYOUT == FULL:
+        return place, place >= 0
+    elif LAYOUT == GROUPS:
+        return place, place < E
+    else:
+        return tl.where(place < deep, place, (place + deep) // 2), (place < deep) | (place % 2 == 0)
 
 
 @triton.jit
@@ -72,19 +99,71 @@ def _smooth(u):
 
 
 @triton.jit
-def _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: tl.constexpr):
+def _node(node_ptr, there):
+    """The logit of a node. What is no node goes left."""
+    return tl.load(node_ptr, mask=there, other=float("inf")).to(tl.float32)
+
+
+@triton.jit
+def _below(v, first_ptr, first, there, E, half, slope, INDEX: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr):
+    """Probability of each place below a node, from its own: (BLOCK_T, groups, 2^LEVELS), those of a group in a thread.
+
+    The node is INDEX nodes to the right of the first of its level below a root, which is number `first`, at first_ptr:
+    a sum of a pointer and a constant takes no instruction.
+    """
+    exists = there & (first + INDEX < E) if LAYOUT == MIXED else there
+    t = _node(first_ptr + INDEX, exists)
+    size = tl.minimum(tl.abs(t), half, propagate_nan=tl.PropagateNan.ALL)
+    less = v * _smooth(_share(size, -1.0, half, slope))
+    more = v - less  # at least half of v, so to full relative precision
+    left, right = tl.where(t < 0, less, more), tl.where(t < 0, more, less)
+    if LEVELS == 1:
+        return tl.join(left, right)
+    else:
+        first_ptr += first
+        first *= 2
+        left = _below(left, first_ptr, first, there, E, half, slope, 2 * INDEX, LEVELS - 1, LAYOUT)
+        right = _below(right, first_ptr, first, there, E, half, slope, 2 * INDEX + 1, LEVELS - 1, LAYOUT)
+        both = tl.permute(tl.join(left, right), (0, 1, 3, 2))
+        return tl.reshape(both, (v.shape[0], v.shape[1], 1 << LEVELS))
+
+
+@triton.jit
+def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: tl.constexpr, LAYOUT: tl.constexpr):
     """Probability of each of a tree's places: (BLOCK_T, 2^DEPTH); the tree's nodes are a row of E - 1.
 
-    Level after level each node shares out its own probability, so that it is read and computed once.
+    A thread has a group of 16 places, or all if they are fewer. It computes the way to their root, of each node one
+    side, and all that is below. The root of the tree is number 1, the children of number n are 2 n and 2 n + 1.
     """
-    v = tl.full((BLOCK_T, 1), 1.0, tl.float32)
-    for level in tl.static_range(DEPTH):
-        node = (1 << level) - 1 + tl.arange(0, 1 << level)
-        # What is no node goes left.
-        there = real[:, None] & (node < E - 1)
-        t = tl.load(split_logits_ptr + row[:, None] * (E - 1) + node, mask=there, other=float("inf")).to(tl.float32)
-        left, right = v * _smooth(_share(t, half, slope)), v * _smooth(_share(-t, half, slope))
-        v = tl.reshape(tl.join(left, right), (BLOCK_T, 2 << level))
+    ABOVE: tl.constexpr = max(DEPTH - 4, 0)
+    group = tl.arange(0, 1 << ABOVE)
+    root = (1 << ABOVE) + group
+    there = real[:, None]
+    if LAYOUT == GROUPS:  # Groups on the right have their root a level higher.
+        root -= tl.where(16 * group < 2 * E - (1 << DEPTH), 0, E // 16)
+        there = there & (16 * group < E)[None, :]
+    nodes_ptr += row[:, None] * (E - 1) - 1
+    v = tl.full((BLOCK_T, 1 << ABOVE), 1.0, tl.float32)
+    for level in tl.static_range(ABOVE, 0, -1):
+        child = root >> (level - 1)
+        sign = 1.0 - 2.0 * (child % 2)
+        exists = there
+        if LAYOUT == GROUPS:  # A way that is a level shorter begins with a node that is none.
+            sign = tl.where(child > 1, sign, 1.0)
+            exists = there & (child > 1)[None, :]
+        t = _within(_node(nodes_ptr + (child // 2)[None, :], exists), half)
+        v *= _smooth(_share(t, sign[None, :], half, slope))
+    if DEPTH > 0:
+        first = root[None, :]
+        v = _below(v, nodes_ptr + first, first, there, E, half, slope, 0, min(DEPTH, 4), LAYOUT)
+    return tl.reshape(v, (BLOCK_T, 1 << DEPTH))
+
+
+@triton.jit
+def _weighed(v, EPSILON: tl.constexpr):
+    """A leaf's factor in the softmax: its probability, under a parity mode with a constant added."""
+    if EPSILON > 0:
+        v += EPSILON
     return v
 
 
@@ -100,10 +179,11 @@ def _gates(
     E,
     half,
     slope,
-    epsilon,
     least,
+    EPSILON: tl.constexpr,
     BLOCK_T: tl.constexpr,
     DEPTH: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     """Gates and leaf probabilities of tokens `first` to first + BLOCK_T."""
     split_logits_ptr += first * K * (E - 1)
@@ -111,19 +191,19 @@ def _gates(
     leaf_probs_ptr += first * K * E
     token = tl.arange(0, BLOCK_T)
     real = token < T - first
-    expert, leaf = _experts(E, DEPTH)
+    expert, leaf = _experts(E, DEPTH, LAYOUT)
     inside = real[:, None] & leaf
     highest = tl.full((BLOCK_T,), LOWEST, tl.float32)
     sums = tl.zeros((BLOCK_T, 1 << DEPTH), tl.float32)
     for k in range(K):
         row = token * K + k
-        v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH)
+        v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH, LAYOUT)
         at = row[:, None] * E + expert
         tl.store(leaf_probs_ptr + at, v.to(leaf_probs_ptr.dtype.element_ty), mask=inside)
         a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        counts = leaf[None, :] & ~(v < least)
-        higher = tl.maximum(highest, tl.max(tl.where(counts, a, LOWEST), axis=1))
-        terms = tl.where(counts, (v + epsilon) * tl.exp(a - higher[:, None]), 0.0)
+        a = tl.where(leaf[None, :] & ~(v < least), a, -float("inf"))
+        higher = tl.maximum(highest, tl.max(a, axis=1))
+        terms = _weighed(v, EPSILON) * tl.exp(a - higher[:, None])
         sums = tl.fma(sums, tl.exp(highest - higher)[:, None], terms)
         highest = higher
     gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # rounded: the gate of an only leaf is 1
@@ -142,14 +222,15 @@ def _tree_gate_fwd(
     E,
     half,
     slope,
-    epsilon,
     least,
+    EPSILON: tl.constexpr,
     BLOCK_T: tl.constexpr,
     DEPTH: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     _gates(
         split_logits_ptr, leaf_logits_ptr, gates_ptr, leaf_probs_ptr, tl.program_id(0).to(tl.int64) * BLOCK_T,
-        T, K, E, half, slope, epsilon, least, BLOCK_T, DEPTH,
+        T, K, E, half, slope, least, EPSILON, BLOCK_T, DEPTH, LAYOUT,
     )  # fmt: skip
 
 
@@ -166,11 +247,12 @@ def _tree_gate_bwd(
     E,
     half,
     slope,
-    epsilon,
     least,
+    EPSILON: tl.constexpr,
     LEAF_PROBS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     DEPTH: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     split_logits_ptr += first * K * (E - 1)
@@ -179,7 +261,7 @@ def _tree_gate_bwd(
     dleaf_ptr += first * K * E
     token = tl.arange(0, BLOCK_T)
     real = token < T - first
-    expert, leaf = _experts(E, DEPTH)
+    expert, leaf = _experts(E, DEPTH, LAYOUT)
     inside = real[:, None] & leaf
     grad_gates_ptr += first * E
     grad = tl.load(grad_gates_ptr + token[:, None] * E + expert, mask=inside, other=0.0).to(tl.float32)
@@ -188,11 +270,11 @@ def _tree_gate_bwd(
     dot = tl.zeros((BLOCK_T,), tl.float32)
     for k in range(K):
         row = token * K + k
-        v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH)
+        v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH, LAYOUT)
         a = tl.load(leaf_logits_ptr + row[:, None] * E + expert, mask=inside, other=0.0).to(tl.float32)
-        counts = leaf[None, :] & ~(v < least)
-        higher = tl.maximum(highest, tl.max(tl.where(counts, a, LOWEST), axis=1))
-        terms = tl.where(counts, (v + epsilon) * tl.exp(a - higher[:, None]), 0.0)
+        a = tl.where(leaf[None, :] & ~(v < least), a, -float("inf"))
+        higher = tl.maximum(highest, tl.max(a, axis=1))
+        terms = _weighed(v, EPSILON) * tl.exp(a - higher[:, None])
         scale = tl.exp(highest - higher)
         total = tl.fma(total, scale, tl.sum(terms, axis=1))
         dot = tl.fma(dot, scale, tl.sum(terms * grad, axis=1))
@@ -201,14 +283,14 @@ def _tree_gate_bwd(
     # Read and computed again, tree by tree: K of them do not stay in registers.
     for k in range(K):
         row = token * K + k
-        v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH)
+        v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH, LAYOUT)
         at = row[:, None] * E + expert
         a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
         counts = leaf[None, :] & ~(v < least)
         # What counts is at least the smallest normal number, and so is the total: the quotient is finite. Its product
         # with a gradient need not be, that of its share of v is.
         share = tl.where(counts, tl.exp(a - highest[:, None]) / total[:, None], 0.0)
-        dleaf = (v + epsilon) * share * grad
+        dleaf = _weighed(v, EPSILON) * share * grad
         tl.store(dleaf_ptr + at, dleaf.to(dleaf_ptr.dtype.element_ty), mask=inside)
         below = v * share * grad
         if LEAF_PROBS:
@@ -241,14 +323,15 @@ def _tree_gate_fused(
     E,
     half,
     slope,
-    epsilon,
     least,
+    EPSILON: tl.constexpr,
     BIASES: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    LAYOUT: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK_T
     token = tl.arange(0, BLOCK_T)
@@ -282,7 +365,7 @@ def _tree_gate_fused(
     tl.debug_barrier()
     _gates(
         split_logits_ptr, leaf_logits_ptr, gates_ptr, leaf_probs_ptr, first,
-        T, 1, E, half, slope, epsilon, least, BLOCK_T, DEPTH,
+        T, 1, E, half, slope, least, EPSILON, BLOCK_T, DEPTH, LAYOUT,
     )  # fmt: skip
 
 
@@ -315,27 +398,30 @@ def tree_gate_bwd(
     dsplit, dleaf = torch.empty_like(split_logits), torch.empty_like(leaf_logits)
     grads = grad_gates, grad_gates if grad_leaf_probs is None else grad_leaf_probs
     tensors = (*grads, split_logits, leaf_logits, dsplit, dleaf)
-    _launch(_tree_gate_bwd, tensors, leaf_logits, gamma, mode, LEAF_PROBS=grad_leaf_probs is not None)
+    given = grad_leaf_probs is not None
+    _launch(_tree_gate_bwd, tensors, leaf_logits, gamma, mode, upwards=True, LEAF_PROBS=given)
     return dsplit, dleaf
 
 
-def _launch(kernel, tensors: tuple[Tensor, ...], leaf_logits: Tensor, gamma: float, mode: str, **constants) -> None:
+def _launch(
+    kernel, tensors: tuple[Tensor, ...], leaf_logits: Tensor, gamma: float, mode: str, upwards=False, **constants
+) -> None:
     num_tokens, num_trees, num_experts = leaf_logits.shape
     if num_experts > MOST_EXPERTS:
         raise ValueError(f"tree_gate: the Triton kernel takes at most {MOST_EXPERTS} experts, got {num_experts}")
     if num_tokens == 0:
         return
-    blocks, warps = _blocks(num_experts)
+    blocks, warps = _blocks(num_experts, upwards)
     launch(
         kernel, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
-        *tensors, num_tokens, num_trees, num_experts, *_numbers(gamma, mode),
-        **blocks, **constants, num_warps=warps,
+        *tensors, num_tokens, num_trees, num_experts,
+        **_numbers(gamma, mode), **blocks, **constants, num_warps=warps,
     )  # fmt: skip
 
 
-def _numbers(gamma: float, mode: str) -> tuple[float, ...]:
-    """half, slope, epsilon and least"""
-    return gamma / 2, 1 / gamma, *weighing(mode, torch.float32)
+def _numbers(gamma: float, mode: str) -> dict[str, float]:
+    epsilon, least = weighing(mode, torch.float32)
+    return {"half": gamma / 2, "slope": 1 / gamma, "least": least, "EPSILON": epsilon}
 
 
 def tree_gate_fits(x: Tensor, split_weight: Tensor, leaf_weight: Tensor) -> bool:
@@ -368,7 +454,7 @@ def tree_gate_fused_fwd(
     launch(
         _tree_gate_fused, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
         x, split_weight.contiguous(), leaf_weight.contiguous(), *biases, gates, leaf_probs, split_logits, leaf_logits,
-        num_tokens, dim // 16, num_experts, *_numbers(gamma, mode),
-        BIASES=given, WIDEN=widen, **blocks, num_warps=warps, num_stages=stages,
+        num_tokens, dim // 16, num_experts,
+        BIASES=given, WIDEN=widen, **_numbers(gamma, mode), **blocks, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return gates, leaf_probs, split_logits, leaf_logits
