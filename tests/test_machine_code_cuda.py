@@ -35,10 +35,12 @@ pytestmark = [
 
 # Kernels whose name matches, and what their code must hold.
 INSTRUCTIONS = {
-    r"kwta_(warp|block)_kernel<.*, 4, \d+>": [r"LDG\.E\.128", r"STG\.E\.EF\.128", r"REDUX"],
-    r"kwta_(warp|block)_kernel<.*, 1, \d+>": [r"LDG\.E", r"STG\.E", r"REDUX"],
-    r"kwta_(warp|block)_kernel<float, 1, \d+>": [r"VOTE"],
-    r"kwta_(warp|block)_kernel<__(nv_bfloat16|half), 4, \d+>": [r"IDP\.4A", r"PRMT"],
+    r"kwta_(warp|block)_kernel<\w+, 4, \d+, \d+>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
+    r"kwta_(warp|block)_kernel<\w+, 1, \d+, \d+>": [r"LDG\.E", r"STG\.E"],
+    r"kwta_(block_kernel<.*|warp_kernel<.*, 32)>": [r"REDUX"],
+    r"kwta_warp_kernel<.*, (8|16)>": [r"SHFL\.BFLY"],  # several rows a warp
+    r"kwta_(warp|block)_kernel<float, 1, \d+, \d+>": [r"VOTE"],
+    r"kwta_(warp|block)_kernel<__(nv_bfloat16|half), 4, \d+, \d+>": [r"IDP\.4A", r"PRMT"],
     r"kwta_bwd_kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"topk_gate_kernel<.*>": [r"REDUX", r"MUFU\.EX2"],
     r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],  # one atomic a warp and expert, not one a request
@@ -92,7 +94,7 @@ def cubin(source: Path, architecture: str) -> Path:
 
 
 def readable(symbols: list[str]) -> list[str]:
-    """kwta_block_kernel<float, 4, 32> for what the linker calls it."""
+    """kwta_block_kernel<float, 4, 32, 512> for what the linker calls it."""
     text = subprocess.run(["c++filt", *symbols], capture_output=True, text=True, check=True).stdout
     shorter = {
         r"moe::|\(anonymous namespace\)::|\(int\)|^void ": "",
