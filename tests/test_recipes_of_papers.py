@@ -117,7 +117,7 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
     kinds = [type(block).__name__ for block in model.blocks.blocks]
     assert kinds == ["Block", "MoEBlock", "Block", "MoEBlock"]
     assert model.positions is None
-    rate = model.blocks.blocks[1].block.ffn.gate.rate
+    rate = model.blocks.blocks[1].block.ffn.gate.rate.rate  # behind the coin
     assert [rate(0), rate(3000)] == pytest.approx([2 / 3, 0.5])
     dense = model.blocks.blocks[0]
     x = torch.randn(2, 5, 16)

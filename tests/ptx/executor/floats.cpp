@@ -87,6 +87,7 @@ void half_arithmetic(Table& t, const std::string& kind, Value, Round) {
   ternary<u32, u32, u32, u32>(t, "fma." + kind + "x2", [](u32 x, u32 y, u32 z) { return packed(H::fma, x, y, z); });
   unary<u16, u16>(t, "neg." + kind, [](u16 x) { return static_cast<u16>(x ^ 0x8000); });
   unary<u16, u16>(t, "abs." + kind, [](u16 x) { return static_cast<u16>(x & 0x7fff); });
+  unary<u32, u32>(t, "abs." + kind + "x2", [](u32 x) { return x & 0x7fff7fff; });
   binary<u16, u16, u16>(t, "min." + kind, [](u16 x, u16 y) { return Round{}(least(Value{}(x), Value{}(y))); });
   binary<u16, u16, u16>(t, "max." + kind, [](u16 x, u16 y) { return Round{}(greatest(Value{}(x), Value{}(y))); });
   comparisons<u16>(t, kind, [](u16 x) { return Value{}(x); });
