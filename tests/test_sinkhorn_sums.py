@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -54,23 +55,29 @@ def uneven(n: int, total: float) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, columns * (rows.sum() / columns.sum())
 
 
+@functools.cache
+def telling(n: int, total: float) -> tuple[dict[str, torch.Tensor], float]:
+    """Scores and sums, and a tolerance at which it makes a difference of more than rounding whether it counts `total`
+    times as much. The same for every target."""
+    leaves = dict(zip(("scores", "rows", "columns"), (torch.randn(2, n, n), *uneven(n, total)), strict=True))
+
+    def stopped(tolerance):
+        given = {name: each.double() for name, each in leaves.items()}
+        return mk.sinkhorn(iterations=9, tolerance=tolerance, backend="reference", **given)
+
+    def difference(tolerance):
+        return float((stopped(tolerance) - stopped(tolerance * total)).abs().max())
+
+    tolerance = max((0.3**i * total for i in range(12)), key=difference)
+    assert difference(tolerance) > 1e-4 * total, n
+    return leaves, tolerance
+
+
 @pytest.mark.parametrize("total", [8.0, 0.125])
 def test_a_tolerance_is_of_sums_not_of_their_ratio(target, total):
     for n in sizes(target):
-        scores, grad = torch.randn(2, 2, n, n)
-        rows, columns = uneven(n, total)
-        leaves = {"scores": scores, "rows": rows, "columns": columns}
-
-        def stopped(tolerance, scores=scores, sums=(rows, columns)):
-            inputs = [each.double() for each in (scores, *sums)]
-            settings = {"rows": inputs[1], "columns": inputs[2], "tolerance": tolerance, "backend": "reference"}
-            return mk.sinkhorn(inputs[0], 9, **settings)
-
-        # A tolerance at which it makes a difference of more than rounding whether it counts `total` times as much.
-        tolerance = max(
-            (0.3**i * total for i in range(12)), key=lambda t: float((stopped(t) - stopped(t * total)).abs().max())
-        )
-        assert (stopped(tolerance) - stopped(tolerance * total)).abs().max() > 1e-4 * total, n
+        leaves, tolerance = telling(n, total)
+        grad = torch.randn(2, n, n)
         assert_same(both(target, leaves, grad, 9, tolerance=tolerance), (n, tolerance), atol=2e-6 * max(total, 1))
 
 

@@ -32,7 +32,7 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax_topk": lambda x: mk.topk_gate(x, 2, order="softmax_topk")[0],
     "sinkhorn": lambda x: mk.sinkhorn(x, 5),
     "sinkhorn tolerance": lambda x: mk.sinkhorn(x, 5, tolerance=1e-3),
-    "sinkhorn implicit": lambda x: mk.sinkhorn(x, 300, gradient="implicit"),
+    "sinkhorn implicit": lambda x: mk.sinkhorn(x, 40, gradient="implicit"),
 }
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "grouped_gemm": lambda x: mk.grouped_gemm(x, SQUARE, OFFSETS, activation="gelu"),
