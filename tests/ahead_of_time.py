@@ -36,7 +36,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 def launches(capability: int) -> dict[str, dict[str, Any]]:
     """By kernel, dtype and call: the launches that need a compilation which none before them needed.
 
-    The compiler has code of its own for sm_90 in products of 16 bits alone; other kernels have one launch for each dtype.
+    Triton has code of its own for sm_90 in products of 16 bits alone; other kernels have one launch a dtype there.
     """
     named: dict[str, dict[str, Any]] = {}
     with recorded(capability) as found:

@@ -11,7 +11,7 @@ from moe_kernels.backends.triton import launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton._rows import TYPES, clear_rows, tile, unit
 
 
-@triton.jit(do_not_specialize=["units_x_T", "T", "K", "E", "R", "units"])
+@triton.jit(do_not_specialize=["units_x_T", "T", "E", "R", "units"], do_not_specialize_on_alignment=["K"])
 def _dispatch_fwd(
     x_ptr,  # (T, D) bit patterns
     slot_row_ptr,  # (T, K)
