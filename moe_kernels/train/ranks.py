@@ -4,13 +4,8 @@ Every rank builds the same task, keeps its share of the experts, and takes a par
 over ranks, weighted by samples. Every rank evaluates the whole test set, so that tables equal those of one process;
 rank 0 prints and writes. A checkpoint has whole tensors; any number of ranks, or one process, can read it.
 
-<<<<<<< HEAD
-Random numbers: rank 0 draws as one process does, the other ranks have a stream of their own for every step. The coin of
+Random numbers: rank 0 draws as one process does; the other ranks have a stream of their own for every step. The coin of
 a competition falls alike on all ranks and in one process: it is a function of seed, layer and step.
-=======
-Random numbers: rank 0 draws what one process would draw; every other rank has a generator of its own for each step. The
-coin of a competition must fall alike on all ranks, so it is a function of seed, layer and step.
->>>>>>> 6eadfea48f33bf1fffe1ed710014a8865b20b17b
 """
 
 from __future__ import annotations
