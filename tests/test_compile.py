@@ -13,11 +13,10 @@ import moe_kernels as mk
 from moe_kernels import nn as mnn
 
 X, _ = inputs(9)
-NAMES = [name for name in LAYERS if name != "tensor"]  # one that returns a tensor breaks the graph to collect the rest
 
 
 # test_one_graph_serves_every_number_of_tokens compiles the others in training.
-MODES = [(name, False) for name in NAMES] + [(name, True) for name in NAMES if name in ON_THE_HOST]
+MODES = [(name, False) for name in LAYERS] + [(name, True) for name in LAYERS if name in ON_THE_HOST]
 
 
 @pytest.mark.parametrize(("name", "training"), MODES)
@@ -32,7 +31,7 @@ def test_a_compiled_layer_is_the_layer(name, training):
     assert_close(found(torch.compile(made, fullgraph=whole, backend="aot_eager"), made.parameters()), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ON_THE_HOST])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ON_THE_HOST])
 def test_one_graph_serves_every_number_of_tokens(name):
     torch._dynamo.reset()
     torch.manual_seed(0)

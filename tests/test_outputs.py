@@ -103,10 +103,19 @@ def test_layers_that_collect_compile_whole():
             y = model(x)
         return y.square().sum() + outputs.loss
 
-    compiled = torch.compile(loss, backend="aot_eager")
+    def around(x):
+        """Collects outside the compiled part."""
+        with mnn.collect_outputs() as outputs:
+            y = inner(x)
+        assert len(outputs) == 2
+        return y.square().sum() + outputs.loss
+
+    compiled, inner = (torch.compile(each, fullgraph=True, backend="aot_eager") for each in (loss, model))
     parameters = list(model.parameters())
-    gradients = [torch.autograd.grad(f(x), parameters) for f in (compiled, loss)]
-    torch.testing.assert_close(*gradients)
+    expected = torch.autograd.grad(loss(x), parameters)
+    for each in (compiled, around, around):
+        torch.testing.assert_close(torch.autograd.grad(each(x), parameters), expected)
+    torch.testing.assert_close(inner(x), model(x))  # nothing collects
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["once", "recomputed"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from threading import local
 from typing import Any
 
 import torch
@@ -79,7 +79,13 @@ class Outputs(list[Any]):
         return sum(output.loss for output in self)
 
 
-_collecting: ContextVar[Outputs | None] = ContextVar("moe_kernels.nn.collect_outputs", default=None)
+class _Thread(local):
+    """The innermost block of a thread. torch.compile traces attributes of a `local`, and no ContextVar."""
+
+    outputs: Outputs | None = None
+
+
+_thread = _Thread()
 
 
 @contextmanager
@@ -101,17 +107,17 @@ def collect_outputs() -> Iterator[Outputs]:
         >>> len(outputs), outputs.loss.shape
         (1, torch.Size([]))
     """
-    outputs = Outputs()
-    token = _collecting.set(outputs)
+    outer, outputs = _thread.outputs, Outputs()
+    _thread.outputs = outputs
     try:
         yield outputs
     finally:
-        _collecting.reset(token)
+        _thread.outputs = outer
 
 
 def collect(output: Any) -> None:
     """Hands a layer's output to the innermost `collect_outputs`, if there is one."""
-    outputs = _collecting.get()
+    outputs = _thread.outputs
     if outputs is None or recomputed():
         return
     if output.losses and outputs.differentiated and not torch.is_grad_enabled():
