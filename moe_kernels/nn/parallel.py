@@ -223,7 +223,8 @@ class GlobalPolicy:
     all ranks share. What travels: gate weights and experts, T K each, one all-gather each. Every rank computes the
     whole plan. All ranks must have as many tokens. Gradients reach this rank's own gate alone, as they do in one
     process: a token's weight depends on its own logits, and which tokens an expert keeps is a constant. The plan's
-    `requested` and `dropped` count the tokens of all ranks.
+    `requested` and `dropped` count the tokens of all ranks. An expert's rows come in the order of tokens: where one
+    process has another order (TokenChoice with a capacity and K > 1), the experts' gradients agree within rounding.
 
     Args:
         policy: any of nn.policies.
@@ -244,7 +245,7 @@ class GlobalPolicy:
         weights = torch.cat([weights[: own.start], gate.weights, weights[own.stop :]])
         plan, weights = self.policy(replace(gate, weights=weights, experts=experts), training)
         capacity = None if plan.num_rows == plan.slot_row.numel() else plan.num_rows // plan.num_experts
-        kept = make_plan(plan.slot_expert[own].contiguous(), plan.num_experts, capacity=capacity)
+        kept = make_plan(plan.slot_expert[own].contiguous(), plan.num_experts, capacity=capacity, order="token")
         return replace(kept, requested=plan.requested, dropped=plan.dropped), weights[own]
 
     def __repr__(self) -> str:

@@ -138,6 +138,8 @@ def global_choice() -> None:
         (mnn.ExpertChoice(2.0), mnn.SoftmaxGate(D, E)),
         (mnn.PriorityRouting(), mnn.SoftmaxGate(D, E)),
         (mnn.TokenChoice(1.0), mnn.TopKGate(D, E, 1, order="softmax_topk")),
+        (mnn.TokenChoice(), mnn.TopKGate(D, E, 3)),
+        (mnn.TokenChoice(0.8, order="token"), mnn.TopKGate(D, E, 2)),
     ):
         agree(
             lambda policy, gate=gate: mnn.MoE(gate, mnn.ExpertMLP(E, D, H), policy), policy, GlobalPolicy(policy, mesh)
