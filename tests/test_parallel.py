@@ -39,6 +39,13 @@ def test_five_steps_are_those_of_one_process(ranks: Ranks, kind: str, n: int, ep
     ranks.run("training", "five_steps", n, ep, kind)
 
 
+@pytest.mark.parametrize(("kind", "n", "ep"), [("ddp", *mesh) for mesh in [(2, 1), *MESHES]] + [("fsdp", 2, 2)])
+def test_steps_differ_from_those_of_one_process_by_the_order_of_sums_alone(
+    ranks: Ranks, kind: str, n: int, ep: int
+) -> None:
+    ranks.run("training", "sums_of_ranks", n, ep, kind)
+
+
 def test_parameters_gathered_in_bfloat16(ranks: Ranks) -> None:
     ranks.run("training", "narrow_fsdp", 4)
 
