@@ -47,13 +47,16 @@ def test_a_failed_rank_ends_the_run_and_other_ranks_go_on(ranks: Ranks, port: in
     assert (tmp_path / "run" / "checkpoint.pt").exists()
     assert not (tmp_path / "run" / "result.json").exists()
     saved = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    ranks.run("command", "whole", 1, port, tmp_path / "whole", text)
     for number in (1, 4):
         (tmp_path / "run" / "checkpoint.pt").write_bytes(saved)
-        ranks.run("command", "goes_on", number, port, tmp_path / "run", text, tmp_path / f"one{number}")
+        ranks.run("command", "goes_on", number, port, tmp_path / "run", text, tmp_path / "whole")
 
 
-def test_a_rank_that_hangs_or_is_missing_ends_the_run_in_time(ranks: Ranks, port: int, text: Path) -> None:
-    ranks.run("command", "hangs", 2, port, text)
+def test_a_rank_that_hangs_or_is_missing_ends_the_run_in_time(
+    ranks: Ranks, port: int, text: Path, tmp_path: Path
+) -> None:
+    ranks.run("command", "hangs", 2, port, text, tmp_path / "ended")
     ranks.run("command", "missing", 2, port, text)
 
 

@@ -240,22 +240,29 @@ def balance_over_ranks() -> None:
 
 
 def compiled() -> None:
-    """The layer compiles: in one graph with a static capacity, else with one break, at the exchange."""
+    """With a static capacity the layer is one graph."""
+    _compiled(T, "aot_eager_default_partitioner")  # the other partitioner imports torch's inductor
+
+
+def compiled_around_the_exchange() -> None:
+    """Else its graph breaks once, at the exchange."""
     from torch._dynamo.utils import counters
 
-    x = tokens()
-    for capacity, backend in ((T, "aot_eager"), (None, "eager")):
-        layer = mlp()(None)
-        parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity)})
-        forward = torch.compile(lambda x, layer=layer: layer(x).y, backend=backend, fullgraph=capacity is not None)
-        expected = layer(x).y
-        expected.square().sum().backward()
-        grads = [full(each.grad).clone() for each in layer.parameters()]
-        layer.zero_grad()
-        y = forward(x)
-        y.square().sum().backward()
-        torch.testing.assert_close(y, expected)
-        for each, grad in zip(layer.parameters(), grads, strict=True):
-            torch.testing.assert_close(full(each.grad), grad, rtol=1e-5, atol=1e-5)
+    _compiled(None, "eager")
     (reason,) = counters["graph_break"]
     assert "the host waits for the split sizes" in reason
+
+
+def _compiled(capacity: int | None, backend: str) -> None:
+    x, layer = tokens(), mlp()(None)
+    parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity)})
+    forward = torch.compile(lambda x: layer(x).y, backend=backend, fullgraph=capacity is not None)
+    expected = layer(x).y
+    expected.square().sum().backward()
+    grads = [full(each.grad).clone() for each in layer.parameters()]
+    layer.zero_grad()
+    y = forward(x)
+    y.square().sum().backward()
+    torch.testing.assert_close(y, expected)
+    for each, grad in zip(layer.parameters(), grads, strict=True):
+        torch.testing.assert_close(full(each.grad), grad, rtol=1e-5, atol=1e-5)

@@ -1,15 +1,10 @@
-"""Cases of test_distributed_layers.py, run by it as a program: layers inside DDP and FSDP2 on one gloo process."""
+"""Layers inside DistributedDataParallel and fully_shard on one rank: the gradients without them, or the promised."""
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
-import tempfile
-import traceback
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,7 +65,7 @@ def steps(layer, call, change):
     return [{name: each for name, each in step.items() if each.any()} for step in found]
 
 
-def ddp(name):
+def ddp(name: str) -> None:
     make, change = stages()[name]
     torch.manual_seed(0)
     layer = make()
@@ -110,6 +105,22 @@ def sharded(make, *parts):
         torch.testing.assert_close(found[1][name], gradient)
 
 
+def root() -> None:
+    sharded(plain)
+
+
+def experts_and_root() -> None:
+    sharded(plain, "experts")
+
+
+def several_gates() -> None:
+    sharded(tasks, "experts")
+
+
+def competition() -> None:
+    sharded(competing, "experts")
+
+
 def make_again(make):
     torch.manual_seed(0)
     made = make()
@@ -130,7 +141,7 @@ def competing():
     return mnn.MoE(mnn.CompetitionGate(mnn.TopKGate(D, E, 2), experts, rate=1), experts)
 
 
-def narrowed():
+def narrowed() -> None:
     """With a group of its own a gate computes in float32 under a bfloat16 policy."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(D, D), mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H)))
@@ -148,7 +159,7 @@ def narrowed():
     assert all(p.grad is not None for p in model.parameters())
 
 
-def made_on_meta():
+def made_on_meta() -> None:
     """meta, fully_shard, to_empty, reset_parameters: experts stayed uninitialised."""
     with torch.device("meta"):
         layer = mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H))
@@ -164,26 +175,3 @@ def made_on_meta():
         assert bool(full.any()) == (name != "gate.linear.bias"), name
         assert full.abs().max() <= bound, name
     assert layer(X).y.isfinite().all()
-
-
-CASES = {f"ddp {name}": (lambda name=name: ddp(name)) for name in stages()} | {
-    "root": lambda: sharded(plain),
-    "experts and root": lambda: sharded(plain, "experts"),
-    "tasks": lambda: sharded(tasks, "experts"),
-    "competition": lambda: sharded(competing, "experts"),
-    "narrowed": narrowed,
-    "made on meta": made_on_meta,
-}
-
-if __name__ == "__main__":
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        for name, case in CASES.items():
-            try:
-                case()
-                found[name] = ""
-            except Exception:
-                found[name] = traceback.format_exc()
-        dist.destroy_process_group()
-    json.dump(found, sys.stdout)
