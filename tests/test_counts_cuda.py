@@ -105,7 +105,7 @@ def test_the_tree_gate_computes_each_node_once():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("trees", "experts"), [(1, 64), (4, 64), (1, 48), (1, 8), (2, 256), (1, 512)])
+@pytest.mark.parametrize(("trees", "experts"), [(1, 64), (4, 64), (1, 48), (1, 8), (2, 256), (1, 512), (1, 1024)])
 def test_the_tree_gate_is_bound_by_memory(trees, experts, dtype):
     x = torch.randn(128, 8).to(dtype)
     split, leaf = (torch.randn(trees, nodes, 8).to(dtype) for nodes in (experts - 1, experts))

@@ -36,6 +36,7 @@ struct Lanes {
   // Every lane of the warp calls it, so that all of its tokens are at the same step.
   template <class Each>
   __device__ void share(int first, int last, Each each) const {
+#pragma unroll 1
     for (int i = first + index; i < last; i += count) each(i);
     __syncwarp();
   }
@@ -46,12 +47,18 @@ template <class T>
 __device__ void reach(float* heap,            // (2E)
                       const T* split_logits,  // (E - 1)
                       const Tree& tree, const SmoothStep& step, const Lanes& lanes) {
-  lanes.share(1, tree.num_experts, [&](int m) {
+  const auto descend = [&](int m, float reached) {
     const Split split(widen(split_logits[m - 1]), step);
-    children(heap, m) = {split.left(), split.right()};
-  });
-  for (int first = 4; first < 2 * tree.num_experts; first *= 2) {
-    lanes.share(first, min(2 * first, 2 * tree.num_experts), [&](int m) { heap[m] *= heap[m / 2]; });
+    children(heap, m) = {reached * split.left(), reached * split.right()};
+  };
+  // The levels with fewer nodes than a warp has lanes: all of their steps at once, then their products.
+  const int top = min(kWarpSize, tree.num_experts);
+  lanes.share(1, top, [&](int m) { descend(m, 1.0f); });
+  for (int first = 4; first < 2 * top; first *= 2) {
+    lanes.share(first, min(2 * first, 2 * tree.num_experts), [&](int m) { heap[m] *= heap[m >> 1]; });
+  }
+  for (int first = kWarpSize; first < tree.num_experts; first *= 2) {
+    lanes.share(first, min(2 * first, tree.num_experts), [&](int m) { descend(m, heap[m]); });
   }
 }
 
@@ -73,7 +80,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   leaf_probs += token * num_trees * num_experts, gates += token * num_experts;
 
   float highest = -FLT_MAX;  // of this lane's logits so far, to whose exponential `sums` are relative
-  lanes.share(0, num_experts, [&](int i) { sums[i] = 0.0f; });
   for (int j = 0; j < num_trees; j++) {
     reach(heap, split_logits + j * (num_experts - 1), tree, step, lanes);
     float higher = highest;
@@ -86,16 +92,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     highest = higher;
     lanes.share(0, num_experts, [&](int i) {
       const float v = heap[tree.leaf(i)];
-      float sum = sums[i] * scale;  // in the order of the trees
+      float sum = j > 0 ? sums[i] * scale : 0.0f;  // in the order of the trees
       if (weighing.counts(v)) sum += (v + weighing.epsilon) * expf(widen(leaf_logits[j * num_experts + i]) - highest);
       sums[i] = sum;
     });
   }
-  const float scale = expf(highest - warp_max(highest, lanes_a_token));
   float total = 0.0f;
-  lanes.share(0, num_experts, [&](int i) { total += sums[i] *= scale; });
-  total = warp_sum(total, lanes_a_token);
-  lanes.share(0, real ? num_experts : 0, [&](int i) { narrow(sums[i] / total, gates[i]); });
+  lanes.share(0, num_experts, [&](int i) { total += sums[i]; });
+  const float scale = expf(highest - warp_max(highest, lanes_a_token));
+  total = warp_sum(total * scale, lanes_a_token);
+  lanes.share(0, real ? num_experts : 0, [&](int i) { narrow(sums[i] * scale / total, gates[i]); });
 }
 
 // Over some of the leaves: the largest logit, and relative to its exponential the sums of weights and of weighted
@@ -171,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       if (grad_leaf_probs) below += v * widen(grad_leaf_probs[at]);
       if (real) narrow(dlogit, dleaf[at]);
     });
-    for (int first = tree.full / 2; first > 0; first /= 2) {
+    for (int first = tree.full >> 1; first > 0; first >>= 1) {
       lanes.share(first, min(2 * first, num_experts), [&](int m) {
         const float2 below = children(heap, m);
         const Split split(widen(splits[m - 1]), step);
@@ -207,7 +213,7 @@ template <class T, class With, class Without>
 cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> pointers, With with, Without without) {
   constexpr std::integral_constant<int, 32 / sizeof(T)> leaves;
   const bool divides = rows_divide(16, num_experts * sizeof(T), {}, pointers);
-  if (!divides || num_experts <= 4 || num_experts > 512) return without();
+  if (!divides || num_experts <= 4 || num_experts > 1024) return without();
   if (num_experts <= 8) return with(std::integral_constant<int, 8>(), std::integral_constant<int, 1>());
   if (num_experts <= leaves) return with(leaves, std::integral_constant<int, 1>());
   if (num_experts <= leaves * 2) return with(leaves, std::integral_constant<int, 2>());
@@ -215,8 +221,10 @@ cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> poi
   if (num_experts <= leaves * 8) return with(leaves, std::integral_constant<int, 8>());
   if (num_experts <= leaves * 16) return with(leaves, std::integral_constant<int, 16>());
   if (num_experts <= leaves * 32) return with(leaves, std::integral_constant<int, 32>());
-  if (num_experts % 8 != 0) return without();  // a lane would have deep leaves and shallow ones
-  return with(std::integral_constant<int, 16>(), std::integral_constant<int, 32>());
+  // Else a lane would have deep leaves and shallow ones.
+  const std::integral_constant<int, 32> warp;
+  if (num_experts <= 512 && num_experts % 8 == 0) return with(std::integral_constant<int, 16>(), warp);
+  return num_experts > 512 && num_experts % 16 == 0 ? with(warp, warp) : without();
 }
 
 // Calls with(LEAVES) where a warp can have the trees in registers, LEAVES a lane; else without().

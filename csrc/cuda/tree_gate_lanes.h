@@ -1,4 +1,4 @@
-// The forward pass of trees of 8 to 512 leaves. LANES lanes take a token, so that a warp has several at once. A lane
+// The forward pass of trees of 8 to 1024 leaves. LANES lanes take a token, so that a warp has several at once. A lane
 // keeps the subtree of LEAVES neighbouring leaves below node LANES + lane in registers. Of each node above it, the lane
 // computes the one child on its way: 8 instructions a node, and no shuffle.
 //
@@ -76,7 +76,7 @@ struct Branch {
  private:
   // Place of node m of the subtree among the nodes of the tree without the first.
   __device__ int place(int m) const {
-    const int level = m < 2 ? 1 : m < 4 ? 2 : m < 8 ? 4 : 8;  // the first node of m's level
+    const int level = m < 2 ? 1 : m < 4 ? 2 : m < 8 ? 4 : m < 16 ? 8 : 16;  // the first node of m's level
     return root * level + m - level - 1;
   }
 };
@@ -110,9 +110,11 @@ struct LeafRow {
 };
 
 constexpr int kLaneThreads = 128;  // of a block
+// For one SM; 0 leaves it to the compiler, which would spill 32 leaves a lane for a fourth.
+constexpr int lane_blocks(int leaves) { return leaves == 32 ? 3 : 0; }
 
 template <class T, int LEAVES, int LANES>
-__global__ void __launch_bounds__(kLaneThreads)
+__global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
     tree_gate_lanes_kernel(const T* split_logits,  // (T, K, E - 1)
                            const T* leaf_logits,   // (T, K, E)
                            T* gates,               // (T, E)
