@@ -44,21 +44,21 @@ def test_a_driver_older_than_the_toolkit_is_refused():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A mocked GPU and CUDA module: choices are made, nothing can be launched."""
-    state = types.SimpleNamespace(capability=(8, 0))
+    """A mocked GPU and CUDA module: choices are made, nothing can be launched. Only `state.backend` is there."""
+    state = types.SimpleNamespace(capability=(8, 0), backend="cuda")
     module = types.SimpleNamespace(architectures=BUILT, runtime_version=13000, driver_version=lambda: state.driver)
     state.driver = 13000
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: state.capability)
     monkeypatch.setattr(cuda, "module", module)
-    monkeypatch.setattr(backends, "unsupported", _without_triton(backends.unsupported))
+    monkeypatch.setattr(backends, "unsupported", _alone(state, backends.unsupported))
     backends.reconsider()
     yield state
     backends.reconsider()
 
 
-def _without_triton(unsupported):
-    return lambda name, *rest: "no Triton here" if name == "triton" else unsupported(name, *rest)
+def _alone(state, unsupported):
+    return lambda name, *rest: "not here" if name in {"cuda", "triton"} - {state.backend} else unsupported(name, *rest)
 
 
 def on_gpu(*shape, dtype=torch.float32):
@@ -86,25 +86,37 @@ def test_an_old_driver_is_explained(gpu, capsys):
     assert "the driver offers 12.8" in capsys.readouterr().out
 
 
-SIZES = [  # op, tensors, the first size that no longer fits
-    ("sinkhorn", lambda n: (on_gpu(2, n, n),), 1025),
-    ("tree_gate", lambda n: (on_gpu(3, 4), on_gpu(1, n - 1, 4)), 4097),
-    ("tree_route", lambda n: (on_gpu(3, 4), on_gpu(n, 3, 4)), 1025),
+SIZES = [  # op, tensors, backend, the first size that no longer fits
+    ("sinkhorn", lambda n: (on_gpu(2, n, n),), "cuda", 1025),
+    ("sinkhorn", lambda n: (on_gpu(2, n, n),), "triton", 1025),
+    ("topk_gate", lambda n: (on_gpu(3, n),), "triton", 16385),
+    ("tree_gate", lambda n: (on_gpu(3, 4), on_gpu(1, n - 1, 4)), "cuda", 4097),
+    ("tree_gate", lambda n: (on_gpu(3, 4), on_gpu(1, n - 1, 4)), "triton", 4097),
+    ("tree_route", lambda n: (on_gpu(3, 4), on_gpu(n, 3, 4)), "cuda", 1025),
 ]
 
 
-@pytest.mark.parametrize(("op", "tensors", "size"), SIZES, ids=[each[0] for each in SIZES])
+@pytest.mark.parametrize(("op", "tensors", "backend", "size"), SIZES, ids=[f"{each[0]}-{each[2]}" for each in SIZES])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)])
-def test_sizes_that_a_kernel_cannot_take_fall_back_with_a_warning(gpu, op, tensors, size, capability):
-    gpu.capability = capability
+def test_sizes_that_a_kernel_cannot_take_fall_back_with_a_warning(
+    gpu, op, tensors, backend, size, capability, monkeypatch
+):
+    if backend == "triton":
+        if reason := backends.missing("triton", op):
+            pytest.skip(reason)
+        from moe_kernels.backends import triton
+
+        monkeypatch.setattr(triton, "device_type", "cuda")  # tests/ptx has put "cpu" there
+    gpu.capability, gpu.backend = capability, backend
     backends._warn_reference.cache_clear()
-    assert backends.choose(op, None, *tensors(size - 1)) == "cuda"
+    assert backends.choose(op, None, *tensors(size - 1)) == backend
     with pytest.warns(UserWarning, match=f"{op}: no kernel can run"):
         assert backends.choose(op, None, *tensors(size)) == "reference"
-    with pytest.raises(mk.BackendError, match=rf"{op}: backend 'cuda' .*: it takes \w up to {size - 1}, not {size}"):
-        backends.choose(op, "cuda", *tensors(size))
+    refused = rf"{op}: backend '{backend}' .*: it takes \w up to {size - 1}, not {size}"
+    with pytest.raises(mk.BackendError, match=refused):
+        backends.choose(op, backend, *tensors(size))
     found = {each.backend: each.reason for each in mk.explain(op, *tensors(size))}
-    assert found["cuda"].endswith(f"up to {size - 1}, not {size}")
+    assert found[backend].endswith(f"up to {size - 1}, not {size}")
 
 
 @pytest.mark.parametrize("target", [each for each in TARGETS if each.backend == "cuda"], ids=lambda each: each.id)
