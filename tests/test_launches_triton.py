@@ -185,3 +185,22 @@ def test_random_sizes_compile_no_more_after_the_first_steps():
     compiled = [index // per_step for index, each in enumerate(found) if each["compiles"]]
     assert len(compiled) <= 12, len(compiled)
     assert max(compiled) < 20
+
+
+def policies(count: int) -> None:
+    """Plans of scores whose number of tokens differs from step to step."""
+    from moe_kernels.backends.triton import plan
+
+    for _ in range(count):
+        tokens = int(torch.randint(1, 3000, ()))
+        plan.plan_expert_choice_fwd(torch.rand(tokens, 16), tokens // 16 + 1)
+        plan.plan_priority_fwd(torch.rand(tokens, 16), tokens // 8 + 1)
+
+
+def test_plans_of_scores_compile_no_more_after_the_first_steps():
+    # A row of kWTA is an expert's tokens: each power of two of them was other code, and so were odd ones.
+    found = launches("policies", 300)
+    per_step = len(found) // 300
+    compiled = [index // per_step for index, each in enumerate(found) if each["compiles"]]
+    assert len(compiled) <= 12, len(compiled)
+    assert max(compiled) < 20

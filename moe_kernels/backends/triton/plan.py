@@ -19,6 +19,7 @@ from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
 TILE = 32  # requests that one warp ranks together, each against each
+SHORTEST = 2048  # tokens: fewer run the same code of kWTA
 MATCHED = 64  # pairs that priority routing makes together
 CHUNKS = 1024  # at most: what one program of the scan holds for its experts
 COUNTS = 2**22  # at most, of all chunks together: fewer chunks where there are more than 4096 experts
@@ -320,7 +321,10 @@ plan_priority_supports = plan_expert_choice_supports
 def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
     """The winners of every column ask for their expert."""
     num_tokens, num_experts = scores.shape
-    taken = kwta_mask(scores.t().contiguous(), min(capacity, num_tokens), "index").t()
+    # Rows of a few lengths alone, as kWTA's code is of a length: padding comes last and is never taken.
+    columns = scores.new_empty((num_experts, max(triton.cdiv(num_tokens, 16) * 16, SHORTEST)))
+    columns[:, :num_tokens], columns[:, num_tokens:] = scores.t(), -float("inf")
+    taken = kwta_mask(columns, min(capacity, num_tokens), "index")[:, :num_tokens].t()
     expert = torch.arange(num_experts, dtype=torch.int32, device=scores.device)
     return make_plan_fwd(torch.where(taken, expert, -1).contiguous(), num_experts, capacity, None, "choice")
 
