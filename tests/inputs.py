@@ -19,6 +19,22 @@ def framed(x: torch.Tensor, fill: float = math.nan, margin: int = 3) -> torch.Te
     return view
 
 
+def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
+    """x in rows that are three elements longer: of their addresses the first alone is a multiple of 16 bytes."""
+    whole = x.new_full((*x.shape[:-1], x.shape[-1] + 3), fill)
+    view = whole[..., : x.shape[-1]]
+    view.copy_(x)
+    return view
+
+
+def shifted(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
+    """x from the second element on of rows that are multiples of 16 bytes apart: none of its rows starts at one."""
+    whole = x.new_full((*x.shape[:-1], x.shape[-1] // 8 * 8 + 16), fill)
+    view = whole[..., 1 : x.shape[-1] + 1]
+    view.copy_(x)
+    return view
+
+
 def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
     """x with rows 2^30 elements apart, or with these strides: memory is taken up only where x is written to.
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from inputs import each_alone, far_apart, framed
+from inputs import each_alone, far_apart, framed, padded, shifted
 from test_dispatch import dense, plans
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -91,6 +91,18 @@ def test_float32_gates_weigh_bfloat16_rows(target):
     torch.testing.assert_close(y.double(), expected, rtol=2.0**-7, atol=1e-5)
     drows, dweights = torch.autograd.grad(y.float().square().sum(), (rows, weights))
     assert (drows.dtype, dweights.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_gates_and_their_gradients_are_not_rounded_to_the_rows_dtype(target):
+    """1 + 2^-9 is 1 in bfloat16, 1 + 2^-8 + 2^-10 is 1 + 2^-7, and (1 + 2^-7)^2 has more digits than it."""
+    plan = mk.make_plan(torch.tensor([[0, 1]], device=target.device), 2, backend="reference")
+    rows = torch.full((2, 1), 1 + 2**-7, dtype=torch.bfloat16, device=target.device, requires_grad=True)
+    weights = torch.tensor([[1 + 2**-9, -1.0]], device=target.device, requires_grad=True)
+    y = mk.combine(rows, plan, weights, backend=target.backend)
+    assert y.tolist() == [[(1 + 2**-7) * 2**-9]]
+    assert torch.autograd.grad(y, weights, rows[:1].detach())[0].tolist() == [[(1 + 2**-7) ** 2] * 2]
+    y = mk.combine(rows, plan, weights.detach() * 0 + (1 + 2**-8 + 2**-10), backend=target.backend)
+    assert torch.autograd.grad(y, rows, torch.full_like(y, 1.75))[0].tolist() == [[1.7578125]] * 2
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -193,6 +205,35 @@ def test_views_are_read_in_place(target):
             results.append((y, *torch.autograd.grad(y.sum(), (view, weights))))  # a gradient whose strides are zero
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("place", [padded, shifted])
+def test_rows_that_start_anywhere(target, place):
+    """Rows of 16-byte pieces, but for one tensor, whose rows start or lie otherwise."""
+    plan = plans(target.device)["unused rows"]
+    given = {"rows": torch.randn(plan.num_rows, 48), "grad": torch.randn(plan.num_tokens, 48)}
+    given = {name: each.to(target.device) for name, each in given.items()}
+    weights, found = torch.rand(plan.slot_row.shape, device=target.device), []
+    for moved in (None, *given):
+        here = given if moved is None else given | {moved: place(given[moved])}
+        leaves = here["rows"].requires_grad_(), weights.clone().requires_grad_()
+        y = mk.combine(leaves[0], plan, leaves[1], backend=target.backend)
+        found.append([y.detach(), *torch.autograd.grad(y, leaves, here["grad"])])
+    for other in found[1:]:
+        for got, expected in zip(other, found[0], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_every_number_of_16_bits(target, dtype):
+    """Of one choice a token: as it is, and times a third, rounded once; subnormal results too."""
+    rows = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 64).to(target.device)
+    plan = mk.make_plan(torch.zeros(1024, 1, dtype=torch.int32, device=target.device), 1, backend="reference")
+    third = torch.full((1024, 1), 1 / 3, device=target.device)
+    for weights, expected in ((None, rows), (third, (rows.float() * third).to(dtype))):
+        y = mk.combine(rows, plan, weights, backend=target.backend)
+        if not target.interpreted:  # which truncates to bfloat16
+            torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

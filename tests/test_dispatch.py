@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from inputs import far_apart, framed
+from inputs import far_apart, framed, padded, shifted
 
 import moe_kernels as mk
 
@@ -70,7 +70,8 @@ def test_rows_carry_every_bit_pattern(target):
 def test_views_are_read_in_place(target):
     plan = plans(target.device)["dropped"]
     base = torch.randn(46, 50, device=target.device)
-    for view in (base[:23, 3:40], base[::2, 1:], base[:, :23].t(), base[:1].expand(23, -1), base[::2, ::2]):
+    views = [base[:23, 3:40], base[::2, 1:], base[:, :23].t(), base[:1].expand(23, -1), base[::2, ::2]]
+    for view in (*views, padded(base[:23, :48]), shifted(base[:23, :48])):
         view = view.detach().requires_grad_()
         rows = mk.dispatch(view, plan, backend=target.backend)
         assert torch.equal(rows, mk.dispatch(view, plan, backend="reference"))

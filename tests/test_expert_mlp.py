@@ -155,6 +155,24 @@ def test_float32_gates_weigh_bfloat16_experts(target):
     assert torch.autograd.grad(y.float().sum(), leaves["weights"])[0].dtype == torch.float32
 
 
+def test_gates_and_their_gradients_are_not_rounded_to_the_experts_dtype(target):
+    """Experts that hand x on: 1 + 2^-9 is 1 in bfloat16, 1 + 2^-8 + 2^-10 is 1 + 2^-7, and (1 + 2^-7)^2 has more
+    digits than it."""
+    plan = mk.make_plan(torch.tensor([[0, 1]], device=target.device), 2, backend="reference")
+    x = torch.zeros(1, 16, dtype=torch.bfloat16, device=target.device)
+    x[0, 0] = 1 + 2**-7
+    x.requires_grad_()
+    identity = torch.eye(16, dtype=torch.bfloat16, device=target.device).repeat(2, 1, 1)
+    weights = torch.tensor([[1 + 2**-9, -1.0]], device=target.device, requires_grad=True)
+    given = x, plan, identity, identity
+    y = mk.expert_mlp(*given, weights=weights, activation="relu", backend=target.backend)
+    assert y[0, 0] == (1 + 2**-7) * 2**-9
+    assert torch.autograd.grad(y, weights, x.detach())[0].tolist() == [[(1 + 2**-7) ** 2] * 2]
+    weights = torch.tensor([[1 + 2**-8 + 2**-10, 0.0]], device=target.device)
+    y = mk.expert_mlp(*given, weights=weights, activation="relu", backend=target.backend)
+    assert torch.autograd.grad(y, x, torch.full_like(y, 1.75))[0][0, 0] == 1.7578125
+
+
 def test_twice_the_same_bits(target):
     dtype, plan = finest(target, OP), plans(target.device)["everything"]
     leaves = leaves_of(plan, dtype, target.device, "swiglu")

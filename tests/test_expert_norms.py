@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import INTERPRET
+from inputs import each_alone
 from test_grouped_gemm import ACTS, DTYPES, judge, results, skip_unsupported
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -77,6 +78,19 @@ def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
     for name, each in found().items():
         exact = name != "x"  # groups are added up, each of them rounded
         torch.testing.assert_close(each, whole[name], rtol=0 if exact else tolerance, atol=0 if exact else tolerance)
+
+
+def test_each_gradient_alone_is_the_same(target):
+    dtype = DTYPES[1]
+    skip_unsupported(target, dtype, OP)
+    leaves, grad = leaves_of(dtype, target.device, "gelu", *SIZES), torch.randn(SIZES[:2]).to(target.device, dtype)
+
+    def call(**given):
+        return mk.expert_norms(backend=target.backend, activation="gelu", **given)
+
+    together = results(call, leaves, grad)
+    for name, each in each_alone(call, leaves, grad).items():
+        torch.testing.assert_close(each, together[name], rtol=0, atol=0, msg=name)
 
 
 def test_the_gradient_at_zero_is_zero(target):

@@ -282,6 +282,16 @@ def test_tanh_saturates_at_one(target):
     assert y[5].isnan()
 
 
+def test_tanh_keeps_the_digits_of_small_numbers(target):
+    """Relative to the value itself; by way of exp(2 x), which is near 1, three digits would be left at 1e-4."""
+    dtype = finest(target)
+    x = torch.logspace(-6, 0, 61).to(dtype)
+    rows, offsets = x.to(target.device)[:, None], torch.tensor([0, len(x)], dtype=torch.int32, device=target.device)
+    y = mk.grouped_gemm(rows, rows.new_ones(1, 1, 1), offsets, activation="tanh", backend=target.backend)
+    truth = torch.tanh(x.double())
+    assert ((y[:, 0].cpu().double() - truth).abs() <= (torch.finfo(dtype).eps + 1e-6) * truth).all()
+
+
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_activations_in_their_tails(target, activation):
     """On GPUs relative to the value itself; by erf nothing would be left of a gelu below -6."""

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from inputs import each_alone, far_apart, framed
+from inputs import each_alone, far_apart, framed, padded, shifted
 from test_dispatch import plans
 from test_expert_mlp import leaves_of
 from test_grouped_gemm import ACTS, check, finest, judge, loop, offsets_of, results, skip_unsupported
@@ -39,6 +39,19 @@ def test_slopes_at_zero(target, activation):
         )
         assert not got["out"].any()
         assert_equal_but_for_rounding(got["x"], torch.full((1, 1), 24 * SLOPE_AT_0[activation]))
+    # NaN is not below 0: relu hands its gradient on.
+    leaves["x"][0, 3] = math.nan
+    got, expected = (
+        results(
+            lambda x, weight, backend=backend: mk.grouped_gemm(
+                x, weight, offsets, activation=activation, backend=backend
+            ),
+            leaves,
+            torch.ones(3, 24),
+        )["x"]
+        for backend in (target.backend, "reference")
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("activation", SLOPE_AT_0)
@@ -116,6 +129,43 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
         judge(target, dtype, got, reference, truth)
 
 
+@pytest.mark.parametrize("place", [padded, shifted])
+def test_operands_that_start_anywhere(target, place):
+    """Operands of 16-byte pieces, but for one, whose rows start or lie otherwise."""
+    if target.backend == "triton":
+        pytest.skip("Triton finds out by itself in what pieces it may read")
+    dtype, device = finest(target), target.device
+    offsets = torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device)
+    given = {"x": torch.randn(9, 16), "weight": torch.randn(3, 16, 24), "bias": torch.randn(3, 24)}
+    given = {name: each.to(device, dtype) for name, each in (given | {"grad": torch.randn(9, 24)}).items()}
+    found = []
+    for moved in (None, *given):
+        here = given if moved is None else given | {moved: place(given[moved])}
+        leaves = [here[name].detach().requires_grad_() for name in ("x", "weight", "bias")]
+        out = mk.grouped_gemm(*leaves[:2], offsets, bias=leaves[2], activation="gelu", backend=target.backend)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, here["grad"])])
+    rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-5
+    for other in found[1:]:
+        for got, expected in zip(other, found[0], strict=True):
+            torch.testing.assert_close(got, expected, rtol=rounding, atol=8 * rounding)
+
+
+@pytest.mark.parametrize("place", [padded, lambda x: far_apart(x, (2**30 - 4, 1))], ids=["padded", "far apart"])
+def test_operands_of_an_expert_mlp_that_are_views(target, place):
+    """x and the gradient of y; padded, gate weights and biases too."""
+    dtype, plan = finest(target), plans(target.device)["dropped"]
+    leaves, grad = leaves_of(plan, dtype, target.device, "gelu"), torch.randn(plan.num_tokens, 10)
+    moved = ("x", "weights", "b_in", "b_out") if place is padded else ("x",)
+    found = []
+    for given, to in ((leaves, torch.clone), (leaves | {name: place(leaves[name]) for name in moved}, place)):
+        given = {name: each.detach().requires_grad_() for name, each in given.items()}
+        y = mk.expert_mlp(plan=plan, backend=target.backend, **given)
+        found.append([y.detach(), *torch.autograd.grad(y, list(given.values()), to(grad.to(y.device, dtype)))])
+    for got, expected in zip(*found, strict=True):
+        rounding = 8 * torch.finfo(dtype).eps * float(expected.float().abs().max())
+        torch.testing.assert_close(got, expected, rtol=0, atol=rounding)
+
+
 @pytest.mark.parametrize("apart", ["experts", "rows of an expert", "columns of an expert", "rows of x", "gradient"])
 def test_operands_far_apart(target, apart):
     """Experts, rows of weights, rows of x or of the gradient 2^30 elements apart."""
@@ -157,6 +207,19 @@ def test_gathered_rows_far_apart(target):
     )
     for name in got:
         torch.testing.assert_close(got[name], expected[name], rtol=2.0**-6, atol=0.1)
+
+
+def test_more_experts_than_are_looked_at_together(target, monkeypatch):
+    """CUDA looks at 32 offsets at once, Triton at MOST_TOGETHER: a tile finds its expert of 70 in several rounds."""
+    if target.backend == "triton":
+        monkeypatch.setattr("moe_kernels.backends.triton._grouped_launch.MOST_TOGETHER", 8)
+    dtype, device = finest(target), target.device
+    counts = torch.randint(0, 40, (70,)).masked_fill(torch.rand(70) < 0.3, 0)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(device, torch.int32)
+    x, weight = torch.randn(int(offsets[-1]) + 40, 16).to(device, dtype), torch.randn(70, 16, 16).to(device, dtype)
+    got, expected = (mk.grouped_gemm(x, weight, offsets, backend=each) for each in (target.backend, "reference"))
+    rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(got, expected, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "swiglu"])

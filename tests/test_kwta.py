@@ -10,7 +10,7 @@ import torch
 from conftest import TARGETS, Target, reason_to_skip, running
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import far_apart, framed
+from inputs import far_apart, framed, padded, shifted
 
 import moe_kernels as mk
 from moe_kernels import backends
@@ -203,6 +203,18 @@ def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
             assert same_bits(y.detach(), torch.where(mask, values, 0))
             (dvalues,) = torch.autograd.grad(y, leaf, place(grad))
             assert same_bits(dvalues, torch.where(mask, grad, 0))
+
+
+@pytest.mark.parametrize("place", [padded, shifted])
+def test_rows_that_start_anywhere(target, place):
+    """Rows of 16-byte pieces, but for one tensor, whose rows start or lie otherwise."""
+    x, values, grad = (torch.randn(5, 64, device=target.device) for _ in range(3))
+    mask = mk.kwta_mask(x, 30, backend="reference")
+    for moved in range(3):
+        given = [place(each) if moved == i else each.clone() for i, each in enumerate((x, values, grad))]
+        y = mk.kwta(given[0], 30, values=given[1].requires_grad_(), backend=target.backend)
+        assert same_bits(y.detach(), torch.where(mask, values, 0))
+        assert same_bits(torch.autograd.grad(y, given[1], given[2])[0], torch.where(mask, grad, 0))
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (2, 0, 4), (1,), (2, 1, 3, 5)])

@@ -94,6 +94,19 @@ def test_each_choice_has_its_own_permutation():
         search(torch.rand(5, 3))
 
 
+def test_the_regulariser_is_the_mean_over_permutations_and_small():
+    search = LocalSearch(3, 2, permutations=2)
+    assert search.zeta == 1e-4
+    p = torch.rand(2, 3, 3)
+    torch.testing.assert_close(search.regulariser(p), (search.regulariser(p[:1]) + search.regulariser(p[1:])) / 2)
+
+
+def test_gates_of_a_token_without_an_expert_stay_zeros():
+    search, gates = LocalSearch(3, 2), torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.25, 0.25]])
+    for permuted in (search(gates)[0], search.eval()(gates)[0]):
+        assert permuted.sum(-1).tolist() == pytest.approx([0, 1])
+
+
 @pytest.mark.parametrize("schedule", ["paper", "annealed"])
 def test_noise_moves_the_scores_in_stage_one_alone(schedule):
     search, quiet = (LocalSearch(5, 3, noise=noise, schedule=schedule) for noise in (0.3, 0.0))

@@ -7,6 +7,7 @@ from statistics import NormalDist
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import moe_kernels as mk
 from moe_kernels import nn
@@ -50,9 +51,32 @@ def test_balance_is_switch_and_gshard():
 
 
 def test_half_precision_is_summed_in_float32():
-    probs = torch.rand(5000, 4).softmax(-1).bfloat16()
-    assert importance_loss(probs).dtype == torch.float32
+    """Every loss of numbers in bfloat16 is that of the same numbers in float32."""
+    draws = torch.Generator().manual_seed(0)
+    probs, logits, noisy = (torch.randn(500, 4, generator=draws).bfloat16() for _ in range(3))
+    probs, experts = probs.softmax(-1), torch.randint(4, (500, 2), generator=draws)
+    images = probs.view(10, 50, 4)
+    calls = {
+        importance_loss: (probs,),
+        load_loss: (logits, noisy, 2, 0.25),
+        balance_loss: (probs, torch.tensor([3, 2, 1, 0])),
+        router_z_loss: (logits,),
+        nn.inverse_cv: (probs,),
+        nn.batch_inverse_cv: (images,),
+        nn.batch_variation: (images,),
+        nn.competition_loss: ((probs[:, :2], experts), (logits[:, :2], experts.flip(0)), 4),
+        nn.symmetric_kl: (logits, noisy),
+        nn.tree_entropy: (images,),
+    }
+    for loss, given in calls.items():
+        wide = tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, given)
+        torch.testing.assert_close(loss(*given), loss(*wide), rtol=1e-6, atol=0, msg=loss.__name__)
     torch.testing.assert_close(importance_loss(probs), importance_loss(probs.double()).float(), rtol=1e-3, atol=1e-9)
+
+
+def test_an_expert_that_no_image_uses_does_not_vary():
+    images = torch.tensor([[[2.0, 0.0]], [[4.0, 0.0]]])
+    assert nn.batch_variation(images).item() == pytest.approx(1 / 3 / 2)  # variance 1, mean 3; and 0
 
 
 def test_gradients_in_float64():

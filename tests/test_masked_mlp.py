@@ -114,6 +114,13 @@ def test_the_slope_of_relu_at_zero_is_zero(target):
         assert found["w1"].shape == (33, 40)
         assert not any(found[name].any() for name in ("x", "w0", "b0", "w1"))
         assert found["b1"].any()
+        leaves["b0"][2] = math.nan  # which is not below 0: its gradient goes on
+        of_nan = [
+            results(call(masks, "relu", name), leaves, torch.ones(4, 2))["b0"] for name in (target.backend, "reference")
+        ]
+        assert of_nan[1][2].isfinite()
+        assert of_nan[1][2] != 0
+        torch.testing.assert_close(*of_nan)
 
 
 def test_no_tokens_with_samples(target):

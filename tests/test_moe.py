@@ -82,6 +82,9 @@ def test_capacity_may_change_after_training():
     x = torch.ones(T, D)  # all of them to one expert
     assert layer(x).plan.kept.max() == 4
     assert layer.eval()(x).plan.kept.max() == T
+    layer.policy = TokenChoice(1.0, factor_eval=2.0)
+    assert layer(x).plan.kept.max() == 6  # T / E = 3
+    assert layer.train()(x).plan.kept.max() == 3
 
 
 @pytest.mark.parametrize(("priority", "kept"), [(None, [0, 1]), ("max", [2, 1]), ("sum", [3, 2])])
@@ -157,6 +160,8 @@ def test_priority_routing_gives_every_token_one_expert_and_even_loads():
     out = layer(torch.randn(T, D))
     assert out.plan.kept.tolist() == [T // E] * E
     assert (out.plan.slot_row >= 0).all()
+    layer.policy = PriorityRouting(0.6)
+    assert layer(torch.randn(T, D)).plan.kept.tolist() == [2] * E  # of 3, 1.8
 
 
 def test_expert_dropout_is_by_sample_and_in_training_alone():
@@ -174,6 +179,9 @@ def test_expert_dropout_is_by_sample_and_in_training_alone():
     full = (gates[..., None] * every).sum(1)
     assert ((y[:, 0] - full).abs().amax(-1) > 1e-4).float().mean() > 0.7  # 15 of 16 subsets
     torch.testing.assert_close(layer.eval()(x).y[:, 0], full, atol=1e-5, rtol=1e-5)
+    layer.expert_dropout, x = 0.1, torch.randn(1000, 1, D)  # 0.9^4 = 0.66 of the samples keep all experts
+    plain = layer(x).y
+    assert 0.5 < ((layer.train()(x).y - plain).abs().amax((1, 2)) < 1e-6).float().mean() < 0.8
 
 
 def test_what_no_expert_takes_passes_through():
@@ -184,6 +192,8 @@ def test_what_no_expert_takes_passes_through():
     kept = (out.plan.slot_row >= 0).double() * weights
     inner = MoE(gate, layer.experts, TokenChoice(0.5))(x).y
     torch.testing.assert_close(out.y, inner + (1 - kept) * x)
+    layer.expert_dropout = 1.0
+    torch.testing.assert_close(layer(x).y, x)  # no expert is left
 
 
 @pytest.mark.parametrize("experts", [ExpertMLP(E, D, H).double(), ExpertLayer(E, D, H).double()], ids=["mlp", "layer"])

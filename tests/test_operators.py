@@ -90,6 +90,7 @@ def of_experts(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
             (x, w_in, offsets, token, None, "gelu", False, b),
         ],
         "grouped_gemm_bwd": [
+            (grad_rows, x, w_in.mT.contiguous().mT, offsets, token, b_in, pre, "swiglu", [True, True, True], b),
             (grad_rows, x, w_in, offsets, token, b_in, pre, "swiglu", [True, True, True], b),
             (pre, x, w_in, offsets, token, None, None, "gelu", [False, True, False], b),
         ],
@@ -104,7 +105,7 @@ def of_experts(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
             (grad, *mlp, pre, "geglu", [True] * 6, b),
             (grad, *mlp, None, "geglu", [False, True, False, True, False, False], b),
         ],
-        "expert_norms_fwd": [(*norms, "swiglu", b)],
+        "expert_norms_fwd": [(*norms, "swiglu", b), (*(each.detach().bfloat16() for each in norms), "swiglu", b)],
         "expert_norms_bwd": [(leaf(T, E, device=device), *norms, leaf(T, E, device=device), "swiglu", [True] * 5, b)],
     }
 

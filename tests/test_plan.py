@@ -10,6 +10,7 @@ import torch
 from conftest import Target, reason_to_skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inputs import padded
 from torch.library import opcheck
 
 import moe_kernels as mk
@@ -316,6 +317,25 @@ def test_index_arrays_and_priorities_that_are_views(target):
             assert_same(plan, expected)
 
 
+@pytest.mark.parametrize("policy", ["plan_expert_choice", "plan_priority"])
+def test_scores_that_are_views(target, policy):
+    need(target, policy)
+    scores = torch.rand(40, 7, device=target.device)
+    expected, want = getattr(mk, policy)(scores, 6, backend="reference")
+    for view in (padded(scores), scores.t().contiguous().t(), torch.stack([scores, scores], -1)[..., 0]):
+        plan, weights = getattr(mk, policy)(view, 6, backend=target.backend)
+        assert_same(plan, expected)
+        assert torch.equal(weights, want)
+
+
+def test_priorities_that_only_float64_tells_apart(target):
+    experts, priority = torch.zeros(9, 1, dtype=torch.int32), 1 + torch.arange(9).double() * 1e-12
+    expected = mk.make_plan(experts, 1, capacity=4, priority=priority, backend="reference")
+    assert expected.row_token.tolist() == [8, 7, 6, 5]
+    experts, priority = experts.to(target.device), priority.to(target.device)
+    assert_same(mk.make_plan(experts, 1, capacity=4, priority=priority, backend=target.backend), expected)
+
+
 def test_priority_routing_balances_exactly():
     plan, weights = mk.plan_priority(torch.rand(96, 8), 12)
     assert plan.kept.tolist() == [12] * 8
@@ -404,7 +424,7 @@ def test_bad_input_is_named(call, error, words):
 
 
 def test_padded_and_back():
-    plan = mk.make_plan(torch.tensor([[0, 2], [0, -1], [2, 0], [0, 2]]), 4, capacity=3)
+    plan = mk.make_plan(torch.tensor([[0, 2], [0, -1], [1, 0], [0, 2]]), 4, capacity=3)
     rows = torch.randn(plan.num_rows, 5, dtype=torch.float64, requires_grad=True)
     used = int(plan.expert_offsets[-1])
     padded = plan.to_padded(rows, 3)
@@ -414,6 +434,11 @@ def test_padded_and_back():
     back = plan.from_padded(padded)
     assert torch.equal(back[:used], rows[:used])
     assert not back[used:].any()
+    slots = (
+        torch.arange(used)
+        - plan.expert_offsets[plan.slot_expert[plan.row_token[:used].long(), plan.row_choice[:used].long()].long()]
+    )[:, None]
+    assert torch.equal(plan.from_padded(plan.to_padded(rows, 2))[:used], torch.where(slots < 2, rows[:used], 0))
     assert torch.autograd.gradcheck(lambda r: plan.from_padded(plan.to_padded(r, 2)), (rows,))
     assert plan.to_padded(rows, 0).shape == (4, 0, 5)
     empty = mk.make_plan(torch.zeros(0, 2, dtype=torch.int32), 3)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from conftest import TARGETS, Target, reason_to_skip, running
-from inputs import each_alone, far_apart, framed
+from inputs import each_alone, far_apart, framed, padded, shifted
 
 import moe_kernels as mk
 
@@ -147,9 +147,11 @@ def test_one_iteration(target, settings):
 
 @pytest.mark.parametrize("with_sums", [False, True], ids=["ones", "sums"])
 def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
-    """NaN on all sides; matrices and rows of a matrix far apart."""
+    """NaN on all sides; rows and matrices that start at any address; matrices and rows of a matrix far apart."""
     places = [framed, lambda x: far_apart(x, (2**30, x.shape[-1], 1))]
     places.append(lambda x: far_apart(x, (x.shape[1] * 2**30, 2**30, 1)))
+    if target.backend == "cuda":  # which reads pieces of 16 bytes where all matrices and rows start at one
+        places += [padded, shifted, lambda x: padded(x.flatten(1)).unflatten(1, x.shape[1:])]
     for n in (3, 12, 70) if target.executed else (3, 12, 40, 70, 130):
         if target.executed and target.backend == "triton" and n == 3:
             continue  # the kernels of 12 find a matrix the same way
@@ -159,6 +161,20 @@ def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
             leaves |= {"rows": torch.rand(3, n) + 0.3, "columns": torch.rand(3, n) + 0.3}
         for which, place in enumerate(places):
             assert_same(both(target, leaves, grad, 2, place), (n, which), atol=1e-5)
+
+
+def test_sums_of_several_batch_dimensions_and_of_any_strides(target):
+    scores, given = torch.randn(2, 3, 3, 3, device=target.device), torch.rand(2, 3, 3, device=target.device).double()
+    rows, columns = padded(given + 0.3, 0.1), (given + 0.3).mT.contiguous().mT
+    settings = {"iterations": 3, "backend": target.backend}
+    got = mk.sinkhorn(scores, rows=rows, columns=columns, **settings)
+    flat = (each.contiguous().flatten(0, 1) for each in (scores, rows, columns))
+    expected = mk.sinkhorn(**dict(zip(("scores", "rows", "columns"), flat, strict=True)), **settings)
+    assert torch.equal(got.flatten(0, 1), expected)
+    mean = columns.mean((0, 1)).broadcast_to(columns.shape)
+    for broadcast in (mean[0, 0], mean[0, :1]):
+        one, other = (mk.sinkhorn(scores, rows=rows, columns=each, **settings) for each in (broadcast, mean))
+        assert torch.equal(one, other)
 
 
 def test_each_gradient_alone_is_the_same(target):

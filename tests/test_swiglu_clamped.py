@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import moe_kernels as mk
+from python_ref.grouped_gemm import activate
 
 OP = "grouped_gemm"
 E, DIN, H = 3, 8, 6
@@ -21,6 +22,10 @@ def by_hand(pre: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
         pairs = [(min(gate, limit), min(max(up, -limit), limit)) for gate, up in zip(row[::2], row[1::2], strict=True)]
         rows.append([(up + 1) * gate / (1 + math.exp(-alpha * gate)) for gate, up in pairs])
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def by_torch(pre: torch.Tensor) -> torch.Tensor:
+    return activate(pre, "swiglu_clamped", 1.7, 0.9)
 
 
 def narrow(target) -> torch.dtype:
@@ -50,6 +55,16 @@ def test_values_are_the_formula(target):
     assert (hits[:, 1::2] < -0.8).any()
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_constants_are_those_of_gpt_oss_if_none_are_given(backend):
+    pre = 9 * torch.randn(5, 8, dtype=torch.float64)
+    named, eye = {"activation": "swiglu_clamped", "backend": backend}, torch.eye(8, dtype=torch.float64)[None]
+    expected = by_hand(pre, 1.702, 7.0)
+    torch.testing.assert_close(mk.grouped_gemm(pre, eye, torch.tensor([0, 5]), **named), expected)
+    plan = mk.make_plan(torch.zeros(5, 1, dtype=torch.int32), 1)
+    torch.testing.assert_close(mk.expert_mlp(pre, plan, eye, eye[:, :4, :4], weights=None, **named), expected)
+
+
 @pytest.mark.parametrize("op", ["grouped_gemm", "expert_mlp"])
 def test_gradients_are_the_definition_s(target, op):
     dtype = narrow(target)
@@ -76,6 +91,9 @@ def test_the_operator_s_gradient_by_differences():
     pre = torch.randn(4, 10, dtype=torch.float64, requires_grad=True)
     operator = torch.ops.moe_kernels.swiglu_clamped
     assert torch.autograd.gradcheck(lambda pre: operator(pre, 1.7, 0.9), pre)
+    edges = torch.tensor([[0.9, -0.9, -0.9, 0.9, 0.9, 0.9]], dtype=torch.float64, requires_grad=True)
+    found = [torch.autograd.grad(f(edges).sum(), edges)[0] for f in (lambda pre: operator(pre, 1.7, 0.9), by_torch)]
+    torch.testing.assert_close(*found)  # a clamp hands on what it leaves alone, its bounds as well
     torch.library.opcheck(operator, (torch.randn(4, 10, requires_grad=True), 1.7, 0.9))
 
 

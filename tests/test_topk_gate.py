@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from conftest import Target
-from inputs import far_apart, framed
+from inputs import far_apart, framed, padded, shifted
 from torch.library import opcheck
 
 import moe_kernels as mk
@@ -30,6 +30,7 @@ ROWS = {
     "far above zero": lambda t, e: torch.randn(t, e) + 200,
     "a row of -inf": lambda t, e: torch.randn(t, e).index_fill(0, torch.arange(t)[-1:], -INF),
     "special": lambda t, e: torch.tensor([NAN, INF, -INF, 0.0, 1.0])[torch.randint(5, (t, e))],
+    "subnormal": lambda t, e: 1e-39 * torch.randn(t, e),
 }
 
 
@@ -153,7 +154,7 @@ def test_no_choice_no_gradient(target):
 
 def test_views_are_read_in_place(target):
     base = torch.randn(6, 20, device=target.device)
-    for view in (base[:, 3:17], base[::2], base.t(), base[:1].expand(4, -1)):
+    for view in (base[:, 3:17], base[::2], base.t(), base[:1].expand(4, -1), padded(base), shifted(base)):
         for order in ORDERS:
             view = view.detach().requires_grad_()
             weights, experts = mk.topk_gate(view, 3, order=order, backend=target.backend)
@@ -234,6 +235,15 @@ def test_gradient_at_large_logits(target, order):
         _, _, got = gate_and_gradient(logits, 1, order, grad, target.backend)
         _, _, exact = gate_and_gradient(logits.double(), 1, order, grad, "reference")
         torch.testing.assert_close(got.double(), exact, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_infinite_gradient_is_where_the_references_is(target, order):
+    """Of "topk_softmax" at the chosen experts of its token alone."""
+    logits, grad = torch.randn(3, 9, device=target.device), torch.randn(3, 2, device=target.device)
+    grad[1, 0] = INF
+    found = [gate_and_gradient(logits, 2, order, grad, name)[2] for name in (target.backend, "reference")]
+    torch.testing.assert_close(*found, equal_nan=True)
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -27,6 +27,7 @@ BITS = pack_bits(torch.tensor([[True, False, True, False], [False, True, True, F
 # On x (4, 4). Those of ROWS have batching rules.
 ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "kwta": lambda x: mk.kwta(x, 2),
+    "kwta of ties": lambda x: 1 + mk.kwta(x.detach().round(), 2, values=x, ties="strict"),
     "kwta_apply": lambda x: kwta_apply(x, BITS),
     "topk_softmax": lambda x: mk.topk_gate(x, 2)[0],
     "softmax_topk": lambda x: mk.topk_gate(x, 2, order="softmax_topk")[0],
@@ -35,7 +36,7 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "sinkhorn implicit": lambda x: mk.sinkhorn(x, 40, gradient="implicit"),
 }
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "grouped_gemm": lambda x: mk.grouped_gemm(x, SQUARE, OFFSETS, activation="gelu"),
+    "grouped_gemm": lambda x: mk.grouped_gemm(x, SQUARE, OFFSETS, bias=SQUARE[0, :2], activation="gelu"),
     "gathered": lambda x: mk.grouped_gemm(x, SQUARE, OFFSETS, row_token=torch.tensor([0, 1, 3, 2]), activation="silu"),
     "dispatch": lambda x: mk.dispatch(x, PLAN),
     "combine": lambda x: mk.combine(mk.dispatch(x, PLAN), PLAN, x[:, :2]),
@@ -236,6 +237,24 @@ def test_saved_tensors_that_come_back_with_other_strides(call):
 
     f, x = (ROWS | OTHERS | MASKED)[call], torch.randn(4, 4)
     torch.testing.assert_close(gradient(f, x, other), gradient(f, x))
+
+
+@pytest.mark.parametrize("call", [*ROWS, *OTHERS])
+def test_what_is_changed_before_backward_is_noticed(call):
+    """If the backward reads x at all, and not only masks or indices made of it."""
+    f, x = (ROWS | OTHERS)[call], torch.randn(4, 4)
+    leaf = x.clone().requires_grad_()
+    given = leaf.clone()
+    y = f(given).square().sum()
+    with torch.no_grad():
+        given.add_(1)
+    try:
+        (found,) = torch.autograd.grad(y, leaf)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+    else:
+        torch.testing.assert_close(found, gradient(f, x))
 
 
 # 17: another default device.
