@@ -76,7 +76,7 @@ void backward(const void* grad, int64_t grad_stride, const void* rows, int64_t r
 
 }  // namespace
 
-// 1, and nothing is done, where slots hold what is no row.
+// Returns 1 and does nothing if a slot is out of range.
 int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y,
                 int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, int threads) {
   if (!within(slot_row, tokens * k, num_rows)) return 1;

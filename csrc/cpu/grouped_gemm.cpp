@@ -1,6 +1,6 @@
-// The grouped GEMM on the CPU (definition: python_ref/grouped_gemm.py): products of small experts, and what follows a
-// product, done row by row while it is in the cache. Products of large experts come from torch's library, ready, as
-// `product`; then only what follows is left.
+// The grouped GEMM on the CPU (definition: python_ref/grouped_gemm.py): products, then bias and activation row by row
+// while a row is in the cache. If torch's library made the products (moe_kernels/backends/native/grouped_gemm_cpu.py),
+// they arrive as `product`, and only bias and activation are left.
 
 #include "ops.h"
 #include "product.h"
@@ -16,10 +16,10 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSummed = 64;  // rows of a column sum
+constexpr int64_t kSummed = 64;  // rows that are added up before their sum joins the total
 constexpr int64_t kChunk = 256;  // columns of a row at a time, on the stack
-constexpr int64_t kFew = 8;  // rows whose lines stay in the cache while their columns are taken apart: 0.93 of the time
-constexpr int64_t kBlock = 132;  // rows of dW that share it: full tiles, and 128 are one block
+constexpr int64_t kFew = 8;  // rows packed together, which reuses their cache lines: 0.93 of the time
+constexpr int64_t kBlock = 132;  // rows of dW in a block: whole tiles, and at least 128
 
 // Zeros from row `used` on, of rows of `bytes`.
 void clear(void* out, int64_t used, int64_t rows, int64_t bytes) {
@@ -35,7 +35,7 @@ void forward(const Product<T>& sums, const char* bias, int activation, char* out
   const int64_t out_bytes = width * kind.size, pre_bytes = dout * kind.size;
   expect_pages(out, rows * out_bytes);
   if (pre) expect_pages(pre, rows * pre_bytes);
-  // Sums that are pre, or the result without its bias, are computed in its place.
+  // Sums that are pre, or the result before its bias, are computed in its memory.
   const bool plain = Activation(activation) == Activation::none && !pre;
   T* place = kind.wide && (plain || pre) ? reinterpret_cast<T*>(plain ? out : pre) : nullptr;
   char* const rounded = plain && !bias && kind.in_pairs && !sums.product ? out : nullptr;
@@ -55,7 +55,7 @@ void forward(const Product<T>& sums, const char* bias, int activation, char* out
   clear(pre, sums.groups.used(), rows, pre_bytes);
 }
 
-// dW_e = x_e^T grad_e, kBlock rows of dW at a time, and dbias_e, the weighted column sums of grad_e, with the first of them.
+// dW_e = x_e^T grad_e, kBlock rows of dW at a time. The first block also computes dbias_e, the weighted column sums of grad_e.
 template <class T>
 struct WeightGradient {
   Rows<T> x, grad;
@@ -69,7 +69,7 @@ struct WeightGradient {
     const int64_t block_rows = share_of(groups.num_experts * din, kBlock, threads);
     const int64_t blocks = std::max<int64_t>(1, panels_of(din, block_rows));
     expect_pages(dweight, groups.num_experts * din * dout * kind.size);
-    // A panel of rows of grad, or pairs of them, a block of as many of x, that block of dW.
+    // A panel of rows (or pairs of rows) of grad, a block of as many rows of x, and a block of dW.
     const int64_t depth = kind.in_pairs ? kPairDepth : kDepth;
     const Scratch<T> scratch(threads, depth * (kPanel<T> + kBlock) + kBlock * dout);
     std::atomic<int64_t> next{0};
@@ -152,7 +152,7 @@ struct WeightGradient {
     }
   }
 
-  // kSummed rows one by one, then such sums: rounding would grow with the number of rows.
+  // Adds up kSummed rows, then these sums: in one running sum rounding errors would grow with the number of rows.
   void column_sums(int64_t e, T* sums) const {
     T* const some = sums + dout;
     std::fill(sums, sums + dout, T(0));
@@ -181,7 +181,7 @@ struct WeightGradient {
   }
 };
 
-// Columns j up to j + count of a row of pre, which has both halves of `width` columns where the activation is gated.
+// Columns j up to j + count of a row of pre, which for a gated activation has two halves of `width` columns.
 template <class T>
 struct Chunk {
   const Elements<T>& kind;
@@ -206,7 +206,7 @@ struct Chunk {
   }
 };
 
-// <row `row` of x, with>
+// The dot product of row `row` of x and `with`.
 template <class T>
 T dot_of(const Rows<T>& x, int64_t row, const char* with, int64_t dim) {
   const int64_t from = x.token == nullptr ? row : x.token[row];
@@ -243,7 +243,7 @@ void hidden_backward(const Product<T>& sums, const T* row_weight, const char* b_
         a[i] *= w;
       }
       chunk.backward(a, dpre + row * pre_bytes);
-      kind.narrow(weighted + row * bytes + j * kind.size, h, chunk.count);  // where a may have stood
+      kind.narrow(weighted + row * bytes + j * kind.size, h, chunk.count);  // may overwrite a
     }
     drow_weight[row] = dot;
   });
@@ -265,8 +265,8 @@ void norms(const Product<T>& sums, const char* bias, T* out, int64_t rows, int t
   clear(out, sums.groups.used(), rows, sizeof(T));
 }
 
-// out (tokens, dim): of each token the sum of the rows that it was read for, in their order. A thread has columns of its
-// own, a byte a token, whether a row was seen, and where elements are narrower than T, sums.
+// out (tokens, dim): the sum of each token's rows, in their order. Threads share the columns. A thread's scratch: a byte
+// for each token, whether one of its rows was seen, and sums if elements are narrower than T.
 template <class T>
 void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, char* out, int64_t num_rows,
               int64_t tokens, int64_t dim, int threads) {
@@ -286,7 +286,7 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
       const int64_t t = token[r];
       if (t < 0) continue;
       T* const sum = sums + t * apart;
-      if (r + 1 < num_rows && token[r + 1] >= 0) {  // no hardware foresees where the next one goes
+      if (r + 1 < num_rows && token[r + 1] >= 0) {  // the hardware cannot predict this address
         const T* next = sums + token[r + 1] * apart;
         for (int64_t j = 0; j < count; j += 64 / sizeof(T)) __builtin_prefetch(next + j, 1);
       }
@@ -311,7 +311,7 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
 
 }  // namespace
 
-// 1, and nothing is done, where offsets or tokens do not fit; x has as many rows as there are `tokens`.
+// Returns 1 and does nothing if offsets or tokens are out of range. x has `tokens` rows.
 int grouped_gemm_fwd(MOE_PRODUCT_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,
                      int64_t tokens, int threads) {
   if (!Groups{expert_offsets, num_experts}.fit(rows) || !within(row_token, rows, tokens)) return 1;

@@ -12,11 +12,11 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSpan = 192;  // rows that share a packing of their expert's weight, which costs as much as 10 to 20
-constexpr int64_t kLeast = 4 * kTileRows;  // rows of a span or block that are worth a thread: LEAST in grouped_gemm_cpu.py
+constexpr int64_t kSpan = 192;  // most rows for which a weight is packed once; packing costs as much as 10 to 20 rows
+constexpr int64_t kLeast = 4 * kTileRows;  // fewest rows of a span or block: LEAST in grouped_gemm_cpu.py
 
-// Rows that a thread takes at a time, of `rows` in all: every thread the same number of times, up to four times as neither
-// threads nor experts are equal, but no fewer than kLeast, and twice that where it is more than once.
+// Rows that a thread takes at a time, out of `rows`. Every thread takes the same number of shares, up to four, since
+// threads and experts differ. A share has at least kLeast rows, or twice as many if a thread takes several.
 inline int64_t share_of(int64_t rows, int64_t most, int threads) {
   if (threads == 1) return most;
   const int64_t each = panels_of(rows, threads);
@@ -24,7 +24,7 @@ inline int64_t share_of(int64_t rows, int64_t most, int threads) {
   return std::clamp<int64_t>(panels_of(panels_of(each, turns), kTileRows) * kTileRows, kLeast, most);
 }
 
-// Rows of one expert; none at the end.
+// Rows of one expert; rows = 0 marks the end.
 struct Span {
   int64_t expert, first, rows = 0;
 };
@@ -41,8 +41,8 @@ struct Groups {
     return offsets[0] == 0 && used() <= most && std::is_sorted(offsets, offsets + num_experts + 1);
   }
 
-  // Calls work(thread, span, later) for every span of one expert's rows. later: what that thread will have next, if all take
-  // as long.
+  // Calls work(thread, span, later) for every span of one expert's rows. later: the span that this thread will probably
+  // take next, to be prefetched.
   template <class Work>
   void each_span(int threads, Work work) const {
     const int64_t span = share_of(used(), kSpan, threads);

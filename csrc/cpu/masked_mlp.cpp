@@ -1,5 +1,5 @@
-// A masked layer on the CPU without its products (definition: python_ref/masked_mlp.py), in place and in one pass: from W x to
-// what the layer gives, and back from the gradient of that to the one of its pre-activations and its sum over the rows.
+// A masked layer on the CPU except its matrix products (definition: python_ref/masked_mlp.py), in place and in one pass.
+// Forward: bias, activation and mask. Backward: the gradient of the pre-activations, and its sum over the rows (dbias).
 
 #include "ops.h"
 
@@ -13,7 +13,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kColumns = 4 * kWord;  // of a block: their sums are 8 vectors of 16 floats
+constexpr int64_t kColumns = 4 * kWord;  // columns of a block: their sums are 8 vectors of 16 floats
 constexpr int64_t kSpan = 128;           // rows summed one by one; such sums are then added up
 
 // `count` columns of a row, at most 32. Inlined, so that whole words have a constant count: 4 times as fast.
@@ -29,7 +29,7 @@ inline __attribute__((always_inline)) void forward_word(typename F::Key* values,
   }
 }
 
-// Masks of many samples, or of the rows themselves where `sample` is null.
+// Bit masks: row r uses mask sample[r], or mask r if `sample` is null.
 struct Masks {
   const int32_t* bits;  // (num_samples, words_of(n))
   const int64_t* sample;
@@ -37,7 +37,7 @@ struct Masks {
 
   const int32_t* of(int64_t row) const { return bits + (sample ? sample[row] : row) * words_of(n); }
 
-  // Whether all rows have one. Prefetches them too: they lie anywhere, and a layer of 32 rows takes 10 us.
+  // Whether every row has a mask. Also prefetches them, since they lie anywhere (a layer of 32 rows takes only 10 us).
   bool of_all(int64_t rows) const {
     if (sample == nullptr) return true;
     for (int64_t r = 0; r < rows; ++r) {
@@ -67,7 +67,7 @@ void forward(void* values, const void* bias, Masks masks, int64_t rows, int64_t 
   }
 }
 
-// The slope times the gradient, where `value` is what the activation gave.
+// The gradient times the slope of the activation, computed from its value.
 template <Activation act, class T>
 inline T sloped_by(T grad, T value) {
   if constexpr (act == Activation::relu) return value <= 0 ? T(0) : grad;
@@ -89,7 +89,7 @@ inline __attribute__((always_inline)) void backward_word(typename F::Key* grad, 
   }
 }
 
-// Every thread has columns of its own, so that sums do not depend on how many there are.
+// Each thread has columns of its own, so that sums do not depend on the number of threads.
 template <Activation act, class F>
 void backward(void* grad, const void* value, Masks masks, void* dbias, int64_t rows, int64_t n, int threads) {
   using Key = typename F::Key;

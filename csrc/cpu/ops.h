@@ -16,9 +16,9 @@
   X(tree_gate_fwd) X(tree_gate_bwd) X(expect_writes) X(tree_reach) X(tree_products_fwd) X(tree_products_bwd) X(tree_route_fwd)
 // clang-format on
 
-// A product of rows with the weights of their experts: weight(e, k, j) = weight[e * stride_e + k * stride_k + j * stride_j],
-// one of the last two strides 1; or, where it is not null, `product` (rows, dout), which torch's library made and which is
-// written over.
+// A product of rows with the weights of their experts: weight(e, k, j) is weight[e * stride_e + k * stride_k + j * stride_j],
+// and stride_k or stride_j is 1. If `product` (rows, dout) is not null, torch's library has computed it already; it is
+// overwritten.
 #define MOE_PRODUCT_ARGS                                                                                             \
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
       int64_t stride_k, int64_t stride_j, void *product, int product_dtype, const int32_t *expert_offsets,           \

@@ -16,10 +16,10 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kColumns = 16;  // experts that choose together: one cache line of float32 scores
-constexpr int64_t kVisited = 256; // tokens whose choices are visited one after the other
-constexpr int64_t kAhead = 16;    // rows of an expert, a line of them, that are asked for before they are handed out
-constexpr int64_t kTile = 1024;   // tokens whose slots are written together, so that a line is filled while it is in cache
+constexpr int64_t kColumns = 16;  // expert choice: experts at a time, one cache line of float32 scores
+constexpr int64_t kVisited = 256; // by choice: tokens in a block (Requests::walk)
+constexpr int64_t kAhead = 16;    // prefetch distance in rows of an expert: one cache line of int32
+constexpr int64_t kTile = 1024;   // expert choice: tokens at a time, so that lines of slot_row are filled while in cache
 
 // The arrays of a RoutingPlan.
 struct Plan {
@@ -37,9 +37,9 @@ struct Requests {
   int64_t segments() const { return by_choice ? k : 1; }
   int32_t* count(int64_t chunk, int64_t segment) const { return counts + (chunk * segments() + segment) * num_experts; }
 
-  // Calls each(token, choice, request, expert) for the requests of a chunk, in visiting order within each choice: where
-  // that is the order, choice after choice over kVisited tokens. Rows are handed out in E places at a time then, and not
-  // in K E places, and no loop is as short as K.
+  // Calls each(token, choice, request, expert) for the requests of a chunk. By choice, only the order within each choice
+  // matters: blocks of kVisited tokens are walked, each choice after choice. Going through all choices of a token first would
+  // write to K E places in turn instead of E, with an inner loop as short as K.
   template <class Index, class Each>
   void walk(int64_t chunk, Each each) const {
     const auto* expert = static_cast<const Index*>(experts);
@@ -59,7 +59,7 @@ struct Requests {
   }
 };
 
-// kept = min(requested, capacity), expert_offsets = its running sum, and -1 in the rows beyond.
+// kept = min(requested, capacity); expert_offsets = its running sum; rows after the last expert's are -1.
 void finish(const Plan& plan, int64_t num_experts, int64_t capacity, int64_t rows) {
   int64_t row = 0, asked = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
@@ -78,7 +78,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   int32_t *__restrict slot_row = plan.slot_row, *__restrict row_token = plan.row_token;
   int32_t* __restrict row_choice = plan.row_choice;
   const int64_t num_experts = r.num_experts, step = r.by_choice ? num_experts : 0;
-  // Every request's slot within its chunk, kept in slot_row until the chunks before are known.
+  // First pass: each chunk numbers its requests to an expert from 0, in slot_row.
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
     int32_t* count = r.count(chunk, 0);
@@ -87,7 +87,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
       if (uint64_t(expert) < uint64_t(num_experts)) slot_row[request] = count[choice * step + expert]++;
     });
   }
-  // Every count becomes the number of requests before it; what is left at the end is their sum.
+  // Each count becomes the number of requests in earlier chunks, and `requested` their total.
   int32_t* before = plan.requested;
   std::fill(before, before + num_experts, 0);
   const auto each_count = [&](auto change) {
@@ -115,7 +115,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
       const bool keep = asks && row < end[expert];  // its slot is below the capacity
       slot_row[request] = keep ? row : -1;
       if (keep) {
-        // The rows were not read before, and 2 E lines are on their way: waiting for them was a third of the time.
+        // Writes go to 2 E places in turn; without this prefetch a third of the time was spent waiting for them.
         __builtin_prefetch(row_token + row + kAhead, 1);
         __builtin_prefetch(row_choice + row + kAhead, 1);
         row_token[row] = int32_t(token);
@@ -125,8 +125,8 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   }
 }
 
-// Of n keys, padded to whole words with the lowest, the first `capacity` in descending order are those above `above`, and
-// of those equal to it the first `ties`. One bit of the threshold a count.
+// The `capacity` highest of n keys (padded to whole words with the lowest key): those above `above`, and the first `ties` of
+// those equal to it. Found by bisection: each count of keys above a trial settles one bit.
 template <class F>
 struct Taken {
   typename F::Key above;
@@ -134,7 +134,7 @@ struct Taken {
 
   static Taken of(const typename F::Key* key, int64_t n, int64_t capacity) {
     using Key = typename F::Key;
-    Key low = std::numeric_limits<Key>::min(), high = F::inf + 1;  // too many keys are above low, at most capacity above high
+    Key low = std::numeric_limits<Key>::min(), high = F::inf + 1;  // more than capacity keys are above low, not above high
     if (n <= capacity) return {low, 0};
     int64_t at_high = 0;
     while (at_high < capacity && int64_t(high) - 1 > int64_t(low)) {
@@ -151,7 +151,7 @@ struct Taken {
   }
 };
 
-// Experts [first, last) take their tokens; `keys` has room for a padded column of each.
+// Experts [first, last) choose their tokens; `keys` has room for a padded column of scores of each.
 template <class F>
 void take(const typename F::Key* scores, int64_t stride, int64_t first, int64_t last, const Plan& plan, int64_t tokens,
           int64_t num_experts, int64_t capacity, typename F::Key* keys) {
@@ -185,7 +185,7 @@ void take(const typename F::Key* scores, int64_t stride, int64_t first, int64_t 
 }
 
 // Deferred acceptance: a token goes to the best expert that has room or holds a worse token, which then moves on. The
-// order in which tokens are placed does not matter, because both sides rank pairs alike.
+// order in which tokens are placed does not matter: both sides rank a pair by the same score.
 template <class F>
 class Matching {
  public:
@@ -251,13 +251,13 @@ class Matching {
 
   const Key* scores_;  // (T, E)
   int64_t stride_, num_experts_, capacity_;
-  Held* worst_;  // (E): the last of those a full expert holds; below everything where there is room
+  Held* worst_;  // (E): the lowest token of a full expert; below every token if the expert has room
   Held* held_;   // (E, capacity), heaps with the worst on top
 };
 
 }  // namespace
 
-// 1, and nothing is done, where an id is no expert and not -1.
+// Returns 1 and does nothing if an id is neither an expert nor -1.
 int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,
                    int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested,
                    int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k, int64_t num_experts, int64_t capacity,

@@ -1,4 +1,4 @@
-// Products of rows, grouped by expert, with the weights of their experts: what grouped_gemm.cpp makes everything of.
+// The product of grouped_gemm.cpp: rows, grouped by expert, times the weights of their experts.
 #pragma once
 
 #include "dots.h"
@@ -16,10 +16,12 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kDepth = 512 / kWide;  // terms of a sum that are added at a time: a panel of them is 32 KB or less
-constexpr int64_t kPairDepth = 2 * kDepth;  // pairs of them: 0.95 to 1.03 of the time that kDepth take (Zen 4)
+// A sum longer than kDepth terms is computed in pieces of kDepth, because the panel of weights for a piece is then 32 KB or
+// less. In pairs of bfloat16 a piece has kPairDepth pairs: 0.95 to 1.03 of the time of kDepth pairs (Zen 4).
+constexpr int64_t kDepth = 512 / kWide;
+constexpr int64_t kPairDepth = 2 * kDepth;
 
-// Memory of every thread, in whole cache lines, with nothing in it yet.
+// Uninitialised memory for each thread, in whole cache lines.
 template <class T>
 class Scratch {
  public:
@@ -38,7 +40,7 @@ class Scratch {
   std::unique_ptr<T[], Free> memory_;
 };
 
-// Rows of x, read through `token` where that is not null: -1 reads zeros.
+// Rows of x: row r is x[token[r]], or zeros if token[r] is -1. If `token` is null, it is x[r].
 template <class T>
 struct Rows {
   Elements<T> kind;
@@ -46,14 +48,14 @@ struct Rows {
   int64_t stride;
   const int32_t* token;
 
-  // to (rows, count) = columns `column` on of rows `first` on.
+  // to (rows, count) = the block of x that starts at (first, column).
   void copy(T* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
     const int64_t start = token == nullptr ? first * stride : 0;
     kind.widen(to, to_row, x + (start + column) * kind.size, stride, token == nullptr ? nullptr : token + first, rows,
                count);
   }
 
-  // The same of two rows at a time: to (pairs_of(rows), count).
+  // The same as pairs of rows (pairs.h): to (pairs_of(rows), count).
   void pair(Bf16Pair* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
     const int64_t start = token == nullptr ? first * stride : 0;
     pair_rows(to, to_row, x + 2 * (start + column), stride, token == nullptr ? nullptr : token + first, rows, count);
@@ -63,7 +65,7 @@ struct Rows {
     if (token == nullptr) ahead.ask(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
   }
 
-  // Contiguous rows.
+  // Rows as one piece of memory to prefetch; empty unless they are contiguous.
   Ahead::Piece piece(int64_t first, int64_t rows, int64_t dim) const {
     if (token != nullptr || stride != dim) return {};
     return {x + first * dim * kind.size, rows * dim * kind.size};
@@ -76,7 +78,7 @@ int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
   return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
 }
 
-// Arguments of a product of rows: sums (R, dout) are x W_e, or already in `product`.
+// sums (R, dout) = x W_e; `product` is not null if they are computed already.
 template <class T>
 struct Product {
   Rows<T> x;
@@ -87,12 +89,13 @@ struct Product {
   Groups groups;
   int64_t din, dout;
 
-  // Calls finish(expert, row, sums of dout columns), which may write over the sums. They are in `place` (R, dout) if that
-  // is not null. Or, of pairs, they go to `rounded` in bfloat16 if that is not null, and there is nothing to finish.
+  // Calls finish(expert, row, sums) for every row; sums has dout elements and may be overwritten. They lie in `place`
+  // (R, dout) if that is not null, else in memory of the thread. If `rounded` is not null (pairs only), the sums go there in
+  // bfloat16, and finish is not called.
   template <class Finish>
   void run(int threads, T* place, char* rounded, Finish finish) const {
     if (product && product_kind.wide) place = reinterpret_cast<T*>(product);
-    // Sums of a span, a panel, rows of a span; or the sums of a row that are already computed.
+    // Room for the sums of a span, its rows of x, and a panel; or, with `product`, for one row of it.
     const Scratch<T> scratch(threads, product ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kPairDepth));
     groups.each_span(threads, [&](int thread, Span span, Span later) {
       T* own = scratch.of(thread);
@@ -115,8 +118,8 @@ struct Product {
     });
   }
 
-  // The panel that is packed after the one of `depth` terms from k on and columns j on: deeper down, beside it, or of the
-  // expert that is next, if any.
+  // Prefetches the panel after the one at (k, j): the next `depth` terms of the same columns, else the next columns, else the
+  // first panel of the next expert.
   void ask_for_next_panel(Ahead& ahead, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                           int rows_of_step) const {
     const char* weight = weight_of(span);
@@ -137,7 +140,8 @@ struct Product {
 
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
 
-  // What to prefetch while a span is multiplied by a panel of so many terms for each of x's.
+  // What to prefetch while a span is multiplied by panels of `depth` terms: rows of the next span, and the weight of its
+  // expert.
   Ahead ask_for_next_span(Span span, Span later, int64_t depth, bool fresh) const {
     Ahead ahead{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
     const bool another = later.rows > 0 && later.expert != span.expert;
@@ -175,11 +179,11 @@ struct Product {
     }
   }
 
-  // Whether an expert has few rows and a weight whose columns are contiguous. Its own number of rows decides, so that
-  // neither threads nor the rows of other experts change a bit.
+  // Whether dots.h multiplies: the expert has few rows, and columns of its weight are contiguous. This depends on all rows
+  // of the expert, not on the span's, so that neither the number of threads nor other experts change any bit of the result.
   bool few(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kFewRows; }
 
-  // The same of pairs of terms. Rows that cannot be read as such are copied.
+  // multiply in pairs of terms. Rows of odd length or at an odd address are copied first.
   void multiply_pairs(Span span, Span later, T* sums, char* rounded, Bf16Pair* panel) const {
     const int64_t pairs = pairs_of(din);
     Bf16Pair* const rows = panel + kPanel<T> * std::min(pairs, kPairDepth);

@@ -1,8 +1,8 @@
 // Sinkhorn's iteration on the CPU (definition: python_ref/sinkhorn.py; backward: the equations of ops/sinkhorn.py).
 //
-// Matrices up to kPacked lie across vector lanes, one a lane; a larger one has its rows along them. Each matrix takes the
-// cheapest of three forms that its range allows, whatever its neighbours are: exp(S / tau) once and then scaled by
-// vectors (sinkhorn_scaled.h), in float or in double; or potentials in double (sinkhorn_log.h).
+// Matrices up to kPacked x kPacked are packed, one in each vector lane; a larger one has its rows along the lanes. Each
+// matrix takes the cheapest of three forms that the range of its scores allows, whatever its neighbours need: scaling
+// exp(S / tau) by vectors (sinkhorn_scaled.h), in float or in double; or potentials in double (sinkhorn_log.h).
 
 #include "ops.h"
 
@@ -32,13 +32,13 @@ struct Call {
   char* scratch;
   int64_t scratch_stride;
   struct {
-    const double *rows, *columns;  // (batch, n) that they are to sum to; null: one, and no tolerance
-    double tolerance;              // below 0: none
+    const double *rows, *columns;  // (batch, n) sums of rows and columns; null: all one, and no tolerance
+    double tolerance;              // negative: none
     double *drows, *dcolumns;      // (batch, n)
   } sums;
 };
 
-// Calls each(matrix, lane) for the matrices of a part that exist; `first` is its first one.
+// Calls each(matrix, lane) for the matrices of a part, from `first` on.
 template <bool packed, class Each>
 void for_lanes(const Call& c, int64_t first, Each each) {
   for (int64_t l = 0; l < (packed ? kLanes<double> : 1) && first + l < c.batch; ++l) each(first + l, l);
@@ -94,7 +94,7 @@ void backward(const Stage<packed, Wide>& scores, const Forms& forms, const Cooli
   }
 }
 
-// With sums of their own, or a tolerance: in logarithms, which any matrix can take.
+// With prescribed sums or a tolerance: on potentials, which any matrix can take.
 template <bool packed, class Wide, class Forms>
 void with_sums(const Call& c, int64_t first, const Stage<packed, Wide>& scores, const Forms& forms,
                const Stage<packed, Wide>& grad, Arena arena) {

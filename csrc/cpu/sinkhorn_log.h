@@ -1,6 +1,6 @@
-// Sinkhorn's iteration on potentials in units of scores, in double, taking exp of differences every time. A potential is
-// kept as an anchor, the largest of what is summed, and the logarithm of the sum after it: added up at once they would
-// lose to rounding what 1 / tau then makes large.
+// Sinkhorn's iteration on potentials in units of scores, in double: every pass takes exp of (score - potential) / tau. A
+// potential anchor + tau log(sum of exp((score - anchor) / tau)) is kept in these two parts, because 1 / tau would magnify
+// the rounding of their sum.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +13,13 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr double kNegligible = -64;  // exp of this times 1 / tau = 1e7 is below 1e-20 of what it is added to
+constexpr double kNegligible = -64;  // exp of less is left out: even times 1 / tau = 1e7 it is below 1e-20 of its sum
 
-// exp(x), and 0 where it is negligible: a vector of which every lane is negligible is skipped, and a matrix must not see
-// what its neighbours in the other lanes hold.
+// exp(x), or exactly 0 where it is negligible: callers skip a vector if all its lanes are, and a matrix must not depend on
+// what matrices in other lanes hold.
 inline Vec<double> summand(Vec<double> x) { return x < kNegligible ? Vec<double>{} : exp(x); }
 
-// The logarithm of a sum after its largest summand; nothing to sum gives an anchor of 0 and a logarithm of 0.
+// log_sum = log(total); an empty sum (all forbidden) has anchor 0 and logarithm 0.
 inline void finish(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total) {
   const auto empty = total == 0.0;
   *anchor = empty ? Vec<double>{} : *anchor;
@@ -28,12 +28,12 @@ inline void finish(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total)
 
 inline Vec<double> finite(Vec<double> most) { return most > -std::numeric_limits<double>::max() ? most : Vec<double>{}; }
 
-// Prescribed sums of rows and columns of a part's matrices, their tolerance, and the gradients of the sums.
+// The sums that rows and columns of a part's matrices shall have, the tolerance, and the gradients of these sums.
 template <bool packed>
 struct Sums {
   Rows<packed, double> rows, drows;
   double *columns, *dcolumns;
-  double tolerance;  // below 0: none
+  double tolerance;  // negative: none
 
   Sums(int64_t n, int64_t width, double tolerance, Arena* arena)
       : rows(Rows<packed, double>::take(n, arena)), drows(Rows<packed, double>::take(n, arena)),
@@ -42,7 +42,7 @@ struct Sums {
     std::fill(rows.data, rows.data + count, 1.0), std::fill(drows.data, drows.data + count, 0.0);
     std::fill(columns, columns + width, 1.0), std::fill(dcolumns, dcolumns + width, 0.0);
   }
-  // Of one matrix, in its lane.
+  // For the matrix in a lane.
   void read(const double* from_rows, const double* from_columns, int64_t n, int64_t lane) const {
     for (int64_t i = 0; i < n; ++i) rows.data[at(i, lane)] = from_rows[i], columns[at(i, lane)] = from_columns[i];
   }
@@ -57,8 +57,8 @@ struct Sums {
   static int64_t at(int64_t i, int64_t lane) { return packed ? i * kLanes<double> + lane : i; }
 };
 
-// Both potentials after an iteration: f = anchor + tau * log of a row's sum (n), g likewise of a column (width); and
-// which matrices took it, 1 or 0.
+// Both potentials after an iteration, f of rows (n) and g of columns (width), and whether each matrix took the iteration
+// (`taken`, 1 or 0).
 template <bool packed>
 struct Potentials {
   Rows<packed, double> row_anchor, row_log, f;
@@ -79,7 +79,7 @@ struct Potentials {
     for (double* each : {column_anchor, column_log, g}) std::fill(each, each + width, 0.0);
     store(taken, broadcast(1.0));
   }
-  // The old value, in the lanes of matrices that take no further iteration.
+  // Restores the values before, for matrices that take no further iteration.
   void keep(const Potentials& before, int64_t n, int64_t width) const {
     const auto moves = load(taken) != 0.0;
     for (int64_t i = 0; i < n; ++i) {
@@ -94,7 +94,7 @@ struct Potentials {
     }
   }
 
-  // log of the matrix with its rows normalised, given the column potential before; then of it with columns normalised.
+  // log of the matrix after its rows were normalised (g_before: the column potential before), and after its columns were.
   Vec<double> rows_normal(Vec<double> score, const double* g_before, int64_t i, int64_t j, double inv_tau) const {
     return ((score - load(g_before + j * kLanes<double>)) - row_anchor[i]) * inv_tau - row_log[i];
   }
@@ -104,7 +104,7 @@ struct Potentials {
   }
 };
 
-// In every lane of a matrix: whether exp(S / tau) itself already has the prescribed column sums.
+// How far the column sums of exp(S / tau) itself are from the prescribed ones: the largest difference.
 template <bool packed, class Wide>
 Vec<double> columns_off(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
   Vec<double> most{};
@@ -120,8 +120,8 @@ Vec<double> columns_off(const Part<packed, Wide, double>& part, double inv_tau, 
   return row_max<packed, double>(most);
 }
 
-// Whether the row sums of a matrix, from the logarithms that an iteration has just taken, were off before it: an empty
-// row's were not. At the first one the columns' count as well, which are right after any other.
+// taken = whether sums were off by more than the tolerance before this iteration. The row sums then follow from the change
+// of the potentials; column sums were right, except before the first iteration.
 template <bool packed, class Wide>
 void decide(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
             const Potentials<packed>& p, const Sums<packed>& sums, bool first) {
@@ -135,7 +135,7 @@ void decide(const Part<packed, Wide, double>& part, double tau, const Potentials
   store(p.taken, load(before.taken) != 0.0 && most > sums.tolerance ? broadcast(1.0) : Vec<double>{});
 }
 
-// Without sums they are all one.
+// One iteration: f from g, then g from f. `sums` null: all ones.
 template <bool packed, class Wide>
 void iterate(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
              const Potentials<packed>& p, const Sums<packed>* sums, bool first) {
@@ -179,7 +179,7 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const Potential
   if (sums != nullptr && sums->tolerance >= 0) decide(part, tau, before, p, *sums, first), p.keep(before, part.n, part.width());
 }
 
-// Iteration t from state(t - 1) to state(t) until none is left or no matrix takes the next; how many there were.
+// Iterates from state(t - 1) to state(t) until no iteration is left or no matrix took the last; returns their number.
 template <bool packed, class Wide, class State>
 int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, State state) {
   state(-1).clear(part.n, part.width());
@@ -234,7 +234,7 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
   for (int64_t t = iterations; t-- > 0; std::swap(dg, next)) {
     const Potentials<packed> p = state(t);
     const double *before = state(t - 1).g, inv_tau = 1 / taus(t);
-    const double hotter = taus(t) * last_inv_tau;  // f^t = tau_t log(sum / r), and gradients are in units of the last tau
+    const double hotter = taus(t) * last_inv_tau;  // gradients are in units of the last tau, f of tau_t
     const auto moves = load(p.taken) != 0.0;
     std::fill(next, next + width, 0.0);
     for (int64_t j = 0; sums != nullptr && j < width; j += w) {

@@ -1,4 +1,4 @@
-// Sinkhorn's iteration on exp(S / tau), taken once and then scaled by vectors.
+// Sinkhorn's iteration on k = exp(S / tau), computed once: the result is diag(u) k diag(v), and an iteration updates u and v.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// k = exp((S - row maximum) / tau), (n, width). Exponents in float, as they are, would be off by 60 units.
+// k = exp((S - row maximum) / tau), (n, width). In float, ExpOfDifference or double: a rounded exponent would put the result
+// off by 60 units in the last place.
 template <bool packed, class Wide, class T>
 inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t blocks, double inv_tau, T* k) {
   if constexpr (packed && sizeof(T) == 4) {

@@ -1,5 +1,5 @@
-// The scaled form for matrices of n x n with n known when this is compiled: loops unroll, vectors stay in registers, and
-// two parts of a group advance together, so that their latencies overlap.
+// The scaled form for a constant n: loops unroll, vectors stay in registers, and two parts of a group advance together, so
+// that their latencies overlap.
 #pragma once
 
 #include "sinkhorn_scaled.h"
@@ -40,7 +40,8 @@ struct Small {
     inverses(v, [&](int j, int i, int p) { return at(i, j, p) * u[i][p]; });
   }
 
-  // of sum_j term(i, j). In double two at a time: the range leaves room for their product, whose reciprocal gives both.
+  // of[i] = 1 / sum over j of term(i, j). In double two at a time from the reciprocal of their product, for which the range
+  // leaves room.
   template <class Term>
   static void inverses(Vec<T> (&of)[n][parts], Term term) {
     each_of(n / 2, [&](int half, int p) {
@@ -55,7 +56,7 @@ struct Small {
       }
     });
   }
-  // One by one: in two halves less waits, but every sum has an instruction more, and backward is 5 % slower.
+  // In this order: (0 + 1) + (2 + 3) waits less, but takes one instruction more, and backward is 5 % slower.
   template <class Term>
   static Vec<T> sum_of(Term term) {
     static_assert(n == 4);
@@ -82,7 +83,7 @@ void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& 
     s.each_of(n, [&](int j, int p) { s.part[p].put(i, j, s.at(i, j, p) * s.u[i][p] * s.v[j][p]); });
 }
 
-// As scaled_backward. Forwards all parts advance together, backwards one after the other, with h in registers.
+// As scaled_backward. Both parts advance together in the iterations forward, one after the other (h in registers) backward.
 template <int n, class Wide, class Forms>
 void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, int64_t iterations,
                     double inv_tau, const Stage<true, Wide>& grad, Arena arena) {

@@ -1,4 +1,4 @@
-// Where csrc/cpu/sinkhorn.cpp keeps the matrices it works on, and which form of the iteration each of them can take.
+// The matrices that csrc/cpu/sinkhorn.cpp works on at a time, and which form of the iteration each of them can take.
 #pragma once
 
 #include <algorithm>
@@ -13,12 +13,13 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Row-wise range of S / tau up to which scaling vectors, at most exp(range), and their products stay normal numbers.
+// Largest range of S / tau within a row for which the scaled forms work: scaling vectors, at most exp(range), and their
+// products stay normal numbers.
 constexpr double kFloatRange = 60, kDoubleRange = 300;
 
 enum class Form { scaled_float, scaled_double, logarithmic, broken };
 
-// Of each matrix of a group, and which there are.
+// The form of each matrix of a group; bit f of `found` is set if some matrix has form f.
 template <int64_t group>
 struct Forms {
   Form each[group];
@@ -44,7 +45,7 @@ class Arena {
   char* room_;
 };
 
-// Reduces this vector of partial results over the columns of a row: in every lane, if lanes are columns.
+// The sum or maximum over the columns of a row: if lanes are matrices (packed) it is there already, else lanes are reduced.
 template <bool packed, class T>
 Vec<T> row_sum(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
@@ -55,9 +56,9 @@ Vec<T> row_max(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return max(a, b); });
 }
 
-// Scores, and then results in their place, or gradients of the matrices worked on together, as Wide. Packed: element l of
-// (i, j) is matrix l of the group, two vectors of them, as one alone would wait for its own results. Otherwise a matrix by
-// itself, its rows padded to whole vectors.
+// The matrices of a group as Wide: scores, overwritten by results; or gradients. Packed: lane l of element (i, j) belongs to
+// matrix l of the group, and a group fills two vectors, so that one is computed while the other waits. Otherwise a group is
+// one matrix, its rows padded to whole vectors.
 template <bool packed, class Wide>
 struct Stage {
   static constexpr int64_t vectors = packed ? 2 : 1, group = packed ? vectors * kLanes<Wide> : 1;
@@ -104,8 +105,8 @@ struct Stage {
         }
   }
 
-  // A group of whole matrices in blocks of as many elements as there are lanes: element by element costs as much as
-  // twenty iterations of n = 4.
+  // Whether a group is read and written in squares of lanes x lanes elements, transposed in registers: element by element
+  // costs as much as twenty iterations of n = 4.
   template <class F>
   static constexpr bool kTransposes = packed && sizeof(typename F::Key) == sizeof(Wide);
 
@@ -139,7 +140,8 @@ struct Stage {
       for (int64_t l = 0; l < group; ++l) std::memcpy(to + l * n * n + e, data + e * group + l, sizeof(Wide));
   }
 
-  // The form that each of `count` matrices can take, the worst that some lane of it needs; padding must not widen its row.
+  // The cheapest form that each of `count` matrices can take: the last one that any of its rows needs. Padding must lie
+  // within the range of its row.
   Forms<group> classify(double tau, bool one_tau, int64_t count) const {
     using V = Vec<Wide>;
     constexpr Wide inf = std::numeric_limits<Wide>::infinity();
@@ -166,7 +168,7 @@ struct Stage {
       kind = row_max<packed, Wide>(kind);
       for (int64_t l = 0; l < group / vectors; ++l) forms.each[first + l] = Form(int(kind[l]));
     }
-    std::fill(forms.each + count, forms.each + group, Form::broken);  // there is none to work on
+    std::fill(forms.each + count, forms.each + group, Form::broken);  // no matrix
     for (int64_t l = 0; l < count; ++l) forms.found |= 1u << int(forms.each[l]);
     return forms;
   }
@@ -176,7 +178,7 @@ struct Stage {
   }
 };
 
-// A value for every row: a vector each where lanes are matrices, else one number for all lanes.
+// A value for each row: a vector of them if lanes are matrices (packed), else one number.
 template <bool packed, class T>
 struct Rows {
   T* data;
@@ -192,8 +194,8 @@ struct Rows {
   }
 };
 
-// One part of a stage, that is kLanes<T> of its matrices or its only one, in the arithmetic T; it answers for those of
-// its matrices that have the one form or the other.
+// kLanes<T> matrices of a packed stage, or its only matrix, in the arithmetic T. Results are written only for matrices that
+// have form `one` or `other`.
 template <bool packed, class Wide, class T>
 class Part {
  public:
@@ -219,7 +221,7 @@ class Part {
     return load_as<double>(stage.template block<double>(i, j, part));
   }
 
-  // A result in its score's place, but only into the lanes whose matrices are wanted.
+  // Writes a result over its score, in the lanes of wanted matrices.
   void put(int64_t i, int64_t j, Vec<T> value) const {
     Wide* to = scores.template block<T>(i, j, part);
     if constexpr (packed) {

@@ -1,4 +1,4 @@
-// The top-k gate on the CPU (definition: python_ref/topk_gate.py): a row is read once, its softmax taken in vectors.
+// The top-k gate on the CPU (definition: python_ref/topk_gate.py).
 
 #include "ops.h"
 
@@ -15,14 +15,14 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// A choice costs a pass over the row in vectors; from about here on sorting the row is cheaper.
+// Each choice costs a vectorised pass over the row; for a larger k, sorting the row is cheaper.
 constexpr int64_t kPasses = 256;
 
-// A key as wide as the index beside it in a vector: 32 bits, or the 64 of float64.
+// The type of keys: 64 bits for float64, else 32.
 template <class F>
 using Rank = std::conditional_t<sizeof(typename F::Key) == 8, int64_t, int32_t>;
 
-// The first k of n keys in descending order, equal ones by position. The keys, padded to whole words with the lowest, are
+// The k highest of n keys in descending order, equal ones by position. `key` is padded to whole words with the lowest key and
 // overwritten.
 template <class Rank>
 void choose(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
@@ -60,7 +60,7 @@ struct Scratch {
   Rank<F>* key;             // (E), padded
   int32_t* order;           // (E)
 
-  // 20 bytes an expert, padded, are more than any format needs.
+  // `room` has 20 bytes for each expert and padding: enough for every dtype.
   Scratch(char* room, int64_t n) {
     value = reinterpret_cast<typename F::Wide*>(room);
     key = reinterpret_cast<Rank<F>*>(value + n);

@@ -1,5 +1,5 @@
-// Combine: a token sums its kept rows in the order of its choices, in float32. Backward takes the same walk: dy stays
-// in registers while a token's rows pass by, each of which gives one gradient row and one gradient weight.
+// Combine: the sum of a token's kept rows, weighted, in float32 and in the order of its choices. Backward goes through the
+// same rows with dy in registers; each row gives a row of drows and an element of dweights.
 #include "moe/block.cuh"
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
@@ -9,14 +9,14 @@
 namespace moe {
 namespace {
 
-// Rows whose loads are under way at once in a thread, and choices whose partial sums shared memory holds.
+// kAhead: rows that a thread loads at the same time. kChoices: choices whose partial sums shared memory holds.
 constexpr int kAhead = 4, kChoices = 32;
 
-// Blocks for one SM: 48 registers a thread hold kAhead rows. Not told so, the compiler saves registers by waiting for
-// one row before it loads the next.
+// Blocks per SM, which leaves 48 registers a thread, enough for kAhead rows. Without this bound the compiler uses fewer
+// registers by waiting for one row before it loads the next.
 constexpr int kBlocks = 5;
 
-// kAhead of a token's rows: a piece of each, and its weight. What was dropped counts as zeros of weight zero.
+// A piece and the weight of each of kAhead rows of a token. A dropped choice is a row of zeros with weight 0.
 template <class Vector>
 struct Batch {
   int32_t row[kAhead];
@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   });
 }
 
-// A block takes one token. Its warps add up <row, dy> each for itself, piece by piece, and meet once for every
-// kChoices choices; every sum has one order.
+// A block takes one token. Each warp sums its pieces of <row, dy>, and the warps' sums are added once for every kChoices
+// choices, always in the same order.
 template <class T, class Vector>
 __global__ void __launch_bounds__(kRowThreads, kBlocks)
     combine_bwd_kernel(const Vector* grad,             // (T, D)
@@ -169,7 +169,7 @@ cudaError_t start(const Backward& c, cudaStream_t stream) {
                 static_cast<int>(c.k), static_cast<int>(c.num_experts), c.num_rows, static_cast<int>(vectors));
 }
 
-// 16 bytes at a time where all rows allow, else element by element.
+// In pieces of 16 bytes if all rows allow it, else element by element.
 template <class Call>
 cudaError_t start(int dtype, bool vectors, const Call& call, cudaStream_t stream) {
   switch (dtype) {

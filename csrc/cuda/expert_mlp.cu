@@ -6,8 +6,8 @@
 namespace moe {
 namespace {
 
-// Of h = act(pre) and y = sum over a token's rows of w h W_out. From a = dy W_out^T, which is never kept, come
-// dpre = w a act'(pre), w h for the gradient of W_out, and dw = <h, a> + <b_out, dy>.
+// With h = act(pre), y = sum over a token's rows of w (h W_out + b_out) and a = dy W_out^T, which is not stored: dpre =
+// w a act'(pre), w h (for the gradient of W_out), and dw = <h, a> + <b_out, dy>.
 template <class T>
 struct Hidden {
   const T* grad;             // (T, D): dy, which the product reads as well
@@ -26,7 +26,7 @@ struct Hidden {
 
   __host__ __device__ static constexpr bool halved() { return false; }
 
-  // This lane's share of <b_out, dy> of a row, whose columns the lanes take in turns.
+  // This lane's part of <b_out, dy> for a row: every LANES-th piece of its columns.
   template <int LANES>
   __device__ float bias_share(const Rows& rows, int row) const {
     const int64_t token = row_token ? load(row_token + rows.first + row) : rows.first + row;

@@ -1,4 +1,4 @@
-// The norms of rows of a grouped product, whose columns are squared and added up as they come.
+// Norms of the rows of a grouped product, whose elements are squared and summed in the epilogue instead of stored.
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
 

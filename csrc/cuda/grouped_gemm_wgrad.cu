@@ -1,6 +1,6 @@
-// The gradients of grouped GEMM to weights and bias: for every expert the product of its rows of x, transposed, and of
-// grad, where k runs over its rows; and the weighted sum of its rows of grad. Both may be gathered. One launch: the
-// blocks of the sums come first, and wait for memory while others multiply.
+// The gradients of grouped GEMM to weights and bias: for every expert x^T grad over its rows, and the weighted sum of its
+// rows of grad. Rows of x and of grad may be gathered. Both are one launch: the blocks of the sums come first, so that they
+// wait for memory while other blocks multiply.
 #include "moe/block.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -8,7 +8,7 @@
 namespace moe {
 namespace {
 
-// For experts that a tile of 128 x 128 would leave few blocks: fewer than the two that each SM of an A100 has room for.
+// Smaller tiles are used if tiles of 128 x 128 give fewer blocks than this: two for each SM of an A100.
 using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
 using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;
 using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, 2>;
@@ -56,8 +56,8 @@ struct Target {
   }
 };
 
-// A block adds up 64 columns of an expert's rows of grad: 8 threads along the columns, the others down the rows, where
-// each has kBiasAhead rows under way. They meet once, in the order of the threads.
+// A block sums 64 columns over an expert's rows of grad: 8 threads share the columns and THREADS / 8 the rows, and each
+// thread loads kBiasAhead rows at the same time. In the end their sums are added in a fixed order.
 constexpr int kBiasPieces = 8, kBiasColumns = kBiasPieces * kPiece, kBiasAhead = 4;
 
 template <class T, int THREADS>

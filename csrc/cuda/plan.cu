@@ -1,10 +1,10 @@
-// The routing plan: a segmented rank over (expert, visiting order) in three launches. Requests in visiting order fall
-// into chunks; a request's slot is the number of requests to its expert in earlier chunks, and before it in its own.
+// The routing plan in three launches. Requests in visiting order are split into chunks; a request's slot is the number of
+// requests to its expert in earlier chunks, plus those before it in its own chunk.
 //   plan_count_kernel   counts each chunk's requests to each expert
 //   plan_scan_kernel    turns each expert's counts into sums over the chunks before
-//   plan_rank_kernel    walks the chunks again, counting tile by tile, and hands out rows
-// Nothing is sorted, and the only scratch memory is chunks * E counts. Integers added in any order give the same sum,
-// so atomics count in shared memory; ranks never depend on their order.
+//   plan_rank_kernel    goes through the chunks again, tile by tile, and writes each request's row
+// Nothing is sorted, and the only scratch memory is chunks * E counts. Counts are atomic additions in shared memory, since
+// sums of integers do not depend on the order; ranks are computed without atomics.
 #include <algorithm>
 
 #include "moe/block.cuh"
@@ -58,8 +58,8 @@ struct Window {
   __device__ uint32_t place(uint32_t expert) const { return expert - first; }  // not below width: another's expert
 };
 
-// One tile, in registers: each warp has kPerThread * 32 requests in a row, lane by lane. Ids outside [0, E) ask for
-// nobody.
+// The requests of a tile, in registers. A warp has kPerThread * 32 consecutive requests, of which a lane has every 32nd.
+// Ids outside [0, E) become kNobody.
 template <class Index>
 struct Tile {
   uint32_t start;  // of this thread's requests, which lie a warp apart
@@ -67,7 +67,7 @@ struct Tile {
 
   __device__ Tile(const Requests<Index>& requests, uint32_t tile)
       : start(tile + threadIdx.x / kWarpSize * (kWarpSize * kPerThread) + threadIdx.x % kWarpSize) {
-    int64_t id[kPerThread];  // of the last request where there is none: no branch keeps one load waiting for another
+    int64_t id[kPerThread];  // past the end the last request's, so that no branch separates the loads
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) id[i] = requests.id(min(place(i), requests.total - 1));
 #pragma unroll
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) plan_count_kernel(Requests<Index> re
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) counts[e] = count[e];
 }
 
-// A lane takes one expert, a warp a share of the chunks.
+// Each lane takes one expert, and each warp some of the chunks.
 __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
     plan_scan_kernel(int32_t* counts,     // (chunks, E)
                      int32_t* requested,  // (E)
@@ -137,8 +137,8 @@ struct Rows {
   int32_t capacity, rows;    // rows: R
 };
 
-// Each block adds up all E experts for itself, which is less than waiting for another launch; the first block writes
-// what it finds. offset[e] receives the first row of the window's experts. Returns the rows in use.
+// The sums over all E experts, which each block computes again, as that takes less time than another launch; the first
+// block writes the results. offset[e] receives the first row of each expert of the window. Returns the rows in use.
 __device__ int32_t scan_experts(const Rows& plan, const Window& window, int num_experts, int32_t* offset) {
   SHARED(Exchange<int>, sums, );
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;

@@ -1,19 +1,20 @@
-// Sinkhorn's iteration (definition: python_ref/sinkhorn.py; backward: the equations of ops/sinkhorn.py). A matrix stays in
-// registers for the whole solve: of a thread, of part of a warp, of a warp or of a block, by n; a larger one is read
-// again and again (sinkhorn_streamed.h). Each matrix takes the cheaper of two forms that its range allows: exp(S / tau)
-// once and then scaled by vectors; or potentials in units of scores, in double, and exp of differences every time, which
-// is also what takes sums other than one, and a tolerance.
+// Sinkhorn's iteration (definition: python_ref/sinkhorn.py; backward: the equations of ops/sinkhorn.py). Depending on n, a
+// matrix stays in the registers of one thread, of part of a warp, of a warp or of a block for the whole solve; a larger one
+// is read from memory in every half step (sinkhorn_streamed.h). There are two forms:
+// * scaled: exp(S / tau) is computed once and then scaled by vectors; cheaper, but the range of S / tau must allow it;
+// * logarithmic: potentials in units of scores, in double, with exp of differences in every step; always possible, also
+//   with prescribed sums or a tolerance.
 //
-// A form has kernels of its own, so that the registers of logarithms are not those of the scaled form. The kernel of the
-// scaled form comes first. It leaves a flag for each matrix, 1 where logarithms are needed; their kernel, launched next,
-// returns at once for other matrices.
+// Each form is a kernel of its own, so that the scaled one does not need the registers of the other. The scaled kernel
+// comes first and sets a flag for each matrix, 1 if it needs the logarithmic form; the logarithmic kernel, launched next,
+// returns at once for matrices without the flag.
 //
-// From n = 9 on the scaled form stops where nothing is left to do:
+// From n = 9 on the scaled form stops early:
 // * Forward: an iteration that changes no bit of v ends the solve, as the next ones could not change one either.
-// * Backward: columns of B and rows of A (see ops/sinkhorn.py) sum to one, so the gradients of potentials shrink on the
-//   way back: sum |df| <= sum |dg|, and of the earlier iteration sum |dg| <= sum |df|. The t iterations that are left
-//   add entries of B and A, at most 1 each, times numbers whose sizes sum to at most 2 t sum |dg|. With w = P * dP,
-//   it stops where t sum |dg| <= 2^-45 sum |w|. That leaves out less than 6e-14 of sum |w|.
+// * Backward: columns of B and rows of A (see ops/sinkhorn.py) sum to one, so the gradients of potentials shrink from
+//   iteration to iteration: sum |df| <= sum |dg|, and in the next (earlier) one sum |dg| <= sum |df|. The t iterations that
+//   are left add entries of B and A, at most 1 each, times numbers whose sizes sum to at most 2 t sum |dg|. With
+//   w = P * dP, it stops once t sum |dg| <= 2^-45 sum |w|, which leaves out less than 6e-14 of sum |w|.
 // Backward is in double and saves v of every iteration, 8 n bytes, and from n = 9 on u as well. With any one of k, u and
 // v, df and dg in float, the rest in double, up to 8 % of the gradients are off by more than 1e-5 of themselves: see
 // backends/triton/_sinkhorn_scaled.py.
@@ -25,10 +26,10 @@
 namespace moe {
 namespace {
 
-// By matrix: 1 where it needs logarithms. The last 8 bytes of a matrix's scratch.
+// A flag for each matrix, 1 if it needs the logarithmic form, in the last 8 bytes of its scratch memory.
 struct Flags {
-  char* last;      // of the first matrix; null: all need them
-  int64_t stride;  // bytes
+  char* last;      // those 8 bytes of the first matrix; null: all matrices need it
+  int64_t stride;  // bytes from matrix to matrix
 
   __device__ void put(int64_t matrix, bool slow) const { *reinterpret_cast<int*>(last + matrix * stride) = slow; }
   __device__ bool slow(int64_t matrix) const {
@@ -45,7 +46,7 @@ __device__ void fill(typename Team::Tile& tile, float value) {
   }
 }
 
-// The form of a matrix in a kernel of the scaled form, which flags the others.
+// Sets the flag of a matrix, in the scaled kernel; returns its form.
 template <class Team>
 __device__ Form sorted(const Team& team, const Form form, const Flags& flags) {
   if (team.row == 0 && team.column == 0) flags.put(team.matrix, form == Form::logarithmic);
@@ -104,14 +105,14 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   team.write(p, scores.dtype, vectors, n, tile);
 }
 
-// Two vectors of every iteration, (R, 2, n): u and v; or anchors and logarithms of columns.
+// Two vectors from each iteration, (R, 2, n): u and v, or anchors and logarithms of columns.
 template <class Team>
 struct History {
   double* data;
   const Team& team;
   int n;
 
-  // By the first of each column's threads, and of each row's.
+  // The first thread of each column, or of each row, writes.
   __device__ void put(int64_t t, int which, const double (&values)[Team::kWide]) const {
     if (team.row > 0) return;
 #pragma unroll
@@ -134,14 +135,14 @@ struct History {
   }
 };
 
-// `tile` holds scores, and dscores afterwards.
+// `tile` holds scores and receives dscores.
 template <class Team>
 __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typename Team::Tile& grad,
                                 const History<Team>& history, const Cooling& cooling) {
   const double inv_tau = 1 / cooling(0);
   const int64_t iterations = cooling.iterations();
   Scaled<double, Team> s(team, tile, inv_tau);
-  int64_t last = 0;  // that is taken; those after it are the same
+  int64_t last = 0;  // last iteration that changed anything; later ones have the same u and v
   for (;; last++) {
     const bool changed = s.iterate(team);
     if constexpr (Team::kEarly) history.put_rows(last, s.u);
@@ -171,7 +172,7 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
       y[b] = dg[b] * s.v[b], dg[b] = 0;
       s.v[b] = t > 0 ? history.get(min(t - 1, last), 1, b) : 1.0;
     }
-    // Small matrices are faster summed again than read: at n = 4 u would double the bytes to read and write.
+    // For small matrices u is computed again: at n = 4, saving it would double the bytes read and written.
     if constexpr (!Team::kEarly) s.rows(team);
 #pragma unroll
     for (int a = 0; a < Team::kTall; a++) {
@@ -318,7 +319,7 @@ using WarpGroup = Team<16, 8, 4, 8>;  // n <= 64, forward
 using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward, which has two matrices of doubles to hold
 using WholeBlock = Team<16, 16, 4, 4>;  // n <= 64, backward
 
-// Flags of those matrices that the scaled form leaves, or none where it takes no matrix.
+// The flags, or none if the scaled form is not used at all.
 Flags flags_of(void* scratch, int64_t stride, const Cooling& cooling, const Sums& sums) {
   const bool scaled = sums.rows == nullptr && cooling.constant();
   return {scaled ? static_cast<char*>(scratch) + stride - 8 : nullptr, stride};

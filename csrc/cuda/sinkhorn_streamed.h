@@ -1,5 +1,5 @@
-// Matrices too large for registers: a block each, which reads the matrix from memory (the L2 cache, mostly) again in
-// every half step. A warp takes every kWarps-th row; sums over columns meet in shared memory.
+// Matrices too large for registers: a block for each, which reads the matrix from memory (mostly the L2 cache) in every
+// half step. A warp takes every kWarps-th row; sums over columns are combined in shared memory.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ class Streamed {
         g(f + n), anchor(g + n), logs(anchor + n), df(logs + n), dg(df + n), partial(dg + n), sums(all.of(blockIdx.x, n)),
         scores_(scores), start_(int64_t(blockIdx.x) * scores.stride_batch) {}
 
-  // As many warps as the device has room for partial sums of: at n = 1024 16 on sm_90, 14 on sm_80, 6 on sm_86.
+  // As many warps as there is shared memory for their partial sums: at n = 1024 16 on sm_90, 14 on sm_80, 6 on sm_86.
   static int threads(int64_t n) {
     const int64_t warps = shared_memory_limit() / (n * 8) - kVectors;
     return static_cast<int>(std::min<int64_t>(warps, kStreamThreads / kWarpSize)) * kWarpSize;
@@ -51,7 +51,7 @@ class Streamed {
     for_columns([&](int j) { mine[j] = value; });
   }
 
-  // Hands each column's combination over the warps to each(j, combined), and leaves `next` in the slots.
+  // Calls each(j, combined) with each column's values combined over the warps, and then sets all of them to `next`.
   template <class T, class Combine, class Each>
   __device__ void collect(T* partials, Combine combine, T next, Each each) const {
     __syncthreads();
@@ -92,7 +92,7 @@ class Streamed {
     return __syncthreads_or(wide) ? Form::logarithmic : Form::scaled;
   }
 
-  // Potential of row i, given g: the largest of what is summed and the logarithm of the sum after it.
+  // The potential of row i from g, as anchor (`most`) and logarithm; see Potentials.
   template <class T>
   __device__ void row(int i, double inv_tau, double& most, double& log_sum) const {
     most = -infinity();
@@ -110,8 +110,8 @@ class Streamed {
     __syncthreads();
   }
 
-  // f, and then anchor, logs and g; or nothing, and false, where the sums are within the tolerance (see Potentials). Slots
-  // of `partial` hold -inf before, and after true.
+  // One iteration: f, then anchor, logs and g. If the sums are within the tolerance, changes nothing and returns false.
+  // Before a call, and after one that returned true, elements of `partial` are -inf.
   template <class T>
   __device__ bool iterate(double tau, bool first) const {
     const double inv_tau = 1 / tau;
@@ -157,7 +157,7 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Whether some column of this thread, in exp(S / tau) itself, is off by more than the tolerance: an empty one is not.
+  // Whether a column of this thread, in exp(S / tau) itself, is off by more than the tolerance. Empty columns are not.
   __device__ bool columns_off(double inv_tau) const {
     bool off = false;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
@@ -173,7 +173,7 @@ class Streamed {
   int64_t start_;
 };
 
-// P = diag(u) k diag(v); k (n, n) stays in memory, and each element with the thread that wrote it.
+// P = diag(u) k diag(v). k (n, n) is in memory; each element is read only by the thread that wrote it.
 __device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float* k, void* p, int dtype, int64_t start) {
   float *const u = reinterpret_cast<float*>(s.f), *const v = reinterpret_cast<float*>(s.g);
   float *const partials = reinterpret_cast<float*>(s.partial), *const mine = partials + s.warp * s.n;
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   const Streamed s(shared, scores, sums, n);
   const int64_t start = int64_t(blockIdx.x) * n * n;
   const bool broken = s.form(cooling, 0) == Form::broken;
-  // Each by the thread that lowers it below.
+  // Written by the same thread that changes it below.
   s.for_rows([&](int i) {
     if (s.lane == 0) s.sums.begin_row(i, broken ? NAN : 0.0);
   });

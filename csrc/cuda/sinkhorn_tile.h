@@ -1,4 +1,4 @@
-// A matrix in the registers of a team of threads: a tile each, and what they do together along rows and columns.
+// A matrix in the registers of a team of threads, a tile in each thread, and reductions along its rows and columns.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,8 @@
 namespace moe {
 namespace {
 
-// Row-wise range of S / tau up to which scaling vectors, at most exp(range), and their products stay normal numbers.
+// Largest range of S / tau within a row for the scaled form: scaling vectors, at most exp(range), and their products stay
+// normal numbers.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
 constexpr double kNegligible = 0x1p-45;  // see sinkhorn.cu
 
@@ -71,9 +72,9 @@ struct Matrices {
 // Prescribed sums of rows and columns, their tolerance, and the gradients of those sums.
 struct Sums {
   const double *rows, *columns;  // (B, n); null: one, and neither a tolerance nor gradients
-  double tolerance;              // below 0: none
+  double tolerance;              // negative: none
   double *drows, *dcolumns;      // (B, n)
-  int64_t start = 0;             // of the matrix at hand
+  int64_t start = 0;             // first element for this matrix
   int n = 0;
 
   __device__ Sums of(int64_t matrix, int n) const { return {rows, columns, tolerance, drows, dcolumns, matrix * n, n}; }
@@ -81,12 +82,12 @@ struct Sums {
   __device__ double per_row(double x, int i) const { return given() && i < n ? x / rows[start + i] : x; }
   __device__ double per_column(double x, int j) const { return given() && j < n ? x / columns[start + j] : x; }
 
-  // By how much row i is off where it sums to `ratio` of what it should; and column j, which sums to `total`.
+  // How far row i, whose sum is `ratio` times the prescribed one, and column j, whose sum is `total`, are off.
   __device__ double row_off(double ratio, int i) const { return i < n ? rows[start + i] * fabs(ratio - 1) : 0.0; }
   __device__ double column_off(double total, int j) const { return j < n ? fabs(total - columns[start + j]) : 0.0; }
 
-  // Gradients, each by a thread of its own. They are in units of the last temperature, as those of potentials are: what
-  // an iteration at a hotter one takes off is times the ratio of both, as f = tau log(sum / rows) is.
+  // Gradients; one thread writes each. Like those of potentials they are in units of the last temperature. f is
+  // tau log(sum / rows), so an iteration at a higher temperature subtracts its part times the ratio of both temperatures.
   __device__ void begin_row(int i, double d) const {
     if (given() && i < n) drows[start + i] = d;
   }
@@ -109,7 +110,7 @@ class Team {
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
   static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that have to exchange
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
-  static constexpr bool kEarly = kN >= 16;  // of several smaller ones of a warp one nearly always has to go on
+  static constexpr bool kEarly = kN >= 16;  // stops early; a warp has several smaller matrices, one of which goes on
   static_assert(COLUMNS * WIDE == kN && COLUMNS <= kWarpSize);
 
   using Tile = float[TALL][WIDE];
@@ -137,7 +138,7 @@ class Team {
     }
   }
 
-  // Over the columns of one row; then over the rows, column by column. Every thread receives the same bits.
+  // Reduction over the columns of a row; then one over the rows for each column. Every thread receives the same bits.
   template <class T, class Combine>
   __device__ T along_row(T value, Combine combine) const {
 #pragma unroll
@@ -179,7 +180,7 @@ class Team {
     return total[0];
   }
 
-  // Whether it holds in some thread, of something that every row of threads has.
+  // Whether `value` is true in any thread. All rows of threads must have the same values.
   __device__ bool any(bool value) const { return __any_sync(mask_, value); }
 
   __device__ double largest(double value) {
@@ -229,7 +230,7 @@ class Team {
     }
   }
 
-  // The form that this matrix can take: scaled where no row of S / tau spans `limit` or more.
+  // The form for this matrix: scaled if every row of S / tau has a range below `limit`.
   __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit) {
     float found[2] = {0.0f, 0.0f};  // the widest row, and whether something is NaN or +inf
 #pragma unroll
@@ -242,7 +243,7 @@ class Team {
         if (!(scores[a][b] < infinity())) found[1] = 1.0f;
       }
       high = along_row(high, Max()), negated_low = along_row(negated_low, Max());
-      // Of a row with a forbidden pair: infinite, also where the whole row is forbidden.
+      // The range of a row with a forbidden pair is infinite, also if the whole row is forbidden.
       const float range = negated_low == infinity() ? negated_low : high + negated_low;
       if (row + a < n) found[0] = fmaxf(found[0], range);
     }
@@ -258,8 +259,8 @@ class Team {
   uint32_t mask_ = kAllLanes;
 };
 
-// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). The exponents are taken in double: float's are off by 60
-// units. Padding has k = 0 and scales by 0.
+// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). The exponents are computed in double: in float, k would be
+// off by 60 units in the last place. Padding has k = 0, u = 0 and v = 0.
 template <class T, class Team>
 struct Scaled {
   T k[Team::kTall][Team::kWide], u[Team::kTall], v[Team::kWide];
@@ -278,7 +279,7 @@ struct Scaled {
     for (int b = 0; b < Team::kWide; b++) v[b] = T(1);
   }
 
-  // Rows and columns; false if v has the bits that it had, which is known from Team::kEarly on.
+  // One iteration; false if it changed no bit of v (checked only with Team::kEarly).
   __device__ bool iterate(Team& team) {
     T before[Team::kWide];
 #pragma unroll
@@ -319,9 +320,9 @@ struct Scaled {
   __device__ static T inverse(T total) { return total > T(0) ? reciprocal(total) : T(0); }
 };
 
-// Potentials in units of scores, an anchor and a logarithm each: f = row_anchor + tau row_log, g likewise. The anchor is
-// the largest of what is summed; added up at once they would lose to rounding what 1 / tau then makes large. T is what
-// exponentials are summed in.
+// Potentials in units of scores, in two parts: f = row_anchor + tau row_log, g likewise. The anchor is the largest exponent
+// (in units of scores), row_log the logarithm of the sum after that is taken out. They are kept apart because 1 / tau would
+// magnify the rounding of their sum. T: the type in which exponentials are summed.
 template <class T, class Team>
 struct Potentials {
   const Sums& sums;
@@ -330,8 +331,8 @@ struct Potentials {
 
   __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
 
-  // Rows and then columns; or nothing, and false, where their sums are within the tolerance. Those of columns are after
-  // any iteration but for rounding; those of rows follow from how f changes.
+  // One iteration. If all sums are within the tolerance, changes nothing and returns false. After any iteration the sums of
+  // columns are right except for rounding; those of rows follow from the change of f.
   __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
     double before[Team::kTall];
 #pragma unroll
@@ -392,7 +393,7 @@ struct Potentials {
     }
   }
 
-  // The matrix with its rows normalised, given the column potential before (g); then with its columns normalised.
+  // The matrix after its rows were normalised (g: the column potential before that), and after its columns were.
   __device__ T rows_normal(float score, int a, int b, double inv_tau) const {
     return share(((score - g[b]) - row_anchor[a]) * inv_tau - row_log[a]);
   }
@@ -400,11 +401,11 @@ struct Potentials {
     return share(((score - f[a]) - column_anchor[b]) * inv_tau - column_log[b]);
   }
 
-  // The logarithm of a sum after its largest summand; of nothing 0.
+  // The logarithm of a sum whose largest term is 1; 0 for an empty one.
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // By how much the columns of exp(S / tau) itself are off: an empty one is not.
+  // How far the column sums of exp(S / tau) itself are off. Empty columns are not.
   __device__ double columns_off(Team& team, const typename Team::Tile& scores, double tau) const {
     double total[Team::kWide] = {}, off = 0;
     float high[Team::kWide];

@@ -1,5 +1,6 @@
-// The top-k gate. A warp takes a token and keeps its logits in registers as ordered integers; a choice is the largest
-// pair (logit, lower expert first) that is left, found by one reduction of the warp. Each logit is read once.
+// The top-k gate. A warp takes a token and keeps its logits in registers, as integers that order as the logits do. Each
+// choice is a reduction over the warp: the largest logit that is left, of equal ones the lowest expert. Each logit is read
+// once.
 #include <cmath>
 #include <type_traits>
 
@@ -14,9 +15,10 @@
 namespace moe {
 namespace {
 
-constexpr int kTokens = 4;  // of a block, a warp each
+constexpr int kTokens = 4;  // tokens of a block, a warp for each
 
-// Ranks order as numbers do, zeros equal (-0 + 0 is +0) and NaN, all equal, on top: negative numbers are mirrored.
+// Ranks: integers that order as the logits do. Negative numbers are mirrored, both zeros are equal (-0 + 0 is +0), and
+// every NaN has the same rank, above all others.
 template <class T>
 struct Logit {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
@@ -36,20 +38,20 @@ struct Logit {
 };
 constexpr int32_t kLowest = INT32_MIN;  // below all ranks
 
-// A row's ranks: lane i has those of SLOTS neighbours, or of experts i, i + 32, ... where there are more than 8 a lane.
-// With SLOTS > 0 they stay in registers, with 0 they are read again each time. Past the row they are those of -inf: of
-// equal logits the lower expert goes first, so that these are never among the first K <= E.
+// The ranks of a row. Lane i has SLOTS neighbouring experts (kNeighbours), or, with more than 8 for each lane, the experts i,
+// i + 32, ... With SLOTS > 0 ranks stay in registers, with SLOTS = 0 logits are read for every choice. Past the end of the
+// row ranks are those of -inf; they are never chosen, because of equal logits the lower expert comes first and K <= E.
 template <class T, int SLOTS>
 struct Ranks {
   using Bits = typename Logit<T>::Bits;
   static constexpr bool kNeighbours = SLOTS == 4 || SLOTS == 8;
   using Four = std::conditional_t<sizeof(T) == 4, uint4, uint2>;
 
-  const Bits* logits;  // (E), from this lane's first on
+  const Bits* logits;  // from this lane's first logit on
   int num_experts, lane;
   int32_t resident[SLOTS ? SLOTS : 1];
 
-  // wide: of four neighbours either all are there or none, and they may be read together.
+  // wide: E is a multiple of 4 and rows are aligned, so that four neighbours may be read together.
   __device__ Ranks(const Bits* logits, int num_experts, int lane, bool wide)
       : logits(logits + (kNeighbours ? SLOTS * lane : lane)), num_experts(num_experts), lane(lane) {
     if constexpr (kNeighbours) {
@@ -97,11 +99,11 @@ struct alignas(8) Choice {
   int expert;
 };
 
-// The choices of a row, best first. A lane keeps its own logits in that order, and the warp takes the best of the 32
-// heads: a list moves up where its head was taken. next() has one lane write what stands for the choice, and choice()
-// is what that means.
+// The choices of a row, best first. Each lane sorts its own logits; next() takes the best of the 32 heads, and that lane's
+// list moves up. One lane writes each choice as a Kept, which choice() decodes.
 //
-// Two 16-bit halves make a key here: the rank, and after it the expert, the lower the larger. No two are equal.
+// For 16-bit logits: a list of 32-bit keys, the rank in the upper half and 0xffff - expert in the lower, so that no two keys
+// are equal.
 template <class T, int SLOTS>
 struct Packed {
   using Kept = int32_t;
@@ -128,12 +130,13 @@ struct Packed {
   __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
 };
 
-// Of equal 32-bit ranks the lowest lane's is taken. All but the heads are in shared memory: registers would all move.
+// For 32-bit logits: of equal ranks the lowest lane's is taken. All but the heads are in shared memory, where a list moves
+// up by its pointer; in registers every element would move.
 template <class T, int SLOTS>
 struct Sorted {
   using Kept = Choice;
   struct Shared {
-    Choice lists[kWarpSize][SLOTS];  // from the second on, and what is below all others
+    Choice lists[kWarpSize][SLOTS];  // the list without its head, then kLowest
   };
   Choice head;
   const Choice* rest;
@@ -145,7 +148,7 @@ struct Sorted {
     for (int s = 0; s < SLOTS; s++) {
       sorted[s] = {ranks[s], ranks.expert(s)};
 #pragma unroll
-      for (int t = s; t > 0; t--) {  // equal ones stay as they are: by expert
+      for (int t = s; t > 0; t--) {  // equal ranks are not swapped, so they stay in the order of experts
         const Choice upper = sorted[t - 1], lower = sorted[t];
         const bool swap = lower.rank > upper.rank;
         sorted[t - 1] = {max(upper.rank, lower.rank), swap ? lower.expert : upper.expert};
@@ -158,7 +161,7 @@ struct Sorted {
     for (int s = 1; s < SLOTS; s++) list[s - 1] = sorted[s];
     list[SLOTS - 1] = {kLowest, 0};
     here = 1u << ranks.lane, lanes_to_here = 2 * here - 1;
-    recompute(here), recompute(lanes_to_here);  // now, not in every round
+    recompute(here), recompute(lanes_to_here);  // so that the compiler does not compute them again in every round
   }
   __device__ void next(Kept* kept) {
     const uint32_t highest = __ballot_sync(kAllLanes, head.rank == __reduce_max_sync(kAllLanes, head.rank));
@@ -169,7 +172,7 @@ struct Sorted {
   __device__ static Choice choice(Kept kept) { return kept; }
 };
 
-// Many logits a lane: the largest pair below the choice before is searched each time.
+// For more than 8 logits a lane: each choice is the largest (logit, expert) below the one before, searched in all logits.
 template <class T, int SLOTS>
 struct Searched {
   using Kept = Choice;
@@ -179,7 +182,7 @@ struct Searched {
 
   __device__ Searched(const Ranks<T, SLOTS>& ranks, Shared&) : ranks(ranks) {}
   __device__ void next(Kept* kept) {
-    Choice best{kLowest, 0};  // experts counted from this lane's first: those of slots are constants
+    Choice best{kLowest, 0};  // expert - lane, which is a constant in each slot
     const int last_expert = last.expert - ranks.lane;
 #pragma unroll
     for (int s = 0; s < ranks.slots(); s++) {
@@ -199,7 +202,7 @@ template <class T, int SLOTS>
 using Choices = std::conditional_t<!Ranks<T, SLOTS>::kNeighbours, Searched<T, SLOTS>,
                                    std::conditional_t<sizeof(T) == 2, Packed<T, SLOTS>, Sorted<T, SLOTS>>>;
 
-// With 8 logits a lane 12 blocks, 48 warps: ptxas would spill to fit the 32 registers of 64 warps.
+// With 8 logits a lane 12 blocks (48 warps) per SM: for 64 warps, of 32 registers, ptxas would spill.
 template <class T, int SLOTS>
 __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
     topk_gate_kernel(const typename Logit<T>::Bits* logits,  // (T, E)
@@ -217,16 +220,16 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
   const int64_t start = int64_t(token) * k + lane;
   weights += start, experts += start;
 
-  constexpr int kUnrolled = Ranks<T, SLOTS>::kNeighbours ? 4 : 1;  // asking whether choices are left: 3 instructions
+  constexpr int kUnrolled = Ranks<T, SLOTS>::kNeighbours ? 4 : 1;  // the loop's condition takes 3 instructions
   List choices(ranks, shared[warp]);
-  typename List::Kept* const kept = found[warp];  // 32 choices at a time, of which each lane then takes one
+  typename List::Kept* const kept = found[warp];  // 32 choices at a time; each lane then finishes one
   float highest = 0.0f, sum = 0.0f, share = 0.0f;
   int left = k;
   for (;; left -= kWarpSize, weights += kWarpSize, experts += kWarpSize) {
     const int count = min(left, kWarpSize);
     typename List::Kept* to = kept;
     int more = count;
-    recompute(more);  // or nvcc derives the number of rounds from k in 10 instructions
+    recompute(more);  // else nvcc computes the number of rounds from k, in 10 instructions
 #pragma unroll 1
     for (; more >= kUnrolled; more -= kUnrolled, to += kUnrolled) {
 #pragma unroll

@@ -13,14 +13,14 @@ enum Activation : int { kIdentity, kRelu, kGelu, kSilu, kTanh, kSwiglu, kGeglu }
 __host__ __device__ constexpr bool is_activation(int code) { return code >= kIdentity && code <= kGeglu; }
 __host__ __device__ constexpr bool is_gated(int activation) { return activation >= kSwiglu; }
 
-// A value and the derivative there; the optimiser removes the one that is not used.
+// A value and its derivative; the compiler removes the one that is not used.
 struct Point {
   float value, slope;
 };
 
-// The normal distribution up to x and its density there. Up to 0 it is e^(-x^2 / 2) P(t), t = 1 / (1 + 0.29 |x|); P is
-// fitted to the least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions so, its slope 18; by erff, without
-// digits below -5, they are 25 and 36.
+// The normal distribution function at x and its density. For x <= 0 it is e^(-x^2 / 2) P(t) with t = 1 / (1 + 0.29 |x|); P
+// is fitted for the least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions this way, its slope 18. With erff
+// they would be 25 and 36, and no digit would be right below -5.
 struct Normal {
   float below, density;
 

@@ -40,7 +40,7 @@ inline float erf(float x) {
 inline double erf(double x) { return std::erf(x); }
 
 // tanh within 7 units in the last place: x P(x^2) / Q(x^2), fitted to the least relative error, and exactly 1 from 8.2728
-// on. Half the time of 1 - 2 / (e^2x + 1), which needs a series of its own near 0.
+// on. It takes half the time of 1 - 2 / (e^2x + 1), which also needs a series near 0.
 inline float tanh(float x) {
   const float bounded = x < -8.27271175f ? -8.27271175f : x > 8.27271175f ? 8.27271175f : x, s = bounded * bounded;
   float p = 1.47124828e-8f;
@@ -59,7 +59,7 @@ inline float tanh(float x) {
 
 inline double tanh(double x) { return std::tanh(x); }
 
-// Of a gated activation: of its gate. relu keeps NaN.
+// act(x); for a gated activation, the activation of its gate. relu keeps NaN.
 template <Activation act, class T>
 inline T value_of(T x) {
   if constexpr (act == Activation::relu) return x < 0 ? T(0) : x;
@@ -88,8 +88,8 @@ inline Sloped<T> sloped(T x) {
   return {x, T(1)};
 }
 
-// out = act(pre) times, if gated, `up`; and from the gradient of that the gradients to pre and up. Any output may be in
-// the place of any input.
+// An activation over a row. value: out = act(pre), times `up` if gated. slope: the gradients to pre and up from the
+// gradient of out. Any output may be written over any input.
 template <class T>
 struct RowsOf {
   bool gated;

@@ -23,9 +23,9 @@ struct Exchange {
   T slots[2][kMaxWarps];
 };
 
-// Lane i of every warp receives the sum over warp i, or zero past the last warp. Every thread calls it; `turn` starts
-// at 0 and belongs to one Exchange. Consecutive calls alternate between the two sets of slots, so a call needs one
-// barrier: who overwrites a set has passed the barrier of the call between, and so has everyone who still read it.
+// Lane i of every warp receives the sum over warp i, or zero past the last warp. Every thread calls it; `turn` starts at
+// 0 and belongs to one Exchange. Consecutive calls use the two sets of slots alternately, so a call needs one barrier:
+// before a set is overwritten, all threads have passed the barrier of the call in between, and with it their reads.
 template <class T>
 __device__ __forceinline__ T exchange_warp_sums(T value, Exchange<T>& exchange, int& turn) {
   const int lane = threadIdx.x % kWarpSize;

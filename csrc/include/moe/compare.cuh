@@ -1,4 +1,4 @@
-// Counting the unsigned numbers that reach a threshold: one to a register, or two of 16 bits.
+// Counting unsigned numbers that are at least a threshold: one in a register, or two of 16 bits.
 #pragma once
 
 #include "moe/platform.cuh"

@@ -13,8 +13,8 @@
 namespace moe {
 namespace {  // compiled once per instruction set
 
-// Geometric from `first` to `last`, which the last iteration has exactly; a function of t alone, so that the way back
-// sees the bits of the way there.
+// Geometric from `first` to `last`; the last iteration has exactly `last`. It depends on t alone, so that the backward pass
+// sees the same bits as the forward pass.
 class Cooling {
  public:
   Cooling(double first, double last, int64_t iterations)

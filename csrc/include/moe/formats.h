@@ -1,6 +1,6 @@
-// Element types of CPU kernels: bits (Key, a signed integer of its size), an integer order that is the order
-// of its values, and the way to and from the type it computes in (Wide). Kernels take a format as a template argument
-// and read memory as Keys, so that no 16-bit arithmetic is left to the compiler. All of it vectorises.
+// Element types of CPU kernels, each a template argument F: F::Key, a signed integer with an element's bits; F::Wide, the type
+// it is computed in; conversions between them; and integer keys that order as the values do (key_of). Kernels read memory as
+// Keys, so that no 16-bit arithmetic is left to the compiler. All of it vectorises.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@ inline To bits_as(From from) {
   return to;
 }
 
-// decode and encode: a magnitude without its sign, cheap and near enough to search by.
-// widen and narrow: every value, exactly and rounded to nearest even; a NaN stays one.
+// widen is exact, narrow rounds to nearest even, and both keep NaN. decode and encode do the same to values without a sign, but
+// only roughly, which is cheaper and enough for searches.
 struct Float32 {
   using Key = int32_t;
   using Wide = float;
@@ -63,7 +63,7 @@ struct Float16 {
   using Key = int16_t;
   using Wide = float;
   static constexpr Key inf = 0x7c00;
-  // Exponents are 112 apart; the product is exact for subnormals as well, and puts inf at 65536, which is far enough out.
+  // Exponents of float are 112 larger. The product is exact for subnormal numbers too; inf becomes 65536.
   static Wide decode(Key magnitude) { return bits_as<float>(int32_t(magnitude) << 13) * 0x1p112f; }
   static Key encode(Wide magnitude) {
     return Key(bits_as<int32_t>(std::min(magnitude, 65536.0f) * 0x1p-112f) >> 13);
@@ -75,7 +75,7 @@ struct Float16 {
   }
   static Key narrow(Wide value) {
     const uint32_t bits = bits_as<uint32_t>(value), magnitude = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
-    // Below 2^-14 the sum with 0.5 rounds at the last place of a subnormal; above, 0xfff and the parity round to even.
+    // Below 2^-14, adding 0.5 rounds to the last place of a subnormal; above, adding 0xfff and the parity rounds to even.
     const uint32_t small = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000;
     const uint32_t normal = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
     const uint32_t rounded = magnitude < 0x38800000 ? small : normal;
@@ -93,7 +93,7 @@ inline typename F::Key key_of(typename F::Key bits) {
   return magnitude > F::inf ? Key(F::inf + 1) : mirrored;
 }
 
-// Without branches: the sign of a threshold near zero is a coin, and a mispredicted one costs more than the arithmetic.
+// The value of a key. No branches: the sign of a threshold near zero is unpredictable, and a misprediction costs more.
 template <class F>
 inline typename F::Wide value_of(typename F::Key key) {
   using Key = typename F::Key;
@@ -103,7 +103,7 @@ inline typename F::Wide value_of(typename F::Key key) {
   return bits_as<typename F::Wide>(Bits(size | (Bits(sign) & std::numeric_limits<Bits>::min())));
 }
 
-// The value of a key, or zero where that is not finite. (Unsigned, so that the key next to no value, the least, is not.)
+// The value of a key, or 0 if it is not finite. (Unsigned, because the lowest key has no positive counterpart.)
 template <class F>
 inline typename F::Wide finite_or_zero(typename F::Key key) {
   using Key = typename F::Key;

@@ -1,9 +1,9 @@
 // The product of one tile on the tensor cores of sm_80, for bf16 and fp16: cp.async fills a ring of stages in shared
 // memory, ldmatrix takes fragments out of it, mma.sync multiplies them into float32 sums in registers.
 //
-// Both factors have an outer index (m or n) and k in common. One that is contiguous along k is staged as it lies, a
-// row an outer index (AlongK); one that is contiguous across k is staged a row a k (AcrossK) and transposed by
-// ldmatrix. Whatever is past an end, and rows that a gather leaves out, are zeros.
+// Each factor has an outer index (m or n) and the common index k. A factor that is contiguous along k is staged with a row
+// for each outer index (AlongK); one that is contiguous along the outer index is staged with a row for each k (AcrossK) and
+// transposed by ldmatrix. Elements past an end, and rows that a gather leaves out, are zeros.
 #pragma once
 
 #include "moe/async_copy.cuh"
@@ -14,17 +14,17 @@ namespace moe {
 
 constexpr int kPiece = 8;  // elements: 16 bytes, what cp.async copies and what ldmatrix reads of a row
 
-// A block computes M x N sums and takes K products of each at a time. COPY is how many bytes a copy moves: 16 where every
-// row starts at a multiple of 16 bytes and ends at one, so that a piece exists as a whole or not at all; 4 where rows
-// start at multiples of 4 bytes; 2 where elements are loaded one by one.
+// A block computes M x N sums, K terms of each at a time. COPY: bytes of a copy. 16 if every row starts and ends at a
+// multiple of 16 bytes, so that a piece exists as a whole or not at all; 4 if rows start at multiples of 4 bytes; 2 if
+// elements are loaded one by one.
 template <int M, int N, int K, int WARPS_M, int WARPS_N, int COPY>
 struct Tile {
   static constexpr int kM = M, kN = N, kK = K, kStages = 4, kWarpsM = WARPS_M;
   static constexpr int kWarpM = M / WARPS_M, kWarpN = N / WARPS_N, kThreads = WARPS_M * WARPS_N * kWarpSize;
   static constexpr int kCopy = COPY;
   static constexpr int kStage = (M + N) * K;  // elements
-  // Sums in shared memory, a row after the other: 8 more floats make the 8 rows and 4 pairs of columns that a warp
-  // writes at once fall on different banks.
+  // Floats of a row of sums in shared memory. With 8 more than N, the 8 rows and 4 pairs of columns that a warp writes at
+  // once fall on different banks.
   static constexpr int kPitch = N + 8;
   static constexpr int kSharedBytes = std::max(kStages * kStage * 2, M * kPitch * 4);
   static_assert(2 * (kSharedBytes + 1024) <= 164 * 1024, "two blocks, and 1 KB of the system's for each, on an A100");
@@ -37,12 +37,12 @@ struct Tile {
 // threads for 255 registers each; the sums take 128 of them.
 using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
 
-// Few rows an expert: what counts is how many bytes of weights are on their way. Two blocks with 3 stages of 20 KB are
-// 120 KB, six times what an SM must have asked for at any time if 2 TB/s, shared by 108, take a microsecond.
+// For few rows per expert, where the time is that of reading weights. Two blocks with 3 stages of 20 KB load 120 KB ahead:
+// six times what an SM needs at a latency of 1 us and its share (1 / 108) of 2 TB/s.
 using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 
-// Rows of an even number of elements, which four copies take a piece of; and rows that start anywhere: right at any
-// size, and slow, as eight loads do what one copy did.
+// For rows of an even number of elements (four copies for a piece), and for rows that start anywhere (eight loads for a
+// piece, slow).
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
 using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ int staged(int row, int piece) {
   return row * COLUMNS + (piece ^ (row / (kPieces < 8 ? 2 : 1) & kMask)) * kPiece;
 }
 
-// How many elements a piece has if `left` are left, which may be less than none.
+// The number of elements in a piece if `left` are left; `left` may be negative.
 template <int COPY>
 __device__ __forceinline__ int piece_length(int left) {
   if constexpr (COPY == 16) return left > 0 ? kPiece : 0;
@@ -211,8 +211,8 @@ struct Fragments {
   uint32_t a[Tile::kWarpM / 16][4];
   uint32_t b[Tile::kWarpN / 8][2];
 
-  // The 8 x 8 matrices of 16 outer indices and 16 k, in the order of mma.sync: of A the second one is the next
-  // 8 rows, of B the next 8 k.
+  // The four 8 x 8 matrices of 16 outer indices and 16 k, in the order of mma.sync: after the first comes the next 8 rows
+  // for A, and the next 8 k for B.
   template <class Factor, bool IS_B>
   __device__ static void load_16x16(uint32_t (&fragment)[4], const T* matrix, int outer, int k) {
     const int lane = threadIdx.x % kWarpSize, low = lane / 8 % 2 * 8, high = lane / 16 * 8;
@@ -252,9 +252,9 @@ __device__ __forceinline__ int warp_n() {
   return threadIdx.x / kWarpSize / Tile::kWarpsM * Tile::kWarpN;
 }
 
-// sums += A B over k in [0, num_k). While the warps multiply one stage, the others are being filled; while they
-// multiply 16 k, the fragments of the next 16 are being loaded. One barrier for every kK, before the last 16 of a stage
-// are multiplied: after it all may read the next stage, and none reads this one, which the next turn fills.
+// sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the others; while they multiply 16 k,
+// fragments of the next 16 are loaded. One barrier for each stage, before its last 16 k are multiplied: after it all warps
+// may read the next stage, and this one, of which all fragments are in registers, may be filled again.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;
@@ -282,7 +282,7 @@ __device__ __forceinline__ void multiply(T* stages, A& a, B& b, int num_k, typen
         async_wait<kStages - 2>();
         __syncthreads();
       }
-      // After the last turn, of a stage that holds nothing: not multiplied, and cheaper than a branch.
+      // In the last turn this loads from a stage that holds nothing; it is not used, and cheaper than a branch.
       fragments[(step + 1) % 2].load(stage(turn + last), m, n, last ? 0 : 16 * (step + 1));
       if (step == 0) copy(turn + kStages - 1);
       fragments[step % 2].multiply(sums);
@@ -342,8 +342,8 @@ __device__ __forceinline__ void write_piece(T* to, int count, bool wide, const P
   }
 }
 
-// Which of rows x columns tiles block `index` takes: eight rows of tiles together, so that blocks that run at the same
-// time share rows and columns in the L2 cache.
+// The tile of block `index` among rows x columns tiles, in groups of eight rows of tiles, so that blocks that run at the
+// same time share rows and columns in the L2 cache.
 struct Place {
   int row, column;
 

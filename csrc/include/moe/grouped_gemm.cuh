@@ -1,7 +1,7 @@
-// Grouped GEMM: rows that are sorted by expert, or gathered so, times their expert's weights. What becomes of the
-// products is the epilogue's: csrc/cuda/grouped_gemm.cu, expert_mlp.cu and expert_norms.cu have one each. An epilogue
-// is called once a block with the sums of its tile in shared memory (stage_sums of moe/gemm.cuh), and says whether the
-// columns are gates and linear parts: a constant where they never are, which saves registers beside the sums.
+// Grouped GEMM: rows sorted (or gathered) by expert, times their expert's weights. An epilogue turns the sums into results;
+// csrc/cuda/grouped_gemm.cu, expert_mlp.cu and expert_norms.cu have one each. It is called once in each block, with the sums
+// of its tile in shared memory (stage_sums of moe/gemm.cuh). halved() says whether columns are gates and linear parts; a
+// constant if they never are, which saves registers.
 #pragma once
 
 #include "moe/dtypes.h"
@@ -10,7 +10,7 @@
 
 namespace moe {
 
-// A tile of rows costs the same whether they are there or not: with fewer than this many an expert, 32 rows a tile.
+// With fewer rows per expert than this, tiles have 32 rows, since a tile takes the same time however many rows it has.
 constexpr int64_t kFewRows = 64;
 
 template <class T>
@@ -35,9 +35,9 @@ struct Rows {
   int count;  // may be negative: the tile is empty
 };
 
-// Tile `index` of M rows without a list of tiles: expert e starts at tile offsets[e] / M + e. That leaves it
-// offsets[e + 1] / M - offsets[e] / M + 1 tiles, which is enough for its rows, and grows with e, so that a warp finds e
-// by two rounds of 32 probes in a thousand. Unused rows count as rows of an expert E.
+// The rows of tile `index`, without a list of tiles: expert e starts at tile offsets[e] / M + e. So it has
+// offsets[e + 1] / M - offsets[e] / M + 1 tiles, enough for its rows; and as the start grows with e, a warp finds e among a
+// thousand by two rounds of 32 probes. Unused rows count as rows of an expert E.
 template <int M>
 __device__ Rows rows_of_tile(int index, const int32_t* offsets, int num_experts, int64_t num_rows) {
   const auto offset = [&](int e) { return min(max(int64_t(load(offsets + e)), int64_t(0)), num_rows); };
@@ -93,7 +93,7 @@ struct Bias {
   }
 };
 
-// Sum over the lanes that share a row of a tile, and where the sum of a column tile goes.
+// Sums over the lanes that share a row of a tile, and stores the sum as this column tile's part.
 template <class Tile>
 __device__ void write_row_sum(float value, int row, const Rows& rows, int column_tile, int64_t num_rows,
                               float* partial) {  // (column tiles, R)
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
     grouped_gemm_kernel(const Product<T> product, const Epilogue epilogue) {
   DYNAMIC_SHARED(T, stages);
   const Place place(blockIdx.x, product.row_tiles, product.column_tiles);
-  SHARED(Rows, rows, );  // the sums and what the loop needs fill the registers
+  SHARED(Rows, rows, );  // not in registers, which the sums and the loop fill
   if (threadIdx.x < kWarpSize) {
     const Rows found = rows_of_tile<Tile::kM>(place.row, product.expert_offsets, static_cast<int>(product.num_experts),
                                               product.num_rows);
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
 template <class T, class Tile, bool TRANSPOSED, class Epilogue>
 cudaError_t start_tile(Product<T> product, const Epilogue& epilogue, cudaStream_t stream) {
   const int64_t halves = epilogue.halved() ? 2 : 1, width = Tile::kN / halves;
-  // One without columns too: an epilogue may have rows to finish.
+  // At least one column tile, also without columns: an epilogue may have rows to finish.
   const int64_t column_tiles = std::max<int64_t>((product.dout / halves + width - 1) / width, 1);
   const int64_t row_tiles = product.num_rows / Tile::kM + product.num_experts + 1;
   if (row_tiles * column_tiles > INT32_MAX) return cudaErrorInvalidValue;
@@ -161,7 +161,7 @@ cudaError_t start_layout(const Product<T>& product, const Epilogue& epilogue, cu
                             : start_tile<T, Tile, false>(product, epilogue, stream);
 }
 
-// The tile that fits, if there are rows.
+// Launches with the tile that fits, unless there are no rows.
 template <class T, class Epilogue>
 cudaError_t start(const Product<T>& product, const Epilogue& epilogue, cudaStream_t stream) {
   if (product.num_rows == 0) return cudaSuccess;

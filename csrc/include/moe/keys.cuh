@@ -1,6 +1,6 @@
 // Floating-point numbers as signed integers, their keys, that order as the numbers do: the bits without the sign, negated
-// for a negative number, so that -0 and +0 share a key. Every NaN takes the key after that of +inf. In memory and registers
-// a key stands as an unsigned number, kZero more.
+// for a negative number, so that -0 and +0 share a key. Every NaN has the key after that of +inf. In memory and registers a
+// key is an unsigned number: kZero is added to it.
 #pragma once
 
 #include "moe/compare.cuh"
@@ -21,7 +21,7 @@ struct KeyOrder {
   __device__ static constexpr uint32_t in_each(uint32_t element) {
     return BITS == 32 ? element : element | element << 16;
   }
-  // All bits of the elements that reach the threshold, which is in each.
+  // A mask of the elements that are at least the threshold; `threshold` holds it for each element.
   __device__ static uint32_t reaching(uint32_t keys, uint32_t threshold) {
     if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
     return spread_high_bits(reaches_u16x2(keys, threshold));

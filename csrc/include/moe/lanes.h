@@ -1,5 +1,5 @@
-// Vectors of the translation unit's instruction set, as values: a kernel that is written on them works across matrices, or
-// along a row, with the same code. exp and log in double precision, which no compiler vectorises without a library.
+// Vectors of the translation unit's instruction set as values (GCC's vector extension), and exp and log on them, which
+// compilers do not vectorise without a library.
 #pragma once
 
 #include <cstdint>
@@ -47,8 +47,8 @@ inline Vec<T> broadcast(T x) {
   return x - Vec<T>{};
 }
 
-// As many elements as a Vec<T> has lanes, from or to memory that holds U. By instructions where the compiler would
-// convert halves.
+// As many elements as a Vec<T> has lanes, from or to memory of type U. Intrinsics where the compiler would convert half a
+// vector at a time.
 template <class T, class U>
 inline Vec<T> load_as(const U* from) {
   typename VecOf<U, kVectorBytes / sizeof(T) * sizeof(U)>::type v;
@@ -79,7 +79,7 @@ inline V swapped(V v, std::index_sequence<lane...>) {
   return __builtin_shufflevector(v, v, int(lane ^ step)...);
 }
 
-// Lane l of row r becomes lane r of row l, by exchanging squares of half, a quarter, ... of the lanes.
+// A step of transpose, which makes lane l of row r lane r of row l by exchanging squares of half the lanes, a quarter, ...
 template <int step, class V, size_t... lane>
 inline void exchange(V& upper, V& lower, std::index_sequence<lane...>) {
   constexpr int count = sizeof...(lane);
@@ -97,20 +97,20 @@ inline void transpose(V (&rows)[lanes]) {
   }
 }
 
-// A lane of a and a lane of b in turn: of the lower halves (half = 0) or of the upper ones (1).
+// Lanes of a and b in turn, from the lower halves (half = 0) or the upper ones (half = 1).
 template <int half, class V, size_t... lane>
 inline V zipped(V a, V b, std::index_sequence<lane...>) {
   constexpr int count = sizeof...(lane);
   return __builtin_shufflevector(a, b, int(half * count / 2 + lane / 2 + lane % 2 * count)...);
 }
 
-// The even (odd = 0) or the odd lanes of a and then of b.
+// The even lanes (odd = 0) or the odd ones (odd = 1) of a, then those of b.
 template <int odd, class V, size_t... lane>
 inline V unzipped(V a, V b, std::index_sequence<lane...>) {
   return __builtin_shufflevector(a, b, int(2 * lane + odd)...);
 }
 
-// combine over all lanes, in every lane of the result.
+// All lanes reduced by `combine`; every lane has the result.
 template <class T, int step = kLanes<T> / 2, class Combine>
 inline Vec<T> across(Vec<T> v, Combine combine) {
   if constexpr (step == 0) {
@@ -120,7 +120,7 @@ inline Vec<T> across(Vec<T> v, Combine combine) {
   }
 }
 
-// Whether some lane is not below `limit`; a NaN is not.
+// Whether any lane is at or above `limit`, or a NaN.
 inline bool any_from(Vec<double> v, double limit) {
 #if defined(__AVX512F__)
   return _mm512_cmp_pd_mask(v, _mm512_set1_pd(limit), _CMP_NLT_UQ) != 0;
@@ -133,7 +133,7 @@ inline bool any_from(Vec<double> v, double limit) {
 #endif
 }
 
-// 1 / x of normal x to a unit in the last place: an estimate of 14 bits, doubled by each Newton step; or the division.
+// 1 / x to a unit in the last place if x is normal: an estimate of 14 bits, which each Newton step doubles, or a division.
 inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)
   const Vec<float> y = _mm512_maskz_rcp14_ps(0xffff, x);
@@ -153,7 +153,7 @@ inline Vec<double> reciprocal(Vec<double> x) {
 #endif
 }
 
-// The same to 2^-42, by one step of third order: an instruction less, for sums that end in float.
+// 1 / x to 2^-42, for results that are rounded to float: one step of third order is an instruction less than two.
 inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #if defined(__AVX512F__)
   const Vec<double> y = _mm512_maskz_rcp14_pd(0xff, x), error = 1.0 - x * y;
@@ -163,13 +163,13 @@ inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #endif
 }
 
-// exp(x) for |x| <= 708 to 1 unit in the last place or two, anything for other x: x = n log 2 + r, |r| <= log(2) / 2,
-// Taylor to r^12 (remainder below 2e-16), in three parts that do not wait for each other. Where two registers hold
-// a table of sixteen, n counts sixteenths and Taylor to r^7 is enough, which takes two thirds of the instructions.
+// exp(x) for |x| <= 708 to 2 units in the last place, undefined for other x. x = n log 2 + r with |r| <= log(2) / 2, and a
+// Taylor polynomial up to r^12 (remainder below 2e-16) in three parts that do not wait for each other. With AVX-512, n is in
+// sixteenths and 2^(j / 16) comes from a table in two registers: then r^7 is enough, for two thirds of the instructions.
 inline Vec<double> exp_within_range(Vec<double> x) {
 #if defined(__AVX512F__)
   constexpr double steps = 16;
-  // Bits of 2^(j / 16), less those that n adds where the bits above j raise the exponent.
+  // Bits of 2^(j / 16), minus j << 48, since `shifted << 48` below adds j as well as the exponent.
   constexpr Vec<int64_t> lower = {0x3ff0000000000000, 0x3fefb5586cf9890f, 0x3fef72b83c7d517b, 0x3fef387a6e756238,
                                   0x3fef06fe0a31b715, 0x3feedea64c123422, 0x3feebfdad5362a27, 0x3feeab07dd485429};
   constexpr Vec<int64_t> upper = {0x3feea09e667f3bcd, 0x3feea11473eb0187, 0x3feeace5422aa0db, 0x3feec49182a3f090,
@@ -194,15 +194,15 @@ inline Vec<double> exp_within_range(Vec<double> x) {
 #endif
 }
 
-// Of any x <= 709: below -708 it is 0; NaN stays NaN.
+// exp(x) for x <= 709; 0 below -708, and NaN stays NaN.
 inline Vec<double> exp(Vec<double> x) {
   const Vec<double> y = exp_within_range(x < -708.0 ? broadcast(-708.0) : x);
   return x < -708.0 ? Vec<double>{} : y;
 }
 
-// exp((a - b) * scale) in float to two units in the last place, for a product from -80 to 80 and scale from 1e-30 to 1e30:
-// what rounding takes from a - b is added to what is left of it after n log 2 / scale, in two parts, of which n times the
-// first is exact; Taylor to r^7.
+// exp((a - b) * scale) in float to 2 units in the last place, for a product from -80 to 80 and a scale from 1e-30 to 1e30.
+// With d = a - b and the rounding error of d computed exactly (`lost`), r = (d - n log 2 / scale + lost) * scale; log 2 /
+// scale is in two parts, and n times the first is exact. Then a Taylor polynomial up to r^7.
 struct ExpOfDifference {
   float scale, steps, high, low;
 

@@ -39,7 +39,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     if (error != cudaSuccess) {
-      cudaGetLastError();  // else the thread's next launch would report this error as its own
+      cudaGetLastError();  // clears the error, which the thread's next launch would report otherwise
       return error;
     }
   }

@@ -1,5 +1,5 @@
-// A launcher called with words: one type of function for every launcher, so that a binding of many arguments costs the
-// compiler next to nothing. A word holds an argument's bits: a pointer, an integer, a double, or a float in the low half.
+// Launchers behind one function type, called with an array of 64-bit words, so that binding them costs the compiler next to
+// nothing. A word holds the bits of an argument: a pointer, an integer, a double, or a float in the low half.
 #pragma once
 
 #include <cstdint>

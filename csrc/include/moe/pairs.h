@@ -1,5 +1,5 @@
-// Pairs of bfloat16, which AVX512-BF16 multiplies and adds at once: twice the arithmetic of float32. A pair takes the place
-// of one element of a product (tiles.h), its first number in the lower half, and a sum has half as many terms.
+// Pairs of bfloat16: an AVX512-BF16 instruction adds the products of both numbers, twice the arithmetic of float32. In a
+// product (tiles.h) a pair, first number in the lower half, takes the place of one element, and a sum has half as many terms.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ using Bf16Pair = int32_t;
 
 inline int64_t pairs_of(int64_t elements) { return (elements + 1) / 2; }
 
-// Whether there is code that multiplies pairs, with sums in T, and whether the processor runs it.
+// kPairs<T>: this instruction set may have such an instruction, with sums in T. multiplies_pairs(): this processor has it.
 #if defined(__AVX512F__)
 template <class T>
 constexpr bool kPairs = std::is_same_v<T, float>;
@@ -27,7 +27,7 @@ inline bool multiplies_pairs() {
   return found;
 }
 
-// On functions that multiply pairs. Their other arithmetic does not change.
+// Attribute of the functions that multiply pairs; it changes nothing else in them.
 #define MOE_MULTIPLIES_PAIRS [[gnu::target("avx512bf16")]]
 #else
 template <class T>
@@ -38,24 +38,25 @@ inline bool multiplies_pairs() { return false; }
 #define MOE_MULTIPLIES_PAIRS
 #endif
 
-// to = from in bfloat16, rounded to nearest even, NaNs quiet. Vectors whose subnormal numbers the processor would take for
-// zero are left to `exact`.
+// to = from in bfloat16, rounded to nearest even, NaNs quiet. The instruction flushes subnormal numbers to zero, so vectors
+// that have any are converted by exact(to, from, count).
 template <class Exact>
 MOE_MULTIPLIES_PAIRS void narrow_to_bf16(void* to, const float* from, int64_t count, Exact exact);
 
-// sum + the products of both numbers of x and y, in every lane, each rounded once. Subnormal numbers count as zero.
+// In every lane, sum plus the products of both numbers of x and y, each added with one rounding. Subnormal numbers count as
+// zero.
 MOE_MULTIPLIES_PAIRS inline Vec<float> with_product(Vec<float> sum, Vec<Bf16Pair> x, Vec<Bf16Pair> y);
 
-// to (columns) = sum in bfloat16, plus c if `more`.
+// to (columns) = sum, or c + sum if `more`, in bfloat16.
 template <int W>
 MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float> (&sum)[W], int64_t columns, bool more);
 
-// to (pairs_of(rows), count): the elements of a row and of the one after it, zeros after the last. Rows of `from`, `stride`
-// elements apart, or those that `token` names: -1 gives zeros.
+// to (pairs_of(rows), count): element j of row 2 i with element j of row 2 i + 1, zero if there is none. Rows as in
+// Elements::widen.
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count);
 
-// to (rows, pairs_of(count)): neighbours in every row, a zero behind the last; rows as above.
+// to (rows, pairs_of(count)): neighbours in each row, the last one with zero if count is odd. Rows as in Elements::widen.
 inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                             int64_t count) {
   const int64_t pairs = pairs_of(count);
@@ -66,8 +67,7 @@ inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, cons
   }
 }
 
-// panel (pairs_of(depth), width) of columns `first` on of b (depth, columns), zeros behind the last one;
-// b(k, j) = b[k * b_k + j * b_j]; one of both strides is 1.
+// `pack` of tiles.h for pairs of rows: panel (pairs_of(depth), width) = columns `first` on of b (depth, columns).
 template <int width>
 void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first, int64_t columns);
 
@@ -107,7 +107,7 @@ MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float
 
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count) {
-  // Element i of the one vector, 32 + i of the two, beside element i of the other.
+  // Indices that interleave two vectors: i of the first, then i of the second, which counts as 32 + i.
   const auto halves = [](int first) {
     typename VecOf<int16_t>::type at;
     for (int i = 0; i < 32; ++i) at[i] = int16_t(first + i / 2 + i % 2 * 32);

@@ -1,5 +1,5 @@
-// Shared by dispatch and combine: rows of any length in the widest pieces that fit, their elements as float32, and a
-// grid of threads laid over them.
+// For dispatch and combine: rows of any length in the widest pieces that fit, their elements as float32, and a grid of
+// threads for them.
 #pragma once
 
 #include <algorithm>
@@ -52,14 +52,14 @@ inline bool rows_divide(int64_t bytes, int64_t row_bytes, std::initializer_list<
          std::all_of(pointers.begin(), pointers.end(), [=](const void* each) { return is_aligned(each, bytes); });
 }
 
-// Threads that share a row of `vectors` pieces: at most kRowThreads, and as evenly as whole passes allow. 360 pieces
-// (D = 2880 in bf16) are two passes of 180 threads, not one of 256 and one of 104.
+// The number of threads that share a row of `vectors` pieces: at most kRowThreads, and such that all passes are equal. 360
+// pieces (D = 2880 in bf16) are two passes of 180 threads, not one of 256 and one of 104.
 inline int threads_along(int64_t vectors) {
   const int64_t passes = std::max<int64_t>(1, (vectors + kRowThreads - 1) / kRowThreads);
   return static_cast<int>(std::max<int64_t>(1, (vectors + passes - 1) / passes));
 }
 
-// A thread for every piece of every row, as far as a launch can have them: x along a row, y over the rows of a block.
+// A launch with a thread for each piece of each row, up to the largest launch: x along a row, y over the rows of a block.
 struct RowGrid {
   dim3 grid, block;
 

@@ -1,5 +1,5 @@
-// Shared memory. Kernels declare it with these macros alone: on the host every variable becomes a heap block of
-// its own, filled with 0xFF for each block, so that overruns and reads of what was never written show.
+// Shared memory. Kernels declare it only with these macros: on the host (tests/simt) each variable is a heap block of its
+// own, filled with 0xFF for each block of threads, so that overruns and reads of unwritten elements show.
 //
 //   SHARED(float, tile, [16][17]);           as  __shared__ float tile[16][17];
 //   DYNAMIC_SHARED(uint4, stage);            a pointer to the bytes that the launch asked for

@@ -1,8 +1,7 @@
-// Base of every CPU kernel: masks of 32 elements, one bit an element, in the widest vectors of the translation unit.
+// What CPU kernels do with special instructions: mostly masks of 32 elements, one bit each.
 //
-// Each csrc/cpu/<op>.cpp is compiled once per instruction set (setup.py: MOE_ISA = base, avx2, avx512), so the choice
-// below is made by the compiler's own macros and costs nothing at run time. Loops that a compiler vectorises well by
-// itself are written as plain loops in the kernels; this file has only what needs a special instruction.
+// Each csrc/cpu/<op>.cpp is compiled once per instruction set (setup.py: MOE_ISA = base, avx2, avx512), so the compiler's own
+// macros choose below, at no cost at run time. Loops that compilers vectorise well are plain loops in the kernels.
 #pragma once
 
 #include <cstdint>
@@ -82,7 +81,7 @@ inline int64_t count_greater(const Key* key, int64_t n, Key t) {
   return count;
 }
 
-// By halves: a plain loop would add one lane after the other.
+// The sum of 32 numbers, by halves, since a plain loop would add one after the other.
 template <class T>
 inline T sum_of(T (&lanes)[kWord]) {
 #pragma GCC unroll 8
@@ -107,7 +106,7 @@ inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
       _mm512_mask_storeu_epi64(out + i, uint8_t(all >> i), _mm512_maskz_loadu_epi64(uint8_t(word >> i), in + i));
   }
 #else
-  if (count < kWord) {  // without branches: the bits are coins
+  if (count < kWord) {  // no branches, since bits are unpredictable
     for (int64_t i = 0; i < count; ++i) out[i] = in[i] & Bits(-Bits(word >> i & 1u));
     return;
   }
@@ -146,7 +145,7 @@ inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
 inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   uint8_t bytes[kWord];
   for (int i = 0; i < 4; ++i) {
-    // Eight copies of a byte. Each keeps one bit, which an addition then carries to the top.
+    // Eight copies of a byte; copy i keeps bit i, and an addition carries that to the top bit of the copy.
     const uint64_t bits = (word >> (8 * i) & 0xffu) * 0x0101010101010101u & 0x8040201008040201u;
     const uint64_t ones = (bits + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
     std::memcpy(bytes + 8 * i, &ones, 8);
@@ -158,8 +157,8 @@ inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   }
 }
 
-// Copies rows of a multiple of 64 bytes around the cache where the whole is too large to stay in it: otherwise every line
-// is read before it is written over, a third of the traffic.
+// Copies rows. If all of them are too large for the cache, rows of a multiple of 64 bytes bypass it: otherwise each line is
+// read before it is overwritten, a third of the traffic.
 class RowCopy {
  public:
   RowCopy(int64_t row_bytes, int64_t all_bytes) : bytes_(row_bytes), around_(all_bytes > kLarge && row_bytes % 64 == 0) {}

@@ -1,5 +1,5 @@
-// Functions that the special function unit has in one instruction; CUDA's own take 8 and more for subnormal numbers
-// and the last digit.
+// Functions that are one instruction of the special function unit. CUDA's own take 8 and more, because they are also right
+// for subnormal numbers and in the last digit.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace moe {
 
-// 1 / x of normal x > 0, to a unit in the last place; 0 where that is subnormal.
+// 1 / x for normal x > 0, to a unit in the last place; 0 if the result is subnormal.
 __device__ __forceinline__ float reciprocal(float x) {
 #ifdef SIMT_HOST
   return 1.0f / x;
@@ -19,7 +19,7 @@ __device__ __forceinline__ float reciprocal(float x) {
 #endif
 }
 
-// The square root of x >= 0, to a unit in the last place; 0 where x is subnormal.
+// The square root of x >= 0, to a unit in the last place; 0 if x is subnormal.
 __device__ __forceinline__ float square_root(float x) {
 #ifdef SIMT_HOST
   return std::sqrt(x);
@@ -32,7 +32,7 @@ __device__ __forceinline__ float square_root(float x) {
 
 __device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
 
-// 2^x to two units in the last place; 0 where that is subnormal.
+// 2^x to two units in the last place; 0 if the result is subnormal.
 __device__ __forceinline__ float power_of_two(float x) {
 #ifdef SIMT_HOST
   return x < -126.0f ? 0.0f : std::exp2(x);

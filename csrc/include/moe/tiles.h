@@ -1,7 +1,7 @@
-// Matrix products small enough to live in the caches: a tile of C in registers, a panel of B packed and padded with zeros.
-// Terms over k, or pairs of them, are added in order, whatever the tile, so a result depends neither on threads nor on its
-// neighbours. But a sum that its caller takes in pieces, such as the kDepth terms of product.h, is the sum of theirs, and
-// pieces and pairs are the instruction set's: results of two of them differ by roundings.
+// Matrix products C = A B small enough for the caches: a tile of C in registers, a panel of B (a few vectors wide) packed and
+// padded with zeros. The terms of an element are added in order of k whatever the tile, so that a result depends neither on
+// the number of threads nor on other rows. It does depend on the instruction set, by roundings: that decides whether terms
+// are added in pairs (pairs.h) and where callers split long sums (kDepth in product.h).
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 namespace moe {
 namespace MOE_ISA {
 
-// A tile is kTileRows x kWide vectors: 24 accumulators of AVX-512's 32 registers, 12 of the 16 of the others. 6 x 4 loads
-// 10 times in a step of 24 products, 12 x 2 loads 14 times and is a tenth slower.
+// A tile is kTileRows x kWide vectors: 24 accumulators in the 32 registers of AVX-512, 12 in the 16 of other sets. 12 x 2
+// vectors are a tenth slower than 6 x 4: 14 loads for 24 products instead of 10.
 constexpr int kTileRows = 6;
 #if defined(__AVX512F__)
 constexpr int kWide = 4;
@@ -29,31 +29,32 @@ constexpr int kPanel = kWide * kLanes<T>;  // columns of a panel
 
 inline int64_t panels_of(int64_t columns, int64_t panel) { return (columns + panel - 1) / panel; }
 
-// Memory that will soon be read, asked for while something else is computed: 64 rows through a new 128 x 128 weight take
-// half as long again where they wait for it. One request in every step of the inner loop, as a processor has room for a
-// dozen and then waits as well.
+// Prefetches memory of the next product during this one: 64 rows times a 128 x 128 weight that is in no cache take half as
+// long again without. One prefetch in each step of the inner loop: a processor holds about a dozen, then it waits.
 struct Ahead {
   struct Piece {
     const char* from = nullptr;
     int64_t bytes = 0;
   };
   Piece pieces[2];  // of the next product
-  int64_t steps;    // until that
-  bool fresh;       // so are the sums, and they are in no cache: stores that wait for it take a tenth of a product's time
-  // Of the next panels each tile prefetches a line of as many rows as it has steps, or as many consecutive lines.
+  int64_t steps;    // of this product that are left
+  bool fresh;       // the sums go to new memory, which is prefetched too: a tenth of a product's time
+  // Cache lines of the next panels, prefetched before the pieces. In the steps of one tile: one line of each of that many
+  // rows, or consecutive lines.
   struct Lines {
-    Piece next;  // and the distance from row to row, or line to line
+    Piece next;  // first address, and the distance to the next one
     int64_t left = 0;
   };
   Lines lines[4] = {};
 
-  // Asks for `bytes` of every row, which stand `apart` from each other; where a step reads two, in two places from `at` on.
+  // Prefetch `bytes` of each row; rows are `apart` bytes from each other. With rows_of_step = 2 (pairs), even and odd rows
+  // take two places from `at` on.
   void ask(int at, const char* rows, int64_t apart, int64_t bytes, int rows_of_step = 1) {
     for (int i = 0; i < rows_of_step; ++i) lines[at + i] = {{rows + i * apart, rows_of_step * apart}, (bytes + 63) / 64};
   }
   void ask(int at, const char* from, int64_t bytes) { lines[at] = {{from, 64}, (bytes + 63) / 64}; }
 
-  // The first address and the distance to the next one, for some of the steps. No piece left: any address that is mapped.
+  // What the next `some` steps prefetch: first address and distance. If nothing is left, `mapped`, any valid address.
   Piece take(int64_t some, const void* mapped) {
     steps = std::max<int64_t>(steps - some, 1);
     for (Lines& line : lines) {
@@ -73,7 +74,7 @@ struct Ahead {
   }
 };
 
-// A row of a tile: to (columns) = sum, plus to if `more`.
+// Stores a row of a tile: to (columns) = sum, or to += sum if `more`.
 template <class T, int W>
 inline void put(T* to, const Vec<T> (&sum)[W], int64_t columns, bool more) {
   constexpr int lanes = kLanes<T>;
@@ -87,9 +88,9 @@ inline void put(T* to, const Vec<T> (&sum)[W], int64_t columns, bool more) {
   }
 }
 
-// The left side of a product: element (m, k) is at[m * row + k * step]. For step = kTogether and row = 1 they are packed
-// columns, (depth, kTogether) after (depth, kTogether). Where `packed` is not null they are columns `step` apart,
-// and whole tiles of them go there on the way; what is left over is there already.
+// The left side of a product: element (m, k) is at[m * row + k * step]. With row = 1 and step = kTogether it is packed:
+// blocks of kTogether rows, each (depth, kTogether). If `packed` is not null, whole tiles of it are packed there while they
+// are multiplied; rows left over are there already.
 template <class T>
 struct Left {
   const T* at;
@@ -98,7 +99,7 @@ struct Left {
 
   static int64_t packed_at(int64_t m, int64_t depth) { return (m - m % kTogether) * depth + m % kTogether; }
 
-  // From row m on, a whole tile or what is left over.
+  // The tile that starts at row m, whole or left over.
   Left from(int64_t m, int64_t depth, bool whole) const {
     if (packed != nullptr && whole) return {at + m, row, step, packed + packed_at(m, depth)};
     if (packed != nullptr) return {packed + packed_at(m, depth), 1, kTogether};
@@ -106,25 +107,26 @@ struct Left {
   }
 };
 
-// Whether a panel of whole rows, `apart` bytes from each other, is best read in place, as storing it packed takes
-// longer than what distant rows cost. AVX-512: 24 rows through 512 x 512 are then 1.06 times as fast, 6 and 4 rows 1.26 and
-// 1.8 times; break-even is at 24 to 48 rows where they share few sets of the caches, 4 KB and more apart, at 150 elsewhere.
-// The others' panels are one cache line wide: 16 rows in place take 1.1 to 1.5 times as long as packed ones.
+// Whether `rows` rows of A should read a panel of B where it stands rather than packed. `apart`: bytes from row to row of B.
+// Packing pays once enough rows use the panel. With AVX-512 and a 512 x 512 B, in place is 1.8, 1.26 and 1.06 times as fast
+// for 4, 6 and 24 rows; break-even is at 24 to 48 rows if rows of B are 4 KB or more apart (they share few sets of the
+// caches), else at 150. Panels of other instruction sets are one cache line wide: 16 rows take 1.1 to 1.5 times as long in
+// place.
 inline bool stands(int64_t rows, int64_t apart) {
   return rows <= (kWide == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
 
-// Whether PanelProduct takes so many columns of b as they are: whole panels, or half ones that are not packed.
+// Whether PanelProduct can take b unpacked: its columns are a whole panel, or half of one that is read in place.
 template <class T>
 inline bool fills_panel(int64_t columns, int64_t rows, int64_t b_row) {
   return columns == kPanel<T> || (2 * columns == kPanel<T> && kWide > 2 && stands(rows, b_row * sizeof(T)));
 }
 
-// The right side of a tile: packed, to be packed on the way, or in place.
+// How a tile reads b: from the packed panel; in place, packing it for later tiles; only in place.
 enum class Right { packed, packs, stands };
 
-// c (rows, columns <= kPanel) = a b, plus c if `more`. b (depth, kPanel) is `packed`, or its rows are whole and b_row apart:
-// then the first tile packs them, at no cost beside its sums, if enough tiles follow. Of elements, or of pairs of them.
+// c (rows, columns <= kPanel) = a b, or c += a b if `more`. Either b == packed, a panel (depth, kPanel), or rows of b are
+// b_row apart; then the first tile packs them into `packed` unless they are better read in place. In: T, or Bf16Pair.
 template <class T, class In = T>
 struct PanelProduct {
   Left<In> a;
@@ -137,8 +139,8 @@ struct PanelProduct {
   bool more;
   char* rounded = nullptr;  // where sums of pairs go instead of c, as bfloat16
 
-  // From row i on, for M / 2 < left <= M rows. The lower half of the tile ends with the last row, so with fewer than M
-  // rows some are computed twice: two offsets and a pointer for every two rows fit the registers.
+  // M rows from row i on, of which `left` remain, M / 2 < left <= M. The second half of the tile ends with the last row, so
+  // that some rows are computed twice if left < M: then one pointer for two rows and two offsets suffice.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Ahead::Piece ahead, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
@@ -165,7 +167,7 @@ struct PanelProduct {
 #pragma GCC unroll 4
       for (int w = 0; w < W; ++w) {
         v[w] = load(row + w * lanes);
-        // Rows far apart, which no hardware foresees: a tenth of the time of 512 of them.
+        // The hardware does not prefetch rows far apart: saves a tenth of the time of 512 rows.
         if constexpr (right != Right::packed) __builtin_prefetch(row + 8 * b_row + w * lanes);
         if constexpr (right == Right::packs) store(packed + k * kPanel<T> + w * lanes, v[w]);
       }
@@ -198,8 +200,8 @@ struct PanelProduct {
     }
   }
 
-  // Tiles of rows `first` up to `last`. Not inline, and of a copy that no store can reach: with one loop to a function its
-  // addresses fit the registers, which is worth two hundredths.
+  // Tiles of rows `first` up to `last`. One loop in a function of its own, on a copy of *this that no store can change: then
+  // its addresses stay in registers, which saves 2 % of the time.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::noinline]] void tiles(int64_t first, int64_t last, Ahead& ahead) const {
     const PanelProduct own = *this;
@@ -209,11 +211,12 @@ struct PanelProduct {
     }
   }
 
-  // All tiles from row `first` on, of a b that is not packed.
+  // All tiles from row `first` on.
   template <int W, Right right>
   void all_tiles(int64_t first, Ahead& ahead) const {
     int64_t whole = rows - rows % kTileRows;
-    // A tile of one or two rows waits for b: two tiles of four end sooner, 8 rows in 0.9 of the time. Not of packed columns.
+    // A last tile of one or two rows would wait for b: two tiles of four rows take its place (8 rows: 0.9 of the time),
+    // unless a is packed in tiles of kTileRows.
     if (rows > whole && rows <= whole + 2 && whole > first && a.step == 1) whole -= kTileRows;
     const int64_t left = rows - whole;
     if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, ahead);
@@ -242,8 +245,8 @@ struct PanelProduct {
   }
 };
 
-// panel (depth, width) of columns `first` on of b (depth, columns), zeros behind the last one; b(k, j) = b[k * b_k + j * b_j],
-// of which one stride is 1.
+// panel (depth, width) = columns `first` on of b (depth, columns), padded with zeros. b(k, j) is b[k * b_k + j * b_j], and b_k
+// or b_j is 1.
 template <int width, class T>
 void pack(T* panel, const Elements<T>& kind, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first,
           int64_t columns) {
