@@ -170,7 +170,7 @@ class NinjaBuild(build_ext):
             out = temp / f"cuda.{source.stem}.o"
             lines.append(f"build {out}: nvcc {source}")
             objects.append(str(out))
-        # cudart is static, so that the module imports where there is neither GPU nor toolkit.
+        # cudart is linked statically, so that the module can be imported without a GPU or a toolkit.
         libs = f"-L{library} -lcudart_static -ldl -lrt -lpthread"
         return [*lines, *self.link("moe_kernels._cuda", objects, libs)]
 

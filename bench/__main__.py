@@ -302,7 +302,7 @@ def _request(
 
 
 def _verified(ops: list[str] | None, backends: list[str] | None) -> dict[Row, dict[str, str]]:
-    """Rows in the order of the operations, those of GPU kernels with their `checks.kernel_checks`."""
+    """Results by row in the order of the operations; those of GPU kernels include `checks.kernel_checks`."""
     wanted = _known("--op", _words(ops), OPERATIONS) or tuple(OPERATIONS)
     kernels = _known("--backend", _words(backends), KERNELS) or KERNELS
     on_gpu = [name for name in ledger.GPU_BACKENDS if name in kernels and torch.cuda.is_available()]

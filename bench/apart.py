@@ -22,7 +22,7 @@ class Lost(RuntimeError):
 
 
 class Apart:
-    """apart(function, *args, seconds=...): the result of function(*args) in the other process; all of it must pickle.
+    """Another process: apart(function, *args, seconds=...) returns function(*args) computed there, all pickled.
 
     A call that raises nothing but leaves the GPU unusable raises Lost too: its result cannot be trusted.
     """

@@ -231,7 +231,7 @@ def finished(command: Iterable[str], seconds: float | None = None, **variables: 
 
 
 def keep(log: Path | None, title: str, text: str) -> None:
-    """Appends a command's output to the log: the GPU may be gone when somebody wants to read it."""
+    """Appends a command's output to the log, for reading after the GPU is gone."""
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as file:  # one write, so that threads do not mix their lines

@@ -25,8 +25,8 @@ Calls = dict[str, Callable[[Inputs], object]]  # by direction
 class Entry:
     """One operation of the bench.
 
-    shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (those of the design's aims), and "scaling", whose
-        shapes differ in one size over two decades.
+    shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (of the design's goals for speed), and "scaling",
+        where one size varies over two decades.
     complete(shape, device type): the shape, fitted to the device.
     inputs(shape, dtype, device): fresh random inputs.
     kernel(backend): the calls of that backend, by direction.

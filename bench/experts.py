@@ -105,10 +105,10 @@ def _norms(inputs: Inputs, backend: str) -> Tensor:
 
 
 def _entry(forward: Any, peers: dict[str, Any], leaves: str, elements: Any, products: Any, **more: Any) -> Entry:
-    """leaves: names, then that of the gradient.
+    """leaves: names of the inputs that have gradients, then the name of the output's gradient.
 
-    elements(shape): numbers of elements of inputs and outputs; training reads all again and writes a gradient of each
-        input.
+    elements(shape): numbers of elements of inputs and of outputs; training reads both again and writes a gradient for
+        each input.
     products(shape): multiplications forward; training has three times as many.
     """
     *names, grad = leaves.split()

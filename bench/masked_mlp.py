@@ -1,7 +1,7 @@
 """Benchmarks of the MLP with given masks: the network of paper 000, a batch of 32.
 
 All bits are set, so that layers without masks compute the same; no kernel branches on the bits of a mask. The kernel
-reads its masks from those of all samples, as in training; a peer gets the masks of the batch.
+picks the batch's masks out of the masks of all samples, as in training; a peer gets the masks of the batch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _layers(inputs: Inputs, masked: bool) -> Tensor:
 
 
 def _flops(shape: Shape, direction: str) -> int:
-    """FLOPs of the products. Training has three times as many, without those of the gradient to x."""
+    """FLOPs of the products. Training has three times as many, except that the first layer needs no gradient to x."""
     products = [n_in * n_out for n_in, n_out in pairwise(_widths(shape))]
     return 2 * shape["B"] * (sum(products) if direction == "forward" else 3 * sum(products) - products[0])
 

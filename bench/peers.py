@@ -45,7 +45,7 @@ PACKAGES: dict[str, list[Peer]] = {}
 
 
 def peer(op: str, name: str, module: str, **more: object) -> Callable[[Callable[[Inputs], object]], object]:
-    """Registers the function below it as a peer of `op`; the other fields of Peer by name."""
+    """Decorator: registers a function as a peer of `op`. more: other fields of Peer."""
 
     def register(forward: Callable[[Inputs], object]) -> Callable[[Inputs], object]:
         PACKAGES.setdefault(op, []).append(Peer(name, module, forward, **more))  # type: ignore[arg-type]

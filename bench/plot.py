@@ -156,7 +156,7 @@ def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
 
 
 def varying(curve: list[dict[str, Any]]) -> str:
-    """The name of the size in which the points of a curve differ."""
+    """The name of the size that varies along a curve."""
     sizes = [each["sizes"] for each in curve]
     return next((name for name in sizes[0] if len({str(each[name]) for each in sizes}) > 1), next(iter(sizes[0])))
 

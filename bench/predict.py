@@ -3,8 +3,8 @@
 A launch takes at least the longest of three times:
 
     DRAM     bytes read and written, each sector once, over the bandwidth
-    issue    instructions of all warps, at 4 a cycle and multiprocessor; SASS has 1.3 times as many instructions as PTX
-             in integer code and 0.9 times as many in products (static counts); a prediction names its factor
+    issue    instructions of all warps, at 4 per cycle and multiprocessor. They are counted in PTX; static counts show
+             1.3 times as many in SASS for integer code and 0.9 times for products, and a prediction names its factor
     tensor   FLOPs of the matrix instructions over the peak of their dtype
 
 A call takes the sum over its launches. Products that torch's own library computes are not counted.

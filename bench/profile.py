@@ -83,11 +83,11 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
 
 
 def _spent(events: Iterable[Any], on_gpu: bool) -> list[tuple[str, float, float]]:
-    """Name, launches and microseconds of a call, for every event with time of its own."""
+    """Name, launches and microseconds of every event that has time of its own (not only that of its children)."""
     found = []
     for event in events:
         if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
-            continue  # its time is that of the kernels it launched, which are events of their own
+            continue  # its time is the time of its kernels, which are separate events
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if us > 0:
             found.append((event.key, event.count / CALLS, us / CALLS))
@@ -100,7 +100,10 @@ def _call(job: measure.Job) -> Callable[[], object]:
 
 
 def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str]:
-    """Output of Nsight Compute and of Triton's proton, or why they did not run. arguments: repeat this profile."""
+    """Output of Nsight Compute and of Triton's proton, or why they did not run.
+
+    arguments: the command line that repeats this profile.
+    """
     found = {}
     program = shutil.which("ncu")
     if job.device != "cuda":
@@ -110,7 +113,7 @@ def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str
     else:
         out = folder / f"{name_of(job)}.ncu-rep"
         again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
-        # Not from the start: the first 20 launches of the process are those of inputs and ceilings.
+        # Not from the start: the first 20 launches of the process prepare inputs and measure ceilings.
         options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
         command = [program, *options, "--export", str(out), *again]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")

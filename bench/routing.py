@@ -115,8 +115,8 @@ def _entry(
     flops: tuple[int, int] = (0, 0),
     inputs: Callable[[Shape, torch.dtype, str], Inputs] = _inputs,
 ) -> Entry:
-    """leaves: names, then that of the gradient. once, backward: as of _bytes. flops: forward and in training, for each
-    element of the (R, D) rows."""
+    """leaves: names of the inputs that have gradients, then the name of the output's gradient. once, backward: see
+    _bytes. flops: FLOPs for each element of the (R, D) rows, forward and in training."""
     *names, grad = leaves.split()
     return entry(
         forward,

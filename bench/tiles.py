@@ -44,7 +44,7 @@ def timings(shape: Shape, activation: str) -> list[Line]:
 
 
 def sweep() -> Iterator[list[Line]]:
-    """`timings` of the aims' shapes with uniform routing; a shape whose tiles lose the GPU has a line that says so."""
+    """`timings` of the aims' shapes with uniform routing; if a shape's tiles make the GPU unusable, a line says so."""
     with Apart() as apart:
         for shape in SHAPES["aims"]:
             for activation in ("swiglu", "gelu"):

@@ -73,7 +73,7 @@ def time_cpu(
 
 
 def _sampler(call: Callable[[], object], clock: Callable[[], float]) -> Callable[[], float]:
-    """A function that takes one sample: seconds of a call, over as many calls as fit into SAMPLE_SECONDS."""
+    """A function that measures one sample: the seconds of a call, averaged over as many as fit into SAMPLE_SECONDS."""
 
     def once() -> float:
         start = clock()
@@ -108,7 +108,7 @@ def samplers(
 
 @contextmanager
 def undisturbed_clock() -> Iterator[Callable[[], float]]:
-    """A clock of wall seconds without those that this thread waited for a core; outside of Linux the wall clock."""
+    """A clock of wall time minus the time that this thread waited for a core; outside of Linux plain wall time."""
     try:
         statistics_of_thread = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
     except OSError:
@@ -200,7 +200,7 @@ def _graph(call: Callable[[Any], object], input_sets: list[Any]) -> Callable[[],
 
 def _between_events(work: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(200_000)  # about 0.1 ms, in which the host launches the work: launching must not count
+    torch.cuda._sleep(200_000)  # about 0.1 ms, so that all work is launched before the GPU gets to it
     start.record()
     work()
     end.record()

@@ -85,7 +85,7 @@ class RoutingPlan:
 
     @property
     def slot_expert(self) -> Tensor:
-        """(T, K) int32: the expert whose row a choice became; -1 if it was dropped, or was no choice."""
+        """(T, K) int32: the expert that has a choice's row; -1 if the choice was dropped or was no choice."""
         expert = torch.searchsorted(self.expert_offsets[1:], self.slot_row.clamp(min=0), right=True, out_int32=True)
         return torch.where(self.slot_row >= 0, expert, -1)
 

@@ -1,4 +1,4 @@
-"""An MLP of whose hidden neurons a known mask says, sample by sample, which ones answer, by definition.
+"""By definition: an MLP whose hidden neurons are masked, with a given mask for each sample.
 
 Paper 000 (COMET), eqs. 7 and 8.
 """

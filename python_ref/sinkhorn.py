@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Largest error of a row sum at which the gradient at the fixed point may replace that of the iterates.
+# Largest error of a row sum for which gradient="implicit" is allowed.
 RESIDUAL = 1e-5
 
 
@@ -30,13 +30,13 @@ def sinkhorn(
 ) -> Tensor:
     """scores (..., n, n) -> (..., n, n): exp(scores / tau) with rows, then columns normalised, `iterations` times.
 
-    Columns come last and sum to one; rows do once it has converged. -inf forbids a pair; a row or column of nothing
-    else stays zero. A matrix that holds NaN or +inf becomes NaN altogether (if iterations > 0).
-    anneal_from: iteration t works at temperatures(...)[t], on the same potentials in units of scores.
+    Columns are normalised last, so they sum to one; rows do after convergence. -inf forbids a pair; a row or column of
+    -inf alone stays zero. A matrix that holds NaN or +inf becomes NaN in every element (if iterations > 0).
+    anneal_from: iteration t has the temperature temperatures(...)[t]; potentials are kept, in units of scores.
     rows, columns (..., n): what they sum to instead of one. noise (..., n, n): added to scores.
     tolerance: a matrix whose row and column sums are all within it takes no further iteration.
-    gradient "unrolled": of exactly this, iterates recomputed from sqrt(iterations) checkpoints; "implicit": see
-    implicit_gradient, refused where a row sum is off by more than RESIDUAL.
+    gradient "unrolled": of these iterations, recomputed from sqrt(iterations) checkpoints; "implicit": see
+    implicit_gradient, an error if a row sum is off by more than RESIDUAL.
     """
     noisy = scores if noise is None else scores + noise
     one = torch.ones(1, dtype=torch.float64, device=scores.device)
@@ -63,7 +63,7 @@ def _unrolled(
 
 
 def temperatures(iterations: int, tau: float, anneal_from: float | None = None) -> list[float]:
-    """The temperature of every iteration: tau, or geometrically from anneal_from to tau, which the last one has."""
+    """The temperature of every iteration: tau, or falling geometrically from anneal_from to tau in the last one."""
     if anneal_from is None:
         return [tau] * iterations
     steps = max(iterations - 1, 1)
@@ -83,7 +83,7 @@ def _iterate(log_p: Tensor, ratios: list[float], sums: list[Tensor], tolerance: 
 
 
 def _within(log_p: Tensor, sums: list[Tensor], tolerance: float) -> Tensor:
-    """(...): whether all row and column sums are within tolerance of what they should be, but for empty ones."""
+    """(...): whether all row and column sums are within tolerance of `sums`. Empty rows and columns do not count."""
     inside = torch.ones(log_p.shape[:-2], dtype=torch.bool, device=log_p.device)
     for dim, expected in zip((-1, -2), sums, strict=True):
         empty = (log_p == -torch.inf).all(dim)
@@ -92,13 +92,13 @@ def _within(log_p: Tensor, sums: list[Tensor], tolerance: float) -> Tensor:
 
 
 def _log_sum(log_p: Tensor, dim: int) -> Tensor:
-    """logsumexp, but 0 where there is nothing to sum."""
+    """logsumexp, but 0 if all terms are -inf."""
     empty = (log_p == -torch.inf).all(dim, keepdim=True)
     return log_p.masked_fill(empty, 0).logsumexp(dim, keepdim=True).masked_fill(empty, 0)
 
 
 def check_converged(p: Tensor, rows: Tensor | float = 1.0) -> None:
-    """ValueError where a row of p (..., n, n) has not the sum it should: the fixed point's gradient is not p's."""
+    """ValueError if a row sum of p (..., n, n) is wrong: p is no fixed point, so the implicit gradient is not p's."""
     off = (p.double().sum(-1) - rows).abs()
     if not bool((off <= RESIDUAL).all()):
         worst = float(off.nan_to_num(nan=torch.inf).max())
@@ -114,7 +114,7 @@ def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
 
         w = p * grad,  [diag(r) p; p' diag(c)] [a; b] = [w 1; w' 1],  dscores = (w - p * (a + b')) / tau
 
-    a is eliminated; b is known up to a constant, which the term J / n pins (J all ones).
+    a is eliminated. b is determined up to a constant, and adding J / n (J all ones) makes its equation regular.
     """
     p = p.double()
     w = p * grad.double()

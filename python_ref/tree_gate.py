@@ -32,14 +32,14 @@ def tree_probabilities(split_logits: Tensor, gamma: float) -> tuple[Tensor, Tens
         here = slice(start, start := start + inner.shape[-1])
         nodes.append(inner)
         children = torch.stack([inner * left[..., here], inner * right[..., here]], -1).flatten(-2)
-        level = torch.cat([children, level[..., inner.shape[-1] :]], -1)  # what is no node here is a leaf further right
+        level = torch.cat([children, level[..., inner.shape[-1] :]], -1)  # the others are leaves, further right
     return torch.cat(nodes, -1), level
 
 
 def tree_softmax(leaf_logits: Tensor, leaf_probs: Tensor, parity: str | None = None) -> Tensor:
     """Joint softmax of alpha + log p over trees and leaves, (..., K, E) -> (..., E), without taking a logarithm.
 
-    A leaf counts from p = the smallest normal number on: the gradient to p, up to 1 / p, is finite there.
+    Leaves with p below the smallest normal number are left out, so that the gradient to p, up to 1 / p, is finite.
     """
     if parity is not None:
         dropped, epsilon = (leaf_probs <= 0, 1e-8) if parity == "tf" else (leaf_probs < 1e-5, 1e-6)
@@ -87,8 +87,8 @@ def tree_route(
 ) -> tuple[Tensor, Tensor, RouteStatistics]:
     """Weights (T, K) and experts (T, K): each tree's likeliest leaf, the left-most of several, as if it were certain.
 
-    A node whose pre-activation is NaN sends its token to the left and makes all of the token's weights NaN. Visited are
-    the nodes that are at least as likely as the leaf: who looks for it cannot do with fewer.
+    A node whose pre-activation is NaN sends its token to the left and makes all of the token's weights NaN. Nodes at
+    least as likely as the leaf count as visited: no search for the leaf can do with fewer.
     """
     split_logits = _logits(x, split_weight, split_bias)
     unknown = split_logits.isnan()

@@ -1,5 +1,5 @@
-"""The executor itself: planted bugs are caught, corrected twins pass, fragments lie as the PTX manual says, and the
-first kernels that stand on it give the right bits. What each operation computes is tested in its own file."""
+"""The host executor of CUDA sources (tests/simt): it catches planted bugs, passes their corrected twins, and lays out
+fragments as the PTX manual says; kWTA gives the right bits on it. test_simt_kernels.py has the other operations."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class BackendError(RuntimeError):
 
 
 class Candidate(NamedTuple):
-    """One backend's answer to whether it can run an operation."""
+    """Whether a backend can run an operation, and if not, why."""
 
     backend: str
     available: bool
@@ -111,9 +111,10 @@ def use_backend(name: str) -> Iterator[None]:
 def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
     """The backend that runs `op` on a main input like x; a compiled function keeps the choice of its first trace.
 
-    Operations in SIZES hand over what SIZES takes: a backend whose kernels cannot take these sizes is passed over.
+    For an operation in SIZES, x and `more` are the arguments of its function there. A backend whose kernels cannot take
+    these sizes is passed over.
     """
-    # device.type makes new objects: 0.9 us of the 3.5 that this takes.
+    # x.is_cpu is faster than x.device, which makes a new object: 0.9 us of the 3.5 that this takes.
     device, index = ("cpu", None) if x.is_cpu else (x.device.type, x.device.index)
     chosen = _choose(op, backend, device, index, x.dtype, ())
     if op not in SIZES:
@@ -150,7 +151,7 @@ SHAPES = "shapes"
 
 
 def choose_shapes(op: str, backend: str | None, x: Tensor) -> str:
-    """As choose, for operations whose definition reads indices, which meta tensors have not, or has other FLOPs."""
+    """As choose, but SHAPES for meta tensors, for which the definition cannot read indices or counts other FLOPs."""
     chosen = choose(op, backend, x)
     return SHAPES if x.is_meta else chosen
 
@@ -168,7 +169,7 @@ def _choose(
 
 
 def asked(backend: str | None) -> str | None:
-    """The backend asked for by name, in whichever way; None leaves the choice."""
+    """The backend requested by argument, context or environment; None: automatic choice."""
     return backend or _wanted.get() or os.environ.get(VARIABLE) or None
 
 

@@ -48,8 +48,7 @@ on_amd: bool = module.on_amd
 # Whether C++ multiplies bfloat16 itself, in pairs (csrc/include/moe/pairs.h).
 multiplies_pairs: bool = module.multiplies_pairs and module.isas[isa] == "avx512"
 
-# Below this many elements, some 10 us of work, one thread is done before a second one wakes, or before another Python
-# thread has taken the GIL: then neither pays.
+# Below this many elements, about 10 us of work, neither a second thread nor releasing the GIL pays.
 _SERIAL = 1 << 15
 
 _self = sys.modules[__name__]
@@ -58,12 +57,12 @@ pointer = partial(_native.pointer, device_type)
 
 
 def chunks(elements: int) -> int:
-    """Number of threads for work on so many elements; each may need scratch memory."""
+    """Number of threads for that many elements; each needs its own scratch memory."""
     return 1 if elements < _SERIAL else torch.get_num_threads()
 
 
 def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory that is about to be written whole: in huge pages where it is large (csrc/include/moe/pages.h)."""
+    """Allocates an output buffer; large ones use huge pages (csrc/include/moe/pages.h)."""
     out = torch.empty(shape, dtype=dtype, device="cpu")
     module.expect_writes(isa, False, pointer("fresh", out, dtype, len(shape)), out.nbytes, 1)
     return out
@@ -79,8 +78,8 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     """(threads, bytes): matrices and vectors of 64 bytes for each element, or of rows of doubles padded to 16."""
     n = scores.shape[-1]
-    packed = n <= 16  # then what is read and written is of twice as many matrices as are worked on
-    # Every iteration keeps its potentials: in logarithms three vectors of rows and three of columns, and who took it.
+    packed = n <= 16  # then scores and gradients are staged for twice as many matrices as are computed at a time
+    # Backward keeps of every iteration three vectors of rows, three of columns, and which matrices took it.
     staged, matrices, vectors = (2, 2, 20 + 8 * iterations) if backward else (1, 1, 20)
     matrices += 2 * staged if packed else staged
     vector = 64 * n if packed else 8 * -(-n // 16) * 16

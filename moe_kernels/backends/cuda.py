@@ -42,6 +42,7 @@ def pointer(op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> in
 
 
 def launch(name: str, work: Tensor, *args: int | float, passes: int = 1) -> None:
+    """Launches a kernel on the device of `work`. passes: only of the CPU's launch."""
     if device_type == "cpu":
         getattr(module, name)(*args, 0)
         return
@@ -50,7 +51,7 @@ def launch(name: str, work: Tensor, *args: int | float, passes: int = 1) -> None
 
 
 def chunks(elements: int) -> int:
-    """Number of pieces of work that need scratch memory: none, as blocks have shared memory."""
+    """Number of scratch buffers: none, as blocks use shared memory."""
     return 0
 
 

@@ -40,7 +40,7 @@ class ExpertFeedForward(nn.Module):
     """LayerNorm(x + dropout(MoE(x))): a BertLayer's feed-forward layer with experts.
 
     Input: attention output x (B, S, D), token ids (B, S) for gates that route by id. Output: (B, S, D), MoEOutput.
-    dropout, norm: those of the BertOutput that it replaces.
+    dropout, norm: the modules of the BertOutput that this layer replaces.
     """
 
     def __init__(self, moe: MoE, dropout: nn.Module, norm: nn.Module) -> None:
@@ -68,7 +68,7 @@ class BertWithExperts(nn.Module):
         return self.model.config.vocab_size
 
     def with_experts(self, layer: Callable[[int], MoE]) -> BertWithExperts:
-        """A copy whose layer `index` evaluates layer(index) in the place of `intermediate` and `output`."""
+        """A copy of the model in which layer(index) replaces `intermediate` and `output` of encoder layer `index`."""
         model = copy.deepcopy(self.model)
         for index, block in enumerate(model.bert.encoder.layer):
             block.experts = ExpertFeedForward(layer(index), block.output.dropout, block.output.LayerNorm)
@@ -128,7 +128,7 @@ def load(folder: str | Path) -> BertWithExperts:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """The tokenizer of a folder, whose tokens the model's embedding holds.
+    """The tokenizer in a folder, for a model whose embedding has its vocabulary.
 
     Raises:
         ValueError: there is none, it lacks [CLS], [SEP] or [MASK], or the embedding is smaller than its vocabulary.

@@ -7,7 +7,7 @@
 
 transformers calls `experts_forward(module, hidden_states, top_k_index, top_k_weights)` for every class of experts that
 it decorates with `use_experts_implementation` (64 in transformers 5.23). The module's own parameters are used in place:
-no weight is copied or renamed, so that checkpoints, optimizers and adapters see what they saw before.
+no weight is copied or renamed, so that checkpoints, optimizers and adapters keep working.
 
 * Plain layout with SiLU, GELU (erf), ReLU or tanh, and gpt_oss's clamped gate: `expert_mlp`.
 * Any other gate or activation, or a norm after the experts: `grouped_gemm`, the module's own gate, `grouped_gemm`,
@@ -15,7 +15,7 @@ no weight is copied or renamed, so that checkpoints, optimizers and adapters see
 * An expert id equal to num_experts means no expert, as under transformers' expert parallelism.
 * A module that cannot be served raises TypeError with its class and the reason. Nothing falls back.
 
-The other way round, `Router` puts a gate and a policy of moe_kernels.nn in the place of a model's own router.
+`Router` does the opposite: a gate and a policy of moe_kernels.nn replace the model's own router.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ GATED = {"silu": "swiglu", "gelu": "geglu"}
 
 
 def register(name: str = "moe_kernels") -> None:
-    """Makes the kernels known to transformers as experts implementation `name`; calling it again changes nothing.
+    """Registers the kernels in transformers as experts implementation `name`; calling it again changes nothing.
 
     Raises:
         ValueError: another implementation has that name already.

@@ -1,6 +1,6 @@
 """The operations as torch's operators, a file each: schema, implementation, fake, autograd, vmap rule, FLOP formula.
 
-An implementation hands over to the backend named in its last argument. Eager mode, torch.compile, torch.export,
+An implementation calls the backend named in its last argument. Eager mode, torch.compile, torch.export,
 profilers, dispatch modes and torch.utils.flop_counter all see these operators.
 """
 

@@ -12,14 +12,17 @@ from moe_kernels.library._define import define, gradient_like, matrices, ops, re
 from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import kernels, product, transposed, weight_gradient
 
-# Elements of the largest tensor of a group on a GPU, 256 MB in 16 bits. Where all experts fit, the number of launches
-# does not depend on how many there are; where they do not, a launch has work for a millisecond.
+# Elements of the largest tensor of a group on a GPU: 256 MB in 16 bits. If all experts fit into a group, the number of
+# launches does not depend on E. If they do not, each launch still has work for a millisecond.
 ELEMENTS = 2**27
 
 
 def _groups(x: Tensor, w_in: Tensor, w_out: Tensor, backend: str) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Experts that are computed together, their offsets among rows that are all tokens for the first of them, all for
-    the next, ..., and the token of each row (None: the row itself). On a CPU one expert: its caches are small."""
+    """Yields groups of experts that are computed together, as (experts, offsets, token).
+
+    A group's rows are all tokens for its first expert, then all tokens for the next one. token: the token of each row;
+    None if row r is token r. On a CPU, whose caches are small, a group is one expert.
+    """
     num_tokens, num_experts = x.shape[0], w_in.shape[0]
     widest = max(x.shape[1], w_in.shape[2], w_out.shape[2], 1) * max(num_tokens, 1)
     most = 1 if backend == "cpu" else max(ELEMENTS // widest, 1)
@@ -77,8 +80,10 @@ def _bwd(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) 
 
 
 def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend) -> tuple[Tensor | None, ...]:
-    """Gradients to x and to the parameters of some experts, where dy = share y of every row. They are those of an
-    expert MLP whose gradient is y and whose gate weights are the shares."""
+    """Gradients to x and to the parameters of a group of experts, for an output gradient of share_r y_r in row r.
+
+    They equal the gradients of an expert MLP whose output gradient is y and whose gate weights are `share`.
+    """
     w_in, w_out, b_in, b_out = parameters
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted
     dx = dw_in = dw_out = db_in = db_out = None
@@ -107,7 +112,7 @@ def _sum_of_experts(rows: Tensor, num_tokens: int, backend: str) -> Tensor:
 
 
 def _of(experts: slice, *parameters: Tensor | None) -> tuple[Any, ...]:
-    """The parameters of some experts; biases contiguous."""
+    """The parameters of a slice of the experts; biases are made contiguous."""
     parts = (None if each is None else each[experts] for each in parameters)
     return tuple(each if each is None or each.dim() == 3 else each.contiguous() for each in parts)
 

@@ -1,7 +1,7 @@
 """Losses that keep experts in use, or make them agree. Plain functions: tensors in, a float32 scalar out (float64
 stays), no state.
 
-With p (T, E) the gate's probabilities and CV(v) = std(v) / mean(v) over the experts, std that of the population.
+p (T, E) are the probabilities of the gate. CV(v) = std(v) / mean(v) over the experts, std without bias correction.
 A mean over nothing is 0 here: an empty batch, T = 0, adds nothing to any loss.
 
 Across processes every loss is of this rank's tokens, as GShard's and Switch's balance losses are per device. With
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def cv_squared(v: Tensor) -> Tensor:
     """Squared coefficient of variation of v (E): var(v) / mean(v)^2, with the population's variance.
 
-    0 where all are equal, zeros as well, E - 1 where one has everything.
+    0 if all are equal (also all zero), E - 1 if one has everything.
 
     Example:
         >>> cv_squared(torch.tensor([1.0, 1.0, 1.0])), cv_squared(torch.tensor([3.0, 0.0, 0.0]))
@@ -41,7 +41,7 @@ def importance_loss(probs: Tensor, reduce: ProcessGroup | None = None) -> Tensor
 
     Args:
         probs: (T, E), the softmax of the clean logits, without noise and before any choice.
-        reduce: ranks whose tokens count together, or None.
+        reduce: process group over whose ranks the means are taken, or None.
 
     Gradient: to probs. Source: Shazeer et al. 2017, eqs. 6 and 7; V-MoE (paper 003), appendix A, weight 0.005 there.
 
@@ -63,8 +63,8 @@ def load_loss(
         logits: (T, E), clean.
         noisy_logits: (T, E), logits plus the noise that the gate used.
         k: choices a token, from 1 to E.
-        noise_std: of that noise, above 0: V-MoE's is 1 / E. Without noise this loss is not defined.
-        reduce: ranks whose tokens count together, or None.
+        noise_std: standard deviation of that noise, above 0; 1 / E in V-MoE. Without noise this loss is not defined.
+        reduce: process group over whose ranks the means are taken, or None.
 
     Gradient: to logits, and to noisy_logits through the threshold.
     Raises ValueError for k outside [1, E] and for noise_std <= 0.
@@ -99,7 +99,7 @@ def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None =
     Args:
         probs: (T, E).
         requested: (E), counts, such as RoutingPlan.requested; a constant. All zero gives 0.
-        reduce: ranks whose tokens count together, or None: GShard's and Switch's loss is per device.
+        reduce: process group over whose ranks the means are taken, or None, as GShard and Switch do (per device).
 
     Gradient: to probs through m. Source: Switch Transformer, eq. 4 (weight 0.01 there); GShard, algorithm 1, and
     V-MoE's "gshard" loss, E^2 mean(f m), are the same number.
@@ -145,7 +145,7 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
         (tensor(50.), tensor(1.9231))
     """
     p = _wide(probs)
-    if not p.shape[0]:  # of which var warns
+    if not p.shape[0]:  # var would warn
         return p.sum()
     return (p.mean(-1) / (p.var(-1, unbiased=False) + eps)).mean()
 

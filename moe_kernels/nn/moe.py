@@ -87,7 +87,7 @@ class MoE(OutputModule):
         out = MoE(TopKGate(352, 16, 2), ExpertMLP(16, 352, 352, activation="relu"))(x)
 
     Args:
-        gate: from nn.gates, over as many experts as there are.
+        gate: from nn.gates, with as many experts as `experts` has.
         experts: ExpertMLP or ExpertLayer.
         policy: TokenChoice() (drops nothing), ExpertChoice or PriorityRouting of nn.policies.
         expert_dropout: probability that an expert's weight is zero for a sample in training (paper 002, 10 %); the
@@ -170,14 +170,14 @@ class MultiGateMoE(OutputModule):
     training saves time; statistics["experts_per_token"] is the `n/s` of paper 001.
 
     Args:
-        gates: one a task, all over the same experts; a gate given for several tasks runs once.
+        gates: one for each task, all over the same experts; a gate given for several tasks runs once.
         experts: ExpertMLP or ExpertLayer.
         search: the permutation that all tasks share, the "+" of COMET+ (paper 001); None: none.
 
-    Input: x (T, D); ids (T,), for gates that use them. Output: MoEOutput with y a tuple of (T, Dout), losses by
-    "task0.name", of a shared gate under its first task, and, with a search in training, "permutation", and statistics
-    by "task0.name", where "task0.gates" (T, E) are the weights that the experts got. Autocast: as of MoE. Source: paper
-    001, section 2; Ma et al. 2018.
+    Input: x (T, D); ids (T,), for gates that use them. Output: MoEOutput with y a tuple of (T, Dout). Losses and
+    statistics are named "task0.name"; the losses of a shared gate belong to its first task. With a search in training
+    there is also the loss "permutation". The statistic "task0.gates" (T, E) holds the weights that the experts got.
+    Autocast: as MoE. Source: paper 001, section 2; Ma et al. 2018.
 
     Example:
         >>> layer = MultiGateMoE([TopKGate(16, 4, 2), TopKGate(16, 4, 2)], ExpertMLP(4, 16, 32))
@@ -213,7 +213,7 @@ class MultiGateMoE(OutputModule):
         plan = make_plan(choices, self.experts.num_experts, order="token")
         rows, slots = self.experts(x, plan, None, part="rows"), choices.clamp(min=0).long()
         y = tuple(combine(rows, plan, gate.gather(1, slots), backend=self.experts.backend) for gate in gates)
-        first = {gate: f"task{index}" for index, gate in reversed([*enumerate(self.gates)])}  # of those that share it
+        first = {gate: f"task{index}" for index, gate in reversed([*enumerate(self.gates)])}  # the first task of a gate
         losses |= {f"{first[gate]}.{name}": loss for gate in said for name, loss in said[gate].losses.items()}
         records = {f"task{index}.gates": each.detach() for index, each in enumerate(gates)}
         return MoEOutput(y, plan, tuple(outputs), losses, records)

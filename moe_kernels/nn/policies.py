@@ -30,8 +30,8 @@ class TokenChoice:
         factor_eval: the factor in evaluation, which V-MoE lowers after training; "as trained": the same.
         priority: None visits tokens by position. "max" and "sum" visit them by their largest or summed gate weight:
             Batch Prioritized Routing (paper 003, section 4; its published code has only "max").
-        order: of make_plan. None: "choice" under a capacity. Where nothing is dropped it only orders an expert's rows:
-            then None is "token", so that the rows of n processes, one after another, are those of one process.
+        order: of make_plan. None: "choice" with a capacity, else "token". Without a capacity the order only decides the
+            order of an expert's rows; with "token" n processes have, one after another, the rows of one process.
         multiple_of: the capacity is rounded up to a multiple of it; 4 in V-MoE's published code.
         group: number of consecutive tokens that compete for capacity, such as those of V-MoE's 8 images. Every group,
             also a smaller last one, has the capacity of a whole group. None: all tokens compete.
@@ -75,7 +75,7 @@ class TokenChoice:
             weights = gate.weights.detach()
             priority = weights.amax(-1) if self.priority == "max" else weights.sum(-1)
         groups, experts = 1, gate.experts
-        if self.group is not None:  # an expert has rows of its own for every group, side by side
+        if self.group is not None:  # number an expert of a group e * groups + g, so that each has a capacity of its own
             groups = -(-max(num_tokens, 1) // group)
             token = torch.arange(num_tokens, dtype=experts.dtype, device=experts.device)[:, None]
             experts = torch.where(experts < 0, experts, experts * groups + token // group)
@@ -108,7 +108,7 @@ class ExpertChoice:
     """Every expert takes the tokens that score highest with it; scores are the gate's `gates` (T, E).
 
     Args:
-        factor: of a group of n tokens an expert takes round(n factor / E), a half to even.
+        factor: an expert takes round(n factor / E) of the n tokens of a group (half to even).
         multiple_of: if given, an expert takes expert_capacity(n, 1, E, factor, multiple_of) tokens instead; V-MoE's
             published code rounds up to a multiple of 4.
         group: number of tokens among which an expert chooses, such as those of an image; T must be a multiple of it.
@@ -187,7 +187,7 @@ class PriorityRouting:
 
 
 def _of_all_groups(plan: RoutingPlan, num_experts: int, groups: int) -> RoutingPlan:
-    """The plan over E * groups experts, group by group of each expert, as one over E."""
+    """Makes a plan over E * groups experts, numbered e * groups + g, a plan over E experts."""
     # Sums by differences: with a dimension of groups, torch.export would make a guard on the number of tokens.
     last = torch.arange(num_experts + 1, device=plan.row_token.device) * groups
 
@@ -204,9 +204,9 @@ def _of_all_groups(plan: RoutingPlan, num_experts: int, groups: int) -> RoutingP
 
 
 def nonzero_choices(gates: Tensor, k: int) -> Tensor:
-    """The experts (T, min(k, E)) int32 of gates (T, E) that are not exactly 0: those that have to be evaluated.
+    """The experts whose gate is not exactly 0, as choices (T, min(k, E)) int32 for make_plan, padded with -1.
 
-    k: as many as a token has at most. -1 where it has fewer.
+    k: the largest number of such experts that a token may have.
     """
     experts = torch.arange(gates.shape[1], dtype=torch.int32, device=gates.device)
     choices = torch.where(gates != 0, experts, -1)

@@ -1,4 +1,4 @@
-"""Checks that every operation shares. A message names the operation, what was expected and what came."""
+"""Checks that operations share. A message names the operation, what it expected and what it got."""
 
 import operator
 from decimal import Decimal

@@ -130,14 +130,14 @@ def expert_mlp_of_choices(
 ) -> Tensor:
     """expert_mlp with the plan of `experts`: (T, D) -> (T, Dout).
 
-    experts: (T, K) ids; one from num_experts on is no choice. weights: (T, K). The rest is as in expert_mlp.
-    A call on the CPU that wants no gradient is one operator: the plan, its checks and three more operators took half
-    of the time of decoding one token.
+    experts: (T, K) ids; an id of num_experts or more is no choice. weights: (T, K). The rest is as in expert_mlp.
+    Without gradients a call on the CPU is one operator. As separate operators, the plan and the rest took half of the
+    time of decoding one token.
     """
     given = x, weights, w_in, w_out, b_in, b_out
     differentiated = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
     chosen = backends.choose_shapes("expert_mlp", None, x)
-    recorded = is_compiling() or torch.jit.is_tracing()  # what is recorded may be differentiated later
+    recorded = is_compiling() or torch.jit.is_tracing()  # a recorded graph may be differentiated later
     if chosen != "cpu" or activation == library.CLAMPED or differentiated or recorded:
         plan = make_plan(torch.where(experts < num_experts, experts, -1), num_experts)
         options: dict[str, Any] = {"activation": activation, "alpha": alpha, "limit": limit}

@@ -5,8 +5,8 @@
 
 Experts are computed in groups, a row for each token and expert. The kernel squares and sums the second product's
 accumulators, so that a forward holds the group's hidden layers and the (T, E) norms, never the (T, E, Dout) outputs.
-Saved for backward: x, the norms and the parameters. Backward computes a group's hidden layers and outputs again; then
-it is that of an expert MLP whose gradient is y and whose gate weights are ds / s.
+Saved for backward: x, the norms and the parameters. Backward computes a group's hidden layers and outputs again, then
+runs the backward of an expert MLP with gate weights ds / s and the gradient y.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def expert_norms(
         s (T, E) in the dtype of x. The hidden layer is rounded to that dtype. Outputs, squares and their sum stay in
         float32 (float64 stays) until the root, except outputs of large experts on a CPU with bfloat16 products.
 
-    Gradient: to x, the weights and the biases; zero where a norm is zero, also one whose squares are too small for the
-    dtype they are summed in (an output below about 1e-23 in float32). Once differentiable. Elements held, with
+    Gradient: to x, the weights and the biases; zero where a norm is zero, or is computed as zero because its squares
+    underflow (outputs below about 1e-23 in float32). Once differentiable. Elements held, with
     W = H or 2 H columns of w_in and groups of G experts: T (E + G H) forward, T (E + G (2 D + 2 W + H + Dout)) and the
     gradients of the parameters backward. G is 1 on a CPU. On a GPU it is the largest number with T G max(D, W, Dout) up
     to 2^27, at least 1; if all experts fit, 2 kernels run forward and 7 backward, whatever E is. FLOPs (torch's

@@ -1,12 +1,12 @@
-"""The grouped GEMM: rows grouped by expert, each times the weight of its expert, with bias and activation behind it.
+"""The grouped GEMM: rows grouped by expert, each times the weight of its expert, then bias and activation.
 
     pre_r = x_r W_e + b_e,   out_r = act(pre_r)        for expert_offsets_e <= r < expert_offsets_e+1;   0 from there on
     dpre  = act'(pre) dout,   dx_r = dpre_r W_e^T      the same product on the transposed weight, which is not copied
     dW_e  = sum over rows r of e of x_r^T dpre_r,   db_e = sum over rows r of e of dpre_r
 
-x (R, Din), or x (T, Din) read through row_token, so that gathered rows are not stored. Sums are float32 (float64
-stays) and in a fixed order. Saved for backward: x, weight and, where there is an activation, pre. Offsets stay on the
-device; the host does not wait for them.
+x is (R, Din), or (T, Din) read through row_token, so that gathered rows are not stored. Sums are float32 (float64
+for float64) and in a fixed order. Saved for backward: x, weight and, with an activation, pre. The host does not wait
+for the offsets.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_kernels import backends, library
 from moe_kernels.ops._checks import FLOATING, INDEX, check_fits, check_number, check_positive, check_rank, check_tensor
 
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", *library.GATED, library.CLAMPED)
-HALVING = (*library.GATED, library.CLAMPED)  # activations with half as many columns as they read
+HALVING = (*library.GATED, library.CLAMPED)  # activations that return half the columns that they read
 
 
 def grouped_gemm(
@@ -59,7 +59,7 @@ def grouped_gemm(
         with the same number of threads.
         CPUs with bfloat16 products: products below 1.2e-38 count as zero, and large experts, which use torch.mm, round
         to bfloat16 before the activation. On a CPU with AMX torch.mm may read beyond a bfloat16 view, so that a NaN
-        beside it shows (9 of 300 shapes); rows.contiguous() avoids that.
+        in memory next to the view reaches the result (9 of 300 shapes); rows.contiguous() avoids that.
 
     Gradient: to rows, weight and bias; zero for rows not in use and for experts without rows. With row_token a token's
     rows are summed in float32 and in their order, without atomics. Once differentiable. Autocast has no effect here.
@@ -117,7 +117,7 @@ def grouped_gemm(
 
 
 def check_activation(op: str, activation: object, width: int, alpha: float = 1.0, limit: float = 1.0) -> None:
-    """`activation` is None or a known name, and a gated one finds two halves in `width` columns."""
+    """`activation` must be None or a known name, and `width` even for one that halves it."""
     if activation is not None and activation not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{op}: activation must be None or one of {known}; got {activation!r}")

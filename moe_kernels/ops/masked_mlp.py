@@ -3,10 +3,10 @@
     a_l = W_l x_{l-1} + b_l,   x_l = m_l * f(a_l),   l = 1 .. L-1;   y = W_L x_{L-1} + b_L     (paper 000, eqs. 7 and 8)
     da_l = m_l * f'(a_l) * dx_l,   dW_l = da_l^T x_{l-1},   db_l = sum of da_l,   dx_{l-1} = da_l W_l
 
-One node in autograd's graph instead of three a layer: in a batch of 32 a call costs more than the mask that it applies.
-Bias, relu or tanh, and mask are one call, in place. Masks are read from their bits. With `samples` they are read from
-the bits of all samples, since gathering a batch's bits took 0.4 % of an epoch. Saved for backward: the inputs,
-x_1 .. x_{L-1} and a_1 .. a_{L-1}; relu and tanh need no a, as their slopes follow from x.
+One node in autograd's graph instead of three per layer, because with batches of 32 a call costs more than the mask
+that it applies. Bias, relu or tanh, and mask are one call, in place. With `samples`, masks are read from the bits of
+all samples: gathering the bits of a batch took 0.4 % of an epoch. Saved for backward: the inputs, x_1 .. x_{L-1} and
+a_1 .. a_{L-1}; not a for relu and tanh, whose slopes follow from x.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def masked_mlp(
 
     A masked neuron is +0 and passes no gradient on, even if its pre-activation or its gradient is NaN or infinite.
     Gradient: to x, weights and biases. Twice differentiable. Layers run one by one in second derivatives, in
-    torch.compile, on other backends than "cpu" and under autocast, whose dtype products and masks then have.
-    FLOPs (torch's counter): those of the products, and one an element masked, in either direction.
+    torch.compile, on other backends than "cpu", and under autocast (in its dtype).
+    FLOPs (torch's counter): the products, and one for each element masked, forward and backward.
 
     Raises:
         TypeError: x is no tensor of those dtypes, bits are not int32, or a torch.func transform.
@@ -112,7 +112,7 @@ def _check(
 
 
 def _uniform(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-    """Whether every bias is a vector beside its weight, of the dtype and device of x."""
+    """Whether every bias has the dtype and device of x and an element for each row of its weight."""
     return all(
         bias is None or (bias.device == x.device and bias.dtype == x.dtype and bias.shape == weight.shape[:1])
         for bias, weight in zip(biases, weights, strict=True)

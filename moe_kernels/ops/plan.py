@@ -3,9 +3,9 @@
     slot_i = |{j visited before i : expert_j = expert_i}|,   kept if slot_i < capacity      (V-MoE, algorithms 1 and 2)
     row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets = cumulative sum of min(requested, capacity)
 
-A segmented rank over (expert, visiting order): a histogram for every chunk of requests, a scan of the histograms, and a
-second walk that hands out the rows. O(T * K + chunks * E) work and one sort of T priorities where there are any; no
-sort of the requests, no (T, E) one-hot, no wait for the host.
+How: a histogram of experts for every chunk of requests, a scan over these histograms, and a second pass that gives each
+request its row. O(T * K + chunks * E) work, and one sort of T priorities if there are any; no sort of the requests, no
+(T, E) one-hot, no wait for the host.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
         weights_te = scores_te if expert e took token t, else 0
 
     Args:
-        scores: (T, E), a floating dtype (float64 on "reference" and "cpu"): V-MoE and paper 002 hand over the softmax
+        scores: (T, E), a floating dtype (float64 on "reference" and "cpu"): V-MoE and paper 002 pass the softmax
             over experts. Ties go to the lower token; -0.0 equals 0.0, NaN ranks highest.
         capacity: tokens an expert takes, from 0; more than T takes them all.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).

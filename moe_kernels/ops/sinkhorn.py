@@ -13,7 +13,7 @@ iteration, and never keeps an iterate. It divides by tau at the end: where P is 
 w cancels exactly, while w / tau would be rounded in one sum and, fused with its addition, not in the other.
 scores / tau needs more bits than float32 has (at tau = 1e-7 it is 1e7 and more), so a kernel scales exp(S / tau) by
 vectors only where the matrix's range allows it, and elsewhere takes differences in more than float32 before exp.
-On GPUs each way has kernels of its own, and the first ends once iterations change nothing (_sinkhorn_scaled.py).
+On GPUs these two ways are separate kernels; the scaling one stops once iterations change nothing (_sinkhorn_scaled.py).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def sinkhorn(
         noise: like scores, and added to them: Gumbel noise draws permutations (Gumbel-Sinkhorn).
         tolerance: a matrix whose row and column sums are all within it takes no further iteration. Not while cooling.
         backend: "reference", "cpu", "triton" or "cuda" (n <= 1024 both); None chooses (see moe_kernels.explain).
-            With rows, columns or a tolerance kernels work in logarithms alone, on the CPU in a tenth of the
-            reference's time.
+            With rows, columns or a tolerance kernels use potentials only, on the CPU in a tenth of the reference's
+            time.
 
     Returns:
         (..., n, n) in the dtype of scores, accurate to its rounding.
@@ -136,7 +136,7 @@ def _temperatures(first: float, last: float) -> Tensor:
 
 
 def _vectors(sums: Tensor | None, scores: Tensor) -> Tensor:
-    """(B, n), float64: what a kernel takes for rows or columns, ones where none are given."""
+    """Rows or columns as kernels take them: (B, n) float64, ones if `sums` is None."""
     each = scores.new_ones((1,), dtype=torch.float64) if sums is None else sums.double()
     return each.expand(scores.shape[:-1]).reshape(prod(scores.shape[:-2]), scores.shape[-1])
 

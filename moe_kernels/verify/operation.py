@@ -26,9 +26,9 @@ class Operation:
     """How one operation is verified.
 
     cases(dtype, device, small): inputs; `small` ones are for interpreters and sanitizers (<= 4 rows of <= 512).
-    run(inputs, backend): outputs and gradients by name. The fuzzer (tests/fuzz) calls it with inputs of its own.
+    run(inputs, backend): outputs and gradients by name. The fuzzer (tests/fuzz) calls it with random inputs.
     exact: names of the outputs that must equal the reference's bit for bit.
-    floor: error of computed outputs that is allowed besides twice the reference's, in units of the dtype's epsilon.
+    floor: other outputs may err by twice the reference's error plus floor times the dtype's epsilon.
     """
 
     cases: Callable[[torch.dtype, str, bool], Iterator[Case]]
@@ -40,10 +40,9 @@ class Operation:
 def differentiated(
     call: Callable[..., Any], inputs: Inputs, leaves: Sequence[str], names: Sequence[str], **fixed: Any
 ) -> Outputs:
-    """Outputs of call(**inputs, **fixed) by `names`, and the gradients of those `leaves` that the inputs hold.
+    """Outputs of call(**inputs, **fixed), called `names`, and the gradients of the `leaves` that are among the inputs.
 
-    Inputs whose name begins with "grad" are the gradients of the outputs, in the order of these names, and no
-    arguments.
+    Inputs whose name begins with "grad" are not arguments, but the gradients of the outputs, in order.
     """
     leaf = {name: inputs[name].detach().requires_grad_() for name in leaves if inputs.get(name) is not None}
     given = {name: value for name, value in inputs.items() if not name.startswith("grad")}

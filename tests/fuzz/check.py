@@ -1,11 +1,10 @@
 """Compares a case with the definition and makes failing cases small.
 
 The tolerance is that of `moe_kernels verify`: twice the error of the definition in the same dtype, plus a floor in
-epsilons of the largest element. Random values meet what chosen ones avoid, sums that cancel and denormal numbers, so
-the floor is at least EFFECT times the effect of moving every input by up to two epsilons and the smallest normal
-number, or all denormal ones to zero, and the definition's own error is the largest of those on the case's inputs and
-on four that are so near. A sum whose exact value is nearly 0 is held to 32 epsilons, of the dtype that it is computed
-in, of the largest input instead.
+epsilons of the largest element. Random values also give sums that cancel, and denormal numbers. Therefore inputs are
+perturbed four times, by up to two epsilons and the smallest normal number, or with denormal numbers set to zero: the
+floor is at least EFFECT times the change that this makes, and the definition's error is the largest of the five. A sum
+whose exact value is nearly 0 may err by 32 epsilons (of the dtype that it is computed in) of the largest input.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WIDEST = cpu.isa, cpu.multiplies_pairs
 
 
 def names(interpreted: bool = False) -> list[str]:
-    """What cases run on: "cpu" with each of its instruction sets, and "triton" if its interpreter is asked for."""
+    """What cases run on: "cpu" with each instruction set and, if `interpreted`, "triton" in its interpreter."""
     return [f"cpu {isa}" for isa in cpu.module.isas[: WIDEST[0] + 1]] + ["triton"] * interpreted
 
 
@@ -74,7 +73,7 @@ def failure(spec: Spec) -> str | None:
     try:
         expected = operation.run(build(spec), "reference")
     except Exception as raised:
-        # What the definition refuses a kernel refuses too, in words of its own.
+        # A kernel must refuse what the definition refuses; its message may differ.
         return None if found is None else f"ran, the definition refuses it: {said(raised)}"
     if found is None:
         return error

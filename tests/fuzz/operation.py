@@ -15,8 +15,8 @@ class Fuzzed:
     """How random cases of one operation are made; moe_kernels.verify has its run, exact outputs and floor.
 
     draw(draw): a spec without op, on, dtype and seed. build(spec): the inputs. fits(spec): whether a simplified spec is
-    still one of the operation's. loose(spec): a factor of the floor. dtypes: those that are drawn. weight: how often it
-    is drawn. own: the run and the exact outputs of a function without kernels, which verify does not have.
+    still valid for the operation. loose(spec): a factor of the floor. dtypes: to draw from. weight: how often the
+    operation is drawn. own: run and exact outputs of a function without kernels, which moe_kernels.verify lacks.
     """
 
     draw: Callable[[random.Random], Spec]

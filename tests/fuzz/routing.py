@@ -93,7 +93,7 @@ def _draw_counts(draw: random.Random) -> Spec:
 
 
 def _run_counts(spec: Inputs, backend: str) -> Outputs:
-    """expert_capacity and k_from_fraction: of a decimal as it is printed, in whole numbers."""
+    """expert_capacity and k_from_fraction: exact for a decimal fraction as it is printed, by integer arithmetic."""
     tokens, k, experts, multiple, n = (spec[name] for name in ("tokens", "k", "experts", "multiple", "n"))
     exact, p = Fraction(spec["factor"], 1000), Fraction(min(spec["factor"], 1000) or 1, 1000)
     if backend == "reference":

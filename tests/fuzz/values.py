@@ -1,4 +1,4 @@
-"""Tensors of a case: values of a kind, in memory of a layout."""
+"""Makes the tensors of a case, each with a kind of values and a memory layout."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SIZES = (0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 63, 64, 65, 1
 
 
 def size(draw: random.Random, largest: int, smallest: int = 0) -> int:
-    """A size from `smallest` to `largest`; small ones, powers of two and their neighbours are likelier."""
+    """A size from `smallest` to `largest`; small sizes, powers of two and their neighbours are likelier."""
     fit = [each for each in SIZES if smallest <= each <= largest]
     return draw.choice(fit) if draw.random() < 0.8 else draw.randint(smallest, largest)
 
 
 def describe(draw: random.Random, *names: str, kinds: tuple[str, ...] = KINDS) -> Spec:
-    """A kind and a layout of every tensor; most are normal and contiguous."""
+    """A kind and a layout for every tensor; most are normal and contiguous."""
     spec = {}
     for name in names:
         spec[f"{name}.kind"] = draw.choice(kinds) if draw.random() < 0.4 else "normal"
@@ -55,9 +55,9 @@ def make(spec: Spec, name: str, *shape: int) -> Tensor:
 
 
 def lay(x: Tensor, layout: str) -> Tensor:
-    """x in memory of that layout. Memory between its elements holds NaN, or, of bfloat16, the largest number.
+    """x in that memory layout. Memory between its elements holds NaN, or for bfloat16 the largest number.
 
-    torch's own bfloat16 product on CPUs with AMX reads past a view (facts: NaN in 9 of 300 shapes of torch.mm).
+    torch.mm reads past a bfloat16 view on CPUs with AMX (NaN in 9 of 300 shapes).
     """
     rest = torch.finfo(x.dtype).max if x.dtype == torch.bfloat16 else torch.nan
     if layout == "contiguous" or not x.dim() or not x.numel():

@@ -1,4 +1,4 @@
-"""Activations of the grouped GEMM: the numbers that the kernels know them by, and the gradient of one by itself."""
+"""Activations of the grouped GEMM: their numbers in the kernels, and the gradient of an activation alone."""
 
 from __future__ import annotations
 

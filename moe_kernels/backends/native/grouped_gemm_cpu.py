@@ -1,9 +1,8 @@
-"""The grouped GEMM on CPU tensors: small experts in csrc/cpu/grouped_gemm.cpp, large ones by torch's matrix library.
+"""The grouped GEMM on CPU tensors: products in csrc/cpu/grouped_gemm.cpp, or by torch's library for large experts.
 
-A call of that library costs as much as a million multiplications, and its threads share one product; a small expert is
-done by then, and threads do better with rows of their own. The loop over large ones is torch's own grouped_mm where it
-takes them. Either way bias, activation and what follows them are fused in C++. Offsets are at hand on the CPU, so
-reading them is no wait.
+C++ gives every thread its own rows and needs no call for each expert; a call of torch.mm costs as much as a million
+multiplications. torch's library is faster for large experts on Intel's processors. Bias and activation run in C++ in
+both cases: it reads torch's products.
 """
 
 from __future__ import annotations
@@ -21,24 +20,25 @@ from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, wide
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
-# Largest product, in multiply-adds of an expert on average, that C++ takes from torch's library on an Intel processor:
-# 1.1 to 1.3 times as fast up to here with sides of 128 to 512, 0.8 at 2**28 (float32, AVX-512, one thread).
+# Largest expert, in multiply-adds, that C++ multiplies on every processor. Up to here it is 1.1 to 1.3 times as fast as
+# torch.mm on an Intel processor, at 2**28 0.8 times (float32, AVX-512, one thread).
 SMALL = 2**24
-# The same in bfloat16 if torch has instructions for it that C++ does not use: 1.2 to 2 times as fast at 2**20,
-# 0.6 to 1.2 at 2**22.
+# The same in bfloat16 if torch uses instructions that C++ does not: C++ is 1.2 to 2 times as fast at 2**20, 0.6 to 1.2
+# times at 2**22.
 SMALL_BFLOAT16 = 2**21
-# Rows that a thread of C++ takes at least; threads of torch's library share the columns of fewer rows.
+# Fewest rows of a thread in C++. With fewer, torch.mm is faster, since its threads share the columns.
 LEAST = 24
-# Bytes of results inside an expert MLP up to which one launch makes them all, in 10 us less than three launches. Larger
-# ones are freed in turn, so that the next takes their memory without a page fault for every 4 KB.
+# Bytes of intermediate results up to which expert_mlp is one launch, which saves 10 us. Larger results are freed one by
+# one, so that the next one takes their memory without page faults.
 AT_ONCE = 2**20
 
 
 def in_cpp(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
-    """Whether C++ makes the products of num_rows rows with a weight of `size` (E, Din, Dout).
+    """Whether C++ multiplies num_rows rows by a weight of `size` (E, Din, Dout).
 
-    Small ones everywhere. On AMD's processors, where torch's library takes a generic path, all for which there are
-    enough rows: 1.2 times as fast in the median of 624 cases from 2**20 to 2**30, below 0.97 in three (Zen 4).
+    It multiplies small experts everywhere. On AMD's processors, where torch's library runs generic code, it multiplies
+    all experts if every thread has enough rows: 1.2 times as fast in the median of 624 cases from 2**20 to 2**30
+    multiply-adds, below 0.97 in three (Zen 4).
     """
     num_experts, din, dout = size
     multiply_adds = num_rows * din * dout / max(num_experts, 1)
@@ -153,10 +153,10 @@ def hidden_bwd(
 def mlp(
     native, x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre
 ) -> tuple[Tensor, Tensor] | None:
-    """y and pre of the expert MLP in one launch; None for AT_ONCE or in_cpp, or where an index does not fit.
+    """y and pre of the expert MLP in one launch; None if AT_ONCE or in_cpp exclude it, or an index is out of range.
 
-    plan: expert_offsets, row_token and slot_row; None: the launch makes that of experts (T, K), in which ids from E on
-    are no choice.
+    plan: expert_offsets, row_token and slot_row. None: the launch makes the plan of experts (T, K), whose ids of E or
+    more are no choice.
     """
     dtype, (num_experts, din, width), (_, hidden, dout) = x.dtype, w_in.shape, w_out.shape
     num_tokens, k = (plan[2] if experts is None else experts).shape
@@ -219,13 +219,12 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
 
 
 def _work(num_rows: int, size: tuple[int, ...]) -> int:
-    """Elements of other work that take as long as products of num_rows rows with a weight of `size` (E, Din, Dout)."""
+    """Work of multiplying num_rows rows by a weight of `size` (E, Din, Dout), in elements of a pointwise operation."""
     return num_rows * size[1] * size[2] // 64
 
 
 def _product(native, x, weight, expert_offsets, row_token, product) -> tuple[int, ...]:
-    """The arguments of MOE_PRODUCT_ARGS. product: of large experts, whose rows the launch may write over once it has
-    read them."""
+    """MOE_PRODUCT_ARGS of csrc/cpu/ops.h. product: torch's products, or None; the launch may write over them."""
     dtype = x.dtype
     return (
         _native.DTYPES[dtype],
@@ -249,7 +248,7 @@ def _weight(native: ModuleType, weight: Tensor) -> tuple[int, ...]:
 
 
 def _place(product: Tensor | None, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
-    """Where to write what has a row for every row of the product: in its place, if it has that dtype."""
+    """Memory for a result (num_rows, width): that of `product`, if given in this dtype, as it is not needed later."""
     return (
         product
         if product is not None and product.dtype == dtype
@@ -258,16 +257,16 @@ def _place(product: Tensor | None, dtype: torch.dtype, num_rows: int, width: int
 
 
 def _with_bias(x, weight, expert_offsets, row_token, bias) -> tuple[Tensor, Tensor | None]:
-    """_large_product, and the bias that is still to be added.
+    """_large_product and the bias that C++ must still add.
 
-    None where torch gives 16 bits: a product that is rounded before its bias is off by what cancels.
+    torch adds the bias to a product of 16 bits, since one that was rounded before its bias loses what cancels.
     """
     added = bias if x.itemsize == 2 and _product_dtype(x.dtype) is x.dtype else None
     return _large_product(x, weight, expert_offsets, row_token, added), bias if added is None else None
 
 
 def _large_product(x, weight, expert_offsets, row_token, bias) -> Tensor:
-    """(R, Dout): torch's product of every expert with its rows, and zeros."""
+    """(R, Dout): the rows of each expert times its weight, by torch; zeros in unused rows."""
     rows, dtype = _gathered(x, row_token), _product_dtype(x.dtype)
     sizes = _sizes(expert_offsets, rows.shape[0])
     if bias is None and _takes_grouped_mm(rows, weight):
@@ -288,7 +287,7 @@ def _large_product(x, weight, expert_offsets, row_token, bias) -> Tensor:
 
 
 def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> Tensor:
-    """(E, Din, Dout): torch's product of every expert's rows of x, transposed, and of grad."""
+    """(E, Din, Dout): x^T grad over the rows of each expert, by torch."""
     if _takes_grouped_mm(x, grad):
         return F.grouped_mm(x.t(), grad, offs=expert_offsets[1:])
     dtype, sizes = _product_dtype(x.dtype), _sizes(expert_offsets, x.shape[0])
@@ -302,9 +301,10 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
 
 
 def _takes_grouped_mm(rows: Tensor, columns: Tensor) -> bool:
-    """Whether torch has grouped_mm, which loops over experts in C++, and it takes these tensors.
+    """Whether torch has grouped_mm and it takes these tensors.
 
-    It pads rows of the result to 16 bytes, but callers here need contiguous rows.
+    It is one call instead of one torch.mm for each expert: 0.85 of the time at 2**20 multiply-adds of an expert, 0.95
+    at 2**23. Its result has rows padded to 16 bytes, but callers need contiguous rows, hence the first condition.
     """
     return columns.shape[-1] * columns.itemsize % 16 == 0 and all(
         _in_vectors(each.dtype, each.shape, each.stride()) and _native.aligned(each, 16) for each in (rows, columns)
@@ -312,7 +312,8 @@ def _takes_grouped_mm(rows: Tensor, columns: Tensor) -> bool:
 
 
 def _in_vectors(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Not float64, not empty, and matrices of either layout whose rows begin at multiples of 16 bytes."""
+    """Whether a tensor meets grouped_mm's conditions: a dtype that torch multiplies as it is, but not float64; not
+    empty; each matrix row- or column-major, with rows or columns that begin at multiples of 16 bytes."""
     if not hasattr(F, "grouped_mm") or dtype != _product_dtype(dtype) or dtype == torch.float64 or 0 in shape:
         return False
     *batch, row, column = strides
@@ -324,8 +325,8 @@ def _in_vectors(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, 
 
 @cache
 def _product_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which torch multiplies `dtype`: float16 is a hundred times slower than float32, bfloat16 four times
-    where the CPU has no instruction for it.
+    """The dtype in which torch multiplies fastest: float16 takes a hundred times as long as float32, and bfloat16 four
+    times as long on a CPU without instructions for it.
     """
     slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported())
     return torch.float32 if slow else dtype
@@ -338,10 +339,7 @@ def _sizes(expert_offsets: Tensor, num_rows: int) -> list[int]:
 
 
 def _gathered(x: Tensor, token: Tensor | None) -> Tensor:
-    """The rows of x, or the tokens of row_token, zeros for -1.
-
-    All at once: a call of torch for every expert would cost a tenth of the product of 32 rows of 256.
-    """
+    """x, or x[token] with zeros where token is -1."""
     if token is None:
         return x
     if token.numel() == 0 or token.min() >= 0:

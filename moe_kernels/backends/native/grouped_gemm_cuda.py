@@ -12,7 +12,7 @@ from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED
 
-COLUMNS = 128  # of a tile: as many leave one partial sum
+COLUMNS = 128  # of a tile, which writes one partial sum a row
 
 
 def fwd(native, x, weight, expert_offsets, row_token, bias, activation, keep_pre) -> tuple[Tensor, Tensor]:
@@ -147,5 +147,5 @@ def _bias(native: ModuleType, bias: Tensor | None, dtype: torch.dtype) -> tuple[
 
 
 def _partial(like: Tensor, num_rows: int, columns: int) -> Tensor:
-    """Room for a sum of each tile of columns: (tiles, R) float32. One tile without columns too."""
+    """Memory for the partial sums of every tile of columns: (tiles, R) float32, with at least one tile."""
     return like.new_empty((max(-(-columns // COLUMNS), 1), num_rows), dtype=torch.float32)

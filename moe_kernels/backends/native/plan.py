@@ -12,8 +12,8 @@ from moe_kernels.backends import _native
 from moe_kernels.library import plan_rows, words
 from moe_kernels.library.plan import refuse_unknown_experts
 
-COLUMNS = 16  # of csrc/cpu/plan.cpp: experts that choose together
-HELD = 16  # bytes of a token that an expert holds, at most
+COLUMNS = 16  # experts that csrc/cpu/plan.cpp handles together in plan_expert_choice
+HELD = 16  # largest size in bytes of a token's entry in the list that an expert holds
 
 
 def make_plan(native, experts, num_experts, capacity, priority, order) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The top-k gate on the C++ backends (csrc/cpu/topk_gate.cpp)."""
+"""The top-k gate on the C++ backends: csrc/cpu/topk_gate.cpp and csrc/cuda/topk_gate.cu."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_kernels.backends import _native
 from moe_kernels.library import wide, words
 
-SCRATCH = 20  # bytes an expert in a thread's scratch: a value, a key and an index
+SCRATCH = 20  # bytes of scratch for each thread and expert: a value, a key and an index
 
 
 def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) ->
 
 
 def on_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """`launcher` with the GPU of its first tensor as the current one: Triton launches there, whatever it is given."""
+    """`launcher` with the GPU of its first tensor made current, since Triton launches on the current GPU."""
 
     @wraps(launcher)
     def there(x: torch.Tensor, *rest: Any) -> Any:

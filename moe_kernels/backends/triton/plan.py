@@ -1,10 +1,10 @@
-"""The routing plan in Triton: a segmented rank over (expert, visiting order) in three launches.
+"""The routing plan in Triton: count, scan and rank, one launch each.
 
-Requests in visiting order fall into chunks; a request's slot is the number of requests to its expert in earlier chunks,
-and before it in its own. Nothing is sorted, and the only scratch memory is chunks * E counts.
+Requests in visiting order are split into chunks. A request's slot is the number of requests to its expert in earlier
+chunks, plus those before it in its own chunk. Nothing is sorted, and the only scratch memory is chunks * E counts.
 
-Priority routing does sort its T * E pairs. One program then walks down them, as the definition does: a thousand at a
-time while nothing is open, 64 at a time where something is. One multiprocessor works, and the host waits for nothing.
+Priority routing does sort its T * E pairs. One program then goes through them in that order, as the definition does:
+1024 at a time if none of these can be made, else 64 at a time. It uses one multiprocessor; the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from moe_kernels.backends.triton import launch, on_device, unsupported
 from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
-TILE = 32  # requests that one warp ranks together, each against each
-SHORTEST = 2048  # tokens: fewer run the same code of kWTA
-MATCHED = 64  # pairs that priority routing makes together
-CHUNKS = 1024  # at most: what one program of the scan holds for its experts
-COUNTS = 2**22  # at most, of all chunks together: fewer chunks where there are more than 4096 experts
-COUNTED = 256  # requests counted together
+TILE = 32  # requests that one warp ranks at a time, comparing each with each
+SHORTEST = 2048  # scores of fewer tokens are padded to as many, since kWTA compiles once for each power of two
+MATCHED = 64  # pairs that priority routing compares with each other at a time
+CHUNKS = 1024  # most chunks, since a program of the scan holds the counts of all chunks for its experts
+COUNTS = 2**22  # most counts of all chunks, so that more than 4096 experts have fewer chunks
+COUNTED = 256  # requests that a program counts at a time
 WINDOW = 1024  # experts that a program counts
-WALKED = 1024  # pairs that priority routing looks at together
-FEW_CHUNKS = 32  # with so few a program of the scan takes more experts
-SCANNED = {FEW_CHUNKS: 128, CHUNKS: 4}  # experts of a program of the scan, by the chunks that it holds
+WALKED = 1024  # pairs that priority routing reads at a time
+FEW_CHUNKS = 32  # up to here a program of the scan takes more experts
+SCANNED = {FEW_CHUNKS: 128, CHUNKS: 4}  # experts of a program of the scan, by the chunks that it can hold
 
 
 @triton.jit

@@ -28,7 +28,7 @@ class CompetitionGate(Gate):
 
     Args:
         router: the TopKGate that learns.
-        experts: the ExpertMLP of the layer that this gate stands in; not a submodule, the layer owns it.
+        experts: the ExpertMLP of the same layer; not a submodule of this gate, since the layer owns it.
         rate: lambda, the chance of a competition step in training, a number or a function of the step from 0; every
             layer flips its own coin.
         alpha: weight of the router loss.
@@ -42,7 +42,7 @@ class CompetitionGate(Gate):
     losses: "router" on competition steps, the router's own on the others. statistics: "competed" (), 0 or 1, and on
     competition steps "agreement" (), the share of the k winners that the router also has.
 
-    State: `steps` counts training calls, without those of a backward pass that computes again, and is kept in the state
+    State: `steps` counts training calls, without recomputation in a checkpointed backward, and is kept in the state
     dict. Source: paper 004, eqs. 3 to 5, section 3.3.
 
     Example:
@@ -90,7 +90,7 @@ class CompetitionGate(Gate):
 
     @on_the_host("CompetitionGate: the host flips a coin")
     def _flip(self) -> bool:
-        again = recomputed()  # torch's own random numbers are then those of before, and have to be drawn
+        again = recomputed()  # checkpointing then restores torch's own generator, and the coin is drawn from it again
         if again and self.coin is not None:
             return self._competed
         step = self.steps - again

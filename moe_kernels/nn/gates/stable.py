@@ -102,7 +102,7 @@ class StableGate(Gate):
         return GateOutput(weights, experts.to(torch.int32)[:, None], self.num_experts, losses=losses)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """(T, E), those of the small router, which sees only the ids."""
+        """The logits (T, E) of the small router, which sees only the ids."""
         known = self.known(x, ids, self.embedding.num_embeddings, "what the distilled router sees")
         return self.project(self.router, self.embedding(known))
 

@@ -33,7 +33,7 @@ class TopKGate(TopKRouter):
         bias: whether there is a b. V-MoE and CompeteSMoE: papers 003 without, 004 with one.
         importance, load, balance, z: coefficients of the losses of that name in moe_kernels.nn; 0: none. `load` needs
             noise="vmoe"; `balance` counts first choices, as Switch and GShard do. V-MoE: importance = load = 0.005.
-        reduce: process group whose ranks' tokens count together in importance, load and balance; None: this rank's.
+        reduce: process group over whose ranks importance, load and balance are computed; None: this rank alone.
         generator: draws the noise; None is torch's own.
         backend: of topk_gate.
 
