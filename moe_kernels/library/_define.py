@@ -58,9 +58,9 @@ def define(
 def _without_zeros(
     save: Callable[..., None] | None, backward: Callable[..., Any]
 ) -> tuple[Callable[..., None], Callable[..., Any]]:
-    """`save` and `backward` with None for the gradient of an output that is not used.
+    """`save` and `backward`, called with None for the gradient of an unused output.
 
-    torch makes zeros of it otherwise, also of those to a packed mask or to pre-activations, which have no gradient.
+    By default torch passes zeros, also for packed masks and pre-activations, which have no gradient.
     """
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -77,7 +77,7 @@ def _without_zeros(
 
 
 def refused(op: str) -> Callable[..., Any]:
-    """A `backward` for the operation that computes the gradient of `op`: there is no second derivative."""
+    """A `backward` that raises, for the operator that computes the gradient of `op`."""
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(f"{op}: kernels are once_differentiable; backend='reference' has second derivatives")
@@ -125,17 +125,17 @@ def rows(x: Tensor) -> Tensor:
 
 
 def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Each contiguous: hooks on saved tensors may return other strides."""
+    """The tensors, contiguous: hooks on saved tensors may have changed their strides."""
     return tuple(None if each is None else each.contiguous() for each in tensors)
 
 
 def gradient_like(x: Tensor, wanted: bool) -> Tensor:
-    """Memory for the gradient to x, contiguous; none if it is not wanted."""
+    """Memory for the gradient to x, contiguous; empty if it is not wanted."""
     return x.new_empty(x.shape if wanted else 0)
 
 
 GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations of kernels that halve the columns
-CLAMPED = "swiglu_clamped"  # halves them too, in an operator of its own
+CLAMPED = "swiglu_clamped"  # halves them too, in a separate operator
 
 
 def matrices(weight: Tensor) -> Tensor:
@@ -162,6 +162,21 @@ def is_checked(index: Tensor) -> bool:
     On the CPU always. On a GPU only with MOE_KERNELS_CHECK=1, as every check waits for the device.
     """
     return index.is_cpu or os.environ.get(CHECK, "0") not in ("", "0")
+
+
+def refuse_outside(what: str, index: Tensor, least: int, size: int, meaning: str = "") -> None:
+    """ValueError for values outside [least, size). meaning: of the value `least`."""
+    if index.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(index))
+    if low < least or high >= size:
+        first = f"{least} ({meaning})" if meaning else f"{least}"
+        raise ValueError(f"{what} must be from {first} to {size - 1}; got {low} to {high}")
+
+
+def define_check(schema: str, check: Callable[..., None]) -> None:
+    """Registers a check of values as an operator: compilers and fake tensors, which have no values, do not run it."""
+    define(schema + " -> ()", check, lambda *args: None, no_flops)
 
 
 def no_flops(*args, **kwargs) -> int:

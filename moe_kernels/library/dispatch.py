@@ -4,38 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, is_checked, no_flops, ops, rows
+from moe_kernels.library._define import define, define_check, is_checked, no_flops, ops, refuse_outside, rows
 
 
 def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
-    """ValueError for what a plan's arrays hold out of range, where it is checked (is_checked)."""
+    """ValueError for values of a plan's arrays that are out of range, if they are checked (is_checked)."""
     if not is_checked(slot_row):
         return
     num_tokens = slot_row.shape[0]
     if row_token is not None:
-        _refuse_outside(op, "row_token", row_token, num_tokens, "no token")
-    _refuse_outside(op, "slot_row", slot_row, num_rows, "no row")
+        refuse_outside(f"{op}: plan.row_token", row_token, -1, num_tokens, "no token")
+    refuse_outside(f"{op}: plan.slot_row", slot_row, -1, num_rows, "no row")
     used = 0 if expert_offsets is None else int(expert_offsets[-1])
     if not 0 <= used <= num_rows:
         raise ValueError(f"{op}: plan.expert_offsets must end between 0 and R = {num_rows}; got {used}")
 
 
-def _refuse_outside(op: str, name: str, index: Tensor, size: int, none: str) -> None:
-    low, high = (int(bound) for bound in torch.aminmax(index)) if index.numel() else (-1, -1)
-    if low < -1 or high >= size:
-        raise ValueError(f"{op}: plan.{name} must be from -1 ({none}) to {size - 1}; got {low} to {high}")
-
-
-# As an operator, so that compilers and fake tensors, which have no values, do not run it.
-define(
-    "refuse_bad_rows(str op, Tensor slot_row, SymInt num_rows, Tensor? row_token, Tensor? expert_offsets) -> ()",
+define_check(
+    "refuse_bad_rows(str op, Tensor slot_row, SymInt num_rows, Tensor? row_token, Tensor? expert_offsets)",
     refuse_bad_rows,
-    lambda *args: None,
-    no_flops,
 )
 
 

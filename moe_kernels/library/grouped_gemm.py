@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_kernels import backends
@@ -12,46 +11,39 @@ from moe_kernels.library._define import (
     GATED,
     contiguous,
     define,
+    define_check,
     gradient_like,
     is_checked,
     matrices,
-    no_flops,
     ops,
+    refuse_outside,
     refused,
     rows,
 )
 
 
 def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
-    """ValueError for offsets that fall or exceed R, or tokens outside [-1, T), where they are checked (is_checked)."""
+    """ValueError for offsets that fall or exceed R, or tokens outside [-1, T), if they are checked (is_checked)."""
     if not is_checked(expert_offsets):
         return
     num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
     bounds = expert_offsets.tolist()
     if bounds[0] != 0 or bounds[-1] > num_rows or bounds != sorted(bounds):
         raise ValueError(f"grouped_gemm: expert_offsets must rise from 0 to at most R = {num_rows}; got {bounds}")
-    if row_token is not None and num_rows > 0:
-        low, high = (int(bound) for bound in torch.aminmax(row_token))
-        if low < -1 or high >= rows.shape[0]:
-            raise ValueError(
-                f"grouped_gemm: row_token must be from -1 (zeros) to {rows.shape[0] - 1}; got {low} to {high}"
-            )
+    if row_token is not None:
+        refuse_outside("grouped_gemm: row_token", row_token, -1, rows.shape[0], "zeros")
 
 
-define(
-    "refuse_bad_groups(Tensor expert_offsets, Tensor rows, Tensor? row_token) -> ()",
-    refuse_bad_rows,
-    lambda *args: None,
-    no_flops,
-)
+define_check("refuse_bad_groups(Tensor expert_offsets, Tensor rows, Tensor? row_token)", refuse_bad_rows)
 
 
 def kernels(backend: str):
+    """The module with the backend's functions grouped_gemm_fwd, grouped_gemm_bwd_weight, ..."""
     return backends.load(backend, "grouped_gemm")
 
 
 def product(x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend) -> tuple[Tensor, Tensor]:
-    """The implementation of grouped_gemm_fwd: the rows (R, Dout), and if kept what was activated."""
+    """Implements grouped_gemm_fwd: (R, Dout), and with keep_pre also the pre-activations (R, Dout)."""
     expert_offsets, row_token, bias = contiguous(expert_offsets, row_token, bias)
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows(expert_offsets, x, row_token)
@@ -60,7 +52,7 @@ def product(x, weight, expert_offsets, row_token, bias, activation, keep_pre, ba
 
 
 def transposed(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
-    """grad (R, Dout) -> (R, Din): every expert's rows times its transposed weight."""
+    """grad (R, Dout) -> (R, Din): the rows of each expert times its transposed weight."""
     given = rows(grad), matrices(weight.transpose(1, 2)), expert_offsets
     return kernels(backend).grouped_gemm_fwd(*given, None, None, "", False)[0]
 
@@ -90,7 +82,7 @@ def is_transposed(weight: Tensor) -> bool:
 
 
 def weight_like(weight: Tensor, wanted: bool) -> Tensor:
-    """Memory for the gradient to a weight, in its layout; none if it is not wanted."""
+    """Memory for the gradient to a weight, in the weight's layout; empty if it is not wanted."""
     if not (wanted and is_transposed(weight)):
         return gradient_like(weight, wanted)
     num_experts, din, dout = weight.shape

@@ -1,4 +1,4 @@
-"""An MLP under known masks as one operator, and its gradients as another. Both are for backend "cpu" alone."""
+"""An MLP under known masks as one operator, and its gradients as another. Only backend "cpu" has them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ from torch import Tensor
 
 import python_ref.masked_mlp as reference
 from moe_kernels import backends
-from moe_kernels.library._define import contiguous, define, gradient_like, is_checked, no_flops, ops, refused
+from moe_kernels.library._define import (
+    contiguous,
+    define,
+    define_check,
+    gradient_like,
+    is_checked,
+    ops,
+    refuse_outside,
+    refused,
+)
 from python_ref.masked_mlp import ACTIVATIONS
 
-# Their slope follows from their value, so a_l is not kept.
+# The derivative of these follows from their value, so a_l is not kept.
 _IN_PLACE = ("relu", "tanh")
 
-# da_l from the gradient of f(a_l) and a_l, of the others.
+# For the other activations: da_l from the gradient of f(a_l) and from a_l.
 _SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward.default,
     "silu": torch.ops.aten.silu_backward.default,
@@ -27,15 +36,12 @@ _SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def refuse_bad_samples(samples: Tensor | None, num_samples: int) -> None:
-    """ValueError for samples outside [0, S), where they are checked (is_checked)."""
-    if samples is None or samples.numel() == 0 or not is_checked(samples):
-        return
-    low, high = (int(bound) for bound in torch.aminmax(samples))
-    if low < 0 or high >= num_samples:
-        raise ValueError(f"masked_mlp: samples must be from 0 to {num_samples - 1}; got {low} to {high}")
+    """ValueError for samples outside [0, S), if they are checked (is_checked)."""
+    if samples is not None and is_checked(samples):
+        refuse_outside("masked_mlp: samples", samples, 0, num_samples)
 
 
-define("refuse_bad_samples(Tensor samples, SymInt num_samples) -> ()", refuse_bad_samples, lambda *args: None, no_flops)
+define_check("refuse_bad_samples(Tensor samples, SymInt num_samples)", refuse_bad_samples)
 
 
 def layer_by_layer(x, weights, biases, bits, samples, activation, apply) -> Tensor:
@@ -69,7 +75,7 @@ def _mlp_fwd(x, weights, biases, biased, bits, samples, activation, keep) -> tup
 
 
 def _every(biases: Sequence[Any], biased: Sequence[bool]) -> list[Any]:
-    """The bias of every layer, or what belongs to it; None for a layer without."""
+    """One entry for each layer: the next of `biases` if the layer is `biased`, else None."""
     left = iter(biases)
     return [next(left) if each else None for each in biased]
 
@@ -84,7 +90,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]
     x, weights, biases, ctx.biased, bits, samples, ctx.activation, ctx.kept = inputs
     ctx.mark_non_differentiable(*output[1])
     given = samples, *bits, *biases
-    # Tensors of inference mode cannot be saved, and are not noticed where they change.
+    # Tensors of inference mode cannot be saved for backward; changes of them are not noticed.
     ctx.unsaved = [each if each is not None and each.is_inference() else None for each in given]
     saved = (None if unsaved is not None else each for each, unsaved in zip(given, ctx.unsaved, strict=True))
     ctx.depth = len(bits)
@@ -135,8 +141,8 @@ def _mlp_bwd(grad, x, weights, biases, biased, bits, samples, kept, activation, 
             value = inner[layer + 1].contiguous() if in_place else None
             grad = grad.contiguous()
             dbias = mask_(grad, value, bits[layer], samples, activation if in_place else "")
-        # Before dW, as autograd has it: the other way round the allocator gave memory back to the system and took it
-        # again, 80 to 150 page faults a step at 1000 neurons.
+        # Before dW, in autograd's order: in the other order the allocator returned memory to the system and took it
+        # again, with 80 to 150 page faults a step at 1000 neurons.
         dx = grad.mm(weights[layer]) if layer or to_x else x.new_empty(0)
         if to_weights[layer]:
             dweights[layer] = grad.t().mm(inner[layer])

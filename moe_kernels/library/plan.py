@@ -6,36 +6,27 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, no_flops
+from moe_kernels.library._define import define, define_check, no_flops, refuse_outside
 
 
 def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
-    """ValueError for an id outside [-1, E) on the CPU; a GPU would have to be waited for, and counts it as -1."""
-    if experts.device.type != "cpu" or experts.numel() == 0:
-        return
-    low, high = (int(bound) for bound in torch.aminmax(experts))
-    if low < -1 or high >= num_experts:
-        raise ValueError(f"make_plan: experts must be from -1 (none) to {num_experts - 1}; got {low} to {high}")
+    """ValueError for an id outside [-1, E) on the CPU. On a GPU a check would wait; there such an id counts as -1."""
+    if experts.device.type == "cpu":
+        refuse_outside("make_plan: experts", experts, -1, num_experts, "none")
 
 
-# As an operator, so that compilers and fake tensors, which have no values, do not run it.
-define(
-    "refuse_unknown_experts(Tensor experts, SymInt num_experts) -> ()",
-    refuse_unknown_experts,
-    lambda *_: None,
-    no_flops,
-)
+define_check("refuse_unknown_experts(Tensor experts, SymInt num_experts)", refuse_unknown_experts)
 
 
 def smaller(a: int, b: int) -> int:
-    """min(a, b), without a guard on which one it is where a size is dynamic."""
+    """min(a, b); for dynamic sizes without a guard of torch.compile on which of them is smaller."""
     if isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt):
         return torch.sym_min(a, b)
     return min(a, b)  # torch.compile of torch 2.11 refuses sym_min of two constants
 
 
 def plan_rows(num_tokens: int, k: int, num_experts: int, capacity: int | None) -> int:
-    """R: rows that a plan makes room for, known without looking at the choices."""
+    """R, the number of rows that a plan allocates; it does not depend on the choices."""
     return num_tokens * k if capacity is None else smaller(num_tokens * k, num_experts * capacity)
 
 
