@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from test_dispatch import plans
-from test_grouped_gemm import ACTS, DTYPES, finest, judge, results, skip_unsupported
+from test_grouped_gemm import ACTS, DTYPES, finest, judged, results, skip_unsupported
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
@@ -55,23 +56,16 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
     skip_unsupported(target, dtype, OP)
     plan, activation = plans(target.device)[kind], KINDS[kind]
     leaves = leaves_of(plan, dtype, target.device, activation, with_bias=kind != "dropped")
-    grad = torch.randn(plan.num_tokens, 10).to(dtype)
-    truth = results(
-        lambda **given: dense(plan, activation=activation, **given),
-        {name: each.cpu().double() for name, each in leaves.items()},
-        grad,
-    )
     leaves["weights"] = leaves["weights"].masked_fill(plan.slot_row < 0, math.nan)  # a dropped choice's must not matter
-    got, reference = (
-        results(
-            lambda backend=backend, **given: mk.expert_mlp(plan=plan, activation=activation, backend=backend, **given),
-            leaves,
-            grad,
-        )
-        for backend in (target.backend, "reference")
+    got = judged(
+        target,
+        dtype,
+        partial(mk.expert_mlp, plan=plan, activation=activation),
+        partial(dense, plan, activation=activation),
+        leaves,
+        torch.randn(plan.num_tokens, 10).to(dtype),
+        floor=2.0,  # the hidden layer, its gradient and the weighted one are rounded once more than by the reference
     )
-    # The hidden layer, its gradient and the weighted hidden layer are each rounded once more than by the reference.
-    judge(target, dtype, got, reference, truth, floor=2.0)
     assert not got["weights"][plan.slot_row < 0].any()
 
 
@@ -81,23 +75,9 @@ def test_without_gate_weights(target, activation):
     plan = plans(target.device)["unused rows"]
     leaves = leaves_of(plan, dtype, target.device, activation)
     del leaves["weights"]
-    grad = torch.randn(plan.num_tokens, 10)
-    truth = results(
-        lambda **given: dense(plan, activation=activation, **given),
-        {name: each.cpu().double() for name, each in leaves.items()},
-        grad,
-    )
-    got, reference = (
-        results(
-            lambda backend=backend, **given: mk.expert_mlp(
-                plan=plan, weights=None, activation=activation, backend=backend, **given
-            ),
-            leaves,
-            grad,
-        )
-        for backend in (target.backend, "reference")
-    )
-    judge(target, dtype, got, reference, truth, floor=2.0)
+    call = partial(mk.expert_mlp, plan=plan, weights=None, activation=activation)
+    exact = partial(dense, plan, activation=activation)
+    judged(target, dtype, call, exact, leaves, torch.randn(plan.num_tokens, 10), floor=2.0)
 
 
 def test_gate_weights_are_not_rounded_for_the_bias(target):
@@ -173,40 +153,6 @@ def test_gates_and_their_gradients_are_not_rounded_to_the_experts_dtype(target):
     assert torch.autograd.grad(y, x, torch.full_like(y, 1.75))[0][0, 0] == 1.7578125
 
 
-def test_twice_the_same_bits(target):
-    dtype, plan = finest(target, OP), plans(target.device)["everything"]
-    leaves = leaves_of(plan, dtype, target.device, "swiglu")
-    first, second = (
-        results(
-            lambda **given: mk.expert_mlp(plan=plan, activation="swiglu", backend=target.backend, **given),
-            leaves,
-            torch.ones(plan.num_tokens, 10),
-        )
-        for _ in range(2)
-    )
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_it_is_the_composition_of_the_public_operations(target):
-    dtype, plan = finest(target, OP), plans(target.device)["dropped"]
-    leaves = leaves_of(plan, dtype, target.device, "gelu")
-
-    def composed(x, w_in, w_out, weights, b_in, b_out):
-        run = {"backend": target.backend}
-        hidden = mk.grouped_gemm(
-            mk.dispatch(x, plan, **run), w_in, plan.expert_offsets, bias=b_in, activation="gelu", **run
-        )
-        return mk.combine(mk.grouped_gemm(hidden, w_out, plan.expert_offsets, bias=b_out, **run), plan, weights, **run)
-
-    grad = torch.randn(plan.num_tokens, 10)
-    expected = results(composed, leaves, grad)
-    got = results(lambda **given: mk.expert_mlp(plan=plan, backend=target.backend, **given), leaves, grad)
-    tolerance = 8 * torch.finfo(dtype).eps
-    for name, value in got.items():
-        scale = float(expected[name].float().abs().max())
-        torch.testing.assert_close(value, expected[name], rtol=0, atol=tolerance * scale)
-
-
 def test_little_is_saved():
     """x, the pre-activation, gates, plan and parameters: no hidden layer, no row of the second product."""
     plan = mk.make_plan(torch.randint(0, 8, (100, 2)), 8)
@@ -230,19 +176,6 @@ def test_derivatives_in_float64(backend, kind):
         return mk.expert_mlp(plan=plan, activation=activation, backend=backend, **dict(zip(names, given, strict=True)))
 
     assert torch.autograd.gradcheck(call, [each.requires_grad_() for each in leaves.values()])
-
-
-def test_it_compiles_forward_and_backward():
-    def layer(x, logits, w_in, w_out):
-        weights, experts = mk.topk_gate(logits, 2)
-        plan = mk.make_plan(experts, 4, capacity=5)
-        return mk.expert_mlp(x, plan, w_in, w_out, weights=weights, activation="silu")
-
-    leaves = [torch.randn(size, requires_grad=True) for size in ((12, 8), (12, 4), (4, 8, 6), (4, 6, 5))]
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    expected, got = (torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (layer, compiled))
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_flops_are_counted():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from conftest import INTERPRET
 from inputs import each_alone
-from test_grouped_gemm import ACTS, DTYPES, judge, results, skip_unsupported
+from test_grouped_gemm import ACTS, DTYPES, judged, results, skip_unsupported
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -44,22 +45,9 @@ CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "sw
 def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, dtype):
     skip_unsupported(target, dtype, OP)
     leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
-    grad = torch.randn(SIZES[:2]).to(dtype)
-    truth = results(
-        lambda **given: dense(activation=activation, **given),
-        {name: each.cpu().double() for name, each in leaves.items()},
-        grad,
-    )
-    got, reference = (
-        results(
-            lambda backend=backend, **given: mk.expert_norms(activation=activation, backend=backend, **given),
-            leaves,
-            grad,
-        )
-        for backend in (target.backend, "reference")
-    )
+    call, exact = (partial(norms, activation=activation) for norms in (mk.expert_norms, dense))
     # Output, its gradient and that of the hidden layer are stored, so rounded, once more than by the reference.
-    judge(target, dtype, got, reference, truth, floor=2.0)
+    judged(target, dtype, call, exact, leaves, torch.randn(SIZES[:2]).to(dtype), floor=2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
@@ -167,18 +155,6 @@ def test_empty_and_thin(sizes):
     )
     for name in got:
         torch.testing.assert_close(got[name], expected[name])
-
-
-def test_it_compiles_forward_and_backward():
-    leaves = [torch.randn(size, requires_grad=True) for size in ((7, 8), (3, 8, 6), (3, 6, 5))]
-
-    def layer(x, w_in, w_out):
-        return mk.expert_norms(x, w_in, w_out, activation="gelu").log1p()
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    expected, got = (torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (layer, compiled))
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_flops_are_counted():

@@ -294,14 +294,6 @@ def test_tokens_of_another_width_are_named(name):
         gate(torch.randn(9, D + 1), tokens()[1])
 
 
-def test_stable_balance_in_float64_is_of_float64():
-    gate, x = mnn.StableGate(2, 3, 1, distill=0.0).double(), torch.randn(5, 2, dtype=torch.float64)
-    s = x @ gate.centroids.t()
-    chosen, mean = s.argmax(-1), 5 / 3
-    expected = sum((int((chosen == e).sum()) - mean) / mean * s[chosen == e, e].sigmoid().sum() for e in range(3))
-    torch.testing.assert_close(gate(x, torch.zeros(5).long()).loss, 0.3 * expected / 5, rtol=1e-13, atol=1e-14)
-
-
 def test_gates_of_other_parts_are_refused():
     with pytest.raises(ValueError, match=r"TopKGate: x must be \(T, 4\), got shape \(2, 3, 4\)"):
         mnn.TopKGate(4, 4, 2)(torch.randn(2, 3, 4))

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import Target
-from test_grouped_gemm import DTYPES, check, fenced, judge, results
+from test_grouped_gemm import DTYPES, check, fenced, judged
 
 import moe_kernels as mk
 from moe_kernels.backends import cpu
@@ -66,19 +66,13 @@ def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeyp
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_token_sums_do_not_depend_on_threads(dtype):
-    """The gradient of a gather: unused rows, tokens of no row, columns that threads share, always in one order."""
+    """Threads share the columns; the values are compared by test_rows_are_summed_by_token."""
     rows, token = torch.randn(900, 37, dtype=dtype), torch.randint(-1, 300, (900,), dtype=torch.int32)
-    token[token == 17] = 18
-    expected = torch.zeros(301, 37, dtype=torch.float64).index_add(0, token.long() % 301, rows.double())[:300]
     found = []
     for count in (1, 3):
         with threads(count), fenced():
             found.append(cpu.grouped_gemm_sum_rows(rows, token, 300))
     assert torch.equal(*found)
-    wide = mk.library.wide(dtype)
-    allowed = 12 * torch.finfo(wide).eps * expected.abs().max() + torch.finfo(dtype).eps / 2 * expected.abs()
-    assert ((found[0].double() - expected).abs() <= allowed).all()
-    assert not found[0][17].any()
 
 
 @pytest.mark.parametrize("rows", [8, 800])  # by C++, and large ones by torch's library where that multiplies bfloat16
@@ -168,14 +162,8 @@ def test_results_of_torchs_grouped_mm_are_not_padded(dtype, monkeypatch):
     leaves = {"x": rows, "w_in": torch.randn(2, 8, 26).to(dtype), "w_out": torch.randn(2, 26, 8).to(dtype)}
     plan, weights = mk.make_plan(torch.tensor([0, 1] * 4 + [1])[:, None], 2), torch.rand(9, 1)
 
-    def call(backend):
-        def run(**given):
-            weight_of_token = weights.to(given["x"].dtype)
-            return mk.expert_mlp(plan=plan, weights=weight_of_token, activation="relu", backend=backend, **given)
+    def call(backend="reference", **given):
+        weight_of_token = weights.to(given["x"].dtype)
+        return mk.expert_mlp(plan=plan, weights=weight_of_token, activation="relu", backend=backend, **given)
 
-        return run
-
-    grad = torch.randn(9, 8)
-    got, reference = (results(call(backend), leaves, grad) for backend in ("cpu", "reference"))
-    truth = results(call("reference"), {name: each.double() for name, each in leaves.items()}, grad)
-    judge(target, dtype, got, reference, truth, floor=2.0)
+    judged(target, dtype, call, call, leaves, torch.randn(9, 8), floor=2.0)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_grouped_gemm import DTYPES, judge, results, skip_unsupported
+from test_grouped_gemm import DTYPES, judged, results, skip_unsupported
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
@@ -40,7 +40,11 @@ def parameters(leaves):
 
 def call(masks, activation, backend=None):
     bits = [pack_bits(mask) for mask in masks]
-    return lambda **leaves: masked_mlp(leaves["x"], *parameters(leaves), bits, activation=activation, backend=backend)
+
+    def forward(backend=backend, **leaves):
+        return masked_mlp(leaves["x"], *parameters(leaves), bits, activation=activation, backend=backend)
+
+    return forward
 
 
 def multiplied(masks, activation):
@@ -63,14 +67,8 @@ def test_values_and_gradients_are_those_of_masks_multiplied_by(target, activatio
     skip_unsupported(target, dtype, OP)
     for tokens, bias in ((3, True),) if target.interpreted else ((150, True), (5, False)):
         leaves, masks = network(tokens, dtype=dtype, device=target.device, bias=bias)
-        grad = torch.randn(tokens, WIDTHS[-1]).to(dtype)
-        truth = results(
-            multiplied(masks, activation), {name: each.cpu().double() for name, each in leaves.items()}, grad.cpu()
-        )
-        got, reference = (
-            results(call(masks, activation, name), leaves, grad) for name in (target.backend, "reference")
-        )
-        judge(target, dtype, got, reference, truth, floor=4.0)
+        grad, exact = torch.randn(tokens, WIDTHS[-1]).to(dtype), multiplied(masks, activation)
+        judged(target, dtype, call(masks, activation), exact, leaves, grad, floor=4.0)
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))

@@ -11,7 +11,6 @@ from conftest import Target, reason_to_skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import padded
-from torch.library import opcheck
 
 import moe_kernels as mk
 from moe_kernels import backends
@@ -336,13 +335,6 @@ def test_priorities_that_only_float64_tells_apart(target):
     assert_same(mk.make_plan(experts, 1, capacity=4, priority=priority, backend=target.backend), expected)
 
 
-def test_priority_routing_balances_exactly():
-    plan, weights = mk.plan_priority(torch.rand(96, 8), 12)
-    assert plan.kept.tolist() == [12] * 8
-    assert int(plan.dropped) == 0
-    assert (weights > 0).all()
-
-
 @pytest.mark.parametrize("policy", ["plan_expert_choice", "plan_priority"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_the_gradient_of_a_policy_goes_to_the_scores_it_used(policy, backend):
@@ -445,25 +437,6 @@ def test_padded_and_back():
     assert empty.to_padded(torch.zeros(0, 5), 2).shape == (3, 2, 5)
     with pytest.raises(ValueError, match="to_padded: expected 2 dimensions, the first of size 8; got"):
         plan.to_padded(rows[:3], 3)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
-def test_opcheck(backend):
-    if backends.missing(backend, OP):
-        pytest.skip(str(backends.missing(backend, OP)))
-    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    ops, experts = torch.ops.moe_kernels, torch.randint(-1, 4, (9, 2), device=device)
-    opcheck(ops.make_plan_fwd.default, (experts, 4, 3, torch.rand(9, device=device), "choice", backend))
-    opcheck(ops.make_plan_fwd.default, (experts.int(), 4, None, None, "token", backend))
-    for policy in ("plan_expert_choice", "plan_priority"):
-        if not backends.missing(backend, policy):
-            opcheck(getattr(ops, f"{policy}_fwd").default, (torch.rand(9, 4, device=device), 3, backend))
-
-
-def test_a_plan_is_a_pytree():
-    plan = mk.make_plan(E, 2)
-    leaves, spec = torch.utils._pytree.tree_flatten(plan)
-    assert_same(torch.utils._pytree.tree_unflatten(leaves, spec), plan)
 
 
 def test_what_a_backend_has_no_kernel_for_is_no_failure(target):

@@ -105,7 +105,7 @@ def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
     """Tame, wild, broken and converged matrices in one batch: each has the bits that it has alone."""
     scales = torch.tensor([1.0, 1e4, 0.0, 90.0, 1e-3, 400.0, 1e7] * (1 if target.executed else 5))
     scores = torch.randn(len(scales), n, n) * scales[:, None, None]
-    scores[2, 1, 0] = NAN
+    scores[2, 1, 0], scores[5, 2, 3] = NAN, INF
     scores[4, 0] = -INF
     scores[4, :, 1] = -INF
     scores = scores.to(target.device)
@@ -117,8 +117,9 @@ def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
         return p.detach(), torch.autograd.grad(p, leaf, grad)[0]
 
     together = both(scores, grad)
-    assert together[0].isnan().flatten(1).any(1).nonzero().tolist() == [[2]]
-    assert together[1].isnan().flatten(1).any(1).nonzero().tolist() == [[2]]
+    broken = together[0].isnan().flatten(1)
+    assert broken.any(1).nonzero().tolist() == broken.all(1).nonzero().tolist() == [[2], [5]]
+    assert together[1].isnan().flatten(1).any(1).nonzero().tolist() == [[2], [5]]
     for i in range(7):
         # Alone; to Triton a batch of one is another compilation, so there beside a copy of itself.
         which = [i, i] if target.executed and target.backend == "triton" else [i]
@@ -155,15 +156,6 @@ def test_one_forbidden_row_among_tame_ones(target):
     p = mk.sinkhorn(scores, 3, backend=target.backend)
     assert error(p, mk.sinkhorn(scores.double(), 3, backend="reference")) < 1e-6
     assert not p[0, 1].any()
-
-
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_what_is_not_a_number_stays_in_its_matrix(target, value):
-    scores = torch.randn(3, 4, 4)
-    scores[1, 2, 3] = value
-    p = mk.sinkhorn(scores.to(target.device), 2, backend=target.backend)
-    assert p[1].isnan().all()
-    assert p[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("tau", TAUS)
@@ -216,16 +208,6 @@ def test_second_derivative_at_the_fixed_point():
     torch.testing.assert_close(*second, rtol=1e-7, atol=1e-9)
 
 
-def test_compiles_whole():
-    def loss(scores):
-        return (mk.sinkhorn(scores, 5, tau=0.5, backend="cpu") * torch.arange(4.0)).sum()
-
-    scores = torch.randn(2, 4, 4, requires_grad=True)
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    expected = torch.autograd.grad(loss(scores), scores)
-    torch.testing.assert_close(torch.autograd.grad(compiled(scores), scores), expected)
-
-
 def test_implicit_gradient_refuses_what_has_not_converged(target):
     scores = torch.randn(2, 4, 4, device=target.device, requires_grad=True)
     with pytest.raises(ValueError, match=r"sinkhorn: gradient='implicit' holds at the fixed point.*one off by"):
@@ -258,16 +240,6 @@ def test_gradient_of_annealed_iterations(target):
     (got,) = torch.autograd.grad(p, leaf, grad)
     (expected,) = torch.autograd.grad(q, double, grad.double())
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-9)
-
-
-def test_pot_agrees_where_it_has_converged(target):
-    ot = pytest.importorskip("ot", reason="POT is not installed")
-    n = 8
-    scores = torch.randn(n, n, device=target.device)
-    ones = torch.ones(n, dtype=torch.float64, device=target.device)
-    expected = ot.sinkhorn(ones, ones, -scores.double(), 0.5, numItermax=5000, stopThr=1e-14)
-    got = mk.sinkhorn(scores, 60 if target.executed else 500, tau=0.5, backend=target.backend)
-    assert error(got, expected) < 1e-5
 
 
 def test_marginals_against_pot_and_gradcheck():

@@ -102,19 +102,6 @@ def test_what_was_exported_without_gradients_has_them(call):
     torch.testing.assert_close(gradient(exported, x), gradient(f, x))
 
 
-def test_export_of_a_plan_with_a_capacity():
-    class Module(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return mk.dispatch(x, mk.make_plan(mk.topk_gate(x, 2)[1], 4, capacity=8))
-
-    tokens = torch.export.Dim("tokens", min=2, max=4096)
-    for strict in (True, False):
-        exported = torch.export.export(Module(), (torch.randn(12, 4),), dynamic_shapes=({0: tokens},), strict=strict)
-        for size in (3, 12, 50):
-            x = torch.randn(size, 4)
-            torch.testing.assert_close(exported.module()(x), Module()(x))
-
-
 # 10: torch.jit.trace.
 @pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_a_trace_computes_the_same(call):
