@@ -8,15 +8,6 @@ namespace moe {
 
 constexpr int kMaxWarps = 32;
 
-// One of the sixteen barriers of a block, for `threads` of its threads (whole warps). Barrier 0 is __syncthreads.
-__device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
-#ifdef SIMT_HOST
-  simt::named_barrier(barrier, threads);
-#else
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-#endif
-}
-
 // Room for the warps of a block to exchange one value each.
 template <class T>
 struct Exchange {

@@ -48,8 +48,6 @@ __device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
 
 constexpr uint32_t kHighBits = 0x80008000u;
 
-__device__ __forceinline__ uint32_t splat16(uint32_t value) { return value * 0x00010001u; }
-
 // Bits 15 and 31 tell whether the halves of x reach those of y; the other bits mean nothing.
 // The low 15 bits are compared by a subtraction that cannot borrow from the next half; where the high bits of x
 // and y differ they decide.
