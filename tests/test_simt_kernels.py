@@ -1,0 +1,139 @@
+"""The sources of the CUDA kernels on the host executor, under the sanitizers of addresses, undefined behaviour and
+threads. Orders of warps are proved by test_ptx_seeds.py, values of all shapes by the tests of each operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import simt
+import test_combine
+import test_dispatch
+import test_expert_mlp
+import test_expert_norms
+import test_grouped_gemm
+import test_sinkhorn_sums
+import test_topk_gate
+import torch
+from conftest import Target
+from ptx import cuda_launch
+
+import moe_kernels as mk
+from moe_kernels import verify
+from moe_kernels.backends import cuda
+
+MISSING = simt.unavailable() or cuda_launch.unavailable()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"simt: {MISSING}")
+
+CUDA = Target("cuda", "cuda", "cpu")
+BF16 = torch.bfloat16
+
+
+def products() -> None:
+    """Tiles of 64 and, from 64 rows an expert on, of 128; several turns of the ring of stages; rows not aligned."""
+    for rows, sizes, activation in ((150, (200, 136, 2), "geglu"), (60, (37, 27, 5), "tanh")):
+        kind = "one of two" if rows > 100 else "adversarial"
+        for gathered in (True, False):
+            test_grouped_gemm.check(CUDA, BF16, kind, (rows, *sizes), activation, gathered)
+
+
+def verified(op: str) -> None:
+    row = verify.check(op, "cuda", torch.float32, "cpu", small=True)
+    assert row.verdict == "ok", row.note
+
+
+def sinkhorn() -> None:
+    """A thread, a quad, half a warp, a warp, several warps, and a matrix read from memory."""
+    for n in (3, 7, 13, 31, 61, 65):
+        scores = torch.randn(5, n, n) * torch.tensor([1.0, 300.0, 1.0, 1.0, 1.0])[:, None, None]
+        scores[2, 0, : n // 2] = -torch.inf
+        sums = {"rows": torch.rand(5, n) + 0.5, "columns": torch.rand(5, n) + 0.5}
+        grad = torch.randn(5, n, n)
+        for leaves, settings in (({}, {}), (sums, {"tolerance": 0.1})):
+            found = test_sinkhorn_sums.both(CUDA, {"scores": scores, **leaves}, grad, 2, **settings)
+            test_sinkhorn_sums.assert_same(found, n, atol=1e-5)
+
+
+CALLS: dict[str, Callable[[], None]] = {
+    "topk_gate": lambda: test_topk_gate.test_many_experts_choices_and_tokens(CUDA, "special", "softmax_topk"),
+    "make_plan": lambda: verified("make_plan"),
+    "dispatch": lambda: test_dispatch.test_rows_are_tokens_and_gradients_their_sums(CUDA, "unused rows", BF16),
+    "combine": lambda: test_combine.test_sums_and_gradients_are_the_dense_einsum(CUDA, "dropped", BF16),
+    "choices past a warp": lambda: test_combine.test_more_choices_than_a_warp_has_lanes(CUDA),
+    "grouped_gemm": products,
+    "expert_mlp": lambda: test_expert_mlp.test_values_and_gradients_are_the_dense_ones(CUDA, "everything", BF16),
+    "expert_norms": lambda: test_expert_norms.test_values_and_gradients_are_the_dense_ones(CUDA, "swiglu", True, BF16),
+    "sinkhorn": sinkhorn,
+}
+
+
+@pytest.mark.parametrize("build", ["asan", "tsan"])
+@pytest.mark.parametrize("call", CALLS)
+def test_under_sanitizers(call: str, build: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(test_grouped_gemm.ROUTINGS, "one of two", (1, 0))
+    with simt.use(build, seed=2):
+        CALLS[call]()
+
+
+@pytest.mark.parametrize("num_experts", [1, 31, 32, 33, 1030])
+def test_experts_are_found(num_experts: int) -> None:
+    """Rows with the last experts, the first ones, a single one, and spread: a block finds its expert by 32 probes."""
+    rows, weight = torch.randn(40, 8).to(BF16), torch.randn(num_experts, 8, 8).to(BF16)
+    for kind in range(4):
+        chosen = torch.tensor([(-1 - r % 3, r % 3, num_experts // 2, r * 7)[kind] % num_experts for r in range(40)])
+        offsets = torch.cat([torch.zeros(1).long(), chosen.bincount(minlength=num_experts).cumsum(0)])
+        with cuda_launch.use(kind):
+            got = mk.grouped_gemm(rows, weight, offsets, backend="cuda")
+        torch.testing.assert_close(got, mk.grouped_gemm(rows, weight, offsets, backend="reference"))
+
+
+def test_gradients_of_many_small_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """220 experts are enough blocks for tiles of 128."""
+    monkeypatch.setitem(test_grouped_gemm.ROUTINGS, "small", tuple(torch.randint(4, (220,)).tolist()))
+    with cuda_launch.use():
+        test_grouped_gemm.check(CUDA, BF16, "small", (330, 24, 136, 220), None, gathered=True)
+
+
+@pytest.mark.parametrize(("tokens", "k", "experts", "tile"), [(900, 7, 33, 4096), (4300, 8, 128, 1024)])
+def test_plans_of_many_tiles_or_chunks(tokens: int, k: int, experts: int, tile: int, monkeypatch) -> None:
+    """Chunks of several tiles, and more chunks than plan_scan_kernel has warps."""
+    monkeypatch.setattr(cuda, "PLAN_TILE", tile)
+    chosen = torch.where(torch.rand(tokens, k) < 0.5, 0, torch.randint(-1, experts, (tokens, k)))
+    for order in ("choice", "token"):
+        expected = mk.make_plan(chosen, experts, capacity=50, order=order, backend="reference")
+        with cuda_launch.use(2):
+            got = mk.make_plan(chosen, experts, capacity=50, order=order, backend="cuda")
+        for name, array in expected.state_dict().items():
+            assert torch.equal(torch.as_tensor(getattr(got, name)), torch.as_tensor(array)), name
+
+
+# Launcher, arguments before the sizes, and sizes that it refuses, each after a dtype or the size of an index.
+REFUSED = [
+    ("make_plan_fwd", [0, 0, 0, 1, *[0] * 7], [
+        (4, -1, 1, 1, 1, 0, 1), (4, 2**20, 2**12, 1, 1, 0, 1), (4, 1, 1, 0, 1, 1, 1), (4, 1, 1, 1, -1, 1, 1),
+        (4, 1, 1, 1, 1, 2, 1),
+    ]),
+    ("dispatch_fwd", [0] * 6, [(8, 1, 1, 1, 1, 1)]),
+    ("topk_gate_fwd", [0, 4, 0, 0, 0, 0], [(0, 1, 4, 5, 0)]),
+    ("combine_fwd", [0, 1, 0, 0, 0], [(3, 1, 1, 1, 1), (0, 1, 1, 1, 2**31)]),
+    ("combine_bwd", [0] * 11, [(3, 1, 1, 1, 1, 1), (0, 1, 1, 1, 1, 2**31)]),
+    ("grouped_gemm_fwd", [0] * 10, [
+        (0, 0, 0, 0, 1, 1, 8, 8), (3, 0, 0, 0, 1, 1, 8, 8), (1, 7, 0, 0, 1, 1, 8, 8), (1, -1, 0, 0, 1, 1, 8, 8),
+        (1, 5, 0, 0, 1, 1, 8, 7), (1, 0, 0, 0, -1, 1, 8, 8), (1, 0, 0, 0, 2**31, 1, 8, 8), (1, 0, 0, 0, 1, 0, 8, 8),
+        (1, 0, 0, 0, 1, 1, -1, 8), (1, 0, 0, 0, 1, 1, 8, 2**31), (1, 0, 0, 0, 2**31 - 1, 1, 8, 2**30),
+    ]),
+    ("grouped_gemm_bwd_weight", [0] * 10, [(0, 1, 1, 8, 8)]),
+    ("expert_mlp_bwd_hidden", [0] * 12, [(1, 7, 0, 0, 0, 1, 1, 8, 8)]),
+    ("grouped_gemm_norms", [0] * 10, [(1, 1, 0, 8, 8)]),
+    ("grouped_gemm_sum_rows", [0, 8, 0, 0, 0], [
+        (3, 1, 8), (0, -1, 8), (0, 2**31, 8), (0, 1, -1), (0, 1, 2**30 + 1),
+    ]),
+    ("activation_bwd", [0, 0, 0], [(1, 9, 0, 1, 8)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "pointers", "refused"), REFUSED, ids=[name for name, *_ in REFUSED])
+def test_launchers_refuse(name: str, pointers: list[int], refused: list[tuple[int, ...]]) -> None:
+    for first, *sizes in refused:
+        with pytest.raises(RuntimeError, match=f"{name}: CUDA error 1"):
+            getattr(cuda_launch.module(), name)(first, *pointers, *sizes, 0)
