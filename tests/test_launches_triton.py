@@ -53,8 +53,8 @@ def each_kernel() -> None:
     for n in (4, 128):
         scores = torch.randn(2, n, n)
         for taus in ([1.0, 0.5], [1.0, 1.0]):
-            sinkhorn.sinkhorn_fwd(scores, taus)
-            sinkhorn.sinkhorn_bwd(scores, scores, taus)
+            sinkhorn.sinkhorn_fwd(scores, taus, None, None, -1.0)
+            sinkhorn.sinkhorn_bwd(scores, scores, taus, None, None, -1.0)
     split, leaf = torch.randn(tokens, 1, num_experts - 1), torch.randn(tokens, 1, num_experts)
     gates, _ = tree_gate.tree_gate_fwd(split, leaf, 1.0, "")
     tree_gate.tree_gate_bwd(gates, None, split, leaf, 1.0, "")
@@ -143,10 +143,9 @@ def iterations() -> None:
     for count in (5, 1, 16):
         for n in (4, 70):
             scores, taus, sums = torch.randn(3, n, n), [1.0] * count, torch.ones(3, n).double()
-            sinkhorn.sinkhorn_fwd(scores, taus)
-            sinkhorn.sinkhorn_bwd(scores, scores, taus)
-            sinkhorn.sinkhorn_sums_fwd(scores, taus, sums, sums, 0.1)
-            sinkhorn.sinkhorn_sums_bwd(scores, scores, taus, sums, sums, 0.1)
+            for given in ((None, None, -1.0), (sums, sums, 0.1)):
+                sinkhorn.sinkhorn_fwd(scores, taus, *given)
+                sinkhorn.sinkhorn_bwd(scores, scores, taus, *given)
 
 
 def test_sinkhorn_compiles_once_for_any_number_of_iterations():

@@ -12,7 +12,7 @@
   X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
   X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(grouped_gemm_sum_rows) X(grouped_gemm_norms) X(activation_bwd) \
   X(expert_mlp_bwd_hidden) X(expert_mlp_fwd) \
-  X(sinkhorn_fwd) X(sinkhorn_bwd) X(sinkhorn_sums_fwd) X(sinkhorn_sums_bwd) \
+  X(sinkhorn_fwd) X(sinkhorn_bwd) \
   X(tree_gate_fwd) X(tree_gate_bwd) X(expect_writes) X(tree_reach) X(tree_products_fwd) X(tree_products_bwd) X(tree_route_fwd)
 // clang-format on
 
@@ -86,22 +86,15 @@
                      void* hidden, void* rows, void* y, int64_t tokens, int64_t k, int64_t num_rows,                 \
                      int64_t num_experts, int64_t din, int64_t width, int64_t dhidden, int64_t dout, int threads);   \
   void grouped_gemm_norms(MOE_PRODUCT_ARGS, const void* bias, void* out, int64_t rows, int threads);                 \
-  void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,        \
+  void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,       \
                     double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,             \
-                    int64_t batch, int64_t n, int threads);                                                          \
+                    int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,           \
+                    int threads);                                                                                    \
   void sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,                 \
                     const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, \
                     int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride, int64_t batch,         \
-                    int64_t n, int threads);                                                                         \
-  void sinkhorn_sums_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,   \
-                         double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,        \
-                         int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,      \
-                         int threads);                                                                               \
-  void sinkhorn_sums_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,            \
-                         const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,             \
-                         double last_tau, int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride,  \
-                         int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,      \
-                         double* drows, double* dcolumns, int threads);                                              \
+                    int64_t n, const double* rows, const double* columns, double tolerance, double* drows,           \
+                    double* dcolumns, int threads);                                                                  \
   void tree_gate_fwd(int dtype, const void* split_logits, const void* leaf_logits, void* gates, void* leaf_probs,    \
                      void* scratch, int64_t scratch_stride, int64_t tokens, int64_t trees, int64_t experts,          \
                      double gamma, double epsilon, double least, int threads);                                       \

@@ -162,31 +162,15 @@ void run(int dtype, const Call& c, int threads) {
 
 void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
                   double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride, int64_t batch,
-                  int64_t n, int threads) {
-  run(dtype, {scores, stride_batch, stride_row, nullptr, 0, 0, p, batch, n, {first_tau, last_tau, iterations},
-              static_cast<char*>(scratch), scratch_stride, {}}, threads);
-}
-
-void sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row, const void* scores,
-                  int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
-                  void* dscores, void* scratch, int64_t scratch_stride, int64_t batch, int64_t n, int threads) {
-  run(dtype, {scores, stride_batch, stride_row, grad, grad_stride_batch, grad_stride_row, dscores, batch, n,
-              {first_tau, last_tau, iterations}, static_cast<char*>(scratch), scratch_stride, {}}, threads);
-}
-
-void sinkhorn_sums_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
-                       double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,
-                       int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
-                       int threads) {
+                  int64_t n, const double* rows, const double* columns, double tolerance, int threads) {
   run(dtype, {scores, stride_batch, stride_row, nullptr, 0, 0, p, batch, n, {first_tau, last_tau, iterations},
               static_cast<char*>(scratch), scratch_stride, {rows, columns, tolerance, nullptr, nullptr}}, threads);
 }
 
-void sinkhorn_sums_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
-                       const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
-                       int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride, int64_t batch,
-                       int64_t n, const double* rows, const double* columns, double tolerance, double* drows,
-                       double* dcolumns, int threads) {
+void sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row, const void* scores,
+                  int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
+                  void* dscores, void* scratch, int64_t scratch_stride, int64_t batch, int64_t n, const double* rows,
+                  const double* columns, double tolerance, double* drows, double* dcolumns, int threads) {
   run(dtype, {scores, stride_batch, stride_row, grad, grad_stride_batch, grad_stride_row, dscores, batch, n,
               {first_tau, last_tau, iterations}, static_cast<char*>(scratch), scratch_stride,
               {rows, columns, tolerance, drows, dcolumns}}, threads);

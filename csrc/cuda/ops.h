@@ -113,7 +113,10 @@ cudaError_t sinkhorn_fwd(int dtype,
                          void* p,        // (B, n, n) contiguous
                          void* scratch,  // (B, n, n) float32 where n > 64 and dtype is not float32
                          int64_t scratch_stride,  // not used
-                         int64_t batch, int64_t n, cudaStream_t stream);
+                         int64_t batch, int64_t n,
+                         const double* rows, const double* columns,  // (B, n) sums; or nullptr: ones, no tolerance
+                         double tolerance,                           // negative: none
+                         cudaStream_t stream);
 
 cudaError_t sinkhorn_bwd(int dtype,
                          const void* grad,  // (B, n, n), last dimension contiguous
@@ -123,24 +126,9 @@ cudaError_t sinkhorn_bwd(int dtype,
                          void* dscores,  // (B, n, n) contiguous
                          void* scratch,  // (B, stride): float64 (R, 2, n), and after it (n, n) where n > 64
                          int64_t scratch_stride,  // bytes
-                         int64_t batch, int64_t n, cudaStream_t stream);
-
-// The same with sums of rows and columns other than one, and a tolerance.
-cudaError_t sinkhorn_sums_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
-                              double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,
-                              int64_t batch, int64_t n,
-                              const double* rows,     // (B, n)
-                              const double* columns,  // (B, n)
-                              double tolerance,       // below 0: none
-                              cudaStream_t stream);
-
-cudaError_t sinkhorn_sums_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
-                              const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
-                              double last_tau, int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride,
-                              int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
-                              double* drows,     // (B, n)
-                              double* dcolumns,  // (B, n)
-                              cudaStream_t stream);
+                         int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
+                         double* drows, double* dcolumns,  // (B, n), or nullptr without sums
+                         cudaStream_t stream);
 
 // out_r = act(x_r W_e + b_e) for the rows r of expert e, zeros from row expert_offsets[E] on. Gated activations:
 // act(gate) * linear of the two halves of a row.
@@ -270,7 +258,7 @@ cudaError_t tree_route_fwd(int dtype,
 #define MOE_CUDA_OPS(X) \
   X(kwta_fwd) X(kwta_bwd) X(topk_gate_fwd) X(topk_gate_bwd) \
   X(make_plan_fwd) X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
-  X(sinkhorn_fwd) X(sinkhorn_bwd) X(sinkhorn_sums_fwd) X(sinkhorn_sums_bwd) \
+  X(sinkhorn_fwd) X(sinkhorn_bwd) \
   X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(grouped_gemm_sum_rows) X(grouped_gemm_norms) \
   X(activation_bwd) X(expert_mlp_bwd_hidden) \
   X(tree_gate_fwd) X(tree_gate_bwd) X(tree_route_fwd)

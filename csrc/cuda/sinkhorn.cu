@@ -361,10 +361,10 @@ bool plausible(int dtype, int64_t iterations, int64_t batch, int64_t n) {
 
 }  // namespace
 
-cudaError_t sinkhorn_sums_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
-                              double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,
-                              int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
-                              cudaStream_t stream) {
+cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
+                         double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,
+                         int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
+                         cudaStream_t stream) {
   if (!plausible(dtype, iterations, batch, n)) return cudaErrorInvalidValue;
   if (batch == 0 || n == 0) return cudaSuccess;
   const Matrices from{scores, stride_batch, stride_row, dtype};
@@ -384,11 +384,11 @@ cudaError_t sinkhorn_sums_fwd(int dtype, const void* scores, int64_t stride_batc
                 Streamed::shared_bytes(n), stream, from, p, k, cooling, sums, static_cast<int>(n));
 }
 
-cudaError_t sinkhorn_sums_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
-                              const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
-                              double last_tau, int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride,
-                              int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
-                              double* drows, double* dcolumns, cudaStream_t stream) {
+cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
+                         const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
+                         double last_tau, int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride,
+                         int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
+                         double* drows, double* dcolumns, cudaStream_t stream) {
   if (!plausible(dtype, iterations, batch, n)) return cudaErrorInvalidValue;
   if (batch == 0 || n == 0) return cudaSuccess;
   const Matrices dp{grad, grad_stride_batch, grad_stride_row, dtype}, from{scores, stride_batch, stride_row, dtype};
@@ -408,23 +408,6 @@ cudaError_t sinkhorn_sums_bwd(int dtype, const void* grad, int64_t grad_stride_b
   }
   return launch(sinkhorn_streamed_bwd_kernel, dim3(static_cast<unsigned>(batch)), Streamed::threads(n),
                 Streamed::shared_bytes(n), stream, dp, from, dscores, room, stride, cooling, sums, static_cast<int>(n));
-}
-
-// Sums of one.
-cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,
-                         double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,
-                         int64_t batch, int64_t n, cudaStream_t stream) {
-  return sinkhorn_sums_fwd(dtype, scores, stride_batch, stride_row, first_tau, last_tau, iterations, p, scratch,
-                           scratch_stride, batch, n, nullptr, nullptr, -1, stream);
-}
-
-cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch, int64_t grad_stride_row,
-                         const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau,
-                         int64_t iterations, void* dscores, void* scratch, int64_t scratch_stride, int64_t batch,
-                         int64_t n, cudaStream_t stream) {
-  return sinkhorn_sums_bwd(dtype, grad, grad_stride_batch, grad_stride_row, scores, stride_batch, stride_row, first_tau,
-                           last_tau, iterations, dscores, scratch, scratch_stride, batch, n, nullptr, nullptr, -1,
-                           nullptr, nullptr, stream);
 }
 
 }  // namespace moe

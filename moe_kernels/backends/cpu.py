@@ -136,8 +136,6 @@ grouped_gemm_norms = partial(grouped_gemm_cpu.norms, _self)
 
 sinkhorn_fwd = partial(sinkhorn.fwd, _self)
 sinkhorn_bwd = partial(sinkhorn.bwd, _self)
-sinkhorn_sums_fwd = partial(sinkhorn.sums_fwd, _self)
-sinkhorn_sums_bwd = partial(sinkhorn.sums_bwd, _self)
 
 tree_gate_fwd = partial(tree_gate.fwd, _self)
 tree_gate_bwd = partial(tree_gate.bwd, _self)

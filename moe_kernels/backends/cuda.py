@@ -131,8 +131,6 @@ combine_bwd = partial(combine.bwd, _self)
 
 sinkhorn_fwd = partial(sinkhorn.fwd, _self)
 sinkhorn_bwd = partial(sinkhorn.bwd, _self)
-sinkhorn_sums_fwd = partial(sinkhorn.sums_fwd, _self)
-sinkhorn_sums_bwd = partial(sinkhorn.sums_bwd, _self)
 
 grouped_gemm_fwd = partial(grouped_gemm_cuda.fwd, _self)
 grouped_gemm_bwd_weight = partial(grouped_gemm_cuda.bwd_weight, _self)

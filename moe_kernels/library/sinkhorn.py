@@ -16,11 +16,7 @@ def _fwd(scores, taus, iterations, row_sums, column_sums, tolerance, implicit, b
     if scores.numel() == 0:
         return scores.new_empty(scores.shape)
     kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
-    if row_sums is None or column_sums is None:
-        p = kernels.sinkhorn_fwd(rows(scores), temperatures)
-    else:
-        sums = contiguous(row_sums, column_sums)
-        p = kernels.sinkhorn_sums_fwd(rows(scores), temperatures, *sums, tolerance)
+    p = kernels.sinkhorn_fwd(rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance)
     if implicit:
         reference.check_converged(p, *(() if row_sums is None else (row_sums,)))
     return p
@@ -51,10 +47,8 @@ def _bwd(grad, scores, taus, iterations, row_sums, column_sums, tolerance, backe
     if scores.numel() == 0:
         return tuple(map(torch.zeros_like, _bwd_fake(grad, scores, taus, iterations, row_sums, column_sums)))
     kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
-    grad, scores = rows(grad), rows(scores)
-    if row_sums is None or column_sums is None:
-        return kernels.sinkhorn_bwd(grad, scores, temperatures), grad.new_empty(0), grad.new_empty(0)
-    return kernels.sinkhorn_sums_bwd(grad, scores, temperatures, *contiguous(row_sums, column_sums), tolerance)
+    given = rows(grad), rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance
+    return tuple(grad.new_empty(0) if each is None else each for each in kernels.sinkhorn_bwd(*given))
 
 
 def _bwd_fake(grad, scores, taus, iterations, row_sums, column_sums, *rest) -> tuple[Tensor, ...]:

@@ -10,33 +10,21 @@ from torch import Tensor
 from moe_kernels.backends import _native
 
 
-def fwd(native: ModuleType, scores: Tensor, taus: list[float]) -> Tensor:
+def fwd(native, scores, taus, rows, columns, tolerance) -> Tensor:
     p = scores.new_empty(scores.shape)
-    _launch(native, "sinkhorn_fwd", scores, taus, p)
+    _launch(native, "sinkhorn_fwd", scores, taus, p, sums=(*_vectors(native, rows, columns), tolerance))
     return p
 
 
-def bwd(native: ModuleType, grad: Tensor, scores: Tensor, taus: list[float]) -> Tensor:
+def bwd(native, grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, Tensor | None, Tensor | None]:
     dscores = scores.new_empty(scores.shape)
-    _launch(native, "sinkhorn_bwd", scores, taus, dscores, grad)
-    return dscores
-
-
-def sums_fwd(native, scores, taus, rows, columns, tolerance) -> Tensor:
-    p = scores.new_empty(scores.shape)
-    _launch(native, "sinkhorn_sums_fwd", scores, taus, p, sums=(*_vectors(native, rows, columns), tolerance))
-    return p
-
-
-def sums_bwd(native, grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, Tensor, Tensor]:
-    dscores = scores.new_empty(scores.shape)
-    drows, dcolumns = (x.new_empty(x.shape) for x in (rows, columns))
+    drows, dcolumns = (None if x is None else x.new_empty(x.shape) for x in (rows, columns))
     sums = (*_vectors(native, rows, columns), tolerance, *_vectors(native, drows, dcolumns))
-    _launch(native, "sinkhorn_sums_bwd", scores, taus, dscores, grad, sums=sums)
+    _launch(native, "sinkhorn_bwd", scores, taus, dscores, grad, sums=sums)
     return dscores, drows, dcolumns
 
 
-def _launch(native, name, scores, taus, out, *grad, sums=()) -> None:
+def _launch(native, name, scores, taus, out, *grad, sums) -> None:
     batch, n, _ = scores.shape
     scratch = native.sinkhorn_scratch(scores, len(taus), backward=bool(grad))
     native.launch(
@@ -62,6 +50,6 @@ def _matrices(native: ModuleType, x: Tensor) -> tuple[int, int, int]:
     return native.pointer("sinkhorn", x, x.dtype, 3), x.stride(0), x.stride(1)
 
 
-def _vectors(native: ModuleType, *vectors: Tensor) -> list[int]:
-    """Addresses of (batch, n) float64."""
+def _vectors(native: ModuleType, *vectors: Tensor | None) -> list[int]:
+    """Addresses of (batch, n) float64, 0 for None."""
     return [native.pointer("sinkhorn", x, torch.float64, 2) for x in vectors]

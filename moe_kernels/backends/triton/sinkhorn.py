@@ -45,33 +45,46 @@ def sinkhorn_limits(place: str) -> dict[str, int]:
 
 
 @on_device
-def sinkhorn_fwd(scores: Tensor, taus: list[float]) -> Tensor:
-    p = scores.new_empty(scores.shape)
-    _launch_fwd(scores, taus, p)
+def sinkhorn_fwd(scores, taus, rows, columns, tolerance) -> Tensor:
+    p, sums = scores.new_empty(scores.shape), () if rows is None else (rows, columns)
+    scores, steps = _within_reach(scores), _temperatures(taus, scores.device)
+    slow = None if sums else _flags(scores, taus)
+    if slow is not None and taus[0] == taus[-1]:
+        batch, n, _ = scores.shape
+        blocks, warps = _blocks(n, "scaled_fwd", False)
+        arguments = scores, steps, p, slow, scores.stride(0), scores.stride(1), batch, n, len(taus)
+        launch(scaled_fwd, (triton.cdiv(batch, blocks["M"]),), *arguments, **blocks, num_warps=warps)
+    _launch_logarithms(scores, steps, p, None, slow, sums, tolerance)
     return p
 
 
 @on_device
-def sinkhorn_bwd(grad: Tensor, scores: Tensor, taus: list[float]) -> Tensor:
-    dscores = scores.new_empty(scores.shape)
-    _launch_bwd(grad, scores, taus, dscores)
-    return dscores
-
-
-@on_device
-def sinkhorn_sums_fwd(scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float) -> Tensor:
-    p = scores.new_empty(scores.shape)
-    _launch_fwd(scores, taus, p, (rows, columns), tolerance)
-    return p
-
-
-@on_device
-def sinkhorn_sums_bwd(
-    grad: Tensor, scores: Tensor, taus: list[float], rows: Tensor, columns: Tensor, tolerance: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dscores = scores.new_empty(scores.shape)
-    drows, dcolumns = torch.zeros_like(rows), torch.zeros_like(columns)
-    _launch_bwd(grad, scores, taus, dscores, (rows, columns), tolerance, (drows, dcolumns))
+def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    dscores, sums = scores.new_empty(scores.shape), () if rows is None else (rows, columns)
+    drows, dcolumns = (None if x is None else torch.zeros_like(x) for x in (rows, columns))
+    grad, scores, (batch, n, _) = _within_reach(grad), _within_reach(scores), scores.shape
+    steps = _temperatures(taus, scores.device)
+    history = steps.new_empty((len(taus), 2, batch, n))
+    counts = steps.new_empty((batch,), dtype=torch.int32) if sums else _flags(scores, taus)
+    if counts is not None and not sums and taus[0] == taus[-1]:
+        blocks, warps = _blocks(n, "scaled_bwd", False)
+        arguments = [
+            grad, grad.stride(0), grad.stride(1), dscores, scores, steps, history, counts,
+            scores.stride(0), scores.stride(1), batch, n, len(taus),
+        ]  # fmt: skip
+        launch(scaled_bwd, (triton.cdiv(batch, blocks["M"]),), *arguments, **blocks, num_warps=warps)
+    _launch_logarithms(scores, steps, dscores, history, counts, sums, tolerance)
+    blocks, warps = _blocks(n, "bwd", bool(sums))
+    arguments = [
+        grad, grad.stride(0), grad.stride(1), dscores, *((drows, dcolumns) if sums else (steps, steps)), scores, steps,
+        history, *(sums or (steps, steps)), steps if counts is None else counts, scores.stride(0), scores.stride(1),
+        batch, n, len(taus),
+    ]  # fmt: skip
+    kernel, programs = resident_bwd, triton.cdiv(batch, blocks.get("M", 1))
+    if "ROWS" in blocks:
+        kernel = streamed_bwd
+        arguments.append(steps.new_empty(scores.shape))
+    launch(kernel, (programs,), *arguments, **blocks, SUMS=bool(sums), num_warps=warps)
     return dscores, drows, dcolumns
 
 
@@ -90,23 +103,8 @@ def _temperatures(taus: list[float], device: torch.device) -> Tensor:
     return last * (first / last) ** (left / steps)
 
 
-def _launch_fwd(
-    scores: Tensor, taus: list[float], p: Tensor, sums: tuple[Tensor, ...] = (), tolerance: float = -1.0
-) -> None:
-    if scores.numel() == 0:
-        return
-    scores, steps = _within_reach(scores), _temperatures(taus, scores.device)
-    slow = None if sums else _flags(scores, taus)
-    if slow is not None and taus[0] == taus[-1]:
-        batch, n, _ = scores.shape
-        blocks, warps = _blocks(n, "scaled_fwd", False)
-        arguments = scores, steps, p, slow, scores.stride(0), scores.stride(1), batch, n, len(taus)
-        launch(scaled_fwd, (triton.cdiv(batch, blocks["M"]),), *arguments, **blocks, num_warps=warps)
-    _launch_logarithms(scores, steps, p, None, slow, sums, tolerance)
-
-
 def _flags(scores: Tensor, taus: list[float]) -> Tensor | None:
-    """(B), int32: 1 where a matrix needs logarithms, as all do that cool. None above RESIDENT, where all do."""
+    """(B,), int32: 1 if a matrix needs logarithms; all do while cooling. None above RESIDENT, where all do too."""
     if scores.shape[1] > RESIDENT:
         return None
     make = torch.Tensor.new_empty if taus[0] == taus[-1] else torch.Tensor.new_ones
@@ -122,7 +120,7 @@ def _launch_logarithms(
     sums: tuple[Tensor, ...],
     tolerance: float,
 ) -> None:
-    """p; or, where there is a history, that and, with sums, the counts alone."""
+    """Writes p; or, given `history`, the history, and with sums also `counts`."""
     batch, n, _ = scores.shape
     blocks, warps = _blocks(n, "fwd" if history is None else "history", bool(sums))
     arguments = [
@@ -135,39 +133,3 @@ def _launch_logarithms(
         arguments.append(steps.new_empty((batch, 2, n)) if sums else steps)
     how = {"HISTORY": history is not None, "SUMS": bool(sums)}
     launch(kernel, (programs,), *arguments, **blocks, **how, num_warps=warps)
-
-
-def _launch_bwd(
-    grad: Tensor,
-    scores: Tensor,
-    taus: list[float],
-    dscores: Tensor,
-    sums: tuple[Tensor, ...] = (),
-    tolerance: float = -1.0,
-    dsums: tuple[Tensor, ...] = (),
-) -> None:
-    if scores.numel() == 0:
-        return
-    grad, scores, (batch, n, _) = _within_reach(grad), _within_reach(scores), scores.shape
-    steps = _temperatures(taus, scores.device)
-    history = steps.new_empty((len(taus), 2, batch, n))
-    counts = steps.new_empty((batch,), dtype=torch.int32) if sums else _flags(scores, taus)
-    if counts is not None and not sums and taus[0] == taus[-1]:
-        blocks, warps = _blocks(n, "scaled_bwd", False)
-        arguments = [
-            grad, grad.stride(0), grad.stride(1), dscores, scores, steps, history, counts,
-            scores.stride(0), scores.stride(1), batch, n, len(taus),
-        ]  # fmt: skip
-        launch(scaled_bwd, (triton.cdiv(batch, blocks["M"]),), *arguments, **blocks, num_warps=warps)
-    _launch_logarithms(scores, steps, dscores, history, counts, sums, tolerance)
-    blocks, warps = _blocks(n, "bwd", bool(sums))
-    arguments = [
-        grad, grad.stride(0), grad.stride(1), dscores, *(dsums or (steps, steps)), scores, steps, history,
-        *(sums or (steps, steps)), steps if counts is None else counts, scores.stride(0), scores.stride(1), batch, n,
-        len(taus),
-    ]  # fmt: skip
-    kernel, programs = resident_bwd, triton.cdiv(batch, blocks.get("M", 1))
-    if "ROWS" in blocks:
-        kernel = streamed_bwd
-        arguments.append(steps.new_empty(scores.shape))
-    launch(kernel, (programs,), *arguments, **blocks, SUMS=bool(sums), num_warps=warps)
