@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
 def run(args: argparse.Namespace) -> int:
     """Runs the check and the training, prints the table, and returns the exit status: 0; 1 if backend and reference
     disagree; 2 if it cannot start; 3 if another rank failed or did not answer in time; 130 if interrupted."""
-    threads, flushed = torch.get_num_threads(), _flushes_denormals()
+    threads, flushed, out = torch.get_num_threads(), _flushes_denormals(), args.out
     with ExitStack() as stack:
         try:
             if args.backend:
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
             if not args.expert_parallel:
                 raise
             traceback.print_exc()
-            print(f"train: {_rank(args)}{_lost(args, error)}", file=sys.stderr)
+            print(f"train: {_rank(args)}{_lost(out, error)}", file=sys.stderr)
             return 3
         finally:
             torch.set_num_threads(threads)
@@ -162,10 +162,10 @@ def _rank(args: argparse.Namespace) -> str:
     return f"rank {os.environ.get('RANK', '?')}: " if args.expert_parallel else ""
 
 
-def _lost(args: argparse.Namespace, error: RuntimeError) -> str:
+def _lost(out: Path | None, error: RuntimeError) -> str:
     """The reason why a rank ends, and how to continue."""
     first = str(error).partition("\n")[0]
-    saved = args.out / "checkpoint.pt" if args.out else None
+    saved = out / "checkpoint.pt" if out else None
     hint = f"; --resume continues from {saved}" if saved is not None and saved.exists() else ""
     return f"another rank failed or did not answer in time, or this one did: {first}{hint}"
 

@@ -54,9 +54,9 @@ def agrees(port: str, recipe: str, *words: str) -> None:
 
 
 def stops(port: str, out: str, data: str) -> None:
-    """Rank 1 stops in the middle; rank 0 ends with a message, and leaves a checkpoint."""
+    """Rank 0 stops in the middle; rank 1 ends with a message, which names the checkpoint of rank 0."""
     rank = os.environ["RANK"]
-    if rank == "1":
+    if rank == "0":
         taken = ranks.ParallelRun.differentiate
 
         def differentiate(run: Any, batch: Any) -> Any:
@@ -67,11 +67,11 @@ def stops(port: str, out: str, data: str) -> None:
         ranks.ParallelRun.differentiate = differentiate
     words = ["--data", data, "--out", out, *["--expert-parallel", "2", "--check-steps", "0", "--rank-timeout", "20"]]
     status, _, errors = _command(port, "competesmoe", *words, *PLAIN)
-    if rank == "1":
+    if rank == "0":
         assert status == 2  # as any other error of its own
         return
     assert status == 3
-    assert "train: rank 0: another rank failed or did not answer in time" in errors
+    assert "train: rank 1: another rank failed or did not answer in time" in errors
     assert f"--resume continues from {out}/checkpoint.pt" in errors
 
 
