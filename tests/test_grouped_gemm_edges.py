@@ -150,12 +150,13 @@ def test_operands_that_start_anywhere(target, place):
             torch.testing.assert_close(got, expected, rtol=rounding, atol=8 * rounding)
 
 
-@pytest.mark.parametrize("place", [padded, lambda x: far_apart(x, (2**30 - 4, 1))], ids=["padded", "far apart"])
-def test_operands_of_an_expert_mlp_that_are_views(target, place):
-    """x and the gradient of y; padded, gate weights and biases too."""
+@pytest.mark.parametrize("moved", ["all", "gradient", "far apart"])
+def test_operands_of_an_expert_mlp_that_are_views(target, moved):
+    """All but the experts' weights in padded rows, or the gradient of y alone; or x and that gradient far apart."""
     dtype, plan = finest(target), plans(target.device)["dropped"]
-    leaves, grad = leaves_of(plan, dtype, target.device, "gelu"), torch.randn(plan.num_tokens, 10)
-    moved = ("x", "weights", "b_in", "b_out") if place is padded else ("x",)
+    leaves, grad = leaves_of(plan, dtype, target.device, "gelu", dout=16), torch.randn(plan.num_tokens, 16)
+    place = (lambda x: far_apart(x, (2**30 - 4, 1))) if moved == "far apart" else padded
+    moved = {"all": ("x", "weights", "b_in", "b_out"), "gradient": (), "far apart": ("x",)}[moved]
     found = []
     for given, to in ((leaves, torch.clone), (leaves | {name: place(leaves[name]) for name in moved}, place)):
         given = {name: each.detach().requires_grad_() for name, each in given.items()}
