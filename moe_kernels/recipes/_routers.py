@@ -1,9 +1,10 @@
-"""Routing of layers of experts, recorded in the forward pass of an evaluation."""
+"""Layers of experts in an evaluation: their routing, and the network without them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,44 +13,32 @@ from moe_kernels.nn.gates import Gate
 from moe_kernels.nn.moe import MoE, MoEOutput
 from moe_kernels.recipes import Routing
 
-
-class Watched:
-    """The distributions of the routers of all `MoE` layers of a model, in the order of the forward pass."""
-
-    def __init__(self) -> None:
-        self.probs: list[Tensor | None] = []
-
-    def routing(self, outputs: Sequence[MoEOutput]) -> list[Routing]:
-        """A Routing for each layer, from the layers' outputs in that forward pass."""
-        weights = [out.gates[0].weights.detach() if out.gates[0].dense else None for out in outputs]
-        return [
-            Routing(out.plan.used, probs, each) for out, probs, each in zip(outputs, self.probs, weights, strict=True)
-        ]
+Part = TypeVar("Part", bound=nn.Module)
 
 
-@contextmanager
-def watched_routers(model: nn.Module) -> Iterator[Watched]:
-    """Records the router's distribution of every layer of experts in one forward pass of `model` inside the block."""
-    watched = Watched()
+def routed(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoEOutput], list[Routing]]:
+    """model(*args), which is (y, outputs of the layers of experts), and the routing of every layer in that forward."""
+    probs: list[Tensor | None] = []
 
     def note(gate: Gate, args: tuple[Tensor, ...]) -> None:
-        watched.probs.append(gate.router_probs(*args))
+        probs.append(gate.router_probs(*args))
 
     with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, MoE):
-                stack.callback(module.gate.register_forward_pre_hook(note).remove)
-        yield watched
+        for layer in all_of(model, MoE):
+            stack.callback(layer.gate.register_forward_pre_hook(note).remove)
+        y, outputs = model(*args)
+    weights = [out.gates[0].weights.detach() if out.gates[0].dense else None for out in outputs]
+    used = [out.plan.used for out in outputs]
+    return y, outputs, [Routing(*each) for each in zip(used, probs, weights, strict=True)]
 
 
 @contextmanager
 def experts_off(model: nn.Module) -> Iterator[None]:
     """Inside the block all layers of experts give zeros, so that only the residuals around them are left."""
     with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, MoE):
-                hook = module.experts.register_forward_hook(lambda experts, args, y: torch.zeros_like(y))
-                stack.callback(hook.remove)
+        for layer in all_of(model, MoE):
+            hook = layer.experts.register_forward_hook(lambda experts, args, y: torch.zeros_like(y))
+            stack.callback(hook.remove)
         yield
 
 
@@ -60,3 +49,8 @@ def regularisers(outputs: Sequence[MoEOutput]) -> dict[str, Tensor]:
         for name, loss in out.losses.items():
             found[name] = found[name] + loss if name in found else loss
     return found
+
+
+def all_of(model: nn.Module, kind: type[Part]) -> list[Part]:
+    """The modules of a class in a model."""
+    return [module for module in model.modules() if isinstance(module, kind)]

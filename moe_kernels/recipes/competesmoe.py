@@ -32,7 +32,7 @@ from moe_kernels.nn.losses import symmetric_kl
 from moe_kernels.nn.moe import MoE
 from moe_kernels.nn.policies import TokenChoice
 from moe_kernels.recipes import Batch, Evaluation, Splits, Task, option, total_loss
-from moe_kernels.recipes._routers import regularisers, watched_routers
+from moe_kernels.recipes._routers import all_of, regularisers, routed
 from moe_kernels.recipes._text import TextRecipe, bits, characters
 
 SIDES = ("dense", "smoe", "fixed", "dropout", "switch", "xmoe", "stable", "hyper", "thor", "compete")
@@ -106,7 +106,7 @@ class CompeteSMoE(TextRecipe):
             activation="geglu" if glam else "relu",
             relative=glam,
         ).to(windows.device)
-        gates = [module for module in model.modules() if isinstance(module, Gate)]
+        gates = all_of(model, Gate)
 
         def loss(batch: Batch) -> dict[str, Tensor]:
             x, y = characters(batch)
@@ -121,9 +121,8 @@ class CompeteSMoE(TextRecipe):
 
         def evaluate(batch: Batch) -> Evaluation:
             x, y = characters(batch)
-            with watched_routers(model) as routers:
-                logits, outputs = model(x)
-            return Evaluation(bits(logits, y), routers.routing(outputs))
+            logits, _, routing = routed(model, x)
+            return Evaluation(bits(logits, y), routing)
 
         def before_step(step: int) -> None:
             for gate in gates:

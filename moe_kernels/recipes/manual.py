@@ -24,7 +24,7 @@ from moe_kernels.nn.gates.manual import MNIST
 from moe_kernels.nn.moe import MoE
 from moe_kernels.nn.schedules import cosine
 from moe_kernels.recipes import Batch, Evaluation, Recipe, Splits, Task, accuracy, option, total_loss
-from moe_kernels.recipes._routers import regularisers, watched_routers
+from moe_kernels.recipes._routers import regularisers, routed
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,8 @@ class Manual(Recipe):
 
         def evaluate(batch: Batch) -> Evaluation:
             x, y = batch.tensors
-            with watched_routers(model) as routers:
-                logits, outputs = model(x)
-            return Evaluation(accuracy(logits, y), routers.routing(outputs))
+            logits, _, routing = routed(model, x)
+            return Evaluation(accuracy(logits, y), routing)
 
         def before_step(step: int) -> None:
             if isinstance(gate, StagedGate):

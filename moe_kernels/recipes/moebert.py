@@ -21,7 +21,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +37,11 @@ from moe_kernels.nn.moe import MoE, MoEOutput
 from moe_kernels.nn.policies import NonzeroWeights
 from moe_kernels.nn.split import NeuronImportance, distillation_loss, split_ffn
 from moe_kernels.recipes import Batch, Evaluation, Splits, Task, option, total_loss
-from moe_kernels.recipes._routers import regularisers, watched_routers
+from moe_kernels.recipes._routers import all_of, regularisers, routed
 from moe_kernels.recipes._text import IGNORED, TextRecipe, bits, characters
 
 GATES = ("hash", "topk", "comet")
 MASKED = 0.15  # share of a window's tokens, as in BERT
-Part = TypeVar("Part", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,8 @@ class MoEBERT(TextRecipe):
 
         def evaluate(batch: Batch) -> Evaluation:
             x, y = self._read(batch, mask, fixed=True)
-            with watched_routers(pair) as routers:
-                logits, outputs = pair(x)
-            return Evaluation(bits(logits, y), routers.routing(outputs))
+            logits, _, routing = routed(pair, x)
+            return Evaluation(bits(logits, y), routing)
 
         def values() -> list[Tensor]:
             """Importance (hidden) of the neurons of every layer of the teacher."""
@@ -255,11 +253,11 @@ class Pair(nn.Module):
         layers = self.teacher.feed_forwards()
         outside = (
             _except(self.teacher, [part for fc1, fc2, _ in layers for part in (fc1, fc2)]),
-            _except(self.student, _all(self.student, MoE)),
+            _except(self.student, all_of(self.student, MoE)),
         )
         for other, own in zip(*outside, strict=True):
             own.copy_(other)
-        for (fc1, fc2, activation), experts, each in zip(layers, _all(self.student, ExpertMLP), values, strict=True):
+        for (fc1, fc2, activation), experts, each in zip(layers, all_of(self.student, ExpertMLP), values, strict=True):
             hidden = experts.w_in.shape[2]
             split = split_ffn(fc1, fc2, each, experts.num_experts, hidden, self.share, activation)
             experts.load_state_dict(split.state_dict())
@@ -305,10 +303,6 @@ def masked(tokens: Tensor, draw: Tensor, mask: int) -> tuple[Tensor, Tensor]:
 def _bert() -> Any:
     """The integration, which imports transformers."""
     return importlib.import_module("moe_kernels.integrations.bert")
-
-
-def _all(model: nn.Module, kind: type[Part]) -> list[Part]:
-    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def _except(model: nn.Module, parts: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -25,7 +25,7 @@ from moe_kernels.nn.losses import batch_inverse_cv, batch_variation, inverse_cv,
 from moe_kernels.nn.moe import MoE, MoEOutput
 from moe_kernels.nn.policies import ExpertChoice, PriorityRouting, TokenChoice
 from moe_kernels.recipes import Batch, Evaluation, Recipe, Splits, Task, accuracy, option, total_loss
-from moe_kernels.recipes._routers import experts_off, regularisers, watched_routers
+from moe_kernels.recipes._routers import all_of, experts_off, regularisers, routed
 
 PAPER_002 = ("dense", "matched", "softmax", "sparsified", "token_choice", "expert_choice", "priority")
 PAPER_003 = ("vmoe", "bpr", "bpr_sum", "e3", "thor")
@@ -74,7 +74,7 @@ class VMoE(Recipe):
         side, x = self.side, data.train[0]
         members = self.members if side == "e3" else 1
         model = self._model(data, self._matched_dim(data) if side == "matched" else self.dim).to(x.device)
-        staged = [module for module in model.modules() if isinstance(module, StagedGate)]
+        staged = all_of(model, StagedGate)
 
         def loss(batch: Batch) -> dict[str, Tensor]:
             x, y = batch.tensors
@@ -95,8 +95,7 @@ class VMoE(Recipe):
 
         def evaluate(batch: Batch) -> Evaluation:
             x, y = batch.tensors
-            with watched_routers(model) as routers:
-                logits, outputs = model(x)
+            logits, outputs, routing = routed(model, x)
             found = dict(accuracy(ensemble_log_probs(logits, members), y))
             if self.experts_off and outputs:
                 with experts_off(model):
@@ -106,7 +105,7 @@ class VMoE(Recipe):
                 found["dropped"] = (dropped * len(y), len(y))
                 variation = torch.stack([batch_variation(each) for each in _gates(outputs, len(x) * members)]).mean()
                 found["batch variation"] = (variation * len(y), len(y))
-            return Evaluation(found, routers.routing(outputs))
+            return Evaluation(found, routing)
 
         def before_step(step: int) -> None:
             stage = 1 + (step >= steps // 2) + (step >= 3 * steps // 4)
