@@ -144,9 +144,24 @@ def worst_expert(right, logits, k, order):
     return weights, (-logits).topk(k).indices.int(), *rest  # the experts with the smallest logits
 
 
+def an_expert_too_large(right, x, weights, w_in, w_out, b_in, b_out, *rest):
+    """The output of expert 0 is 0.1 % too large."""
+    scale = torch.ones(len(w_out), 1)
+    scale[0] = 1.001
+    return right(x, weights, w_in, w_out * scale[:, None], b_in, b_out * scale, *rest)
+
+
+def an_expert_that_does_not_learn(right, *args):
+    gradients = right(*args)
+    gradients[0][0].zero_()
+    return gradients
+
+
 @pytest.mark.parametrize(
     ("kernel", "wrong"),
     [
+        ("expert_mlp_at_once", an_expert_too_large),
+        ("grouped_gemm_bwd_weight", an_expert_that_does_not_learn),
         ("topk_gate_fwd", worst_expert),
         ("combine_fwd", lambda right, *args: right(*args) * 1.001),
         ("topk_gate_bwd", lambda right, *args: right(*args) * 0.9),
