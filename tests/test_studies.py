@@ -14,7 +14,7 @@ from moe_kernels.__main__ import main
 from moe_kernels.nn import LocalSearch
 from moe_kernels.nn.comet import CometMLP, FixedRouting
 from moe_kernels.recipes import Batch, Splits, movielens
-from moe_kernels.studies import permutation, search, similarity, utilisation
+from moe_kernels.studies import permutation, search, similarity
 from moe_kernels.train.loop import Run
 
 
@@ -65,7 +65,7 @@ def test_utilisation_counts_dead_neurons_and_those_that_another_set_wakes(tmp_pa
     for name, shift in (("one", 1.0), ("two", -1.0)):
         x = shift + 0.2 * torch.randn(20, 9, generator=draw)
         found[name] = data.Images(name, x[:10], y[:10], x[10:], y[10:], ("a",), (1, 3, 3))
-    monkeypatch.setattr(utilisation, "load", found.get)
+    monkeypatch.setattr(data, "load", found.get)
     routers = []
     kept = FixedRouting.__init__
 
@@ -100,24 +100,27 @@ def test_a_study_that_cannot_start_says_why(capsys):
     assert studies.names() == ["permutation", "search", "similarity", "utilisation"]
 
 
-def test_the_cost_of_a_permutation_is_the_loss_under_it():
+@pytest.mark.parametrize("sign", [1, -1])  # Jester has ratings below 0
+def test_the_cost_of_a_permutation_is_the_loss_under_it(sign):
     """For several permutations the sum of the costs is the training loss that the permuted table has."""
     points = ratings()
     recipe = movielens.MovieLens(sides=("hash",), experts=4, rows=0, dropout=0.0, batch_size=80)
-    run = Run(recipe, 0, Splits(points, points.train, points.test))
+    *ids_and_watched, stars = points.train
+    train = (*ids_and_watched, sign * stars)
+    run = Run(recipe, 0, Splits(points, train, points.test))
     gate = run.task.model.moe.gates[0]
     table, cost = gate.table.clone(), permutation.costs(run, gate)
     assert torch.equal(gate.table, table)
     for order in ((0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)):
         gate.load_state_dict({"table": torch.tensor(order, dtype=torch.int32)[table.long()]})
         with torch.no_grad():
-            loss = run.task.loss(Batch(points.train, None))["task"]
+            loss = run.task.loss(Batch(train, None))["task"]
         assert cost[torch.arange(4), torch.tensor(order)].sum().item() / 80 == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    monkeypatch.setattr(permutation, "load", lambda name: ratings())
+    monkeypatch.setattr(data, "load", lambda name: ratings())
     words = ["--data", "tastes", "--rows", "80", "--epochs", "40", "--seeds", "2", "--experts", "4", "--lr", "0.01"]
     assert main(["study", "permutation", *words, "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / "permutation.csv")
@@ -151,7 +154,7 @@ def test_which_schedule_ends_in_a_permutation(schedule):
 
 def test_a_random_search_and_its_bootstrap(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    monkeypatch.setattr(search, "load", lambda name: ratings())
+    monkeypatch.setattr(data, "load", lambda name: ratings())
     words = ["--data", "tastes", "--trials", "4", "--epochs", "3", "--patience", "1", "--sides", "hash", "comet+"]
     assert main(["study", "search", *words, "--out", str(tmp_path)]) == 0
     rows = read(tmp_path / "search.csv")

@@ -13,15 +13,16 @@ import io
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from moe_kernels import recipes
+from moe_kernels import data, recipes
 from moe_kernels.recipes import option
 from moe_kernels.train import add_field, checkpoint, given, settings
 
 Rows = Sequence[Mapping[str, Any]]
+Kind = TypeVar("Kind", bound=data.Dataset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +38,21 @@ class Study:
         """Does the work, prints a table, and writes to `out` if it is given."""
         raise NotImplementedError
 
+    def load(self, path: str, kind: type[Kind]) -> Kind:
+        """The data set at `path`; ValueError if it is of another kind."""
+        found = data.load(path)
+        if not isinstance(found, kind):
+            raise ValueError(f"{self.name} needs {kind.__name__}, but {path} has {found.name}")
+        return found
+
+    @property
+    def name(self) -> str:
+        """The name on the command line."""
+        return type(self).__module__.rpartition(".")[2]
+
     def print_title(self) -> None:
         """Prints the name of the study and its options in one line."""
-        print(f"{type(self).__module__.rpartition('.')[2]}: {settings(dataclasses.asdict(self))}\n")
+        print(f"{self.name}: {settings(dataclasses.asdict(self))}\n")
 
 
 def names() -> list[str]:

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_kernels import info
-from moe_kernels.data import Ratings, load
+from moe_kernels.data import Ratings
 from moe_kernels.nn.gates import HashGate
 from moe_kernels.ops.harden import harden
 from moe_kernels.recipes.movielens import MovieLens
@@ -49,9 +49,7 @@ class Permutation(Study):
     experts: int = option(16, "experts that users are hashed to", low=2)
 
     def run(self, out: Path | None) -> None:
-        data = load(self.data)
-        if not isinstance(data, Ratings):
-            raise ValueError(f"permutation: expected MovieLens, {self.data} has {data.name}")
+        data = self.load(self.data, Ratings)
         rows = []
         for arm in self.arms:
             for epoch in self.at if arm in ("random", "best") else (-1,):
@@ -118,7 +116,7 @@ def costs(run: Run, gate: HashGate) -> Tensor:
     users, movies, truth, stars = run.data.train
     table, recipe = gate.table.clone(), run.recipe
     assert isinstance(recipe, MovieLens)
-    rated = stars > 0
+    rated = stars != 0
     scale = len(stars) / rated.sum().clamp(min=1)
     cost = torch.zeros(gate.num_experts, gate.num_experts, dtype=torch.float64)
     run.task.model.eval()

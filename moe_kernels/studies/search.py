@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from moe_kernels import info
-from moe_kernels.data import Ratings, load
+from moe_kernels.data import Ratings
 from moe_kernels.recipes.movielens import MovieLens
 from moe_kernels.studies import Study, line_of, option, write_rows
 from moe_kernels.train import checkpoint
@@ -48,9 +48,7 @@ class Search(Study):
     draws: int = option(1000, "draws of the bootstrap", low=1)
 
     def run(self, out: Path | None) -> None:
-        data = load(self.data)
-        if not isinstance(data, Ratings):
-            raise ValueError(f"search: expected MovieLens, {self.data} has {data.name}")
+        data = self.load(self.data, Ratings)
         rows: list[dict[str, Any]] = []
         for trial in range(self.trials):  # gates take turns, so that an interrupted search is a smaller one
             for side in self.sides:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import info
-from moe_kernels.data import Images, load
+from moe_kernels.data import Images
 from moe_kernels.nn.comet import FixedRouting
 from moe_kernels.nn.utilisation import Utilisation
 from moe_kernels.studies import Study, option, write_rows
@@ -72,9 +72,7 @@ class UtilisationStudy(Study):
             _draw_picture(out / "utilisation.png", rows, extremes)
 
     def _images(self, name: str) -> Tensor:
-        data = load(name)
-        if not isinstance(data, Images):
-            raise ValueError(f"utilisation: expected images, {name} has {data.name}")
+        data = self.load(name, Images)
         return torch.cat([data.train_x, data.test_x])[: self.samples or None]
 
     def _draw(self, inputs: int, generator: torch.Generator) -> tuple[FixedRouting, float]:
