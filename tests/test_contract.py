@@ -172,6 +172,14 @@ def test_addresses_are_taken_in_one_place():
     assert takers == {"_native.py"}
 
 
+def test_no_merge_was_left_half_done():
+    """Marks of a conflict inside a docstring are no error for Python, ruff or mypy."""
+    for folder in ("moe_kernels", "python_ref", "csrc", "bench", "tests", "docs"):
+        for path in (ROOT / folder).rglob("*.*"):
+            if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh", ".md"):
+                assert not re.search(r"^(<{7}|>{7}) ", path.read_text(), re.MULTILINE), path
+
+
 def test_imports_run_one_way():
     layers = ["models", "nn", "ops", "backends"]
     for rank, layer in enumerate(layers):

@@ -4,8 +4,8 @@ Every rank builds the same task, keeps its share of the experts, and takes a par
 over ranks, weighted by samples. Every rank evaluates the whole test set, so that tables equal those of one process;
 rank 0 prints and writes. A checkpoint has whole tensors; any number of ranks, or one process, can read it.
 
-Random numbers: rank 0 draws as one process does; the other ranks have a stream of their own for every step. The coin of
-a competition falls alike on all ranks and in one process: it is a function of seed, layer and step.
+Random numbers: rank 0 draws what one process would draw; every other rank has a generator of its own for each step. The
+coin of a competition is a function of seed, layer and step, alike on all ranks and in one process.
 """
 
 from __future__ import annotations
