@@ -57,10 +57,12 @@ def test_run_trains_both_networks_and_writes_what_it_printed(arguments, capsys, 
     with (tmp_path / "log.csv").open() as file:
         logged = list(csv.DictReader(file))
     assert len(logged) == 2 * 2 * 3
+    assert {"neurons", "dead neurons"} < logged[0].keys()
+    assert not {"experts", "dead experts"} & logged[0].keys()  # a COMET MLP has none
     for run in report["runs"]:
         last = run["rows"][-1]
         assert last["test accuracy"] > 0.9
-        assert (last["experts"], last["most load"]) == ((24, 1) if run["side"] == "standard" else (12, 1))
+        assert (last["neurons"], last["most load"]) == ((24, 1) if run["side"] == "standard" else (12, 1))
         assert [row["step"] for row in run["rows"]] == [3, 6, 9]  # none at step 0, which no paper has
         assert last["entropy"] is None  # NaN is no JSON
         assert any(

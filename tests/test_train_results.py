@@ -27,7 +27,7 @@ def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
     accuracy = {run["side"]: run["rows"][-1]["test accuracy"] for run in found["runs"]}
     assert set(accuracy) == {f"{side} keep={keep}" for side in ("standard", "comet") for keep in ("0.1", "0.5", "1")}
     assert accuracy["comet keep=1"] == accuracy["standard keep=1"] == accuracy["standard keep=0.1"]
-    neurons = {run["side"]: run["rows"][-1]["experts"] for run in found["runs"]}
+    neurons = {run["side"]: run["rows"][-1]["neurons"] for run in found["runs"]}
     assert [neurons[f"comet keep={keep}"] for keep in ("0.1", "0.5", "1")] == [2, 12, 24]
     printed = capsys.readouterr().out
     (line,) = (line for line in printed.splitlines() if line.startswith("comet ") and "=" not in line)

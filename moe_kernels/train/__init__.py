@@ -30,7 +30,7 @@ from moe_kernels.train import checkpoint
 from moe_kernels.train.agreement import Agreement, check_agreement, print_agreement
 from moe_kernels.train.comparison import Comparison
 from moe_kernels.train.loop import Run
-from moe_kernels.train.report import legend, picture, summarise, table, write_json
+from moe_kernels.train.report import legend, picture, summarise, tables, write_json
 from moe_kernels.train.sweeps import pivot, sweep_picture
 from moe_kernels.train.trained import Trained, load_model
 
@@ -205,7 +205,7 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
         return 130
     histories = comparison.histories()
     summaries = summarise(histories, recipe.METRIC)
-    print(f"\n{table(summaries, recipe.METRIC)}")
+    print(f"\n{tables(summaries, recipe.METRIC)}")
     print(legend(summaries))
     swept = pivot(recipe, summaries)
     if swept:
@@ -228,8 +228,9 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
     }
     if args.out:
         write_json(args.out / "result.json", result)
-        drawn = picture(args.out / "plot.png", histories, recipe.METRIC, f"{args.recipe} on {data.source.name}")
-        sweep_picture(args.out / "sweep.png", recipe, summaries)
+        title = f"{args.recipe} on {data.source.name}"
+        drawn = picture(args.out / "plot.png", histories, recipe.METRIC, title)
+        sweep_picture(args.out / "sweep.png", recipe, summaries, title)
         missing = "" if drawn else "; no picture: pip install moe_kernels[bench]"
         print(f"models, log, checkpoint, result{' and picture' * drawn} in {args.out}{missing}")
     if args.json:  # last, so that the folder is complete even if this cannot be written

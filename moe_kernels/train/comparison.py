@@ -136,12 +136,13 @@ class Comparison:
                 if key in self.restored:
                     with self._of_another_kind(key):
                         self.live[key].load_state(self.restored.pop(key))
-        points = self._points(self.live.values())
+        points, wide = self._points(self.live.values()), max(map(len, runs))
         for point in points:
             for key, run in self.live.items():
                 if (run.step < point or not run.rows) and not run.stopped:
                     run.advance(point, tick)
-                    say(_line(key, run.rows[-1]) + "  stops: no better on the validation part" * run.stopped)
+                    stops = "  stops: no better on the validation part" * run.stopped
+                    say(_line(key.ljust(wide), run.rows[-1]) + stops)
             if point < points[-1]:  # after the last one, the finished runs are saved below
                 self._save()
         for key, (side, recipe, _, stage) in runs.items():
@@ -251,4 +252,4 @@ def _line(key: str, row: Row) -> str:
         shown.remove("loss")
     numbers = [f"{name} {row[name]:.4f}" for name in shown if not (name in LOSSES and math.isnan(row[name]))]
     speed = "" if math.isnan(row["seconds"]) else f"  {row['seconds'] * 1e3:.2f} ms/step"
-    return f"step {row['step']:>6.0f}  {key:<24} {'  '.join(numbers)}{speed}"
+    return f"step {row['step']:>6.0f}  {key}  {'  '.join(numbers)}{speed}"

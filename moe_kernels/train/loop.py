@@ -26,6 +26,11 @@ Row = dict[str, float]  # one evaluation: step, epoch, loss, measures, routing, 
 LOSSES = ("loss", "task", "text")  # the differentiated loss, and its part that depends on the targets
 
 
+def routing_columns(unit: str) -> tuple[str, ...]:
+    """Names of the routing's numbers in a row; unit: what is counted, "experts" or "neurons"."""
+    return unit, "least load", "most load", f"dead {unit}", "entropy"
+
+
 class Random:
     """The random state of one run on every device; `use` makes it the current one."""
 
@@ -356,21 +361,21 @@ class Seen:
                 self.routed[number] += layer.probs.shape[:-1].numel()
 
     def row(self) -> Row:
-        """Experts a sample (mean over layers), shares of the samples of the least and the most used expert, number of
-        unused experts, and the entropy of the gates in nats, as the mean and by layer."""
+        """By the names of `routing_columns`: experts or neurons a sample (mean over layers), shares of the samples of
+        the least and the most used one, number of unused ones, and the entropy of the gates in nats, also by layer."""
         if not self.used:
             return {}
         share = [layer for counted in self.used for layer in counted.share()]
         pairs = [(each.item(), count) for each, count in zip(self.entropy, self.routed, strict=True) if count]
         by_layer = {f"entropy {number}": total / count for number, (total, count) in enumerate(pairs, 1)}
-        return {
-            "experts": sum(layer.sum().item() for layer in share) / len(share),
-            "least load": min(layer.min().item() for layer in share),
-            "most load": max(layer.max().item() for layer in share),
-            "dead": float(sum(int((layer == 0).sum()) for layer in share)),
-            "entropy": sum(t for t, _ in pairs) / sum(c for _, c in pairs) if pairs else math.nan,
-            **(by_layer if len(by_layer) > 1 else {}),
-        }
+        numbers = (
+            sum(layer.sum().item() for layer in share) / len(share),
+            min(layer.min().item() for layer in share),
+            max(layer.max().item() for layer in share),
+            float(sum(int((layer == 0).sum()) for layer in share)),
+            sum(t for t, _ in pairs) / sum(c for _, c in pairs) if pairs else math.nan,
+        )
+        return dict(zip(routing_columns(self.unit), numbers, strict=True)) | (by_layer if len(by_layer) > 1 else {})
 
 
 def _on_cpu(value: Any) -> Any:

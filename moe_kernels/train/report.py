@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_kernels import info
 from moe_kernels.train.checkpoint import write
-from moe_kernels.train.loop import Row
+from moe_kernels.train.loop import Row, routing_columns
 from moe_kernels.train.plotting import write_picture
 
 
@@ -77,7 +77,11 @@ def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
                 mean_and_spread([task_loss(row) for row in last]),
                 seconds[len(seconds) // 2],
                 mine[0].flops,
-                {name: mean_and_spread([row[name] for row in last])[0] for name in ROUTING if name in last[0]},
+                {
+                    name: mean_and_spread([row.get(name, math.nan) for row in last])[0]
+                    for name in routing_columns(mine[0].unit)
+                    if name in last[0]
+                },
                 mine[0].flops_known,
                 mine[0].unit,
                 {
@@ -90,47 +94,35 @@ def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
     return found
 
 
-ROUTING = ("experts", "least load", "most load", "dead", "entropy")
-
-
 def task_loss(row: Row) -> float:
     """The training loss without regularisers."""
     return row.get("task", row.get("text", row["loss"]))
 
 
-def table(summaries: Sequence[Summary], metric: str) -> str:
-    """The table at the end of a run."""
+def tables(summaries: Sequence[Summary], metric: str) -> str:
+    """The two tables at the end of a run: what the sides learned, and how they route and what they cost."""
     units = {each.unit for each in summaries if each.routing}
-    unit = units.pop() if len(units) == 1 else ""  # else each row has its own
+    unit = units.pop() if len(units) == 1 else ""  # else every number has its own
     kept = any(each.flops_known != each.flops and not math.isnan(each.flops_known) for each in summaries)
-    header = (
-        *("side", "lr", metric, "its mean over the run", "task's training loss"),
-        *(unit or "used", "least load", "most load", f"dead {unit}".strip(), "entropy"),
-        *("MFLOPs/sample", *["with kept masks"] * kept, "ms/step"),
-    )
-    rows = [
-        (
-            each.side,
-            f"{each.lr:g}",
-            with_spread(each.metric),
-            with_spread(each.curve),
-            with_spread(each.loss),
-            *(
-                _short(each.routing.get(name, math.nan))
-                + (f" {each.unit}" if not unit and name in ("experts", "dead") and name in each.routing else "")
-                for name in ROUTING
-            ),
-            f"{each.flops / 1e6:.3f}",
-            *[f"{each.flops_known / 1e6:.3f}"] * kept,
-            f"{each.seconds * 1e3:.2f}",
+    learned, costs = [], []
+    for each in summaries:
+        numbers = (with_spread(pair) for pair in (each.metric, each.curve, each.loss))
+        learned.append((each.side, f"{each.lr:g}", *numbers, f"{each.seconds * 1e3:.2f}"))
+        routing = (
+            _short(each.routing.get(name, math.nan))
+            + f" {each.unit}" * (not unit and name in each.routing and name.endswith(each.unit))
+            for name in routing_columns(each.unit)
         )
-        for each in summaries
-    ]
-    return info.table(header, rows)
+        flops = (f"{count / 1e6:.3f}" for count in (each.flops, *[each.flops_known] * kept))
+        costs.append((each.side, *routing, each.parameters, *flops))
+    routed = routing_columns(unit) if unit else ("used", "least load", "most load", "dead", "entropy")
+    header = ("side", "lr", metric, "its mean over the run", "task's training loss", "ms/step")
+    below = ("side", *routed, "parameters", "MFLOPs/sample", *["with kept masks"] * kept)
+    return f"{info.table(header, learned)}\n\n{info.table(below, costs)}"
 
 
 def legend(summaries: Sequence[Summary]) -> str:
-    """The meaning of the columns of `table`, and the regularisers of every side."""
+    """The meaning of the columns of `tables`, and the regularisers of every side."""
     lines = [
         "Mean ± spread over the seeds. Load: share of the test samples that use an expert or neuron; dead: experts or",
         "neurons that no sample uses; entropy of the routers in nats. FLOPs of one prediction, by torch's counter; the",
@@ -184,15 +176,16 @@ def picture(path: Path, histories: Sequence[History], metric: str, title: str) -
                 steps = [row["step"] for row in runs[0]][: len(columns)]
                 colour, line = f"C{number % 10}", ("-", "--", ":", "-.")[number // 10 % 4]  # there are ten colours
                 means = [sum(column) / len(column) for column in columns]
-                axis.plot(steps, means, label=side, color=colour, linestyle=line)
+                axis.plot(steps, means, label=side, color=colour, linestyle=line, marker=".")
                 axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.2)
             axis.set(xlabel="step", ylabel=name)
         if rest:
             axes[0, 1].set_title(f"also trained: {', '.join(rest)}", fontsize="small")
-        axes[0, 0].legend(fontsize="small")
-        axes[0, 0].figure.suptitle(title)
+        canvas, labelled = axes[0, 0].figure, axes[0, 0].get_legend_handles_labels()
+        canvas.legend(*labelled, loc="outside lower center", ncols=min(len(labelled[0]), 5))
+        canvas.suptitle(title)
 
-    return write_picture(path, draw, columns=2, figsize=(11, 4.5))
+    return write_picture(path, draw, columns=2, figsize=(11, 5))
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:

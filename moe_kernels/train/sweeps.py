@@ -9,7 +9,7 @@ from typing import Any
 from moe_kernels import info
 from moe_kernels.recipes import Recipe
 from moe_kernels.train.plotting import write_picture
-from moe_kernels.train.report import Summary
+from moe_kernels.train.report import Summary, with_spread
 
 
 def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
@@ -17,13 +17,13 @@ def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
     found = []
     for name, values in recipe.swept().items():
         lines = _lines(recipe, summaries, name)
-        rows = [(label, *(f"{metric:.4f}" for _, metric, _ in points)) for label, points in lines.items()]
+        rows = [(label, *(with_spread(each[1:]) for each in points)) for label, points in lines.items()]
         header = (f"{recipe.METRIC} by {name}", *(f"{value:g}" for value in values))
         found.append(info.table(header, rows))
     return "\n\n".join(found)
 
 
-def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary]) -> bool:
+def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary], title: str) -> bool:
     """Draws a panel for each swept option, a line for each side, with the spread over the seeds.
 
     False without swept options or matplotlib.
@@ -38,6 +38,7 @@ def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary]) -> b
             log = min(values) > 0 and max(values) > 20 * min(values)
             axis.set(xlabel=name, ylabel=f"test {recipe.METRIC}", xscale="log" if log else "linear")
             axis.legend(fontsize="small")
+        axes[0, 0].figure.suptitle(title)
 
     return bool(swept) and write_picture(path, draw, columns=len(swept), figsize=(5.5 * len(swept), 4.5))
 
