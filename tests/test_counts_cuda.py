@@ -45,8 +45,9 @@ def predicted(found: list[dict], moved: int) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_kwta_is_bound_by_memory(dtype):
-    x = torch.randn(16, 4096).to(dtype).requires_grad_()
+@pytest.mark.parametrize("n", [4096, 4095])  # rows of 4095 start inside 16-byte vectors
+def test_kwta_is_bound_by_memory(n, dtype):
+    x = torch.randn(16, n).to(dtype).requires_grad_()
     moved = x.numel() * (2 * x.element_size() + 1 / 8)
     with counted() as found:
         y = mk.kwta(x, 409, backend="cuda")
@@ -54,8 +55,8 @@ def test_kwta_is_bound_by_memory(dtype):
         found.clear()
         y.backward(torch.randn_like(y))
         backward = predicted(found, moved)
-    assert forward <= 0.95
-    assert backward <= 0.3
+    assert forward <= 0.97
+    assert backward <= 0.4
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,11 @@ pytestmark = [
 
 # Kernels whose name matches, and what their code must hold.
 INSTRUCTIONS = {
-    r"kwta_(warp|block)_kernel<\w+, 4, \d+, \d+>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
-    r"kwta_(warp|block)_kernel<\w+, 1, \d+, \d+>": [r"LDG\.E", r"STG\.E"],
+    r"kwta_(warp|block|bwd)_kernel<.*>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
     r"kwta_(block_kernel<.*|warp_kernel<.*, 32)>": [r"REDUX"],
-    r"kwta_warp_kernel<.*, (8|16)>": [r"SHFL\.BFLY"],  # several rows a warp
-    r"kwta_(warp|block)_kernel<float, 1, \d+, \d+>": [r"VOTE"],
-    r"kwta_(warp|block)_kernel<__(nv_bfloat16|half), 4, \d+, \d+>": [r"IDP\.4A", r"PRMT"],
-    r"kwta_bwd_kernel<.*, uint4>": [r"LDG\.E\.128", r"STG\.E\.EF\.128"],
+    r"kwta_warp_kernel<.*, (2|4|8|16)>": [r"SHFL\.BFLY"],  # several rows a warp
+    r"kwta_(warp|block)_kernel<.*, false, \d+, \d+>": [r"VOTE"],  # flags of the edges
+    r"kwta_(warp|block)_kernel<__(nv_bfloat16|half), .*>": [r"IDP\.4A", r"PRMT"],
     r"topk_gate_kernel<.*>": [r"REDUX", r"MUFU\.EX2"],
     r"plan_(count|rank)_kernel<.*>": [r"ATOMS\.POPC\.INC"],  # one atomic a warp and expert, not one a request
     r"plan_rank_kernel<.*>": [r"MATCH\.ANY"],

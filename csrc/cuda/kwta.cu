@@ -29,14 +29,14 @@ struct Problem {
   uint8_t* mask;
   int64_t rows;
   int n, k, ties;
-  bool whole_words;  // rows start and end on a multiple of 4 bytes
-  float z;           // quantile of 1 - k / n
-  float spacing;     // of a standard normal row's elements at z: 1 / (n phi(z))
+  bool aligned;   // rows of all tensors lie alike among 16-byte vectors, so that vectors of x are vectors of all
+  float z;        // quantile of 1 - k / n
+  float spacing;  // of a standard normal row's elements at z: 1 / (n phi(z))
 };
 
 // Elements with key >= above are winners, and so are the first `needed` of those with the key before it.
 struct Cut {
-  int above, needed;
+  int above, needed, ties;  // `ties`: how many have that key, if some are needed
 };
 
 // count(threshold) is the number of the row's elements that reach it. Between `low`, which at least k reach, and `high`,
@@ -77,13 +77,10 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
     const float slope = (top - bottom) * reciprocal(static_cast<float>(low_count - high_count));
     guess = here + surplus * (slope < INFINITY ? slope : spacing);
   }
-  const int ties = p.k - high_count;
-  if (p.ties == kAll && ties > 0) return {low, 0};
-  return {high, p.ties == kIndex ? ties : 0};
+  const int needed = p.k - high_count;
+  if (p.ties == kAll && needed > 0) return {low, 0, 0};
+  return {high, p.ties == kIndex ? needed : 0, low_count - high_count};
 }
-
-// Zeros and ones from flags: byte i of the result is bit i, for four of them.
-__device__ __forceinline__ uint32_t spread_flags(uint32_t flags) { return (flags & 0xfu) * 0x00204081u & 0x01010101u; }
 
 // Which ties of a resident row win, for the chunks of this thread, after one exchange of the team. Two chunks share a word:
 // all threads' parts of one have at most 8192 elements.
@@ -131,41 +128,93 @@ __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   return taken;
 }
 
-// bits[i / 32], bit i % 32, for the elements of this thread's chunk; `winners` has a flag for each.
-template <int WORDS, int VECTOR>
-__device__ __forceinline__ void write_bits(uint32_t* bits,  // (ceil(n / 32))
-                                           uint32_t winners, int first, int n, int lane) {
-  const int end = (n + 31) & ~31;
-  if constexpr (WORDS == 4) {  // byte by byte; neighbouring lanes have neighbouring bytes
-    auto* const bytes = reinterpret_cast<uint8_t*>(bits) + first / 8;
-    if constexpr (VECTOR == 4) winners |= __shfl_down_sync(kAllLanes, winners, 1) << 4;
-    if (first % 8 == 0 && first < end) *bytes = static_cast<uint8_t>(winners);
-  } else {
-    const uint32_t word = warp_pack_bits<VECTOR>(winners, lane);
-    if (first % 32 == 0 && first < n) bits[first / 32] = word;
+// Which of this thread's elements of the edges win: of all ties those of the head come first, those of the tail last.
+// `needed` becomes the number for what lies behind the head.
+template <class R, class Team>
+__device__ void choose_edges(const R& row, Team& team, const Cut& cut, uint32_t above, uint32_t tied, int& needed,
+                             uint32_t (&chosen)[R::kEdgeWords]) {
+  constexpr int kPerWord = R::kPerWord;
+  row.reaching(row.edges, above, chosen);
+  if (!team.any(needed > 0)) return;
+  uint32_t equal[R::kEdgeWords], here = 0;  // of the head, and in the upper half of the tail
+  row.reaching(row.edges, tied, equal);
+#pragma unroll
+  for (int w = 0; w < R::kEdgeWords; w++) {
+    equal[w] &= ~chosen[w];
+    here += equal[w] & (kPerWord == 2 ? 0x00010001u : 1u << w % 2 * 16);
+  }
+  const uint32_t all = team.sum(here);
+  if (!team.any(all > 0)) return;
+  const int wins[2] = {needed, needed - cut.ties + static_cast<int>(all >> 16)};
+  needed -= static_cast<int>(all & 0xffffu);
+  uint32_t before = 0;
+#pragma unroll
+  for (int e = 0; e < R::kEdgeWords * kPerWord / 2; e++) {
+    const uint32_t mine = (R::element(equal[2 * e / kPerWord], 2 * e) & 1u) |
+                          (R::element(equal[(2 * e + 1) / kPerWord], 2 * e + 1) & 1u) << 16;
+    const uint32_t through = before + warp_inclusive_sum(static_cast<int>(mine), team.lane, Team::kLanes);
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+      const int i = 2 * e + side, rank = static_cast<int>((through - mine) >> 16 * side & 0xffffu);
+      if (rank < wins[side]) chosen[i / kPerWord] |= equal[i / kPerWord] & R::in_place(~0u, i);
+    }
+    before += Team::lane_sum(mine);
   }
 }
 
-template <class T, int WORDS, int CHUNKS, class Team>
-__device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team& team, Cut cut, int64_t index, const Problem& p) {
-  using Order = Key<T>;
-  using R = Row<T, WORDS, CHUNKS>;
-  constexpr int kVector = R::kVector, kPerWord = R::kPerWord;
+// Writes the edges. Returns flags of the winners of each.
+template <class R, class Team>
+__device__ uint2 write_edges(const R& row, const Team& team, const uint32_t (&chosen)[R::kEdgeWords], int64_t index,
+                             const Problem& p) {
+  using Bits = typename R::Bits;
   const bool reload = !row.plain || p.values != p.x;
-  const int64_t start = index * p.n;
+  uint32_t flags[2] = {};
+  row.for_edges([&](int i, int side, int place) {
+    const uint32_t wins = R::element(chosen[i / R::kPerWord], i);
+    if (p.bits) flags[side] |= team.ballot(wins != 0) << i / 2 * Team::kLanes;
+    if (place < 0) return;
+    if (p.y) {
+      const auto* values = static_cast<const Bits*>(p.values) + index * p.values_stride;
+      const uint32_t bits = reload ? load(values + place) : R::element(row.edges[i / R::kPerWord], i);
+      static_cast<Bits*>(p.y)[index * p.n + place] = static_cast<Bits>(bits & wins);
+    }
+    if (p.mask) p.mask[index * p.n + place] = wins & 1;
+  });
+  return {flags[0], flags[1]};
+}
+
+template <int RING, class T, int CHUNKS, int EDGES, class Team>
+__device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64_t index, uint32_t* shared,
+                          const Problem& p) {
+  using Order = Key<T>;
+  using R = Row<T, CHUNKS, EDGES>;
+  using Bits = typename R::Bits;
+  constexpr int kVector = R::kVector, kPerWord = R::kPerWord, kWords = R::kWords;
+  const bool reload = !row.plain || p.values != p.x, aligned = !R::kEdges || p.aligned;
   const uint32_t above = row.threshold(cut.above), tied = row.threshold(cut.above - 1);
+  const int64_t start = index * p.n + row.frame.head;
+  uint32_t* const bits = p.bits ? p.bits + index * ((p.n + 31) / 32) : nullptr;
   int needed = cut.needed;
+  ShiftedBits<RING> shifted{shared, 8 - row.frame.head};
+  uint2 edges;
+  if constexpr (R::kEdges) {
+    uint32_t chosen[R::kEdgeWords];
+    choose_edges(row, team, cut, above, tied, needed, chosen);
+    edges = write_edges(row, team, chosen, index, p);
+    if (bits) shifted.put_head(edges.x, team);
+  }
   ThreadTies<CHUNKS ? CHUNKS : 1> ties;
   if constexpr (R::kResident) {
     if (team.any(needed > 0)) ties.find(row, team, above, tied, needed);
   }
 
+  int first = 0;  // place of the team's first thread
 #pragma unroll
-  for (int c = 0; c < row.chunks(); c++) {
-    if (c * row.size * kVector >= p.n) break;
-    row.forget_positions();
-    const int first = row.position(c);
-    uint32_t words[WORDS], chosen[WORDS];
+  for (int c = 0; c < row.chunks(); c++, first += row.size * kVector) {
+    if (first >= ((p.n + 31) & ~31)) break;  // bits are words
+    row.forget_places();
+    const int place = row.place(c);
+    uint32_t words[kWords], chosen[kWords];
     row.chunk(c, words);
     uint32_t threshold = above;
     int partly = 0;  // ties of this thread that win, where others of the chunk do not
@@ -185,42 +234,42 @@ __device__ void write_row(Row<T, WORDS, CHUNKS>& row, Team& team, Cut cut, int64
       row.reaching(words, tied, chosen);
       winners |= first_flags(Order::flags(chosen) & ~winners, partly);
 #pragma unroll
-      for (int w = 0; w < WORDS; w++) chosen[w] = Order::mask(winners >> (w * kPerWord));
+      for (int w = 0; w < kWords; w++) chosen[w] = Order::mask(winners >> (w * kPerWord));
     }
-    if (p.bits) write_bits<WORDS, kVector>(p.bits + index * ((p.n + 31) / 32), winners, first, row.n, team.lane);
-    if (first >= row.n) continue;
+    if (bits) {
+      if constexpr (!R::kEdges) {
+        write_flags<kVector>(reinterpret_cast<uint8_t*>(bits), winners, place, (row.n + 31) & ~31);
+      } else {
+        shifted.template put<kVector>(winners, place);
+        // Words of which all flags are there; what the tail is in comes last.
+        const int last = row.frame.head + row.frame.middle;
+        if constexpr (RING > 0) shifted.drain(bits, min((first + row.size * kVector) / 32 - 1, last / 32), team);
+      }
+    }
+    if (place >= row.frame.middle) continue;
     if (p.y) {
-      uint32_t out[WORDS];
+      uint32_t out[kWords];
       if (reload) {
-        row.read(static_cast<const T*>(p.values) + index * p.values_stride, first, out);
+        const Bits* values = static_cast<const Bits*>(p.values) + index * p.values_stride + row.frame.head;
+        read_vector(values, place / kVector, aligned, out);
       } else {
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) out[w] = words[w];
+        for (int w = 0; w < kWords; w++) out[w] = words[w];
       }
 #pragma unroll
-      for (int w = 0; w < WORDS; w++) out[w] &= chosen[w];
-      row.write(static_cast<T*>(p.y) + start, first, out);
+      for (int w = 0; w < kWords; w++) out[w] &= chosen[w];
+      write_vector(static_cast<Bits*>(p.y) + start, place / kVector, aligned, out);
     }
-    if (p.mask) {
-      uint8_t* const mask = p.mask + start + first;
-      if constexpr (WORDS == 4) {
-#pragma unroll
-        for (int i = 0; i < kVector; i += 4) *reinterpret_cast<uint32_t*>(mask + i) = spread_flags(winners >> i);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kVector; i++) {
-          if (row.inside(first, i)) mask[i] = winners >> i & 1;
-        }
-      }
-    }
+    if (p.mask) write_mask<kVector>(p.mask + start + place, aligned, winners);
+  }
+  if constexpr (R::kEdges) {
+    if (bits) shifted.finish(bits, first, row.frame.middle, edges.y, row.n, team);
   }
 }
 
-template <class T, int WORDS, int CHUNKS, class Team>
-__device__ void kwta_row(int64_t index, Team team, Exchange<float2>* sums, const Problem& p) {
-  Row<T, WORDS, CHUNKS> row;
-  row.x = static_cast<const T*>(p.x) + index * p.x_stride;
-  row.n = index < p.rows ? p.n : 0, row.rank = team.rank, row.size = team.size, row.whole_words = p.whole_words;
+template <int RING, class T, int CHUNKS, int EDGES, class Team>
+__device__ void kwta_row(int64_t index, Team team, Exchange<float2>* sums, uint32_t* shared, const Problem& p) {
+  Row<T, CHUNKS, EDGES> row(static_cast<const T*>(p.x) + index * p.x_stride, index < p.rows ? p.n : 0, team);
   float2 moments = row.enter();
   if constexpr (Team::kBlock) {
     int turn = 0;
@@ -230,7 +279,7 @@ __device__ void kwta_row(int64_t index, Team team, Exchange<float2>* sums, const
   row.plain = !team.any(!(moments.x == moments.x));
   row.settle();
   const Cut cut = find_cut<T>(row, team, moments, p);
-  write_row(row, team, cut, index, p);
+  write_row<RING>(row, team, cut, index, shared, p);
 }
 
 constexpr int kThreads = 256;       // of a block where a warp or a part of it holds a row
@@ -238,133 +287,158 @@ constexpr int kElements = 32;       // of a row in a thread's registers; fewer f
 constexpr int kLongest = 16384;     // in blocks of which several fit side by side
 constexpr int kLongThreads = 1024;  // of the one block for longer rows; those that it cannot hold are read again
 
-// Of a long row in a thread's registers: 32 of them in either case. Pairs of halves with an address each take more.
-template <class T, int WORDS>
-constexpr int kMostElements = sizeof(T) == 2 && WORDS == 4 ? 2 * kElements : kElements;
-template <class T, int WORDS>
-constexpr int kMaxThreads = kLongest / kMostElements<T, WORDS>;
+// Of a long row in a thread's registers: 32 of them.
+template <class T>
+constexpr int kMostElements = sizeof(T) == 2 ? 2 * kElements : kElements;
+template <class T>
+constexpr int kMaxThreads = kLongest / kMostElements<T>;
+
+// Of each edge in a thread's registers, where so many threads hold the row.
+template <class T, bool WHOLE, int THREADS>
+constexpr int kEdgeElements = WHOLE ? 0 : 16 / sizeof(T) > THREADS ? 16 / sizeof(T) / THREADS : 1;
 
 // LANES threads hold a row, in as many registers as a long one: few of them pay what a pass costs beside counting.
-template <class T, int WORDS, int ELEMENTS, int LANES>
-__global__ void __launch_bounds__(kThreads) kwta_warp_kernel(Problem p) {
+template <class T, bool WHOLE, int ELEMENTS, int LANES>
+__global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (thread / kWarpSize * kWarpSize / LANES >= p.rows) return;  // with all of its warp
-  kwta_row<T, WORDS, ELEMENTS / Row<T, WORDS, 0>::kVector>(thread / LANES, Team<LANES>{}, nullptr, p);
+  uint32_t* flags = nullptr;
+  if constexpr (!WHOLE) {
+    SHARED(uint32_t, words, [kThreads / LANES][kBitsWords<ELEMENTS * LANES>]);
+    flags = words[threadIdx.x / LANES];
+  }
+  constexpr int kChunks = ELEMENTS * sizeof(T) / 16;
+  kwta_row<0, T, kChunks, kEdgeElements<T, WHOLE, LANES>>(thread / LANES, Team<LANES>{}, nullptr, flags, p);
 }
 
-// At 64 registers two blocks of 512 threads fit side by side, at 85 three of 256; element by element, addresses take more.
-template <class T, int WORDS, int ELEMENTS, int THREADS>
-__global__ void __launch_bounds__(THREADS, THREADS < kLongThreads && WORDS == 4 ? (sizeof(T) == 2 ? 3 : 2) : 1)
+// At 64 registers two blocks of 512 threads fit side by side, at 85 three of 256. With edges 64 are too few.
+template <class T, bool WHOLE, int ELEMENTS, int THREADS>
+__global__ void __launch_bounds__(THREADS, THREADS == kLongThreads ? 1 : sizeof(T) == 2 ? 3 : WHOLE ? 2 : 1)
     kwta_block_kernel(Problem p) {
+  constexpr int kChunks = ELEMENTS * sizeof(T) / 16, kRing = kChunks || WHOLE ? 0 : 2 * THREADS / sizeof(T);
   SHARED(Exchange<int>, counts, );
   SHARED(Exchange<float2>, sums, );
-  constexpr int kChunks = ELEMENTS / Row<T, WORDS, 0>::kVector;
   SHARED(uint32_t, ties, [ThreadTies<kChunks ? kChunks : 1>::kPairs][kMaxWarps]);
-  kwta_row<T, WORDS, kChunks>(blockIdx.x, Team<0>{&counts, ties}, &sums, p);
+  uint32_t* flags = nullptr;
+  if constexpr (!WHOLE) {
+    SHARED(uint32_t, words, [kRing ? kRing : kBitsWords<ELEMENTS * THREADS>]);
+    flags = words;
+  }
+  kwta_row<kRing, T, kChunks, kEdgeElements<T, WHOLE, THREADS>>(blockIdx.x, Team<0>{&counts, ties}, &sums, flags, p);
 }
 
-template <class T, int WORDS, int ELEMENTS, int LANES>
+template <class T, bool WHOLE, int ELEMENTS, int LANES>
 cudaError_t start_warps(const Problem& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((p.rows + kThreads / LANES - 1) / (kThreads / LANES)));
-  return launch(kwta_warp_kernel<T, WORDS, ELEMENTS, LANES>, grid, kThreads, 0, stream, p);
+  return launch(kwta_warp_kernel<T, WHOLE, ELEMENTS, LANES>, grid, kThreads, 0, stream, p);
 }
 
-template <class T, int WORDS>
+template <class T, bool WHOLE>
 cudaError_t start(const Problem& p, cudaStream_t stream) {
-  constexpr int kMost = kMostElements<T, WORDS>;
-  if constexpr (WORDS == 4) {
-    if (p.n <= kMost * 2) return start_warps<T, WORDS, kMost / 4, 8>(p, stream);
-    if (p.n <= kMost * 8) return start_warps<T, WORDS, kMost, 8>(p, stream);
-    if (p.n <= kMost * 16) return start_warps<T, WORDS, kMost, 16>(p, stream);
-  } else {  // a word of bits is that of a whole warp
-    if (p.n <= 8 * kWarpSize) return start_warps<T, WORDS, 8, kWarpSize>(p, stream);
-    if (p.n <= 16 * kWarpSize) return start_warps<T, WORDS, 16, kWarpSize>(p, stream);
-  }
-  if (p.n <= kMost * kWarpSize) return start_warps<T, WORDS, kMost, kWarpSize>(p, stream);
+  constexpr int kMost = kMostElements<T>;
+  const int n = p.n & -static_cast<int>(16 / sizeof(T));  // in whole vectors, at most
+  if (n <= kMost * 2) return start_warps<T, WHOLE, kMost, 2>(p, stream);
+  if (n <= kMost * 4) return start_warps<T, WHOLE, kMost, 4>(p, stream);
+  if (n <= kMost * 8) return start_warps<T, WHOLE, kMost, 8>(p, stream);
+  if (n <= kMost * 16) return start_warps<T, WHOLE, kMost, 16>(p, stream);
+  if (n <= kMost * kWarpSize) return start_warps<T, WHOLE, kMost, kWarpSize>(p, stream);
   const dim3 blocks(static_cast<unsigned>(p.rows));
-  const int threads = (p.n + kMost * kWarpSize - 1) / (kMost * kWarpSize) * kWarpSize;
-  if (p.n <= kLongest) {
-    return launch(kwta_block_kernel<T, WORDS, kMost, kMaxThreads<T, WORDS>>, blocks, threads, 0, stream, p);
+  const int threads = (n + kMost * kWarpSize - 1) / (kMost * kWarpSize) * kWarpSize;
+  if (n <= kLongest) {
+    return launch(kwta_block_kernel<T, WHOLE, kMost, kMaxThreads<T>>, blocks, threads, 0, stream, p);
   }
-  constexpr int kHeld = sizeof(T) == 4 && WORDS == 4 ? kElements : 0;
-  if (p.n <= kHeld * kLongThreads) {
-    return launch(kwta_block_kernel<T, WORDS, kHeld, kLongThreads>, blocks, threads, 0, stream, p);
+  constexpr int kHeld = sizeof(T) == 4 && WHOLE ? kElements : 0;
+  if (n <= kHeld * kLongThreads) {
+    return launch(kwta_block_kernel<T, WHOLE, kHeld, kLongThreads>, blocks, threads, 0, stream, p);
   }
-  return launch(kwta_block_kernel<T, WORDS, 0, kLongThreads>, blocks, kLongThreads, 0, stream, p);
+  return launch(kwta_block_kernel<T, WHOLE, 0, kLongThreads>, blocks, kLongThreads, 0, stream, p);
 }
 
-// Whether every row of every tensor can be taken in pieces of `bytes`, with nothing left over.
-bool divides(int64_t bytes, int64_t size, const Problem& p) {
-  return p.n * size % bytes == 0 && p.x_stride * size % bytes == 0 && p.values_stride * size % bytes == 0 &&
-         is_aligned(p.x, bytes) && is_aligned(p.values, bytes) && is_aligned(p.y, bytes) && is_aligned(p.mask, 4);
+struct Rows {
+  const void* first;
+  int64_t stride, size;  // elements from row to row, and bytes of an element
+};
+
+// Whether each row starts as many elements behind a multiple of `vector` elements in both.
+bool alike(const Rows& a, const Rows& b, int64_t vector) {
+  const auto start = [](const Rows& rows) { return reinterpret_cast<intptr_t>(rows.first) / rows.size; };
+  return (start(a) - start(b)) % vector == 0 && (a.stride - b.stride) % vector == 0;
 }
 
 template <class T>
 cudaError_t start(Problem p, cudaStream_t stream) {
-  p.whole_words = divides(4, sizeof(T), p);
-  return divides(16, sizeof(T), p) ? start<T, 4>(p, stream) : start<T, 1>(p, stream);
+  constexpr int64_t kSize = sizeof(T), kVector = 16 / kSize;
+  const Rows x{p.x, p.x_stride, kSize};
+  p.aligned = alike(x, {p.values, p.values_stride, kSize}, kVector) &&
+              (!p.y || alike(x, {p.y, p.n, kSize}, kVector)) && (!p.mask || alike(x, {p.mask, p.n, 1}, 4));
+  const bool whole = p.aligned && is_aligned(p.x, 16) && p.x_stride % kVector == 0 && p.n % kVector == 0;
+  return whole ? start<T, true>(p, stream) : start<T, false>(p, stream);
 }
 
 constexpr int kBackwardThreads = 256, kBackwardVectors = 4;
 constexpr int64_t kBackwardBlocks = 1024;  // that share a row, at most: a grid ends at 65535 of them
 
 // A thread takes kBackwardVectors vectors of a row at a time, blockDim.x apart.
-template <class Bits, class Vector>
+template <class Bits, bool WHOLE>
 __global__ void __launch_bounds__(kBackwardThreads)
     kwta_bwd_kernel(const Bits* grad,  // (rows, n)
                     int64_t grad_stride,
                     const uint32_t* bits,  // (rows, ceil(n / 32))
                     Bits* dx,              // (rows, n)
-                    int64_t rows, int n) {
-  constexpr int kVector = sizeof(Vector) / sizeof(Bits);
+                    int64_t rows, int n,
+                    bool aligned) {  // rows of grad lie among 16-byte vectors as those of dx do
+  using Order = KeyOrder<8 * sizeof(Bits)>;
+  constexpr int kVector = 16 / sizeof(Bits);
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= rows) return;
-  const auto* from = reinterpret_cast<const Vector*>(grad + row * grad_stride);
-  auto* to = reinterpret_cast<Vector*>(dx + row * n);
-  bits += row * ((n + 31) / 32);
-  const auto mask = [&](int i) {
-    const Vector value = load(from + i);
-    const uint32_t flags = load(bits + i * kVector / 32) >> (i * kVector % 32);
-    if constexpr (kVector == 1) {
-      store_streaming(to + i, static_cast<Vector>(flags & 1 ? value : 0));
-    } else {
-      using Order = KeyOrder<8 * sizeof(Bits)>;
-      const auto keep = [&](uint32_t word, int w) { return word & Order::mask(flags >> (w * Order::kPerWord)); };
-      store_streaming(to + i, make_uint4(keep(value.x, 0), keep(value.y, 1), keep(value.z, 2), keep(value.w, 3)));
-    }
-  };
-  const int vectors = n / kVector, together = kBackwardVectors * blockDim.x;
+  grad += row * grad_stride, dx += row * n, bits += row * ((n + 31) / 32);
+  const Frame<Bits, !WHOLE> frame(dx, n);
+#pragma unroll 1
+  for (int i = threadIdx.x; !WHOLE && blockIdx.y == 0 && i < 2 * kVector; i += blockDim.x) {
+    const int place = frame.edge(i % 2, i / 2);
+    if (place >= 0) dx[place] = load(bits + place / 32) >> place % 32 & 1 ? load(grad + place) : 0;
+  }
+  const int vectors = frame.middle / kVector, together = kBackwardVectors * blockDim.x;
 #pragma unroll 1
   for (int start = blockIdx.y * together; start < vectors; start += gridDim.y * together) {
 #pragma unroll
     for (int v = 0; v < kBackwardVectors; v++) {
       const int i = start + v * blockDim.x + threadIdx.x;
-      if (i < vectors) mask(i);
+      if (i >= vectors) continue;
+      const unsigned place = frame.head + i * kVector, last = place + kVector - 1;
+      uint32_t words[4];
+      read_vector(grad + frame.head, i, WHOLE || aligned, words);
+      uint32_t flags = load(bits + place / 32) >> place % 32;
+      if (!WHOLE && last / 32 > place / 32) flags |= load(bits + last / 32) << (32 - place % 32);
+#pragma unroll
+      for (int w = 0; w < 4; w++) words[w] &= Order::mask(flags >> (w * Order::kPerWord));
+      write_vector(dx + frame.head, i, true, words);
     }
   }
 }
 
-template <class Bits, class Vector>
-cudaError_t start_bwd(const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, int64_t n,
-                      cudaStream_t stream) {
-  const int64_t vectors = n * sizeof(Bits) / sizeof(Vector);
-  unsigned across = kWarpSize;  // threads along a row: the rest of the block takes further rows
+template <class Bits, bool WHOLE>
+cudaError_t start_bwd(const Bits* grad, int64_t grad_stride, const uint32_t* bits, Bits* dx, int64_t rows, int n,
+                      bool aligned, cudaStream_t stream) {
+  const int64_t vectors = std::max<int64_t>(n * sizeof(Bits) / 16, 1);
+  unsigned across = 4;  // threads along a row: the rest of the block takes further rows
   while (across < kBackwardThreads && across * kBackwardVectors < vectors) across *= 2;
   const dim3 block(across, kBackwardThreads / across);
   const dim3 grid(static_cast<unsigned>((rows + block.y - 1) / block.y),
                   static_cast<unsigned>(std::min(
                       kBackwardBlocks, (vectors + across * kBackwardVectors - 1) / (across * kBackwardVectors))));
-  return launch(kwta_bwd_kernel<Bits, Vector>, grid, block, 0, stream, static_cast<const Bits*>(grad), grad_stride,
-                reinterpret_cast<const uint32_t*>(bits), static_cast<Bits*>(dx), rows, static_cast<int>(n));
+  return launch(kwta_bwd_kernel<Bits, WHOLE>, grid, block, 0, stream, grad, grad_stride, bits, dx, rows, n, aligned);
 }
 
 template <class Bits>
 cudaError_t start_bwd(const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, int64_t n,
                       cudaStream_t stream) {
-  const bool vectors = n * sizeof(Bits) % 16 == 0 && grad_stride * sizeof(Bits) % 16 == 0 && is_aligned(grad, 16) &&
-                       is_aligned(dx, 16);
-  const auto start = vectors ? start_bwd<Bits, uint4> : start_bwd<Bits, Bits>;
-  return start(grad, grad_stride, bits, dx, rows, n, stream);
+  constexpr int64_t kSize = sizeof(Bits), kVector = 16 / kSize;
+  const bool aligned = alike({dx, n, kSize}, {grad, grad_stride, kSize}, kVector);
+  const bool whole = aligned && is_aligned(dx, 16) && n % kVector == 0;
+  const auto start = whole ? start_bwd<Bits, true> : start_bwd<Bits, false>;
+  return start(static_cast<const Bits*>(grad), grad_stride, reinterpret_cast<const uint32_t*>(bits),
+               static_cast<Bits*>(dx), rows, static_cast<int>(n), aligned, stream);
 }
 
 constexpr int64_t kMaxRow = int64_t(1) << 30;  // elements: positions in a row, and a block past its end, are ints

@@ -2,10 +2,12 @@
 // floating-point numbers, two of 16 bits an instruction; or as ordered integers (moe/keys.cuh) in rows that hold a NaN.
 #pragma once
 
+#include <type_traits>
+
+#include "kwta_frame.h"
 #include "moe/block.cuh"
 #include "moe/halves.cuh"
 #include "moe/keys.cuh"
-#include "moe/vector.cuh"
 
 namespace moe {
 namespace {
@@ -30,6 +32,12 @@ struct Team {
     return here;
   }
 
+  // Bit i is that of lane i, of those in this warp that hold the row.
+  __device__ uint32_t ballot(bool flag) const {
+    const uint32_t flags = __ballot_sync(kAllLanes, flag);
+    return kShared ? flags >> (threadIdx.x % kWarpSize - lane) & ((1u << kLanes % kWarpSize) - 1) : flags;
+  }
+
   // Over the lanes of this warp that hold the row.
   template <class T>
   __device__ static T lane_sum(T value) {
@@ -40,6 +48,12 @@ struct Team {
     } else {
       return static_cast<T>(__reduce_add_sync(kAllLanes, value));
     }
+  }
+
+  // What threads of the row have written to shared memory is there for all of them.
+  __device__ static void sync() {
+    if constexpr (kBlock) __syncthreads();
+    else __syncwarp();
   }
 
   __device__ int sum(int value) {
@@ -101,84 +115,80 @@ struct Plain<float> {
   __device__ static bool is_plain(uint32_t found) { return __uint_as_float(found) == __uint_as_float(found); }
 };
 
-// A row, WORDS registers (1 or 4) at a time: chunk c of a thread holds kVector consecutive elements, and the chunks of
-// the team's threads follow each other. With CHUNKS > 0 all of a thread's elements stay in registers; with 0 they are
-// read again each time.
-template <class T, int WORDS, int CHUNKS>
+// A row. Chunk c of a thread is a vector of the row's middle, and the chunks of the team's threads follow each other. With
+// CHUNKS > 0 all of a thread's elements stay in registers; with 0 they are read again each time. The edges stay: a thread
+// has EDGES elements of each, side by side; with 0 there are none.
+template <class T, int CHUNKS, int EDGES>
 struct Row {
   using Order = Key<T>;
-  static constexpr bool kResident = CHUNKS > 0;
-  static constexpr int kPerWord = Order::kPerWord, kVector = WORDS * kPerWord;
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+  static constexpr bool kResident = CHUNKS > 0, kEdges = EDGES > 0;
+  static constexpr int kPerWord = Order::kPerWord, kWords = 4, kVector = kWords * kPerWord;
+  static constexpr int kEdgeWords = kEdges ? 2 * EDGES / kPerWord : 1;
 
-  const T* x;  // (n)
+  const Bits* x;  // (n)
+  Frame<Bits, kEdges> frame;
   int n, rank, size;
-  bool whole_words;
-  bool plain = true;  // the same for the whole row: `resident` holds elements, NaN outside the row; else keys, 0 outside
-  uint32_t resident[kResident ? CHUNKS : 1][WORDS];
+  bool plain = true;  // the same for the whole row: registers hold elements, NaN outside the row; else keys, 0 outside
+  uint32_t resident[kResident ? CHUNKS : 1][kWords];
+  uint32_t edges[kEdgeWords];
 
-  __device__ int chunks() const { return kResident ? CHUNKS : (n + size * kVector - 1) / (size * kVector); }
-  __device__ int position(int chunk) const { return (chunk * size + rank) * kVector; }
-  // Positions take a register each if they are kept from one loop over the chunks to the next.
-  __device__ void forget_positions() {
+  template <class Team>
+  __device__ Row(const void* x, int n, const Team& team)
+      : x(static_cast<const Bits*>(x)), frame(x, n), n(n), rank(team.rank), size(team.size) {}
+
+  __device__ int chunks() const {
+    return kResident ? CHUNKS : (frame.middle + size * kVector - 1) / (size * kVector);
+  }
+  // Of a chunk: where it starts in the row's middle.
+  __device__ int place(int chunk) const { return (chunk * size + rank) * kVector; }
+  // Places take a register each if they are kept from one loop over the chunks to the next.
+  __device__ void forget_places() {
     recompute(rank);
     recompute(size);
   }
-  // With four words a chunk lies inside the row or outside as a whole.
-  __device__ bool inside(int first, int i) const { return (WORDS == 4 ? first : first + i) < n; }
 
   // The elements of one chunk as they are in memory, and zeros for what lies outside the row.
-  __device__ void read(const T* from, int first, uint32_t (&words)[WORDS]) const {
+  __device__ void read(int place, uint32_t (&words)[kWords]) const {
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) words[w] = 0;
-    if (first >= n) return;
-    if constexpr (WORDS == 4) {
-      const uint4 vector = load(reinterpret_cast<const uint4*>(from + first));
-      words[0] = vector.x, words[1] = vector.y, words[2] = vector.z, words[3] = vector.w;
-    } else if (kPerWord == 1 || whole_words) {
-      words[0] = load(reinterpret_cast<const uint32_t*>(from + first));
-    } else {
-      const auto* halves = reinterpret_cast<const uint16_t*>(from + first);
-      words[0] = load(halves) | (first + 1 < n ? load(halves + 1) : 0u) << 16;
-    }
+    for (int w = 0; w < kWords; w++) words[w] = 0;
+    if (place < frame.middle) read_vector(x + frame.head, place / kVector, true, words);
   }
 
-  __device__ void write(T* to, int first, const uint32_t (&words)[WORDS]) const {
-    if constexpr (WORDS == 4) {
-      store_streaming(reinterpret_cast<uint4*>(to + first), make_uint4(words[0], words[1], words[2], words[3]));
-    } else if (kPerWord == 1 || whole_words) {
-      store_streaming(reinterpret_cast<uint32_t*>(to + first), words[0]);
-    } else {
-      auto* halves = reinterpret_cast<uint16_t*>(to + first);
-      halves[0] = static_cast<uint16_t>(words[0]);
-      if (first + 1 < n) halves[1] = static_cast<uint16_t>(words[0] >> 16);
-    }
+  // Calls each(i, side, place in the row) for the edges' elements that this thread may have; `place` is -1 for none.
+  template <class Each>
+  __device__ void for_edges(Each each) const {
+#pragma unroll
+    for (int i = 0; i < 2 * EDGES; i++) each(i, i % 2, frame.edge(i % 2, i / 2 * size + rank));
   }
 
   __device__ static uint32_t element(uint32_t word, int i) {
     return kPerWord == 1 ? word : word >> 16 * (i % kPerWord) & 0xffffu;
   }
 
-  // What lies outside the row becomes NaN, which no threshold counts.
-  __device__ void fill_outside(int first, uint32_t (&words)[WORDS]) const {
-    if (inside(first, kVector - 1)) return;
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) words[w] |= inside(first, 0) ? 0xffff0000u : 0xffffffffu;
+  __device__ static uint32_t in_place(uint32_t bits, int i) {
+    return kPerWord == 1 ? bits : (bits & 0xffffu) << 16 * (i % kPerWord);
   }
 
-  // Turns words into keys; what lies outside the row gets 0, which no threshold is as low as.
-  __device__ void make_keys(int first, uint32_t (&words)[WORDS]) const {
+  // What lies outside the row becomes NaN, which no threshold counts.
+  __device__ void fill_outside(int place, uint32_t (&words)[kWords]) const {
+    if (place < frame.middle) return;
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) {
+    for (int w = 0; w < kWords; w++) words[w] = 0xffffffffu;
+  }
+
+  __device__ static uint32_t key(uint32_t bits) {
+    const float value = Order::value(bits);
+    return value == value ? Order::kZero + Order::key(bits) : Order::kNaN;
+  }
+  // Turns words into keys; what lies outside the row gets 0, which no threshold is as low as.
+  __device__ void make_keys(int place, uint32_t (&words)[kWords]) const {
+#pragma unroll
+    for (int w = 0; w < kWords; w++) {
       uint32_t keys = 0;
 #pragma unroll
-      for (int i = 0; i < kPerWord; i++) {
-        const uint32_t bits = element(words[w], i);
-        const float value = Order::value(bits);
-        uint32_t key = value == value ? Order::kZero + Order::key(bits) : Order::kNaN;
-        if (!inside(first, i)) key = 0;
-        keys |= key << (32 / kPerWord % 32 * i);
-      }
-      words[w] = keys;
+      for (int i = 0; i < kPerWord; i++) keys |= key(element(words[w], i)) << (32 / kPerWord % 32 * i);
+      words[w] = place < frame.middle ? keys : 0;
     }
   }
 
@@ -191,7 +201,7 @@ struct Row {
       moments.y = __fmaf_rn(value, value, moments.y);
     }
   }
-  __device__ int sampled() const { return n / WORDS; }  // elements that the moments are of
+  __device__ int sampled() const { return max(frame.middle / kWords, 1); }  // elements that the moments are of
 
   // Reads the row: the moments of this thread's elements, NaN where the row is not plain.
   __device__ float2 enter() {
@@ -199,20 +209,29 @@ struct Row {
     uint32_t found = 0;
     if constexpr (kResident) {
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++) read(x, position(c), resident[c]);
+      for (int c = 0; c < CHUNKS; c++) read(place(c), resident[c]);
+    }
+    if constexpr (kEdges) {
+#pragma unroll
+      for (int w = 0; w < kEdgeWords; w++) edges[w] = 0;
+      for_edges([&](int i, int, int place) {
+        if (place >= 0) edges[i / kPerWord] |= in_place(load(x + place), i);
+      });
+#pragma unroll
+      for (int w = 0; w < kEdgeWords; w++) Plain<T>::check(edges[w], found);
     }
 #pragma unroll
     for (int c = 0; c < chunks(); c++) {
-      uint32_t words[WORDS];
+      uint32_t words[kWords];
       if constexpr (kResident) {
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) words[w] = resident[c][w];
+        for (int w = 0; w < kWords; w++) words[w] = resident[c][w];
       } else {
-        read(x, position(c), words);
+        read(place(c), words);
       }
       add_moments(words[0], moments);
 #pragma unroll
-      for (int w = 0; w < WORDS; w++) Plain<T>::check(words[w], found);
+      for (int w = 0; w < kWords; w++) Plain<T>::check(words[w], found);
     }
     if (!Plain<T>::is_plain(found)) moments.x = NAN;
     return moments;
@@ -220,28 +239,39 @@ struct Row {
 
   // After the team has agreed on `plain`.
   __device__ void settle() {
+    if constexpr (kEdges) {
+      uint32_t settled[kEdgeWords] = {};
+      for_edges([&](int i, int, int place) {
+        uint32_t bits = element(edges[i / kPerWord], i);
+        if (!plain) bits = place < 0 ? 0 : key(bits);
+        else if (place < 0) bits = ~0u;
+        settled[i / kPerWord] |= in_place(bits, i);
+      });
+#pragma unroll
+      for (int w = 0; w < kEdgeWords; w++) edges[w] = settled[w];
+    }
     if constexpr (!kResident) return;
-    forget_positions();
+    forget_places();
     if (!plain) {
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
         recompute(resident[c]);
-        make_keys(position(c), resident[c]);
+        make_keys(place(c), resident[c]);
       }
-    } else if (n < CHUNKS * size * kVector) {
+    } else if (frame.middle < CHUNKS * size * kVector) {
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++) fill_outside(position(c), resident[c]);
+      for (int c = 0; c < CHUNKS; c++) fill_outside(place(c), resident[c]);
     }
   }
 
-  __device__ void chunk(int c, uint32_t (&words)[WORDS]) const {
+  __device__ void chunk(int c, uint32_t (&words)[kWords]) const {
     if constexpr (kResident) {
 #pragma unroll
-      for (int w = 0; w < WORDS; w++) words[w] = resident[c][w];
+      for (int w = 0; w < kWords; w++) words[w] = resident[c][w];
     } else {
-      read(x, position(c), words);
-      if (plain) fill_outside(position(c), words);
-      else make_keys(position(c), words);
+      read(place(c), words);
+      if (plain) fill_outside(place(c), words);
+      else make_keys(place(c), words);
     }
   }
 
@@ -251,10 +281,10 @@ struct Row {
   }
 
   // A sum over words from which `counted` tells how many of their elements reach the threshold.
-  template <bool PLAIN>
-  __device__ static int add_count(const uint32_t (&words)[WORDS], uint32_t threshold, int total) {
+  template <bool PLAIN, int COUNT>
+  __device__ static int add_count(const uint32_t (&words)[COUNT], uint32_t threshold, int total) {
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) {
+    for (int w = 0; w < COUNT; w++) {
       if constexpr (kPerWord == 2) {
         const uint32_t mask = PLAIN ? Plain<T>::reaching(words[w], threshold) : Order::reaching(words[w], threshold);
         total -= static_cast<int>(mask);
@@ -273,9 +303,10 @@ struct Row {
   template <bool PLAIN>
   __device__ int count(uint32_t threshold) const {
     int total = 0, sum = 0;
+    if constexpr (kEdges) sum = add_count<PLAIN>(edges, threshold, sum);
 #pragma unroll
     for (int c = 0; c < chunks(); c++) {
-      uint32_t words[WORDS];
+      uint32_t words[kWords];
       chunk(c, words);
       sum = add_count<PLAIN>(words, threshold, sum);
       if constexpr (!kResident) total += counted(sum), sum = 0;
@@ -287,19 +318,20 @@ struct Row {
   }
 
   // All bits of the elements that reach a threshold.
-  __device__ void reaching(const uint32_t (&words)[WORDS], uint32_t threshold, uint32_t (&masks)[WORDS]) const {
+  template <int COUNT>
+  __device__ void reaching(const uint32_t (&words)[COUNT], uint32_t threshold, uint32_t (&masks)[COUNT]) const {
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) {
+    for (int w = 0; w < COUNT; w++) {
       masks[w] = plain ? Plain<T>::reaching(words[w], threshold) : Order::reaching(words[w], threshold);
     }
   }
 
   // How many elements of a chunk lie between the thresholds: where they are neighbours, plain ones equal the lower.
-  __device__ int count_ties(const uint32_t (&words)[WORDS], uint32_t above, uint32_t tied) const {
+  __device__ int count_ties(const uint32_t (&words)[kWords], uint32_t above, uint32_t tied) const {
     if (!plain) return counted(add_count<false>(words, tied, 0)) - counted(add_count<false>(words, above, 0));
     int total = 0;
 #pragma unroll
-    for (int w = 0; w < WORDS; w++) {
+    for (int w = 0; w < kWords; w++) {
       if constexpr (kPerWord == 2) total -= static_cast<int>(Plain<T>::equal(words[w], tied));
       else total = count_float_equal(words[w], tied, total);
     }

@@ -26,24 +26,17 @@ struct KeyOrder {
     if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
     return spread_high_bits(reaches_u16x2(keys, threshold));
   }
-  // One bit an element of such masks, and back again.
-  template <int WORDS>
-  __device__ static uint32_t flags(const uint32_t (&masks)[WORDS]) {
-    if constexpr (WORDS == 4) {  // a byte of each mask, and of it one bit; bytes add up in one instruction
-      uint32_t bits;
-      if constexpr (BITS == 32) {
-        bits = __byte_perm(__byte_perm(masks[0], masks[1], 0x0040), __byte_perm(masks[2], masks[3], 0x0040), 0x5410) &
-               0x08040201u;
-      } else {
-        bits = (__byte_perm(masks[0], masks[1], 0x6420) & 0x08040201u) |
-               (__byte_perm(masks[2], masks[3], 0x6420) & 0x80402010u);
-      }
-      return __dp4a(bits, 0x01010101u, 0u);
+  // One bit an element of such masks, and back again. Of each mask a byte, of it one bit; an instruction adds the bytes.
+  __device__ static uint32_t flags(const uint32_t (&masks)[4]) {
+    uint32_t bits;
+    if constexpr (BITS == 32) {
+      bits = __byte_perm(__byte_perm(masks[0], masks[1], 0x0040), __byte_perm(masks[2], masks[3], 0x0040), 0x5410) &
+             0x08040201u;
+    } else {
+      bits = (__byte_perm(masks[0], masks[1], 0x6420) & 0x08040201u) |
+             (__byte_perm(masks[2], masks[3], 0x6420) & 0x80402010u);
     }
-    uint32_t flags = 0;
-#pragma unroll
-    for (int w = 0; w < WORDS; w++) flags |= masks[w] & (BITS == 32 ? 1u << w : 0x00020001u << (2 * w));
-    return BITS == 32 ? flags : (flags | flags >> 16) & 0xffu;
+    return __dp4a(bits, 0x01010101u, 0u);
   }
   __device__ static uint32_t mask(uint32_t flags) {
     if constexpr (BITS == 32) return flags & 1 ? kOnes : 0;

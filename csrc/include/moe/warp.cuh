@@ -38,15 +38,4 @@ __device__ __forceinline__ int warp_inclusive_sum(int value, int lane, int lanes
   return value;
 }
 
-// Each lane holds BITS flags of consecutive elements; 32 / BITS neighbouring lanes make up one word, which all of
-// them receive: element i of the word is bit i.
-template <int BITS>
-__device__ __forceinline__ uint32_t warp_pack_bits(uint32_t flags, int lane) {
-  if constexpr (BITS == 1) return __ballot_sync(kAllLanes, flags != 0);
-  uint32_t word = flags << (BITS * lane % kWarpSize);
-#pragma unroll
-  for (int offset = 1; offset < kWarpSize / BITS; offset *= 2) word |= __shfl_xor_sync(kAllLanes, word, offset);
-  return word;
-}
-
 }  // namespace moe

@@ -1,0 +1,95 @@
+"""Rows of k-winner-take-all that start or end inside a 16-byte vector of memory: wherever a row starts, which elements
+win, which of ties come first, and that nothing beside a row is read or written, at the ends of a tensor too."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import Target
+from test_kwta import DTYPES, TIES, same_bits, special
+
+import moe_kernels as mk
+
+ROWS = 9  # of an odd number of elements: a row starts at each place in a vector, and the ninth as the first
+SMALL = range(1, 71)  # on both sides of the vectors' four and eight elements, and of words of bits
+LARGE = (100, 127, 1001, 4095, 4097, 20001)
+
+
+def rows_of(n: int) -> torch.Tensor:
+    kinds = (torch.randn, lambda n: torch.randint(-2, 3, (n,)).float(), special, lambda n: torch.full((n,), 0.3))
+    return torch.stack([kinds[r % len(kinds)](n) for r in range(ROWS)])
+
+
+def placed(x: torch.Tensor, offset: int, gap: int) -> torch.Tensor:
+    """x with its first row `offset` elements behind the start of its memory and `gap` NaN between rows."""
+    stride = x.shape[1] + gap
+    memory = x.new_full((offset + len(x) * stride,), math.nan)
+    view = memory.as_strided(x.shape, (stride, 1), offset)
+    view.copy_(x)
+    return view
+
+
+def check(target: Target, x: torch.Tensor, k: int, ties: str, values: torch.Tensor, grad: torch.Tensor) -> None:
+    mask = mk.kwta_mask(x, k, ties=ties, backend="reference")
+    assert torch.equal(mk.kwta_mask(x, k, ties=ties, backend=target.backend), mask)
+    expected_y, expected_bits = mk.kwta_bits(x, k, ties=ties, backend="reference")
+    y, bits = mk.kwta_bits(x, k, ties=ties, backend=target.backend)
+    assert same_bits(y, expected_y)
+    assert torch.equal(bits, expected_bits)
+    assert same_bits(mk.kwta(x, k, values=values, ties=ties, backend=target.backend), torch.where(mask, values, 0))
+    assert same_bits(mk.kwta_apply(grad, bits, backend=target.backend), torch.where(mask, grad, 0))
+
+
+PLACES = {
+    "one behind another": ((0, 0), (0, 0), (0, 0)),
+    "behind an offset": ((3, 0), (3, 0), (3, 0)),
+    "apart by vectors": ((0, 8), (8, 16), (0, 8)),
+    "each tensor otherwise": ((1, 1), (6, 0), (5, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype: torch.dtype) -> None:
+    if sizes is LARGE and dtype == torch.float16:
+        pytest.skip("these sizes differ in the number of vectors alone, which float16 has in common with bfloat16")
+    for n in sizes:
+        ties = TIES[n % 3] if n in (*LARGE, 29, 45, 61) else "index"  # the others are further kernels to compile
+        parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))
+        x, values, grad = (
+            placed(part.to(dtype), *where).to(target.device) for part, where in zip(parts, PLACES[place], strict=True)
+        )
+        for k in {n // 3, n - 1}:
+            check(target, x, k, ties, values, grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [13, 29, 45, 4095])
+def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
+    """Of a row of equal elements the first k win: of its head, its vectors and its tail, in this order."""
+    x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)
+    x[1::2, n // 2] = 0.25  # and one that never wins
+    for k in range(n) if n < 100 else (1, 3, 7, 8, 9, 2000, n - 8, n - 7, n - 1):
+        expected = torch.zeros(ROWS, n, dtype=torch.bool, device=target.device)
+        expected[:, :k] = True
+        if k > n // 2:
+            expected[1::2, n // 2] = False
+            expected[1::2, k] = True
+        assert torch.equal(mk.kwta_mask(x, k, backend=target.backend), expected), k
+        assert torch.equal(mk.kwta_bits(x, k, backend=target.backend)[0], torch.where(expected, x, 0)), k
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [300, 20001])
+def test_neighbours_stay_as_they_are(target: Target, n: int, dtype: torch.dtype) -> None:
+    """NaN in a row makes it slower to compare, and must not reach the rows beside it."""
+    x = torch.randn(5, n).to(dtype).to(target.device)
+    x[1], x[3, -1], x[3, 0] = math.nan, math.nan, math.inf
+    for k in (1, n // 2):
+        mask = mk.kwta_mask(x, k, backend="reference")
+        y, bits = mk.kwta_bits(x, k, backend=target.backend)
+        assert same_bits(y, torch.where(mask, x, 0))
+        assert same_bits(mk.kwta_apply(x, bits, backend=target.backend), y)
