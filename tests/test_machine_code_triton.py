@@ -29,6 +29,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block, A100 and H100
 EVEN = r"(512|4096|16384)"
 INSTRUCTIONS = {
     r"kwta_fwd.*": [r"LDG\.E"],
+    r"kwta_fwd_packed .*": [r"LDG\.E\.128", r"STG\.E\.128"],
     r"kwta_bwd .*": [r"LDG\.E", r"STG\.E"],
     rf"kwta_bwd .* N={EVEN} .*": [r"LDG\.E\.128", r"STG\.E\.128"],
     r"(dispatch|combine)_.*": [r"LDG\.E", r"STG\.E"],

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_kernels.backends._native import aligned
 from moe_kernels.backends._seed import normal_quantile
 from moe_kernels.backends.triton import _rows, launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton._kwta_packed import kwta_fwd_packed
@@ -21,7 +22,8 @@ TIES = {"index": 0, "strict": 1, "all": 2}
 # Pattern of +inf and how the bits become a float32: the same, shifted up (bfloat16), or converted (float16).
 FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
-RESIDENT = 16384  # elements of a row that stay in registers; a longer row is read again for every count
+LONGEST = 16384  # elements of a row that stay in registers in one tile; of longer rows a second tile holds the rest
+RESIDENT = 2 * LONGEST  # and rows longer than this are read again for every count
 CHUNK = 4096  # elements written at a time: masks, ranks and bits of a longer row would spill beside its keys
 BLOCK_BWD = 4096
 TRIALS = 8  # guesses from the shape of the row before bisection: normal rows need 3 to 5
@@ -72,10 +74,15 @@ def _first_guess(bits, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _count(x_row, keys, trial, N, BLOCK: tl.constexpr, INF: tl.constexpr, RESIDENT: tl.constexpr):
+def _count(
+    x_row, keys, rest, trial, N, BLOCK: tl.constexpr, INF: tl.constexpr, RESIDENT: tl.constexpr, REST: tl.constexpr
+):
     """Keys of the row at or above a trial."""
     if RESIDENT:
-        return tl.sum((keys >= trial).to(tl.int32))
+        count = tl.sum((keys >= trial).to(tl.int32))
+        if REST > 0:
+            count += tl.sum((rest >= trial).to(tl.int32))
+        return count
     else:
         count = 0
         start = 0
@@ -87,9 +94,9 @@ def _count(x_row, keys, trial, N, BLOCK: tl.constexpr, INF: tl.constexpr, RESIDE
 
 @triton.jit
 def _threshold(
-    x_row, keys, N, K, guess, step,
+    x_row, keys, rest, N, K, guess, step,
     TIES: tl.constexpr, BLOCK: tl.constexpr, INF: tl.constexpr, FORMAT: tl.constexpr, RESIDENT: tl.constexpr,
-    TRIALS: tl.constexpr,
+    REST: tl.constexpr, TRIALS: tl.constexpr,
 ):  # fmt: skip
     """(above, ties): keys greater than `above` win, and of the keys equal to it the first `ties` ones."""
     # More than K keys are at or above low, fewer than K at or above high.
@@ -107,7 +114,7 @@ def _threshold(
         middle = (low >> 1) + (high >> 1) + (low & high & 1)  # high - low does not fit 32 bits
         near = tl.minimum(tl.maximum(key_near(guess, INF, FORMAT), low + 1), high - 1)
         trial = tl.where((round < TRIALS) & (tl.abs(guess) < 3.0e38), near, middle)
-        count = _count(x_row, keys, trial, N, BLOCK, INF, RESIDENT)
+        count = _count(x_row, keys, rest, trial, N, BLOCK, INF, RESIDENT, REST)
         if count == K:
             above = trial - 1
             searching = False
@@ -119,11 +126,15 @@ def _threshold(
                 low = trial
                 if snap:
                     low = tl.min(tl.where(keys >= trial, keys, INF + 2))
+                    if REST > 0:
+                        low = tl.minimum(low, tl.min(tl.where(rest >= trial, rest, INF + 2)))
                 at_low = count
             else:
                 high = trial
                 if snap:
                     high = tl.max(tl.where(keys < trial, keys, -INF - 2)) + 1
+                    if REST > 0:
+                        high = tl.maximum(high, tl.max(tl.where(rest < trial, rest, -INF - 2)) + 1)
                 at_high = count
             if (at_low < N) & (at_high > 0):
                 bottom = value_of(low, INF, FORMAT)
@@ -163,6 +174,7 @@ def _kwta_fwd(
     FORMAT: tl.constexpr,
     RESIDENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,  # elements behind these that stay in registers too
     CHUNK: tl.constexpr,
     TRIALS: tl.constexpr,
 ):
@@ -172,11 +184,14 @@ def _kwta_fwd(
     bits = _load_bits(x_row, 0, N, BLOCK)
     guess, step = _first_guess(bits, N, quantile, INF, FORMAT)
     keys = tl.where(tl.arange(0, BLOCK) < N, _keys(bits, INF), -INF - 2)
-    above, ties = _threshold(x_row, keys, N, K, guess, step, TIES, BLOCK, INF, FORMAT, RESIDENT, TRIALS)
+    rest = keys
+    if REST > 0:
+        rest = _load_keys(x_row, BLOCK, N, REST, INF)
+    above, ties = _threshold(x_row, keys, rest, N, K, guess, step, TIES, BLOCK, INF, FORMAT, RESIDENT, REST, TRIALS)
     start = 0
     while start < N:
         offsets = start + tl.arange(0, CHUNK)
-        if CHUNK < BLOCK or not RESIDENT:
+        if CHUNK < BLOCK or not RESIDENT or REST > 0:
             part = _load_keys(x_row, start, N, CHUNK, INF)
         else:
             part = keys
@@ -261,11 +276,12 @@ def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
 def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=None, mask=None) -> None:
     if x.numel() == 0:
         return
-    if x.element_size() == 2 and x.shape[1] <= RESIDENT:
+    if x.element_size() == 2 and x.shape[1] <= LONGEST:
         _launch_packed(x, x if values is None else values, k, ties, y, bits, mask)
         return
     rows, n = x.shape
-    block = max(min(triton.next_power_of_2(n), RESIDENT), 32)
+    block = max(min(triton.next_power_of_2(n), LONGEST), 32)
+    rest = max(triton.next_power_of_2(n - block), 1024) if block < n <= RESIDENT else 0
     source = x if values is None else values
     inf, form = FORMATS[x.dtype]
     unit = _rows.unit((x, source), n)
@@ -275,37 +291,47 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
         x if mask is None else mask.view(torch.int8),
         x.stride(0) // unit, source.stride(0) // unit, n // unit, k, normal_quantile(k, n), UNIT=unit,
         TIES=TIES[ties], STORE_Y=y is not None, STORE_BITS=bits is not None, STORE_MASK=mask is not None,
-        INF=inf, FORMAT=form, RESIDENT=n <= RESIDENT, BLOCK=block, CHUNK=min(block, CHUNK), TRIALS=TRIALS,
+        INF=inf, FORMAT=form, RESIDENT=n <= RESIDENT, BLOCK=block, REST=rest, CHUNK=min(block, CHUNK), TRIALS=TRIALS,
         num_warps=warps(block),
     )  # fmt: skip
 
 
 def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) -> None:
-    """Rows of 16-bit elements, in words of two where all rows start at one."""
+    """Rows of 16-bit elements, in words of two. Where they do not lie among 16-byte vectors as contiguous rows do, they
+    are copied first."""
     rows, n = x.shape
-    unit = _rows.unit((x, values), n, (8, 2))
+    others = values is not x
+    x = _among_vectors(x)
+    values = _among_vectors(values) if others else x
+    unit = _rows.unit((x, values), n, (8,))
     tile = packed_tile(n)
     inf, form = FORMATS[x.dtype]
-    words_of = _words if unit > 1 else patterns
-    flags = x if mask is None else mask.view(torch.int16 if unit > 1 else torch.int8)
     launch(
         kwta_fwd_packed, (triton.cdiv(rows, tile["ROWS"]),),
-        words_of(x), words_of(values), words_of(x if y is None else y), x if bits is None else bits.view(torch.int8),
-        flags, rows, x.stride(0) // unit, values.stride(0) // unit, n // unit, k, normal_quantile(k, n),
-        UNIT=unit, TIES=TIES[ties], STORE_Y=y is not None, STORE_BITS=bits is not None, STORE_MASK=mask is not None,
+        patterns(x), patterns(values), patterns(x if y is None else y), x if bits is None else bits.view(torch.int8),
+        x if mask is None else mask.view(torch.int8),
+        rows, x.stride(0) // unit, values.stride(0) // unit, n // unit, k, normal_quantile(k, n), UNIT=unit,
+        TIES=TIES[ties], STORE_Y=y is not None, STORE_BITS=bits is not None, STORE_MASK=mask is not None, OTHERS=others,
         INF=inf, FORMAT=form, TRIALS=TRIALS, ORDERED=triton.knobs.runtime.interpret, **tile,
     )  # fmt: skip
 
 
+def _among_vectors(x: Tensor) -> Tensor:
+    """x, or a copy, with row after row as far behind a multiple of 16 bytes as where rows are contiguous."""
+    if aligned(x, 16) and (x.stride(0) - x.shape[1]) % 8 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def packed_tile(n: int) -> dict[str, int]:
-    """Rows of a program, lanes along a row, eight elements at a time, and warps."""
+    """Rows of a program, lanes along a row, eight elements at a time, and warps.
+
+    A lane holds 64 elements: with 32 a row of 4096 takes 30.5 instructions an element for 23.6. Half as many warps then
+    hold it, so that 168 registers a lane for 80 leave as many rows, six, on a multiprocessor. A row of 1024 has a warp
+    alone: two would wait for each other's rounds.
+    """
     block = max(triton.next_power_of_2(n), 32)
-    lanes = max(block // 32, 4)  # 32 elements a lane; 64 would take 168 registers
+    lanes = 32 if block == 1024 else max(block // 64, 2)
     return {
         "ROWS": max(32 // lanes, 1), "LANES": lanes, "CHUNKS": block // (8 * lanes), "num_warps": max(lanes // 32, 1),
     }  # fmt: skip
-
-
-def _words(x: Tensor) -> Tensor:
-    """x as words of two elements."""
-    return x.view(torch.int32)
