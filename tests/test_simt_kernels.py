@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import simt
 import test_combine
-import test_dispatch
 import test_expert_mlp
 import test_expert_norms
 import test_grouped_gemm
@@ -41,22 +40,38 @@ def verified(op: str) -> None:
     assert row.verdict == "ok", row.note
 
 
+def rows() -> None:
+    """Dispatch and combine: tokens of two experts, of one and of none, by 16 bytes and by single elements."""
+    plan = mk.make_plan(torch.tensor([[0, 1], [1, -1], [-1, -1]]), 2, capacity=2, backend="reference")
+    for dim in (40, 513):
+        leaves = {"x": torch.randn(3, dim).to(BF16), "weights": torch.randn(3, 2).to(BF16)}
+
+        def there_and_back(backend):
+            return lambda x, weights: mk.combine(mk.dispatch(x, plan, backend=backend), plan, weights, backend=backend)
+
+        got, expected = (
+            test_grouped_gemm.results(there_and_back(backend), leaves, torch.ones(3, dim))
+            for backend in ("cuda", "reference")
+        )
+        for name, each in expected.items():
+            torch.testing.assert_close(got[name], each, rtol=2.0**-7, atol=2.0**-7 * float(each.abs().max()))
+
+
 def sinkhorn() -> None:
     """A thread, a quad, half a warp, a warp, several warps, and a matrix read from memory."""
     for n in (3, 7, 13, 31, 61, 65):
-        scores = torch.randn(5, n, n) * torch.tensor([1.0, 300.0, 1.0, 1.0, 1.0])[:, None, None]
+        scores = torch.randn(3, n, n) * torch.tensor([1.0, 300.0, 1.0])[:, None, None]
         scores[2, 0, : n // 2] = -torch.inf
-        sums = {"rows": torch.rand(5, n) + 0.5, "columns": torch.rand(5, n) + 0.5}
+        sums = {"rows": torch.rand(3, n) + 0.5, "columns": torch.rand(3, n) + 0.5}
         for leaves, settings in (({}, {}), (sums, {"tolerance": 0.1})):
-            found = test_sinkhorn_sums.both(CUDA, {"scores": scores, **leaves}, torch.randn(5, n, n), 2, **settings)
+            found = test_sinkhorn_sums.both(CUDA, {"scores": scores, **leaves}, torch.randn(3, n, n), 2, **settings)
             test_sinkhorn_sums.assert_same(found, n, atol=1e-5)
 
 
 CALLS: dict[str, Callable[[], None]] = {
     "topk_gate": lambda: test_topk_gate.test_many_experts_choices_and_tokens(CUDA, "special", "softmax_topk"),
     "make_plan": lambda: verified("make_plan"),
-    "dispatch": lambda: test_dispatch.test_rows_are_tokens_and_gradients_their_sums(CUDA, "unused rows", BF16),
-    "combine": lambda: test_combine.test_sums_and_gradients_are_the_dense_einsum(CUDA, "dropped", BF16),
+    "dispatch and combine": rows,
     "choices past a warp": lambda: test_combine.test_more_choices_than_a_warp_has_lanes(CUDA),
     "grouped_gemm": products,
     "expert_mlp": lambda: test_expert_mlp.test_values_and_gradients_are_the_dense_ones(CUDA, "everything", BF16),
