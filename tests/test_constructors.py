@@ -97,6 +97,7 @@ OUT_OF_RANGE = [
     ("ExpertMLP", {"dropout": 2.0}, "dropout must be from 0 to 1"),
     ("ExpertMLP", {"dropout": -0.1}, "dropout must be from 0 to 1"),
     ("ExpertMLP", {"activation": "sine"}, "activation must be one of None, 'relu'"),
+    ("ExpertLayer", {"dropout": 1.5}, "dropout must be from 0 to 1"),
     ("ExpertLayer", {"activation": "sine"}, "activation must be one of None, 'relu'"),
     ("LocalSearch", {"bound": -1.0}, "bound must be finite and at least 0"),
     ("ManualGate", {"assignment": [0, -1]}, "assignment must be from 0"),

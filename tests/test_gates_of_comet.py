@@ -22,6 +22,7 @@ def test_tree_gate_is_the_operation_and_its_entropy():
     given = {"split_bias": gate.split_bias, "leaf_bias": gate.leaf_bias, "gamma": 0.5}
     gates, probs = mk.tree_gate(x, gate.split_weight, gate.leaf_weight, **given)
     assert torch.equal(out.gates, gates)
+    torch.testing.assert_close(gate.router_probs(x.double()), gates.detach())
     entropy = -(probs * (probs + 1e-6).log()).sum() / 7
     torch.testing.assert_close(out.losses["entropy"], 0.3 * entropy)
     assert out.statistics["experts_per_sample"] == (gates >= 1e-5).sum() / 7
@@ -45,6 +46,7 @@ def test_tree_gate_starts_as_the_published_code_does():
         assert parameter.abs().max() <= bound
         assert abs(parameter.std().item() - bound / math.sqrt(3)) < 0.02 * bound
     assert not gate.split_bias.any()
+    assert 0.04 < gate.leaf_bias.abs().max() <= 0.05
     assert mnn.TreeGate(4, 3, bias=False).leaf_bias is None
     again = mnn.TreeGate(300, 16, 2, gamma=2.0, generator=drawn())
     assert all(map(torch.equal, gate.parameters(), again.parameters()))
@@ -58,7 +60,8 @@ def test_tree_gate_routes_where_it_is_saturated_and_only_there():
     assert not out.dense
     assert out.weights.shape == (50, 2)
     assert 3 <= out.statistics["nodes_visited"] <= 4
-    gate.route = False
+    assert gate.train()(x).dense
+    gate.eval().route = False
     torch.testing.assert_close(out.gates, gate(x).gates)
     assert torch.equal(out.statistics["experts_per_sample"], gate(x).statistics["experts_per_sample"])
     gate.route, gate.gamma = True, 1e4
@@ -87,6 +90,8 @@ def test_hash_gate_balances_frequencies():
     loads = torch.zeros(2, dtype=torch.int64).index_add_(0, gate.table.long(), frequencies)
     assert loads.tolist() == [11, 11]
     assert set(gate.table[[2, 7]].tolist()) <= {0, 1}
+    unseen = mnn.HashGate(100, 4, frequencies=torch.zeros(100), generator=drawn())
+    assert len(unseen.table.unique()) == 4  # ids that do not occur draw theirs
 
 
 def step(t: float, gamma: float) -> float:
@@ -122,3 +127,9 @@ def test_dselect_by_hand(experts):
     if "reciprocal" in out.losses:
         assert out.losses["reciprocal"].item() == pytest.approx(0.5 * reciprocal, abs=1e-10)
     assert gate.eval()(x).losses == {}
+
+
+def test_dselect_starts_within_a_hundredth_of_its_step():
+    gate = mnn.DSelectKGate(300, 16, 2, gamma=2.0, generator=drawn())
+    assert 0.019 < gate.code.weight.abs().max() <= 0.02
+    assert not gate.code.bias.any()

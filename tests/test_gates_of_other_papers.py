@@ -55,7 +55,8 @@ def test_winners_are_the_strongest_experts():
 @pytest.mark.parametrize("through_norms", [True, False])
 def test_who_learns_from_a_competition(through_norms):
     layer, x = competing(rate=1.0, through_norms=through_norms), torch.randn(T, D, dtype=torch.float64)
-    out = layer(x)
+    out = layer(x.requires_grad_())
+    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # the router's alone
     experts, router = layer.experts, layer.gate.router.linear
     assert all(
         grad is None
@@ -162,6 +163,8 @@ def test_stable_routing_by_hand():
     logits = gate.embedding(ids) @ gate.router.weight.t()
     torch.testing.assert_close(out.losses["balance"], 0.3 * balance / T)
     torch.testing.assert_close(out.losses["distill"], 0.3 * F.cross_entropy(logits, chosen))
+    grads = [torch.autograd.grad(each, gate.centroids, retain_graph=True) for each in (out.losses["balance"], balance)]
+    torch.testing.assert_close(grads[0][0], 0.3 / T * grads[1][0])
     every = every_output(layer.experts, x)
     expected = alpha[:, None] * every[torch.arange(T), chosen] + (1 - alpha[:, None]) * x
     torch.testing.assert_close(out.y, expected, atol=1e-5, rtol=1e-5)
@@ -281,3 +284,21 @@ def test_members_of_an_ensemble_have_the_losses_of_v_moe_each_over_its_own_token
     torch.testing.assert_close(out.losses["load"], 0.25 * load)
     assert gate.eval()(x, ids).losses == {}
     torch.testing.assert_close(gate.router_probs(x, ids), logits.softmax(-1).detach())
+
+
+def test_xmoe_starts_anew_as_it_was_built():
+    gate = XMoEGate(D, E, K, score="learned", temperature=0.5)
+    with torch.no_grad():
+        gate.embeddings.zero_()
+        gate.log_temperature.zero_()
+    gate.reset_parameters()
+    torch.testing.assert_close(gate.embeddings.norm(dim=-1), torch.full((E,), 0.32))
+    assert gate.log_temperature.exp().item() == pytest.approx(0.5)
+
+
+def test_a_staged_gate_distils_in_stage_two_alone():
+    gate, x = StagedGate(SoftmaxGate(D, E), TopKGate(D, E, K), distill=1.0), torch.randn(T, D)
+    said = []
+    for gate.stage in (1, 2, 3):
+        said.append(list(gate(x).losses))
+    assert said == [[], ["distill"], []]

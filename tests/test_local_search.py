@@ -184,3 +184,9 @@ def test_a_search_without_scipy_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"LocalSearch: hardening needs scipy: pip install moe_kernels\[assignment\]"):
         LocalSearch(3, 1)
+
+
+def test_the_wide_schedule_cools_from_a_tenth_to_a_millionth():
+    search = LocalSearch(3, steps=10, schedule="wide")
+    assert [search.temperature(step) for step in (0, 10)] == pytest.approx([0.1, 1e-6])
+    assert search.iterations(1) == 150

@@ -110,3 +110,7 @@ def test_nothing_costs_nothing():
     v = torch.zeros(4, requires_grad=True)
     cv_squared(v).backward()
     assert (v.grad == 0).all()
+
+
+def test_variation_does_not_depend_on_the_unit():
+    assert cv_squared(torch.tensor([3e-8, 0.0, 0.0])).item() == pytest.approx(2)

@@ -446,3 +446,23 @@ def test_room_is_that_of_the_exact_factor(factor):
         expected = multiple * math.ceil(Fraction(math.ceil(2 * tokens * exact / experts), multiple))
         assert mk.expert_capacity(tokens, 2, experts, factor, multiple) == expected
         assert ExpertChoice(factor)._rows(tokens, experts) == round(exact * tokens / experts)
+
+
+def test_negative_weights_count_as_choices():
+    signed = torch.tensor([[-0.5, 0.0, 0.5]])
+    assert nonzero_choices(signed, 3).tolist() == [[0, -1, 2]]
+
+
+def test_an_order_without_a_capacity_is_heeded():
+    gate = GateOutput(torch.ones(2, 2), torch.tensor([[1, 0], [0, 1]], dtype=torch.int32), 2)
+    rows = {order: TokenChoice(order=order)(gate, True)[0].row_token.tolist() for order in (None, "choice")}
+    assert rows == {None: [0, 1, 0, 1], "choice": [1, 0, 0, 1]}
+
+
+def test_weights_of_two_tasks_that_cancel_are_choices():
+    one, other = SoftmaxGate(6, 4), SoftmaxGate(6, 4)
+    one.forward = lambda x, ids=None: GateOutput.of_gates(torch.eye(4))
+    other.forward = lambda x, ids=None: GateOutput.of_gates(-torch.eye(4))
+    out = MultiGateMoE([one, other], ExpertMLP(4, 6, 5))(torch.randn(4, 6))
+    assert out.plan.kept.tolist() == [1, 1, 1, 1]
+    torch.testing.assert_close(out.y[0], -out.y[1])

@@ -199,3 +199,18 @@ def test_a_plan_is_a_pytree_with_paths():
     plan = mk.make_plan(torch.tensor([[0, 1], [1, 0]]), 2)
     again = pytree.tree_map_with_path(lambda path, leaf: leaf, plan)
     assert torch.equal(again.slot_row, plan.slot_row)
+
+
+def test_a_block_that_fails_collects_no_more():
+    layer, x = mnn.MoE(mnn.TopKGate(6, 4, 2), mnn.ExpertMLP(4, 6, 3), output="tensor"), torch.randn(5, 6)
+    with pytest.raises(KeyError), mnn.collect_outputs() as outputs:
+        raise KeyError
+    layer(x)
+    assert not outputs
+
+
+def test_a_recomputed_forward_inside_the_block_is_not_collected_again():
+    layer, x = mnn.MoE(mnn.TopKGate(6, 4, 2), mnn.ExpertMLP(4, 6, 3), output="tensor"), torch.randn(5, 6)
+    with mnn.collect_outputs() as outputs:
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+    assert len(outputs) == 1
