@@ -303,3 +303,8 @@ def test_a_parametrised_layer_is_read_through_its_parametrisation():
 def test_inputs_of_another_width_are_named():
     with pytest.raises(ValueError, match=r"FixedRouting: x must be \(..., 8\), got shape \(4, 7\)"):
         CometMLP((8, 5, 3))(torch.randn(4, 7))
+
+
+def test_scores_are_compared_as_finely_as_they_come():
+    layer, scores = MaskedLinear(3, 2, 1, activation=None, dtype=torch.bfloat16), torch.tensor([[1.0, 1.0001]])
+    assert (layer(torch.ones(1, 3, dtype=torch.bfloat16), scores) != 0).tolist() == [[False, True]]

@@ -178,3 +178,9 @@ def test_a_router_over_the_embedding_does_not_see_what_the_blocks_learn():
         for parameter in net.blocks.blocks.parameters():
             parameter.normal_()
     assert all(torch.equal(a, b) for a, b in zip(before, ffn_masks(net, x), strict=True))
+
+
+def test_dropout_follows_the_output_of_a_feed_forward_layer():
+    layer, x = CometFFN(6, 8, dropout=0.5), torch.randn(20, 6)
+    assert 0.3 < (layer(x) == 0).float().mean() < 0.7
+    assert layer.eval()(x).all()
