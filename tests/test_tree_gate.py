@@ -480,21 +480,6 @@ def test_bad_input_is_named(op, change, error, words):
         op(**{**D, "gamma": 1.0, **change})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_narrowest_and_the_widest_step(target, dtype):
-    if dtype == torch.float64 and target.backend not in ("cpu", "reference"):
-        pytest.skip("float64 is for the CPU")
-    arguments = {name: each.to(target.device, dtype) for name, each in D.items()}
-    for gamma in (torch.finfo(dtype).tiny, 1 / torch.finfo(dtype).tiny):
-        for op in (mk.tree_gate, mk.tree_route):
-            if backends.unsupported(target.backend, op.__name__, target.device, dtype):
-                continue
-            found = op(**arguments, gamma=gamma, backend=target.backend)
-            for got, expected in zip(found, op(**arguments, gamma=gamma, backend="reference"), strict=True):
-                assert got.isfinite().all()
-                torch.testing.assert_close(got, expected)
-
-
 def test_unknown_parity_and_bad_steps_are_named():
     with pytest.raises(ValueError, match="tree_gate: parity must be one of None, 'tf', 'bert'; got 'comet'"):
         mk.tree_gate(**D, gamma=1.0, parity="comet")

@@ -9,9 +9,10 @@ import pytest
 import torch
 from conftest import Target
 from inputs import each_alone, far_apart, framed
-from test_tree_gate import PARITIES, drawn, gate_and_gradients, identity, on_every_target, unsupported
+from test_tree_gate import PARITIES, D, drawn, gate_and_gradients, identity, on_every_target, unsupported
 
 import moe_kernels as mk
+from moe_kernels import backends
 
 INF, NAN = math.inf, math.nan
 
@@ -123,3 +124,18 @@ def test_nan_stays_with_its_token(target):
         gates, _ = mk.tree_gate(**arguments, gamma=1.0, backend=backend)
         assert gates[1].isnan().all()
         assert gates[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_narrowest_and_the_widest_step(target, dtype):
+    if dtype == torch.float64 and target.backend not in ("cpu", "reference"):
+        pytest.skip("float64 is for the CPU")
+    arguments = {name: each.to(target.device, dtype) for name, each in D.items()}
+    for gamma in (torch.finfo(dtype).tiny, 1 / torch.finfo(dtype).tiny):
+        for op in (mk.tree_gate, mk.tree_route):
+            if backends.unsupported(target.backend, op.__name__, target.device, dtype):
+                continue
+            found = op(**arguments, gamma=gamma, backend=target.backend)
+            for got, expected in zip(found, op(**arguments, gamma=gamma, backend="reference"), strict=True):
+                assert got.isfinite().all()
+                torch.testing.assert_close(got, expected)
