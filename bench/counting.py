@@ -107,6 +107,15 @@ def cases() -> list[Case]:
         Case("tree_gate", known["tree_gate"], {**tree, "K": 4}, {"T": 128}, ("T",), torch_products=True),
         Case("tree_gate", known["tree_gate"], {**tree, "E": 48}, {"T": 128}, ("T",), both, torch_products=True),
         Case("tree_gate", known["tree_gate"], {**tree, "E": 1024}, {"T": 16}, ("T",), torch_products=True),
+        Case(
+            "tree_gate",
+            known["tree_gate"],
+            {**tree, "E": 1000},
+            {"T": 16},
+            ("T",),
+            torch_products=True,
+            backends=("cuda",),
+        ),
         Case("tree_route", known["tree_route"], tree, {"T": 128}, ("T",), both, forward),
         Case("masked_mlp", known["masked_mlp"], {"B": 32, "N": 3000}, {}, (), (FP32,)),
     ]
