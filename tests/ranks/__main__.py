@@ -68,7 +68,7 @@ class Group:
 
 
 def _serve(pipe: Connection, rank: int, size: int, store: Path | None) -> None:
-    """One rank. It ends after an error, so that the others do not wait for it in vain."""
+    """One rank. It ends after an error, so that the others do not wait for it."""
     if store is None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     error = ""
