@@ -117,7 +117,6 @@ def cases() -> list[Case]:
             backends=("cuda",),
         ),
         Case("tree_route", known["tree_route"], tree, {"T": 128}, ("T",), both, forward),
-        Case("masked_mlp", known["masked_mlp"], {"B": 32, "N": 3000}, {}, (), (FP32,)),
     ]
 
 

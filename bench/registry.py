@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from bench import experts, kwta, masked_mlp, routing, sinkhorn, tree_gate
+from bench import experts, kwta, routing, sinkhorn, tree_gate
 from bench.entry import Calls, Entry, Inputs, Shape, label
 
 __all__ = ["ENTRIES", "Calls", "Entry", "Inputs", "Shape", "label"]
 
 ENTRIES: dict[str, Entry] = {
     **kwta.ENTRIES,
-    **masked_mlp.ENTRIES,
     **routing.ENTRIES,
     **experts.ENTRIES,
     **sinkhorn.ENTRIES,

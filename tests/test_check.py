@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_kernels import library
-from moe_kernels.library import dispatch, grouped_gemm, masked_mlp
+from moe_kernels.library import dispatch, grouped_gemm
 
 
 class OnGpu(torch.Tensor):
@@ -20,14 +20,13 @@ def on_gpu(*values):
 
 
 X = torch.zeros(2, 4)
-# A plan of more tokens than x has, one of more rows, offsets beyond the rows, and samples of another mask.
+# A plan of more tokens than x has, one of more rows, and offsets beyond the rows.
 STALE = {
     "row_token": lambda: dispatch.refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 2), on_gpu(0, 2)),
     "slot_row": lambda: dispatch.refuse_bad_rows("combine", on_gpu(0, 2), 2),
     "end between": lambda: dispatch.refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 1), on_gpu(0, 3)),
     "must rise": lambda: grouped_gemm.refuse_bad_rows(on_gpu(0, 5), X, None),
     "from -1": lambda: grouped_gemm.refuse_bad_rows(on_gpu(0, 2), X, on_gpu(0, 7)),
-    "samples": lambda: masked_mlp.refuse_bad_samples(on_gpu(0, 3), 3),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 import moe_kernels as mk
 from moe_kernels.models import comet_mlp, dense_twin
 from moe_kernels.nn import ACTIVATIONS, CometMLP, MaskedLinear, Utilisation
+from moe_kernels.ops.kwta import pack_bits
 
 WIDTHS = (7, 12, 9, 10, 4)
 
@@ -80,10 +81,33 @@ def test_masks_kept_for_samples_that_come_again_change_nothing(activation):
     kept, rows = net.router.kept(x, chunk=16), torch.tensor([3, 49, 0, 3])
     bits = [layer[rows] for layer in kept]
     assert all(torch.equal(a, b) for a, b in zip(bits, net.router(x[rows]), strict=True))
-    gradients = [
-        torch.autograd.grad(y.square().sum(), list(net.parameters())) for y in (net(x[rows], bits), net(x[rows]))
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    ways = net(x[rows], bits), net(x[rows], kept, rows), net(x[rows], kept, rows.int()), net(x[rows])
+    gradients = [torch.autograd.grad(y.square().sum(), list(net.parameters())) for y in ways]
+    assert all(torch.equal(a, b) for each in gradients[1:] for a, b in zip(each, gradients[0], strict=True))
+    pairs = net(x[rows].view(2, 2, 7), kept, rows.view(2, 2))
+    assert torch.equal(pairs.view(4, -1), net(x[rows], bits))
+    assert net(x[:0], kept, rows[:0]).shape == (0, 4)
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_what_does_not_answer_is_zero_whatever_it_holds(target, activation):
+    given = {"k": 1, "activation": activation, "backend": target.backend, "device": target.device}
+    first, second = MaskedLinear(3, 40, **given), MaskedLinear(40, 5, **given)
+    with torch.no_grad():
+        first.bias[:3] = torch.tensor([math.nan, math.inf, -math.inf])
+        second.weight[:, 3] = 1e38  # so that the gradient of neuron 3 is infinite
+    masks = torch.rand(4, 40) < 0.5, torch.ones(4, 5, dtype=torch.bool)
+    masks[0][:, :4] = False
+    bits = [pack_bits(mask).to(target.device) for mask in masks]
+    x = torch.randn(4, 3, device=target.device)
+    y = second(first(x, bits=bits[0]), bits=bits[1])
+    y.backward(torch.full_like(y, 1e10))
+    assert y.isfinite().all()
+    assert not any(each.grad[:4].any() for each in (first.weight, first.bias))
+    assert not second.weight.grad[:, :4].any()
+    masks[0][2, 0] = True
+    y = second(first(x, bits=pack_bits(masks[0]).to(target.device)))
+    assert y.isnan().any(-1).tolist() == [False, False, True, False]
 
 
 def test_p_one_is_the_dense_mlp_bit_for_bit():
@@ -252,6 +276,13 @@ def test_bad_arguments_are_refused_by_name():
         CometMLP((4, 5, 6), activation="swish")
     with pytest.raises(ValueError, match=r"ties must be one of .*; got 'none'"):
         CometMLP((4, 5, 6), ties="none")
+    net, x = model(), torch.randn(3, 7)
+    with pytest.raises(ValueError, match=r"CometMLP: samples must be \(3,\).*got \(2,\)"):
+        net(x, net.router(x), torch.tensor([0, 1]))
+    with pytest.raises(TypeError, match="CometMLP: samples must have dtype int32, int64"):
+        net(x, net.router(x), torch.zeros(3))
+    with pytest.raises(IndexError, match="out of range"):
+        net(x, net.router(x), torch.tensor([0, -1, 1]))
 
 
 def test_utilisation_is_a_direct_count_however_the_samples_are_split():

@@ -37,7 +37,7 @@ ROUTING = ("topk_gate", "make_plan", "plan_expert_choice", "plan_priority", "dis
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("op", ["kwta", "masked_mlp", *ROUTING])
+@pytest.mark.parametrize("op", ["kwta", *ROUTING])
 def test_small_cases(sanitized, op, dtype):
     row = verify.check(op, "cpu", dtype, "cpu", small=True)
     assert row.verdict == "ok", row.note

@@ -13,7 +13,6 @@ import torch
 import moe_kernels as mk
 from moe_kernels import nn
 from moe_kernels.nn import convert, schedules
-from moe_kernels.ops.masked_mlp import masked_mlp
 
 # The names that an example finds: torch, mk and what `from moe_kernels.nn import *` gives.
 NAMES = {"torch": torch, "mk": mk, **{name: getattr(nn, name) for name in nn.__all__}}
@@ -23,7 +22,6 @@ def public() -> dict[str, Any]:
     """Functions and classes by name, without those of python_ref, which imports nothing from here."""
     found = {f"mk.{name}": getattr(mk, name) for name in mk.__all__}
     found |= {f"nn.{name}": getattr(nn, name) for name in nn.__all__}
-    found["masked_mlp"] = masked_mlp
     for module in (convert, schedules):
         found |= {f"{module.__name__}.{name}": each for name, each in vars(module).items() if _own(module, name, each)}
     return {name: each for name, each in found.items() if getattr(each, "__module__", "").startswith("moe_kernels")}

@@ -17,7 +17,6 @@ import moe_kernels as mk
 import moe_kernels.nn as mnn
 from moe_kernels.backends import cpu
 from moe_kernels.ops.kwta import kwta_apply, pack_bits
-from moe_kernels.ops.masked_mlp import masked_mlp
 
 D, E, H = 8, 4, 16
 SQUARE, OFFSETS = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2, 4])
@@ -43,10 +42,6 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "expert_mlp": lambda x: mk.expert_mlp(x, PLAN, SQUARE, SQUARE, weights=x[:, :2], b_in=SQUARE[0, :2]),
     "expert_norms": lambda x: mk.expert_norms(x, SQUARE, SQUARE),
     "tree_gate": lambda x: mk.tree_gate(x, SQUARE[:, :1], SQUARE[:, :2], gamma=1.0)[0],
-}
-MASKED = {
-    act: lambda x, act=act: masked_mlp(x, [SQUARE[0], SQUARE[1, :3]], [SQUARE[0, 0], None], [BITS], activation=act)
-    for act in ("gelu", "tanh")
 }
 
 
@@ -87,10 +82,10 @@ def test_flops_of_a_layer_are_counted_once():
 
 
 # 3 and 4: export, of layers in test_export.py.
-@pytest.mark.parametrize("call", [*ROWS, *OTHERS, *MASKED])
+@pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_what_was_exported_without_gradients_has_them(call):
     """Nothing was kept for a backward then, so the backward computes it again."""
-    f = (ROWS | OTHERS | MASKED)[call]
+    f = (ROWS | OTHERS)[call]
 
     class Module(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -138,13 +133,6 @@ def test_batched_gradients(call):
     torch.testing.assert_close(got, torch.stack(expected))
     jacobian = torch.autograd.functional.jacobian
     torch.testing.assert_close(jacobian(f, x, vectorize=True), jacobian(f, x))
-
-
-def test_batched_gradients_of_a_masked_mlp_are_refused_by_name():
-    x = torch.randn(4, 4, requires_grad=True)
-    y = MASKED["gelu"](x)
-    with pytest.raises(RuntimeError, match="moe_kernels::masked_mlp_bwd"):
-        torch.autograd.grad(y, x, torch.randn(3, *y.shape), is_grads_batched=True)
 
 
 TRANSFORMS: dict[str, Callable[..., object]] = {
@@ -215,14 +203,14 @@ def test_a_new_temperature_is_no_new_graph(anneal_from):
 
 
 # 16: hooks on saved tensors.
-@pytest.mark.parametrize("call", [*ROWS, *OTHERS, *MASKED])
+@pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_saved_tensors_that_come_back_with_other_strides(call):
     def other(x: Tensor) -> Tensor:
         if x.dim() == 1:
             return torch.stack([x, x], -1)[:, 0]
         return x.transpose(-1, -2).clone(memory_format=torch.contiguous_format).transpose(-1, -2) if x.dim() else x
 
-    f, x = (ROWS | OTHERS | MASKED)[call], torch.randn(4, 4)
+    f, x = (ROWS | OTHERS)[call], torch.randn(4, 4)
     torch.testing.assert_close(gradient(f, x, other), gradient(f, x))
 
 
@@ -245,9 +233,9 @@ def test_what_is_changed_before_backward_is_noticed(call):
 
 
 # 17: another default device.
-@pytest.mark.parametrize("call", [*ROWS, *MASKED, "grouped_gemm", "dispatch", "combine", "expert_mlp", "expert_norms"])
+@pytest.mark.parametrize("call", [*ROWS, "grouped_gemm", "dispatch", "combine", "expert_mlp", "expert_norms"])
 def test_tensors_of_the_cpu_beside_another_default_device(call):
-    x, f = torch.randn(4, 4), (ROWS | OTHERS | MASKED)[call]
+    x, f = torch.randn(4, 4), (ROWS | OTHERS)[call]
     expected = gradient(f, x)
     with torch.device("meta"):
         got = gradient(f, x)
@@ -320,9 +308,9 @@ def test_an_unknown_instruction_set_is_named():
     assert "got 'sse'" in done.stderr
 
 
-@pytest.mark.parametrize("call", [*ROWS, *OTHERS, *MASKED])
+@pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_a_negative_view_is_read_negated(call):
-    f, x = (ROWS | OTHERS | MASKED)[call], torch.randn(4, 4)
+    f, x = (ROWS | OTHERS)[call], torch.randn(4, 4)
     torch.testing.assert_close(f(torch._neg_view(x)), f(-x))
 
 

@@ -42,12 +42,7 @@ class Call(NamedTuple):
 
 def calls() -> Iterator[Call]:
     for case in counting.cases():
-        # The masked MLP launches kernels of kWTA alone.
-        if (
-            "triton" in case.backends
-            and case.operation != "masked_mlp"
-            and not backends.missing("triton", case.operation)
-        ):
+        if "triton" in case.backends and not backends.missing("triton", case.operation):
             for dtype in case.dtypes:
                 for direction in case.directions:
                     yield Call(case.entry, case.operation, case.counted_shape, dtype, direction)

@@ -7,7 +7,7 @@
 #include "moe/dtypes.h"
 
 // clang-format off
-#define MOE_CPU_OPS(X) X(kwta_fwd) X(kwta_bwd) X(masked_mlp_fwd) X(masked_mlp_bwd) \
+#define MOE_CPU_OPS(X) X(kwta_fwd) X(kwta_bwd) \
   X(topk_gate_fwd) X(topk_gate_bwd) X(make_plan_fwd) X(plan_expert_choice_fwd) X(plan_priority_fwd) \
   X(dispatch_fwd) X(combine_fwd) X(combine_bwd) \
   X(grouped_gemm_fwd) X(grouped_gemm_bwd_weight) X(grouped_gemm_sum_rows) X(grouped_gemm_norms) X(activation_bwd) \
@@ -36,10 +36,6 @@
                 int threads);                                                                                       \
   void kwta_bwd(int element_size, const void* grad, int64_t grad_stride, const int32_t* bits, void* dx,            \
                 int64_t rows, int64_t n, int threads);                                                             \
-  int masked_mlp_fwd(int dtype, void* values, const void* bias, const int32_t* bits, const int64_t* sample,          \
-                     int64_t num_samples, int activation, int64_t rows, int64_t n, int threads);                    \
-  int masked_mlp_bwd(int dtype, void* grad, const void* value, const int32_t* bits, const int64_t* sample,           \
-                     int64_t num_samples, int activation, void* dbias, int64_t rows, int64_t n, int threads);       \
   void topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* weights, int32_t* experts, void* scratch, \
                      int64_t scratch_stride, int64_t tokens, int64_t num_experts, int64_t k, int softmax_first,     \
                      int threads);                                                                                  \

@@ -45,7 +45,7 @@ FILES = {
 ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_apply": "kwta"}
 
 # Operations without kernels of their own, and the operation whose kernels they use.
-MADE_OF = {"expert_mlp": "grouped_gemm", "expert_norms": "grouped_gemm", "masked_mlp": "kwta"}
+MADE_OF = {"expert_mlp": "grouped_gemm", "expert_norms": "grouped_gemm"}
 
 # Sizes that a kernel may be limited in, of the tensors of a call in their order.
 SIZES: dict[str, Callable[..., dict[str, int]]] = {

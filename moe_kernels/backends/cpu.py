@@ -18,7 +18,6 @@ from moe_kernels.backends.native import (
     dispatch,
     grouped_gemm_cpu,
     kwta,
-    masked_mlp,
     plan,
     sinkhorn,
     topk_gate,
@@ -112,8 +111,6 @@ kwta_fwd = partial(kwta.fwd, _self)
 kwta_mask = partial(kwta.mask, _self)
 kwta_bwd = partial(kwta.bwd, _self)
 
-masked_mlp_fwd = partial(masked_mlp.fwd, _self)
-masked_mlp_bwd = partial(masked_mlp.bwd, _self)
 
 topk_gate_fwd = partial(topk_gate.fwd, _self)
 topk_gate_bwd = partial(topk_gate.bwd, _self)

@@ -13,7 +13,6 @@ from moe_kernels.library import (  # noqa: F401
     grouped_gemm,
     harden,
     kwta,
-    masked_mlp,
     plan,
     sinkhorn,
     topk_gate,

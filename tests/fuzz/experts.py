@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from moe_kernels.library import CLAMPED
 from moe_kernels.ops.grouped_gemm import ACTIVATIONS, HALVING
-from moe_kernels.ops.kwta import pack_bits
-from moe_kernels.ops.masked_mlp import ACTIVATIONS as MASKED
 from moe_kernels.verify.operation import Inputs
 from tests.fuzz.operation import Fuzzed
 from tests.fuzz.routing import draw_routing, plan_of
@@ -81,26 +78,6 @@ def _build_norms(spec: Spec) -> Inputs:
     return inputs | {"activation": spec["activation"], "grad": grad}
 
 
-def _draw_masked(draw: random.Random) -> Spec:
-    spec = {"tokens": size(draw, 33), "layers": draw.randint(1, 3), "dim": size(draw, 40, 1), "out": size(draw, 9, 1)}
-    spec |= {"hidden": size(draw, 130, 1), "activation": draw.choice(sorted(MASKED)), "samples": draw.random() < 0.3}
-    return spec | describe(draw, "x", "grad", kinds=KINDS)
-
-
-def _build_masked(spec: Spec) -> Inputs:
-    widths = [spec["dim"], *[spec["hidden"] + layer for layer in range(spec["layers"])], spec["out"]]
-    generator = torch.Generator().manual_seed(spec["seed"])
-    tokens = spec["tokens"]
-    count = max(tokens // 2, 1) if spec["samples"] else tokens
-    inputs: dict[str, Any] = {"x": make(spec, "x", tokens, widths[0]), "grad": make(spec, "grad", tokens, widths[-1])}
-    for layer, (n_in, n_out) in enumerate(pairwise(widths)):
-        inputs[f"w{layer}"] = make(spec, f"w{layer}", n_out, n_in) / n_in**0.5
-        inputs[f"b{layer}"] = make(spec, f"b{layer}", n_out)
-    inputs["bits"] = [pack_bits(torch.rand(count, n, generator=generator) < 0.5) for n in widths[1:-1]]
-    inputs["samples"] = torch.randint(count, (tokens,), generator=generator) if spec["samples"] else None
-    return inputs | {"activation": spec["activation"]}
-
-
 def _some(spec: Spec) -> bool:
     return bool(spec["experts"] >= 1)
 
@@ -114,13 +91,8 @@ def _loose(spec: Spec) -> float:
     return 16.0 if spec["activation"] == "tanh" else 1.0
 
 
-def _at_least_one(spec: Spec) -> bool:
-    return min(spec["layers"], spec["dim"], spec["hidden"], spec["out"]) >= 1
-
-
 OPERATIONS = {
     "grouped_gemm": Fuzzed(_draw_gemm, _build_gemm, _some, _loose, weight=2),
     "expert_mlp": Fuzzed(_draw_mlp, _build_mlp, _some, _loose, weight=2),
     "expert_norms": Fuzzed(_draw, _build_norms, _of_norms, _loose),
-    "masked_mlp": Fuzzed(_draw_masked, _build_masked, _at_least_one, _loose),
 }
