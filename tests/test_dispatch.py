@@ -83,7 +83,7 @@ def test_views_are_read_in_place(target):
 @pytest.mark.parametrize("kind", ["unused rows", "dropped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_long_rows_and_what_lies_around_them(target, kind, dtype):
-    """Pieces of a row of several programs, the last of which is not full; NaN on all sides of x and of the gradient."""
+    """Several programs share a row, and the last one's piece is not full; NaN on all sides of x and of the gradient."""
     plan = plans(target.device)[kind]
     for dim in (3, 300, 4100) if target.interpreted else (3, 300, 2500, 4100, 9000):
         x = framed(torch.randn(plan.num_tokens, dim, device=target.device).to(dtype)).requires_grad_()

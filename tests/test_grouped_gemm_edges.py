@@ -86,7 +86,7 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_partial_tiles_on_every_axis(target, gathered, activation):
-    """Rows of an expert, columns and terms of a sum each take several tiles, the last of which is not full."""
+    """Rows of an expert, columns and terms of a sum each take several tiles, and the last tile is not full."""
     dtype = finest(target)
     sizes = (170, 150, 140, 2) if target.interpreted else (601, 299, 282, 2)
     with pytest.MonkeyPatch.context() as patch:

@@ -241,7 +241,7 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
         write_flags<kVector>(reinterpret_cast<uint8_t*>(bits), winners, place, (row.n + 31) & ~31);
       } else {
         shifted.template put<kVector>(winners, place);
-        // Words of which all flags are there; what the tail is in comes last.
+        // Words whose flags are all there. The word of the tail comes last.
         const int last = row.frame.head + row.frame.middle;
         if constexpr (RING > 0) shifted.drain(bits, min((first + row.size * kVector) / 32 - 1, last / 32), team);
       }

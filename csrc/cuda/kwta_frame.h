@@ -89,8 +89,8 @@ template <int ELEMENTS>
 constexpr int kBitsWords = (ELEMENTS + 31) / 32 + 2;
 
 // The bits of a row with edges: the flags of its vectors start in byte 1 of shared memory, those of the head end there,
-// and words leave it `shift` bits on. There is room for the row, or, in a ring of RING words, for four turns of its threads,
-// of which each drains its own.
+// and words leave it `shift` bits on. There is room for the row, or, in a ring of RING words, for four turns of its threads.
+// Each thread moves out the words that it filled.
 template <int RING>
 struct ShiftedBits {
   uint32_t* words;

@@ -58,7 +58,7 @@ struct Window {
   __device__ uint32_t place(uint32_t expert) const { return expert - first; }  // not below width: another's expert
 };
 
-// The requests of a tile, in registers. A warp has kPerThread * 32 consecutive requests, of which a lane has every 32nd.
+// The requests of a tile, in registers. A warp has kPerThread * 32 consecutive requests. Every 32nd of them is a lane's.
 // Ids outside [0, E) become kNobody.
 template <class Index>
 struct Tile {

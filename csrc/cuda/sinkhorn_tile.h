@@ -110,7 +110,7 @@ class Team {
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
   static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that have to exchange
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
-  static constexpr bool kEarly = kN >= 16;  // stops early; a warp has several smaller matrices, one of which goes on
+  static constexpr bool kEarly = kN >= 16;  // stops early; a warp has several smaller matrices, and one may go on
   static_assert(COLUMNS * WIDE == kN && COLUMNS <= kWarpSize);
 
   using Tile = float[TALL][WIDE];

@@ -69,8 +69,8 @@ def _without_zeros(
             save(ctx, inputs, output)
 
     def of_some(ctx: Any, *grads: Any) -> Any:
-        if not any(each is not None for grad in grads for each in (grad if isinstance(grad, list) else [grad])):
-            return tuple([None] * len(each) if isinstance(each, list) else None for each in ctx.needs_input_grad)
+        if all(grad is None for grad in grads):
+            return (None,) * len(ctx.needs_input_grad)
         return backward(ctx, *grads)
 
     return setup_context, of_some

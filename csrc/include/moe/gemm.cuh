@@ -254,7 +254,7 @@ __device__ __forceinline__ int warp_n() {
 
 // sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the others; while they multiply 16 k,
 // fragments of the next 16 are loaded. One barrier for each stage, before its last 16 k are multiplied: after it all warps
-// may read the next stage, and this one, of which all fragments are in registers, may be filled again.
+// may read the next stage. This one may be filled again, since its fragments are all in registers.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;

@@ -139,8 +139,8 @@ struct PanelProduct {
   bool more;
   char* rounded = nullptr;  // where sums of pairs go instead of c, as bfloat16
 
-  // M rows from row i on, of which `left` remain, M / 2 < left <= M. The second half of the tile ends with the last row, so
-  // that some rows are computed twice if left < M: then one pointer for two rows and two offsets suffice.
+  // M rows from row i on. `left` rows remain, M / 2 < left <= M. The second half of the tile ends with the last row, so some
+  // rows are computed twice if left < M. One pointer for two rows and two offsets are enough then.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Ahead::Piece ahead, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
