@@ -30,6 +30,7 @@ def test_a_gpu_older_than_the_code_is_refused():
     assert refused("7.5") == "it was built for capability 8.0;9.0+PTX; this GPU has 7.5"
     assert refused("9.0", architectures="8.0") == "it was built for capability 8.0; this GPU has 9.0"
     assert refused("8.0", architectures="8.6") == "it was built for capability 8.6; this GPU has 8.0"
+    assert refused("8.0", architectures="8.6+PTX") == "it was built for capability 8.6+PTX; this GPU has 8.0"
     assert refused("10.0", architectures="9.0a") == "it was built for capability 9.0a; this GPU has 10.0"
     assert refused("9.0", architectures="9.0a") is None
 

@@ -50,6 +50,13 @@ def test_long_rows_of_kwta(sanitized, n):
         assert torch.equal(mk.kwta(x, 8000, ties=ties, backend="cpu"), mk.kwta(x, 8000, ties=ties, backend="reference"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_more_choices_of_a_gate_than_passes(sanitized, dtype):
+    logits = torch.randn(2, 512, dtype=dtype)  # all of a word, so that scratch has no padding
+    _, experts = mk.topk_gate(logits, 300, backend="cpu")
+    assert torch.equal(experts, mk.topk_gate(logits, 300, backend="reference")[1])
+
+
 def test_indices_out_of_range_are_refused_before_anything_is_read_by_them(sanitized):
     x, weights = torch.randn(6, 3), torch.rand(6, 2)
     plan = mk.make_plan(torch.tensor([[0, 1]] * 6), 2, backend="reference")
@@ -141,8 +148,9 @@ def test_experts(sanitized, dtype, small, monkeypatch):
             sizes |= {"weights": (tokens, 2), "b_in": (experts, width), "b_out": (experts, dout)}
             leaves = {name: torch.randn(size).to(dtype).requires_grad_() for name, size in sizes.items()}
             mk.expert_mlp(plan=plan, activation=activation, backend="cpu", **leaves).float().sum().backward()
-            with torch.no_grad():  # no choice is -1 or, here, the number of experts
+            with torch.no_grad():  # no choice is -1 or, here, the number of experts and what is above it
                 choices = torch.randint(-1, experts + 1, (tokens, 2))
+                choices[choices == experts] += 2**32 - experts if small else 0
                 given = mk.make_plan(torch.where(choices < experts, choices, -1), experts, backend="cpu")
                 y = expert_mlp_of_choices(experts=choices, num_experts=experts, activation=activation, **leaves)
                 assert torch.equal(y, mk.expert_mlp(plan=given, activation=activation, backend="cpu", **leaves))

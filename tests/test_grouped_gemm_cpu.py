@@ -24,7 +24,7 @@ def test_few_rows_are_not_for_many_threads(rows, threads_of, monkeypatch):
     assert small == (rows >= grouped_gemm_cpu.LEAST * threads_of)
 
 
-@pytest.mark.parametrize("counts", [[900], [37, 0, 863], [180] * 5], ids=str)
+@pytest.mark.parametrize("counts", [[900], [37, 0, 863], [193, 707], [180] * 5], ids=str)
 def test_products_do_not_depend_on_threads(counts, monkeypatch):
     """Threads share the rows of few experts, and the rows of their gradients: 1 takes all, 3 some of every size."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import Ranks, shared
 from small_sets import WORDS
 
@@ -47,6 +48,10 @@ def test_a_failed_rank_ends_the_run_and_other_ranks_go_on(ranks: Ranks, port: in
     assert (tmp_path / "run" / "checkpoint.pt").exists()
     assert not (tmp_path / "run" / "result.json").exists()
     saved = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    live = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["live"]
+    groups = [group for run in live.values() for group in run["optimiser"]["param_groups"]]
+    assert groups
+    assert all(group["fused"] is not False for group in groups)  # as one process goes on with it
     ranks.run("command", "whole", 1, port, tmp_path / "whole", text)
     for number in (1, 4):
         (tmp_path / "run" / "checkpoint.pt").write_bytes(saved)

@@ -281,9 +281,10 @@ def test_checkpoints_that_are_damaged_hostile_or_of_another_run_are_refused(argu
         path.write_bytes(content)
         assert train.run(arguments(*words, "--resume")) == 2
         assert "is no whole checkpoint of tensors and plain containers" in capsys.readouterr().err
-    torch.save({"version": checkpoint.VERSION}, path)
-    assert train.run(arguments(*words, "--resume")) == 2
-    assert "is no checkpoint of this program" in capsys.readouterr().err
+    for some in ({}, {"settings": {}, "done": {}}):
+        torch.save({"version": checkpoint.VERSION} | some, path)
+        assert train.run(arguments(*words, "--resume")) == 2
+        assert "is no checkpoint of this program" in capsys.readouterr().err
     path.write_bytes(whole)
     state = torch.load(path, weights_only=True)
     for changed in ({"settings": 3}, {"done": [1]}, {"done": {"standard, seed 0": {"shape": 1}}}, {"live": 5}):
