@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from inputs import far_apart, framed, padded, shifted
 
 import moe_kernels as mk
-from moe_kernels import backends
+from moe_kernels import backends, library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TIES = ("index", "strict", "all")
@@ -332,3 +332,11 @@ def test_none_and_all_win_rows_of_one_sign(target, ties):
         values = x.to(dtype).to(target.device)
         assert not mk.kwta(values, 0, ties=ties, backend=target.backend).any()
         assert same_bits(mk.kwta(values, 33, ties=ties, backend=target.backend), values)
+
+
+@pytest.mark.parametrize("ties", TIES)
+def test_a_mask_that_was_not_kept_is_the_same_one_in_backward(ties):
+    x = torch.tensor([[1.0, 2.0, 2.0, 2.0, 3.0]], requires_grad=True)
+    y, _ = library.ops.kwta_fwd(x, None, 3, ties, False, "cpu")
+    y.sum().backward()
+    assert torch.equal(x.grad[0] != 0, mk.kwta_mask(x[0], 3, ties=ties))
