@@ -21,7 +21,7 @@ def _fwd(
     if found is not None:
         return found
     hidden, pre = product(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
-    result, _ = product(hidden, w_out, expert_offsets, None, b_out, "", False, backend)
+    result, _ = product(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
     del hidden  # y reuses its memory; freed later, both went back to the system: 600 page faults at 512 tokens
     return combine(result, weights, slot_row, backend), pre
 

@@ -42,19 +42,24 @@ def kernels(backend: str):
     return backends.load(backend, "grouped_gemm")
 
 
-def product(x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend) -> tuple[Tensor, Tensor]:
-    """Implements grouped_gemm_fwd: (R, Dout), and with keep_pre also the pre-activations (R, Dout)."""
+def product(
+    x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend, training=False
+) -> tuple[Tensor, Tensor]:
+    """Implements grouped_gemm_fwd: (R, Dout), and with keep_pre also the pre-activations (R, Dout).
+
+    training: a step of training is known to be running, whose number of rows may differ from step to step.
+    """
     expert_offsets, row_token, bias = contiguous(expert_offsets, row_token, bias)
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows(expert_offsets, x, row_token)
     given = rows(x), matrices(weight), expert_offsets, row_token, bias
-    return kernels(backend).grouped_gemm_fwd(*given, activation, keep_pre)
+    return kernels(backend).grouped_gemm_fwd(*given, activation, keep_pre, keep_pre or training)
 
 
 def transposed(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
     """grad (R, Dout) -> (R, Din): the rows of each expert times its transposed weight."""
     given = rows(grad), matrices(weight.transpose(1, 2)), expert_offsets
-    return kernels(backend).grouped_gemm_fwd(*given, None, None, "", False)[0]
+    return kernels(backend).grouped_gemm_fwd(*given, None, None, "", False, True)[0]
 
 
 def weight_gradient(

@@ -49,7 +49,9 @@ def in_cpp(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_ro
     return multiply_adds <= SMALL or (native.on_amd and enough)
 
 
-def fwd(native, x, weight, expert_offsets, row_token, bias, activation, keep_pre) -> tuple[Tensor, Tensor]:
+def fwd(
+    native, x, weight, expert_offsets, row_token, bias, activation, keep_pre, training=False
+) -> tuple[Tensor, Tensor]:
     dtype, dout = x.dtype, weight.shape[2]
     num_rows = (x if row_token is None else row_token).shape[0]
     product = None

@@ -15,7 +15,9 @@ from moe_kernels.library import GATED
 COLUMNS = 128  # of a tile, which writes one partial sum a row
 
 
-def fwd(native, x, weight, expert_offsets, row_token, bias, activation, keep_pre) -> tuple[Tensor, Tensor]:
+def fwd(
+    native, x, weight, expert_offsets, row_token, bias, activation, keep_pre, training=False
+) -> tuple[Tensor, Tensor]:
     num_rows, width = (x if row_token is None else row_token).shape[0], weight.shape[2]
     out = x.new_empty((num_rows, width // 2 if activation in GATED else width))
     pre = x.new_empty((num_rows if keep_pre else 0, width))

@@ -317,7 +317,7 @@ def grouped_gemm_bwd_weight(
             **precision(x.dtype), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
         )  # fmt: skip
 
-    launch_tiles("weight", x, grad, rows, num_experts, columns, launch_with)
+    launch_tiles("weight", x, grad, rows, num_experts, columns, launch_with, training=True)
     return dweight, dbias
 
 
@@ -351,7 +351,7 @@ def expert_mlp_bwd_hidden(
         )  # fmt: skip
         drow_weight = partial.sum(1)
 
-    launch_tiles("hidden", grad, w_out, rows, num_experts, hidden, launch_with)
+    launch_tiles("hidden", grad, w_out, rows, num_experts, hidden, launch_with, training=True)
     return dpre, weighted, drow_weight
 
 

@@ -33,7 +33,14 @@ def loop(device: torch.device) -> int:
 
 
 def launch_tiles(
-    kernel: str, x: Tensor, other: Tensor, rows: int, num_experts: int, columns: int, launch: Callable[[Tiles], None]
+    kernel: str,
+    x: Tensor,
+    other: Tensor,
+    rows: int,
+    num_experts: int,
+    columns: int,
+    launch: Callable[[Tiles], None],
+    training: bool = False,
 ) -> None:
     """launch(tiles) with the tiles for x (T or R, K) against another operand; with MOE_KERNELS_AUTOTUNE=1 those of the
     kernel's classes and alternatives that are fastest here, timed once a shape. That waits for the device, so a shape
@@ -41,7 +48,7 @@ def launch_tiles(
     if columns > MOST_COLUMNS:
         raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MOST_COLUMNS} columns, got {columns}")
     which, even = loop(x.device), x.dtype != torch.float32 and _even(x, other, columns)
-    tiles = choose(kernel, which, even, rows, num_experts, columns)
+    tiles = choose(kernel, which, even, rows, num_experts, columns, training)
     if even and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
         key = (kernel, x.device, x.dtype, x.shape[1], columns, num_experts, rows.bit_length())
         if key not in timed and not torch.cuda.is_current_stream_capturing():
@@ -60,12 +67,18 @@ def _milliseconds(launch: Callable[[Tiles], None], tiles: Tiles) -> float:
         return math.inf
 
 
-def choose(kernel: str, which: int, even: bool, rows: int, num_experts: int, columns: int) -> Tiles:
-    """The tiles of a class of shapes: few rows are up to 96 an expert, few columns up to half of the widest tile."""
+def choose(
+    kernel: str, which: int, even: bool, rows: int, num_experts: int, columns: int, training: bool = False
+) -> Tiles:
+    """The tiles of a class of shapes: few rows are up to 96 an expert, few columns up to half of the widest tile.
+
+    In training rows are never few. They may differ from step to step, and each class is compiled for itself; one tile
+    of 128 rows does 128 FLOPs a byte of weights, which on an A100 takes less time than to read these.
+    """
     few, narrow, wide = TILES[kernel, which]
     if not even:
         return GENERAL[kernel]
-    if rows <= 96 * num_experts:
+    if rows <= 96 * num_experts and not training:
         return few
     return narrow if columns <= wide.n // 2 else wide
 

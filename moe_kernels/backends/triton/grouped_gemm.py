@@ -147,6 +147,7 @@ def grouped_gemm_fwd(
     bias: Tensor | None,
     activation: str,
     keep_pre: bool,
+    training: bool = False,
 ) -> tuple[Tensor, Tensor]:
     rows, columns = (x if row_token is None else row_token).shape[0], weight.shape[2]
     gated = activation in GATES
@@ -157,7 +158,8 @@ def grouped_gemm_fwd(
         def launch_with(tiles):
             _launch(x, weight, expert_offsets, row_token, bias, activation, out, pre, tiles)
 
-        launch_tiles("gated" if gated else "fwd", x, weight, rows, weight.shape[0], out.shape[1], launch_with)
+        kernel = "gated" if gated else "fwd"
+        launch_tiles(kernel, x, weight, rows, weight.shape[0], out.shape[1], launch_with, training)
     return out, pre
 
 

@@ -26,8 +26,8 @@ COUNTS = 2**22  # most counts of all chunks, so that more than 4096 experts have
 COUNTED = 256  # requests that a program counts at a time
 WINDOW = 1024  # experts that a program counts
 WALKED = 1024  # pairs that priority routing reads at a time
-FEW_CHUNKS = 32  # up to here a program of the scan takes more experts
-SCANNED = {FEW_CHUNKS: 128, CHUNKS: 4}  # experts of a program of the scan, by the chunks that it can hold
+FEW_CHUNKS = tl.constexpr(32)  # up to here a program of the scan takes more experts
+SCANNED = tl.constexpr(4096)  # counts that a program of the scan holds
 
 
 @triton.jit
@@ -101,9 +101,30 @@ def _plan_scan(
     capacity,
     chunks,
     E,
+    CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Both shapes of a tile are in one kernel, so that sizes which differ from step to step compile once.
+    if chunks <= FEW_CHUNKS:
+        _scan_chunks(counts_ptr, requested_ptr, chunks, E, FEW_CHUNKS, SCANNED // FEW_CHUNKS)
+    else:
+        _scan_chunks(counts_ptr, requested_ptr, chunks, E, CHUNKS, SCANNED // CHUNKS)
+    # The program that is last knows that all others have stored: each thread's stores come before its barrier, the
+    # barrier before the atomic addition, which releases and acquires.
+    tl.debug_barrier()
+    if tl.atomic_add(scanned_ptr, 1) == tl.num_programs(0) - 1:
+        tl.debug_barrier()
+        _finish(requested_ptr, kept_ptr, expert_offsets_ptr, dropped_ptr, capacity, E, BLOCK)
+
+
+@triton.jit
+def _scan_chunks(
+    counts_ptr,  # (chunks, E)
+    requested_ptr,  # (E)
+    chunks,
+    E,
     BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     c = tl.arange(0, BLOCK_C)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -112,12 +133,6 @@ def _plan_scan(
     counts = tl.load(at, mask=inside, other=0)
     tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=inside)
     tl.store(requested_ptr + e, tl.sum(counts, axis=0), mask=e < E)
-    # The program that is last knows that all others have stored: each thread's stores come before its barrier, the
-    # barrier before the atomic addition, which releases and acquires.
-    tl.debug_barrier()
-    if tl.atomic_add(scanned_ptr, 1) == tl.num_programs(0) - 1:
-        tl.debug_barrier()
-        _finish(requested_ptr, kept_ptr, expert_offsets_ptr, dropped_ptr, capacity, E, BLOCK)
 
 
 @triton.jit
@@ -296,11 +311,11 @@ def make_plan_fwd(
     grid = (chunks, triton.cdiv(num_experts, window))
     # `dropped` counts the programs of the scan until the last of them stores it.
     launch(_plan_count, grid, *requests, dropped, *sizes, **how, BLOCK=COUNTED, BLOCK_E=window, num_warps=4)
-    held = FEW_CHUNKS if chunks <= FEW_CHUNKS else CHUNKS
+    held = FEW_CHUNKS.value if chunks <= FEW_CHUNKS.value else CHUNKS
     launch(
-        _plan_scan, (triton.cdiv(num_experts, SCANNED[held]),),
+        _plan_scan, (triton.cdiv(num_experts, SCANNED.value // held),),
         counts, dropped, requested, kept, expert_offsets, dropped, limit, chunks, num_experts,
-        BLOCK_C=held, BLOCK_E=SCANNED[held], BLOCK=window, num_warps=8,
+        CHUNKS=CHUNKS, BLOCK=window, num_warps=8,
     )  # fmt: skip
     launch(
         _plan_rank, (chunks,),
