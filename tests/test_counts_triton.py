@@ -77,6 +77,19 @@ def test_rows_of_a_multiple_of_8_move_16_bytes_at_a_time():
         assert odd <= 1.1 * even, (odd, even)
 
 
+def sum_rows(tokens: int) -> None:
+    from moe_kernels.backends.triton import grouped_gemm
+
+    row_token = torch.randint(0, tokens, (2 * tokens,), dtype=torch.int32)
+    grouped_gemm.grouped_gemm_sum_rows(torch.randn(2 * tokens, 64), row_token, tokens)
+
+
+def test_token_sums_are_linear_in_the_rows():
+    # A token that looked through all rows for its own would take four times the instructions.
+    small, large = (sum(counted("sum_rows", tokens)) for tokens in (256, 512))
+    assert large <= 2.2 * small, (small, large)
+
+
 def topk_gate(dtype: str) -> None:
     from moe_kernels.backends.triton import topk_gate
 
