@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from test_tree_gate import PARITIES, D, drawn, gate_and_gradients, identity, on_
 
 import moe_kernels as mk
 from moe_kernels import backends
+from moe_kernels.library import tree_gate as operators
 
 INF, NAN = math.inf, math.nan
 
@@ -139,3 +141,25 @@ def test_the_narrowest_and_the_widest_step(target, dtype):
             for got, expected in zip(found, op(**arguments, gamma=gamma, backend="reference"), strict=True):
                 assert got.isfinite().all()
                 torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_in_float32_are_those_of_torch(dtype, monkeypatch):
+    """So that they are TF32 where torch's switches say so: torch.mm gets float32 factors, and no kernel multiplies."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    made = []
+    kernels = SimpleNamespace(
+        tree_gate_fits=backends.load("triton", "tree_gate").tree_gate_fits,
+        tree_gate_fused_fwd=lambda *given: "fused",
+        tree_gate_fwd=lambda split_logits, leaf_logits, gamma, mode: ("gates", "leaves"),
+    )
+    monkeypatch.setattr(backends, "load", lambda *given: kernels)
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out=None: made.append((a.dtype, b.dtype)) or mm(a, b))
+    x, split, leaf = (torch.randn(shape).to(dtype) for shape in ((3, 64), (1, 63, 64), (1, 64, 64)))
+    found = operators._tree_gate_fwd(x, split, leaf, None, None, 1.0, "", "triton")
+    if dtype == torch.bfloat16:
+        assert found == "fused"
+        return
+    assert made == 2 * [(torch.float32, torch.float32)]
+    assert torch.equal(found[3], mm(x, leaf[0].t())[:, None])
