@@ -68,24 +68,23 @@ def right_load_rows(module: simt.Module, bug: int) -> bool:
 ALL, ONE = tuple(SEEDS), (2,)
 Right = Callable[[simt.Module, int], bool]
 BUGS: dict[str, tuple[int, Right, list[tuple[str, tuple[int, ...], str]]]] = {
-    "no barrier after zeroing": (1, right_histogram, [("fast", ALL, "wrong"), ("tsan", ONE, "data race")]),
-    "no barrier before reading": (2, right_histogram, [("fast", ALL, "wrong"), ("tsan", ONE, "data race")]),
-    "plain add": (3, right_histogram, [("tsan", ONE, "data race")]),
+    "no barrier after zeroing": (1, right_histogram, [("fast", ALL, "wrong")]),
+    "no barrier before reading": (2, right_histogram, [("fast", ALL, "wrong")]),
     "spin": (21, right_histogram, [("fast", (0,), "no end after")]),
-    "no barrier after warp sums": (4, right_row_sum, [("fast", ALL, "wrong"), ("tsan", ONE, "data race")]),
+    "no barrier after warp sums": (4, right_row_sum, [("fast", ALL, "wrong")]),
     "divergent barrier": (5, right_row_sum, [("fast", ALL, r"96 of 128 threads wait in __syncthreads at barriers")]),
     "return before barrier": (6, right_row_sum, [("fast", ALL, "127 of 128 threads wait.*1 have returned")]),
     "two barriers": (7, right_row_sum, [("fast", ALL, "two different barriers")]),
-    "two blocks, one word": (8, right_row_sum, [("tsan", ONE, "data race")]),
-    "no syncwarp": (9, right_rotate, [("fast", ALL, "wrong"), ("tsan", ONE, "data race")]),
+    "two blocks, one word": (8, right_row_sum, [("fast", ALL, "wrong")]),
+    "no syncwarp": (9, right_rotate, [("fast", ALL, "wrong")]),
     "lane skips a collective": (10, right_rotate, [("fast", ALL, r"lane 5, which returned|same rendezvous")]),
     "lane returned": (11, right_rotate, [("fast", ALL, "names lane 5, which returned")]),
     "shuffle from outside": (12, right_rotate, [("fast", ALL, r"reads lane \d+, which its mask leaves out at warps")]),
     "shared overrun": (13, right_rotate, [("asan", ONE, r"heap-buffer-overflow[\s\S]*warps.cu:")]),
     "global overrun": (14, right_rotate, [("asan", ONE, r"heap-buffer-overflow[\s\S]*warps.cu:")]),
     "wait one too few": (15, right_pipeline, [("fast", ALL, "wrong")]),
-    "no barrier after wait": (16, right_pipeline, [("fast", ALL, "wrong"), ("tsan", ONE, "data race")]),
-    "no barrier before reuse": (17, right_pipeline, [("fast", ALL, "wrong"), ("tsan", ONE, "data race")]),
+    "no barrier after wait": (16, right_pipeline, [("fast", ALL, "wrong")]),
+    "no barrier before reuse": (17, right_pipeline, [("fast", ALL, "wrong")]),
     "copy past the end": (18, right_pipeline, [("asan", ONE, r"heap-buffer-overflow[\s\S]*tensor.cu:")]),
     "copy pending at return": (19, right_pipeline, [("fast", ALL, "returns with 1 cp.async pending")]),
     "misaligned row": (20, right_load_rows, [("fast", ALL, "ldmatrix row at a misaligned address")]),
@@ -112,7 +111,7 @@ def test_planted_bug_is_caught(name: str) -> None:
 
 @pytest.mark.parametrize("right", [right_histogram, right_row_sum, right_rotate, right_pipeline, right_load_rows])
 def test_corrected_twin_passes(right: Right) -> None:
-    for build, seeds in (("fast", ALL), ("asan", ONE), ("tsan", ONE)):
+    for build, seeds in (("fast", ALL), ("asan", ONE)):
         for seed in seeds:
             assert right(planted(build, seed), 0), (build, seed)
 
@@ -407,12 +406,6 @@ def test_kwta_under_address_sanitizer(n: int, gap: int) -> None:
 
 def test_kwta_slow_path_under_address_sanitizer() -> None:
     check_kwta(simt.Module("asan", seed=5), rows_of_all_kinds(16401, torch.bfloat16, 4)[7:9], 5000, "index")
-
-
-@pytest.mark.parametrize("n", [40, 1090, 2176])
-def test_kwta_under_thread_sanitizer(n: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        check_kwta(simt.Module("tsan", seed=2), rows_of_all_kinds(n, dtype, 5)[7:9], n // 3, "index")
 
 
 @on_ptx

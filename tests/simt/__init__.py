@@ -3,8 +3,8 @@
     with simt.use("asan", seed=3):
         y = mk.kwta(x, k, backend="cuda")      # x is a CPU tensor
 
-Builds: "fast" is loaded into this process; "asan" (address and undefined-behaviour sanitizers) and "tsan" (the thread
-sanitizer, a race detector) replay each call in a process of their own, whose reports become the exception's text.
+Builds: "fast" is loaded into this process; "asan" (address and undefined-behaviour sanitizers) replays each call in a
+process of its own, whose report becomes the exception's text. Races are found in PTX (tests/ptx).
 "cuda" is the same table of launchers compiled by nvcc, for tensors of the GPU at hand.
 Seeds: 0 runs threads in order, 1 in reverse, even ones pick at random, odd ones give each warp a random priority.
 """
@@ -33,7 +33,6 @@ __all__ = ["CPU", "KERNELS", "PLANTED", "Module", "unavailable", "use", "use_cpu
 _SANITIZERS = {
     "ASAN_OPTIONS": "detect_leaks=0:exitcode=66",
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1:exitcode=66",
-    "TSAN_OPTIONS": "exitcode=66:halt_on_error=0",
 }
 _REPORT_CHARACTERS = 6000
 _TIMEOUT_SECONDS = 300
@@ -83,19 +82,6 @@ def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-@contextlib.contextmanager
-def _without_address_randomization() -> Iterator[None]:
-    """For the programs that this thread starts meanwhile: where their memory is scattered widely, the thread sanitizer
-    finds that of its shadow taken. Set in the child, by preexec_fn, it costs a fork of all this process maps, 16 ms."""
-    personality = ctypes.CDLL(None).personality
-    before = personality(0xFFFFFFFF)  # asks
-    personality(before | 0x0040000)
-    try:
-        yield
-    finally:
-        personality(before)
-
-
 def _replay(product: Product, name: str, seed: int, words: list[int], extents: list[tuple[int, int]]) -> str | None:
     """Carries a call out in a process of its own, on copies of the buffers; its error text, if any."""
     assert product.replay is not None, "the build for the GPU has no replay program"
@@ -108,15 +94,14 @@ def _replay(product: Product, name: str, seed: int, words: list[int], extents: l
             for start, size in extents:
                 file.write(struct.pack("<2Q", start, size) + ctypes.string_at(start, size))
         try:
-            with _without_address_randomization():
-                done = subprocess.run(
-                    [product.replay, str(call)],
-                    capture_output=True,
-                    text=True,
-                    errors="replace",
-                    env=os.environ | _SANITIZERS,
-                    timeout=_TIMEOUT_SECONDS,
-                )
+            done = subprocess.run(
+                [product.replay, str(call)],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env=os.environ | _SANITIZERS,
+                timeout=_TIMEOUT_SECONDS,
+            )
         except subprocess.TimeoutExpired:
             return f"no end after {_TIMEOUT_SECONDS} s"
         if done.returncode:
@@ -133,13 +118,13 @@ def _replay(product: Product, name: str, seed: int, words: list[int], extents: l
 class Module:
     """The launchers of one build as attributes, called with ints (addresses, sizes, a stream) and floats.
 
-    With `isolated` (always so under sanitizers) a call runs in a process of its own and sees only the tensors that
+    With `isolated` (always so under the sanitizers) a call runs in a process of its own and sees only the tensors that
     were announced by `buffers` or `announce`, to the byte.
     """
 
     def __init__(self, build: str = "fast", seed: int = 0, *, isolated: bool = False, unit: Unit = KERNELS) -> None:
         self._product = builder.build(unit, build)
-        self._isolated = isolated or build in ("asan", "tsan")
+        self._isolated = isolated or build == "asan"
         self._seed = seed
         # Held until the call: memory that is given back and used again meanwhile would be written over after it.
         self._announced: list[torch.Tensor] = []
@@ -247,7 +232,7 @@ class _OfOneIsa(Module):
 
 @contextlib.contextmanager
 def use_cpu(isa: str, build: str = "asan") -> Iterator[Module]:
-    """Backend "cpu" runs that instruction set's kernels under a sanitizer, inside the block."""
+    """Backend "cpu" runs that instruction set's kernels under the sanitizers, inside the block."""
     from moe_kernels.backends import cpu
 
     with _replaced(cpu, _OfOneIsa(build, unit=CPU[isa])) as module:

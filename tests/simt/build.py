@@ -39,9 +39,8 @@ COMMON = [
 KERNEL_FLAGS = {
     "fast": ["-O2"],
     "asan": ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    "tsan": ["-Og", "-g1", "-fsanitize=thread"],
 }
-EXECUTOR_FLAGS = {"fast": ["-O2"], "asan": ["-O2", "-DSIMT_ASAN"], "tsan": ["-O2", "-DSIMT_TSAN"]}
+EXECUTOR_FLAGS = {"fast": ["-O2"], "asan": ["-O2", "-DSIMT_ASAN"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +173,7 @@ def _build_for_gpu(unit: Unit) -> Product:
 
 
 def build(unit: Unit, name: str) -> Product:
-    """The library and the replay program of one build of one unit: "fast", "asan" or "tsan"; or "cuda", for the GPU."""
+    """The library and the replay program of one build of one unit: "fast" or "asan"; or "cuda", for the GPU."""
     outcome = _outcome(unit, name)
     if isinstance(outcome, RuntimeError):
         raise outcome

@@ -20,44 +20,9 @@ void __sanitizer_start_switch_fiber(void** fake_stack_save, const void* bottom, 
 void __sanitizer_finish_switch_fiber(void* fake_stack, const void** bottom_old, size_t* size_old);
 void __asan_unpoison_memory_region(void const volatile* address, size_t size);
 #endif
-#ifdef SIMT_TSAN
-void* __tsan_get_current_fiber();
-void* __tsan_create_fiber(unsigned flags);
-void __tsan_destroy_fiber(void* fiber);
-void __tsan_switch_to_fiber(void* fiber, unsigned flags);
-void __tsan_acquire(void* address);
-void __tsan_release(void* address);
-void AnnotateIgnoreReadsBegin(const char* file, int line);
-void AnnotateIgnoreReadsEnd(const char* file, int line);
-void AnnotateIgnoreWritesBegin(const char* file, int line);
-void AnnotateIgnoreWritesEnd(const char* file, int line);
-#endif
 }
 
 namespace simt {
-
-#ifdef SIMT_TSAN
-inline void tsan_acquire(void* address) { __tsan_acquire(address); }
-inline void tsan_release(void* address) { __tsan_release(address); }
-
-// The executor's own accesses on behalf of several threads are no races of theirs.
-struct TsanIgnore {
-  TsanIgnore() {
-    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
-    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
-  }
-  ~TsanIgnore() {
-    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
-    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
-  }
-};
-#else
-inline void tsan_acquire(void*) {}
-inline void tsan_release(void*) {}
-struct TsanIgnore {
-  TsanIgnore() {}
-};
-#endif
 
 #ifndef SIMT_USE_UCONTEXT
 // Saves what a callee must preserve on the old stack, its pointer in *from, and takes up the new stack.
@@ -102,9 +67,6 @@ class Fiber {
   // Prepares the fiber to run `entry`, which never returns, at the first switch to it.
   void start(void (*entry)()) {
     if (!stack_) allocate();
-#ifdef SIMT_TSAN
-    tsan_ = __tsan_create_fiber(0);
-#endif
     entry_ = entry;
     fake_stack_ = nullptr;
 #ifdef SIMT_USE_UCONTEXT
@@ -125,10 +87,6 @@ class Fiber {
 
   // After the fiber's last switch. One that was left in the middle (after an error) has frames still poisoned.
   void stop(bool finished) {
-#ifdef SIMT_TSAN
-    __tsan_destroy_fiber(tsan_);
-    release();  // a stack taken over by another block's thread would look like a race
-#endif
 #ifdef SIMT_ASAN
     if (!finished) __asan_unpoison_memory_region(stack_, kStackBytes);
 #endif
@@ -152,9 +110,6 @@ class Fiber {
     pthread_attr_getstack(&attributes, &bottom, &adopted_bytes_);
     pthread_attr_destroy(&attributes);
     adopted_stack_ = static_cast<char*>(bottom);
-#endif
-#ifdef SIMT_TSAN
-    tsan_ = __tsan_get_current_fiber();
 #endif
   }
 
@@ -198,9 +153,6 @@ class Fiber {
     __sanitizer_start_switch_fiber(last ? nullptr : &fake_stack_, next.adopted_ ? next.adopted_stack_ : next.stack_,
                                    next.adopted_ ? next.adopted_bytes_ : kStackBytes);
 #endif
-#ifdef SIMT_TSAN
-    __tsan_switch_to_fiber(next.tsan_, 1);  // 1: the switch itself orders nothing
-#endif
     (void)last;
 #ifdef SIMT_USE_UCONTEXT
     swapcontext(&context_, &next.context_);
@@ -216,7 +168,6 @@ class Fiber {
   bool adopted_ = false;
   char* adopted_stack_ = nullptr;
   size_t adopted_bytes_ = 0;
-  void* tsan_ = nullptr;
 #ifdef SIMT_USE_UCONTEXT
   ucontext_t context_{};
 #else

@@ -1,5 +1,5 @@
 // The executor: fibers, rendezvous, shared memory, asynchronous copies. Compiled without sanitizer flags, with
-// SIMT_ASAN or SIMT_TSAN where its kernels have them, so that it can tell the sanitizers about its fibers.
+// SIMT_ASAN where its kernels have them, so that it can tell the sanitizers about its fibers.
 #include "simt.h"
 
 #include <array>
@@ -27,8 +27,7 @@ class Executor {
   void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
   void block_barrier(int id, int expected, bool vote, Where where, const char* what);
   int votes(int id) const { return barriers_[id].last_votes; }
-  void meet(const char* name, uint32_t mask, void* brought, Operation apply, const void* context, bool orders_memory,
-            Where where);
+  void meet(const char* name, uint32_t mask, void* brought, Operation apply, const void* context, Where where);
   void step(Where where);
   void* static_shared(const void* key, size_t bytes, size_t alignment);
   void* dynamic_shared();
@@ -43,7 +42,7 @@ class Executor {
 
  private:
   void run_block(uint3 index);
-  char* arrive(Barrier& barrier, int id, int expected, bool vote, Where where, const char* what);
+  void arrive(Barrier& barrier, int id, int expected, bool vote, Where where, const char* what);
   void* shared(const void* key, size_t bytes, size_t alignment);
   void choose_order();
   void set_ready(int thread);
@@ -67,7 +66,6 @@ class Executor {
   std::vector<uint64_t> ready_;
   std::vector<int> place_of_, thread_at_;
   std::string error_;
-  char launch_sync_, finish_sync_;
 };
 
 Executor executor;
@@ -156,7 +154,6 @@ void Executor::deadlock() {
 
 // A fiber's life. An error leaves all others where they stand.
 void Executor::run_thread() {
-  tsan_acquire(&launch_sync_);
   try {
     (*kernel_)();
     Thread& self = thread();
@@ -166,7 +163,6 @@ void Executor::run_thread() {
     error_ = error.what();
   }
   Thread& self = thread();
-  tsan_release(&finish_sync_);
   self.state = State::done;
   unfinished_--;
   if (error_.empty() && unfinished_ > 0) {
@@ -194,13 +190,11 @@ void Executor::block_barrier(int id, int expected, bool vote, Where where, const
   if (!running()) fail(std::string(what) + " outside a kernel", where);
   step(where);
   Barrier& barrier = barriers_[id];
-  char* const sync = arrive(barrier, id, expected, vote, where, what);
+  arrive(barrier, id, expected, vote, where, what);
   yield();
-  tsan_acquire(sync);
 }
 
-char* Executor::arrive(Barrier& barrier, int id, int expected, bool vote, Where where, const char* what) {
-  TsanIgnore ignore;
+void Executor::arrive(Barrier& barrier, int id, int expected, bool vote, Where where, const char* what) {
   if (barrier.arrived == 0) {
     barrier.expected = expected;
     barrier.where = where;
@@ -211,12 +205,9 @@ char* Executor::arrive(Barrier& barrier, int id, int expected, bool vote, Where 
   } else if (barrier.where.line != where.line || std::strcmp(barrier.where.file, where.file) != 0) {
     fail("threads of one block meet at two different barriers, " + place(barrier.where) + " and here", where);
   }
-  char* const sync = &barrier.sync[barrier.phase % 2];
-  tsan_release(sync);
   barrier.votes += vote;
   if (++barrier.arrived == expected) {
     barrier.arrived = 0;
-    barrier.phase++;
     barrier.last_votes = barrier.votes;
     for (int waiting : barrier.waiting) set_ready(waiting);
     barrier.waiting.clear();
@@ -228,11 +219,9 @@ char* Executor::arrive(Barrier& barrier, int id, int expected, bool vote, Where 
     self.where = where;
     self.what = what;
   }
-  return sync;
 }
 
-void Executor::meet(const char* name, uint32_t mask, void* brought, Operation apply, const void* context,
-                    bool orders_memory, Where where) {
+void Executor::meet(const char* name, uint32_t mask, void* brought, Operation apply, const void* context, Where where) {
   if (!running()) fail(std::string(name) + " outside a kernel", where);
   step(where);
   const int warp = current_ / kWarp, me = lane();
@@ -255,17 +244,11 @@ void Executor::meet(const char* name, uint32_t mask, void* brought, Operation ap
     fail("lanes of one warp meet in two different collectives, " + std::string(meeting.name) + " at " +
          place(meeting.where) + " and " + name, where);
   }
-  char* const sync = &meeting.sync[meeting.phase % 2];
-  if (orders_memory) tsan_release(sync);
   meeting.lanes[me] = brought;
   meeting.arrived |= 1u << me;
   if (meeting.arrived == mask) {
     meeting.arrived = 0;
-    meeting.phase++;
-    {
-      TsanIgnore ignore;
-      apply(context, meeting.lanes, mask);
-    }
+    apply(context, meeting.lanes, mask);
     for (int i = 0; i < kWarp; i++) {
       if (mask >> i & 1) set_ready(warp * kWarp + i);
     }
@@ -276,7 +259,6 @@ void Executor::meet(const char* name, uint32_t mask, void* brought, Operation ap
     self.what = name;
   }
   yield();
-  if (orders_memory) tsan_acquire(sync);
 }
 
 void Executor::step(Where where) {
@@ -288,7 +270,6 @@ void* Executor::shared(const void* key, size_t bytes, size_t alignment) {
   for (const SharedVariable& each : shared_) {
     if (each.key == key) return each.memory.get();
   }
-  TsanIgnore ignore;
   void* memory = nullptr;
   alignment = std::max(alignment, sizeof(void*));
   if (posix_memalign(&memory, alignment, std::max<size_t>(bytes, 1)) != 0) throw std::bad_alloc();
@@ -342,7 +323,6 @@ void Executor::run_block(uint3 index) {
   scheduler_.switch_to(threads_[current_].fiber);
   current_ = -1;
   for (Thread& each : threads_) each.fiber.stop(each.state == State::done);
-  TsanIgnore ignore;
   shared_.clear();
 }
 
@@ -378,12 +358,10 @@ void Executor::launch(dim3 grid, dim3 block, size_t shared_bytes, const std::fun
   if (seed == 1) std::reverse(blocks.begin(), blocks.end());
   if (seed > 1) std::shuffle(blocks.begin(), blocks.end(), random_);
 
-  tsan_release(&launch_sync_);
   for (uint3 each : blocks) {
     run_block(each);
     if (!error_.empty()) break;
   }
-  tsan_acquire(&finish_sync_);
   if (!error_.empty()) throw Error(error_);
 }
 
@@ -413,9 +391,8 @@ void named_barrier(int barrier, int threads, Where where) {
   executor.block_barrier(barrier, threads, false, where, "bar.sync");
 }
 
-void meet(const char* name, uint32_t mask, void* brought, Operation apply, const void* context, bool orders_memory,
-          Where where) {
-  executor.meet(name, mask, brought, apply, context, orders_memory, where);
+void meet(const char* name, uint32_t mask, void* brought, Operation apply, const void* context, Where where) {
+  executor.meet(name, mask, brought, apply, context, where);
 }
 
 void* shared_variable(const void* key, size_t bytes, size_t alignment) {
@@ -428,7 +405,6 @@ bool is_shared(const void* pointer, size_t bytes) { return executor.is_shared(po
 bool async_coin() { return executor.coin(); }
 
 void async_push(const AsyncCopy& copy) {
-  TsanIgnore ignore;
   Thread& self = executor.thread();
   self.copies.push_back({copy, self.groups});
 }
@@ -439,7 +415,6 @@ void async_commit(Where where) {
 }
 
 bool async_next(int pending, AsyncCopy& copy) {
-  TsanIgnore ignore;
   Thread& self = executor.thread();
   if (self.copies.empty() || self.copies.front().group >= self.groups - pending) return false;
   copy = self.copies.front().copy;

@@ -87,8 +87,7 @@ T& shared_variable(const void* key) {
 
 // The lanes of `mask` meet: the last to arrive applies the operation to what all of them brought.
 using Operation = void (*)(const void* context, void* const* lanes, uint32_t mask);
-void meet(const char* name, uint32_t mask, void* brought, Operation apply, const void* context, bool orders_memory,
-          Where where);
+void meet(const char* name, uint32_t mask, void* brought, Operation apply, const void* context, Where where);
 int current_lane();
 
 template <class Lane>
@@ -106,11 +105,11 @@ struct Lanes {
 };
 
 template <class Lane, class F>
-void meet(const char* name, uint32_t mask, Lane& lane, const F& f, Where where, bool orders_memory = false) {
+void meet(const char* name, uint32_t mask, Lane& lane, const F& f, Where where) {
   const Operation apply = [](const void* context, void* const* lanes, uint32_t members) {
     (*static_cast<const F*>(context))(Lanes<Lane>{lanes, members});
   };
-  meet(name, mask, &lane, apply, &f, orders_memory, where);
+  meet(name, mask, &lane, apply, &f, where);
 }
 
 }  // namespace simt

@@ -18,7 +18,7 @@ inline int __syncthreads_and(int predicate, simt::Where where = simt::Where::her
 inline void __syncwarp(uint32_t mask = 0xffffffffu, simt::Where where = simt::Where::here()) {
   struct Lane {
   } lane;
-  simt::meet("__syncwarp", mask, lane, [](simt::Lanes<Lane>) {}, where, true);
+  simt::meet("__syncwarp", mask, lane, [](simt::Lanes<Lane>) {}, where);
 }
 
 inline void __threadfence() {}

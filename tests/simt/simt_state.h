@@ -33,10 +33,8 @@ struct Thread {
 
 struct Barrier {
   int expected = 0, arrived = 0, votes = 0, last_votes = 0;
-  unsigned phase = 0;
   Where where{};
   std::vector<int> waiting;
-  char sync[2];  // two addresses in turn: a thread already at the next barrier must not hide a race at this one
 };
 
 struct Meeting {
@@ -44,8 +42,6 @@ struct Meeting {
   const char* name = nullptr;
   Where where{};
   void* lanes[kWarp];
-  unsigned phase = 0;
-  char sync[2];
 };
 
 struct SharedVariable {

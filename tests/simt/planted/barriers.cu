@@ -13,13 +13,7 @@ __global__ void histogram_kernel(int bug, const int32_t* x, int32_t* counts, int
   const int i = threadIdx.x;
   if (i < kBins) bins[i] = 0;
   if (bug != kNoBarrierAfterZeroing) __syncthreads();
-  for (int at = i; at < n; at += kThreads) {
-    if (bug == kPlainAdd) {
-      bins[x[at]] += 1;
-    } else {
-      atomicAdd(&bins[x[at]], 1);
-    }
-  }
+  for (int at = i; at < n; at += kThreads) atomicAdd(&bins[x[at]], 1);
   while (bug == kSpin && atomicAdd(&bins[0], 0) >= 0) {
   }
   if (bug != kNoBarrierBeforeReading) __syncthreads();

@@ -13,7 +13,6 @@ enum Bug : int {
   // histogram
   kNoBarrierAfterZeroing = 1,
   kNoBarrierBeforeReading = 2,
-  kPlainAdd = 3,
   kSpin = 21,
   // row_sum
   kNoBarrierAfterWarpSums = 4,
