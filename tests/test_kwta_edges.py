@@ -55,8 +55,8 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
 def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype: torch.dtype) -> None:
-    if sizes is LARGE and dtype == torch.float16:
-        pytest.skip("these sizes differ in the number of vectors alone, which float16 has in common with bfloat16")
+    if dtype == torch.float16 and (sizes is LARGE or place != "each tensor otherwise"):
+        pytest.skip("float16 has its vectors in common with bfloat16: one place and the short rows are enough")
     for n in sizes:
         ties = TIES[n % 3] if n in (*LARGE, 29, 45, 61) else "index"  # the others are further kernels to compile
         parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))
