@@ -35,23 +35,24 @@ REPEATS = 20
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
 OUT_OF_TIME = "not run: out of time"
 
-# Failing CUDA calls are no memory errors: libraries use some as probes, and our launchers raise on their own.
+# Failing CUDA calls are not reported: libraries make some to probe the device, and our launchers raise on errors.
 SANITIZER_OPTIONS = {"memcheck": ("--report-api-errors", "no")}
 
 # Every tensor gets its own allocation: inside the blocks of torch's allocator memcheck sees no overrun.
 SANITIZED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-# Not checked: kernels of torch, which the definition launches, some of them hundreds of times.
+# Leaves out torch's kernels, which the definition launches, some of them hundreds of times.
 NOT_OURS = ("--kernel-name-exclude", "kernel_substring=at6native")
+# A minimal program on the GPU, for a first run of compute-sanitizer.
 TRIED = "import torch; torch.zeros(1, device='cuda').sum().item()"
 
-# The tests that a GPU runs when time is short: kernels, without those that only compile.
+# pytest -k, if time is limited: tests that run Triton or CUDA kernels, without those that only compile them.
 ON_GPU = "(triton or cuda) and not machine_code and not ahead_of_time and not test_build"
-MOST_LOGGED = 200_000  # characters of one command
+MOST_LOGGED = 200_000  # characters of one command's output, the last ones
 
 
 def kernel_checks(row: Row) -> dict[str, str]:
-    """Every check of one operation, backend and dtype that a single kernel can fail."""
+    """Results of `repeatable` and, on a GPU, `no_host_sync` for a verified row; empty if the row failed."""
     if row.verdict != "ok" or row.operation not in ENTRIES:
         return {}
     wanted = {"repeatable": repeatable} | ({"no host sync": no_host_sync} if row.device == "cuda" else {})
@@ -65,7 +66,7 @@ def kernel_checks(row: Row) -> dict[str, str]:
 
 
 def repeatable(row: Row) -> str:
-    """Every direction gives the same bits in 20 runs."""
+    """Checks that every direction gives the same bits in 20 runs."""
     inputs, calls = _calls(row)
     for direction, call in calls.items():
         first = _bytes(call(inputs))
@@ -76,7 +77,7 @@ def repeatable(row: Row) -> str:
 
 
 def no_host_sync(row: Row) -> str:
-    """No direction makes the host wait for the GPU after its kernels are compiled."""
+    """Checks that no direction makes the host wait for the GPU once its kernels are compiled."""
     inputs, calls = _calls(row)
     for direction, call in calls.items():
         waited = wait_for_gpu(partial(call, inputs))
@@ -88,7 +89,7 @@ def no_host_sync(row: Row) -> str:
 def sanitizers(
     pairs: Iterable[tuple[str, str]], seconds: float | None = None, log: Path | None = None
 ) -> dict[tuple[str, str], dict[str, str]]:
-    """compute-sanitizer's tools over the small cases of operations and backends, several at a time."""
+    """Runs compute-sanitizer's tools on the small cases of (operation, backend) pairs, in several processes."""
     program, until = shutil.which("compute-sanitizer"), time.monotonic() + (seconds or float("inf"))
     reason = sanitizer_refuses(program, seconds)
     if reason:
@@ -104,7 +105,7 @@ def sanitizers(
         command = [program or "", *options, *NOT_OURS, *verify]
         return run(command, None if seconds is None else left, log, **SANITIZED)
 
-    # Tool by tool: if the time runs out, every kernel has at least passed the first tool.
+    # Tool by tool, so that a time limit leaves out the last tools, not the last kernels.
     jobs = [(tool, pair) for tool in SANITIZERS for pair in pairs]
     with ThreadPoolExecutor(max(1, cores() // 2)) as pool:
         words = list(pool.map(check, jobs))
@@ -115,15 +116,15 @@ def sanitizers(
 
 
 def sanitizer_refuses(program: str | None, seconds: float | None = None) -> str:
-    """Why compute-sanitizer does not run here; empty if it does. In some sandboxes it finds no supported device."""
+    """The reason why compute-sanitizer does not run here (some sandboxes hide the device); empty if it runs."""
     if program is None:
         return "compute-sanitizer is not installed"
     tried = run([program, "--error-exitcode", "9", sys.executable, "-c", TRIED], seconds, None, **SANITIZED)
     return "" if tried == "ok" else f"compute-sanitizer does not run here: {tried.removeprefix('FAILED: ')}"
 
 
-# The program of each process of `verified`. Arguments: operation, backend, dtype, device and size. It prints one line
-# that begins with TOLD: its row and its checks.
+# The program that each process of `verified` runs. Arguments: operation, backend, dtype, device and size. It prints its
+# row and its checks as JSON in one line that begins with TOLD.
 TOLD = "verified: "
 VERIFIES = """
 import dataclasses, json, sys, torch
@@ -139,10 +140,10 @@ print(checks.TOLD + json.dumps([dataclasses.asdict(row), found]))
 def verified(
     ops: Iterable[str], backends: Iterable[str], small: bool, seconds: float = math.inf, log: Path | None = None
 ) -> dict[Row, dict[str, str]]:
-    """Rows of kernels on a GPU with their `kernel_checks`; with `small` these are not run.
+    """Verifies operations on backends in every dtype: rows with their `kernel_checks`, which `small` leaves out.
 
-    Every operation, backend and dtype has its own process, several at a time: after a fault on a GPU all later calls of
-    a process fail, and Triton takes 0.3 to 1 s for each of some 1170 kernels.
+    Each operation, backend and dtype has its own process, since after a fault on a GPU all later calls of a process
+    fail. Several processes run at a time, since Triton compiles some 1170 kernels, in 0.3 to 1 s each.
     """
     until = time.monotonic() + seconds
     jobs = [(op, backend, dtype) for backend in backends for op in ops for dtype in DTYPES]
@@ -157,7 +158,7 @@ def verified(
         if left < 1:
             return replace(unverified, note=OUT_OF_TIME), {}
         words = [op, backend, dtype_name(dtype), device, "small" if small else "all"]
-        # -u: a process that a signal ends does not flush its output, and its last lines are the most useful.
+        # -u: without it, a process ended by a signal loses its last lines, which are the most useful.
         status, text = finished([sys.executable, "-u", "-c", VERIFIES, *words], None if left == math.inf else left)
         if status is None:
             return replace(unverified, note=OUT_OF_TIME), {}
@@ -177,7 +178,7 @@ def verified(
 
 
 def suite(seconds: float | None = None, log: Path | None = None) -> dict[str, str]:
-    """The test suite, which runs the Triton and CUDA kernels on the GPU if there is one.
+    """Runs the test suite; its tests of Triton and CUDA kernels use the GPU if there is one.
 
     If seconds are limited, only the tests of those kernels run, and the log has the verdict of every test.
     """
@@ -196,7 +197,7 @@ def suite(seconds: float | None = None, log: Path | None = None) -> dict[str, st
 
 
 def run(command: Iterable[str], seconds: float | None = None, log: Path | None = None, **variables: str) -> str:
-    """A command's verdict, with its last line if it failed. variables: added to the environment."""
+    """Runs a command; returns its verdict, with its last line if it failed. variables: added to the environment."""
     words = list(command)
     status, text = finished(words, seconds, **variables)
     if status:
@@ -214,8 +215,8 @@ def verdict(status: int | None, text: str) -> str:
 
 
 def finished(command: Iterable[str], seconds: float | None = None, **variables: str) -> tuple[int | None, str]:
-    """A command's status, None if it ran out of time, and its output."""
-    # In a session of its own, so that the processes it started (workers, a sanitizer's target) can be killed with it.
+    """Runs a command; returns its status, None if it ran out of time, and its output."""
+    # The command gets its own session, so that its child processes (workers, a sanitizer's target) are killed with it.
     options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **variables}, "start_new_session": True}
     with tempfile.TemporaryFile() as printed:
         with subprocess.Popen(list(command), stdout=printed, stderr=subprocess.STDOUT, **options) as done:
@@ -251,5 +252,5 @@ def _calls(row: Row) -> tuple[Inputs, Calls]:
 
 
 def _bytes(output: object) -> list[Tensor]:
-    """Outputs as bytes, so that equal NaNs compare equal."""
+    """Copies of the outputs as bytes, so that NaNs with equal bits compare equal."""
     return [each.contiguous().view(torch.uint8).clone() for each in tensors_of(output)]

@@ -14,21 +14,21 @@ from bench.report import FIGURE_HEADER, figure_cells, operations
 from bench.tables import markdown
 
 HOW_TO_READ = """\
-Times are medians of interleaved runs, with the 10th and 90th percentile. `!` marks a 90th percentile of over twice the
-10th: the machine was busy, and only figures of one thread are corrected for that. *Ceiling*: the least time for the
-operation's least bytes (each input read once, each output written once) and FLOPs, at the copy and matrix product
-speeds of the same run, over the time taken; data in a cache can pass 100%. *memcpy*: times as long as a copy of those
-bytes. Last: times as fast as each peer, on the same inputs in the same run. On a CPU that others share, absolute times
-mean little: read the ratios."""
+Times are medians of interleaved runs, with the 10th and 90th percentile. `!` marks a 90th percentile over twice the
+10th: the machine was busy. Only figures of one thread are corrected for that. *Ceiling*: the least possible time as a
+share of the time taken. The least time follows from the least bytes (each input read once, each output written once)
+and the FLOPs, at the speeds of a copy and of a matrix product in the same run. Inputs in a cache can pass 100%.
+*memcpy*: the time over that of a copy of those bytes. Last column: how many times as fast as each peer, on the same
+inputs in the same run. On a CPU shared with other programs, absolute times mean little; the ratios hold."""
 CAPTIONS = {
-    "roofline": "Every figure under the roofs of the same run. The slope is the copy's bandwidth, the flat parts are "
-    "matrix products by dtype; the distance to the roof is the possible gain. Left: operations without FLOPs, against "
-    "the copy.",
-    "peers": "Times as fast as each peer: the bar is the range over the shapes, the stroke its median. Left of the "
-    "line the peer is faster.",
-    "scaling": "Time over the size that varies. If a line is steeper than the dotted floor, the cost grows faster than "
-    "the work.",
-    "load": "Choices of each expert under each kind of routing that was measured; the line is the mean.",
+    "roofline": "The speed of every figure under the limits (roofs) of the same run. The sloped roof is the bandwidth "
+    "of a copy, the flat ones are matrix products by dtype. The distance to the roof is the possible gain. Left: "
+    "operations without FLOPs, against the copy.",
+    "peers": "How many times as fast as each peer. The bar is the range over the shapes, the stroke their median. Left "
+    "of the line the peer is faster.",
+    "scaling": "Time against the size that varies. The dotted line is the least possible time. If a line is steeper, "
+    "the time grows faster than the work.",
+    "load": "Number of choices that each expert received, for each kind of routing measured. The line is the mean.",
 }
 STYLE = """\
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
@@ -98,6 +98,7 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
         rows = [figure_cells(each, ledger.is_stale(entry, root)) for entry in entries for each in entry["figures"]]
         parts += ["### Figures", HOW_TO_READ, markdown(FIGURE_HEADER, rows)]
     for title, columns in (("Memory", _MEMORY), ("Clocks, power, energy", _TELEMETRY)):
+        # Figures without these measurements lack the last column; others may lack one that the device did not report.
         found = [[_cell(each.get(key, "")) for key in (*_KEY, *columns)] for each in figures if [*columns][-1] in each]
         if found:
             parts += [f"### {title}", markdown((*_KEY, *columns.values()), found)]
@@ -121,11 +122,10 @@ def _verdict(entry: dict[str, Any], root: Path) -> tuple[str, ...]:
 
 
 def _ceilings(ceilings: dict[str, dict[str, float]]) -> list[tuple[str, str, str]]:
-    what = {"copy": ("copy", "GB/s")}
     rows = []
     for setting, limits in ceilings.items():
         for name, value in limits.items():
-            words, unit = what.get(name, (f"{name} product", "GFLOP/s"))
+            words, unit = ("copy", "GB/s") if name == "copy" else (f"{name} product", "GFLOP/s")
             rows.append((setting, words, f"{value:.4g} {unit}"))
     return rows
 
@@ -136,7 +136,7 @@ def _growth(entry: dict[str, Any]) -> list[tuple[str, ...]]:
     for setting in dict.fromkeys(each["setting"] for each in entry.get("curves", [])):
         curve = [each for each in entry["curves"] if each["setting"] == setting]
         first, last = curve[0], curve[-1]
-        # The floor of a figure: the time that its bytes and FLOPs take at this machine's ceilings, in percent.
+        # Least possible times, times 100; the factor cancels in their ratio, the growth of the work.
         floors = [each["us"] * each["ceiling_percent"] for each in (first, last)]
         key = (entry["operation"], entry["backend"], first["dtype"], setting)
         growth = (f"x{last['us'] / first['us']:.3g}", f"x{floors[1] / floors[0]:.3g}")
@@ -146,7 +146,7 @@ def _growth(entry: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _cell(value: Any) -> str:
-    """A value as text; of several by name, each with its name."""
+    """A value as text; a dictionary as its names and values."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_cell(each)}" for name, each in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)

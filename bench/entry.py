@@ -1,8 +1,8 @@
 """The entry of an operation in the registry.
 
 Directions: "forward" runs without autograd; "backward" runs the backward kernel alone on the tensors that forward
-saved; "training" runs both through autograd. A peer is another implementation of the whole operation: torch.topk alone
-is no peer, as it only selects.
+saved; "training" runs both through autograd. A peer is another implementation of the whole operation. So torch.topk
+alone is no peer of kwta: it only selects.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ Calls = dict[str, Callable[[Inputs], object]]  # by direction
 class Entry:
     """One operation of the bench.
 
-    shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (of the design's goals for speed), and "scaling",
-        where one size varies over two decades.
+    shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (those of the design's speed goals), and "scaling",
+        in which one size varies over two decades.
     complete(shape, device type): the shape, fitted to the device.
     inputs(shape, dtype, device): fresh random inputs.
     kernel(backend): the calls of that backend, by direction.
     peers: calls of PyTorch's own compositions, by name; bench/peers.py has peers of other packages.
-    flops(shape, direction), least_bytes(shape, dtype, direction): of one call; every input is read once, every output
-        written once.
-    leaves: names of the inputs that training differentiates by. grad: name of the gradient of the output.
+    flops(shape, direction): FLOPs of one call.
+    least_bytes(shape, dtype, direction): bytes of one call if every input is read once and every output written once.
+    leaves: names of the inputs for which training computes gradients.
+    grad: name of the input that holds the gradient of the output.
     """
 
     shapes: dict[str, list[Shape]]
@@ -68,7 +69,7 @@ def entry(
 
 
 def through_autograd(forward: Callable[[Inputs], Any], leaves: tuple[str, ...], grad: str) -> Calls:
-    """Calls for forward without autograd and, if there are leaves, for training."""
+    """Calls by direction: forward without autograd and, if there are leaves, training."""
 
     def infer(inputs: Inputs) -> object:
         with torch.no_grad():

@@ -5,11 +5,11 @@ Bytes are exact: tests/ranks/traffic.py compares them with what the collectives 
 Assumptions of the times:
     * every rank has T tokens with K choices each; the experts' shares of the rows are uniform or follow Zipf's law;
     * experts are placed in the order of their share, the busiest on rank 0, which is the worst placement;
-    * a rank sends and receives at the same time, at `inside` within its node and at `outside` to other nodes, and both
-      links work at the same time;
-    * an all-to-all takes as long as its slowest rank, plus `latency`; nothing overlaps with the products;
+    * a rank sends and receives at the same time; its two links, `inside` the node (bytes a second) and `outside` to
+      other nodes, work at the same time too;
+    * an all-to-all takes as long as its slowest rank, plus `latency`; it does not overlap with the products;
     * products run at `flops` whatever their size, and backward has twice as many as forward; gates, plans, dispatch and
-      combine are left out, as one process has them too.
+      combine are left out, since one process has them too.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class Traffic:
 def exchange_bytes(rows: Tensor, dim: int, out: int, width: int, num_experts: int) -> Traffic:
     """Bytes that each rank sends for one layer.
 
-    rows (n, n): number of rows from rank s to rank d. dim, out: D and Dout. width: bytes of an element.
+    rows (n, n): rows[s, d] is the number of rows from rank s to rank d. dim, out: D and Dout. width: bytes of an
+    element.
 
-    Forward: E counts, rows there, outputs back. Backward: gradients of outputs there, of rows back.
+    Forward sends the numbers of rows and the rows to the owners of the experts, and the outputs back. Backward sends
+    the gradients of the outputs to the owners, and the gradients of the rows back.
     """
     away = rows.long() * (1 - torch.eye(rows.shape[0], dtype=torch.int64, device=rows.device))
     leave, arrive = away.sum(1), away.sum(0)
@@ -45,15 +47,16 @@ def exchange_bytes(rows: Tensor, dim: int, out: int, width: int, num_experts: in
 
 
 def norm_bytes(ranks: int, tokens: int, dim: int, num_experts: int, width: int) -> int:
-    """Bytes that a rank sends for `norms` with `tokens` on every rank: their number, the tokens, and the norms back."""
+    """Bytes that a rank sends for `norms`, with `tokens` on every rank: their number, the tokens, the norms back."""
     return (ranks - 1) * (COUNT + tokens * dim * width + tokens * (num_experts // ranks) * width)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Ranks and their links. node: ranks of a node. inside, outside: bytes a second of a rank in each direction.
+    """Ranks and their links.
 
-    latency: seconds of an all-to-all. flops: of the products, on each rank.
+    node: number of ranks in a node. inside, outside: bytes a second that a rank sends, and as many that it receives,
+    within its node and to other nodes. latency: seconds of an all-to-all without data. flops: FLOP/s of each rank.
     """
 
     ranks: int
@@ -71,7 +74,7 @@ class Cost:
     exchange: float
     experts: float
     imbalance: float
-    sent: int  # bytes, of the busiest rank
+    sent: int  # bytes, of the rank that sends most
 
     @property
     def total(self) -> float:
@@ -89,7 +92,7 @@ def layer_cost(
 ) -> Cost:
     """The cost of a layer with `tokens` on each rank and experts of two products, (D, 2 H or H) and (H, D).
 
-    share (E,): of the rows. width: bytes of an element.
+    share (E,): each expert's share of the rows. width: bytes of an element. gated: w_in has 2 H columns.
     """
     n, experts = machine.ranks, share.numel()
     if experts % n:
@@ -106,7 +109,7 @@ def layer_cost(
 
 
 def _all_to_all(machine: Machine, sizes: Tensor) -> float:
-    """Seconds of an all-to-all. sizes (n, n): bytes from rank s to rank d."""
+    """Seconds of an all-to-all. sizes (n, n): sizes[s, d] bytes go from rank s to rank d."""
     node = torch.arange(machine.ranks) // machine.node
     own = torch.eye(machine.ranks, dtype=torch.bool)
     near = torch.where((node[:, None] == node) & ~own, sizes, 0)

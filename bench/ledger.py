@@ -1,4 +1,7 @@
-"""Results as data: verdicts and figures of each machine, with the hash of the sources that ran."""
+"""Reads and writes bench/results: verdicts and figures of each machine, with a hash of the sources that ran.
+
+The ledger is the table of the state of every operation and backend, which follows from these results.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,10 @@ GPU_BACKENDS = ("triton", "cuda")
 
 Result = dict[str, Any]
 
-FIGURES = ("figures", "curves")  # lists of an entry
-SHARED = {"op": "operation", "backend": "backend", "dtype": "dtype"}  # a figure's keys, and their names in its entry
+FIGURES = ("figures", "curves")  # the lists of figures in an entry
+
+# Keys of a figure that its entry has too, under the name given here. They are stored once, in the entry.
+SHARED = {"op": "operation", "backend": "backend", "dtype": "dtype"}
 
 # Files of a backend's kernels: if none matches, the backend does not implement the operation.
 _KERNELS = {
@@ -29,7 +34,8 @@ _KERNELS = {
     "cuda": "csrc/cuda/{op}*.cu",
 }
 
-# Includes of a file, and imports from its backend. ops.h declares all operations; a new one there changes no kernel.
+# Matches a file's includes and its imports of backend modules. ops.h is left out: it declares every operation, so it
+# changes with each new one, and the kernels do not.
 _INCLUDED = re.compile(
     r'^#include "(?!ops\.h")(.+)"|^from moe_kernels\.backends\.(?:triton|native)\.(\w+) import', re.MULTILINE
 )
@@ -49,10 +55,11 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 
 
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
-    """The files that a result of this operation and backend depends on: a change in one makes it stale.
+    """The files that a result of this operation and backend depends on. A change in one makes the result stale.
 
-    These are the kernels with all they include, the Python that calls a C++ kernel (it has thresholds and sizes), and
-    the kernels whose callers that Python imports; not the Python of the other C++ backend.
+    These are the kernels and the files that they include or import. For C++ and CUDA also the Python that calls the
+    kernels, since it has thresholds and sizes; if it imports another operation's Python, the kernels of that operation
+    belong to the sources too. The Python of the other of these two backends does not.
     """
     left, native = _kernels(op, backend, root), root / "moe_kernels/backends/native"
     other = "_cuda" if backend == "cpu" else "_cpu"
@@ -150,7 +157,7 @@ def stale(result: Result, root: Path = ROOT) -> list[str]:
 
 
 def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -> str:
-    """The state of one operation and backend in the ledger, by its newest run."""
+    """The state of one operation and backend in the ledger. The newest result that contains them counts."""
     if not implemented(op, backend, root):
         return "-"
     if backend == "reference":
@@ -168,11 +175,11 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
 
 
 def executed(op: str, backend: str, root: Path = ROOT) -> str:
-    """State of kernels that no GPU has run: their PTX was executed on a CPU and agreed with the definition, or not."""
+    """State of kernels that no GPU has run: the date when their PTX, executed on a CPU, agreed with the definition."""
     path = root / EXECUTED
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     same = [name for name in known if file_of("reference", name) == file_of("reference", op) and backend in known[name]]
-    if backend not in known.get(ALIASES.get(op, op), {}):  # other operations of its file do not count
+    if backend not in known.get(ALIASES.get(op, op), {}):  # results of other operations of the same file do not count
         return "never run on a GPU"
     date = min(known[name][backend]["date"] for name in same)
     if any(known[name][backend]["sources"] != digest(name, backend, root) for name in same):
@@ -189,7 +196,7 @@ def write_executed(found: dict[str, dict[str, dict[str, str]]], root: Path = ROO
 
 
 def passed(entry: dict[str, Any]) -> bool:
-    """The kernel was right and no other check failed; checks that could not run do not count."""
+    """Whether the kernel agrees with the definition and no check failed; one that could not run has not failed."""
     return entry["verdict"] == "ok" and not any(word.startswith("FAILED") for word in entry["checks"].values())
 
 

@@ -1,4 +1,4 @@
-"""The summary that a run prints: a line for each operation, and a line for each kind of missing figure."""
+"""The summary that a run prints: verdicts, a row for each operation and backend, and what was not measured."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bench import ledger, report
 from moe_kernels.verify import Row
 
 HEADER = ("operation", "backend", "verified", "forward, x PyTorch", "training, x PyTorch", "% of the ceiling")
-OUT_OF_TIME = ": out of time"  # the end of measure.py's lines about figures that it did not take
+OUT_OF_TIME = ": out of time"  # ends the lines of measure.py about figures for which no time was left
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """The number of right kernels, every wrong one, and the backends that did not run."""
+    """Lines with the number of kernels that agree, each one that does not, and the backends that did not run."""
     ran = [row for row in rows if row.verdict != "not run"]
     wrong = [row for row in ran if row.verdict == "FAILED"]
     lines = [f"{len(ran) - len(wrong)} of {len(ran)} kernels (operation, backend, dtype) agree with the definition"]
@@ -27,7 +27,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 
 
 def rows(result: ledger.Result) -> list[tuple[str, ...]]:
-    """Rows of HEADER: ranges over shapes and dtypes in the first setting, such as one thread."""
+    """Rows under HEADER. Cells are ranges over shapes and dtypes, in the first setting measured, such as one thread."""
     kernels: dict[tuple[str, str], list[dict]] = {}
     for entry in result["entries"]:
         kernels.setdefault((entry["operation"], entry["backend"]), []).append(entry)
@@ -45,7 +45,7 @@ def _cells(entries: list[dict]) -> Iterable[str]:
 
 
 def missing(result: ledger.Result) -> list[str]:
-    """Kernels that failed while they were measured, and the number of figures for which there was no time."""
+    """Lines with the kernels that failed during measurement and, if time ran out, the number of figures measured."""
     late = sum(line.endswith(OUT_OF_TIME) for line in result["not_measured"])
     lines = [f"FAILED {entry['note']}" for entry in result["entries"] if entry["note"] in result["not_measured"]]
     taken = sum(len(entry["figures"]) + len(entry["curves"]) for entry in result["entries"])

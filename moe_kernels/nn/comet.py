@@ -5,7 +5,8 @@
     output = W_L x_{L-1} + b_L                                                never masked
 
 moe_kernels.kwta selects; this file has the parameters and the order of the calls.
-Eq. 7 prints no bias; eq. 1 and the public code have one in the backbone, and so has this. The routing has none.
+Eq. 7 has no bias. Eq. 1 and the public code have one in the backbone, so this file has one there too. The routing has
+no bias.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ class FixedRouting(nn.Module):
         c_l = V_l z_{l-1},  z_l = C_{k_l}(c_l) * c_l,  z_0 = x_0             (paper 000, eqs. 4 to 6; g the identity)
         V_l ~ U(-1/sqrt(N_{l-1}), 1/sqrt(N_{l-1})),  k_l = k_from_fraction(p, N_l),  no bias
 
-    V_l, (N_l, N_{l-1}), is the buffer `weight_l`: saved in the state dict, moved with the module, no parameter.
-    The masks depend on x_0 alone, so samples that are used again need them computed once (`kept`). Neither V nor x_0
-    has a gradient. Each layer selects once: the winners' scores are the next layer's input, their bits the output. x_0
-    is converted to the dtype of V, with or without autocast, so masks do not depend on autocast.
+    V_l (N_l, N_{l-1}) is the buffer `weight_l`. It is no parameter; it is saved in the state dict and moves with the
+    module. The masks depend only on x_0, so for samples that are used again they can be computed once (`kept`). Neither
+    V nor x_0 gets a gradient. Each layer selects once: the winners' scores go to the next layer, their bits are
+    returned. x_0 is converted to the dtype of V, with or without autocast, so masks do not depend on autocast.
 
     Args:
         widths: (N_0, N_1, .., N_{L-1}): the input and every masked layer.
@@ -96,7 +97,7 @@ class FixedRouting(nn.Module):
             _draw(weight, weight.shape[1], generator)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """x_0 (..., N_0) -> [m_1, .., m_{L-1}] (eq. 5), packed: int32 (..., ceil(N_l / 32)), as kwta_bits has them."""
+        """x_0 (..., N_0) -> [m_1, .., m_{L-1}] (eq. 5), packed like kwta_bits: int32 (..., ceil(N_l / 32))."""
         if x.shape[-1:] != self.widths[:1]:
             raise ValueError(f"FixedRouting: x must be (..., {self.widths[0]}), got shape {tuple(x.shape)}")
         packed: list[Tensor] = []
@@ -109,7 +110,7 @@ class FixedRouting(nn.Module):
         return packed
 
     def kept(self, x: Tensor, chunk: int = 4096) -> list[Tensor]:
-        """The bits of many samples x_0 (n, N_0), computed `chunk` at a time; they take one bit a neuron."""
+        """The packed masks of many samples x_0 (n, N_0), computed `chunk` samples at a time."""
         return [torch.cat(layer) for layer in zip(*map(self, x.split(chunk)), strict=True)]
 
     def masks(self, x: Tensor) -> list[Tensor]:
@@ -125,11 +126,11 @@ class MaskedLinear(nn.Linear):
 
         x_l = C_k(c) * f(W x_{l-1} + b)                                        (paper 000, eqs. 7 and 8)
 
-    W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)). Gradients are those of a layer of the active neurons:
-    an inactive one gives zero to its row of W, to b and to x_{l-1}. The scores c are a constant. Known masks are given
-    as bits instead of scores; an inactive neuron is then +0 and passes no gradient on, even if its pre-activation is
-    NaN or infinite. The output has the dtype of f(W x + b), under autocast the narrow one. If c has another dtype, both
-    are widened for the selection; this is exact, since kwta copies what it keeps.
+    W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)). An inactive neuron gives a gradient of zero to its row
+    of W, to its entry of b and to x_{l-1}. The scores c get no gradient. If the masks are known, pass them as bits
+    instead of scores; an inactive neuron is then +0 and passes no gradient on, even if its pre-activation is NaN or
+    infinite. The output has the dtype of f(W x + b); under autocast this is the narrow one. If c has another dtype,
+    both are widened for the selection; this is exact, since kwta copies the values that it keeps.
 
     Args:
         k: active neurons, 0 to out_features.
@@ -172,10 +173,10 @@ class MaskedLinear(nn.Linear):
     def forward(self, x: Tensor, c: Tensor | None = None, *, bits: Tensor | None = None) -> Tensor:
         """x (..., N_in), scores c (..., N_out) or bits (..., ceil(N_out / 32)) -> (..., N_out).
 
-        Without either, all neurons are active: the dense layer.
+        Without scores and bits all neurons are active, as in a dense layer.
         """
         values = super().forward(x)
-        if bits is not None:  # before f, whose slope at a NaN or an infinity would make NaN of a zero gradient
+        if bits is not None:  # before f: the slope of f at NaN or infinity can turn a gradient of zero into NaN
             values = kwta_apply(values, bits, backend=self.backend)
         if self.activation is not None:
             values = ACTIVATIONS[self.activation](values)
@@ -197,8 +198,8 @@ class CometFFN(nn.Module):
         c = V x,  y = W_out (C_k(c) * f(W_in x + b_in)) + b_out
 
     The paper only says that the random projection and the cap are applied in the MLP layers. Here V (H, D) is frozen
-    and has the layer's input (layer-wise routing), and the output is not masked. `bits` replace V, such as those of a
-    FixedRouting over the embedded tokens. p = 1 is the dense layer; V is drawn nevertheless.
+    and multiplies the layer's input (layer-wise routing), and the output is not masked. Other masks, such as those of a
+    FixedRouting over the embedded tokens, can be passed as `bits`. p = 1 is the dense layer; V is still drawn.
 
     Args:
         dim, hidden: D, H.
@@ -242,11 +243,11 @@ class CometFFN(nn.Module):
 
     @property
     def dense(self) -> bool:
-        """Every neuron always wins."""
+        """Whether every neuron is active for every input."""
         return self.hidden.k == self.hidden.out_features
 
     def forward(self, x: Tensor, bits: Tensor | None = None) -> Tensor:
-        """bits (..., ceil(H / 32)): the active neurons, if not V x decides."""
+        """x (..., D) -> (..., D). bits (..., ceil(H / 32)): the active neurons; None: V x selects them."""
         if bits is None and not self.dense:
             (bits,) = self.router(x)
         x = F.dropout(self.hidden(x, bits=bits), self.dropout, self.training)
@@ -260,10 +261,10 @@ class CometFFN(nn.Module):
 
 
 class CometMLP(nn.Module):
-    """The MLP of paper 000: L linear layers, the L-1 hidden ones masked by a FixedRouting, the output never.
+    """The MLP of paper 000: L linear layers. A FixedRouting masks the L-1 hidden ones; the output is never masked.
 
     p = 1 is the plain dense MLP, bit for bit: every neuron wins, so the routing does not run. It is still drawn and
-    kept, so that state dicts of all p are interchangeable and one generator gives them the same weights.
+    saved, so that state dicts of all p are interchangeable and a generator gives the same weights at every p.
 
     Args:
         widths: (N_0, .., N_L): input, L-1 hidden layers, output; L >= 2.
@@ -299,7 +300,7 @@ class CometMLP(nn.Module):
         self.widths, self.p = _widths("CometMLP", widths, 3), p
         self.activation, self.bias, self.ties, self.backend = activation, bias, ties, backend
         hidden = self.widths[:-1]
-        # Built on the meta device: their weights are drawn once, below, and torch's own generator is left alone.
+        # On the meta device constructors draw no weights, so torch's own generator is not used. reset_parameters draws.
         self.router = FixedRouting(hidden, p, ties=ties, backend=backend, device="meta", dtype=dtype)
         self.hidden = nn.ModuleList(
             MaskedLinear(
@@ -322,10 +323,10 @@ class CometMLP(nn.Module):
     def forward(self, x: Tensor, bits: Sequence[Tensor] | None = None, samples: Tensor | None = None) -> Tensor:
         """x_0 (..., N_0) -> a_L (..., N_L).
 
-        bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), if the masks are known; then nothing is routed.
-        samples: (...), the samples of the rows of x_0, if bits are the masks of S samples, (S, ceil(N_l / 32)), as
-            `router.kept` returns them. A training step of the recipe on digits (batches of 32, one thread) then takes
-            1.8, 1.3 and 1.03 times as long as that of the dense model, with 100, 500 and 1000 neurons.
+        bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), if the masks are known. The routing then does not run.
+        samples: (...), for each row of x_0 its sample's row of `bits`, if these are the masks (S, ceil(N_l / 32)) of S
+            samples, as `router.kept` returns them. A training step of the recipe on digits (batches of 32, one thread)
+            then takes 1.8, 1.3 and 1.03 times as long as that of the dense model, with 100, 500 and 1000 neurons.
         """
         if bits is None and not self.dense:
             bits = self.router(x)
@@ -344,7 +345,7 @@ class CometMLP(nn.Module):
 
     @property
     def dense(self) -> bool:
-        """Every neuron always wins."""
+        """Whether every neuron is active for every input."""
         return self.router.ks == self.router.widths[1:]
 
     def extra_repr(self) -> str:
@@ -352,7 +353,7 @@ class CometMLP(nn.Module):
 
 
 def _of_samples(bits: Sequence[Tensor], samples: Tensor, x: Tensor) -> list[Tensor]:
-    """The masks of the rows of x, of those of all samples. torch refuses samples out of range."""
+    """The rows `samples` of the masks of all samples. index_select raises for samples out of range."""
     check_tensor("CometMLP", "samples", samples, INDEX)
     if samples.shape != x.shape[:-1]:
         raise ValueError(f"CometMLP: samples must be {tuple(x.shape[:-1])}, as x has rows; got {tuple(samples.shape)}")

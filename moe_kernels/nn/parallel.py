@@ -1,21 +1,22 @@
-"""Experts across processes, on torch.distributed: every rank owns E / n experts and sends rows to the ranks of theirs.
+"""Experts across processes, on torch.distributed: each of n ranks owns E / n experts, and rows are sent to the owners.
 
     mesh = init_device_mesh("cuda", (dp, ep), mesh_dim_names=("dp", "ep"))
     parallelize_module(model, mesh["ep"], {"blocks.*.moe.experts": ExpertParallel()})
 
-    plan      of the rank's own tokens over all E experts: gate and policy run as in one process
-    counts    kept (E) to the owners, while dispatch gathers the rows            one all-to-all
-    rows      (R, D) to the owners, grouped by expert                            one all-to-all
-    experts   the owner's plan, K = 1, groups what arrived by expert             sender by sender within an expert
-    outputs   (R, Dout) back in the same order, then combine and dropout         one all-to-all
+    plan      gate and policy plan the rank's own tokens over all E experts, as in one process
+    counts    plan.kept (E) goes to the owners, while dispatch gathers the rows  one all-to-all
+    rows      (R, D) go to the owners, grouped by expert                         one all-to-all
+    experts   a plan with K = 1 groups the arrived rows by expert                in the order of senders
+    outputs   (R, Dout) come back in the same order; then combine and dropout    one all-to-all
 
-Every rank decides for its own tokens alone. One process with TokenChoice(group=T // n) or ExpertChoice(group=T // n)
-is the definition of n ranks of T / n tokens: float32 outputs, gradients of x and gradients of the experts are equal bit
-for bit, at a power of two of ranks. Where nothing is dropped, TokenChoice() needs no group for that. `GlobalPolicy`
-decides for the tokens of all ranks.
+Every rank routes its own tokens alone. n ranks of T / n tokens are defined by one process with
+TokenChoice(group=T // n) or ExpertChoice(group=T // n). If n is a power of two, float32 outputs, gradients of x and
+gradients of the experts are equal to the definition's bit for bit. If nothing is dropped, the definition may also be
+TokenChoice() without a group. `GlobalPolicy` routes the tokens of all ranks together.
 
-Gradients: an expert receives those of the tokens of all n ranks, times 1 / n. That is the mean over ranks, which DDP
-and FSDP2 compute for the other parameters. Average the experts' over the data-parallel dimension of the mesh alone.
+Gradients: that of an expert is summed over the tokens of all n ranks and divided by n. This is the mean over ranks,
+which DDP and FSDP2 compute for the other parameters. So average the experts' gradients over the data-parallel dimension
+of the mesh only.
 """
 
 from __future__ import annotations
@@ -52,25 +53,25 @@ class ExpertParallel(ParallelStyle):
     """Shards the experts of an ExpertMLP or ExpertLayer over a mesh of one dimension, in place.
 
     Parameters become DTensors, Shard(0), under the same names. With n ranks, rank r owns experts r E / n to
-    (r + 1) E / n. All ranks must call the layer equally often, forward and backward, also with no tokens at all.
+    (r + 1) E / n. All ranks must call the layer equally often, forward and backward, even ranks without tokens.
 
     Args:
-        capacity: None: the splits of the exchange follow the plan; the host waits once a forward pass to learn them.
-            C: every rank sends C places to every expert. No wait and static shapes, for CUDA graphs and one graph of
-            torch.compile; a place without a row costs bytes but no product. The plan must keep at most C rows of an
-            expert: TokenChoice(factor) keeps expert_capacity(T, K, E, factor), ExpertChoice likewise. `norms` then
-            takes as many tokens on every rank.
+        capacity: None: every rank sends the rows of its plan; the host waits once in a forward pass for their numbers.
+            C: every rank sends C rows to every expert, filled up with padding. Shapes are static and the host does not
+            wait, as CUDA graphs and one graph of torch.compile need; padding costs bytes but no product. The plan must
+            keep at most C rows for an expert: TokenChoice(factor) keeps at most expert_capacity(T, K, E, factor),
+            ExpertChoice(factor) round(T factor / E). `norms` then needs the same number of tokens on every rank.
 
     Data parallelism: `data_parallel(model, mesh)`, which is DDP, or fully_shard(experts, mesh=mesh["dp"]) and then
     fully_shard(model) over all ranks. fully_shard's hooks run in forward: direct calls of `rows` or `norms` of the
     experts need torch.distributed.fsdp.register_fsdp_forward_method(experts, "rows").
-    Optimizers: foreach and fused ones reject DTensors beside other parameters: use two groups of parameters.
+    Optimizers: foreach and fused ones reject DTensors and other parameters in one group; use two groups.
 
     Raises:
-        TypeError: the module is no Experts. ValueError: the mesh has several dimensions, its ranks do not divide the
-        experts, or the parameters are DTensors already. In forward ValueError: a plan of another number of experts or
-        from another device, DTensors in it, or more rows of an expert than `capacity` (on a GPU a device-side assert,
-        which the host does not wait for).
+        TypeError: the module is not an Experts.
+        ValueError: the mesh has several dimensions, its ranks do not divide the experts, or the parameters are DTensors
+        already. In forward: the plan has another number of experts, is on another device or contains DTensors, or it
+        keeps more than `capacity` rows for an expert (on a GPU a device-side assert, for which the host does not wait).
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -107,8 +108,9 @@ class Exchange:
     def __call__(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> Tensor:
         """(R, Dout): every expert's outputs for the rows of this rank's plan, zeros past the rows in use."""
         self._check(experts, x, plan)
-        (x,) = as_autocast(x)  # narrow rows travel
-        plan = replace(plan, slot_row=plan.slot_row.sort(-1).values)  # dx sums in the order of rows, as grouped_gemm's
+        (x,) = as_autocast(x)  # under autocast rows are sent in the narrow dtype
+        # Sorted, so that dx sums in the order of rows, as in grouped_gemm.
+        plan = replace(plan, slot_row=plan.slot_row.sort(-1).values)
         if self.capacity is not None:
             return self._static(experts, x, plan, self.capacity)
         return self._uneven(experts, x, plan)
@@ -117,7 +119,7 @@ class Exchange:
     def _uneven(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> Tensor:
         arriving = self._all_to_all(plan.kept)
         rows = dispatch(x, plan, backend=experts.backend)
-        arriving = collectives.wait_tensor(arriving)  # (n E / n): of every rank, rows for each expert here
+        arriving = collectives.wait_tensor(arriving)  # (n E / n): number of rows from each rank for each local expert
         counts = torch.stack([plan.kept, arriving]).unflatten(1, (self.mesh.size(), -1))
         leave, arrive = counts.sum(-1).tolist()
         arrived = collectives.wait_tensor(self._all_to_all(rows[: sum(leave)], arrive, leave))
@@ -138,7 +140,8 @@ class Exchange:
     def norms(self, experts: ExpertMLP, x: Tensor) -> Tensor:
         """(T, E): the norms of all experts' outputs for x (T, D).
 
-        No weights travel: a rank sends its tokens to every other one, (n - 1) T D, and receives T (E - E / n) norms.
+        Weights are not sent. A rank sends its tokens to the others, (n - 1) T D elements, and receives T (E - E / n)
+        norms.
         """
         (x,) = as_autocast(x)
         leave = [x.shape[0]] * self.mesh.size()
@@ -164,17 +167,17 @@ class Exchange:
         return None if parameter is None else _Mean.apply(parameter, self.mesh.size())
 
     def _outputs(self, experts: Experts, arrived: Tensor, expert: Tensor) -> Tensor:
-        """(R', Dout) of rows that arrived (R', D), in their order; expert (R',) here, -1: a place without a row."""
+        """(R', Dout): outputs of the rows that arrived (R', D), in their order. expert (R',): local; -1 for padding."""
         plan = make_plan(expert[:, None], experts.num_experts // self.mesh.size())
         return combine(experts.outputs(arrived, plan), plan, backend=experts.backend)
 
     def _local(self, experts: Experts, like: Tensor) -> Tensor:
-        """(E,): for every rank in turn, the experts here, counted from 0."""
+        """(E,): the local experts, 0 .. E / n - 1, once for each sending rank. like: a tensor on the device."""
         count = experts.num_experts // self.mesh.size()
         return torch.arange(count, dtype=torch.int32, device=like.device).repeat(self.mesh.size())
 
     def _all_to_all(self, x: Tensor, arrive: list[int] | None = None, leave: list[int] | None = None) -> Tensor:
-        """x split by `leave` goes to the ranks, what they sent comes back split by `arrive`; None: in equal parts."""
+        """Sends leave[r] rows of x to rank r; returns the arrive[r] rows from each rank r. None: equal parts."""
         return collectives.all_to_all_single_autograd(x.contiguous(), arrive, leave, self.mesh)
 
     def _check(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> None:
@@ -215,16 +218,17 @@ class _Mean(torch.autograd.Function):
 
 
 class GlobalPolicy:
-    """A policy for the tokens of all ranks: every rank keeps its part of the plan of one process with all tokens.
+    """Routes the tokens of all ranks together: a rank keeps its part of the plan that one process would make for them.
 
         MoE(gate, experts, GlobalPolicy(ExpertChoice(2.0), mesh["ep"]))
 
     For expert choice or priority routing over the global batch (Zhou et al. 2022; paper 002) and for a capacity that
-    all ranks share. What travels: gate weights and experts, T K each, one all-gather each. Every rank computes the
-    whole plan. All ranks must have as many tokens. Gradients reach this rank's own gate alone, as they do in one
-    process: a token's weight depends on its own logits, and which tokens an expert keeps is a constant. The plan's
-    `requested` and `dropped` count the tokens of all ranks. An expert's rows come in the order of tokens: where one
-    process has another order (TokenChoice with a capacity and K > 1), the experts' gradients agree within rounding.
+    all ranks share. Two all-gathers exchange the gate's weights and experts, T K each; then every rank computes the
+    whole plan. All ranks must have the same number of tokens. Gradients flow only to the weights of this rank's own
+    tokens. These are the gradients of one process: a token's weight depends on its own logits only, and the choice of
+    tokens has no gradient. The plan's `requested` and `dropped` count the tokens of all ranks. An expert's rows are in
+    the order of tokens. One process orders them otherwise for TokenChoice with a capacity and K > 1; the experts'
+    gradients then agree within rounding.
 
     Args:
         policy: any of nn.policies.
@@ -261,9 +265,10 @@ def _check_mesh(name: str, mesh: DeviceMesh) -> None:
 def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> DistributedDataParallel:
     """DDP of a model with sharded experts; `mesh` holds all ranks, such as ("dp", "ep").
 
-    Gradients of the experts are averaged over the ranks that own the same experts, the others over all ranks.
-    options: of DistributedDataParallel. FSDP2 needs no such function: see ExpertParallel. DistributedDataParallel with
-    device_mesh=mesh["dp"] averages the same, but torch 2.13 loses the DTensors from named_parameters after a forward.
+    Gradients of the experts are averaged over the ranks that own the same experts, all other gradients over all ranks.
+    options: of DistributedDataParallel. FSDP2 does not need this function: see ExpertParallel. DistributedDataParallel
+    with device_mesh=mesh["dp"] computes the same means, but with torch 2.13 named_parameters lacks the DTensors after a
+    forward pass.
     """
     sharded = {name: each for name, each in model.named_parameters() if isinstance(each, DTensor)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sharded))
@@ -285,10 +290,10 @@ def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """The norm () of all gradients as in one process; scales them so that it is at most max_norm.
+    """Returns the norm () of all gradients, as in one process, and scales them so that it is at most max_norm.
 
-    The function of that name in torch.nn.utils fails for parameters of several meshes. Here norms are computed for each
-    mesh, then combined. Gradients must have been averaged over data-parallel ranks before, and all ranks must call it.
+    The function of this name in torch.nn.utils fails for parameters of several meshes. This one computes a norm of each
+    mesh, then combines them. Average the gradients over data-parallel ranks before, and call it on all ranks.
     """
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
@@ -306,7 +311,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _largest(grads: list[Tensor], mesh: DeviceMesh | None) -> Tensor:
-    """The largest absolute value. torch has none of an empty tensor, and with fully_shard a rank may hold no part."""
+    """The largest absolute value. amax fails for an empty tensor, and with fully_shard a rank's part may be empty."""
     parts = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
     largest = torch.stack([parts[0].new_zeros(()), *(each.abs().amax() for each in parts if each.numel())]).amax()
     for group in mesh.get_all_groups() if mesh is not None else ():

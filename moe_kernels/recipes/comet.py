@@ -2,7 +2,7 @@
 
 The paper trains 4 layers of 100 to 3000 neurons on CIFAR-10 for 100 epochs by SGD at a learning rate of 1e-4 (1e-3 in
 appendix A.2, with momentum in A.6), without augmentation, decay or schedule. The defaults here are a small network,
-momentum and a higher rate, so that scikit-learn's digits take seconds; comet_width has the paper's settings.
+momentum and a higher rate, so that scikit-learn's digits train in seconds; comet_width has the paper's settings.
 The routing network is frozen, so its masks are computed once for every image and stored, one bit for each neuron.
 If the mean image is far from zero, as in digits and MNIST, all scores have a common part and some 3 % of the neurons
 never win. On CIFAR-10, and on MNIST without its mean, every neuron wins for some image.
@@ -35,7 +35,7 @@ from moe_kernels.recipes import (
     total_loss,
 )
 
-# Masks of every layer as bits, and, if they are those of all samples, the numbers of the batch's samples.
+# Packed masks of every layer; and if these are the masks of all samples, the indices of the batch's samples in them.
 Known = tuple[Sequence[Tensor] | None, Tensor | None]
 
 
@@ -61,7 +61,7 @@ class Comet(Recipe):
     keep: float = option(0.5, "keep fraction p; the paper: 0.1, 0.5, 0.9", low=0, high=1, sweep=True)
     activation: str = option(
         "tanh",
-        "the paper: tanh in its larger networks, softplus in its public code",
+        "activation; the paper: tanh in its larger networks, softplus in its public code",
         choices=tuple(sorted(ACTIVATIONS)),
     )
     ties: str = option("index", "tie rule of kwta", choices=TIES)
@@ -122,19 +122,22 @@ class Comet(Recipe):
             masks = [unpack_bits(each, n) for each, n in zip(used, widths, strict=True)]
             return logits, [Routing(mask, unit="neurons") for mask in masks]
 
+        def logits(batch: Batch) -> Tensor:
+            return model(batch.tensors[0], *known(batch))
+
         weights = [p for p in model.parameters() if p.dim() == 2]
         return classifier(
             model,
             optimiser,
-            lambda batch: model(batch.tensors[0], *known(batch)),
+            logits,
             answers=answers,
-            predict_known=lambda batch: model(batch.tensors[0], *known(batch)),
+            predict_known=logits,
             penalty=(lambda: self.l1 * sum(w.abs().sum() for w in weights)) if self.side == "l1" else None,
             judges=self.judges(),
         )
 
     def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], Known]:
-        """batch -> the masks of its hidden layers, if they are known before the model runs.
+        """A function batch -> the masks of its hidden layers, or None if they are not known before the model runs.
 
         The paper does not say which masks test samples get if masks belong to training samples. As in its public code,
         Bernoulli masking then uses all neurons, and example-tied dropout its generalisation neurons, the first k.
@@ -165,6 +168,8 @@ class Comet(Recipe):
 
 
 def _top_expert(model: MoEMLP) -> Callable[[Batch], tuple[Tensor, list[Routing]]]:
+    """The `answers` of a top-1 mixture: its outputs, and the expert and gate probabilities of each sample."""
+
     def answers(batch: Batch) -> tuple[Tensor, list[Routing]]:
         scores = model.logits(batch.tensors[0])
         _, experts = topk_gate(scores, 1)
@@ -184,9 +189,9 @@ def classifier(
     judges: Judges = CLASSES,
     **rest: Any,
 ) -> Task:
-    """A task on batches x, y: the loss of logits(batch) plus a penalty, and the measures; both by `judges`.
+    """A task on batches x, y. `judges` computes its loss, to which a penalty is added, and its measures.
 
-    answers: batch -> logits and routing, from one forward pass; None: nothing is routed.
+    answers: batch -> logits and routing, from one forward pass; None if the model routes nothing.
     """
 
     def loss(batch: Batch) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """python -m moe_kernels train RECIPE: trains the sides of a comparison, with a log, checkpoints, a table and a picture.
 
-First the agreement check takes the same training steps on the fast backend and on the reference. Then a learning rate
-is chosen for each side, if the recipe has several. Then every side trains with every seed; sides take turns, an
-evaluation each.
+A side is one of the models that the recipe compares. First the agreement check takes the same training steps on the
+fast backend and on the reference. Then, if the recipe has several learning rates, one is chosen for each side. Then
+every side trains with every seed. Sides take turns: each trains up to its next evaluation.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ DEFAULT = "comet"
 
 
 def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
-    """Declares the options of `run`. words: the command line after "train"; it begins with the recipe, as every recipe
-    has its own options."""
+    """Declares the options of `run`.
+
+    words: the command line after "train". Its first word is the recipe, since every recipe has its own options.
+    """
     name = words[0] if words and not words[0].startswith("-") else DEFAULT
     try:
         recipe = recipes.find(name)
@@ -59,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
             raise argparse.ArgumentTypeError(f"{text!r} must come before the options, as each recipe has its own")
         return text
 
-    parser.add_argument("recipe", nargs="?", type=first, default=name, help="comes before its options")
+    parser.add_argument("recipe", nargs="?", type=first, default=name, help="name of the recipe, before its options")
     for field in dataclasses.fields(recipe):
         add_field(parser, field, recipe.SIDES)
     number = within(int, 1)
@@ -92,8 +94,11 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the check and the training, prints the table, and returns the exit status: 0; 1 if backend and reference
-    disagree; 2 if it cannot start; 3 if another rank failed or did not answer in time; 130 if interrupted."""
+    """Runs the agreement check and the training, prints the table, and returns the exit status.
+
+    0: success; 1: backend and reference disagree; 2: it cannot start; 3: another rank failed or did not answer in time;
+    130: interrupted.
+    """
     threads, flushed, out = torch.get_num_threads(), _flushes_denormals(), args.out
     with ExitStack() as stack:
         try:
@@ -115,8 +120,8 @@ def run(args: argparse.Namespace) -> int:
             if not isinstance(data, recipe.ACCEPTS):
                 raise ValueError(f"{args.recipe} needs {recipe.ACCEPTS.__name__}, but {args.data} has {data.name}")
             torch.set_num_threads(args.threads or (1 if args.data == "digits" else threads))
-            # Entries of a permutation fall to 1e-40 at low temperatures, and a product with such denormals takes a CPU
-            # 60 times as long: a step of MovieLens took 500 ms, now 140.
+            # At low temperatures entries of a permutation fall to 1e-40. CPUs multiply such denormal numbers 60 times
+            # as slowly; with zeros instead, a step of MovieLens takes 140 ms, not 500.
             torch.set_flush_denormal(True)
             splits, make = recipe.splits(data.to(device)), Run if ranks is None else ranks.run
             comparison = Comparison(recipe, splits, args.seeds, args.every, args.out, make)
@@ -175,22 +180,22 @@ def _device(name: str) -> torch.device:
     try:
         torch.zeros((), device=name).item()  # fails on the meta device
         return torch.device(name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # the second from a torch without CUDA
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # AssertionError: torch was built without CUDA
         raise ValueError(f"--device {name}: {str(error).partition(chr(10))[0]}") from error
 
 
 def _flushes_denormals() -> bool:
-    """The last argument of torch.set_flush_denormal, which torch has no function for: multiplies a denormal."""
+    """Whether torch flushes denormal numbers to zero. torch has no function for this, so one is multiplied here."""
     return (torch.tensor(1e-40) * 1).item() == 0
 
 
 def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: Ranks | None) -> int:
     recipe, data = comparison.recipe, comparison.data
-    scale = ("epochs", "steps", "rows", "eval_rows", "data")  # _scale prints the values in force
+    scale = ("epochs", "steps", "rows", "eval_rows", "data")  # left out: _scale prints the numbers of samples and steps
     options = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in scale}
     print(f"{args.recipe}: {settings(options)}")
     print(_scale(comparison))
-    several = "" if ranks is None else f", {ranks.size} ranks, of which {args.expert_parallel} share the experts"
+    several = "" if ranks is None else f", {ranks.size} ranks; {args.expert_parallel} share the experts"
     print(f"{comparison.device.type}, {torch.get_num_threads()} thread(s), backend {backend}{several}\n")
     agreements = _check(comparison, backend, ranks)
     try:
@@ -200,7 +205,7 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
         saved = comparison.checkpoint
         if saved is None:
             print("interrupted")
-        else:  # the first evaluation writes it
+        else:  # the first evaluation writes the checkpoint
             print(f"interrupted; {f'--resume continues from {saved}' if saved.exists() else 'nothing was saved yet'}")
         return 130
     histories = comparison.histories()
@@ -239,10 +244,10 @@ def _run(args: argparse.Namespace, comparison: Comparison, backend: str, ranks: 
 
 
 def _check(comparison: Comparison, backend: str, ranks: Ranks | None) -> dict[str, Agreement]:
-    """The agreement of every side with one process on the reference."""
+    """Runs the agreement check of every side, against one process on the reference; returns the results by side."""
     recipe, found = comparison.recipe, {}
     if ranks is None and backend == "reference":
-        print("agreement: everything runs on the reference itself here, so there is nothing to compare\n")
+        print("agreement: nothing to compare, since the backend is the reference itself\n")
         return {}
     for name, variant in recipe.variants().items() if recipe.check_steps else ():
         if ranks is not None:
@@ -278,7 +283,7 @@ def _scale(comparison: Comparison) -> str:
     whole, every = len(data.source.train[0]) if hasattr(data.source, "num_users") else train, comparison.test_samples
     parts = [f"{train} training samples" + (f" of {whole}" if whole > train else "")]
     if data.valid is not None:
-        parts.append(f"{len(data.valid[0])} to validate on")
+        parts.append(f"{len(data.valid[0])} validation samples")
     parts.append(f"{test} test samples" + (f" of {every}" if every > test else ""))
     length = f"{steps} steps of {recipe.batch_size}" + (f" ({steps / epoch:.3g} epochs)" if steps else "")
     return f"{data.source.name}: {', '.join(parts)}; {length} a side and seed"

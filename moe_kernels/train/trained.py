@@ -1,4 +1,4 @@
-"""Trained models on disk: model-SIDE-SEED.pt has the tensors, model-SIDE-SEED.json recipe, options and data set."""
+"""Trained models on disk. model-SIDE-SEED.pt holds the tensors, the .json file recipe, options and data set."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from moe_kernels.train.loop import Run
 
 @dataclass
 class Trained:
-    """A model that `train --out` wrote: `model`, in eval mode, and `predict`, the same call for every recipe.
+    """A model that `train --out` wrote: `model` is in eval mode, `predict` applies it to new inputs.
 
-    recipe: its options. data: a data set of the same kind without samples; its `classes` (images) or `vocabulary`
-    (text) name the columns of a prediction.
+    recipe: the recipe with its options. data: an empty data set of the same kind; its `classes` (images) or
+    `vocabulary` (text) name the columns of a prediction.
     """
 
     recipe: Recipe
@@ -36,15 +36,19 @@ class Trained:
 
     @torch.no_grad()
     def predict(self, *inputs: torch.Tensor) -> Any:
-        """Images (B, C * H * W) as moe_kernels.data gives them -> scores (B, classes); tokens (B, S) -> logits
-        (B, S, vocabulary); users (B,) and movies (B,) -> (watched logit (B,), rating (B,))."""
+        """Predictions for a batch; their form depends on the data set.
+
+        Images (B, C * H * W), as moe_kernels.data gives them -> scores (B, classes).
+        Tokens (B, S) -> logits (B, S, vocabulary).
+        Users (B,) and movies (B,) -> (logit of watching (B,), rating (B,)).
+        """
         assert self.task.predict is not None
         self.model.eval()
         return self.task.predict(*inputs)
 
 
 def save_model(folder: Path, name: str, run: Run) -> Path:
-    """Writes the model of the evaluation that counts and its options; returns the path of the tensors."""
+    """Writes the model of the chosen evaluation, best or last, and its options; returns the path of the tensors."""
     best = run.best if run.chooses and run.recipe.choose == "best" else None
     path = folder / f"model-{name}.pt"
     checkpoint.save_tensors(path, best or run.model_state())
@@ -79,7 +83,7 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
         with torch.random.fork_rng(devices=[]):
             task = recipe.build(Splits(data, splits.train, splits.test), what["seed"], what["steps"])
             if task.before_step is not None and what["step"] > 0:
-                task.before_step(what["step"] - 1)  # sets attributes of the phase, such as choices a token
+                task.before_step(what["step"] - 1)  # restores attributes such as choices per token
         task.model.load_state_dict(state)
     except (OSError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
