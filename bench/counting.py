@@ -85,7 +85,8 @@ def cases() -> list[Case]:
         Case("kwta", known["kwta"], {"R": 8192, "N": 4096, "p": 0.1}, {"R": 64}, ("R",), both),
         Case("kwta", known["kwta"], {"R": 8192, "N": 4095, "p": 0.1}, {"R": 64}, ("R",), (BF16,)),
         Case("kwta", known["kwta"], {"R": 8192, "N": 512, "p": 0.5}, {"R": 64}, ("R",), both),
-        Case("kwta", known["kwta"], {"R": 8192, "N": 20000, "p": 0.1}, {"R": 4}, ("R",), (FP32,), forward),
+        Case("kwta", known["kwta"], {"R": 8192, "N": 100, "p": 0.1}, {"R": 64}, ("R",), both),
+        Case("kwta", known["kwta"], {"R": 8192, "N": 20000, "p": 0.1}, {"R": 4}, ("R",), both, forward),
         Case("topk_gate", known["topk_gate"], {**rows, "D": 1}, {"T": 256}, ("T",), both),
         Case("make_plan", known["make_plan"], {**rows, "D": 1}, {"T": 2048}, ("T",), (FP32,), forward),
         Case("plan_priority", priority, {"T": 8192, "E": 64}, {"T": 256}, ("T",), (FP32,), forward, own_bytes=True),
@@ -113,9 +114,11 @@ def cases() -> list[Case]:
             {**tree, "E": 1000},
             {"T": 16},
             ("T",),
+            both,
             torch_products=True,
             backends=("cuda",),
         ),
+        Case("tree_gate", known["tree_gate"], {**tree, "E": 5}, {"T": 128}, ("T",), both, forward, torch_products=True),
         Case("tree_route", known["tree_route"], tree, {"T": 128}, ("T",), both, forward),
     ]
 

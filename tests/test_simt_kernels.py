@@ -1,5 +1,6 @@
 """The sources of the CUDA kernels on the host executor, under the sanitizers of addresses and undefined behaviour.
-Races and orders of warps are proved by test_ptx_seeds.py, values of all shapes by the tests of each operation."""
+Races are found where PTX is executed, orders of warps tried by test_ptx_seeds.py, and values of all shapes are tested
+with each operation."""
 
 from __future__ import annotations
 

@@ -111,7 +111,6 @@ kwta_fwd = partial(kwta.fwd, _self)
 kwta_mask = partial(kwta.mask, _self)
 kwta_bwd = partial(kwta.bwd, _self)
 
-
 topk_gate_fwd = partial(topk_gate.fwd, _self)
 topk_gate_bwd = partial(topk_gate.bwd, _self)
 

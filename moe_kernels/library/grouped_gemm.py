@@ -47,7 +47,8 @@ def product(
 ) -> tuple[Tensor, Tensor]:
     """Implements grouped_gemm_fwd: (R, Dout), and with keep_pre also the pre-activations (R, Dout).
 
-    training: a step of training is known to be running, whose number of rows may differ from step to step.
+    training: the call is known to be part of a training step, also without keep_pre. Only the choice of Triton's tiles
+    depends on it.
     """
     expert_offsets, row_token, bias = contiguous(expert_offsets, row_token, bias)
     if backend != "cpu":  # the C++ kernel checks while it reads

@@ -176,17 +176,20 @@ class MaskedLinear(nn.Linear):
         Without scores and bits all neurons are active, as in a dense layer.
         """
         values = super().forward(x)
-        if bits is not None:  # before f: the slope of f at NaN or infinity can turn a gradient of zero into NaN
-            values = kwta_apply(values, bits, backend=self.backend)
-        if self.activation is not None:
-            values = ACTIVATIONS[self.activation](values)
-        if bits is not None and self.activation == "softplus":  # the only f with f(0) != 0
-            return kwta_apply(values, bits, backend=self.backend)
-        if c is None or bits is not None:
+        if bits is not None:
+            # Masked before f, whose slope at NaN or infinity can turn a gradient of zero into NaN.
+            values = self._activated(kwta_apply(values, bits, backend=self.backend))
+            # And after softplus, the only f with f(0) != 0.
+            return kwta_apply(values, bits, backend=self.backend) if self.activation == "softplus" else values
+        values = self._activated(values)
+        if c is None:
             return values
         wide = torch.promote_types(c.dtype, values.dtype)
         y = kwta(c.to(wide), self.k, values=values.to(wide), ties=self.ties, backend=self.backend)
         return y.to(values.dtype)
+
+    def _activated(self, values: Tensor) -> Tensor:
+        return values if self.activation is None else ACTIVATIONS[self.activation](values)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, k={self.k}, activation={self.activation!r}, ties={self.ties!r}"
@@ -356,7 +359,9 @@ def _of_samples(bits: Sequence[Tensor], samples: Tensor, x: Tensor) -> list[Tens
     """The rows `samples` of the masks of all samples. index_select raises for samples out of range."""
     check_tensor("CometMLP", "samples", samples, INDEX)
     if samples.shape != x.shape[:-1]:
-        raise ValueError(f"CometMLP: samples must be {tuple(x.shape[:-1])}, as x has rows; got {tuple(samples.shape)}")
+        raise ValueError(
+            f"CometMLP: samples must be {tuple(x.shape[:-1])}, one for each row of x; got {tuple(samples.shape)}"
+        )
     rows = samples.flatten()
     return [mask.index_select(0, rows).view(*samples.shape, mask.shape[-1]) for mask in bits]
 

@@ -24,8 +24,9 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By kernel and loop: tiles for few rows an expert, for few columns, and for the rest. The columns of a gated product
-# are those of one half; a program takes both halves.
+# By kernel and loop: tiles for few rows an expert, for few columns, and for the rest. Training takes those for few rows
+# only where MOE_KERNELS_AUTOTUNE=1 finds them faster (`choose`). The columns of a gated product are those of one half;
+# a program takes both halves.
 CLASSES = ("few", "narrow", "wide")
 TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("fwd", 80): (Tiles(64, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
