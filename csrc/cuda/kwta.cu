@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
 
 // At 64 registers two blocks of 512 threads fit side by side, at 85 three of 256. With edges 64 are too few.
 template <class T, bool WHOLE, int ELEMENTS, int THREADS>
-__global__ void __launch_bounds__(THREADS, THREADS == kLongThreads ? 1 : sizeof(T) == 2 ? 3 : WHOLE ? 2 : 1)
+__global__ void __launch_bounds__(THREADS, THREADS > kMaxThreads<T> ? 1 : sizeof(T) == 2 ? 3 : WHOLE ? 2 : 1)
     kwta_block_kernel(Problem p) {
   constexpr int kChunks = ELEMENTS * sizeof(T) / 16, kRing = kChunks || WHOLE ? 0 : 2 * THREADS / sizeof(T);
   SHARED(Exchange<int>, counts, );
@@ -347,9 +347,11 @@ cudaError_t start(const Problem& p, cudaStream_t stream) {
   if (n <= kLongest) {
     return launch(kwta_block_kernel<T, WHOLE, kMost, kMaxThreads<T>>, blocks, threads, 0, stream, p);
   }
-  constexpr int kHeld = sizeof(T) == 4 && WHOLE ? kElements : 0;
-  if (n <= kHeld * kLongThreads) {
-    return launch(kwta_block_kernel<T, WHOLE, kHeld, kLongThreads>, blocks, threads, 0, stream, p);
+  if constexpr (WHOLE || sizeof(T) == 2) {
+    constexpr int kThreadsHeld = 2 * kMaxThreads<T>;
+    if (n <= kThreadsHeld * kMost) {
+      return launch(kwta_block_kernel<T, WHOLE, kMost, kThreadsHeld>, blocks, threads, 0, stream, p);
+    }
   }
   return launch(kwta_block_kernel<T, WHOLE, 0, kLongThreads>, blocks, kLongThreads, 0, stream, p);
 }

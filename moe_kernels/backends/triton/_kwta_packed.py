@@ -40,15 +40,29 @@ def _ordered(pairs, INF: tl.constexpr):
 
 @triton.jit
 def _reaching(pairs, least, ordered):
-    """All bits of the halves that reach those of `least`."""
+    """All bits of the halves that reach those of `least`, which are equal and, where ordered, not 0."""
     if ordered:
-        low = (pairs | SIGNS) - (least & REST)
-        reaching = _halves((((pairs & ~least) | (~(pairs ^ least) & low)) >> 15) & ONES)
+        # The carry of x + (2^16 - least), as the top bit of half that sum. No term is of `pairs` alone: the compiler
+        # would keep such terms, two a word, in registers during the search.
+        other = 0x10000 - least
+        reaching = _halves((((pairs & other) + (((pairs ^ other) >> 1) & REST)) >> 15) & ONES)
     else:
         reaching = tl.inline_asm_elementwise(
             "set.ge.u32.f16x2 $0, $1, $2;", "=r,r,r", [pairs, least], dtype=tl.int32, is_pure=True, pack=1
         )
     return reaching
+
+
+@triton.jit
+def _equal(pairs, tied, above, ordered):
+    """All bits of the halves that reach those of `tied` and not those of `above`, its neighbour: (C, R, L) both."""
+    if ordered:
+        equal = _reaching(pairs, tied[:, :, :, None], True) & ~_reaching(pairs, above[:, :, :, None], True)
+    else:
+        equal = tl.inline_asm_elementwise(
+            "set.eq.u32.f16x2 $0, $1, $2;", "=r,r,r", [pairs, tied[:, :, :, None]], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return equal
 
 
 @triton.jit
@@ -180,7 +194,7 @@ def _settle_ties(pairs, least, ties, ordered):
     elements: (R, L), and the chunk that they are in, (C, R)."""
     above = _pattern(least, ordered)[None, :, None]
     tied = _pattern(least - 1, ordered)[None, :, None]
-    equal = _reaching(pairs, tied[:, :, :, None], ordered) & ~_reaching(pairs, above[:, :, :, None], ordered)
+    equal = _equal(pairs, tied, above, ordered)
     halves = -tl.sum(equal, axis=3)
     here = (halves >> 16) + 2 * (halves & 0xFFFF)
     # The first chunks win all of their ties, one wins some, the others none.
@@ -195,9 +209,9 @@ def _settle_ties(pairs, least, ties, ordered):
     lane_whole = through_lane <= left[:, None]
     own = left[:, None] - (through_lane - of_lane)
     # And the elements in that lane: a flag and the number of flags up to it in four bits each, of which 7 win at most.
-    place = tl.arange(0, 4)[None, None, None, :]
-    flags = tl.sum(((equal & 0x1) | ((equal >> 12) & 0x10)) << (8 * place), axis=3)
-    flags = tl.sum(tl.where(split[:, :, None], flags, 0), axis=0)
+    place = tl.arange(0, 4)[None, None, :]
+    equal = tl.sum(tl.where(split[:, :, None, None], equal, 0), axis=0)
+    flags = tl.sum(((equal & 0x1) | ((equal >> 12) & 0x10)) << (8 * place), axis=2)
     first = (-0x77777778 + own * 0x11111111 - flags * 0x11111111) >> 3
     partly = tl.where(lane_whole | (own <= 0), 0, first & flags)
     least = tl.where(whole[:, :, None] | (split[:, :, None] & lane_whole[None, :, :]), tied, above)

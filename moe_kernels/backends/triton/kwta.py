@@ -22,8 +22,8 @@ TIES = {"index": 0, "strict": 1, "all": 2}
 # Pattern of +inf and how the bits become a float32: the same, shifted up (bfloat16), or converted (float16).
 FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
-LONGEST = 16384  # elements of a row that stay in registers in one tile; of longer rows a second tile holds the rest
-RESIDENT = 2 * LONGEST  # and rows longer than this are read again for every count
+LONGEST = 16384  # float32 elements of a row in one tile of registers; of longer rows a second tile holds the rest
+RESIDENT = 2 * LONGEST  # elements; rows longer than this are read again for every count
 CHUNK = 4096  # elements written at a time: masks, ranks and bits of a longer row would spill beside its keys
 BLOCK_BWD = 4096
 TRIALS = 8  # guesses from the shape of the row before bisection: normal rows need 3 to 5
@@ -276,7 +276,7 @@ def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
 def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=None, mask=None) -> None:
     if x.numel() == 0:
         return
-    if x.element_size() == 2 and x.shape[1] <= LONGEST:
+    if x.element_size() == 2 and x.shape[1] <= RESIDENT:
         _launch_packed(x, x if values is None else values, k, ties, y, bits, mask)
         return
     rows, n = x.shape
@@ -326,9 +326,8 @@ def _among_vectors(x: Tensor) -> Tensor:
 def packed_tile(n: int) -> dict[str, int]:
     """Rows of a program, lanes along a row, eight elements at a time, and warps.
 
-    A lane holds 64 elements: with 32 a row of 4096 takes 30.5 instructions an element for 23.6. Half as many warps then
-    hold it, so that 168 registers a lane for 80 leave as many rows, six, on a multiprocessor. A row of 1024 has a warp
-    alone: two would wait for each other's rounds.
+    A lane holds 64 elements in 125 registers: with 32 a row of 4096 takes 24.5 instructions an element for 17.6. A row
+    of 1024 has a warp alone: two would wait for each other's rounds.
     """
     block = max(triton.next_power_of_2(n), 32)
     lanes = 32 if block == 1024 else max(block // 64, 2)
