@@ -133,50 +133,6 @@ def test_tree_gate_fits_99_kb(num_experts):
     torch.testing.assert_close(got, torch.autograd.grad(expected, (x, split, leaf), grad), rtol=1e-4, atol=1e-5)
 
 
-def of_experts(n: int, backend: str) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(n)
-    x = torch.randn(9, n, generator=generator).bfloat16()
-    plan = mk.make_plan(torch.arange(9)[:, None] % min(n, 3), min(n, 3), backend="reference")
-    w_in, w_out = (torch.randn(plan.num_experts, n, n, generator=generator).div(n**0.5).bfloat16() for _ in range(2))
-    rows = mk.dispatch(x, plan, backend=backend)
-    y = mk.expert_mlp(x, plan, w_in, w_out, weights=torch.ones(9, 1), activation="relu", backend=backend)
-    return [rows, mk.combine(rows, plan, torch.ones(9, 1), backend=backend), y]
-
-
-def of_a_tree(n: int, backend: str) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(n)
-    given = [torch.randn(shape, generator=generator) for shape in ((3, 4), (1, n, 4), (1, n + 1, 4))]
-    return [mk.tree_gate(*given, gamma=1.0, backend=backend)[0], mk.tree_route(*given, gamma=1.0, backend=backend)[0]]
-
-
-# What an operation computes of a size n, and the largest n. Larger ones are refused by name (test_backends_gpu.py).
-SIZES = {
-    "kwta": (lambda n, backend: [mk.kwta(torch.randn(3, n).round(), n // 2, backend=backend)], 20000),
-    "topk_gate": (lambda n, backend: list(mk.topk_gate(torch.randn(3, n), min(n, 5), backend=backend)), 4097),
-    "sinkhorn": (lambda n, backend: [mk.sinkhorn(torch.randn(1, n, n), 2, backend=backend)], 1024),
-    "make_plan": (lambda n, backend: [mk.make_plan(torch.arange(40)[:, None] % n, n, backend=backend).slot_row], 4097),
-    "experts": (of_experts, 257),
-    "trees": (of_a_tree, 1024),
-}
-
-
-@needs_the_executor
-@pytest.mark.parametrize("op", SIZES)
-def test_every_size_runs_in_99_kb(op):
-    """One, two, and the neighbours of powers of two up to the largest."""
-    call, largest = SIZES[op]
-    sizes = {1, 2, 3, largest} | {2**i + d for i in (5, 6, 7, 8, 10, 12) for d in (-1, 0, 1)}
-    for n in sorted(each for each in sizes if each <= largest):
-        torch.manual_seed(n)
-        expected = call(n, "reference")
-        torch.manual_seed(n)
-        with cuda_launch.use(), cuda_launch.device(SM_86, minor=6):
-            got = call(n, "cuda")
-        for each, right in zip(got, expected, strict=True):
-            epsilon = 2.0**-7 if right.dtype == torch.bfloat16 else 1e-5
-            torch.testing.assert_close(each, right, rtol=epsilon, atol=epsilon, msg=lambda text, n=n: f"{n}: {text}")
-
-
 def test_other_threads_run_while_a_launch_waits(tmp_path):
     """module.cpp with one launcher, which waits 0.3 s as one does for room in a full queue."""
     kit = simt.builder.toolkit.find()

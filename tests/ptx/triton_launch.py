@@ -32,7 +32,8 @@ class Gpu(NamedTuple):
     multiprocessors: int
 
 
-GPUS = {80: Gpu(80, machine.SHARED_LIMIT, 108), 90: Gpu(90, 227 * 1024, 132)}  # an A100, an H100
+# An A100 with blocks of no more shared memory than the smallest GPU has that runs its code, sm_86; and an H100.
+GPUS = {80: Gpu(80, 99 * 1024, 108), 90: Gpu(90, 227 * 1024, 132)}
 _gpu = GPUS[80]
 
 

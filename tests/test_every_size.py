@@ -1,0 +1,80 @@
+"""Every size that an operation accepts runs on a GPU whose blocks have 99 KB of shared memory, as sm_86, 89 and 120 do.
+
+Larger sizes are refused by name (test_backends_gpu.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from conftest import TARGETS, reason_to_skip, running
+from ptx import cuda_launch
+
+import moe_kernels as mk
+
+SM_86 = 99 * 1024  # bytes; Triton's GPU has no more in any test (ptx/triton_launch.py)
+
+
+def of_experts(n: int, backend: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(9, n, generator=generator).bfloat16()
+    plan = mk.make_plan(torch.arange(9)[:, None] % min(n, 3), min(n, 3), backend="reference")
+    w_in, w_out = (torch.randn(plan.num_experts, n, n, generator=generator).div(n**0.5).bfloat16() for _ in range(2))
+    rows = mk.dispatch(x, plan, backend=backend)
+    y = mk.expert_mlp(x, plan, w_in, w_out, weights=torch.ones(9, 1), activation="relu", backend=backend)
+    return [rows, mk.combine(rows, plan, torch.ones(9, 1), backend=backend), y]
+
+
+def of_a_tree(n: int, backend: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    given = [torch.randn(shape, generator=generator) for shape in ((3, 4), (1, n, 4), (1, n + 1, 4))]
+    return list(mk.tree_gate(*given, gamma=1.0, backend=backend))
+
+
+def of_a_route(n: int, backend: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    given = [torch.randn(shape, generator=generator) for shape in ((3, 4), (1, n, 4), (1, n + 1, 4))]
+    return [mk.tree_route(*given, gamma=1.0, backend=backend)[0]]
+
+
+def small(backend: str) -> contextlib.AbstractContextManager[None]:
+    return cuda_launch.device(SM_86, minor=6) if backend == "cuda" else contextlib.nullcontext()
+
+
+# What an operation computes of a size n, and the largest n.
+SIZES = {
+    "kwta": (lambda n, backend: [mk.kwta(torch.randn(3, n).round(), n // 2, backend=backend)], 33000),
+    "topk_gate": (lambda n, backend: list(mk.topk_gate(torch.randn(3, n), min(n, 5), backend=backend)), 16384),
+    "sinkhorn": (lambda n, backend: [mk.sinkhorn(torch.randn(1, n, n), 2, backend=backend)], 1024),
+    "make_plan": (lambda n, backend: [mk.make_plan(torch.arange(40)[:, None] % n, n, backend=backend).slot_row], 4097),
+    "experts": (of_experts, 257),
+    "tree_gate": (of_a_tree, 4095),
+    "tree_route": (of_a_route, 1023),
+}
+GPUS = [target for target in TARGETS if target.backend in ("cuda", "triton")]
+
+
+@pytest.mark.parametrize("target", GPUS, ids=lambda target: target.backend)
+@pytest.mark.parametrize("op", SIZES)
+def test_every_size_runs_in_99_kb(op, target):
+    """One, two, and the neighbours of powers of two up to the largest. Triton compiles anew for most of them: of those
+    between, the tests of the operations have many."""
+    call, largest = SIZES[op]
+    if reason := reason_to_skip(target, op if op != "experts" else "expert_mlp"):
+        pytest.skip(reason)
+    if target.interpreted:
+        pytest.skip("a compiler chooses how much shared memory a kernel takes")
+    sizes = {1, 2, largest - 1, largest}
+    if target.backend == "cuda":
+        sizes |= {2**i + d for i in (5, 6, 7, 8, 10, 12) for d in (-1, 0, 1)}
+    for n in sorted(each for each in sizes if each <= largest):
+        torch.manual_seed(n)
+        expected = call(n, "reference")
+        torch.manual_seed(n)
+        with running(target), small(target.backend):
+            got = call(n, target.backend)
+        for each, right in zip(got, expected, strict=True):
+            epsilon = 2.0**-7 if right.dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(each, right, rtol=epsilon, atol=epsilon, msg=lambda text, n=n: f"{n}: {text}")
