@@ -3,31 +3,26 @@ while its memory moves the bytes: a prediction of which of the two bounds a kern
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import TARGETS, reason_to_skip
+from ptx import counters, session
 
-pytest.importorskip("triton", reason="Triton is not installed")
+TRITON = next(target for target in TARGETS if target.backend == "triton")
+REASON = reason_to_skip(TRITON) or ("" if TRITON.executed and not TRITON.interpreted else "no PTX is executed here")
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 # A100: 108 SMs with 4 schedulers at 1.41 GHz; 1.94 TB/s. Static SASS / PTX is 1.3 for integer code (facts of kwta).
 ISSUE, MEMORY, FACTOR = 108 * 4 * 1.41e9, 1.94e12, 1.3
 
 
-@functools.cache
-def counted(case: str, *arguments: Any) -> list[int]:
-    """Instructions of warps of every launch of a function of this file, in a process without the interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, case, json.dumps(arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def counted(case: Any, *arguments: Any) -> list[int]:
+    """Instructions of warps of every launch of a function of this file."""
+    with session.recorded() as found:
+        case(*arguments)
+    return [counters.count(each)["warp_instructions"] for each in found]
 
 
 def predicted(instructions: int, moved: float) -> float:
@@ -46,17 +41,16 @@ def kwta(dtype: str, n: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("n", [4096, 4095, 20000])  # rows of 4095 start inside 16-byte vectors
 def test_kwta_is_bound_by_memory(n, dtype):
-    if n == 20000 and dtype != "float32":
-        pytest.skip("such rows of 16 bits are compared as 32-bit keys, three times what memory allows")
-    forward, backward = counted("kwta", dtype, n)
+    forward, backward = counted(kwta, dtype, n)
     moved = 32 * n * (2 * getattr(torch, dtype).itemsize + 1 / 8)
-    assert predicted(forward, moved) <= 1, forward
+    # 20000 elements of 16 bits take the registers of 32768.
+    assert predicted(forward, moved) <= (1.2 if n == 20000 and dtype != "float32" else 1), forward
     assert predicted(backward, moved) <= 0.4, backward
 
 
 def test_rows_of_a_multiple_of_8_take_no_more_instructions():
     # Triton specialises for multiples of 16 only: rows of 1000 were read two bytes at a time.
-    (odd, odd_bwd), (even, even_bwd) = counted("kwta", "bfloat16", 1000), counted("kwta", "bfloat16", 1024)
+    (odd, odd_bwd), (even, even_bwd) = counted(kwta, "bfloat16", 1000), counted(kwta, "bfloat16", 1024)
     assert odd <= 1.05 * even
     assert odd_bwd <= 1.05 * even_bwd
 
@@ -73,7 +67,7 @@ def rows(dtype: str, dim: int) -> None:
 
 def test_rows_of_a_multiple_of_8_move_16_bytes_at_a_time():
     # Rows of 1000 took 2.4 times the instructions of rows of 1024 in dispatch, 1.6 in combine, 1.5 in its backward.
-    for odd, even in zip(counted("rows", "bfloat16", 1000), counted("rows", "bfloat16", 1024), strict=True):
+    for odd, even in zip(counted(rows, "bfloat16", 1000), counted(rows, "bfloat16", 1024), strict=True):
         assert odd <= 1.1 * even, (odd, even)
 
 
@@ -86,7 +80,7 @@ def sum_rows(tokens: int) -> None:
 
 def test_token_sums_are_linear_in_the_rows():
     # A token that looked through all rows for its own would take four times the instructions.
-    small, large = (sum(counted("sum_rows", tokens)) for tokens in (256, 512))
+    small, large = (sum(counted(sum_rows, tokens)) for tokens in (256, 512))
     assert large <= 2.2 * small, (small, large)
 
 
@@ -101,13 +95,13 @@ def topk_gate(dtype: str) -> None:
 @pytest.mark.parametrize(("dtype", "most"), [("float32", 250), ("bfloat16", 220)])
 def test_topk_gate_sorts_fours_and_finds_a_choice_in_one_or_two_reductions(dtype, most):
     """Instructions of a token at E = 128, K = 8: 344 and 264 where each choice looked at every logit."""
-    assert counted("topk_gate", dtype)[0] <= most * 64
+    assert counted(topk_gate, dtype)[0] <= most * 64
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_topk_gate_backward_writes_the_chosen_over_the_rest(dtype):
     """Instructions of a token at E = 128, K = 8: 551 and 558 where each choice went through the row."""
-    assert counted("topk_gate", dtype)[1] <= 40 * 64
+    assert counted(topk_gate, dtype)[1] <= 40 * 64
 
 
 def plan() -> None:
@@ -118,19 +112,6 @@ def plan() -> None:
 
 
 def test_a_plan_takes_three_launches_and_three_million_instructions():
-    found = counted("plan")
+    found = counted(plan)
     assert len(found) == 3, found
     assert FACTOR * sum(found) <= 3e6, found
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from ptx import counters, session, triton_launch
-
-    triton_launch.install()
-    torch.manual_seed(0)
-    found: list[int] = []
-    session.session.listeners.append(lambda result: found.append(counters.count(result)["warp_instructions"]))
-    globals()[sys.argv[1]](*json.loads(sys.argv[2]))
-    print(json.dumps(found))

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import INTERPRET
 
 pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.skipif(INTERPRET, reason="a kernel that was decorated for the interpreter is not compiled")
 
-SCRIPT = Path(__file__).with_name("triton_launches.py")
 STEPS = 300
 
 
-@functools.cache
-def launches(case: str, *sizes: int) -> list[dict[str, Any]]:
-    """The launches of a function of this file, which runs in a process without the interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), case, *map(str, sizes)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def launches(case: Callable[..., None], *sizes: int) -> list[dict[str, Any]]:
+    """The launches of a function of this file."""
+    from triton_launches import recorded
+
+    with recorded() as found:
+        case(*sizes)
+    return found
 
 
 def each_kernel() -> None:
@@ -66,7 +61,7 @@ def each_kernel() -> None:
 
 def test_no_kernel_leaves_contraction_to_the_compiler():
     # Fused into the first step of a butterfly sum, a product makes the lanes' copies of the result differ.
-    found = launches("each_kernel")
+    found = launches(each_kernel)
     assert len({each["kernel"] for each in found}) >= 19
     assert not [each["kernel"] for each in found if each["options"]["enable_fp_fusion"]]
 
@@ -81,7 +76,7 @@ def plans() -> None:
 
 def test_a_plan_takes_three_launches():
     names = ["_plan_count", "_plan_scan", "_plan_rank"]
-    found = launches("plans")
+    found = launches(plans)
     assert [each["kernel"] for each in found] == 3 * names
     # One warp ranks a tile: with more of them each would do all of it.
     assert {each["options"]["num_warps"] for each in found if each["kernel"] == "_plan_rank"} == {1}
@@ -98,7 +93,7 @@ def many_experts() -> None:
 
 
 def test_grids_of_many_experts_stay_within_their_limits():
-    found = launches("many_experts")
+    found = launches(many_experts)
     assert len(found) == 2
     for each in found:
         assert each["grid"][0] < 2**31
@@ -116,7 +111,7 @@ def expert_norms(num_experts: int) -> None:
 
 
 def test_launches_of_expert_norms_do_not_grow_with_the_experts():
-    few, many = ([each["kernel"] for each in launches("expert_norms", count)] for count in (4, 16))
+    few, many = ([each["kernel"] for each in launches(expert_norms, count)] for count in (4, 16))
     assert few == many
     assert len(many) == 9
 
@@ -135,7 +130,7 @@ def expert_mlp(biased: int) -> None:
 
 @pytest.mark.parametrize("biased", [0, 1])
 def test_expert_mlp_takes_eight_launches(biased):
-    assert len(launches("expert_mlp", biased)) == 8
+    assert len(launches(expert_mlp, biased)) == 8
 
 
 def iterations() -> None:
@@ -151,7 +146,7 @@ def iterations() -> None:
 
 
 def test_sinkhorn_compiles_once_for_any_number_of_iterations():
-    found = launches("iterations")
+    found = launches(iterations)
     compiled = [index for index, each in enumerate(found) if each["compiles"]]
     assert {found[index]["kernel"] for index in compiled} == {each["kernel"] for each in found}
     assert max(compiled) < len(found) // 3
@@ -205,10 +200,10 @@ def layers(bits: int, low: int, high: int) -> None:
 
 
 CASES = {
-    "steps": ("steps", STEPS),
-    "policies": ("policies", STEPS),
-    "float32 layers": ("layers", 32, 1, 1500),
-    "bfloat16 layers": ("layers", 16, 1, 1500),
+    "steps": (steps, STEPS),
+    "policies": (policies, STEPS),
+    "float32 layers": (layers, 32, 1, 1500),
+    "bfloat16 layers": (layers, 16, 1, 1500),
 }
 
 

@@ -1,23 +1,13 @@
-"""Records what Triton would compile and launch: its real argument binder, a driver that runs nothing.
-
-A process of its own: a kernel that was decorated for the interpreter cannot be launched. `triton_launches.py CASE`
-calls the launchers as the function CASE of test_launches_triton.py does and prints the launches as JSON.
-"""
+"""Records what Triton would compile and launch: its real argument binder, a driver that runs nothing."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import sys
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
-
-os.environ.pop("TRITON_INTERPRET", None)
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -28,18 +18,21 @@ from triton.runtime.jit import JITFunction
 import moe_kernels.backends.triton as kernels
 from moe_kernels.backends.triton import _grouped_launch
 
+_devices = itertools.count(1000)
+
 
 @dataclass(frozen=True)
 class NoDevice:
-    """A driver for a GPU that is not there."""
+    """A driver for a GPU that is not there, with a number of its own: Triton keeps compiled kernels by device."""
 
     capability: int
+    number: int = field(default_factory=lambda: next(_devices))
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -65,18 +58,10 @@ def recorded(capability: int = 80) -> Iterator[list[dict[str, Any]]]:
         launches.append({"kernel": self.fn.__name__, "grid": list(grid)})
         run(self, *arguments, grid=grid, **named)
 
-    driver.set_active(NoDevice(capability))
     with contextlib.ExitStack() as changed:
+        changed.enter_context(patch.object(driver, "_active", NoDevice(capability)))
         changed.enter_context(patch.object(JITFunction, "run", record))
         changed.enter_context(patch.object(knobs.runtime, "jit_cache_hook", hook))
         changed.enter_context(patch.object(kernels, "device_type", "cpu"))
         changed.enter_context(patch.object(_grouped_launch, "loop", lambda device: capability))
         yield launches
-
-
-if __name__ == "__main__":
-    import test_launches_triton
-
-    with recorded() as found:
-        getattr(test_launches_triton, sys.argv[1])(*map(int, sys.argv[2:]))
-    print(json.dumps([{name: value for name, value in each.items() if name != "source"} for each in found]))
