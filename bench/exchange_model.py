@@ -87,12 +87,10 @@ def shares(num_experts: int, skew: float) -> Tensor:
     return weights / weights.sum()
 
 
-def layer_cost(
-    machine: Machine, tokens: int, dim: int, hidden: int, choices: int, share: Tensor, width: int, gated: bool = True
-) -> Cost:
-    """The cost of a layer with `tokens` on each rank and experts of two products, (D, 2 H or H) and (H, D).
+def layer_cost(machine: Machine, tokens: int, dim: int, hidden: int, choices: int, share: Tensor, width: int) -> Cost:
+    """The cost of a layer with `tokens` on each rank and gated experts, (D, 2 H) and (H, D).
 
-    share (E,): each expert's share of the rows. width: bytes of an element. gated: w_in has 2 H columns.
+    share (E,): each expert's share of the rows. width: bytes of an element.
     """
     n, experts = machine.ranks, share.numel()
     if experts % n:
@@ -102,7 +100,7 @@ def layer_cost(
     there, back = (_all_to_all(machine, each * dim * width) for each in (rows, rows.T))
     counts = _all_to_all(machine, torch.full((n, n), COUNT * experts // n))
     busiest = int(rows.sum(0).max())
-    products = 2 * busiest * dim * hidden * (3 if gated else 2) / machine.flops
+    products = 2 * busiest * dim * hidden * 3 / machine.flops
     exchange = counts + 2 * (there + back) if n > 1 else 0.0
     sent = max(a + b for a, b in zip(traffic.sent_forward, traffic.sent_backward, strict=True))
     return Cost(exchange, 3 * products, busiest / (tokens * choices), sent)

@@ -25,7 +25,7 @@ SECONDS = 240  # the first run of a shape compiles some 30 kernels in 3 to 4 s e
 def timings(shape: Shape, activation: str) -> list[Line]:
     """Milliseconds of every tile of all products in a training step of an expert MLP in bfloat16."""
     import moe_kernels as mk
-    from moe_kernels.backends.triton._grouped_launch import timed
+    from moe_kernels.backends.triton._grouped_configs import timed
 
     inputs = ENTRIES["expert_mlp"].inputs(shape, torch.bfloat16, "cuda")
     x, w_in, w_out, weights = (inputs[f"leaf_{name}"] for name in ("x", "w_in", "w_out", "weights"))

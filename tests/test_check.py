@@ -51,4 +51,4 @@ def test_the_check_comes_before_the_kernel(backend, monkeypatch):
     with pytest.raises(ValueError, match=r"combine: plan\.slot_row"):
         library.combine.combine(X, None, on_gpu(0, 5)[:, None], backend)
     with pytest.raises(ValueError, match="grouped_gemm: expert_offsets"):
-        grouped_gemm.product(X, torch.zeros(1, 4, 4), on_gpu(0, 5), None, None, "", False, backend)
+        grouped_gemm.forward(X, torch.zeros(1, 4, 4), on_gpu(0, 5), None, None, "", False, backend)

@@ -14,7 +14,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 from conftest import TARGETS, running
 
 import moe_kernels as mk
-from moe_kernels.backends.triton import _grouped_configs, _grouped_launch
+from moe_kernels.backends.triton import _grouped_configs
 from moe_kernels.backends.triton._grouped_configs import Tiles
 
 
@@ -26,7 +26,7 @@ def target():
 
 def test_more_columns_than_a_tile_counts_in_32_bits_are_refused(target, monkeypatch):
     x, offsets = torch.ones(1, 2, device=target.device), torch.tensor([0, 1], dtype=torch.int32, device=target.device)
-    monkeypatch.setattr(_grouped_launch, "MOST_COLUMNS", 4)
+    monkeypatch.setattr(_grouped_configs, "MOST_COLUMNS", 4)
     assert mk.grouped_gemm(x, x.new_ones(1, 2, 4), offsets, backend="triton").tolist() == [[2] * 4]
     with pytest.raises(ValueError, match="grouped_gemm: the Triton kernel takes at most 4 columns, got 5"):
         mk.grouped_gemm(x, x.new_ones(1, 2, 5), offsets, backend="triton")
@@ -48,11 +48,11 @@ def test_tensor_descriptors(target, gathered, monkeypatch):
         made.append(tuple(x.shape))
         return plain(x, *shape)
 
-    plain = _grouped_launch.TensorDescriptor
-    monkeypatch.setattr(_grouped_launch, "TensorDescriptor", descriptor)
+    plain = _grouped_configs.TensorDescriptor
+    monkeypatch.setattr(_grouped_configs, "TensorDescriptor", descriptor)
     if target.executed:
-        monkeypatch.setattr(_grouped_launch, "loop", lambda device: 90)
-    elif _grouped_launch.loop(torch.device("cuda", torch.cuda.current_device())) != 90:
+        monkeypatch.setattr(_grouped_configs, "loop", lambda device: 90)
+    elif _grouped_configs.loop(torch.device("cuda", torch.cuda.current_device())) != 90:
         pytest.skip("this GPU has no tensor descriptors in hardware")
     # Tiles reach past every edge: of the columns, of the sum, of an expert's rows and of the weights of an expert.
     compiled = target.executed and not target.interpreted
@@ -70,7 +70,7 @@ def test_tiles_of_a_shape():
         (True, 8 * 97, 128, narrow),
         (False, 8 * 97, 2048, _grouped_configs.GENERAL["fwd"]),
     ):
-        assert _grouped_launch.choose("fwd", 90, even, rows, 8, columns) == expected
+        assert _grouped_configs.choose("fwd", 90, even, rows, 8, columns) == expected
 
 
 def test_a_captured_call_is_not_timed(monkeypatch):
@@ -79,13 +79,13 @@ def test_a_captured_call_is_not_timed(monkeypatch):
 
     timed, launched = [], []
     monkeypatch.setenv("MOE_KERNELS_AUTOTUNE", "1")
-    monkeypatch.setattr(_grouped_launch, "timed", {})
-    monkeypatch.setattr(_grouped_launch, "loop", lambda device: 80)
-    monkeypatch.setattr(_grouped_launch, "_even", lambda *given: True)
-    monkeypatch.setattr(_grouped_launch, "_milliseconds", lambda launch, tiles: timed.append(tiles) or 1.0)
+    monkeypatch.setattr(_grouped_configs, "timed", {})
+    monkeypatch.setattr(_grouped_configs, "loop", lambda device: 80)
+    monkeypatch.setattr(_grouped_configs, "_even", lambda *given: True)
+    monkeypatch.setattr(_grouped_configs, "_milliseconds", lambda launch, tiles: timed.append(tiles) or 1.0)
     for captured in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
-        _grouped_launch.launch_tiles("fwd", OnGpu(), None, 512, 4, 128, launched.append)
+        _grouped_configs.run_with_tiles("fwd", OnGpu(), None, 512, 4, 128, launched.append)
         assert bool(timed) != captured
     assert len(launched) == 2
 
@@ -94,7 +94,7 @@ def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(
     assert set(_grouped_configs.ALTERNATIVES) == set(_grouped_configs.TILES)
     for (kernel, which), known in _grouped_configs.ALTERNATIVES.items():
         for m, n, k, warps, stages in known:
-            assert 2 * m * _grouped_launch.MOST_COLUMNS <= 2**31
+            assert 2 * m * _grouped_configs.MOST_COLUMNS <= 2**31
             columns = 2 * n if kernel == "gated" else n
             assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048
             assert m * columns <= 128 * 32 * warps  # 128 sums a thread and as many registers for the rest
@@ -104,6 +104,6 @@ def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(
         raise triton.runtime.OutOfResources(2, 1, "shared memory")
 
     monkeypatch.setattr(triton.testing, "do_bench", no_room)
-    assert _grouped_launch._milliseconds(lambda tiles: None, Tiles(128, 128, 64, 8, 4)) == float("inf")
+    assert _grouped_configs._milliseconds(lambda tiles: None, Tiles(128, 128, 64, 8, 4)) == float("inf")
     monkeypatch.setattr(triton.testing, "do_bench", lambda call, **options: call() or 2.0)
-    assert _grouped_launch._milliseconds(lambda tiles: None, Tiles(128, 128, 64, 8, 4)) == 2.0
+    assert _grouped_configs._milliseconds(lambda tiles: None, Tiles(128, 128, 64, 8, 4)) == 2.0

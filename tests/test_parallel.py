@@ -95,16 +95,16 @@ def test_the_collectives_move_the_bytes_of_the_model(ranks: Ranks, check: str, n
 def test_predicted_time_by_hand() -> None:
     """Two nodes of two ranks, and one hot expert of four."""
     machine = Machine(ranks=4, node=2, inside=4e9, outside=1e9, latency=1e-3, flops=1e12)
-    even = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=shares(4, 0.0), width=2, gated=False)
+    even = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=shares(4, 0.0), width=2)
     rows, row = 512, 64 * 2  # to each rank, bytes
     far, near = 2 * rows * row / 1e9, rows * row / 4e9
     assert far > near
     assert even.exchange == pytest.approx(4 * (far + 1e-3) + 1e-3 + 2 * 4 / 1e9)
-    assert even.experts == pytest.approx(3 * 2 * 2048 * 64 * 128 * 2 / 1e12)
+    assert even.experts == pytest.approx(3 * 2 * 2048 * 64 * 128 * 3 / 1e12)
     assert even.imbalance == 1
     assert even.sent == 4 * 3 * rows * row + 3 * 4
     share = torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=torch.float64)
-    hot = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=share, width=2, gated=False)
+    hot = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=share, width=2)
     assert hot.imbalance == pytest.approx(2.8, rel=1e-3)
     assert hot.experts == pytest.approx(2.8 * even.experts, rel=1e-3)
     with pytest.raises(ValueError, match="4 ranks must divide the experts, got 6"):

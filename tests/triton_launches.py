@@ -16,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import moe_kernels.backends.triton as kernels
-from moe_kernels.backends.triton import _grouped_launch
+from moe_kernels.backends.triton import _grouped_configs
 
 _devices = itertools.count(1000)
 
@@ -63,5 +63,5 @@ def recorded(capability: int = 80) -> Iterator[list[dict[str, Any]]]:
         changed.enter_context(patch.object(JITFunction, "run", record))
         changed.enter_context(patch.object(knobs.runtime, "jit_cache_hook", hook))
         changed.enter_context(patch.object(kernels, "device_type", "cpu"))
-        changed.enter_context(patch.object(_grouped_launch, "loop", lambda device: capability))
+        changed.enter_context(patch.object(_grouped_configs, "loop", lambda device: capability))
         yield launches

@@ -1,9 +1,9 @@
 // The grouped GEMM on the CPU (definition: python_ref/grouped_gemm.py): products, then bias and activation row by row
 // while a row is in the cache. If torch's library made the products (moe_kernels/backends/native/grouped_gemm_cpu.py),
-// they arrive as `product`, and only bias and activation are left.
+// they arrive as `by_torch`, and only bias and activation are left.
 
 #include "ops.h"
-#include "product.h"
+#include "grouped_gemm.h"
 
 #include <algorithm>
 #include <atomic>
@@ -28,18 +28,19 @@ void clear(void* out, int64_t used, int64_t rows, int64_t bytes) {
 }
 
 template <class T>
-void forward(const Product<T>& sums, const char* bias, int activation, char* out, char* pre, int64_t rows, int threads) {
-  const Elements<T>& kind = sums.x.kind;
+void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char* out, char* pre, int64_t rows,
+             int threads) {
+  const Elements<T>& kind = gemm.x.kind;
   const RowsOf<T> act = rows_of<T>(activation);
-  const int64_t dout = sums.dout, width = act.gated ? dout / 2 : dout;
+  const int64_t dout = gemm.dout, width = act.gated ? dout / 2 : dout;
   const int64_t out_bytes = width * kind.size, pre_bytes = dout * kind.size;
   expect_pages(out, rows * out_bytes);
   if (pre) expect_pages(pre, rows * pre_bytes);
   // Sums that are pre, or the result before its bias, are computed in its memory.
   const bool plain = Activation(activation) == Activation::none && !pre;
   T* place = kind.wide && (plain || pre) ? reinterpret_cast<T*>(plain ? out : pre) : nullptr;
-  char* const rounded = plain && !bias && kind.in_pairs && !sums.product ? out : nullptr;
-  sums.run(threads, place, rounded, [&](int64_t e, int64_t row, T* p) {
+  char* const rounded = plain && !bias && kind.in_pairs && !gemm.by_torch ? out : nullptr;
+  gemm.run(threads, place, rounded, [&](int64_t e, int64_t row, T* p) {
     if (bias) kind.add(p, bias + e * pre_bytes, dout);
     if (plain && place) return;
     if (pre && !place) kind.narrow(pre + row * pre_bytes, p, dout);
@@ -51,8 +52,8 @@ void forward(const Product<T>& sums, const char* bias, int activation, char* out
       kind.narrow(to, p, width);
     }
   });
-  clear(out, sums.groups.used(), rows, out_bytes);
-  clear(pre, sums.groups.used(), rows, pre_bytes);
+  clear(out, gemm.groups.used(), rows, out_bytes);
+  clear(pre, gemm.groups.used(), rows, pre_bytes);
 }
 
 // dW_e = x_e^T grad_e, kBlock rows of dW at a time. The first block also computes dbias_e, the weighted column sums of grad_e.
@@ -224,14 +225,14 @@ T dot_of(const Rows<T>& x, int64_t row, const char* with, int64_t dim) {
 }
 
 template <class T>
-void hidden_backward(const Product<T>& sums, const T* row_weight, const char* b_out, const char* pre, int activation,
+void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char* b_out, const char* pre, int activation,
                      char* dpre, char* weighted, T* drow_weight, int64_t rows, int threads) {
-  const Elements<T>& kind = sums.x.kind;
+  const Elements<T>& kind = gemm.x.kind;
   const RowsOf<T> act = rows_of<T>(activation);
-  const int64_t hidden = sums.dout, bytes = hidden * kind.size, pre_bytes = act.gated ? 2 * bytes : bytes;
-  sums.run(threads, nullptr, nullptr, [&](int64_t e, int64_t row, T* a) {
+  const int64_t hidden = gemm.dout, bytes = hidden * kind.size, pre_bytes = act.gated ? 2 * bytes : bytes;
+  gemm.run(threads, nullptr, nullptr, [&](int64_t e, int64_t row, T* a) {
     const T w = row_weight[row];
-    T dot = b_out == nullptr ? T(0) : dot_of(sums.x, row, b_out + e * sums.din * kind.size, sums.din);
+    T dot = b_out == nullptr ? T(0) : dot_of(gemm.x, row, b_out + e * gemm.din * kind.size, gemm.din);
     for (int64_t j = 0; j < hidden; j += kChunk, a += kChunk) {
       Chunk<T> chunk(kind, act, pre + row * pre_bytes, hidden, j);
       alignas(64) T h[kChunk];
@@ -247,22 +248,22 @@ void hidden_backward(const Product<T>& sums, const T* row_weight, const char* b_
     }
     drow_weight[row] = dot;
   });
-  clear(dpre, sums.groups.used(), rows, pre_bytes);
-  clear(weighted, sums.groups.used(), rows, bytes);
-  clear(drow_weight, sums.groups.used(), rows, sizeof(T));
+  clear(dpre, gemm.groups.used(), rows, pre_bytes);
+  clear(weighted, gemm.groups.used(), rows, bytes);
+  clear(drow_weight, gemm.groups.used(), rows, sizeof(T));
 }
 
 template <class T>
-void norms(const Product<T>& sums, const char* bias, T* out, int64_t rows, int threads) {
-  const Elements<T>& kind = sums.x.kind;
-  sums.run(threads, nullptr, nullptr, [&](int64_t e, int64_t row, T* y) {
-    if (bias) kind.add(y, bias + e * sums.dout * kind.size, sums.dout);
+void norms(const GroupedGemm<T>& gemm, const char* bias, T* out, int64_t rows, int threads) {
+  const Elements<T>& kind = gemm.x.kind;
+  gemm.run(threads, nullptr, nullptr, [&](int64_t e, int64_t row, T* y) {
+    if (bias) kind.add(y, bias + e * gemm.dout * kind.size, gemm.dout);
     T sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < sums.dout; ++j) sum += y[j] * y[j];
+    for (int64_t j = 0; j < gemm.dout; ++j) sum += y[j] * y[j];
     out[row] = sum;
   });
-  clear(out, sums.groups.used(), rows, sizeof(T));
+  clear(out, gemm.groups.used(), rows, sizeof(T));
 }
 
 // out (tokens, dim): the sum of each token's rows, in their order. Threads share the columns. A thread's scratch: a byte
@@ -301,23 +302,23 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
   }
 }
 
-// The arguments that launchers of products share, in the order of ops.h.
-#define MOE_PRODUCT(T)                                                                                          \
-  Product<T> {                                                                                                  \
+// The operands that three functions share, in the order of ops.h.
+#define MOE_GROUPED_GEMM(T)                                                                                         \
+  GroupedGemm<T> {                                                                                                  \
     {elements_of<T>(dtype), static_cast<const char*>(x), x_stride, row_token}, static_cast<const char*>(weight), \
-        stride_e, stride_k, stride_j, elements_of<T>(product_dtype), static_cast<char*>(product),                \
+        stride_e, stride_k, stride_j, elements_of<T>(by_torch_dtype), static_cast<char*>(by_torch),                 \
         {expert_offsets, num_experts}, din, dout                                                                \
   }
 
 }  // namespace
 
 // Returns 1 and does nothing if offsets or tokens are out of range. x has `tokens` rows.
-int grouped_gemm_fwd(MOE_PRODUCT_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,
+int grouped_gemm_fwd(MOE_GROUPED_GEMM_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,
                      int64_t tokens, int threads) {
   if (!Groups{expert_offsets, num_experts}.fit(rows) || !within(row_token, rows, tokens)) return 1;
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
-    forward(MOE_PRODUCT(T), static_cast<const char*>(bias), activation, static_cast<char*>(out),
+    forward(MOE_GROUPED_GEMM(T), static_cast<const char*>(bias), activation, static_cast<char*>(out),
             static_cast<char*>(pre), rows, threads);
   });
   return 0;
@@ -369,24 +370,24 @@ void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void
   });
 }
 
-void expert_mlp_bwd_hidden(MOE_PRODUCT_ARGS, const void* row_weight, const void* b_out, const void* pre,
+void expert_mlp_bwd_hidden(MOE_GROUPED_GEMM_ARGS, const void* row_weight, const void* b_out, const void* pre,
                            int activation, void* dpre, void* weighted, void* drow_weight, int64_t rows, int threads) {
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
-    hidden_backward(MOE_PRODUCT(T), static_cast<const T*>(row_weight), static_cast<const char*>(b_out),
+    hidden_backward(MOE_GROUPED_GEMM(T), static_cast<const T*>(row_weight), static_cast<const char*>(b_out),
                     static_cast<const char*>(pre), activation, static_cast<char*>(dpre), static_cast<char*>(weighted),
                     static_cast<T*>(drow_weight), rows, threads);
   });
 }
 
-void grouped_gemm_norms(MOE_PRODUCT_ARGS, const void* bias, void* out, int64_t rows, int threads) {
+void grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, int64_t rows, int threads) {
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
-    norms(MOE_PRODUCT(T), static_cast<const char*>(bias), static_cast<T*>(out), rows, threads);
+    norms(MOE_GROUPED_GEMM(T), static_cast<const char*>(bias), static_cast<T*>(out), rows, threads);
   });
 }
 
-#undef MOE_PRODUCT
+#undef MOE_GROUPED_GEMM
 
 }  // namespace MOE_ISA
 }  // namespace moe

@@ -17,11 +17,11 @@
 // clang-format on
 
 // A product of rows with the weights of their experts: weight(e, k, j) is weight[e * stride_e + k * stride_k + j * stride_j],
-// and stride_k or stride_j is 1. If `product` (rows, dout) is not null, torch's library has computed it already; it is
+// and stride_k or stride_j is 1. If `by_torch` (rows, dout) is not null, torch's library has computed it already; it is
 // overwritten.
-#define MOE_PRODUCT_ARGS                                                                                             \
+#define MOE_GROUPED_GEMM_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
-      int64_t stride_k, int64_t stride_j, void *product, int product_dtype, const int32_t *expert_offsets,           \
+      int64_t stride_k, int64_t stride_j, void *by_torch, int by_torch_dtype, const int32_t *expert_offsets,        \
       int64_t num_experts, int64_t din, int64_t dout
 
 // The products of x (tokens, dim) with a tree gate's weights, of what tree_reach found below a tree's first `levels`.
@@ -61,7 +61,7 @@
                   const void* weights, const int32_t* row_token, const int32_t* slot_row,                           \
                   const int32_t* expert_offsets, const int32_t* row_choice, void* drows, void* dweights,            \
                   int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim, int threads);      \
-  int grouped_gemm_fwd(MOE_PRODUCT_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,      \
+  int grouped_gemm_fwd(MOE_GROUPED_GEMM_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows, \
                        int64_t tokens, int threads);                                                                 \
   void grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, const int32_t* x_token, const void* grad, \
                                int64_t grad_stride, const int32_t* grad_token, const int32_t* expert_offsets,        \
@@ -71,7 +71,7 @@
                              int64_t tokens, int64_t dim, int threads);                                              \
   void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void* pre, int activation, void* dpre, \
                       int64_t rows, int64_t width, int threads);                                                     \
-  void expert_mlp_bwd_hidden(MOE_PRODUCT_ARGS, const void* row_weight, const void* b_out, const void* pre,            \
+  void expert_mlp_bwd_hidden(MOE_GROUPED_GEMM_ARGS, const void* row_weight, const void* b_out, const void* pre,     \
                              int activation, void* dpre, void* weighted, void* drow_weight, int64_t rows,            \
                              int threads);                                                                           \
   int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weights, const void* w_in,              \
@@ -81,7 +81,7 @@
                      const int32_t* slot_row, int index_size, const void* experts, int32_t* scratch, void* pre,      \
                      void* hidden, void* rows, void* y, int64_t tokens, int64_t k, int64_t num_rows,                 \
                      int64_t num_experts, int64_t din, int64_t width, int64_t dhidden, int64_t dout, int threads);   \
-  void grouped_gemm_norms(MOE_PRODUCT_ARGS, const void* bias, void* out, int64_t rows, int threads);                 \
+  void grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, int64_t rows, int threads);           \
   void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,       \
                     double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,             \
                     int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,           \

@@ -1,4 +1,4 @@
-// The hidden units of an expert MLP, backward: the epilogue of one product gives three gradients.
+// The hidden units of an expert MLP, backward: the epilogue of one GEMM gives three gradients.
 #include "moe/activation.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -10,7 +10,7 @@ namespace {
 // w a act'(pre), w h (for the gradient of W_out), and dw = <h, a> + <b_out, dy>.
 template <class T>
 struct Hidden {
-  const T* grad;             // (T, D): dy, which the product reads as well
+  const T* grad;             // (T, D): dy, which the GEMM reads as well
   int64_t grad_stride;       // elements from token to token
   const int32_t* row_token;  // (R), or nullptr
   Bias<T> b_out;             // (E, D)
@@ -90,9 +90,9 @@ cudaError_t expert_mlp_bwd_hidden(int dtype, const void* grad, int64_t grad_stri
   if (!plausible(num_rows, num_experts, dim, hidden) || !is_activation(activation)) return cudaErrorInvalidValue;
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
-    const Product<T> product{static_cast<const T*>(grad), grad_stride, row_token, static_cast<const T*>(weight),
-                             expert_stride, weight_stride, expert_offsets, num_rows, num_experts, dim, hidden,
-                             transposed, 0, 0};
+    const GroupedGemm<T> gemm{static_cast<const T*>(grad), grad_stride, row_token, static_cast<const T*>(weight),
+                              expert_stride, weight_stride, expert_offsets, num_rows, num_experts, dim, hidden,
+                              transposed, 0, 0};
     const int64_t size = sizeof(T);
     const bool wide = rows_divide(16, hidden * size, {}, {pre, dpre, weighted});
     const bool wide_bias = rows_divide(16, 0, {grad_stride * size, b_out ? b_out_stride * size : 0}, {grad, b_out});
@@ -100,7 +100,7 @@ cudaError_t expert_mlp_bwd_hidden(int dtype, const void* grad, int64_t grad_stri
                              {static_cast<const T*>(b_out), b_out_stride}, dim, row_weight,
                              static_cast<const T*>(pre), activation, static_cast<T*>(dpre),
                              static_cast<T*>(weighted), partial, num_rows, hidden, wide, wide_bias};
-    return start(product, epilogue, stream);
+    return launch_grouped_gemm(gemm, epilogue, stream);
   });
 }
 

@@ -1,4 +1,4 @@
-// Norms of the rows of a grouped product, whose elements are squared and summed in the epilogue instead of stored.
+// Norms of the rows of a grouped GEMM, whose elements are squared and summed in the epilogue instead of stored.
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
 
@@ -43,11 +43,12 @@ cudaError_t grouped_gemm_norms(int dtype, const void* rows, int64_t rows_stride,
   if (!plausible(num_rows, num_experts, din, dout)) return cudaErrorInvalidValue;
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
-    const Product<T> product{static_cast<const T*>(rows), rows_stride, nullptr, static_cast<const T*>(weight),
-                             expert_stride, weight_stride, expert_offsets, num_rows, num_experts, din, dout,
-                             transposed, 0, 0};
+    const GroupedGemm<T> gemm{static_cast<const T*>(rows), rows_stride, nullptr, static_cast<const T*>(weight),
+                              expert_stride, weight_stride, expert_offsets, num_rows, num_experts, din, dout,
+                              transposed, 0, 0};
     const bool wide = rows_divide(16, 0, {bias ? bias_stride * int64_t(sizeof(T)) : 0}, {bias});
-    return start(product, Norms<T>{{static_cast<const T*>(bias), bias_stride}, partial, num_rows, wide}, stream);
+    const Norms<T> epilogue{{static_cast<const T*>(bias), bias_stride}, partial, num_rows, wide};
+    return launch_grouped_gemm(gemm, epilogue, stream);
   });
 }
 

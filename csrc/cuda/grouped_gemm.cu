@@ -1,5 +1,5 @@
 // Grouped GEMM with bias and activation in its epilogue, and the backward pass of the activation. The gradient to rows
-// is the same product, with the transposed weights read in place.
+// is the same kernel, with the transposed weights read in place.
 #include "moe/activation.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -91,13 +91,14 @@ cudaError_t grouped_gemm_fwd(int dtype, const void* x, int64_t x_stride, const i
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
     const bool gated = is_gated(activation);
-    const Product<T> product{static_cast<const T*>(x), x_stride, row_token, static_cast<const T*>(weight),
-                             expert_stride, weight_stride, expert_offsets, num_rows, num_experts, din, dout,
-                             transposed, 0, 0};
+    const GroupedGemm<T> gemm{static_cast<const T*>(x), x_stride, row_token, static_cast<const T*>(weight),
+                              expert_stride, weight_stride, expert_offsets, num_rows, num_experts, din, dout,
+                              transposed, 0, 0};
     const int64_t row_bytes = dout / (gated ? 2 : 1) * int64_t(sizeof(T));
     const bool wide = rows_divide(16, row_bytes, {bias ? bias_stride * int64_t(sizeof(T)) : 0}, {bias, out, pre});
-    return start(product, Activate<T>{{static_cast<const T*>(bias), bias_stride}, activation, static_cast<T*>(out),
-                                      static_cast<T*>(pre), dout, wide}, stream);
+    const Activate<T> epilogue{{static_cast<const T*>(bias), bias_stride}, activation, static_cast<T*>(out),
+                               static_cast<T*>(pre), dout, wide};
+    return launch_grouped_gemm(gemm, epilogue, stream);
   });
 }
 

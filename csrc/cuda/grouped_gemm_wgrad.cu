@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) grouped_gemm_wgrad_kernel(c
   GatheredAcrossK<T, Tile, Tile::kN> b(rows_of(call.grad, call.grad_stride, call.grad_token), call.grad_stride,
                                        list_of(call.grad_token), from.n, dout, range.count);
   typename Tile::Sums sums = {};
-  multiply<T, Tile>(stages, a, b, range.count, sums);
+  multiply_tile<T, Tile>(stages, a, b, range.count, sums);
 
   recompute(block);  // its registers are worth more to the product
   const auto [expert, m, n] = Target<Tile>(block, call.row_tiles, call.column_tiles);

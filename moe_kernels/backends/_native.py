@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,13 @@ def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype
     if on_pointer is not None:
         on_pointer(tensor)
     return tensor.data_ptr()
+
+
+def words(device_type: str, name: str, arguments: Iterable[Any]) -> list[int | float]:
+    """The arguments of the C++ function `name`: arrays (tensor, dtype, rank) as addresses, dtypes as their codes."""
+    return [
+        pointer(device_type, name, *each) if isinstance(each, tuple) else DTYPES.get(each, each) for each in arguments
+    ]
 
 
 def aligned(tensor: Tensor, size: int) -> bool:

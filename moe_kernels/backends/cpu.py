@@ -85,13 +85,14 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     return scores.new_empty((chunks(scores.numel()), (matrices * n + vectors) * vector), dtype=torch.uint8)
 
 
-def launch(name: str, work: Tensor | int, *args: int | float, passes: int = 1) -> int:
-    """Runs a kernel and returns its result: 0, or 1 if it found indices that it refuses.
+def call(name: str, work: Tensor | int, *args: Any, passes: int = 1) -> int:
+    """Calls a C++ function (see native/) and returns its result: 0, or 1 if it found indices that it refuses.
 
     work: elements that the kernel works on, or a tensor of as many; passes: how often.
     """
     elements = work.numel() if isinstance(work, Tensor) else work
-    return getattr(module, name)(isa, elements * passes >= _SERIAL, *args, chunks(elements))
+    words = _native.words(device_type, name, args)
+    return getattr(module, name)(isa, elements * passes >= _SERIAL, *words, chunks(elements))
 
 
 def _supports(device: str, dtype: torch.dtype) -> str | None:

@@ -37,17 +37,14 @@ PLAN_TILE = 1024  # requests that a block of csrc/cuda/plan.cu takes at a time
 _self = sys.modules[__name__]
 
 
-def pointer(op: str, tensor: Tensor | None, dtype: torch.dtype, rank: int) -> int:
-    return _native.pointer(device_type, op, tensor, dtype, rank)
-
-
-def launch(name: str, work: Tensor, *args: int | float, passes: int = 1) -> None:
-    """Launches a kernel on the device of `work`. passes: only of the CPU's launch."""
+def call(name: str, work: Tensor, *args: Any, passes: int = 1) -> None:
+    """Calls a C++ function (see native/), which launches kernels on the device of `work`. passes: only of cpu.call."""
+    words = _native.words(device_type, name, args)
     if device_type == "cpu":
-        getattr(module, name)(*args, 0)
+        getattr(module, name)(*words, 0)
         return
     with torch.cuda.device(work.device):
-        getattr(module, name)(*args, torch.cuda.current_stream().cuda_stream)
+        getattr(module, name)(*words, torch.cuda.current_stream().cuda_stream)
 
 
 def chunks(elements: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels.library._define import contiguous, define, gradient_like, ops, refused, rows, wide
 from moe_kernels.library.combine import combine
-from moe_kernels.library.grouped_gemm import kernels, matrices, product, transposed, weight_gradient, weight_like
+from moe_kernels.library.grouped_gemm import forward, kernels, matrices, rows_gradient, weight_gradient, weight_like
 from moe_kernels.library.plan import make_plan
 
 
@@ -20,8 +20,8 @@ def _fwd(
     found = _at_once(x, weights, w_in, w_out, b_in, b_out, activation, plan, None, keep_pre, backend)
     if found is not None:
         return found
-    hidden, pre = product(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
-    result, _ = product(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
+    hidden, pre = forward(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
+    result, _ = forward(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
     del hidden  # y reuses its memory; freed later, both went back to the system: 600 page faults at 512 tokens
     return combine(result, weights, slot_row, backend), pre
 
@@ -68,7 +68,7 @@ def _bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple
     expert_offsets, row_token, row_choice, slot_row = contiguous(*plan)
     to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = wanted
     if pre is None:
-        pre, _ = product(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
+        pre, _ = forward(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
     dx = dweights = dw_in = dw_out = db_in = db_out = None
     grad, row_weight = rows(grad), _row_weight(weights, row_token, row_choice, wide(x.dtype))
     given = grad, matrices(w_out), expert_offsets, row_token, row_weight, pre.contiguous()
@@ -80,7 +80,7 @@ def _bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple
         dw_out, db_out = found[0] if to_w_out else None, found[1] if to_b_out else None
     del weighted  # frees its memory for the next tensors
     if to_x:
-        dx = combine(transposed(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
+        dx = combine(rows_gradient(dpre, w_in, expert_offsets, backend), None, slot_row, backend)
     if to_w_in or to_b_in:
         found = weight_gradient(x, dpre, expert_offsets, row_token, None, to_b_in, backend, w_in)
         dw_in, db_in = found[0] if to_w_in else None, found[1] if to_b_in else None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_kernels.library._define import define, gradient_like, matrices, ops, refused, wide
 from moe_kernels.library.combine import combine
-from moe_kernels.library.grouped_gemm import kernels, product, transposed, weight_gradient
+from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
 
 # Elements of the largest tensor of a group on a GPU: 256 MB in 16 bits. If all experts fit into a group, the number of
 # launches does not depend on E. If they do not, each launch still has work for a millisecond.
@@ -38,7 +38,7 @@ def _fwd(x, w_in, w_out, b_in, b_out, activation, backend) -> Tensor:
     norms = x.new_empty((x.shape[0], w_in.shape[0]), dtype=wide(x.dtype))
     for experts, offsets, token in _groups(x, w_in, w_out, backend):
         w1, w2, b1, b2 = _of(experts, w_in, w_out, b_in, b_out)
-        hidden, _ = product(x, w1, offsets, token, b1, activation, False, backend)
+        hidden, _ = forward(x, w1, offsets, token, b1, activation, False, backend)
         squares = kernels(backend).grouped_gemm_norms(hidden, matrices(w2), offsets, b2)
         norms[:, experts] = squares.view(experts.stop - experts.start, x.shape[0]).t().sqrt()
     return norms
@@ -87,8 +87,8 @@ def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend
     w_in, w_out, b_in, b_out = parameters
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted
     dx = dw_in = dw_out = db_in = db_out = None
-    hidden, pre = product(x, w_in, offsets, token, b_in, activation, activation != "", backend)
-    y, _ = product(hidden, w_out, offsets, None, b_out, "", False, backend)
+    hidden, pre = forward(x, w_in, offsets, token, b_in, activation, activation != "", backend)
+    y, _ = forward(hidden, w_out, offsets, None, b_out, "", False, backend)
     if x.dtype == torch.float16:  # kernels store hidden layers times shares: 1 / norm can be beyond 65504
         y, share = y.mul_(share[:, None]), torch.ones_like(share)
     given = y, matrices(w_out), offsets, None, share, pre if activation else hidden
@@ -96,7 +96,7 @@ def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend
     if to_w_out or to_b_out:
         dw_out, db_out = weight_gradient(weighted, y, offsets, None, None, to_b_out, backend, row_weight=share)
     if to_x:
-        dx = _sum_of_experts(transposed(dpre, w_in, offsets, backend), x.shape[0], backend)
+        dx = _sum_of_experts(rows_gradient(dpre, w_in, offsets, backend), x.shape[0], backend)
     if to_w_in or to_b_in:
         dw_in, db_in = weight_gradient(x, dpre, offsets, token, None, to_b_in, backend)
     found = dx, dw_in, dw_out, db_in, db_out

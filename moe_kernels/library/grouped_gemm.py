@@ -42,7 +42,7 @@ def kernels(backend: str):
     return backends.load(backend, "grouped_gemm")
 
 
-def product(
+def forward(
     x, weight, expert_offsets, row_token, bias, activation, keep_pre, backend, training=False
 ) -> tuple[Tensor, Tensor]:
     """Implements grouped_gemm_fwd: (R, Dout), and with keep_pre also the pre-activations (R, Dout).
@@ -57,7 +57,7 @@ def product(
     return kernels(backend).grouped_gemm_fwd(*given, activation, keep_pre, keep_pre or training)
 
 
-def transposed(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
+def rows_gradient(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
     """grad (R, Dout) -> (R, Din): the rows of each expert times its transposed weight."""
     given = rows(grad), matrices(weight.transpose(1, 2)), expert_offsets
     return kernels(backend).grouped_gemm_fwd(*given, None, None, "", False, True)[0]
@@ -121,13 +121,13 @@ def _bwd(grad, x, weight, expert_offsets, row_token, bias, pre, activation, want
     dx = dweight = dbias = None
     if activation:
         if pre is None:
-            pre, _ = product(x, weight, expert_offsets, row_token, bias, "", False, backend)
+            pre, _ = forward(x, weight, expert_offsets, row_token, bias, "", False, backend)
         grad = kernels(backend).activation_bwd(rows(grad), pre.contiguous(), activation)
     if to_weight or to_bias:
         found = weight_gradient(x, grad, expert_offsets, row_token, None, to_bias, backend, weight)
         dweight, dbias = found[0] if to_weight else None, found[1] if to_bias else None
     if to_x:
-        dx = transposed(grad, weight, expert_offsets, backend)
+        dx = rows_gradient(grad, weight, expert_offsets, backend)
         if row_token is not None:
             dx = kernels(backend).grouped_gemm_sum_rows(rows(dx), row_token, x.shape[0])
     return tuple(x.new_empty(0) if each is None else each for each in (dx, dweight, dbias))
@@ -139,21 +139,21 @@ def _bwd_fake(grad, x, weight, expert_offsets, row_token, bias, pre, activation,
     return gradient_like(x, to_x), weight_like(weight, to_weight), dbias
 
 
-def product_flops(x, weight, row_token) -> int:
+def gemm_flops(x, weight, row_token) -> int:
     return 2 * (x if row_token is None else row_token)[0] * weight[1] * weight[2]
 
 
 def _bwd_flops(grad, x, weight, offsets, row_token, bias, pre, activation, wanted, *rest, **kwargs) -> int:
     to_x, to_weight, to_bias = wanted
-    return product_flops(x, weight, row_token) * (to_x + (to_weight or to_bias))
+    return gemm_flops(x, weight, row_token) * (to_x + (to_weight or to_bias))
 
 
 define(
     "grouped_gemm_fwd(Tensor x, Tensor weight, Tensor expert_offsets, Tensor? row_token, Tensor? bias, str activation, "
     "bool keep_pre, str backend) -> (Tensor, Tensor)",
-    product,
+    forward,
     _fwd_fake,
-    lambda x, weight, offsets, row_token, *rest, out_shape=None, **kwargs: product_flops(x, weight, row_token),
+    lambda x, weight, offsets, row_token, *rest, out_shape=None, **kwargs: gemm_flops(x, weight, row_token),
     save=_save,
     backward=_backward,
 )

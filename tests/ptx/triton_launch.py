@@ -41,15 +41,15 @@ _gpu = GPUS[80]
 def capability(which: int) -> Iterator[None]:
     """Launches inside see another GPU. The products choose their loop by the capability of a CUDA device, which is not
     there to be asked."""
-    from moe_kernels.backends.triton import _grouped_launch
+    from moe_kernels.backends.triton import _grouped_configs
 
     global _gpu
-    before, loop, _gpu = _gpu, _grouped_launch.loop, GPUS[which]
-    _grouped_launch.loop = lambda device: which
+    before, loop, _gpu = _gpu, _grouped_configs.loop, GPUS[which]
+    _grouped_configs.loop = lambda device: which
     try:
         yield
     finally:
-        _gpu, _grouped_launch.loop = before, loop
+        _gpu, _grouped_configs.loop = before, loop
 
 
 class Launcher:

@@ -1,4 +1,4 @@
-// The product of one tile on the tensor cores of sm_80, for bf16 and fp16: cp.async fills a ring of stages in shared
+// The GEMM of one tile on the tensor cores of sm_80, for bf16 and fp16: cp.async fills a ring of stages in shared
 // memory, ldmatrix takes fragments out of it, mma.sync multiplies them into float32 sums in registers.
 //
 // Each factor has an outer index (m or n) and the common index k. A factor that is contiguous along k is staged with a row
@@ -159,7 +159,7 @@ class AcrossK {
   }
 };
 
-// The same of rows that a list may pick: row k of the product is row index[k] of the matrix, zeros where that is
+// The same of rows that a list may pick: row k is row index[k] of the matrix, zeros where that is
 // negative, or row k itself without a list.
 template <class T, class Tile, int OUTER>
 class GatheredAcrossK {
@@ -256,7 +256,7 @@ __device__ __forceinline__ int warp_n() {
 // fragments of the next 16 are loaded. One barrier for each stage, before its last 16 k are multiplied: after it all warps
 // may read the next stage. This one may be filled again, since its fragments are all in registers.
 template <class T, class Tile, class A, class B>
-__device__ __forceinline__ void multiply(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
+__device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;
   const int turns = (num_k + Tile::kK - 1) / Tile::kK;
   const auto stage = [&](int turn) { return stages + turn % kStages * Tile::kStage; };
@@ -291,7 +291,7 @@ __device__ __forceinline__ void multiply(T* stages, A& a, B& b, int num_k, typen
   async_wait<0>();
 }
 
-// The block's sums, in shared memory that `multiply` no longer needs: row r, column c at [r * kPitch + c].
+// The block's sums, in shared memory that multiply_tile no longer needs: row r, column c at [r * kPitch + c].
 template <class Tile>
 __device__ __forceinline__ void stage_sums(float* staged_sums, const typename Tile::Sums& sums) {
   const int lane = threadIdx.x % kWarpSize;

@@ -13,8 +13,9 @@ namespace moe {
 // With fewer rows per expert than this, tiles have 32 rows, since a tile takes the same time however many rows it has.
 constexpr int64_t kFewRows = 64;
 
+// The operands of a launch.
 template <class T>
-struct Product {
+struct GroupedGemm {
   const T* x;                     // (R, Din), or (T, Din) with row_token
   int64_t x_stride;               // elements from row to row
   const int32_t* row_token;       // (R), -1 for rows not in use; or nullptr
@@ -25,7 +26,7 @@ struct Product {
   int64_t num_rows, num_experts, din, dout;
   int transposed;
 
-  int row_tiles, column_tiles;  // set by `start`
+  int row_tiles, column_tiles;  // set by launch_with_tile
 };
 
 // The rows of a tile. Rows from expert_offsets[E] on are not in use: expert -1.
@@ -56,7 +57,7 @@ __device__ Rows rows_of_tile(int index, const int32_t* offsets, int num_experts,
   return {expert < num_experts ? expert : -1, first, static_cast<int>(min(end - first, int64_t(M)))};
 }
 
-// The columns of a tile: N neighbours, or of a gated product N / 2 gates and the linear parts that they multiply.
+// The columns of a tile: N neighbours, or with a gated activation N / 2 gates and the linear parts that they multiply.
 template <int N>
 struct Columns {
   int first, end;  // of the neighbours, or of the gates; the linear part of column i is column end + i
@@ -105,36 +106,36 @@ __device__ void write_row_sum(float value, int row, const Rows& rows, int column
 
 template <class T, class Tile, bool TRANSPOSED, class Epilogue>
 __global__ void __launch_bounds__(Tile::kThreads, 2)
-    grouped_gemm_kernel(const Product<T> product, const Epilogue epilogue) {
+    grouped_gemm_kernel(const GroupedGemm<T> gemm, const Epilogue epilogue) {
   DYNAMIC_SHARED(T, stages);
-  const Place place(blockIdx.x, product.row_tiles, product.column_tiles);
+  const Place place(blockIdx.x, gemm.row_tiles, gemm.column_tiles);
   SHARED(Rows, rows, );  // not in registers, which the sums and the loop fill
   if (threadIdx.x < kWarpSize) {
-    const Rows found = rows_of_tile<Tile::kM>(place.row, product.expert_offsets, static_cast<int>(product.num_experts),
-                                              product.num_rows);
+    const Rows found =
+        rows_of_tile<Tile::kM>(place.row, gemm.expert_offsets, static_cast<int>(gemm.num_experts), gemm.num_rows);
     if (threadIdx.x == 0) rows = found;
   }
   __syncthreads();
   if (rows.count <= 0) return;
-  const Columns<Tile::kN> columns(place.column, static_cast<int>(product.dout), epilogue.halved());
+  const Columns<Tile::kN> columns(place.column, static_cast<int>(gemm.dout), epilogue.halved());
   typename Tile::Sums sums = {};
   if (rows.expert >= 0) {
-    const int num_k = static_cast<int>(product.din);
-    AlongK<T, Tile, Tile::kM> a(product.x, [&](int i) -> const T* {
+    const int num_k = static_cast<int>(gemm.din);
+    AlongK<T, Tile, Tile::kM> a(gemm.x, [&](int i) -> const T* {
       if (i >= rows.count) return nullptr;
-      const int64_t from = product.row_token ? load(product.row_token + rows.first + i) : rows.first + i;
-      return from < 0 ? nullptr : product.x + from * product.x_stride;
+      const int64_t from = gemm.row_token ? load(gemm.row_token + rows.first + i) : rows.first + i;
+      return from < 0 ? nullptr : gemm.x + from * gemm.x_stride;
     });
-    const T* const weight = product.weight + rows.expert * product.expert_stride;
+    const T* const weight = gemm.weight + rows.expert * gemm.expert_stride;
     if constexpr (TRANSPOSED) {
       AlongK<T, Tile, Tile::kN> b(weight, [&](int c) {
-        return columns.left(c) > 0 ? weight + columns.at(c) * product.weight_stride : nullptr;
+        return columns.left(c) > 0 ? weight + columns.at(c) * gemm.weight_stride : nullptr;
       });
-      multiply<T, Tile>(stages, a, b, num_k, sums);
+      multiply_tile<T, Tile>(stages, a, b, num_k, sums);
     } else {
-      AcrossK<T, Tile, Tile::kN> b(weight, product.weight_stride, [&](int c) { return columns.at(c); },
+      AcrossK<T, Tile, Tile::kN> b(weight, gemm.weight_stride, [&](int c) { return columns.at(c); },
                                    [&](int c) { return columns.left(c); });
-      multiply<T, Tile>(stages, a, b, num_k, sums);
+      multiply_tile<T, Tile>(stages, a, b, num_k, sums);
     }
   }
   float* const staged_sums = reinterpret_cast<float*>(stages);
@@ -143,41 +144,36 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
 }
 
 template <class T, class Tile, bool TRANSPOSED, class Epilogue>
-cudaError_t start_tile(Product<T> product, const Epilogue& epilogue, cudaStream_t stream) {
+cudaError_t launch_with_tile(GroupedGemm<T> gemm, const Epilogue& epilogue, cudaStream_t stream) {
   const int64_t halves = epilogue.halved() ? 2 : 1, width = Tile::kN / halves;
   // At least one column tile, also without columns: an epilogue may have rows to finish.
-  const int64_t column_tiles = std::max<int64_t>((product.dout / halves + width - 1) / width, 1);
-  const int64_t row_tiles = product.num_rows / Tile::kM + product.num_experts + 1;
+  const int64_t column_tiles = std::max<int64_t>((gemm.dout / halves + width - 1) / width, 1);
+  const int64_t row_tiles = gemm.num_rows / Tile::kM + gemm.num_experts + 1;
   if (row_tiles * column_tiles > INT32_MAX) return cudaErrorInvalidValue;
-  product.row_tiles = static_cast<int>(row_tiles), product.column_tiles = static_cast<int>(column_tiles);
+  gemm.row_tiles = static_cast<int>(row_tiles), gemm.column_tiles = static_cast<int>(column_tiles);
   return launch(grouped_gemm_kernel<T, Tile, TRANSPOSED, Epilogue>,
                 dim3(static_cast<unsigned>(row_tiles * column_tiles)), Tile::kThreads, Tile::kSharedBytes, stream,
-                product, epilogue);
+                gemm, epilogue);
 }
 
-template <class T, class Tile, class Epilogue>
-cudaError_t start_layout(const Product<T>& product, const Epilogue& epilogue, cudaStream_t stream) {
-  return product.transposed ? start_tile<T, Tile, true>(product, epilogue, stream)
-                            : start_tile<T, Tile, false>(product, epilogue, stream);
-}
-
-// Launches with the tile that fits, unless there are no rows.
+// Launches the kernel with the tile that fits, unless there are no rows.
 template <class T, class Epilogue>
-cudaError_t start(const Product<T>& product, const Epilogue& epilogue, cudaStream_t stream) {
-  if (product.num_rows == 0) return cudaSuccess;
+cudaError_t launch_grouped_gemm(const GroupedGemm<T>& gemm, const Epilogue& epilogue, cudaStream_t stream) {
+  if (gemm.num_rows == 0) return cudaSuccess;
   constexpr int64_t kSize = sizeof(T);
   const int64_t halves = epilogue.halved() ? 2 : 1;
   const auto divides = [&](int64_t bytes) {  // where rows start and end
-    return rows_divide(bytes, product.transposed ? 0 : product.dout / halves * kSize,
-                       {product.din * kSize, product.x_stride * kSize, product.weight_stride * kSize,
-                        product.expert_stride * kSize},
-                       {product.x, product.weight});
+    return rows_divide(bytes, gemm.transposed ? 0 : gemm.dout / halves * kSize,
+                       {gemm.din * kSize, gemm.x_stride * kSize, gemm.weight_stride * kSize, gemm.expert_stride * kSize},
+                       {gemm.x, gemm.weight});
   };
-  if (!divides(4)) return start_layout<T, UnalignedTile>(product, epilogue, stream);
-  if (!divides(16)) return start_layout<T, EvenTile>(product, epilogue, stream);
-  return product.num_rows < kFewRows * product.num_experts
-             ? start_layout<T, FewRowsTile>(product, epilogue, stream)
-             : start_layout<T, LargeTile>(product, epilogue, stream);
+  const auto with = [&](auto tile) {
+    return gemm.transposed ? launch_with_tile<T, decltype(tile), true>(gemm, epilogue, stream)
+                           : launch_with_tile<T, decltype(tile), false>(gemm, epilogue, stream);
+  };
+  if (!divides(4)) return with(UnalignedTile{});
+  if (!divides(16)) return with(EvenTile{});
+  return gemm.num_rows < kFewRows * gemm.num_experts ? with(FewRowsTile{}) : with(LargeTile{});
 }
 
 inline bool plausible(int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout) {

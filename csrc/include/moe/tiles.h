@@ -1,7 +1,7 @@
 // Matrix products C = A B small enough for the caches: a tile of C in registers, a panel of B (a few vectors wide) packed and
 // padded with zeros. The terms of an element are added in order of k whatever the tile, so that a result depends neither on
 // the number of threads nor on other rows. It does depend on the instruction set, by roundings: that decides whether terms
-// are added in pairs (pairs.h) and where callers split long sums (kDepth in product.h).
+// are added in pairs (pairs.h) and where callers split long sums (kDepth in cpu/grouped_gemm.h).
 #pragma once
 
 #include <algorithm>

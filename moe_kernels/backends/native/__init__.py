@@ -1,6 +1,7 @@
-"""Code of the two C++ backends: allocates outputs, takes addresses, calls the launcher of the same name.
+"""Code of the two C++ backends: allocates outputs and calls the C++ function.
 
 The first argument of a function, `native`, is the backend: backends/cpu.py or backends/cuda.py. The others are those of
-the operator in library/<op>.py, whose schema states their types. `native.launch(name, work, ...)` calls the C++
-function of that name; csrc/cpu/ops.h and csrc/cuda/ops.h declare its arguments.
+the operator in library/<op>.py, whose schema states their types. `native.call(name, work, ...)` calls the C++ function
+of that name, declared in csrc/cpu/ops.h and csrc/cuda/ops.h. An argument may be a number, a dtype, or an array: a tuple
+(tensor or None, dtype, rank), which is checked and becomes an address.
 """

@@ -6,7 +6,6 @@ from types import ModuleType
 
 from torch import Tensor
 
-from moe_kernels.backends import _native
 from moe_kernels.library import GATED
 
 # As csrc/include/moe/activations.h and activation.cuh number them.
@@ -15,15 +14,8 @@ ACTIVATIONS = {name: code for code, name in enumerate(("", "relu", "gelu", "silu
 
 def bwd(native: ModuleType, grad: Tensor, pre: Tensor, activation: str) -> Tensor:
     dpre = pre.new_empty(pre.shape)
-    native.launch(
-        "activation_bwd",
-        pre,
-        _native.DTYPES[pre.dtype],
-        native.pointer("grouped_gemm", grad, pre.dtype, 2),
-        grad.stride(0),
-        native.pointer("grouped_gemm", pre, pre.dtype, 2),
-        ACTIVATIONS[activation],
-        native.pointer("grouped_gemm", dpre, pre.dtype, 2),
-        *grad.shape,
-    )
+    native.call(
+        "activation_bwd", pre, pre.dtype, (grad, pre.dtype, 2), grad.stride(0), (pre, pre.dtype, 2),
+        ACTIVATIONS[activation], (dpre, pre.dtype, 2), *grad.shape,
+    )  # fmt: skip
     return dpre

@@ -7,25 +7,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import _native
 from moe_kernels.library import wide
 from moe_kernels.library.dispatch import refuse_bad_rows
 
 
 def fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tensor:
     y = rows.new_empty((slot_row.shape[0], rows.shape[1]))
-    refused = native.launch(
-        "combine_fwd",
-        rows,
-        _native.DTYPES[rows.dtype],
-        native.pointer("combine", rows, rows.dtype, 2),
-        rows.stride(0),
-        native.pointer("combine", weights, wide(rows.dtype), 2),
-        native.pointer("combine", slot_row, torch.int32, 2),
-        native.pointer("combine", y, rows.dtype, 2),
-        *slot_row.shape,
-        *rows.shape,
-    )
+    refused = native.call(
+        "combine_fwd", rows, rows.dtype, (rows, rows.dtype, 2), rows.stride(0),
+        (weights, wide(rows.dtype), 2), (slot_row, torch.int32, 2), (y, rows.dtype, 2), *slot_row.shape, *rows.shape,
+    )  # fmt: skip
     if refused:
         refuse_bad_rows("combine", slot_row, rows.shape[0])
     return y
@@ -33,25 +24,12 @@ def fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_row: Tens
 
 def bwd(native, grad, rows, weights, row_token, slot_row, expert_offsets, row_choice) -> tuple[Tensor, Tensor]:
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-    refused = native.launch(
-        "combine_bwd",
-        rows,
-        _native.DTYPES[rows.dtype],
-        native.pointer("combine", grad, rows.dtype, 2),
-        grad.stride(0),
-        native.pointer("combine", rows, rows.dtype, 2),
-        rows.stride(0),
-        native.pointer("combine", weights, wide(rows.dtype), 2),
-        native.pointer("combine", row_token, torch.int32, 1),
-        native.pointer("combine", slot_row, torch.int32, 2),
-        native.pointer("combine", expert_offsets, torch.int32, 1),
-        native.pointer("combine", row_choice, torch.int32, 1),
-        native.pointer("combine", drows, rows.dtype, 2),
-        native.pointer("combine", dweights, weights.dtype, 2),
-        *slot_row.shape,
-        expert_offsets.shape[0] - 1,
-        *rows.shape,
-    )
+    refused = native.call(
+        "combine_bwd", rows, rows.dtype, (grad, rows.dtype, 2), grad.stride(0), (rows, rows.dtype, 2),
+        rows.stride(0), (weights, wide(rows.dtype), 2), (row_token, torch.int32, 1), (slot_row, torch.int32, 2),
+        (expert_offsets, torch.int32, 1), (row_choice, torch.int32, 1), (drows, rows.dtype, 2),
+        (dweights, weights.dtype, 2), *slot_row.shape, expert_offsets.shape[0] - 1, *rows.shape,
+    )  # fmt: skip
     if refused:
         refuse_bad_rows("combine", slot_row, rows.shape[0], expert_offsets=expert_offsets)
     return drows, dweights

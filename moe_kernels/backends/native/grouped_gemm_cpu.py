@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import pairwise, repeat
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,7 @@ def in_cpp(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_ro
     num_experts, din, dout = size
     multiply_adds = num_rows * din * dout / max(num_experts, 1)
     in_pairs = native.on_amd and native.multiplies_pairs
-    if dtype is torch.bfloat16 and _product_dtype(dtype) is dtype and not in_pairs:
+    if dtype is torch.bfloat16 and _torch_dtype(dtype) is dtype and not in_pairs:
         return multiply_adds <= SMALL_BFLOAT16
     enough = max(num_experts, num_rows // LEAST) >= torch.get_num_threads()
     return multiply_adds <= SMALL or (native.on_amd and enough)
@@ -54,26 +55,20 @@ def fwd(
 ) -> tuple[Tensor, Tensor]:
     dtype, dout = x.dtype, weight.shape[2]
     num_rows = (x if row_token is None else row_token).shape[0]
-    product = None
+    by_torch = None
     if not in_cpp(native, dtype, weight.shape, num_rows):
         refuse_bad_rows(expert_offsets, x, row_token)
-        if not activation and not keep_pre and _product_dtype(dtype) is dtype:
-            return _large_product(x, weight, expert_offsets, row_token, bias), x.new_empty(0, dout)
-        product, bias = _with_bias(x, weight, expert_offsets, row_token, bias)
-    pre = _place(product, dtype, num_rows, dout) if keep_pre else None
+        if not activation and not keep_pre and _torch_dtype(dtype) is dtype:
+            return _multiply_in_torch(x, weight, expert_offsets, row_token, bias), x.new_empty(0, dout)
+        by_torch, bias = _with_bias(x, weight, expert_offsets, row_token, bias)
+    pre = _place(by_torch, dtype, num_rows, dout) if keep_pre else None
     width = dout // 2 if activation in GATED else dout
-    out = _place(None if keep_pre or width != dout else product, dtype, num_rows, width)
-    refused = native.launch(
-        "grouped_gemm_fwd",
-        _work(num_rows, weight.shape),
-        *_product(native, x, weight, expert_offsets, row_token, product),
-        native.pointer("grouped_gemm", bias, dtype, 2),
-        ACTIVATIONS[activation],
-        native.pointer("grouped_gemm", out, dtype, 2),
-        native.pointer("grouped_gemm", pre, dtype, 2),
-        num_rows,
-        x.shape[0],
-    )
+    out = _place(None if keep_pre or width != dout else by_torch, dtype, num_rows, width)
+    refused = native.call(
+        "grouped_gemm_fwd", _work(num_rows, weight.shape),
+        *_operands(x, weight, expert_offsets, row_token, by_torch), (bias, dtype, 2), ACTIVATIONS[activation],
+        (out, dtype, 2), (pre, dtype, 2), num_rows, x.shape[0],
+    )  # fmt: skip
     if refused:
         refuse_bad_rows(expert_offsets, x, row_token)
     return out, x.new_empty(0, dout) if pre is None else pre
@@ -92,39 +87,21 @@ def bwd_weight(
         dweight = _large_weight_gradient(_gathered(x, x_token), _gathered(grad, grad_token), expert_offsets)
     dbias = x.new_empty(num_experts if with_bias else 0, dout)
     if small or with_bias:
-        native.launch(
-            "grouped_gemm_bwd_weight",
-            _work(num_rows, size),
-            _native.DTYPES[dtype],
-            native.pointer("grouped_gemm", x, dtype, 2),
-            x.stride(0),
-            native.pointer("grouped_gemm", x_token, torch.int32, 1),
-            native.pointer("grouped_gemm", grad, dtype, 2),
-            grad.stride(0),
-            native.pointer("grouped_gemm", grad_token, torch.int32, 1),
-            native.pointer("grouped_gemm", expert_offsets, torch.int32, 1),
-            num_experts,
-            native.pointer("grouped_gemm", row_weight, wide(dtype), 1),
-            native.pointer("grouped_gemm", dweight, dtype, 3),
-            native.pointer("grouped_gemm", dbias if with_bias else None, dtype, 2),
-            din if small else 0,  # no din: column sums alone
-            dout,
-        )
+        native.call(
+            "grouped_gemm_bwd_weight", _work(num_rows, size), dtype, (x, dtype, 2), x.stride(0),
+            (x_token, torch.int32, 1), (grad, dtype, 2), grad.stride(0), (grad_token, torch.int32, 1),
+            (expert_offsets, torch.int32, 1), num_experts, (row_weight, wide(dtype), 1), (dweight, dtype, 3),
+            (dbias if with_bias else None, dtype, 2), din if small else 0, dout,  # no din: column sums alone
+        )  # fmt: skip
     return dweight, dbias
 
 
 def sum_rows(native: ModuleType, rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
     out = rows.new_empty(num_tokens, rows.shape[1])
-    native.launch(
-        "grouped_gemm_sum_rows",
-        rows,
-        _native.DTYPES[rows.dtype],
-        native.pointer("grouped_gemm", rows, rows.dtype, 2),
-        native.pointer("grouped_gemm", row_token, torch.int32, 1),
-        native.pointer("grouped_gemm", out, rows.dtype, 2),
-        rows.shape[0],
-        *out.shape,
-    )
+    native.call(
+        "grouped_gemm_sum_rows", rows, rows.dtype, (rows, rows.dtype, 2), (row_token, torch.int32, 1),
+        (out, rows.dtype, 2), rows.shape[0], *out.shape,
+    )  # fmt: skip
     return out
 
 
@@ -134,21 +111,14 @@ def hidden_bwd(
     dpre, drow_weight = pre.new_empty(pre.shape), row_weight.new_empty(row_weight.shape)
     weight = w_out.transpose(1, 2)
     large = not in_cpp(native, grad.dtype, weight.shape, pre.shape[0])
-    product = _large_product(grad, weight, expert_offsets, row_token, None) if large else None
-    weighted = _place(product, pre.dtype, pre.shape[0], w_out.shape[1])
-    native.launch(
-        "expert_mlp_bwd_hidden",
-        _work(pre.shape[0], weight.shape),
-        *_product(native, grad, weight, expert_offsets, row_token, product),
-        native.pointer("expert_mlp", row_weight, wide(pre.dtype), 1),
-        native.pointer("expert_mlp", b_out, pre.dtype, 2),
-        native.pointer("expert_mlp", pre, pre.dtype, 2),
-        ACTIVATIONS[activation],
-        native.pointer("expert_mlp", dpre, pre.dtype, 2),
-        native.pointer("expert_mlp", weighted, pre.dtype, 2),
-        native.pointer("expert_mlp", drow_weight, row_weight.dtype, 1),
-        pre.shape[0],
-    )
+    by_torch = _multiply_in_torch(grad, weight, expert_offsets, row_token, None) if large else None
+    weighted = _place(by_torch, pre.dtype, pre.shape[0], w_out.shape[1])
+    native.call(
+        "expert_mlp_bwd_hidden", _work(pre.shape[0], weight.shape),
+        *_operands(grad, weight, expert_offsets, row_token, by_torch), (row_weight, wide(pre.dtype), 1),
+        (b_out, pre.dtype, 2), (pre, pre.dtype, 2), ACTIVATIONS[activation], (dpre, pre.dtype, 2),
+        (weighted, pre.dtype, 2), (drow_weight, row_weight.dtype, 1), pre.shape[0],
+    )  # fmt: skip
     return dpre, weighted, drow_weight
 
 
@@ -172,51 +142,27 @@ def mlp(
         scratch = experts.new_empty(4 * num_rows + (k + 3) * num_experts + 2, dtype=torch.int32)
     pre = x.new_empty(num_rows if keep_pre else 0, width)
     between, rows, y = x.new_empty(num_rows, hidden), x.new_empty(num_rows, dout), x.new_empty(num_tokens, dout)
-    refused = native.launch(
-        "expert_mlp_fwd",
-        _work(num_rows, w_in.shape),
-        _native.DTYPES[dtype],
-        native.pointer("expert_mlp", x, dtype, 2),
-        x.stride(0),
-        native.pointer("expert_mlp", weights, wide(dtype), 2),
-        *_weight(native, w_in),
-        native.pointer("expert_mlp", b_in, dtype, 2),
-        *_weight(native, w_out),
-        native.pointer("expert_mlp", b_out, dtype, 2),
-        ACTIVATIONS[activation],
-        *(native.pointer("expert_mlp", each, torch.int32, each.dim()) for each in plan or ()),
-        *([] if plan else [0, 0, 0]),
-        0 if experts is None else experts.element_size(),
-        0 if experts is None else native.pointer("expert_mlp", experts, experts.dtype, 2),
-        native.pointer("expert_mlp", scratch, torch.int32, 1),
-        native.pointer("expert_mlp", pre if keep_pre else None, dtype, 2),
-        native.pointer("expert_mlp", between, dtype, 2),
-        native.pointer("expert_mlp", rows, dtype, 2),
-        native.pointer("expert_mlp", y, dtype, 2),
-        num_tokens,
-        k,
-        num_rows,
-        num_experts,
-        din,
-        width,
-        hidden,
-        dout,
-    )
+    refused = native.call(
+        "expert_mlp_fwd", _work(num_rows, w_in.shape), dtype, (x, dtype, 2), x.stride(0),
+        (weights, wide(dtype), 2), *_weight(w_in), (b_in, dtype, 2), *_weight(w_out),
+        (b_out, dtype, 2), ACTIVATIONS[activation], *((each, torch.int32, each.dim()) for each in plan or ()),
+        *([] if plan else [0, 0, 0]), *((0, 0) if experts is None else (experts.itemsize, (experts, experts.dtype, 2))),
+        (scratch, torch.int32, 1),
+        (pre if keep_pre else None, dtype, 2), (between, dtype, 2), (rows, dtype, 2), (y, dtype, 2), num_tokens, k,
+        num_rows, num_experts, din, width, hidden, dout,
+    )  # fmt: skip
     return None if refused else (y, pre)
 
 
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
     out = rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
     large = not in_cpp(native, rows.dtype, weight.shape, rows.shape[0])
-    product, bias = _with_bias(rows, weight, expert_offsets, None, bias) if large else (None, bias)
-    native.launch(
-        "grouped_gemm_norms",
-        _work(rows.shape[0], weight.shape),
-        *_product(native, rows, weight, expert_offsets, None, product),
-        native.pointer("expert_norms", bias, rows.dtype, 2),
-        native.pointer("expert_norms", out, out.dtype, 1),
+    by_torch, bias = _with_bias(rows, weight, expert_offsets, None, bias) if large else (None, bias)
+    native.call(
+        "grouped_gemm_norms", _work(rows.shape[0], weight.shape),
+        *_operands(rows, weight, expert_offsets, None, by_torch), (bias, rows.dtype, 2), (out, out.dtype, 1),
         rows.shape[0],
-    )
+    )  # fmt: skip
     return out
 
 
@@ -225,51 +171,49 @@ def _work(num_rows: int, size: tuple[int, ...]) -> int:
     return num_rows * size[1] * size[2] // 64
 
 
-def _product(native, x, weight, expert_offsets, row_token, product) -> tuple[int, ...]:
-    """MOE_PRODUCT_ARGS of csrc/cpu/ops.h. product: torch's products, or None; the launch may write over them."""
-    dtype = x.dtype
+def _operands(x, weight, expert_offsets, row_token, by_torch) -> tuple[Any, ...]:
+    """MOE_GROUPED_GEMM_ARGS of csrc/cpu/ops.h. by_torch: torch's products, or None; C++ may write over them."""
+    dtype, torch_dtype = x.dtype, x.dtype if by_torch is None else by_torch.dtype
     return (
-        _native.DTYPES[dtype],
-        native.pointer("grouped_gemm", x, dtype, 2),
+        dtype,
+        (x, dtype, 2),
         x.stride(0),
-        native.pointer("grouped_gemm", row_token, torch.int32, 1),
-        *_weight(native, weight),
-        0 if product is None else native.pointer("grouped_gemm", product, product.dtype, 2),
-        _native.DTYPES[dtype if product is None else product.dtype],
-        native.pointer("grouped_gemm", expert_offsets, torch.int32, 1),
+        (row_token, torch.int32, 1),
+        *_weight(weight),
+        (by_torch, torch_dtype, 2),
+        torch_dtype,
+        (expert_offsets, torch.int32, 1),
         *weight.shape,
     )
 
 
-def _weight(native: ModuleType, weight: Tensor) -> tuple[int, ...]:
-    """Address and strides of weight (E, Din, Dout), whose last or middle dimension is contiguous."""
+def _weight(weight: Tensor) -> tuple[Any, ...]:
+    """The array and strides of weight (E, Din, Dout), whose last or middle dimension is contiguous."""
     strides = weight.stride()
     by_column = strides[2] != 1 and weight.shape[2] > 1  # then the middle dimension is the contiguous one
-    address = native.pointer("grouped_gemm", weight.transpose(1, 2) if by_column else weight, weight.dtype, 3)
-    return address, *strides[:2], strides[2] if by_column else 1
+    array = weight.transpose(1, 2) if by_column else weight, weight.dtype, 3
+    return array, *strides[:2], strides[2] if by_column else 1
 
 
-def _place(product: Tensor | None, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
-    """Memory for a result (num_rows, width): that of `product`, if given in this dtype, as it is not needed later."""
-    return (
-        product
-        if product is not None and product.dtype == dtype
-        else torch.empty(num_rows, width, dtype=dtype, device="cpu")
-    )
+def _place(by_torch: Tensor | None, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
+    """Memory for a result (num_rows, width): that of `by_torch`, if given in this dtype, as it is not needed later."""
+    if by_torch is not None and by_torch.dtype == dtype:
+        return by_torch
+    return torch.empty(num_rows, width, dtype=dtype, device="cpu")
 
 
 def _with_bias(x, weight, expert_offsets, row_token, bias) -> tuple[Tensor, Tensor | None]:
-    """_large_product and the bias that C++ must still add.
+    """_multiply_in_torch and the bias that C++ must still add.
 
     torch adds the bias to a product of 16 bits, since one that was rounded before its bias loses what cancels.
     """
-    added = bias if x.itemsize == 2 and _product_dtype(x.dtype) is x.dtype else None
-    return _large_product(x, weight, expert_offsets, row_token, added), bias if added is None else None
+    added = bias if x.itemsize == 2 and _torch_dtype(x.dtype) is x.dtype else None
+    return _multiply_in_torch(x, weight, expert_offsets, row_token, added), bias if added is None else None
 
 
-def _large_product(x, weight, expert_offsets, row_token, bias) -> Tensor:
+def _multiply_in_torch(x, weight, expert_offsets, row_token, bias) -> Tensor:
     """(R, Dout): the rows of each expert times its weight, by torch; zeros in unused rows."""
-    rows, dtype = _gathered(x, row_token), _product_dtype(x.dtype)
+    rows, dtype = _gathered(x, row_token), _torch_dtype(x.dtype)
     sizes = _sizes(expert_offsets, rows.shape[0])
     if bias is None and _takes_grouped_mm(rows, weight):
         out = F.grouped_mm(rows, weight, offs=expert_offsets[1:])
@@ -292,7 +236,7 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
     """(E, Din, Dout): x^T grad over the rows of each expert, by torch."""
     if _takes_grouped_mm(x, grad):
         return F.grouped_mm(x.t(), grad, offs=expert_offsets[1:])
-    dtype, sizes = _product_dtype(x.dtype), _sizes(expert_offsets, x.shape[0])
+    dtype, sizes = _torch_dtype(x.dtype), _sizes(expert_offsets, x.shape[0])
     out = x.new_empty((len(sizes) - 1, x.shape[1], grad.shape[1]))
     for rows, columns, place in zip(x.split(sizes), grad.split(sizes), out.unbind(), strict=False):
         if dtype == x.dtype:
@@ -316,7 +260,7 @@ def _takes_grouped_mm(rows: Tensor, columns: Tensor) -> bool:
 def _in_vectors(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether a tensor meets grouped_mm's conditions: a dtype that torch multiplies as it is, but not float64; not
     empty; each matrix row- or column-major, with rows or columns that begin at multiples of 16 bytes."""
-    if not hasattr(F, "grouped_mm") or dtype != _product_dtype(dtype) or dtype == torch.float64 or 0 in shape:
+    if not hasattr(F, "grouped_mm") or dtype != _torch_dtype(dtype) or dtype == torch.float64 or 0 in shape:
         return False
     *batch, row, column = strides
     width = shape[-1]
@@ -326,7 +270,7 @@ def _in_vectors(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, 
 
 
 @cache
-def _product_dtype(dtype: torch.dtype) -> torch.dtype:
+def _torch_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which torch multiplies fastest: float16 takes a hundred times as long as float32, and bfloat16 four
     times as long on a CPU without instructions for it.
     """

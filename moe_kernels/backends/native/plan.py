@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import _native
 from moe_kernels.library import plan_rows, words
 from moe_kernels.library.plan import refuse_unknown_experts
 
@@ -22,22 +21,11 @@ def make_plan(native, experts, num_experts, capacity, priority, order) -> tuple[
     arrays = _arrays(experts, num_tokens, k, num_experts, rows)
     visit = None if priority is None else torch.sort(priority, descending=True, stable=True).indices
     counts = native.plan_counts(experts, num_experts, order)
-    refused = native.launch(
-        "make_plan_fwd",
-        experts,
-        experts.element_size(),
-        native.pointer("make_plan", experts, experts.dtype, 2),
-        native.pointer("make_plan", visit, torch.int64, 1),
-        native.pointer("make_plan", counts, torch.int32, counts.dim()),
-        counts.shape[0],
-        *_pointers(native, "make_plan", arrays),
-        num_tokens,
-        k,
-        num_experts,
-        num_tokens * k if capacity is None else capacity,
-        rows,
-        order == "choice",
-    )
+    refused = native.call(
+        "make_plan_fwd", experts, experts.element_size(), (experts, experts.dtype, 2), (visit, torch.int64, 1),
+        (counts, torch.int32, counts.dim()), counts.shape[0], *_int32(arrays), num_tokens, k,
+        num_experts, num_tokens * k if capacity is None else capacity, rows, order == "choice",
+    )  # fmt: skip
     if refused:
         refuse_unknown_experts(experts, num_experts)
     return arrays
@@ -48,19 +36,11 @@ def plan_expert_choice(native: ModuleType, scores: Tensor, capacity: int) -> tup
     rows = plan_rows(num_tokens, num_experts, num_experts, capacity)
     arrays = _arrays(scores, num_tokens, num_experts, num_experts, rows)
     keys = scores.new_empty((native.chunks(scores.numel()), COLUMNS, 32 * words(num_tokens)))
-    native.launch(
-        "plan_expert_choice_fwd",
-        scores,
-        _native.DTYPES[scores.dtype],
-        native.pointer("plan_expert_choice", scores, scores.dtype, 2),
-        scores.stride(0),
-        native.pointer("plan_expert_choice", keys, scores.dtype, 3),
-        *_pointers(native, "plan_expert_choice", arrays),
-        num_tokens,
-        num_experts,
-        capacity,
+    native.call(
+        "plan_expert_choice_fwd", scores, scores.dtype, (scores, scores.dtype, 2), scores.stride(0),
+        (keys, scores.dtype, 3), *_int32(arrays), num_tokens, num_experts, capacity,
         rows,
-    )
+    )  # fmt: skip
     return arrays
 
 
@@ -71,20 +51,11 @@ def plan_priority(native: ModuleType, scores: Tensor, capacity: int) -> tuple[Te
     requested = scores.new_empty(num_experts, dtype=torch.int32)
     kept = scores.new_empty(num_experts, dtype=torch.int32)
     held = scores.new_empty((num_experts * (1 + capacity), HELD), dtype=torch.uint8)
-    native.launch(
-        "plan_priority_fwd",
-        scores,
-        _native.DTYPES[scores.dtype],
-        native.pointer("plan_priority", scores, scores.dtype, 2),
-        scores.stride(0),
-        native.pointer("plan_priority", held, torch.uint8, 2),
-        native.pointer("plan_priority", experts, torch.int32, 2),
-        native.pointer("plan_priority", requested, torch.int32, 1),
-        native.pointer("plan_priority", kept, torch.int32, 1),
-        num_tokens,
-        num_experts,
-        capacity,
-    )
+    native.call(
+        "plan_priority_fwd", scores, scores.dtype, (scores, scores.dtype, 2), scores.stride(0),
+        (held, torch.uint8, 2), (experts, torch.int32, 2), (requested, torch.int32, 1), (kept, torch.int32, 1),
+        num_tokens, num_experts, capacity,
+    )  # fmt: skip
     offsets, row_token, row_choice, slot_row, _, kept, _ = make_plan(
         native, experts, num_experts, capacity, None, "token"
     )
@@ -97,5 +68,5 @@ def _arrays(x: Tensor, num_tokens: int, k: int, num_experts: int, rows: int) -> 
     return tuple(x.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-def _pointers(native: ModuleType, op: str, arrays: tuple[Tensor, ...]) -> list[int]:
-    return [native.pointer(op, array, torch.int32, array.dim()) for array in arrays]
+def _int32(arrays: tuple[Tensor, ...]) -> list[tuple[Tensor, torch.dtype, int]]:
+    return [(array, torch.int32, array.dim()) for array in arrays]

@@ -7,7 +7,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import _native
 from moe_kernels.library import wide, words
 
 SCRATCH = 20  # bytes of scratch for each thread and expert: a value, a key and an index
@@ -19,37 +18,19 @@ def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor,
     experts = logits.new_empty((num_tokens, k), dtype=torch.int32)
     stride = SCRATCH * 32 * words(num_experts)
     scratch = logits.new_empty((native.chunks(logits.numel()), stride), dtype=torch.uint8)
-    native.launch(
-        "topk_gate_fwd",
-        logits,
-        _native.DTYPES[logits.dtype],
-        native.pointer("topk_gate", logits, logits.dtype, 2),
-        logits.stride(0),
-        native.pointer("topk_gate", weights, weights.dtype, 2),
-        native.pointer("topk_gate", experts, torch.int32, 2),
-        native.pointer("topk_gate", scratch, torch.uint8, 2),
-        stride,
-        num_tokens,
-        num_experts,
-        k,
-        order == "softmax_topk",
-    )
+    native.call(
+        "topk_gate_fwd", logits, logits.dtype, (logits, logits.dtype, 2), logits.stride(0),
+        (weights, weights.dtype, 2), (experts, torch.int32, 2), (scratch, torch.uint8, 2), stride, num_tokens,
+        num_experts, k, order == "softmax_topk",
+    )  # fmt: skip
     return weights, experts
 
 
 def bwd(native, grad, weights, experts, logits, num_experts, dtype) -> Tensor:
     dlogits = grad.new_empty((grad.shape[0], num_experts), dtype=dtype)
-    native.launch(
-        "topk_gate_bwd",
-        dlogits,
-        _native.DTYPES[dtype],
-        native.pointer("topk_gate", grad, wide(dtype), 2),
-        native.pointer("topk_gate", weights, wide(dtype), 2),
-        native.pointer("topk_gate", experts, torch.int32, 2),
-        native.pointer("topk_gate", logits, dtype, 2),
-        0 if logits is None else logits.stride(0),
-        native.pointer("topk_gate", dlogits, dtype, 2),
-        *dlogits.shape,
-        grad.shape[1],
-    )
+    native.call(
+        "topk_gate_bwd", dlogits, dtype, (grad, wide(dtype), 2), (weights, wide(dtype), 2),
+        (experts, torch.int32, 2), (logits, dtype, 2), 0 if logits is None else logits.stride(0), (dlogits, dtype, 2),
+        *dlogits.shape, grad.shape[1],
+    )  # fmt: skip
     return dlogits

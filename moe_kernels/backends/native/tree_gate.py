@@ -7,7 +7,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import _native
 from moe_kernels.library import rows, wide
 
 PAD = 16  # elements to which a row of scratch is rounded up
@@ -18,17 +17,17 @@ def fwd(native, split_logits, leaf_logits, gamma, mode) -> tuple[Tensor, Tensor]
     tokens, _, experts = leaf_logits.shape
     gates = leaf_logits.new_empty((tokens, experts), dtype=_results_dtype(native, leaf_logits.dtype))
     leaf_probs = gates.new_empty(leaf_logits.shape)
-    results = (native.pointer("tree_gate", each, gates.dtype, each.dim()) for each in (gates, leaf_probs))
-    _launch(native, "tree_gate_fwd", split_logits, leaf_logits, gamma, mode, after=results)
+    results = ((each, gates.dtype, each.dim()) for each in (gates, leaf_probs))
+    _run(native, "tree_gate_fwd", split_logits, leaf_logits, gamma, mode, after=results)
     return gates, leaf_probs
 
 
 def bwd(native, grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, mode) -> tuple[Tensor, Tensor]:
     dsplit, dleaf = torch.empty_like(split_logits), torch.empty_like(leaf_logits)
     dtype = _results_dtype(native, leaf_logits.dtype)
-    grads = native.pointer("tree_gate", grad_gates, dtype, 2), native.pointer("tree_gate", grad_leaf_probs, dtype, 3)
-    results = (native.pointer("tree_gate", each, leaf_logits.dtype, 3) for each in (dsplit, dleaf))
-    _launch(native, "tree_gate_bwd", split_logits, leaf_logits, gamma, mode, before=grads, after=results)
+    grads = (grad_gates, dtype, 2), (grad_leaf_probs, dtype, 3)
+    results = ((each, leaf_logits.dtype, 3) for each in (dsplit, dleaf))
+    _run(native, "tree_gate_bwd", split_logits, leaf_logits, gamma, mode, before=grads, after=results)
     return dsplit, dleaf
 
 
@@ -42,29 +41,18 @@ def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
     return {"": (0.0, limits.tiny), "tf": (1e-8, limits.tiny * limits.eps), "bert": (1e-6, 1e-5)}[mode]
 
 
-def _launch(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=()) -> None:
+def _run(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=()) -> None:
     tokens, trees, experts = leaf_logits.shape
     dtype = wide(leaf_logits.dtype)
     # A row of nodes a tree, three of all leaves, and a heap, rounded up; Rows in csrc/cpu/tree_gate.cpp.
     rows = trees * -(-experts // PAD) + 3 * -(-trees * experts // PAD) + -(-2 * experts // PAD) + 2
     stride = dtype.itemsize * PAD * rows
     scratch = leaf_logits.new_empty((native.chunks(leaf_logits.numel()), stride), dtype=torch.uint8)
-    native.launch(
-        name,
-        leaf_logits,
-        _native.DTYPES[leaf_logits.dtype],
-        *before,
-        native.pointer("tree_gate", split_logits, leaf_logits.dtype, 3),
-        native.pointer("tree_gate", leaf_logits, leaf_logits.dtype, 3),
-        *after,
-        native.pointer("tree_gate", scratch, torch.uint8, 2),
-        stride,
-        tokens,
-        trees,
-        experts,
-        gamma,
+    native.call(
+        name, leaf_logits, leaf_logits.dtype, *before, (split_logits, leaf_logits.dtype, 3),
+        (leaf_logits, leaf_logits.dtype, 3), *after, (scratch, torch.uint8, 2), stride, tokens, trees, experts, gamma,
         *weighing(mode, dtype),
-    )
+    )  # fmt: skip
 
 
 def route(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -77,24 +65,10 @@ def route(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) ->
     scratch = x.new_empty((native.chunks(x.numel()), stride), dtype=torch.uint8)
     weight = [each.contiguous() for each in (split_weight, leaf_weight)]
     bias = [None if each is None else each.contiguous() for each in (split_bias, leaf_bias)]
-    native.launch(
-        "tree_route_fwd",
-        x,
-        _native.DTYPES[x.dtype],
-        native.pointer("tree_route", x, x.dtype, 2),
-        x.stride(0),
-        *(native.pointer("tree_route", each, x.dtype, 3) for each in weight),
-        *(native.pointer("tree_route", each, x.dtype, 2) for each in bias),
-        native.pointer("tree_route", weights, weights.dtype, 2),
-        native.pointer("tree_route", chosen, torch.int32, 2),
-        native.pointer("tree_route", visited, torch.int32, 2),
-        native.pointer("tree_route", unsaturated, torch.bool, 2),
-        native.pointer("tree_route", scratch, torch.uint8, 2),
-        stride,
-        tokens,
-        dim,
-        trees,
-        experts,
-        gamma,
-    )
+    native.call(
+        "tree_route_fwd", x, x.dtype, (x, x.dtype, 2), x.stride(0),
+        *((each, x.dtype, 3) for each in weight), *((each, x.dtype, 2) for each in bias), (weights, weights.dtype, 2),
+        (chosen, torch.int32, 2), (visited, torch.int32, 2), (unsaturated, torch.bool, 2), (scratch, torch.uint8, 2),
+        stride, tokens, dim, trees, experts, gamma,
+    )  # fmt: skip
     return weights, chosen, visited, unsaturated

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import _native
 from moe_kernels.backends.native.grouped_gemm_cpu import bwd_weight
 from moe_kernels.backends.native.grouped_gemm_cpu import fwd as grouped_gemm
 from moe_kernels.library import all_rows, matrices, rows, wide
@@ -36,8 +35,8 @@ def fwd(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) -> t
         weight.new_zeros(weight.shape[:2], dtype=dtype) if bias is None else bias.to(dtype).contiguous()
         for weight, bias in ((split_weight, split_bias), (leaf_weight, leaf_bias))
     ]
-    results = (native.pointer("tree_gate", each, dtype, 2) for each in biases)
-    _launch(native, "tree_products_fwd", x, split_weight, leaf_weight, split, leaf, found, results)
+    results = ((each, dtype, 2) for each in biases)
+    _run(native, "tree_products_fwd", x, split_weight, leaf_weight, split, leaf, found, results)
     split[:, :, :above] = found.top
     return split.to(x.dtype), leaf.to(x.dtype)
 
@@ -67,8 +66,8 @@ def bwd(
     if wants[1]:
         dsplit_weight[:, :above] = _gradient(native, top, x.to(dtype))
     results = dx, dsplit_weight, dleaf_weight
-    pointers = (native.pointer("tree_gate", each if each.numel() else None, dtype, each.dim()) for each in results)
-    _launch(native, "tree_products_bwd", x, *weights, dsplit, dleaf, found, pointers)
+    pointers = ((each if each.numel() else None, dtype, each.dim()) for each in results)
+    _run(native, "tree_products_bwd", x, *weights, dsplit, dleaf, found, pointers)
     return dx.to(x.dtype), dsplit_weight.to(x.dtype), dleaf_weight.to(x.dtype)
 
 
@@ -129,21 +128,11 @@ def _reached(native: ModuleType, top: Tensor, gamma: float, worth: float) -> _Re
     offsets = torch.empty(branches + 1, dtype=torch.int32, device="cpu")
     token = offsets.new_empty(tokens * branches)
     bits = offsets.new_empty((trees, tokens), dtype=torch.int64)
-    native.launch(
-        "tree_reach",
-        wide_top,
-        _native.DTYPES[wide_top.dtype],
-        native.pointer("tree_gate", wide_top, wide_top.dtype, 3),
-        wide_top.stride(0),
-        wide_top.stride(1),
-        gamma,
-        tokens,
-        trees,
-        above.bit_length(),
-        native.pointer("tree_gate", bits, torch.int64, 2),
-        native.pointer("tree_gate", offsets, torch.int32, 1),
-        native.pointer("tree_gate", token, torch.int32, 1),
-    )
+    native.call(
+        "tree_reach", wide_top, wide_top.dtype, (wide_top, wide_top.dtype, 3), wide_top.stride(0),
+        wide_top.stride(1), gamma, tokens, trees, above.bit_length(), (bits, torch.int64, 2),
+        (offsets, torch.int32, 1), (token, torch.int32, 1),
+    )  # fmt: skip
     return _Reach(top, offsets, token) if offsets[-1] <= worth * tokens * branches else None
 
 
@@ -153,7 +142,7 @@ def _are_finite(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
     return largest * x.shape[1] * sum(of[:2]) + sum(of[2:]) < torch.finfo(wide(x.dtype)).max
 
 
-def _launch(native, name, x, split_weight, leaf_weight, split, leaf, found, results) -> None:
+def _run(native, name, x, split_weight, leaf_weight, split, leaf, found, results) -> None:
     dtype, (tokens, dim), (trees, experts, _) = wide(x.dtype), x.shape, leaf_weight.shape
     x = rows(x.to(dtype))
     pairs = [each.to(dtype).contiguous() for each in (split_weight, leaf_weight, split, leaf)]
@@ -161,23 +150,8 @@ def _launch(native, name, x, split_weight, leaf_weight, split, leaf, found, resu
     branches, stride = found.offsets.shape[0] - 1, COLUMNS * (dim + 2 * TILE)
     scratch = x.new_empty((native.chunks(x.numel()), stride))
     packed = native.fresh((branches, -(-dim // COLUMNS) * COLUMNS * COLUMNS), dtype)
-    native.launch(
-        name,
-        x,
-        _native.DTYPES[dtype],
-        native.pointer("tree_gate", x, dtype, 2),
-        x.stride(0),
-        *(native.pointer("tree_gate", each, dtype, 3) for each in pairs),
-        native.pointer("tree_gate", found.offsets, torch.int32, 1),
-        native.pointer("tree_gate", found.token, torch.int32, 1),
-        native.pointer("tree_gate", packed, dtype, 2),
-        native.pointer("tree_gate", scratch, dtype, 2),
-        stride,
-        tokens,
-        dim,
-        trees,
-        experts,
-        (branches // trees).bit_length() - 1,
-        *results,
-        passes=trees * experts,
-    )
+    native.call(
+        name, x, dtype, (x, dtype, 2), x.stride(0), *((each, dtype, 3) for each in pairs),
+        (found.offsets, torch.int32, 1), (found.token, torch.int32, 1), (packed, dtype, 2), (scratch, dtype, 2),
+        stride, tokens, dim, trees, experts, (branches // trees).bit_length() - 1, *results, passes=trees * experts,
+    )  # fmt: skip

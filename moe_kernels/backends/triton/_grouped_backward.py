@@ -13,20 +13,20 @@ from torch import Tensor
 
 from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.triton import launch, on_device
-from moe_kernels.backends.triton._grouped_configs import Tiles
-from moe_kernels.backends.triton._grouped_launch import (
+from moe_kernels.backends.triton._grouped_configs import (
+    Tiles,
     activation_of,
     blocks,
-    launch_tiles,
     operands,
     precision,
+    run_with_tiles,
 )
 from moe_kernels.backends.triton._grouped_tiles import (
     SLICE,
     activate_with_slope,
     find_tile,
     halves,
-    product,
+    multiply_tile,
     raster,
     tile_rows,
 )
@@ -160,7 +160,7 @@ def _expert_mlp_bwd_hidden(
     column = column_tile * BLOCK_N
     row, depth = tl.arange(0, BLOCK_M), tl.where(expert < E, K, 0)  # zeros go to the rows past the end
     used = first.to(tl.int64) + row < tl.where(expert < E, end, 0)
-    dh, _ = product(
+    dh, _ = multiply_tile(
         x, w, token, first, expert, column, column, depth, N, stride_x, stride_w_E, stride_w,
         False, TRANSPOSED, X_TMA, W_TMA, WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
@@ -304,7 +304,7 @@ def grouped_gemm_bwd_weight(
         return dweight, dbias
     rows = (x if x_token is None else x_token).shape[0]
 
-    def launch_with(tiles):
+    def run(tiles):
         row_tiles = max(triton.cdiv(dim, tiles.m), 1)  # with no column of x there is still a bias
         launch(
             _grouped_gemm_bwd_weight, (row_tiles * triton.cdiv(columns, tiles.n) * num_experts,),
@@ -317,7 +317,7 @@ def grouped_gemm_bwd_weight(
             **precision(x.dtype), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
         )  # fmt: skip
 
-    launch_tiles("weight", x, grad, rows, num_experts, columns, launch_with, training=True)
+    run_with_tiles("weight", x, grad, rows, num_experts, columns, run, training=True)
     return dweight, dbias
 
 
@@ -338,7 +338,7 @@ def expert_mlp_bwd_hidden(
     if rows == 0:
         return dpre, weighted, drow_weight
 
-    def launch_with(tiles):
+    def run(tiles):
         nonlocal drow_weight
         column_tiles = max(triton.cdiv(hidden, tiles.n), 1)  # without columns there is still a bias
         partial = row_weight.new_empty((rows, column_tiles))
@@ -351,7 +351,7 @@ def expert_mlp_bwd_hidden(
         )  # fmt: skip
         drow_weight = partial.sum(1)
 
-    launch_tiles("hidden", grad, w_out, rows, num_experts, hidden, launch_with, training=True)
+    run_with_tiles("hidden", grad, w_out, rows, num_experts, hidden, run, training=True)
     return dpre, weighted, drow_weight
 
 

@@ -1,4 +1,4 @@
-"""Shared by the grouped products: the expert of a program's tile, the product of a tile, the activations after it.
+"""Shared by the grouped products: the expert of a program's tile, the k loop of a tile, the activations after it.
 
 Expert e owns the row tiles from expert_offsets[e] // BLOCK_M + e on. That is at least ceil(rows / BLOCK_M) of them and
 at most one more, in closed form: a program finds its expert in one look at expert_offsets, a launch has
@@ -65,7 +65,7 @@ def tile_rows(first, end, row_token_ptr, GATHER: tl.constexpr, BLOCK_M: tl.const
 
 
 @triton.jit
-def product(
+def multiply_tile(
     x,  # (T or R, K), or its descriptor
     w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED
     token,  # (BLOCK_M): rows of x
@@ -88,7 +88,7 @@ def product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """x w_e of one tile in float32, and a second tile of columns of the same x if GATED.
+    """x w_e of one tile in float32 (the loop of tl.dot), and a second tile of columns of the same x if GATED.
 
     Pointers become cp.async; a descriptor, where strides are multiples of 16 bytes on sm_90, becomes a bulk copy by one
     thread. A gathered x has no descriptor: rows of a bulk copy are neighbours before sm_100.

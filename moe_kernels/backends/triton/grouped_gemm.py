@@ -2,7 +2,7 @@
 
 Rows of an expert meet its weights in tiles of one launch; rows are gathered as they are read, the bias and the
 activation ride on the float32 accumulators. Arithmetic bounds it: a tile of 128 x 128 in 16 bits does 64 products a
-byte read, and L2 serves most of the bytes. One kernel, two inner loops: see _grouped_tiles.product.
+byte read, and L2 serves most of the bytes. One kernel, two inner loops: see _grouped_tiles.multiply_tile.
 """
 
 from __future__ import annotations
@@ -19,9 +19,16 @@ from moe_kernels.backends.triton._grouped_backward import (  # noqa: F401 the re
     grouped_gemm_bwd_weight,
     grouped_gemm_sum_rows,
 )
-from moe_kernels.backends.triton._grouped_configs import Tiles
-from moe_kernels.backends.triton._grouped_launch import GATES, activation_of, launch_tiles, operands
-from moe_kernels.backends.triton._grouped_tiles import SLICE, activate, find_tile, halves, product, raster, tile_rows
+from moe_kernels.backends.triton._grouped_configs import GATES, Tiles, activation_of, operands, run_with_tiles
+from moe_kernels.backends.triton._grouped_tiles import (
+    SLICE,
+    activate,
+    find_tile,
+    halves,
+    multiply_tile,
+    raster,
+    tile_rows,
+)
 from moe_kernels.backends.triton._rows import TYPES
 
 
@@ -66,7 +73,7 @@ def _grouped_gemm_fwd(
     column = column_tile * BLOCK_N
     # Zeros go to the rows past the end: no steps, no bias, and every activation of 0 is 0.
     depth, biased = tl.where(expert < E, K, 0), tl.where(expert < E, N, 0)
-    pre, linear = product(
+    pre, linear = multiply_tile(
         x, w, token, first, expert, column, column + N, depth, N, stride_x, stride_w_E, stride_w,
         GATED, TRANSPOSED, X_TMA, W_TMA, WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
@@ -155,11 +162,11 @@ def grouped_gemm_fwd(
     pre = x.new_empty((rows if keep_pre else 0, columns))
     if out.numel():
 
-        def launch_with(tiles):
-            _launch(x, weight, expert_offsets, row_token, bias, activation, out, pre, tiles)
+        def run(tiles):
+            _launch_fwd(x, weight, expert_offsets, row_token, bias, activation, out, pre, tiles)
 
         kernel = "gated" if gated else "fwd"
-        launch_tiles(kernel, x, weight, rows, weight.shape[0], out.shape[1], launch_with, training)
+        run_with_tiles(kernel, x, weight, rows, weight.shape[0], out.shape[1], run, training)
     return out, pre
 
 
@@ -170,17 +177,17 @@ def grouped_gemm_norms(rows: Tensor, weight: Tensor, expert_offsets: Tensor, bia
     if num_rows == 0 or columns == 0:
         return squares
 
-    def launch_with(tiles):
+    def run(tiles):
         nonlocal squares
         partial = rows.new_empty((num_rows, triton.cdiv(columns, tiles.n)), dtype=torch.float32)
-        _launch(rows, weight, expert_offsets, None, bias, "", partial, rows, tiles, norms=True)
+        _launch_fwd(rows, weight, expert_offsets, None, bias, "", partial, rows, tiles, norms=True)
         squares = partial.sum(1)
 
-    launch_tiles("fwd", rows, weight, num_rows, num_experts, columns, launch_with)
+    run_with_tiles("fwd", rows, weight, num_rows, num_experts, columns, run)
     return squares
 
 
-def _launch(
+def _launch_fwd(
     x: Tensor,
     weight: Tensor,
     expert_offsets: Tensor,

@@ -1,4 +1,4 @@
-// The product of grouped_gemm.cpp: rows, grouped by expert, times the weights of their experts.
+// The GEMM of grouped_gemm.cpp: rows, grouped by expert, times the weights of their experts.
 #pragma once
 
 #include "dots.h"
@@ -78,14 +78,14 @@ int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
   return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
 }
 
-// sums (R, dout) = x W_e; `product` is not null if they are computed already.
+// sums (R, dout) = x W_e; `by_torch` is not null if they are computed already.
 template <class T>
-struct Product {
+struct GroupedGemm {
   Rows<T> x;
   const char* weight;
   int64_t stride_e, stride_k, stride_j;
-  Elements<T> product_kind;
-  char* product;
+  Elements<T> by_torch_kind;
+  char* by_torch;
   Groups groups;
   int64_t din, dout;
 
@@ -94,23 +94,23 @@ struct Product {
   // bfloat16, and finish is not called.
   template <class Finish>
   void run(int threads, T* place, char* rounded, Finish finish) const {
-    if (product && product_kind.wide) place = reinterpret_cast<T*>(product);
-    // Room for the sums of a span, its rows of x, and a panel; or, with `product`, for one row of it.
-    const Scratch<T> scratch(threads, product ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kPairDepth));
+    if (by_torch && by_torch_kind.wide) place = reinterpret_cast<T*>(by_torch);
+    // Room for the sums of a span, its rows of x, and a panel; or, with `by_torch`, for one row of it.
+    const Scratch<T> scratch(threads, by_torch ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kPairDepth));
     groups.each_span(threads, [&](int thread, Span span, Span later) {
       T* own = scratch.of(thread);
       T* sums = place ? place + span.first * dout : own;
-      if (product == nullptr && x.kind.in_pairs) {
+      if (by_torch == nullptr && x.kind.in_pairs) {
         char* const there = rounded ? rounded + 2 * span.first * dout : nullptr;
         if constexpr (kPairs<T>) multiply_pairs(span, later, sums, there, reinterpret_cast<Bf16Pair*>(own + kSpan * dout));
         if (rounded) return;
-      } else if (product == nullptr) {
+      } else if (by_torch == nullptr) {
         multiply(span, later, sums, own + kSpan * dout, place != nullptr);
       }
       for (int64_t row = span.first; row < span.first + span.rows; ++row) {
         T* row_sums = sums;
-        if (product && !product_kind.wide)
-          product_kind.widen(row_sums, dout, product + row * dout * product_kind.size, 0, nullptr, 1, dout);
+        if (by_torch && !by_torch_kind.wide)
+          by_torch_kind.widen(row_sums, dout, by_torch + row * dout * by_torch_kind.size, 0, nullptr, 1, dout);
         else
           row_sums += (row - span.first) * dout;
         finish(span.expert, row, row_sums);
