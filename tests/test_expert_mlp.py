@@ -49,11 +49,16 @@ def leaves_of(plan, dtype, device, activation, dim=12, hidden=20, dout=10, with_
 
 # float16 takes the way of bfloat16: with biases, and gated without.
 CASES = [(kind, dtype) for kind in KINDS for dtype in (DTYPES if kind in ("everything", "dropped") else DTYPES[:2])]
+# An activation in a dtype is three kernels for Triton to compile: each once, in turns, and two twice.
+COMPILED = [(kind, DTYPES[i % 2]) for i, kind in enumerate(KINDS)] + [("everything", torch.bfloat16)]
+COMPILED += [("dropped", torch.float16)]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
     skip_unsupported(target, dtype, OP)
+    if target.compiles and (kind, dtype) not in COMPILED:
+        pytest.skip("Triton has this plan and this activation in another dtype")
     plan, activation = plans(target.device)[kind], KINDS[kind]
     leaves = leaves_of(plan, dtype, target.device, activation, with_bias=kind != "dropped")
     leaves["weights"] = leaves["weights"].masked_fill(plan.slot_row < 0, math.nan)  # a dropped choice's must not matter

@@ -57,8 +57,16 @@ PLACES = {
 def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and (sizes is LARGE or place != "each tensor otherwise"):
         pytest.skip("float16 has its vectors in common with bfloat16: one place and the short rows are enough")
+    if target.compiles:
+        if dtype == torch.float16:
+            pytest.skip("Triton's code for float16 is that for bfloat16, but for constants that test_kwta.py covers")
+        # Its code depends on whether memory starts at a multiple of 16 bytes, so in two of the places: half of the
+        # sizes in each. CUDA's has all of them.
+        sizes = sizes[list(PLACES).index(place) % 2 :: 2]
     for n in sizes:
-        ties = TIES[n % 3] if n in (*LARGE, 29, 45, 61) else "index"  # the others are further kernels to compile
+        # The others are further kernels to compile, those of 16 bits the slowest of all.
+        ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
+        ties = TIES[n % 3] if n in ruled else "index"
         parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))
         x, values, grad = (
             placed(part.to(dtype), *where).to(target.device) for part, where in zip(parts, PLACES[place], strict=True)

@@ -59,6 +59,8 @@ def assert_near(got, same_dtype, exact, floor: float) -> None:
 def test_choices_weights_and_gradients(target, kind, dtype, order):
     # Under Triton's interpreter stores to bfloat16 truncate.
     floor = 2.0**-7 if target.interpreted and dtype == torch.bfloat16 else 8 * torch.finfo(dtype).eps
+    if target.compiles and (dtype, order) in zip(DTYPES[1:], ORDERS, strict=True):
+        pytest.skip("the gate computes in float32: one order of each type of 16 bits, and both of float32")
     for tokens, num_experts in sizes(target):
         logits = ROWS[kind](tokens, num_experts).to(dtype).to(target.device)
         for k in sorted({1, min(3, num_experts), num_experts}):
