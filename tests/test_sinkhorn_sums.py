@@ -153,8 +153,8 @@ def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
     if target.backend == "cuda":  # which reads pieces of 16 bytes where all matrices and rows start at one
         places += [padded, shifted, lambda x: padded(x.flatten(1)).unflatten(1, x.shape[1:])]
     for n in (3, 12, 70) if target.executed else (3, 12, 40, 70, 130):
-        if target.compiles and n == 3:
-            continue  # the kernels of 12 find a matrix the same way
+        if target.compiles and (n == 3 or (with_sums and n == 70)):
+            continue  # the kernels of 12 find a matrix the same way; sums are arrays of their own
         scores, grad = torch.randn(2, 3, n, n)
         leaves = {"scores": scores}
         if with_sums:
