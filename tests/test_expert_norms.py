@@ -103,10 +103,10 @@ def test_the_gradient_at_zero_is_zero(target):
 
 def test_a_norm_whose_squares_are_too_small_is_zero(target):
     """As of 1e-30, whose square float32 cannot hold, also where an expert has a single output."""
-    leaves = {"x": torch.full((2, 8), 1e-15), "w_in": torch.full((1, 8, 8), 1e-15), "w_out": torch.ones(1, 8, 1)}
+    leaves = {"x": torch.full((2, 8), 1e-15), "w_in": torch.full((2, 8, 8), 1e-15), "w_out": torch.ones(2, 8, 1)}
     leaves = {name: each.bfloat16() for name, each in leaves.items()}
     for backend in (target.backend, "reference"):
-        got = results(lambda b=backend, **given: mk.expert_norms(backend=b, **given), leaves, torch.ones(2, 1))
+        got = results(lambda b=backend, **given: mk.expert_norms(backend=b, **given), leaves, torch.ones(2, 2))
         assert not any(each.any() for each in got.values())
 
 

@@ -176,7 +176,9 @@ def test_activations(target, activation):
         if target.compiles and (dtype, activation) in IN_FLOAT32:
             continue
         if backends.unsupported(target.backend, OP, target.device, dtype) is None:
-            check(target, dtype, "zipf", (29, 16, 40, 5), activation, gathered=False)
+            # The sizes of the test above, whose kernels Triton has compiled, or sizes that are read in pieces.
+            sizes = (29, 33, 70, 5) if target.compiles else (29, 16, 40, 5)
+            check(target, dtype, "zipf", sizes, activation, gathered=False)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 6, 5), (9, 0, 6, 5), (9, 4, 0, 5), (9, 1, 1, 5), (5, 300, 2, 5)], ids=str)
