@@ -79,6 +79,8 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
 @pytest.mark.parametrize("n", [13, 29, 45, 4095])
 def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
     """Of a row of equal elements the first k win: of its head, its vectors and its tail, in this order."""
+    if target.compiles and dtype == torch.float16 and n != 45:
+        pytest.skip("Triton's code for float16 is that for bfloat16, but for its constants")
     x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)
     x[1::2, n // 2] = 0.25  # and one that never wins
     for k in range(n) if n < 100 else (1, 3, 7, 8, 9, 2000, n - 8, n - 7, n - 1):
