@@ -7,6 +7,7 @@ not compiled again.
 from __future__ import annotations
 
 import bisect
+import gc
 import itertools
 import json
 import os
@@ -36,7 +37,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 def launches(capability: int) -> dict[str, dict[str, Any]]:
     """By kernel, dtype and call: the launches that need a compilation which none before them needed.
 
-    Triton has code of its own for sm_90 in products of 16 bits alone; other kernels have one launch a dtype there.
+    Triton has code of its own for sm_90 in products of 16 bits alone; other kernels have one launch there.
     """
     named: dict[str, dict[str, Any]] = {}
     with recorded(capability) as found:
@@ -45,9 +46,10 @@ def launches(capability: int) -> dict[str, dict[str, Any]]:
             before = len(found)
             call.run()
             for each in found[before:]:
-                kernel = f"{each['kernel'].strip('_')} {str(call.dtype).removeprefix('torch.')}: "
+                kernel = each["kernel"].strip("_")
+                again = any(other.startswith(f"{kernel} ") for other in named)
+                kernel += f" {str(call.dtype).removeprefix('torch.')}: "
                 name = kernel + str(call)
-                again = any(other.startswith(kernel) for other in named)
                 if each["compiles"] and (capability == 80 or not again or PRODUCTS.match(kernel)):
                     named[name + f", {sum(other.startswith(name) for other in named) + 1}" * (name in named)] = each
     return named
@@ -124,6 +126,7 @@ def run(tool: str, *arguments: str | Path) -> str:
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
+    gc.set_threshold(100_000, 20, 20)  # as conftest.py does, and why
     triton_launch.share_compilations()
     here = launches(capability)
     for each in {each["kernel"]: each for each in here.values()}.values():

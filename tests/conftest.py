@@ -69,6 +69,11 @@ class Target:
         return self.device == "cpu" and self.backend != "cpu"
 
     @property
+    def compiles(self) -> bool:
+        """Triton without a GPU: every further size class, dtype or option of a kernel is 0.3 to 2 s of compilation."""
+        return self.executed and self.backend == "triton"
+
+    @property
     def interpreted(self) -> bool:
         """From its source, at a thousandth of a kernel's speed: keep shapes small."""
         return self.executed and INTERPRET

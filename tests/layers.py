@@ -62,6 +62,19 @@ LAYERS = {name: lambda make=make: layer(make()) for name, make in EVERY.items()}
     "tasks": lambda: mnn.MultiGateMoE([mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2)], mnn.ExpertLayer(E, D, H)),
 }
 ON_THE_HOST = ("permuted", "competition")  # in training
+# In training they do what they do in evaluation: no noise, no loss, no capacity, nothing that learns by steps.
+NO_OTHER_TRAINING = (
+    "hash",
+    "manual",
+    "xmoe cosine",
+    "hyper",
+    "nonzero",
+    "swiglu",
+    "one layer",
+    "tensor",
+    "pass",
+    "tasks",
+)
 
 
 def inputs(tokens):

@@ -33,7 +33,8 @@ def dense(plan, x, w_in, w_out, weights=None, b_in=None, b_out=None, activation=
     return y
 
 
-def leaves_of(plan, dtype, device, activation, dim=12, hidden=20, dout=10, with_bias=True):
+def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_bias=True):
+    # No size and no product of two is a multiple of 16: Triton compiles what test_grouped_gemm.py has compiled.
     width = 2 * hidden if activation in ("swiglu", "geglu") else hidden
     experts = plan.num_experts
     leaves = {
@@ -49,11 +50,16 @@ def leaves_of(plan, dtype, device, activation, dim=12, hidden=20, dout=10, with_
 
 # float16 takes the way of bfloat16: with biases, and gated without.
 CASES = [(kind, dtype) for kind in KINDS for dtype in (DTYPES if kind in ("everything", "dropped") else DTYPES[:2])]
+# An activation in a dtype is three kernels for Triton to compile: each once, in turns, and two twice.
+COMPILED = [(kind, DTYPES[i % 2]) for i, kind in enumerate(KINDS)] + [("everything", torch.bfloat16)]
+COMPILED += [("dropped", torch.float16)]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
     skip_unsupported(target, dtype, OP)
+    if target.compiles and (kind, dtype) not in COMPILED:
+        pytest.skip("Triton has this plan and this activation in another dtype")
     plan, activation = plans(target.device)[kind], KINDS[kind]
     leaves = leaves_of(plan, dtype, target.device, activation, with_bias=kind != "dropped")
     leaves["weights"] = leaves["weights"].masked_fill(plan.slot_row < 0, math.nan)  # a dropped choice's must not matter
@@ -162,7 +168,7 @@ def test_little_is_saved():
         mk.expert_mlp(plan=plan, backend="cpu", **leaves)
     others = [each for each in saved if not any(each is leaf for leaf in leaves.values())]
     floats = [tuple(each.shape) for each in others if each.is_floating_point()]
-    assert floats == [(plan.num_rows, 20)]
+    assert floats == [(plan.num_rows, 22)]
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -183,8 +189,8 @@ def test_flops_are_counted():
     leaves = {name: each.requires_grad_() for name, each in leaves_of(plan, torch.float32, "cpu", "gelu").items()}
     with FlopCounterMode(display=False) as counter:
         mk.expert_mlp(plan=plan, backend="cpu", **leaves).sum().backward()
-    rows, products = plan.num_rows, 2 * plan.num_rows * (12 * 20 + 20 * 10)
-    moving = 2 * rows * 10 + rows * 12  # combine forward; the sum of the gradient to x
+    rows, products = plan.num_rows, 2 * plan.num_rows * (14 * 22 + 22 * 10)
+    moving = 2 * rows * 10 + rows * 14  # combine forward; the sum of the gradient to x
     bias = 2 * rows * 10 + 2 * rows * 10  # to b_out, and its share of the gradient to the gates
     assert counter.get_total_flops() == 3 * products + moving + bias
 
@@ -194,14 +200,14 @@ def test_bad_input_is_named():
     good = leaves_of(plan, torch.float32, "cpu", "gelu")
     for change, error, words in (
         ({"x": good["x"][1:]}, ValueError, "x must have 23 rows, the tokens of the plan"),
-        ({"w_in": good["w_in"][1:]}, ValueError, r"w_in must be \(E, D, H\) = \(5, 12, 20\)"),
-        ({"w_out": good["w_out"][:, 1:]}, ValueError, r"w_out must be \(E, H, Dout\) = \(5, 20, 10\)"),
+        ({"w_in": good["w_in"][1:]}, ValueError, r"w_in must be \(E, D, H\) = \(5, 14, 22\)"),
+        ({"w_out": good["w_out"][:, 1:]}, ValueError, r"w_out must be \(E, H, Dout\) = \(5, 22, 10\)"),
         ({"w_out": good["w_out"].double()}, TypeError, "w_out must have dtype float32; got float64"),
-        ({"b_in": good["b_out"]}, ValueError, r"b_in must be \(E, H\) = \(5, 20\)"),
+        ({"b_in": good["b_out"]}, ValueError, r"b_in must be \(E, H\) = \(5, 22\)"),
         ({"b_out": good["b_in"]}, ValueError, r"b_out must be \(E, Dout\) = \(5, 10\)"),
         ({"weights": good["weights"][:, 1:]}, ValueError, r"weights must be \(T, K\) like plan.slot_row"),
         ({"activation": "selu"}, ValueError, "activation must be None or one of"),
-        ({"activation": "geglu"}, ValueError, r"w_out must be \(E, H, Dout\) = \(5, 10, 10\)"),
+        ({"activation": "geglu"}, ValueError, r"w_out must be \(E, H, Dout\) = \(5, 11, 10\)"),
     ):
         for backend in ("cpu", "reference"):
             with pytest.raises(error, match=f"^expert_mlp: {words}"):

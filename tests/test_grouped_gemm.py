@@ -158,17 +158,27 @@ CASES = [(kind, dtype) for kind in ROUTINGS for dtype in (DTYPES if kind in ("zi
 @pytest.mark.parametrize(("kind", "dtype"), CASES, ids=str)
 def test_values_and_gradients_are_those_of_the_loop(target, kind, dtype):
     skip_unsupported(target, dtype)
+    if target.compiles and (kind, dtype) in (("empty", torch.float32), ("single", torch.bfloat16)):
+        pytest.skip("two routings with hardly a row: each is compiled in one dtype")
     activation = dict(zip(ROUTINGS, (None, "gelu", "swiglu", "relu", "tanh"), strict=True))[kind]
     sizes = (37, 19, 26, 5) if target.interpreted else (150, 33, 70, 5)
     for gathered in (False, True):
         check(target, dtype, kind, sizes, activation, gathered, with_bias=kind != "adversarial")
 
 
+# Triton computes an activation in float32 in every dtype: in bfloat16 it compiles a plain one and a gated one.
+IN_FLOAT32 = [(torch.bfloat16, act) for act in ("relu", "gelu", "tanh", "geglu")]
+
+
 @pytest.mark.parametrize("activation", [act for act in ACTS if act])
 def test_activations(target, activation):
     for dtype in (torch.float32, torch.bfloat16):
+        if target.compiles and (dtype, activation) in IN_FLOAT32:
+            continue
         if backends.unsupported(target.backend, OP, target.device, dtype) is None:
-            check(target, dtype, "zipf", (29, 16, 40, 5), activation, gathered=False)
+            # The sizes of the test above, whose kernels Triton has compiled, or sizes that are read in pieces.
+            sizes = (29, 33, 70, 5) if target.compiles else (29, 16, 40, 5)
+            check(target, dtype, "zipf", sizes, activation, gathered=False)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 6, 5), (9, 0, 6, 5), (9, 4, 0, 5), (9, 1, 1, 5), (5, 300, 2, 5)], ids=str)

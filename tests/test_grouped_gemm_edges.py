@@ -57,6 +57,8 @@ def test_slopes_at_zero(target, activation):
 @pytest.mark.parametrize("activation", SLOPE_AT_0)
 def test_slopes_at_zero_of_a_hidden_layer(target, activation):
     """expert_mlp and expert_norms have backward kernels of their own."""
+    if target.compiles and activation in ("silu", "tanh"):
+        pytest.skip("a slope without a step at 0, from the function that test_slopes_at_zero tests")
     dtype = finest(target)
     plan = plans(target.device)["dropped"]
     kept = (plan.slot_row >= 0).sum(1, keepdim=True)
@@ -87,6 +89,8 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 @pytest.mark.parametrize("gathered", [False, True])
 def test_partial_tiles_on_every_axis(target, gathered, activation):
     """Rows of an expert, columns and terms of a sum each take several tiles, and the last tile is not full."""
+    if target.compiles and gathered == (activation == "gelu"):
+        pytest.skip("two of the four hold each pair")
     dtype = finest(target)
     sizes = (170, 150, 140, 2) if target.interpreted else (601, 299, 282, 2)
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +102,10 @@ def test_partial_tiles_on_every_axis(target, gathered, activation):
 def test_what_lies_around_the_operands_is_not_read(target, transposed):
     """NaN on all sides of rows, weights, bias and gradient, at addresses that are no multiple of 16 bytes."""
     dtype, device, offsets = finest(target), target.device, offsets_of("zipf", 40, target.device)
-    for din, dout in ((19, 26), (37, 8), (16, 33)):
+    sizes = ((19, 26), (37, 8), (16, 33))
+    if target.compiles:
+        sizes = sizes[transposed::2]  # each is six kernels to compile
+    for din, dout in sizes:
         leaves = {
             "x": torch.randn(40, din, device=device).to(dtype),
             "weight": (torch.randn(5, din, dout, device=device) / math.sqrt(din)).to(dtype),

@@ -57,8 +57,16 @@ PLACES = {
 def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and (sizes is LARGE or place != "each tensor otherwise"):
         pytest.skip("float16 has its vectors in common with bfloat16: one place and the short rows are enough")
+    if target.compiles:
+        if dtype == torch.float16:
+            pytest.skip("Triton's code for float16 is that for bfloat16, but for constants that test_kwta.py covers")
+        # Its code depends on whether memory starts at a multiple of 16 bytes, so in two of the places: half of the
+        # sizes in each. CUDA's has all of them.
+        sizes = sizes[list(PLACES).index(place) % 2 :: 2]
     for n in sizes:
-        ties = TIES[n % 3] if n in (*LARGE, 29, 45, 61) else "index"  # the others are further kernels to compile
+        # The others are further kernels to compile, those of 16 bits the slowest of all.
+        ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
+        ties = TIES[n % 3] if n in ruled else "index"
         parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))
         x, values, grad = (
             placed(part.to(dtype), *where).to(target.device) for part, where in zip(parts, PLACES[place], strict=True)
@@ -71,6 +79,8 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
 @pytest.mark.parametrize("n", [13, 29, 45, 4095])
 def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
     """Of a row of equal elements the first k win: of its head, its vectors and its tail, in this order."""
+    if target.compiles and dtype == torch.float16 and n != 45:
+        pytest.skip("Triton's code for float16 is that for bfloat16, but for its constants")
     x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)
     x[1::2, n // 2] = 0.25  # and one that never wins
     for k in range(n) if n < 100 else (1, 3, 7, 8, 9, 2000, n - 8, n - 7, n - 1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 
 import pytest
 import torch
@@ -56,12 +55,13 @@ SIZES = {
 }
 
 
-# The tiles and the loop of a product are those of 16 bits: float16 is one case each of copies and of descriptors.
+# The tiles and the loop of a product are those of 16 bits: float16 is one case each of copies and of descriptors. The
+# rows of a size are gathered, or one behind another.
 BF16, FP16 = SHORT
 
 
 @pytest.mark.parametrize(("kind", "dtype", "gathered"), [
-    *itertools.product(SIZES, [BF16], [False, True]), ("few rows", FP16, False), ("narrow", FP16, True)
+    *((kind, BF16, i % 2 == 1) for i, kind in enumerate(SIZES)), ("few rows", FP16, True), ("narrow", FP16, False)
 ], ids=str)  # fmt: skip
 def test_grouped_gemm(kind, dtype, gathered):
     sizes, tile = SIZES[kind]
@@ -140,7 +140,6 @@ def some_dropped():
 
 
 @pytest.mark.parametrize(("activation", "plan_of", "sizes", "dtype"), [
-    ("gelu", some_dropped, (48, 80, 32), BF16),
     ("swiglu", some_dropped, (48, 64, 32), BF16),
     ("swiglu", some_dropped, (48, 64, 32), FP16),
     ("gelu", many_rows, (64, 144, 48), BF16),
@@ -166,7 +165,8 @@ def test_expert_mlp(activation, plan_of, sizes, dtype):
 
 
 @pytest.mark.parametrize(("sizes", "dtype"), [
-    *itertools.product([(70, 5, 48, 64, 48), (70, 5, 33, 50, 41)], DTYPES[:2]), ((70, 5, 48, 64, 48), FP16)
+    ((70, 5, 48, 64, 48), BF16), ((70, 5, 33, 50, 41), BF16), ((70, 5, 33, 50, 41), torch.float32),
+    ((70, 5, 48, 64, 48), FP16),
 ], ids=str)  # fmt: skip
 def test_expert_norms_(sizes, dtype):
     leaves = test_expert_norms.leaves_of(dtype, "cpu", "gelu", *sizes)

@@ -122,7 +122,7 @@ def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
     assert together[1].isnan().flatten(1).any(1).nonzero().tolist() == [[2], [5]]
     for i in range(7):
         # Alone; to Triton a batch of one is another compilation, so there beside a copy of itself.
-        which = [i, i] if target.executed and target.backend == "triton" else [i]
+        which = [i, i] if target.compiles else [i]
         alone = both(scores[which], grad[which])
         for whole, one in zip(together, alone, strict=True):
             torch.testing.assert_close(whole[which], one, rtol=0, atol=0, equal_nan=True)
@@ -275,7 +275,7 @@ def test_sums_and_tolerance_against_the_definition(target, tolerance):
     """Both potentials' sums and stops, forbidden and broken matrices among them, across lanes and along them."""
     if target is REFERENCE:
         pytest.skip("nothing to compare")
-    slow = target.executed and target.backend == "triton"
+    slow = target.compiles
     batch, small = (3, ((1, 2), (4, 6), (7, 3))) if slow else (5, ((1, 2), (4, 9), (7, 5), (17, 6)))
     for (n, iterations), tau in (*itertools.product(small, (1.0, 0.02)), ((40, 1), 0.02), ((70, 2), 1.0)):
         scores, grad = torch.randn(2, batch, n, n, device=target.device).unbind()

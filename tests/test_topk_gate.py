@@ -59,6 +59,8 @@ def assert_near(got, same_dtype, exact, floor: float) -> None:
 def test_choices_weights_and_gradients(target, kind, dtype, order):
     # Under Triton's interpreter stores to bfloat16 truncate.
     floor = 2.0**-7 if target.interpreted and dtype == torch.bfloat16 else 8 * torch.finfo(dtype).eps
+    if target.compiles and (dtype, order) in zip(DTYPES[1:], ORDERS, strict=True):
+        pytest.skip("the gate computes in float32: one order of each type of 16 bits, and both of float32")
     for tokens, num_experts in sizes(target):
         logits = ROWS[kind](tokens, num_experts).to(dtype).to(target.device)
         for k in sorted({1, min(3, num_experts), num_experts}):
@@ -81,7 +83,8 @@ MANY = ((9, 8, 3), (19, 40, 5), (9, 200, 33), (2, 600, 300), (3, 700, 3), (2, 11
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", ["ties", "constant", "far below zero", "special"])
 def test_many_experts_choices_and_tokens(target, kind, order):
-    for tokens, num_experts, k in MANY:
+    # Triton compiles two kernels for a size and an order: small and large ones in each order.
+    for tokens, num_experts, k in MANY[ORDERS.index(order) :: 2] if target.compiles else MANY:
         logits = ROWS[kind](tokens, num_experts).to(target.device)
         grad = torch.randn(k, tokens, device=target.device).t()  # of no layout that can be read in place
         got = gate_and_gradient(logits, k, order, grad, target.backend)

@@ -188,8 +188,15 @@ def test_gates_and_gradients(target, dtype, parity):
     if reason := unsupported(target, parity):
         assert parity in reason
         pytest.skip(reason)
+    sizes = shapes(target)
+    if target.compiles:
+        # Each is two kernels to compile. They compute in float32, so that 16 bits differ by loads and stores: every
+        # layout in float32, a full and another one in each of the others.
+        if parity is not None and dtype != torch.float32:
+            pytest.skip("the constants of a parity mode are float32 in every dtype")
+        sizes = {torch.float32: sizes, torch.bfloat16: sizes[1::2], torch.float16: sizes[0::2]}[dtype]
     # The parity modes differ from the gate by two constants.
-    for size in shapes(target) if parity is None else shapes(target)[1::6]:
+    for size in sizes if parity is None else sizes[1::6]:
         arguments = {name: each.to(dtype) for name, each in drawn(*size, device=target.device).items()}
         tokens, _, trees, experts = size
         grads = tuple(

@@ -27,7 +27,10 @@ def test_leaf_logits_far_from_zero(target, shift, parity):
     """Places that are no leaf, and leaves that do not count, have no part in the largest logit: it would be theirs."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
-    for tokens, trees, experts in ((3, 2, 3), (5, 1, 6), (3, 1, 33), (3, 2, 12)):
+    sizes = ((3, 2, 3), (5, 1, 6), (3, 1, 33), (3, 2, 12))
+    if parity is not None and target.compiles:
+        sizes = sizes[parity == "tf" :: 2]  # a mode is two more kernels of each size, with other constants
+    for tokens, trees, experts in sizes:
         arguments = drawn(tokens, 4, trees, experts, device=target.device)
         arguments["leaf_bias"] += shift
         arguments["split_bias"][:, 0] += 1.0  # mostly to the left: what is on the right has probability 0

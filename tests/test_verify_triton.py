@@ -32,9 +32,9 @@ def test_every_kernel_is_launched(ops, monkeypatch):
             launch(kernel, *arguments, **named)
 
         monkeypatch.setattr(each, "launch", record)
-    verdicts = [
-        check(op, "triton", dtype, "cpu", small=True) for op in ops for dtype in (torch.float32, torch.bfloat16)
-    ]
+    # The ways of sinkhorn are those of sizes: a dtype more is its 19 kernels once more.
+    dtypes = (torch.float32,) if ops == ("sinkhorn",) else (torch.float32, torch.bfloat16)
+    verdicts = [check(op, "triton", dtype, "cpu", small=True) for op in ops for dtype in dtypes]
     assert {each.verdict for each in verdicts} == {"ok"}, verdicts
     assert launched >= {name for name in triton_kernels() if hasattr(module, name)}
 
