@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from inputs import each_alone, far_apart, framed, padded, shifted
+from inputs import behind_one, each_alone, far_apart, framed, padded, shifted
 from test_dispatch import plans
 from test_expert_mlp import leaves_of
 from test_grouped_gemm import check, finest, judge, loop, offsets_of, results
@@ -129,8 +129,9 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
         judge(target, dtype, got, reference, truth)
 
 
-@pytest.mark.parametrize("place", [padded, shifted])
-def test_operands_that_start_anywhere(target, place):
+@pytest.mark.parametrize("activation", ["gelu", None])  # without one a gradient reaches the products as it is
+@pytest.mark.parametrize("place", [padded, shifted, behind_one])
+def test_operands_that_start_anywhere(target, place, activation):
     """Operands of 16-byte pieces, but for one, whose rows start or lie otherwise."""
     if target.backend == "triton":
         pytest.skip("Triton finds out by itself in what pieces it may read")
@@ -142,7 +143,7 @@ def test_operands_that_start_anywhere(target, place):
     for moved in (None, *given):
         here = given if moved is None else given | {moved: place(given[moved])}
         leaves = [here[name].detach().requires_grad_() for name in ("x", "weight", "bias")]
-        out = mk.grouped_gemm(*leaves[:2], offsets, bias=leaves[2], activation="gelu", backend=target.backend)
+        out = mk.grouped_gemm(*leaves[:2], offsets, bias=leaves[2], activation=activation, backend=target.backend)
         found.append([out.detach(), *torch.autograd.grad(out, leaves, here["grad"])])
     rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-5
     for other in found[1:]:
@@ -150,15 +151,19 @@ def test_operands_that_start_anywhere(target, place):
             torch.testing.assert_close(got, expected, rtol=rounding, atol=8 * rounding)
 
 
-@pytest.mark.parametrize("moved", ["all", "gradient", "far apart"])
+@pytest.mark.parametrize("moved", ["all", "gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
-    """All but the experts' weights in padded rows, or the gradient of y alone; or x and that gradient far apart."""
+    """All but the experts' weights in padded rows, or the gradient of y alone; or x and that gradient far apart; or a
+    bias that is contiguous and starts at no multiple of 16 bytes."""
+    if moved == "contiguous" and target.backend == "triton":
+        pytest.skip("Triton finds out by itself in what pieces it may read")
     dtype, plan = finest(target), plans(target.device)["dropped"]
     leaves, grad = leaves_of(plan, dtype, target.device, "gelu", dout=16), torch.randn(plan.num_tokens, 16)
-    place = (lambda x: far_apart(x, (2**30 - 4, 1))) if moved == "far apart" else padded
-    moved = {"all": ("x", "weights", "b_in", "b_out"), "gradient": (), "far apart": ("x",)}[moved]
+    places = {"far apart": lambda x: far_apart(x, (2**30 - 4, 1)), "contiguous": behind_one}
+    place, far = places.get(moved, padded), {"gradient": (), "far apart": ("x",), "contiguous": ("b_in", "b_out")}
+    moved, to_y = far.get(moved, ("x", "weights", "b_in", "b_out")), torch.clone if moved == "contiguous" else place
     found = []
-    for given, to in ((leaves, torch.clone), (leaves | {name: place(leaves[name]) for name in moved}, place)):
+    for given, to in ((leaves, torch.clone), (leaves | {name: place(leaves[name]) for name in moved}, to_y)):
         given = {name: each.detach().requires_grad_() for name, each in given.items()}
         y = mk.expert_mlp(plan=plan, backend=target.backend, **given)
         found.append([y.detach(), *torch.autograd.grad(y, list(given.values()), to(grad.to(y.device, dtype)))])

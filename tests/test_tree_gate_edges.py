@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import Target
 from inputs import each_alone, far_apart, framed
-from test_tree_gate import PARITIES, D, drawn, gate_and_gradients, identity, on_every_target, unsupported
+from test_tree_gate import PARITIES, REFERENCE, D, drawn, gate_and_gradients, identity, on_every_target, unsupported
 
 import moe_kernels as mk
 from moe_kernels import backends
@@ -92,6 +92,28 @@ def hardly_reached(target: Target, parity: str | None, probabilities: tuple[floa
     exact = gate_and_gradients(wide, grads, "reference", gamma=1.0, parity=parity)
     for name in ("gates", "split_weight", "leaf_weight"):
         torch.testing.assert_close(got[name].cpu().double(), exact[name], rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("depth", [4, 5])
+def test_leaves_of_the_least_probability_that_counts(target, depth):
+    """Two siblings of probability 2.8e-38 take half of the weight each: the softmax is scaled by 1.8e37, and what is
+    multiplied by that before it is by the probability overflows."""
+    if target is REFERENCE:
+        pytest.skip("it is differentiated as it stands, that is what it does")
+    if depth == 5 and target.executed and target.backend == "triton":
+        pytest.skip("another tree is another compilation; CUDA has a kernel of its own for 32 leaves")
+    split, leaf = torch.zeros(1, 1, 2**depth - 1), torch.full((1, 1, 2**depth), -1000.0)
+    split[..., [0, 1, 3]] = 12 * 2.0**-25 - 0.5  # 3 u^2 = 3.8e-13 to the left, three times
+    split[..., 7] = 9.0 if depth == 5 else 0.0
+    leaf[..., :2] = 0.0
+    grads = torch.zeros(1, 2**depth), torch.zeros(leaf.shape)
+    grads[0][0, :2] = torch.tensor([100.0, -100.0])
+    here = identity(split.to(target.device), leaf.to(target.device))
+    got = gate_and_gradients(here, tuple(each.to(target.device) for each in grads), target.backend, gamma=1.0)
+    exact = gate_and_gradients(identity(split.double(), leaf.double()), grads, "reference", gamma=1.0)
+    assert exact["leaf_weight"].flatten()[:2].tolist() == pytest.approx([50.0, -50.0])
+    for name in ("gates", "split_weight", "leaf_weight"):
+        torch.testing.assert_close(got[name].cpu().double(), exact[name], rtol=1e-4, atol=1e-4)
 
 
 def test_each_gradient_alone_is_the_same(target):
