@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import Target
-from inputs import each_alone, far_apart, framed
+from inputs import behind_one, each_alone, far_apart, framed
 from test_tree_gate import PARITIES, REFERENCE, D, drawn, gate_and_gradients, identity, on_every_target, unsupported
 
 import moe_kernels as mk
@@ -139,6 +139,17 @@ def test_what_lies_around_the_inputs_is_not_read(target):
     for given in (around, apart):
         for name, each in gate_and_gradients(given, tuple(map(framed, grads)), target.backend, gamma=1.0).items():
             torch.testing.assert_close(each, plain[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_gradients_that_start_anywhere(target):
+    if target.backend == "triton":
+        pytest.skip("Triton finds out by itself in what pieces it may read")
+    arguments = drawn(9, 4, 2, 32, device=target.device)
+    grads = torch.randn(9, 32, device=target.device), torch.randn(9, 2, 32, device=target.device)
+    plain = gate_and_gradients(arguments, grads, target.backend, gamma=1.0)
+    for moved in ((behind_one(grads[0]), grads[1]), (grads[0], behind_one(grads[1]))):
+        for name, each in gate_and_gradients(arguments, moved, target.backend, gamma=1.0).items():
+            torch.testing.assert_close(each, plain[name], msg=name)
 
 
 def test_nan_stays_with_its_token(target):
