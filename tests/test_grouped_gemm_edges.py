@@ -12,6 +12,7 @@ from test_expert_mlp import leaves_of
 from test_grouped_gemm import check, finest, judge, loop, offsets_of, results
 
 import moe_kernels as mk
+from moe_kernels.library.grouped_gemm import kernels
 
 OP = "grouped_gemm"
 SLOPE_AT_0 = {"relu": 0.0, "gelu": 0.5, "silu": 0.5, "tanh": 1.0}
@@ -193,6 +194,14 @@ def test_operands_far_apart(target, apart):
     rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-4
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=rounding, atol=8 * rounding)
+
+
+def test_gradient_of_many_columns(target):
+    """More than a program has at a time."""
+    dtype = finest(target)
+    grad, pre = torch.randn(2, 3, 4200).to(target.device, dtype)
+    got = kernels(target.backend).activation_bwd(grad, pre, "relu")
+    assert torch.equal(got, torch.where(pre > 0, grad, 0))
 
 
 def test_gathered_rows_far_apart(target):
