@@ -35,6 +35,11 @@ def shifted(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
     return view
 
 
+def behind_one(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous, from the second element on of its memory: not even the first row starts at 16 bytes."""
+    return torch.cat([x.new_full((1,), math.nan), x.flatten()])[1:].view(x.shape)
+
+
 def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
     """x with rows 2^30 elements apart, or with these strides: memory is taken up only where x is written to.
 

@@ -12,7 +12,7 @@ from test_grouped_gemm import ACTS, DTYPES, finest, judged, results, skip_unsupp
 from torch.utils.flop_counter import FlopCounterMode
 
 import moe_kernels as mk
-from moe_kernels import backends
+from moe_kernels import backends, library
 from moe_kernels.backends.native import grouped_gemm_cpu
 
 OP = "expert_mlp"
@@ -99,6 +99,25 @@ def test_gate_weights_are_not_rounded_for_the_bias(target):
     (got,) = torch.autograd.grad(y, leaves["b_out"], torch.ones_like(y))
     assert (got[0] == torch.tensor(tokens * (1 + 2**-9 + 2**-10)).to(dtype)).all()
     assert not got[1].any()
+
+
+def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
+    """Of a graph that was captured without gradients."""
+    plan = plans("cpu")["dropped"]
+    leaves = leaves_of(plan, torch.float32, "cpu", "swiglu")
+    given = [leaves[name].requires_grad_() for name in ("x", "weights", "w_in", "w_out", "b_in", "b_out")]
+    arrays, offsets = (plan.expert_offsets, plan.row_token, plan.row_choice, plan.slot_row), plan.expert_offsets
+    calls = {
+        (0, 1, 2, 3, 4, 5): lambda keep: library.ops.expert_mlp_fwd(*given, *arrays, "swiglu", keep, "cpu"),
+        (0, 2, 4): lambda keep: library.ops.grouped_gemm_fwd(
+            given[0], given[2], offsets, plan.row_token, given[4], "swiglu", keep, "cpu"
+        ),
+    }
+    for which, call in calls.items():
+        leaf = [given[i] for i in which]
+        found = [torch.autograd.grad(call(keep)[0].square().sum(), leaf) for keep in (True, False)]
+        for got, kept in zip(*found, strict=True):
+            torch.testing.assert_close(got, kept)
 
 
 def test_weights_of_either_layout(target):

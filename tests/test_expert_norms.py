@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 from conftest import INTERPRET
-from inputs import each_alone
-from test_grouped_gemm import ACTS, DTYPES, judged, results, skip_unsupported
+from inputs import behind_one, each_alone
+from test_grouped_gemm import ACTS, DTYPES, finest, judged, results, skip_unsupported
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -73,6 +73,15 @@ def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
     for name, each in found().items():
         exact = name != "x"  # groups are added up, each of them rounded
         torch.testing.assert_close(each, whole[name], rtol=0 if exact else tolerance, atol=0 if exact else tolerance)
+
+
+def test_biases_that_start_anywhere(target):
+    if target.backend == "triton":
+        pytest.skip("Triton finds out by itself in what pieces it may read")
+    leaves = leaves_of(finest(target), target.device, "gelu", 9, 3, 16, 24, 16)
+    moved = leaves | {name: behind_one(leaves[name]) for name in ("b_in", "b_out")}
+    got, expected = (mk.expert_norms(**each, activation="gelu", backend=target.backend) for each in (moved, leaves))
+    torch.testing.assert_close(got, expected)
 
 
 def test_each_gradient_alone_is_the_same(target):

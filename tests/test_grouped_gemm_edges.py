@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
-from inputs import each_alone, far_apart, framed, padded, shifted
+from inputs import behind_one, each_alone, far_apart, framed, padded, shifted
 from test_dispatch import plans
 from test_expert_mlp import leaves_of
 from test_grouped_gemm import check, finest, judge, loop, offsets_of, results
 
 import moe_kernels as mk
+from moe_kernels.library.grouped_gemm import kernels
 
 OP = "grouped_gemm"
 SLOPE_AT_0 = {"relu": 0.0, "gelu": 0.5, "silu": 0.5, "tanh": 1.0}
@@ -136,8 +137,9 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
         judge(target, dtype, got, reference, truth)
 
 
-@pytest.mark.parametrize("place", [padded, shifted])
-def test_operands_that_start_anywhere(target, place):
+@pytest.mark.parametrize("activation", ["gelu", None])  # without one a gradient reaches the products as it is
+@pytest.mark.parametrize("place", [padded, shifted, behind_one])
+def test_operands_that_start_anywhere(target, place, activation):
     """Operands of 16-byte pieces, but for one, whose rows start or lie otherwise."""
     if target.backend == "triton":
         pytest.skip("Triton finds out by itself in what pieces it may read")
@@ -149,7 +151,7 @@ def test_operands_that_start_anywhere(target, place):
     for moved in (None, *given):
         here = given if moved is None else given | {moved: place(given[moved])}
         leaves = [here[name].detach().requires_grad_() for name in ("x", "weight", "bias")]
-        out = mk.grouped_gemm(*leaves[:2], offsets, bias=leaves[2], activation="gelu", backend=target.backend)
+        out = mk.grouped_gemm(*leaves[:2], offsets, bias=leaves[2], activation=activation, backend=target.backend)
         found.append([out.detach(), *torch.autograd.grad(out, leaves, here["grad"])])
     rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-5
     for other in found[1:]:
@@ -157,15 +159,19 @@ def test_operands_that_start_anywhere(target, place):
             torch.testing.assert_close(got, expected, rtol=rounding, atol=8 * rounding)
 
 
-@pytest.mark.parametrize("moved", ["all", "gradient", "far apart"])
+@pytest.mark.parametrize("moved", ["all", "gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
-    """All but the experts' weights in padded rows, or the gradient of y alone; or x and that gradient far apart."""
+    """All but the experts' weights in padded rows, or the gradient of y alone; or x and that gradient far apart; or a
+    bias that is contiguous and starts at no multiple of 16 bytes."""
+    if moved == "contiguous" and target.backend == "triton":
+        pytest.skip("Triton finds out by itself in what pieces it may read")
     dtype, plan = finest(target), plans(target.device)["dropped"]
     leaves, grad = leaves_of(plan, dtype, target.device, "gelu", dout=16), torch.randn(plan.num_tokens, 16)
-    place = (lambda x: far_apart(x, (2**30 - 4, 1))) if moved == "far apart" else padded
-    moved = {"all": ("x", "weights", "b_in", "b_out"), "gradient": (), "far apart": ("x",)}[moved]
+    places = {"far apart": lambda x: far_apart(x, (2**30 - 4, 1)), "contiguous": behind_one}
+    place, far = places.get(moved, padded), {"gradient": (), "far apart": ("x",), "contiguous": ("b_in", "b_out")}
+    moved, to_y = far.get(moved, ("x", "weights", "b_in", "b_out")), torch.clone if moved == "contiguous" else place
     found = []
-    for given, to in ((leaves, torch.clone), (leaves | {name: place(leaves[name]) for name in moved}, place)):
+    for given, to in ((leaves, torch.clone), (leaves | {name: place(leaves[name]) for name in moved}, to_y)):
         given = {name: each.detach().requires_grad_() for name, each in given.items()}
         y = mk.expert_mlp(plan=plan, backend=target.backend, **given)
         found.append([y.detach(), *torch.autograd.grad(y, list(given.values()), to(grad.to(y.device, dtype)))])
@@ -195,6 +201,14 @@ def test_operands_far_apart(target, apart):
     rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-4
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=rounding, atol=8 * rounding)
+
+
+def test_gradient_of_many_columns(target):
+    """More than a program has at a time."""
+    dtype = finest(target)
+    grad, pre = torch.randn(2, 3, 4200).to(target.device, dtype)
+    got = kernels(target.backend).activation_bwd(grad, pre, "relu")
+    assert torch.equal(got, torch.where(pre > 0, grad, 0))
 
 
 def test_gathered_rows_far_apart(target):

@@ -221,6 +221,14 @@ def test_rows_that_start_anywhere(target, place):
         assert same_bits(torch.autograd.grad(y, given[1], given[2])[0], torch.where(mask, grad, 0))
 
 
+def test_mask_of_rows_that_start_half_a_vector_apart(target):
+    """Of 16 bits: four elements of the mask are a word of it, but 16 bytes of x are eight elements."""
+    x = torch.randn(5, 68, device=target.device).bfloat16()
+    for view in (x[:, :64], x.flatten()[4:324].view(5, 64)):
+        mask = mk.kwta_mask(view, 30, backend=target.backend)
+        assert torch.equal(mask, mk.kwta_mask(view, 30, backend="reference"))
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (2, 0, 4), (1,), (2, 1, 3, 5)])
 def test_empty_and_many_dimensions(target, shape):
     x = torch.randn(shape, device=target.device, requires_grad=True)

@@ -30,16 +30,18 @@ def sizes(target: Target) -> tuple[int, ...]:
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
 
-def both(target: Target, leaves: dict, grad: torch.Tensor, iterations: int, place=torch.clone, **settings):
+def both(
+    target: Target, leaves: dict, grad: torch.Tensor, iterations: int, place=torch.clone, place_grad=None, **settings
+):
     """p and the gradients of a target, and those of the definition in float64."""
     found = []
     for backend, dtype in ((target.backend, torch.float32), ("reference", torch.float64)):
-        put = place if backend == target.backend else torch.clone
+        put, put_grad = (place, place_grad or place) if backend == target.backend else (torch.clone, torch.clone)
         given = {name: each.to(target.device, dtype) for name, each in leaves.items()}
         given["scores"] = put(given["scores"])
         given = {name: each.requires_grad_() for name, each in given.items()}
         p = mk.sinkhorn(iterations=iterations, backend=backend, **given, **settings)
-        to = torch.autograd.grad(p, list(given.values()), put(grad.to(target.device, dtype)))
+        to = torch.autograd.grad(p, list(given.values()), put_grad(grad.to(target.device, dtype)))
         found.append((p.detach().cpu(), *(each.cpu() for each in to)))
     return found
 
@@ -150,6 +152,7 @@ def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
     """NaN on all sides; rows and matrices that start at any address; matrices and rows of a matrix far apart."""
     places = [framed, lambda x: far_apart(x, (2**30, x.shape[-1], 1))]
     places.append(lambda x: far_apart(x, (x.shape[1] * 2**30, 2**30, 1)))
+    places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # 12 of them pass 2^31, but not 2^32
     if target.backend == "cuda":  # which reads pieces of 16 bytes where all matrices and rows start at one
         places += [padded, shifted, lambda x: padded(x.flatten(1)).unflatten(1, x.shape[1:])]
     for n in (3, 12, 70) if target.executed else (3, 12, 40, 70, 130):
@@ -161,6 +164,8 @@ def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
             leaves |= {"rows": torch.rand(3, n) + 0.3, "columns": torch.rand(3, n) + 0.3}
         for which, place in enumerate(places):
             assert_same(both(target, leaves, grad, 2, place), (n, which), atol=1e-5)
+        if target.backend == "cuda":
+            assert_same(both(target, leaves, grad, 2, place_grad=padded), n, atol=1e-5)
 
 
 def test_sums_of_several_batch_dimensions_and_of_any_strides(target):

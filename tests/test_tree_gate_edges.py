@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import Target
-from inputs import each_alone, far_apart, framed
-from test_tree_gate import PARITIES, D, drawn, gate_and_gradients, identity, on_every_target, unsupported
+from inputs import behind_one, each_alone, far_apart, framed
+from test_tree_gate import PARITIES, REFERENCE, D, drawn, gate_and_gradients, identity, on_every_target, unsupported
 
 import moe_kernels as mk
 from moe_kernels import backends
@@ -97,6 +97,28 @@ def hardly_reached(target: Target, parity: str | None, probabilities: tuple[floa
         torch.testing.assert_close(got[name].cpu().double(), exact[name], rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("depth", [4, 5])
+def test_leaves_of_the_least_probability_that_counts(target, depth):
+    """Two siblings of probability 2.8e-38 take half of the weight each: the softmax is scaled by 1.8e37, and what is
+    multiplied by that before it is by the probability overflows."""
+    if target is REFERENCE:
+        pytest.skip("it is differentiated as it stands, that is what it does")
+    if depth == 5 and target.executed and target.backend == "triton":
+        pytest.skip("another tree is another compilation; CUDA has a kernel of its own for 32 leaves")
+    split, leaf = torch.zeros(1, 1, 2**depth - 1), torch.full((1, 1, 2**depth), -1000.0)
+    split[..., [0, 1, 3]] = 12 * 2.0**-25 - 0.5  # 3 u^2 = 3.8e-13 to the left, three times
+    split[..., 7] = 9.0 if depth == 5 else 0.0
+    leaf[..., :2] = 0.0
+    grads = torch.zeros(1, 2**depth), torch.zeros(leaf.shape)
+    grads[0][0, :2] = torch.tensor([100.0, -100.0])
+    here = identity(split.to(target.device), leaf.to(target.device))
+    got = gate_and_gradients(here, tuple(each.to(target.device) for each in grads), target.backend, gamma=1.0)
+    exact = gate_and_gradients(identity(split.double(), leaf.double()), grads, "reference", gamma=1.0)
+    assert exact["leaf_weight"].flatten()[:2].tolist() == pytest.approx([50.0, -50.0])
+    for name in ("gates", "split_weight", "leaf_weight"):
+        torch.testing.assert_close(got[name].cpu().double(), exact[name], rtol=1e-4, atol=1e-4)
+
+
 def test_each_gradient_alone_is_the_same(target):
     arguments = drawn(5, 4, 2, 6, device=target.device)
     grads = torch.randn(5, 6, device=target.device), torch.randn(5, 2, 6, device=target.device)
@@ -120,6 +142,17 @@ def test_what_lies_around_the_inputs_is_not_read(target):
     for given in (around, apart):
         for name, each in gate_and_gradients(given, tuple(map(framed, grads)), target.backend, gamma=1.0).items():
             torch.testing.assert_close(each, plain[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_gradients_that_start_anywhere(target):
+    if target.backend == "triton":
+        pytest.skip("Triton finds out by itself in what pieces it may read")
+    arguments = drawn(5, 4, 1, 128, device=target.device)  # of which CUDA reads four leaves at a time
+    grads = torch.randn(5, 128, device=target.device), torch.randn(5, 1, 128, device=target.device)
+    plain = gate_and_gradients(arguments, grads, target.backend, gamma=1.0)
+    for moved in ((behind_one(grads[0]), grads[1]), (grads[0], behind_one(grads[1]))):
+        for name, each in gate_and_gradients(arguments, moved, target.backend, gamma=1.0).items():
+            torch.testing.assert_close(each, plain[name], msg=name)
 
 
 def test_nan_stays_with_its_token(target):

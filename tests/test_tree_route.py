@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from inputs import far_apart, framed, padded, shifted
+from inputs import behind_one, far_apart, framed, padded, shifted
 from test_tree_gate import DTYPES, NAN, drawn, identity, on_every_target, shapes
 
 import moe_kernels as mk
@@ -114,11 +114,12 @@ def test_every_combination_of_nodes(target, experts):
     "sizes", [(9, 5, 1, 6), (3, 150, 9, 5), (5, 70, 2, 6), (300, 3, 1, 4), (2, 264, 3, 7)], ids=str
 )
 def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
-    """NaN on all sides of x; rows of x that start at any address; rows far apart."""
+    """NaN on all sides of x; rows of x and of weights that start at any address; rows far apart."""
     arguments = drawn(*sizes, device=target.device)
     expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")
-    for place in (torch.clone, framed, padded, shifted, far_apart):
-        got = mk.tree_route(**arguments | {"x": place(arguments["x"])}, gamma=1.0, backend=target.backend)
+    places = [("x", place) for place in (torch.clone, framed, padded, shifted, far_apart)]
+    for name, place in (*places, ("split_weight", behind_one), ("leaf_weight", behind_one)):
+        got = mk.tree_route(**arguments | {name: place(arguments[name])}, gamma=1.0, backend=target.backend)
         assert torch.equal(got[1], expected[1])
         torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-5)
 

@@ -135,7 +135,7 @@ def case(name: str) -> None:
 
 
 def global_choice() -> None:
-    """Expert choice, priority routing and a capacity over the tokens of all ranks."""
+    """Expert choice, priority routing and a capacity over the tokens of all ranks; their counts are those of all."""
     mesh = mesh_of_all()["ep"]
     for policy, gate in (
         (mnn.ExpertChoice(2.0), mnn.SoftmaxGate(D, E)),
@@ -147,6 +147,11 @@ def global_choice() -> None:
         agree(
             lambda policy, gate=gate: mnn.MoE(gate, mnn.ExpertMLP(E, D, H), policy), policy, GlobalPolicy(policy, mesh)
         )
+        x = tokens(T)
+        one, _ = policy(gate(x), True)
+        plan, _ = GlobalPolicy(policy, mesh)(gate(x.chunk(mesh.size())[dist.get_rank()]), True)
+        assert torch.equal(plan.requested, one.requested)
+        assert torch.equal(plan.dropped, one.dropped)
 
 
 def random_shapes() -> None:
