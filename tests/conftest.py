@@ -94,7 +94,7 @@ def running(target: Target) -> Iterator[Target]:
     """Within the block the target's backend takes tensors of its device."""
     with contextlib.ExitStack() as stack:
         if target.backend == "cuda" and target.executed:
-            stack.enter_context(simt.use("asan") if target.interpreted else cuda_launch.use())
+            stack.enter_context(simt.use() if target.interpreted else cuda_launch.use())
         if target.backend == "cpu":
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr(cpu, "isa", cpu.module.isas.index(target.id.removeprefix("cpu-")))

@@ -153,7 +153,7 @@ def test_nothing_left_to_compile_for_is_a_build_without_cuda_unless_it_was_asked
 def compiled_nvcc(home: Path, real: str) -> Path:
     """An nvcc for which most files are compiled: it checks its options, notes them, and takes what tests/ptx made with
     the same ones. It compiles dispatch.cu, the quickest, itself."""
-    for name, made in cuda_launch.compiled(cuda_launch.KERNELS).objects.items():
+    for name, made in cuda_launch.compiled().objects.items():
         if name != "dispatch.cu":
             shutil.copy(made, home / f"{name}.o")
     (home / "bin").mkdir()

@@ -24,7 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_name("machine_code_cuda.json")
 ARCHITECTURES = ("sm_80", "sm_90")
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-PROBES = sorted((ROOT / "tests" / "simt" / "planted").glob("*.cu"))
 KIT = toolkit.find()
 MISSING = KIT.no_nvcc or KIT.no_cuobjdump
 
@@ -72,8 +71,7 @@ def nvcc_release() -> str:
 
 def ptx_of(source: Path) -> Path:
     """The PTX that tests/ptx executes, of which setup.py has machine code made for both."""
-    unit = cuda_launch.KERNELS if source in SOURCES else cuda_launch.PLANTED
-    return cuda_launch.build(unit, source.relative_to(ROOT)).with_suffix(".ptx")
+    return cuda_launch.build(source.relative_to(ROOT)).with_suffix(".ptx")
 
 
 @functools.cache
@@ -203,7 +201,7 @@ def test_instructions(architecture: str) -> None:
     assert matched == set(INSTRUCTIONS), "a pattern matches no kernel"
 
 
-@pytest.mark.parametrize("source", [*SOURCES, *PROBES], ids=lambda each: each.name)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda each: each.name)
 def test_nothing_is_warned_of(source: Path) -> None:
     """For sm_80 on the way to PTX; all other steps stop at a warning."""
     assert ptx_of(source).with_suffix(".warnings").read_text() == ""

@@ -4,6 +4,7 @@ with each operation."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,7 @@ import test_combine
 import test_expert_mlp
 import test_expert_norms
 import test_grouped_gemm
+import test_kwta_edges
 import test_sinkhorn_sums
 import test_topk_gate
 import torch
@@ -27,6 +29,18 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"simt: {MISSING}")
 
 CUDA = Target("cuda", "cuda", "cpu")
 BF16 = torch.bfloat16
+
+
+def kwta() -> None:
+    """Rows of a warp and of a block, one behind another, apart, and starting anywhere; a row that is read again."""
+    places = test_kwta_edges.PLACES["one behind another"], test_kwta_edges.PLACES["each tensor otherwise"]
+    sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, BF16)]
+    for (n, dtype), place in itertools.product(sizes, places):
+        parts = (test_kwta_edges.rows_of(n), test_kwta_edges.rows_of(n), torch.randn(test_kwta_edges.ROWS, n))
+        x, values, grad = (
+            test_kwta_edges.placed(part.to(dtype)[:5], *where) for part, where in zip(parts, place, strict=True)
+        )
+        test_kwta_edges.check(CUDA, x, n // 4, "index" if n != 300 else "all", values, grad)
 
 
 def products() -> None:
@@ -70,6 +84,7 @@ def sinkhorn() -> None:
 
 
 CALLS: dict[str, Callable[[], None]] = {
+    "kwta": kwta,
     "topk_gate": lambda: test_topk_gate.test_many_experts_choices_and_tokens(CUDA, "special", "softmax_topk"),
     "make_plan": lambda: verified("make_plan"),
     "dispatch and combine": rows,
@@ -84,7 +99,7 @@ CALLS: dict[str, Callable[[], None]] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_under_sanitizers(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(test_grouped_gemm.ROUTINGS, "one of two", (1, 0))
-    with simt.use("asan", seed=2):
+    with simt.use():
         CALLS[call]()
 
 
@@ -122,6 +137,9 @@ def test_plans_of_many_tiles_or_chunks(tokens: int, k: int, experts: int, tile: 
 
 # Launcher, arguments before the sizes, and sizes that it refuses, each after a dtype or the size of an index.
 REFUSED = [
+    ("kwta_fwd", [0, 5, 0, 0, 0, 0, 0], [
+        (0, 1, 5, 6, 0, 0.0), (3, 1, 5, 2, 0, 0.0), (0, 1, 5, 2, 3, 0.0), (0, 1, 5, -1, 0, 0.0),
+    ]),
     ("make_plan_fwd", [0, 0, 0, 1, *[0] * 7], [
         (4, -1, 1, 1, 1, 0, 1), (4, 2**20, 2**12, 1, 1, 0, 1), (4, 1, 1, 0, 1, 1, 1), (4, 1, 1, 1, -1, 1, 1),
         (4, 1, 1, 1, 1, 2, 1),

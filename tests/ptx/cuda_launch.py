@@ -17,7 +17,7 @@ from typing import Any
 
 import simt
 from simt import toolkit
-from simt.build import KERNELS, PLANTED, Product, Unit, compiler, digest, lock, run
+from simt.build import KERNELS, compiler, digest, headers, lock, run
 
 from . import machine
 from .build import ROOT, cache_folder
@@ -44,24 +44,15 @@ class Compiled:
     modules: dict[str, Path]  # their PTX
 
 
-def _includes(unit: Unit) -> list[str]:
-    return [f"-I{each}" for each in (unit.folder, Path("csrc/include"), Path("tests/simt"))]
-
-
-@functools.cache
-def _headers(unit: Unit) -> str:
-    folders = [ROOT / "csrc" / "include", ROOT / "tests" / "simt", ROOT / unit.folder]
-    files = sorted({file for folder in folders for file in folder.rglob("*") if file.suffix in (".h", ".cuh")})
-    return digest(*(f"{file.relative_to(ROOT)}\n{file.read_text()}" for file in files), os.environ.get("CXX", ""))
-
-
-def build(unit: Unit, source: Path) -> Path:
+def build(source: Path) -> Path:
     """The host object of one source; the PTX of a .cu file and what nvcc said of it lie beside it."""
     nvcc = str(toolkit.find().nvcc)
     device = source.suffix == ".cu"
-    options = [*(PRODUCT if device else ["-O3", "-std=c++17", "-Xcompiler", "-fPIC"]), "-lineinfo", *_includes(unit)]
+    options = [*(PRODUCT if device else ["-O3", "-std=c++17", "-Xcompiler", "-fPIC"]), "-lineinfo"]
+    options += [f"-I{each}" for each in (KERNELS.folder, Path("csrc/include"), Path("tests/simt"))]
     options += ["-gencode", f"arch={ARCHITECTURE},code={ARCHITECTURE}"]
-    key = digest(nvcc, Path(nvcc).stat().st_mtime, _headers(unit), options, source, (ROOT / source).read_text())
+    text = (ROOT / source).read_text()
+    key = digest(nvcc, Path(nvcc).stat().st_mtime, headers(KERNELS), os.environ.get("CXX", ""), options, source, text)
     folder = cache_folder() / "cuda"
     target = folder / f"{source.stem}-{key}.o"
     with lock(target.with_suffix(".lock")):
@@ -78,12 +69,12 @@ def build(unit: Unit, source: Path) -> Path:
 
 
 @functools.cache
-def compiled(unit: Unit) -> Compiled:
-    sources = [*unit.sources(), Path("tests/simt/call.cpp"), HERE.relative_to(ROOT) / "cudart.cpp"]
+def compiled() -> Compiled:
+    sources = [*KERNELS.sources(), Path("tests/simt/call.cpp"), HERE.relative_to(ROOT) / "cudart.cpp"]
     with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        made = list(pool.map(lambda source: build(unit, source), sources))
+        made = list(pool.map(build, sources))
     objects = [str(each) for each in made]
-    library = cache_folder() / "cuda" / f"{unit.name}-{digest(*objects)}.so"
+    library = cache_folder() / "cuda" / f"{KERNELS.name}-{digest(*objects)}.so"
     with lock(library.with_suffix(".lock")):
         if not library.exists():
             part = library.with_suffix(f".{os.getpid()}.part")
@@ -95,18 +86,18 @@ def compiled(unit: Unit) -> Compiled:
 
 
 @functools.cache
-def texts(unit: Unit) -> dict[str, str]:
+def texts() -> dict[str, str]:
     """The PTX module of every kernel."""
     found: dict[str, str] = {}
-    for path in compiled(unit).modules.values():
+    for path in compiled().modules.values():
         text = path.read_text()
         found |= dict.fromkeys(entry_names(text), text)
     return found
 
 
 @functools.lru_cache(maxsize=4096)
-def kernel_of(unit: Unit, name: str) -> Kernel:
-    return machine.kernel(texts(unit)[name], name)
+def kernel_of(name: str) -> Kernel:
+    return machine.kernel(texts()[name], name)
 
 
 @functools.lru_cache(maxsize=256)
@@ -125,36 +116,24 @@ _CALL = ctypes.CFUNCTYPE(
 LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
 
 
-@functools.cache
-def _loaded(unit: Unit) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(compiled(unit).library))
-    library.moe_signatures.restype = ctypes.c_char_p
-    library.moe_call.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
-    return library
-
-
-class Module(simt.Module):
+class Module(simt.Launchers):
     """The launchers of csrc/cuda, called with addresses as tests/simt calls them."""
 
-    def __init__(self, unit: Unit = KERNELS) -> None:
-        self._unit = unit
-        self._library = _loaded(unit)
-        self._product = Product(compiled(unit).library, None)
-        self._isolated, self._seed = False, 0
-        self._announced = []
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(str(compiled().library))
+        self._library.moe_signatures.restype = ctypes.c_char_p
+        self._library.moe_call.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
         self._error: PtxError | None = None
         self._callback = _CALL(self._launched)
+        super().__init__(self._library.moe_signatures().decode())
 
-    def _call_here(self, name: str, words: list[int]) -> str | None:
+    def _run(self, name: str, words: list[int]) -> str | None:
         self._library.ptx_callback(self._callback)
         self._error = None
-        message = ctypes.create_string_buffer(4096)
-        failed = self._library.moe_call(
-            name.encode(), (ctypes.c_uint64 * len(words))(*words), len(words), message, len(message)
-        )
+        status = self._library.moe_call(name.encode(), (ctypes.c_uint64 * len(words))(*words))
         if self._error is not None:
             raise self._error
-        return message.value.decode(errors="replace") if failed else None
+        return f"CUDA error {status}" if status else None
 
     def _launched(self, name: bytes, grid: Any, block: Any, arguments: Any, shared: int) -> int:
         try:
@@ -165,9 +144,9 @@ class Module(simt.Module):
         return 0
 
     def _execute(self, name: str, grid: tuple, block: tuple, arguments: Any, dynamic: int) -> None:
-        kernel = kernel_of(self._unit, name)
+        kernel = kernel_of(name)
         if session.edit is not None:
-            kernel = edited(session.edit(texts(self._unit)[name]), name)
+            kernel = edited(session.edit(texts()[name]), name)
         packed = bytearray(kernel.parameter_bytes)
         for index, (offset, size) in enumerate(kernel.parameters):
             packed[offset : offset + size] = ctypes.string_at(arguments[index], size)
@@ -176,8 +155,8 @@ class Module(simt.Module):
 
 
 @functools.cache
-def module(unit: Unit = KERNELS) -> Module:
-    return Module(unit)
+def module() -> Module:
+    return Module()
 
 
 @contextlib.contextmanager
@@ -201,4 +180,4 @@ def device(shared: int, multiprocessors: int = 108, major: int = 8, minor: int =
         set_device(machine.SHARED_LIMIT, 108, 8, 0)
 
 
-__all__ = ["KERNELS", "PLANTED", "Module", "demangled", "device", "module", "unavailable", "use"]
+__all__ = ["Module", "demangled", "device", "module", "unavailable", "use"]

@@ -41,7 +41,7 @@ def known_kernels() -> list[str]:
     found = [f"triton {name}" for name in launched]
     found += [f"{SM_90} {name}" for name, source in launched.items() if re.search(r"\b(tl\.dot|product)\(", source)]
     if cuda_launch.unavailable() is None:
-        for name in cuda_launch.texts(cuda_launch.KERNELS):
+        for name in cuda_launch.texts():
             title = cuda_launch.demangled(name).partition("<")[0].rsplit("::", 1)[-1]
             found.append(f"cuda {title}")
     return sorted(set(found))

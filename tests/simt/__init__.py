@@ -1,12 +1,10 @@
-"""CUDA kernels on the host: the .cu files compiled with g++ and run on CPU tensors by a small executor.
+"""CUDA and CPU kernels under the sanitizers of addresses and undefined behaviour, each call in a process of its own.
 
-    with simt.use("asan", seed=3):
+    with simt.use():
         y = mk.kwta(x, k, backend="cuda")      # x is a CPU tensor
 
-Builds: "fast" is loaded into this process; "asan" (address and undefined-behaviour sanitizers) replays each call in a
-process of its own, whose report becomes the exception's text. Races are found in PTX (tests/ptx).
-"cuda" is the same table of launchers compiled by nvcc, for tensors of the GPU at hand.
-Seeds: 0 runs threads in order, 1 in reverse, even ones pick at random, odd ones give each warp a random priority.
+The .cu files are compiled with g++ and run by a small executor. A sanitizer's report becomes the exception's text.
+Races are found in PTX (tests/ptx).
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import os
 import struct
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,9 +23,9 @@ from typing import Any
 import torch
 
 from . import build as builder
-from .build import CPU, KERNELS, PLANTED, Product, Unit, unavailable
+from .build import CPU, KERNELS, PLANTED, Unit, unavailable
 
-__all__ = ["CPU", "KERNELS", "PLANTED", "Module", "unavailable", "use", "use_cpu"]
+__all__ = ["CPU", "KERNELS", "PLANTED", "Launchers", "Module", "unavailable", "use", "use_cpu"]
 
 _SANITIZERS = {
     "ASAN_OPTIONS": "detect_leaks=0:exitcode=66",
@@ -36,24 +33,6 @@ _SANITIZERS = {
 }
 _REPORT_CHARACTERS = 6000
 _TIMEOUT_SECONDS = 300
-_one_call = threading.Lock()  # the executor keeps its state in globals
-
-
-@functools.cache
-def _signatures(product: Product) -> dict[str, str]:
-    if product.replay is None:
-        text = _library(product.library).moe_signatures().decode()
-    else:
-        text = subprocess.run([product.replay], capture_output=True, text=True, check=True).stdout
-    return dict(line.split(" ", 1) for line in text.splitlines())
-
-
-@functools.cache
-def _library(path: Path | None) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    library.moe_signatures.restype = ctypes.c_char_p
-    library.moe_call.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
-    return library
 
 
 def _word(value: float, kind: str) -> int:
@@ -82,104 +61,95 @@ def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _replay(product: Product, name: str, seed: int, words: list[int], extents: list[tuple[int, int]]) -> str | None:
-    """Carries a call out in a process of its own, on copies of the buffers; its error text, if any."""
-    assert product.replay is not None, "the build for the GPU has no replay program"
-    with tempfile.TemporaryDirectory() as folder:
-        call = Path(folder) / "call"
-        encoded = name.encode()
-        with open(call, "wb") as file:
-            file.write(struct.pack("<4Q", seed, len(encoded), len(words), len(extents)) + encoded)
-            file.write(struct.pack(f"<{len(words)}Q", *words))
-            for start, size in extents:
-                file.write(struct.pack("<2Q", start, size) + ctypes.string_at(start, size))
-        try:
-            done = subprocess.run(
-                [product.replay, str(call)],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                env=os.environ | _SANITIZERS,
-                timeout=_TIMEOUT_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            return f"no end after {_TIMEOUT_SECONDS} s"
-        if done.returncode:
-            died = f"killed by signal {-done.returncode}\n" if done.returncode < 0 else ""
-            return died + done.stderr[:_REPORT_CHARACTERS].strip()
-        after = call.read_bytes()
-        at = 32 + len(encoded) + 8 * len(words)
-        for start, size in extents:
-            ctypes.memmove(start, after[at + 16 : at + 16 + size], size)
-            at += 16 + size
-    return None
+class Launchers:
+    """The launchers of a build as attributes, called with ints (addresses, sizes, a stream) and floats.
 
-
-class Module:
-    """The launchers of one build as attributes, called with ints (addresses, sizes, a stream) and floats.
-
-    With `isolated` (always so under the sanitizers) a call runs in a process of its own and sees only the tensors that
-    were announced by `buffers` or `announce`, to the byte.
+    A call sees only the tensors that were announced by `buffers` or `announce`, to the byte.
     """
 
-    def __init__(self, build: str = "fast", seed: int = 0, *, isolated: bool = False, unit: Unit = KERNELS) -> None:
-        self._product = builder.build(unit, build)
-        self._isolated = isolated or build == "asan"
-        self._seed = seed
+    def __init__(self, signatures: str) -> None:
+        self._types = dict(line.split(" ", 1) for line in signatures.splitlines())
         # Held until the call: memory that is given back and used again meanwhile would be written over after it.
         self._announced: list[torch.Tensor] = []
+
+    def _run(self, name: str, words: list[int]) -> str | None:
+        """Carries out a call; its error text, if any."""
+        raise NotImplementedError
 
     def announce(self, tensor: torch.Tensor) -> None:
         """Makes a tensor's memory known to the next call."""
         self._announced.append(tensor)
 
     @contextlib.contextmanager
-    def buffers(self, *tensors: torch.Tensor) -> Iterator[Module]:
+    def buffers(self, *tensors: torch.Tensor) -> Iterator[None]:
         """The calls inside may touch these tensors and nothing else."""
         kept = self._announced
         self._announced = list(tensors)
         try:
-            yield self
+            yield
         finally:
             self._announced = kept
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        types = _signatures(self._product).get(name)
-        if types is None:
+        if name not in self._types:
             raise AttributeError(f"csrc/cuda lists no launcher {name}")
-        return functools.partial(self._call, name, types)
+        return functools.partial(self._call, name, self._types[name])
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *_signatures(self._product)]
+        return [*super().__dir__(), *self._types]
 
     def _call(self, name: str, types: str, *arguments: float) -> None:
         if len(arguments) != len(types):
             raise RuntimeError(f"{name}: {len(arguments)} arguments, {len(types)} expected")
-        words = [_word(value, kind) for value, kind in zip(arguments, types, strict=True)]
-        if self._isolated:
-            error = _replay(
-                self._product, name, self._seed, words, _merged([_extent(each) for each in self._announced])
-            )
-        else:
-            error = self._call_here(name, words)
+        error = self._run(name, [_word(value, kind) for value, kind in zip(arguments, types, strict=True)])
         if error:
             raise RuntimeError(f"{name}: {error}")
 
-    def _call_here(self, name: str, words: list[int]) -> str | None:
-        library = _library(self._product.library)
-        message = ctypes.create_string_buffer(4096)
-        with _one_call:
-            library.simt_seed(self._seed)
-            failed = library.moe_call(
-                name.encode(), (ctypes.c_uint64 * len(words))(*words), len(words), message, len(message)
-            )
-        return message.value.decode(errors="replace") if failed else None
+
+class Module(Launchers):
+    """The launchers of one unit under the sanitizers."""
+
+    def __init__(self, unit: Unit = KERNELS) -> None:
+        self._replay = builder.build(unit)
+        super().__init__(subprocess.run([self._replay], capture_output=True, text=True, check=True).stdout)
+
+    def _run(self, name: str, words: list[int]) -> str | None:
+        """Runs on copies of the buffers."""
+        extents = _merged([_extent(each) for each in self._announced])
+        with tempfile.TemporaryDirectory() as folder:
+            call = Path(folder) / "call"
+            encoded = name.encode()
+            with open(call, "wb") as file:
+                file.write(struct.pack("<3Q", len(encoded), len(words), len(extents)) + encoded)
+                file.write(struct.pack(f"<{len(words)}Q", *words))
+                for start, size in extents:
+                    file.write(struct.pack("<2Q", start, size) + ctypes.string_at(start, size))
+            try:
+                done = subprocess.run(
+                    [self._replay, str(call)],
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    env=os.environ | _SANITIZERS,
+                    timeout=_TIMEOUT_SECONDS,
+                )
+            except subprocess.TimeoutExpired:
+                return f"no end after {_TIMEOUT_SECONDS} s"
+            if done.returncode:
+                died = f"killed by signal {-done.returncode}\n" if done.returncode < 0 else ""
+                return died + done.stderr[:_REPORT_CHARACTERS].strip()
+            after = call.read_bytes()
+            at = 24 + len(encoded) + 8 * len(words)
+            for start, size in extents:
+                ctypes.memmove(start, after[at + 16 : at + 16 + size], size)
+                at += 16 + size
+        return None
 
 
 class _Announced:
     """A module whose calls forget the announced buffers afterwards: what the backend's adaptor works with."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Launchers) -> None:
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
@@ -195,7 +165,7 @@ class _Announced:
 
 
 @contextlib.contextmanager
-def _replaced(backend: Any, module: Module, **attributes: Any) -> Iterator[Module]:
+def _replaced(backend: Any, module: Launchers, **attributes: Any) -> Iterator[Any]:
     """The backend's compiled module is `module`, and its attributes are these, inside the block."""
     from moe_kernels.backends import _native, reconsider
 
@@ -215,11 +185,11 @@ def _replaced(backend: Any, module: Module, **attributes: Any) -> Iterator[Modul
 
 
 @contextlib.contextmanager
-def use(build: str, seed: int = 0) -> Iterator[Module]:
+def use() -> Iterator[Module]:
     """Lets backend "cuda" run on CPU tensors, through the executor, inside the block."""
     from moe_kernels.backends import cuda
 
-    with _replaced(cuda, Module(build, seed), device_type="cpu") as module:
+    with _replaced(cuda, Module(), device_type="cpu") as module:
         yield module
 
 
@@ -231,9 +201,9 @@ class _OfOneIsa(Module):
 
 
 @contextlib.contextmanager
-def use_cpu(isa: str, build: str = "asan") -> Iterator[Module]:
+def use_cpu(isa: str) -> Iterator[Module]:
     """Backend "cpu" runs that instruction set's kernels under the sanitizers, inside the block."""
     from moe_kernels.backends import cpu
 
-    with _replaced(cpu, _OfOneIsa(build, unit=CPU[isa])) as module:
+    with _replaced(cpu, _OfOneIsa(CPU[isa])) as module:
         yield module

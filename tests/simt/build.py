@@ -1,4 +1,4 @@
-"""Builds .cu files with the host compiler against the executor; every object is kept by the hash of what went in."""
+"""Builds kernels with the host compiler and the sanitizers; every object is kept by the hash of what went in."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 from . import toolkit
 
@@ -35,12 +32,8 @@ COMMON = [
     "-ffp-contract=off",
 ]
 
-# How the kernels are compiled, and what tells the executor (always compiled without sanitizers) about it.
-KERNEL_FLAGS = {
-    "fast": ["-O2"],
-    "asan": ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-}
-EXECUTOR_FLAGS = {"fast": ["-O2"], "asan": ["-O2", "-DSIMT_ASAN"]}
+# How the kernels are compiled; the executor is compiled without sanitizers.
+SANITIZED = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +70,6 @@ PLANTED = Unit(HERE / "planted")
 CPU = {isa: Unit(Path("csrc/cpu"), isa) for isa in MARCH}
 
 
-@dataclasses.dataclass(frozen=True)
-class Product:
-    library: Path | None  # for ctypes: not of sanitized builds, which must not enter a process that is not
-    replay: Path | None  # not of the build for the GPU
-
-
 def compiler() -> str | None:
     return os.environ.get("CXX") or shutil.which("g++")
 
@@ -91,8 +78,8 @@ def unavailable() -> str | None:
     """Why nothing can be built here, or None."""
     if not compiler():
         return "no g++"
-    if platform.system() != "Linux":
-        return "the executor runs on Linux"
+    if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
+        return "the executor switches stacks as x86-64 Linux does"
     return toolkit.find().missing
 
 
@@ -123,8 +110,9 @@ def run(command: list[str]) -> str:
 
 
 @functools.cache
-def _headers_digest(*units: Unit) -> str:
-    folders = [ROOT / "csrc" / "include", ROOT / HERE, *(ROOT / unit.folder for unit in units)]
+def headers(unit: Unit) -> str:
+    """A digest of every header that the unit's files may include."""
+    folders = [ROOT / "csrc" / "include", ROOT / HERE, ROOT / unit.folder]
     files = sorted({file for folder in folders for file in folder.rglob("*") if file.suffix in (".h", ".cuh")})
     return digest(*(f"{file.relative_to(ROOT)}\n{file.read_text()}" for file in files))
 
@@ -136,12 +124,11 @@ def _environment() -> str:
     return digest(version, *cuda)
 
 
-def _object(source: Path, flags: list[str], *units: Unit) -> Path:
-    """A file of the executor goes into the builds of all units, and is compiled once for them."""
-    includes = [f"-I{each}" for each in (*(unit.folder for unit in units), Path("csrc/include"), HERE)]
+def _object(source: Path, flags: list[str], unit: Unit) -> Path:
+    includes = [f"-I{each}" for each in (unit.folder, Path("csrc/include"), HERE)]
     system = [flag for each in toolkit.find().include for flag in ("-isystem", str(each))]
-    options = [*COMMON, *flags, *(flag for unit in units for flag in unit.flags), *includes]
-    key = digest(_environment(), _headers_digest(*units), options, source, (ROOT / source).read_text())
+    options = [*COMMON, *flags, *unit.flags, *includes]
+    key = digest(_environment(), headers(unit), options, source, (ROOT / source).read_text())
     folder = cache_folder() / "objects"
     target = folder / f"{source.stem}-{key}.o"
     with lock(folder / f"{target.name}.lock"):
@@ -152,58 +139,18 @@ def _object(source: Path, flags: list[str], *units: Unit) -> Path:
     return target
 
 
-def _build_for_gpu(unit: Unit) -> Product:
-    """The same launchers as nvcc compiles them for the GPU at hand, to be called the same way."""
-    kit = toolkit.find()
-    if kit.nvcc is None:
-        raise RuntimeError(kit.no_nvcc)
-    major, minor = torch.cuda.get_device_capability()
-    sources = [*unit.sources(), HERE / "call.cpp"]
-    options = ["-std=c++17", "-O3", f"-arch=sm_{major}{minor}", "-shared", "-Xcompiler", "-fPIC"]
-    options += [f"-I{each}" for each in (unit.folder, Path("csrc/include"), HERE)]
-    texts = [(ROOT / each).read_text() for each in sources]
-    key = digest(_environment(), _headers_digest(unit), *options, *texts)
-    library = cache_folder() / f"{unit.folder.name}-cuda-{key}.so"
-    with lock(library.with_suffix(".lock")):
-        if not library.exists():
-            part = library.with_suffix(".part")
-            run([str(kit.nvcc), *options, *map(str, sources), "-o", str(part)])
-            part.rename(library)
-    return Product(library, None)
-
-
-def build(unit: Unit, name: str) -> Product:
-    """The library and the replay program of one build of one unit: "fast" or "asan"; or "cuda", for the GPU."""
-    outcome = _outcome(unit, name)
-    if isinstance(outcome, RuntimeError):
-        raise outcome
-    return outcome
-
-
 @functools.cache
-def _outcome(unit: Unit, name: str) -> Product | RuntimeError:
-    """A build that fails is not tried again by every test."""
-    try:
-        return _build_for_gpu(unit) if name == "cuda" else _build_for_host(unit, name)
-    except RuntimeError as error:
-        return error
-
-
-def _build_for_host(unit: Unit, name: str) -> Product:
-    kernel, executor = KERNEL_FLAGS[name], EXECUTOR_FLAGS[name]
-    jobs: list[tuple] = [(source, kernel, unit) for source in (*unit.sources(), HERE / "call.cpp")]
-    jobs += [(HERE / "simt.cpp", executor), (HERE / "replay.cpp", kernel)]
+def build(unit: Unit) -> Path:
+    """The replay program of a unit: replay.cpp, the launchers and, for .cu files, the executor."""
+    jobs = [(source, SANITIZED) for source in (*unit.sources(), HERE / "call.cpp", HERE / "replay.cpp")]
+    if not unit.isa:
+        jobs.append((HERE / "simt.cpp", ["-O2"]))
     with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        objects = list(pool.map(lambda job: _object(*job), jobs))
-
-    folder = cache_folder() / f"{unit.name}-{name}-{digest(*(each.name for each in objects))}"
-    product = Product(folder / "kernels.so" if name == "fast" else None, folder / "replay")
-    with lock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            part = Path(tempfile.mkdtemp(dir=folder.parent, prefix="part-"))
-            link = [compiler() or "", *kernel, *unit.flags]
-            run([*link, *map(str, objects), "-o", str(part / "replay")])
-            if name == "fast":
-                run([*link, "-shared", *map(str, objects[:-1]), "-o", str(part / "kernels.so")])
-            part.rename(folder)
-    return product
+        objects = [str(each) for each in pool.map(lambda job: _object(*job, unit), jobs)]
+    program = cache_folder() / f"{unit.name}-{digest(*objects)}"
+    with lock(program.with_suffix(".lock")):
+        if not program.exists():
+            part = program.with_suffix(".part")
+            run([compiler() or "", *SANITIZED, *unit.flags, *objects, "-o", str(part)])
+            part.rename(program)
+    return program

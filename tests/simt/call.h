@@ -6,11 +6,9 @@
 extern "C" {
 
 // Each word holds an argument's bits: a pointer, an integer, a double, or a float in the low half; the stream is a pointer like
-// any other. Returns 0, or puts what went wrong into `error` and returns 1.
-int moe_call(const char* name, const uint64_t* words, int count, char* error, int error_size);
+// any other. Returns the launcher's result, 0 for success.
+int moe_call(const char* name, const uint64_t* words);
 
 // Lines "name types": p pointer, i int, l int64_t, f float, d double.
 const char* moe_signatures();
-
-void simt_seed(int seed);
 }

@@ -4,7 +4,7 @@
 //   replay            prints the signatures
 //   replay FILE       carries out the call in FILE and writes the buffers back into it
 //
-// FILE holds 64-bit words: seed, the name's length, the numbers of arguments and of buffers; then the name; then each
+// FILE holds 64-bit words: the name's length, the numbers of arguments and of buffers; then the name; then each
 // argument's bits; then for each buffer its address in the caller, its size and its bytes. Arguments that are pointers
 // into a buffer are moved to its copy. Exit status 1: the call failed, with the message on stderr; others come from a
 // sanitizer.
@@ -70,7 +70,6 @@ int main(int count, char** arguments) {
   }
   std::FILE* file = std::fopen(arguments[1], "r+b");
   require(file != nullptr, "cannot open the call");
-  simt_seed(static_cast<int>(read_word(file)));
   std::string name(read_word(file), ' ');
   std::vector<uint64_t> words(read_word(file));
   std::vector<Buffer> buffers(read_word(file));
@@ -92,9 +91,8 @@ int main(int count, char** arguments) {
   for (size_t i = 0; i < words.size() && i < types.size(); i++) {
     if (types[i] == 'p' && i + 1 < types.size()) words[i] = moved(words[i], buffers);
   }
-  char error[4096];
-  if (moe_call(name.c_str(), words.data(), static_cast<int>(words.size()), error, sizeof error)) {
-    std::fprintf(stderr, "%s\n", error);
+  if (const int status = moe_call(name.c_str(), words.data())) {
+    std::fprintf(stderr, "CUDA error %d\n", status);
     return 1;
   }
   for (const Buffer& each : buffers) {

@@ -1,9 +1,8 @@
-// CUDA C++ on the host: what a .cu file needs in order to compile with a plain C++ compiler and run under the
-// executor in simt.cpp. Each CUDA thread is a fiber that runs until a rendezvous (a barrier, a warp collective) or
-// its end; which fiber runs next is decided by the seed. Misuse raises simt::Error.
+// CUDA C++ on the host: what a .cu file needs in order to compile with a plain C++ compiler and run under the executor in
+// simt.cpp, with the sanitizers of addresses and undefined behaviour. Each CUDA thread is a fiber that runs until a
+// rendezvous (a barrier, a warp collective) or its end. Races and misused barriers are found in PTX (tests/ptx).
 //
-// Code here is compiled together with the kernels, hence with the sanitizers of their build: a kernel's own memory
-// accesses belong here and the bookkeeping in simt.cpp, which is always compiled without.
+// Code here is compiled together with the kernels, hence with the sanitizers: a kernel's own memory accesses belong here.
 #pragma once
 
 // CUDA's headers leave these alone where they are defined, and may have come first.
@@ -31,8 +30,6 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <stdexcept>
-#include <string>
 
 #ifndef __forceinline__
 #define __forceinline__ inline __attribute__((always_inline))
@@ -40,79 +37,277 @@
 
 inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;
-constexpr int warpSize = 32;
 
 using std::max;
 using std::min;
 
 namespace simt {
 
-// The place of a call in a kernel, taken by a default argument.
-struct Where {
-  const char* file;
-  int line;
-  static Where here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
-};
-
-struct Error : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-// 0 runs threads and blocks in order, 1 in reverse; even seeds pick any thread that can run; odd ones give every warp
-// a random priority.
-void set_seed(int seed);
+[[noreturn]] void fail(const char* message);  // ends the process
 
 // The most shared memory of a block, as an sm_90 would report it: 227 KiB.
 size_t shared_memory_limit();
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
 
-[[noreturn]] void fail(const std::string& message, Where where);
+// All threads of the block meet; returns how many of them voted.
+int barrier(bool vote);
 
-// A kernel with a loop that waits for another thread comes here through its atomics.
-void step(Where where);
-
-void block_barrier(Where where);
-int block_barrier_count(bool predicate, Where where);
-void named_barrier(int barrier, int threads, Where where = Where::here());
-
-void* shared_variable(const void* key, size_t bytes, size_t alignment);
+void* shared_variable(const void* key, size_t bytes);
 void* dynamic_shared();
-bool is_shared(const void* pointer, size_t bytes);
 
 template <class T>
 T& shared_variable(const void* key) {
-  return *static_cast<T*>(shared_variable(key, sizeof(T), alignof(T)));
+  return *static_cast<T*>(shared_variable(key, sizeof(T)));
 }
 
-// The lanes of `mask` meet: the last to arrive applies the operation to what all of them brought.
-using Operation = void (*)(const void* context, void* const* lanes, uint32_t mask);
-void meet(const char* name, uint32_t mask, void* brought, Operation apply, const void* context, Where where);
 int current_lane();
 
 template <class Lane>
 struct Lanes {
   void* const* lane;
   uint32_t mask;
-  bool has(int i) const { return i >= 0 && i < 32 && (mask >> i & 1); }
   Lane& operator[](int i) const { return *static_cast<Lane*>(lane[i]); }
   template <class F>
   void each(F f) const {
     for (int i = 0; i < 32; i++) {
-      if (has(i)) f(i, (*this)[i]);
+      if (mask >> i & 1) f(i, (*this)[i]);
     }
   }
 };
 
+// The lanes of `mask` meet: the last to arrive applies f to what all of them brought.
+using Operation = void (*)(const void* context, void* const* lanes, uint32_t mask);
+void meet(uint32_t mask, void* brought, Operation apply, const void* context);
+
 template <class Lane, class F>
-void meet(const char* name, uint32_t mask, Lane& lane, const F& f, Where where) {
+void meet(uint32_t mask, Lane& lane, const F& f) {
   const Operation apply = [](const void* context, void* const* lanes, uint32_t members) {
     (*static_cast<const F*>(context))(Lanes<Lane>{lanes, members});
   };
-  meet(name, mask, &lane, apply, &f, where);
+  meet(mask, &lane, apply, &f);
+}
+
+// A lane that reads outside its segment keeps its own value.
+template <class T>
+T shuffle(uint32_t mask, T value, int source, bool in_segment) {
+  struct Lane {
+    T value;
+    int source;
+  } lane{value, in_segment ? source : current_lane()};
+  if (!(mask >> lane.source & 1)) fail("a shuffle reads a lane that its mask leaves out");
+  meet(mask, lane, [](Lanes<Lane> lanes) {
+    T values[32];
+    lanes.each([&](int i, Lane& each) { values[i] = each.value; });
+    lanes.each([&](int, Lane& each) { each.value = values[each.source]; });
+  });
+  return lane.value;
+}
+
+inline int segment_start(int width) { return current_lane() & ~(width - 1); }
+
+template <class T, class Combine>
+T reduce(uint32_t mask, T value, Combine combine) {
+  meet(mask, value, [&](Lanes<T> lanes) {
+    T total = lanes[__builtin_ctz(lanes.mask)];
+    lanes.each([&](int i, T& each) { total = i == __builtin_ctz(lanes.mask) ? each : combine(total, each); });
+    lanes.each([&](int, T& each) { each = total; });
+  });
+  return value;
+}
+
+template <class To, class From>
+To bits(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &value, sizeof result);
+  return result;
 }
 
 }  // namespace simt
 
-#include "simt_cuda.h"
-#include "simt_sm80.h"
+// CUDA's own functions, under their own names.
+
+inline void __syncthreads() { simt::barrier(false); }
+inline int __syncthreads_or(int predicate) { return simt::barrier(predicate != 0) != 0; }
+
+inline void __syncwarp(uint32_t mask = 0xffffffffu) {
+  struct Lane {
+  } lane;
+  simt::meet(mask, lane, [](simt::Lanes<Lane>) {});
+}
+
+template <class T>
+T __shfl_sync(uint32_t mask, T value, int source, int width = 32) {
+  return simt::shuffle(mask, value, simt::segment_start(width) + (source & (width - 1)), true);
+}
+
+template <class T>
+T __shfl_up_sync(uint32_t mask, T value, unsigned delta, int width = 32) {
+  const int source = simt::current_lane() - static_cast<int>(delta);
+  return simt::shuffle(mask, value, source, source >= simt::segment_start(width));
+}
+
+template <class T>
+T __shfl_down_sync(uint32_t mask, T value, unsigned delta, int width = 32) {
+  const int source = simt::current_lane() + static_cast<int>(delta);
+  return simt::shuffle(mask, value, source, source < simt::segment_start(width) + width);
+}
+
+template <class T>
+T __shfl_xor_sync(uint32_t mask, T value, int flip, int width = 32) {
+  const int source = simt::current_lane() ^ flip;
+  return simt::shuffle(mask, value, source, source < simt::segment_start(width) + width);
+}
+
+inline uint32_t __ballot_sync(uint32_t mask, int predicate) {
+  uint32_t votes = predicate != 0;
+  simt::meet(mask, votes, [](simt::Lanes<uint32_t> lanes) {
+    uint32_t word = 0;
+    lanes.each([&](int i, uint32_t& vote) { word |= vote << i; });
+    lanes.each([&](int, uint32_t& vote) { vote = word; });
+  });
+  return votes;
+}
+
+inline int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) == mask; }
+
+template <class T>
+uint32_t __match_any_sync(uint32_t mask, T value) {
+  struct Lane {
+    T value;
+    uint32_t equals;
+  } lane{value, 0};
+  simt::meet(mask, lane, [](simt::Lanes<Lane> lanes) {
+    lanes.each([&](int i, Lane& one) {
+      lanes.each([&](int, Lane& other) { other.equals |= uint32_t(other.value == one.value) << i; });
+    });
+  });
+  return lane.equals;
+}
+
+template <class T>
+T __reduce_add_sync(uint32_t mask, T value) {
+  return simt::reduce(mask, value, [](T a, T b) { return T(unsigned(a) + unsigned(b)); });
+}
+
+template <class T>
+T __reduce_min_sync(uint32_t mask, T value) {
+  return simt::reduce(mask, value, [](T a, T b) { return std::min(a, b); });
+}
+
+template <class T>
+T __reduce_max_sync(uint32_t mask, T value) {
+  return simt::reduce(mask, value, [](T a, T b) { return std::max(a, b); });
+}
+
+inline uint32_t __reduce_or_sync(uint32_t mask, uint32_t value) {
+  return simt::reduce(mask, value, [](uint32_t a, uint32_t b) { return a | b; });
+}
+
+template <class T>
+T atomicAdd(T* address, T value) {
+  static_assert(std::is_integral_v<T>, "floating-point atomics are not repeatable; no kernel here may use them");
+  const T old = *address;
+  *address = old + value;
+  return old;
+}
+
+inline int __popc(uint32_t word) { return __builtin_popcount(word); }
+inline int __clz(uint32_t word) { return word ? __builtin_clz(word) : 32; }
+inline int __ffs(uint32_t word) { return __builtin_ffs(static_cast<int>(word)); }
+
+inline uint32_t __dp4a(uint32_t a, uint32_t b, uint32_t c) {
+  for (int i = 0; i < 4; i++) c += uint32_t(uint8_t(a >> 8 * i)) * uint8_t(b >> 8 * i);
+  return c;
+}
+
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = uint64_t(y) << 32 | x;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; i++) result |= uint32_t(uint8_t(bytes >> 8 * (selector >> 4 * i & 7))) << 8 * i;
+  return result;
+}
+
+inline uint32_t __float_as_uint(float value) { return simt::bits<uint32_t>(value); }
+inline float __uint_as_float(uint32_t value) { return simt::bits<float>(value); }
+inline int __float_as_int(float value) { return simt::bits<int>(value); }
+inline float __int_as_float(int value) { return simt::bits<float>(value); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+
+// Host forms of cp.async, ldmatrix and mma.sync.
+
+namespace simt {
+
+template <int BYTES>
+void async_copy(void* destination, const void* source, int valid) {
+  for (int i = 0; i < BYTES; i++) {
+    static_cast<char*>(destination)[i] = i < valid ? static_cast<const char*>(source)[i] : 0;
+  }
+}
+
+// A lane reads the row that it names itself and brings it along.
+template <int COUNT, bool TRANSPOSED>
+void load_matrix(uint32_t (&fragment)[COUNT], const void* row) {
+  struct Lane {
+    uint16_t row[8];
+    uint32_t fragment[COUNT];
+  } lane{};
+  if (current_lane() < 8 * COUNT) std::memcpy(lane.row, row, sizeof lane.row);
+  meet(0xffffffffu, lane, [](Lanes<Lane> lanes) {
+    lanes.each([&](int i, Lane& to) {
+      for (int m = 0; m < COUNT; m++) {
+        uint32_t halves[2];
+        for (int h = 0; h < 2; h++) {
+          const int r = i / 4, c = i % 4 * 2 + h;
+          halves[h] = TRANSPOSED ? lanes[8 * m + c].row[r] : lanes[8 * m + r].row[c];
+        }
+        to.fragment[m] = halves[0] | halves[1] << 16;
+      }
+    });
+  });
+  std::memcpy(fragment, lane.fragment, sizeof fragment);
+}
+
+float float_of_half(uint16_t bits);
+
+template <bool BF16>
+float float_of_16(uint32_t word, int half) {
+  const uint16_t element = static_cast<uint16_t>(word >> 16 * half);
+  if constexpr (BF16) return bits<float>(uint32_t(element) << 16);
+  return float_of_half(element);
+}
+
+// Products are added in the order of k, in fp32; a GPU may add in another order and with fewer bits.
+template <bool BF16>
+void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  struct Lane {
+    float c[4];
+    uint32_t a[4], b[2];
+  } lane;
+  std::memcpy(lane.c, c, sizeof c);
+  std::memcpy(lane.a, a, sizeof a);
+  std::memcpy(lane.b, b, sizeof b);
+  meet(0xffffffffu, lane, [](Lanes<Lane> lanes) {
+    float left[16][16], right[8][16];
+    lanes.each([&](int i, Lane& from) {
+      const int group = i / 4, pair = i % 4;
+      for (int e = 0; e < 8; e++) {
+        left[group + 8 * (e / 2 % 2)][2 * pair + e % 2 + 8 * (e / 4)] = float_of_16<BF16>(from.a[e / 2], e % 2);
+      }
+      for (int e = 0; e < 4; e++) {
+        right[group][2 * pair + e % 2 + 8 * (e / 2)] = float_of_16<BF16>(from.b[e / 2], e % 2);
+      }
+    });
+    lanes.each([&](int i, Lane& to) {
+      for (int e = 0; e < 4; e++) {
+        const int row = i / 4 + 8 * (e / 2), column = i % 4 * 2 + e % 2;
+        for (int k = 0; k < 16; k++) to.c[e] += left[row][k] * right[column][k];
+      }
+    });
+  });
+  std::memcpy(c, lane.c, sizeof c);
+}
+
+}  // namespace simt

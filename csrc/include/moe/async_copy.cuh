@@ -28,9 +28,7 @@ __device__ __forceinline__ void async_copy(void* destination, const void* source
 
 // Closes a group: the copies of this thread since the last commit.
 __device__ __forceinline__ void async_commit() {
-#ifdef SIMT_HOST
-  simt::async_commit();
-#else
+#ifndef SIMT_HOST  // a host copies at once
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
@@ -39,9 +37,7 @@ __device__ __forceinline__ void async_commit() {
 // after a barrier that follows.
 template <int PENDING>
 __device__ __forceinline__ void async_wait() {
-#ifdef SIMT_HOST
-  simt::async_wait(PENDING);
-#else
+#ifndef SIMT_HOST
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 #endif
 }
