@@ -106,38 +106,6 @@ def test_grids_of_many_experts_stay_within_their_limits():
     assert "131072" not in found[0]["key"], "a block of all experts: 89 s in the compiler"
 
 
-def expert_norms(num_experts: int) -> None:
-    from moe_kernels import library
-
-    x, w_in, w_out = (torch.randn(shape) for shape in ((16, 32), (num_experts, 32, 64), (num_experts, 64, 32)))
-    b_in, b_out = torch.randn(num_experts, 64), torch.randn(num_experts, 32)
-    leaves = [each.requires_grad_() for each in (x, w_in, w_out, b_in, b_out)]
-    library.ops.expert_norms_fwd(*leaves, "gelu", "triton").sum().backward()
-
-
-def test_launches_of_expert_norms_do_not_grow_with_the_experts():
-    few, many = ([each["kernel"] for each in launches("expert_norms", count)] for count in (4, 16))
-    assert few == many
-    assert len(many) == 9
-
-
-def expert_mlp(biased: int) -> None:
-    from moe_kernels import library
-
-    x, weights, w_in, w_out = torch.randn(16, 32), torch.rand(16, 2), torch.randn(4, 32, 64), torch.randn(4, 64, 32)
-    biases = (torch.randn(4, 64), torch.randn(4, 32)) if biased else ()
-    leaves = [each.requires_grad_() for each in (x, weights, w_in, w_out, *biases)]
-    offsets, row = torch.arange(5, dtype=torch.int32) * 8, torch.arange(32, dtype=torch.int32)
-    arrays = offsets, row // 2, row % 2, row.view(16, 2)
-    y, _ = library.ops.expert_mlp_fwd(*leaves, *[None] * (6 - len(leaves)), *arrays, "gelu", True, "triton")
-    y.sum().backward()
-
-
-@pytest.mark.parametrize("biased", [0, 1])
-def test_expert_mlp_takes_eight_launches(biased):
-    assert len(launches("expert_mlp", biased)) == 8
-
-
 def iterations() -> None:
     """Solves of few and of many iterations in every form."""
     from moe_kernels.backends.triton import sinkhorn

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from test_tree_gate import DTYPES, drawn, gate_and_gradients
-from torch.library import opcheck
 
 import moe_kernels as mk
 from moe_kernels import backends, library
@@ -158,17 +157,6 @@ def test_same_bits_whatever_the_threads_and_strides():
             found.append([*outs, *library.ops.tree_gate_logits_bwd(*into)])
     for others in found[1:]:
         assert all(map(torch.equal, found[0], others))
-
-
-@pytest.mark.parametrize("wants", [[True, True, True], [False, True, False]])
-def test_opcheck(wants):
-    x, split_weight, leaf_weight = (
-        drawn(200, 4, 2, 64, bias=False)[name] for name in ("x", "split_weight", "leaf_weight")
-    )
-    _, _, *logits = library.ops.tree_gate_fwd(x, split_weight, leaf_weight, None, None, GAMMA, "", "cpu")
-    grads = [torch.randn_like(each) for each in logits]
-    given = (*grads, logits[0], x, split_weight, leaf_weight, GAMMA, wants, "cpu")
-    opcheck(torch.ops.moe_kernels.tree_gate_logits_bwd.default, given)
 
 
 @pytest.mark.parametrize("gamma", [1e-3, 0.1, 10.0])
