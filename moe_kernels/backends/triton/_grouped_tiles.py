@@ -69,25 +69,14 @@ def multiply_tile(
     x,  # (T or R, K), or its descriptor
     w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED
     token,  # (BLOCK_M): rows of x
-    first,
-    expert,
-    column,
+    first, expert, column,
     linear_column,  # of the second product, if GATED
     depth,  # K, or 0 for zeros
-    N,
-    stride_x,
-    stride_w_E,
+    N, stride_x, stride_w_E,
     stride_w,  # of the dimension of w that is not contiguous
-    GATED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    GATED: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """x w_e of one tile in float32 (the loop of tl.dot), and a second tile of columns of the same x if GATED.
 
     Pointers become cp.async; a descriptor, where strides are multiples of 16 bytes on sm_90, becomes a bulk copy by one
@@ -127,18 +116,9 @@ def multiply_tile(
 
 @triton.jit
 def _weights(
-    w,
-    expert,
-    start,
-    column,
-    k_inside,
-    n_inside,
-    TRANSPOSED: tl.constexpr,
-    W_TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    w, expert, start, column, k_inside, n_inside,
+    TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """(BLOCK_K, BLOCK_N) of an expert's weights."""
     if W_TMA and TRANSPOSED:
         b = w.load([expert, column, start]).reshape(BLOCK_N, BLOCK_K).T

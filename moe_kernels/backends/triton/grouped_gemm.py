@@ -41,29 +41,11 @@ def _grouped_gemm_fwd(
     expert_offsets_ptr,  # (E + 1)
     out_ptr,  # (R, N) contiguous; (R, column tiles) float32 if NORMS
     pre_ptr,  # (R, N or 2 N) contiguous; not written unless KEEP_PRE
-    stride_x,
-    stride_w_E,
-    stride_w,
-    E,
-    R,
-    K,
-    N,
-    BIAS: tl.constexpr,
-    KEEP_PRE: tl.constexpr,
-    NORMS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    GATHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    stride_x, stride_w_E, stride_w, E, R, K, N,
+    BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, NORMS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     column_tiles = tl.cdiv(N, BLOCK_N)
     row_tile, column_tile = raster(column_tiles, tl.num_programs(0), 0)
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
@@ -95,21 +77,13 @@ def _grouped_gemm_fwd(
 
 @triton.jit
 def _finish(
-    pre,
-    linear,
-    bias_ptr,
-    out_ptr,
-    pre_ptr,
+    pre, linear, bias_ptr, out_ptr, pre_ptr,
     start,  # first row, in 64 bits
-    there,
-    column,
+    there, column,
     biased,  # N, or 0 where there is no bias
     N,
-    BIAS: tl.constexpr,
-    KEEP_PRE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-):
+    BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
     """Bias, activation and stores of a tile, slice after slice."""
     HALF: tl.constexpr = pre.shape[1] // 2
     if HALF >= SLICE:
