@@ -1,4 +1,4 @@
-"""Backward of the grouped products in Triton: gradient to the weights, hidden layer of an expert MLP, a gather's sums.
+"""Backward of the grouped GEMM in Triton: gradient to the weights, hidden layer of an expert MLP, a gather's sums.
 
 The gradient to rows is the forward kernel on transposed weights. The one to the weights sums over an expert's rows in
 order: a program owns a tile of dW and walks all of them, so that nothing is added twice or atomically; its operands are

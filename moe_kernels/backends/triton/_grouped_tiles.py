@@ -1,4 +1,4 @@
-"""Shared by the grouped products: the expert of a program's tile, the k loop of a tile, the activations after it.
+"""Functions that the kernels of the grouped GEMM share: the expert of a program's tile, the loop over k, activations.
 
 Expert e owns the row tiles from expert_offsets[e] // BLOCK_M + e on. That is at least ceil(rows / BLOCK_M) of them and
 at most one more, in closed form: a program finds its expert in one look at expert_offsets, a launch has
@@ -133,7 +133,7 @@ def _weights(
 
 @triton.jit
 def halves(x):
-    """The left and the right half of a tile's columns; in the layout of products nothing moves."""
+    """The left and the right half of a tile's columns; in the layout of tl.dot nothing moves."""
     return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
 

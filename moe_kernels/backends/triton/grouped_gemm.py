@@ -1,8 +1,9 @@
-"""Grouped products of expert rows in Triton, and the squared norms of their rows.
+"""The grouped GEMM in Triton, and the squared norms of its rows.
 
-Rows of an expert meet its weights in tiles of one launch; rows are gathered as they are read, the bias and the
-activation ride on the float32 accumulators. Arithmetic bounds it: a tile of 128 x 128 in 16 bits does 64 products a
-byte read, and L2 serves most of the bytes. One kernel, two inner loops: see _grouped_tiles.multiply_tile.
+One launch multiplies the rows of all experts, a tile for each program. Rows are gathered as they are read; bias and
+activation are applied to the float32 accumulators. Arithmetic bounds it: a tile of 128 x 128 in 16 bits does 64
+multiply-adds for each byte that it reads, and L2 serves most of the bytes. The inner loop is multiply_tile in
+_grouped_tiles.py.
 """
 
 from __future__ import annotations
