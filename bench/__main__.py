@@ -196,7 +196,7 @@ def profile_command(
 def tiles_command(
     out: Annotated[Path, typer.Option(help="Where tiles.json goes.")] = OUT,
 ) -> None:
-    """Times every tile of Triton's grouped products at the aims' shapes. Compiling takes minutes. Needs a GPU."""
+    """Times every tile of Triton's grouped GEMM at the aims' shapes. Compiling takes minutes. Needs a GPU."""
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use.")
         raise typer.Exit(2)

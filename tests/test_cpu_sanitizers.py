@@ -173,5 +173,6 @@ def test_experts(sanitized, dtype, small, monkeypatch):
 def test_an_overrun_is_caught():
     x, y = torch.randn(1, 40), torch.empty(1, 39)
     module = simt.Module(simt.CPU[ISA])
-    with module.buffers(x, y), pytest.raises(RuntimeError, match="heap-buffer-overflow"):
+    module.announce(x, y)
+    with pytest.raises(RuntimeError, match="heap-buffer-overflow"):
         module.kwta_fwd(0, x.data_ptr(), 40, 0, 0, y.data_ptr(), 0, 0, 1, 40, 20, 0, 0.0, 1)

@@ -19,8 +19,8 @@ def rotated(bug: int, n: int) -> bool:
     module = simt.Module(simt.PLANTED)
     x = torch.arange(2 * n, dtype=torch.float32).view(2, n)
     y = torch.full_like(x, -1)
-    with module.buffers(x, y):
-        module.rotate(bug, x.data_ptr(), y.data_ptr(), 2, n, 0)
+    module.announce(x, y)
+    module.rotate(bug, x.data_ptr(), y.data_ptr(), 2, n, 0)
     return torch.equal(y, x.roll(-1, 1))
 
 
@@ -45,10 +45,12 @@ def test_planted_bug_is_caught(name: str) -> None:
 def test_a_call_sees_announced_buffers_only() -> None:
     x, y = torch.ones(1, 32), torch.zeros(1, 32)
     module = simt.Module(simt.PLANTED)
-    with module.buffers(x), pytest.raises(RuntimeError, match="none of the announced buffers"):
+    module.announce(x)
+    with pytest.raises(RuntimeError, match="none of the announced buffers"):
         module.rotate(0, x.data_ptr(), y.data_ptr(), 1, 32, 0)
     wide = torch.ones(2, 200)[:, :32]  # a strided view: its last row ends at element 232
-    with module.buffers(wide, y), pytest.raises(RuntimeError, match="heap-buffer-overflow"):
+    module.announce(wide, y)
+    with pytest.raises(RuntimeError, match="heap-buffer-overflow"):
         module.rotate(0, wide.data_ptr() + 4 * 204, y.data_ptr(), 1, 32, 0)
     with pytest.raises(RuntimeError, match="5 arguments, 6 expected"):
         module.rotate(0, 0, 0, 1, 32)

@@ -83,6 +83,38 @@ def sinkhorn() -> None:
             test_sinkhorn_sums.assert_same(found, n, atol=1e-5)
 
 
+# (tokens, dim, trees, experts): lanes of a warp past the last token, 16-byte pieces and single elements, more trees
+# than warps in a block, more experts than lanes, leaves without an expert on one lane and on several.
+TREES = [(5, 8, 2, 3), (3, 13, 1, 8), (2, 16, 3, 37), (1, 24, 10, 5), (9, 8, 2, 24), (3, 8, 1, 72)]
+
+
+def trees() -> None:
+    """Multiples of 1/8, so that sums of products are exact in any order; about half of the nodes are saturated."""
+    for index, (tokens, dim, trees, experts) in enumerate(TREES):
+        dtype, gap = (torch.float32, BF16, torch.float16)[index % 3], (0, 1, 4, 8)[index % 4]
+        shapes = {
+            "x": (tokens, gap + dim),
+            "split_weight": (trees, experts - 1, dim),
+            "leaf_weight": (trees, experts, dim),
+        }
+        shapes |= {"split_bias": (trees, experts - 1), "leaf_bias": (trees, experts)}
+        given = {name: (torch.randint(-4, 5, shape) / 8).to(dtype) for name, shape in shapes.items()}
+        given["x"] = given["x"][:, gap:]
+        found = []
+        for backend in ("cuda", "reference"):
+            leaves = {name: each.detach().requires_grad_() for name, each in given.items()}
+            outputs = mk.tree_gate(**leaves, gamma=1.0, backend=backend)
+            grads = [torch.linspace(-1, 1, each.numel()).view(each.shape).to(each.dtype) for each in outputs]
+            weights, chosen, statistics = mk.tree_route(**given, gamma=0.25, statistics=True, backend=backend)
+            exact = chosen, statistics.unsaturated
+            found.append((*outputs, *torch.autograd.grad(outputs, list(leaves.values()), grads), weights, *exact))
+        for got, expected in zip(*found, strict=True):
+            off = 16 * torch.finfo(dtype).eps if got.is_floating_point() else 0.0
+            torch.testing.assert_close(
+                got, expected, rtol=off, atol=off * float(expected.detach().double().abs().max())
+            )
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "kwta": kwta,
     "topk_gate": lambda: test_topk_gate.test_many_experts_choices_and_tokens(CUDA, "special", "softmax_topk"),
@@ -93,6 +125,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "expert_mlp": lambda: test_expert_mlp.test_values_and_gradients_are_the_dense_ones(CUDA, "everything", BF16),
     "expert_norms": lambda: test_expert_norms.test_values_and_gradients_are_the_dense_ones(CUDA, "swiglu", True, BF16),
     "sinkhorn": sinkhorn,
+    "tree_gate and tree_route": trees,
 }
 
 
@@ -160,6 +193,14 @@ REFUSED = [
         (3, 1, 8), (0, -1, 8), (0, 2**31, 8), (0, 1, -1), (0, 1, 2**30 + 1),
     ]),
     ("activation_bwd", [0, 0, 0], [(1, 9, 0, 1, 8)]),
+    *((name, pointers, [
+        (0, -1, 1, 2, 1.0, 0.0, 0.0), (0, 1, 0, 2, 1.0, 0.0, 0.0), (0, 1, 1, 1, 1.0, 0.0, 0.0),
+        (0, 1, 1, 4097, 1.0, 0.0, 0.0), (3, 1, 1, 2, 1.0, 0.0, 0.0),
+    ]) for name, pointers in (("tree_gate_fwd", [0] * 6), ("tree_gate_bwd", [0] * 8))),
+    ("tree_route_fwd", [0, 1, *[0] * 10], [
+        (0, -1, 1, 1, 2, 1.0), (0, 1, -1, 1, 2, 1.0), (0, 1, 1, 1025, 2, 1.0), (0, 1, 1, 1, 1, 1.0),
+        (3, 1, 1, 1, 2, 1.0),
+    ]),
 ]  # fmt: skip
 
 

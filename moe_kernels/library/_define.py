@@ -32,8 +32,9 @@ def define(
     """Registers one operation with torch and adds it to `ops`.
 
     Args:
-        schema: as torch.library.Library.define takes it. It states the types of the arguments; implementations and
-            native adaptors repeat only the names.
+        schema: in the language of torch.library.Library.define, "name(Tensor x, int k, str backend) -> Tensor". Its
+            name becomes the operator's. It states the types of the arguments; implementations and native adaptors
+            repeat only the names.
         implementation: runs on every device; calls the backend named in the last argument.
         fake: the results' shapes and dtypes, from tensors without data.
         flops: FLOPs from the arguments' shapes, for torch.utils.flop_counter.

@@ -1,4 +1,4 @@
-"""The expert MLP: dispatch, two grouped products with an activation between them, combine, as one function.
+"""The expert MLP: dispatch, two grouped GEMMs with an activation between them, combine, as one function.
 
     h_r = act(x_t W_in_e + b_in_e),   y_t = sum over the kept rows r of t of w_tk (h_r W_out_e + b_out_e)
     a_r = dy_t W_out_e^T,   dw_tk = <h_r, a_r> + <b_out_e, dy_t>,   dpre_r = w_tk a_r act'(pre_r)

@@ -8,18 +8,15 @@ from typing import Any
 from .decode import Kernel
 from .session import Session
 
-# Instructions whose absence a test would have to notice: each has to run, or has a reason here.
+# Instructions whose absence a test would have to notice: each has to run.
 WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
-
-# Kernel and source line of a wait that no test runs, as regular expressions, and why that is right.
-UNREACHED: dict[tuple[str, str], str] = {}
 
 Data = dict[str, Any]
 
 
-def family(kernel: Kernel) -> str:
-    """The kernel without its template arguments."""
-    return kernel.title.partition("<")[0].rsplit("::", 1)[-1]
+def family(title: str) -> str:
+    """A kernel's name without its template arguments."""
+    return title.partition("<")[0].rsplit("::", 1)[-1]
 
 
 def places(kernel: Kernel) -> list[str]:
@@ -36,7 +33,7 @@ def gather(session: Session) -> Data:
     """Of this process, as plain data."""
     kernels: Data = {}
     for ran in session.ran.values():
-        name = f"{ran.backend} {family(ran.kernel)}"
+        name = f"{ran.backend} {family(ran.kernel.title)}"
         entry = kernels.setdefault(name, {"launches": 0, "specialisations": [], "lines": {}})
         entry["launches"] += ran.launches
         entry["specialisations"].append(ran.kernel.key)
@@ -71,16 +68,9 @@ def missed(data: Data) -> dict[str, list[str]]:
 
 
 def waits_missed(data: Data) -> list[str]:
-    """Barriers and waits that never ran and have no reason."""
-    found = []
-    for name, lines in missed(data).items():
-        for place in lines:
-            source, _, opcode = place.rpartition(" ")
-            if WAITS.match(opcode) and not any(
-                re.fullmatch(kernel, name) and re.search(where, source) for kernel, where in UNREACHED
-            ):
-                found.append(f"{name}: {opcode} at {source}")
-    return found
+    """Barriers and waits that never ran."""
+    parts = [(name, place.rpartition(" ")) for name, places in missed(data).items() for place in places]
+    return [f"{name}: {opcode} at {source}" for name, (source, _, opcode) in parts if WAITS.match(opcode)]
 
 
 def never_launched(data: Data, known: list[str]) -> list[str]:

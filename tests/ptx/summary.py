@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from . import build, coverage, cuda_launch
-from .session import session
+from .session import session as executed
 
 SM_90 = "triton sm_90"
 KERNELS = build.ROOT / "moe_kernels" / "backends" / "triton"
@@ -17,15 +17,11 @@ DATA = pytest.StashKey[dict[str, Any]]()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    mine = coverage.gather(_ptx())
+    mine = coverage.gather(executed)
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["ptx"] = mine
     else:
         coverage.merge(session.config.stash.setdefault(DATA, {}), mine)
-
-
-def _ptx() -> Any:
-    return session
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -39,11 +35,11 @@ def known_kernels() -> list[str]:
     """Every kernel of the package, by backend; those that make products for sm_90 as well."""
     launched = triton_kernels()
     found = [f"triton {name}" for name in launched]
-    found += [f"{SM_90} {name}" for name, source in launched.items() if re.search(r"\b(tl\.dot|product)\(", source)]
+    found += [
+        f"{SM_90} {name}" for name, source in launched.items() if re.search(r"\b(tl\.dot|multiply_tile)\(", source)
+    ]
     if cuda_launch.unavailable() is None:
-        for name in cuda_launch.texts():
-            title = cuda_launch.demangled(name).partition("<")[0].rsplit("::", 1)[-1]
-            found.append(f"cuda {title}")
+        found += [f"cuda {coverage.family(cuda_launch.demangled(name))}" for name in cuda_launch.texts()]
     return sorted(set(found))
 
 

@@ -64,7 +64,7 @@ def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
 class Launchers:
     """The launchers of a build as attributes, called with ints (addresses, sizes, a stream) and floats.
 
-    A call sees only the tensors that were announced by `buffers` or `announce`, to the byte.
+    A call sees only the tensors that were announced since the one before, to the byte.
     """
 
     def __init__(self, signatures: str) -> None:
@@ -76,19 +76,9 @@ class Launchers:
         """Carries out a call; its error text, if any."""
         raise NotImplementedError
 
-    def announce(self, tensor: torch.Tensor) -> None:
-        """Makes a tensor's memory known to the next call."""
-        self._announced.append(tensor)
-
-    @contextlib.contextmanager
-    def buffers(self, *tensors: torch.Tensor) -> Iterator[None]:
-        """The calls inside may touch these tensors and nothing else."""
-        kept = self._announced
-        self._announced = list(tensors)
-        try:
-            yield
-        finally:
-            self._announced = kept
+    def announce(self, *tensors: torch.Tensor) -> None:
+        """Makes the tensors' memory known to the next call."""
+        self._announced += tensors
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name not in self._types:
@@ -101,7 +91,10 @@ class Launchers:
     def _call(self, name: str, types: str, *arguments: float) -> None:
         if len(arguments) != len(types):
             raise RuntimeError(f"{name}: {len(arguments)} arguments, {len(types)} expected")
-        error = self._run(name, [_word(value, kind) for value, kind in zip(arguments, types, strict=True)])
+        try:
+            error = self._run(name, [_word(value, kind) for value, kind in zip(arguments, types, strict=True)])
+        finally:
+            self._announced.clear()
         if error:
             raise RuntimeError(f"{name}: {error}")
 
@@ -146,30 +139,12 @@ class Module(Launchers):
         return None
 
 
-class _Announced:
-    """A module whose calls forget the announced buffers afterwards: what the backend's adaptor works with."""
-
-    def __init__(self, module: Launchers) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        launcher = getattr(self._module, name)
-
-        def call(*arguments: float) -> None:
-            try:
-                launcher(*arguments)
-            finally:
-                self._module._announced.clear()
-
-        return call
-
-
 @contextlib.contextmanager
 def _replaced(backend: Any, module: Launchers, **attributes: Any) -> Iterator[Any]:
     """The backend's compiled module is `module`, and its attributes are these, inside the block."""
     from moe_kernels.backends import _native, reconsider
 
-    attributes["module"] = _Announced(module)
+    attributes["module"] = module
     saved = {name: getattr(backend, name) for name in attributes}
     saved_hook, _native.on_pointer = _native.on_pointer, module.announce
     for name, value in attributes.items():

@@ -248,16 +248,16 @@ void async_copy(void* destination, const void* source, int valid) {
 }
 
 // A lane reads the row that it names itself and brings it along.
-template <int COUNT, bool TRANSPOSED>
-void load_matrix(uint32_t (&fragment)[COUNT], const void* row) {
+template <bool TRANSPOSED>
+void load_matrix(uint32_t (&fragment)[4], const void* row) {
   struct Lane {
     uint16_t row[8];
-    uint32_t fragment[COUNT];
+    uint32_t fragment[4];
   } lane{};
-  if (current_lane() < 8 * COUNT) std::memcpy(lane.row, row, sizeof lane.row);
+  std::memcpy(lane.row, row, sizeof lane.row);
   meet(0xffffffffu, lane, [](Lanes<Lane> lanes) {
     lanes.each([&](int i, Lane& to) {
-      for (int m = 0; m < COUNT; m++) {
+      for (int m = 0; m < 4; m++) {
         uint32_t halves[2];
         for (int h = 0; h < 2; h++) {
           const int r = i / 4, c = i % 4 * 2 + h;

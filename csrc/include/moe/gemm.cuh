@@ -219,7 +219,7 @@ struct Fragments {
     outer += IS_B ? high : low;
     k += IS_B ? low : high;
     const int row = (Factor::kAlong ? outer : k) + lane % 8, column = Factor::kAlong ? k : outer;
-    load_matrix<4, !Factor::kAlong>(fragment, matrix + staged<Factor::kColumns>(row, column / kPiece));
+    load_matrix<!Factor::kAlong>(fragment, matrix + staged<Factor::kColumns>(row, column / kPiece));
   }
 
   __device__ void load(const T* stage, int m, int n, int k) {

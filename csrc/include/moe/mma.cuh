@@ -14,33 +14,21 @@
 
 namespace moe {
 
-// Loads COUNT (1, 2 or 4) 8 x 8 matrices of 16-bit elements. Lane 8 * m + r gives the address of row r of matrix m:
-// 16 bytes in shared memory, aligned to 16. Register m of a lane receives the elements (group, 2 * pair) and
-// (group, 2 * pair + 1) of matrix m; with TRANSPOSED those of its transpose.
-template <int COUNT, bool TRANSPOSED = false>
-__device__ __forceinline__ void load_matrix(uint32_t (&fragment)[COUNT], const void* row) {
-  static_assert(COUNT == 1 || COUNT == 2 || COUNT == 4, "ldmatrix loads 1, 2 or 4 matrices");
+// Loads four 8 x 8 matrices of 16-bit elements. Lane 8 * m + r gives the address of row r of matrix m: 16 bytes in shared
+// memory, aligned to 16. Register m of a lane receives the elements (group, 2 * pair) and (group, 2 * pair + 1) of matrix m;
+// with TRANSPOSED those of its transpose.
+template <bool TRANSPOSED>
+__device__ __forceinline__ void load_matrix(uint32_t (&fragment)[4], const void* row) {
 #ifdef SIMT_HOST
-  simt::load_matrix<COUNT, TRANSPOSED>(fragment, row);
+  simt::load_matrix<TRANSPOSED>(fragment, row);
 #else
   const uint32_t address = shared_address(row);
-  if constexpr (COUNT == 1 && !TRANSPOSED) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(fragment[0]) : "r"(address) : "memory");
-  } else if constexpr (COUNT == 1) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
-                 : "=r"(fragment[0]) : "r"(address) : "memory");
-  } else if constexpr (COUNT == 2 && !TRANSPOSED) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(fragment[0]), "=r"(fragment[1]) : "r"(address) : "memory");
-  } else if constexpr (COUNT == 2) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(fragment[0]), "=r"(fragment[1]) : "r"(address) : "memory");
-  } else if constexpr (!TRANSPOSED) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+  if constexpr (TRANSPOSED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                  : "r"(address) : "memory");
   } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(fragment[0]), "=r"(fragment[1]), "=r"(fragment[2]), "=r"(fragment[3])
                  : "r"(address) : "memory");
   }

@@ -20,15 +20,13 @@
   T* const name = reinterpret_cast<T*>(moe_dynamic_shared)
 #endif
 
+#ifndef SIMT_HOST
 namespace moe {
 
 // A shared-memory address in PTX form.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-#ifdef SIMT_HOST
-  return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(pointer));
-#else
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-#endif
 }
 
 }  // namespace moe
+#endif

@@ -1,4 +1,4 @@
-"""Backward of the grouped products in Triton: gradient to the weights, hidden layer of an expert MLP, a gather's sums.
+"""Backward of the grouped GEMM in Triton: gradient to the weights, hidden layer of an expert MLP, a gather's sums.
 
 The gradient to rows is the forward kernel on transposed weights. The one to the weights sums over an expert's rows in
 order: a program owns a tile of dW and walks all of them, so that nothing is added twice or atomically; its operands are
@@ -39,15 +39,9 @@ TILE = 2048  # elements of a program of activation_bwd
 def _rows_of(
     ptr,  # (T or R, D)
     token_ptr,  # (R); not read unless GATHER
-    row,
-    end,
-    d,
-    D,
-    stride,
-    GATHER: tl.constexpr,
-    WIDE: tl.constexpr,
-    TRANSPOSED: tl.constexpr = False,
-):
+    row, end, d, D, stride,
+    GATHER: tl.constexpr, WIDE: tl.constexpr, TRANSPOSED: tl.constexpr = False,
+):  # fmt: skip
     """(rows, columns) of some rows of an expert, or (columns, rows) if TRANSPOSED; zeros past its end."""
     token = row.to(tl.int64)
     if GATHER:
@@ -73,20 +67,13 @@ def _grouped_gemm_bwd_weight(
     row_weight_ptr,  # (R); not read unless WEIGHTED
     dweight_ptr,  # (E, K, N) contiguous
     dbias_ptr,  # (E, N) contiguous; not written unless BIAS
-    stride_x,
-    stride_grad,
-    K,
-    N,
-    GATHER_X: tl.constexpr,
-    GATHER_GRAD: tl.constexpr,
-    BIAS: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    WIDE: tl.constexpr,
+    stride_x, stride_grad, K, N,
+    GATHER_X: tl.constexpr, GATHER_GRAD: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,  # of K
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # rows of a step
-):
+):  # fmt: skip
     # One dimension of the grid, of which the others have 65535 programs at most.
     column_tiles = tl.cdiv(N, BLOCK_N)
     tiles = tl.maximum(tl.cdiv(K, BLOCK_M), 1) * column_tiles
@@ -130,27 +117,11 @@ def _expert_mlp_bwd_hidden(
     dpre_ptr,  # (R, N or 2 N) contiguous
     weighted_ptr,  # (R, N) contiguous
     partial_ptr,  # (R, column tiles)
-    stride_x,
-    stride_w_E,
-    stride_w,
-    E,
-    R,
-    K,
-    N,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    GATHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    stride_x, stride_w_E, stride_w, E, R, K, N,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     column_tiles = tl.maximum(tl.cdiv(N, BLOCK_N), 1)
     row_tile, column_tile = raster(column_tiles, tl.num_programs(0), 0)
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
@@ -188,18 +159,9 @@ def _expert_mlp_bwd_hidden(
 
 @triton.jit
 def _finish_hidden(
-    dh,
-    weight,
-    pre_ptr,
-    dpre_ptr,
-    weighted_ptr,
-    there,
-    used,
-    column,
-    N,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-):
+    dh, weight, pre_ptr, dpre_ptr, weighted_ptr, there, used, column, N,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
     """Stores of a tile, slice after slice; returns the share of its columns in <h, dh>."""
     HALF: tl.constexpr = dh.shape[1] // 2
     if HALF >= SLICE:
@@ -233,15 +195,9 @@ def _activation_bwd(
     grad_ptr,  # (R, N)
     pre_ptr,  # (R, N or 2 N)
     dpre_ptr,  # (R, N or 2 N) contiguous
-    stride_grad,
-    stride_pre,
-    R,
-    N,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    stride_grad, stride_pre, R, N,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     inside = (row < R) & (n < N)
@@ -262,12 +218,9 @@ def _token_sums(
     by_token_ptr,  # (R) rows of token 0 in their order, of token 1, ...
     token_offsets_ptr,  # (T + 1) into by_token
     out_ptr,  # (T, D) contiguous
-    stride_rows_R,
-    T,
-    D,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    stride_rows_R, T, D,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     first = tl.load(token_offsets_ptr + token, mask=token < T, other=0)

@@ -1,4 +1,4 @@
-"""Shared by the grouped products: the expert of a program's tile, the k loop of a tile, the activations after it.
+"""Functions that the kernels of the grouped GEMM share: the expert of a program's tile, the loop over k, activations.
 
 Expert e owns the row tiles from expert_offsets[e] // BLOCK_M + e on. That is at least ceil(rows / BLOCK_M) of them and
 at most one more, in closed form: a program finds its expert in one look at expert_offsets, a launch has
@@ -69,25 +69,14 @@ def multiply_tile(
     x,  # (T or R, K), or its descriptor
     w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED
     token,  # (BLOCK_M): rows of x
-    first,
-    expert,
-    column,
+    first, expert, column,
     linear_column,  # of the second product, if GATED
     depth,  # K, or 0 for zeros
-    N,
-    stride_x,
-    stride_w_E,
+    N, stride_x, stride_w_E,
     stride_w,  # of the dimension of w that is not contiguous
-    GATED: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    GATED: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """x w_e of one tile in float32 (the loop of tl.dot), and a second tile of columns of the same x if GATED.
 
     Pointers become cp.async; a descriptor, where strides are multiples of 16 bytes on sm_90, becomes a bulk copy by one
@@ -127,18 +116,9 @@ def multiply_tile(
 
 @triton.jit
 def _weights(
-    w,
-    expert,
-    start,
-    column,
-    k_inside,
-    n_inside,
-    TRANSPOSED: tl.constexpr,
-    W_TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    w, expert, start, column, k_inside, n_inside,
+    TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """(BLOCK_K, BLOCK_N) of an expert's weights."""
     if W_TMA and TRANSPOSED:
         b = w.load([expert, column, start]).reshape(BLOCK_N, BLOCK_K).T
@@ -153,7 +133,7 @@ def _weights(
 
 @triton.jit
 def halves(x):
-    """The left and the right half of a tile's columns; in the layout of products nothing moves."""
+    """The left and the right half of a tile's columns; in the layout of tl.dot nothing moves."""
     return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
 

@@ -42,12 +42,9 @@ def unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> in
 def clear_rows(
     rows_ptr,  # (R, D) contiguous
     expert_offsets_ptr,  # (E + 1)
-    E,
-    R,
-    D,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    E, R, D,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Zeros from row expert_offsets[E] on, shared out among all programs of the launch."""
     first = tl.load(expert_offsets_ptr + E) + tl.program_id(0).to(tl.int64) * BLOCK_T
     zeros = tl.full((BLOCK_T, BLOCK_D), 0, rows_ptr.dtype.element_ty)

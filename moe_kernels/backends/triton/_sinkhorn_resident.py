@@ -123,17 +123,10 @@ def resident_fwd(
     rows_ptr,  # (B, n)
     columns_ptr,  # (B, n)
     counts_ptr,  # (B): with SUMS, iterations that were taken; else int32, 1 for a matrix that these are for
-    stride_scores_B,
-    stride_scores_I,
-    B,
-    n,
-    iterations,
+    stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0: none
-    M: tl.constexpr,
-    N: tl.constexpr,
-    HISTORY: tl.constexpr,
-    SUMS: tl.constexpr,
-):
+    M: tl.constexpr, N: tl.constexpr, HISTORY: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
     if not SUMS:
         if tl.max(_wanted(counts_ptr, B, M, SUMS).to(tl.int32), axis=0) == 0:
             return
@@ -203,8 +196,7 @@ def _columns_before(history_ptr, taus_ptr, t, B, n, M: tl.constexpr, N: tl.const
 @triton.jit(do_not_specialize=["iterations"])
 def resident_bwd(
     grad_ptr,  # (B, n, n)
-    stride_grad_B,
-    stride_grad_I,
+    stride_grad_B, stride_grad_I,
     dscores_ptr,  # (B, n, n) contiguous
     drows_ptr,  # (B, n), zeros
     dcolumns_ptr,  # (B, n), zeros
@@ -214,15 +206,9 @@ def resident_bwd(
     rows_ptr,  # (B, n)
     columns_ptr,  # (B, n)
     counts_ptr,  # (B): with SUMS, iterations that were taken; else int32, 1 for a matrix that these are for
-    stride_scores_B,
-    stride_scores_I,
-    B,
-    n,
-    iterations,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    SUMS: tl.constexpr,
-):
+    stride_scores_B, stride_scores_I, B, n, iterations,
+    M: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
     if not SUMS:
         if tl.max(_wanted(counts_ptr, B, M, SUMS).to(tl.int32), axis=0) == 0:
             return

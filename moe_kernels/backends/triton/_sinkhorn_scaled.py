@@ -85,14 +85,9 @@ def scaled_fwd(
     taus_ptr,  # (iterations), all the same
     p_ptr,  # (B, n, n) contiguous
     slow_ptr,  # (B), int32: 1 where a matrix needs logarithms, and no p is written
-    stride_scores_B,
-    stride_scores_I,
-    B,
-    n,
-    iterations,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    stride_scores_B, stride_scores_I, B, n, iterations,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     scaled, broken, x, _ = _begin(
         scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, FLOAT_RANGE, M, N
     )
@@ -115,21 +110,15 @@ def scaled_fwd(
 @triton.jit(do_not_specialize=["iterations"])
 def scaled_bwd(
     grad_ptr,  # (B, n, n)
-    stride_grad_B,
-    stride_grad_I,
+    stride_grad_B, stride_grad_I,
     dscores_ptr,  # (B, n, n) contiguous
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations), all the same
     history_ptr,  # (iterations, 2, B, n): u and v
     slow_ptr,  # (B), int32: 1 where a matrix needs logarithms, and no dscores is written
-    stride_scores_B,
-    stride_scores_I,
-    B,
-    n,
-    iterations,
-    M: tl.constexpr,
-    N: tl.constexpr,
-):
+    stride_scores_B, stride_scores_I, B, n, iterations,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     scaled, broken, x, inv_tau = _begin(
         scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, DOUBLE_RANGE, M, N
     )

@@ -111,18 +111,11 @@ def streamed_fwd(
     rows_ptr,  # (B, n)
     columns_ptr,  # (B, n)
     counts_ptr,  # (B): iterations that were taken
-    stride_scores_B,
-    stride_scores_I,
-    B,
-    n,
-    iterations,
+    stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0: none
     potentials_ptr,  # (B, 2, n): f of the last two iterations
-    ROWS: tl.constexpr,
-    N: tl.constexpr,
-    HISTORY: tl.constexpr,
-    SUMS: tl.constexpr,
-):
+    ROWS: tl.constexpr, N: tl.constexpr, HISTORY: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
     broken = _broken_matrix(scores_ptr, stride_scores_B, stride_scores_I, n, ROWS, N) > 0
     before = tl.zeros((N,), dtype=tl.float64)
     g = tl.zeros((N,), dtype=tl.float64)
@@ -222,8 +215,7 @@ def _untouched(
 @triton.jit(do_not_specialize=["iterations"])
 def streamed_bwd(
     grad_ptr,  # (B, n, n)
-    stride_grad_B,
-    stride_grad_I,
+    stride_grad_B, stride_grad_I,
     dscores_ptr,  # (B, n, n) contiguous
     drows_ptr,  # (B, n), zeros
     dcolumns_ptr,  # (B, n), zeros
@@ -233,16 +225,10 @@ def streamed_bwd(
     rows_ptr,  # (B, n)
     columns_ptr,  # (B, n)
     counts_ptr,  # (B): iterations that were taken
-    stride_scores_B,
-    stride_scores_I,
-    B,
-    n,
-    iterations,
+    stride_scores_B, stride_scores_I, B, n, iterations,
     sums_ptr,  # (B, n, n): what dS has come to
-    ROWS: tl.constexpr,
-    N: tl.constexpr,
-    SUMS: tl.constexpr,
-):
+    ROWS: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
     broken = _broken_matrix(scores_ptr, stride_scores_B, stride_scores_I, n, ROWS, N) > 0
     last = iterations - 1
     last_tau = tl.load(taus_ptr + last)

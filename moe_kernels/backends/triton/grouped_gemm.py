@@ -1,8 +1,9 @@
-"""Grouped products of expert rows in Triton, and the squared norms of their rows.
+"""The grouped GEMM in Triton, and the squared norms of its rows.
 
-Rows of an expert meet its weights in tiles of one launch; rows are gathered as they are read, the bias and the
-activation ride on the float32 accumulators. Arithmetic bounds it: a tile of 128 x 128 in 16 bits does 64 products a
-byte read, and L2 serves most of the bytes. One kernel, two inner loops: see _grouped_tiles.multiply_tile.
+One launch multiplies the rows of all experts, a tile for each program. Rows are gathered as they are read; bias and
+activation are applied to the float32 accumulators. Arithmetic bounds it: a tile of 128 x 128 in 16 bits does 64
+multiply-adds for each byte that it reads, and L2 serves most of the bytes. The inner loop is multiply_tile in
+_grouped_tiles.py.
 """
 
 from __future__ import annotations
@@ -41,29 +42,11 @@ def _grouped_gemm_fwd(
     expert_offsets_ptr,  # (E + 1)
     out_ptr,  # (R, N) contiguous; (R, column tiles) float32 if NORMS
     pre_ptr,  # (R, N or 2 N) contiguous; not written unless KEEP_PRE
-    stride_x,
-    stride_w_E,
-    stride_w,
-    E,
-    R,
-    K,
-    N,
-    BIAS: tl.constexpr,
-    KEEP_PRE: tl.constexpr,
-    NORMS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    GATHER: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    X_TMA: tl.constexpr,
-    W_TMA: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    stride_x, stride_w_E, stride_w, E, R, K, N,
+    BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, NORMS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     column_tiles = tl.cdiv(N, BLOCK_N)
     row_tile, column_tile = raster(column_tiles, tl.num_programs(0), 0)
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
@@ -95,21 +78,13 @@ def _grouped_gemm_fwd(
 
 @triton.jit
 def _finish(
-    pre,
-    linear,
-    bias_ptr,
-    out_ptr,
-    pre_ptr,
+    pre, linear, bias_ptr, out_ptr, pre_ptr,
     start,  # first row, in 64 bits
-    there,
-    column,
+    there, column,
     biased,  # N, or 0 where there is no bias
     N,
-    BIAS: tl.constexpr,
-    KEEP_PRE: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-):
+    BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
     """Bias, activation and stores of a tile, slice after slice."""
     HALF: tl.constexpr = pre.shape[1] // 2
     if HALF >= SLICE:

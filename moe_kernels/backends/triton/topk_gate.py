@@ -54,16 +54,9 @@ def _topk_gate_fwd(
     bits_ptr,  # (T, E) the bit patterns of the same logits
     weights_ptr,  # (T, K) contiguous
     experts_ptr,  # (T, K) contiguous
-    stride_logits_T,
-    T,
-    E,
-    K,
-    SOFTMAX_FIRST: tl.constexpr,
-    INF: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    stride_logits_T, T, E, K,
+    SOFTMAX_FIRST: tl.constexpr, INF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     LOWEST: tl.constexpr = -0x80000000
     PACKED: tl.constexpr = INF <= 0xFFFF
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -128,15 +121,9 @@ def _topk_gate_bwd(
     experts_ptr,  # (T, K) contiguous
     logits_ptr,  # (T, E); not read unless SOFTMAX_FIRST
     dlogits_ptr,  # (T, E) contiguous
-    stride_logits_T,
-    T,
-    E,
-    K,
-    SOFTMAX_FIRST: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    stride_logits_T, T, E, K,
+    SOFTMAX_FIRST: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
     k = tl.arange(0, BLOCK_K)
