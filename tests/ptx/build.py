@@ -6,10 +6,9 @@ import concurrent.futures
 import functools
 import os
 import shlex
-import subprocess
 from pathlib import Path
 
-from simt.build import compiler, digest, lock
+from simt.build import compiler, digest, kept, run
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -29,13 +28,6 @@ def unavailable() -> str | None:
     return None if compiler() else "no g++"
 
 
-def run(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    return done.stdout + done.stderr
-
-
 @functools.cache
 def _machine(gxx: str) -> str:
     """What -march=native means here, and the compiler's version."""
@@ -52,23 +44,12 @@ def executor() -> Path:
     headers = digest(*(each.read_text() for each in sorted(folder.glob("*.h"))), _machine(gxx), *FLAGS)
     sources = sorted(folder.glob("*.cpp"))
     objects = {each: f"{each.stem}-{digest(headers, each.read_text())}.o" for each in sources}
-    cache = cache_folder()
+    cache, command = cache_folder(), [*shlex.split(gxx), *FLAGS, "-c"]
+
+    def compile_one(source: Path) -> str:
+        return str(kept(cache / objects[source], lambda part: run([*command, str(source), "-o", part])))
+
+    with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        made = list(pool.map(compile_one, sources))
     library = cache / f"executor-{digest(*objects.values())}.so"
-    with lock(library.with_suffix(".lock")):
-        if library.exists():
-            return library
-
-        def compile_one(source: Path) -> str:
-            target = cache / objects[source]
-            if not target.exists():
-                part = target.with_suffix(f".{os.getpid()}.o")
-                run([*shlex.split(gxx), *FLAGS, "-c", str(source), "-o", str(part)])
-                part.rename(target)
-            return str(target)
-
-        with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-            made = list(pool.map(compile_one, sources))
-        part = library.with_suffix(f".{os.getpid()}.part")
-        run([*shlex.split(gxx), "-shared", *made, "-o", str(part)])
-        part.rename(library)
-    return library
+    return kept(library, lambda part: run([*shlex.split(gxx), "-shared", *made, "-o", part]))

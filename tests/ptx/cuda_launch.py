@@ -17,7 +17,7 @@ from typing import Any
 
 import simt
 from simt import toolkit
-from simt.build import KERNELS, compiler, digest, headers, lock, run
+from simt.build import KERNELS, compiler, digest, headers, kept, lock, run
 
 from . import machine
 from .build import ROOT, cache_folder
@@ -75,12 +75,9 @@ def compiled() -> Compiled:
         made = list(pool.map(build, sources))
     objects = [str(each) for each in made]
     library = cache_folder() / "cuda" / f"{KERNELS.name}-{digest(*objects)}.so"
-    with lock(library.with_suffix(".lock")):
-        if not library.exists():
-            part = library.with_suffix(f".{os.getpid()}.part")
-            # RTLD_LOCAL alone would still let a real cudart answer: names bind inside the library.
-            run([*(compiler() or "").split(), "-shared", "-Wl,-Bsymbolic", *objects, "-o", str(part)])
-            part.rename(library)
+    # RTLD_LOCAL alone would still let a real cudart answer: names bind inside the library.
+    link = [*(compiler() or "").split(), "-shared", "-Wl,-Bsymbolic", *objects]
+    kept(library, lambda part: run([*link, "-o", part]))
     of_source = {source.name: made for source, made in zip(sources, made, strict=True) if source.suffix == ".cu"}
     return Compiled(library, of_source, {name: each.with_suffix(".ptx") for name, each in of_source.items()})
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from simt.build import lock
 
 from . import build, machine
 from .decode import Kernel
@@ -158,7 +159,7 @@ def _compiled_once(compile: Any) -> Any:
 
     def locked(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
         key = build.digest(source.hash(), target, sorted((options or {}).items(), key=str))
-        with build.lock(build.cache_folder() / "locks" / key):
+        with lock(build.cache_folder() / "locks" / key):
             return compile(source, target=target, options=options, **rest)
 
     return locked

@@ -12,7 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from . import toolkit
@@ -97,6 +97,16 @@ def lock(path: Path) -> Iterator[None]:
         yield
 
 
+def kept(target: Path, make: Callable[[str], object]) -> Path:
+    """`target`; make(path) writes it if it is missing, in one process at a time."""
+    with lock(target.with_suffix(".lock")):
+        if not target.exists():
+            part = target.with_suffix(f".{os.getpid()}.part{target.suffix}")
+            make(str(part))
+            part.rename(target)
+    return target
+
+
 def digest(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]
 
@@ -129,14 +139,8 @@ def _object(source: Path, flags: list[str], unit: Unit) -> Path:
     system = [flag for each in toolkit.find().include for flag in ("-isystem", str(each))]
     options = [*COMMON, *flags, *unit.flags, *includes]
     key = digest(_environment(), headers(unit), options, source, (ROOT / source).read_text())
-    folder = cache_folder() / "objects"
-    target = folder / f"{source.stem}-{key}.o"
-    with lock(folder / f"{target.name}.lock"):
-        if not target.exists():
-            part = target.with_suffix(f".{os.getpid()}.part.o")
-            run([compiler() or "", "-x", "c++", *options, *system, "-c", str(source), "-o", str(part)])
-            part.rename(target)
-    return target
+    command = [compiler() or "", "-x", "c++", *options, *system, "-c", str(source)]
+    return kept(cache_folder() / "objects" / f"{source.stem}-{key}.o", lambda part: run([*command, "-o", part]))
 
 
 @functools.cache
@@ -147,10 +151,5 @@ def build(unit: Unit) -> Path:
         jobs.append((HERE / "simt.cpp", ["-O2"]))
     with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         objects = [str(each) for each in pool.map(lambda job: _object(*job, unit), jobs)]
-    program = cache_folder() / f"{unit.name}-{digest(*objects)}"
-    with lock(program.with_suffix(".lock")):
-        if not program.exists():
-            part = program.with_suffix(".part")
-            run([compiler() or "", *SANITIZED, *unit.flags, *objects, "-o", str(part)])
-            part.rename(program)
-    return program
+    link = [compiler() or "", *SANITIZED, *unit.flags, *objects]
+    return kept(cache_folder() / f"{unit.name}-{digest(*objects)}", lambda part: run([*link, "-o", part]))
