@@ -75,6 +75,14 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
     assert not got["weights"][plan.slot_row < 0].any()
 
 
+@pytest.mark.parametrize("kind", ["everything", "dropped"])
+def test_more_columns_than_are_taken_together(target, kind):
+    dtype, plan, activation = finest(target, OP), plans(target.device)[kind], KINDS[kind]
+    leaves = leaves_of(plan, dtype, target.device, activation, hidden=300, dout=290, with_bias=kind != "dropped")
+    call, exact = partial(mk.expert_mlp, plan=plan, activation=activation), partial(dense, plan, activation=activation)
+    judged(target, dtype, call, exact, leaves, torch.randn(plan.num_tokens, 290).to(dtype), floor=2.0)
+
+
 @pytest.mark.parametrize("activation", ["gelu", "swiglu", None])
 def test_without_gate_weights(target, activation):
     dtype = finest(target, OP)

@@ -326,7 +326,8 @@ def test_products_and_tree_in_one_kernel(dtype):
         pytest.skip(reason)
     kernels = backends.load("triton", "tree_gate")
     floor = 2.0**-7 if target.interpreted and dtype == torch.bfloat16 else 8 * torch.finfo(dtype).eps
-    for tokens, dim, experts, biases in ((70, 32, 2, ()), (3, 80, 5, ("split_bias",)), (65, 16, 64, ("leaf_bias",))):
+    sizes = ((70, 32, 2, ()), (3, 80, 5, ("split_bias",)), (65, 16, 64, ("leaf_bias",)))
+    for tokens, dim, experts, biases in sizes if dtype == torch.bfloat16 else sizes[1:2]:
         arguments = drawn(tokens, dim, 1, experts, device=target.device)
         kept = ("x", "split_weight", "leaf_weight", *biases)
         arguments = {name: arguments[name].to(dtype) for name in kept}
