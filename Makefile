@@ -18,6 +18,9 @@ endif
 
 .PHONY: test fuzz bench gpu baseline regression docs lint build clean
 
+# glibc puts what it allocates into huge pages: Triton's compiler takes a tenth less time.
+test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+
 test: build
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(PYTEST)
 
