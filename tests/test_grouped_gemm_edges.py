@@ -58,8 +58,8 @@ def test_slopes_at_zero(target, activation):
 @pytest.mark.parametrize("activation", SLOPE_AT_0)
 def test_slopes_at_zero_of_a_hidden_layer(target, activation):
     """expert_mlp and expert_norms have backward kernels of their own."""
-    if target.compiles and activation in ("silu", "tanh"):
-        pytest.skip("a slope without a step at 0, from the function that test_slopes_at_zero tests")
+    if target.compiles and activation in ("gelu", "silu"):
+        pytest.skip("no step at 0, and test_expert_mlp.py has compiled the backward kernel of these")
     dtype = finest(target)
     plan = plans(target.device)["dropped"]
     kept = (plan.slot_row >= 0).sum(1, keepdim=True)
