@@ -97,7 +97,9 @@ def test_mask_and_values_are_the_reference_bit_for_bit(target, kind, dtype, ties
         assert same_bits(mk.kwta(x, k, values=values, ties=ties, backend=target.backend), expected), (n, k)
 
 
-@pytest.mark.parametrize("n", [1000, 1024, 1025, 4096, 5000, 16384, 20000])  # 16384: the last that stays resident
+@pytest.mark.parametrize(
+    "n", [1000, 1024, 1025, 4096, 5000, 16384, 20000, 33000]
+)  # 32768: the last that stays resident
 def test_long_rows(target, n):
     kinds = ("normal", "special") if target.interpreted else tuple(ROWS)
     for dtype in (torch.float32, torch.bfloat16):

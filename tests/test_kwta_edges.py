@@ -15,7 +15,7 @@ import moe_kernels as mk
 ROWS = 9  # of an odd number of elements: a row starts at each place in a vector, and the ninth as the first
 # On both sides of the vectors' four and eight elements, and of words of bits.
 SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 29, 31, 32, 33, 39, 45, 61, 63, 64, 65, 70)
-LARGE = (100, 127, 1001, 4095, 4097, 20001)
+LARGE = (100, 127, 1001, 4095, 4097, 20001, 32771)
 
 
 def rows_of(n: int) -> torch.Tensor:

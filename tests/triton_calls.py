@@ -48,6 +48,7 @@ def calls() -> Iterator[Call]:
                     yield Call(case.entry, case.operation, case.counted_shape, dtype, direction)
     yield from _more("kwta", "training", FP32 + BF16, "R=4 N=16384 p=0.1")
     yield from _more("kwta", "forward", FP16, "R=4 N=4096 p=0.1")
+    yield from _more("kwta", "forward", BF16, "R=2 N=40000 p=0.1")
     yield from _more("topk_gate", "training", FP32, "T=32 D=1 E=8 K=2", "T=8 D=1 E=1024 K=2")
     yield from _more(_SOFTMAX_FIRST, "training", FP32, "T=32 D=1 E=8 K=2")
     yield from _more(_LONG_INDICES, "forward", FP32, "T=32 D=1 E=8 K=2")
