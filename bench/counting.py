@@ -1,7 +1,7 @@
 """Counts the instructions and bytes of the GPU kernels without a GPU: tests/ptx executes their PTX at small shapes.
 
-Counts are then scaled to the full shape: instructions and FLOPs by the units of a case, such as its rows, bytes by the
-least bytes that bench.registry gives for both shapes.
+Counts are then scaled to the full shape: instructions and FLOPs in proportion to the units of a case, such as its rows;
+bytes in proportion to the least bytes that bench.registry gives for the two shapes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Case:
 
     small: sizes that are smaller in the counted shape. units: names of sizes; counts grow with the product of these.
     own_bytes: bytes grow with that product too, since the registry has no least bytes for this case.
-    torch_products: torch multiplies for launches without matrix instructions. They move no weights, which are among the
-        least bytes: their bytes grow with that product.
+    torch_products: torch computes the products that launches without matrix instructions read. These launches read no
+        weights, which the least bytes include; so their bytes grow with that product too.
     """
 
     operation: str
@@ -70,7 +70,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """At least one case for every GPU kernel, at the shapes that the design's aims are stated for."""
+    """At least one case for every GPU kernel, at the shapes for which the design states its aims."""
     known, qwen = registry.ENTRIES, {"T": 32768, "D": 2048, "H": 768, "E": 128, "K": 8, "routing": "uniform"}
     rows = {name: size for name, size in qwen.items() if name != "H"}
     few, both = {"T": 256, "K": 2, "E": 2}, (FP32, BF16)
@@ -124,7 +124,7 @@ def cases() -> list[Case]:
 
 
 def _extra(base: Entry, forward: Any, inputs: Any, leaves: tuple[str, ...] = ()) -> Entry:
-    """A variant of a registered entry that only this module counts. forward(inputs, backend=...)."""
+    """A variant of a registered entry, for this module alone. It calls forward(inputs, backend=...)."""
     return replace(
         base,
         inputs=inputs,
@@ -181,7 +181,7 @@ EXTRA = {
 
 @contextlib.contextmanager
 def executor() -> Iterator[Any]:
-    """Inside the block, kernels of Triton and CUDA that are launched on CPU tensors are executed from their PTX.
+    """Inside the block, Triton and CUDA kernels run on CPU tensors: an executor interprets their PTX.
 
     Yields tests/ptx's module `session`.
 
@@ -260,7 +260,7 @@ def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKEND
 
 
 def verified(ops: Iterable[str] = ()) -> dict[str, dict[str, dict[str, str]]]:
-    """Operations and backends whose executed PTX `moe_kernels.verify` found right in every dtype."""
+    """Date and sources' digest of each operation and backend that `moe_kernels.verify` passes in every dtype."""
     from moe_kernels import verify
 
     with executor():

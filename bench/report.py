@@ -29,8 +29,9 @@ def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
 def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     """A table for each device, with one row for each operation and backend.
 
-    A cell is a range over the shapes: times as fast as the fastest of PyTorch's compositions (names that begin with
-    "torch"), on a GPU also the percentage of the ceiling. Of a CPU only the setting with the fewest threads is shown.
+    A cell is the range over the shapes of the speed relative to the fastest PyTorch composition (a peer with a name
+    that begins with "torch"), on a GPU also of the percentage of the ceiling. On a CPU only the setting with the fewest
+    threads is shown.
     """
     parts = []
     for result in results:
@@ -64,7 +65,7 @@ def _one_row_each(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
 
 
 def against_torch(figures: list[dict[str, Any]]) -> str:
-    """The range over the shapes of the ratio to the fastest PyTorch composition; empty without one."""
+    """The range over the shapes of the speed relative to the fastest PyTorch composition; empty if there is none."""
     of_torch = [[ratio for name, ratio in each["peers"].items() if name.startswith("torch")] for each in figures]
     ratios = [min(found) for found in of_torch if found]
     return span(ratios) if ratios else ""
@@ -83,7 +84,10 @@ def table(rows: list[Sequence[str]], gpu: bool) -> str:
 
 
 def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
-    """A row for every direction of an entry, in its first setting, with ranges over the shapes."""
+    """A row for every direction of an entry, in its first setting, with ranges over the shapes.
+
+    Backward has no row if training, which contains it, was measured.
+    """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     directions = {figure["direction"] for figure in entry["figures"]}
     for figure in entry["figures"]:

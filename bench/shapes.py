@@ -17,7 +17,7 @@ LLM = {
     "DeepSeek-V3": (8192, 7168, 2048, 256, 8),
     "gpt-oss": (8192, 2880, 2880, 128, 4),
 }
-# The model of the design's aims, one with fewer experts, and one whose weights do not fit into L2.
+# The model of the design's aims; one with fewer experts; one with experts larger than L2 (W_in: 117 MB in bfloat16).
 AIMED = {name: LLM[name] for name in ("Qwen3-30B", "OLMoE", "Mixtral")}
 PAPERS = {
     "CompeteSMoE": (24576, 352, 352, 16, 2),
@@ -33,11 +33,11 @@ def routed(sizes: list[Shape], routings: tuple[str, ...] = ROUTINGS) -> list[Sha
 
 
 def sizes(table: Mapping[str, tuple[int, ...]], names: str) -> list[Shape]:
-    """The named sizes of a table, such as "TDEK", without duplicates."""
+    """Shapes from the rows of a table, with the sizes in `names` alone, such as "TDEK"; without duplicates."""
     found = [{name: each["TDHEK".index(name)] for name in names} for each in table.values()]
     return [size for index, size in enumerate(found) if size not in found[:index]]
 
 
 def fewer_tokens(shape: Shape, device: str) -> Shape:
-    """On a CPU at most 2^25 elements of rows (128 MB): at a language model's own size a call would take seconds."""
+    """The shape; on a CPU with rows of at most 2^25 elements (128 MB), since a call at full size would take seconds."""
     return {**shape, "T": min(shape["T"], 2**25 // (shape["K"] * shape["D"]))} if device == "cpu" else shape

@@ -1,4 +1,4 @@
-"""Benchmarks of Sinkhorn's iteration: the design's shapes, at high and low temperature."""
+"""Benchmarks of Sinkhorn's iteration at the design's shapes, at high and low temperature."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
 
 
 def _flops(shape: Shape, direction: str) -> int:
-    """Multiply-adds of the form that scales rows and columns by vectors."""
+    """FLOPs of the form that scales rows and columns by vectors; a multiply-add counts as two."""
     return (16 if direction == "training" else 4) * shape["B"] * shape["R"] * shape["n"] ** 2
 
 

@@ -1,4 +1,4 @@
-"""Records what Triton would compile and launch: its real argument binder, a driver that runs nothing."""
+"""Records what Triton would compile and launch, by its own argument binder and a driver that runs nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _devices = itertools.count(1000)
 
 @dataclass(frozen=True)
 class NoDevice:
-    """A driver for a GPU that is not there, with a number of its own: Triton keeps compiled kernels by device."""
+    """Driver of an absent GPU. Each has a new device number, because Triton caches compiled kernels by device."""
 
     capability: int
     number: int = field(default_factory=lambda: next(_devices))
@@ -40,8 +40,8 @@ class NoDevice:
 
 @contextlib.contextmanager
 def recorded(capability: int = 80) -> Iterator[list[dict[str, Any]]]:
-    """Within the block launches of Triton kernels are appended to the list: kernel, grid, options, what the compiler
-    would get, and whether the arguments need a compilation that no launch before them needed."""
+    """A list to which the block's launches of Triton kernels are appended: kernel, grid, options, the compiler's input
+    (source, key), and `compiles`: whether no earlier launch in the block needed the same compilation."""
     launches: list[dict[str, Any]] = []
     known: set[tuple[str, str]] = set()
     run = JITFunction.run

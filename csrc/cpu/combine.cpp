@@ -86,7 +86,7 @@ int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* we
   return 0;
 }
 
-// 1, and nothing is done, where slots or the number of rows in use do not fit.
+// Returns 1 and does nothing if a slot or the number of rows in use is out of range.
 int combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
                 const void* weights, const int32_t*, const int32_t* slot_row, const int32_t* expert_offsets,
                 const int32_t*, void* drows, void* dweights, int64_t tokens, int64_t k, int64_t num_experts,

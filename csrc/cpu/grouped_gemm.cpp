@@ -36,7 +36,7 @@ void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char*
   const int64_t out_bytes = width * kind.size, pre_bytes = dout * kind.size;
   expect_pages(out, rows * out_bytes);
   if (pre) expect_pages(pre, rows * pre_bytes);
-  // Sums that are pre, or the result before its bias, are computed in its memory.
+  // Sums are computed in the memory of pre, or of a result that is the sums plus bias, if the element types agree.
   const bool plain = Activation(activation) == Activation::none && !pre;
   T* place = kind.wide && (plain || pre) ? reinterpret_cast<T*>(plain ? out : pre) : nullptr;
   char* const rounded = plain && !bias && kind.in_pairs && !gemm.by_torch ? out : nullptr;
@@ -61,7 +61,7 @@ template <class T>
 struct WeightGradient {
   Rows<T> x, grad;
   Groups groups;
-  const T* row_weight;  // (R), or nullptr: of the column sums
+  const T* row_weight;  // (R), or nullptr for ones: the weights of rows in the column sums
   char *dweight, *dbias;
   int64_t din, dout;
 

@@ -1,5 +1,5 @@
-// moe_kernels._cpu: the CPU kernels. Before its own arguments each takes the index of an instruction set, and whether the
-// kernel runs long enough to release the GIL.
+// moe_kernels._cpu: the CPU kernels. A function takes two arguments before those of its kernel: the index of an instruction
+// set, and whether to release the GIL, which pays only for long kernels.
 
 #include <optional>
 #include <string>
@@ -18,7 +18,7 @@ namespace {
 #define EACH_ISA(op) moe::launcher<moe::base::op>
 #endif
 
-// From narrow to wide; the flags are those of setup.py.
+// The instruction sets of this machine, from narrow to wide. setup.py compiles for them (ISAS).
 py::tuple available_isas() {
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
@@ -46,7 +46,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.attr("isas") = available_isas();
 #if defined(__x86_64__)
   m.attr("on_amd") = bool(__builtin_cpu_is("amd"));
-  m.attr("multiplies_pairs") = bool(__builtin_cpu_supports("avx512bf16"));  // those of moe/pairs.h
+  m.attr("multiplies_pairs") = bool(__builtin_cpu_supports("avx512bf16"));  // with the instructions of moe/pairs.h
 #else
   m.attr("on_amd") = m.attr("multiplies_pairs") = false;
 #endif

@@ -1,5 +1,5 @@
-// Every CPU operation, declared once per instruction set. Arguments are those of the CUDA launcher of the same name
-// (csrc/cuda/ops.h), with a number of threads where that one has a stream.
+// Every CPU operation, declared once per instruction set. csrc/cuda/ops.h describes the arguments of functions of the same
+// name; here a number of threads takes the place of the stream. Those of the grouped GEMM and the expert MLP differ further.
 #pragma once
 
 #include <cstdint>

@@ -10,8 +10,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// k = exp((S - row maximum) / tau), (n, width). In float, ExpOfDifference or double: a rounded exponent would put the result
-// off by 60 units in the last place.
+// k = exp((S - row maximum) / tau), (n, width). For k in float the exponent is computed by ExpOfDifference or in double:
+// rounded to float it would put the result off by 60 units in the last place.
 template <bool packed, class Wide, class T>
 inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t blocks, double inv_tau, T* k) {
   if constexpr (packed && sizeof(T) == 4) {
@@ -47,7 +47,7 @@ inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t b
   }
 }
 
-// Calls work(first row, how many rows) on blocks of four rows (their loads and sums overlap), then row by row.
+// Calls work(first row, number of rows) on blocks of four rows, so that loads and sums overlap, then on single rows.
 template <class Work>
 void in_blocks(int64_t n, Work work) {
   int64_t i = 0;
@@ -55,7 +55,7 @@ void in_blocks(int64_t n, Work work) {
   for (; i < n; ++i) work(i, std::integral_constant<int, 1>());
 }
 
-// u = 1 / (k v), next = 1 / (k' u)
+// One iteration: u = 1 / (k v), and the next v, next = 1 / (k^T u).
 template <bool packed, class T>
 void scale(const T* k, int64_t n, int64_t blocks, const T* v, Rows<packed, T> u, T* next) {
   constexpr int w = kLanes<T>;
@@ -111,7 +111,7 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   for (int64_t t = 0; t < iterations; ++t)
     scale<packed>(k, n, blocks, v + t * width, {u + t * rows}, v + (t + 1) * width);
 
-  // dS = k * h / tau; both potentials' gradients start from dP, and then run back through the iterations.
+  // dS = k * h / tau. df and dg, the gradients to -log u and -log v, start from dP and go back through the iterations.
   const Rows<packed, double> last{u + (iterations - 1) * rows};
   std::fill(dg, dg + width, 0.0);
   for (int64_t i = 0; i < n; ++i) {

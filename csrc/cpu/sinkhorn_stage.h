@@ -1,4 +1,4 @@
-// The matrices that csrc/cpu/sinkhorn.cpp works on at a time, and which form of the iteration each of them can take.
+// The group of matrices that csrc/cpu/sinkhorn.cpp computes at a time, and the form of the iteration for each of them.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Largest range of S / tau within a row for which the scaled forms work: scaling vectors, at most exp(range), and their
-// products stay normal numbers.
+// Largest range of S / tau within a row for the scaled forms, in float and in double. Scaling vectors are at most
+// exp(range); they and their products stay normal numbers.
 constexpr double kFloatRange = 60, kDoubleRange = 300;
 
 enum class Form { scaled_float, scaled_double, logarithmic, broken };
@@ -45,7 +45,8 @@ class Arena {
   char* room_;
 };
 
-// The sum or maximum over the columns of a row: if lanes are matrices (packed) it is there already, else lanes are reduced.
+// The sum or maximum over the columns of a row, from the sums or maxima in its lanes. Packed, each lane is another matrix,
+// so nothing is left to do; else the lanes are reduced.
 template <bool packed, class T>
 Vec<T> row_sum(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
@@ -56,9 +57,9 @@ Vec<T> row_max(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return max(a, b); });
 }
 
-// The matrices of a group as Wide: scores, overwritten by results; or gradients. Packed: lane l of element (i, j) belongs to
-// matrix l of the group, and a group fills two vectors, so that one is computed while the other waits. Otherwise a group is
-// one matrix, its rows padded to whole vectors.
+// The matrices of a group in the type Wide: scores, which results overwrite, or gradients. Packed: lane l of element (i, j)
+// belongs to matrix l, and a group fills two vectors: while one waits for its operands, the other is computed. Not packed: a
+// group is one matrix, with rows padded to whole vectors.
 template <bool packed, class Wide>
 struct Stage {
   static constexpr int64_t vectors = packed ? 2 : 1, group = packed ? vectors * kLanes<Wide> : 1;
@@ -73,7 +74,7 @@ struct Stage {
     return data + i * row + j * (packed ? group : kLanes<T>) + part * kLanes<T>;
   }
 
-  // Padding repeats the first element of its row; a short group is filled up with zeros.
+  // Padding repeats the first element of its row. Matrices that a short group lacks are zeros.
   template <class F>
   void read(const typename F::Key* from, int64_t stride_batch, int64_t stride_row, int64_t count) const {
     const bool whole = packed && stride_row == n;  // a matrix is one long row
@@ -105,8 +106,8 @@ struct Stage {
         }
   }
 
-  // Whether a group is read and written in squares of lanes x lanes elements, transposed in registers: element by element
-  // costs as much as twenty iterations of n = 4.
+  // Whether a group is read and written in squares of lanes x lanes elements, which are transposed in registers. Element by
+  // element it would take as long as twenty iterations of n = 4.
   template <class F>
   static constexpr bool kTransposes = packed && sizeof(typename F::Key) == sizeof(Wide);
 
@@ -140,8 +141,8 @@ struct Stage {
       for (int64_t l = 0; l < group; ++l) std::memcpy(to + l * n * n + e, data + e * group + l, sizeof(Wide));
   }
 
-  // The cheapest form that each of `count` matrices can take: the last one that any of its rows needs. Padding must lie
-  // within the range of its row.
+  // The cheapest form that all rows of a matrix can take, for `count` matrices. Forms are in the order of their cost, so it
+  // is the maximum over the rows. Padding must lie within the range of its row.
   Forms<group> classify(double tau, bool one_tau, int64_t count) const {
     using V = Vec<Wide>;
     constexpr Wide inf = std::numeric_limits<Wide>::infinity();
@@ -178,7 +179,7 @@ struct Stage {
   }
 };
 
-// A value for each row: a vector of them if lanes are matrices (packed), else one number.
+// One value for each row: if packed, a vector with the value of each matrix, else a number.
 template <bool packed, class T>
 struct Rows {
   T* data;
@@ -194,8 +195,8 @@ struct Rows {
   }
 };
 
-// kLanes<T> matrices of a packed stage, or its only matrix, in the arithmetic T. Results are written only for matrices that
-// have form `one` or `other`.
+// kLanes<T> matrices of a packed stage, or the only matrix of another one, computed in T. Results are written only for
+// matrices of form `one` or `other`.
 template <bool packed, class Wide, class T>
 class Part {
  public:

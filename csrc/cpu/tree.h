@@ -8,20 +8,20 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// h(t) = u^2 (3 - 2 u), u = t / gamma + 1/2, clamped. Of u and 1 - u the smaller is the distance to the clamp in units
-// of gamma: half - |t| is exact close to it, so that neither branch loses places there.
+// h(t) = u^2 (3 - 2 u) with u = t / gamma + 1/2 clamped to [0, 1]. The distance to the clamp is min(u, 1 - u). It is
+// computed as (half - |t|) / gamma: the difference is exact near the clamp, so both branches keep all digits there.
 template <class Wide>
 struct Step {
   Wide half, inverse;
 
   explicit Step(double gamma) : half(Wide(gamma / 2)), inverse(1 / Wide(gamma)) {}
-  // Of one pre-activation or of a vector of them.
+  // min(u, 1 - u). V: one pre-activation or a vector of them.
   template <class V>
   V distance(V t) const {
     const V r = (half - (t < 0 ? -t : t)) * inverse;
     return r < 0 ? V{} : r;  // a NaN stays one
   }
-  // The less likely branch's probability, 0 where saturated: h(t) where t < 0, else h(-t).
+  // The probability of the less likely branch: h(-|t|), 0 if the step is saturated.
   template <class V>
   V low(V t) const {
     const V r = distance(t);
@@ -32,9 +32,9 @@ struct Step {
 // First heap id of the level that holds `node`.
 inline int64_t level_of(int64_t node) { return (int64_t(1) << (63 - __builtin_clzll(uint64_t(node) + 1))) - 1; }
 
-// Leaves are nodes E-1 .. 2E-2; from left to right those of the deepest level come first.
+// Leaves are nodes E-1 .. 2E-2. Experts are the leaves from left to right: those of the deepest level come first.
 struct Leaves {
-  int64_t experts, deepest, deep;  // the deepest level's first id, and its number of leaves
+  int64_t experts, deepest, deep;  // first id of the deepest level; number of its leaves
 
   explicit Leaves(int64_t experts) : experts(experts), deepest(level_of(2 * experts - 2)), deep(2 * experts - 1 - deepest) {}
 

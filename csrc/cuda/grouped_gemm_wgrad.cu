@@ -44,7 +44,7 @@ struct Range {
   }
 };
 
-// Where a block's tile lies in which expert's gradient.
+// The expert of a block's tile, and the first row m and column n of the tile in that expert's gradient.
 template <class Tile>
 struct Target {
   int expert, m, n;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) grouped_gemm_wgrad_kernel(c
   typename Tile::Sums sums = {};
   multiply_tile<T, Tile>(stages, a, b, range.count, sums);
 
-  recompute(block);  // its registers are worth more to the product
+  recompute(block);  // so that `from` keeps no registers during the product
   const auto [expert, m, n] = Target<Tile>(block, call.row_tiles, call.column_tiles);
   float* const staged_sums = reinterpret_cast<float*>(stages);
   stage_sums<Tile>(staged_sums, sums);

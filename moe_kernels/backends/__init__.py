@@ -1,6 +1,6 @@
 """Chooses the backend of an operation, and explains the choice.
 
-The tree is the registry: backend b implements operation f if its namespace has f_fwd, and beside it
+No table lists the kernels: backend b implements operation f if its namespace has f_fwd, and beside it
 f_supports(place, dtype) returns None or the reason why it cannot run there. A place is a device type; of a GPU its
 compute capability follows: "cuda:8.0". f_limits(place), where there is one, returns the largest sizes that f takes, by
 their names in SIZES. First hit wins: the backend= argument, use_backend(), MOE_KERNELS_BACKEND, automatic. A backend
@@ -30,8 +30,8 @@ NAMES = ("reference", "cpu", "triton", "cuda")
 # the host executor shows races that Triton's interpreter cannot.
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 
-# Operations that try CUDA tensors in another order. Triton's products are wgmma on sm_90, which alone keeps the tensor
-# cores there busy; those of csrc/cuda are mma.sync, as both are on sm_80. Not measured either.
+# Operations with another order for CUDA tensors. On sm_90 only wgmma keeps the tensor cores busy; Triton uses it, while
+# csrc/cuda uses mma.sync. On sm_80 both use mma.sync. Not measured either.
 ORDER = {"grouped_gemm": ("triton", "cuda", "reference")}
 
 # Operations in another operation's file, with that file's basename.

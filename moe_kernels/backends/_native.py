@@ -1,4 +1,7 @@
-"""The only place that takes addresses of tensors. A raw pointer has no dtype, so dtypes are checked here."""
+"""Tensors as arguments of C++ functions, for native/ (the calls). Only this file takes addresses of tensors.
+
+A raw pointer has no dtype, so dtypes are checked here.
+"""
 
 from __future__ import annotations
 

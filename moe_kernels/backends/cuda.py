@@ -38,7 +38,7 @@ _self = sys.modules[__name__]
 
 
 def call(name: str, work: Tensor, *args: Any, passes: int = 1) -> None:
-    """Calls a C++ function (see native/), which launches kernels on the device of `work`. passes: only of cpu.call."""
+    """Calls a C++ function (see native/), which launches kernels on the device of `work`. passes: for cpu.call."""
     words = _native.words(device_type, name, args)
     if device_type == "cpu":
         getattr(module, name)(*words, 0)

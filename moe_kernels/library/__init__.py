@@ -1,7 +1,8 @@
 """The operations as torch's operators, a file each: schema, implementation, fake, autograd, vmap rule, FLOP formula.
 
-An implementation calls the backend named in its last argument. Eager mode, torch.compile, torch.export,
-profilers, dispatch modes and torch.utils.flop_counter all see these operators.
+An implementation with kernels calls the backend named in its last argument; others, such as harden and the checks,
+have no such argument. Eager mode, torch.compile, torch.export, profilers, dispatch modes and torch.utils.flop_counter
+all see these operators.
 """
 
 from moe_kernels.library import (  # noqa: F401

@@ -35,7 +35,7 @@ def define(
         schema: in the language of torch.library.Library.define, "name(Tensor x, int k, str backend) -> Tensor". Its
             name becomes the operator's. It states the types of the arguments; implementations and native adaptors
             repeat only the names.
-        implementation: runs on every device; calls the backend named in the last argument.
+        implementation: runs on every device; calls the backend named in the last argument, if it has that.
         fake: the results' shapes and dtypes, from tensors without data.
         flops: FLOPs from the arguments' shapes, for torch.utils.flop_counter.
         save, backward: as `setup_context` and `backward` of torch.library.register_autograd.

@@ -23,7 +23,10 @@ from moe_kernels.library._define import (
 
 
 def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
-    """ValueError for offsets that fall or exceed R, or tokens outside [-1, T), if they are checked (is_checked)."""
+    """Implements refuse_bad_groups: ValueError for offsets that fall or exceed R, or tokens outside [-1, T).
+
+    Only if the values are checked (is_checked).
+    """
     if not is_checked(expert_offsets):
         return
     num_rows = rows.shape[0] if row_token is None else row_token.shape[0]
@@ -47,8 +50,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Implements grouped_gemm_fwd: (R, Dout), and with keep_pre also the pre-activations (R, Dout).
 
-    training: the call is known to be part of a training step, also without keep_pre. Only the choice of Triton's tiles
-    depends on it.
+    training: the call is part of a training step even without keep_pre. It changes only the choice of Triton's tiles.
     """
     expert_offsets, row_token, bias = contiguous(expert_offsets, row_token, bias)
     if backend != "cpu":  # the C++ kernel checks while it reads
@@ -58,7 +60,7 @@ def forward(
 
 
 def rows_gradient(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
-    """grad (R, Dout) -> (R, Din): the rows of each expert times its transposed weight."""
+    """grad (R, Dout) -> (R, Din): the forward kernel, without bias or activation, on the transposed weight."""
     given = rows(grad), matrices(weight.transpose(1, 2)), expert_offsets
     return kernels(backend).grouped_gemm_fwd(*given, None, None, "", False, True)[0]
 
@@ -66,8 +68,9 @@ def rows_gradient(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend:
 def weight_gradient(
     x, grad, expert_offsets, x_token, grad_token, with_bias, backend, weight=None, row_weight=None
 ) -> tuple[Tensor, Tensor]:
-    """(E, Din, Dout), the sum of x^T grad over every expert's rows; and, with_bias, the sum of row_weight grad.
+    """(E, Din, Dout), the sum of x^T grad over every expert's rows; and, with_bias, (E, Dout), that of row_weight grad.
 
+    x_token, grad_token: (R), rows of x and of grad to read as row_token does; None if they have a row for each.
     weight: the gradient gets its layout, so that autograd need not copy it into that of a transposed parameter.
     row_weight: (R) in the wide dtype; None for ones.
     """
@@ -116,6 +119,10 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _bwd(grad, x, weight, expert_offsets, row_token, bias, pre, activation, wanted, backend) -> tuple[Tensor, ...]:
+    """Implements grouped_gemm_bwd: the gradients to x, weight and bias, empty if not wanted.
+
+    If no pre was saved, forward computes it again.
+    """
     to_x, to_weight, to_bias = wanted
     expert_offsets, row_token = contiguous(expert_offsets, row_token)
     dx = dweight = dbias = None

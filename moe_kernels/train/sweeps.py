@@ -1,4 +1,4 @@
-"""Options with several values: a table and a picture of the metric over these values."""
+"""Tables and a picture of the metric over the values of each swept option."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_kernels.train.report import Summary, with_spread
 
 
 def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
-    """For every swept option a table with its values as columns; a row is a side with values of the other options."""
+    """A table for each swept option: a column for each value, a row for each side at fixed other options."""
     found = []
     for name, values in recipe.swept().items():
         lines = _lines(recipe, summaries, name)
@@ -26,7 +26,7 @@ def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
 def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary], title: str) -> bool:
     """Draws a panel for each swept option, a line for each side, with the spread over the seeds.
 
-    False without swept options or matplotlib.
+    Returns whether it drew: not without swept options, nor without matplotlib.
     """
     swept = recipe.swept()
 
@@ -44,7 +44,7 @@ def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary], titl
 
 
 def _lines(recipe: Recipe, summaries: Sequence[Summary], option: str) -> dict[str, list[tuple[float, float, float]]]:
-    """side, with the values of the other swept options -> value of `option`, mean and spread of the metric."""
+    """For each side at fixed other options, points of its line: value of `option`, mean and spread of the metric."""
     by_name = {each.side: each for each in summaries}
     lines: dict[str, list[tuple[float, float, float]]] = {}
     for name, variant in recipe.variants().items():

@@ -1,5 +1,5 @@
-// Activations of an expert's hidden units and their derivatives, in float32. Gated ones take two halves of a row:
-// act(gate) * linear.
+// Activations of an expert's hidden units and their derivatives, in float32. Gated ones take two halves of a row, the gate
+// and the linear part: act(gate) * linear.
 #pragma once
 
 #include "moe/platform.cuh"
@@ -7,7 +7,7 @@
 
 namespace moe {
 
-// As moe_kernels/backends/native/grouped_gemm.py numbers them.
+// As moe_kernels/backends/native/activation.py numbers them.
 enum Activation : int { kIdentity, kRelu, kGelu, kSilu, kTanh, kSwiglu, kGeglu };
 
 __host__ __device__ constexpr bool is_activation(int code) { return code >= kIdentity && code <= kGeglu; }

@@ -125,7 +125,7 @@ class AlongK {
   }
 };
 
-// A row a k, OUTER columns each, which lie one after the other in the matrix.
+// OUTER columns of a matrix that is contiguous along the outer index: one row of neighbours for each k.
 template <class T, class Tile, int OUTER>
 class AcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
@@ -159,8 +159,8 @@ class AcrossK {
   }
 };
 
-// The same of rows that a list may pick: row k is row index[k] of the matrix, zeros where that is
-// negative, or row k itself without a list.
+// As AcrossK, but of gathered rows: row k is row index[k] of the matrix, zeros if index[k] is negative. Without an index it
+// is row k of the matrix.
 template <class T, class Tile, int OUTER>
 class GatheredAcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;

@@ -1,7 +1,7 @@
 // Grouped GEMM: rows sorted (or gathered) by expert, times their expert's weights. An epilogue turns the sums into results;
 // csrc/cuda/grouped_gemm.cu, expert_mlp.cu and expert_norms.cu have one each. It is called once in each block, with the sums
-// of its tile in shared memory (stage_sums of moe/gemm.cuh). halved() says whether columns are gates and linear parts; a
-// constant if they never are, which saves registers.
+// of its tile in shared memory (stage_sums of moe/gemm.cuh). halved() returns whether columns are gates and linear parts. If
+// they never are, it returns a constant, which saves registers.
 #pragma once
 
 #include "moe/dtypes.h"

@@ -205,7 +205,8 @@ def _place(by_torch: Tensor | None, dtype: torch.dtype, num_rows: int, width: in
 def _with_bias(x, weight, expert_offsets, row_token, bias) -> tuple[Tensor, Tensor | None]:
     """_multiply_in_torch and the bias that C++ must still add.
 
-    torch adds the bias to a product of 16 bits, since one that was rounded before its bias loses what cancels.
+    To a 16-bit product torch adds the bias before it rounds. A bias that is added after rounding may cancel most of the
+    product, and the rounding error stays.
     """
     added = bias if x.itemsize == 2 and _torch_dtype(x.dtype) is x.dtype else None
     return _multiply_in_torch(x, weight, expert_offsets, row_token, added), bias if added is None else None

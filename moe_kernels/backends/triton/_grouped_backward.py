@@ -236,7 +236,7 @@ def _token_sums(
 
 
 def _stages(tiles: Tiles, gathered: bool) -> Tiles:
-    """Where rows wait for their indices, Triton gives the loads of each half of the stages."""
+    """More stages if rows are gathered: Triton gives half of them to loads of indices, half to loads of rows."""
     return tiles._replace(num_stages=2 * tiles.num_stages - 1) if gathered else tiles
 
 
