@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import _native
+from moe_kernels.backends import _addresses
 from moe_kernels.backends.native import (
     activation,
     combine,
@@ -52,7 +52,7 @@ _SERIAL = 1 << 15
 
 _self = sys.modules[__name__]
 
-pointer = partial(_native.pointer, device_type)
+pointer = partial(_addresses.pointer, device_type)
 
 
 def chunks(elements: int) -> int:
@@ -91,12 +91,12 @@ def call(name: str, work: Tensor | int, *args: Any, passes: int = 1) -> int:
     work: elements that the kernel works on, or a tensor of as many; passes: how often.
     """
     elements = work.numel() if isinstance(work, Tensor) else work
-    words = _native.words(device_type, name, args)
-    return getattr(module, name)(isa, elements * passes >= _SERIAL, *words, chunks(elements))
+    numbers = _addresses.as_numbers(device_type, name, args)
+    return getattr(module, name)(isa, elements * passes >= _SERIAL, *numbers, chunks(elements))
 
 
 def _supports(device: str, dtype: torch.dtype) -> str | None:
-    return _native.unsupported(device, device_type, dtype, tuple(_native.DTYPES))
+    return _addresses.unsupported(device, device_type, dtype, tuple(_addresses.DTYPES))
 
 
 kwta_supports = topk_gate_supports = plan_expert_choice_supports = plan_priority_supports = _supports

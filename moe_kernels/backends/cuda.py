@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import _gpu, _native
+from moe_kernels.backends import _gpu, _addresses
 from moe_kernels.backends.native import (
     activation,
     combine,
@@ -39,12 +39,12 @@ _self = sys.modules[__name__]
 
 def call(name: str, work: Tensor, *args: Any, passes: int = 1) -> None:
     """Calls a C++ function (see native/), which launches kernels on the device of `work`. passes: for cpu.call."""
-    words = _native.words(device_type, name, args)
+    numbers = _addresses.as_numbers(device_type, name, args)
     if device_type == "cpu":
-        getattr(module, name)(*words, 0)
+        getattr(module, name)(*numbers, 0)
         return
     with torch.cuda.device(work.device):
-        getattr(module, name)(*words, torch.cuda.current_stream().cuda_stream)
+        getattr(module, name)(*numbers, torch.cuda.current_stream().cuda_stream)
 
 
 def chunks(elements: int) -> int:
@@ -77,7 +77,7 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
 def _supports(place: str, dtype: torch.dtype) -> str | None:
     if module is None:
         return _not_built
-    reason = _native.unsupported(place, device_type, dtype, (torch.float32, torch.bfloat16, torch.float16))
+    reason = _addresses.unsupported(place, device_type, dtype, (torch.float32, torch.bfloat16, torch.float16))
     if reason is not None or device_type == "cpu":
         return reason
     return _gpu.refused(place, module.architectures, module.runtime_version, module.driver_version())

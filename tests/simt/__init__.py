@@ -142,11 +142,11 @@ class Module(Launchers):
 @contextlib.contextmanager
 def _replaced(backend: Any, module: Launchers, **attributes: Any) -> Iterator[Any]:
     """The backend's compiled module is `module`, and its attributes are these, inside the block."""
-    from moe_kernels.backends import _native, reconsider
+    from moe_kernels.backends import _addresses, reconsider
 
     attributes["module"] = module
     saved = {name: getattr(backend, name) for name in attributes}
-    saved_hook, _native.on_pointer = _native.on_pointer, module.announce
+    saved_hook, _addresses.on_pointer = _addresses.on_pointer, module.announce
     for name, value in attributes.items():
         setattr(backend, name, value)
     reconsider()
@@ -155,7 +155,7 @@ def _replaced(backend: Any, module: Launchers, **attributes: Any) -> Iterator[An
     finally:
         for name, value in saved.items():
             setattr(backend, name, value)
-        _native.on_pointer = saved_hook
+        _addresses.on_pointer = saved_hook
         reconsider()
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.backends import _native
+from moe_kernels.backends import _addresses
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED, wide
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
@@ -254,7 +254,7 @@ def _takes_grouped_mm(rows: Tensor, columns: Tensor) -> bool:
     at 2**23. Its result has rows padded to 16 bytes, but callers need contiguous rows, hence the first condition.
     """
     return columns.shape[-1] * columns.itemsize % 16 == 0 and all(
-        _in_vectors(each.dtype, each.shape, each.stride()) and _native.aligned(each, 16) for each in (rows, columns)
+        _in_vectors(each.dtype, each.shape, each.stride()) and _addresses.aligned(each, 16) for each in (rows, columns)
     )
 
 

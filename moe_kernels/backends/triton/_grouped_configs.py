@@ -24,7 +24,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_kernels.backends import _native
+from moe_kernels.backends import _addresses
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of a gated one's first half
 
@@ -145,7 +145,7 @@ def _even(x: Tensor, other: Tensor, columns: int) -> bool:
     """Whether rows start at multiples of 16 bytes and, as Triton compiles for it, sizes are multiples of 16."""
     strides = [stride for each in (x, other) for stride in each.stride() if stride != 1]
     return not any(size % 16 for size in (x.shape[1], columns, *strides)) and all(
-        _native.aligned(each, 16) for each in (x, other)
+        _addresses.aligned(each, 16) for each in (x, other)
     )
 
 
@@ -184,7 +184,9 @@ def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str,
 def _descriptor(x: Tensor, block: list[int]) -> Tensor | TensorDescriptor:
     """A descriptor of x for bulk copies of such blocks, or x where it or the device cannot have one."""
     *outer, last = x.stride()
-    possible = loop(x.device) == 90 and x.element_size() == 2 and x.numel() > 0 and last == 1 and _native.aligned(x, 16)
+    possible = (
+        loop(x.device) == 90 and x.element_size() == 2 and x.numel() > 0 and last == 1 and _addresses.aligned(x, 16)
+    )
     if not possible or any(stride <= 0 or stride % 8 for stride in outer):
         return x
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends._native import aligned
+from moe_kernels.backends._addresses import aligned
 
 TILE = 2048  # elements of a program, 16 a thread
 LONGEST = 4096  # elements of a row that a program takes at a time

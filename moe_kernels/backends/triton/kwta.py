@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_kernels.backends._native import aligned
+from moe_kernels.backends._addresses import aligned
 from moe_kernels.backends._seed import normal_quantile
 from moe_kernels.backends.triton import _rows, launch, on_device, patterns, unsupported
 from moe_kernels.backends.triton._kwta_packed import kwta_fwd_packed

@@ -36,7 +36,7 @@ def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype
     return tensor.data_ptr()
 
 
-def words(device_type: str, name: str, arguments: Iterable[Any]) -> list[int | float]:
+def as_numbers(device_type: str, name: str, arguments: Iterable[Any]) -> list[int | float]:
     """The arguments of the C++ function `name`: arrays (tensor, dtype, rank) as addresses, dtypes as their codes."""
     return [
         pointer(device_type, name, *each) if isinstance(each, tuple) else DTYPES.get(each, each) for each in arguments
