@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.backends import _gpu, _addresses
+from moe_kernels.backends import _addresses, _gpu
 from moe_kernels.backends.native import (
     activation,
     combine,
