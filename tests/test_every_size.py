@@ -6,6 +6,8 @@ Larger sizes are refused by name (test_backends_gpu.py).
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -27,16 +29,10 @@ def of_experts(n: int, backend: str) -> list[torch.Tensor]:
     return [rows, mk.combine(rows, plan, torch.ones(9, 1), backend=backend), y]
 
 
-def of_a_tree(n: int, backend: str) -> list[torch.Tensor]:
+def of_a_tree(op: Callable[..., tuple[torch.Tensor, torch.Tensor]], n: int, backend: str) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(n)
     given = [torch.randn(shape, generator=generator) for shape in ((3, 4), (1, n, 4), (1, n + 1, 4))]
-    return list(mk.tree_gate(*given, gamma=1.0, backend=backend))
-
-
-def of_a_route(n: int, backend: str) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(n)
-    given = [torch.randn(shape, generator=generator) for shape in ((3, 4), (1, n, 4), (1, n + 1, 4))]
-    return [mk.tree_route(*given, gamma=1.0, backend=backend)[0]]
+    return list(op(*given, gamma=1.0, backend=backend))
 
 
 def small(backend: str) -> contextlib.AbstractContextManager[None]:
@@ -50,8 +46,8 @@ SIZES = {
     "sinkhorn": (lambda n, backend: [mk.sinkhorn(torch.randn(1, n, n), 2, backend=backend)], 1024),
     "make_plan": (lambda n, backend: [mk.make_plan(torch.arange(40)[:, None] % n, n, backend=backend).slot_row], 4097),
     "experts": (of_experts, 257),
-    "tree_gate": (of_a_tree, 4095),
-    "tree_route": (of_a_route, 1023),
+    "tree_gate": (partial(of_a_tree, mk.tree_gate), 4095),
+    "tree_route": (partial(of_a_tree, mk.tree_route), 1023),
 }
 GPUS = [target for target in TARGETS if target.backend in ("cuda", "triton")]
 
@@ -59,8 +55,8 @@ GPUS = [target for target in TARGETS if target.backend in ("cuda", "triton")]
 @pytest.mark.parametrize("target", GPUS, ids=lambda target: target.backend)
 @pytest.mark.parametrize("op", SIZES)
 def test_every_size_runs_in_99_kb(op, target):
-    """One, two, and the neighbours of powers of two up to the largest. Triton compiles anew for most of them: of those
-    between, the tests of the operations have many."""
+    """One, two, and the neighbours of powers of two up to the largest. On Triton, which compiles most
+    sizes anew, only the first and the last two: the tests of the operations have many of the others."""
     call, largest = SIZES[op]
     if reason := reason_to_skip(target, op if op != "experts" else "expert_mlp"):
         pytest.skip(reason)

@@ -103,7 +103,7 @@ def test_leaves_of_the_least_probability_that_counts(target, depth):
     """Two siblings of probability 2.8e-38 take half of the weight each: the softmax is scaled by 1.8e37, and what is
     multiplied by that before it is by the probability overflows."""
     if target is REFERENCE:
-        pytest.skip("it is differentiated as it stands, that is what it does")
+        pytest.skip("autograd differentiates the definition, and that overflows")
     if depth == 5 and target.executed and target.backend == "triton":
         pytest.skip("another tree is another compilation; CUDA has a kernel of its own for 32 leaves")
     split, leaf = torch.zeros(1, 1, 2**depth - 1), torch.full((1, 1, 2**depth), -1000.0)
@@ -148,7 +148,7 @@ def test_what_lies_around_the_inputs_is_not_read(target):
 def test_gradients_that_start_anywhere(target):
     if target.backend == "triton":
         pytest.skip("Triton finds out by itself in what pieces it may read")
-    arguments = drawn(5, 4, 1, 128, device=target.device)  # of which CUDA reads four leaves at a time
+    arguments = drawn(5, 4, 1, 128, device=target.device)  # a lane of CUDA reads four neighbouring leaves
     grads = torch.randn(5, 128, device=target.device), torch.randn(5, 1, 128, device=target.device)
     plain = gate_and_gradients(arguments, grads, target.backend, gamma=1.0)
     for moved in ((behind_one(grads[0]), grads[1]), (grads[0], behind_one(grads[1]))):

@@ -285,7 +285,7 @@ __device__ void kwta_row(int64_t index, Team team, Exchange<float2>* sums, uint3
 constexpr int kThreads = 256;       // of a block where a warp or a part of it holds a row
 constexpr int kElements = 32;       // of a row in a thread's registers; fewer for shorter rows
 constexpr int kLongest = 16384;     // in blocks of which several fit side by side
-constexpr int kLongThreads = 1024;  // of the one block for longer rows; those that it cannot hold are read again
+constexpr int kLongThreads = 1024;  // of the one block for rows that registers cannot hold, which are read again
 
 // Of a long row in a thread's registers: 32 of them.
 template <class T>
@@ -311,7 +311,8 @@ __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   kwta_row<0, T, kChunks, kEdgeElements<T, WHOLE, LANES>>(thread / LANES, Team<LANES>{}, nullptr, flags, p);
 }
 
-// At 64 registers two blocks of 512 threads fit side by side, at 85 three of 256. With edges 64 are too few.
+// At 64 registers two blocks of 512 threads fit side by side, at 85 three of 256. With edges 64 are too few. Rows of more
+// than kLongest elements have a multiprocessor to themselves.
 template <class T, bool WHOLE, int ELEMENTS, int THREADS>
 __global__ void __launch_bounds__(THREADS, THREADS > kMaxThreads<T> ? 1 : sizeof(T) == 2 ? 3 : WHOLE ? 2 : 1)
     kwta_block_kernel(Problem p) {
@@ -347,7 +348,7 @@ cudaError_t start(const Problem& p, cudaStream_t stream) {
   if (n <= kLongest) {
     return launch(kwta_block_kernel<T, WHOLE, kMost, kMaxThreads<T>>, blocks, threads, 0, stream, p);
   }
-  if constexpr (WHOLE || sizeof(T) == 2) {
+  if constexpr (WHOLE || sizeof(T) == 2) {  // float32 edges would take more than the 64 registers of 1024 threads
     constexpr int kThreadsHeld = 2 * kMaxThreads<T>;
     if (n <= kThreadsHeld * kMost) {
       return launch(kwta_block_kernel<T, WHOLE, kMost, kThreadsHeld>, blocks, threads, 0, stream, p);
