@@ -109,7 +109,7 @@ def trees() -> None:
             exact = chosen, statistics.unsaturated
             found.append((*outputs, *torch.autograd.grad(outputs, list(leaves.values()), grads), weights, *exact))
         for got, expected in zip(*found, strict=True):
-            off = 16 * torch.finfo(dtype).eps if got.is_floating_point() else 0.0
+            off = 8 * torch.finfo(dtype).eps if got.is_floating_point() else 0.0
             torch.testing.assert_close(
                 got, expected, rtol=off, atol=off * float(expected.detach().double().abs().max())
             )
