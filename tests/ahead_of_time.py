@@ -1,4 +1,5 @@
-"""Compiles what Triton would launch, for a GPU that need not be here, and prints what it became, as JSON.
+"""Compiles what Triton would launch, for a GPU that need not be here, and prints what it became, as JSON. What comes
+from an origin that standard input lists is not taken further than its PTX.
 
 A process of its own: a kernel that was decorated for the interpreter cannot be compiled. What tests/ptx has executed is
 not compiled again.
@@ -10,7 +11,6 @@ import bisect
 import gc
 import itertools
 import json
-import os
 import re
 import struct
 import subprocess
@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.compiler
 from ptx import build, triton_launch
+from ptx.text import code_of
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -31,6 +32,7 @@ from triton_calls import calls
 from triton_launches import recorded
 
 PRODUCTS = re.compile(r"(grouped_gemm|expert_mlp|tree_gate_fused).* b?float16: ")
+READERS = ("ahead_of_time.py", "sass.py", "test_machine_code_triton.py")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -72,28 +74,23 @@ def check_ones(source: ASTSource, capability: int) -> None:
     ASTSource(source.fn, signature, constants, attributes).make_ir(target, *generated)
 
 
-def compiled(launch: dict[str, Any], capability: int) -> tuple[dict[str, int], bytes]:
-    """Registers, bytes of shared memory and of spills; and the machine code."""
-    target = GPUTarget("cuda", capability, 32)
-    built = triton.compiler.compile(launch["source"], target=target, options=launch["options"])
-    cubin = machine_code(built.asm["ptx"], target, launch["options"])
-    usage = run("cuobjdump", "--dump-resource-usage", cubin)
+def origin(ptx: str, launch: dict[str, Any], backend: Any) -> str:
+    """The digest of what decides about a launch's machine code and what is asked of it."""
+    readers = (Path(__file__).with_name(name) for name in READERS)
+    return build.digest(backend.hash(), launch["options"], *(each.read_text() for each in readers), code_of(ptx))
+
+
+def assembled(ptx: str, launch: dict[str, Any], backend: Any) -> tuple[dict[str, int], bytes]:
+    """Registers and bytes of spills; and the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        cubin = backend.make_cubin(ptx, {}, backend.parse_options(dict(launch["options"])), backend.target.arch)
+        file.write(cubin)
+        file.flush()
+        usage = run("cuobjdump", "--dump-resource-usage", file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     assert found, usage
     registers, stack, _, local = map(int, found.groups())
-    return {"registers": registers, "shared": built.metadata.shared, "spilled": stack + local}, code(cubin.read_bytes())
-
-
-def machine_code(ptx: str, target: GPUTarget, options: dict[str, Any]) -> Path:
-    """The file of what ptxas makes of it, kept by the hash of what goes in."""
-    backend = make_backend(target)
-    file = build.cache_folder() / "triton_cubin" / f"{build.digest(backend.hash(), options, ptx)}.cubin"
-    if not file.exists():
-        file.parent.mkdir(exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_bytes(backend.make_cubin(ptx, {}, backend.parse_options(dict(options)), target.arch))
-        part.rename(file)
-    return file
+    return {"registers": registers, "spilled": stack + local}, code(cubin)
 
 
 def code(cubin: bytes) -> bytes:
@@ -124,20 +121,28 @@ def run(tool: str, *arguments: str | Path) -> str:
     return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
-if __name__ == "__main__":
-    capability = int(sys.argv[1])
+def main(capability: int, known: set[str]) -> dict[str, dict[str, Any]]:
+    """By launch where its machine code comes from and, unless that is known, what it is."""
     gc.set_threshold(100_000, 20, 20)  # as conftest.py does, and why
     triton_launch.share_compilations()
-    here = launches(capability)
+    here, target = launches(capability), GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
     for each in {each["kernel"]: each for each in here.values()}.values():
         check_ones(each["source"], capability)
-    resources, codes = zip(*(compiled(each, capability) for each in here.values()), strict=True)
-    found = zip(here, resources, instructions(codes, capability), strict=True)
-    print(
-        json.dumps(
-            {
-                name: {**has, "loop": sass.hot_loop(listed), "instructions": sorted({each.name for each in listed})}
-                for name, has, listed in found
-            }
-        )
-    )
+    found: dict[str, dict[str, Any]] = {}
+    codes: dict[str, bytes] = {}
+    for name, launch in here.items():
+        built = triton.compiler.compile(launch["source"], target=target, options=launch["options"])
+        ptx = built.asm["ptx"]
+        found[name] = {"origin": origin(ptx, launch, backend)}
+        if found[name]["origin"] not in known:
+            usage, codes[name] = assembled(ptx, launch, backend)
+            found[name] |= {**usage, "shared": built.metadata.shared}
+    listings = instructions([*codes.values()], capability) if codes else []
+    for name, listed in zip(codes, listings, strict=True):
+        found[name] |= {"loop": sass.hot_loop(listed), "instructions": sorted({each.name for each in listed})}
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(int(sys.argv[1]), set(json.load(sys.stdin)))))

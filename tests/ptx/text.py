@@ -79,6 +79,14 @@ def without_comments(text: str) -> str:
     return re.sub(r"//[^\n]*", "", text)
 
 
+def code_of(text: str) -> str:
+    """What ptxas makes machine code of: no comments, lines of sources, or names that a path has a part in."""
+    text = without_comments(text.split("\t.section\t.debug")[0])
+    text = re.sub(r"(_GLOBAL__N__|_INTERNAL_)[0-9a-f]{8}(_\d+_\w+?_cu_)[0-9a-f]{8}", r"\1\2", text)
+    debug = re.compile(r"\s*(\.loc\b|\.file\b|\$L__(tmp|func_begin|func_end|info_string)\w*:|$)")
+    return "\n".join(line for line in text.splitlines() if not debug.match(line))
+
+
 def entry_names(text: str) -> list[str]:
     return re.findall(r"\.entry\s+([\w$]+)", without_comments(text))
 
