@@ -1,5 +1,5 @@
 """Compiles what Triton would launch, for a GPU that need not be here, and prints what it became, as JSON. What comes
-from an origin that standard input lists is not taken further than its PTX.
+from an origin that standard input lists is not compiled.
 
 A process of its own: a kernel that was decorated for the interpreter cannot be compiled. What tests/ptx has executed is
 not compiled again.
@@ -24,7 +24,6 @@ import torch
 import triton
 import triton.compiler
 from ptx import build, triton_launch
-from ptx.text import code_of
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
@@ -74,10 +73,11 @@ def check_ones(source: ASTSource, capability: int) -> None:
     ASTSource(source.fn, signature, constants, attributes).make_ir(target, *generated)
 
 
-def origin(ptx: str, launch: dict[str, Any], backend: Any) -> str:
-    """The digest of what decides about a launch's machine code and what is asked of it."""
-    readers = (Path(__file__).with_name(name) for name in READERS)
-    return build.digest(backend.hash(), launch["options"], *(each.read_text() for each in readers), code_of(ptx))
+def origin(launch: dict[str, Any], backend: Any) -> str:
+    """The digest of what decides about a launch's machine code, as Triton's own cache has it, and of what reads it."""
+    options = backend.parse_options(dict(launch["options"])).hash()
+    readers = (Path(__file__).with_name(name).read_text() for name in READERS)
+    return build.digest(triton.__version__, backend.hash(), options, launch["source"].hash(), *readers)
 
 
 def assembled(ptx: str, launch: dict[str, Any], backend: Any) -> tuple[dict[str, int], bytes]:
@@ -132,11 +132,10 @@ def main(capability: int, known: set[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     codes: dict[str, bytes] = {}
     for name, launch in here.items():
-        built = triton.compiler.compile(launch["source"], target=target, options=launch["options"])
-        ptx = built.asm["ptx"]
-        found[name] = {"origin": origin(ptx, launch, backend)}
+        found[name] = {"origin": origin(launch, backend)}
         if found[name]["origin"] not in known:
-            usage, codes[name] = assembled(ptx, launch, backend)
+            built = triton.compiler.compile(launch["source"], target=target, options=launch["options"])
+            usage, codes[name] = assembled(built.asm["ptx"], launch, backend)
             found[name] |= {**usage, "shared": built.metadata.shared}
     listings = instructions([*codes.values()], capability) if codes else []
     for name, listed in zip(codes, listings, strict=True):

@@ -2,8 +2,8 @@
 registers, shared memory and the instructions of the longest inner loop stay within machine_code_triton.json, and the
 instructions that a kernel's speed rests on are there.
 
-The table keeps a digest of the PTX that each row was made from. The same PTX makes the same machine code, so ptxas runs
-on what has changed alone.
+The table keeps a digest of the kernel's source and specialisation that each row was made from. The same ones make the
+same machine code, so that only what has changed is compiled: the others, which no test executes, take 120 s.
 
 After a change of kernels, or of ahead_of_time.py's READERS:  python tests/test_machine_code_triton.py --update
 """
@@ -121,7 +121,7 @@ def test_every_launch(capability):
     for pattern in (*INSTRUCTIONS, *PRODUCTS[capability], *UNWANTED):
         assert any(re.fullmatch(pattern, name) for name in got), f"no launch is a {pattern}"
     changed = {name: each for name, each in got.items() if each["origin"] != rows.get(name, [None])[-1]}
-    # An origin that is known from another row was not assembled.
+    # An origin that is known from another row was not compiled.
     assert not [name for name, each in changed.items() if "loop" not in each], f"rows were renamed: {update}"
     spilled = check(changed, capability)
     if table["triton"] != triton.__version__:
