@@ -105,7 +105,7 @@ def gencode(arch: str) -> str:
 
 
 class NinjaBuild(build_ext):
-    """Writes build.ninja for the modules asked for and runs it."""
+    """Writes build.ninja for the requested modules and runs it."""
 
     def build_extensions(self) -> None:
         self.remove_stale()
@@ -121,11 +121,11 @@ class NinjaBuild(build_ext):
 
     def remove_stale(self) -> None:
         """A module left by an earlier build with other settings must not ship."""
-        asked = {Path(self.get_ext_fullpath(extension.name)).name for extension in self.extensions}
+        requested = {Path(self.get_ext_fullpath(extension.name)).name for extension in self.extensions}
         folders = {Path(self.build_lib) / "moe_kernels", Path(self.get_ext_fullpath("moe_kernels._cpu")).parent}
         for folder in folders:
             for module in [*folder.glob("_cpu*.so"), *folder.glob("_cuda*.so")]:
-                if module.name not in asked:
+                if module.name not in requested:
                     module.unlink()
 
     def rules(self) -> list[str]:

@@ -39,8 +39,8 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Runs every kernel that can run on this machine against its reference and prints the worst error over the "
         "allowed one: elements that differ for outputs that must be the same bits, relative error for computed ones. "
-        "Exit status 1 on any failure, 2 if a backend asked for by name could run nothing. TRITON_INTERPRET=1 runs the "
-        "Triton kernels on the CPU, slowly."
+        "Exit status 1 on any failure, 2 if a backend given with --backend could run nothing. TRITON_INTERPRET=1 runs "
+        "the Triton kernels on the CPU, slowly."
     )
     parser.add_argument("--op", action="append", default=[], metavar="NAME", help="one operation; may be repeated")
     parser.add_argument("--backend", action="append", default=[], metavar="NAME", help="one backend; may be repeated")

@@ -53,9 +53,9 @@ def make_plan(
         raise ValueError(f"make_plan: order must be 'choice' or 'token', got {order!r}")
     token, choice = token.flatten(), choice.flatten()
 
-    asked = experts.long()[token, choice]
-    asked = torch.where((asked >= 0) & (asked < num_experts), asked, num_experts)  # group E: choices of no expert
-    expert, arrival = torch.sort(asked, stable=True)
+    expert = experts.long()[token, choice]
+    expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)  # group E: choices of no expert
+    expert, arrival = torch.sort(expert, stable=True)
     token, choice = token[arrival], choice[arrival]
     start = torch.searchsorted(expert, torch.arange(num_experts + 1, device=device))
     slot = torch.arange(expert.numel(), device=device) - start[expert]

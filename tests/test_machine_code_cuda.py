@@ -133,7 +133,7 @@ def table() -> dict[str, Any]:
 
 
 def origin(source: Path) -> str:
-    """The digest of what decides about machine code and what is asked of it."""
+    """The digest of what decides about machine code and of its checks."""
     readers = (Path(__file__).read_text(), Path(sass.__file__).read_text())
     return build.digest(nvcc_version(), *readers, code_of(ptx_of(source).read_text()))
 

@@ -102,7 +102,7 @@ struct WeightGradient {
       Ahead ahead{{grad.piece(next, more, dout)}, steps_of<T>(count, depth, dout), x.kind.wide && k == 0};
       if (in_place && k + depth < rows) {  // columns of this block alone
         const int64_t size = x.kind.size;
-        ahead.ask(0, x.x + (next * x.stride + start) * size, x.stride * size, count * size + 64);
+        ahead.prefetch(0, x.x + (next * x.stride + start) * size, x.stride * size, count * size + 64);
       } else {
         ahead.pieces[1] = x.piece(next, more, din);
       }
@@ -116,8 +116,8 @@ struct WeightGradient {
         if (!whole && columns < kPanel<T>) std::fill(panel, panel + depth * kPanel<T>, T(0));
         if (!whole) grad.copy(panel, kPanel<T>, row, depth, j, columns);
         const Left<T> packed{block, 1, kTogether};
-        const Left<T> standing{reinterpret_cast<const T*>(x.x) + row * x.stride + start, 1, x.stride, block};
-        const Left<T>& columns_of = in_place && j == 0 ? standing : packed;
+        const Left<T> unpacked{reinterpret_cast<const T*>(x.x) + row * x.stride + start, 1, x.stride, block};
+        const Left<T>& columns_of = in_place && j == 0 ? unpacked : packed;
         PanelProduct<T>{columns_of, b, grad.stride, panel, depth, sums + j, dout, count, columns, k > 0}.run(ahead);
       }
     }

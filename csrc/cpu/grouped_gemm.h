@@ -62,7 +62,7 @@ struct Rows {
   }
 
   void ask_for_pairs(Ahead& ahead, int at, int64_t first, int64_t column, int64_t count) const {
-    if (token == nullptr) ahead.ask(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
+    if (token == nullptr) ahead.prefetch(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
   }
 
   // Rows as one piece of memory to prefetch; empty unless they are contiguous.
@@ -133,9 +133,9 @@ struct GroupedGemm {
     }
     const int64_t size = x.kind.size;
     weight += (k * stride_k + j * stride_j) * size;
-    if (stride_j == din && din <= depth) ahead.ask(0, weight, std::min<int64_t>(kPanel<T>, dout - j) * din * size);
-    else if (stride_j != 1) ahead.ask(0, weight, stride_j * size, std::min(depth, din - k) * size);
-    else ahead.ask(0, weight, stride_k * size, std::min<int64_t>(kPanel<T>, dout - j) * size, rows_of_step);
+    if (stride_j == din && din <= depth) ahead.prefetch(0, weight, std::min<int64_t>(kPanel<T>, dout - j) * din * size);
+    else if (stride_j != 1) ahead.prefetch(0, weight, stride_j * size, std::min(depth, din - k) * size);
+    else ahead.prefetch(0, weight, stride_k * size, std::min<int64_t>(kPanel<T>, dout - j) * size, rows_of_step);
   }
 
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int64_t kResident = 16384;  // keys of a row kept in cache; a longer row is read again for every count
 constexpr int64_t kChunk = 4096;      // keys of a longer row at a time
-constexpr int64_t kFetched = 512;     // keys of a row that is asked for early; the hardware foresees longer ones
+constexpr int64_t kFetched = 512;     // keys of a row that is prefetched; the hardware prefetches longer ones itself
 constexpr int kRows = 32;             // rows searched together at most: a bit a row
 constexpr int64_t kSampledWords = 16;  // of a row, for its mean and variance
 constexpr int kTrials = 8;            // rounds that guess from the shape of the row, before plain bisection

@@ -43,32 +43,32 @@ struct Requests {
   template <class Index, class Each>
   void walk(int64_t chunk, Each each) const {
     const auto* expert = static_cast<const Index*>(experts);
-    const auto ask = [&](int64_t p, int64_t choice) {
+    const auto visit_request = [&](int64_t p, int64_t choice) {
       const int64_t token = visit ? visit[p] : p, request = token * k + choice;
       each(token, choice, request, int64_t(expert[request]));
     };
     const int64_t first = chunk * tokens / chunks, end = (chunk + 1) * tokens / chunks;
     if (!by_choice) {
       for (int64_t p = first; p < end; ++p)
-        for (int64_t choice = 0; choice < k; ++choice) ask(p, choice);
+        for (int64_t choice = 0; choice < k; ++choice) visit_request(p, choice);
       return;
     }
     for (int64_t start = first; start < end; start += kVisited)
       for (int64_t choice = 0; choice < k; ++choice)
-        for (int64_t p = start; p < std::min(start + kVisited, end); ++p) ask(p, choice);
+        for (int64_t p = start; p < std::min(start + kVisited, end); ++p) visit_request(p, choice);
   }
 };
 
 // kept = min(requested, capacity); expert_offsets = its running sum; rows after the last expert's are -1.
 void finish(const Plan& plan, int64_t num_experts, int64_t capacity, int64_t rows) {
-  int64_t row = 0, asked = 0;
+  int64_t row = 0, requested = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
     plan.kept[e] = int32_t(std::min<int64_t>(plan.requested[e], capacity));
     plan.expert_offsets[e] = int32_t(row);
-    row += plan.kept[e], asked += plan.requested[e];
+    row += plan.kept[e], requested += plan.requested[e];
   }
   plan.expert_offsets[num_experts] = int32_t(row);
-  *plan.dropped = int32_t(asked - row);
+  *plan.dropped = int32_t(requested - row);
   std::fill(plan.row_token + row, plan.row_token + rows, -1);
   std::fill(plan.row_choice + row, plan.row_choice + rows, -1);
 }
@@ -110,9 +110,9 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
     const int32_t* first = r.count(chunk, 0);
     r.walk<Index>(chunk, [=](int64_t token, int64_t choice, int64_t request, int64_t expert) {
-      const bool asks = uint64_t(expert) < uint64_t(num_experts);
-      const int32_t row = asks ? first[choice * step + expert] + slot_row[request] : -1;
-      const bool keep = asks && row < end[expert];  // its slot is below the capacity
+      const bool valid = uint64_t(expert) < uint64_t(num_experts);
+      const int32_t row = valid ? first[choice * step + expert] + slot_row[request] : -1;
+      const bool keep = valid && row < end[expert];  // its slot is below the capacity
       slot_row[request] = keep ? row : -1;
       if (keep) {
         // Writes go to 2 E places in turn; without this prefetch a third of the time was spent waiting for them.

@@ -70,9 +70,9 @@ template <class T, bool gathered = false>
 [[gnu::noinline]] void product(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t rows,
                                int64_t columns, bool more, Ahead& ahead) {
   for (int64_t i = 0; i < rows; i += kRows) {
-    const Ahead::Piece asked = ahead.take(depth, b);
-    if (rows - i <= 4) tile_of<4, gathered>(a, b, depth, c, i, rows, columns, more, asked);
-    else tile_of<kRows, gathered>(a, b, depth, c, i, rows, columns, more, asked);
+    const Ahead::Piece lines = ahead.take(depth, b);
+    if (rows - i <= 4) tile_of<4, gathered>(a, b, depth, c, i, rows, columns, more, lines);
+    else tile_of<kRows, gathered>(a, b, depth, c, i, rows, columns, more, lines);
   }
 }
 

@@ -19,7 +19,7 @@ constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kPerThread = 4;                 // requests that a thread holds in registers
 constexpr int kTile = kThreads * kPerThread;  // of a block: 256 of them cover 32768 x 8, two for each SM of an H100
 constexpr int kWindow = 1024;                 // experts a block counts, in up to 40 KiB; more take more blocks
-constexpr uint32_t kNobody = 0xffffffffu;
+constexpr uint32_t kNoExpert = 0xffffffffu;
 
 // Requests by their place in visiting order.
 template <class Index>
@@ -59,7 +59,7 @@ struct Window {
 };
 
 // The requests of a tile, in registers. A warp has kPerThread * 32 consecutive requests. Every 32nd of them is a lane's.
-// Ids outside [0, E) become kNobody.
+// Ids outside [0, E) become kNoExpert.
 template <class Index>
 struct Tile {
   uint32_t start;  // of this thread's requests, which lie a warp apart
@@ -72,8 +72,8 @@ struct Tile {
     for (int i = 0; i < kPerThread; i++) id[i] = requests.id(min(place(i), requests.total - 1));
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) {
-      const bool asks = place(i) < requests.total && static_cast<uint64_t>(id[i]) < requests.num_experts;
-      expert[i] = asks ? static_cast<uint32_t>(id[i]) : kNobody;
+      const bool valid = place(i) < requests.total && static_cast<uint64_t>(id[i]) < requests.num_experts;
+      expert[i] = valid ? static_cast<uint32_t>(id[i]) : kNoExpert;
     }
   }
   __device__ uint32_t place(int i) const { return start + i * kWarpSize; }
@@ -220,8 +220,8 @@ __global__ void __launch_bounds__(kThreads)
       __syncwarp();
       if (counted && same >> lane == 1) slot[e] = own + 1;  // the last of its peers
       __syncwarp();
-      const bool kept = counted && own < plan.capacity, nobody = mine.expert[i] == kNobody && blockIdx.y == 0;
-      if (mine.place(i) >= requests.total || !(counted || nobody)) continue;
+      const bool kept = counted && own < plan.capacity, no_expert = mine.expert[i] == kNoExpert && blockIdx.y == 0;
+      if (mine.place(i) >= requests.total || !(counted || no_expert)) continue;
       uint32_t token, choice;
       requests.find(mine.place(i), token, choice);
       const int32_t row = kept ? offset[e] + own : -1;

@@ -4,7 +4,7 @@ No table lists the kernels: backend b implements operation f if its namespace ha
 f_supports(place, dtype) returns None or the reason why it cannot run there. A place is a device type; of a GPU its
 compute capability follows: "cuda:8.0". f_limits(place), where there is one, returns the largest sizes that f takes, by
 their names in SIZES. First hit wins: the backend= argument, use_backend(), MOE_KERNELS_BACKEND, automatic. A backend
-asked for by name never falls back.
+named in a call never falls back.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 class BackendError(RuntimeError):
-    """A backend was asked for by name and cannot run the operation on these arguments.
+    """A named backend cannot run the operation on these arguments.
 
     Example:
         >>> mk.harden(torch.eye(2), backend="cpu")
@@ -165,10 +165,10 @@ def _choose(
     dtype: torch.dtype,
     passed: tuple[tuple[str, str], ...],  # backends that sizes exclude, with the reason
 ) -> str:
-    return _decide(op, asked(backend), _gpu.place(device, index), dtype, passed)
+    return _decide(op, requested(backend), _gpu.place(device, index), dtype, passed)
 
 
-def asked(backend: str | None) -> str | None:
+def requested(backend: str | None) -> str | None:
     """The backend requested by argument, context or environment; None: automatic choice."""
     return backend or _wanted.get() or os.environ.get(VARIABLE) or None
 

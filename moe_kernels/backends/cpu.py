@@ -33,11 +33,11 @@ except ImportError as error:
 device_type = "cpu"
 
 
-def _isa(asked: str | None) -> int:
-    """Index of the instruction set: the widest, or MOE_KERNELS_CPU_ISA, which may ask for a narrower one."""
-    if asked and asked not in module.isas:
-        raise ValueError(f"MOE_KERNELS_CPU_ISA must be one of {', '.join(module.isas)} on this machine; got {asked!r}")
-    return module.isas.index(asked or module.isas[-1])
+def _isa(name: str | None) -> int:
+    """Index of the instruction set: the widest, or MOE_KERNELS_CPU_ISA, which may name a narrower one."""
+    if name and name not in module.isas:
+        raise ValueError(f"MOE_KERNELS_CPU_ISA must be one of {', '.join(module.isas)} on this machine; got {name!r}")
+    return module.isas.index(name or module.isas[-1])
 
 
 isa: int = _isa(os.environ.get("MOE_KERNELS_CPU_ISA"))

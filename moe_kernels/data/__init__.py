@@ -89,7 +89,7 @@ def load(name_or_path: str | Path) -> Dataset:
                 Jester      jester_ratings.dat;   Books  BX-Book-Ratings.csv of BookCrossing
                 SARCOS      sarcos_inv.mat and sarcos_inv_test.mat
                 text        tiny_shakespeare.txt, enwik8, text8 (plain, .gz or .zip), wikitext in its parts
-            a file      any file of a set stands for its set, whatever else its folder has; any other .txt or .txt.gz
+            a file      any file of a set names its set, whatever else its folder has; any other .txt or .txt.gz
                         is text, whose last tenth validates and tests
 
     Raises:

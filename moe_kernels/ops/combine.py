@@ -44,7 +44,7 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
         ValueError: rows that are not (R, D), weights that are not (T, K), either on another device than the plan;
             arrays of the plan that are not what RoutingPlan promises; on the CPU slots outside [-1, R), and in the
             backward of a kernel more than R rows in use.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: GShard's combine einsum with the one-hot left out; paper 003 (V-MoE), eq. 2.
 

@@ -37,7 +37,7 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
         TypeError: x is no tensor of those dtypes, an array of the plan is not int32, or a torch.func transform.
         ValueError: x that is not (T, D) with the plan's T, or on another device; arrays of the plan that are not what
             RoutingPlan promises; on the CPU tokens outside [-1, T), slots outside [-1, R), more than R rows in use.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: GShard's dispatch einsum with the one-hot left out; paper 003 (V-MoE), section 2.
 

@@ -66,7 +66,7 @@ def expert_mlp(
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.
         ValueError: shapes or devices that do not fit, an unknown activation, a gated one with an odd W.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: the experts of papers 002, 003 and 004 in MegaBlocks' dropless form; the gradient of the gate weights from
     the hidden layer is SonicMoE's (arXiv 2512.14080).

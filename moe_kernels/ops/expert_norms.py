@@ -53,7 +53,7 @@ def expert_norms(
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.
         ValueError: shapes or devices that do not fit, an unknown activation, a gated one with an odd W.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: paper 004 (CompeteSMoE), the competition mechanism.
 

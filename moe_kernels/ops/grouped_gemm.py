@@ -72,7 +72,7 @@ def grouped_gemm(
         TypeError: a tensor of another dtype, or a torch.func transform.
         ValueError: shapes or devices that do not fit, an unknown activation, a gated one with an odd Dout, indices as
             above, or Dout or (for the gradient to rows) Din above 2^22 on "triton".
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: the dense form is GShard's einsum; ragged groups without padding are MegaBlocks', the gather inside the
     product is ScatterMoE's.

@@ -29,7 +29,7 @@ def harden(soft: Tensor, *, backend: str | None = None) -> Tensor:
         TypeError: soft is no tensor of those dtypes, or a torch.func transform.
         ValueError: soft is not (..., n, n), holds NaN or +inf, or forbids every permutation.
         ImportError: scipy is missing: pip install moe_kernels[assignment].
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: paper 001, section 3.3 (the end of stage one of the local search).
 

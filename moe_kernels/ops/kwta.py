@@ -53,7 +53,7 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
     Raises:
         TypeError: x is no tensor of those dtypes, k is no int, values has another dtype, or a torch.func transform.
         ValueError: k outside [0, N], values of another shape or device, unknown tie rule, x without dimensions.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: paper 000 (COMET, fixed k-winner routing), eqs. 3 to 8.
 

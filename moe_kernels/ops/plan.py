@@ -58,7 +58,7 @@ def make_plan(
         TypeError: experts or priority is no tensor of those dtypes, num_experts or capacity is no int.
         ValueError: experts that are not (T, K), a priority that is not (T,) on their device, num_experts < 1,
             capacity < 0, unknown order, an id as above, or T * K over 2^31 - 1, more than an int32 index can hold.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: paper 003 (V-MoE), section 4 and algorithms 1 and 2; GShard, algorithm 1.
 
@@ -122,7 +122,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
     Raises:
         TypeError: scores is no tensor of those dtypes, capacity is no int.
         ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E over 2^31 - 1.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: Zhou et al. 2022, as paper 002, section 4, compares it and V-MoE's public code has it.
 
@@ -167,7 +167,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
     Raises:
         TypeError: scores is no tensor of those dtypes, capacity is no int.
         ValueError: scores that are not (T, E), E < 1, capacity < 0, T * E over 2^31 - 1.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: paper 002 (sparse ViT), section 4, "priority routing".
 

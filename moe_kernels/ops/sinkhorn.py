@@ -92,7 +92,7 @@ def sinkhorn(
             columns that do not broadcast to (..., n), noise of another shape or device, tolerance with anneal_from, an
             unknown gradient, or gradient="implicit" for scores whose iterates have not converged, or with rows or
             columns that require a gradient.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: paper 001, eqs. 7 and 8; noise: Mena, Belanger, Linderman, Snoek 2018.
 

@@ -56,7 +56,7 @@ def topk_gate(
         TypeError: logits is no tensor of those dtypes, noise has another dtype, k is no int, or a torch.func transform
             other than vmap.
         ValueError: k outside [0, E], logits that are not (T, E), noise of another shape or device, unknown order.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: "topk_softmax" paper 004, eq. 2; "softmax_topk" paper 003 (V-MoE), eq. 3.
 

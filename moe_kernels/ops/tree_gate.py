@@ -51,7 +51,7 @@ def smooth_step(t: Tensor, gamma: float, *, backend: str | None = None) -> Tenso
     Raises:
         TypeError: t is no tensor of those dtypes, gamma no number, or a torch.func transform.
         ValueError: gamma is out of range.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: paper 001, eq. 9, whose middle interval is misprinted.
 
@@ -103,7 +103,7 @@ def tree_gate(
     Raises:
         TypeError: a tensor of another dtype than x, gamma no number, or a torch.func transform.
         ValueError: shapes that do not fit, another device than that of x, gamma out of range, an unknown parity.
-        BackendError: the backend asked for by name cannot run this.
+        BackendError: the named backend cannot run this.
 
     Source: paper 001, eqs. 3 and 9; parity: the authors' TensorFlow and BERT code.
 

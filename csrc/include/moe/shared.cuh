@@ -2,7 +2,7 @@
 // own, filled with 0xFF for each block of threads, so that overruns and reads of unwritten elements show.
 //
 //   SHARED(float, tile, [16][17]);           as  __shared__ float tile[16][17];
-//   DYNAMIC_SHARED(uint4, stage);            a pointer to the bytes that the launch asked for
+//   DYNAMIC_SHARED(uint4, stage);            a pointer to the bytes that the launch requested
 #pragma once
 
 #include "moe/platform.cuh"

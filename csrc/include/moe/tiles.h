@@ -49,10 +49,10 @@ struct Ahead {
 
   // Prefetch `bytes` of each row; rows are `apart` bytes from each other. With rows_of_step = 2 (pairs), even and odd rows
   // take two places from `at` on.
-  void ask(int at, const char* rows, int64_t apart, int64_t bytes, int rows_of_step = 1) {
+  void prefetch(int at, const char* rows, int64_t apart, int64_t bytes, int rows_of_step = 1) {
     for (int i = 0; i < rows_of_step; ++i) lines[at + i] = {{rows + i * apart, rows_of_step * apart}, (bytes + 63) / 64};
   }
-  void ask(int at, const char* from, int64_t bytes) { lines[at] = {{from, 64}, (bytes + 63) / 64}; }
+  void prefetch(int at, const char* from, int64_t bytes) { lines[at] = {{from, 64}, (bytes + 63) / 64}; }
 
   // What the next `some` steps prefetch: first address and distance. If nothing is left, `mapped`, any valid address.
   Piece take(int64_t some, const void* mapped) {
@@ -107,23 +107,23 @@ struct Left {
   }
 };
 
-// Whether `rows` rows of A should read a panel of B where it stands rather than packed. `apart`: bytes from row to row of B.
+// Whether `rows` rows of A should read a panel of B in place rather than packed. `apart`: bytes from row to row of B.
 // Packing pays once enough rows use the panel. With AVX-512 and a 512 x 512 B, in place is 1.8, 1.26 and 1.06 times as fast
 // for 4, 6 and 24 rows; break-even is at 24 to 48 rows if rows of B are 4 KB or more apart (they share few sets of the
 // caches), else at 150. Panels of other instruction sets are one cache line wide: 16 rows take 1.1 to 1.5 times as long in
 // place.
-inline bool stands(int64_t rows, int64_t apart) {
+inline bool reads_in_place(int64_t rows, int64_t apart) {
   return rows <= (kWide == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
 
 // Whether PanelProduct can take b unpacked: its columns are a whole panel, or half of one that is read in place.
 template <class T>
 inline bool fills_panel(int64_t columns, int64_t rows, int64_t b_row) {
-  return columns == kPanel<T> || (2 * columns == kPanel<T> && kWide > 2 && stands(rows, b_row * sizeof(T)));
+  return columns == kPanel<T> || (2 * columns == kPanel<T> && kWide > 2 && reads_in_place(rows, b_row * sizeof(T)));
 }
 
 // How a tile reads b: from the packed panel; in place, packing it for later tiles; only in place.
-enum class Right { packed, packs, stands };
+enum class Right { packed, packs, in_place };
 
 // c (rows, columns <= kPanel) = a b, or c += a b if `more`. Either b == packed, a panel (depth, kPanel), or rows of b are
 // b_row apart; then the first tile packs them into `packed` unless they are better read in place. In: T, or Bf16Pair.
@@ -230,9 +230,9 @@ struct PanelProduct {
 
   void run(Ahead& ahead) const {
     const bool narrow = columns <= kPanel<T> / 2 && kWide > 2;
-    if (b != packed && stands(rows, b_row * sizeof(T))) {
-      if (narrow) all_tiles<2, Right::stands>(0, ahead);
-      else all_tiles<kWide, Right::stands>(0, ahead);
+    if (b != packed && reads_in_place(rows, b_row * sizeof(T))) {
+      if (narrow) all_tiles<2, Right::in_place>(0, ahead);
+      else all_tiles<kWide, Right::in_place>(0, ahead);
     } else if (b != packed) {
       if (a.packed != nullptr && rows >= kTileRows) tiles<kTileRows, kWide, true, Right::packs>(0, kTileRows, ahead);
       else tiles<kTileRows, kWide, false, Right::packs>(0, std::min<int64_t>(rows, kTileRows), ahead);

@@ -18,7 +18,7 @@ COLUMNS, TILE = 32, 256
 
 # Passing over products pays where tokens reach at most this share of the branches. With P = 768 it took 0.57 to 0.65 of
 # the time of all products at a share of 0.23, and 0.84 to 0.96 at 0.31; a row costs as much as OVERHEAD more columns,
-# packing a branch as much as PACKING rows. SAMPLE tokens are asked first.
+# packing a branch as much as PACKING rows. SAMPLE tokens are routed first.
 WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256
 
 

@@ -42,7 +42,7 @@ def _requests(
     VISIT: tl.constexpr,
     BY_CHOICE: tl.constexpr,
 ):
-    """(token, choice, expert) of the requests at these places in visiting order; expert -1 where nobody is asked."""
+    """(token, choice, expert) of the requests at these places in visiting order; expert -1 if the choice names none."""
     inside = place < end
     near = tl.where(inside, place, 0).to(tl.int32)
     if BY_CHOICE:
@@ -81,8 +81,8 @@ def _plan_count(
         place = start + tl.arange(0, BLOCK)
         _, _, expert = _requests(experts_ptr, visit_ptr, place, end, T, K, E, VISIT, BY_CHOICE)
         bin = expert - window
-        asks = (expert >= 0) & (bin >= 0) & (bin < BLOCK_E)
-        counts += tl.histogram(tl.where(asks, bin, 0), BLOCK_E, mask=asks)
+        valid = (expert >= 0) & (bin >= 0) & (bin < BLOCK_E)
+        counts += tl.histogram(tl.where(valid, bin, 0), BLOCK_E, mask=valid)
         start += BLOCK
     e = window + tl.arange(0, BLOCK_E)
     tl.store(counts_ptr + tl.program_id(0).to(tl.int64) * E + e, counts, mask=e < E)
@@ -146,7 +146,7 @@ def _finish(
     BLOCK: tl.constexpr,
 ):
     used = tl.zeros((), tl.int32)
-    asked = tl.zeros((), tl.int32)
+    total = tl.zeros((), tl.int32)
     start = 0
     while start < E:
         e = start + tl.arange(0, BLOCK)
@@ -155,10 +155,10 @@ def _finish(
         tl.store(kept_ptr + e, kept, mask=e < E)
         tl.store(expert_offsets_ptr + e, used + tl.cumsum(kept, axis=0) - kept, mask=e < E)
         used += tl.sum(kept)
-        asked += tl.sum(requested)
+        total += tl.sum(requested)
         start += BLOCK
     tl.store(expert_offsets_ptr + E, used)
-    tl.store(dropped_ptr, asked - used)
+    tl.store(dropped_ptr, total - used)
 
 
 @triton.jit(do_not_specialize=["capacity", "R", "chunk", "T", "E"])
@@ -181,11 +181,11 @@ def _plan_rank(
     BLOCK: tl.constexpr,
 ):
     i = tl.arange(0, BLOCK)
-    nobody = tl.full((BLOCK,), -1, tl.int32)
+    no_token = tl.full((BLOCK,), -1, tl.int32)
     unused = tl.load(expert_offsets_ptr + E) + tl.program_id(0).to(tl.int64) * BLOCK
     while unused < R:
-        tl.store(row_token_ptr + unused + i, nobody, mask=unused + i < R)
-        tl.store(row_choice_ptr + unused + i, nobody, mask=unused + i < R)
+        tl.store(row_token_ptr + unused + i, no_token, mask=unused + i < R)
+        tl.store(row_choice_ptr + unused + i, no_token, mask=unused + i < R)
         unused += tl.num_programs(0).to(tl.int64) * BLOCK
 
     next_ptr = counts_ptr + tl.program_id(0).to(tl.int64) * E
@@ -194,18 +194,18 @@ def _plan_rank(
     while start < end:
         place = start + i
         token, choice, expert = _requests(experts_ptr, visit_ptr, place, end, T, K, E, VISIT, BY_CHOICE)
-        asks = expert >= 0
+        valid = expert >= 0
         # Peers before in the low half, peers after in the high one. A lane has a column and sums it alone.
         side = tl.where(i[:, None] < i[None, :], 1, tl.where(i[:, None] > i[None, :], 0x10000, 0))
         peers = tl.sum(tl.where(expert[:, None] == expert[None, :], side, 0), axis=0)
         later = peers >> 16
-        slot = tl.load(next_ptr + expert, mask=asks, other=0) + (peers & 0xFFFF)
+        slot = tl.load(next_ptr + expert, mask=valid, other=0) + (peers & 0xFFFF)
         # Counts change between the two barriers only: every thread has read them, and none reads the next ones yet.
         tl.debug_barrier()
-        tl.store(next_ptr + expert, slot + 1, mask=asks & (later == 0))
+        tl.store(next_ptr + expert, slot + 1, mask=valid & (later == 0))
         tl.debug_barrier()
-        keep = asks & (slot < capacity)
-        row = tl.load(expert_offsets_ptr + expert, mask=asks, other=0) + slot
+        keep = valid & (slot < capacity)
+        row = tl.load(expert_offsets_ptr + expert, mask=valid, other=0) + slot
         tl.store(slot_row_ptr + token * K + choice, tl.where(keep, row, -1), mask=place < end)
         tl.store(row_token_ptr + row, token.to(tl.int32), mask=keep)
         tl.store(row_choice_ptr + row, choice, mask=keep)
@@ -334,7 +334,7 @@ plan_priority_supports = plan_expert_choice_supports
 
 @on_device
 def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
-    """The winners of every column ask for their expert."""
+    """Makes requests of the winners of every column."""
     num_tokens, num_experts = scores.shape
     # Rows of a few lengths alone, as kWTA's code is of a length: padding comes last and is never taken.
     columns = scores.new_empty((num_experts, max(triton.cdiv(num_tokens, 16) * 16, SHORTEST)))
