@@ -59,6 +59,7 @@ def test_gates_of_choices_that_are_none():
     experts = torch.tensor([[2, -1, 0], [1, -1, -1]], dtype=torch.int32)
     gates = mnn.GateOutput(weights, experts, 3).gates
     assert gates.tolist() == [[0.25, 0.0, 0.75], [0.0, 1.0, 0.0]]
+    assert mnn.GateOutput(weights.bfloat16(), experts, 3).loss.dtype == torch.float32
     assert (
         mnn.GateOutput(weights, experts, 3, records={"experts_per_sample": torch.tensor([[1e-5, 0.9e-5]])}).statistics[
             "experts_per_sample"

@@ -185,7 +185,9 @@ def test_operands_far_apart(target, apart):
     """Experts, rows of weights, rows of x or of the gradient 2^30 elements apart."""
     dtype, device = finest(target), target.device
     offsets = torch.tensor([0, 7, 7, 18], dtype=torch.int32, device=device)
-    x, grad = torch.randn(20, 16, device=device).to(dtype), torch.randn(20, 16, device=device).to(dtype)
+    # A gated one reads two columns of an expert at a time.
+    activation, columns = ("swiglu", 8) if apart == "columns of an expert" else ("relu", 16)
+    x, grad = torch.randn(20, 16, device=device).to(dtype), torch.randn(20, columns, device=device).to(dtype)
     weight = torch.randn(3, 16, 16, device=device).to(dtype)
     strides = {"experts": (2**30, 16, 1), "rows of an expert": (16, 2**30, 1), "columns of an expert": (16, 1, 2**30)}
     there = {
@@ -195,7 +197,7 @@ def test_operands_far_apart(target, apart):
     found = []
     for given, backend in ((there, target.backend), ({"x": x, "weight": weight}, "reference")):
         leaves = {name: each.detach().requires_grad_() for name, each in given.items()}
-        out = mk.grouped_gemm(leaves["x"], leaves["weight"], offsets, activation="relu", backend=backend)
+        out = mk.grouped_gemm(leaves["x"], leaves["weight"], offsets, activation=activation, backend=backend)
         to = far_apart(grad) if apart == "gradient" and backend == target.backend else grad
         found.append((out.detach(), *torch.autograd.grad(out, list(leaves.values()), to)))
     rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-4

@@ -122,6 +122,7 @@ def test_experts_choose_in_every_group():
     torch.testing.assert_close(out.y, torch.cat([each.y for each in alone]))
     assert torch.equal(out.plan.used, torch.cat([each.plan.used for each in alone]))
     assert out.plan.kept.tolist() == [4] * E
+    assert out.plan.num_rows == 4 * E
     with pytest.raises(ValueError, match="ExpertChoice: expected groups of 5 tokens, got 12"):
         ExpertChoice(group=5)(gate(x), True)
     with pytest.raises(ValueError, match="TokenChoice: group must be from 1"):
@@ -457,6 +458,15 @@ def test_an_order_without_a_capacity_is_heeded():
     gate = GateOutput(torch.ones(2, 2), torch.tensor([[1, 0], [0, 1]], dtype=torch.int32), 2)
     rows = {order: TokenChoice(order=order)(gate, True)[0].row_token.tolist() for order in (None, "choice")}
     assert rows == {None: [0, 1, 0, 1], "choice": [1, 0, 0, 1]}
+    rows = {order: TokenChoice(1.0, order=order)(gate, True)[0].row_token.tolist() for order in (None, "token")}
+    assert rows == {None: [1, 0, 0, 1], "token": [0, 1, 0, 1]}
+
+
+def test_a_choice_of_no_expert_is_none_in_a_group_too():
+    experts = torch.tensor([[0, 1], [-1, 0], [1, -1], [-1, -1]], dtype=torch.int32)
+    plan, _ = TokenChoice(0.5, group=2)(GateOutput(torch.ones(4, 2), experts, 2), True)  # one row an expert and group
+    assert plan.requested.tolist() == [2, 2]
+    assert plan.used.tolist() == [[True, True], [False, False], [False, True], [False, False]]
 
 
 def test_weights_of_two_tasks_that_cancel_are_choices():

@@ -295,10 +295,12 @@ def test_other_policies_are_the_reference(target, policy, kind, dtype):
 
 @pytest.mark.parametrize("kind", ["softmax", "ties", "same for all"])
 def test_more_pairs_than_are_looked_at_together(target, kind):
-    """Two windows of 1024 pairs, of which each has several tiles, and columns of more than a word of tokens."""
-    scores = scores_of(kind, 60, 20, torch.float32)
+    """Two windows of 1024 pairs, of which each has several tiles, and columns of more than a word of tokens. For
+    tokens up to 2048 Triton pads its columns."""
+    few, many = scores_of(kind, 60, 20, torch.float32), scores_of(kind, 2100, 2, torch.float32)
     for policy, capacity in itertools.product(("plan_priority", "plan_expert_choice"), (2, 3, 60)):
         need(target, policy)
+        scores = many if (policy, capacity) == ("plan_expert_choice", 60) and not target.interpreted else few
         expected, want = getattr(mk, policy)(scores, capacity, backend="reference")
         plan, weights = getattr(mk, policy)(scores.to(target.device), capacity, backend=target.backend)
         assert_same(plan, expected)

@@ -100,6 +100,21 @@ def test_small_scores_as_a_new_parameter_holds_them(target):
         assert error(got, oracle(scores, iterations, tau)) < 1e-6, (tau, n)
 
 
+@pytest.mark.parametrize("n", [4, 12])
+def test_rows_of_any_width(target, n):
+    """On both sides of what float32 and float64 can scale: a column far below the others, where others begin anew."""
+    widths = torch.tensor([50.0, 65.0, 95.0, 120.0, 290.0, 310.0, 740.0, 800.0, 3000.0])
+    scores = torch.randn(len(widths), n, n)
+    scores[:, :, 1] -= widths[:, None]
+    grad, exact = torch.randn(len(widths), n, n), scores.double().requires_grad_()
+    leaf = scores.to(target.device).requires_grad_()
+    p = mk.sinkhorn(leaf, 3, backend=target.backend)
+    expected = oracle(exact, 3, 1.0)
+    (got,), (wanted,) = torch.autograd.grad(p, leaf, grad.to(p.device)), torch.autograd.grad(expected, exact, grad)
+    assert error(p, expected) < 1e-6
+    assert (got.cpu() - wanted).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize(("n", "iterations"), [(4, 3), (12, 40), (40, 2)])
 def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
     """Tame, wild, broken and converged matrices in one batch: each has the bits that it has alone."""

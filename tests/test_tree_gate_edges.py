@@ -165,6 +165,16 @@ def test_nan_stays_with_its_token(target):
         assert gates[[0, 2]].isfinite().all()
 
 
+def test_nan_in_a_node_far_above_its_leaves(target):
+    """Kernels compute the upper levels of a large tree apart from its lower ones."""
+    for column in (0, 2, 12, 40):  # of the first, second, fourth and sixth level
+        arguments = drawn(2, 4, 2, 64, device=target.device)
+        arguments["split_bias"][1, column] = NAN
+        found = [mk.tree_gate(**arguments, gamma=1.0, backend=each) for each in (target.backend, "reference")]
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, equal_nan=True, msg=str(column))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_narrowest_and_the_widest_step(target, dtype):
     if dtype == torch.float64 and target.backend not in ("cpu", "reference"):
