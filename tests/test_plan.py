@@ -372,7 +372,7 @@ def test_many_tokens_and_threads(num_experts):
 
 
 def test_unknown_experts_are_refused_on_the_cpu_and_no_choice_to_a_kernel(target):
-    experts = torch.tensor([[0, 5], [-2, 1], [2**31 - 1, 1]], device=target.device)
+    experts = torch.tensor([[0, 5], [-2, 1], [2**32, 1]], device=target.device)
     if target.device == "cpu":
         for backend in ("reference", target.backend):
             with pytest.raises(ValueError, match=r"make_plan: experts must be from -1 \(none\) to 1; got -2 to"):
@@ -401,6 +401,7 @@ BAD = [
     (lambda: mk.make_plan(E, 2, order="row"), ValueError, "order must be one of 'choice', 'token'; got 'row'"),
     (lambda: mk.make_plan(E, 2, priority=E[0]), TypeError, "priority must have dtype float32"),
     (lambda: mk.make_plan(E, 2, priority=torch.rand(3)), ValueError, r"priority must be \(2,\) on cpu"),
+    (lambda: mk.make_plan(E, 2, priority=torch.rand(2, 1)), ValueError, r"priority must be \(2,\) on cpu"),
     (lambda: mk.make_plan(E[:1, :1].expand(2**16, 2**15), 2), ValueError, r"T \* K must be at most 2\^31 - 1"),
     (lambda: mk.plan_expert_choice(E, 2), TypeError, "scores must have dtype"),
     (lambda: mk.plan_expert_choice(torch.rand(2, 0), 2), ValueError, "at least one expert"),

@@ -255,6 +255,10 @@ def test_gradient_of_annealed_iterations(target):
     (got,) = torch.autograd.grad(p, leaf, grad)
     (expected,) = torch.autograd.grad(q, double, grad.double())
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-9)
+    plain, same = (
+        mk.sinkhorn(scores, 6, tau=0.05, backend=target.backend, **hot) for hot in ({}, {"anneal_from": 0.05})
+    )
+    assert torch.equal(plain, same)
 
 
 def test_marginals_against_pot_and_gradcheck():
@@ -455,6 +459,12 @@ def test_results_do_not_depend_on_threads():
             lambda s: mk.sinkhorn(s, 2, rows=s[0, :2]),
             ValueError,
             r"sinkhorn: rows must broadcast to \(3,\) .* got \(2,\)",
+        ),
+        (lambda s: mk.sinkhorn(s, 2, columns=s[None, 0]), ValueError, "sinkhorn: columns must broadcast to"),
+        (
+            lambda s: mk.sinkhorn(s, 2, gradient="implicit", columns=s[0].clone().requires_grad_()),
+            ValueError,
+            "sinkhorn: gradient='implicit' has none for columns",
         ),
         (lambda s: mk.sinkhorn(s, 2, columns=[1.0]), TypeError, "sinkhorn: columns must be a Tensor, got list"),
         (lambda s: mk.sinkhorn(s, 2, tolerance=-1), ValueError, "sinkhorn: tolerance must be above 0 .* got -1"),

@@ -348,6 +348,9 @@ def test_products_and_tree_in_one_kernel(dtype):
     arguments["x"][1, 0] = arguments["leaf_weight"][0, 4, 0] = NAN  # the last leaf is on the right
     gates, _ = mk.tree_gate(**arguments, gamma=1.0, backend="triton")
     assert gates.isfinite().all(1).tolist() == [True, False, True]
+    apart = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}  # strides of two
+    again, _ = mk.tree_gate(**apart, gamma=1.0, backend="triton")
+    torch.testing.assert_close(again, gates, rtol=0, atol=0, equal_nan=True)
     for kind, dim, trees, experts in ((dtype, 24, 1, 8), (dtype, 32, 2, 8), (dtype, 32, 1, 65), (DTYPES[0], 32, 1, 8)):
         leaf_weight = torch.zeros(trees, experts, dim, dtype=kind)
         assert not kernels.tree_gate_fits(leaf_weight[0], leaf_weight[:, 1:], leaf_weight)
