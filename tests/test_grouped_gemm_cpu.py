@@ -26,11 +26,12 @@ def test_few_rows_are_not_for_many_threads(rows, threads_of, monkeypatch):
 
 @pytest.mark.parametrize("counts", [[900], [37, 0, 863], [193, 707], [180] * 5], ids=str)
 def test_products_do_not_depend_on_threads(counts, monkeypatch):
-    """Threads share the rows of few experts, and the rows of their gradients: 1 takes all, 3 some of every size."""
+    """Threads share the rows of few experts, and the rows of their gradients: 1 takes all, 3 some of every size.
+    Seven rows are of no expert."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     x, weight, bias, grad = (
-        torch.randn(size) for size in ((900, 200), (len(counts), 200, 100), (len(counts), 100), 900)
+        torch.randn(size) for size in ((907, 200), (len(counts), 200, 100), (len(counts), 100), 907)
     )
     found = []
     for count in (1, 2, 3):
@@ -42,6 +43,8 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
         found.append([y.detach(), norms, *(each.grad for each in given)])
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
+    out = mk.grouped_gemm(x, weight, offsets, bias=bias, backend="reference")
+    torch.testing.assert_close(found[0][1], out.square().sum(1))  # also of experts that expert_norms takes one by one
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
