@@ -215,26 +215,30 @@ def test_plans_are_the_reference(target, shape, kind):
 
 
 @pytest.mark.parametrize("order", ["choice", "token"])
-def test_chunks_of_many_tiles_and_windows_of_experts_in_triton(monkeypatch, order):
-    if backends.missing("triton", OP):
-        pytest.skip(str(backends.missing("triton", OP)))
-    monkeypatch.setattr(backends.load("triton", OP), "CHUNKS", 2)
+def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order):
+    """Two chunks of one tile and of two, a thousand rows of no expert; experts in a window and in several, each of
+    which has one that drops requests."""
+    if target.backend == "triton":
+        monkeypatch.setattr(backends.load("triton", OP), "CHUNKS", 2)
+    if target.backend == "cuda":
+        two = lambda experts, num_experts, order: experts.new_empty((2, num_experts), dtype=torch.int32)  # noqa: E731
+        monkeypatch.setattr(backends.load("cuda", OP), "plan_counts", two)
+    tokens = 1301 if target.backend == "cuda" and not target.interpreted else 301
     for num_experts in (9, 1100):
-        experts = torch.randint(-1, num_experts, (301, 2))
-        experts[::3] = num_experts - 1
-        priority = torch.randn(301)
+        experts = torch.randint(-1, num_experts, (tokens, 2))
+        experts[::3], experts[1::3, 0], experts[2::3] = num_experts - 1, 0, -1
+        priority = torch.randn(tokens)
         for capacity in (None, 7):
-            expected = mk.make_plan(
-                experts, num_experts, capacity=capacity, priority=priority, order=order, backend="reference"
-            )
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            plan = mk.make_plan(
-                experts.to(device),
-                num_experts,
-                capacity=capacity,
-                priority=priority.to(device),
-                order=order,
-                backend="triton",
+            expected, plan = (
+                mk.make_plan(
+                    experts.to(device),
+                    num_experts,
+                    capacity=capacity,
+                    priority=priority.to(device),
+                    order=order,
+                    backend=backend,
+                )
+                for device, backend in (("cpu", "reference"), (target.device, target.backend))
             )
             assert_same(plan, expected)
 
@@ -384,6 +388,7 @@ def test_unknown_experts_are_refused_on_the_cpu_and_no_choice_to_a_kernel(target
                         mk.make_plan(one, 2, backend=backend)
     if target.backend == "cpu":  # the kernel itself refuses
         return
+    experts[0, 1] = 2**32 + 1  # of which the lower half is an expert
     arrays = backends.load(target.backend, OP).make_plan_fwd(experts, 2, None, None, "choice")
     expected = mk.make_plan(torch.tensor([[0, -1], [-1, 1], [-1, 1]]), 2, backend="reference")
     for got, name in zip(arrays, ARRAYS, strict=True):

@@ -336,7 +336,8 @@ def test_tolerance_stops_each_matrix_by_itself(target, n, iterations, tolerance)
     wide = target.backend in ("reference", "cpu")
     scores = torch.randn(5, n, n, dtype=torch.float64) * torch.tensor([0.3, 1.0, 3.0, 8.0, 0.0])[:, None, None]
     scores[2, 1] = -INF  # a row of nothing is not waited for
-    scores[4] = -math.log(n)  # no iteration at all
+    scores[4] = -INF  # no iteration at all: nor is a column of nothing waited for
+    scores[4, 1:, 1:] = -math.log(n - 1)
     scores, grad = (x if wide else x.float() for x in (scores, torch.randn_like(scores)))
     counts = []
     for each in scores.double():

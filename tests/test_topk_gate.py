@@ -75,9 +75,10 @@ def test_choices_weights_and_gradients(target, kind, dtype, order):
             assert_near(got[2], same[2], exact[2], floor * max(1.0, float(grad.abs().max())) if grad.numel() else floor)
 
 
-# (T, E, K): experts of every size class of the kernels, K past a warp and past what is sorted on a CPU, and tokens of
-# several programs or blocks, of which the last is not full.
-MANY = ((9, 8, 3), (19, 40, 5), (9, 200, 33), (2, 600, 300), (3, 700, 3), (2, 1100, 5))
+# (T, E, K): experts of every size class of the kernels, also a few more than the class below has; as many choices as a
+# warp has lanes, one more, and more than are made one by one on a CPU; and tokens of several programs or blocks, of
+# which the last is not full.
+MANY = ((9, 8, 3), (19, 40, 32), (9, 140, 33), (2, 600, 300), (3, 260, 3), (2, 1040, 5))
 
 
 @pytest.mark.parametrize("order", ORDERS)
