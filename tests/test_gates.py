@@ -111,7 +111,7 @@ def test_losses_are_those_of_nn_times_their_coefficients():
     torch.testing.assert_close(out.losses, expected)
     torch.testing.assert_close(out.loss, sum(expected.values()))
     assert gate.eval()(x).losses == {}
-    dense = mnn.SoftmaxGate(8, 4, importance=0.5)
+    dense = mnn.SoftmaxGate(8, 4, noise=True, importance=0.5)  # of the probabilities without noise
     torch.testing.assert_close(dense(x).loss, 0.5 * mnn.importance_loss(dense.linear(x).softmax(-1)))
 
 

@@ -77,6 +77,9 @@ def test_tree_gate_routes_where_it_is_saturated_and_only_there():
 def test_hash_gate_is_a_table():
     gate = mnn.HashGate(1000, 4, generator=drawn())
     assert gate.table.bincount(minlength=4).min() > 200
+    again = mnn.HashGate(1000, 4)
+    again.load_state_dict(gate.state_dict())
+    assert torch.equal(again.codes, gate.codes)
     ids = torch.tensor([3, 999, 3])
     out = gate(torch.randn(3, 8), ids)
     assert out.experts.dtype == torch.int32

@@ -121,6 +121,10 @@ def test_thor_draws_one_expert_a_batch_and_one_a_token_or_sentence():
 
 
 def test_labels_decide():
+    wide = ManualGate((0, 2), num_experts=5)
+    assert wide(torch.randn(2, D), torch.tensor([1, 0])).gates.tolist() == [[0, 0, 1, 0, 0], [1, 0, 0, 0, 0]]
+    with pytest.raises(ValueError, match="ManualGate: num_experts must be from 3"):
+        ManualGate((0, 2), num_experts=2)
     gate = ManualGate(MNIST)
     assert gate.num_experts == 5
     experts = gate(torch.zeros(10, D), torch.arange(10)).experts[:, 0].tolist()

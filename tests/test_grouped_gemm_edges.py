@@ -75,6 +75,14 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 
     got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
     assert_equal_but_for_rounding(got["x"], 8 * 16 * SLOPE_AT_0[activation] * kept)
+    # NaN is not below 0: it stays in its hidden layer, and relu hands its gradient on.
+    broken = int(kept.argmax())
+    leaves["x"][broken] = math.nan
+    got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
+    for name in ("w_in", "w_out"):
+        assert torch.equal(got[name].isnan().flatten(1).all(1), plan.used[broken]), name
+    assert got["x"].isnan().any(1).tolist() == [activation != "relu" and t == broken for t in range(plan.num_tokens)]
+    leaves["x"].zero_()
 
     def norms(x, w_in, w_out):
         bias = torch.zeros(5, 8, device=target.device, dtype=dtype)

@@ -185,6 +185,17 @@ def test_expert_dropout_is_by_sample_and_in_training_alone():
     assert 0.5 < ((layer.train()(x).y - plain).abs().amax((1, 2)) < 1e-6).float().mean() < 0.8
 
 
+@pytest.mark.parametrize("kind", [ExpertMLP, ExpertLayer])
+def test_dropout_of_the_experts_is_for_training(kind):
+    """At rate 1 nothing is left, of weighted sums and of rows that tasks share."""
+    experts, x = kind(E, D, H, dropout=1.0), torch.randn(T, D)
+    layer, shared = MoE(TopKGate(D, E, 2), experts), MultiGateMoE([TopKGate(D, E, 2)], experts)
+    assert not layer(x).y.any()
+    assert not shared(x).y[0].any()
+    assert layer.eval()(x).y.any()
+    assert shared.eval()(x).y[0].any()
+
+
 def test_what_no_expert_takes_passes_through():
     gate = TopKGate(D, E, 1, order="softmax_topk")
     layer = double(MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=True))

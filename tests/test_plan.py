@@ -120,6 +120,8 @@ def test_the_docstring_example(target):
     assert plan.used.tolist() == [[True, True], [True, False], [False, False], [False, True]]
     assert plan.dropped_share == 0.5
     assert plan.imbalance == 1.0
+    uneven = mk.make_plan(torch.tensor([[0], [0], [0], [1]]), 2, capacity=1)  # one row each, but three requests to one
+    assert (uneven.imbalance, uneven.dropped_share) == (1.5, 0.5)
     none = mk.make_plan(torch.full((2, 1), -1), 3)
     assert none.dropped_share == none.imbalance == 0
 
