@@ -71,6 +71,7 @@ def test_capacity_drops_and_the_dropped_are_zero():
     out = layer(torch.randn(T, D))
     dropped = (out.plan.slot_row < 0).all(1)
     assert out.plan.kept.max() <= math.ceil(T * 0.5 / E)
+    assert torch.equal((out.statistics["load"] * T).round().int(), out.plan.kept)
     assert dropped.any()
     assert not dropped.all()
     assert torch.equal(out.y[dropped], torch.zeros(int(dropped.sum()), D))
