@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from moe_kernels.models.transformer import watched_masks
+from moe_kernels.models.transformer import record_masks
 from moe_kernels.nn.comet import ACTIVATIONS
 from moe_kernels.nn.schedules import cosine
 from moe_kernels.recipes import Batch, Evaluation, Measures, Recipe, Routing, Splits, Task, accuracy, option
@@ -61,7 +61,7 @@ def with_masks(model: nn.Module, measures: Callable[[Batch], Measures]) -> Calla
     """An evaluation by `measures`, which runs the model, with the masks of its feed-forward layers as routing."""
 
     def evaluate(batch: Batch) -> Evaluation:
-        with watched_masks(model) as masks:
+        with record_masks(model) as masks:
             found = measures(batch)
         return Evaluation(found, [Routing(mask, unit="neurons") for mask in masks])
 
