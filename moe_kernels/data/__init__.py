@@ -93,7 +93,7 @@ def load(name_or_path: str | Path) -> Dataset:
                         is text: 90 % train, 5 % validate, 5 % test
 
     Raises:
-        ValueError: no such path, no set or several sets there, or a file that is not what its name says.
+        ValueError: there is no such path, no set or several sets there, or a file has contents that its name excludes.
         ImportError: scikit-learn, numpy or Pillow is missing.
     """
     if str(name_or_path) == "digits":

@@ -55,7 +55,7 @@ def importance_loss(probs: Tensor, reduce: ProcessGroup | None = None) -> Tensor
 def load_loss(
     logits: Tensor, noisy_logits: Tensor, k: int, noise_std: float, reduce: ProcessGroup | None = None
 ) -> Tensor:
-    """CV(mean over t of P_t)^2 with P_te the probability that new noise on expert e alone would put it among the top k.
+    """CV(mean over t of P_t)^2; P_te: probability that expert e is in the top k if only its noise is drawn again.
 
         P_te = 1 - Phi((threshold_t - logits_te) / noise_std),   threshold_t = the k-th largest of noisy_logits_t
 
@@ -93,7 +93,7 @@ def selection_chances(logits: Tensor, noisy_logits: Tensor, k: int, noise_std: f
 def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None = None) -> Tensor:
     """E * sum over e of f_e m_e, with f_e = requested_e / sum of requested and m_e = mean over t of p_te.
 
-    1 where both are uniform, up to E where one expert gets everything. Switch's and GShard's loss count first choices:
+    1 if both are uniform, up to E if one expert gets everything. Switch's and GShard's losses count first choices:
     `requested` of make_plan(experts[:, :1], E); with plan.requested all K choices count.
 
     Args:
@@ -152,7 +152,7 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
 
 def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
     """mean over e of mu_b(s_be) / (var_b(s_be) + eps), s_be the sum of an expert's gates over the tokens of image b:
-    small where images differ in the experts they use.
+    small if images differ in the experts they use.
 
     Args:
         probs: (B, S, E), the gates of S tokens of B images.
@@ -214,7 +214,7 @@ def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
 
 
 def tree_entropy(leaf_probs: Tensor, eps: float = 1e-6) -> Tensor:
-    """mean over t of the sum over trees and leaves of -p log(p + eps): 0 where every tree is saturated.
+    """mean over t of the sum over trees and leaves of -p log(p + eps): 0 if every tree is saturated.
 
     Args:
         leaf_probs: (T, K, E) of tree_gate.

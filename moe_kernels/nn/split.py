@@ -101,8 +101,8 @@ def split_ffn(
         num_experts, hidden, share: as in `split_neurons`; MoEBERT: 4, 768, 512 of 3072.
         activation: "relu", "gelu", "silu" or "tanh".
 
-    MoEBERT's experts contain a LayerNorm and the residual. Here both stay around the layer, which is the same as long
-    as the LayerNorms of a layer's experts are equal. At the start they are.
+    MoEBERT's experts contain a LayerNorm and the residual. Here both stay around the layer. That is the same as long as
+    the LayerNorms of a layer's experts are equal, as they are at the start.
 
     Example:
         >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)

@@ -35,7 +35,7 @@ class CometLayers(Recipe):
 
 @dataclass(frozen=True)
 class CometImages(CometLayers):
-    """A classifier of images in patches, trained by Adam and a cosine; `network` makes it."""
+    """A classifier of images in patches, trained by Adam with a cosine schedule; `network` makes the model."""
 
     data: str = option("", "folder or file of CIFAR-10, CIFAR-100 or another set of images")
     batch_size: int = option(512, "samples of a step", low=1)
@@ -58,7 +58,7 @@ class CometImages(CometLayers):
 
 
 def with_masks(model: nn.Module, measures: Callable[[Batch], Measures]) -> Callable[[Batch], Evaluation]:
-    """An evaluation by `measures`, which runs the model, with the masks of its feed-forward layers as routing."""
+    """An evaluation with the result of `measures`, which runs the model, and the model's masks as routing."""
 
     def evaluate(batch: Batch) -> Evaluation:
         with record_masks(model) as masks:

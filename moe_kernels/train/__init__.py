@@ -282,11 +282,12 @@ def _scale(comparison: Comparison) -> str:
     train, test = len(data.train[0]), len(data.test[0])
     epoch = math.ceil(train / recipe.batch_size)
     steps = recipe.steps or recipe.epochs * epoch
-    whole, every = len(data.source.train[0]) if hasattr(data.source, "num_users") else train, comparison.test_samples
-    parts = [f"{train} training samples" + (f" of {whole}" if whole > train else "")]
+    all_train = len(data.source.train[0]) if hasattr(data.source, "num_users") else train
+    all_test = comparison.test_samples
+    parts = [f"{train} training samples" + (f" of {all_train}" if all_train > train else "")]
     if data.valid is not None:
         parts.append(f"{len(data.valid[0])} validation samples")
-    parts.append(f"{test} test samples" + (f" of {every}" if every > test else ""))
+    parts.append(f"{test} test samples" + (f" of {all_test}" if all_test > test else ""))
     length = f"{steps} steps of {recipe.batch_size}" + (f" ({steps / epoch:.3g} epochs)" if steps else "")
     return f"{data.source.name}: {', '.join(parts)}; {length} a side and seed"
 

@@ -182,12 +182,12 @@ class Run:
                 tick()
             self._synchronize()
             seconds = time.perf_counter() - started
-            taken = self.step - first
-            means = {name: value.item() / taken for name, value in sums.items()}
+            steps = self.step - first
+            means = {name: value.item() / steps for name, value in sums.items()}
             row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan}
             row |= {name: value for name, value in means.items() if name in LOSSES}
         with Random(self.seed + (self.step + 1 << 32), self.device).use():  # evaluations do not change the training
-            row |= self.evaluate() | {"seconds": seconds / taken if taken else math.nan}
+            row |= self.evaluate() | {"seconds": seconds / steps if steps else math.nan}
         self.rows.append(row)
         self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
         if self.chooses and self.chosen == len(self.rows) - 1:

@@ -32,8 +32,8 @@ class CompetitionGate(Gate):
         rate: lambda, the probability of a competition step in training, a number or a function of the step from 0;
             every layer draws for itself.
         alpha: weight of the router loss.
-        through_norms: whether the output's gradient reaches the experts through the norm weights too, as the published
-            code has it, or, False, through their outputs alone. The target of the loss is a constant either way.
+        through_norms: whether the output's gradient reaches the experts also through the norms that weight them, as in
+            the published code, or only through their outputs. The target of the loss is a constant in both cases.
         coin: a CPU generator that draws whether a step is a competition; None is torch's own. The host draws and waits
             for no device; in training torch.compile breaks its graph there.
 
@@ -102,7 +102,7 @@ class CompetitionGate(Gate):
         k = self.router.k
         norms = experts(x, None, None, part="norms")
         weights, winners = topk_gate(norms if self.through_norms else norms.detach(), k)
-        # The router's input is a constant here: the loss is the router's alone (eq. 4).
+        # The router's input is a constant here, since the loss trains only the router (eq. 4).
         logits = self._logits(x.detach())
         router_weights, chosen = topk_gate(logits, k)
         loss = competition_loss((router_weights, chosen), (weights, winners), self.num_experts)

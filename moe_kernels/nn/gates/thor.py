@@ -30,7 +30,7 @@ class RandomGate(Gate):
 
     Example:
         >>> experts = RandomGate(4)(torch.randn(8, 16)).experts
-        >>> bool((experts == experts[0]).all())  # in training one draw serves the batch
+        >>> bool((experts == experts[0]).all())  # in training the whole batch has one draw
         True
     """
 
