@@ -63,7 +63,7 @@ class MoEOutput:
     @property
     def statistics(self) -> dict[str, Tensor]:
         """Detached tensors by name: those of the gates ("task0.name" if there are several), the records, and those of
-        the plan: "experts_per_token" (), "load" (E), rows of every expert over T, "dropped" (), the share of requests.
+        the plan: "experts_per_token" (), "load" (E), rows of every expert over T, "dropped" (), dropped over requested.
 
         Computed at every read; a forward computes none.
         """
