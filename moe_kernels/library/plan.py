@@ -10,7 +10,7 @@ from moe_kernels.library._define import define, define_check, no_flops, refuse_o
 
 
 def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
-    """ValueError for an id outside [-1, E) on the CPU. On a GPU a check would wait; there such an id counts as -1."""
+    """On the CPU raises ValueError for ids outside [-1, E). On a GPU, where a check would wait, they count as -1."""
     if experts.device.type == "cpu":
         refuse_outside("make_plan: experts", experts, -1, num_experts, "none")
 

@@ -42,7 +42,7 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
 
 
 def check_plan(op: str, plan: object) -> None:
-    """`plan` is a RoutingPlan whose arrays have the dtype, shape, layout and device that it promises.
+    """`plan` is a RoutingPlan whose arrays have the dtype, shape, layout and device that its docstring states.
 
     Kernels take their sizes from some of these arrays and read others with them. The kernels check the values.
     """
@@ -163,7 +163,7 @@ def _number(op: str, name: str, value: object) -> float:
 
 
 def check_size(op: str, name: str, value: object) -> int:
-    """`value` as an int that a dimension of a parameter may have."""
+    """`value` as an int, a possible size of a parameter's dimension."""
     return check_int(op, name, value, 0, 2**31 - 1, "features")
 
 
