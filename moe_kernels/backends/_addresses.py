@@ -14,7 +14,7 @@ from torch import Tensor
 # The codes of csrc/include/moe/dtypes.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-# If set, called with every tensor whose address is taken: tests/simt and tests/ptx get the extents of buffers so.
+# If set, called with every tensor whose address is taken: tests/simt and tests/ptx record the extents of buffers.
 on_pointer: Callable[[Tensor], None] | None = None
 
 

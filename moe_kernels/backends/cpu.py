@@ -106,7 +106,7 @@ tree_gate_supports = tree_route_supports = _supports
 
 
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
-    return _supports(device, torch.float32)  # of the device alone: experts are int32 or int64
+    return _supports(device, torch.float32)  # depends on the device only: experts are int32 or int64
 
 
 kwta_fwd = partial(kwta.fwd, _self)

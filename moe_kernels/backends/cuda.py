@@ -88,7 +88,7 @@ tree_gate_supports = tree_route_supports = _supports
 
 
 def make_plan_supports(target: str, dtype: torch.dtype) -> str | None:
-    return _supports(target, torch.float32)  # of the device alone: experts are int32 or int64
+    return _supports(target, torch.float32)  # depends on the device only: experts are int32 or int64
 
 
 def grouped_gemm_supports(target: str, dtype: torch.dtype) -> str | None:

@@ -36,8 +36,8 @@ def make_plan(experts, num_experts, capacity, priority, order, backend) -> tuple
     return backends.load(backend, "plan").make_plan_fwd(experts, num_experts, capacity, priority, order)
 
 
-def _plan_fake(x: Tensor, num_tokens: int, k: int, num_experts: int, rows: int) -> tuple[Tensor, ...]:
-    shapes = ((num_experts + 1,), (rows,), (rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
+def _plan_fake(x: Tensor, num_tokens: int, k: int, num_experts: int, num_rows: int) -> tuple[Tensor, ...]:
+    shapes = ((num_experts + 1,), (num_rows,), (num_rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
     return tuple(x.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
@@ -48,8 +48,8 @@ def _make_plan_fake(experts: Tensor, num_experts: int, capacity: int | None, pri
 
 def _plan_expert_choice_fake(scores: Tensor, capacity: int, backend: str):
     num_tokens, num_experts = scores.shape
-    rows = plan_rows(num_tokens, num_experts, num_experts, capacity)
-    return _plan_fake(scores, num_tokens, num_experts, num_experts, rows)
+    num_rows = plan_rows(num_tokens, num_experts, num_experts, capacity)
+    return _plan_fake(scores, num_tokens, num_experts, num_experts, num_rows)
 
 
 def _plan_priority_fake(scores: Tensor, capacity: int, backend: str):

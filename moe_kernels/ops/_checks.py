@@ -54,12 +54,12 @@ def check_plan(op: str, plan: object) -> None:
     check_tensor(op, "plan.row_token", row_token, (torch.int32,))
     check_tensor(op, "plan.slot_row", slot_row, (torch.int32,))
     check_rank(op, "plan.slot_row", slot_row, "(T, K)")
-    device, rows = row_token.device, (row_token.numel(),)
+    device, row_shape = row_token.device, (row_token.numel(),)
     for name, array, letters, shape in (
         ("slot_row", slot_row, "(T, K)", (plan.num_tokens, slot_row.shape[1])),
         ("expert_offsets", plan.expert_offsets, "(E + 1,)", (num_experts + 1,)),
-        ("row_token", row_token, "(R,)", rows),
-        ("row_choice", plan.row_choice, "(R,)", rows),
+        ("row_token", row_token, "(R,)", row_shape),
+        ("row_choice", plan.row_choice, "(R,)", row_shape),
         ("requested", plan.requested, "(E,)", (num_experts,)),
         ("kept", plan.kept, "(E,)", (num_experts,)),
         ("dropped", plan.dropped, "()", ()),
@@ -71,8 +71,8 @@ def check_plan(op: str, plan: object) -> None:
                 f"{op}: plan.{name} must be {letters} = {shape}, contiguous, on {device}; "
                 f"got {tuple(array.shape)} with strides {array.stride()} on {array.device}"
             )
-    if rows[0] > slot_row.numel():
-        raise ValueError(f"{op}: plan must have at most T K = {slot_row.numel()} rows, got {rows[0]}")
+    if row_shape[0] > slot_row.numel():
+        raise ValueError(f"{op}: plan must have at most T K = {slot_row.numel()} rows, got {row_shape[0]}")
 
 
 def check_rank(op: str, name: str, tensor: object, shape: str) -> None:

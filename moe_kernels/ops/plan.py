@@ -114,10 +114,10 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
 
     Returns:
         A plan with K = E, where column e of slot_row (T, E) belongs to expert e and row_choice is the expert itself,
-        and weights (T, E) in the dtype of scores, for `combine`. A token may be taken by any number of experts, none
-        included. An expert's rows are in token order. requested equals kept, and dropped is 0.
+        and weights (T, E) in the dtype of scores, for `combine`. A token may be chosen by any number of experts, also
+        by none. An expert's rows are in token order. requested equals kept, and dropped is 0.
 
-    Gradient: to scores where they were taken; the choice itself is a constant.
+    Gradient: to the scores of chosen tokens; the choice itself is a constant.
 
     Raises:
         TypeError: scores is no tensor of those dtypes, capacity is no int.

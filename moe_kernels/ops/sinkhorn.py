@@ -72,7 +72,8 @@ def sinkhorn(
         rows, columns: (..., n), broadcast over matrices, any floating dtype: sums of the rows and columns instead
             of one. They must be above 0 and of equal totals, which is not checked; otherwise rows never converge.
         noise: like scores, and added to them: Gumbel noise draws permutations (Gumbel-Sinkhorn).
-        tolerance: a matrix whose row and column sums are all within it takes no further iteration. Not while cooling.
+        tolerance: a matrix whose row and column sums are all within it takes no further iteration. Not with
+            anneal_from.
         backend: "reference", "cpu", "triton" or "cuda" (both up to n = 1024); None chooses (see moe_kernels.explain).
             With rows, columns or a tolerance kernels use potentials only, on the CPU in a tenth of the reference's
             time.

@@ -110,11 +110,11 @@ def _check_known(what: str, names: Iterable[str], known: tuple[str, ...]) -> Non
 
 
 def _backend_rows(op: str, backend: str, small: bool) -> Iterator[Row]:
-    places = {dtype: placement(op, backend, dtype) for dtype in DTYPES}
-    if not any(place.device for place in places.values()):
-        yield Row(op, backend, "-", "-", 0, 0.0, 0.0, "not run", places[torch.float32].reason)
+    placements = {dtype: placement(op, backend, dtype) for dtype in DTYPES}
+    if not any(each.device for each in placements.values()):
+        yield Row(op, backend, "-", "-", 0, 0.0, 0.0, "not run", placements[torch.float32].reason)
         return
-    for dtype, (device, reason) in places.items():
+    for dtype, (device, reason) in placements.items():
         if device is None:
             yield Row(op, backend, dtype_name(dtype), "-", 0, 0.0, 0.0, "not run", reason)
         else:

@@ -2,8 +2,8 @@
 
 C++ gives every thread its own rows and needs no call for each expert; a call of torch.mm costs as much as a million
 multiplications. torch's library is faster for large experts on Intel's processors. C++ then adds the bias and
-applies the activation to torch's products, except that torch adds the bias to products in 16 bits. A result without
-activation or pre is torch's alone, unless torch multiplied in another dtype.
+applies the activation, except that torch adds the bias to products in 16 bits, and to products in the dtype of x if
+neither an activation nor pre is wanted.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def grouped_gemm_bwd_weight(
     dbias = x.new_empty((num_experts if with_bias else 0, columns))
     if num_experts == 0 or columns == 0:
         return dweight, dbias
-    rows = (x if x_token is None else x_token).shape[0]
+    num_rows = (x if x_token is None else x_token).shape[0]
 
     def run(tiles):
         row_tiles = max(triton.cdiv(dim, tiles.m), 1)  # with no column of x there is still a bias
@@ -270,7 +270,7 @@ def grouped_gemm_bwd_weight(
             **precision(x.dtype), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
         )  # fmt: skip
 
-    run_with_tiles("weight", x, grad, rows, num_experts, columns, run, training=True)
+    run_with_tiles("weight", x, grad, num_rows, num_experts, columns, run, training=True)
     return dweight, dbias
 
 
@@ -285,39 +285,39 @@ def expert_mlp_bwd_hidden(
     activation: str,
     b_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, (num_experts, hidden, _) = pre.shape[0], w_out.shape
-    dpre, weighted = pre.new_empty(pre.shape), pre.new_empty((rows, hidden))
-    drow_weight = row_weight.new_empty(rows)
-    if rows == 0:
+    num_rows, (num_experts, hidden, _) = pre.shape[0], w_out.shape
+    dpre, weighted = pre.new_empty(pre.shape), pre.new_empty((num_rows, hidden))
+    drow_weight = row_weight.new_empty(num_rows)
+    if num_rows == 0:
         return dpre, weighted, drow_weight
 
     def run(tiles):
         nonlocal drow_weight
         column_tiles = max(triton.cdiv(hidden, tiles.n), 1)  # without columns there is still a bias
-        partial = row_weight.new_empty((rows, column_tiles))
+        partial = row_weight.new_empty((num_rows, column_tiles))
         launch(
-            _expert_mlp_bwd_hidden, ((rows // tiles.m + num_experts + 1) * column_tiles,),
+            _expert_mlp_bwd_hidden, ((num_rows // tiles.m + num_experts + 1) * column_tiles,),
             row_token_ptr=expert_offsets if row_token is None else row_token, row_weight_ptr=row_weight,
             bias_ptr=expert_offsets if b_out is None else b_out, expert_offsets_ptr=expert_offsets, pre_ptr=pre,
-            dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=rows, N=hidden, BIAS=b_out is not None,
+            dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=num_rows, N=hidden, BIAS=b_out is not None,
             **operands(grad, w_out.transpose(1, 2), row_token is not None, tiles), **activation_of(activation),
         )  # fmt: skip
         drow_weight = partial.sum(1)
 
-    run_with_tiles("hidden", grad, w_out, rows, num_experts, hidden, run, training=True)
+    run_with_tiles("hidden", grad, w_out, num_rows, num_experts, hidden, run, training=True)
     return dpre, weighted, drow_weight
 
 
 @on_device
 def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
     dpre = pre.new_empty(pre.shape)
-    rows, columns = grad.shape
+    num_rows, columns = grad.shape
     if grad.numel():
         block = min(triton.next_power_of_2(columns), TILE)
         block_m = TILE // block
         launch(
-            _activation_bwd, (triton.cdiv(rows, block_m), triton.cdiv(columns, block)),
-            grad, pre, dpre, grad.stride(0), pre.stride(0), rows, columns,
+            _activation_bwd, (triton.cdiv(num_rows, block_m), triton.cdiv(columns, block)),
+            grad, pre, dpre, grad.stride(0), pre.stride(0), num_rows, columns,
             **activation_of(activation), BLOCK_M=block_m, BLOCK_N=block,
         )  # fmt: skip
     return dpre

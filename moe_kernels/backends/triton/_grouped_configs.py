@@ -90,7 +90,7 @@ def run_with_tiles(
     kernel: str,
     x: Tensor,
     other: Tensor,
-    rows: int,
+    num_rows: int,
     num_experts: int,
     columns: int,
     run: Callable[[Tiles], None],
@@ -104,9 +104,9 @@ def run_with_tiles(
     if columns > MAX_COLUMNS:
         raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MAX_COLUMNS} columns, got {columns}")
     inner_loop, divisible = loop(x.device), x.dtype != torch.float32 and _divisible(x, other, columns)
-    tiles = choose_tiles(kernel, inner_loop, divisible, rows, num_experts, columns, training)
+    tiles = choose_tiles(kernel, inner_loop, divisible, num_rows, num_experts, columns, training)
     if divisible and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
-        key = (kernel, x.device, x.dtype, x.shape[1], columns, num_experts, rows.bit_length())
+        key = (kernel, x.device, x.dtype, x.shape[1], columns, num_experts, num_rows.bit_length())
         if key not in timed and not torch.cuda.is_current_stream_capturing():
             candidates = dict.fromkeys((*TILES[kernel, inner_loop], *ALTERNATIVES[kernel, inner_loop]))
             timed[key] = {each: _milliseconds(run, each) for each in candidates}
@@ -124,7 +124,7 @@ def _milliseconds(run: Callable[[Tiles], None], tiles: Tiles) -> float:
 
 
 def choose_tiles(
-    kernel: str, inner_loop: int, divisible: bool, rows: int, num_experts: int, columns: int, training: bool = False
+    kernel: str, inner_loop: int, divisible: bool, num_rows: int, num_experts: int, columns: int, training: bool = False
 ) -> Tiles:
     """The tiles of a class of shapes: few rows are up to 96 per expert, few columns up to half of the widest tile.
 
@@ -134,7 +134,7 @@ def choose_tiles(
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:
         return GENERAL[kernel]
-    if rows <= 96 * num_experts and not training:
+    if num_rows <= 96 * num_experts and not training:
         return few_rows
     return few_columns if columns <= largest.n // 2 else largest
 

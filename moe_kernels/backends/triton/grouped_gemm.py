@@ -131,17 +131,17 @@ def grouped_gemm_fwd(
     keep_pre: bool,
     training: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    rows, columns = (x if row_token is None else row_token).shape[0], weight.shape[2]
+    num_rows, columns = (x if row_token is None else row_token).shape[0], weight.shape[2]
     gated = activation in GATES
-    out = x.new_empty((rows, columns // 2 if gated else columns))
-    pre = x.new_empty((rows if keep_pre else 0, columns))
+    out = x.new_empty((num_rows, columns // 2 if gated else columns))
+    pre = x.new_empty((num_rows if keep_pre else 0, columns))
     if out.numel():
 
         def run(tiles):
             _launch_fwd(x, weight, expert_offsets, row_token, bias, activation, out, pre, tiles)
 
         kernel = "gated" if gated else "fwd"
-        run_with_tiles(kernel, x, weight, rows, weight.shape[0], out.shape[1], run, training)
+        run_with_tiles(kernel, x, weight, num_rows, weight.shape[0], out.shape[1], run, training)
     return out, pre
 
 

@@ -261,10 +261,10 @@ def kwta_mask(x: Tensor, k: int, ties: str) -> Tensor:
 @on_device
 def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
     dx = grad.new_empty(grad.shape)
-    rows, n = grad.shape
+    num_rows, n = grad.shape
     if dx.numel():
         block = max(min(triton.next_power_of_2(n), BLOCK_BWD), 32)
-        grid = (rows, triton.cdiv(n, block))
+        grid = (num_rows, triton.cdiv(n, block))
         unit = _rows.unit((grad,), n)
         launch(
             _kwta_bwd, grid, patterns(grad), bits, patterns(dx), grad.stride(0) // unit, n // unit,
@@ -279,14 +279,14 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
     if x.element_size() == 2 and x.shape[1] <= RESIDENT:
         _launch_packed(x, x if values is None else values, k, ties, y, bits, mask)
         return
-    rows, n = x.shape
+    num_rows, n = x.shape
     block = max(min(triton.next_power_of_2(n), LONGEST), 32)
     rest = max(triton.next_power_of_2(n - block), 1024) if block < n <= RESIDENT else 0
     source = x if values is None else values
     inf, form = FORMATS[x.dtype]
     unit = _rows.unit((x, source), n)
     launch(
-        _kwta_fwd, (rows,),
+        _kwta_fwd, (num_rows,),
         patterns(x), patterns(source), patterns(x if y is None else y), x if bits is None else bits,
         x if mask is None else mask.view(torch.int8),
         x.stride(0) // unit, source.stride(0) // unit, n // unit, k, normal_quantile(k, n), UNIT=unit,
@@ -298,7 +298,7 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
 
 def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) -> None:
     """Launches kwta_fwd_packed. Rows are copied first if they lie otherwise in 16-byte vectors than contiguous rows."""
-    rows, n = x.shape
+    num_rows, n = x.shape
     others = values is not x
     x = _aligned_like_contiguous(x)
     values = _aligned_like_contiguous(values) if others else x
@@ -306,10 +306,10 @@ def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) 
     tile = packed_tile(n)
     inf, form = FORMATS[x.dtype]
     launch(
-        kwta_fwd_packed, (triton.cdiv(rows, tile["ROWS"]),),
+        kwta_fwd_packed, (triton.cdiv(num_rows, tile["ROWS"]),),
         patterns(x), patterns(values), patterns(x if y is None else y), x if bits is None else bits.view(torch.int8),
         x if mask is None else mask.view(torch.int8),
-        rows, x.stride(0) // unit, values.stride(0) // unit, n // unit, k, normal_quantile(k, n), UNIT=unit,
+        num_rows, x.stride(0) // unit, values.stride(0) // unit, n // unit, k, normal_quantile(k, n), UNIT=unit,
         TIES=TIES[ties], STORE_Y=y is not None, STORE_BITS=bits is not None, STORE_MASK=mask is not None, OTHERS=others,
         INF=inf, FORMAT=form, TRIALS=TRIALS, ORDERED=triton.knobs.runtime.interpret, **tile,
     )  # fmt: skip

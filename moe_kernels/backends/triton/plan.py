@@ -290,8 +290,8 @@ def make_plan_fwd(
 ) -> tuple[Tensor, ...]:
     num_tokens, k = experts.shape
     total = num_tokens * k
-    rows = plan_rows(num_tokens, k, num_experts, capacity)
-    shapes = ((num_experts + 1,), (rows,), (rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
+    num_rows = plan_rows(num_tokens, k, num_experts, capacity)
+    shapes = ((num_experts + 1,), (num_rows,), (num_rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
     arrays = tuple(experts.new_empty(shape, dtype=torch.int32) for shape in shapes)
     expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped = arrays
     if total == 0:
@@ -320,7 +320,7 @@ def make_plan_fwd(
     )  # fmt: skip
     launch(
         _plan_rank, (chunks,),
-        *requests, expert_offsets, row_token, row_choice, slot_row, limit, rows, *sizes, **options,
+        *requests, expert_offsets, row_token, row_choice, slot_row, limit, num_rows, *sizes, **options,
         BLOCK=TILE, num_warps=1,
     )  # fmt: skip
     return arrays
