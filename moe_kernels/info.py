@@ -125,10 +125,10 @@ def placement(op: str, backend: str, dtype: torch.dtype = torch.float32) -> Plac
     """The device type on which `backend` runs `op` in `dtype` here, a GPU first, or the reason why it cannot."""
     reason = ""
     for device in ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]:
-        refused = backends.unsupported(backend, op, device, dtype)
-        if refused is None:
+        problem = backends.unsupported(backend, op, device, dtype)
+        if problem is None:
             return Placement(device, "")
-        reason = reason or refused
+        reason = reason or problem
     return Placement(None, reason)
 
 

@@ -14,7 +14,7 @@ from moe_kernels._pytree import register
 
 @dataclass(frozen=True, eq=False)
 class RoutingPlan:
-    """The row of an expert that every choice of every token became.
+    """The row that each choice of each token gets among the rows of its expert.
 
     A kept choice is a row. Rows of expert e are expert_offsets[e] up to expert_offsets[e + 1], in order of arrival.
     Dropped choices have no row and cost nothing in later operations.
@@ -22,9 +22,9 @@ class RoutingPlan:
         num_tokens, num_experts        T, E
         expert_offsets (E + 1)         first row of every expert; the last entry is the number of rows in use
         row_token      (R)             the token in a row
-        row_choice     (R)             which of its K choices put it there
+        row_choice     (R)             which of the token's K choices the row is
         slot_row       (T, K)          the row of a choice; -1 if it was dropped, or was no choice
-        requested      (E)             choices of an expert
+        requested      (E)             choices that name an expert
         kept           (E)             choices that became rows: kept_e = expert_offsets[e + 1] - expert_offsets[e]
         dropped        ()              sum of requested less sum of kept
 
@@ -93,8 +93,8 @@ class RoutingPlan:
     def used(self) -> Tensor:
         """(T, E) bool: the experts that a token reached."""
         expert = torch.where(self.slot_row >= 0, self.slot_expert, self.num_experts).long()
-        wide = expert.new_zeros(self.num_tokens, self.num_experts + 1, dtype=torch.bool)
-        return wide.scatter(1, expert, True)[:, : self.num_experts]
+        used = expert.new_zeros(self.num_tokens, self.num_experts + 1, dtype=torch.bool)
+        return used.scatter(1, expert, True)[:, : self.num_experts]
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> RoutingPlan:
         """The plan with every array on that device; this one if they are there already.
@@ -132,7 +132,7 @@ class RoutingPlan:
         return self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        # Also for files read by torch.load: only the fields are taken. Operations check their shapes.
+        # torch.load calls this too: it takes only the fields. Operations check their shapes.
         names = [each.name for each in fields(self)]
         if sorted(state) != sorted(names):
             raise ValueError(f"RoutingPlan: expected the fields {', '.join(names)}; got {', '.join(state)}")
@@ -174,7 +174,7 @@ class RoutingPlan:
 
 
 def _rows_or_zeros(rows: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """rows[index] where valid, zeros elsewhere; index may be anything there."""
+    """rows[index] where valid, zeros elsewhere; where not valid, index may be out of range."""
     if rows.shape[0] == 0:
         return rows.sum(0).expand(*index.shape, -1)
     return torch.where(valid[..., None], rows[torch.where(valid, index, 0).long()], 0)

@@ -12,9 +12,9 @@ def combine(rows: Tensor, plan: Any, weights: Tensor | None = None) -> Tensor:
     Summed in float32 (float64 stays); weights None counts every row once. A dropped choice adds nothing, whatever its
     weight.
     """
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
     zeros = rows.new_zeros(1, rows.shape[1])
-    picked = torch.cat([rows, zeros])[plan.slot_row.long()].to(wide)  # (T, K, D); index -1 is the row of zeros
+    picked = torch.cat([rows, zeros])[plan.slot_row.long()].to(dtype)  # (T, K, D); index -1 is the row of zeros
     if weights is not None:
-        picked = picked * torch.where(plan.slot_row >= 0, weights.to(wide), 0)[..., None]
+        picked = picked * torch.where(plan.slot_row >= 0, weights.to(dtype), 0)[..., None]
     return picked.sum(dim=1).to(rows.dtype)

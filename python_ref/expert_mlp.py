@@ -23,6 +23,6 @@ def expert_mlp(
     limit: float = 7.0,
 ) -> Tensor:
     """x (T, D) -> y (T, Dout): sum over kept rows of weights_tk (act(x_t W_in_e + b_in_e) W_out_e + b_out_e)."""
-    named: Any = {"activation": activation, "alpha": alpha, "limit": limit}
-    hidden = grouped_gemm(dispatch(x, plan), w_in, plan.expert_offsets, bias=b_in, **named)
+    options: Any = {"activation": activation, "alpha": alpha, "limit": limit}
+    hidden = grouped_gemm(dispatch(x, plan), w_in, plan.expert_offsets, bias=b_in, **options)
     return combine(grouped_gemm(hidden, w_out, plan.expert_offsets, bias=b_out), plan, weights)

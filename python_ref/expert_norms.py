@@ -23,13 +23,13 @@ def expert_norms(
     s_te = ||act(x_t W_in_e + b_in_e) W_out_e + b_out_e||, the root of the sum of squares; its gradient is zero where
     that sum is zero. Computed in float32 (float64 stays), the hidden layer and the result rounded to the dtype of x.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    pre = torch.einsum("td,edh->teh", x.to(wide), w_in.to(wide))
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    pre = torch.einsum("td,edh->teh", x.to(dtype), w_in.to(dtype))
     if b_in is not None:
-        pre = pre + b_in.to(wide)
-    out = torch.einsum("teh,ehd->ted", activate(pre, activation).to(x.dtype).to(wide), w_out.to(wide))
+        pre = pre + b_in.to(dtype)
+    out = torch.einsum("teh,ehd->ted", activate(pre, activation).to(x.dtype).to(dtype), w_out.to(dtype))
     if b_out is not None:
-        out = out + b_out.to(wide)
+        out = out + b_out.to(dtype)
     squares = out.square().sum(-1)
     positive = squares > 0
     return torch.where(positive, torch.where(positive, squares, 1).sqrt(), 0 * squares).to(x.dtype)

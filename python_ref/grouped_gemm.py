@@ -45,14 +45,14 @@ def grouped_gemm(
     """
     if row_token is not None:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[row_token.long()]  # index -1 is the row of zeros
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    dtype = torch.promote_types(rows.dtype, torch.float32)
     bounds, outs = expert_offsets.tolist(), []
     for expert, (first, last) in enumerate(pairwise(bounds)):
-        pre = rows[first:last].to(wide) @ weight[expert].to(wide)
+        pre = rows[first:last].to(dtype) @ weight[expert].to(dtype)
         if bias is not None:
-            pre = pre + bias[expert].to(wide)
+            pre = pre + bias[expert].to(dtype)
         if activation == "swiglu_clamped":
-            pre = pre.to(rows.dtype).to(wide)
+            pre = pre.to(rows.dtype).to(dtype)
         outs.append(activate(pre, activation, alpha, limit).to(rows.dtype))
     width = weight.shape[2] // 2 if activation in ("swiglu", "geglu", "swiglu_clamped") else weight.shape[2]
     return torch.cat([*outs, rows.new_zeros(rows.shape[0] - bounds[-1], width)])

@@ -1,4 +1,4 @@
-"""Who goes where, by definition: requests in visiting order, sorted by expert; the first `capacity` of each are kept.
+"""Routing plans, by definition: requests in visiting order, sorted by expert; the first `capacity` of each are kept.
 
 Token choice with capacity: GShard, Switch, V-MoE (paper 003) and its Batch Prioritized Routing. Expert choice and
 priority routing: as paper 002 compares them.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Plan(NamedTuple):
-    """The fields of moe_kernels.RoutingPlan, whose docstring explains them. Index arrays are int32."""
+    """The fields of moe_kernels.RoutingPlan; its docstring explains them. Index arrays are int32."""
 
     num_tokens: int
     num_experts: int
@@ -67,9 +67,9 @@ def make_plan(
     row = expert_offsets[expert] + slot
 
     bound = num_tokens * k if capacity is None else min(num_tokens * k, num_experts * capacity)
-    place = torch.where(keep, row, bound)  # all that is dropped writes to one row too many
-    row_token = row.new_full((bound + 1,), -1).scatter_(0, place, torch.where(keep, token, -1))[:bound]
-    row_choice = row.new_full((bound + 1,), -1).scatter_(0, place, torch.where(keep, choice, -1))[:bound]
+    target = torch.where(keep, row, bound)  # dropped requests write to an extra row at the end
+    row_token = row.new_full((bound + 1,), -1).scatter_(0, target, torch.where(keep, token, -1))[:bound]
+    row_choice = row.new_full((bound + 1,), -1).scatter_(0, target, torch.where(keep, choice, -1))[:bound]
     slot_row = row.new_full((num_tokens, k), -1)
     slot_row[token, choice] = torch.where(keep, row, -1)
     arrays = (expert_offsets, row_token, row_choice, slot_row, requested, kept, requested.sum() - kept.sum())
@@ -77,7 +77,7 @@ def make_plan(
 
 
 def plan_expert_choice(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
-    """scores (T, E): every expert takes the min(capacity, T) tokens that score highest with it, ties to the lower
+    """scores (T, E): every expert takes the min(capacity, T) tokens of highest score in its column, ties to the lower
     token.
 
     Column e of slot_row, and of the weights (T, E), belongs to expert e; an expert's rows are in token order.
@@ -85,16 +85,16 @@ def plan_expert_choice(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
     """
     num_tokens, num_experts = scores.shape
     best = torch.sort(scores.detach(), dim=0, descending=True, stable=True).indices[:capacity]
-    taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True)
-    experts = torch.where(taken, torch.arange(num_experts, device=scores.device), -1)
-    return make_plan(experts, num_experts, capacity=min(capacity, num_tokens)), torch.where(taken, scores, 0)
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(0, best, True)
+    experts = torch.where(chosen, torch.arange(num_experts, device=scores.device), -1)
+    return make_plan(experts, num_experts, capacity=min(capacity, num_tokens)), torch.where(chosen, scores, 0)
 
 
 def plan_priority(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
-    """scores (T, E): pairs in descending score; a pair is made if its token is free and its expert has room.
+    """scores (T, E): pairs in descending score; a pair is assigned if its token has no expert and its expert has room.
 
     Equal scores go by token, then by expert. Every token gets one expert while there is room: weights (T, 1) hold its
-    score there, 0 for a token left over. requested counts first choices; an expert's rows are in token order.
+    score there, 0 for a token without an expert. requested counts first choices; an expert's rows are in token order.
     """
     num_tokens, num_experts = scores.shape
     flat = scores.detach().flatten()

@@ -33,7 +33,7 @@ def sinkhorn(
     Columns are normalised last, so they sum to one; rows do after convergence. -inf forbids a pair; a row or column of
     -inf alone stays zero. A matrix that holds NaN or +inf becomes NaN in every element (if iterations > 0).
     anneal_from: iteration t has the temperature temperatures(...)[t]; potentials are kept, in units of scores.
-    rows, columns (..., n): what they sum to instead of one. noise (..., n, n): added to scores.
+    rows, columns (..., n): their sums instead of one. noise (..., n, n): added to scores.
     tolerance: a matrix whose row and column sums are all within it takes no further iteration.
     gradient "unrolled": of these iterations, recomputed from sqrt(iterations) checkpoints; "implicit": see
     implicit_gradient, an error if a row sum is off by more than RESIDUAL.
@@ -56,9 +56,9 @@ def _unrolled(
         log_p = log_p + torch.where(broken, torch.nan, 0.0)
     stride = isqrt(iterations) + 1
     ratios = [before / after for before, after in zip(taus[:1] + taus, taus, strict=False)]
-    some = partial(_iterate, sums=sums, tolerance=tolerance)
+    step = partial(_iterate, sums=sums, tolerance=tolerance)
     for start in range(0, iterations, stride):
-        log_p = checkpoint(some, log_p, ratios[start : start + stride], use_reentrant=False, preserve_rng_state=False)
+        log_p = checkpoint(step, log_p, ratios[start : start + stride], use_reentrant=False, preserve_rng_state=False)
     return log_p.exp().to(scores.dtype)
 
 
@@ -98,14 +98,13 @@ def _log_sum(log_p: Tensor, dim: int) -> Tensor:
 
 
 def check_converged(p: Tensor, rows: Tensor | float = 1.0) -> None:
-    """ValueError if a row sum of p (..., n, n) is wrong: p is no fixed point, so the implicit gradient is not p's."""
-    off = (p.double().sum(-1) - rows).abs()
-    if not bool((off <= RESIDUAL).all()):
-        worst = float(off.nan_to_num(nan=torch.inf).max())
+    """Raises ValueError if a row sum of p (..., n, n) is wrong: the implicit gradient holds at a fixed point only."""
+    error = (p.double().sum(-1) - rows).abs()
+    if not bool((error <= RESIDUAL).all()):
+        worst = float(error.nan_to_num(nan=torch.inf).max())
         raise ValueError(
             f"sinkhorn: gradient='implicit' holds at the fixed point; expected row sums within {RESIDUAL:g} of 1 (or "
-            f"of rows), got "
-            f"one off by {worst:.3g}: more iterations, a higher tau, or gradient='unrolled'"
+            f"of rows), got one off by {worst:.3g}: more iterations, a higher tau, or gradient='unrolled'"
         )
 
 

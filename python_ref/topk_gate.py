@@ -17,12 +17,12 @@ def topk_gate(
     probabilities. NaN ranks highest. The selection is a constant to autograd.
     """
     noisy = logits if noise is None else logits + noise
-    wide = noisy.to(torch.promote_types(noisy.dtype, torch.float32))
+    promoted = noisy.to(torch.promote_types(noisy.dtype, torch.float32))
     experts = torch.sort(noisy.detach(), dim=-1, descending=True, stable=True).indices[:, :k]
     if order == "topk_softmax":
-        weights = wide.gather(1, experts).softmax(dim=-1)
+        weights = promoted.gather(1, experts).softmax(dim=-1)
     elif order == "softmax_topk":
-        weights = wide.softmax(dim=-1).gather(1, experts)
+        weights = promoted.softmax(dim=-1).gather(1, experts)
     else:
         raise ValueError(f"topk_gate: order must be 'topk_softmax' or 'softmax_topk', got {order!r}")
     return weights.to(logits.dtype), experts.to(torch.int32)

@@ -1,7 +1,7 @@
 """The smooth-step tree gate, by definition: probabilities level by level, one softmax over the leaves of all trees.
 
 A tree has E - 1 nodes in heap order (children of node q: 2 q + 1, to the left, and 2 q + 2) and E leaves, which are the
-experts from left to right; where E is no power of two the deepest leaves come first. Equations: ops/tree_gate.py.
+experts from left to right; if E is no power of two the deepest leaves come first. Equations: ops/tree_gate.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def smooth_step(t: Tensor, gamma: float) -> Tensor:
 
     Factored, since the expanded cubic cancels near its zero; 1 - h(t) is h(-t), to full relative precision as well.
     """
-    wide = _wide(t)
-    u = ((wide + gamma / 2) / gamma).clamp(0, 1)
-    return torch.where(wide >= gamma / 2, 1, u * u * (3 - 2 * u)).to(t.dtype)
+    t_promoted = _promoted(t)
+    u = ((t_promoted + gamma / 2) / gamma).clamp(0, 1)
+    return torch.where(t_promoted >= gamma / 2, 1, u * u * (3 - 2 * u)).to(t.dtype)
 
 
 def tree_probabilities(split_logits: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
@@ -29,10 +29,10 @@ def tree_probabilities(split_logits: Tensor, gamma: float) -> tuple[Tensor, Tens
     level, nodes, start = left.new_ones(*left.shape[:-1], 1), [], 0
     while start < left.shape[-1]:
         inner = level[..., : left.shape[-1] - start]
-        here = slice(start, start := start + inner.shape[-1])
+        columns = slice(start, start := start + inner.shape[-1])
         nodes.append(inner)
-        children = torch.stack([inner * left[..., here], inner * right[..., here]], -1).flatten(-2)
-        level = torch.cat([children, level[..., inner.shape[-1] :]], -1)  # the others are leaves, further right
+        children = torch.stack([inner * left[..., columns], inner * right[..., columns]], -1).flatten(-2)
+        level = torch.cat([children, level[..., inner.shape[-1] :]], -1)  # the rest of the level are leaves
     return torch.cat(nodes, -1), level
 
 
@@ -88,29 +88,29 @@ def tree_route(
     """Weights (T, K) and experts (T, K): each tree's likeliest leaf, the left-most of several, as if it were certain.
 
     A node whose pre-activation is NaN sends its token to the left and makes all of the token's weights NaN. Nodes at
-    least as likely as the leaf count as visited: no search for the leaf can do with fewer.
+    least as likely as the leaf count as visited: any search for the leaf must read them.
     """
     split_logits = _logits(x, split_weight, split_bias)
-    unknown = split_logits.isnan()
-    split_logits = split_logits.masked_fill(unknown, torch.inf)
+    is_nan = split_logits.isnan()
+    split_logits = split_logits.masked_fill(is_nan, torch.inf)
     node_probs, leaf_probs = tree_probabilities(split_logits, gamma)
     highest, leaves = leaf_probs.sort(dim=-1, descending=True, stable=True)
     experts, visited = leaves[..., 0], node_probs >= highest[..., :1]
     undecided = (smooth_step(split_logits, gamma) > 0) & (smooth_step(-split_logits, gamma) > 0)
     logits = _logits(x, leaf_weight, leaf_bias).gather(-1, experts[..., None])[..., 0]
-    weights = logits.masked_fill((visited & unknown).any(-1), torch.nan).softmax(-1)
-    same = experts[:, :, None] == experts[:, None, :]
-    repeated = same.tril(-1).any(-1)
-    weights = (same * weights[:, None, :]).sum(-1).masked_fill(repeated, 0)
+    weights = logits.masked_fill((visited & is_nan).any(-1), torch.nan).softmax(-1)
+    equal = experts[:, :, None] == experts[:, None, :]
+    repeated = equal.tril(-1).any(-1)
+    weights = (equal * weights[:, None, :]).sum(-1).masked_fill(repeated, 0)
     statistics = RouteStatistics(visited.sum(-1, dtype=torch.int32), (visited & undecided).any(-1))
     return weights.to(x.dtype), experts.masked_fill(repeated, -1).to(torch.int32), statistics
 
 
-def _wide(x: Tensor) -> Tensor:
+def _promoted(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (T, P) and weight (K, N, P) -> (T, K, N)."""
     product = F.linear(x, weight.flatten(0, 1), None if bias is None else bias.flatten())
-    return _wide(product).unflatten(-1, weight.shape[:2])
+    return _promoted(product).unflatten(-1, weight.shape[:2])

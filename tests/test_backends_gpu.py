@@ -18,7 +18,7 @@ BUILT = "8.0;9.0+PTX"
 
 
 def refused(capability, driver=13000, architectures=BUILT, built_with=13000):
-    return _gpu.refused(f"cuda:{capability}", architectures, built_with, driver)
+    return _gpu.unsupported(f"cuda:{capability}", architectures, built_with, driver)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])

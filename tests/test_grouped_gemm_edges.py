@@ -242,9 +242,9 @@ def test_gathered_rows_far_apart(target):
 
 
 def test_more_experts_than_are_looked_at_together(target, monkeypatch):
-    """CUDA looks at 32 offsets at once, Triton at MOST_TOGETHER: a tile finds its expert of 70 in several rounds."""
+    """CUDA looks at 32 offsets at once, Triton at MAX_BLOCK_E: a tile finds its expert of 70 in several rounds."""
     if target.backend == "triton":
-        monkeypatch.setattr("moe_kernels.backends.triton._grouped_configs.MOST_TOGETHER", 8)
+        monkeypatch.setattr("moe_kernels.backends.triton._grouped_configs.MAX_BLOCK_E", 8)
     dtype, device = finest(target), target.device
     counts = torch.randint(0, 40, (70,)).masked_fill(torch.rand(70) < 0.3, 0)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(device, torch.int32)

@@ -26,7 +26,7 @@ def target():
 
 def test_more_columns_than_a_tile_counts_in_32_bits_are_refused(target, monkeypatch):
     x, offsets = torch.ones(1, 2, device=target.device), torch.tensor([0, 1], dtype=torch.int32, device=target.device)
-    monkeypatch.setattr(_grouped_configs, "MOST_COLUMNS", 4)
+    monkeypatch.setattr(_grouped_configs, "MAX_COLUMNS", 4)
     assert mk.grouped_gemm(x, x.new_ones(1, 2, 4), offsets, backend="triton").tolist() == [[2] * 4]
     with pytest.raises(ValueError, match="grouped_gemm: the Triton kernel takes at most 4 columns, got 5"):
         mk.grouped_gemm(x, x.new_ones(1, 2, 5), offsets, backend="triton")
@@ -70,7 +70,7 @@ def test_tiles_of_a_shape():
         (True, 8 * 97, 128, narrow),
         (False, 8 * 97, 2048, _grouped_configs.GENERAL["fwd"]),
     ):
-        assert _grouped_configs.choose("fwd", 90, even, rows, 8, columns) == expected
+        assert _grouped_configs.choose_tiles("fwd", 90, even, rows, 8, columns) == expected
 
 
 def test_a_captured_call_is_not_timed(monkeypatch):
@@ -81,7 +81,7 @@ def test_a_captured_call_is_not_timed(monkeypatch):
     monkeypatch.setenv("MOE_KERNELS_AUTOTUNE", "1")
     monkeypatch.setattr(_grouped_configs, "timed", {})
     monkeypatch.setattr(_grouped_configs, "loop", lambda device: 80)
-    monkeypatch.setattr(_grouped_configs, "_even", lambda *given: True)
+    monkeypatch.setattr(_grouped_configs, "_divisible", lambda *given: True)
     monkeypatch.setattr(_grouped_configs, "_milliseconds", lambda launch, tiles: timed.append(tiles) or 1.0)
     for captured in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
@@ -94,7 +94,7 @@ def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(
     assert set(_grouped_configs.ALTERNATIVES) == set(_grouped_configs.TILES)
     for (kernel, which), known in _grouped_configs.ALTERNATIVES.items():
         for m, n, k, warps, stages in known:
-            assert 2 * m * _grouped_configs.MOST_COLUMNS <= 2**31
+            assert 2 * m * _grouped_configs.MAX_COLUMNS <= 2**31
             columns = 2 * n if kernel == "gated" else n
             assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048
             assert m * columns <= 128 * 32 * warps  # 128 sums a thread and as many registers for the rest

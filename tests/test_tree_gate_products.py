@@ -87,7 +87,7 @@ def assert_rounded(got, exact, sizes, terms: int, what: object) -> None:
     """
     info = torch.finfo(got.dtype)
     rounding = info.eps / 2 * exact.abs().clamp(min=info.smallest_normal)  # below which steps shrink no more
-    summing = 2 * terms * torch.finfo(library.wide(got.dtype)).eps / 2 * sizes
+    summing = 2 * terms * torch.finfo(library.compute_dtype(got.dtype)).eps / 2 * sizes
     assert ((got.double() - exact).abs() <= 1.01 * rounding + summing).all(), what
 
 
@@ -147,7 +147,7 @@ def test_same_bits_whatever_the_threads_and_strides():
     """But for gradients of the nodes above the branches, which torch multiplies: they are 0 here."""
     arguments = drawn(700, 40, 3, 64)
     assert passes_over(arguments, GAMMA)
-    above = tree_gate_products_cpu._above(arguments["leaf_weight"])
+    above = tree_gate_products_cpu._nodes_above(arguments["leaf_weight"])
     grads = torch.randn(700, 64), torch.randn(700, 3, 64)
     strided = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}
     strided["x"] = padded(arguments["x"])  # read where it lies, as rows of x are

@@ -1,9 +1,9 @@
 """Chooses the backend of an operation, and explains the choice.
 
 No table lists the kernels: backend b implements operation f if its namespace has f_fwd, and beside it
-f_supports(place, dtype) returns None or the reason why it cannot run there. A place is a device type; of a GPU its
-compute capability follows: "cuda:8.0". f_limits(place), where there is one, returns the largest sizes that f takes, by
-their names in SIZES. First hit wins: the backend= argument, use_backend(), MOE_KERNELS_BACKEND, automatic. A backend
+f_supports(target, dtype) returns None or the reason why it cannot run there. A target is a device type, for a GPU with
+its compute capability: "cuda:8.0". f_limits(target), if it exists, returns the largest sizes that f takes, by their
+names in SIZES. First hit wins: the backend= argument, use_backend(), MOE_KERNELS_BACKEND, automatic. A backend
 named in a call never falls back.
 """
 
@@ -47,7 +47,7 @@ ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_
 # Operations without kernels of their own, and the operation whose kernels they use.
 MADE_OF = {"expert_mlp": "grouped_gemm", "expert_norms": "grouped_gemm"}
 
-# Sizes that a kernel may be limited in, of the tensors of a call in their order.
+# Sizes that a kernel may limit, from the tensors of a call in their order.
 SIZES: dict[str, Callable[..., dict[str, int]]] = {
     "sinkhorn": lambda scores: {"n": scores.shape[-1]},
     "topk_gate": lambda logits: {"E": logits.shape[-1]},
@@ -57,11 +57,11 @@ SIZES: dict[str, Callable[..., dict[str, int]]] = {
 
 VARIABLE = "MOE_KERNELS_BACKEND"
 
-_wanted: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=None)
+_requested: ContextVar[str | None] = ContextVar("moe_kernels_backend", default=None)
 
 
 def constant(function: _Function) -> _Function:
-    """Marks a function whose result torch.compile takes for a constant.
+    """Marks a function whose result torch.compile treats as a constant.
 
     torch.compiler.assume_constant_result does this and no more, but imports torch._dynamo: 2.7 s, 860 modules.
     """
@@ -101,20 +101,20 @@ def use_backend(name: str) -> Iterator[None]:
         tensor([0., 2.])
     """
     _check_name(name)
-    token = _wanted.set(name)
+    token = _requested.set(name)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _requested.reset(token)
 
 
 def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
     """The backend that runs `op` on a main input like x; a compiled function keeps the choice of its first trace.
 
     For an operation in SIZES, x and `more` are the arguments of its function there. A backend whose kernels cannot take
-    these sizes is passed over.
+    these sizes is skipped.
     """
-    # x.is_cpu is faster than x.device, which makes a new object: 0.9 us of the 3.5 that this takes.
+    # x.is_cpu is faster than x.device, which makes a new object: 0.9 us of the 3.5 of this function.
     device, index = ("cpu", None) if x.is_cpu else (x.device.type, x.device.index)
     chosen = _choose(op, backend, device, index, x.dtype, ())
     if op not in SIZES:
@@ -129,21 +129,21 @@ def choose(op: str, backend: str | None, x: Tensor, *more: Tensor) -> str:
 
 def too_large(sizes: dict[str, int], limits: tuple[tuple[str, int], ...]) -> str | None:
     """The reason why a size is above its limit, or None; the comparisons become guards of a compiled function."""
-    for size, most in limits:
-        if sizes[size] > most:
-            return f"it takes {size} up to {most}, not {sizes[size]}"
+    for size, limit in limits:
+        if sizes[size] > limit:
+            return f"it takes {size} up to {limit}, not {sizes[size]}"
     return None
 
 
 @constant
 def _limits(op: str, name: str, device: str, index: int | None) -> tuple[tuple[str, int], ...]:
-    return limits(name, op, _gpu.place(device, index))
+    return limits(name, op, _gpu.target(device, index))
 
 
-def limits(name: str, op: str, place: str) -> tuple[tuple[str, int], ...]:
+def limits(name: str, op: str, target: str) -> tuple[tuple[str, int], ...]:
     """The largest sizes that backend `name` takes, as (name in SIZES, number)."""
     found = getattr(load(name, op), f"{op}_limits", None)
-    return () if found is None else tuple(found(place).items())
+    return () if found is None else tuple(found(target).items())
 
 
 # The backend of meta tensors: operators of library/ compute the shapes of their results.
@@ -165,38 +165,40 @@ def _choose(
     dtype: torch.dtype,
     passed: tuple[tuple[str, str], ...],  # backends that sizes exclude, with the reason
 ) -> str:
-    return _decide(op, requested(backend), _gpu.place(device, index), dtype, passed)
+    return _decide(op, requested(backend), _gpu.target(device, index), dtype, passed)
 
 
 def requested(backend: str | None) -> str | None:
     """The backend requested by argument, context or environment; None: automatic choice."""
-    return backend or _wanted.get() or os.environ.get(VARIABLE) or None
+    return backend or _requested.get() or os.environ.get(VARIABLE) or None
 
 
 @cache
-def _decide(op: str, name: str | None, place: str, dtype: torch.dtype, passed: tuple[tuple[str, str], ...] = ()) -> str:
-    excluded, device = dict(passed), place.partition(":")[0]
+def _decide(
+    op: str, name: str | None, target: str, dtype: torch.dtype, passed: tuple[tuple[str, str], ...] = ()
+) -> str:
+    excluded, device = dict(passed), target.partition(":")[0]
     if name is not None:
         _check_name(name)
-        reason = excluded.get(name) or unsupported(name, op, place, dtype)
+        reason = excluded.get(name) or unsupported(name, op, target, dtype)
         if reason is not None:
             raise BackendError(f"{op}: backend {name!r} cannot run here: {reason}")
         return name
     order = ORDER.get(MADE_OF.get(op, op)) if device == "cuda" else None
     for name in order or AUTOMATIC.get(device, ("reference",)):
-        if name not in excluded and unsupported(name, op, place, dtype) is None:
+        if name not in excluded and unsupported(name, op, target, dtype) is None:
             if name == "reference" and device == "cuda":
                 _warn_reference(op)
             return name
     raise BackendError(f"{op}: no backend can run here; moe_kernels.explain({op!r}, ...) says why")
 
 
-def unsupported(name: str, op: str, place: str, dtype: torch.dtype) -> str | None:
-    """None if backend `name` can run `op` on tensors of that place and dtype, else the reason."""
+def unsupported(name: str, op: str, target: str, dtype: torch.dtype) -> str | None:
+    """None if backend `name` can run `op` on tensors of that target and dtype, else the reason."""
     op = ALIASES.get(op, op)
     reason = missing(name, op)
     if reason is None and name != "reference":
-        reason = getattr(load(name, op), f"{MADE_OF.get(op, op)}_supports")(place, dtype)
+        reason = getattr(load(name, op), f"{MADE_OF.get(op, op)}_supports")(target, dtype)
     return reason
 
 
@@ -239,13 +241,13 @@ def reconsider() -> None:
     _decide.cache_clear()
 
 
-def candidates(op: str, place: str, dtype: torch.dtype, sizes: dict[str, int] | None = None) -> list[Candidate]:
-    """Every backend, and whether it can run `op` on tensors of that place and dtype, and of these sizes if given."""
+def candidates(op: str, target: str, dtype: torch.dtype, sizes: dict[str, int] | None = None) -> list[Candidate]:
+    """Every backend, and whether it can run `op` on tensors of that target and dtype, and of these sizes if given."""
     found = []
     for name in NAMES:
-        reason = unsupported(name, op, place, dtype)
+        reason = unsupported(name, op, target, dtype)
         if reason is None and sizes:
-            reason = too_large(sizes, limits(name, op, place))
+            reason = too_large(sizes, limits(name, op, target))
         found.append(Candidate(name, reason is None, reason or ""))
     return found
 
@@ -263,15 +265,15 @@ def explain(op: str, *args: object) -> list[Candidate]:
         >>> found[0].backend, found[0].available
         ('reference', True)
     """
-    if missing("reference", op) is not None:  # which every operation has
+    if missing("reference", op) is not None:  # every operation has a reference
         raise ValueError(f"explain: op must be one that python -m moe_kernels info lists, such as kwta; got {op!r}")
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not tensors:
         raise TypeError(f"explain: expected the arguments of {op}, a Tensor among them; got {args!r}")
-    x, place = tensors[0], _gpu.place(tensors[0].device.type, tensors[0].device.index)
+    x, target = tensors[0], _gpu.target(tensors[0].device.type, tensors[0].device.index)
     sized = tensors[: 2 if op in ("tree_gate", "tree_route") else 1]
     sizes = SIZES[op](*sized) if op in SIZES else None
-    found = candidates(op, place, x.dtype, sizes)
+    found = candidates(op, target, x.dtype, sizes)
     try:
         chosen = choose(op, None, *sized)
     except BackendError:

@@ -1,4 +1,4 @@
-"""Tensors as arguments of C++ functions, for native/ (the calls). Only this file takes addresses of tensors.
+"""Tensors as arguments of the C++ functions that native/ calls. Only this file takes addresses of tensors.
 
 A raw pointer has no dtype, so dtypes are checked here.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 # The codes of csrc/include/moe/dtypes.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 
-# Called with every tensor whose address is taken, from which tests/simt and tests/ptx learn the extents of buffers.
+# If set, called with every tensor whose address is taken: tests/simt and tests/ptx record the extents of buffers.
 on_pointer: Callable[[Tensor], None] | None = None
 
 
@@ -23,8 +23,8 @@ def pointer(device_type: str, op: str, tensor: Tensor | None, dtype: torch.dtype
     if tensor is None:
         return 0
     # Not tensor.device, which makes a new object: this takes 0.5 us instead of 1.2, for three or more tensors a call.
-    there = tensor.is_cpu if device_type == "cpu" else tensor.is_cuda
-    if tensor.dtype is not dtype or tensor.dim() != rank or not there:
+    on_device = tensor.is_cpu if device_type == "cpu" else tensor.is_cuda
+    if tensor.dtype is not dtype or tensor.dim() != rank or not on_device:
         raise TypeError(
             f"{op}: a kernel expected {rank}-d {dtype} on {device_type}, "
             f"got {tensor.dim()}-d {tensor.dtype} on {tensor.device}"
@@ -48,11 +48,11 @@ def aligned(tensor: Tensor, size: int) -> bool:
     return tensor.data_ptr() % size == 0
 
 
-def unsupported(place: str, expected: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
+def unsupported(target: str, expected: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]) -> str | None:
     """None if kernels for device type `expected` and these dtypes take such tensors, or the reason."""
-    device = place.partition(":")[0]
+    device = target.partition(":")[0]
     if device != expected:
         return f"it runs on {expected} tensors, not on {device} ones"
     if dtype not in dtypes:
-        return f"it takes {', '.join(str(known).removeprefix('torch.') for known in dtypes)}, not {dtype}"
+        return f"it takes {', '.join(str(each).removeprefix('torch.') for each in dtypes)}, not {dtype}"
     return None

@@ -5,32 +5,32 @@ from __future__ import annotations
 import torch
 
 
-def place(device: str, index: int | None) -> str:
-    """Device type, and of a GPU also its compute capability: "cuda:8.0". The same kernels run wherever it is equal."""
+def target(device: str, index: int | None) -> str:
+    """Device type, for a GPU with its compute capability: "cuda:8.0". GPUs of one target run the same kernels."""
     if device != "cuda" or not torch.cuda.is_available():
         return device
     major, minor = torch.cuda.get_device_capability(index)
     return f"{device}:{major}.{minor}"
 
 
-def capability(place: str) -> tuple[int, int] | None:
-    """The compute capability in `place`; of "cuda" alone that of the current GPU, None without one."""
-    if ":" not in place and not torch.cuda.is_available():
+def capability(target: str) -> tuple[int, int] | None:
+    """The compute capability in `target`; for "cuda" alone that of the current GPU, None without a GPU."""
+    if ":" not in target and not torch.cuda.is_available():
         return None
-    if ":" not in place:
+    if ":" not in target:
         return torch.cuda.get_device_capability()
-    major, minor = place.split(":")[1].split(".")
+    major, minor = target.split(":")[1].split(".")
     return int(major), int(minor)
 
 
-def refused(place: str, architectures: str, built_with: int, driver: int) -> str | None:
-    """None if code for `architectures` (such as "8.0;9.0+PTX") runs on the GPU of `place`, else the reason.
+def unsupported(target: str, architectures: str, built_with: int, driver: int) -> str | None:
+    """None if code for `architectures` (such as "8.0;9.0+PTX") runs on the GPU of `target`, else the reason.
 
     Machine code for X.Y runs on capability X.Z with Z >= Y, and needs a driver of the same major CUDA version. PTX for
     X.Y is compiled by the driver for X.Y and all later ones; such a driver is at least as new as the toolkit. A letter
     after the number binds the code to X.Y itself. Versions count as CUDA's: 13000 is 13.0.
     """
-    found = capability(place)
+    found = capability(target)
     if found is None:
         return None
     if driver // 1000 < built_with // 1000:

@@ -1,4 +1,4 @@
-"""Where a search for a threshold starts."""
+"""The quantile from which kWTA's search for a threshold starts."""
 
 from functools import cache
 from statistics import NormalDist
@@ -6,5 +6,5 @@ from statistics import NormalDist
 
 @cache
 def normal_quantile(k: int, n: int) -> float:
-    """Standard deviations above the mean at which k of n normal values lie above; 0 where there is nothing to find."""
+    """Standard deviations above the mean at which k of n normal values lie above; 0 if k is 0 or n."""
     return NormalDist().inv_cdf(1 - (k - 0.5) / n) if 0 < k < n else 0.0

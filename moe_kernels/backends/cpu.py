@@ -47,7 +47,7 @@ on_amd: bool = module.on_amd
 # Whether C++ multiplies bfloat16 itself, in pairs (csrc/include/moe/pairs.h).
 multiplies_pairs: bool = module.multiplies_pairs and module.isas[isa] == "avx512"
 
-# Below this many elements, about 10 us of work, neither a second thread nor releasing the GIL pays.
+# With fewer elements, about 10 us of work, neither a second thread nor releasing the GIL pays.
 _SERIAL = 1 << 15
 
 _self = sys.modules[__name__]
@@ -68,17 +68,17 @@ def fresh(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
-    """Scratch for the requests of each chunk of tokens to each expert: (chunks, K or 1, E), choice by choice if `order`
-    visits them so."""
+    """Scratch for the number of requests of each chunk of tokens to each expert: (chunks, K, E) if `order` is "choice",
+    else (chunks, 1, E)."""
     segments = experts.shape[1] if order == "choice" else 1
     return experts.new_empty((chunks(experts.numel()), segments, num_experts), dtype=torch.int32)
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """(threads, bytes): matrices and vectors of 64 bytes for each element, or of rows of doubles padded to 16."""
+    """(threads, bytes): matrices and vectors of 64 bytes an element if n <= 16, else of double rows padded to 16."""
     n = scores.shape[-1]
     packed = n <= 16  # then scores and gradients are staged for twice as many matrices as are computed at a time
-    # Backward keeps of every iteration three vectors of rows, three of columns, and which matrices took it.
+    # Backward keeps three row vectors and three column vectors of every iteration, and the matrices that took it.
     staged, matrices, vectors = (2, 2, 20 + 8 * iterations) if backward else (1, 1, 20)
     matrices += 2 * staged if packed else staged
     vector = 64 * n if packed else 8 * -(-n // 16) * 16
@@ -86,9 +86,10 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
 
 
 def call(name: str, work: Tensor | int, *args: Any, passes: int = 1) -> int:
-    """Calls a C++ function (see native/) and returns its result: 0, or 1 if it found indices that it refuses.
+    """Calls a C++ function (see native/) and returns its result: 0, or 1 if an index is out of range.
 
-    work: elements that the kernel works on, or a tensor of as many; passes: how often.
+    csrc/cpu/module.cpp takes off the first two arguments: the instruction set, and whether to release the GIL.
+    work: elements that the kernel works on, or a tensor of as many; passes: how often it works on them.
     """
     elements = work.numel() if isinstance(work, Tensor) else work
     numbers = _addresses.as_numbers(device_type, name, args)
@@ -105,7 +106,7 @@ tree_gate_supports = tree_route_supports = _supports
 
 
 def make_plan_supports(device: str, dtype: torch.dtype) -> str | None:
-    return _supports(device, torch.float32)  # of the device alone: experts are int32 or int64
+    return _supports(device, torch.float32)  # depends on the device only: experts are int32 or int64
 
 
 kwta_fwd = partial(kwta.fwd, _self)

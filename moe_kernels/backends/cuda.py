@@ -29,10 +29,10 @@ except ImportError as error:
     module = None
     _not_built = f"the CUDA extension is not built ({error}); install with nvcc on the PATH"
 
-# tests/simt runs the same launchers on the host: it puts its own module here, and device_type "cpu".
+# tests/simt runs the same launchers on the host: it sets `module` to its own and device_type to "cpu".
 device_type = "cuda"
 
-PLAN_TILE = 1024  # requests that a block of csrc/cuda/plan.cu takes at a time
+PLAN_TILE = 1024  # requests that a block of csrc/cuda/plan.cu reads at a time
 
 _self = sys.modules[__name__]
 
@@ -56,16 +56,16 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
     """Scratch for the requests of each chunk to each expert: (chunks, E).
 
     A chunk is at least a tile of csrc/cuda/plan.cu, so that 32768 x 8 requests are two blocks for each SM of an H100;
-    at most 1024 chunks, fewer where more than 4096 experts would make the scratch exceed 16 MiB.
+    at most 1024 chunks, fewer if more than 4096 experts would make the scratch exceed 16 MiB.
     """
-    most = max(1, min(1024, 2**22 // num_experts))
-    chunks = max(1, min(-(-experts.numel() // PLAN_TILE), most))
+    limit = max(1, min(1024, 2**22 // num_experts))
+    chunks = max(1, min(-(-experts.numel() // PLAN_TILE), limit))
     return experts.new_empty((chunks, num_experts), dtype=torch.int32)
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """(B, bytes): two vectors of doubles for every iteration; a matrix of sums, where none stays in registers, else a
-    flag in 8 bytes."""
+    """(B, bytes). Backward: two vectors of doubles for every iteration, then a flag (8 bytes) or, for n > 64, a matrix
+    of doubles. Forward: a flag or, for n > 64, a matrix of floats unless p is float32."""
     batch, n, _ = scores.shape
     if backward:
         size = 8 * n * (2 * iterations + (n if n > 64 else 0)) + 8 * (n <= 64)
@@ -74,42 +74,42 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     return scores.new_empty((batch, size), dtype=torch.uint8)
 
 
-def _supports(place: str, dtype: torch.dtype) -> str | None:
+def _supports(target: str, dtype: torch.dtype) -> str | None:
     if module is None:
         return _not_built
-    reason = _addresses.unsupported(place, device_type, dtype, (torch.float32, torch.bfloat16, torch.float16))
+    reason = _addresses.unsupported(target, device_type, dtype, (torch.float32, torch.bfloat16, torch.float16))
     if reason is not None or device_type == "cpu":
         return reason
-    return _gpu.refused(place, module.architectures, module.runtime_version, module.driver_version())
+    return _gpu.unsupported(target, module.architectures, module.runtime_version, module.driver_version())
 
 
 kwta_supports = topk_gate_supports = dispatch_supports = combine_supports = sinkhorn_supports = _supports
 tree_gate_supports = tree_route_supports = _supports
 
 
-def make_plan_supports(place: str, dtype: torch.dtype) -> str | None:
-    return _supports(place, torch.float32)  # of the device alone: experts are int32 or int64
+def make_plan_supports(target: str, dtype: torch.dtype) -> str | None:
+    return _supports(target, torch.float32)  # depends on the device only: experts are int32 or int64
 
 
-def grouped_gemm_supports(place: str, dtype: torch.dtype) -> str | None:
+def grouped_gemm_supports(target: str, dtype: torch.dtype) -> str | None:
     if dtype == torch.float32:
-        return _supports(place, dtype) or "sm_80 tensor-core kernel: bfloat16 and float16"
-    return _supports(place, dtype)
+        return _supports(target, dtype) or "sm_80 tensor-core kernel: bfloat16 and float16"
+    return _supports(target, dtype)
 
 
 TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
 
 
 # Launchers refuse larger sizes.
-def sinkhorn_limits(place: str) -> dict[str, int]:
+def sinkhorn_limits(target: str) -> dict[str, int]:
     return {"n": 1024}
 
 
-def tree_gate_limits(place: str) -> dict[str, int]:
+def tree_gate_limits(target: str) -> dict[str, int]:
     return {"E": 4096}
 
 
-def tree_route_limits(place: str) -> dict[str, int]:
+def tree_route_limits(target: str) -> dict[str, int]:
     return {"K": 1024}
 
 

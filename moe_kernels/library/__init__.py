@@ -1,4 +1,4 @@
-"""The operations as torch's operators, a file each: schema, implementation, fake, autograd, vmap rule, FLOP formula.
+"""The operations as operators of torch, one file each: schema, implementation, fake, autograd, vmap rule, FLOP formula.
 
 An implementation with kernels calls the backend named in its last argument; others, such as harden and the checks,
 have no such argument. Eager mode, torch.compile, torch.export, profilers, dispatch modes and torch.utils.flop_counter
@@ -19,7 +19,26 @@ from moe_kernels.library import (  # noqa: F401
     topk_gate,
     tree_gate,
 )
-from moe_kernels.library._define import CLAMPED, GATED, all_rows, matrices, ops, rows, wide, words
+from moe_kernels.library._define import (
+    CLAMPED,
+    GATED,
+    all_rows,
+    compute_dtype,
+    contiguous_matrices,
+    contiguous_rows,
+    ops,
+    words,
+)
 from moe_kernels.library.plan import plan_rows
 
-__all__ = ["CLAMPED", "GATED", "all_rows", "matrices", "ops", "plan_rows", "rows", "wide", "words"]
+__all__ = [
+    "CLAMPED",
+    "GATED",
+    "all_rows",
+    "compute_dtype",
+    "contiguous_matrices",
+    "contiguous_rows",
+    "ops",
+    "plan_rows",
+    "words",
+]

@@ -69,16 +69,16 @@ def _without_zeros(
         if save is not None:
             save(ctx, inputs, output)
 
-    def of_some(ctx: Any, *grads: Any) -> Any:
+    def backward_unless_none(ctx: Any, *grads: Any) -> Any:
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         return backward(ctx, *grads)
 
-    return setup_context, of_some
+    return setup_context, backward_unless_none
 
 
-def refused(op: str) -> Callable[..., Any]:
-    """A `backward` that raises, for the operator that computes the gradient of `op`."""
+def no_second_derivative(op: str) -> Callable[..., Any]:
+    """A `backward` that raises, for the operator of the gradient of `op`: it has no second derivative."""
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(f"{op}: kernels are once_differentiable; backend='reference' has second derivatives")
@@ -100,11 +100,11 @@ def _rule(name: str, op: Callable[..., Any], batched: tuple[int, ...]) -> Callab
             _merge(each, dim, size) if position in batched and each is not None else each
             for position, (dim, each) in enumerate(zip(in_dims, args, strict=True))
         ]
-        rows = merged[batched[0]].shape[0] // size
+        num_rows = merged[batched[0]].shape[0] // size
         found = op(*merged)
         if isinstance(found, Tensor):
-            return found.unflatten(0, (size, rows)), 0
-        return tuple(each.unflatten(0, (size, rows)) for each in found), (0,) * len(found)
+            return found.unflatten(0, (size, num_rows)), 0
+        return tuple(each.unflatten(0, (size, num_rows)) for each in found), (0,) * len(found)
 
     return rule
 
@@ -120,7 +120,7 @@ def all_rows(x: Tensor) -> Tensor:
     return torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
 
 
-def rows(x: Tensor) -> Tensor:
+def contiguous_rows(x: Tensor) -> Tensor:
     """x (R, N) with a contiguous last dimension, copied only if it has none."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
@@ -131,15 +131,15 @@ def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def gradient_like(x: Tensor, wanted: bool) -> Tensor:
-    """Memory for the gradient to x, contiguous; empty if it is not wanted."""
+    """Memory for the gradient to x, contiguous; of no elements if it is not wanted."""
     return x.new_empty(x.shape if wanted else 0)
 
 
-GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations of kernels that halve the columns
-CLAMPED = "swiglu_clamped"  # halves them too, in a separate operator
+GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations in the kernels that halve the number of columns
+CLAMPED = "swiglu_clamped"  # halves it too, but in an operator of its own
 
 
-def matrices(weight: Tensor) -> Tensor:
+def contiguous_matrices(weight: Tensor) -> Tensor:
     """weight (E, M, N) with a contiguous last or middle dimension, copied only if it has neither."""
     return weight if weight.stride(-1) == 1 or weight.stride(-2) == 1 else weight.contiguous()
 
@@ -149,7 +149,7 @@ def words(n: int) -> int:
     return (n + 31) // 32
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype that a kernel computes in: float32, or float64 for float64."""
     return dtype if dtype == torch.float64 else torch.float32
 
@@ -166,7 +166,7 @@ def is_checked(index: Tensor) -> bool:
 
 
 def refuse_outside(what: str, index: Tensor, least: int, size: int, meaning: str = "") -> None:
-    """ValueError for values outside [least, size). meaning: of the value `least`."""
+    """Raises ValueError for values outside [least, size). meaning: that of the value `least`."""
     if index.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(index))

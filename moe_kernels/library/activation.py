@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.library._define import define, no_flops, ops, refused, wide
+from moe_kernels.library._define import compute_dtype, define, no_flops, no_second_derivative, ops
 from python_ref.grouped_gemm import activate
 
 
 def _fwd(pre: Tensor, alpha: float, limit: float) -> Tensor:
-    return activate(pre.to(wide(pre.dtype)), "swiglu_clamped", alpha, limit).to(pre.dtype)
+    return activate(pre.to(compute_dtype(pre.dtype)), "swiglu_clamped", alpha, limit).to(pre.dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -28,7 +28,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _bwd(grad: Tensor, pre: Tensor, alpha: float, limit: float) -> Tensor:
-    dtype = wide(pre.dtype)
+    dtype = compute_dtype(pre.dtype)
     grad, gate, linear = grad.to(dtype), pre[..., ::2].to(dtype), pre[..., 1::2].to(dtype)
     g, u = gate.clamp(max=limit), linear.clamp(-limit, limit)
     share = torch.sigmoid(alpha * g)
@@ -50,5 +50,5 @@ define(
     _bwd,
     lambda grad, pre, alpha, limit: pre.new_empty(pre.shape),
     no_flops,
-    backward=refused("swiglu_clamped"),
+    backward=no_second_derivative("swiglu_clamped"),
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, ops, rows
+from moe_kernels.library._define import contiguous_rows, define, ops
 from moe_kernels.library.dispatch import refuse_bad_rows
 
 
@@ -17,7 +17,7 @@ def combine(x: Tensor, weights: Tensor | None, slot_row: Tensor, backend: str) -
     weights = None if weights is None else weights.contiguous()
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows("combine", slot_row, x.shape[0])
-    return backends.load(backend, "combine").combine_fwd(rows(x), weights, slot_row.contiguous())
+    return backends.load(backend, "combine").combine_fwd(contiguous_rows(x), weights, slot_row.contiguous())
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -39,8 +39,8 @@ def _bwd(grad: Tensor, x: Tensor, weights: Tensor, *plan_and_backend: Any) -> tu
     row_token, slot_row, expert_offsets, row_choice = (each.contiguous() for each in plan)
     if backend != "cpu":
         refuse_bad_rows("combine", slot_row, x.shape[0], expert_offsets=expert_offsets)
-    arrays = row_token, slot_row, expert_offsets, row_choice
-    return backends.load(backend, "combine").combine_bwd(rows(grad), rows(x), weights.contiguous(), *arrays)
+    given = *map(contiguous_rows, (grad, x)), weights.contiguous(), row_token, slot_row, expert_offsets, row_choice
+    return backends.load(backend, "combine").combine_bwd(*given)
 
 
 def _save_all(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

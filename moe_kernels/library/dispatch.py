@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, define_check, is_checked, no_flops, ops, refuse_outside, rows
+from moe_kernels.library._define import contiguous_rows, define, define_check, is_checked, no_flops, ops, refuse_outside
 
 
 def refuse_bad_rows(op, slot_row, num_rows, row_token=None, expert_offsets=None) -> None:
-    """ValueError for values of a plan's arrays that are out of range, if they are checked (is_checked)."""
+    """Raises ValueError for values of a plan's arrays that are out of range, if they are checked (is_checked)."""
     if not is_checked(slot_row):
         return
     num_tokens = slot_row.shape[0]
@@ -33,7 +33,7 @@ def _fwd(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor,
     arrays = [each.contiguous() for each in (row_token, slot_row, expert_offsets)]
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows("dispatch", slot_row, row_token.shape[0], row_token, expert_offsets)
-    return backends.load(backend, "dispatch").dispatch_fwd(rows(x), *arrays)
+    return backends.load(backend, "dispatch").dispatch_fwd(contiguous_rows(x), *arrays)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -7,9 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.library._define import contiguous, define, gradient_like, ops, refused, rows, wide
+from moe_kernels.library._define import (
+    compute_dtype,
+    contiguous,
+    contiguous_rows,
+    define,
+    gradient_like,
+    no_second_derivative,
+    ops,
+)
 from moe_kernels.library.combine import combine
-from moe_kernels.library.grouped_gemm import forward, kernels, matrices, rows_gradient, weight_gradient, weight_like
+from moe_kernels.library.grouped_gemm import (
+    contiguous_matrices,
+    forward,
+    kernels,
+    rows_gradient,
+    weight_gradient,
+    weight_like,
+)
 from moe_kernels.library.plan import make_plan
 
 
@@ -17,7 +32,7 @@ def _fwd(
     x, weights, w_in, w_out, b_in, b_out, expert_offsets, row_token, row_choice, slot_row, activation, keep_pre, backend
 ) -> tuple[Tensor, Tensor]:
     plan = contiguous(expert_offsets, row_token, slot_row)
-    found = _at_once(x, weights, w_in, w_out, b_in, b_out, activation, plan, None, keep_pre, backend)
+    found = _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, None, keep_pre, backend)
     if found is not None:
         return found
     hidden, pre = forward(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
@@ -26,11 +41,11 @@ def _fwd(
     return combine(result, weights, slot_row, backend), pre
 
 
-def _at_once(x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre, backend):
+def _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre, backend):
     """y and pre from a single launch; None if the backend has none for these sizes (grouped_gemm_cpu.mlp)."""
     if backend != "cpu":
         return None
-    given = rows(x), *contiguous(weights), matrices(w_in), matrices(w_out), *contiguous(b_in, b_out)
+    given = contiguous_rows(x), *contiguous(weights), *map(contiguous_matrices, (w_in, w_out)), *contiguous(b_in, b_out)
     return kernels(backend).expert_mlp_at_once(*given, activation, plan, experts, keep_pre)
 
 
@@ -38,7 +53,7 @@ def _of_choices(x, weights, w_in, w_out, b_in, b_out, experts, activation, backe
     given = x, weights, w_in, w_out, b_in, b_out
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given):
         raise RuntimeError("expert_mlp_of_choices: it has no gradient; expert_mlp_fwd has one")
-    found = _at_once(*given, activation, None, experts.contiguous(), False, backend)
+    found = _single_launch(*given, activation, None, experts.contiguous(), False, backend)
     if found is None:
         choices = torch.where(experts < w_in.shape[0], experts, -1)
         plan = make_plan(choices, w_in.shape[0], None, None, "choice", backend)
@@ -70,8 +85,8 @@ def _bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple
     if pre is None:
         pre, _ = forward(x, w_in, expert_offsets, row_token, b_in, "", False, backend)
     dx = dweights = dw_in = dw_out = db_in = db_out = None
-    grad, row_weight = rows(grad), _row_weight(weights, row_token, row_choice, wide(x.dtype))
-    given = grad, matrices(w_out), expert_offsets, row_token, row_weight, pre.contiguous()
+    grad, row_weight = contiguous_rows(grad), _row_weight(weights, row_token, row_choice, compute_dtype(x.dtype))
+    given = grad, contiguous_matrices(w_out), expert_offsets, row_token, row_weight, pre.contiguous()
     biased = b_out.contiguous() if to_weights and b_out is not None else None
     dpre, weighted, drow_weight = kernels(backend).expert_mlp_bwd_hidden(*given, activation, biased)
     if to_w_out or to_b_out:
@@ -89,12 +104,12 @@ def _bwd(grad, x, weights, w_in, w_out, b_in, b_out, *plan_and_options) -> tuple
     return tuple(x.new_empty(0) if each is None else each for each in (dx, dweights, dw_in, dw_out, db_in, db_out))
 
 
-def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, wide: torch.dtype) -> Tensor:
+def _row_weight(weights: Tensor | None, row_token: Tensor, row_choice: Tensor, dtype: torch.dtype) -> Tensor:
     """(R,): the gate weight of every row, 1 without weights. The weight of an unused row is arbitrary."""
     if weights is None or weights.numel() == 0:
-        return row_token.new_ones(row_token.shape, dtype=wide)
-    place = torch.add(row_choice, row_token, alpha=weights.shape[1]).clamp_(min=0)
-    return weights.reshape(-1).index_select(0, place)
+        return row_token.new_ones(row_token.shape, dtype=dtype)
+    index = torch.add(row_choice, row_token, alpha=weights.shape[1]).clamp_(min=0)
+    return weights.reshape(-1).index_select(0, index)
 
 
 def _weights_gradient(weights, drow_weight, slot_row) -> Tensor:
@@ -154,7 +169,7 @@ define(
     _bwd,
     _bwd_fake,
     _bwd_flops,
-    backward=refused("expert_mlp"),
+    backward=no_second_derivative("expert_mlp"),
 )
 
 # Not registered with autograd, which would add 10 us to a call without gradients.

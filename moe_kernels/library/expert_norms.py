@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.library._define import define, gradient_like, matrices, ops, refused, wide
+from moe_kernels.library._define import (
+    compute_dtype,
+    contiguous_matrices,
+    define,
+    gradient_like,
+    no_second_derivative,
+    ops,
+)
 from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
 
@@ -25,9 +32,9 @@ def _groups(x: Tensor, w_in: Tensor, w_out: Tensor, backend: str) -> Iterator[tu
     """
     num_tokens, num_experts = x.shape[0], w_in.shape[0]
     widest = max(x.shape[1], w_in.shape[2], w_out.shape[2], 1) * max(num_tokens, 1)
-    most = 1 if backend == "cpu" else max(ELEMENTS // widest, 1)
-    for first in range(0, num_experts, most):
-        experts = slice(first, min(first + most, num_experts))
+    group_size = 1 if backend == "cpu" else max(ELEMENTS // widest, 1)
+    for first in range(0, num_experts, group_size):
+        experts = slice(first, min(first + group_size, num_experts))
         count = experts.stop - first
         offsets = torch.arange(count + 1, device=x.device, dtype=torch.int32) * num_tokens
         token = torch.arange(num_tokens, device=x.device, dtype=torch.int32).repeat(count) if count > 1 else None
@@ -35,11 +42,11 @@ def _groups(x: Tensor, w_in: Tensor, w_out: Tensor, backend: str) -> Iterator[tu
 
 
 def _fwd(x, w_in, w_out, b_in, b_out, activation, backend) -> Tensor:
-    norms = x.new_empty((x.shape[0], w_in.shape[0]), dtype=wide(x.dtype))
+    norms = x.new_empty((x.shape[0], w_in.shape[0]), dtype=compute_dtype(x.dtype))
     for experts, offsets, token in _groups(x, w_in, w_out, backend):
-        w1, w2, b1, b2 = _of(experts, w_in, w_out, b_in, b_out)
+        w1, w2, b1, b2 = _slice_of(experts, w_in, w_out, b_in, b_out)
         hidden, _ = forward(x, w1, offsets, token, b1, activation, False, backend)
-        squares = kernels(backend).grouped_gemm_norms(hidden, matrices(w2), offsets, b2)
+        squares = kernels(backend).grouped_gemm_norms(hidden, contiguous_matrices(w2), offsets, b2)
         norms[:, experts] = squares.view(experts.stop - experts.start, x.shape[0]).t().sqrt()
     return norms
 
@@ -63,18 +70,18 @@ def _bwd(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, backend) 
         found = [each.new_zeros(each.shape) if needed else None for each, needed in every]
     shares = torch.where(norms == 0, 0, grad / norms).t().contiguous()
     for experts, offsets, token in _groups(x, w_in, w_out, backend):
-        share, parameters = shares[experts].view(-1), _of(experts, *given)
+        share, parameters = shares[experts].view(-1), _slice_of(experts, *given)
         to_x, *rest = _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend)
         if experts.stop - experts.start == w_in.shape[0]:  # one group: nothing to add up or to copy
             found = [to_x, *rest]
             break
         if to_x is not None:
             found[0] = to_x.to(norms.dtype) if found[0] is None else found[0].add_(to_x)
-        for place, part in enumerate(rest, 1):
+        for index, part in enumerate(rest, 1):
             if part is not None:
-                whole = found[place]
+                whole = found[index]
                 if whole is None:
-                    whole = found[place] = part.new_empty((w_in.shape[0], *part.shape[1:]))
+                    whole = found[index] = part.new_empty((w_in.shape[0], *part.shape[1:]))
                 whole[experts] = part
     return tuple(x.new_empty(0) if each is None else each.to(x.dtype) for each in found)
 
@@ -91,7 +98,7 @@ def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend
     y, _ = forward(hidden, w_out, offsets, None, b_out, "", False, backend)
     if x.dtype == torch.float16:  # kernels store hidden layers times shares: 1 / norm can be beyond 65504
         y, share = y.mul_(share[:, None]), torch.ones_like(share)
-    given = y, matrices(w_out), offsets, None, share, pre if activation else hidden
+    given = y, contiguous_matrices(w_out), offsets, None, share, pre if activation else hidden
     dpre, weighted, _ = kernels(backend).expert_mlp_bwd_hidden(*given, activation)
     if to_w_out or to_b_out:
         dw_out, db_out = weight_gradient(weighted, y, offsets, None, None, to_b_out, backend, row_weight=share)
@@ -111,7 +118,7 @@ def _sum_of_experts(rows: Tensor, num_tokens: int, backend: str) -> Tensor:
     return combine(rows, None, row.view(-1, num_tokens).t(), backend)
 
 
-def _of(experts: slice, *parameters: Tensor | None) -> tuple[Any, ...]:
+def _slice_of(experts: slice, *parameters: Tensor | None) -> tuple[Any, ...]:
     """The parameters of a slice of the experts; biases are made contiguous."""
     parts = (None if each is None else each[experts] for each in parameters)
     return tuple(each if each is None or each.dim() == 3 else each.contiguous() for each in parts)
@@ -138,7 +145,7 @@ _TENSORS = "Tensor x, Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out"
 define(
     f"expert_norms_fwd({_TENSORS}, str activation, str backend) -> Tensor",
     _fwd,
-    lambda x, w_in, *rest: x.new_empty((x.shape[0], w_in.shape[0]), dtype=wide(x.dtype)),
+    lambda x, w_in, *rest: x.new_empty((x.shape[0], w_in.shape[0]), dtype=compute_dtype(x.dtype)),
     lambda x, w_in, w_out, *rest, out_shape=None, **kwargs: sum(_sizes(x, w_in, w_out)),
     save=_save,
     backward=_backward,
@@ -149,5 +156,5 @@ define(
     _bwd,
     _bwd_fake,
     _bwd_flops,
-    backward=refused("expert_norms"),
+    backward=no_second_derivative("expert_norms"),
 )

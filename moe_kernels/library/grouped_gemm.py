@@ -10,20 +10,20 @@ from moe_kernels import backends
 from moe_kernels.library._define import (
     GATED,
     contiguous,
+    contiguous_matrices,
+    contiguous_rows,
     define,
     define_check,
     gradient_like,
     is_checked,
-    matrices,
+    no_second_derivative,
     ops,
     refuse_outside,
-    refused,
-    rows,
 )
 
 
 def refuse_bad_rows(expert_offsets: Tensor, rows: Tensor, row_token: Tensor | None) -> None:
-    """Implements refuse_bad_groups: ValueError for offsets that fall or exceed R, or tokens outside [-1, T).
+    """Implements refuse_bad_groups: raises ValueError for offsets that fall or exceed R, or tokens outside [-1, T).
 
     Only if the values are checked (is_checked).
     """
@@ -55,32 +55,32 @@ def forward(
     expert_offsets, row_token, bias = contiguous(expert_offsets, row_token, bias)
     if backend != "cpu":  # the C++ kernel checks while it reads
         refuse_bad_rows(expert_offsets, x, row_token)
-    given = rows(x), matrices(weight), expert_offsets, row_token, bias
+    given = contiguous_rows(x), contiguous_matrices(weight), expert_offsets, row_token, bias
     return kernels(backend).grouped_gemm_fwd(*given, activation, keep_pre, keep_pre or training)
 
 
 def rows_gradient(grad: Tensor, weight: Tensor, expert_offsets: Tensor, backend: str) -> Tensor:
     """grad (R, Dout) -> (R, Din): the forward kernel, without bias or activation, on the transposed weight."""
-    given = rows(grad), matrices(weight.transpose(1, 2)), expert_offsets
+    given = contiguous_rows(grad), contiguous_matrices(weight.transpose(1, 2)), expert_offsets
     return kernels(backend).grouped_gemm_fwd(*given, None, None, "", False, True)[0]
 
 
 def weight_gradient(
     x, grad, expert_offsets, x_token, grad_token, with_bias, backend, weight=None, row_weight=None
 ) -> tuple[Tensor, Tensor]:
-    """(E, Din, Dout), the sum of x^T grad over every expert's rows; and, with_bias, (E, Dout), that of row_weight grad.
+    """(E, Din, Dout), the sum of x^T grad over each expert's rows; and, with_bias, (E, Dout), that of row_weight grad.
 
-    x_token, grad_token: (R), rows of x and of grad to read as row_token does; None if they have a row for each.
+    x_token, grad_token: (R), the rows of x and of grad to read; None if x and grad have R rows.
     weight: the gradient gets its layout, so that autograd need not copy it into that of a transposed parameter.
-    row_weight: (R) in the wide dtype; None for ones.
+    row_weight: (R) in compute_dtype; None for ones.
     """
-    given = rows(x), rows(grad), expert_offsets, x_token, grad_token
+    given = contiguous_rows(x), contiguous_rows(grad), expert_offsets, x_token, grad_token
     if weight is None or not is_transposed(weight):
         return kernels(backend).grouped_gemm_bwd_weight(*given, with_bias, row_weight)
     # (grad^T x)^T: the same kernel with its operands exchanged. Sums of grad come from a call without columns of x.
     dweight, dbias = weight_gradient(grad, x, expert_offsets, grad_token, x_token, False, backend)
     if with_bias:
-        given = rows(x)[:, :0], *given[1:]
+        given = contiguous_rows(x)[:, :0], *given[1:]
         dbias = kernels(backend).grouped_gemm_bwd_weight(*given, True, row_weight)[1]
     return dweight.transpose(1, 2), dbias
 
@@ -129,14 +129,14 @@ def _bwd(grad, x, weight, expert_offsets, row_token, bias, pre, activation, want
     if activation:
         if pre is None:
             pre, _ = forward(x, weight, expert_offsets, row_token, bias, "", False, backend)
-        grad = kernels(backend).activation_bwd(rows(grad), pre.contiguous(), activation)
+        grad = kernels(backend).activation_bwd(contiguous_rows(grad), pre.contiguous(), activation)
     if to_weight or to_bias:
         found = weight_gradient(x, grad, expert_offsets, row_token, None, to_bias, backend, weight)
         dweight, dbias = found[0] if to_weight else None, found[1] if to_bias else None
     if to_x:
         dx = rows_gradient(grad, weight, expert_offsets, backend)
         if row_token is not None:
-            dx = kernels(backend).grouped_gemm_sum_rows(rows(dx), row_token, x.shape[0])
+            dx = kernels(backend).grouped_gemm_sum_rows(contiguous_rows(dx), row_token, x.shape[0])
     return tuple(x.new_empty(0) if each is None else each for each in (dx, dweight, dbias))
 
 
@@ -170,5 +170,5 @@ define(
     _bwd,
     _bwd_fake,
     _bwd_flops,
-    backward=refused("grouped_gemm"),
+    backward=no_second_derivative("grouped_gemm"),
 )

@@ -1,4 +1,4 @@
-"""kWTA: the masked values with the packed mask, their gradient, and the mask by itself."""
+"""kWTA as three operators: the masked values with the packed mask, their gradient, and the mask alone."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, no_flops, ops, rows, words
+from moe_kernels.library._define import contiguous_rows, define, no_flops, ops, words
 
 
 def _fwd(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str) -> tuple[Tensor, Tensor]:
-    values = None if values is None else rows(values)
-    return backends.load(backend, "kwta").kwta_fwd(rows(x), values, k, ties, save_bits)
+    values = None if values is None else contiguous_rows(values)
+    return backends.load(backend, "kwta").kwta_fwd(contiguous_rows(x), values, k, ties, save_bits)
 
 
 def _fwd_fake(x: Tensor, values: Tensor | None, k: int, ties: str, save_bits: bool, backend: str):
@@ -36,7 +36,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _bwd(grad: Tensor, bits: Tensor, backend: str) -> Tensor:
-    return backends.load(backend, "kwta").kwta_bwd(rows(grad), bits.contiguous())
+    return backends.load(backend, "kwta").kwta_bwd(contiguous_rows(grad), bits.contiguous())
 
 
 def _save_bits(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -51,7 +51,7 @@ def _masked(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _mask(x: Tensor, k: int, ties: str, backend: str) -> Tensor:
-    return backends.load(backend, "kwta").kwta_mask(rows(x), k, ties)
+    return backends.load(backend, "kwta").kwta_mask(contiguous_rows(x), k, ties)
 
 
 def _one_per_element(x_shape, *args, out_shape=None, **kwargs) -> int:

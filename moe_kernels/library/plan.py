@@ -10,7 +10,7 @@ from moe_kernels.library._define import define, define_check, no_flops, refuse_o
 
 
 def refuse_unknown_experts(experts: Tensor, num_experts: int) -> None:
-    """ValueError for an id outside [-1, E) on the CPU. On a GPU a check would wait; there such an id counts as -1."""
+    """On the CPU raises ValueError for ids outside [-1, E). On a GPU, where a check would wait, they count as -1."""
     if experts.device.type == "cpu":
         refuse_outside("make_plan: experts", experts, -1, num_experts, "none")
 
@@ -36,8 +36,8 @@ def make_plan(experts, num_experts, capacity, priority, order, backend) -> tuple
     return backends.load(backend, "plan").make_plan_fwd(experts, num_experts, capacity, priority, order)
 
 
-def _plan_fake(x: Tensor, num_tokens: int, k: int, num_experts: int, rows: int) -> tuple[Tensor, ...]:
-    shapes = ((num_experts + 1,), (rows,), (rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
+def _plan_fake(x: Tensor, num_tokens: int, k: int, num_experts: int, num_rows: int) -> tuple[Tensor, ...]:
+    shapes = ((num_experts + 1,), (num_rows,), (num_rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
     return tuple(x.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
@@ -48,8 +48,8 @@ def _make_plan_fake(experts: Tensor, num_experts: int, capacity: int | None, pri
 
 def _plan_expert_choice_fake(scores: Tensor, capacity: int, backend: str):
     num_tokens, num_experts = scores.shape
-    rows = plan_rows(num_tokens, num_experts, num_experts, capacity)
-    return _plan_fake(scores, num_tokens, num_experts, num_experts, rows)
+    num_rows = plan_rows(num_tokens, num_experts, num_experts, capacity)
+    return _plan_fake(scores, num_tokens, num_experts, num_experts, num_rows)
 
 
 def _plan_priority_fake(scores: Tensor, capacity: int, backend: str):

@@ -9,21 +9,22 @@ from torch import Tensor
 
 import python_ref.sinkhorn as reference
 from moe_kernels import backends
-from moe_kernels.library._define import contiguous, define, ops, refused, rows
+from moe_kernels.library._define import contiguous, contiguous_rows, define, no_second_derivative, ops
 
 
 def _fwd(scores, taus, iterations, row_sums, column_sums, tolerance, implicit, backend) -> Tensor:
     if scores.numel() == 0:
         return scores.new_empty(scores.shape)
     kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
-    p = kernels.sinkhorn_fwd(rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance)
+    p = kernels.sinkhorn_fwd(contiguous_rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance)
     if implicit:
         reference.check_converged(p, *(() if row_sums is None else (row_sums,)))
     return p
 
 
 def _temperatures(taus: Tensor, iterations: int) -> list[float]:
-    """taus (2,), on the CPU: the first and the last temperature. As a tensor, a new one needs no new compiled graph."""
+    """The temperature of every iteration. taus (2,): the first and the last, on the CPU; a tensor, so that a new value
+    needs no new compiled graph."""
     first, last = taus.tolist()
     return reference.temperatures(iterations, last, first)
 
@@ -47,7 +48,7 @@ def _bwd(grad, scores, taus, iterations, row_sums, column_sums, tolerance, backe
     if scores.numel() == 0:
         return tuple(map(torch.zeros_like, _bwd_fake(grad, scores, taus, iterations, row_sums, column_sums)))
     kernels, temperatures = backends.load(backend, "sinkhorn"), _temperatures(taus, iterations)
-    given = rows(grad), rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance
+    given = contiguous_rows(grad), contiguous_rows(scores), temperatures, *contiguous(row_sums, column_sums), tolerance
     return tuple(grad.new_empty(0) if each is None else each for each in kernels.sinkhorn_bwd(*given))
 
 
@@ -80,7 +81,7 @@ define(
     _bwd,
     _bwd_fake,
     lambda grad, scores, taus, iterations, *rest, out_shape=None, **kwargs: 12 * iterations * _numel(scores),
-    backward=refused("sinkhorn"),
+    backward=no_second_derivative("sinkhorn"),
     batched=(0, 1, 4, 5),
 )
 define(
@@ -88,6 +89,6 @@ define(
     _implicit_bwd,
     lambda grad, p, taus: p.new_empty(p.shape),
     lambda grad, p, *rest, out_shape=None, **kwargs: 2 * p[0] * p[1] ** 3,  # one product of matrices and a solve
-    backward=refused("sinkhorn"),
+    backward=no_second_derivative("sinkhorn"),
     batched=(0, 1),
 )

@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import define, no_flops, ops, refused, rows, wide
+from moe_kernels.library._define import compute_dtype, contiguous_rows, define, no_flops, no_second_derivative, ops
 
 
 def _fwd(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
-    return backends.load(backend, "topk_gate").topk_gate_fwd(rows(logits), k, order)
+    return backends.load(backend, "topk_gate").topk_gate_fwd(contiguous_rows(logits), k, order)
 
 
 def _fwd_fake(logits: Tensor, k: int, order: str, backend: str) -> tuple[Tensor, Tensor]:
-    weights = logits.new_empty((logits.shape[0], k), dtype=wide(logits.dtype))
+    weights = logits.new_empty((logits.shape[0], k), dtype=compute_dtype(logits.dtype))
     return weights, weights.new_empty(weights.shape, dtype=torch.int32)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     logits, _, ctx.order, ctx.backend = inputs
-    # weights[:, 0] is the largest probability, so the logits and it give every other one.
+    # weights[:, 0] is the largest probability; with the logits it gives every other one.
     ctx.save_for_backward(*output, logits if ctx.order == "softmax_topk" else None)
     ctx.num_experts, ctx.dtype = logits.shape[1], logits.dtype
 
@@ -34,10 +34,10 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _bwd(grad, weights, experts, logits, num_experts, dtype, backend) -> Tensor:
-    if grad.shape[1] == 0 and logits is not None:  # zeros, but NaN where the softmax is
-        return logits.to(wide(dtype)).softmax(1).mul(0).to(dtype)
+    if grad.shape[1] == 0 and logits is not None:  # zeros, but NaN where the softmax is NaN
+        return logits.to(compute_dtype(dtype)).softmax(1).mul(0).to(dtype)
     grad, weights, experts = grad.contiguous(), weights.contiguous(), experts.contiguous()
-    logits = None if logits is None else rows(logits)
+    logits = None if logits is None else contiguous_rows(logits)
     return backends.load(backend, "topk_gate").topk_gate_bwd(grad, weights, experts, logits, num_experts, dtype)
 
 
@@ -58,6 +58,6 @@ define(
         (grad.shape[0], num_experts), dtype=dtype
     ),
     no_flops,
-    backward=refused("topk_gate"),
+    backward=no_second_derivative("topk_gate"),
     batched=(0, 1, 2, 3),
 )

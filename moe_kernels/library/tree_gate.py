@@ -1,4 +1,4 @@
-"""The tree gate, and the descent for inference."""
+"""The tree gate, and tree_route, its conditional descent for inference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from moe_kernels import backends
-from moe_kernels.library._define import contiguous, define, gradient_like, no_flops, ops, refused, wide
+from moe_kernels.library._define import (
+    compute_dtype,
+    contiguous,
+    define,
+    gradient_like,
+    no_flops,
+    no_second_derivative,
+    ops,
+)
 
 
 def products(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -32,8 +40,8 @@ def products_gradients(dsplit, dleaf, x, split_weight, leaf_weight, results) -> 
 
 
 def results_dtype(dtype: torch.dtype, backend: str) -> torch.dtype:
-    """Of gates and leaf probabilities: that of x where the backend's kernels round, else what they compute in."""
-    return dtype if getattr(backends.load(backend, "tree_gate"), "TREE_GATE_ROUNDS", False) else wide(dtype)
+    """Dtype of gates and leaf probabilities: that of x if the backend's kernels round to it, else the compute dtype."""
+    return dtype if getattr(backends.load(backend, "tree_gate"), "TREE_GATE_ROUNDS", False) else compute_dtype(dtype)
 
 
 def _tree_gate_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, mode, backend):
@@ -109,7 +117,7 @@ def _tree_route_fwd(x, split_weight, leaf_weight, split_bias, leaf_bias, gamma, 
 
 def _tree_route_fwd_fake(x, split_weight, *rest):
     shape = x.shape[0], split_weight.shape[0]
-    dtypes = (wide(x.dtype), torch.int32, torch.int32, torch.bool)
+    dtypes = (compute_dtype(x.dtype), torch.int32, torch.int32, torch.bool)
     return tuple(x.new_empty(shape, dtype=dtype) for dtype in dtypes)
 
 
@@ -149,7 +157,7 @@ define(
         gradient_like(each, True) for each in logits_and_rest[:2]
     ),
     no_flops,
-    backward=refused("tree_gate"),
+    backward=no_second_derivative("tree_gate"),
 )
 define(
     "tree_gate_logits_bwd(Tensor dsplit, Tensor dleaf, Tensor split_logits, Tensor x, Tensor split_weight, "
@@ -157,7 +165,7 @@ define(
     _tree_gate_logits_bwd,
     _tree_gate_logits_bwd_fake,
     _tree_gate_logits_bwd_flops,
-    backward=refused("tree_gate"),
+    backward=no_second_derivative("tree_gate"),
 )
 define(
     f"tree_route_fwd({_TREE}, str backend) -> (Tensor, Tensor, Tensor, Tensor)",

@@ -42,7 +42,7 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
 
 
 def check_plan(op: str, plan: object) -> None:
-    """`plan` is a RoutingPlan whose arrays have the dtype, shape, layout and device that it promises.
+    """`plan` is a RoutingPlan whose arrays have the dtype, shape, layout and device that its docstring states.
 
     Kernels take their sizes from some of these arrays and read others with them. The kernels check the values.
     """
@@ -54,12 +54,12 @@ def check_plan(op: str, plan: object) -> None:
     check_tensor(op, "plan.row_token", row_token, (torch.int32,))
     check_tensor(op, "plan.slot_row", slot_row, (torch.int32,))
     check_rank(op, "plan.slot_row", slot_row, "(T, K)")
-    device, rows = row_token.device, (row_token.numel(),)
+    device, row_shape = row_token.device, (row_token.numel(),)
     for name, array, letters, shape in (
         ("slot_row", slot_row, "(T, K)", (plan.num_tokens, slot_row.shape[1])),
         ("expert_offsets", plan.expert_offsets, "(E + 1,)", (num_experts + 1,)),
-        ("row_token", row_token, "(R,)", rows),
-        ("row_choice", plan.row_choice, "(R,)", rows),
+        ("row_token", row_token, "(R,)", row_shape),
+        ("row_choice", plan.row_choice, "(R,)", row_shape),
         ("requested", plan.requested, "(E,)", (num_experts,)),
         ("kept", plan.kept, "(E,)", (num_experts,)),
         ("dropped", plan.dropped, "()", ()),
@@ -71,8 +71,8 @@ def check_plan(op: str, plan: object) -> None:
                 f"{op}: plan.{name} must be {letters} = {shape}, contiguous, on {device}; "
                 f"got {tuple(array.shape)} with strides {array.stride()} on {array.device}"
             )
-    if rows[0] > slot_row.numel():
-        raise ValueError(f"{op}: plan must have at most T K = {slot_row.numel()} rows, got {rows[0]}")
+    if row_shape[0] > slot_row.numel():
+        raise ValueError(f"{op}: plan must have at most T K = {slot_row.numel()} rows, got {row_shape[0]}")
 
 
 def check_rank(op: str, name: str, tensor: object, shape: str) -> None:
@@ -163,7 +163,7 @@ def _number(op: str, name: str, value: object) -> float:
 
 
 def check_size(op: str, name: str, value: object) -> int:
-    """`value` as an int that a dimension of a parameter may have."""
+    """`value` as an int, a possible size of a parameter's dimension."""
     return check_int(op, name, value, 0, 2**31 - 1, "features")
 
 

@@ -72,6 +72,6 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
         library.ops.refuse_bad_rows("combine", slot_row, plan.num_rows, None, None)
         return reference.combine(rows, plan, weights)
     if weights is not None:
-        weights = weights.to(library.wide(rows.dtype))
+        weights = weights.to(library.compute_dtype(rows.dtype))
     arrays = plan.row_token, slot_row, plan.expert_offsets, plan.row_choice
     return library.ops.combine_fwd(rows, weights, *arrays, chosen)

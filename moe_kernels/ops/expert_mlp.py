@@ -107,7 +107,7 @@ def expert_mlp(
         hidden = library.ops.swiglu_clamped(pre, alpha, limit)
         return combine(grouped_gemm(hidden, w_out, offsets, bias=b_out, backend=chosen), plan, weights, backend=chosen)
     if weights is not None:
-        weights = weights.to(library.wide(x.dtype))
+        weights = weights.to(library.compute_dtype(x.dtype))
     given = (x, weights, w_in, w_out, b_in, b_out)
     arrays = (plan.expert_offsets, plan.row_token, plan.row_choice, plan.slot_row)
     keep_pre = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)
@@ -148,7 +148,7 @@ def expert_mlp_of_choices(
     check_first("expert_mlp", "x", x, num_tokens, "tokens of the plan", experts.device)
     check_parameters("expert_mlp", x, num_experts, w_in, w_out, b_in, b_out, activation)
     _check_weights(weights, experts, x)
-    given = x, weights.to(library.wide(x.dtype)), w_in, w_out, b_in, b_out
+    given = x, weights.to(library.compute_dtype(x.dtype)), w_in, w_out, b_in, b_out
     return library.ops.expert_mlp_of_choices(*given, experts, activation, chosen)
 
 

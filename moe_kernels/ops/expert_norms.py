@@ -1,4 +1,4 @@
-"""Expert norms: the norm of every expert's output for every token, without storing the outputs.
+"""Expert norms: the norm of every expert's output for every token; the outputs are not stored.
 
     h_te = act(x_t W_in_e + b_in_e),   y_te = h_te W_out_e + b_out_e,   s_te = ||y_te||
     dy_te = ds_te y_te / s_te (0 where s_te = 0),   and from there as a two-layer network
@@ -44,7 +44,7 @@ def expert_norms(
         float32 (float64 stays) until the root, except outputs of large experts on a CPU with bfloat16 products.
 
     Gradient: to x, the weights and the biases; zero where a norm is zero, or is computed as zero because its squares
-    underflow (outputs below about 1e-23 in float32). Once differentiable. Elements held, with
+    underflow (outputs below about 1e-23 in float32). Once differentiable. Elements in memory, with
     W = H or 2 H columns of w_in and groups of G experts: T (E + G H) forward, T (E + G (2 D + 2 W + H + Dout)) and the
     gradients of the parameters backward. G is 1 on a CPU. On a GPU it is the largest number with T G max(D, W, Dout) up
     to 2^27, at least 1; if all experts fit, 2 kernels run forward and 7 backward, whatever E is. FLOPs (torch's

@@ -1,12 +1,12 @@
 """The grouped GEMM: rows grouped by expert, each times the weight of its expert, then bias and activation.
 
     pre_r = x_r W_e + b_e,   out_r = act(pre_r)        for expert_offsets_e <= r < expert_offsets_e+1;   0 from there on
-    dpre  = act'(pre) dout,   dx_r = dpre_r W_e^T      the same product on the transposed weight, which is not copied
+    dpre  = act'(pre) grad,   dx_r = dpre_r W_e^T      the same product on the transposed weight, which is not copied
     dW_e  = sum over rows r of e of x_r^T dpre_r,   db_e = sum over rows r of e of dpre_r
 
 x is (R, Din), or (T, Din) read through row_token, so that gathered rows are not stored. Sums are float32 (float64
-for float64) and in a fixed order. Saved for backward: x, weight and, with an activation, pre. The host does not wait
-for the offsets.
+for float64) and in a fixed order. Saved for backward: x, weight and, with an activation, pre. On a GPU the host does
+not wait for the offsets.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def grouped_gemm(
         weight: (E, Din, Dout) in the dtype of rows, any strides. Copied only if neither of the last two dimensions is
             contiguous: a transposed weight is read in place.
         expert_offsets: (E + 1,) int32 or int64: rows of expert e are offsets[e] up to offsets[e + 1], as in a
-            RoutingPlan. From 0, never falling, at most R.
+            RoutingPlan. They rise from 0 to at most R.
         bias: (E, Dout) in the dtype of rows, or None.
         activation: None, "relu", "gelu" (erf's), "silu", "tanh", or the gated "swiglu" and "geglu", which halve the
             result: silu (or gelu) of the first Dout / 2 columns times the other ones; or gpt_oss's
             "swiglu_clamped": (u + 1) g sigmoid(alpha g) with g the even columns, at most limit, and u the odd ones,
-            within +-limit. It first rounds pre-activations to the dtype of rows, and takes a second pass over them.
+            within +-limit. It first rounds pre-activations to the dtype of rows, and makes a second pass over them.
         alpha, limit: of "swiglu_clamped"; alpha finite, limit above 0. The defaults are gpt_oss's.
         row_token: (R,) int32 or int64: row r reads rows[row_token[r]]; -1 reads zeros.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
@@ -57,9 +57,10 @@ def grouped_gemm(
         float32 (float64 stays). Rows from expert_offsets[E] on are zero, whatever they held. float32 products are IEEE;
         TF32 is used only if torch.backends.cuda.matmul.allow_tf32 is set. The same input gives the same bits, on a CPU
         with the same number of threads.
-        CPUs with bfloat16 products: products below 1.2e-38 count as zero, and large experts, which use torch.mm, round
-        to bfloat16 before the activation. On a CPU with AMX torch.mm may read beyond a bfloat16 view, so that a NaN
-        in memory next to the view reaches the result (9 of 300 shapes); rows.contiguous() avoids that.
+        CPUs with bfloat16 products: products below 1.2e-38 count as zero, and those that torch.mm computes
+        (large experts) are rounded to bfloat16 before the activation. On a CPU with AMX
+        torch.mm may read beyond a bfloat16 view, so that a NaN in memory next to the view reaches the result (9 of 300
+        shapes); rows.contiguous() avoids that.
 
     Gradient: to rows, weight and bias; zero for rows not in use and for experts without rows. With row_token a token's
     rows are summed in float32 and in their order, without atomics. Once differentiable. Autocast has no effect here.

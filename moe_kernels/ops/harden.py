@@ -23,7 +23,7 @@ def harden(soft: Tensor, *, backend: str | None = None) -> Tensor:
     Returns:
         int64 (..., n), on the device of soft, a permutation of 0 .. n-1 for every matrix. Of several assignments with
         the same sum scipy chooses. Not differentiable. Waits for a GPU and solves on the host in O(n^3): for use once
-        a training, not in every step.
+        per training, not in every step.
 
     Raises:
         TypeError: soft is no tensor of those dtypes, or a torch.func transform.

@@ -27,14 +27,14 @@ TIES = ("index", "strict", "all")
 
 
 def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index", backend: str | None = None) -> Tensor:
-    """Keeps the k largest elements of every row of x and zeroes the rest; with `values`, keeps those of `values`.
+    """Keeps the k largest elements of every row of x, or those elements of `values`, and zeroes the rest.
 
         y_i = values_i if x_i wins in its row else 0
 
     Args:
         x: (..., N), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where
             the last dimension is not contiguous, or the leading ones do not merge into one stride, it is copied once.
-        k: winners a row, from 0 (y is zero) to N (y is a copy).
+        k: winners per row, from 0 (y is zero) to N (y is a copy).
         values: like x in shape, dtype and device; what is kept where x wins. None: x itself.
         ties: which of the values equal to the k-th largest win if they do not all fit. "index": those of the lowest
             index, so that exactly k win. "strict": none (eq. 3: x_i wins if at most k elements are >= x_i, so that a

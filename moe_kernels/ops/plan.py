@@ -5,7 +5,7 @@
 
 How: a histogram of experts for every chunk of requests, a scan over these histograms, and a second pass that gives each
 request its row. O(T * K + chunks * E) work, and one sort of T priorities if there are any; no sort of the requests, no
-(T, E) one-hot, no wait for the host.
+(T, E) one-hot; the host does not wait.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def make_plan(
     order: str = "choice",
     backend: str | None = None,
 ) -> RoutingPlan:
-    """The plan of tokens that chose their experts; each expert keeps its first `capacity` requests.
+    """The plan of tokens that choose experts; each expert keeps its first `capacity` requests.
 
-    A request's slot is the number of earlier requests to the same expert, those that were dropped included; it is kept
-    if that is below capacity.
+    A request's slot is the number of earlier requests to the same expert, dropped ones included. The request is kept
+    if its slot is below capacity.
 
     Args:
         experts: (T, K) int32 or int64, the choices of every token, best first; -1 is no choice. A token may name an
             expert twice; each is a request.
         num_experts: E, at least 1.
-        capacity: rows an expert has room for (see `expert_capacity`), from 0; None: nothing is dropped.
+        capacity: rows that an expert has room for (see `expert_capacity`), from 0; None: nothing is dropped.
         priority: (T,), a floating dtype: Batch Prioritized Routing. Tokens are visited in descending priority, equal
             ones by position; -0.0 equals 0.0, NaN is the highest. V-MoE takes a token's largest gate weight, paper 003
             also its sum. A constant to autograd.
         order: "choice" visits all first choices in token order, then all second ones (GShard, V-MoE); "token" every
-            choice of a token before the next token (MegaBlocks). With a priority the tokens are in its order instead.
+            choice of a token before the next token (MegaBlocks). With a priority tokens come in its order instead.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     An id outside [-1, E) raises ValueError for tensors on the CPU. On a GPU it counts as -1, since a check would wait
@@ -104,7 +104,7 @@ def check_choices(op: str, experts: Tensor) -> int:
 def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:
     """The plan of experts that choose their tokens: each takes its min(capacity, T) highest scores.
 
-        weights_te = scores_te if expert e took token t, else 0
+        weights_te = scores_te if expert e takes token t, else 0
 
     Args:
         scores: (T, E), a floating dtype (float64 on "reference" and "cpu"): V-MoE and paper 002 pass the softmax
@@ -114,10 +114,10 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
 
     Returns:
         A plan with K = E, where column e of slot_row (T, E) belongs to expert e and row_choice is the expert itself,
-        and weights (T, E) in the dtype of scores, for `combine`. A token may be taken by any number of experts, none
-        included. An expert's rows are in token order. requested equals kept, and dropped is 0.
+        and weights (T, E) in the dtype of scores, for `combine`. A token may be chosen by any number of experts, also
+        by none. An expert's rows are in token order. requested equals kept, and dropped is 0.
 
-    Gradient: to scores where they were taken; the choice itself is a constant.
+    Gradient: to the scores of chosen tokens; the choice itself is a constant.
 
     Raises:
         TypeError: scores is no tensor of those dtypes, capacity is no int.
@@ -139,7 +139,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
     if chosen == "reference":
         definition, weights = reference.plan_expert_choice(scores, capacity)
         return RoutingPlan(*definition), weights
-    arrays = library.ops.plan_expert_choice_fwd(library.rows(scores.detach()), capacity, chosen)
+    arrays = library.ops.plan_expert_choice_fwd(library.contiguous_rows(scores.detach()), capacity, chosen)
     plan = RoutingPlan(num_tokens, num_experts, *arrays)
     return plan, torch.where(plan.slot_row >= 0, scores, 0)
 
@@ -147,14 +147,14 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
 def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:
     """The plan of paper 002's priority routing: every token one expert; a full expert passes it to its next best.
 
-    Pairs (token, expert) are visited in descending score, equal ones by token and then by expert; a pair is made if the
-    token is still free and the expert has room. The result is the stable matching in which both sides prefer by score,
-    so a kernel may find it by deferred acceptance instead of sorting all T * E pairs.
+    Pairs (token, expert) are visited in descending score, equal ones by token and then by expert; a pair is assigned
+    if the token has no expert yet and the expert has room. The result is the stable matching in which both
+    sides prefer by score, so a kernel may find it by deferred acceptance instead of sorting all T * E pairs.
 
     Args:
         scores: (T, E), a floating dtype (float64 on "reference" and "cpu"), such as the softmax over experts. -0.0
             equals 0.0, NaN ranks highest.
-        capacity: rows an expert has room for, from 0. ceil(T / E) places every token, evenly where E divides T.
+        capacity: rows an expert has room for, from 0. ceil(T / E) places every token, evenly if E divides T.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     Returns:
@@ -162,7 +162,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
         counts first choices, kept those placed, so dropped is the number of tokens that found no expert at all. An
         expert's rows are in token order.
 
-    Gradient: to the scores of the pairs made; the matching itself is a constant.
+    Gradient: to the scores of the assigned pairs; the matching itself is a constant.
 
     Raises:
         TypeError: scores is no tensor of those dtypes, capacity is no int.
@@ -182,7 +182,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
     if chosen == "reference":
         definition, weights = reference.plan_priority(scores, capacity)
         return RoutingPlan(*definition), weights
-    *arrays, experts = library.ops.plan_priority_fwd(library.rows(scores.detach()), capacity, chosen)
+    *arrays, experts = library.ops.plan_priority_fwd(library.contiguous_rows(scores.detach()), capacity, chosen)
     weights = torch.where(experts < 0, 0, scores.gather(1, experts.clamp(min=0).long()))
     return RoutingPlan(num_tokens, num_experts, *arrays), weights
 
@@ -207,7 +207,7 @@ def expert_capacity(
     """
     for name, value, low in (("num_tokens", num_tokens, 0), ("k", k, 0), ("num_experts", num_experts, 1)):
         check_int("expert_capacity", name, value, low, 2**63 - 1, "a count")
-    check_int("expert_capacity", "multiple_of", multiple_of, 1, 2**63 - 1, "what the capacity is a multiple of")
+    check_int("expert_capacity", "multiple_of", multiple_of, 1, 2**63 - 1, "a divisor of the capacity")
     return capacity_of(num_tokens, k, num_experts, check_factor("expert_capacity", "factor", factor), multiple_of)
 
 

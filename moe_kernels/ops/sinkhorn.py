@@ -13,7 +13,7 @@ iteration, and never keeps an iterate. It divides by tau at the end: where P is 
 w cancels exactly, while w / tau would be rounded in one sum and, fused with its addition, not in the other.
 scores / tau needs more bits than float32 has (at tau = 1e-7 it is 1e7 and more), so a kernel scales exp(S / tau) by
 vectors only where the matrix's range allows it, and elsewhere takes differences in more than float32 before exp.
-On GPUs these two ways are separate kernels; the scaling one stops once iterations change nothing (_sinkhorn_scaled.py).
+On GPUs these are separate kernels; the scaling one stops once iterations change nothing (_sinkhorn_scaled.py).
 """
 
 from __future__ import annotations
@@ -65,15 +65,16 @@ def sinkhorn(
         iterations: R >= 0; each is rows, then columns. 0 gives exp(scores / tau).
         tau: temperature, finite and above 0. Down to 1e-7 the result is within 1e-6 of float64's on the same scores.
         gradient: "unrolled", of exactly what was computed; or "implicit", of the fixed point, with O(n^2) memory and no
-            dependence on iterations, refused unless every row sum is within 1e-5 of what it should be. The check waits
-            for a GPU.
+            dependence on iterations, an error unless every row sum is within 1e-5 of what it should be. The check
+            waits for a GPU.
         anneal_from: a temperature >= tau from which the iterations cool geometrically to tau, potentials (in units of
             scores) kept. From 1 to 1e-7 in 50 iterations reaches a permutation where a fixed 1e-7 never does.
-        rows, columns: (..., n), broadcast over matrices, any floating dtype: what rows and columns sum to instead of
-            one. Above 0 and of equal totals, which nothing checks; otherwise rows never converge.
+        rows, columns: (..., n), broadcast over matrices, any floating dtype: sums of the rows and columns instead
+            of one. They must be above 0 and of equal totals, which is not checked; otherwise rows never converge.
         noise: like scores, and added to them: Gumbel noise draws permutations (Gumbel-Sinkhorn).
-        tolerance: a matrix whose row and column sums are all within it takes no further iteration. Not while cooling.
-        backend: "reference", "cpu", "triton" or "cuda" (n <= 1024 both); None chooses (see moe_kernels.explain).
+        tolerance: a matrix whose row and column sums are all within it takes no further iteration. Not with
+            anneal_from.
+        backend: "reference", "cpu", "triton" or "cuda" (both up to n = 1024); None chooses (see moe_kernels.explain).
             With rows, columns or a tolerance kernels use potentials only, on the CPU in a tenth of the reference's
             time.
 
@@ -122,8 +123,8 @@ def sinkhorn(
     if any(value is not None for value in options.values()):
         given = _vectors(rows, scores), _vectors(columns, scores)
     taus = _temperatures(tau if anneal_from is None else anneal_from, tau)
-    most = -1.0 if tolerance is None else float(tolerance)
-    p = library.ops.sinkhorn_fwd(flat, taus, iterations, *given, most, gradient == "implicit", chosen)
+    limit = -1.0 if tolerance is None else float(tolerance)
+    p = library.ops.sinkhorn_fwd(flat, taus, iterations, *given, limit, gradient == "implicit", chosen)
     return p if scores.dim() == 3 else p.view(scores.shape)  # a view would add a node to the graph
 
 
@@ -136,7 +137,7 @@ def _temperatures(first: float, last: float) -> Tensor:
 
 
 def _vectors(sums: Tensor | None, scores: Tensor) -> Tensor:
-    """Rows or columns as kernels take them: (B, n) float64, ones if `sums` is None."""
+    """The sums of rows or columns for kernels: (B, n) float64, ones if `sums` is None."""
     each = scores.new_ones((1,), dtype=torch.float64) if sums is None else sums.double()
     return each.expand(scores.shape[:-1]).reshape(prod(scores.shape[:-2]), scores.shape[-1])
 
@@ -161,7 +162,7 @@ def _check_sums(name: str, sums: Tensor | None, scores: Tensor, gradient: str) -
     check_tensor("sinkhorn", name, sums, FLOATING, batched=True)
     shape = scores.shape[:-1]
     broadcasts = sums.dim() <= len(shape) and all(
-        have in (1, want) for have, want in zip(sums.shape[::-1], shape[::-1], strict=False)
+        got in (1, expected) for got, expected in zip(sums.shape[::-1], shape[::-1], strict=False)
     )
     if not broadcasts or sums.device != scores.device:
         raise ValueError(

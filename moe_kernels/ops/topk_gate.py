@@ -4,8 +4,8 @@
     "topk_softmax"   w_i = exp(z_i) / sum over j in S of exp(z_j)         dz_i = w_i (dw_i - <w, dw>)            i in S
     "softmax_topk"   w_i = exp(z_i) / sum over all j of exp(z_j)          dz_i = p_i ([i in S] dw_i - <w, dw>)   all i
 
-logits (T, E) -> weights (T, K), experts (T, K). Saved for backward: weights and experts; where softmax comes first also
-the logits. There p_j = w_0 exp(z_j - z_0), with z_0 the logit of the first choice. This is exact for logits of any
+logits (T, E) -> weights (T, K), experts (T, K). Saved for backward: weights and experts; if softmax comes first also
+the logits. Then p_j = w_0 exp(z_j - z_0), with z_0 the logit of the first choice. This is exact for logits of any
 size; a saved logarithm of the sum of exponentials is not. A kernel reads each logit once, forward and backward.
 """
 
@@ -36,7 +36,7 @@ def topk_gate(
 
     Args:
         logits: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu").
-        k: choices a token, from 0 to E.
+        k: choices per token, from 0 to E.
         order: "topk_softmax" or "softmax_topk"; the latter is V-MoE's and has a gradient for k = 1 too.
         noise: like logits in shape, dtype and device, added in that dtype before anything else. V-MoE trains with
             normal noise of standard deviation 1 / E and evaluates without.

@@ -1,6 +1,6 @@
 """The tree gate: K soft binary trees of smooth steps, and one softmax over the leaves of all of them.
 
-    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  u^2 (3 - 2 u) between with u = t/g + 1/2          (paper 001, eq. 9 mended)
+    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  u^2 (3 - 2 u) between with u = t/g + 1/2        (paper 001, eq. 9 corrected)
     s_kq = <split_weight_kq, x> + split_bias_kq             node q = 0 .. E-2 of tree k in heap order, s (T, K, E-1)
     p_ke = product over the path to leaf e of h(s) where it goes left, h(-s) where it goes right       p (T, K, E)
     a_ke = <leaf_weight_ke, x> + leaf_bias_ke                                                           a (T, K, E)
@@ -12,8 +12,8 @@
 Saved for backward: x, the weights, s and a; a kernel computes p again. Neither direction takes a logarithm or divides
 by a probability: h'/h is 6 (1 - u) / (g u (3 - 2 u)), and 0 where the step is saturated, so every gradient is finite.
 A leaf takes part in the softmax if p is at least the smallest normal number. `parity` replaces p there by p + 1e-8 or
-the like; L and R then sum da p / (p + 1e-8). Where saturated nodes turn most tokens away, "cpu" computes only the
-products that a token reaches, in either direction.
+the like; L and R then sum da p / (p + 1e-8). If saturated nodes keep most tokens off most branches, "cpu" computes only
+the products that a token reaches, forward and backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from python_ref.tree_gate import RouteStatistics
 
 PARITIES = (None, "tf", "bert")
 
-# Smallest normal number of each dtype computed in: gamma and 1 / gamma keep full precision from there to its inverse.
+# Smallest normal number of each compute dtype: gamma and 1 / gamma have full precision from it to its inverse.
 _TINY = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
 
 
@@ -85,7 +85,7 @@ def tree_gate(
             of the heap; if E is no power of two, the deepest ones, which end the heap, are the left-most.
         gamma: width of the smooth step, above 0 and finite, as for smooth_step: from 1.2e-38 to 8.5e37 in float32.
         split_bias, leaf_bias: (K, E-1) and (K, E), or None.
-        parity: None for p as in eq. 3, or what the authors' code has in its place: "tf", p + 1e-8, and 0 where p = 0;
+        parity: None for p as in eq. 3, or what the authors' code uses instead: "tf", p + 1e-8, and 0 where p = 0;
             "bert", p + 1e-6, and 0 where p < 1e-5 (that code has no split_bias).
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
@@ -139,7 +139,7 @@ def tree_route(
     statistics: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, RouteStatistics]:
-    """One expert a tree, for inference: descends from the root and reads only the nodes on the way.
+    """One expert per tree, for inference: descends from the root and reads only the nodes on the path.
 
     Equals the gate of `tree_gate` where every tree is saturated. Of another tree it keeps the likeliest leaf, the
     left-most of several, as if it were certain: weights = softmax of the K kept leaves' logits.
@@ -188,7 +188,7 @@ def tree_route(
 
 
 def _check(op, x, split_weight, leaf_weight, gamma, split_bias, leaf_bias) -> float:
-    """Shapes, dtypes and devices of a gate's arguments; gamma as a float."""
+    """Checks shapes, dtypes and devices of a gate's arguments; returns gamma as a float."""
     check_tensor(op, "x", x, FLOATING)
     check_rank(op, "x", x, "(T, P)")
     check_rank(op, "split_weight", split_weight, "(K, E-1, P)")
@@ -208,12 +208,12 @@ def _check(op, x, split_weight, leaf_weight, gamma, split_bias, leaf_bias) -> fl
 
 
 def _check_gamma(op: str, gamma: object, dtype: torch.dtype) -> float:
-    """gamma as a float; it and 1 / gamma are normal numbers of the dtype that `dtype` is computed in."""
-    number, wide = check_positive(op, "gamma", gamma), library.wide(dtype)
-    low = _TINY[wide]
+    """gamma as a float; it and 1 / gamma must be normal numbers of the compute dtype of `dtype`."""
+    number, computed = check_positive(op, "gamma", gamma), library.compute_dtype(dtype)
+    low = _TINY[computed]
     if not low <= number <= 1 / low:
         raise ValueError(
-            f"{op}: gamma must be above 0 and finite in {str(wide).removeprefix('torch.')}, from {low:.4g} to "
+            f"{op}: gamma must be above 0 and finite in {str(computed).removeprefix('torch.')}, from {low:.4g} to "
             f"{1 / low:.4g} as 1 / gamma must be; got {number}"
         )
     return number

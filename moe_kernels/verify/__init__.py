@@ -1,4 +1,4 @@
-"""Compares every kernel that can run here with its definition: values, masks, gradients, on easy and hostile inputs.
+"""Compares every kernel that can run here with its definition: values, masks and gradients, also on hostile inputs.
 
 Outputs that are selected or copied must equal the reference bit for bit: their error is the number of wrong elements,
 and none is allowed. Computed outputs may differ from the float64 reference by twice the error of the reference in the
@@ -56,7 +56,7 @@ OPERATIONS: dict[str, Operation] = {
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run"; `note` is the reason or place."""
+    """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run"; `note`: reason or worst output."""
 
     operation: str
     backend: str
@@ -82,7 +82,7 @@ def verify(ops: Iterable[str] = (), names: Iterable[str] = (), *, small: bool = 
 
 
 def idle(names: Iterable[str], rows: Sequence[Row]) -> str:
-    """The backends in `names` that ran nothing, each with its first reason; empty if all ran."""
+    """The backends in `names` that ran nothing, each with its first reason; "" if all ran."""
     by_backend = {name: [row for row in rows if row.backend == name] for name in names}
     reasons = {
         name: of[0].note for name, of in by_backend.items() if of and all(row.verdict == "not run" for row in of)
@@ -110,11 +110,11 @@ def _check_known(what: str, names: Iterable[str], known: tuple[str, ...]) -> Non
 
 
 def _backend_rows(op: str, backend: str, small: bool) -> Iterator[Row]:
-    places = {dtype: placement(op, backend, dtype) for dtype in DTYPES}
-    if not any(place.device for place in places.values()):
-        yield Row(op, backend, "-", "-", 0, 0.0, 0.0, "not run", places[torch.float32].reason)
+    placements = {dtype: placement(op, backend, dtype) for dtype in DTYPES}
+    if not any(each.device for each in placements.values()):
+        yield Row(op, backend, "-", "-", 0, 0.0, 0.0, "not run", placements[torch.float32].reason)
         return
-    for dtype, (device, reason) in places.items():
+    for dtype, (device, reason) in placements.items():
         if device is None:
             yield Row(op, backend, dtype_name(dtype), "-", 0, 0.0, 0.0, "not run", reason)
         else:
@@ -198,10 +198,10 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
     """Largest |got - truth| over the largest finite |truth|; infinite if only one of the two is finite."""
     got, truth = got.detach().double(), truth.detach().double()
     same = (got == truth) | (got.isnan() & truth.isnan())
-    off = torch.where(same, 0.0, (got - truth).abs()).nan_to_num(nan=math.inf)
+    error = torch.where(same, 0.0, (got - truth).abs()).nan_to_num(nan=math.inf)
     size = truth.abs()[truth.isfinite()]
     scale = float(size.max()) if size.numel() else 0.0
-    return float(off.max()) / (scale or 1.0) if off.numel() else 0.0
+    return float(error.max()) / (scale or 1.0) if error.numel() else 0.0
 
 
 def bits_of(x: Tensor) -> Tensor:

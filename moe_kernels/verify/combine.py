@@ -22,5 +22,5 @@ def _run(inputs: Inputs, backend: str) -> Outputs:
     return found | {"y without weights": combine.combine(inputs["rows"], inputs["plan"], backend=backend)}
 
 
-# In units of `floor`: dot products of 64 elements in two orders differ by 1.0 in the worst of 25 draws, once by 1.4.
+# Dot products of 64 elements in two orders differ by 1.0 epsilon in the worst of 25 draws, once by 1.4.
 OPERATION = Operation(_cases, _run, exact=frozenset(), floor=2.0)

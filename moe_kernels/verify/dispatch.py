@@ -13,12 +13,12 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 def moving_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     """A plan, tokens x, rows and weights."""
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for index, (name, experts, num_experts, capacity) in enumerate(routings(small)):
         made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference").to(device)
         dim = (1, 17, 64)[index % 3]
         sizes = {"x": (made.num_tokens, dim), "rows": (made.num_rows, dim), "weights": experts.shape}
-        tensors = {each: torch.randn(size, generator=draw).to(dtype).to(device) for each, size in sizes.items()}
+        tensors = {each: torch.randn(size, generator=generator).to(dtype).to(device) for each, size in sizes.items()}
         yield Case(f"{name}, D={dim}", {"plan": made, **tensors})
 
 

@@ -10,22 +10,22 @@ from moe_kernels.ops import grouped_gemm, plan
 from moe_kernels.verify.make_plan import routings
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 
-FLOOR = 8.0  # sums of sums in another order differ by 3.5 in the worst of 25 draws, once by 4.4
+FLOOR = 8.0  # two orders of nested sums differ by 3.5 epsilons in the worst of 25 draws, once by 4.4
 SIZES = ((3, 6, 5), (17, 34, 9), (64, 48, 40))  # D, columns of the first product, Dout
-# Whole tiles of every kernel; on a CPU products that torch's library computes.
+# Whole tiles in every kernel; on a CPU large enough for torch's library.
 LARGE, TOKENS = (512, 512, 512), 300
-NARROW = (128, 128, 128)  # few columns have other tiles on tensor cores
+NARROW = (128, 128, 128)  # tensor-core kernels use other tiles for few columns
 
 
 def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     """A plan, an activation, and the tensors of an expert MLP."""
-    activations, draw = (None, *grouped_gemm.ACTIVATIONS), torch.Generator().manual_seed(0)
-    drawn = [(*routing, activations[i % len(activations)], SIZES[i % 3]) for i, routing in enumerate(routings(small))]
+    activations, generator = (None, *grouped_gemm.ACTIVATIONS), torch.Generator().manual_seed(0)
+    calls = [(*routing, activations[i % len(activations)], SIZES[i % 3]) for i, routing in enumerate(routings(small))]
     if not small:
-        experts = torch.randint(2, (TOKENS, 2), generator=draw)
-        drawn += [("large experts", experts, 2, None, activation, LARGE) for activation in (None, "relu", "swiglu")]
-        drawn += [("narrow experts", experts, 2, None, activation, NARROW) for activation in (None, "gelu", "swiglu")]
-    for name, experts, num_experts, capacity, activation, (dim, width, dout) in drawn:
+        experts = torch.randint(2, (TOKENS, 2), generator=generator)
+        calls += [("large experts", experts, 2, None, activation, LARGE) for activation in (None, "relu", "swiglu")]
+        calls += [("narrow experts", experts, 2, None, activation, NARROW) for activation in (None, "gelu", "swiglu")]
+    for name, experts, num_experts, capacity, activation, (dim, width, dout) in calls:
         if num_experts > 128:  # slow: the reference computes one expert after the other
             continue
         made = plan.make_plan(experts, num_experts, capacity=capacity, backend="reference").to(device)
@@ -41,8 +41,8 @@ def expert_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]
             "grad": (made.num_tokens, dout),
             "grad_norms": (made.num_tokens, num_experts),
         }
-        tensors = {each: torch.randn(size, generator=draw).to(dtype).to(device) for each, size in sizes.items()}
-        if dim in (LARGE[0], NARROW[0]):  # so that norms stay within float16
+        tensors = {each: torch.randn(size, generator=generator).to(dtype).to(device) for each, size in sizes.items()}
+        if dim in (LARGE[0], NARROW[0]):  # so that norms stay in the range of float16
             for weight in ("w_in", "w_out"):
                 tensors[weight] /= dim**0.5
         inputs = {"plan": made, "activation": activation, **tensors}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.ops import kwta
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated, fill
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated, random_rows
 
 
 def _layout(x: Tensor, layout: str) -> Tensor:
@@ -31,7 +31,7 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
                     given = draw.random() < 0.5
                     kinds = {"x": kind, "grad": "normal"} | ({"values": "special"} if given else {})
                     tensors = {
-                        name: _layout(fill(each, rows, n, dtype, generator), layout).to(device)
+                        name: _layout(random_rows(each, rows, n, dtype, generator), layout).to(device)
                         for name, each in kinds.items()
                     }
                     inputs = {"values": None, **tensors, "k": k, "ties": ties}

@@ -13,15 +13,15 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
 
 def routings(small: bool) -> Iterator[tuple[str, Tensor, int, int | None]]:
-    """(name, experts (T, K), E, capacity): uniform, all on one expert, tokens that chose none (id -1), empty."""
-    draw = torch.Generator().manual_seed(0)
+    """(name, experts (T, K), E, capacity): uniform, all on one expert, some choices of none (-1), no tokens."""
+    generator = torch.Generator().manual_seed(0)
     for tokens, k, num_experts in ((7, 2, 5),) if small else ((7, 2, 5), (100, 1, 1), (513, 8, 128), (40, 3, 1000)):
-        uniform = torch.randint(0, num_experts, (tokens, k), generator=draw)
+        uniform = torch.randint(0, num_experts, (tokens, k), generator=generator)
         for capacity in (None, 0, 3):
             yield f"uniform {tokens} x {k}, E={num_experts}, C={capacity}", uniform, num_experts, capacity
         yield f"one expert {tokens} x {k}, E={num_experts}", uniform * 0 + num_experts - 1, num_experts, 9
-        nobody = uniform.masked_fill(torch.rand(tokens, k, generator=draw) < 0.4, -1)
-        yield f"some chose no expert {tokens} x {k}, E={num_experts}", nobody, num_experts, None
+        partial = uniform.masked_fill(torch.rand(tokens, k, generator=generator) < 0.4, -1)
+        yield f"some chose no expert {tokens} x {k}, E={num_experts}", partial, num_experts, None
     yield "no tokens", torch.zeros(0, 2, dtype=torch.int64), 3, 2
 
 

@@ -1,4 +1,4 @@
-"""The verification of an operation, its cases and run; and inputs that several operations share."""
+"""How an operation is verified: its cases, its run and its tolerance; and inputs that several operations share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Outputs = dict[str, Tensor]
 
 
 class Case(NamedTuple):
-    """One input of an operation, named after its special property."""
+    """Inputs of one call of an operation, named after their special property."""
 
     name: str
     inputs: Inputs
@@ -28,7 +28,7 @@ class Operation:
     cases(dtype, device, small): inputs; `small` ones are for interpreters and sanitizers (<= 4 rows of <= 512).
     run(inputs, backend): outputs and gradients by name. The fuzzer (tests/fuzz) calls it with random inputs.
     exact: names of the outputs that must equal the reference's bit for bit.
-    floor: other outputs may err by twice the reference's error plus floor times the dtype's epsilon.
+    floor: the error of other outputs may be twice the reference's plus floor times the dtype's epsilon.
     """
 
     cases: Callable[[torch.dtype, str, bool], Iterator[Case]]
@@ -40,7 +40,7 @@ class Operation:
 def differentiated(
     call: Callable[..., Any], inputs: Inputs, leaves: Sequence[str], names: Sequence[str], **fixed: Any
 ) -> Outputs:
-    """Outputs of call(**inputs, **fixed), called `names`, and the gradients of the `leaves` that are among the inputs.
+    """Dict of the outputs of call(**inputs, **fixed), keyed by `names`, and of the gradients to the `leaves` present.
 
     Inputs whose name begins with "grad" are not arguments, but the gradients of the outputs, in order.
     """
@@ -56,7 +56,7 @@ def differentiated(
     return {name: each.detach() for name, each in outputs.items()}
 
 
-def fill(kind: str, rows: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def random_rows(kind: str, rows: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     """(rows, n) of "normal", "ties", "constant", "sorted" or "special" (NaN, infinities, -0.0, denormals) values."""
     if kind == "constant":
         return torch.full((rows, n), 0.5, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Plans from scores: expert choice, and token-expert pairs by descending score."""
+"""Plans from scores: expert choice and priority routing."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    draw = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     for tokens, num_experts, capacity in ((6, 3, 2),) if small else ((6, 3, 2), (200, 7, 30), (130, 64, 1)):
-        scores, grad = (torch.randn(tokens, num_experts, generator=draw).to(dtype).to(device) for _ in range(2))
+        scores, grad = (torch.randn(tokens, num_experts, generator=generator).to(dtype).to(device) for _ in range(2))
         inputs = {"scores": scores, "capacity": capacity, "grad": grad}
         yield Case(f"{tokens} x {num_experts}, C={capacity}", inputs)
 

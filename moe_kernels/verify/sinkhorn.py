@@ -12,7 +12,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     # n above 64: kernels read the matrix again in every iteration.
     many = ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5), (80, 4))
     for n, iterations in ((3, 3), (12, 4), (70, 2)) if small else many:
@@ -20,15 +20,15 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
         # gradients are differences of terms a hundred times as large.
         for tau in (1.0, 0.2) if dtype == torch.float64 else (1.0, 0.05, 1e-3, 1e-7):
             for kind in ("normal", "forbidden"):
-                scores = torch.randn(3, n, n, generator=draw).to(dtype)
+                scores = torch.randn(3, n, n, generator=generator).to(dtype)
                 if kind == "forbidden":
-                    scores[torch.rand(3, n, n, generator=draw) < 0.3] = -math.inf
-                grad = torch.randn(3, n, n, generator=draw).to(dtype)
+                    scores[torch.rand(3, n, n, generator=generator) < 0.3] = -math.inf
+                grad = torch.randn(3, n, n, generator=generator).to(dtype)
                 inputs = {"scores": scores.to(device), "iterations": iterations, "tau": tau, "grad": grad.to(device)}
                 yield Case(f"{kind} 3 x {n} x {n}, R={iterations}, tau={tau:g}", inputs)
-        rows = torch.rand(3, n, generator=draw) + 0.5
+        rows = torch.rand(3, n, generator=generator) + 0.5
         sums = {"rows": rows.to(dtype).to(device), "columns": rows.flip(1).to(dtype).to(device), "tolerance": 0.01}
-        scores, grad = (torch.randn(3, n, n, generator=draw).to(dtype).to(device) for _ in range(2))
+        scores, grad = (torch.randn(3, n, n, generator=generator).to(dtype).to(device) for _ in range(2))
         inputs = {"scores": scores, "iterations": iterations, "tau": 1.0, "grad": grad, **sums}
         yield Case(f"sums 3 x {n} x {n}, R={iterations}", inputs)
 

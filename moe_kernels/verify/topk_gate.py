@@ -8,19 +8,19 @@ from collections.abc import Iterator
 import torch
 
 from moe_kernels.ops import topk_gate
-from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated, fill
+from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated, random_rows
 
 
 def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     for tokens, experts in ((2, 7), (3, 33)) if small else ((1, 1), (9, 7), (5, 100), (3, 1024), (300, 64)):
         for kind in ("normal", "ties", "masked"):
-            logits = fill("ties" if kind == "ties" else "normal", tokens, experts, dtype, draw)
+            logits = random_rows("ties" if kind == "ties" else "normal", tokens, experts, dtype, generator)
             if kind == "masked":
                 logits[:, 1::2] = -math.inf
             for k in sorted({1, min(2, experts), (experts + 1) // 2}):
                 for order in topk_gate.ORDERS:
-                    grad = torch.randn(tokens, k, generator=draw).to(dtype)
+                    grad = torch.randn(tokens, k, generator=generator).to(dtype)
                     inputs = {"logits": logits.to(device), "k": k, "order": order, "grad": grad.to(device)}
                     yield Case(f"{kind} {tokens} x {experts}, k={k}, {order}", inputs)
 

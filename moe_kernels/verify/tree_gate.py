@@ -10,8 +10,8 @@ from moe_kernels.ops import tree_gate
 from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, differentiated
 
 
-def _drawn(dtype: torch.dtype, device: str, small: bool) -> Iterator[tuple[str, Inputs]]:
-    draw = torch.Generator().manual_seed(0)
+def _inputs(dtype: torch.dtype, device: str, small: bool) -> Iterator[tuple[str, Inputs]]:
+    generator = torch.Generator().manual_seed(0)
     # One tree of at most 64 experts and P a multiple of 16 has its own kernel in 16 bits.
     many = ((1, 3, 1, 2), (9, 8, 2, 5), (40, 48, 2, 64), (7, 33, 4, 100), (5, 16, 1, 1024), (65, 80, 1, 64))
     for tokens, dim, trees, experts in ((3, 5, 1, 2), (4, 8, 2, 5), (3, 16, 1, 6)) if small else many:
@@ -19,18 +19,18 @@ def _drawn(dtype: torch.dtype, device: str, small: bool) -> Iterator[tuple[str, 
         biases = {"split_bias": (trees, experts - 1), "leaf_bias": (trees, experts)}
         for given in ({}, biases):
             shapes = {"x": (tokens, dim), **weights, **given}
-            tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+            tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
             tensors["split_weight"] *= 0.5 / dim**0.5
             inputs = {name: each.to(dtype).to(device) for name, each in tensors.items()}
             yield f"{tokens} x {dim}, K={trees}, E={experts}{', biases' * bool(given)}", inputs
 
 
 def _gate_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    draw = torch.Generator().manual_seed(1)
-    for name, inputs in _drawn(dtype, device, small):
+    generator = torch.Generator().manual_seed(1)
+    for name, inputs in _inputs(dtype, device, small):
         (tokens, _), (trees, experts, _) = inputs["x"].shape, inputs["leaf_weight"].shape
         grads = {"grad_gates": (tokens, experts), "grad_leaf_probs": (tokens, trees, experts)}
-        given = {each: torch.randn(shape, generator=draw).to(dtype).to(device) for each, shape in grads.items()}
+        given = {each: torch.randn(shape, generator=generator).to(dtype).to(device) for each, shape in grads.items()}
         for gamma in (10.0, 1.0):
             yield Case(f"{name}, gamma={gamma:g}", {**inputs, **given, "gamma": gamma})
 
@@ -41,7 +41,7 @@ def _gate(inputs: Inputs, backend: str) -> Outputs:
 
 
 def _route_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
-    for name, inputs in _drawn(dtype, device, small):
+    for name, inputs in _inputs(dtype, device, small):
         # Only the reference rounds pre-activations to 16 bits, so that of two equally likely leaves either may win.
         for gamma in (3.0, 1e-6) if dtype.itemsize > 2 else (1e-6,):
             yield Case(f"{name}, gamma={gamma:g}", {**inputs, "gamma": gamma})

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.verify.operation import fill
+from moe_kernels.verify.operation import random_rows
 
 Spec = dict[str, Any]
 
@@ -50,7 +50,7 @@ def make(spec: Spec, name: str, *shape: int) -> Tensor:
         scale = limits.max**0.4 if kind == "large" else limits.smallest_normal
         x = (torch.randn(count, columns, generator=generator, dtype=torch.float64) * scale).to(dtype)
     else:
-        x = fill(kind, count, columns, dtype, generator)
+        x = random_rows(kind, count, columns, dtype, generator)
     return lay(x.reshape(shape), spec.get(f"{name}.layout", "contiguous"))
 
 

@@ -1,4 +1,4 @@
-"""Code of the two C++ backends: allocates outputs and calls the C++ function.
+"""Calls of the two C++ backends: each allocates the outputs and calls the C++ function.
 
 The first argument of a function, `native`, is the backend: backends/cpu.py or backends/cuda.py. The others are those of
 the operator in library/<op>.py, whose schema states their types. `native.call(name, work, ...)` calls the C++ function

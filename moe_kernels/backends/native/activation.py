@@ -1,4 +1,4 @@
-"""Activations of the grouped GEMM: their numbers in the kernels, and the gradient of an activation alone."""
+"""Activations of the grouped GEMM: their codes in the kernels, and the gradient of an activation alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_kernels.library import GATED
 
-# As csrc/include/moe/activations.h and activation.cuh number them.
+# The codes of csrc/include/moe/activations.h and activation.cuh.
 ACTIVATIONS = {name: code for code, name in enumerate(("", "relu", "gelu", "silu", "tanh", *GATED))}
 
 

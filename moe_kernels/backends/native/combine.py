@@ -7,29 +7,30 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels.library import wide
+from moe_kernels.library import compute_dtype
 from moe_kernels.library.dispatch import refuse_bad_rows
 
 
 def fwd(native: ModuleType, rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tensor:
     y = rows.new_empty((slot_row.shape[0], rows.shape[1]))
-    refused = native.call(
+    out_of_range = native.call(
         "combine_fwd", rows, rows.dtype, (rows, rows.dtype, 2), rows.stride(0),
-        (weights, wide(rows.dtype), 2), (slot_row, torch.int32, 2), (y, rows.dtype, 2), *slot_row.shape, *rows.shape,
+        (weights, compute_dtype(rows.dtype), 2), (slot_row, torch.int32, 2), (y, rows.dtype, 2),
+        *slot_row.shape, *rows.shape,
     )  # fmt: skip
-    if refused:
+    if out_of_range:
         refuse_bad_rows("combine", slot_row, rows.shape[0])
     return y
 
 
 def bwd(native, grad, rows, weights, row_token, slot_row, expert_offsets, row_choice) -> tuple[Tensor, Tensor]:
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
-    refused = native.call(
+    out_of_range = native.call(
         "combine_bwd", rows, rows.dtype, (grad, rows.dtype, 2), grad.stride(0), (rows, rows.dtype, 2),
-        rows.stride(0), (weights, wide(rows.dtype), 2), (row_token, torch.int32, 1), (slot_row, torch.int32, 2),
-        (expert_offsets, torch.int32, 1), (row_choice, torch.int32, 1), (drows, rows.dtype, 2),
-        (dweights, weights.dtype, 2), *slot_row.shape, expert_offsets.shape[0] - 1, *rows.shape,
+        rows.stride(0), (weights, compute_dtype(rows.dtype), 2), (row_token, torch.int32, 1),
+        (slot_row, torch.int32, 2), (expert_offsets, torch.int32, 1), (row_choice, torch.int32, 1),
+        (drows, rows.dtype, 2), (dweights, weights.dtype, 2), *slot_row.shape, expert_offsets.shape[0] - 1, *rows.shape,
     )  # fmt: skip
-    if refused:
+    if out_of_range:
         refuse_bad_rows("combine", slot_row, rows.shape[0], expert_offsets=expert_offsets)
     return drows, dweights

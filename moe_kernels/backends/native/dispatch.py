@@ -12,11 +12,11 @@ from moe_kernels.library.dispatch import refuse_bad_rows
 
 def fwd(native: ModuleType, x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets: Tensor) -> Tensor:
     rows = x.new_empty((row_token.shape[0], x.shape[1]))
-    refused = native.call(
+    out_of_range = native.call(
         "dispatch_fwd", rows, x.element_size(), (x, x.dtype, 2), x.stride(0), (row_token, torch.int32, 1),
         (slot_row, torch.int32, 2), (expert_offsets, torch.int32, 1), (rows, x.dtype, 2), *slot_row.shape,
         expert_offsets.shape[0] - 1, *rows.shape,
     )  # fmt: skip
-    if refused:
+    if out_of_range:
         refuse_bad_rows("dispatch", slot_row, row_token.shape[0], row_token, expert_offsets)
     return rows

@@ -1,8 +1,9 @@
 """The grouped GEMM on CPU tensors: products in csrc/cpu/grouped_gemm.cpp, or by torch's library for large experts.
 
 C++ gives every thread its own rows and needs no call for each expert; a call of torch.mm costs as much as a million
-multiplications. torch's library is faster for large experts on Intel's processors. Bias and activation run in C++ in
-both cases: it reads torch's products.
+multiplications. torch's library is faster for large experts on Intel's processors. C++ then adds the bias and
+applies the activation, except that torch adds the bias to products in 16 bits, and to products in the dtype of x if
+neither an activation nor pre is wanted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from moe_kernels.backends import _addresses
 from moe_kernels.backends.native.activation import ACTIVATIONS
-from moe_kernels.library import GATED, wide
+from moe_kernels.library import GATED, compute_dtype
 from moe_kernels.library.grouped_gemm import refuse_bad_rows
 
 # Largest expert, in multiply-adds, that C++ multiplies on every processor. Up to here it is 1.1 to 1.3 times as fast as
@@ -27,7 +28,7 @@ SMALL = 2**24
 # The same in bfloat16 if torch uses instructions that C++ does not: C++ is 1.2 to 2 times as fast at 2**20, 0.6 to 1.2
 # times at 2**22.
 SMALL_BFLOAT16 = 2**21
-# Fewest rows of a thread in C++. With fewer, torch.mm is faster, since its threads share the columns.
+# Fewest rows of a thread in C++ for large experts. With fewer torch.mm is faster, since its threads share the columns.
 LEAST = 24
 # Bytes of intermediate results up to which expert_mlp is one launch, which saves 10 us. Larger results are freed one by
 # one, so that the next one takes their memory without page faults.
@@ -61,15 +62,15 @@ def fwd(
         if not activation and not keep_pre and _torch_dtype(dtype) is dtype:
             return _multiply_in_torch(x, weight, expert_offsets, row_token, bias), x.new_empty(0, dout)
         by_torch, bias = _with_bias(x, weight, expert_offsets, row_token, bias)
-    pre = _place(by_torch, dtype, num_rows, dout) if keep_pre else None
+    pre = _reuse_or_allocate(by_torch, dtype, num_rows, dout) if keep_pre else None
     width = dout // 2 if activation in GATED else dout
-    out = _place(None if keep_pre or width != dout else by_torch, dtype, num_rows, width)
-    refused = native.call(
+    out = _reuse_or_allocate(None if keep_pre or width != dout else by_torch, dtype, num_rows, width)
+    out_of_range = native.call(
         "grouped_gemm_fwd", _work(num_rows, weight.shape),
         *_operands(x, weight, expert_offsets, row_token, by_torch), (bias, dtype, 2), ACTIVATIONS[activation],
         (out, dtype, 2), (pre, dtype, 2), num_rows, x.shape[0],
     )  # fmt: skip
-    if refused:
+    if out_of_range:
         refuse_bad_rows(expert_offsets, x, row_token)
     return out, x.new_empty(0, dout) if pre is None else pre
 
@@ -90,7 +91,7 @@ def bwd_weight(
         native.call(
             "grouped_gemm_bwd_weight", _work(num_rows, size), dtype, (x, dtype, 2), x.stride(0),
             (x_token, torch.int32, 1), (grad, dtype, 2), grad.stride(0), (grad_token, torch.int32, 1),
-            (expert_offsets, torch.int32, 1), num_experts, (row_weight, wide(dtype), 1), (dweight, dtype, 3),
+            (expert_offsets, torch.int32, 1), num_experts, (row_weight, compute_dtype(dtype), 1), (dweight, dtype, 3),
             (dbias if with_bias else None, dtype, 2), din if small else 0, dout,  # no din: column sums alone
         )  # fmt: skip
     return dweight, dbias
@@ -112,10 +113,10 @@ def hidden_bwd(
     weight = w_out.transpose(1, 2)
     large = not in_cpp(native, grad.dtype, weight.shape, pre.shape[0])
     by_torch = _multiply_in_torch(grad, weight, expert_offsets, row_token, None) if large else None
-    weighted = _place(by_torch, pre.dtype, pre.shape[0], w_out.shape[1])
+    weighted = _reuse_or_allocate(by_torch, pre.dtype, pre.shape[0], w_out.shape[1])
     native.call(
         "expert_mlp_bwd_hidden", _work(pre.shape[0], weight.shape),
-        *_operands(grad, weight, expert_offsets, row_token, by_torch), (row_weight, wide(pre.dtype), 1),
+        *_operands(grad, weight, expert_offsets, row_token, by_torch), (row_weight, compute_dtype(pre.dtype), 1),
         (b_out, pre.dtype, 2), (pre, pre.dtype, 2), ACTIVATIONS[activation], (dpre, pre.dtype, 2),
         (weighted, pre.dtype, 2), (drow_weight, row_weight.dtype, 1), pre.shape[0],
     )  # fmt: skip
@@ -141,21 +142,21 @@ def mlp(
     if experts is not None:
         scratch = experts.new_empty(4 * num_rows + (k + 3) * num_experts + 2, dtype=torch.int32)
     pre = x.new_empty(num_rows if keep_pre else 0, width)
-    between, rows, y = x.new_empty(num_rows, hidden), x.new_empty(num_rows, dout), x.new_empty(num_tokens, dout)
-    refused = native.call(
+    activated, rows, y = x.new_empty(num_rows, hidden), x.new_empty(num_rows, dout), x.new_empty(num_tokens, dout)
+    out_of_range = native.call(
         "expert_mlp_fwd", _work(num_rows, w_in.shape), dtype, (x, dtype, 2), x.stride(0),
-        (weights, wide(dtype), 2), *_weight(w_in), (b_in, dtype, 2), *_weight(w_out),
+        (weights, compute_dtype(dtype), 2), *_weight(w_in), (b_in, dtype, 2), *_weight(w_out),
         (b_out, dtype, 2), ACTIVATIONS[activation], *((each, torch.int32, each.dim()) for each in plan or ()),
         *([] if plan else [0, 0, 0]), *((0, 0) if experts is None else (experts.itemsize, (experts, experts.dtype, 2))),
         (scratch, torch.int32, 1),
-        (pre if keep_pre else None, dtype, 2), (between, dtype, 2), (rows, dtype, 2), (y, dtype, 2), num_tokens, k,
+        (pre if keep_pre else None, dtype, 2), (activated, dtype, 2), (rows, dtype, 2), (y, dtype, 2), num_tokens, k,
         num_rows, num_experts, din, width, hidden, dout,
     )  # fmt: skip
-    return None if refused else (y, pre)
+    return None if out_of_range else (y, pre)
 
 
 def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tensor, bias: Tensor | None) -> Tensor:
-    out = rows.new_empty(rows.shape[0], dtype=wide(rows.dtype))
+    out = rows.new_empty(rows.shape[0], dtype=compute_dtype(rows.dtype))
     large = not in_cpp(native, rows.dtype, weight.shape, rows.shape[0])
     by_torch, bias = _with_bias(rows, weight, expert_offsets, None, bias) if large else (None, bias)
     native.call(
@@ -195,18 +196,18 @@ def _weight(weight: Tensor) -> tuple[Any, ...]:
     return array, *strides[:2], strides[2] if by_column else 1
 
 
-def _place(by_torch: Tensor | None, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
-    """Memory for a result (num_rows, width): that of `by_torch`, if given in this dtype, as it is not needed later."""
+def _reuse_or_allocate(by_torch: Tensor | None, dtype: torch.dtype, num_rows: int, width: int) -> Tensor:
+    """Memory for a result (num_rows, width): that of `by_torch`, if given in this dtype, else new memory."""
     if by_torch is not None and by_torch.dtype == dtype:
         return by_torch
     return torch.empty(num_rows, width, dtype=dtype, device="cpu")
 
 
 def _with_bias(x, weight, expert_offsets, row_token, bias) -> tuple[Tensor, Tensor | None]:
-    """_multiply_in_torch and the bias that C++ must still add.
+    """torch's products, and the bias that C++ must still add, or None.
 
-    To a 16-bit product torch adds the bias before it rounds. A bias that is added after rounding may cancel most of the
-    product, and the rounding error stays.
+    torch adds the bias to products in 16 bits, before it rounds them: a bias added after rounding may cancel most of
+    the product, and the rounding error would stay.
     """
     added = bias if x.itemsize == 2 and _torch_dtype(x.dtype) is x.dtype else None
     return _multiply_in_torch(x, weight, expert_offsets, row_token, added), bias if added is None else None
@@ -222,14 +223,14 @@ def _multiply_in_torch(x, weight, expert_offsets, row_token, bias) -> Tensor:
             out[-sizes[-1] :].zero_()
         return out
     out = x.new_empty((rows.shape[0], weight.shape[2]), dtype=dtype)
-    *places, unused = out.split(sizes)
+    *results, unused = out.split(sizes)
     unused.zero_()
-    shifts = repeat(None) if bias is None else bias.unbind()
-    for place, columns, shift, part in zip(places, weight.unbind(), shifts, rows.split(sizes), strict=False):
-        if shift is None:
-            torch.mm(part.to(dtype), columns.to(dtype), out=place)
+    biases = repeat(None) if bias is None else bias.unbind()
+    for out_e, w_e, bias_e, x_e in zip(results, weight.unbind(), biases, rows.split(sizes), strict=False):
+        if bias_e is None:
+            torch.mm(x_e.to(dtype), w_e.to(dtype), out=out_e)
         else:
-            torch.addmm(shift, part, columns, out=place)
+            torch.addmm(bias_e, x_e, w_e, out=out_e)
     return out
 
 
@@ -239,11 +240,11 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
         return F.grouped_mm(x.t(), grad, offs=expert_offsets[1:])
     dtype, sizes = _torch_dtype(x.dtype), _sizes(expert_offsets, x.shape[0])
     out = x.new_empty((len(sizes) - 1, x.shape[1], grad.shape[1]))
-    for rows, columns, place in zip(x.split(sizes), grad.split(sizes), out.unbind(), strict=False):
+    for x_e, grad_e, out_e in zip(x.split(sizes), grad.split(sizes), out.unbind(), strict=False):
         if dtype == x.dtype:
-            torch.mm(rows.t(), columns, out=place)
+            torch.mm(x_e.t(), grad_e, out=out_e)
         else:
-            place.copy_(rows.to(dtype).t() @ columns.to(dtype))
+            out_e.copy_(x_e.to(dtype).t() @ grad_e.to(dtype))
     return out
 
 
@@ -259,8 +260,8 @@ def _takes_grouped_mm(rows: Tensor, columns: Tensor) -> bool:
 
 
 def _in_vectors(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether a tensor meets grouped_mm's conditions: a dtype that torch multiplies as it is, but not float64; not
-    empty; each matrix row- or column-major, with rows or columns that begin at multiples of 16 bytes."""
+    """Whether a tensor meets grouped_mm's conditions: a dtype that torch multiplies without a cast, not float64;
+    not empty; each matrix row- or column-major, with rows or columns that begin at multiples of 16 bytes."""
     if not hasattr(F, "grouped_mm") or dtype != _torch_dtype(dtype) or dtype == torch.float64 or 0 in shape:
         return False
     *batch, row, column = strides

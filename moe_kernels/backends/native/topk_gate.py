@@ -7,14 +7,14 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels.library import wide, words
+from moe_kernels.library import compute_dtype, words
 
-SCRATCH = 20  # bytes of scratch for each thread and expert: a value, a key and an index
+SCRATCH = 20  # bytes of scratch per thread and expert: a value, a key and an index
 
 
 def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
-    weights = logits.new_empty((num_tokens, k), dtype=wide(logits.dtype))
+    weights = logits.new_empty((num_tokens, k), dtype=compute_dtype(logits.dtype))
     experts = logits.new_empty((num_tokens, k), dtype=torch.int32)
     stride = SCRATCH * 32 * words(num_experts)
     scratch = logits.new_empty((native.chunks(logits.numel()), stride), dtype=torch.uint8)
@@ -29,7 +29,7 @@ def fwd(native: ModuleType, logits: Tensor, k: int, order: str) -> tuple[Tensor,
 def bwd(native, grad, weights, experts, logits, num_experts, dtype) -> Tensor:
     dlogits = grad.new_empty((grad.shape[0], num_experts), dtype=dtype)
     native.call(
-        "topk_gate_bwd", dlogits, dtype, (grad, wide(dtype), 2), (weights, wide(dtype), 2),
+        "topk_gate_bwd", dlogits, dtype, (grad, compute_dtype(dtype), 2), (weights, compute_dtype(dtype), 2),
         (experts, torch.int32, 2), (logits, dtype, 2), 0 if logits is None else logits.stride(0), (dlogits, dtype, 2),
         *dlogits.shape, grad.shape[1],
     )  # fmt: skip

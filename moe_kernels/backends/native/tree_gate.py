@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from moe_kernels.library import rows, wide
+from moe_kernels.library import compute_dtype, contiguous_rows
 
 PAD = 16  # elements to which a row of scratch is rounded up
 BLOCK = 128  # tokens that go down a tree together
@@ -32,19 +32,19 @@ def bwd(native, grad_gates, grad_leaf_probs, split_logits, leaf_logits, gamma, m
 
 
 def _results_dtype(native: ModuleType, dtype: torch.dtype) -> torch.dtype:
-    return dtype if getattr(native, "TREE_GATE_ROUNDS", False) else wide(dtype)
+    return dtype if getattr(native, "TREE_GATE_ROUNDS", False) else compute_dtype(dtype)
 
 
 def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
-    """The number added to a leaf's probability, and the least probability that counts (ops/tree_gate.py)."""
+    """The number added to a leaf's probability, and the least probability of a leaf that counts (ops/tree_gate.py)."""
     limits = torch.finfo(dtype)
     return {"": (0.0, limits.tiny), "tf": (1e-8, limits.tiny * limits.eps), "bert": (1e-6, 1e-5)}[mode]
 
 
 def _run(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=()) -> None:
     tokens, trees, experts = leaf_logits.shape
-    dtype = wide(leaf_logits.dtype)
-    # A row of nodes a tree, three of all leaves, and a heap, rounded up; Rows in csrc/cpu/tree_gate.cpp.
+    dtype = compute_dtype(leaf_logits.dtype)
+    # Per tree a row of nodes; three rows of all leaves; a heap: all rounded up, as Rows in csrc/cpu/tree_gate.cpp.
     rows = trees * -(-experts // PAD) + 3 * -(-trees * experts // PAD) + -(-2 * experts // PAD) + 2
     stride = dtype.itemsize * PAD * rows
     scratch = leaf_logits.new_empty((native.chunks(leaf_logits.numel()), stride), dtype=torch.uint8)
@@ -56,9 +56,9 @@ def _run(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=
 
 
 def route(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = rows(x)
+    x = contiguous_rows(x)
     (tokens, dim), (trees, experts, _) = x.shape, leaf_weight.shape
-    weights = x.new_empty((tokens, trees), dtype=wide(x.dtype))
+    weights = x.new_empty((tokens, trees), dtype=compute_dtype(x.dtype))
     chosen, visited = (weights.new_empty(weights.shape, dtype=torch.int32) for _ in range(2))
     unsaturated = weights.new_empty(weights.shape, dtype=torch.bool)
     stride = 8 * (BLOCK + 2) * dim + 16 * (BLOCK + experts + 1)

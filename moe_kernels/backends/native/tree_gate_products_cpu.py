@@ -1,5 +1,5 @@
-"""The products of a tree gate on CPU tensors: all of them, as a grouped GEMM of one expert, or those that tokens reach
-(csrc/cpu/tree_gate_products.cpp), where nodes are saturated often enough for that to be less."""
+"""The products of a tree gate on CPU tensors: all of them, as a grouped GEMM of one expert, or, if enough nodes are
+saturated, only those that tokens reach (csrc/cpu/tree_gate_products.cpp)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 from moe_kernels.backends.native.grouped_gemm_cpu import bwd_weight
 from moe_kernels.backends.native.grouped_gemm_cpu import fwd as grouped_gemm
-from moe_kernels.library import all_rows, matrices, rows, wide
+from moe_kernels.library import all_rows, compute_dtype, contiguous_matrices, contiguous_rows
 
-# Of csrc/cpu/tree_gate_products.cpp: columns of a branch, and tokens of a tile or rows that are summed at a time.
+# As in csrc/cpu/tree_gate_products.cpp: columns of a branch; tokens of a tile, or rows that are summed at a time.
 COLUMNS, TILE = 32, 256
 
-# Passing over products pays where tokens reach at most this share of the branches. With P = 768 it took 0.57 to 0.65 of
-# the time of all products at a share of 0.23, and 0.84 to 0.96 at 0.31; a row costs as much as OVERHEAD more columns,
+# Skipping products pays if tokens reach at most the share WORTH of the branches. With P = 768 it took 0.57 to 0.65 of
+# the time of all products at a share of 0.23, and 0.84 to 0.96 at 0.31. A row costs as much as OVERHEAD more columns,
 # packing a branch as much as PACKING rows. SAMPLE tokens are routed first.
 WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256
 
 
 def fwd(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) -> tuple[Tensor, Tensor]:
-    above = _above(leaf_weight)
+    above = _nodes_above(leaf_weight)
     top_weight, top_bias = split_weight[:, :above], None if split_bias is None else split_bias[:, :above]
     others = split_weight, leaf_weight, split_bias, leaf_bias
     found = _reach(native, lambda step: _logits(native, x[::step], top_weight, top_bias), x, others, above, gamma)
     if found is None:
         return _logits(native, x, split_weight, split_bias), _logits(native, x, leaf_weight, leaf_bias)
-    dtype = wide(x.dtype)
+    dtype = compute_dtype(x.dtype)
     split, leaf = (native.fresh((x.shape[0], *weight.shape[:2]), dtype) for weight in (split_weight, leaf_weight))
     biases = [
         weight.new_zeros(weight.shape[:2], dtype=dtype) if bias is None else bias.to(dtype).contiguous()
@@ -44,7 +44,7 @@ def fwd(native, x, split_weight, leaf_weight, split_bias, leaf_bias, gamma) -> t
 def bwd(
     native, dsplit, dleaf, split_logits, x, split_weight, leaf_weight, gamma, wants
 ) -> tuple[Tensor, Tensor, Tensor]:
-    above = _above(leaf_weight)
+    above = _nodes_above(leaf_weight)
     weights = split_weight, leaf_weight
     found = _reach(native, lambda step: split_logits[::step, :, :above], x, weights, above, gamma)
     if found is None:
@@ -57,7 +57,7 @@ def bwd(
             for each, wanted in zip((dsplit, dleaf), wants[1:], strict=True)
         )
         return dx, dsplit_weight, dleaf_weight
-    dtype = wide(x.dtype)
+    dtype = compute_dtype(x.dtype)
     top, top_weight = dsplit[:, :, :above].to(dtype), split_weight[:, :above].to(dtype)
     dx = _product(native, top.flatten(1), top_weight.flatten(0, 1)) if wants[0] else x.new_empty(0, dtype=dtype)
     dsplit_weight, dleaf_weight = (
@@ -79,26 +79,27 @@ def _logits(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 def _product(native: ModuleType, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (T, P), weight (P, N), bias (1, N) -> (T, N)"""
-    return grouped_gemm(native, rows(x), matrices(weight[None]), all_rows(x), None, bias, "", False)[0]
+    operands = contiguous_rows(x), contiguous_matrices(weight[None]), all_rows(x)
+    return grouped_gemm(native, *operands, None, bias, "", False)[0]
 
 
 def _gradient(native: ModuleType, grad: Tensor, x: Tensor) -> Tensor:
     """grad (T, K, N), x (T, P) -> (K, N, P)"""
-    flat, _ = bwd_weight(native, rows(grad.flatten(1)), rows(x), all_rows(x), None, None, False)
+    flat, _ = bwd_weight(native, contiguous_rows(grad.flatten(1)), contiguous_rows(x), all_rows(x), None, None, False)
     return flat.view(*grad.shape[1:], x.shape[1])
 
 
-def _above(leaf_weight: Tensor) -> int:
-    """Nodes above the branches; a branch (four levels and leaves) is a panel of COLUMNS; 0: the tree is not cut.
+def _nodes_above(leaf_weight: Tensor) -> int:
+    """Number of nodes above the branches, which are panels of COLUMNS: four levels and leaves. 0: the tree is not cut.
 
-    Up to 32 experts it would have two branches at most, and beyond 1024 more than the 64 that fit a word (tree_reach).
+    A tree of up to 32 experts has two branches at most, one of over 1024 more than the 64 that fit a word (tree_reach).
     """
     levels = (leaf_weight.shape[1] - 1).bit_length() - 4
     return 2**levels - 1 if 1 < levels <= 6 else 0
 
 
 class _Reach(NamedTuple):
-    """Pre-activations above the branches; per branch the first of its tokens in `token`, with the end of the last."""
+    """top: pre-activations above the branches. token: the tokens of each branch; offsets: their starts and the end."""
 
     top: Tensor
     offsets: Tensor
@@ -106,10 +107,10 @@ class _Reach(NamedTuple):
 
 
 def _reach(native, top_of, x, others, above, gamma) -> _Reach | None:
-    """Who reaches which branch, by the pre-activations above that top_of(step) has of every step-th token.
+    """The tokens that reach each branch. top_of(step): pre-activations above the branches of every step-th token.
 
-    None where so many do that passing over products does not pay, which a few tokens tell; or where one that is passed
-    over could have been NaN, which the definition shows.
+    None if so many reach them that skipping products does not pay, which a sample of tokens shows first, or if a
+    skipped product could be NaN, which the definition returns.
     """
     tokens, dim = x.shape
     worth = WORTH * dim / (dim + OVERHEAD) - PACKING / max(tokens, 1)
@@ -122,7 +123,7 @@ def _reach(native, top_of, x, others, above, gamma) -> _Reach | None:
 
 
 def _reached(native: ModuleType, top: Tensor, gamma: float, worth: float) -> _Reach | None:
-    wide_top = top.to(wide(top.dtype))
+    wide_top = top.to(compute_dtype(top.dtype))
     tokens, trees, above = top.shape
     branches = trees * (above + 1)
     offsets = torch.empty(branches + 1, dtype=torch.int32, device="cpu")
@@ -137,16 +138,16 @@ def _reached(native: ModuleType, top: Tensor, gamma: float, worth: float) -> _Re
 
 
 def _are_finite(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
-    """Whether no product of x with a weight, plus a bias, can leave the range of the dtype it is computed in."""
+    """Whether every product of x with a weight, plus a bias, stays in the range of the compute dtype."""
     largest, *of = [sum(abs(float(end)) for end in torch.aminmax(each)) for each in (x, *others) if each is not None]
-    return largest * x.shape[1] * sum(of[:2]) + sum(of[2:]) < torch.finfo(wide(x.dtype)).max
+    return largest * x.shape[1] * sum(of[:2]) + sum(of[2:]) < torch.finfo(compute_dtype(x.dtype)).max
 
 
 def _run(native, name, x, split_weight, leaf_weight, split, leaf, found, results) -> None:
-    dtype, (tokens, dim), (trees, experts, _) = wide(x.dtype), x.shape, leaf_weight.shape
-    x = rows(x.to(dtype))
+    dtype, (tokens, dim), (trees, experts, _) = compute_dtype(x.dtype), x.shape, leaf_weight.shape
+    x = contiguous_rows(x.to(dtype))
     pairs = [each.to(dtype).contiguous() for each in (split_weight, leaf_weight, split, leaf)]
-    # A branch's weights or their gradient, and two blocks of logits; and the weights of all branches, packed.
+    # scratch: a branch's weights or their gradient, and two blocks of logits. packed: the weights of all branches.
     branches, stride = found.offsets.shape[0] - 1, COLUMNS * (dim + 2 * TILE)
     scratch = x.new_empty((native.chunks(x.numel()), stride))
     packed = native.fresh((branches, -(-dim // COLUMNS) * COLUMNS * COLUMNS), dtype)

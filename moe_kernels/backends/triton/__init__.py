@@ -1,4 +1,4 @@
-"""Triton kernels, one file an operation: kernels, launchers, supports."""
+"""Triton kernels, one file per operation: kernels, launchers, f_supports and f_limits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def unsupported(device: str, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
     if triton.knobs.runtime.interpret and (reason := _interpreter_fails()) is not None:
         return reason
     if dtype not in dtypes:
-        return f"it takes {', '.join(str(known).removeprefix('torch.') for known in dtypes)}, not {dtype}"
+        return f"it takes {', '.join(str(each).removeprefix('torch.') for each in dtypes)}, not {dtype}"
     return None
 
 
 def _interpreter_fails() -> str | None:
-    """Triton 3.6 makes a loop's bound of an array of one element, which numpy 2.4 refuses."""
+    """Why Triton's interpreter fails, or None: Triton 3.6 takes an array as a loop bound, which numpy 2.4 refuses."""
     if _release(triton.__version__) >= (3, 7) or _release(numpy.__version__) < (2, 4):
         return None
     return f"the interpreter of Triton {triton.__version__} takes numpy below 2.4, not {numpy.__version__}"
@@ -38,10 +38,10 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-    """Launches a kernel that fuses a product and a sum only where it says tl.fma.
+    """Launches a kernel; products and sums are fused only where it calls tl.fma.
 
     LLVM would also fuse a product with the first step of a butterfly sum. Its lanes then round differently, and the
-    copies of one result that several lanes store differ in their last bits.
+    copies of a result that several lanes store differ in their last bits.
     """
     kernel[grid](*arguments, enable_fp_fusion=False, **named)
 
@@ -50,13 +50,13 @@ def on_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """`launcher` with the GPU of its first tensor made current, since Triton launches on the current GPU."""
 
     @wraps(launcher)
-    def there(x: torch.Tensor, *rest: Any) -> Any:
+    def wrapper(x: torch.Tensor, *rest: Any) -> Any:
         if not x.is_cuda or x.get_device() == torch.cuda.current_device():
             return launcher(x, *rest)
         with torch.cuda.device(x.get_device()):
             return launcher(x, *rest)
 
-    return there
+    return wrapper
 
 
 def patterns(x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Backward of the grouped GEMM in Triton: gradient to the weights, hidden layer of an expert MLP, a gather's sums.
+"""Backward of the grouped GEMM in Triton: weight gradient, hidden layer of an expert MLP, sums of gathered rows.
 
-The gradient to rows is the forward kernel on transposed weights. The one to the weights sums over an expert's rows in
-order: a program owns a tile of dW and walks all of them, so that nothing is added twice or atomically; its operands are
-read by pointers on every device, since a bulk copy of a last step would bring rows of the next expert.
+The gradient to rows is the forward kernel on transposed weights. In the weight gradient one program computes a tile of
+dW from all rows of its expert, in order and without atomics. Its operands are read by pointers on every device: the
+bulk copy of a last step would include rows of the next expert.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from moe_kernels.backends.triton._grouped_tiles import (
     SLICE,
     activate_with_slope,
     find_tile,
-    halves,
     multiply_tile,
     raster,
+    split_columns,
     tile_rows,
 )
 from moe_kernels.backends.triton._rows import tile
@@ -36,23 +36,23 @@ TILE = 2048  # elements of a program of activation_bwd
 
 
 @triton.jit
-def _rows_of(
+def _load_rows(
     ptr,  # (T or R, D)
     token_ptr,  # (R); not read unless GATHER
     row, end, d, D, stride,
-    GATHER: tl.constexpr, WIDE: tl.constexpr, TRANSPOSED: tl.constexpr = False,
+    GATHER: tl.constexpr, WIDEN: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
     """(rows, columns) of some rows of an expert, or (columns, rows) if TRANSPOSED; zeros past its end."""
     token = row.to(tl.int64)
     if GATHER:
         token = tl.load(token_ptr + row, mask=row < end, other=-1).to(tl.int64)
-    there = (row < end) & (token >= 0)
+    valid = (row < end) & (token >= 0)
     if TRANSPOSED:  # by pointers: a transposed tile of shared memory would not become cp.async on sm_80
-        at, inside = token[None, :] * stride + d[:, None], there[None, :] & (d < D)[:, None]
+        offsets, inside = token[None, :] * stride + d[:, None], valid[None, :] & (d < D)[:, None]
     else:
-        at, inside = token[:, None] * stride + d[None, :], there[:, None] & (d < D)[None, :]
-    values = tl.load(ptr + at, mask=inside, other=0.0)
-    if WIDE:
+        offsets, inside = token[:, None] * stride + d[None, :], valid[:, None] & (d < D)[None, :]
+    values = tl.load(ptr + offsets, mask=inside, other=0.0)
+    if WIDEN:
         values = values.to(tl.float32)
     return values
 
@@ -68,13 +68,13 @@ def _grouped_gemm_bwd_weight(
     dweight_ptr,  # (E, K, N) contiguous
     dbias_ptr,  # (E, N) contiguous; not written unless BIAS
     stride_x, stride_grad, K, N,
-    GATHER_X: tl.constexpr, GATHER_GRAD: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, WIDE: tl.constexpr,
+    GATHER_X: tl.constexpr, GATHER_GRAD: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,  # of K
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # rows of a step
+    BLOCK_K: tl.constexpr,  # rows in a step
 ):  # fmt: skip
-    # One dimension of the grid, of which the others have 65535 programs at most.
+    # The grid has one dimension, as the others are limited to 65535 programs.
     column_tiles = tl.cdiv(N, BLOCK_N)
     tiles = tl.maximum(tl.cdiv(K, BLOCK_M), 1) * column_tiles
     expert = tl.program_id(0) // tiles
@@ -84,12 +84,12 @@ def _grouped_gemm_bwd_weight(
     k = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if BIAS:
-        # A walk of its own, by one row of tiles: in the other one it would hold up the products of all.
+        # A separate loop, only in the first row of tiles: in the loop of products it would slow down all tiles.
         if row_tile == 0:
             sums = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
             for start in tl.range(begin, end, BLOCK_K, num_stages=1):
                 row = start + tl.arange(0, BLOCK_K)
-                grad = _rows_of(grad_ptr, grad_token_ptr, row, end, n, N, stride_grad, GATHER_GRAD, True)
+                grad = _load_rows(grad_ptr, grad_token_ptr, row, end, n, N, stride_grad, GATHER_GRAD, True)
                 if WEIGHTED:
                     grad *= tl.load(row_weight_ptr + row, mask=row < end, other=0.0)[:, None]
                 sums += grad
@@ -98,11 +98,11 @@ def _grouped_gemm_bwd_weight(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(begin, end, BLOCK_K):
         row = start + tl.arange(0, BLOCK_K)
-        a = _rows_of(x_ptr, x_token_ptr, row, end, k, K, stride_x, GATHER_X, WIDE, True)
-        b = _rows_of(grad_ptr, grad_token_ptr, row, end, n, N, stride_grad, GATHER_GRAD, WIDE)
+        a = _load_rows(x_ptr, x_token_ptr, row, end, k, K, stride_x, GATHER_X, WIDEN, True)
+        b = _load_rows(grad_ptr, grad_token_ptr, row, end, n, N, stride_grad, GATHER_GRAD, WIDEN)
         total = tl.dot(a, b, total, input_precision=PRECISION)
-    at = dweight_ptr + (expert.to(tl.int64) * K + k[:, None]) * N + n[None, :]
-    tl.store(at, total.to(dweight_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
+    ptrs = dweight_ptr + (expert.to(tl.int64) * K + k[:, None]) * N + n[None, :]
+    tl.store(ptrs, total.to(dweight_ptr.dtype.element_ty), mask=(k < K)[:, None] & (n < N)[None, :])
 
 
 @triton.jit(do_not_specialize=["E", "R"])
@@ -119,7 +119,7 @@ def _expert_mlp_bwd_hidden(
     partial_ptr,  # (R, column tiles)
     stride_x, stride_w_E, stride_w, E, R, K, N,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, GATHER: tl.constexpr, TRANSPOSED: tl.constexpr,
-    X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     column_tiles = tl.maximum(tl.cdiv(N, BLOCK_N), 1)
@@ -127,65 +127,65 @@ def _expert_mlp_bwd_hidden(
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
     if first >= end:
         return
-    there, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
+    valid, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
     column = column_tile * BLOCK_N
-    row, depth = tl.arange(0, BLOCK_M), tl.where(expert < E, K, 0)  # zeros go to the rows past the end
+    row, depth = tl.arange(0, BLOCK_M), tl.where(expert < E, K, 0)  # unused rows get zeros
     used = first.to(tl.int64) + row < tl.where(expert < E, end, 0)
     dh, _ = multiply_tile(
         x, w, token, first, expert, column, column, depth, N, stride_x, stride_w_E, stride_w,
-        False, TRANSPOSED, X_TMA, W_TMA, WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        False, TRANSPOSED, X_TMA, W_TMA, WIDEN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    start = first.to(tl.int64)  # within a tile rows are counted in 32 bits, as forward
+    start = first.to(tl.int64)  # row offsets within a tile have 32 bits, as in forward
     weight = tl.load(row_weight_ptr + start + row, mask=used, other=0.0)
-    both = 2 * N if GATED else N
-    pre_ptr += start * both
-    dpre_ptr += start * both
+    pre_width = 2 * N if GATED else N
+    pre_ptr += start * pre_width
+    dpre_ptr += start * pre_width
     weighted_ptr += start * N
-    partial = _finish_hidden(dh, weight, pre_ptr, dpre_ptr, weighted_ptr, there, used, column, N, ACTIVATION, GATED)
+    partial = _finish_hidden(dh, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column, N, ACTIVATION, GATED)
     if BIAS:
         tl.static_assert(GATHER)  # else x may be a descriptor
-        # <b_out_e, dy> in a walk of its own, by the first column of tiles: in the other one all of them would pay.
+        # <b_out_e, dy> in a separate loop, only in the first column of tiles: in the loop of products all would pay.
         if column_tile == 0:
             bias_ptr += expert.to(tl.int64) * K
             k = tl.arange(0, BLOCK_K)
             for begin in tl.range(0, depth, BLOCK_K, num_stages=1):
                 inside = begin + k < K
                 bias = tl.load(bias_ptr + begin + k, mask=inside, other=0.0).to(tl.float32)
-                at = x + token[:, None] * stride_x + begin + k
-                dy = tl.load(at, mask=(token >= 0)[:, None] & inside, other=0.0).to(tl.float32)
+                ptrs = x + token[:, None] * stride_x + begin + k
+                dy = tl.load(ptrs, mask=(token >= 0)[:, None] & inside, other=0.0).to(tl.float32)
                 partial += tl.sum(dy * bias, axis=1)
-    tl.store(partial_ptr + start * column_tiles + column_tile + row * column_tiles, partial, mask=there)
+    tl.store(partial_ptr + start * column_tiles + column_tile + row * column_tiles, partial, mask=valid)
 
 
 @triton.jit
 def _finish_hidden(
-    dh, weight, pre_ptr, dpre_ptr, weighted_ptr, there, used, column, N,
+    dh, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column, N,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Stores of a tile, slice after slice; returns the share of its columns in <h, dh>."""
+    """Stores dpre and weighted h of a tile, slice by slice; returns its columns' part of <h, dh>."""
     HALF: tl.constexpr = dh.shape[1] // 2
     if HALF >= SLICE:
-        left, right = halves(dh)
+        left, right = split_columns(dh)
         partial = _finish_hidden(
-            left, weight, pre_ptr, dpre_ptr, weighted_ptr, there, used, column, N, ACTIVATION, GATED
+            left, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column, N, ACTIVATION, GATED
         )
         partial += _finish_hidden(
-            right, weight, pre_ptr, dpre_ptr, weighted_ptr, there, used, column + HALF, N, ACTIVATION, GATED
+            right, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column + HALF, N, ACTIVATION, GATED
         )
     else:
         row, n = tl.arange(0, dh.shape[0]), column + tl.arange(0, dh.shape[1])
-        inside, known = there[:, None] & (n < N)[None, :], used[:, None] & (n < N)[None, :]
-        at = row[:, None] * (2 * N if GATED else N) + n[None, :]
-        pre = tl.load(pre_ptr + at, mask=known, other=0.0).to(tl.float32)
+        inside, used_inside = valid[:, None] & (n < N)[None, :], used[:, None] & (n < N)[None, :]
+        offsets = row[:, None] * (2 * N if GATED else N) + n[None, :]
+        pre = tl.load(pre_ptr + offsets, mask=used_inside, other=0.0).to(tl.float32)
         h, slope = activate_with_slope(pre, ACTIVATION)
         if GATED:
-            linear = tl.load(pre_ptr + at + N, mask=known, other=0.0).to(tl.float32)
-            tl.store(dpre_ptr + at + N, (weight[:, None] * dh * h).to(dpre_ptr.dtype.element_ty), mask=inside)
+            linear = tl.load(pre_ptr + offsets + N, mask=used_inside, other=0.0).to(tl.float32)
+            tl.store(dpre_ptr + offsets + N, (weight[:, None] * dh * h).to(dpre_ptr.dtype.element_ty), mask=inside)
             h *= linear
             slope *= linear
-        tl.store(dpre_ptr + at, (weight[:, None] * dh * slope).to(dpre_ptr.dtype.element_ty), mask=inside)
-        at = row[:, None] * N + n[None, :]
-        tl.store(weighted_ptr + at, (weight[:, None] * h).to(weighted_ptr.dtype.element_ty), mask=inside)
+        tl.store(dpre_ptr + offsets, (weight[:, None] * dh * slope).to(dpre_ptr.dtype.element_ty), mask=inside)
+        offsets = row[:, None] * N + n[None, :]
+        tl.store(weighted_ptr + offsets, (weight[:, None] * h).to(weighted_ptr.dtype.element_ty), mask=inside)
         partial = tl.sum(tl.where(inside, h * dh, 0.0), axis=1)
     return partial
 
@@ -204,18 +204,18 @@ def _activation_bwd(
     grad = tl.load(grad_ptr + row * stride_grad + n, mask=inside, other=0.0).to(tl.float32)
     pre = tl.load(pre_ptr + row * stride_pre + n, mask=inside, other=0.0).to(tl.float32)
     y, slope = activate_with_slope(pre, ACTIVATION)
-    at = dpre_ptr + row * (2 * N if GATED else N) + n
+    ptrs = dpre_ptr + row * (2 * N if GATED else N) + n
     if GATED:
         linear = tl.load(pre_ptr + row * stride_pre + N + n, mask=inside, other=0.0).to(tl.float32)
-        tl.store(at + N, (grad * y).to(dpre_ptr.dtype.element_ty), mask=inside)
+        tl.store(ptrs + N, (grad * y).to(dpre_ptr.dtype.element_ty), mask=inside)
         slope *= linear
-    tl.store(at, (grad * slope).to(dpre_ptr.dtype.element_ty), mask=inside)
+    tl.store(ptrs, (grad * slope).to(dpre_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _token_sums(
     rows_ptr,  # (R, D)
-    by_token_ptr,  # (R) rows of token 0 in their order, of token 1, ...
+    by_token_ptr,  # (R): the rows of token 0 in their order, then those of token 1, ...
     token_offsets_ptr,  # (T + 1) into by_token
     out_ptr,  # (T, D) contiguous
     stride_rows_R, T, D,
@@ -227,9 +227,9 @@ def _token_sums(
     count = tl.load(token_offsets_ptr + token + 1, mask=token < T, other=0) - first
     sums = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for i in range(tl.max(count)):
-        here = i < count
-        row = tl.load(by_token_ptr + first + i, mask=here, other=0).to(tl.int64)
-        inside = here[:, None] & (d < D)
+        valid = i < count
+        row = tl.load(by_token_ptr + first + i, mask=valid, other=0).to(tl.int64)
+        inside = valid[:, None] & (d < D)
         sums += tl.load(rows_ptr + row[:, None] * stride_rows_R + d, mask=inside, other=0.0).to(tl.float32)
     out = out_ptr + token[:, None] * D + d
     tl.store(out, sums.to(out_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
@@ -255,7 +255,7 @@ def grouped_gemm_bwd_weight(
     dbias = x.new_empty((num_experts if with_bias else 0, columns))
     if num_experts == 0 or columns == 0:
         return dweight, dbias
-    rows = (x if x_token is None else x_token).shape[0]
+    num_rows = (x if x_token is None else x_token).shape[0]
 
     def run(tiles):
         row_tiles = max(triton.cdiv(dim, tiles.m), 1)  # with no column of x there is still a bias
@@ -270,7 +270,7 @@ def grouped_gemm_bwd_weight(
             **precision(x.dtype), **blocks(_stages(tiles, x_token is not None or grad_token is not None)),
         )  # fmt: skip
 
-    run_with_tiles("weight", x, grad, rows, num_experts, columns, run, training=True)
+    run_with_tiles("weight", x, grad, num_rows, num_experts, columns, run, training=True)
     return dweight, dbias
 
 
@@ -285,39 +285,39 @@ def expert_mlp_bwd_hidden(
     activation: str,
     b_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, (num_experts, hidden, _) = pre.shape[0], w_out.shape
-    dpre, weighted = pre.new_empty(pre.shape), pre.new_empty((rows, hidden))
-    drow_weight = row_weight.new_empty(rows)
-    if rows == 0:
+    num_rows, (num_experts, hidden, _) = pre.shape[0], w_out.shape
+    dpre, weighted = pre.new_empty(pre.shape), pre.new_empty((num_rows, hidden))
+    drow_weight = row_weight.new_empty(num_rows)
+    if num_rows == 0:
         return dpre, weighted, drow_weight
 
     def run(tiles):
         nonlocal drow_weight
         column_tiles = max(triton.cdiv(hidden, tiles.n), 1)  # without columns there is still a bias
-        partial = row_weight.new_empty((rows, column_tiles))
+        partial = row_weight.new_empty((num_rows, column_tiles))
         launch(
-            _expert_mlp_bwd_hidden, ((rows // tiles.m + num_experts + 1) * column_tiles,),
+            _expert_mlp_bwd_hidden, ((num_rows // tiles.m + num_experts + 1) * column_tiles,),
             row_token_ptr=expert_offsets if row_token is None else row_token, row_weight_ptr=row_weight,
             bias_ptr=expert_offsets if b_out is None else b_out, expert_offsets_ptr=expert_offsets, pre_ptr=pre,
-            dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=rows, N=hidden, BIAS=b_out is not None,
+            dpre_ptr=dpre, weighted_ptr=weighted, partial_ptr=partial, R=num_rows, N=hidden, BIAS=b_out is not None,
             **operands(grad, w_out.transpose(1, 2), row_token is not None, tiles), **activation_of(activation),
         )  # fmt: skip
         drow_weight = partial.sum(1)
 
-    run_with_tiles("hidden", grad, w_out, rows, num_experts, hidden, run, training=True)
+    run_with_tiles("hidden", grad, w_out, num_rows, num_experts, hidden, run, training=True)
     return dpre, weighted, drow_weight
 
 
 @on_device
 def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
     dpre = pre.new_empty(pre.shape)
-    rows, columns = grad.shape
+    num_rows, columns = grad.shape
     if grad.numel():
         block = min(triton.next_power_of_2(columns), TILE)
         block_m = TILE // block
         launch(
-            _activation_bwd, (triton.cdiv(rows, block_m), triton.cdiv(columns, block)),
-            grad, pre, dpre, grad.stride(0), pre.stride(0), rows, columns,
+            _activation_bwd, (triton.cdiv(num_rows, block_m), triton.cdiv(columns, block)),
+            grad, pre, dpre, grad.stride(0), pre.stride(0), num_rows, columns,
             **activation_of(activation), BLOCK_M=block_m, BLOCK_N=block,
         )  # fmt: skip
     return dpre
@@ -327,7 +327,7 @@ def activation_bwd(grad: Tensor, pre: Tensor, activation: str) -> Tensor:
 def grouped_gemm_sum_rows(rows: Tensor, row_token: Tensor, num_tokens: int) -> Tensor:
     """(R, D) -> (T, D), every token's sum of its rows.
 
-    Each row is read once, where torch's gather, cast and segmented sum move seven times that.
+    Each row is read once; torch's gather, cast and segmented sum would move seven times as many bytes.
     """
     dim = rows.shape[1]
     out = rows.new_empty((num_tokens, dim))

@@ -1,14 +1,14 @@
 """Tile sizes of the grouped GEMM's kernels, and the arguments that their launches share.
 
-The tables are keyed by kernel, by loop (80: cp.async and mma.sync, 90: descriptors and wgmma) and by class of shape.
-They were predicted by arithmetic and are not yet timed.
+The tables are keyed by kernel, inner loop (80: cp.async and mma.sync, 90: descriptors and wgmma) and class of shape.
+The sizes were computed as below and are not yet timed.
 
 sm_80: a warp that multiplies 64 x 64 reads (64 + 64) * 32 bytes of shared memory for 64 * 64 * 16 products, half of
-what shared memory gives in that time (128 bytes and 1024 products a clock); 64 x 32 would take three quarters. So four
-warps take 128 x 128, and 48 KB of buffers leave room for two blocks or more in the 163 KB of an A100.
+what shared memory gives in that time (128 bytes and 1024 products a clock); 64 x 32 would need three quarters. So four
+warps compute 128 x 128, and 48 KB of buffers leave room for two blocks or more in the 163 KB of an A100.
 sm_90: wgmma 64 x 256 x 16 takes 128 clocks and reads 10 KB, 80 of the 128 bytes a clock; 64 x 128 takes 96.
-So two groups of warps take 128 x 256 where there are as many columns, with four stages of 48 KB.
-A float32 product takes 64 x 64 tiles: its units are the general ones and registers its limit.
+So two warp groups compute 128 x 256 if there are that many columns, with four stages of 48 KB.
+A float32 product uses 64 x 64 tiles: it runs outside the tensor cores, and registers limit it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels.backends import _addresses
 
-GATES = {"swiglu": "silu", "geglu": "gelu"}  # the activation of a gated one's first half
+GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and what is applied to their first half
 
-MOST_COLUMNS = 2**22  # a tile has up to 256 rows and counts the two halves of gated ones in 32 bits
+MAX_COLUMNS = 2**22  # a tile has up to 256 rows and counts the two halves of gated ones in 32 bits
 
-MOST_TOGETHER = 2048  # experts that a program looks at together; among 65536 the compiler takes 89 s
+MAX_BLOCK_E = 2048  # experts whose offsets a program loads at once; with 65536 the compiler takes 89 s
 
-# Milliseconds that MOE_KERNELS_AUTOTUNE=1 found, by kernel, device, dtype, K, columns, experts and bits of the rows.
+# Milliseconds measured under MOE_KERNELS_AUTOTUNE=1, by kernel, device, dtype, K, columns, experts, bit length of rows.
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
 
 
 class Tiles(NamedTuple):
-    """Rows and columns of a program's output, the step of its sum, warps, and stages of the pipeline."""
+    """Rows and columns of a program's tile, terms of a step of its sums, warps, and pipeline stages."""
 
     m: int
     n: int
@@ -46,10 +46,9 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By kernel and loop: tiles for few rows an expert, for few columns, and for the rest. Training takes those for few rows
-# only where MOE_KERNELS_AUTOTUNE=1 finds them faster (`choose`). The columns of a gated product are those of one half;
-# a program takes both halves.
-CLASSES = ("few", "narrow", "wide")
+# By kernel and inner loop: tiles for few rows per expert, for few columns, and for the rest. Training uses the first
+# only if MOE_KERNELS_AUTOTUNE=1 finds them faster (`choose_tiles`). Columns of a gated product are those of one half; a
+# program computes both halves.
 TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("fwd", 80): (Tiles(64, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
     ("fwd", 90): (Tiles(64, 128, 64, 4, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
@@ -60,8 +59,8 @@ TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("weight", 80): (Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
 }
-# Tiles that MOE_KERNELS_AUTOTUNE=1 tries too: fewer stages or half a tile, so that two blocks of an SM take turns in
-# their prologues and epilogues; and twice the rows or columns, which halves what L2 gives for the same products.
+# Tiles that MOE_KERNELS_AUTOTUNE=1 tries too: fewer stages or half a tile, so that one block of an SM multiplies during
+# another's prologue or epilogue; and twice the rows or columns, which halves the bytes from L2 for the same products.
 ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("fwd", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 128, 32, 4, 3), Tiles(128, 256, 32, 8, 3)),
     ("fwd", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
@@ -72,7 +71,7 @@ ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("weight", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 256, 32, 8, 3)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
 }
-# For float32, and for rows that are no multiples of 16 bytes: their elements are read one by one.
+# For float32, and for rows that are not multiples of 16 bytes: their elements are read one by one.
 GENERAL = {
     "fwd": Tiles(64, 64, 32, 4, 3),
     "gated": Tiles(64, 32, 32, 4, 3),
@@ -83,7 +82,7 @@ GENERAL = {
 
 @functools.cache
 def loop(device: torch.device) -> int:
-    """80 or 90: which shape of inner loop a device runs. The first takes 48 KB, which any device has."""
+    """The inner loop that a device runs: 80 or 90. That of 80 uses 48 KB of shared memory, which any device has."""
     return 90 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 80
 
 
@@ -91,27 +90,26 @@ def run_with_tiles(
     kernel: str,
     x: Tensor,
     other: Tensor,
-    rows: int,
+    num_rows: int,
     num_experts: int,
     columns: int,
     run: Callable[[Tiles], None],
     training: bool = False,
 ) -> None:
-    """Calls run(tiles), which launches the kernel, with the tiles for x (T or R, K) against another operand.
+    """Calls run(tiles), which launches the kernel, with the tiles for the product of x (T or R, K) and `other`.
 
-    With MOE_KERNELS_AUTOTUNE=1 they are those of the kernel's classes and alternatives that are fastest here, timed
-    once a shape. That waits for the device, so a shape whose first call is captured in a CUDA graph keeps the tiles of
-    its class.
+    With MOE_KERNELS_AUTOTUNE=1 they are the fastest of the kernel's classes and alternatives, timed once per shape.
+    Timing waits for the device, so a shape whose first call is captured in a CUDA graph keeps the tiles of its class.
     """
-    if columns > MOST_COLUMNS:
-        raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MOST_COLUMNS} columns, got {columns}")
-    which, even = loop(x.device), x.dtype != torch.float32 and _even(x, other, columns)
-    tiles = choose(kernel, which, even, rows, num_experts, columns, training)
-    if even and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
-        key = (kernel, x.device, x.dtype, x.shape[1], columns, num_experts, rows.bit_length())
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MAX_COLUMNS} columns, got {columns}")
+    inner_loop, divisible = loop(x.device), x.dtype != torch.float32 and _divisible(x, other, columns)
+    tiles = choose_tiles(kernel, inner_loop, divisible, num_rows, num_experts, columns, training)
+    if divisible and x.device.type == "cuda" and os.environ.get("MOE_KERNELS_AUTOTUNE") == "1":
+        key = (kernel, x.device, x.dtype, x.shape[1], columns, num_experts, num_rows.bit_length())
         if key not in timed and not torch.cuda.is_current_stream_capturing():
-            known = dict.fromkeys((*TILES[kernel, which], *ALTERNATIVES[kernel, which]))
-            timed[key] = {each: _milliseconds(run, each) for each in known}
+            candidates = dict.fromkeys((*TILES[kernel, inner_loop], *ALTERNATIVES[kernel, inner_loop]))
+            timed[key] = {each: _milliseconds(run, each) for each in candidates}
         if key in timed:
             tiles = min(timed[key], key=timed[key].__getitem__)
     run(tiles)
@@ -125,24 +123,24 @@ def _milliseconds(run: Callable[[Tiles], None], tiles: Tiles) -> float:
         return math.inf
 
 
-def choose(
-    kernel: str, which: int, even: bool, rows: int, num_experts: int, columns: int, training: bool = False
+def choose_tiles(
+    kernel: str, inner_loop: int, divisible: bool, num_rows: int, num_experts: int, columns: int, training: bool = False
 ) -> Tiles:
-    """The tiles of a class of shapes: few rows are up to 96 an expert, few columns up to half of the widest tile.
+    """The tiles of a class of shapes: few rows are up to 96 per expert, few columns up to half of the widest tile.
 
-    In training rows are never few. They may differ from step to step, and each class is compiled for itself; one tile
-    of 128 rows does 128 FLOPs a byte of weights, which on an A100 takes less time than to read these.
+    Training does not use the class for few rows: rows may differ from step to step, and each class is compiled
+    separately. A tile of 128 rows does 128 FLOPs per byte of weights, less time on an A100 than reading the byte.
     """
-    few, narrow, wide = TILES[kernel, which]
-    if not even:
+    few_rows, few_columns, largest = TILES[kernel, inner_loop]
+    if not divisible:
         return GENERAL[kernel]
-    if rows <= 96 * num_experts and not training:
-        return few
-    return narrow if columns <= wide.n // 2 else wide
+    if num_rows <= 96 * num_experts and not training:
+        return few_rows
+    return few_columns if columns <= largest.n // 2 else largest
 
 
-def _even(x: Tensor, other: Tensor, columns: int) -> bool:
-    """Whether rows start at multiples of 16 bytes and, as Triton compiles for it, sizes are multiples of 16."""
+def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
+    """Whether rows start at multiples of 16 bytes and sizes are multiples of 16, which Triton specializes on."""
     strides = [stride for each in (x, other) for stride in each.stride() if stride != 1]
     return not any(size % 16 for size in (x.shape[1], columns, *strides)) and all(
         _addresses.aligned(each, 16) for each in (x, other)
@@ -154,12 +152,12 @@ def activation_of(name: str) -> dict[str, Any]:
 
 
 def precision(dtype: torch.dtype) -> dict[str, Any]:
-    """IEEE float32 unless torch allows TF32; the interpreter, which cannot multiply bfloat16, has 16 bits widened."""
+    """IEEE float32 unless torch allows TF32. WIDEN: to float32, for the interpreter, which cannot multiply bfloat16."""
     matmul = torch.backends.cuda.matmul
     # Older torch has allow_tf32 alone; newer torch refuses to read it once its successor was set.
     tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
-    wide = triton.knobs.runtime.interpret and dtype != torch.float32
-    return {"PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee", "WIDE": wide}
+    widen = triton.knobs.runtime.interpret and dtype != torch.float32
+    return {"PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee", "WIDEN": widen}
 
 
 def blocks(tiles: Tiles) -> dict[str, int]:
@@ -176,13 +174,13 @@ def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str,
     experts = triton.next_power_of_2(weight.shape[0] + 1)
     return precision(x.dtype) | blocks(tiles) | {
         "x": rows, "w": w, "stride_x": x.stride(0), "stride_w_E": stored.stride(0), "stride_w": stored.stride(1),
-        "E": weight.shape[0], "K": weight.shape[1], "BLOCK_E": experts if experts <= MOST_TOGETHER else 0,
+        "E": weight.shape[0], "K": weight.shape[1], "BLOCK_E": experts if experts <= MAX_BLOCK_E else 0,
         "GATHER": gather, "TRANSPOSED": transposed, "X_TMA": rows is not x, "W_TMA": w is not stored,
     }  # fmt: skip
 
 
 def _descriptor(x: Tensor, block: list[int]) -> Tensor | TensorDescriptor:
-    """A descriptor of x for bulk copies of such blocks, or x where it or the device cannot have one."""
+    """A descriptor of x for bulk copies of such blocks, or x if its layout or the device does not allow one."""
     *outer, last = x.stride()
     possible = (
         loop(x.device) == 90 and x.element_size() == 2 and x.numel() > 0 and last == 1 and _addresses.aligned(x, 16)

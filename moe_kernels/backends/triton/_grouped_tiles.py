@@ -1,8 +1,8 @@
 """Functions that the kernels of the grouped GEMM share: the expert of a program's tile, the loop over k, activations.
 
-Expert e owns the row tiles from expert_offsets[e] // BLOCK_M + e on. That is at least ceil(rows / BLOCK_M) of them and
-at most one more, in closed form: a program finds its expert in one look at expert_offsets, a launch has
-R // BLOCK_M + E + 1 row tiles for any counts, without a wait for them. "Expert" E is the rows past the end.
+The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e: at least ceil(rows / BLOCK_M) of them, at most
+one more. So a program finds its expert from expert_offsets alone, and a launch has R // BLOCK_M + E + 1 row tiles for
+any counts; the host need not wait for these. The unused rows belong to "expert" E.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SLICE = tl.constexpr(32)  # columns that an epilogue takes at a time: elementwise code over all of a tile would spill
-GROUP = tl.constexpr(8)  # row tiles that take turns on a column tile, so that its weights and their rows stay in L2
+SLICE = tl.constexpr(32)  # columns that an epilogue computes at a time: with a whole tile it would spill registers
+GROUP = tl.constexpr(8)  # row tiles that share a column tile in turn, so that its weights and their rows stay in L2
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def find_tile(
     E,
     R,
     BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,  # more than E; 0 where they are too many to look at together
+    BLOCK_E: tl.constexpr,  # more than E; 0: too many to load at once, so a binary search
 ):
     """Expert of a row tile, its first row and the end of the expert's rows; first >= end if it holds none."""
     if BLOCK_E > 0:
@@ -33,9 +33,9 @@ def find_tile(
         above = expert + E + 1
         while above - expert > 1:
             middle = (expert + above) // 2
-            before = tl.load(expert_offsets_ptr + middle) // BLOCK_M + middle <= tile
-            expert = tl.where(before, middle, expert)
-            above = tl.where(before, above, middle)
+            reached = tl.load(expert_offsets_ptr + middle) // BLOCK_M + middle <= tile
+            expert = tl.where(reached, middle, expert)
+            above = tl.where(reached, above, middle)
     begin = tl.load(expert_offsets_ptr + expert)
     end = tl.load(expert_offsets_ptr + expert + 1, mask=expert < E, other=R)
     return expert, begin + (tile - begin // BLOCK_M - expert) * BLOCK_M, end
@@ -43,25 +43,25 @@ def find_tile(
 
 @triton.jit
 def raster(column_tiles, programs, first):
-    """Row and column tile of a program among `programs`, the first of which has that id: GROUP row tiles go through the
-    columns together."""
+    """Row and column tile of this program, one of `programs` from program id `first` on: GROUP row tiles of a column
+    tile, then the same of the next column tile."""
     group = (tl.program_id(0) - first) // (GROUP * column_tiles)
-    rows = tl.minimum(programs // column_tiles - group * GROUP, GROUP)
-    inside = (tl.program_id(0) - first) - group * GROUP * column_tiles
-    return group * GROUP + inside % rows, inside // rows
+    group_rows = tl.minimum(programs // column_tiles - group * GROUP, GROUP)
+    index = (tl.program_id(0) - first) - group * GROUP * column_tiles
+    return group * GROUP + index % group_rows, index // group_rows
 
 
 @triton.jit
 def tile_rows(first, end, row_token_ptr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(BLOCK_M): whether the expert has a tile's rows, and the rows of x to read, -1 for none, in 64 bits."""
+    """(BLOCK_M): which rows of the tile are the expert's, and the row of x that each reads: int64, -1 for none."""
     row = tl.arange(0, BLOCK_M)
-    # In 32 bits: in 64 the gated products of sm_80 spill 8 bytes.
-    there = row < end - first
+    # In 32 bits: with 64 the gated products of sm_80 spill 8 bytes.
+    valid = row < end - first
     if GATHER:
-        token = tl.load(row_token_ptr + (first + row), mask=there, other=-1).to(tl.int64)
+        token = tl.load(row_token_ptr + (first + row), mask=valid, other=-1).to(tl.int64)
     else:
-        token = tl.where(there, first.to(tl.int64) + row, -1)
-    return there, token
+        token = tl.where(valid, first.to(tl.int64) + row, -1)
+    return valid, token
 
 
 @triton.jit
@@ -74,13 +74,13 @@ def multiply_tile(
     depth,  # K, or 0 for zeros
     N, stride_x, stride_w_E,
     stride_w,  # of the dimension of w that is not contiguous
-    GATED: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDE: tl.constexpr,
+    GATED: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x w_e of one tile in float32 (the loop of tl.dot), and a second tile of columns of the same x if GATED.
 
     Pointers become cp.async; a descriptor, where strides are multiples of 16 bytes on sm_90, becomes a bulk copy by one
-    thread. A gathered x has no descriptor: rows of a bulk copy are neighbours before sm_100.
+    thread. A gathered x has no descriptor: before sm_100 a bulk copy takes consecutive rows only.
     """
     k = tl.arange(0, BLOCK_K)
     n = column + tl.arange(0, BLOCK_N)
@@ -101,13 +101,15 @@ def multiply_tile(
         else:
             a = tl.load(x, mask=(token >= 0)[:, None] & inside[None, :], other=0.0)
             x += BLOCK_K
-        if WIDE:
+        if WIDEN:
             a = a.to(tl.float32)
-        b = _weights(w, expert, start, column, inside, n < N, TRANSPOSED, W_TMA, WIDE, BLOCK_N, BLOCK_K)
+        b = _weights(w, expert, start, column, inside, n < N, TRANSPOSED, W_TMA, WIDEN, BLOCK_N, BLOCK_K)
         total = tl.dot(a, b, total, input_precision=PRECISION)
         if GATED:
             second = w if W_TMA else w + (linear_column - column).to(tl.int64) * (stride_w if TRANSPOSED else 1)
-            b = _weights(second, expert, start, linear_column, inside, n < N, TRANSPOSED, W_TMA, WIDE, BLOCK_N, BLOCK_K)
+            b = _weights(
+                second, expert, start, linear_column, inside, n < N, TRANSPOSED, W_TMA, WIDEN, BLOCK_N, BLOCK_K
+            )
             linear = tl.dot(a, b, linear, input_precision=PRECISION)
         if not W_TMA:
             w += BLOCK_K if TRANSPOSED else BLOCK_K * stride_w
@@ -117,7 +119,7 @@ def multiply_tile(
 @triton.jit
 def _weights(
     w, expert, start, column, k_inside, n_inside,
-    TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, WIDE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """(BLOCK_K, BLOCK_N) of an expert's weights."""
     if W_TMA and TRANSPOSED:
@@ -126,13 +128,13 @@ def _weights(
         b = w.load([expert, start, column]).reshape(BLOCK_K, BLOCK_N)
     else:
         b = tl.load(w, mask=k_inside[:, None] & n_inside[None, :], other=0.0)
-    if WIDE:
+    if WIDEN:
         b = b.to(tl.float32)
     return b
 
 
 @triton.jit
-def halves(x):
+def split_columns(x):
     """The left and the right half of a tile's columns; in the layout of tl.dot nothing moves."""
     return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
 
@@ -180,9 +182,9 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _normal(x):
-    """The normal distribution function and its density. Up to 0 it is e^(-x^2 / 2) P(t), t = 1 / (1 + 0.29 |x|); P is
-    fitted to the least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions so, 19 with its slope; by erf,
-    without digits below -5, they are 31 and 40."""
+    """The normal distribution function and its density. It is e^(-x^2 / 2) P(t) for x <= 0, t = 1 / (1 + 0.29 |x|). P
+    has the least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions so, 19 with its slope; by erf, which
+    has no correct digits below -5, it takes 31 and 40."""
     t = _reciprocal(tl.fma(tl.abs(x), 0.29, 1.0))
     p = tl.fma(t, 0.0391919046, -0.192664613)
     p = tl.fma(p, t, 0.306926813)
@@ -199,8 +201,8 @@ def _normal(x):
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + e^-x) and what is left to 1, with all digits of either. A silu takes 8 instructions so; with tl.sigmoid,
-    which scales what is subnormal, they are 11."""
+    """1 / (1 + e^-x) and 1 minus it, both to full relative precision. So a silu takes 8 instructions; with tl.sigmoid,
+    which scales subnormal numbers, 11."""
     power = tl.exp2(-1.4426950408889634 * tl.abs(x))
     more = _reciprocal(1.0 + power)
     less = power * more
@@ -216,7 +218,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _tanh(x):
-    """Through exp, which costs small x its digits: below 1/4 the series, whose next term is 2e-9 there."""
+    """By exp; for |x| < 1/4, where 1 - 2 / (...) loses digits, by the series, whose next term there is 2e-9."""
     square = x * x
     series = tl.fma(square, 0.021869488536155203, -0.05396825396825397)
     series = tl.fma(tl.fma(series, square, 0.13333333333333333), square, -0.3333333333333333)

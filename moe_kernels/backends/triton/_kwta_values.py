@@ -15,7 +15,7 @@ def value_of(key, INF: tl.constexpr, FORMAT: tl.constexpr):
     elif FORMAT == 1:
         value = (magnitude << 16).to(tl.float32, bitcast=True)
     else:
-        # Exponents are 112 apart; the product is exact for subnormals too, and puts inf at 65536: far enough out.
+        # Exponents differ by 112. The product is exact for subnormals too, and maps inf to 65536, above every float16.
         value = (magnitude << 13).to(tl.float32, bitcast=True) * 5192296858534827628530496329220096.0
     return tl.where(key < 0, -value, value)
 

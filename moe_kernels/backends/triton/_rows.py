@@ -1,4 +1,4 @@
-"""Shared by kernels over rows: the tile of a program, the unit of its sizes, and rows of a plan without a token."""
+"""Shared by kernels over rows: their tile, the unit of their sizes, and zeros in the unused rows of a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_kernels.backends._addresses import aligned
 
 TILE = 2048  # elements of a program, 16 a thread
-LONGEST = 4096  # elements of a row that a program takes at a time
+LONGEST = 4096  # longest row that a program reads at once
 
 # Element types by their names in signatures.
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -18,18 +18,18 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def tile(dim: int) -> dict[str, int]:
     """Tokens and elements of a program, and its warps."""
-    # A row that takes several turns does so in halves: combine's backward would use the stack beside its loop.
+    # Longer rows are read by half as much: at LONGEST the loop of combine's backward would spill to the stack.
     block = min(max(triton.next_power_of_2(dim), 16), LONGEST if dim <= LONGEST else LONGEST // 2)
     tokens = max(TILE // block, 1)
     return {"BLOCK_T": tokens, "BLOCK_D": block, "num_warps": tokens * block // 512}
 
 
 def unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> int:
-    """The first of the units, in elements, in which rows of these tensors start and n counts; or 1. Without units, the
+    """The first of `units`, in elements, that divides n and every row's start in these tensors, else 1. Default: the
     elements of 16 bytes.
 
-    A kernel gets its sizes in units: Triton looks for multiples of 16 elements only, and would read a row of 1000
-    bfloat16 two bytes at a time.
+    Kernels get their sizes in units: Triton specializes only on multiples of 16 elements, and would read a row of
+    1000 bfloat16 two bytes at a time.
     """
     size = tensors[0].element_size()
     for count in units or (16 // size,):
@@ -45,7 +45,7 @@ def clear_rows(
     E, R, D,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Zeros from row expert_offsets[E] on, shared out among all programs of the launch."""
+    """Writes zeros from row expert_offsets[E] on, divided among all programs of the launch."""
     first = tl.load(expert_offsets_ptr + E) + tl.program_id(0).to(tl.int64) * BLOCK_T
     zeros = tl.full((BLOCK_T, BLOCK_D), 0, rows_ptr.dtype.element_ty)
     while first < R:

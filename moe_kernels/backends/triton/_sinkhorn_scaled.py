@@ -1,20 +1,20 @@
-"""Sinkhorn's iteration on k = exp(scores / tau), taken once and then scaled by vectors: P = diag(u) k diag(v).
+"""Sinkhorn's iteration on k = exp(scores / tau), computed once and then scaled by vectors: P = diag(u) k diag(v).
 
-This is the fast way. It is for matrices whose rows span so little that neither k nor its scalings leave the normal
-numbers. Each matrix gets a flag, 1 where it needs logarithms. The kernels of _sinkhorn_resident.py come next, work
-on those and return at once for others: so the registers of logarithms are not those of the fast way.
+This is the fast path, for matrices whose rows have a range so small that k and its scalings are normal numbers. It
+writes a flag for each matrix: 1 if it needs logarithms. The kernels of _sinkhorn_resident.py run next, compute those
+and return at once for the others. In one kernel the fast path would need the registers of the logarithms.
 
-From n = 9 on both kernels stop where nothing is left to do. A matrix has the same bits whenever others of its program
-stop.
+From n = 9 on both kernels stop once no result can change. The bits of a matrix do not depend on the other matrices of
+its program.
 * Forward: an iteration that changes no bit of v ends the solve, as the next ones could not change one either.
 * Backward: columns of B and rows of A (see ops/sinkhorn.py) sum to one, so the gradients of potentials shrink on the
-  way back: sum |df| <= sum |dg|, and of the earlier iteration sum |dg| <= sum |df|. The t iterations that are left add
+  way back: sum |df| <= sum |dg|, and of the earlier iteration sum |dg| <= sum |df|. The t remaining iterations add
   entries of B and A, at most 1 each, times numbers whose sizes sum to at most 2 t sum |dg|. With w = P * dP,
   dg becomes 0 where t sum |dg| <= 2^-45 sum |w|. That leaves out less than 6e-14 of sum |w|.
 
 Backward is in float64. It saves u and v of every iteration, 16 n bytes, as many as logarithms. float32 would be off by
 1e-7 of the largest dP (n = 4 to 64, tau = 0.1 and 1, 20 iterations), but a gradient is P (dP - a - b), and where that
-cancels, in 0.2 to 12 % of the entries, it would be off by more than 1e-5 of itself. Exact sums do not mend this: with
+cancels, in 0.2 to 12 % of the entries, it would be off by more than 1e-5 of itself. Exact sums do not help: with
 all else in float64, k alone in float32 misses in 0.01 to 0.04 %, u and v alone in 0.06 to 5 %, df and dg alone in 0.07
 to 8 %. So every factor would be two floats, 12 operations for a multiply-add that takes float64 the time of two on an
 A100 or H100.
@@ -25,24 +25,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_kernels.backends.triton._sinkhorn_resident import _broken, _counts, _load, _store, _vectors
+from moe_kernels.backends.triton._sinkhorn_resident import _broken, _load, _scalars, _store, _vectors
 
-# Range of the scores of a row over tau up to which scaling vectors, at most exp of it, and their products are normal
-# numbers.
+# Largest range of scores / tau in a row: the scaling vectors, at most its exp, and their products are normal numbers.
 FLOAT_RANGE = tl.constexpr(60.0)
 DOUBLE_RANGE = tl.constexpr(300.0)
-EARLY = tl.constexpr(16)  # n: of 64 matrices of a program one nearly always has to go on, and asking costs a third
+# Least N that stops early. One of 64 smaller matrices nearly always goes on, and the test costs a third.
+EARLY = tl.constexpr(16)
 NEGLIGIBLE = tl.constexpr(2.0**-45)
 
 
 @triton.jit
 def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
-    """(M): how far the scores of the widest row lie apart."""
+    """(M): the largest range of the scores in a row."""
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i = tl.arange(0, N)
     low = tl.min(tl.where((i < n)[None, None, :], scores, float("inf")), axis=2)
     real = (matrix < B)[:, None] & (i < n)[None, :]
-    # NaN, of a row that is forbidden whole, would be lost in a maximum.
+    # A row of -inf alone would give NaN, which the maximum would ignore.
     span = tl.where(low > -float("inf"), tl.max(scores, axis=2) - low, float("inf"))
     return tl.max(tl.where(real, span, 0.0), axis=1)
 
@@ -51,38 +51,38 @@ def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
 def _begin(
     scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr
 ):
-    """(M): matrices that take this way, and broken ones; what the former exponentiate, -inf for others; and 1 / tau.
+    """(M): which matrices are scaled here, and which are broken; the exponents, -inf for matrices not scaled; 1 / tau.
     Writes the flags of those that need logarithms."""
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)
     inv_tau = 1.0 / tl.load(taus_ptr)
-    at, real = _counts(slow_ptr, B, M)
+    ptrs, real = _scalars(slow_ptr, B, M)
     scaled = (_spans(scores, B, n, M, N) * inv_tau < limit) & real
-    tl.store(at, (scaled | broken).to(tl.int32) ^ 1, mask=real)
-    most = tl.max(scores, axis=2)
-    most = tl.where(most > -float("inf"), most, 0.0)  # of padding
-    # -inf: a matrix that is not for this way keeps its program busy for no more than two iterations.
-    x = tl.where(scaled[:, None, None], (scores - most[:, :, None]) * inv_tau, -float("inf"))
+    tl.store(ptrs, (scaled | broken).to(tl.int32) ^ 1, mask=real)
+    largest = tl.max(scores, axis=2)
+    largest = tl.where(largest > -float("inf"), largest, 0.0)  # of padding
+    # -inf: a matrix that is not scaled here needs at most two iterations.
+    x = tl.where(scaled[:, None, None], (scores - largest[:, :, None]) * inv_tau, -float("inf"))
     return scaled, broken, x, inv_tau
 
 
 @triton.jit
 def _inverse_of(total):
-    """1 / total; 0 of nothing."""
+    """1 / total; 0 where total is 0."""
     return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
 
 
 @triton.jit
 def _differ(x, y):
-    """Whether any of (M, N) differs, a number."""
+    """1 if any of (M, N) differs, else 0."""
     return tl.max(tl.max((x != y).to(tl.int32), axis=1), axis=0)
 
 
 @triton.jit(do_not_specialize=["iterations"])
 def scaled_fwd(
     scores_ptr,  # (B, n, n)
-    taus_ptr,  # (iterations), all the same
+    taus_ptr,  # (iterations), all equal
     p_ptr,  # (B, n, n) contiguous
     slow_ptr,  # (B), int32: 1 where a matrix needs logarithms, and no p is written
     stride_scores_B, stride_scores_I, B, n, iterations,
@@ -113,7 +113,7 @@ def scaled_bwd(
     stride_grad_B, stride_grad_I,
     dscores_ptr,  # (B, n, n) contiguous
     scores_ptr,  # (B, n, n)
-    taus_ptr,  # (iterations), all the same
+    taus_ptr,  # (iterations), all equal
     history_ptr,  # (iterations, 2, B, n): u and v
     slow_ptr,  # (B), int32: 1 where a matrix needs logarithms, and no dscores is written
     stride_scores_B, stride_scores_I, B, n, iterations,
@@ -126,20 +126,20 @@ def scaled_bwd(
     u = tl.zeros((M, N), dtype=tl.float64)
     v = tl.full((M, N), 1.0, dtype=tl.float64)
     steps = iterations * tl.max(scaled.to(tl.int32), axis=0)
-    last = steps - 1  # that was taken; those after it are the same
+    last = steps - 1  # the last iteration computed; later ones would be equal
     t = 0
     while t <= last:
         u = _inverse_of(tl.sum(k * v[:, None, :], axis=2))
         before = v
         v = _inverse_of(tl.sum(k * u[:, :, None], axis=1))
-        at, inside = _vectors(history_ptr, 2 * t, B, n, M, N)
-        tl.store(at, u, mask=inside)
-        at, inside = _vectors(history_ptr, 2 * t + 1, B, n, M, N)
-        tl.store(at, v, mask=inside)
+        ptrs, inside = _vectors(history_ptr, 2 * t, B, n, M, N)
+        tl.store(ptrs, u, mask=inside)
+        ptrs, inside = _vectors(history_ptr, 2 * t + 1, B, n, M, N)
+        tl.store(ptrs, v, mask=inside)
         if N >= EARLY:
             last = tl.where(_differ(v, before) > 0, last, t)
         t += 1
-    tl.debug_barrier()  # others read what a thread has stored
+    tl.debug_barrier()  # threads read what others have stored
     # dscores = k * h / tau. Both potentials' gradients start from dP.
     grad = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)
     h = u[:, :, None] * v[:, None, :] * tl.where(scaled[:, None, None], grad, 0.0)
@@ -148,12 +148,12 @@ def scaled_bwd(
     negligible = tl.sum(tl.sum(tl.abs(k * h), axis=2), axis=1) * NEGLIGIBLE
     t = steps - 1
     while t >= 0:
-        at, inside = _vectors(history_ptr, 2 * tl.minimum(t, last), B, n, M, N)
-        u = tl.load(at, mask=inside, other=0.0)
+        ptrs, inside = _vectors(history_ptr, 2 * tl.minimum(t, last), B, n, M, N)
+        u = tl.load(ptrs, mask=inside, other=0.0)
         y = dg * v
-        at, inside = _vectors(history_ptr, 2 * tl.maximum(tl.minimum(t - 1, last), 0) + 1, B, n, M, N)
+        ptrs, inside = _vectors(history_ptr, 2 * tl.maximum(tl.minimum(t - 1, last), 0) + 1, B, n, M, N)
         later = inside & (t + tl.zeros((M, N), dtype=tl.int32) > 0)  # before the first iteration v is 1
-        v = tl.load(at, mask=later, other=1.0)
+        v = tl.load(ptrs, mask=later, other=1.0)
         dx = u * (df - u * tl.sum(k * y[:, None, :], axis=2))
         h = tl.fma(u[:, :, None], y[:, None, :], tl.fma(dx[:, :, None], v[:, None, :], h))
         dg = -tl.sum(k * dx[:, :, None], axis=1) * v

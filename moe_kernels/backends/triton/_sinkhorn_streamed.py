@@ -1,4 +1,4 @@
-"""Sinkhorn's iteration on matrices that are read again in every iteration: a program each, ROWS rows at a time."""
+"""Sinkhorn's iteration on matrices that are read again in every iteration, one program each, ROWS rows at a time."""
 
 from __future__ import annotations
 
@@ -40,64 +40,65 @@ def _broken_matrix(scores_ptr, stride_B, stride_I, n, ROWS: tl.constexpr, N: tl.
 
 @triton.jit
 def _inverse(ptr, first, n, SIZE: tl.constexpr, SUMS: tl.constexpr):
-    """(SIZE): one over what rows or columns, `first` and on, are to sum to."""
+    """(SIZE): 1 / the prescribed sums of rows or columns from `first` on; 1 without SUMS."""
     y = tl.full((SIZE,), 1.0, dtype=tl.float64)
     if SUMS:
-        at, inside = _vector(ptr, first, n, SIZE)
-        y = 1.0 / tl.load(at, mask=inside, other=1.0)
+        ptrs, inside = _vector(ptr, first, n, SIZE)
+        y = 1.0 / tl.load(ptrs, mask=inside, other=1.0)
     return y
 
 
 @triton.jit
 def _vector(ptr, first, n, SIZE: tl.constexpr):
-    """Addresses of SIZE numbers of the program's (n) in (B, n), from `first` on, and which there are."""
+    """Pointers (SIZE) to the program's row of ptr (B, n), from `first` on, and their mask."""
     i = first + tl.arange(0, SIZE)
     return ptr + tl.program_id(0).to(tl.int64) * n + i, i < n
 
 
 @triton.jit
-def _lower(ptr, d, first, n, SIZE: tl.constexpr):
-    """The program's (n), from `first` on, less d."""
-    at, inside = _vector(ptr, first, n, SIZE)
-    tl.store(at, tl.load(at, mask=inside, other=0.0) - d, mask=inside)
+def _subtract(ptr, d, first, n, SIZE: tl.constexpr):
+    """Subtracts d (SIZE) from the program's row of ptr (B, n), from `first` on."""
+    ptrs, inside = _vector(ptr, first, n, SIZE)
+    tl.store(ptrs, tl.load(ptrs, mask=inside, other=0.0) - d, mask=inside)
 
 
 @triton.jit
 def _columns_near(
     scores_ptr, stride_B, stride_I, n, inv_columns, inv_tau, tolerance, ROWS: tl.constexpr, N: tl.constexpr
 ):
-    """0 or 1: whether the columns of exp(scores / tau) itself are within the tolerance: an empty one is."""
+    """0 or 1: whether the column sums of exp(scores / tau), before any iteration, are within the tolerance, as columns
+    of -inf are."""
     total = tl.zeros((N,), dtype=tl.float64)
-    most = tl.full((N,), -float("inf"), dtype=tl.float64)
+    largest = tl.full((N,), -float("inf"), dtype=tl.float64)
     for first in range(0, n, ROWS):
         s = _strip(scores_ptr, stride_B, stride_I, first, n, ROWS, N, -float("inf"))
         total += tl.sum(tl.exp(s * inv_tau), axis=0)
-        most = tl.maximum(most, tl.max(s, axis=0))
+        largest = tl.maximum(largest, tl.max(s, axis=0))
     near = tl.abs(total * inv_columns - 1.0) <= tolerance * inv_columns
-    return tl.min((near | (most == -float("inf"))).to(tl.int32), axis=0)
+    return tl.min((near | (largest == -float("inf"))).to(tl.int32), axis=0)
 
 
 @triton.jit
 def _potentials(ptr, t, first, n, ROWS: tl.constexpr):
-    """Addresses of the rows' potentials after iteration t, and which there are: ptr is (B, 2, n), and iterations take
-    turns, as another thread may still read what this one has read."""
+    """Pointers (ROWS) to the row potentials after iteration t, and their mask. ptr (B, 2, n): iterations alternate, as
+    another thread may still read the earlier ones."""
     i = first + tl.arange(0, ROWS)
     return ptr + (tl.program_id(0).to(tl.int64) * 2 + t % 2) * n + i, i < n
 
 
 @triton.jit
 def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS: tl.constexpr):
-    """0 or 1: whether rows are within the tolerance before iteration t: off by as much as their potentials change."""
-    at, inside = _potentials(potentials_ptr, t + 1, first, n, ROWS)
-    before = tl.load(at, mask=inside & (t + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
-    off = tl.abs(tl.exp((f - before) * inv_tau) - 1.0)
-    return tl.min((off <= tolerance * inv_rows).to(tl.int32), axis=0)
+    """0 or 1: whether row sums before iteration t are within the tolerance: they are off by exp(change of f / tau)."""
+    ptrs, inside = _potentials(potentials_ptr, t + 1, first, n, ROWS)
+    before = tl.load(ptrs, mask=inside & (t + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
+    error = tl.abs(tl.exp((f - before) * inv_tau) - 1.0)
+    return tl.min((error <= tolerance * inv_rows).to(tl.int32), axis=0)
 
 
 @triton.jit
-def _column_places(ptr, t, B, n, N: tl.constexpr):
-    """Addresses of the anchors after iteration t, how far behind them the logarithms are, and which there are: ptr is
-    (iterations, 2, B, n)."""
+def _column_pointers(ptr, t, B, n, N: tl.constexpr):
+    """Pointers (N) to the column anchors after iteration t in ptr (iterations, 2, B, n), their distance to the
+    logarithms, and the mask."""
     j = tl.arange(0, N)
     return ptr + ((t * 2).to(tl.int64) * B + tl.program_id(0)) * n + j, tl.cast(n, tl.int64) * B, j < n
 
@@ -110,7 +111,7 @@ def streamed_fwd(
     history_ptr,  # (iterations, 2, B, n)
     rows_ptr,  # (B, n)
     columns_ptr,  # (B, n)
-    counts_ptr,  # (B): iterations that were taken
+    counts_ptr,  # (B): number of iterations
     stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0: none
     potentials_ptr,  # (B, 2, n): f of the last two iterations
@@ -136,7 +137,7 @@ def streamed_fwd(
         tau = tl.load(taus_ptr + t)
         inv_tau = 1.0 / tau
         before = g
-        most = tl.full((N,), -float("inf"), dtype=tl.float64)
+        largest = tl.full((N,), -float("inf"), dtype=tl.float64)
         total = tl.zeros((N,), dtype=tl.float64)
         for first in range(0, n, ROWS):
             s = _strip(scores_ptr, stride_scores_B, stride_scores_I, first, n, ROWS, N, -float("inf"))
@@ -144,22 +145,22 @@ def streamed_fwd(
             row_anchor, row_log = log_sum_exp(s - before[None, :], inv_rows, inv_tau, 1, HISTORY)
             f = row_anchor + tau * row_log
             if SUMS:
-                at, inside = _potentials(potentials_ptr, t, first, n, ROWS)
-                tl.store(at, f, mask=inside)
+                ptrs, inside = _potentials(potentials_ptr, t, first, n, ROWS)
+                tl.store(ptrs, f, mask=inside)
                 if tolerance >= 0:
                     near *= _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS)
             d = s - f[:, None]
-            # The largest so far is the anchor so far, and what was summed on an earlier one is scaled to it.
-            risen = tl.maximum(most, tl.max(d, axis=0))
-            anchor = tl.where(risen > -float("inf"), risen, 0.0)
-            total = total * exponential((most - anchor) * inv_tau, HISTORY)
+            # The anchor is the largest d so far; the total relative to an earlier anchor is scaled to it.
+            new_largest = tl.maximum(largest, tl.max(d, axis=0))
+            anchor = tl.where(new_largest > -float("inf"), new_largest, 0.0)
+            total = total * exponential((largest - anchor) * inv_tau, HISTORY)
             total += tl.sum(exponential((d - anchor[None, :]) * inv_tau, HISTORY), axis=0)
-            most = risen
+            largest = new_largest
         log_sum = log_of(total * _inverse(columns_ptr, 0, n, N, SUMS))
         if HISTORY:
-            at, step, inside = _column_places(history_ptr, t, B, n, N)
-            tl.store(at, anchor, mask=inside)
-            tl.store(at + step, log_sum, mask=inside)
+            ptrs, step, inside = _column_pointers(history_ptr, t, B, n, N)
+            tl.store(ptrs, anchor, mask=inside)
+            tl.store(ptrs + step, log_sum, mask=inside)
         g = anchor + tau * log_sum
         t += 1
         if SUMS:
@@ -170,7 +171,7 @@ def streamed_fwd(
                 count = t - 1
                 t = iterations
             near = 1
-            tl.debug_barrier()  # the next turn may read potentials from other threads
+            tl.debug_barrier()  # the next iteration may read potentials from other threads
     if SUMS and HISTORY:
         tl.store(counts_ptr + tl.program_id(0), count)
     if not HISTORY:
@@ -179,8 +180,8 @@ def streamed_fwd(
         for first in range(0, n, ROWS):
             s = _strip(scores_ptr, stride_scores_B, stride_scores_I, first, n, ROWS, N, -float("inf"))
             if SUMS:
-                at, inside = _potentials(potentials_ptr, count + 1, first, n, ROWS)
-                f = tl.load(at, mask=inside & (count + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
+                ptrs, inside = _potentials(potentials_ptr, count + 1, first, n, ROWS)
+                f = tl.load(ptrs, mask=inside & (count + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
             else:
                 row_anchor, row_log = log_sum_exp(s - before[None, :], 1.0, inv_tau, 1, False)
                 f = row_anchor + tau * row_log
@@ -190,22 +191,22 @@ def streamed_fwd(
 
 @triton.jit
 def _column_state(history_ptr, taus_ptr, t, B, n, N: tl.constexpr):
-    """Anchors and logarithms of the columns after iteration t, and the potential before it."""
-    at, step, inside = _column_places(history_ptr, t, B, n, N)
-    anchor = tl.load(at, mask=inside, other=0.0)
-    log_sum = tl.load(at + step, mask=inside, other=0.0)
+    """Column anchors and logarithms after iteration t, and the column potential before it."""
+    ptrs, step, inside = _column_pointers(history_ptr, t, B, n, N)
+    anchor = tl.load(ptrs, mask=inside, other=0.0)
+    log_sum = tl.load(ptrs + step, mask=inside, other=0.0)
     earlier = inside & (t + tl.zeros((N,), dtype=tl.int32) > 0)  # before the first iteration g is 0
     tau = tl.load(taus_ptr + tl.maximum(t - 1, 0))
-    before = tl.load(at - 2 * step, mask=earlier, other=0.0) + tau * tl.load(at - step, mask=earlier, other=0.0)
+    before = tl.load(ptrs - 2 * step, mask=earlier, other=0.0) + tau * tl.load(ptrs - step, mask=earlier, other=0.0)
     return anchor, log_sum, before
 
 
 @triton.jit
-def _untouched(
+def _bwd_without_iterations(
     grad_ptr, stride_grad_B, stride_grad_I, dscores_ptr, scores_ptr, stride_B, stride_I, inv_tau, n,
     ROWS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of exp(scores / tau), of which no iteration was taken."""
+    """Stores the gradient of a matrix without iterations, P = exp(scores / tau)."""
     for first in range(0, n, ROWS):
         s = _strip(scores_ptr, stride_B, stride_I, first, n, ROWS, N, -float("inf"))
         grad = _strip(grad_ptr, stride_grad_B, stride_grad_I, first, n, ROWS, N, 0.0)
@@ -224,9 +225,9 @@ def streamed_bwd(
     history_ptr,  # (iterations, 2, B, n)
     rows_ptr,  # (B, n)
     columns_ptr,  # (B, n)
-    counts_ptr,  # (B): iterations that were taken
+    counts_ptr,  # (B): number of iterations
     stride_scores_B, stride_scores_I, B, n, iterations,
-    sums_ptr,  # (B, n, n): what dS has come to
+    sums_ptr,  # (B, n, n): dS so far
     ROWS: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     broken = _broken_matrix(scores_ptr, stride_scores_B, stride_scores_I, n, ROWS, N) > 0
@@ -235,64 +236,64 @@ def streamed_bwd(
     dg = tl.zeros((N,), dtype=tl.float64)
     t = iterations
     if SUMS:
-        # Of a broken matrix, which its forward may have held and replaced by zeros, no iteration may have been taken.
+        # A broken matrix may have no iteration, if its forward was resident and replaced the matrix by zeros.
         t = tl.maximum(tl.load(counts_ptr + tl.program_id(0)), broken.to(tl.int32))
         last = t - 1
         if t == 0:
-            _untouched(
+            _bwd_without_iterations(
                 grad_ptr, stride_grad_B, stride_grad_I, dscores_ptr, scores_ptr, stride_scores_B, stride_scores_I,
                 1.0 / tl.load(taus_ptr), n, ROWS, N,
             )  # fmt: skip
             t -= 1
-    while t >= 0:  # the first turn only sums dP over columns, the next one is of the last iteration
-        now = tl.minimum(t, last)
-        tau = tl.load(taus_ptr + now)
+    while t >= 0:  # the first pass only sums dP over columns, the second is the last iteration
+        iteration = tl.minimum(t, last)
+        tau = tl.load(taus_ptr + iteration)
         inv_tau = 1.0 / tau
-        anchor, log_sum, before = _column_state(history_ptr, taus_ptr, now, B, n, N)
+        anchor, log_sum, before = _column_state(history_ptr, taus_ptr, iteration, B, n, N)
         if SUMS:
             dg *= _inverse(columns_ptr, 0, n, N, SUMS)
-            _lower(dcolumns_ptr, dg * (tau / last_tau), 0, n, N)
-        following = tl.zeros((N,), dtype=tl.float64)
+            _subtract(dcolumns_ptr, dg * (tau / last_tau), 0, n, N)
+        next_dg = tl.zeros((N,), dtype=tl.float64)
         for first in range(0, n, ROWS):
             s = _strip(scores_ptr, stride_scores_B, stride_scores_I, first, n, ROWS, N, -float("inf"))
             d = s - before[None, :]
             inv_rows = _inverse(rows_ptr, first, n, ROWS, SUMS)
             row_anchor, row_log = log_sum_exp(d, inv_rows, inv_tau, 1, True)
             f = row_anchor + tau * row_log
-            columns_normal = tl.exp(((s - f[:, None]) - anchor[None, :]) * inv_tau - log_sum[None, :])
+            columns_normalised = tl.exp(((s - f[:, None]) - anchor[None, :]) * inv_tau - log_sum[None, :])
             i = first + tl.arange(0, ROWS)
             j = tl.arange(0, N)
             inside = (i < n)[:, None] & (j < n)[None, :]
-            at = sums_ptr + (tl.program_id(0).to(tl.int64) * n + i[:, None]) * n + j[None, :]
+            ptrs = sums_ptr + (tl.program_id(0).to(tl.int64) * n + i[:, None]) * n + j[None, :]
             if t >= last:
                 grad = _strip(grad_ptr, stride_grad_B, stride_grad_I, first, n, ROWS, N, 0.0)
-                weight = columns_normal * grad
+                weight = columns_normalised * grad
             else:
-                weight = tl.load(at, mask=inside, other=0.0)
+                weight = tl.load(ptrs, mask=inside, other=0.0)
             if t > last:
-                following -= tl.sum(weight, axis=0)
+                next_dg -= tl.sum(weight, axis=0)
             else:
-                change = columns_normal * dg[None, :]
-                df = -tl.sum(change, axis=1)
+                column_change = columns_normalised * dg[None, :]
+                df = -tl.sum(column_change, axis=1)
                 if t == last:
                     df -= tl.sum(weight, axis=1)
                 if SUMS:
                     df *= inv_rows
-                    _lower(drows_ptr, df * (tau / last_tau), first, n, ROWS)
-                rows_normal = tl.exp((d - row_anchor[:, None]) * inv_tau - row_log[:, None])
-                back = rows_normal * df[:, None]
-                following -= tl.sum(back, axis=0)
-                weight = weight + change + back
-                tl.store(at, weight, mask=inside)
+                    _subtract(drows_ptr, df * (tau / last_tau), first, n, ROWS)
+                rows_normalised = tl.exp((d - row_anchor[:, None]) * inv_tau - row_log[:, None])
+                row_change = rows_normalised * df[:, None]
+                next_dg -= tl.sum(row_change, axis=0)
+                weight = weight + column_change + row_change
+                tl.store(ptrs, weight, mask=inside)
                 if t == 0:
                     ds = tl.where(broken, float("nan"), weight / last_tau)
                     _store_strip(dscores_ptr, ds, first, n, ROWS, N)
-        dg = following
-        tl.debug_barrier()  # the next turn may read the sums from other threads
+        dg = next_dg
+        tl.debug_barrier()  # the next pass may read the sums from other threads
         t -= 1
     if SUMS:
         if broken:
-            at, inside = _vector(drows_ptr, 0, n, N)
-            tl.store(at, float("nan"), mask=inside)
-            at, inside = _vector(dcolumns_ptr, 0, n, N)
-            tl.store(at, float("nan"), mask=inside)
+            ptrs, inside = _vector(drows_ptr, 0, n, N)
+            tl.store(ptrs, float("nan"), mask=inside)
+            ptrs, inside = _vector(dcolumns_ptr, 0, n, N)
+            tl.store(ptrs, float("nan"), mask=inside)

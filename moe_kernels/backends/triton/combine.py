@@ -1,7 +1,7 @@
 """Combine in Triton: a token sums its kept rows in the order of its choices, in float32.
 
-Backward takes the same walk: dy stays in registers while a token's rows pass by, each of which gives one gradient row
-and one gradient weight. 16-bit elements are float32 from the load on.
+Backward runs the same loop: dy stays in registers, and each of a token's rows gives one row of drows and one element of
+dweights. 16-bit elements become float32 when loaded.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _sum_rows(
     tl.store(out, sums.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
 
 
-# One choice is compiled for itself: it takes 0.7 of the instructions of a loop. Both sums are in one kernel: a layer of
+# Triton compiles K = 1 separately: it takes 0.7 of the instructions of a loop. Both sums are in one kernel: a layer of
 # experts launches it with weights forward and without them backward.
 @triton.jit(do_not_specialize=["units_rows_R", "T", "units", "weighted"], do_not_specialize_on_alignment=["K"])
 def _combine_fwd(
@@ -91,7 +91,7 @@ def _combine_bwd(
     R,
     units,  # of a row
     UNIT: tl.constexpr,  # elements: 16 bytes, or 1
-    WHOLE: tl.constexpr,
+    WHOLE: tl.constexpr,  # a row fits BLOCK_D
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -115,7 +115,7 @@ def _combine_bwd(
             tl.store(drows_ptr + row[:, None] * D + d, drow, mask=inside)
             dot += tl.sum(values * dy, axis=1)
             start += BLOCK_D
-        # The weight of a dropped choice gets none, whatever dy holds.
+        # The gradient to the weight of a dropped choice is 0, even if dy holds NaN.
         tl.store(dweights_ptr + token * K + k, tl.where(row >= 0, dot, 0.0), mask=token < T)
     clear_rows(drows_ptr, expert_offsets_ptr, E, R, D, BLOCK_T, BLOCK_D)
 
@@ -129,12 +129,12 @@ def combine_fwd(rows: Tensor, weights: Tensor | None, slot_row: Tensor) -> Tenso
     dim = rows.shape[1]
     y = rows.new_empty((slot_row.shape[0], dim))
     if y.numel():
-        shape, piece = tile(dim), unit((rows,), dim)
+        shape, count = tile(dim), unit((rows,), dim)
         grid = (triton.cdiv(y.shape[0], shape["BLOCK_T"]), triton.cdiv(dim, shape["BLOCK_D"]))
         launch(
             _combine_fwd, grid,
             rows, slot_row.view(torch.float32) if weights is None else weights, slot_row, y,
-            rows.stride(0) // piece, *slot_row.shape, dim // piece, int(weights is not None), UNIT=piece, **shape,
+            rows.stride(0) // count, *slot_row.shape, dim // count, int(weights is not None), UNIT=count, **shape,
         )  # fmt: skip
     return y
 
@@ -152,11 +152,11 @@ def combine_bwd(
     drows, dweights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
     if slot_row.numel():
         dim = rows.shape[1]
-        shape, piece = tile(dim), unit((grad, rows), dim)
+        shape, count = tile(dim), unit((grad, rows), dim)
         launch(
             _combine_bwd, (triton.cdiv(slot_row.shape[0], shape["BLOCK_T"]),),
             grad, rows, weights, slot_row, expert_offsets, drows, dweights,
-            grad.stride(0) // piece, rows.stride(0) // piece, *slot_row.shape, expert_offsets.shape[0] - 1,
-            rows.shape[0], dim // piece, UNIT=piece, WHOLE=dim <= shape["BLOCK_D"], **shape,
+            grad.stride(0) // count, rows.stride(0) // count, *slot_row.shape, expert_offsets.shape[0] - 1,
+            rows.shape[0], dim // count, UNIT=count, WHOLE=dim <= shape["BLOCK_D"], **shape,
         )  # fmt: skip
     return drows, dweights

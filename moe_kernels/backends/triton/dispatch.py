@@ -49,11 +49,11 @@ def dispatch_fwd(x: Tensor, row_token: Tensor, slot_row: Tensor, expert_offsets:
     if rows.numel():
         shape = tile(dim)
         grid = (max(triton.cdiv(x.shape[0], shape["BLOCK_T"]), 1), triton.cdiv(dim, shape["BLOCK_D"]))
-        piece = unit((x,), dim)
+        count = unit((x,), dim)
         launch(
             _dispatch_fwd, grid,
             patterns(x), slot_row, expert_offsets, patterns(rows),
-            x.stride(0) // piece, *slot_row.shape, expert_offsets.shape[0] - 1, rows.shape[0], dim // piece,
-            UNIT=piece, **shape,
+            x.stride(0) // count, *slot_row.shape, expert_offsets.shape[0] - 1, rows.shape[0], dim // count,
+            UNIT=count, **shape,
         )  # fmt: skip
     return rows

@@ -1,7 +1,7 @@
 """The grouped GEMM in Triton, and the squared norms of its rows.
 
 One launch multiplies the rows of all experts, a tile for each program. Rows are gathered as they are read; bias and
-activation are applied to the float32 accumulators. Arithmetic bounds it: a tile of 128 x 128 in 16 bits does 64
+activation are applied to the float32 accumulators. It is bound by arithmetic: a tile of 128 x 128 in 16 bits does 64
 multiply-adds for each byte that it reads, and L2 serves most of the bytes. The inner loop is multiply_tile in
 _grouped_tiles.py.
 """
@@ -25,9 +25,9 @@ from moe_kernels.backends.triton._grouped_tiles import (
     SLICE,
     activate,
     find_tile,
-    halves,
     multiply_tile,
     raster,
+    split_columns,
     tile_rows,
 )
 from moe_kernels.backends.triton._rows import TYPES
@@ -40,11 +40,11 @@ def _grouped_gemm_fwd(
     bias_ptr,  # (E, N or 2 N) contiguous; not read unless BIAS
     row_token_ptr,  # (R); not read unless GATHER
     expert_offsets_ptr,  # (E + 1)
-    out_ptr,  # (R, N) contiguous; (R, column tiles) float32 if NORMS
+    out_ptr,  # (R, N) contiguous; (R, column tiles) float32 squares if NORMS
     pre_ptr,  # (R, N or 2 N) contiguous; not written unless KEEP_PRE
     stride_x, stride_w_E, stride_w, E, R, K, N,
     BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, NORMS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDE: tl.constexpr,
+    GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     column_tiles = tl.cdiv(N, BLOCK_N)
@@ -52,27 +52,27 @@ def _grouped_gemm_fwd(
     expert, first, end = find_tile(row_tile, expert_offsets_ptr, E, R, BLOCK_M, BLOCK_E)
     if first >= end:
         return
-    there, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
+    valid, token = tile_rows(first, end, row_token_ptr, GATHER, BLOCK_M)
     column = column_tile * BLOCK_N
-    # Zeros go to the rows past the end: no steps, no bias, and every activation of 0 is 0.
-    depth, biased = tl.where(expert < E, K, 0), tl.where(expert < E, N, 0)
+    # Unused rows get zeros: no steps, no bias, and every activation of 0 is 0.
+    depth, bias_N = tl.where(expert < E, K, 0), tl.where(expert < E, N, 0)
     pre, linear = multiply_tile(
         x, w, token, first, expert, column, column + N, depth, N, stride_x, stride_w_E, stride_w,
-        GATED, TRANSPOSED, X_TMA, W_TMA, WIDE, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        GATED, TRANSPOSED, X_TMA, W_TMA, WIDEN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    # Within a tile rows are counted in 32 bits: 64 for each of them cost registers, which the sums need.
+    # Row offsets within a tile have 32 bits: 64 would cost registers that the sums need.
     start = first.to(tl.int64)
     if NORMS:
         n = column + tl.arange(0, BLOCK_N)
         if BIAS:
-            pre += tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n < biased, other=0.0).to(tl.float32)[None, :]
+            pre += tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n < bias_N, other=0.0).to(tl.float32)[None, :]
         squares = tl.sum(tl.where((n < N)[None, :], pre * pre, 0.0), axis=1)
-        at = start * column_tiles + column_tile + tl.arange(0, BLOCK_M) * column_tiles
-        tl.store(out_ptr + at, squares, mask=there)
+        offsets = start * column_tiles + column_tile + tl.arange(0, BLOCK_M) * column_tiles
+        tl.store(out_ptr + offsets, squares, mask=valid)
     else:
         bias_ptr += expert.to(tl.int64) * (2 * N if GATED else N)
         _finish(
-            pre, linear, bias_ptr, out_ptr, pre_ptr, start, there, column, biased, N, BIAS, KEEP_PRE, ACTIVATION, GATED
+            pre, linear, bias_ptr, out_ptr, pre_ptr, start, valid, column, bias_N, N, BIAS, KEEP_PRE, ACTIVATION, GATED
         )
 
 
@@ -80,36 +80,36 @@ def _grouped_gemm_fwd(
 def _finish(
     pre, linear, bias_ptr, out_ptr, pre_ptr,
     start,  # first row, in 64 bits
-    there, column,
-    biased,  # N, or 0 where there is no bias
+    valid, column,
+    bias_N,  # N, or 0 for unused rows, which have no bias
     N,
     BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Bias, activation and stores of a tile, slice after slice."""
+    """Adds the bias, applies the activation and stores a tile, slice by slice."""
     HALF: tl.constexpr = pre.shape[1] // 2
     if HALF >= SLICE:
-        pre, pre_right = halves(pre)
-        linear, linear_right = halves(linear)
+        pre, pre_right = split_columns(pre)
+        linear, linear_right = split_columns(linear)
         _finish(
-            pre, linear, bias_ptr, out_ptr, pre_ptr, start, there, column, biased, N, BIAS, KEEP_PRE, ACTIVATION, GATED
+            pre, linear, bias_ptr, out_ptr, pre_ptr, start, valid, column, bias_N, N, BIAS, KEEP_PRE, ACTIVATION, GATED
         )
         _finish(
-            pre_right, linear_right, bias_ptr, out_ptr, pre_ptr, start, there, column + HALF, biased, N,
+            pre_right, linear_right, bias_ptr, out_ptr, pre_ptr, start, valid, column + HALF, bias_N, N,
             BIAS, KEEP_PRE, ACTIVATION, GATED,
         )  # fmt: skip
     else:
         row, n = tl.arange(0, pre.shape[0]), column + tl.arange(0, pre.shape[1])
         if BIAS:
-            pre += tl.load(bias_ptr + n, mask=n < biased, other=0.0).to(tl.float32)[None, :]
+            pre += tl.load(bias_ptr + n, mask=n < bias_N, other=0.0).to(tl.float32)[None, :]
             if GATED:
-                linear += tl.load(bias_ptr + N + n, mask=n < biased, other=0.0).to(tl.float32)[None, :]
-        inside = there[:, None] & (n < N)[None, :]
+                linear += tl.load(bias_ptr + N + n, mask=n < bias_N, other=0.0).to(tl.float32)[None, :]
+        inside = valid[:, None] & (n < N)[None, :]
         if KEEP_PRE:
-            both = 2 * N if GATED else N
-            at = pre_ptr + start * both + (row[:, None] * both + n[None, :])
-            tl.store(at, pre.to(pre_ptr.dtype.element_ty), mask=inside)
+            pre_width = 2 * N if GATED else N
+            ptrs = pre_ptr + start * pre_width + (row[:, None] * pre_width + n[None, :])
+            tl.store(ptrs, pre.to(pre_ptr.dtype.element_ty), mask=inside)
             if GATED:
-                tl.store(at + N, linear.to(pre_ptr.dtype.element_ty), mask=inside)
+                tl.store(ptrs + N, linear.to(pre_ptr.dtype.element_ty), mask=inside)
         out = activate(pre, ACTIVATION)
         if GATED:
             out *= linear
@@ -131,17 +131,17 @@ def grouped_gemm_fwd(
     keep_pre: bool,
     training: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    rows, columns = (x if row_token is None else row_token).shape[0], weight.shape[2]
+    num_rows, columns = (x if row_token is None else row_token).shape[0], weight.shape[2]
     gated = activation in GATES
-    out = x.new_empty((rows, columns // 2 if gated else columns))
-    pre = x.new_empty((rows if keep_pre else 0, columns))
+    out = x.new_empty((num_rows, columns // 2 if gated else columns))
+    pre = x.new_empty((num_rows if keep_pre else 0, columns))
     if out.numel():
 
         def run(tiles):
             _launch_fwd(x, weight, expert_offsets, row_token, bias, activation, out, pre, tiles)
 
         kernel = "gated" if gated else "fwd"
-        run_with_tiles(kernel, x, weight, rows, weight.shape[0], out.shape[1], run, training)
+        run_with_tiles(kernel, x, weight, num_rows, weight.shape[0], out.shape[1], run, training)
     return out, pre
 
 

@@ -1,6 +1,6 @@
 """k-winner-take-all in Triton: a program per row, the row in registers, its threshold by compare-and-count.
 
-16-bit inputs travel as int16 bit patterns and are ordered as integers, so that no kernel here does 16-bit arithmetic.
+16-bit inputs travel as int16 bit patterns and are ordered as integers, so no kernel here does 16-bit arithmetic.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ TIES = {"index": 0, "strict": 1, "all": 2}
 # Pattern of +inf and how the bits become a float32: the same, shifted up (bfloat16), or converted (float16).
 FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
-LONGEST = 16384  # float32 elements of a row in one tile of registers; of longer rows a second tile holds the rest
+LONGEST = 16384  # elements of a row in one tile of registers; a second tile holds the rest of a longer row
 RESIDENT = 2 * LONGEST  # elements; rows longer than this are read again for every count
 CHUNK = 4096  # elements written at a time: masks, ranks and bits of a longer row would spill beside its keys
 BLOCK_BWD = 4096
-TRIALS = 8  # guesses from the shape of the row before bisection: normal rows need 3 to 5
+TRIALS = 8  # rounds of interpolation before bisection: normal rows need 3 to 5
 
 
 def warps(block: int) -> int:
-    """32 elements a thread in long rows: a round of the search costs a thread some 60 instructions beside them."""
+    """Long rows have 32 elements a thread, since a round of the search costs a thread about 60 instructions besides."""
     return max(block // 1024, 1)
 
 
 @triton.jit
 def _keys(bits, INF: tl.constexpr):
-    """Integers that order as the values do: negatives mirrored, so that -0 == +0, and every NaN just above +inf."""
+    """Integers in the order of the values: negatives mirrored, so that -0 == +0, and every NaN just above +inf."""
     SIGN: tl.constexpr = -0x80000000 if INF > 0xFFFF else -0x8000
     magnitude = bits & ~SIGN
     mirrored = tl.where(bits < 0, -magnitude, magnitude)
@@ -51,24 +51,24 @@ def _load_bits(x_row, start, N, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_keys(x_row, start, N, BLOCK: tl.constexpr, INF: tl.constexpr):
-    """BLOCK keys from element `start` on; beyond the row a key that never wins."""
+    """BLOCK keys from element `start` on; past the row a key that never wins."""
     bits = _load_bits(x_row, start, N, BLOCK)
     return tl.where(start + tl.arange(0, BLOCK) < N, _keys(bits, INF), -INF - 2)
 
 
 @triton.jit
 def _first_guess(bits, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """The threshold of a normal row with the mean and deviation of these elements, and by how much one key too many
-    moves it; NaN where there are NaN or infinities."""
+    """The threshold of a normal row with the mean and deviation of these elements, and its change for one key too many;
+    NaN if there are NaN or infinities."""
     magnitude = bits & (0x7FFFFFFF if FORMAT == 0 else 0x7FFF)
     values = (
         bits.to(tl.float32, bitcast=True)
         if FORMAT == 0
         else value_of(tl.where(bits < 0, -magnitude, magnitude), INF, FORMAT)
     )
-    seen = tl.minimum(N, bits.shape[0])
-    mean = tl.sum(values) / seen
-    deviation = tl.sqrt(tl.maximum(tl.sum(values * values) / seen - mean * mean, 0.0))
+    count = tl.minimum(N, bits.shape[0])
+    mean = tl.sum(values) / count
+    deviation = tl.sqrt(tl.maximum(tl.sum(values * values) / count - mean * mean, 0.0))
     step = deviation * 2.5066283 * tl.exp(0.5 * quantile * quantile) / N
     return mean + quantile * deviation, step
 
@@ -77,7 +77,7 @@ def _first_guess(bits, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
 def _count(
     x_row, keys, rest, trial, N, BLOCK: tl.constexpr, INF: tl.constexpr, RESIDENT: tl.constexpr, REST: tl.constexpr
 ):
-    """Keys of the row at or above a trial."""
+    """Number of keys of the row at or above `trial`."""
     if RESIDENT:
         count = tl.sum((keys >= trial).to(tl.int32))
         if REST > 0:
@@ -112,15 +112,15 @@ def _threshold(
     round = 0
     while searching:
         middle = (low >> 1) + (high >> 1) + (low & high & 1)  # high - low does not fit 32 bits
-        near = tl.minimum(tl.maximum(key_near(guess, INF, FORMAT), low + 1), high - 1)
-        trial = tl.where((round < TRIALS) & (tl.abs(guess) < 3.0e38), near, middle)
+        interpolated = tl.minimum(tl.maximum(key_near(guess, INF, FORMAT), low + 1), high - 1)
+        trial = tl.where((round < TRIALS) & (tl.abs(guess) < 3.0e38), interpolated, middle)
         count = _count(x_row, keys, rest, trial, N, BLOCK, INF, RESIDENT, REST)
         if count == K:
             above = trial - 1
             searching = False
         else:
-            here = value_of(trial, INF, FORMAT)
-            # Late rounds move to the nearest key that the row has: this ends the search where many keys are equal.
+            value = value_of(trial, INF, FORMAT)
+            # Rounds of bisection move on to the nearest key of the row, which ends the search if many keys are equal.
             snap = RESIDENT and round >= TRIALS
             if count > K:
                 low = trial
@@ -141,7 +141,7 @@ def _threshold(
                 top = value_of(high, INF, FORMAT)
                 guess = bottom + (top - bottom) * ((at_low - K).to(tl.float32) / (at_low - at_high).to(tl.float32))
             else:
-                guess = here + (count - K).to(tl.float32) * step
+                guess = value + (count - K).to(tl.float32) * step
             if high - low == 1:
                 above = low
                 if TIES == 0:
@@ -160,7 +160,7 @@ def _kwta_fwd(
     y_ptr,  # (R, N) contiguous
     bits_ptr,  # (R, ceil(N / 32))
     mask_ptr,  # (R, N) contiguous
-    units_x_R,  # strides and N in units, so that the compiler knows by how much they divide
+    units_x_R,  # strides and N in units, which shows the compiler their divisor
     units_values_R,
     units,
     K,
@@ -174,7 +174,7 @@ def _kwta_fwd(
     FORMAT: tl.constexpr,
     RESIDENT: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,  # elements behind these that stay in registers too
+    REST: tl.constexpr,  # elements after these, also held in registers
     CHUNK: tl.constexpr,
     TRIALS: tl.constexpr,
 ):
@@ -203,7 +203,7 @@ def _kwta_fwd(
                 ties -= tl.sum(equal)
         wins = wins & (offsets < N)
         if STORE_Y:
-            # All of them: a mask that differs between neighbours would make 16 loads of two or four.
+            # Losers too: a mask that differs between neighbours would turn two or four loads into 16.
             values = tl.load(values_ptr + row * units_values_R * UNIT + offsets, mask=offsets < N, other=0)
             tl.store(y_ptr + row * N + offsets, tl.where(wins, values, 0), mask=offsets < N)
         if STORE_BITS:
@@ -232,7 +232,7 @@ def _kwta_bwd(
     word = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     lane = tl.arange(0, 32)[None, :]
     offsets = word[:, None] * 32 + lane
-    # A thread reads a word once for its 16 bytes of a row, and all of these at once, whoever won.
+    # A thread reads a word of bits once for its 16 bytes of a row, and reads all of these at once, also losers.
     bits = tl.load(bits_ptr + row * n_words + word, mask=word < n_words, other=0)
     wins = ((bits[:, None] >> lane) & 1) != 0
     grad = tl.load(grad_ptr + row * units_grad_R * UNIT + offsets, mask=offsets < N, other=0)
@@ -261,10 +261,10 @@ def kwta_mask(x: Tensor, k: int, ties: str) -> Tensor:
 @on_device
 def kwta_bwd(grad: Tensor, bits: Tensor) -> Tensor:
     dx = grad.new_empty(grad.shape)
-    rows, n = grad.shape
+    num_rows, n = grad.shape
     if dx.numel():
         block = max(min(triton.next_power_of_2(n), BLOCK_BWD), 32)
-        grid = (rows, triton.cdiv(n, block))
+        grid = (num_rows, triton.cdiv(n, block))
         unit = _rows.unit((grad,), n)
         launch(
             _kwta_bwd, grid, patterns(grad), bits, patterns(dx), grad.stride(0) // unit, n // unit,
@@ -279,14 +279,14 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
     if x.element_size() == 2 and x.shape[1] <= RESIDENT:
         _launch_packed(x, x if values is None else values, k, ties, y, bits, mask)
         return
-    rows, n = x.shape
+    num_rows, n = x.shape
     block = max(min(triton.next_power_of_2(n), LONGEST), 32)
     rest = max(triton.next_power_of_2(n - block), 1024) if block < n <= RESIDENT else 0
     source = x if values is None else values
     inf, form = FORMATS[x.dtype]
     unit = _rows.unit((x, source), n)
     launch(
-        _kwta_fwd, (rows,),
+        _kwta_fwd, (num_rows,),
         patterns(x), patterns(source), patterns(x if y is None else y), x if bits is None else bits,
         x if mask is None else mask.view(torch.int8),
         x.stride(0) // unit, source.stride(0) // unit, n // unit, k, normal_quantile(k, n), UNIT=unit,
@@ -297,27 +297,26 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
 
 
 def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) -> None:
-    """Rows of 16-bit elements, in words of two. Where they do not lie among 16-byte vectors as contiguous rows do, they
-    are copied first."""
-    rows, n = x.shape
+    """Launches kwta_fwd_packed. Rows are copied first if they lie otherwise in 16-byte vectors than contiguous rows."""
+    num_rows, n = x.shape
     others = values is not x
-    x = _among_vectors(x)
-    values = _among_vectors(values) if others else x
+    x = _aligned_like_contiguous(x)
+    values = _aligned_like_contiguous(values) if others else x
     unit = _rows.unit((x, values), n, (8,))
     tile = packed_tile(n)
     inf, form = FORMATS[x.dtype]
     launch(
-        kwta_fwd_packed, (triton.cdiv(rows, tile["ROWS"]),),
+        kwta_fwd_packed, (triton.cdiv(num_rows, tile["ROWS"]),),
         patterns(x), patterns(values), patterns(x if y is None else y), x if bits is None else bits.view(torch.int8),
         x if mask is None else mask.view(torch.int8),
-        rows, x.stride(0) // unit, values.stride(0) // unit, n // unit, k, normal_quantile(k, n), UNIT=unit,
+        num_rows, x.stride(0) // unit, values.stride(0) // unit, n // unit, k, normal_quantile(k, n), UNIT=unit,
         TIES=TIES[ties], STORE_Y=y is not None, STORE_BITS=bits is not None, STORE_MASK=mask is not None, OTHERS=others,
         INF=inf, FORMAT=form, TRIALS=TRIALS, ORDERED=triton.knobs.runtime.interpret, **tile,
     )  # fmt: skip
 
 
-def _among_vectors(x: Tensor) -> Tensor:
-    """x, or a copy, with row after row as far behind a multiple of 16 bytes as where rows are contiguous."""
+def _aligned_like_contiguous(x: Tensor) -> Tensor:
+    """x, or a contiguous copy if its rows start at other offsets from multiples of 16 bytes than contiguous rows."""
     if aligned(x, 16) and (x.stride(0) - x.shape[1]) % 8 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -326,8 +325,8 @@ def _among_vectors(x: Tensor) -> Tensor:
 def packed_tile(n: int) -> dict[str, int]:
     """Rows of a program, lanes along a row, eight elements at a time, and warps.
 
-    A lane holds 64 elements in 125 registers: with 32 a row of 4096 takes 24.5 instructions an element for 17.6. A row
-    of 1024 has a warp alone: two would wait for each other's rounds.
+    A lane holds 64 elements in 125 registers; with 32 a row of 4096 takes 24.5 instructions an element instead of 17.6.
+    A row of 1024 has a warp of its own: two in a warp would both run as many rounds as the slower one.
     """
     block = max(triton.next_power_of_2(n), 32)
     lanes = 32 if block == 1024 else max(block // 64, 2)

@@ -3,8 +3,9 @@
 Requests in visiting order are split into chunks. A request's slot is the number of requests to its expert in earlier
 chunks, plus those before it in its own chunk. Nothing is sorted, and the only scratch memory is chunks * E counts.
 
-Priority routing does sort its T * E pairs. One program then goes through them in that order, as the definition does:
-1024 at a time if none of these can be made, else 64 at a time. It uses one multiprocessor; the host waits for nothing.
+Priority routing does sort its T * E pairs of a token and an expert, by score. One program then assigns them in that
+order, as the definition does: 1024 at a time if none of these can be assigned, else 64 at a time. It uses one
+multiprocessor; the host does not wait.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
 TILE = 32  # requests that one warp ranks at a time, comparing each with each
-SHORTEST = 2048  # scores of fewer tokens are padded to as many, since kWTA compiles once for each power of two
-MATCHED = 64  # pairs that priority routing compares with each other at a time
-CHUNKS = 1024  # most chunks, since a program of the scan holds the counts of all chunks for its experts
-COUNTS = 2**22  # most counts of all chunks, so that more than 4096 experts have fewer chunks
-COUNTED = 256  # requests that a program counts at a time
+SHORTEST = 2048  # scores of fewer tokens are padded to this, since kWTA compiles once for each power of two
+MATCH_TILE = 64  # pairs that priority routing compares with each other at a time
+CHUNKS = 1024  # largest number of chunks: a program of the scan holds the counts of all chunks for its experts
+COUNTS = 2**22  # largest number of counts: with more than 4096 experts there are fewer chunks
+COUNT_BLOCK = 256  # requests that a program counts at a time
 WINDOW = 1024  # experts that a program counts
-WALKED = 1024  # pairs that priority routing reads at a time
-FEW_CHUNKS = tl.constexpr(32)  # up to here a program of the scan takes more experts
-SCANNED = tl.constexpr(4096)  # counts that a program of the scan holds
+MATCH_BLOCK = 1024  # pairs that priority routing reads at a time
+FEW_CHUNKS = tl.constexpr(32)  # up to as many chunks a program of the scan takes more experts
+SCAN_TILE = tl.constexpr(4096)  # counts that a program of the scan holds
 
 
 @triton.jit
 def _requests(
     experts_ptr,  # (T, K)
     visit_ptr,  # (T) tokens in visiting order; not read unless VISIT: by position
-    place,  # (BLOCK) int64
+    place,  # (BLOCK) int64, in visiting order
     end,
     T,
     K,
@@ -42,15 +43,15 @@ def _requests(
     VISIT: tl.constexpr,
     BY_CHOICE: tl.constexpr,
 ):
-    """(token, choice, expert) of the requests at these places in visiting order; expert -1 if the choice names none."""
+    """(token, choice, expert) of the requests at these places; expert -1 if the choice names none."""
     inside = place < end
-    near = tl.where(inside, place, 0).to(tl.int32)
+    index = tl.where(inside, place, 0).to(tl.int32)
     if BY_CHOICE:
-        choice = near // T
-        position = near - choice * T
+        choice = index // T
+        position = index - choice * T
     else:
-        position = near // K
-        choice = near - position * K
+        position = index // K
+        choice = index - position * K
     token = position.to(tl.int64)
     if VISIT:
         token = tl.load(visit_ptr + token, mask=inside, other=0)
@@ -92,8 +93,8 @@ def _plan_count(
 
 @triton.jit(do_not_specialize=["capacity", "chunks"])
 def _plan_scan(
-    counts_ptr,  # (chunks, E), receives the sums over the chunks before
-    scanned_ptr,  # () 0, counts the programs that are done
+    counts_ptr,  # (chunks, E), receives the sums over the earlier chunks
+    scanned_ptr,  # () 0, counts the programs that have finished
     requested_ptr,  # (E)
     kept_ptr,  # (E)
     expert_offsets_ptr,  # (E + 1)
@@ -106,11 +107,11 @@ def _plan_scan(
 ):
     # Both shapes of a tile are in one kernel, so that sizes which differ from step to step compile once.
     if chunks <= FEW_CHUNKS:
-        _scan_chunks(counts_ptr, requested_ptr, chunks, E, FEW_CHUNKS, SCANNED // FEW_CHUNKS)
+        _scan_chunks(counts_ptr, requested_ptr, chunks, E, FEW_CHUNKS, SCAN_TILE // FEW_CHUNKS)
     else:
-        _scan_chunks(counts_ptr, requested_ptr, chunks, E, CHUNKS, SCANNED // CHUNKS)
-    # The program that is last knows that all others have stored: each thread's stores come before its barrier, the
-    # barrier before the atomic addition, which releases and acquires.
+        _scan_chunks(counts_ptr, requested_ptr, chunks, E, CHUNKS, SCAN_TILE // CHUNKS)
+    # The program that is last sees the stores of all others: each thread's stores come before its barrier, the barrier
+    # before the atomic addition, which releases and acquires.
     tl.debug_barrier()
     if tl.atomic_add(scanned_ptr, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()
@@ -128,10 +129,10 @@ def _scan_chunks(
 ):
     c = tl.arange(0, BLOCK_C)
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    at = counts_ptr + c[:, None].to(tl.int64) * E + e
+    ptrs = counts_ptr + c[:, None].to(tl.int64) * E + e
     inside = (c < chunks)[:, None] & (e < E)
-    counts = tl.load(at, mask=inside, other=0)
-    tl.store(at, tl.cumsum(counts, axis=0) - counts, mask=inside)
+    counts = tl.load(ptrs, mask=inside, other=0)
+    tl.store(ptrs, tl.cumsum(counts, axis=0) - counts, mask=inside)
     tl.store(requested_ptr + e, tl.sum(counts, axis=0), mask=e < E)
 
 
@@ -150,7 +151,7 @@ def _finish(
     start = 0
     while start < E:
         e = start + tl.arange(0, BLOCK)
-        requested = tl.load(requested_ptr + e, mask=e < E, other=0, cache_modifier=".cg")  # past the first cache
+        requested = tl.load(requested_ptr + e, mask=e < E, other=0, cache_modifier=".cg")  # not from L1
         kept = tl.minimum(requested, capacity)
         tl.store(kept_ptr + e, kept, mask=e < E)
         tl.store(expert_offsets_ptr + e, used + tl.cumsum(kept, axis=0) - kept, mask=e < E)
@@ -195,12 +196,12 @@ def _plan_rank(
         place = start + i
         token, choice, expert = _requests(experts_ptr, visit_ptr, place, end, T, K, E, VISIT, BY_CHOICE)
         valid = expert >= 0
-        # Peers before in the low half, peers after in the high one. A lane has a column and sums it alone.
+        # Requests to the same expert: earlier ones in the low half, later ones in the high one. A lane sums a column.
         side = tl.where(i[:, None] < i[None, :], 1, tl.where(i[:, None] > i[None, :], 0x10000, 0))
         peers = tl.sum(tl.where(expert[:, None] == expert[None, :], side, 0), axis=0)
         later = peers >> 16
         slot = tl.load(next_ptr + expert, mask=valid, other=0) + (peers & 0xFFFF)
-        # Counts change between the two barriers only: every thread has read them, and none reads the next ones yet.
+        # Counts change only between the two barriers: every thread has read the old ones, none reads the new ones yet.
         tl.debug_barrier()
         tl.store(next_ptr + expert, slot + 1, mask=valid & (later == 0))
         tl.debug_barrier()
@@ -213,15 +214,15 @@ def _plan_rank(
 
 
 @triton.jit
-def _open(
+def _assignable(
     pairs_ptr,  # (T * E)
     experts_ptr,  # (T)
     room_ptr,  # (E)
-    place,  # (BLOCK) int64
+    place,  # (BLOCK) int64, in descending score
     pairs,
     E,
 ):
-    """(token, expert) of the pairs at these places, and whether the token is free and the expert has room."""
+    """(token, expert) of the pairs at these places, and whether the token is unassigned and the expert has room."""
     inside = place < pairs
     pair = tl.load(pairs_ptr + place, mask=inside, other=0).to(tl.int32)  # T * E is below 2^31
     token = pair // E
@@ -232,49 +233,49 @@ def _open(
 
 @triton.jit
 def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.constexpr):
-    """Makes the pairs of one tile that come to be made, and returns how many."""
+    """Assigns the pairs of one tile that can be assigned; returns their number."""
     i = tl.arange(0, TILE)
     before = i[None, :] < i[:, None]
-    token, expert, pending = _open(pairs_ptr, experts_ptr, room_ptr, place + i, pairs, E)
-    made = tl.zeros((), tl.int32)
-    waiting = tl.sum(pending.to(tl.int32))
-    while waiting > 0:
-        # Made now: pairs whose token no earlier pair may still take, and whose expert has room for all earlier ones.
+    token, expert, pending = _assignable(pairs_ptr, experts_ptr, room_ptr, place + i, pairs, E)
+    assigned = tl.zeros((), tl.int32)
+    num_pending = tl.sum(pending.to(tl.int32))
+    while num_pending > 0:
+        # Assigned now: pairs whose token has no earlier pending pair and whose expert has room for its earlier ones.
         earlier = pending[None, :] & before
         rivals = tl.sum((earlier & (token[:, None] == token[None, :])).to(tl.int32), axis=1)
         ahead = tl.sum((earlier & (expert[:, None] == expert[None, :])).to(tl.int32), axis=1)
-        now = pending & (rivals == 0) & (ahead < tl.load(room_ptr + expert, mask=pending, other=0))
+        assign = pending & (rivals == 0) & (ahead < tl.load(room_ptr + expert, mask=pending, other=0))
         # Every thread has read the state before any changes it, and reads it again only after all have.
         tl.debug_barrier()
-        tl.store(experts_ptr + token, expert, mask=now)
-        tl.atomic_add(room_ptr + expert, tl.full((TILE,), -1, tl.int32), mask=now)
+        tl.store(experts_ptr + token, expert, mask=assign)
+        tl.atomic_add(room_ptr + expert, tl.full((TILE,), -1, tl.int32), mask=assign)
         tl.debug_barrier()
-        made += tl.sum(now.to(tl.int32))
-        _, _, still = _open(pairs_ptr, experts_ptr, room_ptr, place + i, pairs, E)
-        pending = pending & still
-        waiting = tl.sum(pending.to(tl.int32))
-    return made
+        assigned += tl.sum(assign.to(tl.int32))
+        _, _, assignable = _assignable(pairs_ptr, experts_ptr, room_ptr, place + i, pairs, E)
+        pending = pending & assignable
+        num_pending = tl.sum(pending.to(tl.int32))
+    return assigned
 
 
-@triton.jit(do_not_specialize=["most", "pairs", "E"])
+@triton.jit(do_not_specialize=["limit", "pairs", "E"])
 def _plan_match(
     pairs_ptr,  # (T * E) token * E + expert in descending score
-    experts_ptr,  # (T) -1, receives the expert of every token that finds one
+    experts_ptr,  # (T) -1, receives the expert of every token that gets one
     room_ptr,  # (E) the capacity, receives what is left of it
-    most,  # pairs that can be made
+    limit,  # largest number of pairs that can be assigned
     pairs,
     E,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    made = tl.zeros((), tl.int32)
+    assigned = tl.zeros((), tl.int32)
     start = tl.zeros((), tl.int64)
-    while (start < pairs) & (made < most):
-        _, _, found = _open(pairs_ptr, experts_ptr, room_ptr, start + tl.arange(0, BLOCK), pairs, E)
-        if tl.sum(found.to(tl.int32)) > 0:
+    while (start < pairs) & (assigned < limit):
+        _, _, assignable = _assignable(pairs_ptr, experts_ptr, room_ptr, start + tl.arange(0, BLOCK), pairs, E)
+        if tl.sum(assignable.to(tl.int32)) > 0:
             tile = start
             while tile < start + BLOCK:
-                made += _match_tile(pairs_ptr, experts_ptr, room_ptr, tile, pairs, E, TILE)
+                assigned += _match_tile(pairs_ptr, experts_ptr, room_ptr, tile, pairs, E, TILE)
                 tile += TILE
         start += BLOCK
 
@@ -289,8 +290,8 @@ def make_plan_fwd(
 ) -> tuple[Tensor, ...]:
     num_tokens, k = experts.shape
     total = num_tokens * k
-    rows = plan_rows(num_tokens, k, num_experts, capacity)
-    shapes = ((num_experts + 1,), (rows,), (rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
+    num_rows = plan_rows(num_tokens, k, num_experts, capacity)
+    shapes = ((num_experts + 1,), (num_rows,), (num_rows,), (num_tokens, k), (num_experts,), (num_experts,), ())
     arrays = tuple(experts.new_empty(shape, dtype=torch.int32) for shape in shapes)
     expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped = arrays
     if total == 0:
@@ -305,21 +306,21 @@ def make_plan_fwd(
     limit = total if capacity is None else min(capacity, total)
     requests = (experts, experts if visit is None else visit, counts)
     sizes = (chunk, num_tokens, k, num_experts)
-    how = {"VISIT": visit is not None, "BY_CHOICE": order == "choice"}
+    options = {"VISIT": visit is not None, "BY_CHOICE": order == "choice"}
 
     window = min(max(triton.next_power_of_2(num_experts), 32), WINDOW)
     grid = (chunks, triton.cdiv(num_experts, window))
     # `dropped` counts the programs of the scan until the last of them stores it.
-    launch(_plan_count, grid, *requests, dropped, *sizes, **how, BLOCK=COUNTED, BLOCK_E=window, num_warps=4)
-    held = FEW_CHUNKS.value if chunks <= FEW_CHUNKS.value else CHUNKS
+    launch(_plan_count, grid, *requests, dropped, *sizes, **options, BLOCK=COUNT_BLOCK, BLOCK_E=window, num_warps=4)
+    block_c = FEW_CHUNKS.value if chunks <= FEW_CHUNKS.value else CHUNKS
     launch(
-        _plan_scan, (triton.cdiv(num_experts, SCANNED.value // held),),
+        _plan_scan, (triton.cdiv(num_experts, SCAN_TILE.value // block_c),),
         counts, dropped, requested, kept, expert_offsets, dropped, limit, chunks, num_experts,
         CHUNKS=CHUNKS, BLOCK=window, num_warps=8,
     )  # fmt: skip
     launch(
         _plan_rank, (chunks,),
-        *requests, expert_offsets, row_token, row_choice, slot_row, limit, rows, *sizes, **how,
+        *requests, expert_offsets, row_token, row_choice, slot_row, limit, num_rows, *sizes, **options,
         BLOCK=TILE, num_warps=1,
     )  # fmt: skip
     return arrays
@@ -334,28 +335,28 @@ plan_priority_supports = plan_expert_choice_supports
 
 @on_device
 def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
-    """Makes requests of the winners of every column."""
+    """The plan in which every expert requests the `capacity` highest tokens of its column."""
     num_tokens, num_experts = scores.shape
-    # Rows of a few lengths alone, as kWTA's code is of a length: padding comes last and is never taken.
+    # Padded to one of few lengths, as kWTA is compiled for each. Padding comes last and is never chosen.
     columns = scores.new_empty((num_experts, max(triton.cdiv(num_tokens, 16) * 16, SHORTEST)))
     columns[:, :num_tokens], columns[:, num_tokens:] = scores.t(), -float("inf")
-    taken = kwta_mask(columns, min(capacity, num_tokens), "index")[:, :num_tokens].t()
+    chosen = kwta_mask(columns, min(capacity, num_tokens), "index")[:, :num_tokens].t()
     expert = torch.arange(num_experts, dtype=torch.int32, device=scores.device)
-    return make_plan_fwd(torch.where(taken, expert, -1).contiguous(), num_experts, capacity, None, "choice")
+    return make_plan_fwd(torch.where(chosen, expert, -1).contiguous(), num_experts, capacity, None, "choice")
 
 
 @on_device
 def plan_priority_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
-    """Pairs in descending score, walked down by one program: 2 * T * E int64 are scratch memory here."""
+    """Sorts the pairs by descending score and assigns them in one program. Scratch memory: 2 * T * E int64."""
     num_tokens, num_experts = scores.shape
     capacity = min(capacity, num_tokens)
     pairs = torch.sort(scores.flatten(), descending=True, stable=True).indices
     experts = scores.new_full((num_tokens, 1), -1, dtype=torch.int32)
     room = scores.new_full((num_experts,), capacity, dtype=torch.int32)
-    most = min(num_tokens, num_experts * capacity)
-    if most:
-        sizes = (most, pairs.numel(), num_experts)
-        launch(_plan_match, (1,), pairs, experts, room, *sizes, BLOCK=WALKED, TILE=MATCHED, num_warps=4)
+    limit = min(num_tokens, num_experts * capacity)
+    if limit:
+        sizes = (limit, pairs.numel(), num_experts)
+        launch(_plan_match, (1,), pairs, experts, room, *sizes, BLOCK=MATCH_BLOCK, TILE=MATCH_TILE, num_warps=4)
     first = scores.argmax(dim=1) if num_tokens else pairs
     requested = torch.zeros_like(room).scatter_add_(0, first, torch.ones_like(first, dtype=torch.int32))
     offsets, row_token, row_choice, slot_row, _, kept, _ = make_plan_fwd(experts, num_experts, capacity, None, "token")

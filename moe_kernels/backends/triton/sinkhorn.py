@@ -1,10 +1,10 @@
 """Sinkhorn's iteration in Triton: a program per few matrices, which stay in registers for the whole solve, or, above
 RESIDENT, a program per matrix that is read again in every iteration, a few rows at a time.
 
-Where it holds a matrix whose range allows it, exp(S / tau) is scaled by vectors (_sinkhorn_scaled.py), and further
-launches work on the other matrices. There potentials are in units of scores and in float64, each an anchor (the largest
-of what is summed) and the logarithm of the sum after it, so that exp sees small differences at any temperature: in
-float32 forward, in float64 backward.
+Up to RESIDENT, at one temperature and without prescribed sums or a tolerance, matrices of small range are solved by
+scaling exp(S / tau) (_sinkhorn_scaled.py); further launches solve the others in logarithms. Potentials are in float64
+and in units of the scores: an anchor (the largest term) plus tau times the logarithm of the sum relative to it, so that
+exp gets small arguments at any temperature. exp is computed in float32 forward, in float64 backward.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from moe_kernels.backends.triton._sinkhorn_resident import resident_bwd, residen
 from moe_kernels.backends.triton._sinkhorn_scaled import scaled_bwd, scaled_fwd
 from moe_kernels.backends.triton._sinkhorn_streamed import streamed_bwd, streamed_fwd
 
-RESIDENT = 64  # n of a matrix that a program holds
+RESIDENT = 64  # largest n of a matrix that a program holds in registers
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def _blocks(n: int, way: str, sums: bool) -> tuple[dict[str, int], int]:
-    """Matrices of a program and columns of its tile, as large as compiles without spills, or rows and columns of a
-    strip of a matrix that is read again; and warps. `way`: "scaled_fwd", "scaled_bwd", "fwd", "history" (the
-    backward's forward) or "bwd"."""
-    columns, backward = triton.next_power_of_2(n), way == "bwd"
+def _blocks(n: int, kernel: str, sums: bool) -> tuple[dict[str, int], int]:
+    """Matrices of a program and columns of its tile, or rows and columns of a strip of a streamed matrix, as large as
+    compiles without spills; and warps. `kernel`: "scaled_fwd", "scaled_bwd", "fwd", "history" (the backward's forward)
+    or "bwd"."""
+    columns, backward = triton.next_power_of_2(n), kernel == "bwd"
     if n > (RESIDENT // 2 if backward and sums else RESIDENT):
-        strip = 1024 if sums and way == "history" else 2048
+        strip = 1024 if sums and kernel == "history" else 2048
         return {"ROWS": max(strip // columns, 1), "N": columns}, 8
     if backward and (sums or columns < 16):
         return {"M": max(256 // columns**2, 1), "N": columns}, 4
-    tile = 1024 if way == "scaled_fwd" and columns < 16 else 512
+    tile = 1024 if kernel == "scaled_fwd" and columns < 16 else 512
     return {"M": max(tile // columns**2, 1), "N": columns}, 8 if columns >= 32 else 4
 
 
@@ -40,14 +40,14 @@ def sinkhorn_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(TYPES))
 
 
-def sinkhorn_limits(place: str) -> dict[str, int]:
+def sinkhorn_limits(target: str) -> dict[str, int]:
     return {"n": 1024}
 
 
 @on_device
 def sinkhorn_fwd(scores, taus, rows, columns, tolerance) -> Tensor:
     p, sums = scores.new_empty(scores.shape), () if rows is None else (rows, columns)
-    scores, steps = _within_reach(scores), _temperatures(taus, scores.device)
+    scores, steps = _with_32_bit_offsets(scores), _temperatures(taus, scores.device)
     slow = None if sums else _flags(scores, taus)
     if slow is not None and taus[0] == taus[-1]:
         batch, n, _ = scores.shape
@@ -62,7 +62,7 @@ def sinkhorn_fwd(scores, taus, rows, columns, tolerance) -> Tensor:
 def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, Tensor | None, Tensor | None]:
     dscores, sums = scores.new_empty(scores.shape), () if rows is None else (rows, columns)
     drows, dcolumns = (None if x is None else torch.zeros_like(x) for x in (rows, columns))
-    grad, scores, (batch, n, _) = _within_reach(grad), _within_reach(scores), scores.shape
+    grad, scores, (batch, n, _) = _with_32_bit_offsets(grad), _with_32_bit_offsets(scores), scores.shape
     steps = _temperatures(taus, scores.device)
     history = steps.new_empty((len(taus), 2, batch, n))
     counts = steps.new_empty((batch,), dtype=torch.int32) if sums else _flags(scores, taus)
@@ -88,14 +88,14 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
     return dscores, drows, dcolumns
 
 
-def _within_reach(x: Tensor) -> Tensor:
+def _with_32_bit_offsets(x: Tensor) -> Tensor:
     """x (B, n, n), copied if an element of a matrix is 2^31 or more elements from the first: resident kernels count
     those in 32 bits, as an address of 64 bits for each row costs registers."""
     return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
 
 
 def _temperatures(taus: list[float], device: torch.device) -> Tensor:
-    """taus, which fall geometrically, made on the device: to copy a list there would wait for it."""
+    """taus, a geometric sequence, computed on the device: copying a list there would wait for the device."""
     first, last, steps = taus[0], taus[-1], max(len(taus) - 1, 1)
     if first == last:
         return torch.full((len(taus),), last, dtype=torch.float64, device=device)
@@ -104,7 +104,7 @@ def _temperatures(taus: list[float], device: torch.device) -> Tensor:
 
 
 def _flags(scores: Tensor, taus: list[float]) -> Tensor | None:
-    """(B,), int32: 1 if a matrix needs logarithms; all do while cooling. None above RESIDENT, where all do too."""
+    """(B,), int32: 1 if a matrix needs logarithms; all do while cooling. None above RESIDENT, where all do."""
     if scores.shape[1] > RESIDENT:
         return None
     make = torch.Tensor.new_empty if taus[0] == taus[-1] else torch.Tensor.new_ones
@@ -131,5 +131,5 @@ def _launch_logarithms(
     if "ROWS" in blocks:
         kernel = streamed_fwd
         arguments.append(steps.new_empty((batch, 2, n)) if sums else steps)
-    how = {"HISTORY": history is not None, "SUMS": bool(sums)}
-    launch(kernel, (programs,), *arguments, **blocks, **how, num_warps=warps)
+    options = {"HISTORY": history is not None, "SUMS": bool(sums)}
+    launch(kernel, (programs,), *arguments, **blocks, **options, num_warps=warps)

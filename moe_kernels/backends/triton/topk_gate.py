@@ -1,9 +1,9 @@
-"""The top-k gate in Triton: a program per few rows, their keys in registers, which order as the logits do (NaN highest,
--0 == +0). Every four neighbours are sorted once; a choice is the largest of their heads.
+"""The top-k gate in Triton: a program per few rows, their keys in registers, in the order of the logits (NaN highest,
+-0 == +0). Every four neighbours are sorted once; a choice is the largest first key of all fours.
 
-A key of 16 bits shares an integer with its index, the lower one first: a choice is one maximum. One of 32 bits leaves
-no room; its choice is a maximum and the lowest index that has it. Either is one instruction of a warp; 64-bit integers,
-which hold both, take 25.
+A key of 16 bits and its expert share an integer, so that a choice is one maximum; of equal keys the lower expert is
+larger. A key of 32 bits leaves no room: a choice is a maximum, then the lowest expert that has it. Each is one
+instruction of a warp; with both in 64 bits a maximum takes 25.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _fours(row):
 
 @triton.jit
 def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
-    """The larger key and its expert, then the other; equal ones stay as they are."""
+    """The larger key and its expert, then the other two; equal keys are not exchanged."""
     if not PACKED:
         swap = next_keys > keys
         upper = tl.where(swap, next_e, e)
@@ -63,15 +63,15 @@ def _topk_gate_fwd(
     e = tl.arange(0, BLOCK_E)
     k = tl.arange(0, BLOCK_K)
     inside = (token < T)[:, None] & (e < E)
-    place = token[:, None] * stride_logits_T + e
-    # Past the row -inf: of equal logits the lower expert goes first, so that these are never among the first K <= E.
+    offsets = token[:, None] * stride_logits_T + e
+    # Past the row: -inf. Of equal logits the lower expert comes first, so padding is never among the first K <= E.
     NEGATIVE_INF: tl.constexpr = INF - 0x8000 if PACKED else INF - 0x80000000
-    keys = _keys(tl.load(bits_ptr + place, mask=inside, other=NEGATIVE_INF).to(tl.int32), INF)
+    keys = _keys(tl.load(bits_ptr + offsets, mask=inside, other=NEGATIVE_INF).to(tl.int32), INF)
     if PACKED:
         keys = (keys << 16) | (BLOCK_E - 1 - e)
     keys0, keys1, keys2, keys3 = _fours(keys)
     e0, e1, e2, e3 = _fours(tl.broadcast_to(e[None, :], (BLOCK_T, BLOCK_E)))
-    # Each thread sorts its four once. Neighbours alone are compared, so that equal keys stay ordered by expert.
+    # Each thread sorts its four once. Only neighbours are compared, so that equal keys stay ordered by expert.
     keys2, e2, keys3, e3 = _ordered(keys2, e2, keys3, e3, PACKED)
     keys1, e1, keys2, e2 = _ordered(keys1, e1, keys2, e2, PACKED)
     keys0, e0, keys1, e1 = _ordered(keys0, e0, keys1, e1, PACKED)
@@ -82,36 +82,36 @@ def _topk_gate_fwd(
     for choice in range(K):
         best = tl.max(keys0, axis=1)
         if PACKED:
-            found = best
-            taken = keys0 == best[:, None]
+            expert = best
+            is_chosen = keys0 == best[:, None]
         else:
-            found = tl.min(tl.where(keys0 == best[:, None], e0, BLOCK_E), axis=1)
-            taken = e0 == found[:, None]
-        # Only what a later choice may look at moves up.
+            expert = tl.min(tl.where(keys0 == best[:, None], e0, BLOCK_E), axis=1)
+            is_chosen = e0 == expert[:, None]
+        # Only keys that a later choice may read move up.
         if BLOCK_K > 1:
-            keys0 = tl.where(taken, keys1, keys0)
-            e0 = tl.where(taken, e1, e0)
+            keys0 = tl.where(is_chosen, keys1, keys0)
+            e0 = tl.where(is_chosen, e1, e0)
         if BLOCK_K > 2:
-            keys1 = tl.where(taken, keys2, keys1)
-            keys2 = tl.where(taken, keys3, keys2)
-            keys3 = tl.where(taken, LOWEST, keys3)
-            e1 = tl.where(taken, e2, e1)
-            e2 = tl.where(taken, e3, e2)
-        chosen = tl.where(k == choice, found[:, None], chosen)
+            keys1 = tl.where(is_chosen, keys2, keys1)
+            keys2 = tl.where(is_chosen, keys3, keys2)
+            keys3 = tl.where(is_chosen, LOWEST, keys3)
+            e1 = tl.where(is_chosen, e2, e1)
+            e2 = tl.where(is_chosen, e3, e2)
+        chosen = tl.where(k == choice, expert[:, None], chosen)
     if PACKED:
         chosen = BLOCK_E - 1 - (chosen & (BLOCK_E - 1))
-    made = (token < T)[:, None] & (k < K)
-    tl.store(experts_ptr + token[:, None] * K + k, chosen, mask=made)
+    inside_k = (token < T)[:, None] & (k < K)
+    tl.store(experts_ptr + token[:, None] * K + k, chosen, mask=inside_k)
     # The first choice is the highest logit, and a NaN if there is one, which then makes every weight NaN.
-    picked = tl.load(logits_ptr + token[:, None] * stride_logits_T + chosen, mask=made, other=0.0).to(tl.float32)
+    picked = tl.load(logits_ptr + token[:, None] * stride_logits_T + chosen, mask=inside_k, other=0.0).to(tl.float32)
     highest = tl.sum(tl.where(k == 0, picked, 0.0), axis=1)
     shares = tl.exp(picked - highest[:, None])
     if SOFTMAX_FIRST:
-        values = tl.load(logits_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(logits_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         total = tl.sum(tl.where(inside, tl.exp(values - highest[:, None]), 0.0), axis=1)
     else:
-        total = tl.sum(tl.where(made, shares, 0.0), axis=1)
-    tl.store(weights_ptr + token[:, None] * K + k, shares / total[:, None], mask=made)
+        total = tl.sum(tl.where(inside_k, shares, 0.0), axis=1)
+    tl.store(weights_ptr + token[:, None] * K + k, shares / total[:, None], mask=inside_k)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -127,34 +127,34 @@ def _topk_gate_bwd(
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
     k = tl.arange(0, BLOCK_K)
-    made = (token < T)[:, None] & (k < K)
+    inside_k = (token < T)[:, None] & (k < K)
     inside = (token < T)[:, None] & (e < E)
-    grads = tl.load(grad_ptr + token[:, None] * K + k, mask=made, other=0.0)
-    weights = tl.load(weights_ptr + token[:, None] * K + k, mask=made, other=0.0)
+    grads = tl.load(grad_ptr + token[:, None] * K + k, mask=inside_k, other=0.0)
+    weights = tl.load(weights_ptr + token[:, None] * K + k, mask=inside_k, other=0.0)
     mean = tl.sum(grads * weights, axis=1)
     if SOFTMAX_FIRST:
-        # p_e = w_0 exp(z_e - z_0): the difference of two logits is exact to a rounding however large they are.
+        # p_e = w_0 exp(z_e - z_0): the difference of two logits has one rounding, however large they are.
         first = tl.load(experts_ptr + token * K, mask=token < T, other=0)
         highest = tl.load(logits_ptr + token * stride_logits_T + first, mask=token < T, other=0.0).to(tl.float32)
         scale = -mean * tl.load(weights_ptr + token * K, mask=token < T, other=0.0)
-        place = token[:, None] * stride_logits_T + e
-        values = tl.load(logits_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        offsets = token[:, None] * stride_logits_T + e
+        values = tl.load(logits_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         slopes = scale[:, None] * tl.exp(values - highest[:, None])
     else:
         slopes = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
     row = dlogits_ptr + token[:, None] * E
     tl.store(row + e, slopes.to(dlogits_ptr.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # the chosen ones are written over what other threads have stored
-    experts = tl.load(experts_ptr + token[:, None] * K + k, mask=made, other=0)
+    experts = tl.load(experts_ptr + token[:, None] * K + k, mask=inside_k, other=0)
     chosen = weights * (grads - mean[:, None])
-    tl.store(row + experts, chosen.to(dlogits_ptr.dtype.element_ty), mask=made)
+    tl.store(row + experts, chosen.to(dlogits_ptr.dtype.element_ty), mask=inside_k)
 
 
 def topk_gate_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(FORMATS))
 
 
-def topk_gate_limits(place: str) -> dict[str, int]:
+def topk_gate_limits(target: str) -> dict[str, int]:
     return {"E": LONGEST}
 
 

@@ -1,10 +1,10 @@
 """The tree gate in Triton: a program per few tokens, the probabilities of a tree's places in registers.
 
-A tree is laid out as if all of its leaves were at the last level: 2^DEPTH places from left to right, of which a leaf
-that is a level higher takes the left one of two, with probability 1; leaves in whole groups of 16 have places in a row
-instead. Downwards a thread has a group: it computes the nodes below the group's root once, and one side of each node
-above. Upwards, in the backward, a level halves the row. Where one tree's columns fit, forward is one kernel with the
-matrix products in it.
+A tree is laid out as if all of its leaves were at the last level: 2^DEPTH places from left to right. A leaf that is a
+level higher takes the left one of two, with probability 1; if leaves come in whole groups of 16, their places are
+consecutive instead. Downwards a thread has a group: it computes the nodes below the group's root once, and one side of
+each node above. Upwards, in backward, each level halves the row. If the columns of one tree fit, forward is one kernel
+with the matrix products in it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from moe_kernels.backends.native.tree_gate import weighing
 from moe_kernels.backends.triton import launch, on_device, unsupported
 
 TILE = 2048  # places of a program, 16 a thread
-MOST_EXPERTS = 4096
-MOST_FUSED = 64  # experts: 128 columns of float32 sums for 64 tokens are 64 registers a thread
+MAX_EXPERTS = 4096
+MAX_FUSED_EXPERTS = 64  # experts: 128 columns of float32 sums for 64 tokens are 64 registers a thread
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-# Where the leaves are: all at the last level; in whole groups of 16 at one level; or a group has leaves of two levels.
+# Layouts: all leaves at the last level; whole groups of 16 at one level; or groups with leaves of two levels.
 FULL, GROUPS, MIXED = tl.constexpr(2), tl.constexpr(1), tl.constexpr(0)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
@@ -36,7 +36,7 @@ def _blocks(num_experts: int, upwards: bool) -> tuple[dict[str, int], int]:
 
 
 def _fused_blocks(num_experts: int) -> tuple[dict[str, int], int, int]:
-    """The same with the columns of a matrix product, of which there are 16 or more; and stages."""
+    """As _blocks, with the columns of a matrix product, at least 16; and pipeline stages."""
     depth = (num_experts - 1).bit_length()
     columns, layout = max(1 << depth, 16), _layout(num_experts)
     blocks = {"BLOCK_T": 64, "BLOCK_P": 64, "COLUMNS": columns, "DEPTH": depth, "LAYOUT": layout}
@@ -44,7 +44,7 @@ def _fused_blocks(num_experts: int) -> tuple[dict[str, int], int, int]:
 
 
 def _layout(num_experts: int, upwards: bool = False) -> int:
-    """Where the leaves are. Upwards a level halves the row, so that groups have no places of their own."""
+    """The layout of the leaves. Upwards each level halves the row, so GROUPS is not possible."""
     if num_experts & (num_experts - 1) == 0:
         return FULL.value
     return GROUPS.value if num_experts % 16 == 0 and not upwards else MIXED.value
@@ -52,16 +52,16 @@ def _layout(num_experts: int, upwards: bool = False) -> int:
 
 @triton.jit
 def _share(t, sign, half, slope):
-    """1/2 + sign t / gamma, given t within -gamma / 2 and gamma / 2: near 0 the sum with gamma / 2 is exact.
+    """1/2 + sign t / gamma, for t from -gamma / 2 to gamma / 2: where it is near 0 the sum with gamma / 2 is exact.
 
-    At the other end it is 1 to a rounding or two, and its smooth step is 1.
+    At the other end it is 1 up to a rounding or two, and its smooth step is 1.
     """
     return tl.fma(t, sign, half) * slope
 
 
 @triton.jit
-def _within(t, half):
-    """t, and the nearer of its bounds where it is beyond them. A NaN stays one."""
+def _clamp(t, half):
+    """t clamped to [-half, half]. NaN stays NaN."""
     t = tl.maximum(t, -half, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(t, half, propagate_nan=tl.PropagateNan.ALL)
 
@@ -72,7 +72,7 @@ def _derivative(t, left, right, half, slope):
 
     h' / h is 6 w / (gamma u (3 - 2u)), and left holds the factor u^2.
     """
-    t = _within(t, half)
+    t = _clamp(t, half)
     u, w = _share(t, 1.0, half, slope), _share(t, -1.0, half, slope)
     of_u, of_w = u * tl.fma(u, -2.0, 3.0), w * tl.fma(w, -2.0, 3.0)
     saturated = (u == 0.0) | (w == 0.0)
@@ -99,19 +99,19 @@ def _smooth(u):
 
 
 @triton.jit
-def _node(node_ptr, there):
-    """The logit of a node. What is no node goes left."""
-    return tl.load(node_ptr, mask=there, other=float("inf")).to(tl.float32)
+def _node(node_ptr, exists):
+    """The logit of a node; +inf, which goes left, where there is no node."""
+    return tl.load(node_ptr, mask=exists, other=float("inf")).to(tl.float32)
 
 
 @triton.jit
-def _below(v, first_ptr, first, there, E, half, slope, INDEX: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr):
+def _below(v, first_ptr, first, valid, E, half, slope, INDEX: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr):
     """Probability of each place below a node, from its own: (BLOCK_T, groups, 2^LEVELS), those of a group in a thread.
 
     The node is INDEX nodes to the right of the first of its level below a root, which is number `first`, at first_ptr:
     a sum of a pointer and a constant takes no instruction.
     """
-    exists = there & (first + INDEX < E) if LAYOUT == MIXED else there
+    exists = valid & (first + INDEX < E) if LAYOUT == MIXED else valid
     t = _node(first_ptr + INDEX, exists)
     size = tl.minimum(tl.abs(t), half, propagate_nan=tl.PropagateNan.ALL)
     less = v * _smooth(_share(size, -1.0, half, slope))
@@ -122,8 +122,8 @@ def _below(v, first_ptr, first, there, E, half, slope, INDEX: tl.constexpr, LEVE
     else:
         first_ptr += first
         first *= 2
-        left = _below(left, first_ptr, first, there, E, half, slope, 2 * INDEX, LEVELS - 1, LAYOUT)
-        right = _below(right, first_ptr, first, there, E, half, slope, 2 * INDEX + 1, LEVELS - 1, LAYOUT)
+        left = _below(left, first_ptr, first, valid, E, half, slope, 2 * INDEX, LEVELS - 1, LAYOUT)
+        right = _below(right, first_ptr, first, valid, E, half, slope, 2 * INDEX + 1, LEVELS - 1, LAYOUT)
         both = tl.permute(tl.join(left, right), (0, 1, 3, 2))
         return tl.reshape(both, (v.shape[0], v.shape[1], 1 << LEVELS))
 
@@ -132,30 +132,30 @@ def _below(v, first_ptr, first, there, E, half, slope, INDEX: tl.constexpr, LEVE
 def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: tl.constexpr, LAYOUT: tl.constexpr):
     """Probability of each of a tree's places: (BLOCK_T, 2^DEPTH); the tree's nodes are a row of E - 1.
 
-    A thread has a group of 16 places, or all if they are fewer. It computes the way to their root, of each node one
-    side, and all that is below. The root of the tree is number 1, the children of number n are 2 n and 2 n + 1.
+    A thread has a group of 16 places, or all if they are fewer. It computes one side of each node on the path
+    to their root, and all nodes below. The root of the tree is number 1, the children of number n are 2 n and 2 n + 1.
     """
     ABOVE: tl.constexpr = max(DEPTH - 4, 0)
     group = tl.arange(0, 1 << ABOVE)
     root = (1 << ABOVE) + group
-    there = real[:, None]
+    valid = real[:, None]
     if LAYOUT == GROUPS:  # Groups on the right have their root a level higher.
         root -= tl.where(16 * group < 2 * E - (1 << DEPTH), 0, E // 16)
-        there = there & (16 * group < E)[None, :]
+        valid = valid & (16 * group < E)[None, :]
     nodes_ptr += row[:, None] * (E - 1) - 1
     v = tl.full((BLOCK_T, 1 << ABOVE), 1.0, tl.float32)
     for level in tl.static_range(ABOVE, 0, -1):
         child = root >> (level - 1)
         sign = 1.0 - 2.0 * (child % 2)
-        exists = there
-        if LAYOUT == GROUPS:  # A way that is a level shorter begins with a node that is none.
+        exists = valid
+        if LAYOUT == GROUPS:  # A path that is a level shorter begins without a node.
             sign = tl.where(child > 1, sign, 1.0)
-            exists = there & (child > 1)[None, :]
-        t = _within(_node(nodes_ptr + (child // 2)[None, :], exists), half)
+            exists = valid & (child > 1)[None, :]
+        t = _clamp(_node(nodes_ptr + (child // 2)[None, :], exists), half)
         v *= _smooth(_share(t, sign[None, :], half, slope))
     if DEPTH > 0:
         first = root[None, :]
-        v = _below(v, nodes_ptr + first, first, there, E, half, slope, 0, min(DEPTH, 4), LAYOUT)
+        v = _below(v, nodes_ptr + first, first, valid, E, half, slope, 0, min(DEPTH, 4), LAYOUT)
     return tl.reshape(v, (BLOCK_T, 1 << DEPTH))
 
 
@@ -206,7 +206,7 @@ def _gates(
         terms = _weighed(v, EPSILON) * tl.exp(a - higher[:, None])
         sums = tl.fma(sums, tl.exp(highest - higher)[:, None], terms)
         highest = higher
-    gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # rounded: the gate of an only leaf is 1
+    gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # correctly rounded: the gate of a single leaf is 1
     at = gates_ptr + first * E + token[:, None] * E + expert
     tl.store(at, gates.to(gates_ptr.dtype.element_ty), mask=inside)
 
@@ -280,30 +280,30 @@ def _tree_gate_bwd(
         dot = tl.fma(dot, scale, tl.sum(terms * grad, axis=1))
         highest = higher
     grad -= (dot / total)[:, None]
-    # Read and computed again, tree by tree: K of them do not stay in registers.
+    # Reads and computes each tree again: K of them do not fit registers.
     for k in range(K):
         row = token * K + k
         v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH, LAYOUT)
         at = row[:, None] * E + expert
         a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        counts = leaf[None, :] & ~(v < least)
-        # What counts is at least the smallest normal number, and so is the total: the quotient is finite. Its product
-        # with a gradient need not be, that of its share of v is.
-        share = tl.where(counts, tl.exp(a - highest[:, None]) / total[:, None], 0.0)
+        counted = leaf[None, :] & ~(v < least)
+        # A leaf that counts has a v of at least the smallest normal number, and so has the total: the quotient is
+        # finite. Its product with a gradient may overflow, so v is multiplied first.
+        share = tl.where(counted, tl.exp(a - highest[:, None]) / total[:, None], 0.0)
         dleaf = _weighed(v, EPSILON) * share * grad
         tl.store(dleaf_ptr + at, dleaf.to(dleaf_ptr.dtype.element_ty), mask=inside)
         below = v * share * grad
         if LEAF_PROBS:
-            given = tl.load(grad_leaf_probs_ptr + first * K * E + at, mask=inside, other=0.0)
-            below += tl.where(leaf, v, 0.0) * given.to(tl.float32)
+            grad_probs = tl.load(grad_leaf_probs_ptr + first * K * E + at, mask=inside, other=0.0)
+            below += tl.where(leaf, v, 0.0) * grad_probs.to(tl.float32)
         for up in tl.static_range(1, DEPTH + 1):
             pairs = tl.reshape(below, (BLOCK_T, 1 << (DEPTH - up), 2))
             left, right = tl.split(pairs)
             node = (1 << (DEPTH - up)) - 1 + tl.arange(0, 1 << (DEPTH - up))
-            at, there = row[:, None] * (E - 1) + node, real[:, None] & (node < E - 1)
-            t = tl.load(split_logits_ptr + at, mask=there, other=0.0).to(tl.float32)
+            at, exists = row[:, None] * (E - 1) + node, real[:, None] & (node < E - 1)
+            t = tl.load(split_logits_ptr + at, mask=exists, other=0.0).to(tl.float32)
             dsplit = _derivative(t, left, right, half, slope)
-            tl.store(dsplit_ptr + at, dsplit.to(dsplit_ptr.dtype.element_ty), mask=there)
+            tl.store(dsplit_ptr + at, dsplit.to(dsplit_ptr.dtype.element_ty), mask=exists)
             below = tl.sum(pairs, axis=2)
 
 
@@ -319,7 +319,7 @@ def _tree_gate_fused(
     split_logits_ptr,  # (T, 1, E - 1) contiguous
     leaf_logits_ptr,  # (T, 1, E) contiguous
     T,
-    P_16,  # P / 16, so that the compiler knows of 16-byte pieces
+    P_16,  # P / 16, which shows the compiler 16-byte vectors
     E,
     half,
     slope,
@@ -343,12 +343,12 @@ def _tree_gate_fused(
     p, P = tl.arange(0, BLOCK_P), P_16 * 16
     x_ptr += first * P
     for start in range(0, P, BLOCK_P):
-        within = start + p < P
-        x = tl.load(x_ptr + token[:, None] * P + start + p, mask=real[:, None] & within, other=0.0)
+        p_inside = start + p < P
+        x = tl.load(x_ptr + token[:, None] * P + start + p, mask=real[:, None] & p_inside, other=0.0)
         at = split_weight_ptr + column * P + (start + p)[:, None]
-        split_weight = tl.load(at, mask=node & within[:, None], other=0.0)
+        split_weight = tl.load(at, mask=node & p_inside[:, None], other=0.0)
         at = leaf_weight_ptr + column * P + (start + p)[:, None]
-        leaf_weight = tl.load(at, mask=leaf & within[:, None], other=0.0)
+        leaf_weight = tl.load(at, mask=leaf & p_inside[:, None], other=0.0)
         if WIDEN:
             x, split_weight, leaf_weight = x.to(tl.float32), split_weight.to(tl.float32), leaf_weight.to(tl.float32)
         splits = tl.dot(x, split_weight, splits)
@@ -361,7 +361,7 @@ def _tree_gate_fused(
     tl.store(at, splits.to(x_ptr.dtype.element_ty), mask=real[:, None] & node)
     at = leaf_logits_ptr + first * E + token[:, None] * E + column
     tl.store(at, leaves.to(x_ptr.dtype.element_ty), mask=real[:, None] & leaf)
-    # What this program has written it reads again, in the dtype of x as backward does, from the nearest cache.
+    # Reads from L1 what this program has stored, rounded to the dtype of x, as backward reads it.
     tl.debug_barrier()
     _gates(
         split_logits_ptr, leaf_logits_ptr, gates_ptr, leaf_probs_ptr, first,
@@ -373,8 +373,8 @@ def tree_gate_supports(device: str, dtype: torch.dtype) -> str | None:
     return unsupported(device, dtype, tuple(TYPES))
 
 
-def tree_gate_limits(place: str) -> dict[str, int]:
-    return {"E": MOST_EXPERTS}
+def tree_gate_limits(target: str) -> dict[str, int]:
+    return {"E": MAX_EXPERTS}
 
 
 @on_device
@@ -407,8 +407,8 @@ def _launch(
     kernel, tensors: tuple[Tensor, ...], leaf_logits: Tensor, gamma: float, mode: str, upwards=False, **constants
 ) -> None:
     num_tokens, num_trees, num_experts = leaf_logits.shape
-    if num_experts > MOST_EXPERTS:
-        raise ValueError(f"tree_gate: the Triton kernel takes at most {MOST_EXPERTS} experts, got {num_experts}")
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(f"tree_gate: the Triton kernel takes at most {MAX_EXPERTS} experts, got {num_experts}")
     if num_tokens == 0:
         return
     blocks, warps = _blocks(num_experts, upwards)
@@ -425,9 +425,9 @@ def _numbers(gamma: float, mode: str) -> dict[str, float]:
 
 
 def tree_gate_fits(x: Tensor, split_weight: Tensor, leaf_weight: Tensor) -> bool:
-    """Whether tree_gate_fused_fwd takes these: one tree of few experts in 16 bits, as tensor cores do, and P in 16s."""
+    """Whether tree_gate_fused_fwd takes these: 16 bits, for tensor cores, one tree, few experts, P a multiple of 16."""
     num_trees, num_experts, dim = leaf_weight.shape
-    return x.dtype != torch.float32 and num_trees == 1 and num_experts <= MOST_FUSED and dim % 16 == 0
+    return x.dtype != torch.float32 and num_trees == 1 and num_experts <= MAX_FUSED_EXPERTS and dim % 16 == 0
 
 
 @on_device
@@ -449,7 +449,7 @@ def tree_gate_fused_fwd(
     biases = [x if bias is None else bias.contiguous() for bias in (split_bias, leaf_bias)]
     given = (split_bias is not None) + 2 * (leaf_bias is not None)
     blocks, warps, stages = _fused_blocks(num_experts)
-    # The interpreter multiplies bfloat16 as if it were an integer.
+    # The interpreter multiplies bfloat16 as integers.
     widen = triton.knobs.runtime.interpret
     launch(
         _tree_gate_fused, (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
