@@ -12,7 +12,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSpan = 192;  // most rows of a span, whose weight is packed once, in the time of 10 to 20 rows
+constexpr int64_t kSpan = 192;  // most rows of a span; it packs a weight once, in the time of 10 to 20 rows
 constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a span or block: LEAST in grouped_gemm_cpu.py
 
 // Rows that a thread takes at a time, out of `rows`. They are divided so that each thread would take the same number of

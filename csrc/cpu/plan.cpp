@@ -18,8 +18,8 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kColumns = 16;  // expert choice: experts at a time, one cache line of float32 scores
-constexpr int64_t kVisitBlock = 256; // by choice: tokens in a block of Requests::walk
-constexpr int64_t kPrefetchRows = 16;    // prefetch distance in rows of an expert: one cache line of int32
+constexpr int64_t kVisitBlock = 256;  // by choice: tokens in a block of Requests::walk
+constexpr int64_t kPrefetchRows = 16;  // prefetch distance in rows of an expert: one cache line of int32
 constexpr int64_t kTile = 1024;   // expert choice: tokens at a time, so that lines of slot_row are filled while in cache
 
 // The arrays of a RoutingPlan.

@@ -104,8 +104,8 @@ struct Potentials {
   }
 };
 
-// The largest difference between a column sum of exp(S / tau), before any iteration, and the prescribed one. Columns of
-// -inf count as 0.
+// The largest difference between a column sum of exp(S / tau), before any iteration, and the prescribed one. A
+// column of -inf counts as 0.
 template <bool packed, class Wide>
 Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
   Vec<double> most{};
@@ -239,7 +239,8 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
   for (int64_t t = iterations; t-- > 0; std::swap(dg, next)) {
     const Potentials<packed> p = state(t);
     const double *before = state(t - 1).g, inv_tau = 1 / taus(t);
-    const double tau_ratio = taus(t) * last_inv_tau;  // d is to f / last tau; f has -tau_t log(sums->rows)
+    // Gradients to prescribed sums need it: df is the gradient to f / last tau, and f has -tau_t log(sum).
+    const double tau_ratio = taus(t) * last_inv_tau;
     const auto updates = load(p.updated) != 0.0;
     std::fill(next, next + width, 0.0);
     for (int64_t j = 0; sums != nullptr && j < width; j += w) {

@@ -19,7 +19,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kBlock = 128;  // tokens; their x, 384 KiB at P = 768, stays in the L2 cache for all trees
-constexpr int kTokensAtOnce = 4;      // tokens multiplied at a time; each has its own sums, so its bits do not depend on others
+constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time; each has its own sums, so its bits do not depend on others
 
 template <class Wide>
 struct Candidate {
@@ -50,8 +50,8 @@ class Descent {
     wide_x_ = reinterpret_cast<Wide*>(frontier_ + experts + 1);
     wide_row_ = wide_x_ + kBlock * dim;
     order_ = reinterpret_cast<int32_t*>(wide_row_ + dim);
-    right_ = order_ + kBlock;
-    logit_ = reinterpret_cast<Wide*>(right_ + kBlock);
+    others_ = order_ + kBlock;
+    logit_ = reinterpret_cast<Wide*>(others_ + kBlock);
   }
 
   // Tokens first .. first + count of x (T, P), count <= kBlock.
@@ -127,14 +127,14 @@ class Descent {
       if (t >= step_.half) {
         order_[left++] = token;
       } else if (t <= -step_.half) {
-        right_[right++] = token;
+        others_[right++] = token;
       } else {
-        right_[--undecided] = token;
+        others_[--undecided] = token;
       }
     }
-    std::copy(right_, right_ + right, order_ + left);
+    std::copy(others_, others_ + right, order_ + left);
     const int64_t alone = left + right;
-    std::copy(right_ + undecided, right_ + kBlock, order_ + alone);
+    std::copy(others_ + undecided, others_ + kBlock, order_ + alone);
     for (int64_t i = alone; i < end; ++i) search(order_[i], node, depth);
     descend(2 * node + 1, begin, left, depth + 1);
     descend(2 * node + 2, left, alone, depth + 1);
@@ -214,8 +214,8 @@ class Descent {
   int64_t tree_ = 0, first_ = 0, stride_ = 0;
   const Wide* x_ = nullptr;
   Wide *wide_x_, *wide_row_, *logit_;  // (kBlock, P), (P), (kBlock)
-  int32_t *order_, *right_;            // (kBlock)
-  Candidate<Wide>* frontier_;             // (E + 1)
+  int32_t *order_, *others_;           // (kBlock); others_: tokens that go right, then from its end the undecided ones
+  Candidate<Wide>* frontier_;          // (E + 1)
 };
 
 template <class F>

@@ -28,7 +28,7 @@ struct Gradient {
   T* dbias;                       // (E, Dout), or nullptr
   int64_t num_rows, num_experts, din, dout;
 
-  bool vectorized_grad;               // rows of grad may be read in pieces of 16 bytes
+  bool vectorized_grad;         // rows of grad may be read in pieces of 16 bytes
   int row_tiles, column_tiles;  // of one expert's Din x Dout, set by `launch_with_tile`
   int bias_tiles;               // blocks of one expert's bias, none without dbias
 };
@@ -56,8 +56,8 @@ struct Target {
   }
 };
 
-// A block sums 64 columns over an expert's rows of grad: the columns are divided among 8 threads, the rows among THREADS
-// / 8. Each thread loads kBiasBatch rows at the same time. At the end their sums are added in a fixed order.
+// A block sums 64 columns over an expert's rows of grad: the columns are divided among 8 threads, the rows among
+// THREADS / 8. Each thread loads kBiasBatch rows at the same time. At the end their sums are added in a fixed order.
 constexpr int kBiasPieces = 8, kBiasColumns = kBiasPieces * kPiece, kBiasBatch = 4;
 
 template <class T, int THREADS>

@@ -29,7 +29,7 @@ struct Problem {
   uint8_t* mask;
   int64_t rows;
   int n, k, ties;
-  bool aligned;   // rows of all tensors have the same offset from a 16-byte vector, so aligned vectors of x are so in all
+  bool aligned;   // rows of all tensors have the same offset from a multiple of 16 bytes
   float z;        // quantile of 1 - k / n
   float spacing;  // of a standard normal row's elements at z: 1 / (n phi(z))
 };

@@ -7,8 +7,8 @@
 //
 // Each form is a kernel of its own, so that the scaled one does not need the registers of the other. The scaled kernel
 // runs first and sets a flag for each matrix, 1 if it needs the logarithmic form; the logarithmic kernel, launched next,
-// returns at once for matrices with flag 0. For streamed matrices, one kernel
-// has both forms forward, and backward has only the logarithmic form.
+// returns at once for matrices with flag 0. For streamed matrices, one kernel has both forms forward; backward has only the
+// logarithmic form.
 //
 // From n = 9 on the scaled form stops early:
 // * Forward: an iteration that changes no bit of v ends the solve, since the next ones would not change any either.

@@ -233,7 +233,7 @@ class Team {
 
   // The form for this matrix: scaled if every row of S / tau has a range below `limit`.
   __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit) {
-    float largest_found[2] = {0.0f, 0.0f};  // the largest range of a row, and whether an element is NaN or +inf
+    float maxima[2] = {0.0f, 0.0f};  // the largest range of a row, and whether an element is NaN or +inf
 #pragma unroll
     for (int a = 0; a < TILE_ROWS; a++) {
       float high = -infinity(), negated_low = -infinity();
@@ -241,17 +241,17 @@ class Team {
       for (int b = 0; b < TILE_COLUMNS; b++) {
         if (!inside(a, b, n)) continue;
         high = fmaxf(high, scores[a][b]), negated_low = fmaxf(negated_low, -scores[a][b]);
-        if (!(scores[a][b] < infinity())) largest_found[1] = 1.0f;
+        if (!(scores[a][b] < infinity())) maxima[1] = 1.0f;
       }
       high = along_row(high, Max()), negated_low = along_row(negated_low, Max());
       // The range of a row with a forbidden pair is infinite, also if the whole row is forbidden.
       const float range = negated_low == infinity() ? negated_low : high + negated_low;
-      if (row + a < n) largest_found[0] = fmaxf(largest_found[0], range);
+      if (row + a < n) maxima[0] = fmaxf(maxima[0], range);
     }
-    largest_found[1] = along_row(largest_found[1], Max());
-    along_columns(largest_found, Max());
-    if (largest_found[1] > 0.0f) return Form::broken;
-    return cooling.constant() && largest_found[0] / cooling(0) < limit ? Form::scaled : Form::logarithmic;
+    maxima[1] = along_row(maxima[1], Max());
+    along_columns(maxima, Max());
+    if (maxima[1] > 0.0f) return Form::broken;
+    return cooling.constant() && maxima[0] / cooling(0) < limit ? Form::scaled : Form::logarithmic;
   }
 
  private:
@@ -321,8 +321,8 @@ struct Scaled {
   __device__ static T inverse(T total) { return total > T(0) ? reciprocal(total) : T(0); }
 };
 
-// Potentials in units of scores, in two parts: f = row_anchor + tau row_log, g likewise. row_anchor is the largest score
-// - g of the row, row_log = log(sum of exp((score - g - row_anchor) / tau)). They are stored apart because 1 / tau would
+// Potentials in units of scores, in two parts: f = row_anchor + tau row_log, g likewise. row_anchor is the maximum of
+// score - g over the row, row_log = log(sum of exp((score - g - row_anchor) / tau)). They are stored apart because 1 / tau would
 // magnify the rounding of their sum. T: the type in which exponentials are summed.
 template <class T, class Team>
 struct Potentials {
@@ -406,8 +406,8 @@ struct Potentials {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // The largest difference between a column sum of exp(S / tau), before any iteration, and the prescribed one. Columns of
-  // -inf count as 0.
+  // The largest difference between a column sum of exp(S / tau), before any iteration, and the prescribed one. A
+  // column of -inf counts as 0.
   __device__ double columns_error(Team& team, const typename Team::Tile& scores, double tau) const {
     double total[Team::kTileColumns] = {}, off = 0;
     float high[Team::kTileColumns];
