@@ -1,7 +1,7 @@
-"""Builds csrc/ into moe_kernels._cpu and, where nvcc is found, moe_kernels._cuda. Everything else is in pyproject.toml.
+"""Builds csrc/ into moe_kernels._cpu and, if nvcc is found, moe_kernels._cuda. Other settings are in pyproject.toml.
 
-Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX;10.0;12.0", without those
-that nvcc does not know), MAX_JOBS, CUDA_HOME, CXX, CI.
+Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX;10.0;12.0"; capabilities that
+nvcc does not know are left out), MAX_JOBS, CUDA_HOME, CXX, CI (warnings are errors).
 """
 
 import os
@@ -23,7 +23,7 @@ CSRC = ROOT / "csrc"
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 # Each csrc/cpu/<op>.cpp is compiled once per instruction set, into the namespace of that name. -mno-mmx: gcc 12 moves
-# vectors of 8 bytes through MMX registers, and leaves x87 so that the next long double of the process is NaN.
+# vectors of 8 bytes through MMX registers without resetting the x87 state: the next long double of the process is NaN.
 ISAS = {"base": ""}
 if X86:
     ISAS = {
@@ -32,7 +32,7 @@ if X86:
         "avx512": "-mno-mmx -march=x86-64-v4 -mprefer-vector-width=512",
     }
 
-# Machine code for the GPUs of data centres and desktops since A100; PTX for the others.
+# Machine code for GPUs of data centres and desktops since A100; PTX for other GPUs.
 DEFAULT_ARCHITECTURES = "8.0;9.0+PTX;10.0;12.0"
 
 # -g0: debug information makes a module twenty times as large. -fno-trapping-math and -fno-math-errno let loops with
@@ -47,7 +47,8 @@ if os.environ.get("CI", "").lower() not in ("", "0", "false"):
 
 
 def find_nvcc() -> Path | None:
-    """nvcc of CUDA_HOME, else of the PATH; None if MOE_KERNELS_CUDA says no, or there is none, or nothing for it."""
+    """nvcc of CUDA_HOME, else of the PATH. None if MOE_KERNELS_CUDA=0, or if nvcc is missing or can compile for no
+    capability in TORCH_CUDA_ARCH_LIST."""
     wanted = os.environ.get("MOE_KERNELS_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"MOE_KERNELS_CUDA must be 0, 1 or auto; got {wanted!r}")
@@ -62,23 +63,25 @@ def find_nvcc() -> Path | None:
         return None
     if not architectures(Path(found)):
         if wanted == "1":
-            raise SystemExit("MOE_KERNELS_CUDA=1: nvcc can compile for nothing in TORCH_CUDA_ARCH_LIST")
-        print("moe_kernels: building without CUDA (nothing in TORCH_CUDA_ARCH_LIST can be compiled)")
+            raise SystemExit(
+                "MOE_KERNELS_CUDA=1: nvcc can compile for no capability in TORCH_CUDA_ARCH_LIST; list one that it knows"
+            )
+        print("moe_kernels: building without CUDA (nvcc can compile for no capability in TORCH_CUDA_ARCH_LIST)")
         return None
     return Path(found)
 
 
 def toolkit(nvcc: Path) -> Path:
-    """The folder behind nvcc, which may be a link or a script: nvcc itself tells."""
-    told = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
-    top = re.search(r"^#\$ TOP=(.*)$", told, re.MULTILINE)
+    """The CUDA toolkit's folder, as nvcc reports it: nvcc may be a link or a script in another folder."""
+    report = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.*)$", report, re.MULTILINE)
     return Path(top[1].strip()).resolve() if top else nvcc.resolve().parent.parent
 
 
 def architectures(nvcc: Path) -> list[str]:
     """The capabilities of TORCH_CUDA_ARCH_LIST that can be compiled, such as ["8.0", "9.0+PTX"].
 
-    Drops what is below 8.0 (tensor cores and asynchronous copies need it) and what nvcc does not know, with a note.
+    Leaves out, with a note, those below 8.0 (tensor cores and asynchronous copies need it) or unknown to nvcc.
     """
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
     known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
@@ -96,8 +99,8 @@ def architectures(nvcc: Path) -> list[str]:
 
 
 def gencode(arch: str) -> str:
-    """Capability 9.0 gets the PTX of 8.0, which is compiled and tested anyway: its own differs in how bfloat16 is
-    widened alone, and its machine code is no shorter."""
+    """nvcc's option for a capability. 9.0 gets the PTX of 8.0, which is compiled and tested anyway: its own PTX differs
+    only in the conversion of bfloat16 to float32, and its machine code is no shorter."""
     number = arch.removesuffix("+PTX").replace(".", "")
     virtual = "80" if number == "90" else number
     codes = [f"sm_{number}"] + ([f"compute_{virtual}"] if arch.endswith("+PTX") else [])
@@ -105,7 +108,7 @@ def gencode(arch: str) -> str:
 
 
 class NinjaBuild(build_ext):
-    """Writes build.ninja for the requested modules and runs it."""
+    """Writes build.ninja for the requested modules and runs ninja."""
 
     def build_extensions(self) -> None:
         self.remove_stale()
@@ -120,7 +123,7 @@ class NinjaBuild(build_ext):
         subprocess.run([program, "--quiet", "-C", temp, *(["-j", jobs] if jobs else [])], check=True)
 
     def remove_stale(self) -> None:
-        """A module left by an earlier build with other settings must not ship."""
+        """Removes modules of an earlier build with other settings, which would be packaged too."""
         requested = {Path(self.get_ext_fullpath(extension.name)).name for extension in self.extensions}
         folders = {Path(self.build_lib) / "moe_kernels", Path(self.get_ext_fullpath("moe_kernels._cpu")).parent}
         for folder in folders:

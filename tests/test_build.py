@@ -142,12 +142,12 @@ def test_nothing_left_to_compile_for_is_a_build_without_cuda_unless_it_was_asked
     home = fake_nvcc(tmp_path, "compute_75", "compute_80")
     wanted = {"CUDA_HOME": str(home), "CXX": "/bin/false", "TORCH_CUDA_ARCH_LIST": "7.5"}
     done = build(checkout, "setup.py", "build_ext", **wanted)
-    assert "building without CUDA (nothing in TORCH_CUDA_ARCH_LIST can be compiled)" in done.stdout
+    assert "building without CUDA (nvcc can compile for no capability in TORCH_CUDA_ARCH_LIST)" in done.stdout
     (rules,) = (checkout / "build").glob("temp*/build.ninja")
     assert "nvcc" not in rules.read_text()
     done = build(checkout, "setup.py", "build_ext", MOE_KERNELS_CUDA="1", **wanted)
     assert done.returncode != 0
-    assert "MOE_KERNELS_CUDA=1: nvcc can compile for nothing in TORCH_CUDA_ARCH_LIST" in done.stderr
+    assert "MOE_KERNELS_CUDA=1: nvcc can compile for no capability in TORCH_CUDA_ARCH_LIST" in done.stderr
 
 
 def compiled_nvcc(home: Path, real: str) -> Path:

@@ -13,7 +13,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSpan = 256;  // elements of a token summed at a time: the sums stay in the first-level cache
+constexpr int64_t kSpan = 256;  // elements of a token summed at a time: their sums stay in the L1 cache
 
 template <class F>
 void forward(const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y, int64_t tokens,
@@ -76,7 +76,7 @@ void backward(const void* grad, int64_t grad_stride, const void* rows, int64_t r
 
 }  // namespace
 
-// Returns 1 and does nothing if a slot is out of range.
+// Returns 1 and writes nothing if slot_row is out of range.
 int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* weights, const int32_t* slot_row, void* y,
                 int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, int threads) {
   if (!within(slot_row, tokens * k, num_rows)) return 1;
@@ -86,7 +86,7 @@ int combine_fwd(int dtype, const void* rows, int64_t rows_stride, const void* we
   return 0;
 }
 
-// Returns 1 and does nothing if a slot or the number of rows in use is out of range.
+// Returns 1 and writes nothing if slot_row or expert_offsets[num_experts] is out of range.
 int combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
                 const void* weights, const int32_t*, const int32_t* slot_row, const int32_t* expert_offsets,
                 const int32_t*, void* drows, void* dweights, int64_t tokens, int64_t k, int64_t num_experts,

@@ -12,7 +12,7 @@
 namespace moe {
 namespace MOE_ISA {
 
-// 1, and nothing is done, where tokens, rows or the number of them in use do not fit.
+// Returns 1 and writes nothing if row_token, slot_row or expert_offsets[num_experts] is out of range.
 int dispatch_fwd(int element_size, const void* x, int64_t x_stride, const int32_t* row_token, const int32_t* slot_row,
                  const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k, int64_t num_experts,
                  int64_t num_rows, int64_t dim, int threads) {

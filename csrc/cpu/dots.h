@@ -1,6 +1,6 @@
-// Products of a few rows with a weight whose columns are contiguous, such as the transposed view of an nn.Linear's weight:
-// one dot product for each row and column. Each weight is read once, in order. Panels (tiles.h) would need it transposed
-// first: one row takes 0.6 of their time in bfloat16 (512 x 2048), 0.8 in float32 (256 x 1024).
+// Products of a few rows with a weight that is contiguous along its columns, such as the transposed view of an nn.Linear's
+// weight: one dot product for each row and column. Each weight is read once, in order. The panels of tiles.h would transpose
+// it first: with one row, dot products take 0.6 of their time in bfloat16 (512 x 2048), 0.8 in float32 (256 x 1024).
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kFewRows = 4;  // of an expert
-constexpr int kDots = 8;  // columns at a time: independent sums hide the latency of an addition
+constexpr int64_t kDotRows = 4;  // most rows of an expert that are multiplied here
+constexpr int kDots = 8;         // columns at a time: independent sums hide the latency of an addition
 
-// to[c] = sum over k < depth of a[k] columns[c * apart + k], for C columns. Terms are added lane by lane, then the lanes.
+// to[c] = sum over k < depth of a[k] columns[c * apart + k], for C columns. Each lane sums its terms, then lanes are summed.
 template <int C, class T, class In>
 MOE_MULTIPLIES_PAIRS inline void dots(T* to, const In* a, const In* columns, int64_t apart, int64_t depth) {
   constexpr int lanes = kLanes<T>;
@@ -31,7 +31,7 @@ MOE_MULTIPLIES_PAIRS inline void dots(T* to, const In* a, const In* columns, int
       else sums[c] = with_product(sums[c], x, load(columns + c * apart + k));
     }
   }
-  if (k < depth) {  // the rest, padded with zeros
+  if (k < depth) {  // the last terms, padded with zeros
     alignas(64) In rest[lanes] = {}, column[lanes] = {};
     std::memcpy(rest, a + k, size_t(depth - k) * sizeof(In));
     for (int c = 0; c < C; ++c) {

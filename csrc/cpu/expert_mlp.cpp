@@ -1,5 +1,5 @@
-// The expert MLP in one call: makes the plan if none is given, then calls both products and combine. Separate calls from
-// Python took as long as the products of a few rows.
+// The expert MLP in one call: makes the plan if none is given, then calls both products and combine. With a few rows,
+// separate calls from Python took as long as the products.
 
 #include "ops.h"
 
@@ -7,7 +7,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// to[i] = id[i], and -1 for an id from num_experts on; false if one is below -1.
+// to[i] = id[i], or -1 if id[i] >= num_experts. Returns false if an id is below -1.
 template <class Index>
 bool read_choices(const void* experts, int64_t count, int64_t num_experts, int32_t* to) {
   const auto* id = static_cast<const Index*>(experts);
@@ -26,10 +26,10 @@ int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weigh
                    int64_t in_stride_k, int64_t in_stride_j, const void* b_in, const void* w_out, int64_t out_stride_e,
                    int64_t out_stride_k, int64_t out_stride_j, const void* b_out, int activation,
                    const int32_t* expert_offsets, const int32_t* row_token, const int32_t* slot_row, int index_size,
-                   const void* experts, int32_t* scratch, void* pre, void* hidden, void* rows, void* y, int64_t tokens,
-                   int64_t k, int64_t num_rows, int64_t num_experts, int64_t din, int64_t width, int64_t dhidden,
+                   const void* experts, int32_t* scratch, void* pre, void* activated, void* rows, void* y, int64_t tokens,
+                   int64_t k, int64_t num_rows, int64_t num_experts, int64_t din, int64_t width, int64_t hidden_dim,
                    int64_t dout, int threads) {
-  if (index_size > 0) {  // not `experts`, which may be null if there are no tokens
+  if (index_size > 0) {  // no plan was given; `experts` does not show it, since it may be null if there are no tokens
     const auto take = [&](int64_t count) { return (scratch += count) - count; };
     int32_t *const choices = take(num_rows), *const counts = take(k * num_experts), *const offsets = take(num_experts + 1);
     int32_t *const token = take(num_rows), *const choice = take(num_rows), *const slot = take(num_rows);
@@ -42,10 +42,10 @@ int expert_mlp_fwd(int dtype, const void* x, int64_t x_stride, const void* weigh
   }
   const int refused =
       grouped_gemm_fwd(dtype, x, x_stride, row_token, w_in, in_stride_e, in_stride_k, in_stride_j, nullptr, dtype,
-                       expert_offsets, num_experts, din, width, b_in, activation, hidden, pre, num_rows, tokens, threads);
+                       expert_offsets, num_experts, din, width, b_in, activation, activated, pre, num_rows, tokens, threads);
   if (refused) return 1;
-  grouped_gemm_fwd(dtype, hidden, dhidden, nullptr, w_out, out_stride_e, out_stride_k, out_stride_j, nullptr, dtype,
-                   expert_offsets, num_experts, dhidden, dout, b_out, 0, rows, nullptr, num_rows, num_rows, threads);
+  grouped_gemm_fwd(dtype, activated, hidden_dim, nullptr, w_out, out_stride_e, out_stride_k, out_stride_j, nullptr, dtype,
+                   expert_offsets, num_experts, hidden_dim, dout, b_out, 0, rows, nullptr, num_rows, num_rows, threads);
   return combine_fwd(dtype, rows, dout, weights, slot_row, y, tokens, k, num_rows, dout, threads);
 }
 

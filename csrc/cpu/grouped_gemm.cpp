@@ -1,6 +1,6 @@
 // The grouped GEMM on the CPU (definition: python_ref/grouped_gemm.py): products, then bias and activation row by row
-// while a row is in the cache. If torch's library made the products (moe_kernels/backends/native/grouped_gemm_cpu.py),
-// they arrive as `by_torch`, and only bias and activation are left.
+// while a row is in the cache. If torch computed the products (moe_kernels/backends/native/grouped_gemm_cpu.py), they are
+// `by_torch`, and only bias and activation are computed here.
 
 #include "ops.h"
 #include "grouped_gemm.h"
@@ -16,12 +16,12 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSummed = 64;  // rows that are added up before their sum joins the total
+constexpr int64_t kSumRows = 64;  // rows in a partial sum, which is then added to the total
 constexpr int64_t kChunk = 256;  // columns of a row at a time, on the stack
-constexpr int64_t kFew = 8;  // rows packed together, which reuses their cache lines: 0.93 of the time
+constexpr int64_t kPackedRows = 8;  // rows packed at a time: reuses their cache lines, 0.93 of the time
 constexpr int64_t kBlock = 132;  // rows of dW in a block: whole tiles, and at least 128
 
-// Zeros from row `used` on, of rows of `bytes`.
+// Zeros in rows `used` up to `rows` of out, each of `bytes`.
 void clear(void* out, int64_t used, int64_t rows, int64_t bytes) {
   if (out != nullptr && bytes > 0 && rows > used)
     std::memset(static_cast<char*>(out) + used * bytes, 0, size_t((rows - used) * bytes));
@@ -31,21 +31,21 @@ template <class T>
 void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char* out, char* pre, int64_t rows,
              int threads) {
   const Elements<T>& kind = gemm.x.kind;
-  const RowsOf<T> act = rows_of<T>(activation);
+  const ActivationRow<T> act = activation_of<T>(activation);
   const int64_t dout = gemm.dout, width = act.gated ? dout / 2 : dout;
   const int64_t out_bytes = width * kind.size, pre_bytes = dout * kind.size;
   expect_pages(out, rows * out_bytes);
   if (pre) expect_pages(pre, rows * pre_bytes);
-  // Sums are computed in the memory of pre, or of a result that is the sums plus bias, if the element types agree.
+  // If elements are of type T, the sums are computed in pre, or in out if that is the sums plus bias.
   const bool plain = Activation(activation) == Activation::none && !pre;
-  T* place = kind.wide && (plain || pre) ? reinterpret_cast<T*>(plain ? out : pre) : nullptr;
+  T* sums_out = kind.same_type && (plain || pre) ? reinterpret_cast<T*>(plain ? out : pre) : nullptr;
   char* const rounded = plain && !bias && kind.in_pairs && !gemm.by_torch ? out : nullptr;
-  gemm.run(threads, place, rounded, [&](int64_t e, int64_t row, T* p) {
+  gemm.run(threads, sums_out, rounded, [&](int64_t e, int64_t row, T* p) {
     if (bias) kind.add(p, bias + e * pre_bytes, dout);
-    if (plain && place) return;
-    if (pre && !place) kind.narrow(pre + row * pre_bytes, p, dout);
+    if (plain && sums_out) return;
+    if (pre && !sums_out) kind.narrow(pre + row * pre_bytes, p, dout);
     char* to = out + row * out_bytes;
-    if (kind.wide) {
+    if (kind.same_type) {
       act.value(reinterpret_cast<T*>(to), p, p + width, width);
     } else {
       if (!plain) act.value(p, p, p + width, width);
@@ -59,7 +59,7 @@ void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char*
 // dW_e = x_e^T grad_e, kBlock rows of dW at a time. The first block also computes dbias_e, the weighted column sums of grad_e.
 template <class T>
 struct WeightGradient {
-  Rows<T> x, grad;
+  GatheredRows<T> x, grad;
   Groups groups;
   const T* row_weight;  // (R), or nullptr for ones: the weights of rows in the column sums
   char *dweight, *dbias;
@@ -76,18 +76,19 @@ struct WeightGradient {
     std::atomic<int64_t> next{0};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
-      T *panel = scratch.of(thread), *block = panel + depth * kPanel<T>, *own = block + depth * kBlock;
+      T *panel = scratch.of(thread), *block = panel + depth * kPanel<T>, *scratch_sums = block + depth * kBlock;
       for (int64_t i = next++; i < groups.num_experts * blocks; i = next++) {
         const int64_t e = i / blocks, start = i % blocks * block_rows, count = std::min(block_rows, din - start);
         char* to = dweight + (e * din + start) * dout * kind.size;
         if (kind.in_pairs) {
           if constexpr (kPairs<T>)
-            multiply_pairs(e, start, count, to, own, reinterpret_cast<Bf16Pair*>(panel), reinterpret_cast<Bf16Pair*>(block));
+            multiply_pairs(e, start, count, to, scratch_sums, reinterpret_cast<Bf16Pair*>(panel),
+                           reinterpret_cast<Bf16Pair*>(block));
         } else {
-          multiply(e, start, count, kind.wide ? reinterpret_cast<T*>(to) : own, panel, block);
+          multiply(e, start, count, kind.same_type ? reinterpret_cast<T*>(to) : scratch_sums, panel, block);
         }
-        if (!kind.wide && !kind.in_pairs) kind.narrow(to, own, count * dout);
-        if (dbias != nullptr && start == 0) column_sums(e, own);
+        if (!kind.same_type && !kind.in_pairs) kind.narrow(to, scratch_sums, count * dout);
+        if (dbias != nullptr && start == 0) column_sums(e, scratch_sums);
       }
     }
   }
@@ -95,78 +96,78 @@ struct WeightGradient {
   void multiply(int64_t e, int64_t start, int64_t count, T* sums, T* panel, T* block) const {
     const int64_t rows = groups.rows(e);
     if (rows == 0) std::fill(sums, sums + count * dout, T(0));
-    const bool in_place = x.kind.wide && x.token == nullptr;  // then the first panel's tiles pack x
+    const bool in_place = x.kind.same_type && x.token == nullptr;  // then the tiles of the first panel pack x
     for (int64_t k = 0; k < rows && count > 0; k += kDepth) {
       const int64_t depth = std::min(kDepth, rows - k), row = groups.first(e) + k, next = row + depth;
       const int64_t more = std::min(kDepth, groups.used() - next);
-      Ahead ahead{{grad.piece(next, more, dout)}, steps_of<T>(count, depth, dout), x.kind.wide && k == 0};
-      if (in_place && k + depth < rows) {  // columns of this block alone
+      Prefetcher prefetcher{{grad.piece(next, more, dout)}, steps_of<T>(count, depth, dout), x.kind.same_type && k == 0};
+      if (in_place && k + depth < rows) {  // only the columns of this block
         const int64_t size = x.kind.size;
-        ahead.prefetch(0, x.x + (next * x.stride + start) * size, x.stride * size, count * size + 64);
+        prefetcher.prefetch(0, x.x + (next * x.stride + start) * size, x.stride * size, count * size + 64);
       } else {
-        ahead.pieces[1] = x.piece(next, more, din);
+        prefetcher.pieces[1] = x.piece(next, more, din);
       }
-      for (int64_t i = in_place ? count - count % kTileRows : 0; i < count; i += kTogether - i % kTogether)
-        x.copy(block + (i - i % kTogether) * depth + i % kTogether, kTogether, row, depth, start + i,
-               std::min<int64_t>(kTogether - i % kTogether, count - i));
+      for (int64_t i = in_place ? count - count % kTileRows : 0; i < count; i += kPackRows - i % kPackRows)
+        x.copy(block + (i - i % kPackRows) * depth + i % kPackRows, kPackRows, row, depth, start + i,
+               std::min<int64_t>(kPackRows - i % kPackRows, count - i));
       for (int64_t j = 0; j < dout; j += kPanel<T>) {
         const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
-        const bool whole = grad.kind.wide && grad.token == nullptr && fills_panel<T>(columns, count, grad.stride);
+        const bool whole = grad.kind.same_type && grad.token == nullptr && fills_panel<T>(columns, count, grad.stride);
         const T* b = whole ? reinterpret_cast<const T*>(grad.x) + row * grad.stride + j : panel;
         if (!whole && columns < kPanel<T>) std::fill(panel, panel + depth * kPanel<T>, T(0));
         if (!whole) grad.copy(panel, kPanel<T>, row, depth, j, columns);
-        const Left<T> packed{block, 1, kTogether};
+        const Left<T> packed{block, 1, kPackRows};
         const Left<T> unpacked{reinterpret_cast<const T*>(x.x) + row * x.stride + start, 1, x.stride, block};
-        const Left<T>& columns_of = in_place && j == 0 ? unpacked : packed;
-        PanelProduct<T>{columns_of, b, grad.stride, panel, depth, sums + j, dout, count, columns, k > 0}.run(ahead);
+        const Left<T>& left = in_place && j == 0 ? unpacked : packed;
+        PanelProduct<T>{left, b, grad.stride, panel, depth, sums + j, dout, count, columns, k > 0}.run(prefetcher);
       }
     }
   }
 
-  // The same of pairs of rows.
+  // As multiply, with pairs of rows.
   void multiply_pairs(int64_t e, int64_t start, int64_t count, char* to, T* sums, Bf16Pair* panel,
                       Bf16Pair* block) const {
     const int64_t rows = groups.rows(e), pairs = pairs_of(rows);
     if (rows == 0 && count > 0) std::memset(to, 0, size_t(2 * count * dout));
     for (int64_t k = 0; k < pairs && count > 0; k += kPairDepth) {
       const int64_t depth = std::min(kPairDepth, pairs - k), row = groups.first(e) + 2 * k;
-      const int64_t taken = std::min(2 * depth, rows - 2 * k), next = row + taken;
+      const int64_t used_rows = std::min(2 * depth, rows - 2 * k), next = row + used_rows;
       const int64_t more = std::min(2 * kPairDepth, groups.used() - next);
       const bool last = k + depth == pairs;
-      Ahead ahead{{grad.piece(next, more, dout), x.piece(next, more, din)}, steps_of<T>(count, depth, dout), last};
-      if (!last) x.ask_for_pairs(ahead, 2, next, start, count + 32);
-      else x.ask_for_pairs(ahead, 2, groups.first(e), start + count, count + 32);  // the block of dW that is next
-      for (int64_t r = 0; r < taken; r += kFew)
-        for (int64_t i = 0; i < count; i += kTogether)
-          x.pair(block + i * depth + r / 2 * kTogether, kTogether, row + r, std::min(kFew, taken - r), start + i,
-                 std::min<int64_t>(kTogether, count - i));
+      Prefetcher prefetcher{{grad.piece(next, more, dout), x.piece(next, more, din)}, steps_of<T>(count, depth, dout), last};
+      if (!last) x.prefetch_pairs(prefetcher, 2, next, start, count + 32);
+      else x.prefetch_pairs(prefetcher, 2, groups.first(e), start + count, count + 32);  // for the next block of dW
+      for (int64_t r = 0; r < used_rows; r += kPackedRows)
+        for (int64_t i = 0; i < count; i += kPackRows)
+          x.pair(block + i * depth + r / 2 * kPackRows, kPackRows, row + r, std::min(kPackedRows, used_rows - r), start + i,
+                 std::min<int64_t>(kPackRows, count - i));
       for (int64_t j = 0; j < dout; j += kPanel<T>) {
         const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
         if (columns < kPanel<T>) std::fill(panel, panel + depth * kPanel<T>, 0);
-        grad.pair(panel, kPanel<T>, row, taken, j, columns);
-        if (j + columns < dout) grad.ask_for_pairs(ahead, 0, row, j + columns, kPanel<T>);
-        const Left<Bf16Pair> left{block, 1, kTogether};
+        grad.pair(panel, kPanel<T>, row, used_rows, j, columns);
+        if (j + columns < dout) grad.prefetch_pairs(prefetcher, 0, row, j + columns, kPanel<T>);
+        const Left<Bf16Pair> left{block, 1, kPackRows};
         char* const rounded = last ? to + 2 * j : nullptr;
         PanelProduct<T, Bf16Pair>{left, panel, kPanel<T>, panel, depth, sums + j, dout, count, columns, k > 0, rounded}
-            .run(ahead);
+            .run(prefetcher);
       }
     }
   }
 
-  // Adds up kSummed rows, then these sums: in one running sum rounding errors would grow with the number of rows.
+  // dbias_e. Sums kSumRows rows, then these sums: in one running sum rounding errors would grow with the number of rows.
   void column_sums(int64_t e, T* sums) const {
-    T* const some = sums + dout;
+    T* const partial = sums + dout;
     std::fill(sums, sums + dout, T(0));
-    for (int64_t start = groups.first(e); start < groups.first(e + 1); start += kSummed) {
-      std::fill(some, some + dout, T(0));
-      for (int64_t i = start; i < std::min<int64_t>(start + kSummed, groups.first(e + 1)); ++i) {
+    for (int64_t start = groups.first(e); start < groups.first(e + 1); start += kSumRows) {
+      std::fill(partial, partial + dout, T(0));
+      for (int64_t i = start; i < std::min<int64_t>(start + kSumRows, groups.first(e + 1)); ++i) {
         const int64_t row = grad.token == nullptr ? i : grad.token[i];
         if (row < 0) continue;
         const char* const from = grad.x + row * grad.stride * grad.kind.size;
-        if (row_weight == nullptr) grad.kind.add(some, from, dout);
-        else add_times(row_weight[i], some, from);
+        if (row_weight == nullptr) grad.kind.add(partial, from, dout);
+        else add_times(row_weight[i], partial, from);
       }
-      for (int64_t j = 0; j < dout; ++j) sums[j] += some[j];
+      for (int64_t j = 0; j < dout; ++j) sums[j] += partial[j];
     }
     x.kind.narrow(dbias + e * dout * x.kind.size, sums, dout);
   }
@@ -182,16 +183,16 @@ struct WeightGradient {
   }
 };
 
-// Columns j up to j + count of a row of pre, which for a gated activation has two halves of `width` columns.
+// Columns j up to j + count of a row of pre. For a gated activation the row is `width` gates, then `width` linear parts.
 template <class T>
 struct Chunk {
   const Elements<T>& kind;
-  const RowsOf<T>& act;
+  const ActivationRow<T>& act;
   int64_t j, width, count;
   alignas(64) T room[2][kChunk];
   const T *gate, *up;
 
-  Chunk(const Elements<T>& kind, const RowsOf<T>& act, const char* pre, int64_t width, int64_t j)
+  Chunk(const Elements<T>& kind, const ActivationRow<T>& act, const char* pre, int64_t width, int64_t j)
       : kind(kind), act(act), j(j), width(width), count(std::min(kChunk, width - j)) {
     gate = kind.read(pre + j * kind.size, room[0], count);
     up = act.gated ? kind.read(pre + (width + j) * kind.size, room[1], count) : nullptr;
@@ -200,16 +201,16 @@ struct Chunk {
   // dpre = grad act'(pre)
   void backward(const T* grad, char* dpre) {
     char *to = dpre + j * kind.size, *to_up = to + width * kind.size;
-    if (kind.wide) return act.slope(reinterpret_cast<T*>(to), reinterpret_cast<T*>(to_up), grad, gate, up, count);
+    if (kind.same_type) return act.slope(reinterpret_cast<T*>(to), reinterpret_cast<T*>(to_up), grad, gate, up, count);
     act.slope(room[0], room[1], grad, gate, up, count);
     kind.narrow(to, room[0], count);
     if (act.gated) kind.narrow(to_up, room[1], count);
   }
 };
 
-// The dot product of row `row` of x and `with`.
+// The dot product of row `row` of x and the vector `with`.
 template <class T>
-T dot_of(const Rows<T>& x, int64_t row, const char* with, int64_t dim) {
+T dot_of(const GatheredRows<T>& x, int64_t row, const char* with, int64_t dim) {
   const int64_t from = x.token == nullptr ? row : x.token[row];
   if (from < 0) return 0;
   T dot = 0;
@@ -228,7 +229,7 @@ template <class T>
 void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char* b_out, const char* pre, int activation,
                      char* dpre, char* weighted, T* drow_weight, int64_t rows, int threads) {
   const Elements<T>& kind = gemm.x.kind;
-  const RowsOf<T> act = rows_of<T>(activation);
+  const ActivationRow<T> act = activation_of<T>(activation);
   const int64_t hidden = gemm.dout, bytes = hidden * kind.size, pre_bytes = act.gated ? 2 * bytes : bytes;
   gemm.run(threads, nullptr, nullptr, [&](int64_t e, int64_t row, T* a) {
     const T w = row_weight[row];
@@ -266,22 +267,22 @@ void norms(const GroupedGemm<T>& gemm, const char* bias, T* out, int64_t rows, i
   clear(out, gemm.groups.used(), rows, sizeof(T));
 }
 
-// out (tokens, dim): the sum of each token's rows, in their order. Threads share the columns. A thread's scratch: a byte
-// for each token, whether one of its rows was seen, and sums if elements are narrower than T.
+// out (tokens, dim): the sum of each token's rows, in their order. Each thread takes some of the columns. Its scratch:
+// for each token a byte that tells whether one of its rows was added, and the sums if elements are narrower than T.
 template <class T>
 void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, char* out, int64_t num_rows,
               int64_t tokens, int64_t dim, int threads) {
   const int64_t share = ((dim + threads - 1) / threads + 15) / 16 * 16;
   const Scratch<char> seen_of(threads, (tokens + 63) / 64 * 64);
-  const Scratch<T> sums_of(threads, kind.wide ? 0 : tokens * share);
+  const Scratch<T> sums_of(threads, kind.same_type ? 0 : tokens * share);
   expect_pages(out, tokens * dim * kind.size);
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int thread = 0; thread < threads; ++thread) {
     const int64_t first = thread * share, count = std::min(share, dim - first);
     if (count <= 0) continue;
     char* seen = seen_of.of(thread);
-    T* const sums = kind.wide ? reinterpret_cast<T*>(out) + first : sums_of.of(thread);
-    const int64_t apart = kind.wide ? dim : share;
+    T* const sums = kind.same_type ? reinterpret_cast<T*>(out) + first : sums_of.of(thread);
+    const int64_t apart = kind.same_type ? dim : share;
     std::memset(seen, 0, size_t(tokens));
     for (int64_t r = 0; r < num_rows; ++r) {
       const int64_t t = token[r];
@@ -297,12 +298,12 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
     for (int64_t t = 0; t < tokens; ++t) {
       T* const sum = sums + t * apart;
       if (!seen[t]) std::fill(sum, sum + count, T(0));
-      if (!kind.wide) kind.narrow(out + (t * dim + first) * kind.size, sum, count);
+      if (!kind.same_type) kind.narrow(out + (t * dim + first) * kind.size, sum, count);
     }
   }
 }
 
-// The operands that three functions share, in the order of ops.h.
+// GroupedGemm from the arguments MOE_GROUPED_GEMM_ARGS of ops.h.
 #define MOE_GROUPED_GEMM(T)                                                                                         \
   GroupedGemm<T> {                                                                                                  \
     {elements_of<T>(dtype), static_cast<const char*>(x), x_stride, row_token}, static_cast<const char*>(weight), \
@@ -312,7 +313,7 @@ void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, c
 
 }  // namespace
 
-// Returns 1 and does nothing if offsets or tokens are out of range. x has `tokens` rows.
+// Returns 1 and writes nothing if expert_offsets or row_token is out of range. x has `tokens` rows.
 int grouped_gemm_fwd(MOE_GROUPED_GEMM_ARGS, const void* bias, int activation, void* out, void* pre, int64_t rows,
                      int64_t tokens, int threads) {
   if (!Groups{expert_offsets, num_experts}.fit(rows) || !within(row_token, rows, tokens)) return 1;
@@ -356,7 +357,7 @@ void activation_bwd(int dtype, const void* grad, int64_t grad_stride, const void
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
     const Elements<T> kind = elements_of<T>(dtype);
-    const RowsOf<T> act = rows_of<T>(activation);
+    const ActivationRow<T> act = activation_of<T>(activation);
     const int64_t bytes = (act.gated ? 2 : 1) * width * kind.size;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t r = 0; r < rows; ++r) {

@@ -16,9 +16,9 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// A sum longer than kDepth terms is computed in pieces of kDepth, because the panel of weights for a piece is then 32 KB or
-// less. In pairs of bfloat16 a piece has kPairDepth pairs: 0.95 to 1.03 of the time of kDepth pairs (Zen 4).
-constexpr int64_t kDepth = 512 / kWide;
+// A sum of more than kDepth terms is computed in pieces of kDepth, so that the panel of weights for a piece has at most
+// 32 KB. In pairs of bfloat16 a piece has kPairDepth pairs: 0.95 to 1.03 of the time of kDepth pairs (Zen 4).
+constexpr int64_t kDepth = 512 / kTileVectors;
 constexpr int64_t kPairDepth = 2 * kDepth;
 
 // Uninitialised memory for each thread, in whole cache lines.
@@ -42,7 +42,7 @@ class Scratch {
 
 // Rows of x: row r is x[token[r]], or zeros if token[r] is -1. If `token` is null, it is x[r].
 template <class T>
-struct Rows {
+struct GatheredRows {
   Elements<T> kind;
   const char* x;
   int64_t stride;
@@ -55,18 +55,18 @@ struct Rows {
                count);
   }
 
-  // The same as pairs of rows (pairs.h): to (pairs_of(rows), count).
+  // As copy, in pairs of rows (pairs.h): to (pairs_of(rows), count).
   void pair(Bf16Pair* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
     const int64_t start = token == nullptr ? first * stride : 0;
     pair_rows(to, to_row, x + 2 * (start + column), stride, token == nullptr ? nullptr : token + first, rows, count);
   }
 
-  void ask_for_pairs(Ahead& ahead, int at, int64_t first, int64_t column, int64_t count) const {
-    if (token == nullptr) ahead.prefetch(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
+  void prefetch_pairs(Prefetcher& prefetcher, int at, int64_t first, int64_t column, int64_t count) const {
+    if (token == nullptr) prefetcher.prefetch(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
   }
 
-  // Rows as one piece of memory to prefetch; empty unless they are contiguous.
-  Ahead::Piece piece(int64_t first, int64_t rows, int64_t dim) const {
+  // These rows as one piece of memory to prefetch; empty if they are gathered or not contiguous.
+  Prefetcher::Piece piece(int64_t first, int64_t rows, int64_t dim) const {
     if (token != nullptr || stride != dim) return {};
     return {x + first * dim * kind.size, rows * dim * kind.size};
   }
@@ -78,10 +78,10 @@ int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
   return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
 }
 
-// sums (R, dout) = x W_e; `by_torch` is not null if they are computed already.
+// sums (R, dout) = x W_e. If `by_torch` is not null, torch has computed them there.
 template <class T>
 struct GroupedGemm {
-  Rows<T> x;
+  GatheredRows<T> x;
   const char* weight;
   int64_t stride_e, stride_k, stride_j;
   Elements<T> by_torch_kind;
@@ -89,27 +89,28 @@ struct GroupedGemm {
   Groups groups;
   int64_t din, dout;
 
-  // Calls finish(expert, row, sums) for every row; sums has dout elements and may be overwritten. They lie in `place`
-  // (R, dout) if that is not null, else in memory of the thread. If `rounded` is not null (pairs only), the sums go there in
-  // bfloat16, and finish is not called.
+  // Calls finish(expert, row, sums) for every row; sums has dout elements and may be overwritten. It is in `by_torch` if
+  // that is of type T, else in `sums_out` (R, dout) if not null, else in the thread's scratch. If `rounded` is not null
+  // (pairs only), the sums are written there in bfloat16, and finish is not called.
   template <class Finish>
-  void run(int threads, T* place, char* rounded, Finish finish) const {
-    if (by_torch && by_torch_kind.wide) place = reinterpret_cast<T*>(by_torch);
-    // Room for the sums of a span, its rows of x, and a panel; or, with `by_torch`, for one row of it.
+  void run(int threads, T* sums_out, char* rounded, Finish finish) const {
+    if (by_torch && by_torch_kind.same_type) sums_out = reinterpret_cast<T*>(by_torch);
+    // The sums of a span, its rows of x, and a panel; with `by_torch`, one row of it.
     const Scratch<T> scratch(threads, by_torch ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kPairDepth));
     groups.each_span(threads, [&](int thread, Span span, Span later) {
       T* own = scratch.of(thread);
-      T* sums = place ? place + span.first * dout : own;
+      T* sums = sums_out ? sums_out + span.first * dout : own;
       if (by_torch == nullptr && x.kind.in_pairs) {
-        char* const there = rounded ? rounded + 2 * span.first * dout : nullptr;
-        if constexpr (kPairs<T>) multiply_pairs(span, later, sums, there, reinterpret_cast<Bf16Pair*>(own + kSpan * dout));
+        char* const rounded_rows = rounded ? rounded + 2 * span.first * dout : nullptr;
+        if constexpr (kPairs<T>)
+          multiply_pairs(span, later, sums, rounded_rows, reinterpret_cast<Bf16Pair*>(own + kSpan * dout));
         if (rounded) return;
       } else if (by_torch == nullptr) {
-        multiply(span, later, sums, own + kSpan * dout, place != nullptr);
+        multiply(span, later, sums, own + kSpan * dout, sums_out != nullptr);
       }
       for (int64_t row = span.first; row < span.first + span.rows; ++row) {
         T* row_sums = sums;
-        if (by_torch && !by_torch_kind.wide)
+        if (by_torch && !by_torch_kind.same_type)
           by_torch_kind.widen(row_sums, dout, by_torch + row * dout * by_torch_kind.size, 0, nullptr, 1, dout);
         else
           row_sums += (row - span.first) * dout;
@@ -118,9 +119,9 @@ struct GroupedGemm {
     });
   }
 
-  // Prefetches the panel after the one at (k, j): the next `depth` terms of the same columns, else the next columns, else the
-  // first panel of the next expert.
-  void ask_for_next_panel(Ahead& ahead, Span span, Span later, int64_t k, int64_t j, int64_t depth,
+  // Prefetches the panel after the one at (k, j): the next `depth` terms of the same columns, else the next columns, else
+  // the first panel of the next expert.
+  void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                           int rows_of_step) const {
     const char* weight = weight_of(span);
     if (k + depth < din) {
@@ -133,57 +134,58 @@ struct GroupedGemm {
     }
     const int64_t size = x.kind.size;
     weight += (k * stride_k + j * stride_j) * size;
-    if (stride_j == din && din <= depth) ahead.prefetch(0, weight, std::min<int64_t>(kPanel<T>, dout - j) * din * size);
-    else if (stride_j != 1) ahead.prefetch(0, weight, stride_j * size, std::min(depth, din - k) * size);
-    else ahead.prefetch(0, weight, stride_k * size, std::min<int64_t>(kPanel<T>, dout - j) * size, rows_of_step);
+    if (stride_j == din && din <= depth) prefetcher.prefetch(0, weight, std::min<int64_t>(kPanel<T>, dout - j) * din * size);
+    else if (stride_j != 1) prefetcher.prefetch(0, weight, stride_j * size, std::min(depth, din - k) * size);
+    else prefetcher.prefetch(0, weight, stride_k * size, std::min<int64_t>(kPanel<T>, dout - j) * size, rows_of_step);
   }
 
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
 
-  // What to prefetch while a span is multiplied by panels of `depth` terms: rows of the next span, and the weight of its
-  // expert.
-  Ahead ask_for_next_span(Span span, Span later, int64_t depth, bool fresh) const {
-    Ahead ahead{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
+  // Prefetch list during a span: the rows of the next span, and the weight of its expert if that is another one. `depth`:
+  // terms of a panel.
+  Prefetcher prefetch_next_span(Span span, Span later, int64_t depth, bool fresh) const {
+    Prefetcher prefetcher{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
     const bool another = later.rows > 0 && later.expert != span.expert;
-    if (another && stride_j != 1) ahead.pieces[1] = {weight_of(later), din * dout * x.kind.size};
-    return ahead;
+    if (another && stride_j != 1) prefetcher.pieces[1] = {weight_of(later), din * dout * x.kind.size};
+    return prefetcher;
   }
 
   void multiply(Span span, Span later, T* sums, T* panel, bool fresh) const {
     T* rows = panel + kPanel<T> * std::min(din, kDepth);
     const T* a = rows;
     int64_t a_row = din;
-    if (x.kind.wide && x.token == nullptr) {
+    if (x.kind.same_type && x.token == nullptr) {
       a = reinterpret_cast<const T*>(x.x) + span.first * x.stride;
       a_row = x.stride;
     } else {
       x.copy(rows, din, span.first, span.rows, 0, din);
     }
-    if (x.kind.wide && few(span)) {
+    if (x.kind.same_type && by_dots(span)) {
       const T* columns = reinterpret_cast<const T*>(weight_of(span));
       return multiply_few(sums, a, a_row, span.rows, columns, stride_j, dout, din);
     }
-    Ahead ahead = ask_for_next_span(span, later, din, fresh);
+    Prefetcher prefetcher = prefetch_next_span(span, later, din, fresh);
     for (int64_t j = 0; j < dout; j += kPanel<T>) {
       const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
-      const bool whole = x.kind.wide && stride_j == 1 && fills_panel<T>(columns, span.rows, stride_k);
+      const bool whole = x.kind.same_type && stride_j == 1 && fills_panel<T>(columns, span.rows, stride_k);
       for (int64_t k = 0; k < din || k == 0; k += kDepth) {
         const int64_t depth = std::min(kDepth, din - k);
         const char* const from = weight_of(span) + k * stride_k * x.kind.size;
         const T* b = whole ? reinterpret_cast<const T*>(from) + j : panel;
-        ask_for_next_panel(ahead, span, later, k, j, kDepth, 1);
+        prefetch_next_panel(prefetcher, span, later, k, j, kDepth, 1);
         if (!whole) pack<kPanel<T>>(panel, x.kind, from, stride_k, stride_j, depth, j, dout);
         const Left<T> rows_from{a + k, a_row, 1};
-        PanelProduct<T>{rows_from, b, stride_k, panel, depth, sums + j, dout, span.rows, columns, k > 0}.run(ahead);
+        PanelProduct<T>{rows_from, b, stride_k, panel, depth, sums + j, dout, span.rows, columns, k > 0}.run(prefetcher);
       }
     }
   }
 
-  // Whether dots.h multiplies: the expert has few rows, and columns of its weight are contiguous. This depends on all rows
-  // of the expert, not on the span's, so that neither the number of threads nor other experts change any bit of the result.
-  bool few(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kFewRows; }
+  // Whether to multiply as in dots.h: the expert has few rows, and the columns of its weight are contiguous. It depends
+  // on the rows of the expert, not of the span, so that the result's bits depend neither on threads nor on other experts.
+  bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
 
-  // multiply in pairs of terms. Rows of odd length or at an odd address are copied first.
+  // As multiply, in pairs of terms. Rows are copied first if they are gathered, have an odd length or stride, or do not
+  // start at a multiple of 4 bytes.
   void multiply_pairs(Span span, Span later, T* sums, char* rounded, Bf16Pair* panel) const {
     const int64_t pairs = pairs_of(din);
     Bf16Pair* const rows = panel + kPanel<T> * std::min(pairs, kPairDepth);
@@ -194,23 +196,23 @@ struct GroupedGemm {
     else
       pair_neighbours(rows, from, x.stride, x.token == nullptr ? nullptr : x.token + span.first, span.rows, din);
     const char* const columns = weight_of(span);
-    if (few(span) && din % 2 == 0 && stride_j % 2 == 0 && reinterpret_cast<uintptr_t>(columns) % sizeof(Bf16Pair) == 0) {
+    if (by_dots(span) && din % 2 == 0 && stride_j % 2 == 0 && reinterpret_cast<uintptr_t>(columns) % sizeof(Bf16Pair) == 0) {
       multiply_few(sums, a.at, a.row, span.rows, reinterpret_cast<const Bf16Pair*>(columns), stride_j / 2, dout, pairs);
       if (rounded != nullptr) x.kind.narrow(rounded, sums, span.rows * dout);
       return;
     }
-    Ahead ahead = ask_for_next_span(span, later, pairs, rounded != nullptr);
+    Prefetcher prefetcher = prefetch_next_span(span, later, pairs, rounded != nullptr);
     for (int64_t j = 0; j < dout; j += kPanel<T>) {
       const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
       for (int64_t k = 0; k < pairs || k == 0; k += kPairDepth) {
         const int64_t depth = std::min(kPairDepth, pairs - k);
-        ask_for_next_panel(ahead, span, later, 2 * k, j, 2 * kPairDepth, 2);
+        prefetch_next_panel(prefetcher, span, later, 2 * k, j, 2 * kPairDepth, 2);
         pack_pairs<kPanel<T>>(panel, weight_of(span) + 4 * k * stride_k, stride_k, stride_j,
                               std::min(2 * depth, din - 2 * k), j, dout);
         const Left<Bf16Pair> left{a.at + k, a.row, 1};
         char* const last = rounded != nullptr && k + depth == pairs ? rounded + 2 * j : nullptr;
         PanelProduct<T, Bf16Pair>{left, panel, kPanel<T>, panel, depth, sums + j, dout, span.rows, columns, k > 0, last}
-            .run(ahead);
+            .run(prefetcher);
       }
     }
   }

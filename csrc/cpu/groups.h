@@ -1,4 +1,4 @@
-// Rows grouped by expert, and how threads share them.
+// Rows grouped by expert, and their distribution over threads.
 #pragma once
 
 #include <algorithm>
@@ -12,24 +12,25 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSpan = 192;  // most rows for which a weight is packed once; packing costs as much as 10 to 20 rows
-constexpr int64_t kLeast = 4 * kTileRows;  // fewest rows of a span or block: LEAST in grouped_gemm_cpu.py
+constexpr int64_t kSpan = 192;  // most rows of a span; it packs a weight once, in the time of 10 to 20 rows
+constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a span or block: LEAST in grouped_gemm_cpu.py
 
-// Rows that a thread takes at a time, out of `rows`. Every thread takes the same number of shares, up to four, since
-// threads and experts differ. A share has at least kLeast rows, or twice as many if a thread takes several.
+// Rows that a thread takes at a time, out of `rows`. They are divided so that each thread would take the same number of
+// shares: up to four, since threads and experts differ. A share has at least kMinRows rows, or twice as many if a thread
+// takes several.
 inline int64_t share_of(int64_t rows, int64_t most, int threads) {
   if (threads == 1) return most;
   const int64_t each = panels_of(rows, threads);
-  const int64_t turns = std::max({panels_of(each, most), std::min<int64_t>(each / (2 * kLeast), 4), int64_t{1}});
-  return std::clamp<int64_t>(panels_of(panels_of(each, turns), kTileRows) * kTileRows, kLeast, most);
+  const int64_t turns = std::max({panels_of(each, most), std::min<int64_t>(each / (2 * kMinRows), 4), int64_t{1}});
+  return std::clamp<int64_t>(panels_of(panels_of(each, turns), kTileRows) * kTileRows, kMinRows, most);
 }
 
-// Rows of one expert; rows = 0 marks the end.
+// Consecutive rows of one expert; rows = 0 after the last span.
 struct Span {
   int64_t expert, first, rows = 0;
 };
 
-// Rows of experts, and the spans of them that threads take one after the other.
+// Rows of experts, divided into spans that threads take in turn.
 struct Groups {
   const int32_t* offsets;
   int64_t num_experts;
@@ -50,7 +51,7 @@ struct Groups {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
       int64_t e = 0, before = 0;  // spans of the experts before e
-      // The i-th span, none after the last.
+      // The i-th span, or one without rows after the last.
       const auto at = [&](int64_t i, int64_t& e, int64_t& before) -> Span {
         for (int64_t spans; e < num_experts && i >= before + (spans = panels_of(rows(e), span)); ++e) before += spans;
         if (e == num_experts) return {};

@@ -1,11 +1,11 @@
 // k-winner-take-all on the CPU (definition: python_ref/kwta.py).
 //
-// A row becomes integer keys that order as its values do, held in cache, and its threshold is found by counting the keys
-// above a trial value: nothing is sorted and nothing is moved. The first trial comes from the row's mean and variance (a
-// normal row needs 3 to 5 counts); key bisection bounds the worst row at about 40.
+// A row is converted to integer keys that order as its values do and stay in the cache. Its threshold is found by
+// counting the keys above a trial value: nothing is sorted or moved. The first trial comes from the row's mean and
+// variance (a normal row takes 3 to 5 counts); bisection limits the worst row to about 40.
 //
-// Up to 32 rows are searched together. Each round counts every row that is still searching, then aims all of them anew in
-// vectors with one lane a row: for a row of 100 floats that takes 25 cycles in all, where row after row it took 130.
+// Up to 32 rows are searched together. Each round counts the keys of every unfinished row, then computes all new trials
+// in vectors with one lane a row: for a row of 100 floats 25 cycles in all; one row at a time, 130.
 
 #include "ops.h"
 
@@ -24,10 +24,10 @@ namespace {
 
 constexpr int64_t kResident = 16384;  // keys of a row kept in cache; a longer row is read again for every count
 constexpr int64_t kChunk = 4096;      // keys of a longer row at a time
-constexpr int64_t kFetched = 512;     // keys of a row that is prefetched; the hardware prefetches longer ones itself
-constexpr int kRows = 32;             // rows searched together at most: a bit a row
-constexpr int64_t kSampledWords = 16;  // of a row, for its mean and variance
-constexpr int kTrials = 8;            // rounds that guess from the shape of the row, before plain bisection
+constexpr int64_t kPrefetchLength = 512;  // most keys of a row to prefetch: the hardware prefetches longer ones itself
+constexpr int kRows = 32;             // most rows searched together: one bit a row
+constexpr int64_t kSampledWords = 16;  // words of a row that its mean and variance are computed from
+constexpr int kTrials = 8;            // rounds that interpolate, before bisection alone
 
 enum class Ties : int { index = 0, strict = 1, all = 2 };
 
@@ -38,8 +38,8 @@ struct Winners {
   int64_t ties;
 };
 
-// How many keys are at or above a trial, and a key from it to the nearest one of the row on the side of the threshold: at
-// or above the trial if more than k are, else below it.
+// The number of keys at or above a trial, and a new bound of the threshold: a key on its side of the trial (at or above
+// it if more than k keys are, else below it), not beyond the nearest key of the row.
 template <class Key>
 struct Count {
   int64_t count;
@@ -59,7 +59,7 @@ Key least_from(const Key* key, int64_t n, Key from, Key flip) {
   return least;
 }
 
-// The keys of one row, in cache; a row longer than that is read again for every pass.
+// The keys of one row, in the cache; a row of more than kResident keys is read again for every pass.
 template <class F>
 class Keys {
  public:
@@ -73,7 +73,7 @@ class Keys {
     if (n <= kResident) load(0);
   }
 
-  // Calls pass(first element, keys, how many up to a whole word) for each span of the row.
+  // Calls pass(first element, keys, number of keys rounded up to whole words) for each span of the row.
   template <class Pass>
   void each(Pass pass) const {
     if (n_ <= kResident) return pass(int64_t(0), buffer_, words_of(n_) * kWord);
@@ -83,29 +83,29 @@ class Keys {
     }
   }
 
-  // Nearest is a key that may not be in the row.
+  // nearest: the trial, or the key below it, which may not be in the row.
   Count<Key> count(Key t, int64_t k) const {
     int64_t count = 0;
     each([&](int64_t, const Key* key, int64_t m) { count += count_greater(key, m, Key(t - 1)); });
     return {count, Key(count > k ? t : t - 1)};
   }
 
-  // With the nearest key that the row really has: this ends the search where many keys are equal.
+  // nearest: the nearest key that is in the row. This ends the search if many keys are equal.
   Count<Key> count_and_snap(Key t, int64_t k) const {
     const Count<Key> plain = count(t, k);
-    // Flipped, keys below the trial are at or above another one: the nearest is the least on either side.
+    // Flipping the bits reverses the order of keys, so the nearest key is the least one at or above `from`.
     const Key flip = plain.count > k ? 0 : -1, from = plain.nearest ^ flip;
     Key least = std::numeric_limits<Key>::max();
     each([&](int64_t, const Key* key, int64_t m) { least = std::min(least, least_from(key, m, from, flip)); });
     return {plain.count, Key(least ^ flip)};
   }
 
-  // Sums of the finite values and of their squares, of so many elements as returned: they only seed the search, so float
-  // and a sample of whole words will do.
+  // Sums of the finite values and of their squares over a sample of whole words; returns its number of elements. Float
+  // and a sample are enough, since they only give the first trial.
   int64_t moments(Stat* sum, Stat* square_sum) const {
     const int64_t words = std::max(std::min(n_, span(n_)) / kWord, int64_t(1));
     const int64_t skip = std::max(words / kSampledWords, int64_t(1));
-    Stat sums[kWord] = {}, squares[kWord] = {};  // one a lane: no horizontal sum until the end
+    Stat sums[kWord] = {}, squares[kWord] = {};  // one a lane: lanes are summed only at the end
     int64_t seen = 0;
     for (int64_t word = 0; word < words; word += skip, seen += kWord) {
       const Key* key = buffer_ + word * kWord;
@@ -125,13 +125,14 @@ class Keys {
   void load(int64_t start) const {
     const Key* x = x_ + start;
     const int64_t count = std::min(span(n_), n_ - start), whole = count / kWord * kWord;
-    if (whole < count) std::fill_n(buffer_ + whole, kWord, Key(-F::inf - 2));  // never win
+    if (whole < count) std::fill_n(buffer_ + whole, kWord, Key(-F::inf - 2));  // below every key, so they never win
     const auto convert = [&](int64_t from, int64_t m) {
 #pragma omp simd
       for (int64_t i = from; i < from + m; ++i) buffer_[i] = key_of<F>(x[i]);
     };
     convert(0, whole);
-    // The end as a whole word that overlaps the one before it: up to 31 elements one by one take as long as all others.
+    // The last keys are converted as a whole word that overlaps the one before: up to 31 elements one by one would take
+    // as long as all others.
     if (whole < count && whole > 0) {
       convert(count - kWord, kWord);
     } else {
@@ -145,7 +146,7 @@ class Keys {
 };
 
 // The search for the thresholds of up to kRows rows, one lane a row. More than k keys of a row are at or above its `low`,
-// at most k are at or above its `high`, and it is done when these are neighbours. A count of exactly k makes them so.
+// at most k are at or above its `high`, and it is finished when high = low + 1. A count of exactly k sets them so.
 template <class F, class Int>
 class Search {
  public:
@@ -182,7 +183,7 @@ class Search {
     int64_t seen = 1;
     for (int r = 0; r < rows; ++r) seen = keys[r].moments(&bottom_[r], &top_[r]);
     const Stat share = 1 / Stat(seen);
-    // By how much one key too many moves the threshold of a normal row, in standard deviations.
+    // The distance from one key to the next at the threshold of a normal row, in standard deviations.
     const Stat step = std::sqrt(Stat(2 * 3.14159265)) * std::exp(Stat(0.5) * quantile * quantile) / Stat(n_);
 #pragma omp simd
     for (int r = 0; r < kRows; ++r) {
@@ -192,7 +193,7 @@ class Search {
       low_[r] = used ? -F::inf - 1 : 0, high_[r] = used ? F::inf + 2 : 1;
       at_low_[r] = n_, at_high_[r] = 0, count_[r] = 0, nearest_[r] = 0;
       slope_[r] = deviation * step;
-      aim(r, mean + quantile * deviation, true);
+      set_trial(r, mean + quantile * deviation, true);
     }
   }
 
@@ -202,20 +203,20 @@ class Search {
 #pragma omp simd
     for (int r = 0; r < kRows; ++r) {
       const Int count = count_[r];
-      const bool live = live_[r] != 0, many = live && count > k, few = live && count <= k;
+      const bool live = live_[r] != 0, above = live && count > k, below = live && count <= k;
       const Stat here = value_of<F>(Key(trial_[r]));
       low_[r] = live && count >= k ? nearest_[r] : low_[r];
-      high_[r] = few ? nearest_[r] + 1 : high_[r];
-      const Int at_low = many ? count : at_low_[r], at_high = few ? count : at_high_[r];
-      const Stat bottom = many ? here : bottom_[r], top = few ? here : top_[r];
+      high_[r] = below ? nearest_[r] + 1 : high_[r];
+      const Int at_low = above ? count : at_low_[r], at_high = below ? count : at_high_[r];
+      const Stat bottom = above ? here : bottom_[r], top = below ? here : top_[r];
       at_low_[r] = at_low, at_high_[r] = at_high, bottom_[r] = bottom, top_[r] = top;
       const Stat newton = here + Stat(count - k) * slope_[r];
       const Stat chord = bottom + (top - bottom) * (Stat(at_low - k) / Stat(at_low - at_high));
-      aim(r, at_low < n && at_high > 0 ? chord : newton, guided);
+      set_trial(r, at_low < n && at_high > 0 ? chord : newton, guided);
     }
   }
 
-  void aim(int r, Stat guess, bool guided) {
+  void set_trial(int r, Stat guess, bool guided) {
     const Int low = low_[r], high = high_[r];
     const Unsigned apart = Unsigned(high) - Unsigned(low);
     const Int middle = Int(low + Int(apart / 2));
@@ -228,7 +229,7 @@ class Search {
   alignas(64) Int low_[kRows], high_[kRows], trial_[kRows], at_low_[kRows], at_high_[kRows];
   Int live_[kRows], count_[kRows], nearest_[kRows];
   Stat bottom_[kRows], top_[kRows];  // values of low and high; sums of the row before the first round
-  Stat slope_[kRows];                // of the threshold, per key too many
+  Stat slope_[kRows];                // change of the threshold for one key more
 };
 
 // Calls put(word index, mask word) from left to right.
@@ -249,10 +250,10 @@ void select(const Keys<F>& keys, Winners<F> winners, Put put) {
   });
 }
 
-// Asks for a row of the next block, which then comes while this one is searched: of rows of 100 floats, waiting for the
-// memory was a fifth of the time, and 4 to 6 % in all are saved.
+// Prefetches a row of the next block while this one is searched. For rows of 100 floats, waiting for memory was a fifth
+// of the time; this saves 4 to 6 % of the total.
 template <class Key>
-void fetch(const Key* row, int64_t n) {
+void prefetch_row(const Key* row, int64_t n) {
   constexpr int64_t line = 64 / sizeof(Key);
   for (int64_t i = 0; i < n; i += line) __builtin_prefetch(row + i, 0, 2);
 }
@@ -289,7 +290,7 @@ void forward(const Call& c) {
       const int rows = int(std::min(block, c.rows - first));
       for (int r = 0; r < rows; ++r) {
         const Key* row = x + (first + r) * c.x_stride;
-        if (c.n <= kFetched && first + block + r < c.rows) fetch(row + block * c.x_stride, c.n);
+        if (c.n <= kPrefetchLength && first + block + r < c.rows) prefetch_row(row + block * c.x_stride, c.n);
         keys[r] = Keys<F>(row, c.n, buffer + r * span);
       }
       search.run(keys, rows, c.n, c.k, c.quantile);
@@ -326,7 +327,7 @@ void kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* values, in
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     if (y) expect_pages(y, rows * n * int64_t(sizeof(typename F::Key)));
-    // The integers of the search are as wide as its floats, so that they share vectors, unless a count may not fit.
+    // Integers of the search have the size of its floats, so that both fill the same vectors, unless a count may not fit.
     if constexpr (sizeof(typename F::Wide) == 4) {
       if (n <= std::numeric_limits<int32_t>::max()) return forward<F, int32_t>(call);
     }

@@ -1,5 +1,5 @@
-// moe_kernels._cpu: the CPU kernels. A function takes two arguments before those of its kernel: the index of an instruction
-// set, and whether to release the GIL, which pays only for long kernels.
+// moe_kernels._cpu: the CPU kernels. A function takes two arguments before those of its kernel: the index of an
+// instruction set, and whether to release the GIL, which saves time only for long kernels.
 
 #include <optional>
 #include <string>
@@ -18,7 +18,7 @@ namespace {
 #define EACH_ISA(op) moe::launcher<moe::base::op>
 #endif
 
-// The instruction sets of this machine, from narrow to wide. setup.py compiles for them (ISAS).
+// The instruction sets of setup.py (ISAS) that this machine has, from narrow to wide.
 py::tuple available_isas() {
 #if defined(__x86_64__)
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
@@ -33,10 +33,10 @@ py::tuple available_isas() {
 void bind(py::module_& m, const char* name, const std::vector<moe::Launcher>& by_isa) {
   m.def(name, [name, by_isa](size_t isa, bool release, const py::args& args) {
     const moe::Launcher& launcher = by_isa.at(isa);
-    const auto words = moe::words_of(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
+    const auto arguments = moe::pack_arguments(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
     // Taking the GIL again costs up to 5 ms (sys.getswitchinterval) while other threads hold it.
     const auto released = release ? std::make_optional<py::gil_scoped_release>() : std::nullopt;
-    return launcher.call(words.data());
+    return launcher.call(arguments.data());
   });
 }
 
@@ -46,7 +46,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.attr("isas") = available_isas();
 #if defined(__x86_64__)
   m.attr("on_amd") = bool(__builtin_cpu_is("amd"));
-  m.attr("multiplies_pairs") = bool(__builtin_cpu_supports("avx512bf16"));  // with the instructions of moe/pairs.h
+  m.attr("multiplies_pairs") = bool(__builtin_cpu_supports("avx512bf16"));  // has the instructions of moe/pairs.h
 #else
   m.attr("on_amd") = m.attr("multiplies_pairs") = false;
 #endif

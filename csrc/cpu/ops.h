@@ -1,5 +1,5 @@
 // Every CPU operation, declared once per instruction set. csrc/cuda/ops.h describes the arguments of functions of the same
-// name; here a number of threads takes the place of the stream. Those of the grouped GEMM and the expert MLP differ further.
+// name; here a number of threads replaces the stream. Arguments of the grouped GEMM and the expert MLP differ further.
 #pragma once
 
 #include <cstdint>
@@ -16,15 +16,16 @@
   X(tree_gate_fwd) X(tree_gate_bwd) X(expect_writes) X(tree_reach) X(tree_products_fwd) X(tree_products_bwd) X(tree_route_fwd)
 // clang-format on
 
-// A product of rows with the weights of their experts: weight(e, k, j) is weight[e * stride_e + k * stride_k + j * stride_j],
-// and stride_k or stride_j is 1. If `by_torch` (rows, dout) is not null, torch's library has computed it already; it is
-// overwritten.
+// A product of rows with the weights of their experts: weight(e, k, j) is weight[e * stride_e + k * stride_k + j *
+// stride_j], and stride_k or stride_j is 1. If `by_torch` (rows, dout) is not null, torch has computed the product there;
+// it may be overwritten.
 #define MOE_GROUPED_GEMM_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
       int64_t stride_k, int64_t stride_j, void *by_torch, int by_torch_dtype, const int32_t *expert_offsets,        \
       int64_t num_experts, int64_t din, int64_t dout
 
-// The products of x (tokens, dim) with a tree gate's weights, of what tree_reach found below a tree's first `levels`.
+// The products of x (tokens, dim) with a tree gate's weights below the first `levels` of each tree, only for the branches
+// and tokens that tree_reach found.
 #define MOE_TREE_PRODUCTS_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, void *split_weight, void *leaf_weight, void *split_logits,             \
       void *leaf_logits, const int32_t *offsets, const int32_t *token, void *packed, void *scratch,                  \
@@ -79,8 +80,8 @@
                      const void* w_out, int64_t out_stride_e, int64_t out_stride_k, int64_t out_stride_j,            \
                      const void* b_out, int activation, const int32_t* expert_offsets, const int32_t* row_token,     \
                      const int32_t* slot_row, int index_size, const void* experts, int32_t* scratch, void* pre,      \
-                     void* hidden, void* rows, void* y, int64_t tokens, int64_t k, int64_t num_rows,                 \
-                     int64_t num_experts, int64_t din, int64_t width, int64_t dhidden, int64_t dout, int threads);   \
+                     void* activated, void* rows, void* y, int64_t tokens, int64_t k, int64_t num_rows,                 \
+                     int64_t num_experts, int64_t din, int64_t width, int64_t hidden_dim, int64_t dout, int threads);   \
   void grouped_gemm_norms(MOE_GROUPED_GEMM_ARGS, const void* bias, void* out, int64_t rows, int threads);           \
   void sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, int64_t stride_row, double first_tau,       \
                     double last_tau, int64_t iterations, void* p, void* scratch, int64_t scratch_stride,             \

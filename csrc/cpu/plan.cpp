@@ -1,7 +1,8 @@
 // The routing plan on the CPU (definition: python_ref/plan.py).
 //
-// make_plan is a segmented rank: requests in visiting order fall into chunks, each chunk counts its requests to every
-// expert, a scan over the chunks turns counts into first rows, and a second walk hands the rows out. Nothing is sorted.
+// make_plan ranks each request among those to the same expert. Requests in visiting order are split into chunks. Each
+// chunk counts its requests to every expert, a scan over the chunks turns counts into first rows, and a second walk
+// assigns the rows. Nothing is sorted.
 
 #include "ops.h"
 
@@ -17,8 +18,8 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kColumns = 16;  // expert choice: experts at a time, one cache line of float32 scores
-constexpr int64_t kVisited = 256; // by choice: tokens in a block (Requests::walk)
-constexpr int64_t kAhead = 16;    // prefetch distance in rows of an expert: one cache line of int32
+constexpr int64_t kVisitBlock = 256;  // by choice: tokens in a block of Requests::walk
+constexpr int64_t kPrefetchRows = 16;  // prefetch distance in rows of an expert: one cache line of int32
 constexpr int64_t kTile = 1024;   // expert choice: tokens at a time, so that lines of slot_row are filled while in cache
 
 // The arrays of a RoutingPlan.
@@ -28,7 +29,7 @@ struct Plan {
 
 struct Requests {
   const void* experts;       // (T, K)
-  const int64_t* visit;      // (T) tokens in visiting order, or nullptr: by position
+  const int64_t* visit;      // (T) tokens in visiting order, or nullptr: 0, 1, ...
   int64_t tokens, k, num_experts;
   bool by_choice;            // all first choices before all second ones
   int32_t* counts;           // (chunks, K if by_choice else 1, E)
@@ -37,9 +38,9 @@ struct Requests {
   int64_t segments() const { return by_choice ? k : 1; }
   int32_t* count(int64_t chunk, int64_t segment) const { return counts + (chunk * segments() + segment) * num_experts; }
 
-  // Calls each(token, choice, request, expert) for the requests of a chunk. By choice, only the order within each choice
-  // matters: blocks of kVisited tokens are walked, each choice after choice. Going through all choices of a token first would
-  // write to K E places in turn instead of E, with an inner loop as short as K.
+  // Calls each(token, choice, request, expert) for the requests of a chunk. With by_choice only the order within a choice
+  // matters. A chunk is walked in blocks of kVisitBlock tokens, choice by choice within a block, so that writes alternate
+  // between E addresses, not K E, and the inner loop is long.
   template <class Index, class Each>
   void walk(int64_t chunk, Each each) const {
     const auto* expert = static_cast<const Index*>(experts);
@@ -53,14 +54,15 @@ struct Requests {
         for (int64_t choice = 0; choice < k; ++choice) visit_request(p, choice);
       return;
     }
-    for (int64_t start = first; start < end; start += kVisited)
+    for (int64_t start = first; start < end; start += kVisitBlock)
       for (int64_t choice = 0; choice < k; ++choice)
-        for (int64_t p = start; p < std::min(start + kVisited, end); ++p) visit_request(p, choice);
+        for (int64_t p = start; p < std::min(start + kVisitBlock, end); ++p) visit_request(p, choice);
   }
 };
 
-// kept = min(requested, capacity); expert_offsets = its running sum; rows after the last expert's are -1.
-void finish(const Plan& plan, int64_t num_experts, int64_t capacity, int64_t rows) {
+// kept = min(requested, capacity); expert_offsets = its running sum; dropped = requested - kept, summed. row_token and
+// row_choice are -1 from row expert_offsets[E] on.
+void write_offsets(const Plan& plan, int64_t num_experts, int64_t capacity, int64_t rows) {
   int64_t row = 0, requested = 0;
   for (int64_t e = 0; e < num_experts; ++e) {
     plan.kept[e] = int32_t(std::min<int64_t>(plan.requested[e], capacity));
@@ -103,7 +105,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
     count = before[e];
     before[e] += here;
   });
-  finish(plan, num_experts, capacity, rows);
+  write_offsets(plan, num_experts, capacity, rows);
   each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });
   const int32_t* end = plan.expert_offsets + 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -115,9 +117,9 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
       const bool keep = valid && row < end[expert];  // its slot is below the capacity
       slot_row[request] = keep ? row : -1;
       if (keep) {
-        // Writes go to 2 E places in turn; without this prefetch a third of the time was spent waiting for them.
-        __builtin_prefetch(row_token + row + kAhead, 1);
-        __builtin_prefetch(row_choice + row + kAhead, 1);
+        // Writes alternate between 2 E addresses; without this prefetch, waiting for them took a third of the time.
+        __builtin_prefetch(row_token + row + kPrefetchRows, 1);
+        __builtin_prefetch(row_choice + row + kPrefetchRows, 1);
         row_token[row] = int32_t(token);
         row_choice[row] = int32_t(choice);
       }
@@ -125,16 +127,16 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   }
 }
 
-// The `capacity` highest of n keys (padded to whole words with the lowest key): those above `above`, and the first `ties` of
-// those equal to it. Found by bisection: each count of keys above a trial settles one bit.
+// The `capacity` highest of n keys (padded to whole words with the lowest key): those above `above`, and the first `ties`
+// of those equal to it. Found by bisection: each step counts the keys above `middle` and halves the interval (low, high].
 template <class F>
-struct Taken {
+struct Cutoff {
   typename F::Key above;
   int64_t ties;
 
-  static Taken of(const typename F::Key* key, int64_t n, int64_t capacity) {
+  static Cutoff of(const typename F::Key* key, int64_t n, int64_t capacity) {
     using Key = typename F::Key;
-    Key low = std::numeric_limits<Key>::min(), high = F::inf + 1;  // more than capacity keys are above low, not above high
+    Key low = std::numeric_limits<Key>::min(), high = F::inf + 1;  // more than capacity keys > low, at most capacity > high
     if (n <= capacity) return {low, 0};
     int64_t at_high = 0;
     while (at_high < capacity && int64_t(high) - 1 > int64_t(low)) {
@@ -151,9 +153,9 @@ struct Taken {
   }
 };
 
-// Experts [first, last) choose their tokens; `keys` has room for a padded column of scores of each.
+// Experts [first, last) choose their tokens. keys: scratch for a padded column of scores of each expert.
 template <class F>
-void take(const typename F::Key* scores, int64_t stride, int64_t first, int64_t last, const Plan& plan, int64_t tokens,
+void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first, int64_t last, const Plan& plan, int64_t tokens,
           int64_t num_experts, int64_t capacity, typename F::Key* keys) {
   using Key = typename F::Key;
   const int64_t padded = words_of(tokens) * kWord, columns = last - first;
@@ -162,20 +164,20 @@ void take(const typename F::Key* scores, int64_t stride, int64_t first, int64_t 
       for (int64_t t = start; t < start + kWord; ++t)
         keys[c * padded + t] = t < tokens ? key_of<F>(scores[t * stride + first + c]) : std::numeric_limits<Key>::min();
 
-  Taken<F> taken[kColumns];
+  Cutoff<F> cutoff[kColumns];
   int32_t row[kColumns];
   for (int64_t c = 0; c < columns; ++c) {
-    taken[c] = Taken<F>::of(keys + c * padded, tokens, capacity);
+    cutoff[c] = Cutoff<F>::of(keys + c * padded, tokens, capacity);
     row[c] = plan.expert_offsets[first + c];
   }
   for (int64_t start = 0; start < tokens; start += kTile) {
     for (int64_t c = 0; c < columns; ++c) {
       for (int64_t t = start; t < std::min(start + kTile, tokens); ++t) {
         const Key key = keys[c * padded + t];
-        const bool tied = key == taken[c].above && taken[c].ties > 0, takes = key > taken[c].above || tied;
-        taken[c].ties -= tied;
-        plan.slot_row[t * num_experts + first + c] = takes ? row[c] : -1;
-        if (takes) {
+        const bool tied = key == cutoff[c].above && cutoff[c].ties > 0, chosen = key > cutoff[c].above || tied;
+        cutoff[c].ties -= tied;
+        plan.slot_row[t * num_experts + first + c] = chosen ? row[c] : -1;
+        if (chosen) {
           plan.row_token[row[c]] = int32_t(t);
           plan.row_choice[row[c]++] = int32_t(first + c);
         }
@@ -184,8 +186,8 @@ void take(const typename F::Key* scores, int64_t stride, int64_t first, int64_t 
   }
 }
 
-// Deferred acceptance: a token goes to the best expert that has room or holds a worse token, which then moves on. The
-// order in which tokens are placed does not matter: both sides rank a pair by the same score.
+// Deferred acceptance: a token goes to the best expert that has room or holds a worse token. The displaced token is
+// placed again. The order of tokens does not matter, since tokens and experts rank a pair by the same score.
 template <class F>
 class Matching {
  public:
@@ -193,6 +195,7 @@ class Matching {
   struct Held {
     Key key;
     int32_t token;
+    // a < b if a ranks higher, so that the top of a heap is the worst token.
     bool operator<(const Held& other) const { return key > other.key || (key == other.key && token < other.token); }
   };
 
@@ -232,7 +235,7 @@ class Matching {
   }
 
  private:
-  // The lowest of the highest-scoring experts that `accepts`; -1 if none does.
+  // The expert with the highest score among those for which accepts(key, expert) holds, the lowest if tied; -1 if none.
   template <class Accepts>
   int64_t best(int64_t token, Accepts accepts) const {
     const Key* score = scores_ + token * stride_;
@@ -251,13 +254,13 @@ class Matching {
 
   const Key* scores_;  // (T, E)
   int64_t stride_, num_experts_, capacity_;
-  Held* worst_;  // (E): the lowest token of a full expert; below every token if the expert has room
-  Held* held_;   // (E, capacity), heaps with the worst on top
+  Held* worst_;  // (E): worst token of a full expert; the lowest key if it has room, the highest if capacity is 0
+  Held* held_;   // (E, capacity): heaps with the worst token on top
 };
 
 }  // namespace
 
-// Returns 1 and does nothing if an id is neither an expert nor -1.
+// Returns 1 and writes nothing if an id is neither an expert nor -1.
 int make_plan_fwd(int index_size, const void* experts, const int64_t* visit, int32_t* counts, int64_t chunks,
                    int32_t* expert_offsets, int32_t* row_token, int32_t* row_choice, int32_t* slot_row, int32_t* requested,
                    int32_t* kept, int32_t* dropped, int64_t tokens, int64_t k, int64_t num_experts, int64_t capacity,
@@ -277,7 +280,7 @@ void plan_expert_choice_fwd(int dtype, const void* scores, int64_t stride, void*
                             int threads) {
   const Plan plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped};
   std::fill(requested, requested + num_experts, int32_t(std::min(capacity, tokens)));
-  finish(plan, num_experts, capacity, rows);
+  write_offsets(plan, num_experts, capacity, rows);
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     using Key = typename F::Key;
@@ -285,7 +288,7 @@ void plan_expert_choice_fwd(int dtype, const void* scores, int64_t stride, void*
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t worker = 0; worker < threads; ++worker)
       for (int64_t first = worker * kColumns; first < num_experts; first += threads * kColumns)
-        take<F>(static_cast<const Key*>(scores), stride, first, std::min(first + kColumns, num_experts), plan, tokens,
+        choose_tokens<F>(static_cast<const Key*>(scores), stride, first, std::min(first + kColumns, num_experts), plan, tokens,
                 num_experts, capacity, static_cast<Key*>(keys) + worker * room);
   });
 }

@@ -1,8 +1,8 @@
 // Sinkhorn's iteration on the CPU (definition: python_ref/sinkhorn.py; backward: the equations of ops/sinkhorn.py).
 //
-// Matrices up to kPacked x kPacked are packed, one in each vector lane; a larger one has its rows along the lanes. Each
-// matrix takes the cheapest of three forms that the range of its scores allows, whatever its neighbours need: scaling
-// exp(S / tau) by vectors (sinkhorn_scaled.h), in float or in double; or potentials in double (sinkhorn_log.h).
+// Matrices up to kPacked x kPacked are packed, one in each vector lane; the rows of a larger one lie along the lanes. There
+// are three forms: scaling exp(S / tau) by vectors (sinkhorn_scaled.h), in float or in double; or potentials in double
+// (sinkhorn_log.h). Each matrix takes the cheapest one that the range of its scores allows, independently of the others.
 
 #include "ops.h"
 
@@ -32,13 +32,13 @@ struct Call {
   char* scratch;
   int64_t scratch_stride;
   struct {
-    const double *rows, *columns;  // (batch, n) sums of rows and columns; null: all one, and no tolerance
+    const double *rows, *columns;  // (batch, n) prescribed sums; null: all one, and no tolerance
     double tolerance;              // negative: none
     double *drows, *dcolumns;      // (batch, n)
   } sums;
 };
 
-// Calls each(matrix, lane) for the matrices of a part, from `first` on.
+// Calls each(matrix, lane) for the matrices of a part that begins with matrix `first`.
 template <bool packed, class Each>
 void for_lanes(const Call& c, int64_t first, Each each) {
   for (int64_t l = 0; l < (packed ? kLanes<double> : 1) && first + l < c.batch; ++l) each(first + l, l);
@@ -53,7 +53,7 @@ Sums<packed> sums_of(const Call& c, int64_t first, int64_t width, Arena* arena) 
   return sums;
 }
 
-// Runs each form on the matrices of a stage that use it.
+// Runs the scaled form in T on the matrices of a group whose form is `wanted`.
 template <class T, bool packed, class Wide, class Forms>
 void scaled_parts(const Stage<packed, Wide>& scores, const Forms& forms, Form wanted, const Cooling& taus, Arena arena) {
   using Each = Part<packed, Wide, T>;
@@ -94,7 +94,7 @@ void backward(const Stage<packed, Wide>& scores, const Forms& forms, const Cooli
   }
 }
 
-// With prescribed sums or a tolerance: on potentials, which any matrix can take.
+// With prescribed sums or a tolerance: every matrix takes the form with potentials.
 template <bool packed, class Wide, class Forms>
 void with_sums(const Call& c, int64_t first, const Stage<packed, Wide>& scores, const Forms& forms,
                const Stage<packed, Wide>& grad, Arena arena) {

@@ -1,6 +1,6 @@
-// Sinkhorn's iteration on potentials in units of scores, in double: every pass takes exp of (score - potential) / tau. A
-// potential anchor + tau log(sum of exp((score - anchor) / tau)) is kept in these two parts, because 1 / tau would magnify
-// the rounding of their sum.
+// Sinkhorn's iteration on potentials in units of scores, in double: every pass computes exp((score - potential) / tau). A
+// potential is anchor + tau log_sum, with log_sum = log(sum of exp((score - anchor) / tau)). Anchor and log_sum are
+// stored apart, because 1 / tau would magnify the rounding of their sum.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,14 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr double kNegligible = -64;  // exp of less is left out: even times 1 / tau = 1e7 it is below 1e-20 of its sum
+constexpr double kNegligible = -64;  // terms exp(x) with x below this are left out: times 1 / tau = 1e7, 1e-20 of the sum
 
-// exp(x), or exactly 0 where it is negligible: callers skip a vector if all its lanes are, and a matrix must not depend on
-// what matrices in other lanes hold.
+// exp(x), or exactly 0 if it is negligible. Callers skip a vector if all its lanes are negligible; with the 0, the result
+// of a matrix does not depend on the matrices in other lanes.
 inline Vec<double> summand(Vec<double> x) { return x < kNegligible ? Vec<double>{} : exp(x); }
 
 // log_sum = log(total); an empty sum (all forbidden) has anchor 0 and logarithm 0.
-inline void finish(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total) {
+inline void take_log(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total) {
   const auto empty = total == 0.0;
   *anchor = empty ? Vec<double>{} : *anchor;
   *log_sum = empty ? Vec<double>{} : log(empty ? broadcast(1.0) : total);
@@ -28,21 +28,21 @@ inline void finish(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total)
 
 inline Vec<double> finite(Vec<double> most) { return most > -std::numeric_limits<double>::max() ? most : Vec<double>{}; }
 
-// The sums that rows and columns of a part's matrices shall have, the tolerance, and the gradients of these sums.
+// Prescribed row and column sums of a part's matrices, the gradients to them, and the tolerance.
 template <bool packed>
 struct Sums {
-  Rows<packed, double> rows, drows;
+  RowValues<packed, double> rows, drows;
   double *columns, *dcolumns;
   double tolerance;  // negative: none
 
   Sums(int64_t n, int64_t width, double tolerance, Arena* arena)
-      : rows(Rows<packed, double>::take(n, arena)), drows(Rows<packed, double>::take(n, arena)),
+      : rows(RowValues<packed, double>::take(n, arena)), drows(RowValues<packed, double>::take(n, arena)),
         columns(arena->take<double>(width)), dcolumns(arena->take<double>(width)), tolerance(tolerance) {
     const int64_t count = packed ? width : n;
     std::fill(rows.data, rows.data + count, 1.0), std::fill(drows.data, drows.data + count, 0.0);
     std::fill(columns, columns + width, 1.0), std::fill(dcolumns, dcolumns + width, 0.0);
   }
-  // For the matrix in a lane.
+  // read copies the sums of one matrix into its lane; write copies its gradients out, NaN if the matrix is broken.
   void read(const double* from_rows, const double* from_columns, int64_t n, int64_t lane) const {
     for (int64_t i = 0; i < n; ++i) rows.data[at(i, lane)] = from_rows[i], columns[at(i, lane)] = from_columns[i];
   }
@@ -57,17 +57,17 @@ struct Sums {
   static int64_t at(int64_t i, int64_t lane) { return packed ? i * kLanes<double> + lane : i; }
 };
 
-// Both potentials after an iteration, f of rows (n) and g of columns (width), and whether each matrix took the iteration
-// (`taken`, 1 or 0).
+// Both potentials after an iteration, f of rows (n) and g of columns (width), and 1 for each matrix that the iteration
+// updated, else 0.
 template <bool packed>
 struct Potentials {
-  Rows<packed, double> row_anchor, row_log, f;
-  double *column_anchor, *column_log, *g, *taken;
+  RowValues<packed, double> row_anchor, row_log, f;
+  double *column_anchor, *column_log, *g, *updated;
 
   Potentials(int64_t n, int64_t width, Arena arena)
-      : row_anchor(Rows<packed, double>::take(n, &arena)), row_log(Rows<packed, double>::take(n, &arena)),
-        f(Rows<packed, double>::take(n, &arena)), column_anchor(arena.take<double>(width)),
-        column_log(arena.take<double>(width)), g(arena.take<double>(width)), taken(arena.take<double>(kLanes<double>)) {}
+      : row_anchor(RowValues<packed, double>::take(n, &arena)), row_log(RowValues<packed, double>::take(n, &arena)),
+        f(RowValues<packed, double>::take(n, &arena)), column_anchor(arena.take<double>(width)),
+        column_log(arena.take<double>(width)), g(arena.take<double>(width)), updated(arena.take<double>(kLanes<double>)) {}
 
   static int64_t bytes(int64_t n, int64_t width) {
     return 3 * (round_up(8 * n * (packed ? kLanes<double> : 1), 64) + round_up(8 * width, 64)) + 64;
@@ -77,36 +77,37 @@ struct Potentials {
   void clear(int64_t n, int64_t width) const {
     for (const auto& each : {row_anchor, row_log, f}) std::fill(each.data, each.data + (packed ? width : n), 0.0);
     for (double* each : {column_anchor, column_log, g}) std::fill(each, each + width, 0.0);
-    store(taken, broadcast(1.0));
+    store(updated, broadcast(1.0));
   }
-  // Restores the values before, for matrices that take no further iteration.
-  void keep(const Potentials& before, int64_t n, int64_t width) const {
-    const auto moves = load(taken) != 0.0;
+  // Restores the values before the iteration in matrices that it does not update.
+  void restore(const Potentials& before, int64_t n, int64_t width) const {
+    const auto updates = load(updated) != 0.0;
     for (int64_t i = 0; i < n; ++i) {
-      row_anchor.set(i, moves ? row_anchor[i] : before.row_anchor[i]);
-      row_log.set(i, moves ? row_log[i] : before.row_log[i]);
-      f.set(i, moves ? f[i] : before.f[i]);
+      row_anchor.set(i, updates ? row_anchor[i] : before.row_anchor[i]);
+      row_log.set(i, updates ? row_log[i] : before.row_log[i]);
+      f.set(i, updates ? f[i] : before.f[i]);
     }
     for (int64_t j = 0; j < width; j += kLanes<double>) {
-      store(column_anchor + j, moves ? load(column_anchor + j) : load(before.column_anchor + j));
-      store(column_log + j, moves ? load(column_log + j) : load(before.column_log + j));
-      store(g + j, moves ? load(g + j) : load(before.g + j));
+      store(column_anchor + j, updates ? load(column_anchor + j) : load(before.column_anchor + j));
+      store(column_log + j, updates ? load(column_log + j) : load(before.column_log + j));
+      store(g + j, updates ? load(g + j) : load(before.g + j));
     }
   }
 
-  // log of the matrix after its rows were normalised (g_before: the column potential before), and after its columns were.
-  Vec<double> rows_normal(Vec<double> score, const double* g_before, int64_t i, int64_t j, double inv_tau) const {
+  // log of an element after rows were normalised (g_before: the column potential before that), and after columns were.
+  Vec<double> log_rows_normalised(Vec<double> score, const double* g_before, int64_t i, int64_t j, double inv_tau) const {
     return ((score - load(g_before + j * kLanes<double>)) - row_anchor[i]) * inv_tau - row_log[i];
   }
-  Vec<double> columns_normal(Vec<double> score, int64_t i, int64_t j, double inv_tau) const {
+  Vec<double> log_columns_normalised(Vec<double> score, int64_t i, int64_t j, double inv_tau) const {
     const int64_t at = j * kLanes<double>;
     return ((score - f[i]) - load(column_anchor + at)) * inv_tau - load(column_log + at);
   }
 };
 
-// How far the column sums of exp(S / tau) itself are from the prescribed ones: the largest difference.
+// The largest difference between a column sum of exp(S / tau), before any iteration, and the prescribed one. A
+// column of -inf counts as 0.
 template <bool packed, class Wide>
-Vec<double> columns_off(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
+Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
   Vec<double> most{};
   for (int64_t j = 0; j < part.blocks; ++j) {
     Vec<double> total{}, high = broadcast(-std::numeric_limits<double>::infinity());
@@ -120,19 +121,19 @@ Vec<double> columns_off(const Part<packed, Wide, double>& part, double inv_tau, 
   return row_max<packed, double>(most);
 }
 
-// taken = whether sums were off by more than the tolerance before this iteration. The row sums then follow from the change
-// of the potentials; column sums were right, except before the first iteration.
+// Sets `updated`: whether sums were off by more than the tolerance before this iteration. The row sums before it follow
+// from the change of the row potentials. Column sums were right, except before the first iteration.
 template <bool packed, class Wide>
-void decide(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
+void decide_update(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
             const Potentials<packed>& p, const Sums<packed>& sums, bool first) {
   const double inv_tau = 1 / tau;
-  Vec<double> most = first ? columns_off(part, inv_tau, sums) : Vec<double>{};
+  Vec<double> most = first ? columns_error(part, inv_tau, sums) : Vec<double>{};
   for (int64_t i = 0; i < part.n; ++i) {
     const Vec<double> x = (p.row_anchor[i] - before.row_anchor[i]) * inv_tau + (p.row_log[i] - before.row_log[i]);
     const Vec<double> off = sums.rows[i] * (exp(x < 700.0 ? x : broadcast(700.0)) - 1.0);
     most = max(most, max(off, -off));
   }
-  store(p.taken, load(before.taken) != 0.0 && most > sums.tolerance ? broadcast(1.0) : Vec<double>{});
+  store(p.updated, load(before.updated) != 0.0 && most > sums.tolerance ? broadcast(1.0) : Vec<double>{});
 }
 
 // One iteration: f from g, then g from f. `sums` null: all ones.
@@ -151,7 +152,7 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const Potential
       if (any_from(x, kNegligible)) total += summand(x);
     }
     total = row_sum<packed, double>(total);
-    finish(&most, &log_sum, sums == nullptr ? total : total / sums->rows[i]);
+    take_log(&most, &log_sum, sums == nullptr ? total : total / sums->rows[i]);
     p.row_anchor.set(i, most), p.row_log.set(i, log_sum), p.f.set(i, most + tau * log_sum);
   }
   for (int64_t j = 0; j < part.blocks; ++j) store(p.column_anchor + j * w, lowest), store(p.column_log + j * w, Vec<double>{});
@@ -171,20 +172,24 @@ void iterate(const Part<packed, Wide, double>& part, double tau, const Potential
   for (int64_t j = 0; j < part.blocks; ++j) {
     Vec<double> anchor = load(p.column_anchor + j * w), log_sum;
     const Vec<double> total = load(p.column_log + j * w);
-    finish(&anchor, &log_sum, sums == nullptr ? total : total / load(sums->columns + j * w));
+    take_log(&anchor, &log_sum, sums == nullptr ? total : total / load(sums->columns + j * w));
     store(p.column_anchor + j * w, anchor), store(p.column_log + j * w, log_sum);
     store(p.g + j * w, anchor + tau * log_sum);
   }
-  store(p.taken, broadcast(1.0));
-  if (sums != nullptr && sums->tolerance >= 0) decide(part, tau, before, p, *sums, first), p.keep(before, part.n, part.width());
+  store(p.updated, broadcast(1.0));
+  if (sums != nullptr && sums->tolerance >= 0) {
+    decide_update(part, tau, before, p, *sums, first);
+    p.restore(before, part.n, part.width());
+  }
 }
 
-// Iterates from state(t - 1) to state(t) until no iteration is left or no matrix took the last; returns their number.
+// Iterates from state(t - 1) to state(t) until no iteration is left or the last one updated no matrix. Returns the number
+// of iterations done.
 template <bool packed, class Wide, class State>
 int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, State state) {
   state(-1).clear(part.n, part.width());
   int64_t t = 0;
-  for (; t < taus.iterations() && any_from(load(state(t - 1).taken), 1.0); ++t)
+  for (; t < taus.iterations() && any_from(load(state(t - 1).updated), 1.0); ++t)
     iterate(part, taus(t), state(t - 1), state(t), sums, t == 0);
   return t;
 }
@@ -192,14 +197,14 @@ int64_t iterate_all(const Part<packed, Wide, double>& part, const Cooling& taus,
 template <bool packed, class Wide>
 void log_forward(const Part<packed, Wide, double>& part, const Cooling& taus, const Sums<packed>* sums, Arena arena) {
   if (!part.wanted) return;
-  const auto state = [&](int64_t t) {
+  const auto state = [&](int64_t t) {  // two buffers in turn
     return Potentials<packed>(part.n, part.width(), arena.after((t & 1) * Potentials<packed>::bytes(part.n, part.width())));
   };
   const Potentials<packed> p = state(iterate_all(part, taus, sums, state) - 1);
   const double inv_tau = 1 / taus(taus.iterations() - 1);
   for (int64_t i = 0; i < part.n; ++i)
     for (int64_t j = 0; j < part.blocks; ++j) {
-      const Vec<double> value = exp(p.columns_normal(part.score(i, j), i, j, inv_tau));
+      const Vec<double> value = exp(p.log_columns_normalised(part.score(i, j), i, j, inv_tau));
       part.put(i, j, value);
     }
 }
@@ -211,7 +216,7 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
   constexpr int w = kLanes<double>;
   const int64_t n = part.n, blocks = part.blocks, width = part.width();
   double *ds = arena.take<double>(n * width), *dg = arena.take<double>(width), *next = arena.take<double>(width);
-  const auto df = Rows<packed, double>::take(n, &arena);
+  const auto df = RowValues<packed, double>::take(n, &arena);
   const auto state = [&](int64_t t) {
     return Potentials<packed>(n, width, arena.after((t + 1) * Potentials<packed>::bytes(n, width)));
   };
@@ -223,7 +228,7 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
   for (int64_t i = 0; i < n; ++i) {
     Vec<double> total{};
     for (int64_t j = 0; j < blocks; ++j) {
-      const Vec<double> p = exp(last.columns_normal(part.score(i, j), i, j, last_inv_tau));
+      const Vec<double> p = exp(last.log_columns_normalised(part.score(i, j), i, j, last_inv_tau));
       const Vec<double> weight = p * part.at(grad, i, j);
       store(ds + i * width + j * w, weight);
       store(dg + j * w, load(dg + j * w) - weight);
@@ -234,32 +239,33 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
   for (int64_t t = iterations; t-- > 0; std::swap(dg, next)) {
     const Potentials<packed> p = state(t);
     const double *before = state(t - 1).g, inv_tau = 1 / taus(t);
-    const double hotter = taus(t) * last_inv_tau;  // gradients are in units of the last tau, f of tau_t
-    const auto moves = load(p.taken) != 0.0;
+    // Gradients to prescribed sums need it: df is the gradient to f / last tau, and f has -tau_t log(sum).
+    const double tau_ratio = taus(t) * last_inv_tau;
+    const auto updates = load(p.updated) != 0.0;
     std::fill(next, next + width, 0.0);
     for (int64_t j = 0; sums != nullptr && j < width; j += w) {
-      const Vec<double> all = load(dg + j), share = moves ? all / load(sums->columns + j) : Vec<double>{};
-      store(next + j, moves ? Vec<double>{} : all), store(dg + j, share);
-      store(sums->dcolumns + j, load(sums->dcolumns + j) - share * hotter);
+      const Vec<double> all = load(dg + j), share = updates ? all / load(sums->columns + j) : Vec<double>{};
+      store(next + j, updates ? Vec<double>{} : all), store(dg + j, share);
+      store(sums->dcolumns + j, load(sums->dcolumns + j) - share * tau_ratio);
     }
     for (int64_t i = 0; i < n; ++i) {
       double* row = ds + i * width;
       Vec<double> total{};
       for (int64_t j = 0; j < blocks; ++j) {
-        const Vec<double> x = p.columns_normal(part.score(i, j), i, j, inv_tau);
+        const Vec<double> x = p.log_columns_normalised(part.score(i, j), i, j, inv_tau);
         if (!any_from(x, kNegligible)) continue;
         const Vec<double> change = summand(x) * load(dg + j * w);
         store(row + j * w, load(row + j * w) + change);
         total += change;
       }
       Vec<double> d = df[i] - row_sum<packed, double>(total);
-      df.set(i, moves ? Vec<double>{} : d);
+      df.set(i, updates ? Vec<double>{} : d);
       if (sums != nullptr) {
-        d = moves ? d / sums->rows[i] : Vec<double>{};
-        sums->drows.set(i, sums->drows[i] - d * hotter);
+        d = updates ? d / sums->rows[i] : Vec<double>{};
+        sums->drows.set(i, sums->drows[i] - d * tau_ratio);
       }
       for (int64_t j = 0; j < blocks; ++j) {
-        const Vec<double> x = p.rows_normal(part.score(i, j), before, i, j, inv_tau);
+        const Vec<double> x = p.log_rows_normalised(part.score(i, j), before, i, j, inv_tau);
         if (!any_from(x, kNegligible)) continue;
         const Vec<double> change = summand(x) * d;
         store(row + j * w, load(row + j * w) + change);

@@ -1,4 +1,4 @@
-// Sinkhorn's iteration on k = exp(S / tau), computed once: the result is diag(u) k diag(v), and an iteration updates u and v.
+// Sinkhorn's iteration on k = exp(S / tau), computed once. The result is diag(u) k diag(v); an iteration updates u and v.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// k = exp((S - row maximum) / tau), (n, width). For k in float the exponent is computed by ExpOfDifference or in double:
-// rounded to float it would put the result off by 60 units in the last place.
+// k = exp((S - row maximum) / tau), (n, width). If k is float, the exponent is still computed by ExpOfDifference or in
+// double: rounded to float, it would cause an error of 60 units in the last place.
 template <bool packed, class Wide, class T>
 inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t blocks, double inv_tau, T* k) {
   if constexpr (packed && sizeof(T) == 4) {
@@ -24,22 +24,22 @@ inline void exponentials(const Part<packed, Wide, T>& part, int64_t n, int64_t b
     }
     return;
   }
-  constexpr int halves = kLanes<T> / kLanes<double>;
+  constexpr int double_vectors = kLanes<T> / kLanes<double>;
   const auto block = [&](int64_t i, int64_t j, int half) {
     const Wide* from = part.scores.template block<T>(i, j, part.part) + half * kLanes<double>;
     return load_as<double>(from);
   };
   for (int64_t i = 0; i < n; ++i) {
-    Vec<double> most[halves];
-    for (int h = 0; h < halves; ++h) most[h] = block(i, 0, h);
+    Vec<double> most[double_vectors];
+    for (int h = 0; h < double_vectors; ++h) most[h] = block(i, 0, h);
     for (int64_t j = 1; j < blocks; ++j)
-      for (int h = 0; h < halves; ++h) most[h] = max(most[h], block(i, j, h));
+      for (int h = 0; h < double_vectors; ++h) most[h] = max(most[h], block(i, j, h));
     if constexpr (!packed) {
-      for (int h = 1; h < halves; ++h) most[0] = max(most[0], most[h]);
-      for (int h = halves; h-- > 0;) most[h] = row_max<packed, double>(most[0]);
+      for (int h = 1; h < double_vectors; ++h) most[0] = max(most[0], most[h]);
+      for (int h = double_vectors; h-- > 0;) most[h] = row_max<packed, double>(most[0]);
     }
     for (int64_t j = 0; j < blocks; ++j)
-      for (int h = 0; h < halves; ++h)
+      for (int h = 0; h < double_vectors; ++h)
       {
         const Vec<double> x = (block(i, j, h) - most[h]) * inv_tau;
         store_as<double>(k + (i * blocks + j) * kLanes<T> + h * kLanes<double>, packed ? exp_within_range(x) : exp(x));
@@ -55,9 +55,9 @@ void in_blocks(int64_t n, Work work) {
   for (; i < n; ++i) work(i, std::integral_constant<int, 1>());
 }
 
-// One iteration: u = 1 / (k v), and the next v, next = 1 / (k^T u).
+// One iteration: u = 1 / (k v), then next, the new v, = 1 / (k^T u).
 template <bool packed, class T>
-void scale(const T* k, int64_t n, int64_t blocks, const T* v, Rows<packed, T> u, T* next) {
+void scale(const T* k, int64_t n, int64_t blocks, const T* v, RowValues<packed, T> u, T* next) {
   constexpr int w = kLanes<T>;
   const int64_t width = blocks * w;
   std::fill(next, next + width, T(0));
@@ -85,7 +85,7 @@ void scaled_forward(const Part<packed, Wide, T>& part, int64_t iterations, doubl
   constexpr int w = kLanes<T>;
   T* k = arena.take<T>(part.n * part.width());
   T *v = arena.take<T>(part.width()), *next = arena.take<T>(part.width());
-  const auto u = Rows<packed, T>::take(part.n, &arena);
+  const auto u = RowValues<packed, T>::take(part.n, &arena);
   exponentials(part, part.n, part.blocks, inv_tau, k);
   std::fill(v, v + part.width(), T(1));
   for (int64_t t = 0; t < iterations; ++t, std::swap(v, next)) scale<packed>(k, part.n, part.blocks, v, u, next);
@@ -105,14 +105,14 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   double *k = arena.take<double>(n * width), *h = arena.take<double>(n * width);
   double *u = arena.take<double>(iterations * rows), *v = arena.take<double>((iterations + 1) * width);
   double *dg = arena.take<double>(width), *y = arena.take<double>(width);
-  const auto df = Rows<packed, double>::take(n, &arena);
+  const auto df = RowValues<packed, double>::take(n, &arena);
   exponentials(part, part.n, part.blocks, inv_tau, k);
   std::fill(v, v + width, 1.0);
   for (int64_t t = 0; t < iterations; ++t)
     scale<packed>(k, n, blocks, v + t * width, {u + t * rows}, v + (t + 1) * width);
 
   // dS = k * h / tau. df and dg, the gradients to -log u and -log v, start from dP and go back through the iterations.
-  const Rows<packed, double> last{u + (iterations - 1) * rows};
+  const RowValues<packed, double> last{u + (iterations - 1) * rows};
   std::fill(dg, dg + width, 0.0);
   for (int64_t i = 0; i < n; ++i) {
     Vec<double> total{};
@@ -127,7 +127,7 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   }
   for (int64_t t = iterations; t-- > 0;) {
     const double* before = v + t * width;
-    const Rows<packed, double> shares{u + t * rows};
+    const RowValues<packed, double> shares{u + t * rows};
     for (int64_t j = 0; j < blocks; ++j) store(y + j * w, load(dg + j * w) * load(before + width + j * w));
     std::fill(dg, dg + width, 0.0);
     in_blocks(n, [&](int64_t i, auto rows) {

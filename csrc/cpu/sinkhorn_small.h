@@ -1,5 +1,5 @@
-// The scaled form for a constant n: loops unroll, vectors stay in registers, and two parts of a group advance together, so
-// that their latencies overlap.
+// The scaled form for a constant n: loops unroll, vectors stay in registers, and two parts of a group are computed
+// together, so that their latencies overlap.
 #pragma once
 
 #include "sinkhorn_scaled.h"
@@ -40,8 +40,8 @@ struct Small {
     inverses(v, [&](int j, int i, int p) { return at(i, j, p) * u[i][p]; });
   }
 
-  // of[i] = 1 / sum over j of term(i, j). In double two at a time from the reciprocal of their product, for which the range
-  // leaves room.
+  // of[i] = 1 / sum over j of term(i, j). In double, two inverses come from the reciprocal of the product of both sums,
+  // which kDoubleRange keeps a normal number.
   template <class Term>
   static void inverses(Vec<T> (&of)[n][parts], Term term) {
     each_of(n / 2, [&](int half, int p) {
@@ -56,7 +56,7 @@ struct Small {
       }
     });
   }
-  // In this order: (0 + 1) + (2 + 3) waits less, but takes one instruction more, and backward is 5 % slower.
+  // Added in this order: (0 + 1) + (2 + 3) has less latency, but one instruction more, and backward is 5 % slower.
   template <class Term>
   static Vec<T> sum_of(Term term) {
     static_assert(n == 4);
@@ -83,7 +83,8 @@ void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& 
     s.each_of(n, [&](int j, int p) { s.part[p].put(i, j, s.at(i, j, p) * s.u[i][p] * s.v[j][p]); });
 }
 
-// As scaled_backward. Both parts advance together in the iterations forward, one after the other (h in registers) backward.
+// As scaled_backward. The iterations run forward for both parts together, and back for one part after the other, so that
+// h stays in registers.
 template <int n, class Wide, class Forms>
 void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, int64_t iterations,
                     double inv_tau, const Stage<true, Wide>& grad, Arena arena) {
@@ -95,13 +96,13 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
   s.start(inv_tau);
   // v before iteration t and u after it: (parts, R, 2, n).
   double* const history = arena.take<double>(parts * iterations * 2 * n * w);
-  const auto place = [&](int64_t t, int which, int i, int p) {
+  const auto saved = [&](int64_t t, int which, int i, int p) {
     return history + (((p * iterations + t) * 2 + which) * n + i) * w;
   };
   for (int64_t t = 0; t < iterations; ++t) {
-    s.each_of(n, [&](int j, int p) { store(place(t, 0, j, p), s.v[j][p]); });
+    s.each_of(n, [&](int j, int p) { store(saved(t, 0, j, p), s.v[j][p]); });
     s.rows(), s.columns();
-    s.each_of(n, [&](int i, int p) { store(place(t, 1, i, p), s.u[i][p]); });
+    s.each_of(n, [&](int i, int p) { store(saved(t, 1, i, p), s.u[i][p]); });
   }
   for (int p = 0; p < parts; ++p) {
     V h[n][n], df[n] = {}, dg[n] = {};
@@ -119,10 +120,10 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
     for (int64_t t = iterations; t-- > 0;) {
       V before[n], x[n], old[n];
 #pragma GCC unroll 4
-      for (int j = 0; j < n; ++j) before[j] = load(place(t, 0, j, p)), old[j] = y[j];
+      for (int j = 0; j < n; ++j) before[j] = load(saved(t, 0, j, p)), old[j] = y[j];
 #pragma GCC unroll 4
       for (int i = 0; i < n; ++i) {
-        const V share = load(place(t, 1, i, p));
+        const V share = load(saved(t, 1, i, p));
         x[i] = df[i] - share * share * State::sum_of([&](int j) { return s.at(i, j, p) * y[j]; });
         df[i] = V{};
       }
@@ -130,10 +131,10 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
       for (int j = 0; j < n; ++j) y[j] = -State::sum_of([&](int i) { return s.at(i, j, p) * x[i]; }) * (before[j] * before[j]);
 #pragma GCC unroll 4
       for (int i = 0; i < n; ++i) {
-        const V share = load(place(t, 1, i, p));
+        const V share = load(saved(t, 1, i, p));
 #pragma GCC unroll 4
         for (int j = 0; j < n; ++j) {
-          h[i][j] += share * old[j];  // two multiply-adds, which in one expression would be three instructions
+          h[i][j] += share * old[j];  // two multiply-adds; one expression would take three instructions
           h[i][j] += x[i] * before[j];
         }
       }

@@ -1,4 +1,4 @@
-// The group of matrices that csrc/cpu/sinkhorn.cpp computes at a time, and the form of the iteration for each of them.
+// The group of matrices that csrc/cpu/sinkhorn.cpp computes at a time, and the form of the iteration for each matrix.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace MOE_ISA {
 namespace {
 
 // Largest range of S / tau within a row for the scaled forms, in float and in double. Scaling vectors are at most
-// exp(range); they and their products stay normal numbers.
+// exp(range), so they and their products are normal numbers.
 constexpr double kFloatRange = 60, kDoubleRange = 300;
 
 enum class Form { scaled_float, scaled_double, logarithmic, broken };
@@ -45,8 +45,8 @@ class Arena {
   char* room_;
 };
 
-// The sum or maximum over the columns of a row, from the sums or maxima in its lanes. Packed, each lane is another matrix,
-// so nothing is left to do; else the lanes are reduced.
+// The sum or maximum over the columns of a row, from the sums or maxima in its lanes. If packed, each lane is another
+// matrix and v is the result; else the lanes are reduced.
 template <bool packed, class T>
 Vec<T> row_sum(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
@@ -57,9 +57,9 @@ Vec<T> row_max(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return max(a, b); });
 }
 
-// The matrices of a group in the type Wide: scores, which results overwrite, or gradients. Packed: lane l of element (i, j)
-// belongs to matrix l, and a group fills two vectors: while one waits for its operands, the other is computed. Not packed: a
-// group is one matrix, with rows padded to whole vectors.
+// The matrices of a group in the type Wide: scores, which results overwrite, or gradients. Packed: lane l of element (i,
+// j) belongs to matrix l, and a group fills two vectors, so that their latencies overlap. Not packed: a group is one
+// matrix, with rows padded to whole vectors.
 template <bool packed, class Wide>
 struct Stage {
   static constexpr int64_t vectors = packed ? 2 : 1, group = packed ? vectors * kLanes<Wide> : 1;
@@ -74,7 +74,7 @@ struct Stage {
     return data + i * row + j * (packed ? group : kLanes<T>) + part * kLanes<T>;
   }
 
-  // Padding repeats the first element of its row. Matrices that a short group lacks are zeros.
+  // Padding repeats the first element of its row. If count < group, the other matrices are zeros.
   template <class F>
   void read(const typename F::Key* from, int64_t stride_batch, int64_t stride_row, int64_t count) const {
     const bool whole = packed && stride_row == n;  // a matrix is one long row
@@ -106,8 +106,8 @@ struct Stage {
         }
   }
 
-  // Whether a group is read and written in squares of lanes x lanes elements, which are transposed in registers. Element by
-  // element it would take as long as twenty iterations of n = 4.
+  // Whether a group is read and written in squares of lanes x lanes elements, transposed in registers. Element by
+  // element, it would take as long as twenty iterations at n = 4.
   template <class F>
   static constexpr bool kTransposes = packed && sizeof(typename F::Key) == sizeof(Wide);
 
@@ -141,8 +141,8 @@ struct Stage {
       for (int64_t l = 0; l < group; ++l) std::memcpy(to + l * n * n + e, data + e * group + l, sizeof(Wide));
   }
 
-  // The cheapest form that all rows of a matrix can take, for `count` matrices. Forms are in the order of their cost, so it
-  // is the maximum over the rows. Padding must lie within the range of its row.
+  // The cheapest form that all rows of a matrix allow, for `count` matrices. Forms are in the order of their cost, so it
+  // is the maximum over the rows. Padding must be within the range of its row.
   Forms<group> classify(double tau, bool one_tau, int64_t count) const {
     using V = Vec<Wide>;
     constexpr Wide inf = std::numeric_limits<Wide>::infinity();
@@ -179,12 +179,12 @@ struct Stage {
   }
 };
 
-// One value for each row: if packed, a vector with the value of each matrix, else a number.
+// One value for each row: if packed, a vector with one value for each matrix, else a number.
 template <bool packed, class T>
-struct Rows {
+struct RowValues {
   T* data;
 
-  static Rows take(int64_t n, Arena* arena) { return {arena->take<T>(packed ? n * kLanes<T> : n)}; }
+  static RowValues take(int64_t n, Arena* arena) { return {arena->take<T>(packed ? n * kLanes<T> : n)}; }
   Vec<T> operator[](int64_t i) const { return packed ? load(data + i * kLanes<T>) : broadcast(data[i]); }
   void set(int64_t i, Vec<T> v) const {
     if constexpr (packed) {
@@ -195,8 +195,8 @@ struct Rows {
   }
 };
 
-// kLanes<T> matrices of a packed stage, or the only matrix of another one, computed in T. Results are written only for
-// matrices of form `one` or `other`.
+// kLanes<T> matrices of a packed stage, or the only matrix of an unpacked one, computed in T. Results are written only
+// for matrices of form `one` or `other`.
 template <bool packed, class Wide, class T>
 class Part {
  public:

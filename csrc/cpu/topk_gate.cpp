@@ -15,17 +15,17 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Each choice costs a vectorised pass over the row; for a larger k, sorting the row is cheaper.
+// Largest k for which each choice takes a vectorised pass over the row; for a larger k, sorting the row is cheaper.
 constexpr int64_t kPasses = 256;
 
 // The type of keys: 64 bits for float64, else 32.
 template <class F>
 using Rank = std::conditional_t<sizeof(typename F::Key) == 8, int64_t, int32_t>;
 
-// The k highest of n keys in descending order, equal ones by position. `key` is padded to whole words with the lowest key and
-// overwritten.
+// Positions of the k highest of n keys in descending order, equal ones by position. `key` is padded to whole words with
+// the lowest key, and is overwritten.
 template <class Rank>
-void choose(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
+void select_top_k(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
   if (k > kPasses) {
     for (int64_t i = 0; i < n; ++i) order[i] = int32_t(i);
     std::partial_sort(order, order + k, order + n,
@@ -82,9 +82,9 @@ void forward(const void* logits, int64_t stride, void* weights, int32_t* experts
       int32_t* expert = experts + t * k;
 #pragma omp simd
       for (int64_t e = 0; e < num_experts; ++e) row.key[e] = key_of<F>(logit[e]);
-      choose(row.key, num_experts, k, expert, row.order);
+      select_top_k(row.key, num_experts, k, expert, row.order);
       if (k == 0) continue;
-      // The first choice is the highest logit, and a NaN if there is one, which then makes every weight NaN.
+      // The first choice is the highest logit, or a NaN if there is one: then every weight is NaN.
       const Wide highest = F::widen(logit[expert[0]]);
       const int64_t n = softmax_first ? num_experts : k;
 #pragma omp simd

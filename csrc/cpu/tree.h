@@ -1,4 +1,4 @@
-// Shared by tree_gate.cpp and tree_route.cpp: the smooth step, and the places of leaves in a heap.
+// For the tree_*.cpp files: the smooth step, and the order of leaves in a heap.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// h(t) = u^2 (3 - 2 u) with u = t / gamma + 1/2 clamped to [0, 1]. The distance to the clamp is min(u, 1 - u). It is
-// computed as (half - |t|) / gamma: the difference is exact near the clamp, so both branches keep all digits there.
+// h(t) = u^2 (3 - 2 u) with u = t / gamma + 1/2 clamped to [0, 1]. The distance to the clamp, min(u, 1 - u), is computed
+// as (half - |t|) / gamma: the difference is exact near the clamp, so both branches keep all digits there.
 template <class Wide>
 struct Step {
   Wide half, inverse;
@@ -40,7 +40,7 @@ struct Leaves {
 
   int64_t expert(int64_t node) const { return node >= deepest ? node - deepest : node - (experts - 1) + deep; }
 
-  // `heap` holds node q at place q + 1.
+  // heap[q + 1] is node q.
   template <class Wide>
   void to_experts(const Wide* heap, Wide* by_expert) const {
     std::copy(heap + deepest + 1, heap + deepest + 1 + deep, by_expert);

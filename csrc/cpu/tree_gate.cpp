@@ -1,7 +1,7 @@
 // The tree gate on the CPU (definition: python_ref/tree_gate.py; backward: the equations of ops/tree_gate.py).
 //
-// A token at a time: the products down each tree level by level, in heap order, where the children of a level lie side by
-// side, and back up it; the exponentials in one loop over the leaves of all trees.
+// One token at a time: products go down each tree level by level, in heap order, where the children of a level are
+// neighbours; sums go up in the same way. Exponentials take one loop over the leaves of all trees.
 
 #include "ops.h"
 
@@ -18,15 +18,15 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kPad = 16;  // elements, as many as a vector holds or more: loops over whole vectors have no remainder
+constexpr int64_t kPad = 16;  // elements, at least those of a vector: loops over whole vectors have no remainder
 
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
-// A thread's rows of one token. In a tree's row and in the heap node q is at place m = q + 1, whose children are at
-// 2 m and 2 m + 1: each level of a vector or more then starts at a whole one. What is read beyond a level or a row is
-// written again or never read for a result; padding of leaves is written once, to 0.
+// A thread's buffers for one token. In a tree's row of `split` and in the heap, node q has index m = q + 1 and children
+// at 2 m and 2 m + 1, so that each level of at least a vector starts at a whole vector. Elements written beyond a level
+// or a row are overwritten or not used for a result; padding of leaves is written once, to 0.
 template <class F>
-struct Rows {
+struct TokenBuffers {
   using Key = typename F::Key;
   using Wide = typename F::Wide;
   using V = Vec<Wide>;
@@ -38,7 +38,7 @@ struct Rows {
   Wide *logit, *prob, *q;                  // (leaves), experts in order
   Wide* heap;                              // (2 E + 2 kPad) of one tree
 
-  Rows(char* room, int64_t trees, int64_t experts)
+  TokenBuffers(char* room, int64_t trees, int64_t experts)
       : trees(trees), experts(experts), stride(padded(experts)), leaves(padded(trees * experts)) {
     Wide* next = split = reinterpret_cast<Wide*>(room);
     next += trees * stride;
@@ -53,8 +53,8 @@ struct Rows {
     for (int64_t i = 0; i < trees * experts; ++i) logit[i] = F::widen(leaf_logits[i]);
   }
 
-  // Probabilities of the leaves. The next token's rows are fetched meanwhile: they are too short for the processor to
-  // see them coming, and waiting for them takes a quarter of the time.
+  // Probabilities of the leaves. Also prefetches the next token's rows: they are too short for the hardware's prefetcher,
+  // and waiting for them takes a quarter of the time.
   void descend(const Step<Wide>& step, const Key* next_split, const Key* next_leaf) const {
     const Leaves order(experts);
     heap[1] = 1;
@@ -74,9 +74,9 @@ struct Rows {
     }
   }
 
-  // The joint softmax without its scale, which is returned: q times it. A leaf counts if its probability is not below
-  // `least`, as a NaN never is. Others take exp(0) and drop it: exp(-inf) is as slow as a subnormal result, an assist of
-  // 150 cycles a vector.
+  // The joint softmax is q times the returned scale. A leaf counts if its probability is not below `least` (a NaN
+  // counts). For other leaves exp(0) is computed and not used: exp(-inf) takes a microcode assist of 150 cycles a vector,
+  // like a subnormal result.
   Wide softmax(Wide epsilon, Wide least) const {
     const V none = broadcast(-std::numeric_limits<Wide>::infinity());
     V top = none, sum{};
@@ -92,7 +92,7 @@ struct Rows {
     return 1 / across<Wide>(sum, [](V a, V b) { return a + b; })[0];
   }
 
-  // From the heap's leaves up: every node's sum, and the gradient of its pre-activation in place of that.
+  // From the heap's leaves up: every node's sum, and its gradient, which overwrites its pre-activation in `split`.
   void ascend(const Step<Wide>& step, int64_t k) const {
     Wide* const node = split + k * stride;
     int64_t first = 1;
@@ -102,19 +102,21 @@ struct Rows {
       for (int64_t m = first; m < last; m += lanes) {
         const V a = load(heap + 2 * m), b = load(heap + 2 * m + lanes);
         const V left = unzipped<0>(a, b, every), right = unzipped<1>(a, b, every);
-        // h'/h is 6 (1 - r) / (gamma r (3 - 2 r)) of the branch whose probability is r^2 (3 - 2 r), over one denominator.
+        // For the branch with probability r^2 (3 - 2 r), h'/h = 6 (1 - r) / (gamma r (3 - 2 r)); both branches share one
+        // denominator.
         const V t = load(node + m), r = step.distance(t), share = r * (3 - 2 * r), high = 1 - r * share;
         const V slope = 6 * step.inverse * (1 - r) * reciprocal(r == 0 ? broadcast(Wide(1)) : share * high);
         const V of_low = (t < 0 ? left : right) * high, of_high = (t < 0 ? right : left) * (r * share);
         const V rise = (t < 0 ? of_low - of_high : of_high - of_low) * slope;
-        keep(node + m, r == 0 ? V{} : rise, last - m);
-        keep(heap + m, left + right, last - m);
+        replace_first(node + m, r == 0 ? V{} : rise, last - m);
+        replace_first(heap + m, left + right, last - m);
       }
     }
   }
 
-  // The first n lanes of v. A whole vector is written, so that the level above, which reads one, need not wait.
-  static void keep(Wide* to, V v, int64_t n) {
+  // Replaces the first n lanes. A whole vector is written, since the level above reads it whole: a load that spans two
+  // stores would wait for both.
+  static void replace_first(Wide* to, V v, int64_t n) {
     store(to, n < lanes ? (indices(every) < Wide(n) ? v : load(to)) : v);
   }
   template <size_t... lane>
@@ -135,7 +137,7 @@ void forward(const void* split_logits, const void* leaf_logits, void* gates, voi
   expect_pages(leaf_probs, tokens * leaves * int64_t(sizeof(Wide)));
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t worker = 0; worker < threads; ++worker) {
-    const Rows<F> row(scratch + worker * scratch_stride, trees, experts);
+    const TokenBuffers<F> row(scratch + worker * scratch_stride, trees, experts);
     for (int64_t t = worker * tokens / threads; t < (worker + 1) * tokens / threads; ++t) {
       const Key *split = static_cast<const Key*>(split_logits) + t * nodes,
                 *leaf = static_cast<const Key*>(leaf_logits) + t * leaves;
@@ -165,7 +167,7 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
   expect_pages(dleaf, tokens * leaves * int64_t(sizeof(Key)));
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t worker = 0; worker < threads; ++worker) {
-    const Rows<F> row(scratch + worker * scratch_stride, trees, experts);
+    const TokenBuffers<F> row(scratch + worker * scratch_stride, trees, experts);
     for (int64_t t = worker * tokens / threads; t < (worker + 1) * tokens / threads; ++t) {
       const Key *split = static_cast<const Key*>(split_logits) + t * nodes,
                 *leaf = static_cast<const Key*>(leaf_logits) + t * leaves;
@@ -185,7 +187,7 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
         Key* out = static_cast<Key*>(dleaf) + first;
 #pragma omp simd
         for (int64_t e = 0; e < experts; ++e) {
-          q[e] = q[e] * share * (grad[e] - mean);  // in this order: share can be as large as 1 / least
+          q[e] = q[e] * share * (grad[e] - mean);  // in this order, since share can be as large as 1 / least
           out[e] = F::narrow(q[e]);
         }
         if (parity)

@@ -1,8 +1,8 @@
-// The products of a tree gate with mostly saturated nodes: skips products that a token cannot reach.
+// The products of a tree gate with mostly saturated nodes: skips the nodes and leaves that a token cannot reach.
 //
-// From level `levels` on a tree is cut into branches, of at most kColumns nodes and leaves each. The nodes above, few, are
-// multiplied by torch's library for all tokens; a branch gathers the rows of the tokens that reach it. At E = 256 and
-// pre-activations of size gamma that is a fifth of all products.
+// Below its first `levels` levels a tree is divided into branches, of at most kColumns nodes and leaves each. For the few
+// nodes above, torch computes the products of all tokens. A branch gathers the rows of the tokens that reach it: at E =
+// 256 and pre-activations of size gamma, a fifth of all products.
 
 #include "ops.h"
 
@@ -20,16 +20,16 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kColumns = 32;  // a branch has four levels of nodes and its leaves, 31 in all, and room for 32
-constexpr int64_t kTile = 256;    // tokens whose x or dx, 786 KB at P = 768, stays in the second cache throughout
-constexpr int64_t kDepth = 256;   // rows that the weights' gradient sums at a time
+constexpr int64_t kTile = 256;    // tokens at a time: their x or dx, 786 KB at P = 768, stays in the L2 cache
+constexpr int64_t kDepth = 256;   // tokens at a time in the sums of the weights' gradient
 
-// A tile is kRows x two vectors, as branches are no wider than that in AVX-512; of as many sums as in moe/tiles.h.
-constexpr int kRows = kTileRows * kWide / 2;
+// A tile is kRows x 2 vectors, since 2 vectors of AVX-512 hold a branch. It has as many sums as a tile of moe/tiles.h.
+constexpr int kRows = kTileRows * kTileVectors / 2;
 template <class T>
 constexpr int kPair = 2 * kLanes<T>;
 
-// A matrix in memory: element (i, j) at i * row + j * column, i and j read through `rows` and `columns` where those are not
-// null.
+// A matrix in memory: element (i, j) is at[i * row + j * column]. If `rows` is not null, rows[i] replaces i; if `columns`
+// is not null, columns[j] replaces j.
 template <class T>
 struct Matrix {
   T* at;
@@ -39,19 +39,20 @@ struct Matrix {
   T* of_row(int64_t i) const { return at + (rows == nullptr ? i : rows[i]) * row; }
 };
 
-// Rows first .. first + M, or up to `rows`, of c (rows, columns) = a b, plus c if `more`; b (depth, kPair) packed. As tile
-// of moe/tiles.h, for rows (and, if `gathered`, steps) of a at any address: then their next lines are prefetched.
+// Rows first .. first + M, or up to `rows`, of c (rows, columns) = a b, or c += a b if `more`; b (depth, kPair) is
+// packed. As PanelProduct::tile of moe/tiles.h, but rows of a may be anywhere. If `gathered`, so may its columns, and
+// they are prefetched.
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
-             int64_t columns, bool more, Ahead::Piece ahead) {
+             int64_t columns, bool more, Prefetcher::Piece lines) {
   Vec<T> sum[M][2] = {};
   const T* at[M];
   const int64_t last = std::min(first + M, rows) - 1;
 #pragma GCC unroll 12
-  for (int m = 0; m < M; ++m) at[m] = a.of_row(std::min(first + m, last));  // rows that are not there repeat the last one
-  for (int64_t k = 0; k < depth; ++k, b += 2 * kLanes<T>, ahead.from += ahead.bytes) {
+  for (int m = 0; m < M; ++m) at[m] = a.of_row(std::min(first + m, last));  // rows past the end repeat the last one
+  for (int64_t k = 0; k < depth; ++k, b += 2 * kLanes<T>, lines.from += lines.bytes) {
     const int64_t step = (gathered ? a.columns[k] : k) * a.column;
-    __builtin_prefetch(gathered ? reinterpret_cast<const char*>(at[0] + step) + 256 : ahead.from, 0, 2);
+    __builtin_prefetch(gathered ? reinterpret_cast<const char*>(at[0] + step) + 256 : lines.from, 0, 2);
     const Vec<T> b0 = load(b), b1 = load(b + kLanes<T>);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
@@ -65,18 +66,18 @@ void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T
     if (first + m <= last) put(c.of_row(first + m), sum[m], columns, more);
 }
 
-// c (rows, columns <= kPair) = a b, plus c if `more`.
+// c (rows, columns <= kPair) = a b, or c += a b if `more`.
 template <class T, bool gathered = false>
 [[gnu::noinline]] void product(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t rows,
-                               int64_t columns, bool more, Ahead& ahead) {
+                               int64_t columns, bool more, Prefetcher& prefetcher) {
   for (int64_t i = 0; i < rows; i += kRows) {
-    const Ahead::Piece lines = ahead.take(depth, b);
+    const Prefetcher::Piece lines = prefetcher.take(depth, b);
     if (rows - i <= 4) tile_of<4, gathered>(a, b, depth, c, i, rows, columns, more, lines);
     else tile_of<kRows, gathered>(a, b, depth, c, i, rows, columns, more, lines);
   }
 }
 
-// Branch b of tree k is number k << levels | b; `token` holds those that reach it, in order, from offsets[number] on.
+// Branch b of tree k has number k << levels | b. The tokens that reach it are token[offsets[number]] .. in ascending order.
 struct Branches {
   int64_t trees, experts, levels;
   const int32_t *offsets, *token;
@@ -86,8 +87,8 @@ struct Branches {
   const int32_t* begin(int64_t number) const { return token + offsets[number]; }
   const int32_t* end(int64_t number) const { return token + offsets[number + 1]; }
 
-  // Calls visit(first column, how many, index of the first, whether they are leaves) for a branch's nodes and leaves, which
-  // are side by side in each level; returns the number of columns.
+  // Calls visit(first column, number of columns, index of the first node or leaf, whether they are leaves) for each run
+  // of neighbouring nodes or leaves of a branch. Returns the branch's number of columns.
   template <class Visit>
   int64_t each_run(int64_t number, Visit visit) const {
     const Leaves leaves(experts);
@@ -108,7 +109,7 @@ struct Pair {
   T *split, *leaf;
   int64_t experts, dim;
 
-  // The row of node or leaf `index` of a tree; with a token, `tree` counts the trees of all tokens.
+  // The row of node or leaf `index` of a tree. In tensors with a token dimension, `tree` is token * K + tree.
   T* at(int64_t tree, int64_t index, bool is_leaf) const {
     return is_leaf ? leaf + (tree * experts + index) * dim : split + (tree * (experts - 1) + index) * dim;
   }
@@ -119,7 +120,7 @@ struct Products {
   Branches branches;
   int64_t tokens, dim;
   Pair<T> weight, logits;  // logits: pre-activations, or backward their gradients
-  T* packed;               // the branches' weights, (kColumns, P) each and room for panels
+  T* packed;               // the weights of every branch, packed in panels: room() elements each
   T* scratch;              // of every thread
   int64_t scratch_stride;
   int threads;
@@ -137,8 +138,8 @@ struct Products {
       for (int64_t i = next++; i < count; i = next++) work(i, scratch + thread * scratch_stride);
   }
 
-  // Packs the weights w (columns, P) of every branch that is reached: `across`, in panels (P, panel) of columns, for x w^T;
-  // or in panels (columns, panel) of P, for gradients times w.
+  // Packs the weights w (columns, P) of every branch that a token reaches: if `across`, in panels (P, panel) of columns,
+  // for x w^T; else in panels (columns, panel) along P, for gradients times w.
   void pack_weights(bool across) const {
     share(branches.count(), [&](int64_t number, T* w) {
       if (branches.begin(number) == branches.end(number)) return;
@@ -153,25 +154,25 @@ struct Products {
     });
   }
 
-  // Calls work(number, token, rows, what is read next) for every branch with the `rows` tokens of a tile that reach it.
+  // Calls work(number, token, rows, prefetch list) for every branch that tokens of a tile reach; there are `rows` of them.
   template <class Work>
   void each_branch(int64_t tile, Work work) const {
-    const auto place = [&](int64_t number, int64_t t) {
+    const auto first_from = [&](int64_t number, int64_t t) {
       return std::lower_bound(branches.begin(number), branches.end(number), t);
     };
     for (int64_t number = 0; number < branches.count(); ++number) {
-      const int32_t* token = place(number, tile * kTile);
-      const int64_t rows = place(number, (tile + 1) * kTile) - token;
+      const int32_t* token = first_from(number, tile * kTile);
+      const int64_t rows = first_from(number, (tile + 1) * kTile) - token;
       if (rows == 0) continue;
       const T* next = packed + (number + 1) % branches.count() * room();
-      Ahead ahead{{{reinterpret_cast<const char*>(next), room() * int64_t(sizeof(T))}, {}},
+      Prefetcher prefetcher{{{reinterpret_cast<const char*>(next), room() * int64_t(sizeof(T))}, {}},
                   panels_of(rows, kRows) * room() / panel,
                   false};
-      work(number, token, rows, ahead);
+      work(number, token, rows, prefetcher);
     }
   }
 
-  // to (rows, kColumns): the logits of `rows` tokens in a branch, of as many columns as are returned
+  // to (rows, kColumns) = the logits of `rows` tokens in a branch. Returns the branch's number of columns.
   int64_t read(int64_t number, const int32_t* token, int64_t rows, T* to) const {
     return branches.each_run(number, [&](int64_t column, int64_t count, int64_t index, bool is_leaf) {
       for (int64_t r = 0; r < rows; ++r) {
@@ -181,19 +182,19 @@ struct Products {
     });
   }
 
-  // Zeros where a token does not come.
+  // logits = x w^T + bias, zeros in branches that a token does not reach.
   void forward(const T* x, int64_t stride, const Pair<const T>& bias) const {
     pack_weights(true);
     share((tokens + kTile - 1) / kTile, [&](int64_t tile, T* sums) {
       const int64_t first = tile * kTile * branches.trees, last = std::min(tokens, (tile + 1) * kTile) * branches.trees;
       std::fill(logits.at(first, 0, false), logits.at(last, 0, false), T(0));
       std::fill(logits.at(first, 0, true), logits.at(last, 0, true), T(0));
-      each_branch(tile, [&](int64_t number, const int32_t* token, int64_t rows, Ahead& ahead) {
+      each_branch(tile, [&](int64_t number, const int32_t* token, int64_t rows, Prefetcher& prefetcher) {
         const T* w = packed + number * room();
         const int64_t tree = branches.tree(number);
         const int64_t columns = branches.each_run(number, [](auto...) {});
         for (int64_t j = 0; j < columns; j += panel)
-          product<T>({x, stride, 1, token}, w + j * dim, dim, {sums + j, kColumns, 1}, rows, panel, false, ahead);
+          product<T>({x, stride, 1, token}, w + j * dim, dim, {sums + j, kColumns, 1}, rows, panel, false, prefetcher);
         branches.each_run(number, [&](int64_t column, int64_t count, int64_t index, bool is_leaf) {
           const T* plus = bias.at(tree, index, is_leaf);
           for (int64_t r = 0; r < rows; ++r) {
@@ -205,28 +206,28 @@ struct Products {
     });
   }
 
-  // dx (T, P) += the gradients of what tokens reach, times its weights
+  // dx (T, P) += gradients of the logits times weights, over the branches that each token reaches.
   void to_x(T* dx) const {
     pack_weights(false);
     share((tokens + kTile - 1) / kTile, [&](int64_t tile, T* grads) {
-      each_branch(tile, [&](int64_t number, const int32_t* token, int64_t rows, Ahead& ahead) {
+      each_branch(tile, [&](int64_t number, const int32_t* token, int64_t rows, Prefetcher& prefetcher) {
         const T* w = packed + number * room();
         const int64_t columns = read(number, token, rows, grads);
         for (int64_t p = 0; p < dim; p += panel)
           product<T>({grads, kColumns, 1}, w + p * kColumns, columns, {dx + p, dim, 1, token}, rows,
-                     std::min(panel, dim - p), true, ahead);
+                     std::min(panel, dim - p), true, prefetcher);
       });
     });
   }
 
-  // The weights' gradients, of a branch at a time.
+  // The gradients to the weights, one branch at a time.
   void to_weights(const T* x, int64_t stride, const Pair<T>& dweight) const {
     share(branches.count(), [&](int64_t number, T* sums) {
       T *grads = sums + dim * kColumns, *panels = grads + kDepth * kColumns;
       const int32_t *first = branches.begin(number), *end = branches.end(number);
-      std::fill(grads, grads + kDepth * kColumns, T(0));  // behind the columns of this branch
+      std::fill(grads, grads + kDepth * kColumns, T(0));  // also behind the columns of this branch
       if (first == end) std::fill(sums, sums + dim * kColumns, T(0));
-      Ahead none{{}, 1, false};
+      Prefetcher none{{}, 1, false};
       for (const int32_t* token = first; token < end; token += kDepth) {
         const int64_t depth = std::min<int64_t>(kDepth, end - token);
         read(number, token, depth, grads);
@@ -247,11 +248,11 @@ struct Products {
   }
 };
 
-// The branches that a token reaches, a bit each; `split` holds at least a tree's first levels. Without a jump that depends on
-// data: every other one would be mispredicted.
+// The branches that a token reaches, one bit each; `split` has at least the nodes of a tree's first levels. No jump
+// depends on data, since every other one would be mispredicted.
 template <class T>
 uint64_t reached(const T* split, int64_t levels, T half) {
-  uint64_t away = 0;  // branches that a saturated node turns away from
+  uint64_t away = 0;  // branches that saturated nodes exclude
   for (int64_t level = 0, q = 0; level < levels; ++level) {
     const int64_t below = int64_t(1) << (levels - 1 - level);  // branches to the left of a node, and to its right
     const uint64_t side = (uint64_t(1) << below) - 1;
@@ -289,6 +290,7 @@ void reach(const T* split, int64_t stride_token, int64_t stride_tree, double gam
   }
 }
 
+// Products from the arguments MOE_TREE_PRODUCTS_ARGS of ops.h.
 #define MOE_PRODUCTS(T)                                                                                       \
   Products<T> {                                                                                               \
     {trees, experts, levels, offsets, token}, tokens, dim,                                                            \

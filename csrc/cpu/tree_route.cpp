@@ -1,7 +1,7 @@
 // The conditional descent of the tree gate on the CPU (definition: tree_route in python_ref/tree_gate.py).
 //
-// A block of tokens goes down a tree together: a node's weights are read once for all of its tokens, which then part to
-// the left and to the right. A token that meets a node which is not saturated goes on alone, best branch first.
+// A block of tokens goes down a tree together: a node's weights are read once for all tokens that reach it, and each token
+// goes left or right. From a node that is not saturated for a token, the token is searched alone, likeliest node first.
 
 #include "ops.h"
 
@@ -18,14 +18,14 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kBlock = 128;  // tokens; 384 KiB of x at P = 768, which stay in the second cache through all trees
-constexpr int kAbreast = 4;      // tokens whose sums overlap; each has two of its own, so neighbours do not change them
+constexpr int64_t kBlock = 128;  // tokens; their x, 384 KiB at P = 768, stays in the L2 cache for all trees
+constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time; each has its own sums, so its bits do not depend on others
 
 template <class Wide>
-struct Branch {
+struct Candidate {
   Wide prob;
   int64_t node;
-  bool operator<(const Branch& other) const { return prob < other.prob; }
+  bool operator<(const Candidate& other) const { return prob < other.prob; }
 };
 
 template <class F>
@@ -37,24 +37,24 @@ class Descent {
   struct Weights {
     const Key *split, *leaf, *split_bias, *leaf_bias;  // (K, E-1, P), (K, E, P), (K, E-1), (K, E); biases may be null
   };
-  struct Found {
-    Wide* logits;  // (T, K) each; the logit becomes the weight
+  struct Results {
+    Wide* logits;  // (T, K), as all of these; the weight replaces the logit
     int32_t *experts, *visited;
     uint8_t* unsaturated;
   };
 
-  Descent(const Weights& weights, const Found& found, const Step<Wide>& step, int64_t dim, int64_t trees, int64_t experts,
+  Descent(const Weights& weights, const Results& results, const Step<Wide>& step, int64_t dim, int64_t trees, int64_t experts,
           char* room)
-      : weights_(weights), found_(found), step_(step), leaves_(experts), dim_(dim), trees_(trees), experts_(experts) {
-    frontier_ = reinterpret_cast<Branch<Wide>*>(room);
+      : weights_(weights), results_(results), step_(step), leaves_(experts), dim_(dim), trees_(trees), experts_(experts) {
+    frontier_ = reinterpret_cast<Candidate<Wide>*>(room);
     wide_x_ = reinterpret_cast<Wide*>(frontier_ + experts + 1);
     wide_row_ = wide_x_ + kBlock * dim;
     order_ = reinterpret_cast<int32_t*>(wide_row_ + dim);
-    aside_ = order_ + kBlock;
-    logit_ = reinterpret_cast<Wide*>(aside_ + kBlock);
+    others_ = order_ + kBlock;
+    logit_ = reinterpret_cast<Wide*>(others_ + kBlock);
   }
 
-  // Tokens first .. first + count of x (T, P), which is count <= kBlock.
+  // Tokens first .. first + count of x (T, P), count <= kBlock.
   void run(const Key* x, int64_t stride, int64_t first, int64_t count) {
     first_ = first;
     if constexpr (std::is_same_v<F, Float32> || std::is_same_v<F, Float64>) {
@@ -67,7 +67,7 @@ class Descent {
       for (int64_t i = 0; i < count; ++i) order_[i] = int32_t(i);
       descend(0, 0, count, 0);
     }
-    for (int64_t i = 0; i < count; ++i) finish(first + i);
+    for (int64_t i = 0; i < count; ++i) merge_trees(first + i);
   }
 
  private:
@@ -105,7 +105,7 @@ class Descent {
   // logit_[i] = <row, x> + bias for tokens order_[begin .. end)
   void products(const Key* weight, const Key* bias, int64_t index, int64_t begin, int64_t end) const {
     const Wide *w = row(weight + index * dim_), b = bias == nullptr ? Wide(0) : F::widen(bias[index]);
-    for (; begin + kAbreast <= end; begin += kAbreast) products<kAbreast>(w, order_ + begin, b, logit_ + begin);
+    for (; begin + kTokensAtOnce <= end; begin += kTokensAtOnce) products<kTokensAtOnce>(w, order_ + begin, b, logit_ + begin);
     for (; begin < end; ++begin) products<1>(w, order_ + begin, b, logit_ + begin);
   }
 
@@ -116,7 +116,7 @@ class Descent {
     if (node >= experts_ - 1) {
       const int64_t expert = leaves_.expert(node);
       products(weights_.leaf, weights_.leaf_bias, tree_ * experts_ + expert, begin, end);
-      for (; begin < end; ++begin) keep(order_[begin], expert, logit_[begin], depth, false);
+      for (; begin < end; ++begin) write_leaf(order_[begin], expert, logit_[begin], depth, false);
       return;
     }
     products(weights_.split, weights_.split_bias, node_row(node), begin, end);
@@ -127,26 +127,26 @@ class Descent {
       if (t >= step_.half) {
         order_[left++] = token;
       } else if (t <= -step_.half) {
-        aside_[right++] = token;
+        others_[right++] = token;
       } else {
-        aside_[--undecided] = token;
+        others_[--undecided] = token;
       }
     }
-    std::copy(aside_, aside_ + right, order_ + left);
+    std::copy(others_, others_ + right, order_ + left);
     const int64_t alone = left + right;
-    std::copy(aside_ + undecided, aside_ + kBlock, order_ + alone);
+    std::copy(others_ + undecided, others_ + kBlock, order_ + alone);
     for (int64_t i = alone; i < end; ++i) search(order_[i], node, depth);
     descend(2 * node + 1, begin, left, depth + 1);
     descend(2 * node + 2, left, alone, depth + 1);
   }
 
-  // Of the leaves under `start`, where the token arrives with certainty, the likeliest, the left-most of several: nodes
-  // are opened from the likeliest on, until none is left that is as likely as the best leaf.
+  // Finds the likeliest leaf under `start`, the left-most if tied; the token reaches `start` with probability 1. Nodes
+  // are expanded from the likeliest on, until none is left that is as likely as the best leaf.
   void search(int32_t token, int64_t start, int32_t visited) {
-    Branch<Wide>* end = frontier_;
-    Branch<Wide> best{Wide(-1), 0};
+    Candidate<Wide>* end = frontier_;
+    Candidate<Wide> best{Wide(-1), 0};
     bool unknown = false, unsaturated = false;
-    const auto arrive = [&](Wide prob, int64_t node) {
+    const auto add_candidate = [&](Wide prob, int64_t node) {
       if (node < experts_ - 1) {
         *end++ = {prob, node};
         std::push_heap(frontier_, end);
@@ -154,25 +154,25 @@ class Descent {
         best = {prob, node};
       }
     };
-    arrive(1, start);
+    add_candidate(1, start);
     while (end != frontier_ && frontier_->prob >= best.prob) {
-      const Branch<Wide> here = *frontier_;
+      const Candidate<Wide> here = *frontier_;
       std::pop_heap(frontier_, end--);
       ++visited;
       const Wide t = product(token, weights_.split, weights_.split_bias, node_row(here.node));
       const Wide low = step_.low(t), high = 1 - low;
       if (t != t) {
         unknown = true;
-        arrive(here.prob, 2 * here.node + 1);
+        add_candidate(here.prob, 2 * here.node + 1);
         continue;
       }
       unsaturated |= low > 0;
-      if (t > 0 || low > 0) arrive(here.prob * (t < 0 ? low : high), 2 * here.node + 1);
-      if (t < 0 || low > 0) arrive(here.prob * (t < 0 ? high : low), 2 * here.node + 2);
+      if (t > 0 || low > 0) add_candidate(here.prob * (t < 0 ? low : high), 2 * here.node + 1);
+      if (t < 0 || low > 0) add_candidate(here.prob * (t < 0 ? high : low), 2 * here.node + 2);
     }
     const int64_t expert = leaves_.expert(best.node);
     const Wide logit = product(token, weights_.leaf, weights_.leaf_bias, tree_ * experts_ + expert);
-    keep(token, expert, unknown ? std::numeric_limits<Wide>::quiet_NaN() : logit, visited, unsaturated);
+    write_leaf(token, expert, unknown ? std::numeric_limits<Wide>::quiet_NaN() : logit, visited, unsaturated);
   }
 
   Wide product(int32_t token, const Key* weight, const Key* bias, int64_t index) const {
@@ -181,18 +181,18 @@ class Descent {
     return out;
   }
 
-  void keep(int32_t token, int64_t expert, Wide logit, int32_t visited, bool unsaturated) const {
-    const int64_t place = (first_ + token) * trees_ + tree_;
-    found_.logits[place] = logit;
-    found_.experts[place] = int32_t(expert);
-    found_.visited[place] = visited;
-    found_.unsaturated[place] = unsaturated;
+  void write_leaf(int32_t token, int64_t expert, Wide logit, int32_t visited, bool unsaturated) const {
+    const int64_t index = (first_ + token) * trees_ + tree_;
+    results_.logits[index] = logit;
+    results_.experts[index] = int32_t(expert);
+    results_.visited[index] = visited;
+    results_.unsaturated[index] = unsaturated;
   }
 
-  // The softmax over a token's trees; of equal experts the first takes the sum.
-  void finish(int64_t token) const {
-    Wide* weight = found_.logits + token * trees_;
-    int32_t* expert = found_.experts + token * trees_;
+  // The softmax over a token's trees. If several trees chose the same expert, the first gets the sum of their weights.
+  void merge_trees(int64_t token) const {
+    Wide* weight = results_.logits + token * trees_;
+    int32_t* expert = results_.experts + token * trees_;
     const Wide highest = *std::max_element(weight, weight + trees_);
     Wide sum = 0;
     for (int64_t k = 0; k < trees_; ++k) sum += weight[k] = exp(weight[k] - highest);
@@ -207,15 +207,15 @@ class Descent {
   }
 
   const Weights weights_;
-  const Found found_;
+  const Results results_;
   const Step<Wide> step_;
   const Leaves leaves_;
   const int64_t dim_, trees_, experts_;
   int64_t tree_ = 0, first_ = 0, stride_ = 0;
   const Wide* x_ = nullptr;
   Wide *wide_x_, *wide_row_, *logit_;  // (kBlock, P), (P), (kBlock)
-  int32_t *order_, *aside_;            // (kBlock)
-  Branch<Wide>* frontier_;             // (E + 1)
+  int32_t *order_, *others_;           // (kBlock); others_: tokens that go right, then from its end the undecided ones
+  Candidate<Wide>* frontier_;          // (E + 1)
 };
 
 template <class F>

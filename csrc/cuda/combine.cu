@@ -1,5 +1,5 @@
-// Combine: the sum of a token's kept rows, weighted, in float32 and in the order of its choices. Backward goes through the
-// same rows with dy in registers; each row gives a row of drows and an element of dweights.
+// Combine: the weighted sum of a token's kept rows, in float32 and in the order of its choices. Backward reads the same
+// rows with dy in registers; each one gives a row of drows and an element of dweights.
 #include "moe/block.cuh"
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
@@ -9,19 +9,19 @@
 namespace moe {
 namespace {
 
-// kAhead: rows that a thread loads at the same time. kChoices: choices whose partial sums shared memory holds.
-constexpr int kAhead = 4, kChoices = 32;
+// kBatch: rows that a thread loads at the same time. kChoices: choices whose partial sums shared memory holds.
+constexpr int kBatch = 4, kChoices = 32;
 
-// Blocks per SM, which leaves 48 registers a thread, enough for kAhead rows. Without this bound the compiler uses fewer
-// registers by waiting for one row before it loads the next.
+// Blocks per SM: 48 registers a thread, enough for kBatch rows. Without this bound the compiler uses fewer registers, and
+// waits for one row before it loads the next.
 constexpr int kBlocks = 5;
 
-// A piece and the weight of each of kAhead rows of a token. A dropped choice is a row of zeros with weight 0.
+// Piece `v` and the weight of each of kBatch rows of a token. A dropped choice is a row of zeros with weight 0.
 template <class Vector>
 struct Batch {
-  int32_t row[kAhead];
-  float weight[kAhead];
-  Vector piece[kAhead];
+  int32_t row[kBatch];
+  float weight[kBatch];
+  Vector piece[kBatch];
 
   __device__ Batch(const Vector* rows,       // (R, D)
                    int64_t rows_stride,      // vectors from row to row
@@ -29,13 +29,13 @@ struct Batch {
                    const float* weights,     // (count), or nullptr: ones
                    int count, int v, bool inside) {
 #pragma unroll
-    for (int a = 0; a < kAhead; a++) row[a] = a < count ? load(slot_row + a) : -1;
+    for (int a = 0; a < kBatch; a++) row[a] = a < count ? load(slot_row + a) : -1;
 #pragma unroll
-    for (int a = 0; a < kAhead; a++) {
+    for (int a = 0; a < kBatch; a++) {
       piece[a] = row[a] >= 0 && inside ? load(rows + row[a] * rows_stride + v) : Vector{};
     }
 #pragma unroll
-    for (int a = 0; a < kAhead; a++) weight[a] = row[a] < 0 ? 0.0f : weights ? load(weights + a) : 1.0f;
+    for (int a = 0; a < kBatch; a++) weight[a] = row[a] < 0 ? 0.0f : weights ? load(weights + a) : 1.0f;
   }
 };
 
@@ -54,10 +54,10 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   if (weights) weights += token * k;
   for_pieces(vectors, [&](int v) {
     typename Elements::Floats sums = {};
-    for (int i = 0; i < k; i += kAhead) {
+    for (int i = 0; i < k; i += kBatch) {
       const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights ? weights + i : nullptr, k - i, v, true);
 #pragma unroll
-      for (int a = 0; a < kAhead; a++) {
+      for (int a = 0; a < kBatch; a++) {
         typename Elements::Floats values;
         Elements::unpack(batch.piece[a], values);
 #pragma unroll
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   });
 }
 
-// A block takes one token. Each warp sums its pieces of <row, dy>, and the warps' sums are added once for every kChoices
+// One block for each token. Each warp sums its pieces of <row, dy>; the sums of the warps are added after every kChoices
 // choices, always in the same order.
 template <class T, class Vector>
 __global__ void __launch_bounds__(kRowThreads, kBlocks)
@@ -98,10 +98,10 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
       const bool inside = v < vectors;
       typename Elements::Floats dy;
       Elements::unpack(inside ? load(grad + v) : Vector{}, dy);
-      for (int i = first; i < last; i += kAhead) {
+      for (int i = first; i < last; i += kBatch) {
         const Batch<Vector> batch(rows, rows_stride, slot_row + i, weights + i, last - i, v, inside);
 #pragma unroll
-        for (int a = 0; a < kAhead; a++) {
+        for (int a = 0; a < kBatch; a++) {
           if (batch.row[a] < 0) continue;
           typename Elements::Floats values, drow;
           Elements::unpack(batch.piece[a], values);
@@ -148,7 +148,7 @@ struct Backward {
 };
 
 template <class T, class Vector>
-cudaError_t start(const Forward& c, cudaStream_t stream) {
+cudaError_t launch_combine(const Forward& c, cudaStream_t stream) {
   constexpr int kElements = Pack<T, Vector>::kElements;
   const int64_t vectors = c.dim / kElements;
   const RowGrid over(c.tokens, vectors);
@@ -158,7 +158,7 @@ cudaError_t start(const Forward& c, cudaStream_t stream) {
 }
 
 template <class T, class Vector>
-cudaError_t start(const Backward& c, cudaStream_t stream) {
+cudaError_t launch_combine(const Backward& c, cudaStream_t stream) {
   constexpr int kElements = Pack<T, Vector>::kElements;
   const int64_t vectors = c.dim / kElements;
   const int warps = (threads_along(vectors) + kWarpSize - 1) / kWarpSize;
@@ -171,12 +171,15 @@ cudaError_t start(const Backward& c, cudaStream_t stream) {
 
 // In pieces of 16 bytes if all rows allow it, else element by element.
 template <class Call>
-cudaError_t start(int dtype, bool vectors, const Call& call, cudaStream_t stream) {
+cudaError_t launch_combine(int dtype, bool vectorized, const Call& call, cudaStream_t stream) {
   switch (dtype) {
-    case float32: return vectors ? start<float, uint4>(call, stream) : start<float, uint32_t>(call, stream);
+    case float32:
+      return vectorized ? launch_combine<float, uint4>(call, stream) : launch_combine<float, uint32_t>(call, stream);
     case bfloat16:
-      return vectors ? start<__nv_bfloat16, uint4>(call, stream) : start<__nv_bfloat16, uint16_t>(call, stream);
-    case float16: return vectors ? start<__half, uint4>(call, stream) : start<__half, uint16_t>(call, stream);
+      return vectorized ? launch_combine<__nv_bfloat16, uint4>(call, stream)
+                        : launch_combine<__nv_bfloat16, uint16_t>(call, stream);
+    case float16:
+      return vectorized ? launch_combine<__half, uint4>(call, stream) : launch_combine<__half, uint16_t>(call, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -192,8 +195,8 @@ cudaError_t combine_fwd(int dtype, const void* rows, int64_t rows_stride, const 
   if (!plausible(tokens, k, num_rows, dim)) return cudaErrorInvalidValue;
   if (tokens == 0 || dim == 0) return cudaSuccess;
   const int64_t size = element_size(dtype);
-  const bool vectors = rows_divide(16, dim * size, {rows_stride * size}, {rows, y});
-  return start(dtype, vectors, Forward{rows, rows_stride, weights, slot_row, y, tokens, k, dim}, stream);
+  const bool vectorized = rows_divide(16, dim * size, {rows_stride * size}, {rows, y});
+  return launch_combine(dtype, vectorized, Forward{rows, rows_stride, weights, slot_row, y, tokens, k, dim}, stream);
 }
 
 cudaError_t combine_bwd(int dtype, const void* grad, int64_t grad_stride, const void* rows, int64_t rows_stride,
@@ -204,10 +207,10 @@ cudaError_t combine_bwd(int dtype, const void* grad, int64_t grad_stride, const 
   if (!plausible(tokens, k, num_rows, dim) || num_experts < 1) return cudaErrorInvalidValue;
   if (tokens == 0) return cudaSuccess;
   const int64_t size = element_size(dtype);
-  const bool vectors = rows_divide(16, dim * size, {grad_stride * size, rows_stride * size}, {grad, rows, drows});
+  const bool vectorized = rows_divide(16, dim * size, {grad_stride * size, rows_stride * size}, {grad, rows, drows});
   const Backward call{grad,  grad_stride, rows,     rows_stride, weights,     slot_row, expert_offsets,
                       drows, dweights,    tokens,   k,           num_experts, num_rows, dim};
-  return start(dtype, vectors, call, stream);
+  return launch_combine(dtype, vectorized, call, stream);
 }
 
 }  // namespace moe

@@ -1,5 +1,5 @@
-// Dispatch: each token is read once and written to all of its rows. Rows gathered one by one would read a token K
-// times, from memory wherever x exceeds the L2 cache: at T = 32768, D = 2048, K = 8 in bf16 2.1 GB moved, not 1.2.
+// Dispatch: each token is read once and written to all of its rows. A gather by row would read each token K times, from
+// memory if x exceeds the L2 cache: at T = 32768, D = 2048, K = 8 in bf16, 2.1 GB instead of 1.2.
 #include "moe/launch.cuh"
 #include "moe/rows.cuh"
 #include "ops.h"
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kRowThreads)
 }
 
 template <class Vector>
-cudaError_t start(int element_size, const void* x, int64_t x_stride, const int32_t* slot_row,
+cudaError_t launch_dispatch(int element_size, const void* x, int64_t x_stride, const int32_t* slot_row,
                   const int32_t* expert_offsets, void* rows, int64_t tokens, int64_t k, int64_t num_experts,
                   int64_t num_rows, int64_t dim, cudaStream_t stream) {
   const int64_t size = sizeof(Vector), vectors = dim * element_size / size;
@@ -54,8 +54,10 @@ cudaError_t dispatch_fwd(int element_size, const void* x, int64_t x_stride, cons
   const auto divides = [&](int64_t bytes) {
     return rows_divide(bytes, dim * element_size, {x_stride * element_size}, {x, rows});
   };
-  const auto start_widest = divides(16) ? start<uint4> : divides(4) ? start<uint32_t> : start<uint16_t>;
-  return start_widest(element_size, x, x_stride, slot_row, expert_offsets, rows, tokens, k, num_experts, num_rows, dim,
+  const auto launch_widest = divides(16)  ? launch_dispatch<uint4>
+                             : divides(4) ? launch_dispatch<uint32_t>
+                                          : launch_dispatch<uint16_t>;
+  return launch_widest(element_size, x, x_stride, slot_row, expert_offsets, rows, tokens, k, num_experts, num_rows, dim,
                       stream);
 }
 

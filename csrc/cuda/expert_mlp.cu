@@ -1,4 +1,4 @@
-// The hidden units of an expert MLP, backward: the epilogue of one GEMM gives three gradients.
+// Backward pass of an expert MLP's hidden units: the epilogue of one GEMM computes three gradients.
 #include "moe/activation.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -6,8 +6,8 @@
 namespace moe {
 namespace {
 
-// With h = act(pre), y = sum over a token's rows of w (h W_out + b_out) and a = dy W_out^T, which is not stored: dpre =
-// w a act'(pre), w h (for the gradient of W_out), and dw = <h, a> + <b_out, dy>.
+// With h = act(pre), y = sum over a token's rows of w (h W_out + b_out) and a = dy W_out^T, which is not stored, computes
+// dpre = w a act'(pre), w h (for the gradient of W_out), and dw = <h, a> + <b_out, dy>.
 template <class T>
 struct Hidden {
   const T* grad;             // (T, D): dy, which the GEMM reads as well
@@ -22,26 +22,26 @@ struct Hidden {
   T* weighted;     // (R, H)
   float* partial;  // (column tiles, R)
   int64_t num_rows, hidden;
-  bool wide, wide_bias;
+  bool vectorized, vectorized_bias;
 
-  __host__ __device__ static constexpr bool halved() { return false; }
+  __host__ __device__ static constexpr bool gated_columns() { return false; }
 
-  // This lane's part of <b_out, dy> for a row: every LANES-th piece of its columns.
+  // This lane's part of <b_out, dy> for a row: LANES lanes take its pieces in turn.
   template <int LANES>
-  __device__ float bias_share(const Rows& rows, int row) const {
+  __device__ float bias_share(const TileRows& rows, int row) const {
     const int64_t token = row_token ? load(row_token + rows.first + row) : rows.first + row;
     if (token < 0) return 0.0f;
     float dot = 0.0f;
     for (int d = threadIdx.x % LANES * kPiece; d < dim; d += LANES * kPiece) {
       Piece dy;
-      read_piece(grad + token * grad_stride + d, static_cast<int>(dim) - d, wide_bias, dy);
-      dot += b_out.dot(rows.expert, d, static_cast<int>(dim) - d, wide_bias, dy);
+      read_piece(grad + token * grad_stride + d, static_cast<int>(dim) - d, vectorized_bias, dy);
+      dot += b_out.dot(rows.expert, d, static_cast<int>(dim) - d, vectorized_bias, dy);
     }
     return dot;
   }
 
   template <class Tile>
-  __device__ void operator()(const float* sums, const Rows& rows, const Columns<Tile::kN>& columns,
+  __device__ void operator()(const float* sums, const TileRows& rows, const Columns<Tile::kN>& columns,
                              int column_tile) const {
     constexpr int kPieces = Tile::kN / kPiece;
     const bool gated = is_gated(activation);
@@ -55,8 +55,8 @@ struct Hidden {
       if (left > 0 && rows.expert >= 0) {
         const float weight = load(row_weight + rows.first + row);
         read_sums(sums + row * Tile::kPitch + c, a);
-        read_piece(pre + at, left, wide, gate);
-        if (gated) read_piece(pre + at + hidden, left, wide, linear);
+        read_piece(pre + at, left, vectorized, gate);
+        if (gated) read_piece(pre + at + hidden, left, vectorized, linear);
         with_activation(activation, [&](auto curve) {
 #pragma unroll
           for (int d = 0; d < kPiece; d++) {
@@ -70,9 +70,9 @@ struct Hidden {
         });
       }
       if (left > 0) {
-        write_piece(weighted + (rows.first + row) * hidden + columns.at(c), left, wide, a);
-        write_piece(dpre + at, left, wide, gate);
-        if (gated) write_piece(dpre + at + hidden, left, wide, linear);
+        write_piece(weighted + (rows.first + row) * hidden + columns.at(c), left, vectorized, a);
+        write_piece(dpre + at, left, vectorized, gate);
+        if (gated) write_piece(dpre + at + hidden, left, vectorized, linear);
       }
       write_row_sum<Tile>(dot, row, rows, column_tile, num_rows, partial);
     }
@@ -94,12 +94,12 @@ cudaError_t expert_mlp_bwd_hidden(int dtype, const void* grad, int64_t grad_stri
                               expert_stride, weight_stride, expert_offsets, num_rows, num_experts, dim, hidden,
                               transposed, 0, 0};
     const int64_t size = sizeof(T);
-    const bool wide = rows_divide(16, hidden * size, {}, {pre, dpre, weighted});
-    const bool wide_bias = rows_divide(16, 0, {grad_stride * size, b_out ? b_out_stride * size : 0}, {grad, b_out});
+    const bool vectorized = rows_divide(16, hidden * size, {}, {pre, dpre, weighted});
+    const bool vectorized_bias = rows_divide(16, 0, {grad_stride * size, b_out ? b_out_stride * size : 0}, {grad, b_out});
     const Hidden<T> epilogue{static_cast<const T*>(grad), grad_stride, row_token,
                              {static_cast<const T*>(b_out), b_out_stride}, dim, row_weight,
                              static_cast<const T*>(pre), activation, static_cast<T*>(dpre),
-                             static_cast<T*>(weighted), partial, num_rows, hidden, wide, wide_bias};
+                             static_cast<T*>(weighted), partial, num_rows, hidden, vectorized, vectorized_bias};
     return launch_grouped_gemm(gemm, epilogue, stream);
   });
 }

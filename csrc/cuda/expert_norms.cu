@@ -1,22 +1,22 @@
-// Norms of the rows of a grouped GEMM, whose elements are squared and summed in the epilogue instead of stored.
+// Squared norms of the rows of a grouped GEMM: the epilogue squares and sums the elements instead of storing them.
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
 
 namespace moe {
 namespace {
 
-// The sum of squares of x W + b.
+// Sums of squares of each row of x W + b, one for each column tile.
 template <class T>
 struct Norms {
   Bias<T> bias;
   float* partial;  // (column tiles, R)
   int64_t num_rows;
-  bool wide;
+  bool vectorized;
 
-  __host__ __device__ static constexpr bool halved() { return false; }
+  __host__ __device__ static constexpr bool gated_columns() { return false; }
 
   template <class Tile>
-  __device__ void operator()(const float* sums, const Rows& rows, const Columns<Tile::kN>& columns,
+  __device__ void operator()(const float* sums, const TileRows& rows, const Columns<Tile::kN>& columns,
                              int column_tile) const {
     constexpr int kPieces = Tile::kN / kPiece;
     for (int i = threadIdx.x; i < Tile::kM * kPieces; i += Tile::kThreads) {
@@ -25,7 +25,7 @@ struct Norms {
       if (left > 0) {
         Piece values;
         read_sums(sums + row * Tile::kPitch + c, values);
-        bias.add(rows.expert, columns.at(c), left, wide, values);
+        bias.add(rows.expert, columns.at(c), left, vectorized, values);
 #pragma unroll
         for (int d = 0; d < kPiece; d++) square = __fmaf_rn(values[d], values[d], square);
       }
@@ -46,8 +46,8 @@ cudaError_t grouped_gemm_norms(int dtype, const void* rows, int64_t rows_stride,
     const GroupedGemm<T> gemm{static_cast<const T*>(rows), rows_stride, nullptr, static_cast<const T*>(weight),
                               expert_stride, weight_stride, expert_offsets, num_rows, num_experts, din, dout,
                               transposed, 0, 0};
-    const bool wide = rows_divide(16, 0, {bias ? bias_stride * int64_t(sizeof(T)) : 0}, {bias});
-    const Norms<T> epilogue{{static_cast<const T*>(bias), bias_stride}, partial, num_rows, wide};
+    const bool vectorized = rows_divide(16, 0, {bias ? bias_stride * int64_t(sizeof(T)) : 0}, {bias});
+    const Norms<T> epilogue{{static_cast<const T*>(bias), bias_stride}, partial, num_rows, vectorized};
     return launch_grouped_gemm(gemm, epilogue, stream);
   });
 }

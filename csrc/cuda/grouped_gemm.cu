@@ -1,5 +1,5 @@
 // Grouped GEMM with bias and activation in its epilogue, and the backward pass of the activation. The gradient to rows
-// is the same kernel, with the transposed weights read in place.
+// uses the same kernel, which reads the transposed weights in place.
 #include "moe/activation.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -7,7 +7,7 @@
 namespace moe {
 namespace {
 
-// out = act(x W + b), and x W + b itself.
+// Writes out = act(x W + b), and pre = x W + b if it is not null.
 template <class T>
 struct Activate {
   Bias<T> bias;
@@ -15,17 +15,17 @@ struct Activate {
   T* out;  // (R, Dout), of gated activations (R, Dout / 2)
   T* pre;  // (R, Dout), or nullptr
   int64_t dout;
-  bool wide;
+  bool vectorized;
 
-  __host__ __device__ bool halved() const { return is_gated(activation); }
+  __host__ __device__ bool gated_columns() const { return is_gated(activation); }
 
   template <class Tile>
-  __device__ void operator()(const float* sums, const Rows& rows, const Columns<Tile::kN>& columns, int) const {
-    const int pieces = Tile::kN / kPiece / (halved() ? 2 : 1);
+  __device__ void operator()(const float* sums, const TileRows& rows, const Columns<Tile::kN>& columns, int) const {
+    const int pieces = Tile::kN / kPiece / (gated_columns() ? 2 : 1);
     const auto read = [&](int row, int c, Piece& values) {
       read_sums(sums + row * Tile::kPitch + c, values);
-      bias.add(rows.expert, columns.at(c), columns.left(c), wide, values);
-      if (pre) write_piece(pre + (rows.first + row) * dout + columns.at(c), columns.left(c), wide, values);
+      bias.add(rows.expert, columns.at(c), columns.left(c), vectorized, values);
+      if (pre) write_piece(pre + (rows.first + row) * dout + columns.at(c), columns.left(c), vectorized, values);
     };
     for (int i = threadIdx.x; i < rows.count * pieces; i += Tile::kThreads) {
       const int row = i / pieces, c = i % pieces * kPiece;
@@ -36,14 +36,14 @@ struct Activate {
 #pragma unroll
         for (int d = 0; d < kPiece; d++) values[d] = curve(values[d]).value;
       });
-      if (halved()) {
+      if (gated_columns()) {
         Piece linear;
         read(row, c + Tile::kN / 2, linear);
 #pragma unroll
         for (int d = 0; d < kPiece; d++) values[d] *= linear[d];
       }
-      T* const to = out + (rows.first + row) * (halved() ? dout / 2 : dout);
-      write_piece(to + columns.at(c), columns.left(c), wide, values);
+      T* const to = out + (rows.first + row) * (gated_columns() ? dout / 2 : dout);
+      write_piece(to + columns.at(c), columns.left(c), vectorized, values);
     }
   }
 };
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kRowThreads) activation_bwd_kernel(const T* gr
                                                                      const T* pre,         // (R, H), or (R, 2 H)
                                                                      T* dpre,              // like pre
                                                                      int activation, int64_t num_rows, int hidden,
-                                                                     bool wide) {
+                                                                     bool vectorized) {
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= num_rows) return;
   const bool gated = is_gated(activation);
@@ -63,9 +63,9 @@ __global__ void __launch_bounds__(kRowThreads) activation_bwd_kernel(const T* gr
   for_pieces((hidden + kPiece - 1) / kPiece, [&](int piece) {
     const int column = piece * kPiece, left = hidden - column;
     Piece dy, gate, linear = {};
-    read_piece(grad + row * grad_stride + column, left, wide, dy);
-    read_piece(pre + start + column, left, wide, gate);
-    if (gated) read_piece(pre + start + hidden + column, left, wide, linear);
+    read_piece(grad + row * grad_stride + column, left, vectorized, dy);
+    read_piece(pre + start + column, left, vectorized, gate);
+    if (gated) read_piece(pre + start + hidden + column, left, vectorized, linear);
     with_activation(activation, [&](auto curve) {
 #pragma unroll
       for (int d = 0; d < kPiece; d++) {
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kRowThreads) activation_bwd_kernel(const T* gr
         linear[d] = dy[d] * point.value;
       }
     });
-    write_piece(dpre + start + column, left, wide, gate);
-    if (gated) write_piece(dpre + start + hidden + column, left, wide, linear);
+    write_piece(dpre + start + column, left, vectorized, gate);
+    if (gated) write_piece(dpre + start + hidden + column, left, vectorized, linear);
   });
 }
 
@@ -95,9 +95,9 @@ cudaError_t grouped_gemm_fwd(int dtype, const void* x, int64_t x_stride, const i
                               expert_stride, weight_stride, expert_offsets, num_rows, num_experts, din, dout,
                               transposed, 0, 0};
     const int64_t row_bytes = dout / (gated ? 2 : 1) * int64_t(sizeof(T));
-    const bool wide = rows_divide(16, row_bytes, {bias ? bias_stride * int64_t(sizeof(T)) : 0}, {bias, out, pre});
+    const bool vectorized = rows_divide(16, row_bytes, {bias ? bias_stride * int64_t(sizeof(T)) : 0}, {bias, out, pre});
     const Activate<T> epilogue{{static_cast<const T*>(bias), bias_stride}, activation, static_cast<T*>(out),
-                               static_cast<T*>(pre), dout, wide};
+                               static_cast<T*>(pre), dout, vectorized};
     return launch_grouped_gemm(gemm, epilogue, stream);
   });
 }
@@ -110,11 +110,11 @@ cudaError_t activation_bwd(int dtype, const void* grad, int64_t grad_stride, con
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
     const int64_t size = sizeof(T);
-    const bool wide = rows_divide(16, hidden * size, {grad_stride * size}, {grad, pre, dpre});
+    const bool vectorized = rows_divide(16, hidden * size, {grad_stride * size}, {grad, pre, dpre});
     const RowGrid over(num_rows, (hidden + kPiece - 1) / kPiece);
     return launch(activation_bwd_kernel<T>, over.grid, over.block, 0, stream, static_cast<const T*>(grad), grad_stride,
                   static_cast<const T*>(pre), static_cast<T*>(dpre), activation, num_rows, static_cast<int>(hidden),
-                  wide);
+                  vectorized);
   });
 }
 

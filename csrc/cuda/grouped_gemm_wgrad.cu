@@ -1,6 +1,6 @@
 // The gradients of grouped GEMM to weights and bias: for every expert x^T grad over its rows, and the weighted sum of its
-// rows of grad. Rows of x and of grad may be gathered. Both are one launch: the blocks of the sums come first, so that they
-// wait for memory while other blocks multiply.
+// rows of grad. Rows of x and of grad may be gathered. One launch computes both: the blocks of the bias come first, so
+// that they wait for memory while other blocks multiply.
 #include "moe/block.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -28,8 +28,8 @@ struct Gradient {
   T* dbias;                       // (E, Dout), or nullptr
   int64_t num_rows, num_experts, din, dout;
 
-  bool wide_grad;               // rows of grad may be taken as 16 bytes
-  int row_tiles, column_tiles;  // of one expert's Din x Dout, set by `start_tile`
+  bool vectorized_grad;         // rows of grad may be read in pieces of 16 bytes
+  int row_tiles, column_tiles;  // of one expert's Din x Dout, set by `launch_with_tile`
   int bias_tiles;               // blocks of one expert's bias, none without dbias
 };
 
@@ -51,14 +51,14 @@ struct Target {
 
   __device__ Target(int block, int row_tiles, int column_tiles) {
     expert = block / (row_tiles * column_tiles);
-    const Place place(block - expert * row_tiles * column_tiles, row_tiles, column_tiles);
-    m = place.row * Tile::kM, n = place.column * Tile::kN;
+    const TileIndex tile(block - expert * row_tiles * column_tiles, row_tiles, column_tiles);
+    m = tile.row * Tile::kM, n = tile.column * Tile::kN;
   }
 };
 
-// A block sums 64 columns over an expert's rows of grad: 8 threads share the columns and THREADS / 8 the rows, and each
-// thread loads kBiasAhead rows at the same time. In the end their sums are added in a fixed order.
-constexpr int kBiasPieces = 8, kBiasColumns = kBiasPieces * kPiece, kBiasAhead = 4;
+// A block sums 64 columns over an expert's rows of grad: the columns are divided among 8 threads, the rows among
+// THREADS / 8. Each thread loads kBiasBatch rows at the same time. At the end their sums are added in a fixed order.
+constexpr int kBiasPieces = 8, kBiasColumns = kBiasPieces * kPiece, kBiasBatch = 4;
 
 template <class T, int THREADS>
 __device__ void sum_bias(const Gradient<T>& call, int block,
@@ -70,20 +70,20 @@ __device__ void sum_bias(const Gradient<T>& call, int block,
   const int left = dout - first_column - piece * kPiece;
   const Range range(call.expert_offsets, expert, call.num_rows);
   Piece sums = {};
-  for (int i = down; i < range.count; i += kBiasAhead * kDown) {
-    Piece values[kBiasAhead];
-    float weight[kBiasAhead];
+  for (int i = down; i < range.count; i += kBiasBatch * kDown) {
+    Piece values[kBiasBatch];
+    float weight[kBiasBatch];
 #pragma unroll
-    for (int a = 0; a < kBiasAhead; a++) {
-      const bool there = i + a * kDown < range.count;
+    for (int a = 0; a < kBiasBatch; a++) {
+      const bool inside = i + a * kDown < range.count;
       const int64_t at = range.first + i + a * kDown;
-      const int64_t row = !there ? -1 : call.grad_token ? load(call.grad_token + at) : at;
+      const int64_t row = !inside ? -1 : call.grad_token ? load(call.grad_token + at) : at;
       weight[a] = row >= 0 && call.row_weight ? load(call.row_weight + at) : 1.0f;
       read_piece(call.grad + (row < 0 ? 0 : row * call.grad_stride) + first_column + piece * kPiece, row < 0 ? 0 : left,
-                 call.wide_grad, values[a]);
+                 call.vectorized_grad, values[a]);
     }
 #pragma unroll
-    for (int a = 0; a < kBiasAhead; a++) {
+    for (int a = 0; a < kBiasBatch; a++) {
 #pragma unroll
       for (int d = 0; d < kPiece; d++) sums[d] = __fmaf_rn(weight[a], values[a][d], sums[d]);
     }
@@ -109,30 +109,30 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) grouped_gemm_wgrad_kernel(c
   const Target<Tile> from(block, call.row_tiles, call.column_tiles);
   const Range range(call.expert_offsets, from.expert, call.num_rows);
   const int din = static_cast<int>(call.din), dout = static_cast<int>(call.dout);
-  const auto rows_of = [&](const T* matrix, int64_t stride, const int32_t* token) {
+  const auto first_row_of = [&](const T* matrix, int64_t stride, const int32_t* token) {
     return token ? matrix : matrix + range.first * stride;
   };
-  const auto list_of = [&](const int32_t* token) { return token ? token + range.first : nullptr; };
-  GatheredAcrossK<T, Tile, Tile::kM> a(rows_of(call.x, call.x_stride, call.x_token), call.x_stride,
-                                       list_of(call.x_token), from.m, din, range.count);
-  GatheredAcrossK<T, Tile, Tile::kN> b(rows_of(call.grad, call.grad_stride, call.grad_token), call.grad_stride,
-                                       list_of(call.grad_token), from.n, dout, range.count);
+  const auto tokens_of = [&](const int32_t* token) { return token ? token + range.first : nullptr; };
+  GatheredAcrossK<T, Tile, Tile::kM> a(first_row_of(call.x, call.x_stride, call.x_token), call.x_stride,
+                                       tokens_of(call.x_token), from.m, din, range.count);
+  GatheredAcrossK<T, Tile, Tile::kN> b(first_row_of(call.grad, call.grad_stride, call.grad_token), call.grad_stride,
+                                       tokens_of(call.grad_token), from.n, dout, range.count);
   typename Tile::Sums sums = {};
   multiply_tile<T, Tile>(stages, a, b, range.count, sums);
 
-  recompute(block);  // so that `from` keeps no registers during the product
+  recompute(block);  // so that `from` needs no registers during the product
   const auto [expert, m, n] = Target<Tile>(block, call.row_tiles, call.column_tiles);
   float* const staged_sums = reinterpret_cast<float*>(stages);
   stage_sums<Tile>(staged_sums, sums);
   constexpr int kPieces = Tile::kN / kPiece;
-  const bool wide = dout % kPiece == 0;
+  const bool vectorized = dout % kPiece == 0;
   T* const dweight = call.dweight + expert * call.din * call.dout;
   for (int i = threadIdx.x; i < Tile::kM * kPieces; i += Tile::kThreads) {
     const int row = i / kPieces, c = i % kPieces * kPiece;
     if (m + row >= din || n + c >= dout) continue;
     Piece values;
     read_sums(staged_sums + row * Tile::kPitch + c, values);
-    write_piece(dweight + int64_t(m + row) * dout + n + c, dout - n - c, wide, values);
+    write_piece(dweight + int64_t(m + row) * dout + n + c, dout - n - c, vectorized, values);
   }
 }
 
@@ -142,7 +142,7 @@ int64_t blocks(const Gradient<T>& call, int64_t m, int64_t n) {
 }
 
 template <class T, class Tile>
-cudaError_t start_tile(Gradient<T> call, cudaStream_t stream) {
+cudaError_t launch_with_tile(Gradient<T> call, cudaStream_t stream) {
   call.row_tiles = static_cast<int>((call.din + Tile::kM - 1) / Tile::kM);
   call.column_tiles = static_cast<int>((call.dout + Tile::kN - 1) / Tile::kN);
   const int64_t grid = call.num_experts * (int64_t(call.row_tiles) * call.column_tiles + call.bias_tiles);
@@ -153,19 +153,19 @@ cudaError_t start_tile(Gradient<T> call, cudaStream_t stream) {
 }
 
 template <class T>
-cudaError_t start(Gradient<T> call, cudaStream_t stream) {
+cudaError_t launch_wgrad(Gradient<T> call, cudaStream_t stream) {
   constexpr int64_t kSize = sizeof(T);
-  call.wide_grad = rows_divide(16, 0, {call.grad_stride * kSize}, {call.grad});
+  call.vectorized_grad = rows_divide(16, 0, {call.grad_stride * kSize}, {call.grad});
   call.bias_tiles = call.dbias ? static_cast<int>((call.dout + kBiasColumns - 1) / kBiasColumns) : 0;
   const auto divides = [&](int64_t bytes) {  // where rows start and end
     return rows_divide(bytes, call.din * kSize, {call.dout * kSize, call.x_stride * kSize, call.grad_stride * kSize},
                        {call.x, call.grad});
   };
   const bool few = blocks(call, LargeTile::kM, LargeTile::kN) < kFewBlocks;
-  return !divides(4)    ? start_tile<T, SmallUnalignedTile>(call, stream)
-         : !divides(16) ? start_tile<T, SmallEvenTile>(call, stream)
-         : few          ? start_tile<T, SmallTile>(call, stream)
-                        : start_tile<T, LargeTile>(call, stream);
+  return !divides(4)    ? launch_with_tile<T, SmallUnalignedTile>(call, stream)
+         : !divides(16) ? launch_with_tile<T, SmallEvenTile>(call, stream)
+         : few          ? launch_with_tile<T, SmallTile>(call, stream)
+                        : launch_with_tile<T, LargeTile>(call, stream);
 }
 
 }  // namespace
@@ -179,7 +179,7 @@ cudaError_t grouped_gemm_bwd_weight(int dtype, const void* x, int64_t x_stride, 
   if (dout == 0) return cudaSuccess;
   return with_16_bits(dtype, [&](auto element) {
     using T = decltype(element);
-    return start(Gradient<T>{static_cast<const T*>(x), x_stride, x_token, static_cast<const T*>(grad), grad_stride,
+    return launch_wgrad(Gradient<T>{static_cast<const T*>(x), x_stride, x_token, static_cast<const T*>(grad), grad_stride,
                              grad_token, expert_offsets, row_weight, static_cast<T*>(dweight),
                              static_cast<T*>(dbias), num_rows, num_experts, din, dout, false, 0, 0, 0}, stream);
   });

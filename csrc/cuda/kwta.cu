@@ -1,6 +1,6 @@
-// k-winner-take-all. A row is read once and stays in registers (kwta_row.h); the threshold between its k largest elements
-// and the rest is found by counting, from a first guess that takes the row for Gaussian; then the row is written. Three to
-// five counting passes find the threshold of Gaussian rows, at most 40 that of any row.
+// k-winner-take-all. A row is read once and stays in registers (kwta_row.h), except for the longest rows. The threshold
+// between its k largest elements and the others is found by counting, starting from that of a Gaussian row; then the row
+// is written. A Gaussian row takes three to five counting passes, any row at most 40.
 #include <algorithm>
 #include <cmath>
 
@@ -15,8 +15,8 @@ namespace {
 
 enum Ties { kIndex = 0, kStrict = 1, kAll = 2 };
 
-// Passes that guess the next threshold before bisection takes over. The last two are for rows that are not normal, and have
-// many zeros.
+// Passes that interpolate the next threshold, before bisection. The last two try keys 0 and 1 if these are possible,
+// since rows that are not Gaussian may have many zeros.
 constexpr int kGuesses = 8;
 
 struct Problem {
@@ -29,19 +29,19 @@ struct Problem {
   uint8_t* mask;
   int64_t rows;
   int n, k, ties;
-  bool aligned;   // rows of all tensors lie alike among 16-byte vectors, so that vectors of x are vectors of all
+  bool aligned;   // rows of all tensors have the same offset from a multiple of 16 bytes
   float z;        // quantile of 1 - k / n
   float spacing;  // of a standard normal row's elements at z: 1 / (n phi(z))
 };
 
-// Elements with key >= above are winners, and so are the first `needed` of those with the key before it.
+// Winners are the elements with key >= above, and the first `needed` of those with key above - 1.
 struct Cut {
-  int above, needed, ties;  // `ties`: how many have that key, if some are needed
+  int above, needed, ties;  // ties: number of elements with key above - 1, if needed > 0
 };
 
-// count(threshold) is the number of the row's elements that reach it. Between `low`, which at least k reach, and `high`,
-// which at most k do, thresholds are tried until the two are neighbours: the k-th largest then is `low`, unless exactly k
-// reach `high`. Rows of a warp are searched together; one that is done keeps its bracket.
+// At least k elements reach `low`, at most k reach `high`. Thresholds between them are tried until they are neighbours:
+// then `low` is the k-th largest, unless exactly k elements reach `high`. Rows of a warp are searched together; in a
+// finished row both remain neighbours.
 template <class T, class R, class Team>
 __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem& p) {
   using Order = Key<T>;
@@ -67,7 +67,7 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
     key = min(max(key, low + 1), high - 1);
     const int reached = team.sum(row.count(row.threshold(key)));
     const float here = Order::value(Order::bits(key));
-    const int surplus = Team::kShared && row.n == 0 ? 0 : reached - p.k;  // beside the last row may lie none
+    const int surplus = Team::kShared && row.n == 0 ? 0 : reached - p.k;  // lanes may have no row
     if (surplus > 0) {
       low = key, low_count = reached, bottom = here;
     } else {
@@ -82,15 +82,15 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
   return {high, p.ties == kIndex ? needed : 0, low_count - high_count};
 }
 
-// Which ties of a resident row win, for the chunks of this thread, after one exchange of the team. Two chunks share a word:
-// all threads' parts of one have at most 8192 elements.
+// The ties of a resident row that win, for the chunks of this thread, after one exchange of the team. Two chunks share a
+// word of counts: one chunk of all threads has at most 8192 elements.
 template <int CHUNKS>
 struct ThreadTies {
   static constexpr int kPairs = (CHUNKS + 1) / 2;
   static_assert(CHUNKS <= 32);
 
-  uint32_t all = 0;           // bit c: those of chunk c all win
-  int partly = -1, left = 0;  // the one chunk of which some win, if any, and how many
+  uint32_t all = 0;           // bit c: all ties of chunk c win
+  int partly = -1, left = 0;  // the chunk in which some ties win, if any, and their number
 
   template <class Row, class Team>
   __device__ void find(const Row& row, Team& team, uint32_t above, uint32_t tied, int needed) {
@@ -108,7 +108,7 @@ struct ThreadTies {
       else if (wins > 0) partly = c, left = wins;
       needed -= of_chunk(total);
     }
-    int mine = 0;  // counted again: all chunks' counts would take registers
+    int mine = 0;  // counted again: the counts of all chunks would need registers
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       if (partly == c) mine = row.count_ties(row.resident[c], above, tied);
@@ -118,7 +118,7 @@ struct ThreadTies {
   }
 };
 
-// Of the ties of a chunk, as flags, the first `count`.
+// The first `count` of the flags that are set.
 __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   uint32_t taken = 0;
   for (; flags && count > 0; count--) {
@@ -128,15 +128,15 @@ __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   return taken;
 }
 
-// Which of this thread's elements of the edges win: of all ties those of the head come first, those of the tail last.
-// `needed` becomes the number for what lies behind the head.
+// The winners among this thread's elements of the edges: ties of the head come first, those of the tail last. Subtracts
+// the ties of the head from `needed`.
 template <class R, class Team>
-__device__ void choose_edges(const R& row, Team& team, const Cut& cut, uint32_t above, uint32_t tied, int& needed,
+__device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t above, uint32_t tied, int& needed,
                              uint32_t (&chosen)[R::kEdgeWords]) {
   constexpr int kPerWord = R::kPerWord;
   row.reaching(row.edges, above, chosen);
   if (!team.any(needed > 0)) return;
-  uint32_t equal[R::kEdgeWords], here = 0;  // of the head, and in the upper half of the tail
+  uint32_t equal[R::kEdgeWords], here = 0;  // here: ties of the head in the lower half, of the tail in the upper half
   row.reaching(row.edges, tied, equal);
 #pragma unroll
   for (int w = 0; w < R::kEdgeWords; w++) {
@@ -156,29 +156,29 @@ __device__ void choose_edges(const R& row, Team& team, const Cut& cut, uint32_t 
 #pragma unroll
     for (int side = 0; side < 2; side++) {
       const int i = 2 * e + side, rank = static_cast<int>((through - mine) >> 16 * side & 0xffffu);
-      if (rank < wins[side]) chosen[i / kPerWord] |= equal[i / kPerWord] & R::in_place(~0u, i);
+      if (rank < wins[side]) chosen[i / kPerWord] |= equal[i / kPerWord] & R::to_element(~0u, i);
     }
     before += Team::lane_sum(mine);
   }
 }
 
-// Writes the edges. Returns flags of the winners of each.
+// Writes the edges. Returns flags of their winners, for head and tail.
 template <class R, class Team>
 __device__ uint2 write_edges(const R& row, const Team& team, const uint32_t (&chosen)[R::kEdgeWords], int64_t index,
                              const Problem& p) {
   using Bits = typename R::Bits;
   const bool reload = !row.plain || p.values != p.x;
   uint32_t flags[2] = {};
-  row.for_edges([&](int i, int side, int place) {
+  row.for_edges([&](int i, int side, int position) {
     const uint32_t wins = R::element(chosen[i / R::kPerWord], i);
     if (p.bits) flags[side] |= team.ballot(wins != 0) << i / 2 * Team::kLanes;
-    if (place < 0) return;
+    if (position < 0) return;
     if (p.y) {
       const auto* values = static_cast<const Bits*>(p.values) + index * p.values_stride;
-      const uint32_t bits = reload ? load(values + place) : R::element(row.edges[i / R::kPerWord], i);
-      static_cast<Bits*>(p.y)[index * p.n + place] = static_cast<Bits>(bits & wins);
+      const uint32_t bits = reload ? load(values + position) : R::element(row.edges[i / R::kPerWord], i);
+      static_cast<Bits*>(p.y)[index * p.n + position] = static_cast<Bits>(bits & wins);
     }
-    if (p.mask) p.mask[index * p.n + place] = wins & 1;
+    if (p.mask) p.mask[index * p.n + position] = wins & 1;
   });
   return {flags[0], flags[1]};
 }
@@ -199,7 +199,7 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
   uint2 edges;
   if constexpr (R::kEdges) {
     uint32_t chosen[R::kEdgeWords];
-    choose_edges(row, team, cut, above, tied, needed, chosen);
+    select_edges(row, team, cut, above, tied, needed, chosen);
     edges = write_edges(row, team, chosen, index, p);
     if (bits) shifted.put_head(edges.x, team);
   }
@@ -208,16 +208,16 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
     if (team.any(needed > 0)) ties.find(row, team, above, tied, needed);
   }
 
-  int first = 0;  // place of the team's first thread
+  int first = 0;  // position of the team's first thread
 #pragma unroll
   for (int c = 0; c < row.chunks(); c++, first += row.size * kVector) {
-    if (first >= ((p.n + 31) & ~31)) break;  // bits are words
-    row.forget_places();
-    const int place = row.place(c);
+    if (first >= ((p.n + 31) & ~31)) break;  // the bits of a row are whole words
+    row.recompute_positions();
+    const int position = row.position(c);
     uint32_t words[kWords], chosen[kWords];
     row.chunk(c, words);
     uint32_t threshold = above;
-    int partly = 0;  // ties of this thread that win, where others of the chunk do not
+    int partly = 0;  // number of this thread's ties that win, if some of the chunk do not
     if constexpr (R::kResident) {
       if (ties.all >> c & 1) threshold = tied;
       else if (ties.partly == c) partly = ties.left;
@@ -238,29 +238,29 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
     }
     if (bits) {
       if constexpr (!R::kEdges) {
-        write_flags<kVector>(reinterpret_cast<uint8_t*>(bits), winners, place, (row.n + 31) & ~31);
+        write_flags<kVector>(reinterpret_cast<uint8_t*>(bits), winners, position, (row.n + 31) & ~31);
       } else {
-        shifted.template put<kVector>(winners, place);
-        // Words whose flags are all there. The word of the tail comes last.
+        shifted.template put<kVector>(winners, position);
+        // Writes the words that are complete. The word of the tail is written in `finish`.
         const int last = row.frame.head + row.frame.middle;
         if constexpr (RING > 0) shifted.drain(bits, min((first + row.size * kVector) / 32 - 1, last / 32), team);
       }
     }
-    if (place >= row.frame.middle) continue;
+    if (position >= row.frame.middle) continue;
     if (p.y) {
       uint32_t out[kWords];
       if (reload) {
         const Bits* values = static_cast<const Bits*>(p.values) + index * p.values_stride + row.frame.head;
-        read_vector(values, place / kVector, aligned, out);
+        read_vector(values, position / kVector, aligned, out);
       } else {
 #pragma unroll
         for (int w = 0; w < kWords; w++) out[w] = words[w];
       }
 #pragma unroll
       for (int w = 0; w < kWords; w++) out[w] &= chosen[w];
-      write_vector(static_cast<Bits*>(p.y) + start, place / kVector, aligned, out);
+      write_vector(static_cast<Bits*>(p.y) + start, position / kVector, aligned, out);
     }
-    if (p.mask) write_mask<kVector>(p.mask + start + place, aligned, winners);
+    if (p.mask) write_mask<kVector>(p.mask + start + position, aligned, winners);
   }
   if constexpr (R::kEdges) {
     if (bits) shifted.finish(bits, first, row.frame.middle, edges.y, row.n, team);
@@ -270,38 +270,39 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
 template <int RING, class T, int CHUNKS, int EDGES, class Team>
 __device__ void kwta_row(int64_t index, Team team, Exchange<float2>* sums, uint32_t* shared, const Problem& p) {
   Row<T, CHUNKS, EDGES> row(static_cast<const T*>(p.x) + index * p.x_stride, index < p.rows ? p.n : 0, team);
-  float2 moments = row.enter();
+  float2 moments = row.read_moments();
   if constexpr (Team::kBlock) {
     int turn = 0;
     moments = exchange_warp_sums(moments, *sums, turn);
   }
   moments = {warp_sum(moments.x, Team::kLanes), warp_sum(moments.y, Team::kLanes)};
   row.plain = !team.any(!(moments.x == moments.x));
-  row.settle();
+  row.convert();
   const Cut cut = find_cut<T>(row, team, moments, p);
   write_row<RING>(row, team, cut, index, shared, p);
 }
 
-constexpr int kThreads = 256;       // of a block where a warp or a part of it holds a row
-constexpr int kElements = 32;       // of a row in a thread's registers; fewer for shorter rows
-constexpr int kLongest = 16384;     // in blocks of which several fit side by side
-constexpr int kLongThreads = 1024;  // of the one block for rows that registers cannot hold, which are read again
+constexpr int kThreads = 256;       // of a block, if a warp or a part of it holds a row
+constexpr int kElements = 32;       // of a row in a thread's registers, in float32
+constexpr int kLongest = 16384;     // longest row in a block of which several fit on an SM
+constexpr int kLongThreads = 1024;  // of a block for rows that registers cannot hold, which are read again in each pass
 
-// Of a long row in a thread's registers: 32 of them.
+// Elements of a row in a thread: 32 registers of them.
 template <class T>
 constexpr int kMostElements = sizeof(T) == 2 ? 2 * kElements : kElements;
 template <class T>
 constexpr int kMaxThreads = kLongest / kMostElements<T>;
 
-// Of each edge in a thread's registers, where so many threads hold the row.
+// Elements of each edge in a thread, if THREADS threads hold the row.
 template <class T, bool WHOLE, int THREADS>
 constexpr int kEdgeElements = WHOLE ? 0 : 16 / sizeof(T) > THREADS ? 16 / sizeof(T) / THREADS : 1;
 
-// LANES threads hold a row, in as many registers as a long one: few of them pay what a pass costs beside counting.
+// LANES threads hold a row, each with as many elements as in a long row: fewer threads execute the instructions of a pass
+// other than counting.
 template <class T, bool WHOLE, int ELEMENTS, int LANES>
 __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (thread / kWarpSize * kWarpSize / LANES >= p.rows) return;  // with all of its warp
+  if (thread / kWarpSize * kWarpSize / LANES >= p.rows) return;  // the condition is the same in all lanes of a warp
   uint32_t* flags = nullptr;
   if constexpr (!WHOLE) {
     SHARED(uint32_t, words, [kThreads / LANES][kBitsWords<ELEMENTS * LANES>]);
@@ -311,8 +312,8 @@ __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   kwta_row<0, T, kChunks, kEdgeElements<T, WHOLE, LANES>>(thread / LANES, Team<LANES>{}, nullptr, flags, p);
 }
 
-// At 64 registers two blocks of 512 threads fit side by side, at 85 three of 256. With edges 64 are too few. Rows of more
-// than kLongest elements have a multiprocessor to themselves.
+// With 64 registers a thread, two blocks of 512 threads fit on an SM, with 85 three of 256. With edges 64 are too few. A
+// row of more than kLongest elements takes a whole SM.
 template <class T, bool WHOLE, int ELEMENTS, int THREADS>
 __global__ void __launch_bounds__(THREADS, THREADS > kMaxThreads<T> ? 1 : sizeof(T) == 2 ? 3 : WHOLE ? 2 : 1)
     kwta_block_kernel(Problem p) {
@@ -329,20 +330,20 @@ __global__ void __launch_bounds__(THREADS, THREADS > kMaxThreads<T> ? 1 : sizeof
 }
 
 template <class T, bool WHOLE, int ELEMENTS, int LANES>
-cudaError_t start_warps(const Problem& p, cudaStream_t stream) {
+cudaError_t launch_warps(const Problem& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>((p.rows + kThreads / LANES - 1) / (kThreads / LANES)));
   return launch(kwta_warp_kernel<T, WHOLE, ELEMENTS, LANES>, grid, kThreads, 0, stream, p);
 }
 
 template <class T, bool WHOLE>
-cudaError_t start(const Problem& p, cudaStream_t stream) {
+cudaError_t launch_rows(const Problem& p, cudaStream_t stream) {
   constexpr int kMost = kMostElements<T>;
-  const int n = p.n & -static_cast<int>(16 / sizeof(T));  // in whole vectors, at most
-  if (n <= kMost * 2) return start_warps<T, WHOLE, kMost, 2>(p, stream);
-  if (n <= kMost * 4) return start_warps<T, WHOLE, kMost, 4>(p, stream);
-  if (n <= kMost * 8) return start_warps<T, WHOLE, kMost, 8>(p, stream);
-  if (n <= kMost * 16) return start_warps<T, WHOLE, kMost, 16>(p, stream);
-  if (n <= kMost * kWarpSize) return start_warps<T, WHOLE, kMost, kWarpSize>(p, stream);
+  const int n = p.n & -static_cast<int>(16 / sizeof(T));  // elements in whole vectors, at most
+  if (n <= kMost * 2) return launch_warps<T, WHOLE, kMost, 2>(p, stream);
+  if (n <= kMost * 4) return launch_warps<T, WHOLE, kMost, 4>(p, stream);
+  if (n <= kMost * 8) return launch_warps<T, WHOLE, kMost, 8>(p, stream);
+  if (n <= kMost * 16) return launch_warps<T, WHOLE, kMost, 16>(p, stream);
+  if (n <= kMost * kWarpSize) return launch_warps<T, WHOLE, kMost, kWarpSize>(p, stream);
   const dim3 blocks(static_cast<unsigned>(p.rows));
   const int threads = (n + kMost * kWarpSize - 1) / (kMost * kWarpSize) * kWarpSize;
   if (n <= kLongest) {
@@ -357,29 +358,29 @@ cudaError_t start(const Problem& p, cudaStream_t stream) {
   return launch(kwta_block_kernel<T, WHOLE, 0, kLongThreads>, blocks, kLongThreads, 0, stream, p);
 }
 
-struct Rows {
+struct RowLayout {
   const void* first;
   int64_t stride, size;  // elements from row to row, and bytes of an element
 };
 
-// Whether each row starts as many elements behind a multiple of `vector` elements in both.
-bool alike(const Rows& a, const Rows& b, int64_t vector) {
-  const auto start = [](const Rows& rows) { return reinterpret_cast<intptr_t>(rows.first) / rows.size; };
+// Whether rows of both tensors start at the same offset from a multiple of `vector` elements.
+bool same_offset(const RowLayout& a, const RowLayout& b, int64_t vector) {
+  const auto start = [](const RowLayout& rows) { return reinterpret_cast<intptr_t>(rows.first) / rows.size; };
   return (start(a) - start(b)) % vector == 0 && (a.stride - b.stride) % vector == 0;
 }
 
 template <class T>
-cudaError_t start(Problem p, cudaStream_t stream) {
+cudaError_t launch_rows(Problem p, cudaStream_t stream) {
   constexpr int64_t kSize = sizeof(T), kVector = 16 / kSize;
-  const Rows x{p.x, p.x_stride, kSize};
-  p.aligned = alike(x, {p.values, p.values_stride, kSize}, kVector) &&
-              (!p.y || alike(x, {p.y, p.n, kSize}, kVector)) && (!p.mask || alike(x, {p.mask, p.n, 1}, 4));
+  const RowLayout x{p.x, p.x_stride, kSize};
+  p.aligned = same_offset(x, {p.values, p.values_stride, kSize}, kVector) &&
+              (!p.y || same_offset(x, {p.y, p.n, kSize}, kVector)) && (!p.mask || same_offset(x, {p.mask, p.n, 1}, 4));
   const bool whole = p.aligned && is_aligned(p.x, 16) && p.x_stride % kVector == 0 && p.n % kVector == 0;
-  return whole ? start<T, true>(p, stream) : start<T, false>(p, stream);
+  return whole ? launch_rows<T, true>(p, stream) : launch_rows<T, false>(p, stream);
 }
 
 constexpr int kBackwardThreads = 256, kBackwardVectors = 4;
-constexpr int64_t kBackwardBlocks = 1024;  // that share a row, at most: a grid ends at 65535 of them
+constexpr int64_t kBackwardBlocks = 1024;  // most blocks for one row; a grid allows 65535 in y
 
 // A thread takes kBackwardVectors vectors of a row at a time, blockDim.x apart.
 template <class Bits, bool WHOLE>
@@ -389,7 +390,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
                     const uint32_t* bits,  // (rows, ceil(n / 32))
                     Bits* dx,              // (rows, n)
                     int64_t rows, int n,
-                    bool aligned) {  // rows of grad lie among 16-byte vectors as those of dx do
+                    bool aligned) {  // rows of grad and dx have the same offset from a 16-byte vector
   using Order = KeyOrder<8 * sizeof(Bits)>;
   constexpr int kVector = 16 / sizeof(Bits);
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -398,21 +399,21 @@ __global__ void __launch_bounds__(kBackwardThreads)
   const Frame<Bits, !WHOLE> frame(dx, n);
 #pragma unroll 1
   for (int i = threadIdx.x; !WHOLE && blockIdx.y == 0 && i < 2 * kVector; i += blockDim.x) {
-    const int place = frame.edge(i % 2, i / 2);
-    if (place >= 0) dx[place] = load(bits + place / 32) >> place % 32 & 1 ? load(grad + place) : 0;
+    const int position = frame.edge(i % 2, i / 2);
+    if (position >= 0) dx[position] = load(bits + position / 32) >> position % 32 & 1 ? load(grad + position) : 0;
   }
-  const int vectors = frame.middle / kVector, together = kBackwardVectors * blockDim.x;
+  const int vectors = frame.middle / kVector, stride = kBackwardVectors * blockDim.x;
 #pragma unroll 1
-  for (int start = blockIdx.y * together; start < vectors; start += gridDim.y * together) {
+  for (int start = blockIdx.y * stride; start < vectors; start += gridDim.y * stride) {
 #pragma unroll
     for (int v = 0; v < kBackwardVectors; v++) {
       const int i = start + v * blockDim.x + threadIdx.x;
       if (i >= vectors) continue;
-      const unsigned place = frame.head + i * kVector, last = place + kVector - 1;
+      const unsigned position = frame.head + i * kVector, last = position + kVector - 1;
       uint32_t words[4];
       read_vector(grad + frame.head, i, WHOLE || aligned, words);
-      uint32_t flags = load(bits + place / 32) >> place % 32;
-      if (!WHOLE && last / 32 > place / 32) flags |= load(bits + last / 32) << (32 - place % 32);
+      uint32_t flags = load(bits + position / 32) >> position % 32;
+      if (!WHOLE && last / 32 > position / 32) flags |= load(bits + last / 32) << (32 - position % 32);
 #pragma unroll
       for (int w = 0; w < 4; w++) words[w] &= Order::mask(flags >> (w * Order::kPerWord));
       write_vector(dx + frame.head, i, true, words);
@@ -421,10 +422,10 @@ __global__ void __launch_bounds__(kBackwardThreads)
 }
 
 template <class Bits, bool WHOLE>
-cudaError_t start_bwd(const Bits* grad, int64_t grad_stride, const uint32_t* bits, Bits* dx, int64_t rows, int n,
+cudaError_t launch_bwd(const Bits* grad, int64_t grad_stride, const uint32_t* bits, Bits* dx, int64_t rows, int n,
                       bool aligned, cudaStream_t stream) {
   const int64_t vectors = std::max<int64_t>(n * sizeof(Bits) / 16, 1);
-  unsigned across = 4;  // threads along a row: the rest of the block takes further rows
+  unsigned across = 4;  // threads along a row; the other threads of the block take further rows
   while (across < kBackwardThreads && across * kBackwardVectors < vectors) across *= 2;
   const dim3 block(across, kBackwardThreads / across);
   const dim3 grid(static_cast<unsigned>((rows + block.y - 1) / block.y),
@@ -434,17 +435,17 @@ cudaError_t start_bwd(const Bits* grad, int64_t grad_stride, const uint32_t* bit
 }
 
 template <class Bits>
-cudaError_t start_bwd(const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, int64_t n,
+cudaError_t launch_bwd(const void* grad, int64_t grad_stride, const int32_t* bits, void* dx, int64_t rows, int64_t n,
                       cudaStream_t stream) {
   constexpr int64_t kSize = sizeof(Bits), kVector = 16 / kSize;
-  const bool aligned = alike({dx, n, kSize}, {grad, grad_stride, kSize}, kVector);
+  const bool aligned = same_offset({dx, n, kSize}, {grad, grad_stride, kSize}, kVector);
   const bool whole = aligned && is_aligned(dx, 16) && n % kVector == 0;
-  const auto start = whole ? start_bwd<Bits, true> : start_bwd<Bits, false>;
-  return start(static_cast<const Bits*>(grad), grad_stride, reinterpret_cast<const uint32_t*>(bits),
+  const auto with = whole ? launch_bwd<Bits, true> : launch_bwd<Bits, false>;
+  return with(static_cast<const Bits*>(grad), grad_stride, reinterpret_cast<const uint32_t*>(bits),
                static_cast<Bits*>(dx), rows, static_cast<int>(n), aligned, stream);
 }
 
-constexpr int64_t kMaxRow = int64_t(1) << 30;  // elements: positions in a row, and a block past its end, are ints
+constexpr int64_t kMaxRow = int64_t(1) << 30;  // elements: positions in a row, and up to a block past its end, are ints
 
 }  // namespace
 
@@ -462,9 +463,9 @@ cudaError_t kwta_fwd(int dtype, const void* x, int64_t x_stride, const void* val
   const double density = std::exp(-0.5 * z * z) * 0.3989422804014327;  // of the standard normal distribution at z
   p.spacing = static_cast<float>(1.0 / (density * static_cast<double>(n)));
   switch (dtype) {
-    case float32: return start<float>(p, stream);
-    case bfloat16: return start<__nv_bfloat16>(p, stream);
-    case float16: return start<__half>(p, stream);
+    case float32: return launch_rows<float>(p, stream);
+    case bfloat16: return launch_rows<__nv_bfloat16>(p, stream);
+    case float16: return launch_rows<__half>(p, stream);
     default: return cudaErrorInvalidValue;
   }
 }
@@ -474,8 +475,8 @@ cudaError_t kwta_bwd(int element_size, const void* grad, int64_t grad_stride, co
   if (rows < 0 || n < 0 || n > kMaxRow) return cudaErrorInvalidValue;
   if (rows == 0 || n == 0) return cudaSuccess;
   switch (element_size) {
-    case 2: return start_bwd<uint16_t>(grad, grad_stride, bits, dx, rows, n, stream);
-    case 4: return start_bwd<uint32_t>(grad, grad_stride, bits, dx, rows, n, stream);
+    case 2: return launch_bwd<uint16_t>(grad, grad_stride, bits, dx, rows, n, stream);
+    case 4: return launch_bwd<uint32_t>(grad, grad_stride, bits, dx, rows, n, stream);
     default: return cudaErrorInvalidValue;
   }
 }

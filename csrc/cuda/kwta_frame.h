@@ -1,5 +1,5 @@
-// A row among the 16-byte vectors of memory, in which k-winner-take-all reads and writes it. What it has of vectors that
-// lie outside in part are its edges: up to kVector - 1 elements before its middle, the whole vectors, and as many behind.
+// The 16-byte vectors of memory in which k-winner-take-all reads and writes a row. The middle of a row is its whole
+// vectors; its edges are up to kVector - 1 elements before the middle (head) and behind it (tail).
 #pragma once
 
 #include "moe/vector.cuh"
@@ -23,14 +23,14 @@ struct Frame {
     }
   }
 
-  // Element i of an edge, 0 for the head and 1 for the tail: its place in the row, or -1 if there is none.
+  // Element i of an edge, 0 for the head and 1 for the tail: its position in the row, or -1 if there is none.
   __device__ int edge(int side, int i) const {
     return side == 0 ? (i < head ? i : -1) : (i < tail ? head + middle + i : -1);
   }
 };
 
-// A vector of those that start at `from`. `aligned`: it is one of memory too, which it need not be where tensors lie
-// differently.
+// Reads vector number `vector` of those that start at `from`. `aligned`: `from` is at a multiple of 16 bytes, which need
+// not be so if tensors have different offsets.
 template <class Bits>
 __device__ void read_vector(const Bits* from, int vector, bool aligned, uint32_t (&words)[4]) {
   constexpr int kPerWord = 4 / sizeof(Bits);
@@ -59,10 +59,10 @@ __device__ void write_vector(Bits* to, int vector, bool aligned, const uint32_t 
   }
 }
 
-// Zeros and ones from flags: byte i of the result is bit i, for four of them.
+// Bytes of 0 or 1: byte i of the result is bit i of flags, for i < 4.
 __device__ __forceinline__ uint32_t spread_flags(uint32_t flags) { return (flags & 0xfu) * 0x00204081u & 0x01010101u; }
 
-// The bytes of a vector's mask. `aligned`: four of them make a word.
+// Writes the bytes of a vector's mask. `aligned`: as words of four bytes.
 template <int VECTOR>
 __device__ __forceinline__ void write_mask(uint8_t* to, bool aligned, uint32_t winners) {
 #pragma unroll
@@ -77,20 +77,20 @@ __device__ __forceinline__ void write_mask(uint8_t* to, bool aligned, uint32_t w
   }
 }
 
-// The bits of a vector's winners, which start at bit `position` of `bytes`. Neighbouring lanes have neighbouring vectors.
+// Writes the flags of a vector's winners from bit `bit` of `bytes` on. Neighbouring lanes have neighbouring vectors.
 template <int VECTOR>
-__device__ __forceinline__ void write_flags(uint8_t* bytes, uint32_t winners, unsigned position, unsigned end) {
+__device__ __forceinline__ void write_flags(uint8_t* bytes, uint32_t winners, unsigned bit, unsigned end) {
   if constexpr (VECTOR == 4) winners |= __shfl_down_sync(kAllLanes, winners, 1) << 4;
-  if (position % 8 == 0 && position < end) bytes[position / 8] = static_cast<uint8_t>(winners);
+  if (bit % 8 == 0 && bit < end) bytes[bit / 8] = static_cast<uint8_t>(winners);
 }
 
-// For the flags of so many elements and of a head before them, and one word that is read behind them.
+// Words for the flags of ELEMENTS elements and of a head before them, and one word that is read behind them.
 template <int ELEMENTS>
 constexpr int kBitsWords = (ELEMENTS + 31) / 32 + 2;
 
-// The bits of a row with edges: the flags of its vectors start in byte 1 of shared memory, those of the head end there,
-// and words leave it `shift` bits on. There is room for the row, or, in a ring of RING words, for four turns of its threads.
-// Each thread moves out the words that it filled.
+// The bits of a row with edges, collected in shared memory: the flags of the head are at the end of byte 0, those of the
+// vectors start at byte 1. Words of the output start `shift` bits behind the start of shared memory. There is room for
+// the row, or, in a ring of RING words, for four turns of its threads. Each thread writes out some of the words.
 template <int RING>
 struct ShiftedBits {
   uint32_t* words;
@@ -105,12 +105,12 @@ struct ShiftedBits {
   }
 
   template <int VECTOR>
-  __device__ void put(uint32_t winners, int place) {
-    const unsigned position = in_ring(8 + place, 32);
-    write_flags<VECTOR>(reinterpret_cast<uint8_t*>(words), winners, position, position + 1);
+  __device__ void put(uint32_t winners, int position) {
+    const unsigned bit = in_ring(8 + position, 32);
+    write_flags<VECTOR>(reinterpret_cast<uint8_t*>(words), winners, bit, bit + 1);
   }
 
-  // Writes words up to `end`, for which the flags are there.
+  // Writes words up to `end`, whose flags are complete.
   template <class Team>
   __device__ void drain(uint32_t* bits, int end, const Team& team) {
     team.sync();
@@ -120,7 +120,8 @@ struct ShiftedBits {
     drained = end;
   }
 
-  // After the flags of `put` elements: zeros, and in them those of the tail, which lies behind the row's middle.
+  // Adds zeros behind the flags of `put` elements, and among them the flags of the tail behind the row's middle; then
+  // writes all words.
   template <class Team>
   __device__ void finish(uint32_t* bits, int put, int middle, uint32_t tail, int n, const Team& team) {
     const int end = (n + 31) / 32;

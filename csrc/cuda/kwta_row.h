@@ -1,5 +1,5 @@
-// What a thread holds of a row of k-winner-take-all, and how it counts: elements as they are in memory, compared as
-// floating-point numbers, two of 16 bits an instruction; or as ordered integers (moe/keys.cuh) in rows that hold a NaN.
+// A thread's part of a row of k-winner-take-all, and how it counts. Elements are kept as in memory and compared as
+// floating-point numbers, two of 16 bits an instruction. A row with a NaN is converted to ordered integers (moe/keys.cuh).
 #pragma once
 
 #include <type_traits>
@@ -12,8 +12,8 @@
 namespace moe {
 namespace {
 
-// The threads that hold one row: LANES of a warp, whose other lanes hold other rows, or a block, for which LANES is 0. All
-// lanes of a warp call each function together.
+// The threads that hold one row: LANES of a warp, whose other lanes hold other rows, or a block, for which LANES is 0.
+// All lanes of a warp call each function together.
 template <int LANES>
 struct Team {
   static constexpr bool kBlock = LANES == 0, kShared = LANES > 0 && LANES < kWarpSize;
@@ -26,19 +26,19 @@ struct Team {
   int lane = threadIdx.x % kLanes;
   int size = kBlock ? blockDim.x : LANES;
 
-  // Whether it holds for any row of this warp, given what holds for this row.
+  // Whether `here` is true for any row of this warp.
   __device__ static bool any(bool here) {
     if constexpr (kShared) return __any_sync(kAllLanes, here);
     return here;
   }
 
-  // Bit i is that of lane i, of those in this warp that hold the row.
+  // Bit i is the flag of lane i, among the lanes of this warp that hold the row.
   __device__ uint32_t ballot(bool flag) const {
     const uint32_t flags = __ballot_sync(kAllLanes, flag);
     return kShared ? flags >> (threadIdx.x % kWarpSize - lane) & ((1u << kLanes % kWarpSize) - 1) : flags;
   }
 
-  // Over the lanes of this warp that hold the row.
+  // The sum over the lanes of this warp that hold the row.
   template <class T>
   __device__ static T lane_sum(T value) {
     if constexpr (kShared) {
@@ -50,7 +50,7 @@ struct Team {
     }
   }
 
-  // What threads of the row have written to shared memory is there for all of them.
+  // Makes shared memory that one thread of the row wrote visible to all of them.
   __device__ static void sync() {
     if constexpr (kBlock) __syncthreads();
     else __syncwarp();
@@ -61,7 +61,7 @@ struct Team {
     return lane_sum(value);
   }
 
-  // The sum over the threads of the row before this one; total receives that over all.
+  // The sum over the threads of the row before this one; total receives the sum over all. For blocks only.
   __device__ int sum_before(int value, int& total) {
     const int inclusive = warp_inclusive_sum(value, lane);
     const int warp_total = exchange_warp_sums(value, *counts, turn);
@@ -69,7 +69,7 @@ struct Team {
     return warp_sum(lane < rank / kWarpSize ? warp_total : 0) + inclusive - value;
   }
 
-  // Several values at once: over this warp, over the warps before it, and over all. A team calls it once.
+  // Sums of several values: over this warp's lanes (values), over the warps before it, and over all. A team calls it once.
   template <int COUNT>
   __device__ void share(uint32_t (&values)[COUNT], uint32_t (&before)[COUNT], uint32_t (&total)[COUNT]) {
 #pragma unroll
@@ -91,12 +91,12 @@ struct Team {
   }
 };
 
-// How the elements of a register compare with a threshold in each, without being made into keys first: -0
-// equals 0, and nothing compares with a NaN. bfloat16 compares as float16 does, bit pattern by bit pattern; of its values
-// those from 2^121 on would be NaN there.
+// Comparisons of the elements of a register with a threshold, without conversion to keys: -0 equals 0, and a comparison
+// with a NaN is false. The bits of bfloat16 are compared as float16, which gives the same order; values from 2^121 on
+// would be NaN there, so rows with such values are not plain.
 template <class T>
 struct Plain {
-  static constexpr int kInfinity = 0x7c00;  // the key, and its negative, that plain rows lie between
+  static constexpr int kInfinity = 0x7c00;  // keys of plain rows are between -kInfinity and kInfinity
 
   __device__ static uint32_t reaching(uint32_t x, uint32_t threshold) { return half2_reaches(x, threshold); }
   __device__ static uint32_t equal(uint32_t x, uint32_t threshold) { return half2_equals(x, threshold); }
@@ -115,9 +115,9 @@ struct Plain<float> {
   __device__ static bool is_plain(uint32_t found) { return __uint_as_float(found) == __uint_as_float(found); }
 };
 
-// A row. Chunk c of a thread is a vector of the row's middle, and the chunks of the team's threads follow each other. With
-// CHUNKS > 0 all of a thread's elements stay in registers; with 0 they are read again each time. The edges stay: a thread
-// has EDGES elements of each, side by side; with 0 there are none.
+// A row. Chunk c of a thread is a vector of the row's middle, next to chunk c of the team's next thread. With CHUNKS > 0
+// all of a thread's elements stay in registers; with 0 they are read again in each pass. The edges stay in registers: a
+// thread has EDGES elements of each; with 0 there are none.
 template <class T, int CHUNKS, int EDGES>
 struct Row {
   using Order = Key<T>;
@@ -129,7 +129,7 @@ struct Row {
   const Bits* x;  // (n)
   Frame<Bits, kEdges> frame;
   int n, rank, size;
-  bool plain = true;  // the same for the whole row: registers hold elements, NaN outside the row; else keys, 0 outside
+  bool plain = true;  // same in all threads: registers hold elements, NaN outside the row; else keys, 0 outside the row
   uint32_t resident[kResident ? CHUNKS : 1][kWords];
   uint32_t edges[kEdgeWords];
 
@@ -140,22 +140,22 @@ struct Row {
   __device__ int chunks() const {
     return kResident ? CHUNKS : (frame.middle + size * kVector - 1) / (size * kVector);
   }
-  // Of a chunk: where it starts in the row's middle.
-  __device__ int place(int chunk) const { return (chunk * size + rank) * kVector; }
-  // Places take a register each if they are kept from one loop over the chunks to the next.
-  __device__ void forget_places() {
+  // The first element of a chunk, counted from the start of the row's middle.
+  __device__ int position(int chunk) const { return (chunk * size + rank) * kVector; }
+  // Makes the compiler compute positions again: kept from one loop over the chunks to the next, each would take a register.
+  __device__ void recompute_positions() {
     recompute(rank);
     recompute(size);
   }
 
-  // The elements of one chunk as they are in memory, and zeros for what lies outside the row.
-  __device__ void read(int place, uint32_t (&words)[kWords]) const {
+  // The elements of one chunk as in memory, and zeros outside the row.
+  __device__ void read(int position, uint32_t (&words)[kWords]) const {
 #pragma unroll
     for (int w = 0; w < kWords; w++) words[w] = 0;
-    if (place < frame.middle) read_vector(x + frame.head, place / kVector, true, words);
+    if (position < frame.middle) read_vector(x + frame.head, position / kVector, true, words);
   }
 
-  // Calls each(i, side, place in the row) for the edges' elements that this thread may have; `place` is -1 for none.
+  // Calls each(i, side, position in the row) for the edges' elements that this thread may have; `position` is -1 for none.
   template <class Each>
   __device__ void for_edges(Each each) const {
 #pragma unroll
@@ -166,13 +166,13 @@ struct Row {
     return kPerWord == 1 ? word : word >> 16 * (i % kPerWord) & 0xffffu;
   }
 
-  __device__ static uint32_t in_place(uint32_t bits, int i) {
+  __device__ static uint32_t to_element(uint32_t bits, int i) {
     return kPerWord == 1 ? bits : (bits & 0xffffu) << 16 * (i % kPerWord);
   }
 
-  // What lies outside the row becomes NaN, which no threshold counts.
-  __device__ void fill_outside(int place, uint32_t (&words)[kWords]) const {
-    if (place < frame.middle) return;
+  // Writes NaN outside the row, which never reaches a threshold.
+  __device__ void fill_outside(int position, uint32_t (&words)[kWords]) const {
+    if (position < frame.middle) return;
 #pragma unroll
     for (int w = 0; w < kWords; w++) words[w] = 0xffffffffu;
   }
@@ -181,18 +181,18 @@ struct Row {
     const float value = Order::value(bits);
     return value == value ? Order::kZero + Order::key(bits) : Order::kNaN;
   }
-  // Turns words into keys; what lies outside the row gets 0, which no threshold is as low as.
-  __device__ void make_keys(int place, uint32_t (&words)[kWords]) const {
+  // Converts words to keys, with 0 outside the row, which is below every threshold.
+  __device__ void make_keys(int position, uint32_t (&words)[kWords]) const {
 #pragma unroll
     for (int w = 0; w < kWords; w++) {
       uint32_t keys = 0;
 #pragma unroll
       for (int i = 0; i < kPerWord; i++) keys |= key(element(words[w], i)) << (32 / kPerWord % 32 * i);
-      words[w] = place < frame.middle ? keys : 0;
+      words[w] = position < frame.middle ? keys : 0;
     }
   }
 
-  // Sums of the elements of a word and of their squares: of the first of four, as a first guess needs no more.
+  // Adds the elements of a word and their squares: of the first word of four, which is enough for a first guess.
   __device__ static void add_moments(uint32_t word, float2& moments) {
 #pragma unroll
     for (int i = 0; i < kPerWord; i++) {
@@ -201,21 +201,21 @@ struct Row {
       moments.y = __fmaf_rn(value, value, moments.y);
     }
   }
-  __device__ int sampled() const { return max(frame.middle / kWords, 1); }  // elements that the moments are of
+  __device__ int sampled() const { return max(frame.middle / kWords, 1); }  // number of elements in the moments
 
-  // Reads the row: the moments of this thread's elements, NaN where the row is not plain.
-  __device__ float2 enter() {
+  // Reads the row. Returns the moments of this thread's elements, with x = NaN if they are not plain.
+  __device__ float2 read_moments() {
     float2 moments = {0.0f, 0.0f};
     uint32_t found = 0;
     if constexpr (kResident) {
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++) read(place(c), resident[c]);
+      for (int c = 0; c < CHUNKS; c++) read(position(c), resident[c]);
     }
     if constexpr (kEdges) {
 #pragma unroll
       for (int w = 0; w < kEdgeWords; w++) edges[w] = 0;
-      for_edges([&](int i, int, int place) {
-        if (place >= 0) edges[i / kPerWord] |= in_place(load(x + place), i);
+      for_edges([&](int i, int, int position) {
+        if (position >= 0) edges[i / kPerWord] |= to_element(load(x + position), i);
       });
 #pragma unroll
       for (int w = 0; w < kEdgeWords; w++) Plain<T>::check(edges[w], found);
@@ -227,7 +227,7 @@ struct Row {
 #pragma unroll
         for (int w = 0; w < kWords; w++) words[w] = resident[c][w];
       } else {
-        read(place(c), words);
+        read(position(c), words);
       }
       add_moments(words[0], moments);
 #pragma unroll
@@ -237,30 +237,30 @@ struct Row {
     return moments;
   }
 
-  // After the team has agreed on `plain`.
-  __device__ void settle() {
+  // Converts registers to keys if the row is not plain, and marks elements outside the row. `plain` must be set.
+  __device__ void convert() {
     if constexpr (kEdges) {
-      uint32_t settled[kEdgeWords] = {};
-      for_edges([&](int i, int, int place) {
+      uint32_t converted[kEdgeWords] = {};
+      for_edges([&](int i, int, int position) {
         uint32_t bits = element(edges[i / kPerWord], i);
-        if (!plain) bits = place < 0 ? 0 : key(bits);
-        else if (place < 0) bits = ~0u;
-        settled[i / kPerWord] |= in_place(bits, i);
+        if (!plain) bits = position < 0 ? 0 : key(bits);
+        else if (position < 0) bits = ~0u;
+        converted[i / kPerWord] |= to_element(bits, i);
       });
 #pragma unroll
-      for (int w = 0; w < kEdgeWords; w++) edges[w] = settled[w];
+      for (int w = 0; w < kEdgeWords; w++) edges[w] = converted[w];
     }
     if constexpr (!kResident) return;
-    forget_places();
+    recompute_positions();
     if (!plain) {
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++) {
         recompute(resident[c]);
-        make_keys(place(c), resident[c]);
+        make_keys(position(c), resident[c]);
       }
     } else if (frame.middle < CHUNKS * size * kVector) {
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++) fill_outside(place(c), resident[c]);
+      for (int c = 0; c < CHUNKS; c++) fill_outside(position(c), resident[c]);
     }
   }
 
@@ -269,18 +269,18 @@ struct Row {
 #pragma unroll
       for (int w = 0; w < kWords; w++) words[w] = resident[c][w];
     } else {
-      read(place(c), words);
-      if (plain) fill_outside(place(c), words);
-      else make_keys(place(c), words);
+      read(position(c), words);
+      if (plain) fill_outside(position(c), words);
+      else make_keys(position(c), words);
     }
   }
 
-  // A threshold given as a key: each element of a register holds it.
+  // A register with the threshold that has this key in each element.
   __device__ uint32_t threshold(int key) const {
     return Order::in_each(plain ? Order::bits(key) : Order::kZero + key);
   }
 
-  // A sum over words from which `counted` tells how many of their elements reach the threshold.
+  // Adds to `total` a sum over words from which `counted` computes how many elements reach the threshold.
   template <bool PLAIN, int COUNT>
   __device__ static int add_count(const uint32_t (&words)[COUNT], uint32_t threshold, int total) {
 #pragma unroll
@@ -317,7 +317,7 @@ struct Row {
     return plain ? count<true>(threshold) : count<false>(threshold);
   }
 
-  // All bits of the elements that reach a threshold.
+  // Masks with all bits set in the elements that reach a threshold.
   template <int COUNT>
   __device__ void reaching(const uint32_t (&words)[COUNT], uint32_t threshold, uint32_t (&masks)[COUNT]) const {
 #pragma unroll
@@ -326,7 +326,7 @@ struct Row {
     }
   }
 
-  // How many elements of a chunk lie between the thresholds: where they are neighbours, plain ones equal the lower.
+  // Number of elements of a chunk that reach `tied` but not `above`, the next key: plain ones equal `tied`.
   __device__ int count_ties(const uint32_t (&words)[kWords], uint32_t above, uint32_t tied) const {
     if (!plain) return counted(add_count<false>(words, tied, 0)) - counted(add_count<false>(words, above, 0));
     int total = 0;

@@ -1,4 +1,4 @@
-// moe_kernels._cuda: the CUDA launchers, and what the driver offers.
+// moe_kernels._cuda: the CUDA launchers, and the versions of the CUDA runtime and driver.
 
 #include <cuda_runtime_api.h>
 
@@ -12,15 +12,15 @@ namespace py = pybind11;
 
 namespace {
 
-// A launcher's error becomes an exception that names the operation and its arguments, the shapes among them.
+// Converts a launcher's error to an exception with the operation and its arguments, which include the sizes.
 void bind(py::module_& m, const char* name, const moe::Launcher& launcher) {
   m.def(name, [name, launcher](const py::args& args) {
-    const auto words = moe::words_of(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
-    // A launch waits while the queue of the device is full, possibly for a kernel that another Python thread has yet to
-    // start (NCCL's: pytorch issue 109074).
+    const auto arguments = moe::pack_arguments(name, launcher.types, PySequence_Fast_ITEMS(args.ptr()), args.size(), moe::address);
+    // Releases the GIL: a launch waits while the device's queue is full, perhaps for a kernel that another Python thread
+    // has not started yet (an NCCL kernel: pytorch issue 109074).
     const auto status = [&] {
       const py::gil_scoped_release release;
-      return cudaError_t(launcher.call(words.data()));
+      return cudaError_t(launcher.call(arguments.data()));
     }();
     if (status != cudaSuccess)
       throw std::runtime_error(std::string(name) + ": " + cudaGetErrorString(status) + "; arguments " +

@@ -1,6 +1,6 @@
-// Every launcher of csrc/cuda. A launcher starts its kernels on `stream` and returns what the launch said; it waits for
-// nothing and allocates nothing. Arguments are pointers, int64_t, int, float and double, and the stream comes last: the Python
-// module and the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
+// Every launcher of csrc/cuda. A launcher starts its kernels on `stream` and returns the error of the launch; it neither
+// waits nor allocates. Arguments are pointers, int64_t, int, float and double; the stream is last. The Python module and
+// the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
 #pragma once
 
 #include <driver_types.h>
@@ -9,7 +9,7 @@
 
 namespace moe {
 
-// k-winner-take-all: y = values where x is among the k largest of its row, else +0.
+// k-winner-take-all: y = values for elements with x among the k largest of the row, else +0.
 cudaError_t kwta_fwd(int dtype,
                      const void* x,  // (rows, n), last dimension contiguous
                      int64_t x_stride,    // elements from row to row
@@ -20,10 +20,10 @@ cudaError_t kwta_fwd(int dtype,
                      uint8_t* mask,  // (rows, n) of 0 and 1, or nullptr
                      int64_t rows, int64_t n, int64_t k,
                      int ties,  // 0 index, 1 strict, 2 all
-                     float z,   // standard normal quantile of 1 - k / n, where the search for the threshold starts
+                     float z,   // standard normal quantile of 1 - k / n, from which the search for the threshold starts
                      cudaStream_t stream);
 
-// dx = grad where the bit is set, else +0, whatever grad holds there.
+// dx = grad if the bit is set, else +0, also if grad is NaN or inf.
 cudaError_t kwta_bwd(int element_size,      // 2 or 4 bytes
                      const void* grad,      // (rows, n), last dimension contiguous
                      int64_t grad_stride,   // elements from row to row
@@ -39,7 +39,7 @@ cudaError_t topk_gate_fwd(int dtype,
                           int32_t* experts,    // (T, K)
                           void* scratch, int64_t scratch_stride,  // not used
                           int64_t tokens, int64_t num_experts, int64_t k,
-                          int softmax_first,  // over all experts, before the choice
+                          int softmax_first,  // softmax over all experts, before the choice; else over the chosen
                           cudaStream_t stream);
 
 cudaError_t topk_gate_bwd(int dtype,
@@ -51,12 +51,12 @@ cudaError_t topk_gate_bwd(int dtype,
                           void* dlogits,           // (T, E) contiguous
                           int64_t tokens, int64_t num_experts, int64_t k, cudaStream_t stream);
 
-// The routing plan: which row of which expert every choice of every token becomes. Three launches.
+// The routing plan: the row of every choice of every token among those of its expert. Three launches.
 cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
                           const void* experts,   // (T, K) contiguous; ids outside [0, E) are no choice
-                          const int64_t* visit,  // (T) tokens in visiting order, or nullptr: by position
+                          const int64_t* visit,  // (T) tokens in visiting order, or nullptr: 0, 1, ...
                           int32_t* counts,       // (chunks, E) scratch
-                          int64_t chunks,        // from 1 to 1024: blocks that share the T * K requests
+                          int64_t chunks,        // from 1 to 1024: blocks among which the T * K requests are divided
                           int32_t* expert_offsets,  // (E + 1)
                           int32_t* row_token,       // (R)
                           int32_t* row_choice,      // (R)
@@ -89,7 +89,7 @@ cudaError_t combine_fwd(int dtype,
                         void* y,                  // (T, D) contiguous
                         int64_t tokens, int64_t k, int64_t num_rows, int64_t dim, cudaStream_t stream);
 
-// drows_r = weights_tk grad_t, zeros from row expert_offsets[E] on; dweights_tk = <rows_r, grad_t>, 0 where dropped.
+// drows_r = weights_tk grad_t, zeros from row expert_offsets[E] on; dweights_tk = <rows_r, grad_t>, 0 if dropped.
 cudaError_t combine_bwd(int dtype,
                         const void* grad,               // (T, D), last dimension contiguous
                         int64_t grad_stride,            // elements from token to token
@@ -105,14 +105,14 @@ cudaError_t combine_bwd(int dtype,
                         int64_t tokens, int64_t k, int64_t num_experts, int64_t num_rows, int64_t dim,
                         cudaStream_t stream);
 
-// Sinkhorn's iteration: rows, then columns, of exp(scores / tau) normalised, `iterations` times, tau falling
-// geometrically from first_tau to last_tau. Without iterations there is nothing to launch.
+// Sinkhorn's iteration: normalises the rows, then the columns of exp(scores / tau), `iterations` > 0 times. tau falls
+// geometrically from first_tau to last_tau.
 cudaError_t sinkhorn_fwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* p,        // (B, n, n) contiguous
-                         void* scratch,  // (B, n, n) float32 where n > 64 and dtype is not float32
-                         int64_t scratch_stride,  // not used
+                         void* scratch,  // (B, stride): a flag if n <= 64; (n, n) float32 if n > 64 and dtype is not float32
+                         int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n,
                          const double* rows, const double* columns,  // (B, n) sums; or nullptr: ones, no tolerance
                          double tolerance,                           // negative: none
@@ -124,14 +124,14 @@ cudaError_t sinkhorn_bwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* dscores,  // (B, n, n) contiguous
-                         void* scratch,  // (B, stride): float64 (R, 2, n), and after it (n, n) where n > 64
+                         void* scratch,  // (B, stride): float64 (R, 2, n), then (n, n) if n > 64, else a flag
                          int64_t scratch_stride,  // bytes
                          int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
                          double* drows, double* dcolumns,  // (B, n), or nullptr without sums
                          cudaStream_t stream);
 
 // out_r = act(x_r W_e + b_e) for the rows r of expert e, zeros from row expert_offsets[E] on. Gated activations:
-// act(gate) * linear of the two halves of a row.
+// act(gate) * linear, where a row of x W + b is gates, then linear parts.
 cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16, as all of grouped GEMM
                              const void* x,              // (R, Din), or (T, Din) with row_token; last one contiguous
                              int64_t x_stride,           // elements from row to row
@@ -148,7 +148,7 @@ cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16,
                              void* pre,                  // (R, Dout) contiguous: x W + b; or nullptr
                              int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
-// dW_e = sum over the rows of expert e of x_r^T grad_r, and db_e = sum of row_weight_r grad_r: zeros without rows.
+// dW_e = sum over the rows of expert e of x_r^T grad_r, and db_e = sum of row_weight_r grad_r; zeros if it has no rows.
 cudaError_t grouped_gemm_bwd_weight(int dtype,
                                     const void* x,        // (R, Din), or (T, Din) with x_token
                                     int64_t x_stride,     // elements from row to row
@@ -163,7 +163,7 @@ cudaError_t grouped_gemm_bwd_weight(int dtype,
                                     int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout,
                                     cudaStream_t stream);
 
-// out_t = sum of the rows of token t, in float32 and in their order: zeros without rows.
+// out_t = sum of the rows of token t, in float32 and in their order; zeros if it has no rows.
 cudaError_t grouped_gemm_sum_rows(int dtype,
                                   const void* rows,              // (R, D), last dimension contiguous
                                   int64_t rows_stride,           // elements from row to row
@@ -181,9 +181,8 @@ cudaError_t activation_bwd(int dtype,
                            void* dpre,           // like pre
                            int64_t num_rows, int64_t hidden, cudaStream_t stream);
 
-// With h = act(pre) and a_r = grad_token W_e, which is not kept: dpre = row_weight a act'(pre), weighted = row_weight
-// h, and <h, a> + <b_out_e, grad_token> as a partial sum of each 128 columns; the first one has the bias's.
-// Zeros from row expert_offsets[E] on.
+// With h = act(pre) and a_r = grad_token W_e, which is not stored: dpre = row_weight a act'(pre), weighted = row_weight h,
+// and partial = <h, a> over each 128 columns, the first one plus <b_out_e, grad_token>. Zeros from row expert_offsets[E] on.
 cudaError_t expert_mlp_bwd_hidden(int dtype,
                                   const void* grad,          // (T, D), last dimension contiguous
                                   int64_t grad_stride,       // elements from token to token
@@ -202,7 +201,7 @@ cudaError_t expert_mlp_bwd_hidden(int dtype,
                                   int64_t num_rows, int64_t num_experts, int64_t dim, int64_t hidden,
                                   cudaStream_t stream);
 
-// The sum of squares of rows_r W_e + b_e over each 128 columns.
+// partial = sum of squares of rows_r W_e + b_e over each 128 columns.
 cudaError_t grouped_gemm_norms(int dtype,
                                const void* rows,     // (R, Din), last dimension contiguous
                                int64_t rows_stride,  // elements from row to row
@@ -215,8 +214,8 @@ cudaError_t grouped_gemm_norms(int dtype,
                                int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
 // The tree gate after its matrix products: leaf_probs_tji = product of the branch probabilities on the way to leaf i of
-// tree j, gates_ti = sum over j of w_tji exp(leaf_logits_tji) / sum over j and i of the same, where w is leaf_probs +
-// epsilon, or 0 where leaf_probs is less than `least`.
+// tree j, gates_ti = sum over j of w_tji exp(leaf_logits_tji) / sum over j and i of the same, with w = leaf_probs +
+// epsilon, or w = 0 if leaf_probs is less than `least`.
 cudaError_t tree_gate_fwd(int dtype,
                           const void* split_logits,  // (T, K, E - 1) contiguous, nodes in heap order
                           const void* leaf_logits,   // (T, K, E) contiguous, leaves from left to right
@@ -237,7 +236,7 @@ cudaError_t tree_gate_bwd(int dtype,
                           int64_t tokens, int64_t num_trees, int64_t num_experts, float gamma, float epsilon,
                           float least, cudaStream_t stream);
 
-// The descent of every tree from its root, which keeps the likeliest leaf, and a softmax over the kept leaves.
+// Finds the likeliest leaf of every tree by a search from its root; the weights are a softmax over these leaves.
 cudaError_t tree_route_fwd(int dtype,
                            const void* x,             // (T, P), last dimension contiguous
                            int64_t x_stride,          // elements from token to token
@@ -245,10 +244,10 @@ cudaError_t tree_route_fwd(int dtype,
                            const void* leaf_weight,   // (K, E, P) contiguous, leaves from left to right
                            const void* split_bias,    // (K, E - 1), or nullptr
                            const void* leaf_bias,     // (K, E), or nullptr
-                           void* weights,             // (T, K) float32; 0 where an earlier tree has the expert
-                           int32_t* experts,          // (T, K); -1 there
+                           void* weights,             // (T, K) float32; 0 if an earlier tree has the expert
+                           int32_t* experts,          // (T, K); -1 if an earlier tree has the expert
                            int32_t* visited,          // (T, K): nodes whose weights were read
-                           uint8_t* unsaturated,      // (T, K): whether one as likely as the leaf was not saturated
+                           uint8_t* unsaturated,      // (T, K): whether a node at least as likely as the leaf is not saturated
                            void* scratch, int64_t scratch_stride,  // not used
                            int64_t tokens, int64_t dim, int64_t num_trees, int64_t num_experts, float gamma,
                            cudaStream_t stream);

@@ -3,8 +3,8 @@
 //   plan_count_kernel   counts each chunk's requests to each expert
 //   plan_scan_kernel    turns each expert's counts into sums over the chunks before
 //   plan_rank_kernel    goes through the chunks again, tile by tile, and writes each request's row
-// Nothing is sorted, and the only scratch memory is chunks * E counts. Counts are atomic additions in shared memory, since
-// sums of integers do not depend on the order; ranks are computed without atomics.
+// Nothing is sorted, and the only scratch memory is chunks * E counts. Counts use atomic additions in shared memory,
+// since sums of integers do not depend on their order; ranks are computed without atomics.
 #include <algorithm>
 
 #include "moe/block.cuh"
@@ -17,34 +17,34 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kPerThread = 4;                 // requests that a thread holds in registers
-constexpr int kTile = kThreads * kPerThread;  // of a block: 256 of them cover 32768 x 8, two for each SM of an H100
-constexpr int kWindow = 1024;                 // experts a block counts, in up to 40 KiB; more take more blocks
+constexpr int kTile = kThreads * kPerThread;  // requests of a block: 32768 x 8 are 256 tiles, two for each SM of an H100
+constexpr int kWindow = 1024;                 // most experts that a block counts, in up to 40 KiB; more take more blocks
 constexpr uint32_t kNoExpert = 0xffffffffu;
 
-// Requests by their place in visiting order.
+// Requests, numbered in visiting order.
 template <class Index>
 struct Requests {
   const Index* experts;  // (T, K)
-  const int64_t* visit;  // (T) tokens in visiting order, or nullptr: by position
+  const int64_t* visit;  // (T) tokens in visiting order, or nullptr: 0, 1, ...
   uint32_t tokens, k, num_experts;
   bool by_choice;        // all first choices before all second ones; else all choices of a token before the next one
   uint32_t total;        // T * K
-  uint32_t chunk;        // requests in one, a multiple of kTile
+  uint32_t chunk;        // requests of a chunk, a multiple of kTile
 
   __device__ uint32_t first() const { return blockIdx.x * chunk; }
   __device__ uint32_t end() const { return min(first() + chunk, total); }
 
-  __device__ void find(uint32_t place, uint32_t& token, uint32_t& choice) const {
+  __device__ void find(uint32_t number, uint32_t& token, uint32_t& choice) const {
     const uint32_t divisor = by_choice ? tokens : k;
-    const uint32_t quotient = place / divisor, rest = place - quotient * divisor;
+    const uint32_t quotient = number / divisor, rest = number - quotient * divisor;
     choice = by_choice ? quotient : rest;
     const uint32_t position = by_choice ? rest : quotient;
     token = visit ? static_cast<uint32_t>(load(visit + position)) : position;
   }
 
-  __device__ int64_t id(uint32_t place) const {
+  __device__ int64_t id(uint32_t number) const {
     uint32_t token, choice;
-    find(place, token, choice);
+    find(number, token, choice);
     return load(experts + (token * k + choice));
   }
 };
@@ -55,28 +55,28 @@ struct Window {
 
   __device__ explicit Window(uint32_t num_experts)
       : first(blockIdx.y * kWindow), width(min(num_experts - first, static_cast<uint32_t>(kWindow))) {}
-  __device__ uint32_t place(uint32_t expert) const { return expert - first; }  // not below width: another's expert
+  __device__ uint32_t index(uint32_t expert) const { return expert - first; }  // >= width: of another block
 };
 
-// The requests of a tile, in registers. A warp has kPerThread * 32 consecutive requests. Every 32nd of them is a lane's.
+// The requests of a tile, in registers. A warp has kPerThread * 32 consecutive requests; a lane has every 32nd of them.
 // Ids outside [0, E) become kNoExpert.
 template <class Index>
 struct Tile {
-  uint32_t start;  // of this thread's requests, which lie a warp apart
+  uint32_t start;  // number of this thread's first request; the next ones are 32 apart
   uint32_t expert[kPerThread];
 
   __device__ Tile(const Requests<Index>& requests, uint32_t tile)
       : start(tile + threadIdx.x / kWarpSize * (kWarpSize * kPerThread) + threadIdx.x % kWarpSize) {
-    int64_t id[kPerThread];  // past the end the last request's, so that no branch separates the loads
+    int64_t id[kPerThread];  // past the end the id of the last request, so that there are no branches between the loads
 #pragma unroll
-    for (int i = 0; i < kPerThread; i++) id[i] = requests.id(min(place(i), requests.total - 1));
+    for (int i = 0; i < kPerThread; i++) id[i] = requests.id(min(number(i), requests.total - 1));
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) {
-      const bool valid = place(i) < requests.total && static_cast<uint64_t>(id[i]) < requests.num_experts;
+      const bool valid = number(i) < requests.total && static_cast<uint64_t>(id[i]) < requests.num_experts;
       expert[i] = valid ? static_cast<uint32_t>(id[i]) : kNoExpert;
     }
   }
-  __device__ uint32_t place(int i) const { return start + i * kWarpSize; }
+  __device__ uint32_t number(int i) const { return start + i * kWarpSize; }
 };
 
 template <class Index>
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) plan_count_kernel(Requests<Index> re
     const Tile<Index> mine(requests, tile);
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) {
-      const uint32_t e = window.place(mine.expert[i]);
+      const uint32_t e = window.index(mine.expert[i]);
       if (e < window.width) atomicAdd(&count[e], 1);
     }
   }
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) plan_count_kernel(Requests<Index> re
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) counts[e] = count[e];
 }
 
-// Each lane takes one expert, and each warp some of the chunks.
+// Replaces each count by the sum over the chunks before. Each lane takes one expert, and each warp some of the chunks.
 __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
     plan_scan_kernel(int32_t* counts,     // (chunks, E)
                      int32_t* requested,  // (E)
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
   }
 }
 
-struct Rows {
+struct Plan {
   int32_t* expert_offsets;   // (E + 1)
   int32_t* row_token;        // (R)
   int32_t* row_choice;       // (R)
@@ -137,9 +137,9 @@ struct Rows {
   int32_t capacity, rows;    // rows: R
 };
 
-// The sums over all E experts, which each block computes again, as that takes less time than another launch; the first
-// block writes the results. offset[e] receives the first row of each expert of the window. Returns the rows in use.
-__device__ int32_t scan_experts(const Rows& plan, const Window& window, int num_experts, int32_t* offset) {
+// Sums over all E experts. Each block computes them again, which takes less time than another launch; the first block
+// writes the results. offset[e] receives the first row of expert e of the window. Returns the number of rows in use.
+__device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_experts, int32_t* offset) {
   SHARED(Exchange<int>, sums, );
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const bool writes = blockIdx.x == 0 && blockIdx.y == 0;
@@ -153,7 +153,7 @@ __device__ int32_t scan_experts(const Rows& plan, const Window& window, int num_
     const int32_t warp_total = exchange_warp_sums(kept, sums, turn);
     const int32_t first = used + warp_sum(lane < warp ? warp_total : 0) + to_here - kept;
     used += warp_sum(warp_total);
-    if (window.place(expert) < window.width) offset[window.place(expert)] = first;
+    if (window.index(expert) < window.width) offset[window.index(expert)] = first;
     if (!writes) continue;
     dropped += warp_sum(exchange_warp_sums(requested - kept, sums, turn));
     if (expert >= num_experts) continue;
@@ -169,7 +169,7 @@ __device__ int32_t scan_experts(const Rows& plan, const Window& window, int num_
 
 template <class Index>
 __global__ void __launch_bounds__(kThreads)
-    plan_rank_kernel(Requests<Index> requests, Rows plan,
+    plan_rank_kernel(Requests<Index> requests, Plan plan,
                      const int32_t* counts) {  // (chunks, E), requests before a chunk
   const Window window(requests.num_experts);
   DYNAMIC_SHARED(int32_t, shared);
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) next[e] = counts[e];
   const int32_t used = scan_experts(plan, window, requests.num_experts, offset);
   const int64_t block = int64_t(blockIdx.y) * gridDim.x + blockIdx.x, blocks = int64_t(gridDim.x) * gridDim.y;
-#pragma unroll 1  // else the number of turns is found by a 64-bit division
+#pragma unroll 1  // else nvcc computes the number of turns by a 64-bit division
   for (int64_t row = used + block * kThreads + threadIdx.x; row < plan.rows; row += blocks * kThreads) {
     plan.row_token[row] = plan.row_choice[row] = -1;
   }
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads)
     const Tile<Index> mine(requests, tile);
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) {
-      const uint32_t e = window.place(mine.expert[i]);
+      const uint32_t e = window.index(mine.expert[i]);
       if (e < window.width) atomicAdd(&slot[e], 1);
     }
     __syncthreads();
@@ -212,18 +212,18 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) {
-      const uint32_t e = window.place(mine.expert[i]);
+      const uint32_t e = window.index(mine.expert[i]);
       const bool counted = e < window.width;
       const uint32_t same = __match_any_sync(kAllLanes, e);
       const uint32_t earlier = same & ((1u << lane) - 1);
       const int32_t own = counted ? slot[e] + __popc(earlier) : 0;
       __syncwarp();
-      if (counted && same >> lane == 1) slot[e] = own + 1;  // the last of its peers
+      if (counted && same >> lane == 1) slot[e] = own + 1;  // the last lane with this expert
       __syncwarp();
       const bool kept = counted && own < plan.capacity, no_expert = mine.expert[i] == kNoExpert && blockIdx.y == 0;
-      if (mine.place(i) >= requests.total || !(counted || no_expert)) continue;
+      if (mine.number(i) >= requests.total || !(counted || no_expert)) continue;
       uint32_t token, choice;
-      requests.find(mine.place(i), token, choice);
+      requests.find(mine.number(i), token, choice);
       const int32_t row = kept ? offset[e] + own : -1;
       plan.slot_row[token * requests.k + choice] = row;
       if (!kept) continue;
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class Index>
-cudaError_t start(const Requests<Index>& requests, const Rows& plan, int32_t* requested, int32_t* counts, int chunks,
+cudaError_t launch_plan(const Requests<Index>& requests, const Plan& plan, int32_t* requested, int32_t* counts, int chunks,
                   cudaStream_t stream) {
   const int num_experts = static_cast<int>(requests.num_experts);
   const dim3 grid(chunks, (num_experts + kWindow - 1) / kWindow);
@@ -259,7 +259,7 @@ cudaError_t make_plan_fwd(int index_size, const void* experts, const int64_t* vi
   if (num_experts < 1 || num_experts > kMaxExperts) return cudaErrorInvalidValue;
   if (tokens * k > kMaxIndex || capacity < 0 || capacity > kMaxIndex) return cudaErrorInvalidValue;
   if (rows < 0 || rows > tokens * k || chunks < 1 || chunks > kWindow) return cudaErrorInvalidValue;
-  const Rows plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped,
+  const Plan plan{expert_offsets, row_token, row_choice, slot_row, requested, kept, dropped,
                   static_cast<int32_t>(capacity), static_cast<int32_t>(rows)};
   const int64_t tiles = (tokens * k + kTile - 1) / kTile;
   const auto run = [&](auto index) {
@@ -272,7 +272,7 @@ cudaError_t make_plan_fwd(int index_size, const void* experts, const int64_t* vi
     requests.by_choice = by_choice != 0;
     requests.total = static_cast<uint32_t>(tokens * k);
     requests.chunk = static_cast<uint32_t>((tiles + chunks - 1) / chunks * kTile);
-    return start(requests, plan, requested, counts, static_cast<int>(chunks), stream);
+    return launch_plan(requests, plan, requested, counts, static_cast<int>(chunks), stream);
   };
   return index_size == 8 ? run(int64_t{}) : run(int32_t{});
 }

@@ -1,22 +1,23 @@
-// Sinkhorn's iteration (definition: python_ref/sinkhorn.py; backward: the equations of ops/sinkhorn.py). Depending on n, a
-// matrix stays in the registers of one thread, of part of a warp, of a warp or of a block for the whole solve; a larger one
-// is read from memory in every half step (sinkhorn_streamed.h). There are two forms:
+// Sinkhorn's iteration (definition: python_ref/sinkhorn.py; backward: the equations of ops/sinkhorn.py). Depending on n,
+// a matrix stays in the registers of one thread, of part of a warp, of a warp or of a block for the whole solve; a larger
+// one is read from memory in every half step (sinkhorn_streamed.h). There are two forms:
 // * scaled: exp(S / tau) is computed once and then scaled by vectors; cheaper, but the range of S / tau must allow it;
 // * logarithmic: potentials in units of scores, in double, with exp of differences in every step; always possible, also
 //   with prescribed sums or a tolerance.
 //
 // Each form is a kernel of its own, so that the scaled one does not need the registers of the other. The scaled kernel
-// comes first and sets a flag for each matrix, 1 if it needs the logarithmic form; the logarithmic kernel, launched next,
-// returns at once for matrices without the flag.
+// runs first and sets a flag for each matrix, 1 if it needs the logarithmic form; the logarithmic kernel, launched next,
+// returns at once for matrices with flag 0. For streamed matrices, one kernel has both forms forward; backward has only the
+// logarithmic form.
 //
 // From n = 9 on the scaled form stops early:
-// * Forward: an iteration that changes no bit of v ends the solve, as the next ones could not change one either.
+// * Forward: an iteration that changes no bit of v ends the solve, since the next ones would not change any either.
 // * Backward: columns of B and rows of A (see ops/sinkhorn.py) sum to one, so the gradients of potentials shrink from
 //   iteration to iteration: sum |df| <= sum |dg|, and in the next (earlier) one sum |dg| <= sum |df|. The t iterations that
-//   are left add entries of B and A, at most 1 each, times numbers whose sizes sum to at most 2 t sum |dg|. With
+//   are left add entries of B and A, each at most 1, times numbers whose absolute values sum to at most 2 t sum |dg|. With
 //   w = P * dP, it stops once t sum |dg| <= 2^-45 sum |w|, which leaves out less than 6e-14 of sum |w|.
-// Backward is in double and saves v of every iteration, 8 n bytes, and from n = 9 on u as well. With any one of k, u and
-// v, df and dg in float, the rest in double, up to 8 % of the gradients are off by more than 1e-5 of themselves: see
+// Backward is in double and saves v of every iteration, 8 n bytes, and from n = 9 on also u. With only k, or only u and
+// v, or only df and dg in float, up to 8 % of the gradients have a relative error above 1e-5: see
 // backends/triton/_sinkhorn_scaled.py.
 #include "moe/launch.cuh"
 #include "ops.h"
@@ -28,11 +29,11 @@ namespace {
 
 // A flag for each matrix, 1 if it needs the logarithmic form, in the last 8 bytes of its scratch memory.
 struct Flags {
-  char* last;      // those 8 bytes of the first matrix; null: all matrices need it
+  char* last;      // those 8 bytes of the first matrix; null: all matrices need the logarithmic form
   int64_t stride;  // bytes from matrix to matrix
 
-  __device__ void put(int64_t matrix, bool slow) const { *reinterpret_cast<int*>(last + matrix * stride) = slow; }
-  __device__ bool slow(int64_t matrix) const {
+  __device__ void put(int64_t matrix, bool flag) const { *reinterpret_cast<int*>(last + matrix * stride) = flag; }
+  __device__ bool logarithmic(int64_t matrix) const {
     return last == nullptr || *reinterpret_cast<const int*>(last + matrix * stride) != 0;
   }
 };
@@ -40,15 +41,15 @@ struct Flags {
 template <class Team>
 __device__ void fill(typename Team::Tile& tile, float value) {
 #pragma unroll
-  for (int a = 0; a < Team::kTall; a++) {
+  for (int a = 0; a < Team::kTileRows; a++) {
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) tile[a][b] = value;
+    for (int b = 0; b < Team::kTileColumns; b++) tile[a][b] = value;
   }
 }
 
-// Sets the flag of a matrix, in the scaled kernel; returns its form.
+// Sets the flag of a matrix, in the scaled kernel. Returns `form`.
 template <class Team>
-__device__ Form sorted(const Team& team, const Form form, const Flags& flags) {
+__device__ Form flag_form(const Team& team, const Form form, const Flags& flags) {
   if (team.row == 0 && team.column == 0) flags.put(team.matrix, form == Form::logarithmic);
   return form;
 }
@@ -57,13 +58,13 @@ template <class Team>
 __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_kernel(Matrices scores,  // (B, n, n)
                     void* p,          // (B, n, n)
-                    bool vectors, Cooling cooling, Flags flags, int64_t batch, int n) {
+                    bool vectorized, Cooling cooling, Flags flags, int64_t batch, int n) {
   SHARED(double, exchange, [Team::kExchange]);
   Team team(exchange);
   if (team.matrix >= batch) return;
   typename Team::Tile tile;
-  team.read(scores, vectors, n, -infinity(), tile);
-  const Form form = sorted(team, team.form(tile, n, cooling, kFloatRange), flags);
+  team.read(scores, vectorized, n, -infinity(), tile);
+  const Form form = flag_form(team, team.form(tile, n, cooling, kFloatRange), flags);
   if (form == Form::logarithmic) return;
   if (form == Form::broken) {
     fill<Team>(tile, NAN);
@@ -71,24 +72,24 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
     Scaled<float, Team> s(team, tile, 1 / cooling(0));
     for (int64_t t = 0; t < cooling.iterations() && s.iterate(team);) t++;
 #pragma unroll
-    for (int a = 0; a < Team::kTall; a++) {
+    for (int a = 0; a < Team::kTileRows; a++) {
 #pragma unroll
-      for (int b = 0; b < Team::kWide; b++) tile[a][b] = s.k[a][b] * s.u[a] * s.v[b];
+      for (int b = 0; b < Team::kTileColumns; b++) tile[a][b] = s.k[a][b] * s.u[a] * s.v[b];
     }
   }
-  team.write(p, scores.dtype, vectors, n, tile);
+  team.write(p, scores.dtype, vectorized, n, tile);
 }
 
 template <class Team>
 __global__ void __launch_bounds__(Team::kBlock, 1)
     sinkhorn_log_kernel(Matrices scores,  // (B, n, n)
                         void* p,          // (B, n, n)
-                        bool vectors, Cooling cooling, Flags flags, Sums all, int64_t batch, int n) {
+                        bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch, int n) {
   SHARED(double, exchange, [Team::kExchange]);
   Team team(exchange);
-  if (team.matrix >= batch || !flags.slow(team.matrix)) return;
+  if (team.matrix >= batch || !flags.logarithmic(team.matrix)) return;
   typename Team::Tile tile;
-  team.read(scores, vectors, n, -infinity(), tile);
+  team.read(scores, vectorized, n, -infinity(), tile);
   const Sums sums = all.of(team.matrix, n);
   if (team.form(tile, n, cooling, 0) == Form::broken) {
     fill<Team>(tile, NAN);
@@ -97,33 +98,33 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
     for (int64_t t = 0; t < cooling.iterations() && s.iterate(team, tile, cooling(t), t == 0);) t++;
     const double inv_tau = 1 / cooling(cooling.iterations() - 1);
 #pragma unroll
-    for (int a = 0; a < Team::kTall; a++) {
+    for (int a = 0; a < Team::kTileRows; a++) {
 #pragma unroll
-      for (int b = 0; b < Team::kWide; b++) tile[a][b] = s.columns_normal(tile[a][b], a, b, inv_tau);
+      for (int b = 0; b < Team::kTileColumns; b++) tile[a][b] = s.columns_normalised(tile[a][b], a, b, inv_tau);
     }
   }
-  team.write(p, scores.dtype, vectors, n, tile);
+  team.write(p, scores.dtype, vectorized, n, tile);
 }
 
-// Two vectors from each iteration, (R, 2, n): u and v, or anchors and logarithms of columns.
+// Two saved vectors of each iteration, (R, 2, n): u and v, or anchors and logarithms of columns.
 template <class Team>
 struct History {
   double* data;
   const Team& team;
   int n;
 
-  // The first thread of each column, or of each row, writes.
-  __device__ void put(int64_t t, int which, const double (&values)[Team::kWide]) const {
+  // Only the first thread of each column (put), or of each row (put_rows), writes.
+  __device__ void put(int64_t t, int which, const double (&values)[Team::kTileColumns]) const {
     if (team.row > 0) return;
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) {
+    for (int b = 0; b < Team::kTileColumns; b++) {
       if (team.column + b < n) data[(2 * t + which) * n + team.column + b] = values[b];
     }
   }
-  __device__ void put_rows(int64_t t, const double (&values)[Team::kTall]) const {
+  __device__ void put_rows(int64_t t, const double (&values)[Team::kTileRows]) const {
     if (team.column > 0) return;
 #pragma unroll
-    for (int a = 0; a < Team::kTall; a++) {
+    for (int a = 0; a < Team::kTileRows; a++) {
       if (team.row + a < n) data[2 * t * n + team.row + a] = values[a];
     }
   }
@@ -142,7 +143,7 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
   const double inv_tau = 1 / cooling(0);
   const int64_t iterations = cooling.iterations();
   Scaled<double, Team> s(team, tile, inv_tau);
-  int64_t last = 0;  // last iteration that changed anything; later ones have the same u and v
+  int64_t last = 0;  // last iteration that was computed; later ones have the same u and v
   for (;; last++) {
     const bool changed = s.iterate(team);
     if constexpr (Team::kEarly) history.put_rows(last, s.u);
@@ -150,13 +151,13 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     if (!changed || last == iterations - 1) break;
   }
   team.sync();
-  // dS = k * h / tau; both potentials' gradients start from dP, and then run back through the iterations.
-  double h[Team::kTall][Team::kWide], df[Team::kTall], dg[Team::kWide] = {}, whole = 0;
+  // dS = k * h / tau. df and dg, the gradients to -log u and -log v, start from dP and go back through the iterations.
+  double h[Team::kTileRows][Team::kTileColumns], df[Team::kTileRows], dg[Team::kTileColumns] = {}, whole = 0;
 #pragma unroll
-  for (int a = 0; a < Team::kTall; a++) {
+  for (int a = 0; a < Team::kTileRows; a++) {
     df[a] = 0;
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) {
+    for (int b = 0; b < Team::kTileColumns; b++) {
       h[a][b] = s.u[a] * s.v[b] * grad[a][b];
       const double weight = s.k[a][b] * h[a][b];
       df[a] -= weight, dg[b] -= weight, whole += fabs(weight);
@@ -166,37 +167,37 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
   team.along_columns(dg, Add());
   const double negligible = Team::kEarly ? kNegligible * team.sum(whole) : 0.0;
   for (int64_t t = iterations - 1; t >= 0; t--) {
-    double y[Team::kWide], left = 0;
+    double y[Team::kTileColumns], left = 0;
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) {
+    for (int b = 0; b < Team::kTileColumns; b++) {
       y[b] = dg[b] * s.v[b], dg[b] = 0;
       s.v[b] = t > 0 ? history.get(min(t - 1, last), 1, b) : 1.0;
     }
-    // For small matrices u is computed again: at n = 4, saving it would double the bytes read and written.
+    // For small matrices u is computed again: at n = 4, saving it too would double the bytes read and written.
     if constexpr (!Team::kEarly) s.rows(team);
 #pragma unroll
-    for (int a = 0; a < Team::kTall; a++) {
+    for (int a = 0; a < Team::kTileRows; a++) {
       double total = 0;
       if constexpr (Team::kEarly) s.u[a] = history.get_row(min(t, last), a);
 #pragma unroll
-      for (int b = 0; b < Team::kWide; b++) total += s.k[a][b] * y[b];
+      for (int b = 0; b < Team::kTileColumns; b++) total += s.k[a][b] * y[b];
       const double x = s.u[a] * (df[a] - s.u[a] * team.along_row(total, Add()));
       df[a] = 0;
 #pragma unroll
-      for (int b = 0; b < Team::kWide; b++) {
+      for (int b = 0; b < Team::kTileColumns; b++) {
         h[a][b] += s.u[a] * y[b] + x * s.v[b];
         dg[b] -= s.k[a][b] * x;
       }
     }
     team.along_columns(dg, Add());
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) dg[b] *= s.v[b], left += fabs(dg[b]);
+    for (int b = 0; b < Team::kTileColumns; b++) dg[b] *= s.v[b], left += fabs(dg[b]);
     if (Team::kEarly && team.along_row(left, Add()) * t <= negligible) break;
   }
 #pragma unroll
-  for (int a = 0; a < Team::kTall; a++) {
+  for (int a = 0; a < Team::kTileRows; a++) {
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) tile[a][b] = static_cast<float>(s.k[a][b] * h[a][b] * inv_tau);
+    for (int b = 0; b < Team::kTileColumns; b++) tile[a][b] = static_cast<float>(s.k[a][b] * h[a][b] * inv_tau);
   }
 }
 
@@ -210,55 +211,55 @@ __device__ void log_backward(Team& team, typename Team::Tile& tile, const typena
     iterations++;
   }
   team.sync();
-  double ds[Team::kTall][Team::kWide], df[Team::kTall], dg[Team::kWide] = {};
+  double ds[Team::kTileRows][Team::kTileColumns], df[Team::kTileRows], dg[Team::kTileColumns] = {};
   const double last_inv_tau = 1 / cooling(cooling.iterations() - 1);
 #pragma unroll
-  for (int a = 0; a < Team::kTall; a++) {
+  for (int a = 0; a < Team::kTileRows; a++) {
     df[a] = 0;
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) {
-      ds[a][b] = s.columns_normal(tile[a][b], a, b, last_inv_tau) * grad[a][b];
+    for (int b = 0; b < Team::kTileColumns; b++) {
+      ds[a][b] = s.columns_normalised(tile[a][b], a, b, last_inv_tau) * grad[a][b];
       df[a] -= ds[a][b], dg[b] -= ds[a][b];
     }
     df[a] = team.along_row(df[a], Add());
   }
   team.along_columns(dg, Add());
   for (int64_t t = iterations - 1; t >= 0; t--) {
-    const double tau = cooling(t), inv_tau = 1 / tau, hotter = tau * last_inv_tau;
+    const double tau = cooling(t), inv_tau = 1 / tau, tau_ratio = tau * last_inv_tau;
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) {
+    for (int b = 0; b < Team::kTileColumns; b++) {
       dg[b] = sums.per_column(dg[b], team.column + b);
-      if (team.row == 0) sums.lower_column(team.column + b, dg[b] * hotter);
+      if (team.row == 0) sums.subtract_column(team.column + b, dg[b] * tau_ratio);
       s.column_anchor[b] = history.get(t, 0, b), s.column_log[b] = history.get(t, 1, b);
       s.g[b] = t > 0 ? history.get(t - 1, 0, b) + cooling(t - 1) * history.get(t - 1, 1, b) : 0.0;
     }
     s.rows(team, tile, tau);
-    double next[Team::kWide] = {};
+    double next[Team::kTileColumns] = {};
 #pragma unroll
-    for (int a = 0; a < Team::kTall; a++) {
+    for (int a = 0; a < Team::kTileRows; a++) {
       double total = 0;
 #pragma unroll
-      for (int b = 0; b < Team::kWide; b++) {
-        const double change = s.columns_normal(tile[a][b], a, b, inv_tau) * dg[b];
+      for (int b = 0; b < Team::kTileColumns; b++) {
+        const double change = s.columns_normalised(tile[a][b], a, b, inv_tau) * dg[b];
         ds[a][b] += change, total += change;
       }
       const double d = sums.per_row(df[a] - team.along_row(total, Add()), team.row + a);
-      if (team.column == 0) sums.lower_row(team.row + a, d * hotter);
+      if (team.column == 0) sums.subtract_row(team.row + a, d * tau_ratio);
       df[a] = 0;
 #pragma unroll
-      for (int b = 0; b < Team::kWide; b++) {
-        const double change = s.rows_normal(tile[a][b], a, b, inv_tau) * d;
+      for (int b = 0; b < Team::kTileColumns; b++) {
+        const double change = s.rows_normalised(tile[a][b], a, b, inv_tau) * d;
         ds[a][b] += change, next[b] -= change;
       }
     }
     team.along_columns(next, Add());
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) dg[b] = next[b];
+    for (int b = 0; b < Team::kTileColumns; b++) dg[b] = next[b];
   }
 #pragma unroll
-  for (int a = 0; a < Team::kTall; a++) {
+  for (int a = 0; a < Team::kTileRows; a++) {
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) tile[a][b] = static_cast<float>(ds[a][b] * last_inv_tau);
+    for (int b = 0; b < Team::kTileColumns; b++) tile[a][b] = static_cast<float>(ds[a][b] * last_inv_tau);
   }
 }
 
@@ -268,21 +269,21 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
                         Matrices scores,  // (B, n, n)
                         void* dscores,    // (B, n, n)
                         double* scratch,  // (B, stride)
-                        int64_t stride, bool vectors, Cooling cooling, Flags flags, int64_t batch, int n) {
+                        int64_t stride, bool vectorized, Cooling cooling, Flags flags, int64_t batch, int n) {
   SHARED(double, exchange, [Team::kExchange]);
   Team team(exchange);
   if (team.matrix >= batch) return;
   typename Team::Tile tile, dp;
-  team.read(scores, vectors, n, -infinity(), tile);
-  const Form form = sorted(team, team.form(tile, n, cooling, kDoubleRange), flags);
+  team.read(scores, vectorized, n, -infinity(), tile);
+  const Form form = flag_form(team, team.form(tile, n, cooling, kDoubleRange), flags);
   if (form == Form::logarithmic) return;
   if (form == Form::broken) {
     fill<Team>(tile, NAN);
   } else {
-    team.read(grad, vectors, n, 0.0f, dp);
+    team.read(grad, vectorized, n, 0.0f, dp);
     scaled_backward(team, tile, dp, History<Team>{scratch + team.matrix * stride, team, n}, cooling);
   }
-  team.write(dscores, scores.dtype, vectors, n, tile);
+  team.write(dscores, scores.dtype, vectorized, n, tile);
 }
 
 template <class Team>
@@ -291,24 +292,24 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
                             Matrices scores,  // (B, n, n)
                             void* dscores,    // (B, n, n)
                             double* scratch,  // (B, stride)
-                            int64_t stride, bool vectors, Cooling cooling, Flags flags, Sums all, int64_t batch, int n) {
+                            int64_t stride, bool vectorized, Cooling cooling, Flags flags, Sums all, int64_t batch, int n) {
   SHARED(double, exchange, [Team::kExchange]);
   Team team(exchange);
-  if (team.matrix >= batch || !flags.slow(team.matrix)) return;
+  if (team.matrix >= batch || !flags.logarithmic(team.matrix)) return;
   typename Team::Tile tile, dp;
-  team.read(scores, vectors, n, -infinity(), tile);
-  team.read(grad, vectors, n, 0.0f, dp);
+  team.read(scores, vectorized, n, -infinity(), tile);
+  team.read(grad, vectorized, n, 0.0f, dp);
   const Sums sums = all.of(team.matrix, n);
   const bool broken = team.form(tile, n, cooling, 0) == Form::broken;
   const double none = broken ? NAN : 0.0;
-  for (int b = 0; team.row == 0 && b < Team::kWide; b++) sums.begin_column(team.column + b, none);
-  for (int a = 0; team.column == 0 && a < Team::kTall; a++) sums.begin_row(team.row + a, none);
+  for (int b = 0; team.row == 0 && b < Team::kTileColumns; b++) sums.init_column(team.column + b, none);
+  for (int a = 0; team.column == 0 && a < Team::kTileRows; a++) sums.init_row(team.row + a, none);
   if (broken) {
     fill<Team>(tile, NAN);
   } else {
     log_backward(team, tile, dp, History<Team>{scratch + team.matrix * stride, team, n}, cooling, sums);
   }
-  team.write(dscores, scores.dtype, vectors, n, tile);
+  team.write(dscores, scores.dtype, vectorized, n, tile);
 }
 
 using Thread = Team<1, 1, 4, 4>;      // n <= 4
@@ -316,7 +317,7 @@ using Quad = Team<2, 2, 4, 4>;        // n <= 8
 using HalfWarp = Team<4, 4, 4, 4>;    // n <= 16
 using Warp = Team<8, 4, 4, 8>;        // n <= 32, forward
 using WarpGroup = Team<16, 8, 4, 8>;  // n <= 64, forward
-using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward, which has two matrices of doubles to hold
+using TwoWarps = Team<8, 8, 4, 4>;    // n <= 32, backward, which holds two matrices of doubles
 using WholeBlock = Team<16, 16, 4, 4>;  // n <= 64, backward
 
 // The flags, or none if the scaled form is not used at all.
@@ -326,32 +327,32 @@ Flags flags_of(void* scratch, int64_t stride, const Cooling& cooling, const Sums
 }
 
 template <class Team>
-cudaError_t start(const Matrices& scores, void* p, const Cooling& cooling, const Flags& flags, const Sums& sums,
+cudaError_t launch_resident(const Matrices& scores, void* p, const Cooling& cooling, const Flags& flags, const Sums& sums,
                   int64_t batch, int64_t n, cudaStream_t stream) {
-  const bool vectors = scores.in_vectors(n) && is_aligned(p, 16);
+  const bool vectorized = scores.in_vectors(n) && is_aligned(p, 16);
   const int size = static_cast<int>(n);
   if (flags.last != nullptr) {
     const cudaError_t error = launch(sinkhorn_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, scores, p,
-                                     vectors, cooling, flags, batch, size);
+                                     vectorized, cooling, flags, batch, size);
     if (error != cudaSuccess) return error;
   }
-  return launch(sinkhorn_log_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, scores, p, vectors, cooling,
+  return launch(sinkhorn_log_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, scores, p, vectorized, cooling,
                 flags, sums, batch, size);
 }
 
 template <class Team>
-cudaError_t start_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* scratch, int64_t stride,
+cudaError_t launch_resident_bwd(const Matrices& grad, const Matrices& scores, void* dscores, double* scratch, int64_t stride,
                       const Cooling& cooling, const Flags& flags, const Sums& sums, int64_t batch, int64_t n,
                       cudaStream_t stream) {
-  const bool vectors = grad.in_vectors(n) && scores.in_vectors(n) && is_aligned(dscores, 16);
+  const bool vectorized = grad.in_vectors(n) && scores.in_vectors(n) && is_aligned(dscores, 16);
   const int size = static_cast<int>(n);
   if (flags.last != nullptr) {
     const cudaError_t error = launch(sinkhorn_bwd_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, grad,
-                                     scores, dscores, scratch, stride, vectors, cooling, flags, batch, size);
+                                     scores, dscores, scratch, stride, vectorized, cooling, flags, batch, size);
     if (error != cudaSuccess) return error;
   }
   return launch(sinkhorn_log_bwd_kernel<Team>, Team::blocks(batch), Team::kBlock, 0, stream, grad, scores, dscores,
-                scratch, stride, vectors, cooling, flags, sums, batch, size);
+                scratch, stride, vectorized, cooling, flags, sums, batch, size);
 }
 
 bool plausible(int dtype, int64_t iterations, int64_t batch, int64_t n) {
@@ -370,11 +371,11 @@ cudaError_t sinkhorn_fwd(int dtype, const void* scores, int64_t stride_batch, in
   const Matrices from{scores, stride_batch, stride_row, dtype};
   const Cooling cooling(first_tau, last_tau, iterations);
   const Sums sums{rows, columns, tolerance, nullptr, nullptr};
-  const auto resident = n <= Thread::kN      ? start<Thread>
-                        : n <= Quad::kN      ? start<Quad>
-                        : n <= HalfWarp::kN  ? start<HalfWarp>
-                        : n <= Warp::kN      ? start<Warp>
-                        : n <= WarpGroup::kN ? start<WarpGroup>
+  const auto resident = n <= Thread::kN      ? launch_resident<Thread>
+                        : n <= Quad::kN      ? launch_resident<Quad>
+                        : n <= HalfWarp::kN  ? launch_resident<HalfWarp>
+                        : n <= Warp::kN      ? launch_resident<Warp>
+                        : n <= WarpGroup::kN ? launch_resident<WarpGroup>
                                              : nullptr;
   if (resident != nullptr) {
     return resident(from, p, cooling, flags_of(scratch, scratch_stride, cooling, sums), sums, batch, n, stream);
@@ -396,11 +397,11 @@ cudaError_t sinkhorn_bwd(int dtype, const void* grad, int64_t grad_stride_batch,
   const Sums sums{rows, columns, tolerance, drows, dcolumns};
   double* const room = static_cast<double*>(scratch);
   const int64_t stride = scratch_stride / 8;
-  const auto resident = n <= Thread::kN       ? start_bwd<Thread>
-                        : n <= Quad::kN       ? start_bwd<Quad>
-                        : n <= HalfWarp::kN   ? start_bwd<HalfWarp>
-                        : n <= TwoWarps::kN   ? start_bwd<TwoWarps>
-                        : n <= WholeBlock::kN ? start_bwd<WholeBlock>
+  const auto resident = n <= Thread::kN       ? launch_resident_bwd<Thread>
+                        : n <= Quad::kN       ? launch_resident_bwd<Quad>
+                        : n <= HalfWarp::kN   ? launch_resident_bwd<HalfWarp>
+                        : n <= TwoWarps::kN   ? launch_resident_bwd<TwoWarps>
+                        : n <= WholeBlock::kN ? launch_resident_bwd<WholeBlock>
                                               : nullptr;
   if (resident != nullptr) {
     const Flags flags = flags_of(scratch, scratch_stride, cooling, sums);

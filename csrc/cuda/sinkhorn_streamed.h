@@ -1,5 +1,5 @@
-// Matrices too large for registers: a block for each, which reads the matrix from memory (mostly the L2 cache) in every
-// half step. A warp takes every kWarps-th row; sums over columns are combined in shared memory.
+// Matrices too large for registers: one block for each, which reads the matrix from memory (mostly the L2 cache) in every
+// half step. A warp takes every `warps`-th row; sums along columns are combined in shared memory.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 namespace moe {
 namespace {
 
-constexpr int kLargest = 1024;       // n: 99 KB of shared memory have room for it
-constexpr int kStreamThreads = 512;  // of a block, at most
+constexpr int kLargest = 1024;       // largest n, for which 99 KB of shared memory are enough
+constexpr int kStreamThreads = 512;  // most threads of a block
 
 class Streamed {
  public:
@@ -19,7 +19,7 @@ class Streamed {
 
   int n, warp, warps, lane;
   double *f, *g, *anchor, *logs, *df, *dg;  // (n)
-  double* partial;                          // (warps, n), a row for each warp
+  double* partial;                          // (warps, n)
   const Sums sums;
 
   __device__ Streamed(double* shared, const Matrices& scores, const Sums& all, int n)
@@ -27,7 +27,7 @@ class Streamed {
         g(f + n), anchor(g + n), logs(anchor + n), df(logs + n), dg(df + n), partial(dg + n), sums(all.of(blockIdx.x, n)),
         scores_(scores), start_(int64_t(blockIdx.x) * scores.stride_batch) {}
 
-  // As many warps as there is shared memory for their partial sums: at n = 1024 16 on sm_90, 14 on sm_80, 6 on sm_86.
+  // Warps are limited by the shared memory for their partial sums: at n = 1024, 16 on sm_90, 14 on sm_80, 6 on sm_86.
   static int threads(int64_t n) {
     const int64_t warps = shared_memory_limit() / (n * 8) - kVectors;
     return static_cast<int>(std::min<int64_t>(warps, kStreamThreads / kWarpSize)) * kWarpSize;
@@ -51,7 +51,7 @@ class Streamed {
     for_columns([&](int j) { mine[j] = value; });
   }
 
-  // Calls each(j, combined) with each column's values combined over the warps, and then sets all of them to `next`.
+  // Calls each(j, total) with each column's values combined over the warps, and sets all partial values to `next`.
   template <class T, class Combine, class Each>
   __device__ void collect(T* partials, Combine combine, T next, Each each) const {
     __syncthreads();
@@ -77,7 +77,7 @@ class Streamed {
   }
 
   __device__ Form form(const Cooling& cooling, double limit) const {
-    int wide = !cooling.constant(), broken = 0;
+    int logarithmic = !cooling.constant(), broken = 0;
     for_rows([&](int i) {
       float high = -infinity(), negated_low = -infinity();
       for_columns([&](int j) {
@@ -86,13 +86,13 @@ class Streamed {
         broken |= !(x < infinity());
       });
       high = along_row(high, Max()), negated_low = along_row(negated_low, Max());
-      wide |= negated_low == infinity() || !((high + negated_low) / cooling(0) < limit);
+      logarithmic |= negated_low == infinity() || !((high + negated_low) / cooling(0) < limit);
     });
     if (__syncthreads_or(broken)) return Form::broken;
-    return __syncthreads_or(wide) ? Form::logarithmic : Form::scaled;
+    return __syncthreads_or(logarithmic) ? Form::logarithmic : Form::scaled;
   }
 
-  // The potential of row i from g, as anchor (`most`) and logarithm; see Potentials.
+  // Computes the potential of row i from g, as anchor (`most`) and logarithm; see Potentials.
   template <class T>
   __device__ void row(int i, double inv_tau, double& most, double& log_sum) const {
     most = -infinity();
@@ -104,7 +104,7 @@ class Streamed {
   }
 
   // Before the first iteration.
-  __device__ void begin() const {
+  __device__ void init() const {
     clear(partial + warp * n, -double(infinity()));
     for (int j = threadIdx.x; j < n; j += blockDim.x) f[j] = g[j] = anchor[j] = logs[j] = 0;
     __syncthreads();
@@ -122,7 +122,7 @@ class Streamed {
       row<T>(i, inv_tau, most, log_sum);
       const double potential = most + tau * log_sum;
       if (lane == 0) {
-        off |= sums.tolerance >= 0 && sums.row_off(exp((potential - f[i]) * inv_tau), i) > sums.tolerance;
+        off |= sums.tolerance >= 0 && sums.row_error(exp((potential - f[i]) * inv_tau), i) > sums.tolerance;
         before[i] = f[i], f[i] = potential;
       }
       for_columns([&](int j) { mine[j] = Max()(mine[j], score(i, j) - potential); });
@@ -144,7 +144,7 @@ class Streamed {
   }
 
   template <class T>
-  __device__ T columns_normal(int i, int j, double inv_tau) const {
+  __device__ T columns_normalised(int i, int j, double inv_tau) const {
     return share<T>(((score(i, j) - f[i]) - anchor[j]) * inv_tau - logs[j]);
   }
 
@@ -157,14 +157,15 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Whether a column of this thread, in exp(S / tau) itself, is off by more than the tolerance. Empty columns are not.
+  // Whether a sum of this thread's columns of exp(S / tau), before any iteration, is off by more than the tolerance.
+  // Columns of -inf are not.
   __device__ bool columns_off(double inv_tau) const {
     bool off = false;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
       float high = -infinity();
       double total = 0;
       for (int i = 0; i < n; i++) high = fmaxf(high, score(i, j)), total += exp(score(i, j) * inv_tau);
-      off |= high > -infinity() && sums.column_off(total, j) > sums.tolerance;
+      off |= high > -infinity() && sums.column_error(total, j) > sums.tolerance;
     }
     return off;
   }
@@ -201,7 +202,7 @@ __device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float
       const float next = reciprocal(total);
       changed |= next != v[j], v[j] = next;
     });
-    if (!__syncthreads_or(changed)) break;  // nor would the next iterations change a bit
+    if (!__syncthreads_or(changed)) break;  // the next iterations would not change a bit either
   }
   s.for_rows([&](int i) {
     s.for_columns([&](int j) {
@@ -214,21 +215,21 @@ __device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float
 __global__ void __launch_bounds__(kStreamThreads, 1)
     sinkhorn_streamed_kernel(Matrices scores,  // (B, n, n)
                              void* p,          // (B, n, n)
-                             float* k,         // (B, n, n) scratch; p itself where that is float32
+                             float* k,         // (B, n, n) scratch; p if that is float32
                              Cooling cooling, Sums sums, int n) {
   DYNAMIC_SHARED(double, shared);
   const Streamed s(shared, scores, sums, n);
   const int64_t start = int64_t(blockIdx.x) * n * n;
-  const Form form = s.form(cooling, sums.given() ? 0 : kFloatRange);
+  const Form form = s.form(cooling, sums.prescribed() ? 0 : kFloatRange);
   if (form == Form::scaled) return scaled_streamed(s, cooling, k + start, p, scores.dtype, start);
   if (form == Form::logarithmic) {
-    s.begin();
+    s.init();
     for (int64_t t = 0; t < cooling.iterations() && s.iterate<float>(cooling(t), t == 0);) t++;
   }
   const double inv_tau = 1 / cooling(cooling.iterations() - 1);
   s.for_rows([&](int i) {
     s.for_columns([&](int j) {
-      const float value = form == Form::broken ? NAN : s.columns_normal<float>(i, j, inv_tau);
+      const float value = form == Form::broken ? NAN : s.columns_normalised<float>(i, j, inv_tau);
       put(p, scores.dtype, start + int64_t(i) * n + j, value);
     });
   });
@@ -244,18 +245,18 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   const Streamed s(shared, scores, sums, n);
   const int64_t start = int64_t(blockIdx.x) * n * n;
   const bool broken = s.form(cooling, 0) == Form::broken;
-  // Written by the same thread that changes it below.
+  // Each element is written here by the thread that changes it below.
   s.for_rows([&](int i) {
-    if (s.lane == 0) s.sums.begin_row(i, broken ? NAN : 0.0);
+    if (s.lane == 0) s.sums.init_row(i, broken ? NAN : 0.0);
   });
-  for (int j = threadIdx.x; j < n; j += blockDim.x) s.sums.begin_column(j, broken ? NAN : 0.0);
+  for (int j = threadIdx.x; j < n; j += blockDim.x) s.sums.init_column(j, broken ? NAN : 0.0);
   if (broken) {
     s.for_rows([&](int i) { s.for_columns([&](int j) { put(dscores, scores.dtype, start + int64_t(i) * n + j, NAN); }); });
     return;
   }
   double* const history = scratch + blockIdx.x * stride;
   double *const ds = history + 2 * cooling.iterations() * n, *const mine = s.partial + s.warp * n;
-  s.begin();
+  s.init();
   int64_t iterations = 0;
   while (iterations < cooling.iterations() && s.iterate<double>(cooling(iterations), iterations == 0)) {
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
@@ -270,7 +271,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     double total = 0;
     s.for_columns([&](int j) {
       const double dp = widened(grad.data, grad.dtype, blockIdx.x * grad.stride_batch + i * grad.stride_row + j);
-      const double weight = s.columns_normal<double>(i, j, last_inv_tau) * dp;
+      const double weight = s.columns_normalised<double>(i, j, last_inv_tau) * dp;
       ds[int64_t(i) * n + j] = weight;
       mine[j] -= weight;
       total -= weight;
@@ -280,13 +281,13 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   });
   s.collect(s.partial, Add(), 0.0, [&](int j, double total) { s.dg[j] = total; });
   for (int64_t t = last; t >= 0; t--) {
-    const double tau = cooling(t), inv_tau = 1 / tau, hotter = tau * last_inv_tau;
+    const double tau = cooling(t), inv_tau = 1 / tau, tau_ratio = tau * last_inv_tau;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
       const double *const now = history + 2 * t * n + j, *const before = now - 2 * n;
       s.anchor[j] = now[0], s.logs[j] = now[n];
       s.g[j] = t == 0 ? 0.0 : before[0] + cooling(t - 1) * before[n];
       s.dg[j] = s.sums.per_column(s.dg[j], j);
-      s.sums.lower_column(j, s.dg[j] * hotter);
+      s.sums.subtract_column(j, s.dg[j] * tau_ratio);
     }
     __syncthreads();
     s.for_rows([&](int i) {
@@ -296,12 +297,12 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
       __syncwarp();
       double* const row = ds + int64_t(i) * n;
       s.for_columns([&](int j) {
-        const double change = s.columns_normal<double>(i, j, inv_tau) * s.dg[j];
+        const double change = s.columns_normalised<double>(i, j, inv_tau) * s.dg[j];
         row[j] += change;
         total += change;
       });
       const double d = s.sums.per_row((t == last ? s.df[i] : 0.0) - s.along_row(total, Add()), i);
-      if (s.lane == 0) s.sums.lower_row(i, d * hotter);
+      if (s.lane == 0) s.sums.subtract_row(i, d * tau_ratio);
       s.for_columns([&](int j) {
         const double change = Streamed::share<double>(((s.score(i, j) - s.g[j]) - most) * inv_tau - log_sum) * d;
         row[j] += change;

@@ -13,8 +13,8 @@
 namespace moe {
 namespace {
 
-// Largest range of S / tau within a row for the scaled form: scaling vectors, at most exp(range), and their products stay
-// normal numbers.
+// Largest range of S / tau within a row for the scaled form: scaling vectors are at most exp(range), so they and their
+// products are normal numbers.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
 constexpr double kNegligible = 0x1p-45;  // see sinkhorn.cu
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ void put(void* to, int dtype, int64_t at, float value
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ double finite(double most) { return most > -1e300 ? most : 0.0; }
 
-// exp in the arithmetic that the sum is taken in; the argument is a difference, and always in double.
+// y = exp(x) in the type in which it is summed; x is a difference that was computed in double.
 __device__ __forceinline__ void exponential(double x, float& y) { y = expf(static_cast<float>(x)); }
 __device__ __forceinline__ void exponential(double x, double& y) { y = exp(x); }
 
@@ -63,7 +63,7 @@ struct Matrices {
   int64_t stride_batch, stride_row;
   int dtype;
 
-  // In pieces of four float32.
+  // Whether it can be read in pieces of four float32.
   bool in_vectors(int64_t n) const {
     return dtype == float32 && n % 4 == 0 && stride_batch % 4 == 0 && stride_row % 4 == 0 && is_aligned(data, 16);
   }
@@ -71,57 +71,58 @@ struct Matrices {
 
 // Prescribed sums of rows and columns, their tolerance, and the gradients of those sums.
 struct Sums {
-  const double *rows, *columns;  // (B, n); null: one, and neither a tolerance nor gradients
+  const double *rows, *columns;  // (B, n); null: all one, without tolerance and gradients
   double tolerance;              // negative: none
   double *drows, *dcolumns;      // (B, n)
   int64_t start = 0;             // first element for this matrix
   int n = 0;
 
   __device__ Sums of(int64_t matrix, int n) const { return {rows, columns, tolerance, drows, dcolumns, matrix * n, n}; }
-  __device__ bool given() const { return rows != nullptr; }
-  __device__ double per_row(double x, int i) const { return given() && i < n ? x / rows[start + i] : x; }
-  __device__ double per_column(double x, int j) const { return given() && j < n ? x / columns[start + j] : x; }
+  __device__ bool prescribed() const { return rows != nullptr; }
+  __device__ double per_row(double x, int i) const { return prescribed() && i < n ? x / rows[start + i] : x; }
+  __device__ double per_column(double x, int j) const { return prescribed() && j < n ? x / columns[start + j] : x; }
 
-  // How far row i, whose sum is `ratio` times the prescribed one, and column j, whose sum is `total`, are off.
-  __device__ double row_off(double ratio, int i) const { return i < n ? rows[start + i] * fabs(ratio - 1) : 0.0; }
-  __device__ double column_off(double total, int j) const { return j < n ? fabs(total - columns[start + j]) : 0.0; }
+  // Difference from the prescribed sum: of row i, whose sum is `ratio` times that, and of column j, whose sum is `total`.
+  __device__ double row_error(double ratio, int i) const { return i < n ? rows[start + i] * fabs(ratio - 1) : 0.0; }
+  __device__ double column_error(double total, int j) const { return j < n ? fabs(total - columns[start + j]) : 0.0; }
 
-  // Gradients; one thread writes each. Like those of potentials they are in units of the last temperature. f is
-  // tau log(sum / rows), so an iteration at a higher temperature subtracts its part times the ratio of both temperatures.
-  __device__ void begin_row(int i, double d) const {
-    if (given() && i < n) drows[start + i] = d;
+  // Gradients; one thread writes each. f has -tau log(rows), and df is the gradient to f / last tau, so an iteration
+  // subtracts df / rows times tau / last tau.
+  __device__ void init_row(int i, double d) const {
+    if (prescribed() && i < n) drows[start + i] = d;
   }
-  __device__ void begin_column(int j, double d) const {
-    if (given() && j < n) dcolumns[start + j] = d;
+  __device__ void init_column(int j, double d) const {
+    if (prescribed() && j < n) dcolumns[start + j] = d;
   }
-  __device__ void lower_row(int i, double d) const {
-    if (given() && i < n) drows[start + i] -= d;
+  __device__ void subtract_row(int i, double d) const {
+    if (prescribed() && i < n) drows[start + i] -= d;
   }
-  __device__ void lower_column(int j, double d) const {
-    if (given() && j < n) dcolumns[start + j] -= d;
+  __device__ void subtract_column(int j, double d) const {
+    if (prescribed() && j < n) dcolumns[start + j] -= d;
   }
 };
 
-// ROWS x COLUMNS threads that hold a matrix of up to N x N, TALL x WIDE elements each: within a warp, or all of a block.
-template <int ROWS, int COLUMNS, int TALL, int WIDE>
+// ROWS x COLUMNS threads that hold a matrix of up to kN x kN, TILE_ROWS x TILE_COLUMNS elements each: within a warp, or a
+// whole block.
+template <int ROWS, int COLUMNS, int TILE_ROWS, int TILE_COLUMNS>
 class Team {
  public:
-  static constexpr int kTall = TALL, kWide = WIDE, kN = ROWS * TALL, kThreads = ROWS * COLUMNS;
+  static constexpr int kTileRows = TILE_ROWS, kTileColumns = TILE_COLUMNS, kN = ROWS * TILE_ROWS, kThreads = ROWS * COLUMNS;
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
-  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that have to exchange
+  static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that exchange through shared memory
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
-  static constexpr bool kEarly = kN >= 16;  // stops early; a warp has several smaller matrices, and one may go on
-  static_assert(COLUMNS * WIDE == kN && COLUMNS <= kWarpSize);
+  static constexpr bool kEarly = kN >= 16;  // stops early; a warp with several matrices would run until the last stops
+  static_assert(COLUMNS * TILE_COLUMNS == kN && COLUMNS <= kWarpSize);
 
-  using Tile = float[TALL][WIDE];
+  using Tile = float[TILE_ROWS][TILE_COLUMNS];
 
   int64_t matrix;
-  int row, column;  // of the first element
+  int row, column;  // of this thread's first element
 
   __device__ explicit Team(double* exchange) : exchange_(exchange) {
     const int rank = threadIdx.x % kThreads;
     matrix = int64_t(blockIdx.x) * kTeams + threadIdx.x / kThreads;
-    row = rank / COLUMNS * TALL, column = rank % COLUMNS * WIDE;
+    row = rank / COLUMNS * TILE_ROWS, column = rank % COLUMNS * TILE_COLUMNS;
     lane_ = threadIdx.x % kWarpSize;
     if constexpr (kThreads < kWarpSize) mask_ = ((1u << kThreads) - 1) << (lane_ / kThreads * kThreads);
   }
@@ -138,7 +139,7 @@ class Team {
     }
   }
 
-  // Reduction over the columns of a row; then one over the rows for each column. Every thread receives the same bits.
+  // along_row reduces over the columns of a row, along_columns over the rows of each column. Every thread gets the same bits.
   template <class T, class Combine>
   __device__ T along_row(T value, Combine combine) const {
 #pragma unroll
@@ -180,7 +181,7 @@ class Team {
     return total[0];
   }
 
-  // Whether `value` is true in any thread. All rows of threads must have the same values.
+  // Whether `value` is true in any thread. It looks at one warp, so `value` must be the same in all rows of threads.
   __device__ bool any(bool value) const { return __any_sync(mask_, value); }
 
   __device__ double largest(double value) {
@@ -189,14 +190,14 @@ class Team {
     return most[0];
   }
 
-  __device__ void read(const Matrices& from, bool vectors, int n, float other, Tile& tile) const {
+  __device__ void read(const Matrices& from, bool vectorized, int n, float other, Tile& tile) const {
     const int64_t start = matrix * from.stride_batch + row * from.stride_row + column;
 #pragma unroll
-    for (int a = 0; a < TALL; a++) {
+    for (int a = 0; a < TILE_ROWS; a++) {
 #pragma unroll
-      for (int b = 0; b < WIDE; b += 4) {
+      for (int b = 0; b < TILE_COLUMNS; b += 4) {
         const int64_t at = start + a * from.stride_row + b;
-        if (vectors) {
+        if (vectorized) {
           const bool whole = inside(a, b, n);
           const float4 four = whole ? load(reinterpret_cast<const float4*>(static_cast<const float*>(from.data) + at))
                                     : make_float4(other, other, other, other);
@@ -209,14 +210,14 @@ class Team {
     }
   }
 
-  __device__ void write(void* to, int dtype, bool vectors, int n, const Tile& tile) const {
+  __device__ void write(void* to, int dtype, bool vectorized, int n, const Tile& tile) const {
     const int64_t start = (matrix * n + row) * n + column;
 #pragma unroll
-    for (int a = 0; a < TALL; a++) {
+    for (int a = 0; a < TILE_ROWS; a++) {
 #pragma unroll
-      for (int b = 0; b < WIDE; b += 4) {
+      for (int b = 0; b < TILE_COLUMNS; b += 4) {
         const int64_t at = start + a * n + b;
-        if (vectors) {
+        if (vectorized) {
           if (!inside(a, b, n)) continue;
           const float4 four = {tile[a][b], tile[a][b + 1], tile[a][b + 2], tile[a][b + 3]};
           *reinterpret_cast<float4*>(static_cast<float*>(to) + at) = four;
@@ -232,25 +233,25 @@ class Team {
 
   // The form for this matrix: scaled if every row of S / tau has a range below `limit`.
   __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit) {
-    float found[2] = {0.0f, 0.0f};  // the widest row, and whether something is NaN or +inf
+    float maxima[2] = {0.0f, 0.0f};  // the largest range of a row, and whether an element is NaN or +inf
 #pragma unroll
-    for (int a = 0; a < TALL; a++) {
+    for (int a = 0; a < TILE_ROWS; a++) {
       float high = -infinity(), negated_low = -infinity();
 #pragma unroll
-      for (int b = 0; b < WIDE; b++) {
+      for (int b = 0; b < TILE_COLUMNS; b++) {
         if (!inside(a, b, n)) continue;
         high = fmaxf(high, scores[a][b]), negated_low = fmaxf(negated_low, -scores[a][b]);
-        if (!(scores[a][b] < infinity())) found[1] = 1.0f;
+        if (!(scores[a][b] < infinity())) maxima[1] = 1.0f;
       }
       high = along_row(high, Max()), negated_low = along_row(negated_low, Max());
       // The range of a row with a forbidden pair is infinite, also if the whole row is forbidden.
       const float range = negated_low == infinity() ? negated_low : high + negated_low;
-      if (row + a < n) found[0] = fmaxf(found[0], range);
+      if (row + a < n) maxima[0] = fmaxf(maxima[0], range);
     }
-    found[1] = along_row(found[1], Max());
-    along_columns(found, Max());
-    if (found[1] > 0.0f) return Form::broken;
-    return cooling.constant() && found[0] / cooling(0) < limit ? Form::scaled : Form::logarithmic;
+    maxima[1] = along_row(maxima[1], Max());
+    along_columns(maxima, Max());
+    if (maxima[1] > 0.0f) return Form::broken;
+    return cooling.constant() && maxima[0] / cooling(0) < limit ? Form::scaled : Form::logarithmic;
   }
 
  private:
@@ -259,46 +260,46 @@ class Team {
   uint32_t mask_ = kAllLanes;
 };
 
-// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). The exponents are computed in double: in float, k would be
-// off by 60 units in the last place. Padding has k = 0, u = 0 and v = 0.
+// P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). The exponents are computed in double: in float, k would
+// have an error of 60 units in the last place. Padding has k = 0, u = 0 and v = 0.
 template <class T, class Team>
 struct Scaled {
-  T k[Team::kTall][Team::kWide], u[Team::kTall], v[Team::kWide];
+  T k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
 
   __device__ Scaled(Team& team, const typename Team::Tile& scores, double inv_tau) {
 #pragma unroll
-    for (int a = 0; a < Team::kTall; a++) {
+    for (int a = 0; a < Team::kTileRows; a++) {
       float most = -infinity();
 #pragma unroll
-      for (int b = 0; b < Team::kWide; b++) most = fmaxf(most, scores[a][b]);
+      for (int b = 0; b < Team::kTileColumns; b++) most = fmaxf(most, scores[a][b]);
       const double anchor = finite(team.along_row(most, Max()));
 #pragma unroll
-      for (int b = 0; b < Team::kWide; b++) exponential((scores[a][b] - anchor) * inv_tau, k[a][b]);
+      for (int b = 0; b < Team::kTileColumns; b++) exponential((scores[a][b] - anchor) * inv_tau, k[a][b]);
     }
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) v[b] = T(1);
+    for (int b = 0; b < Team::kTileColumns; b++) v[b] = T(1);
   }
 
   // One iteration; false if it changed no bit of v (checked only with Team::kEarly).
   __device__ bool iterate(Team& team) {
-    T before[Team::kWide];
+    T before[Team::kTileColumns];
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) before[b] = v[b];
+    for (int b = 0; b < Team::kTileColumns; b++) before[b] = v[b];
     rows(team), columns(team);
     if constexpr (!Team::kEarly) return true;
     bool changed = false;
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) changed |= v[b] != before[b];
+    for (int b = 0; b < Team::kTileColumns; b++) changed |= v[b] != before[b];
     return team.any(changed);
   }
 
   // u = 1 / (k v)
   __device__ void rows(Team& team) {
 #pragma unroll
-    for (int a = 0; a < Team::kTall; a++) {
+    for (int a = 0; a < Team::kTileRows; a++) {
       T total = 0;
 #pragma unroll
-      for (int b = 0; b < Team::kWide; b++) total += k[a][b] * v[b];
+      for (int b = 0; b < Team::kTileColumns; b++) total += k[a][b] * v[b];
       u[a] = inverse(team.along_row(total, Add()));
     }
   }
@@ -306,45 +307,45 @@ struct Scaled {
   // v = 1 / (k' u)
   __device__ void columns(Team& team) {
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) {
+    for (int b = 0; b < Team::kTileColumns; b++) {
       v[b] = 0;
 #pragma unroll
-      for (int a = 0; a < Team::kTall; a++) v[b] += k[a][b] * u[a];
+      for (int a = 0; a < Team::kTileRows; a++) v[b] += k[a][b] * u[a];
     }
     team.along_columns(v, Add());
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) v[b] = inverse(v[b]);
+    for (int b = 0; b < Team::kTileColumns; b++) v[b] = inverse(v[b]);
   }
 
  private:
   __device__ static T inverse(T total) { return total > T(0) ? reciprocal(total) : T(0); }
 };
 
-// Potentials in units of scores, in two parts: f = row_anchor + tau row_log, g likewise. The anchor is the largest exponent
-// (in units of scores), row_log the logarithm of the sum after that is taken out. They are kept apart because 1 / tau would
+// Potentials in units of scores, in two parts: f = row_anchor + tau row_log, g likewise. row_anchor is the maximum of
+// score - g over the row, row_log = log(sum of exp((score - g - row_anchor) / tau)). They are stored apart because 1 / tau would
 // magnify the rounding of their sum. T: the type in which exponentials are summed.
 template <class T, class Team>
 struct Potentials {
   const Sums& sums;
-  double row_anchor[Team::kTall], row_log[Team::kTall], f[Team::kTall] = {};
-  double column_anchor[Team::kWide] = {}, column_log[Team::kWide] = {}, g[Team::kWide] = {};
+  double row_anchor[Team::kTileRows], row_log[Team::kTileRows], f[Team::kTileRows] = {};
+  double column_anchor[Team::kTileColumns] = {}, column_log[Team::kTileColumns] = {}, g[Team::kTileColumns] = {};
 
   __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
 
-  // One iteration. If all sums are within the tolerance, changes nothing and returns false. After any iteration the sums of
-  // columns are right except for rounding; those of rows follow from the change of f.
+  // One iteration. If all sums are within the tolerance, changes nothing and returns false. After an iteration the sums
+  // of columns are right except for rounding; those of rows follow from the change of f in the next one.
   __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
-    double before[Team::kTall];
+    double before[Team::kTileRows];
 #pragma unroll
-    for (int a = 0; a < Team::kTall; a++) before[a] = f[a];
+    for (int a = 0; a < Team::kTileRows; a++) before[a] = f[a];
     rows(team, scores, tau);
     if (sums.tolerance >= 0) {
-      double off = first ? columns_off(team, scores, tau) : 0.0;
+      double off = first ? columns_error(team, scores, tau) : 0.0;
 #pragma unroll
-      for (int a = 0; a < Team::kTall; a++) off = Max()(off, sums.row_off(exp((f[a] - before[a]) / tau), team.row + a));
+      for (int a = 0; a < Team::kTileRows; a++) off = Max()(off, sums.row_error(exp((f[a] - before[a]) / tau), team.row + a));
       if (team.largest(off) <= sums.tolerance) {
 #pragma unroll
-        for (int a = 0; a < Team::kTall; a++) f[a] = before[a];
+        for (int a = 0; a < Team::kTileRows; a++) f[a] = before[a];
         return false;
       }
     }
@@ -355,14 +356,14 @@ struct Potentials {
   __device__ void rows(Team& team, const typename Team::Tile& scores, double tau) {
     const double inv_tau = 1 / tau;
 #pragma unroll
-    for (int a = 0; a < Team::kTall; a++) {
+    for (int a = 0; a < Team::kTileRows; a++) {
       double most = scores[a][0] - g[0];
 #pragma unroll
-      for (int b = 1; b < Team::kWide; b++) most = Max()(most, scores[a][b] - g[b]);
+      for (int b = 1; b < Team::kTileColumns; b++) most = Max()(most, scores[a][b] - g[b]);
       row_anchor[a] = finite(team.along_row(most, Max()));
       T total = 0;
 #pragma unroll
-      for (int b = 0; b < Team::kWide; b++) total += share(((scores[a][b] - g[b]) - row_anchor[a]) * inv_tau);
+      for (int b = 0; b < Team::kTileColumns; b++) total += share(((scores[a][b] - g[b]) - row_anchor[a]) * inv_tau);
       row_log[a] = log_of(sums.per_row(team.along_row(static_cast<double>(total), Add()), team.row + a));
       f[a] = row_anchor[a] + tau * row_log[a];
     }
@@ -371,49 +372,50 @@ struct Potentials {
   __device__ void columns(Team& team, const typename Team::Tile& scores, double tau) {
     const double inv_tau = 1 / tau;
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) {
+    for (int b = 0; b < Team::kTileColumns; b++) {
       column_anchor[b] = scores[0][b] - f[0];
 #pragma unroll
-      for (int a = 1; a < Team::kTall; a++) column_anchor[b] = Max()(column_anchor[b], scores[a][b] - f[a]);
+      for (int a = 1; a < Team::kTileRows; a++) column_anchor[b] = Max()(column_anchor[b], scores[a][b] - f[a]);
     }
     team.along_columns(column_anchor, Max());
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) {
+    for (int b = 0; b < Team::kTileColumns; b++) {
       column_anchor[b] = finite(column_anchor[b]);
       T total = 0;
 #pragma unroll
-      for (int a = 0; a < Team::kTall; a++) total += share(((scores[a][b] - f[a]) - column_anchor[b]) * inv_tau);
+      for (int a = 0; a < Team::kTileRows; a++) total += share(((scores[a][b] - f[a]) - column_anchor[b]) * inv_tau);
       column_log[b] = static_cast<double>(total);
     }
     team.along_columns(column_log, Add());
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) {
+    for (int b = 0; b < Team::kTileColumns; b++) {
       column_log[b] = log_of(sums.per_column(column_log[b], team.column + b));
       g[b] = column_anchor[b] + tau * column_log[b];
     }
   }
 
-  // The matrix after its rows were normalised (g: the column potential before that), and after its columns were.
-  __device__ T rows_normal(float score, int a, int b, double inv_tau) const {
+  // An element after rows were normalised (g: the column potential before that), and after columns were.
+  __device__ T rows_normalised(float score, int a, int b, double inv_tau) const {
     return share(((score - g[b]) - row_anchor[a]) * inv_tau - row_log[a]);
   }
-  __device__ T columns_normal(float score, int a, int b, double inv_tau) const {
+  __device__ T columns_normalised(float score, int a, int b, double inv_tau) const {
     return share(((score - f[a]) - column_anchor[b]) * inv_tau - column_log[b]);
   }
 
-  // The logarithm of a sum whose largest term is 1; 0 for an empty one.
+  // The logarithm of a sum whose largest term is 1; 0 for an empty sum.
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // How far the column sums of exp(S / tau) itself are off. Empty columns are not.
-  __device__ double columns_off(Team& team, const typename Team::Tile& scores, double tau) const {
-    double total[Team::kWide] = {}, off = 0;
-    float high[Team::kWide];
+  // The largest difference between a column sum of exp(S / tau), before any iteration, and the prescribed one. A
+  // column of -inf counts as 0.
+  __device__ double columns_error(Team& team, const typename Team::Tile& scores, double tau) const {
+    double total[Team::kTileColumns] = {}, off = 0;
+    float high[Team::kTileColumns];
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) {
+    for (int b = 0; b < Team::kTileColumns; b++) {
       high[b] = -infinity();
 #pragma unroll
-      for (int a = 0; a < Team::kTall; a++) {
+      for (int a = 0; a < Team::kTileRows; a++) {
         high[b] = Max()(high[b], scores[a][b]);
         total[b] += exp(scores[a][b] / tau);
       }
@@ -421,8 +423,8 @@ struct Potentials {
     team.along_columns(total, Add());
     team.along_columns(high, Max());
 #pragma unroll
-    for (int b = 0; b < Team::kWide; b++) {
-      if (high[b] > -infinity()) off = Max()(off, sums.column_off(total[b], team.column + b));
+    for (int b = 0; b < Team::kTileColumns; b++) {
+      if (high[b] > -infinity()) off = Max()(off, sums.column_error(total[b], team.column + b));
     }
     return off;
   }

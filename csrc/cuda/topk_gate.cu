@@ -1,6 +1,6 @@
 // The top-k gate. A warp takes a token and keeps its logits in registers, as integers that order as the logits do. Each
-// choice is a reduction over the warp: the largest logit that is left, of equal ones the lowest expert. Each logit is read
-// once.
+// choice is a reduction over the warp: the largest logit that is left, of equal ones the lowest expert. For up to 1024
+// experts each logit is read once.
 #include <cmath>
 #include <type_traits>
 
@@ -38,9 +38,9 @@ struct Logit {
 };
 constexpr int32_t kLowest = INT32_MIN;  // below all ranks
 
-// The ranks of a row. Lane i has SLOTS neighbouring experts (kNeighbours), or, with more than 8 for each lane, the experts i,
-// i + 32, ... With SLOTS > 0 ranks stay in registers, with SLOTS = 0 logits are read for every choice. Past the end of the
-// row ranks are those of -inf; they are never chosen, because of equal logits the lower expert comes first and K <= E.
+// The ranks of a row. Lane i has SLOTS neighbouring experts (kNeighbours), or, with more than 8 for each lane, the experts
+// i, i + 32, ... With SLOTS > 0 ranks stay in registers, with SLOTS = 0 logits are read for every choice. Past the end of
+// the row ranks are those of -inf. They are never chosen: of equal logits the lower expert comes first, and K <= E.
 template <class T, int SLOTS>
 struct Ranks {
   using Bits = typename Logit<T>::Bits;
@@ -51,11 +51,11 @@ struct Ranks {
   int num_experts, lane;
   int32_t resident[SLOTS ? SLOTS : 1];
 
-  // wide: E is a multiple of 4 and rows are aligned, so that four neighbours may be read together.
-  __device__ Ranks(const Bits* logits, int num_experts, int lane, bool wide)
+  // vectorized: E is a multiple of 4 and rows are aligned, so that four neighbours may be read as one vector.
+  __device__ Ranks(const Bits* logits, int num_experts, int lane, bool vectorized)
       : logits(logits + (kNeighbours ? SLOTS * lane : lane)), num_experts(num_experts), lane(lane) {
     if constexpr (kNeighbours) {
-      if (wide) {
+      if (vectorized) {
 #pragma unroll
         for (int first = 0; first < SLOTS; first += 4) read_four(first);
         return;
@@ -99,11 +99,12 @@ struct alignas(8) Choice {
   int expert;
 };
 
-// The choices of a row, best first. Each lane sorts its own logits; next() takes the best of the 32 heads, and that lane's
-// list moves up. One lane writes each choice as a Kept, which choice() decodes.
+// Packed, Sorted and Searched give the choices of a row, best first. In Packed and Sorted each lane sorts its own logits;
+// next() takes the best of the 32 heads, and removes it from that lane's list. One lane writes each choice as a Kept,
+// which choice() decodes.
 //
-// For 16-bit logits: a list of 32-bit keys, the rank in the upper half and 0xffff - expert in the lower, so that no two keys
-// are equal.
+// For 16-bit logits: a list of 32-bit keys, the rank in the upper half and 0xffff - expert in the lower half, so that no
+// two keys are equal.
 template <class T, int SLOTS>
 struct Packed {
   using Kept = int32_t;
@@ -130,8 +131,8 @@ struct Packed {
   __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
 };
 
-// For 32-bit logits: of equal ranks the lowest lane's is taken. All but the heads are in shared memory, where a list moves
-// up by its pointer; in registers every element would move.
+// For 32-bit logits: of equal ranks that of the lowest lane is taken. Lists without their heads are in shared memory,
+// where removing a head increments a pointer; in registers every element would move.
 template <class T, int SLOTS>
 struct Sorted {
   using Kept = Choice;
@@ -202,27 +203,27 @@ template <class T, int SLOTS>
 using Choices = std::conditional_t<!Ranks<T, SLOTS>::kNeighbours, Searched<T, SLOTS>,
                                    std::conditional_t<sizeof(T) == 2, Packed<T, SLOTS>, Sorted<T, SLOTS>>>;
 
-// With 8 logits a lane 12 blocks (48 warps) per SM: for 64 warps, of 32 registers, ptxas would spill.
+// With 8 logits a lane, 12 blocks (48 warps) per SM: with 64 warps, of 32 registers a thread, ptxas would spill.
 template <class T, int SLOTS>
 __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
     topk_gate_kernel(const typename Logit<T>::Bits* logits,  // (T, E)
                      int64_t stride,                         // elements from token to token
                      float* weights,                         // (T, K)
                      int32_t* experts,                       // (T, K)
-                     int64_t tokens, int num_experts, int k, bool softmax_first, bool wide) {
+                     int64_t tokens, int num_experts, int k, bool softmax_first, bool vectorized) {
   using List = Choices<T, SLOTS>;
   SHARED(typename List::Shared, shared, [kTokens]);
   SHARED(typename List::Kept, found, [kTokens][kWarpSize]);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const uint32_t token = blockIdx.x * kTokens + warp;
   if (token >= tokens) return;
-  const Ranks<T, SLOTS> ranks(logits + token * stride, num_experts, lane, wide);
+  const Ranks<T, SLOTS> ranks(logits + token * stride, num_experts, lane, vectorized);
   const int64_t start = int64_t(token) * k + lane;
   weights += start, experts += start;
 
   constexpr int kUnrolled = Ranks<T, SLOTS>::kNeighbours ? 4 : 1;  // the loop's condition takes 3 instructions
   List choices(ranks, shared[warp]);
-  typename List::Kept* const kept = found[warp];  // 32 choices at a time; each lane then finishes one
+  typename List::Kept* const kept = found[warp];  // 32 choices at a time, of which each lane then computes one weight
   float highest = 0.0f, sum = 0.0f, share = 0.0f;
   int left = k;
   for (;; left -= kWarpSize, weights += kWarpSize, experts += kWarpSize) {
@@ -266,7 +267,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
     topk_gate_bwd_kernel(const float* grad,       // (T, K)
                          const float* weights,    // (T, K)
                          const int32_t* experts,  // (T, K)
-                         const T* logits,         // (T, E), or nullptr: softmax of the chosen alone
+                         const T* logits,         // (T, E), or nullptr: softmax of the chosen logits only
                          int64_t stride,          // elements from token to token
                          T* dlogits,              // (T, E)
                          int64_t tokens, int num_experts, int k) {
@@ -292,21 +293,21 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
 dim3 blocks(int64_t tokens) { return dim3(static_cast<unsigned>((tokens + kTokens - 1) / kTokens)); }
 
 template <class T>
-cudaError_t start(const void* logits, int64_t stride, void* weights, int32_t* experts, int64_t tokens,
+cudaError_t launch_gate(const void* logits, int64_t stride, void* weights, int32_t* experts, int64_t tokens,
                   int64_t num_experts, int64_t k, int softmax_first, cudaStream_t stream) {
   const auto kernel = num_experts <= 4 * kWarpSize    ? topk_gate_kernel<T, 4>
                       : num_experts <= 8 * kWarpSize  ? topk_gate_kernel<T, 8>
                       : num_experts <= 32 * kWarpSize ? topk_gate_kernel<T, 32>
                                                       : topk_gate_kernel<T, 0>;
   const int64_t size = sizeof(T);
-  const bool wide = rows_divide(4 * size, num_experts * size, {stride * size}, {logits});
+  const bool vectorized = rows_divide(4 * size, num_experts * size, {stride * size}, {logits});
   return launch(kernel, blocks(tokens), kTokens * kWarpSize, 0, stream,
                 static_cast<const typename Logit<T>::Bits*>(logits), stride, static_cast<float*>(weights), experts,
-                tokens, static_cast<int>(num_experts), static_cast<int>(k), softmax_first != 0, wide);
+                tokens, static_cast<int>(num_experts), static_cast<int>(k), softmax_first != 0, vectorized);
 }
 
 template <class T>
-cudaError_t start_bwd(const void* grad, const void* weights, const int32_t* experts, const void* logits, int64_t stride,
+cudaError_t launch_gate_bwd(const void* grad, const void* weights, const int32_t* experts, const void* logits, int64_t stride,
                       void* dlogits, int64_t tokens, int64_t num_experts, int64_t k,
                       cudaStream_t stream) {
   return launch(topk_gate_bwd_kernel<T>, blocks(tokens), kTokens * kWarpSize, 0, stream,
@@ -327,7 +328,7 @@ cudaError_t topk_gate_fwd(int dtype, const void* logits, int64_t stride, void* w
   if (!plausible(tokens, num_experts, k)) return cudaErrorInvalidValue;
   if (tokens == 0 || k == 0) return cudaSuccess;
   const auto run = [&](auto element) {
-    return start<decltype(element)>(logits, stride, weights, experts, tokens, num_experts, k, softmax_first, stream);
+    return launch_gate<decltype(element)>(logits, stride, weights, experts, tokens, num_experts, k, softmax_first, stream);
   };
   switch (dtype) {
     case float32: return run(float{});
@@ -343,7 +344,7 @@ cudaError_t topk_gate_bwd(int dtype, const void* grad, const void* weights, cons
   if (!plausible(tokens, num_experts, k)) return cudaErrorInvalidValue;
   if (tokens == 0 || num_experts == 0) return cudaSuccess;
   const auto run = [&](auto element) {
-    return start_bwd<decltype(element)>(grad, weights, experts, logits, stride, dlogits, tokens, num_experts,
+    return launch_gate_bwd<decltype(element)>(grad, weights, experts, logits, stride, dlogits, tokens, num_experts,
                                         k, stream);
   };
   switch (dtype) {

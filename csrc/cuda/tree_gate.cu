@@ -1,7 +1,7 @@
 // The tree gate after its matrix products, for any number of experts. tree_gate_lanes.h (forward) and tree_gate_warp.h
-// (backward) keep trees of many sizes in registers. The kernels here keep one tree at a time in shared memory, and a few
-// lanes take a token: on the way down each node's probability, level by level; on the way up, backward, the sum of what
-// its leaves contribute.
+// (backward) keep trees of many sizes in registers. The kernels here keep one tree at a time in shared memory, and up to
+// a warp of lanes takes a token. They compute each node's probability level by level from the root; backward also sums
+// the contributions of the leaves of each node, level by level to the root.
 #include <algorithm>
 #include <cfloat>
 #include <type_traits>
@@ -20,8 +20,8 @@ namespace moe {
 namespace {
 
 constexpr int kThreads = 128;        // of a block
-constexpr int kBlocks = 4;           // for one SM: without a number the compiler spills at 56 registers
-constexpr int kMostExperts = 4096;   // a token's shared memory is 48 KB
+constexpr int kBlocks = 4;           // per SM: without this bound the compiler spills at 56 registers
+constexpr int kMostExperts = 4096;   // a token then takes 48 KB of shared memory
 
 // Floats of a token in shared memory: even, so that pairs of every heap are aligned.
 __host__ __device__ inline int room(int vectors, int num_experts) { return (vectors * num_experts + 1) / 2 * 2; }
@@ -33,7 +33,7 @@ __device__ float2& children(float* heap, int m) { return reinterpret_cast<float2
 struct Lanes {
   int count, index;
 
-  // Every lane of the warp calls it, so that all of its tokens are at the same step.
+  // Calls each(i) for this lane's i in [first, last). Every lane of the warp must call it: it ends with a barrier.
   template <class Each>
   __device__ void share(int first, int last, Each each) const {
 #pragma unroll 1
@@ -51,7 +51,7 @@ __device__ void reach(float* heap,            // (2E)
     const Split split(widen(split_logits[m - 1]), step);
     children(heap, m) = {reached * split.left(), reached * split.right()};
   };
-  // The levels with fewer nodes than a warp has lanes: all of their steps at once, then their products.
+  // Levels with fewer nodes than a warp has lanes: first the branch probabilities of all of them, then their products.
   const int top = min(kWarpSize, tree.num_experts);
   lanes.share(1, top, [&](int m) { descend(m, 1.0f); });
   for (int first = 4; first < 2 * top; first *= 2) {
@@ -70,22 +70,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                      T* leaf_probs,          // (T, K, E)
                      int64_t tokens, int num_trees, Tree tree, SmoothStep step, Weighing weighing, int lanes_a_token) {
   DYNAMIC_SHARED(float, heaps);
-  const int num_experts = tree.num_experts, place = threadIdx.x / lanes_a_token;
+  const int num_experts = tree.num_experts, local_token = threadIdx.x / lanes_a_token;
   const Lanes lanes{lanes_a_token, static_cast<int>(threadIdx.x) % lanes_a_token};
-  float *const heap = heaps + place * room(3, num_experts), *const sums = heap + 2 * num_experts;
-  const int64_t wanted = int64_t(blockIdx.x) * (blockDim.x / lanes_a_token) + place;
-  const bool real = wanted < tokens;  // past the last token lanes keep their warp company
-  const int64_t token = real ? wanted : tokens - 1;
+  float *const heap = heaps + local_token * room(3, num_experts), *const sums = heap + 2 * num_experts;
+  const int64_t global_token = int64_t(blockIdx.x) * (blockDim.x / lanes_a_token) + local_token;
+  const bool in_range = global_token < tokens;  // other lanes repeat the last token: a warp needs all its lanes
+  const int64_t token = in_range ? global_token : tokens - 1;
   split_logits += token * num_trees * (num_experts - 1), leaf_logits += token * num_trees * num_experts;
   leaf_probs += token * num_trees * num_experts, gates += token * num_experts;
 
-  float highest = -FLT_MAX;  // of this lane's logits so far, to whose exponential `sums` are relative
+  float highest = -FLT_MAX;  // of this lane's logits so far; `sums` are divided by exp(highest)
   for (int j = 0; j < num_trees; j++) {
     reach(heap, split_logits + j * (num_experts - 1), tree, step, lanes);
     float higher = highest;
     lanes.share(0, num_experts, [&](int i) {
       const float v = heap[tree.leaf(i)];
-      if (real) narrow(v, leaf_probs[j * num_experts + i]);
+      if (in_range) narrow(v, leaf_probs[j * num_experts + i]);
       if (weighing.counts(v)) higher = fmaxf(higher, widen(leaf_logits[j * num_experts + i]));
     });
     const float scale = expf(highest - higher);
@@ -101,11 +101,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   lanes.share(0, num_experts, [&](int i) { total += sums[i]; });
   const float scale = expf(highest - warp_max(highest, lanes_a_token));
   total = warp_sum(total * scale, lanes_a_token);
-  lanes.share(0, real ? num_experts : 0, [&](int i) { narrow(sums[i] * scale / total, gates[i]); });
+  lanes.share(0, in_range ? num_experts : 0, [&](int i) { narrow(sums[i] * scale / total, gates[i]); });
 }
 
-// Over some of the leaves: the largest logit, and relative to its exponential the sums of weights and of weighted
-// gradients.
+// Over some of the leaves: the largest logit, and the sums of weights and of weighted gradients, divided by exp(highest).
 struct Softmax {
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
 
@@ -116,7 +115,7 @@ struct Softmax {
     dot = dot * scale + term * grad;
     highest = higher;
   }
-  __device__ void join(int lanes) {
+  __device__ void reduce(int lanes) {
     const float higher = warp_max(highest, lanes), scale = expf(highest - higher);
     total = warp_sum(total * scale, lanes);
     dot = warp_sum(dot * scale, lanes);
@@ -135,12 +134,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
                          int64_t tokens, int num_trees, Tree tree, SmoothStep step, Weighing weighing,
                          int lanes_a_token) {
   DYNAMIC_SHARED(float, heaps);
-  const int num_experts = tree.num_experts, place = threadIdx.x / lanes_a_token;
+  const int num_experts = tree.num_experts, local_token = threadIdx.x / lanes_a_token;
   const Lanes lanes{lanes_a_token, static_cast<int>(threadIdx.x) % lanes_a_token};
-  float* const heap = heaps + place * 2 * num_experts;
-  const int64_t wanted = int64_t(blockIdx.x) * (blockDim.x / lanes_a_token) + place;
-  const bool real = wanted < tokens;
-  const int64_t token = real ? wanted : tokens - 1, first_leaf = token * num_trees * num_experts;
+  float* const heap = heaps + local_token * 2 * num_experts;
+  const int64_t global_token = int64_t(blockIdx.x) * (blockDim.x / lanes_a_token) + local_token;
+  const bool in_range = global_token < tokens;
+  const int64_t token = in_range ? global_token : tokens - 1, first_leaf = token * num_trees * num_experts;
   split_logits += first_leaf - token * num_trees, dsplit += first_leaf - token * num_trees;
   leaf_logits += first_leaf, dleaf += first_leaf, grad_gates += token * num_experts;
   if (grad_leaf_probs) grad_leaf_probs += first_leaf;
@@ -154,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       softmax.add(v + weighing.epsilon, widen(leaf_logits[j * num_experts + i]), widen(grad_gates[i]));
     });
   }
-  softmax.join(lanes_a_token);
+  softmax.reduce(lanes_a_token);
   const float mean = softmax.dot / softmax.total;
 
   for (int j = 0; j < num_trees; j++) {
@@ -167,21 +166,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       float dlogit = 0.0f;
       below = 0.0f;
       if (weighing.counts(v)) {
-        // What counts is at least the smallest normal number, and so is the total: the quotient is finite. Its product
-        // with a gradient need not be, that of its share of v is.
+        // A weight that counts is at least the smallest normal number, and so is the total, so `share` is finite. share *
+        // grad may overflow; v * share * grad does not.
         const float share = expf(widen(leaf_logits[at]) - softmax.highest) / softmax.total;
         const float grad = widen(grad_gates[i]) - mean;
         dlogit = (v + weighing.epsilon) * share * grad;
         below = v * share * grad;
       }
       if (grad_leaf_probs) below += v * widen(grad_leaf_probs[at]);
-      if (real) narrow(dlogit, dleaf[at]);
+      if (in_range) narrow(dlogit, dleaf[at]);
     });
     for (int first = tree.full >> 1; first > 0; first >>= 1) {
       lanes.share(first, min(2 * first, num_experts), [&](int m) {
         const float2 below = children(heap, m);
         const Split split(widen(splits[m - 1]), step);
-        if (real) narrow(split.derivative(below.x, below.y, step), dsplit[j * (num_experts - 1) + m - 1]);
+        if (in_range) narrow(split.derivative(below.x, below.y, step), dsplit[j * (num_experts - 1) + m - 1]);
         heap[m] = below.x + below.y;
       });
     }
@@ -195,20 +194,20 @@ dim3 blocks_of(int64_t tokens, int64_t of_block) {
 // As many lanes as leaves, up to a warp.
 int lanes_of(const Tree& tree) { return std::min(tree.full, kWarpSize); }
 
-// The kernels above: `vectors` of a float for each expert in shared memory, for each token.
+// Launches a kernel of this file; each token has `vectors` floats for each expert in shared memory.
 template <class Kernel, class... Arguments>
-cudaError_t start_heaps(Kernel kernel, int vectors, int64_t tokens, int64_t num_trees, int64_t num_experts,
+cudaError_t launch_heaps(Kernel kernel, int vectors, int64_t tokens, int64_t num_trees, int64_t num_experts,
                         const SmoothStep& step, const Weighing& weighing, cudaStream_t stream, Arguments... arguments) {
   const Tree tree(num_experts);
   const int64_t heap_bytes = room(vectors, tree.num_experts) * sizeof(float), limit = shared_memory_limit();
   int threads = kThreads;
   while (threads > kWarpSize && threads / lanes_of(tree) * heap_bytes > limit) threads /= 2;
-  const int together = threads / lanes_of(tree);
-  return launch(kernel, blocks_of(tokens, together), threads, together * heap_bytes, stream, arguments..., tokens,
+  const int block_tokens = threads / lanes_of(tree);
+  return launch(kernel, blocks_of(tokens, block_tokens), threads, block_tokens * heap_bytes, stream, arguments..., tokens,
                 static_cast<int>(num_trees), tree, step, weighing, lanes_of(tree));
 }
 
-// Calls with(LEAVES, LANES) where lanes can keep the trees in registers, 32 bytes of leaves each; else without().
+// Calls with(LEAVES, LANES) if lanes can keep the trees in registers, mostly 32 bytes of leaves each; else without().
 template <class T, class With, class Without>
 cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> pointers, With with, Without without) {
   constexpr std::integral_constant<int, 32 / sizeof(T)> leaves;
@@ -221,13 +220,13 @@ cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> poi
   if (num_experts <= leaves * 8) return with(leaves, std::integral_constant<int, 8>());
   if (num_experts <= leaves * 16) return with(leaves, std::integral_constant<int, 16>());
   if (num_experts <= leaves * 32) return with(leaves, std::integral_constant<int, 32>());
-  // Else a lane would have deep leaves and shallow ones.
+  // For other sizes a lane would have both deep and shallow leaves.
   const std::integral_constant<int, 32> warp;
   if (num_experts <= 512 && num_experts % 8 == 0) return with(std::integral_constant<int, 16>(), warp);
   return num_experts > 512 && num_experts % 16 == 0 ? with(warp, warp) : without();
 }
 
-// Calls with(LEAVES) where a warp can have the trees in registers, LEAVES a lane; else without().
+// Calls with(LEAVES) if a warp can keep the trees in registers, LEAVES leaves a lane; else without().
 template <class T, class With, class Without>
 cudaError_t by_leaves(int64_t num_experts, std::initializer_list<const void*> pointers, With with, Without without) {
   for (const void* each : pointers) {
@@ -244,7 +243,7 @@ cudaError_t by_leaves(int64_t num_experts, std::initializer_list<const void*> po
 }
 
 template <class Kernel, class... Arguments>
-cudaError_t start_warps(Kernel kernel, int64_t tokens, int64_t num_trees, const SmoothStep& step,
+cudaError_t launch_warps(Kernel kernel, int64_t tokens, int64_t num_trees, const SmoothStep& step,
                         const Weighing& weighing, cudaStream_t stream, Arguments... arguments) {
   return launch(kernel, blocks_of(tokens, kWarpTokens), kWarpTokens * kWarpSize, 0, stream, arguments..., tokens,
                 static_cast<int>(num_trees), step, weighing);
@@ -277,7 +276,7 @@ cudaError_t tree_gate_fwd(int dtype, const void* split_logits, const void* leaf_
                         static_cast<int>(num_experts), step, weighing);
         },
         [&] {
-          return start_heaps(tree_gate_kernel<T>, 3, tokens, num_trees, num_experts, step, weighing, stream, splits,
+          return launch_heaps(tree_gate_kernel<T>, 3, tokens, num_trees, num_experts, step, weighing, stream, splits,
                              leaves, to, probs);
         });
   };
@@ -305,11 +304,11 @@ cudaError_t tree_gate_bwd(int dtype, const void* grad_gates, const void* grad_le
     return by_leaves<T>(
         num_experts, {leaf_logits, grad_gates, grad_leaf_probs, dleaf},
         [&](auto each) {
-          return start_warps(tree_gate_warp_bwd_kernel<T, decltype(each)::value>, tokens, num_trees, step, weighing,
+          return launch_warps(tree_gate_warp_bwd_kernel<T, decltype(each)::value>, tokens, num_trees, step, weighing,
                              stream, of_gates, of_probs, splits, leaves, to_splits, to_leaves);
         },
         [&] {
-          return start_heaps(tree_gate_bwd_kernel<T>, 2, tokens, num_trees, num_experts, step, weighing, stream,
+          return launch_heaps(tree_gate_bwd_kernel<T>, 2, tokens, num_trees, num_experts, step, weighing, stream,
                              of_gates, of_probs, splits, leaves, to_splits, to_leaves);
         });
   };

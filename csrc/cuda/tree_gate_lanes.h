@@ -1,9 +1,9 @@
-// The forward pass of trees of 8 to 1024 leaves. LANES lanes take a token, so that a warp has several at once. A lane
-// keeps the subtree of LEAVES neighbouring leaves below node LANES + lane in registers. Of each node above it, the lane
-// computes the one child on its way: 8 instructions a node, and no shuffle.
+// The forward pass of trees of 8 to 1024 leaves. LANES lanes take a token, so that a warp has several tokens. A lane
+// keeps the subtree of LEAVES neighbouring leaves below node LANES + lane in registers. For each node above its subtree,
+// it computes the probability of the branch that leads there: 8 instructions a node, and no shuffle.
 //
-// If E is no power of two, the shallow leaves become nodes that always go left; on their right is a leaf of probability
-// 0 without an expert. All leaves of a lane are deep or all are shallow, as LEAVES divides 2E.
+// If E is not a power of two, the shallow leaves become nodes that always go left; to their right is a leaf of
+// probability 0 without an expert. The leaves of a lane are all deep or all shallow, since LEAVES divides 2E.
 #pragma once
 
 #include <cfloat>
@@ -15,7 +15,7 @@
 namespace moe {
 namespace {
 
-// exp(-x) of x >= 0, or NaN. Where the result is rounded to 16 bits, an error of x / 2^24 does not matter.
+// exp(-x) for x >= 0; NaN for NaN. If the result is rounded to 16 bits, an error of x / 2^24 does not matter.
 template <class T>
 __device__ __forceinline__ float decay(float x) {
   if constexpr (sizeof(T) == 2) return power_of_two(x * -1.44269504f);
@@ -32,10 +32,10 @@ struct Branch {
   static constexpr int kFull = LEAVES * LANES, kAbove = depth_of(LANES);
 
   const SmoothStep& step;
-  int root;       // of the subtree, in the tree
+  int root;       // node of the tree that is the subtree's root
   int first;      // expert of the first leaf
-  bool shallow;   // an expert for every second leaf
-  float sign[kAbove + 1];  // -1 where the way to this lane's subtree goes right, from its root's parent up
+  bool shallow;   // only every second leaf has an expert
+  float sign[kAbove + 1];  // for the parent of `root` and up: -1 if the path to `root` goes right there, else 1
 
   __device__ Branch(const SmoothStep& step, int lane, int num_experts) : step(step), root(LANES + lane) {
     const int deep = 2 * num_experts - kFull;
@@ -52,12 +52,12 @@ struct Branch {
 #pragma unroll
     for (int i = 0; i < kAbove; i++) above[i] = widen(split_logits[(root >> (i + 1)) - 1]);
 #pragma unroll
-    for (int m = 1; m < LEAVES / 2; m++) logit[m] = widen(split_logits[place(m)]);
+    for (int m = 1; m < LEAVES / 2; m++) logit[m] = widen(split_logits[split_index(m)]);
 #pragma unroll
     for (int m = LEAVES / 2; m < LEAVES; m++) logit[m] = FLT_MAX;
     if (!shallow) {
 #pragma unroll
-      for (int m = LEAVES / 2; m < LEAVES; m++) logit[m] = widen(split_logits[place(m)]);
+      for (int m = LEAVES / 2; m < LEAVES; m++) logit[m] = widen(split_logits[split_index(m)]);
     }
     float prob[2 * LEAVES];  // of reaching a node
     prob[1] = 1.0f;
@@ -74,14 +74,14 @@ struct Branch {
   }
 
  private:
-  // Place of node m of the subtree among the nodes of the tree without the first.
-  __device__ int place(int m) const {
+  // Index of node m of the subtree in split_logits.
+  __device__ int split_index(int m) const {
     const int level = m < 2 ? 1 : m < 4 ? 2 : m < 8 ? 4 : m < 16 ? 8 : 16;  // the first node of m's level
     return root * level + m - level - 1;
   }
 };
 
-// The experts' elements of a lane, of a row at a multiple of 16 bytes.
+// The elements of a lane's experts in a row that starts at a multiple of 16 bytes.
 template <class T, int LEAVES>
 struct LeafRow {
   using Half = Neighbours<T, LEAVES / 2>;
@@ -110,7 +110,7 @@ struct LeafRow {
 };
 
 constexpr int kLaneThreads = 128;  // of a block
-// For one SM; 0 leaves it to the compiler, which would spill 32 leaves a lane for a fourth.
+// Blocks per SM; 0 is no bound. With 32 leaves a lane, the compiler would spill to fit a fourth block.
 constexpr int lane_blocks(int leaves) { return leaves == 32 ? 3 : 0; }
 
 template <class T, int LEAVES, int LANES>
@@ -122,18 +122,18 @@ __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
                            int64_t tokens, int num_trees, int num_experts, SmoothStep step, Weighing weighing) {
   using Row = LeafRow<T, LEAVES>;
   const Branch<T, LEAVES, LANES> branch(step, threadIdx.x % LANES, num_experts);
-  const int64_t wanted = int64_t(blockIdx.x) * (kLaneThreads / LANES) + threadIdx.x / LANES;
-  const bool real = wanted < tokens;  // past the last token lanes keep their warp company
-  const int64_t token = real ? wanted : tokens - 1, first_leaf = token * num_trees * num_experts + branch.first;
+  const int64_t global_token = int64_t(blockIdx.x) * (kLaneThreads / LANES) + threadIdx.x / LANES;
+  const bool in_range = global_token < tokens;  // other lanes repeat the last token: a warp needs all its lanes
+  const int64_t token = in_range ? global_token : tokens - 1, first_leaf = token * num_trees * num_experts + branch.first;
   split_logits += token * num_trees * (num_experts - 1);
   leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * num_experts + branch.first;
 
-  float highest = -FLT_MAX, sums[LEAVES] = {};  // relative to exp(highest), of this lane's logits so far
+  float highest = -FLT_MAX, sums[LEAVES] = {};  // highest: of this lane's logits so far; sums are divided by exp(highest)
   for (int j = 0; j < num_trees; j++) {
     float prob[LEAVES], logit[LEAVES];
     Row::read(leaf_logits, branch.shallow, logit);
     branch.descend(split_logits, prob);
-    if (real) Row::write(leaf_probs, branch.shallow, prob);
+    if (in_range) Row::write(leaf_probs, branch.shallow, prob);
     float higher = highest;
 #pragma unroll
     for (int i = 0; i < LEAVES; i++) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
   const float share = scale * (1.0f / warp_sum(total * scale, LANES));
 #pragma unroll
   for (int i = 0; i < LEAVES; i++) sums[i] *= share;
-  if (real) Row::write(gates, branch.shallow, sums);
+  if (in_range) Row::write(gates, branch.shallow, sums);
 }
 
 }  // namespace

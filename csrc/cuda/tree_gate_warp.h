@@ -1,6 +1,6 @@
 // The backward pass of trees of 32, 64 ... 512 leaves: a warp takes a token, a lane the subtree of LEAVES neighbouring
-// leaves below node 32 + lane. Its nodes stay in registers; of the 31 nodes above lane n holds node n. Probabilities go
-// down and sums come up through shuffles. Every node is computed once in each pass over its tree.
+// leaves below node 32 + lane. The subtree's nodes stay in registers; of the 31 nodes above, lane n holds node n.
+// Probabilities go down and sums go up by shuffles. Every node is computed once in each pass over its tree.
 #pragma once
 
 #include <cfloat>
@@ -17,10 +17,10 @@ namespace {
 struct Weighing {
   float epsilon, least;
 
-  __device__ bool counts(float v) const { return !(v < least); }  // a NaN does
+  __device__ bool counts(float v) const { return !(v < least); }  // a NaN counts
 };
 
-// Two numbers of 16 bits, the first in the low half: an instruction for both.
+// Two numbers of 16 bits, the first in the low half; one instruction converts both.
 template <class T>
 __device__ __forceinline__ uint32_t narrow_pair(float first, float second) {
   uint32_t pair;
@@ -38,7 +38,7 @@ __device__ __forceinline__ uint32_t narrow_pair(float first, float second) {
   return pair;
 }
 
-// COUNT neighbouring elements in the widest pieces that they fill; the first is at a multiple of these bytes.
+// Reads and writes COUNT neighbouring elements in the widest pieces that they fill; they start at a multiple of a piece.
 template <class T, int COUNT>
 struct Neighbours {
   static constexpr int kBytes = COUNT * sizeof(T);
@@ -85,14 +85,14 @@ template <class T, int LEAVES>
 struct Subtree {
   const SmoothStep& step;
   int lane;
-  float top;               // split logit of node `lane`; of lane 0 another's
+  float top;               // split logit of node `lane`; lane 0 has that of node 1, not used
   float logit[LEAVES];     // split logits of the lane's nodes
   float prob[2 * LEAVES];  // of reaching a node
 
   __device__ Subtree(const SmoothStep& step, int lane) : step(step), lane(lane) {}
 
-  // Place of node m of the subtree among the nodes of the tree without the first.
-  __device__ int place(int m) const {
+  // Index of node m of the subtree in split_logits.
+  __device__ int split_index(int m) const {
     const int level = m < 2 ? 1 : m < 4 ? 2 : m < 8 ? 4 : 8;  // the first node of m's level
     return (32 + lane) * level + m - level - 1;
   }
@@ -100,14 +100,15 @@ struct Subtree {
   __device__ void read(const T* split_logits) {  // (E - 1)
     top = widen(split_logits[max(lane, 1) - 1]);
 #pragma unroll
-    for (int m = 1; m < LEAVES; m++) logit[m] = widen(split_logits[place(m)]);
+    for (int m = 1; m < LEAVES; m++) logit[m] = widen(split_logits[split_index(m)]);
   }
 
   // Probabilities of the leaves.
   __device__ void descend() {
     const Split split(top, step);
     const float left = split.left(), right = split.right();
-    // Of node `lane`, given its parent; then given its ancestors, of which it has four at most.
+    // given(parent): probability of this lane's node, given that its parent is reached. `reached`: probability of node
+    // `lane`, from its parent, then from its ancestors, of which it has at most four.
     const auto given = [&](int parent) {
       const float a = from_lane(left, parent), b = from_lane(right, parent);
       return lane & 1 ? b : a;
@@ -127,11 +128,11 @@ struct Subtree {
   }
   __device__ float leaf(int i) const { return prob[LEAVES + i]; }
 
-  // sums[LEAVES + i]: of leaf i of the lane what it adds to the gradient of the nodes above it, times its probability.
+  // sums[LEAVES + i]: the gradient to the probability of the lane's leaf i, times that probability.
   __device__ void ascend(float (&sums)[2 * LEAVES], T* dsplit) const {  // (E - 1)
 #pragma unroll
     for (int m = LEAVES - 1; m > 0; m--) {
-      narrow(Split(logit[m], step).derivative(sums[2 * m], sums[2 * m + 1], step), dsplit[place(m)]);
+      narrow(Split(logit[m], step).derivative(sums[2 * m], sums[2 * m + 1], step), dsplit[split_index(m)]);
       sums[m] = sums[2 * m] + sums[2 * m + 1];
     }
     // Lane n collects the sums of its children: nodes 32 to 63 first, which lanes 0 to 31 hold.
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
   float grad[LEAVES], logit[LEAVES] = {};
   Leaves::read(grad_gates + token * kExperts + lane * LEAVES, grad);
 
-  // Relative to exp(highest) the sums of weights and of weighted gradients.
+  // total, dot: sums of weights and of weighted gradients, divided by exp(highest).
   Subtree<T, LEAVES> tree(step, lane);
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
   for (int j = 0; j < num_trees; j++) {
@@ -204,8 +205,8 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
       const float v = tree.leaf(i);
       float dlogit = 0.0f, sum = 0.0f;
       if (weighing.counts(v)) {
-        // What counts is at least the smallest normal number, and so is the total: the quotient is finite. Its product
-        // with a gradient need not be, that of its share of v is.
+        // A weight that counts is at least the smallest normal number, and so is the total, so `share` is finite. share *
+        // centred may overflow; v * share * centred does not.
         const float share = expf(logit[i] - most) / total, centred = grad[i] - mean;
         dlogit = (v + weighing.epsilon) * share * centred;
         sum = v * share * centred;

@@ -1,6 +1,6 @@
-// The tree gate's descent. A warp takes a token and a tree, goes down to the likelier side of each node and reads the
-// weights of the nodes it meets, and no others; what it leaves aside at a node that is not saturated waits on a stack,
-// which the lanes hold together, and is looked at only if it is as likely as the best leaf by then.
+// The tree gate's conditional descent. A warp takes a token and a tree, goes to the likelier child of each node, and
+// reads only the weights of the nodes on its path. The other child of a node that is not saturated is pushed to a stack,
+// of which each lane holds an entry. It is expanded later, if it is then as likely as the best leaf.
 #include <cfloat>
 
 #include "moe/dtypes.h"
@@ -15,10 +15,10 @@ namespace moe {
 namespace {
 
 constexpr int kWarps = 8;         // of a block
-constexpr int kBlocks = 2;        // for one SM: aiming at more the compiler would spill
-constexpr int kMostTrees = 1024;  // 8 KB of shared memory a token, with one token a block
+constexpr int kBlocks = 2;        // per SM: for more the compiler would spill
+constexpr int kMostTrees = 1024;  // a token then takes 8 KB of shared memory, and a block has one token
 
-// Rows of weights with their biases, and a token to multiply them with.
+// The products of one token with rows of a weight, plus their biases.
 template <class T, class Vector>
 struct Products {
   const Vector* x;       // (P)
@@ -26,7 +26,7 @@ struct Products {
   const T* bias;         // (rows), or nullptr
   int vectors, lane;
 
-  // In the dtype of x, as the matrix product of the whole gate gives it; the same in every lane.
+  // Rounded to the dtype of x, as a matrix product would be; the same in every lane.
   __device__ float operator[](int row) const {
     using Elements = Pack<T, Vector>;
     float sum = 0.0f;
@@ -43,64 +43,64 @@ struct Products {
   }
 };
 
-// A place in a tree and the probability of getting there.
-struct Place {
+// A node and the probability of reaching it.
+struct Candidate {
   int node;
   float prob;
 };
 
-// Lane i holds entry i: a level of the tree leaves at most one.
+// Lane i holds entry i: there is at most one for each level of the tree.
 struct Stack {
-  Place mine{0, 0.0f};
+  Candidate mine{0, 0.0f};
   int size = 0;
 
-  __device__ void push(Place place, int lane) {
-    if (lane == size) mine = place;
+  __device__ void push(Candidate candidate, int lane) {
+    if (lane == size) mine = candidate;
     size++;
   }
-  __device__ Place pop() {
+  __device__ Candidate pop() {
     size--;
     return {__shfl_sync(kAllLanes, mine.node, size), __shfl_sync(kAllLanes, mine.prob, size)};
   }
 };
 
 struct Descent {
-  Place best{INT32_MAX, 0.0f};  // the likeliest leaf so far, the left-most of several
+  Candidate best{INT32_MAX, 0.0f};  // the likeliest leaf so far, the left-most if tied
   int expert = INT32_MAX, visited = 0;
-  float undecided = -1.0f, unknown = -1.0f;  // probability of the likeliest node that is not saturated, or NaN
+  float undecided = -1.0f, unknown = -1.0f;  // probability of the likeliest unsaturated node; of the likeliest NaN node
 
-  // A node that is NaN counts as one that goes left.
+  // A node whose logit is NaN goes left.
   template <class Logits>
   __device__ void run(const Logits& split_logits, const Tree& tree, const SmoothStep& step, int lane) {
-    Stack aside;
-    Place at{1, 1.0f};
+    Stack stack;
+    Candidate here{1, 1.0f};
     for (;;) {
-      while (at.node < tree.num_experts && at.prob >= best.prob) {
-        float t = split_logits[at.node - 1];
+      while (here.node < tree.num_experts && here.prob >= best.prob) {
+        float t = split_logits[here.node - 1];
         visited++;
         if (t != t) {
-          unknown = fmaxf(unknown, at.prob);
+          unknown = fmaxf(unknown, here.prob);
           t = step.half;
         }
         const Split split(t, step);
-        if (!split.saturated()) undecided = fmaxf(undecided, at.prob);
-        const float left = at.prob * split.left(), right = at.prob * split.right();
+        if (!split.saturated()) undecided = fmaxf(undecided, here.prob);
+        const float left = here.prob * split.left(), right = here.prob * split.right();
         const int side = right > left;
-        if (fminf(left, right) > 0.0f) aside.push({2 * at.node + 1 - side, fminf(left, right)}, lane);
-        at = {2 * at.node + side, fmaxf(left, right)};
+        if (fminf(left, right) > 0.0f) stack.push({2 * here.node + 1 - side, fminf(left, right)}, lane);
+        here = {2 * here.node + side, fmaxf(left, right)};
       }
-      if (at.node >= tree.num_experts) {
-        const int found = tree.expert(at.node);
-        if (at.prob > best.prob || (at.prob == best.prob && found < expert)) best = at, expert = found;
+      if (here.node >= tree.num_experts) {
+        const int found = tree.expert(here.node);
+        if (here.prob > best.prob || (here.prob == best.prob && found < expert)) best = here, expert = found;
       }
-      if (aside.size == 0) return;
-      at = aside.pop();
+      if (stack.size == 0) return;
+      here = stack.pop();
     }
   }
 };
 
-// A softmax over the kept leaves; an expert of several trees gets the sum at its first place.
-__device__ void merge(const float* logits,    // (K)
+// A softmax over the trees' leaves. An expert of several trees gets the sum of their weights at the first of them.
+__device__ void merge_trees(const float* logits,    // (K)
                       const int32_t* chosen,  // (K)
                       float* weights,         // (K)
                       int32_t* experts,       // (K)
@@ -137,10 +137,10 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, kBlocks)
                       uint8_t* unsaturated,        // (T, K)
                       int64_t tokens, int num_trees, Tree tree, SmoothStep step, int vectors) {
   DYNAMIC_SHARED(float, shared);
-  const int lane = threadIdx.x, place = threadIdx.z;  // of blockDim.y warps that share a token's trees
-  float* const logits = shared + place * 2 * num_trees;
+  const int lane = threadIdx.x, local_token = threadIdx.z;  // of blockDim.y warps that share a token's trees
+  float* const logits = shared + local_token * 2 * num_trees;
   int32_t* const chosen = reinterpret_cast<int32_t*>(logits + num_trees);
-  const int64_t token = int64_t(blockIdx.x) * blockDim.z + place;
+  const int64_t token = int64_t(blockIdx.x) * blockDim.z + local_token;
   const int64_t first = token * num_trees;
   x += token * x_stride;
   for (int j = threadIdx.y; token < tokens && j < num_trees; j += blockDim.y) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, kBlocks)
     unsaturated[first + j] = descent.undecided >= descent.best.prob;
   }
   __syncthreads();
-  if (token < tokens && threadIdx.y == 0) merge(logits, chosen, weights + first, experts + first, num_trees, lane);
+  if (token < tokens && threadIdx.y == 0) merge_trees(logits, chosen, weights + first, experts + first, num_trees, lane);
 }
 
 struct Call {
@@ -174,14 +174,14 @@ struct Call {
 };
 
 template <class T, class Vector>
-cudaError_t start(const Call& c, cudaStream_t stream) {
+cudaError_t launch_route(const Call& c, cudaStream_t stream) {
   constexpr int kElements = Pack<T, Vector>::kElements;
   int warps = 1;  // for a token
   while (warps < kWarps && warps < c.num_trees) warps *= 2;
-  const int together = kWarps / warps;
-  const dim3 grid(static_cast<unsigned>((c.tokens + together - 1) / together));
-  return launch(tree_route_kernel<T, Vector>, grid, dim3(kWarpSize, warps, together),
-                together * c.num_trees * (sizeof(float) + sizeof(int32_t)), stream, static_cast<const Vector*>(c.x),
+  const int block_tokens = kWarps / warps;
+  const dim3 grid(static_cast<unsigned>((c.tokens + block_tokens - 1) / block_tokens));
+  return launch(tree_route_kernel<T, Vector>, grid, dim3(kWarpSize, warps, block_tokens),
+                block_tokens * c.num_trees * (sizeof(float) + sizeof(int32_t)), stream, static_cast<const Vector*>(c.x),
                 c.x_stride / kElements, static_cast<const Vector*>(c.split_weight),
                 static_cast<const Vector*>(c.leaf_weight), static_cast<const T*>(c.split_bias),
                 static_cast<const T*>(c.leaf_bias), c.weights, c.experts, c.visited, c.unsaturated, c.tokens,
@@ -202,14 +202,17 @@ cudaError_t tree_route_fwd(int dtype, const void* x, int64_t x_stride, const voi
   }
   if (tokens == 0) return cudaSuccess;
   const int64_t size = element_size(dtype);
-  const bool vectors = rows_divide(16, dim * size, {x_stride * size}, {x, split_weight, leaf_weight});
+  const bool vectorized = rows_divide(16, dim * size, {x_stride * size}, {x, split_weight, leaf_weight});
   const Call call{x,       x_stride, split_weight, leaf_weight, split_bias, leaf_bias,   static_cast<float*>(weights),
                   experts, visited,  unsaturated,  tokens,      num_trees,  num_experts, dim, gamma};
   switch (dtype) {
-    case float32: return vectors ? start<float, uint4>(call, stream) : start<float, uint32_t>(call, stream);
+    case float32:
+      return vectorized ? launch_route<float, uint4>(call, stream) : launch_route<float, uint32_t>(call, stream);
     case bfloat16:
-      return vectors ? start<__nv_bfloat16, uint4>(call, stream) : start<__nv_bfloat16, uint16_t>(call, stream);
-    case float16: return vectors ? start<__half, uint4>(call, stream) : start<__half, uint16_t>(call, stream);
+      return vectorized ? launch_route<__nv_bfloat16, uint4>(call, stream)
+                        : launch_route<__nv_bfloat16, uint16_t>(call, stream);
+    case float16:
+      return vectorized ? launch_route<__half, uint4>(call, stream) : launch_route<__half, uint16_t>(call, stream);
   }
   return cudaErrorInvalidValue;
 }

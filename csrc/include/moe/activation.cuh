@@ -1,5 +1,5 @@
-// Activations of an expert's hidden units and their derivatives, in float32. Gated ones take two halves of a row, the gate
-// and the linear part: act(gate) * linear.
+// Activations of an expert's hidden units and their derivatives, in float32. A gated activation takes a row of gates,
+// then linear parts: act(gate) * linear.
 #pragma once
 
 #include "moe/platform.cuh"
@@ -7,7 +7,7 @@
 
 namespace moe {
 
-// As moe_kernels/backends/native/activation.py numbers them.
+// The codes of moe_kernels/backends/native/activation.py.
 enum Activation : int { kIdentity, kRelu, kGelu, kSilu, kTanh, kSwiglu, kGeglu };
 
 __host__ __device__ constexpr bool is_activation(int code) { return code >= kIdentity && code <= kGeglu; }
@@ -18,9 +18,9 @@ struct Point {
   float value, slope;
 };
 
-// The normal distribution function at x and its density. For x <= 0 it is e^(-x^2 / 2) P(t) with t = 1 / (1 + 0.29 |x|); P
-// is fitted for the least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions this way, its slope 18. With erff
-// they would be 25 and 36, and no digit would be right below -5.
+// The normal distribution function at x, and its density. For x <= 0 the function is e^(-x^2 / 2) P(t) with t = 1 / (1 +
+// 0.29 |x|); P is fitted for the least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions this way, its
+// slope 18. With erff they would be 25 and 36, and below -5 no digit would be right.
 struct Normal {
   float below, density;
 

@@ -1,4 +1,4 @@
-// Activations and their slopes as plain arithmetic, so that loops of them vectorise (definition: python_ref/grouped_gemm.py).
+// Activations and their derivatives as plain arithmetic, so that loops vectorise (definition: python_ref/grouped_gemm.py).
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 namespace moe {
 namespace MOE_ISA {
 
-// As moe_kernels/backends/native/activation.py numbers them. Gated ones take two halves of the columns.
+// The codes of moe_kernels/backends/native/activation.py. A gated activation takes a row of gates, then linear parts.
 enum class Activation : int { none = 0, relu = 1, gelu = 2, silu = 3, tanh = 4, swiglu = 5, geglu = 6 };
 
 constexpr bool is_gated(Activation act) { return act == Activation::swiglu || act == Activation::geglu; }
@@ -39,8 +39,8 @@ inline float erf(float x) {
 
 inline double erf(double x) { return std::erf(x); }
 
-// tanh within 7 units in the last place: x P(x^2) / Q(x^2), fitted to the least relative error, and exactly 1 from 8.2728
-// on. It takes half the time of 1 - 2 / (e^2x + 1), which also needs a series near 0.
+// tanh within 7 units in the last place: x P(x^2) / Q(x^2), fitted for the least relative error, and exactly 1 from
+// 8.2728 on. It takes half the time of 1 - 2 / (e^(2 x) + 1), which also needs a series near 0.
 inline float tanh(float x) {
   const float bounded = x < -8.27271175f ? -8.27271175f : x > 8.27271175f ? 8.27271175f : x, s = bounded * bounded;
   float p = 1.47124828e-8f;
@@ -54,7 +54,7 @@ inline float tanh(float x) {
   q = q * s + 4.67617154e-1f;
   q = q * s + 1.0f;
   const float y = bounded * p / q;
-  return y < -1.0f ? -1.0f : y > 1.0f ? 1.0f : y;  // rounding may pass 1 by a unit
+  return y < -1.0f ? -1.0f : y > 1.0f ? 1.0f : y;  // rounding may exceed 1 by a unit in the last place
 }
 
 inline double tanh(double x) { return std::tanh(x); }
@@ -88,10 +88,10 @@ inline Sloped<T> sloped(T x) {
   return {x, T(1)};
 }
 
-// An activation over a row. value: out = act(pre), times `up` if gated. slope: the gradients to pre and up from the
-// gradient of out. Any output may be written over any input.
+// The functions of an activation over a row. value: out = act(pre), times `up` (the linear part) if gated. slope: the
+// gradients to pre and up from the gradient of out. An output may be the same memory as any input.
 template <class T>
-struct RowsOf {
+struct ActivationRow {
   bool gated;
   void (*value)(T* out, const T* pre, const T* up, int64_t count);
   void (*slope)(T* dpre, T* dup, const T* grad, const T* pre, const T* up, int64_t count);
@@ -119,7 +119,7 @@ void slope_row(T* dpre, T* dup, const T* grad, const T* pre, const T* up, int64_
 }
 
 template <class T>
-inline RowsOf<T> rows_of(int activation) {
+inline ActivationRow<T> activation_of(int activation) {
   switch (Activation(activation)) {
 #define MOE_CASE(act) \
   case Activation::act: return {is_gated(Activation::act), value_row<Activation::act, T>, slope_row<Activation::act, T>};

@@ -7,7 +7,7 @@ namespace moe {
 
 // Copies BYTES (4, 8 or 16) to shared memory, the first `valid` of them from `source` and zeros for the rest; both
 // addresses are aligned to BYTES. With valid == 0 nothing is read, but source must still be a pointer.
-// 16 bytes bypass L1: what is staged by hand gains nothing from it.
+// Copies of 16 bytes bypass L1, which would not help: shared memory is the cache here.
 template <int BYTES>
 __device__ __forceinline__ void async_copy(void* destination, const void* source, int valid = BYTES) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -26,15 +26,15 @@ __device__ __forceinline__ void async_copy(void* destination, const void* source
 #endif
 }
 
-// Closes a group: the copies of this thread since the last commit.
+// Groups the copies that this thread started since the last commit.
 __device__ __forceinline__ void async_commit() {
-#ifndef SIMT_HOST  // a host copies at once
+#ifndef SIMT_HOST  // on the host a copy is finished when it returns
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits until at most PENDING of this thread's newest groups are under way. Other threads see what landed only
-// after a barrier that follows.
+// Waits until all but the PENDING newest groups of this thread are finished. Other threads see their data only after a
+// barrier that follows.
 template <int PENDING>
 __device__ __forceinline__ void async_wait() {
 #ifndef SIMT_HOST

@@ -1,4 +1,4 @@
-// From Python's numbers to a launcher's words. Only the two module.cpp files include this.
+// Converts the arguments of a call from Python to the 64-bit words of a launcher. Only the module.cpp files include this.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,9 +12,9 @@
 
 namespace moe {
 
-// pointer(object): the word of an argument that is a pointer.
+// One word for each argument; pointer(object) converts one that is a pointer.
 template <class Pointer>
-std::vector<uint64_t> words_of(const char* name, const char* types, PyObject* const* given, size_t given_count,
+std::vector<uint64_t> pack_arguments(const char* name, const char* types, PyObject* const* given, size_t given_count,
                                Pointer pointer) {
   const size_t count = std::strlen(types);
   if (given_count != count)
@@ -32,8 +32,8 @@ std::vector<uint64_t> words_of(const char* name, const char* types, PyObject* co
     } else {
       const long long value = PyLong_AsLongLong(given[i]);
       if (types[i] == 'i' && value != int(value))
-        throw pybind11::type_error(std::string(name) + ": argument " + std::to_string(i) + " is no 32-bit integer: " +
-                                   std::to_string(value));
+        throw pybind11::type_error(std::string(name) + ": argument " + std::to_string(i) +
+                                   " must be a 32-bit integer, got " + std::to_string(value));
       words[i] = uint64_t(value);
     }
     if (PyErr_Occurred()) throw pybind11::error_already_set();

@@ -8,15 +8,15 @@ namespace moe {
 
 constexpr int kMaxWarps = 32;
 
-// Room for the warps of a block to exchange one value each.
+// Shared memory in which the warps of a block exchange one value each.
 template <class T>
 struct Exchange {
   T slots[2][kMaxWarps];
 };
 
-// Lane i of every warp receives the sum over warp i, or zero past the last warp. Every thread calls it; `turn` starts at
-// 0 and belongs to one Exchange. Consecutive calls use the two sets of slots alternately, so a call needs one barrier:
-// before a set is overwritten, all threads have passed the barrier of the call in between, and with it their reads.
+// Returns the sum over warp i in lane i of every warp, or zero past the last warp. Every thread calls it; `turn` starts
+// at 0 and belongs to one Exchange. Consecutive calls use the two sets of slots in turn, so a call needs one barrier:
+// before a set is overwritten, all threads have passed the barrier of the call in between, after they read that set.
 template <class T>
 __device__ __forceinline__ T exchange_warp_sums(T value, Exchange<T>& exchange, int& turn) {
   const int lane = threadIdx.x % kWarpSize;

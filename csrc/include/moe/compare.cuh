@@ -1,11 +1,11 @@
-// Counting unsigned numbers that are at least a threshold: one in a register, or two of 16 bits.
+// Counts numbers that are at least a threshold (that reach it): one number in a register, or two of 16 bits.
 #pragma once
 
 #include "moe/platform.cuh"
 
 namespace moe {
 
-// count + (x >= y). Written as C++ it takes three instructions, here two.
+// count + (x >= y), in two instructions; nvcc compiles the C++ expression to three.
 __device__ __forceinline__ int count_reaching(uint32_t x, uint32_t y, int count) {
 #ifdef SIMT_HOST
   return count + (x >= y);
@@ -15,8 +15,8 @@ __device__ __forceinline__ int count_reaching(uint32_t x, uint32_t y, int count)
 #endif
 }
 
-// The same of the bits of float32 numbers: a NaN reaches nothing and equals nothing. Bits, because a float's register is
-// another one in PTX.
+// count + (x >= y) of two float32 numbers, given as bits, since floats have registers of their own in PTX. A comparison
+// with a NaN is false.
 __device__ __forceinline__ int count_float_reaching(uint32_t x, uint32_t y, int count) {
 #ifdef SIMT_HOST
   return count + (__uint_as_float(x) >= __uint_as_float(y));
@@ -35,7 +35,7 @@ __device__ __forceinline__ int count_float_equal(uint32_t x, uint32_t y, int cou
 #endif
 }
 
-// All bits where the float32 number x reaches y.
+// All bits set if the float32 number x reaches y, else 0.
 __device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
 #ifdef SIMT_HOST
   return __uint_as_float(x) >= __uint_as_float(y) ? 0xffffffffu : 0;
@@ -48,27 +48,26 @@ __device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
 
 constexpr uint32_t kHighBits = 0x80008000u;
 
-// Bits 15 and 31 tell whether the halves of x reach those of y; the other bits mean nothing.
-// The low 15 bits are compared by a subtraction that cannot borrow from the next half; where the high bits of x
-// and y differ they decide.
+// Bits 15 and 31 of the result: whether each half of x reaches that of y; the other bits have no meaning. A subtraction
+// that cannot borrow from the next half compares the low 15 bits. If the high bits of x and y differ, they decide.
 __device__ __forceinline__ uint32_t reaches_u16x2(uint32_t x, uint32_t y) {
   const uint32_t low = (x | kHighBits) - (y & ~kHighBits);
   return (x & ~y) | (~(x ^ y) & low);
 }
 
-// Each half all ones or zeros, as its top bit is.
+// Copies the top bit of each half to all its bits.
 __device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
 #ifdef SIMT_HOST
   return (x >> 15 & 0x00010001u) * 0xffffu;
 #else
-  // Selector digit 8 + i copies the sign of byte i over a whole byte; __byte_perm leaves that mode out.
+  // Selector digit 8 + i copies the sign of byte i to a whole byte; __byte_perm does not offer that mode.
   uint32_t spread;
   asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(spread) : "r"(x));
   return spread;
 #endif
 }
 
-// How many halves have all bits set, from the negated sum of words of such halves and of zeros.
+// Number of halves with all bits set, in words whose halves are all ones or zeros; `sum` is their negated sum.
 __device__ __forceinline__ int count_halves(uint32_t sum) {
   const int high_less_low = static_cast<int32_t>(sum) >> 16, low = static_cast<int>(sum & 0xffffu);
   return high_less_low + 2 * low;

@@ -1,4 +1,4 @@
-// Element types as Python, C++ and CUDA code number them. Plain C++: the CPU kernels include this too.
+// Codes of element types, the same in Python, C++ and CUDA. Plain C++: the CPU kernels include this too.
 #pragma once
 
 #include <cstdint>

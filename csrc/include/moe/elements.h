@@ -1,5 +1,5 @@
-// Converts elements of a dtype chosen at run time to T (float, or double for float64) and back, a row at a time. Code on T
-// compiles for two types instead of four dtypes; the call through a pointer costs little beside a row.
+// Converts elements of a dtype chosen at run time to T (float, or double for float64) and back, a row at a time. Code on
+// T is compiled for two types instead of four dtypes; the call through a pointer takes little time compared with a row.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +11,12 @@
 namespace moe {
 namespace MOE_ISA {
 
-constexpr int kTogether = 12;  // rows in a block of a packed left side (Left in tiles.h)
+constexpr int kPackRows = 12;  // rows in a block of a packed left side (Left in tiles.h)
 
 template <class T>
 struct Elements {
   int64_t size;  // bytes of an element
-  bool wide;     // an element is a T already
+  bool same_type;    // elements are of type T
   bool in_pairs;  // products take two elements at a time (pairs.h)
 
   // to (rows, count): row r is from + r * stride, or from + token[r] * stride if `token` is not null, zeros for -1.
@@ -25,28 +25,28 @@ struct Elements {
   void (*add)(T* to, const void* from, int64_t count);  // to += from
   void (*narrow)(void* to, const T* from, int64_t count);
 
-  // `count` elements as T: `from` itself if they are, else converted into `room`.
+  // `count` elements as T: returns `from` if they are of type T, else converts them into `room`.
   const T* read(const void* from, T* room, int64_t count) const {
-    if (wide) return static_cast<const T*>(from);
+    if (same_type) return static_cast<const T*>(from);
     widen(room, count, from, 0, nullptr, 1, count);
     return room;
   }
 };
 
-// Calls work(i) for i < count, in steps of constant length: a short row of a panel is then a few instructions.
+// Calls work(i) for i < count, in steps of constant length, so that a short row of a panel takes a few instructions.
 template <class Work>
 inline void each_element(int64_t count, Work work) {
   int64_t i = 0;
-  const auto steps_of = [&](auto step) {
+  const auto take_steps = [&](auto step) {
     for (; i + step <= count; i += step) {
 #pragma omp simd
       for (int64_t j = i; j < i + step; ++j) work(j);
     }
   };
-  steps_of(std::integral_constant<int64_t, 32>());
-  steps_of(std::integral_constant<int64_t, 16>());
-  steps_of(std::integral_constant<int64_t, 8>());
-  steps_of(std::integral_constant<int64_t, 4>());
+  take_steps(std::integral_constant<int64_t, 32>());
+  take_steps(std::integral_constant<int64_t, 16>());
+  take_steps(std::integral_constant<int64_t, 8>());
+  take_steps(std::integral_constant<int64_t, 4>());
   for (; i < count; ++i) work(i);
 }
 
@@ -54,15 +54,15 @@ template <class F>
 void widen_block(typename F::Wide* to, int64_t to_row, const void* from, int64_t stride, const int32_t* token,
                  int64_t rows, int64_t count) {
   const auto each_row = [&](auto length) {
-    typename F::Wide* place = to;
-    for (int64_t r = 0; r < rows; ++r, place += to_row) {
+    typename F::Wide* target = to;
+    for (int64_t r = 0; r < rows; ++r, target += to_row) {
       const int64_t row = token == nullptr ? r : token[r];
       const auto* source = static_cast<const typename F::Key*>(from) + row * stride;
-      if (row < 0) std::fill(place, place + length, typename F::Wide(0));
-      else each_element(length, [=](int64_t i) { place[i] = F::widen(source[i]); });
+      if (row < 0) std::fill(target, target + length, typename F::Wide(0));
+      else each_element(length, [=](int64_t i) { target[i] = F::widen(source[i]); });
     }
   };
-  if (count == kTogether) each_row(std::integral_constant<int64_t, kTogether>());  // saves a tenth of a weight gradient
+  if (count == kPackRows) each_row(std::integral_constant<int64_t, kPackRows>());  // saves a tenth of a weight gradient
   else each_row(count);
 }
 
@@ -82,7 +82,7 @@ void narrow_row_at_once(void* to, const typename F::Wide* from, int64_t count) {
   if constexpr (kPairs<typename F::Wide>) narrow_to_bf16(to, from, count, narrow_row<F>);
 }
 
-// The conversions of `dtype`, which must be one computed in T.
+// The conversions of `dtype`, whose F::Wide must be T.
 template <class T>
 inline Elements<T> elements_of(int dtype) {
   Elements<T> found{};

@@ -10,8 +10,8 @@ namespace moe {
 namespace MOE_ISA {
 
 // exp(x) within 2 units in the last place: x = n log 2 + r with |r| <= log(2) / 2, a polynomial in r (Cephes' expf), and
-// 2^n as two factors, so that subnormal and the largest finite results are right too. exp(-inf) is 0, exp(inf) is inf, and
-// NaN stays NaN.
+// 2^n as two factors, so that subnormal and the largest finite results are right too. exp(-inf) is 0, exp(inf) is inf,
+// and NaN stays NaN.
 inline float exp(float x) {
   const float bounded = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;  // beyond: 0 and +inf
   const float shifted = bounded * 1.44269504088896341f + 12582912.0f;   // 1.5 * 2^23: rounds to the nearest integer

@@ -1,6 +1,6 @@
-// Element types of CPU kernels, each a template argument F: F::Key, a signed integer with an element's bits; F::Wide, the type
-// it is computed in; conversions between them; and integer keys that order as the values do (key_of). Kernels read memory as
-// Keys, so that no 16-bit arithmetic is left to the compiler. All of it vectorises.
+// Element types of CPU kernels, each a template argument F: F::Key, a signed integer with an element's bits; F::Wide, the
+// type it is computed in; conversions between them; and integer keys that order as the values do (key_of). Kernels read
+// memory as Keys, so that the compiler never does 16-bit floating-point arithmetic. All functions vectorise.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@ inline To bits_as(From from) {
   return to;
 }
 
-// widen is exact, narrow rounds to nearest even, and both keep NaN. decode and encode do the same to values without a sign, but
-// only roughly, which is cheaper and enough for searches.
+// widen is exact, narrow rounds to nearest even, and both keep NaN. decode and encode convert values without a sign, and
+// need not be exact: this is cheaper, and enough for searches.
 struct Float32 {
   using Key = int32_t;
   using Wide = float;
@@ -84,7 +84,7 @@ struct Float16 {
   }
 };
 
-// Integer order = float order: negatives mirrored, so that -0 == +0, and every NaN just above +inf.
+// Keys order as the values do: negative values are mirrored, so that -0 and +0 have one key; every NaN has that after +inf.
 template <class F>
 inline typename F::Key key_of(typename F::Key bits) {
   using Key = typename F::Key;
@@ -93,7 +93,7 @@ inline typename F::Key key_of(typename F::Key bits) {
   return magnitude > F::inf ? Key(F::inf + 1) : mirrored;
 }
 
-// The value of a key. No branches: the sign of a threshold near zero is unpredictable, and a misprediction costs more.
+// The value of a key. It has no branches: the sign of a threshold near zero is unpredictable, and a misprediction is slower.
 template <class F>
 inline typename F::Wide value_of(typename F::Key key) {
   using Key = typename F::Key;
@@ -112,6 +112,7 @@ inline typename F::Wide finite_or_zero(typename F::Key key) {
   return Unsigned(magnitude) < Unsigned(F::inf) ? value_of<F>(key) : typename F::Wide(0);
 }
 
+// The key of a value, rounded as encode does.
 template <class F>
 inline typename F::Key key_near(typename F::Wide value) {
   using Key = typename F::Key;

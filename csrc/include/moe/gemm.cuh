@@ -1,9 +1,9 @@
 // The GEMM of one tile on the tensor cores of sm_80, for bf16 and fp16: cp.async fills a ring of stages in shared
-// memory, ldmatrix takes fragments out of it, mma.sync multiplies them into float32 sums in registers.
+// memory, ldmatrix loads fragments from it, mma.sync multiplies them into float32 sums in registers.
 //
-// Each factor has an outer index (m or n) and the common index k. A factor that is contiguous along k is staged with a row
-// for each outer index (AlongK); one that is contiguous along the outer index is staged with a row for each k (AcrossK) and
-// transposed by ldmatrix. Elements past an end, and rows that a gather leaves out, are zeros.
+// Each factor has an outer index (m or n) and the common index k. A factor that is contiguous along k is staged with a
+// row for each outer index (AlongK); one that is contiguous along the outer index is staged with a row for each k
+// (AcrossK) and transposed by ldmatrix. Elements past an end, and gathered rows with index -1, are zeros.
 #pragma once
 
 #include "moe/async_copy.cuh"
@@ -12,10 +12,10 @@
 
 namespace moe {
 
-constexpr int kPiece = 8;  // elements: 16 bytes, what cp.async copies and what ldmatrix reads of a row
+constexpr int kPiece = 8;  // elements: the 16 bytes that cp.async copies, and that ldmatrix reads of a row
 
 // A block computes M x N sums, K terms of each at a time. COPY: bytes of a copy. 16 if every row starts and ends at a
-// multiple of 16 bytes, so that a piece exists as a whole or not at all; 4 if rows start at multiples of 4 bytes; 2 if
+// multiple of 16 bytes, so that a piece is inside a row or outside it; 4 if rows start at multiples of 4 bytes; 2 if
 // elements are loaded one by one.
 template <int M, int N, int K, int WARPS_M, int WARPS_N, int COPY>
 struct Tile {
@@ -27,43 +27,43 @@ struct Tile {
   // once fall on different banks.
   static constexpr int kPitch = N + 8;
   static constexpr int kSharedBytes = std::max(kStages * kStage * 2, M * kPitch * 4);
-  static_assert(2 * (kSharedBytes + 1024) <= 164 * 1024, "two blocks, and 1 KB of the system's for each, on an A100");
+  static_assert(2 * (kSharedBytes + 1024) <= 164 * 1024, "an A100 holds two blocks, and 1 KB of the system for each");
   using Sums = float[kWarpM / 16][kWarpN / 8][4];
 };
 
 // An SM of an A100 multiplies 1024 pairs a clock, and moves 128 bytes to or from shared memory. 128 x 128 x 32 products
-// are 512 clocks; with 64 x 64 sums a warp shared memory is read for 256 of them and written for 128, with 64 x 32 it
-// would be read for 384 and never rest. 4 stages of 16 KB leave room for two blocks in 164 KB, and two blocks of 128
-// threads for 255 registers each; the sums take 128 of them.
+// take 512 clocks. With 64 x 64 sums a warp, shared memory is read for 256 of them and written for 128; with 64 x 32 it
+// would be read for 384 and never idle. With 4 stages of 16 KB, two blocks fit into 164 KB; with 128 threads, two blocks
+// have 255 registers a thread, of which the sums take 128.
 using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
 
-// For few rows per expert, where the time is that of reading weights. Two blocks with 3 stages of 20 KB load 120 KB ahead:
-// six times what an SM needs at a latency of 1 us and its share (1 / 108) of 2 TB/s.
+// For few rows per expert, where reading weights takes all the time. Two blocks, with 3 of the 4 stages of 20 KB in
+// flight, load 120 KB ahead: six times what an SM needs at a latency of 1 us and its share (1 / 108) of 2 TB/s.
 using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 
-// For rows of an even number of elements (four copies for a piece), and for rows that start anywhere (eight loads for a
-// piece, slow).
+// For rows that start at multiples of 4 bytes (four copies for a piece), and for rows that start anywhere (eight loads
+// for a piece, slow).
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
 using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
-// Place of element 0 of a piece in a staged matrix of COLUMNS columns. ldmatrix reads the same piece of 8 rows at
-// once, so these must fall into the 8 different 16-byte parts of a 128-byte line of banks. A row of 128 bytes or more
-// starts a line, and piece p goes where p ^ row % 8 is. Of rows of 64 bytes two make a line, and p ^ row / 2 % 4 does.
+// Offset of element 0 of a piece in a staged matrix of COLUMNS columns. ldmatrix reads the same piece of 8 rows at once,
+// so these must be in 8 different 16-byte parts of a 128-byte line of banks. A row of 128 bytes or more starts a line,
+// and piece p is stored as piece p ^ row % 8. Two rows of 64 bytes make a line, and piece p is stored as p ^ row / 2 % 4.
 template <int COLUMNS>
-__device__ __forceinline__ int staged(int row, int piece) {
+__device__ __forceinline__ int staged_offset(int row, int piece) {
   constexpr int kPieces = COLUMNS / kPiece, kMask = kPieces < 8 ? kPieces - 1 : 7;
   static_assert(kPieces == 4 || kPieces % 8 == 0);
   return row * COLUMNS + (piece ^ (row / (kPieces < 8 ? 2 : 1) & kMask)) * kPiece;
 }
 
-// The number of elements in a piece if `left` are left; `left` may be negative.
+// The number of elements of a piece that are inside a row with `left` elements left; `left` may be negative.
 template <int COPY>
 __device__ __forceinline__ int piece_length(int left) {
   if constexpr (COPY == 16) return left > 0 ? kPiece : 0;
   return min(max(left, 0), kPiece);
 }
 
-// The first `valid` elements of a piece, and zeros; with COPY = 16 all eight of them or none.
+// Copies the first `valid` elements of a piece, and zeros for the others; with COPY = 16, valid is 8 or 0.
 template <int COPY, class T>
 __device__ __forceinline__ void copy_piece(T* destination, const T* source, int valid) {
   if constexpr (COPY == 16) {
@@ -93,7 +93,7 @@ class AlongK {
   static constexpr int kRows = OUTER / kRowsAtOnce;
 
   const T* rows_[kRows];
-  uint32_t exists_ = 0;  // bit i: of row i
+  uint32_t inside_ = 0;  // bit i: of row i
 
  public:
   static constexpr bool kAlong = true;
@@ -105,7 +105,7 @@ class AlongK {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
       const T* const row = row_at(static_cast<int>(threadIdx.x) / kPieces + i * kRowsAtOnce);
-      exists_ |= uint32_t(row != nullptr) << i;
+      inside_ |= uint32_t(row != nullptr) << i;
       rows_[i] = row ? row : anywhere;
     }
   }
@@ -113,27 +113,27 @@ class AlongK {
   __device__ void copy(T* stage, int k, int num_k) {
     const int piece = threadIdx.x % kPieces, column = k + piece * kPiece;
     const int valid = piece_length<Tile::kCopy>(num_k - column);
-    const uint32_t exists = valid ? exists_ : 0;
+    const uint32_t inside = valid ? inside_ : 0;
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
       const int row = threadIdx.x / kPieces + i * kRowsAtOnce;
-      // Bit i, moved to where it means a whole piece.
-      const int whole = (i < 3 ? exists << (3 - i) : exists >> (i - 3)) & kPiece;
-      copy_piece<Tile::kCopy>(stage + staged<kColumns>(row, piece), rows_[i] + column,
+      // kPiece if bit i is set: the bit moved to that of kPiece.
+      const int whole = (i < 3 ? inside << (3 - i) : inside >> (i - 3)) & kPiece;
+      copy_piece<Tile::kCopy>(stage + staged_offset<kColumns>(row, piece), rows_[i] + column,
                               Tile::kCopy == 16 ? whole : whole ? valid : 0);
     }
   }
 };
 
-// OUTER columns of a matrix that is contiguous along the outer index: one row of neighbours for each k.
+// OUTER columns of a matrix that is contiguous along the outer index: one row for each k.
 template <class T, class Tile, int OUTER>
 class AcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
   static constexpr int kRows = Tile::kK / kRowsAtOnce;
 
   const T* next_;  // this thread's piece of the row that it copies next
-  int64_t apart_;  // elements from there to the one after it
-  int valid_;      // elements of its piece that exist
+  int64_t apart_;  // elements from there to this piece in the row after it
+  int valid_;      // elements of the piece that are inside a row
 
   __device__ static int row(int i) { return threadIdx.x / kPieces + i * kRowsAtOnce; }
 
@@ -141,7 +141,7 @@ class AcrossK {
   static constexpr bool kAlong = false;
   static constexpr int kColumns = OUTER;
 
-  // column_at(i) is the place of column i in a row of the matrix, columns_left(i) the number of columns from it on.
+  // column_at(i) is the index of column i in a row of the matrix, columns_left(i) the number of columns from there on.
   template <class ColumnAt, class ColumnsLeft>
   __device__ AcrossK(const T* matrix, int64_t stride, ColumnAt column_at, ColumnsLeft columns_left)
       : apart_(kRowsAtOnce * stride) {
@@ -153,14 +153,14 @@ class AcrossK {
   __device__ void copy(T* stage, int k, int num_k) {
 #pragma unroll
     for (int i = 0; i < kRows; i++, next_ += apart_) {
-      copy_piece<Tile::kCopy>(stage + staged<kColumns>(row(i), threadIdx.x % kPieces), next_,
+      copy_piece<Tile::kCopy>(stage + staged_offset<kColumns>(row(i), threadIdx.x % kPieces), next_,
                                  k + row(i) < num_k ? valid_ : 0);
     }
   }
 };
 
-// As AcrossK, but of gathered rows: row k is row index[k] of the matrix, zeros if index[k] is negative. Without an index it
-// is row k of the matrix.
+// As AcrossK, but of gathered rows: row k is row index[k] of the matrix, zeros if index[k] is negative. Without an index
+// it is row k of the matrix.
 template <class T, class Tile, int OUTER>
 class GatheredAcrossK {
   static constexpr int kPieces = OUTER / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
@@ -170,7 +170,7 @@ class GatheredAcrossK {
   int64_t stride_;
   const int32_t* index_;
   int valid_;
-  int32_t next_[kRows];  // which rows it copies next: looked up one copy ahead
+  int32_t next_[kRows];  // rows of the next copy: their index is loaded one copy ahead
 
   __device__ static int row(int i) { return threadIdx.x / kPieces + i * kRowsAtOnce; }
 
@@ -198,7 +198,7 @@ class GatheredAcrossK {
   __device__ void copy(T* stage, int k, int num_k) {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
-      copy_piece<Tile::kCopy>(stage + staged<kColumns>(row(i), threadIdx.x % kPieces), columns_ + next_[i] * stride_,
+      copy_piece<Tile::kCopy>(stage + staged_offset<kColumns>(row(i), threadIdx.x % kPieces), columns_ + next_[i] * stride_,
                                  next_[i] >= 0 ? valid_ : 0);
     }
     look_up(k + Tile::kK, num_k);
@@ -219,7 +219,7 @@ struct Fragments {
     outer += IS_B ? high : low;
     k += IS_B ? low : high;
     const int row = (Factor::kAlong ? outer : k) + lane % 8, column = Factor::kAlong ? k : outer;
-    load_matrix<!Factor::kAlong>(fragment, matrix + staged<Factor::kColumns>(row, column / kPiece));
+    load_matrix<!Factor::kAlong>(fragment, matrix + staged_offset<Factor::kColumns>(row, column / kPiece));
   }
 
   __device__ void load(const T* stage, int m, int n, int k) {
@@ -242,7 +242,7 @@ struct Fragments {
   }
 };
 
-// First row and column of the tile that are this warp's.
+// First row and first column of this warp's part of the tile.
 template <class Tile>
 __device__ __forceinline__ int warp_m() {
   return threadIdx.x / kWarpSize % Tile::kWarpsM * Tile::kWarpM;
@@ -253,8 +253,8 @@ __device__ __forceinline__ int warp_n() {
 }
 
 // sums += A B over k in [0, num_k). While the warps multiply one stage, copies fill the others; while they multiply 16 k,
-// fragments of the next 16 are loaded. One barrier for each stage, before its last 16 k are multiplied: after it all warps
-// may read the next stage. This one may be filled again, since its fragments are all in registers.
+// fragments of the next 16 are loaded. Each stage has one barrier, before its last 16 k are multiplied. After the barrier
+// all warps may read the next stage, and this stage may be filled again, since all its fragments are in registers.
 template <class T, class Tile, class A, class B>
 __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, typename Tile::Sums& sums) {
   constexpr int kStages = Tile::kStages, kSteps = Tile::kK / 16;
@@ -282,7 +282,7 @@ __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, 
         async_wait<kStages - 2>();
         __syncthreads();
       }
-      // In the last turn this loads from a stage that holds nothing; it is not used, and cheaper than a branch.
+      // In the last turn this loads fragments that are not used, which is cheaper than a branch.
       fragments[(step + 1) % 2].load(stage(turn + last), m, n, last ? 0 : 16 * (step + 1));
       if (step == 0) copy(turn + kStages - 1);
       fragments[step % 2].multiply(sums);
@@ -291,7 +291,7 @@ __device__ __forceinline__ void multiply_tile(T* stages, A& a, B& b, int num_k, 
   async_wait<0>();
 }
 
-// The block's sums, in shared memory that multiply_tile no longer needs: row r, column c at [r * kPitch + c].
+// Writes the block's sums to shared memory that multiply_tile no longer uses: row r, column c at [r * kPitch + c].
 template <class Tile>
 __device__ __forceinline__ void stage_sums(float* staged_sums, const typename Tile::Sums& sums) {
   const int lane = threadIdx.x % kWarpSize;
@@ -319,10 +319,10 @@ __device__ __forceinline__ void read_sums(const float* from, Piece& values) {
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
 }
 
-// The first `count` of 8 neighbouring elements, zeros for the rest. `wide`: they may be taken as 16 bytes.
+// Reads the first `count` of 8 neighbouring elements, zeros for the others. `vectorized`: all 8 may be read as 16 bytes.
 template <class T>
-__device__ __forceinline__ void read_piece(const T* from, int count, bool wide, Piece& values) {
-  if (wide && count >= kPiece) {
+__device__ __forceinline__ void read_piece(const T* from, int count, bool vectorized, Piece& values) {
+  if (vectorized && count >= kPiece) {
     Pack<T, uint4>::unpack(load(reinterpret_cast<const uint4*>(from)), values);
     return;
   }
@@ -331,8 +331,8 @@ __device__ __forceinline__ void read_piece(const T* from, int count, bool wide, 
 }
 
 template <class T>
-__device__ __forceinline__ void write_piece(T* to, int count, bool wide, const Piece& values) {
-  if (wide && count >= kPiece) {
+__device__ __forceinline__ void write_piece(T* to, int count, bool vectorized, const Piece& values) {
+  if (vectorized && count >= kPiece) {
     *reinterpret_cast<uint4*>(to) = Pack<T, uint4>::pack(values);
     return;
   }
@@ -342,16 +342,16 @@ __device__ __forceinline__ void write_piece(T* to, int count, bool wide, const P
   }
 }
 
-// The tile of block `index` among rows x columns tiles, in groups of eight rows of tiles, so that blocks that run at the
-// same time share rows and columns in the L2 cache.
-struct Place {
+// The tile of block `index` among rows x columns tiles. Tiles are ordered in groups of eight rows of tiles, so that
+// blocks that run at the same time share rows and columns in the L2 cache.
+struct TileIndex {
   int row, column;
 
-  __device__ Place(int index, int rows, int columns) {
-    constexpr int kTogether = 8;
-    const int first = index / (kTogether * columns) * kTogether, together = min(kTogether, rows - first);
-    row = first + (index - first * columns) % together;
-    column = (index - first * columns) / together;
+  __device__ TileIndex(int index, int rows, int columns) {
+    constexpr int kGroupRows = 8;
+    const int first = index / (kGroupRows * columns) * kGroupRows, group_rows = min(kGroupRows, rows - first);
+    row = first + (index - first * columns) % group_rows;
+    column = (index - first * columns) / group_rows;
   }
 };
 

@@ -1,7 +1,7 @@
-// Grouped GEMM: rows sorted (or gathered) by expert, times their expert's weights. An epilogue turns the sums into results;
-// csrc/cuda/grouped_gemm.cu, expert_mlp.cu and expert_norms.cu have one each. It is called once in each block, with the sums
-// of its tile in shared memory (stage_sums of moe/gemm.cuh). halved() returns whether columns are gates and linear parts. If
-// they never are, it returns a constant, which saves registers.
+// Grouped GEMM: rows sorted (or gathered) by expert, times their expert's weights. An epilogue computes results from the
+// sums; csrc/cuda/grouped_gemm.cu, expert_mlp.cu and expert_norms.cu have one each. Each block calls it once, with the
+// sums of its tile in shared memory (stage_sums of moe/gemm.cuh). gated_columns() returns whether the columns of the
+// product are gates and linear parts. If they never are, it is constexpr, which saves registers.
 #pragma once
 
 #include "moe/dtypes.h"
@@ -10,7 +10,7 @@
 
 namespace moe {
 
-// With fewer rows per expert than this, tiles have 32 rows, since a tile takes the same time however many rows it has.
+// With fewer rows per expert than this, tiles have 32 rows, since the time of a tile does not depend on its rows in use.
 constexpr int64_t kFewRows = 64;
 
 // The operands of a launch.
@@ -21,7 +21,7 @@ struct GroupedGemm {
   const int32_t* row_token;       // (R), -1 for rows not in use; or nullptr
   const T* weight;                // (E, Din, Dout)
   int64_t expert_stride;          // elements from expert to expert
-  int64_t weight_stride;          // from row to row of Din; transposed, of Dout: the other one is contiguous
+  int64_t weight_stride;          // along Din, if Dout is contiguous; transposed: along Dout, if Din is contiguous
   const int32_t* expert_offsets;  // (E + 1)
   int64_t num_rows, num_experts, din, dout;
   int transposed;
@@ -30,17 +30,17 @@ struct GroupedGemm {
 };
 
 // The rows of a tile. Rows from expert_offsets[E] on are not in use: expert -1.
-struct Rows {
+struct TileRows {
   int expert;
   int64_t first;
   int count;  // may be negative: the tile is empty
 };
 
-// The rows of tile `index`, without a list of tiles: expert e starts at tile offsets[e] / M + e. So it has
-// offsets[e + 1] / M - offsets[e] / M + 1 tiles, enough for its rows; and as the start grows with e, a warp finds e among a
-// thousand by two rounds of 32 probes. Unused rows count as rows of an expert E.
+// The rows of tile `index`, without a list of tiles: the first tile of expert e is offsets[e] / M + e. So e has
+// offsets[e + 1] / M - offsets[e] / M + 1 tiles, enough for its rows. The first tile increases with e, so a warp finds e
+// among a thousand experts in two rounds of 32 probes. Rows not in use count as rows of expert E.
 template <int M>
-__device__ Rows rows_of_tile(int index, const int32_t* offsets, int num_experts, int64_t num_rows) {
+__device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_experts, int64_t num_rows) {
   const auto offset = [&](int e) { return min(max(int64_t(load(offsets + e)), int64_t(0)), num_rows); };
   const auto first_tile = [&](int e) { return offset(e) / M + e; };
   const int lane = threadIdx.x % kWarpSize;
@@ -57,7 +57,7 @@ __device__ Rows rows_of_tile(int index, const int32_t* offsets, int num_experts,
   return {expert < num_experts ? expert : -1, first, static_cast<int>(min(end - first, int64_t(M)))};
 }
 
-// The columns of a tile: N neighbours, or with a gated activation N / 2 gates and the linear parts that they multiply.
+// The columns of a tile: N neighbours, or with gated columns N / 2 gates and their linear parts.
 template <int N>
 struct Columns {
   int first, end;  // of the neighbours, or of the gates; the linear part of column i is column end + i
@@ -74,19 +74,19 @@ struct Bias {
   const T* values;  // (E, Dout), or nullptr
   int64_t stride;   // elements from expert to expert
 
-  // Adds it to 8 sums of an expert's columns from `column` on.
-  __device__ void add(int expert, int column, int count, bool wide, Piece& sums) const {
+  // Adds the bias to sums of an expert's 8 columns from `column` on.
+  __device__ void add(int expert, int column, int count, bool vectorized, Piece& sums) const {
     if (!values || expert < 0) return;
     Piece bias;
-    read_piece(values + expert * stride + column, count, wide, bias);
+    read_piece(values + expert * stride + column, count, vectorized, bias);
 #pragma unroll
     for (int d = 0; d < kPiece; d++) sums[d] += bias[d];
   }
 
-  // Its inner product with 8 values of those columns.
-  __device__ float dot(int expert, int column, int count, bool wide, const Piece& with) const {
+  // The inner product of the bias with values of an expert's 8 columns from `column` on.
+  __device__ float dot(int expert, int column, int count, bool vectorized, const Piece& with) const {
     Piece bias;
-    read_piece(values + expert * stride + column, count, wide, bias);
+    read_piece(values + expert * stride + column, count, vectorized, bias);
     float sum = 0.0f;
 #pragma unroll
     for (int d = 0; d < kPiece; d++) sum = __fmaf_rn(bias[d], with[d], sum);
@@ -94,9 +94,9 @@ struct Bias {
   }
 };
 
-// Sums over the lanes that share a row of a tile, and stores the sum as this column tile's part.
+// Sums `value` over the lanes that share a row of a tile, and stores the sum as the partial sum of this column tile.
 template <class Tile>
-__device__ void write_row_sum(float value, int row, const Rows& rows, int column_tile, int64_t num_rows,
+__device__ void write_row_sum(float value, int row, const TileRows& rows, int column_tile, int64_t num_rows,
                               float* partial) {  // (column tiles, R)
   constexpr int kLanes = Tile::kN / kPiece;
 #pragma unroll
@@ -108,16 +108,16 @@ template <class T, class Tile, bool TRANSPOSED, class Epilogue>
 __global__ void __launch_bounds__(Tile::kThreads, 2)
     grouped_gemm_kernel(const GroupedGemm<T> gemm, const Epilogue epilogue) {
   DYNAMIC_SHARED(T, stages);
-  const Place place(blockIdx.x, gemm.row_tiles, gemm.column_tiles);
-  SHARED(Rows, rows, );  // not in registers, which the sums and the loop fill
+  const TileIndex tile(blockIdx.x, gemm.row_tiles, gemm.column_tiles);
+  SHARED(TileRows, rows, );  // not in registers: the sums and the loop need all of them
   if (threadIdx.x < kWarpSize) {
-    const Rows found =
-        rows_of_tile<Tile::kM>(place.row, gemm.expert_offsets, static_cast<int>(gemm.num_experts), gemm.num_rows);
+    const TileRows found =
+        rows_of_tile<Tile::kM>(tile.row, gemm.expert_offsets, static_cast<int>(gemm.num_experts), gemm.num_rows);
     if (threadIdx.x == 0) rows = found;
   }
   __syncthreads();
   if (rows.count <= 0) return;
-  const Columns<Tile::kN> columns(place.column, static_cast<int>(gemm.dout), epilogue.halved());
+  const Columns<Tile::kN> columns(tile.column, static_cast<int>(gemm.dout), epilogue.gated_columns());
   typename Tile::Sums sums = {};
   if (rows.expert >= 0) {
     const int num_k = static_cast<int>(gemm.din);
@@ -140,14 +140,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
   }
   float* const staged_sums = reinterpret_cast<float*>(stages);
   stage_sums<Tile>(staged_sums, sums);
-  epilogue.template operator()<Tile>(staged_sums, rows, columns, place.column);
+  epilogue.template operator()<Tile>(staged_sums, rows, columns, tile.column);
 }
 
 template <class T, class Tile, bool TRANSPOSED, class Epilogue>
 cudaError_t launch_with_tile(GroupedGemm<T> gemm, const Epilogue& epilogue, cudaStream_t stream) {
-  const int64_t halves = epilogue.halved() ? 2 : 1, width = Tile::kN / halves;
-  // At least one column tile, also without columns: an epilogue may have rows to finish.
-  const int64_t column_tiles = std::max<int64_t>((gemm.dout / halves + width - 1) / width, 1);
+  const int64_t column_parts = epilogue.gated_columns() ? 2 : 1, width = Tile::kN / column_parts;
+  // At least one column tile, also if dout = 0: an epilogue may have results to write for each row.
+  const int64_t column_tiles = std::max<int64_t>((gemm.dout / column_parts + width - 1) / width, 1);
   const int64_t row_tiles = gemm.num_rows / Tile::kM + gemm.num_experts + 1;
   if (row_tiles * column_tiles > INT32_MAX) return cudaErrorInvalidValue;
   gemm.row_tiles = static_cast<int>(row_tiles), gemm.column_tiles = static_cast<int>(column_tiles);
@@ -156,14 +156,14 @@ cudaError_t launch_with_tile(GroupedGemm<T> gemm, const Epilogue& epilogue, cuda
                 gemm, epilogue);
 }
 
-// Launches the kernel with the tile that fits, unless there are no rows.
+// Launches the kernel with the tile for these sizes and strides, unless there are no rows.
 template <class T, class Epilogue>
 cudaError_t launch_grouped_gemm(const GroupedGemm<T>& gemm, const Epilogue& epilogue, cudaStream_t stream) {
   if (gemm.num_rows == 0) return cudaSuccess;
   constexpr int64_t kSize = sizeof(T);
-  const int64_t halves = epilogue.halved() ? 2 : 1;
+  const int64_t column_parts = epilogue.gated_columns() ? 2 : 1;
   const auto divides = [&](int64_t bytes) {  // where rows start and end
-    return rows_divide(bytes, gemm.transposed ? 0 : gemm.dout / halves * kSize,
+    return rows_divide(bytes, gemm.transposed ? 0 : gemm.dout / column_parts * kSize,
                        {gemm.din * kSize, gemm.x_stride * kSize, gemm.weight_stride * kSize, gemm.expert_stride * kSize},
                        {gemm.x, gemm.weight});
   };
@@ -181,7 +181,7 @@ inline bool plausible(int64_t num_rows, int64_t num_experts, int64_t din, int64_
          din <= kMaxRow && dout >= 0 && dout <= kMaxRow;
 }
 
-// Calls run with an element of the type.
+// Calls run with a value of the element type of `dtype`.
 template <class Run>
 cudaError_t with_16_bits(int dtype, Run run) {
   switch (dtype) {

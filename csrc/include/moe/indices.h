@@ -1,4 +1,4 @@
-// Checks index arrays of a caller before a kernel uses them as addresses.
+// Checks index arrays before a kernel uses them as addresses.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Whether each of `count` indices is -1, which means none, or from 0 to size - 1. A null pointer has no indices.
+// Whether each of `count` indices is -1 (none) or from 0 to size - 1. True for a null pointer.
 template <class Index>
 bool within(const Index* index, int64_t count, int64_t size) {
   using Unsigned = std::make_unsigned_t<Index>;
-  Unsigned most = 0;  // largest index + 1; as unsigned, below -1 is above all others; std::max would not vectorise
+  Unsigned most = 0;  // largest index + 1, unsigned, so that an index below -1 is too large; std::max would not vectorise
 #pragma omp simd reduction(max : most)
   for (int64_t i = 0; i < (index == nullptr ? 0 : count); ++i) {
     const Unsigned next = Unsigned(index[i]) + 1;

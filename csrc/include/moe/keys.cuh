@@ -1,6 +1,6 @@
 // Floating-point numbers as signed integers, their keys, that order as the numbers do: the bits without the sign, negated
-// for a negative number, so that -0 and +0 share a key. Every NaN has the key after that of +inf. In memory and registers a
-// key is an unsigned number: kZero is added to it.
+// for a negative number, so that -0 and +0 share a key. Every NaN has the key after that of +inf. In memory and registers
+// a key is an unsigned number: kZero is added to it.
 #pragma once
 
 #include "moe/compare.cuh"
@@ -21,12 +21,13 @@ struct KeyOrder {
   __device__ static constexpr uint32_t in_each(uint32_t element) {
     return BITS == 32 ? element : element | element << 16;
   }
-  // A mask of the elements that are at least the threshold; `threshold` holds it for each element.
+  // All bits set in the elements that are at least the threshold; each element of `threshold` holds it.
   __device__ static uint32_t reaching(uint32_t keys, uint32_t threshold) {
     if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
     return spread_high_bits(reaches_u16x2(keys, threshold));
   }
-  // One bit an element of such masks, and back again. Of each mask a byte, of it one bit; an instruction adds the bytes.
+  // flags: one bit for each element of four such masks. It selects a byte of each element, masks one bit of it, and adds
+  // the bytes in one instruction. mask: the mask of a word from its flags.
   __device__ static uint32_t flags(const uint32_t (&masks)[4]) {
     uint32_t bits;
     if constexpr (BITS == 32) {
@@ -45,7 +46,7 @@ struct KeyOrder {
 };
 
 template <class T>
-struct Key;  // of float, __nv_bfloat16 and __half
+struct Key;  // for float, __nv_bfloat16 and __half
 
 template <>
 struct Key<float> : KeyOrder<32> {

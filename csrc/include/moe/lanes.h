@@ -1,5 +1,5 @@
-// Vectors of the translation unit's instruction set as values (GCC's vector extension), and exp and log on them, which
-// compilers do not vectorise without a library.
+// Vectors of the translation unit's instruction set (GCC's vector extension), and exp and log of them, which compilers do
+// not vectorise without a library.
 #pragma once
 
 #include <cstdint>
@@ -47,8 +47,8 @@ inline Vec<T> broadcast(T x) {
   return x - Vec<T>{};
 }
 
-// As many elements as a Vec<T> has lanes, from or to memory of type U. Intrinsics where the compiler would convert half a
-// vector at a time.
+// Loads or stores as many elements of type U as a Vec<T> has lanes. Intrinsics are used where the compiler would convert
+// half a vector at a time.
 template <class T, class U>
 inline Vec<T> load_as(const U* from) {
   typename VecOf<U, kVectorBytes / sizeof(T) * sizeof(U)>::type v;
@@ -61,11 +61,11 @@ inline Vec<T> load_as(const U* from) {
 
 template <class T, class U>
 inline void store_as(U* to, Vec<T> v) {
-  using Half = typename VecOf<U, kVectorBytes / sizeof(T) * sizeof(U)>::type;
+  using Target = typename VecOf<U, kVectorBytes / sizeof(T) * sizeof(U)>::type;
 #if defined(__AVX512F__)
   if constexpr (sizeof(T) == 8 && sizeof(U) == 4) return _mm256_storeu_ps(to, _mm512_maskz_cvtpd_ps(0xff, v));
 #endif
-  const Half narrow = __builtin_convertvector(v, Half);
+  const Target narrow = __builtin_convertvector(v, Target);
   std::memcpy(to, &narrow, sizeof narrow);
 }
 
@@ -79,7 +79,7 @@ inline V swapped(V v, std::index_sequence<lane...>) {
   return __builtin_shufflevector(v, v, int(lane ^ step)...);
 }
 
-// A step of transpose, which makes lane l of row r lane r of row l by exchanging squares of half the lanes, a quarter, ...
+// A step of transpose, which exchanges squares of half the lanes, then of a quarter, ...
 template <int step, class V, size_t... lane>
 inline void exchange(V& upper, V& lower, std::index_sequence<lane...>) {
   constexpr int count = sizeof...(lane);
@@ -133,7 +133,7 @@ inline bool any_from(Vec<double> v, double limit) {
 #endif
 }
 
-// 1 / x to a unit in the last place if x is normal: an estimate of 14 bits, which each Newton step doubles, or a division.
+// 1 / x to a unit in the last place if x is normal: an estimate of 14 bits, doubled by each Newton step; or a division.
 inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)
   const Vec<float> y = _mm512_maskz_rcp14_ps(0xffff, x);
@@ -153,7 +153,7 @@ inline Vec<double> reciprocal(Vec<double> x) {
 #endif
 }
 
-// 1 / x to 2^-42, for results that are rounded to float: one step of third order is an instruction less than two.
+// 1 / x to 2^-42, for results that are rounded to float: a step of third order is one instruction less than two steps.
 inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #if defined(__AVX512F__)
   const Vec<double> y = _mm512_maskz_rcp14_pd(0xff, x), error = 1.0 - x * y;
@@ -163,9 +163,9 @@ inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #endif
 }
 
-// exp(x) for |x| <= 708 to 2 units in the last place, undefined for other x. x = n log 2 + r with |r| <= log(2) / 2, and a
-// Taylor polynomial up to r^12 (remainder below 2e-16) in three parts that do not wait for each other. With AVX-512, n is in
-// sixteenths and 2^(j / 16) comes from a table in two registers: then r^7 is enough, for two thirds of the instructions.
+// exp(x) for |x| <= 708 to 2 units in the last place, undefined for other x. x = n log 2 + r with |r| <= log(2) / 2, and
+// a Taylor polynomial up to r^12 (remainder below 2e-16) in three independent parts. With AVX-512, n is in sixteenths and
+// 2^(j / 16) comes from a table in two registers: then r^7 is enough, for two thirds of the instructions.
 inline Vec<double> exp_within_range(Vec<double> x) {
 #if defined(__AVX512F__)
   constexpr double steps = 16;
@@ -194,15 +194,15 @@ inline Vec<double> exp_within_range(Vec<double> x) {
 #endif
 }
 
-// exp(x) for x <= 709; 0 below -708, and NaN stays NaN.
+// exp(x) for x <= 709; 0 below -708; NaN for NaN.
 inline Vec<double> exp(Vec<double> x) {
   const Vec<double> y = exp_within_range(x < -708.0 ? broadcast(-708.0) : x);
   return x < -708.0 ? Vec<double>{} : y;
 }
 
-// exp((a - b) * scale) in float to 2 units in the last place, for a product from -80 to 80 and a scale from 1e-30 to 1e30.
-// With d = a - b and the rounding error of d computed exactly (`lost`), r = (d - n log 2 / scale + lost) * scale; log 2 /
-// scale is in two parts, and n times the first is exact. Then a Taylor polynomial up to r^7.
+// exp((a - b) * scale) in float to 2 units in the last place, for a product from -80 to 80 and a scale from 1e-30 to
+// 1e30. With d = a - b and the rounding error of d computed exactly (`lost`), r = (d - n log 2 / scale + lost) * scale;
+// log 2 / scale is in two parts, and n times the first is exact. Then a Taylor polynomial up to r^7.
 struct ExpOfDifference {
   float scale, steps, high, low;
 

@@ -1,4 +1,4 @@
-// Starting a kernel: one call for nvcc and for the host, with the error as its result.
+// Launches a kernel, compiled by nvcc or for the host, and returns the error.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 namespace moe {
 
-// Without an opt-in, the static and the dynamic shared memory of a block are at most this much together. The static part
-// of every kernel is at most kStaticSharedBytes (tests/test_machine_code_cuda.py).
+// Without an opt-in, a block has at most kDefaultSharedBytes of shared memory, static and dynamic together. Every kernel
+// has at most kStaticSharedBytes of static shared memory (tests/test_machine_code_cuda.py).
 constexpr int kDefaultSharedBytes = 48 * 1024, kStaticSharedBytes = 16 * 1024;
 
 // The most shared memory, static and dynamic, that a block can have on the current device: 163 KB on sm_80, 99 KB on
@@ -39,7 +39,7 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     if (error != cudaSuccess) {
-      cudaGetLastError();  // clears the error, which the thread's next launch would report otherwise
+      cudaGetLastError();  // clears the error, or this thread's next launch would report it
       return error;
     }
   }

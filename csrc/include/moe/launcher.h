@@ -1,5 +1,5 @@
-// Launchers behind one function type, called with an array of 64-bit words, so that binding them costs the compiler next to
-// nothing. A word holds the bits of an argument: a pointer, an integer, a double, or a float in the low half.
+// Launchers of one function type, called with an array of 64-bit words, so that binding them takes almost no compile
+// time. A word holds the bits of an argument: a pointer, an integer, a double, or a float in the low half.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 namespace moe {
 
 struct Launcher {
-  int (*call)(const uint64_t* words);  // what the launcher returns, 0 if nothing
-  const char* types;                   // of every argument: p pointer, i int, l int64_t, f float, d double
+  int (*call)(const uint64_t* words);  // returns the launcher's result, or 0 if that is void
+  const char* types;                   // a letter for each argument: p pointer, i int, l int64_t, f float, d double
 };
 
 template <class T>

@@ -1,4 +1,4 @@
-// A hint about large outputs. Plain C++ for the CPU kernels.
+// Huge pages for large outputs. Plain C++ for the CPU kernels.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,8 @@
 namespace moe {
 namespace MOE_ISA {
 
-// Asks for huge pages for an output that is about to be written whole. Page faults of a fresh buffer of 256 MB take 150 ms
-// with pages of 4 KB, five times as long as writing it, and 50 ms with pages of 2 MB. Memory that was used before stays as
-// it is.
+// Requests huge pages for an output that will be written whole. Page faults of a fresh buffer of 256 MB take 150 ms with pages
+// of 4 KB, five times as long as writing it, and 50 ms with pages of 2 MB. Pages that are mapped already do not change.
 inline void expect_pages(void* output, int64_t bytes) {
 #if defined(__linux__)
   constexpr uintptr_t page = 2 << 20;

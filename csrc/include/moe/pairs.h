@@ -1,5 +1,5 @@
-// Pairs of bfloat16: an AVX512-BF16 instruction adds the products of both numbers, twice the arithmetic of float32. In a
-// product (tiles.h) a pair, first number in the lower half, takes the place of one element, and a sum has half as many terms.
+// Pairs of bfloat16: an AVX512-BF16 instruction multiplies both numbers of a pair and adds both products, twice the arithmetic
+// of float32. In a product (tiles.h) a pair, first number in the lower half, is one element, and a sum has half as many terms.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ inline bool multiplies_pairs() {
   return found;
 }
 
-// Attribute of the functions that multiply pairs; it changes nothing else in them.
+// Attribute without which functions that use the instruction do not compile; it changes nothing else in them.
 #define MOE_MULTIPLIES_PAIRS [[gnu::target("avx512bf16")]]
 #else
 template <class T>
@@ -38,13 +38,13 @@ inline bool multiplies_pairs() { return false; }
 #define MOE_MULTIPLIES_PAIRS
 #endif
 
-// to = from in bfloat16, rounded to nearest even, NaNs quiet. The instruction flushes subnormal numbers to zero, so vectors
-// that have any are converted by exact(to, from, count).
+// to = from in bfloat16, rounded to nearest even, NaNs quiet. The instruction flushes subnormal numbers to zero, so
+// vectors that have any are converted by exact(to, from, count).
 template <class Exact>
 MOE_MULTIPLIES_PAIRS void narrow_to_bf16(void* to, const float* from, int64_t count, Exact exact);
 
-// In every lane, sum plus the products of both numbers of x and y, each added with one rounding. Subnormal numbers count as
-// zero.
+// In every lane, sum plus the products of both numbers of x and y, each added with one rounding. Subnormal numbers are
+// taken as zero.
 MOE_MULTIPLIES_PAIRS inline Vec<float> with_product(Vec<float> sum, Vec<Bf16Pair> x, Vec<Bf16Pair> y);
 
 // to (columns) = sum, or c + sum if `more`, in bfloat16.
@@ -56,7 +56,8 @@ MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count);
 
-// to (rows, pairs_of(count)): neighbours in each row, the last one with zero if count is odd. Rows as in Elements::widen.
+// to (rows, pairs_of(count)): neighbours in each row; if count is odd, the last one is paired with zero. Rows as in
+// Elements::widen.
 inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                             int64_t count) {
   const int64_t pairs = pairs_of(count);
@@ -67,7 +68,7 @@ inline void pair_neighbours(Bf16Pair* to, const char* from, int64_t stride, cons
   }
 }
 
-// `pack` of tiles.h for pairs of rows: panel (pairs_of(depth), width) = columns `first` on of b (depth, columns).
+// `pack` of tiles.h for pairs of rows: panel (pairs_of(depth), width) = b (depth, columns) from column `first` on.
 template <int width>
 void pack_pairs(Bf16Pair* panel, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first, int64_t columns);
 
@@ -79,9 +80,9 @@ MOE_MULTIPLIES_PAIRS void narrow_to_bf16(void* to, const float* from, int64_t co
   int64_t i = 0;
   for (; i + 32 <= count; i += 32) {
     const Vec<float> low = load(from + i), high = load(from + i + 16);
-    int16_t* const place = static_cast<int16_t*>(to) + i;
-    if (_mm512_fpclass_ps_mask(low, subnormal) | _mm512_fpclass_ps_mask(high, subnormal)) exact(place, from + i, 32);
-    else _mm512_storeu_si512(place, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    int16_t* const target = static_cast<int16_t*>(to) + i;
+    if (_mm512_fpclass_ps_mask(low, subnormal) | _mm512_fpclass_ps_mask(high, subnormal)) exact(target, from + i, 32);
+    else _mm512_storeu_si512(target, (__m512i)_mm512_cvtne2ps_pbh(high, low));
   }
   if (i < count) exact(static_cast<int16_t*>(to) + i, from + i, count - i);
 }
@@ -108,12 +109,12 @@ MOE_MULTIPLIES_PAIRS inline void put_rounded(char* to, const float* c, Vec<float
 inline void pair_rows(Bf16Pair* to, int64_t to_row, const char* from, int64_t stride, const int32_t* token, int64_t rows,
                       int64_t count) {
   // Indices that interleave two vectors: i of the first, then i of the second, which counts as 32 + i.
-  const auto halves = [](int first) {
+  const auto interleaved = [](int first) {
     typename VecOf<int16_t>::type at;
     for (int i = 0; i < 32; ++i) at[i] = int16_t(first + i / 2 + i % 2 * 32);
     return (__m512i)at;
   };
-  const __m512i lower = halves(0), upper = halves(16);
+  const __m512i lower = interleaved(0), upper = interleaved(16);
   const auto row_at = [&](int64_t r) -> const char* {
     const int64_t row = r >= rows ? -1 : token == nullptr ? r : token[r];
     return row < 0 ? nullptr : from + 2 * row * stride;

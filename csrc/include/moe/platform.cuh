@@ -1,4 +1,4 @@
-// Base of every other header: the CUDA language itself, or its twin on the host (tests/simt).
+// Base of the other headers: CUDA, or its emulation on the host (tests/simt).
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace moe {
 
-// Results computed from `value` before this point are not kept in registers for use after it.
+// Makes the compiler compute results of `value` again after this point, instead of keeping them in registers.
 template <class T>
 __device__ __forceinline__ void recompute(T& value) {
   static_assert(sizeof(T) == 4);

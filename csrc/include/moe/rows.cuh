@@ -1,5 +1,4 @@
-// For dispatch and combine: rows of any length in the widest pieces that fit, their elements as float32, and a grid of
-// threads for them.
+// Rows of any length in pieces of 16 bytes or less, their elements as float32, and a grid of threads for them.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +10,7 @@
 namespace moe {
 
 constexpr int kRowThreads = 256;                // of a block
-constexpr int64_t kMaxRow = int64_t(1) << 30;   // elements: positions in a row, and a block past its end, are ints
+constexpr int64_t kMaxRow = int64_t(1) << 30;   // elements: indices in a row, and up to a block past its end, are ints
 
 __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
@@ -20,7 +19,7 @@ __device__ __forceinline__ void narrow(float value, float& to) { to = value; }
 __device__ __forceinline__ void narrow(float value, __nv_bfloat16& to) { to = __float2bfloat16(value); }
 __device__ __forceinline__ void narrow(float value, __half& to) { to = __float2half(value); }
 
-// The elements T of a Vector: 16 bytes of them, or a single one.
+// Converts the elements T of a Vector (16 bytes, or one element) to float32 and back.
 template <class T, class Vector>
 struct Pack {
   static constexpr int kElements = sizeof(Vector) / sizeof(T);
@@ -43,8 +42,8 @@ struct Pack {
   }
 };
 
-// Whether rows that start at `pointers`, have `row_bytes` bytes and lie `strides` bytes apart can be taken in pieces of
-// `bytes`.
+// Whether rows can be accessed in pieces of `bytes`: rows of `row_bytes` bytes that start at `pointers` and are `strides`
+// bytes apart.
 inline bool rows_divide(int64_t bytes, int64_t row_bytes, std::initializer_list<int64_t> strides,
                         std::initializer_list<const void*> pointers) {
   return row_bytes % bytes == 0 &&
@@ -52,14 +51,14 @@ inline bool rows_divide(int64_t bytes, int64_t row_bytes, std::initializer_list<
          std::all_of(pointers.begin(), pointers.end(), [=](const void* each) { return is_aligned(each, bytes); });
 }
 
-// The number of threads that share a row of `vectors` pieces: at most kRowThreads, and such that all passes are equal. 360
-// pieces (D = 2880 in bf16) are two passes of 180 threads, not one of 256 and one of 104.
+// The number of threads that share a row of `vectors` pieces: at most kRowThreads, and such that all passes are equal.
+// 360 pieces (D = 2880 in bf16) are two passes of 180 threads, not one of 256 and one of 104.
 inline int threads_along(int64_t vectors) {
   const int64_t passes = std::max<int64_t>(1, (vectors + kRowThreads - 1) / kRowThreads);
   return static_cast<int>(std::max<int64_t>(1, (vectors + passes - 1) / passes));
 }
 
-// A launch with a thread for each piece of each row, up to the largest launch: x along a row, y over the rows of a block.
+// A launch with a thread for each piece of each row, if the grid can be that large: x along a row, y over rows of a block.
 struct RowGrid {
   dim3 grid, block;
 
@@ -71,14 +70,14 @@ struct RowGrid {
   }
 };
 
-// Calls each(piece) for the pieces of a row that are this thread's.
+// Calls each(piece) for this thread's pieces of a row.
 template <class Each>
 __device__ __forceinline__ void for_pieces(int vectors, Each each) {
   for (int v = blockIdx.y * blockDim.x + threadIdx.x; v < vectors; v += gridDim.y * blockDim.x) each(v);
 }
 
-// Zeros in rows [used, num_rows): this thread writes row `used + rank` and every `ranks`-th one after it.
-// No more than K rows a token, as R <= T * K: the grid that covers the tokens covers them too.
+// Writes zeros to rows [used, num_rows): this thread takes row `used + rank` and every `ranks`-th one after it. With R <=
+// T * K these are at most K rows a token, few enough for a grid over the tokens.
 template <class Vector>
 __device__ __forceinline__ void clear_rows(Vector* rows,  // (R, D)
                                            int64_t used, int64_t num_rows, int vectors, int64_t rank, int64_t ranks) {

@@ -1,7 +1,7 @@
 // Shared memory. Kernels declare it only with these macros: on the host (tests/simt) each variable is a heap block of its
-// own, filled with 0xFF for each block of threads, so that overruns and reads of unwritten elements show.
+// own, filled with 0xFF for each block of threads, so that tests find overruns and reads of unwritten elements.
 //
-//   SHARED(float, tile, [16][17]);           as  __shared__ float tile[16][17];
+//   SHARED(float, tile, [16][17]);           is  __shared__ float tile[16][17];
 //   DYNAMIC_SHARED(uint4, stage);            a pointer to the bytes that the launch requested
 #pragma once
 
@@ -23,7 +23,7 @@
 #ifndef SIMT_HOST
 namespace moe {
 
-// A shared-memory address in PTX form.
+// The 32-bit shared-memory address that PTX instructions take.
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }

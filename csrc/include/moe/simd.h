@@ -1,7 +1,7 @@
-// What CPU kernels do with special instructions: mostly masks of 32 elements, one bit each.
+// Functions of CPU kernels that need special instructions: mostly masks of 32 elements, one bit each.
 //
-// Each csrc/cpu/<op>.cpp is compiled once per instruction set (setup.py: MOE_ISA = base, avx2, avx512), so the compiler's own
-// macros choose below, at no cost at run time. Loops that compilers vectorise well are plain loops in the kernels.
+// Each csrc/cpu/<op>.cpp is compiled once per instruction set (setup.py: MOE_ISA = base, avx2, avx512), so the compiler's
+// macros select the code below when it is compiled. Loops that compilers vectorise well are plain loops in the kernels.
 #pragma once
 
 #include <cstdint>
@@ -63,7 +63,7 @@ template <class Key>
 inline int64_t count_greater(const Key* key, int64_t n, Key t) {
   int64_t count = 0;
 #if defined(__AVX512BW__)
-  // Compare, move and popcount go to three different ports: one vector a cycle, and no horizontal sum at the end.
+  // Compare, move and popcount use three different ports: one vector a cycle, and no sum over lanes at the end.
   if constexpr (sizeof(Key) == 4) {
     const __m512i limit = _mm512_set1_epi32(t);
     for (int64_t i = 0; i < n; i += 32) {
@@ -81,7 +81,7 @@ inline int64_t count_greater(const Key* key, int64_t n, Key t) {
   return count;
 }
 
-// The sum of 32 numbers, by halves, since a plain loop would add one after the other.
+// The sum of 32 numbers, by halves: the additions of a plain loop would each wait for the one before.
 template <class T>
 inline T sum_of(T (&lanes)[kWord]) {
 #pragma GCC unroll 8
@@ -145,7 +145,7 @@ inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
 inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   uint8_t bytes[kWord];
   for (int i = 0; i < 4; ++i) {
-    // Eight copies of a byte; copy i keeps bit i, and an addition carries that to the top bit of the copy.
+    // Eight copies of a byte; copy i keeps bit i, and an addition carries the bit to the top bit of the copy.
     const uint64_t bits = (word >> (8 * i) & 0xffu) * 0x0101010101010101u & 0x8040201008040201u;
     const uint64_t ones = (bits + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
     std::memcpy(bytes + 8 * i, &ones, 8);
@@ -157,8 +157,8 @@ inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   }
 }
 
-// Copies rows. If all of them are too large for the cache, rows of a multiple of 64 bytes bypass it: otherwise each line is
-// read before it is overwritten, a third of the traffic.
+// Copies rows. If all rows together are too large for the cache, rows of a multiple of 64 bytes bypass it: otherwise each
+// line is read before it is overwritten, a third of the traffic.
 class RowCopy {
  public:
   RowCopy(int64_t row_bytes, int64_t all_bytes) : bytes_(row_bytes), around_(all_bytes > kLarge && row_bytes % 64 == 0) {}

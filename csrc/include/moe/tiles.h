@@ -1,7 +1,7 @@
-// Matrix products C = A B small enough for the caches: a tile of C in registers, a panel of B (a few vectors wide) packed and
-// padded with zeros. The terms of an element are added in order of k whatever the tile, so that a result depends neither on
-// the number of threads nor on other rows. It does depend on the instruction set, by roundings: that decides whether terms
-// are added in pairs (pairs.h) and where callers split long sums (kDepth in cpu/grouped_gemm.h).
+// Matrix products C = A B small enough for the caches: a tile of C in registers, a panel of B (a few vectors wide) packed
+// and padded with zeros. The terms of an element are added in order of k in every tile, so a result depends neither on
+// the number of threads nor on other rows. Its rounding depends on the instruction set, which decides whether terms are
+// added in pairs (pairs.h) and where callers split long sums (kDepth in cpu/grouped_gemm.h).
 #pragma once
 
 #include <algorithm>
@@ -16,30 +16,30 @@
 namespace moe {
 namespace MOE_ISA {
 
-// A tile is kTileRows x kWide vectors: 24 accumulators in the 32 registers of AVX-512, 12 in the 16 of other sets. 12 x 2
-// vectors are a tenth slower than 6 x 4: 14 loads for 24 products instead of 10.
+// A tile is kTileRows x kTileVectors vectors: 24 accumulators in the 32 registers of AVX-512, 12 in the 16 of other sets.
+// 12 x 2 vectors are a tenth slower than 6 x 4: 14 loads for 24 products instead of 10.
 constexpr int kTileRows = 6;
 #if defined(__AVX512F__)
-constexpr int kWide = 4;
+constexpr int kTileVectors = 4;
 #else
-constexpr int kWide = 2;
+constexpr int kTileVectors = 2;
 #endif
 template <class T>
-constexpr int kPanel = kWide * kLanes<T>;  // columns of a panel
+constexpr int kPanel = kTileVectors * kLanes<T>;  // columns of a panel
 
 inline int64_t panels_of(int64_t columns, int64_t panel) { return (columns + panel - 1) / panel; }
 
-// Prefetches memory of the next product during this one: 64 rows times a 128 x 128 weight that is in no cache take half as
-// long again without. One prefetch in each step of the inner loop: a processor holds about a dozen, then it waits.
-struct Ahead {
+// Prefetches memory of the next product during this one: without it, 64 rows times a 128 x 128 weight that is in no cache
+// take 1.5 times as long. Each step of the inner loop has one prefetch: a processor has about a dozen in flight, then waits.
+struct Prefetcher {
   struct Piece {
     const char* from = nullptr;
     int64_t bytes = 0;
   };
   Piece pieces[2];  // of the next product
   int64_t steps;    // of this product that are left
-  bool fresh;       // the sums go to new memory, which is prefetched too: a tenth of a product's time
-  // Cache lines of the next panels, prefetched before the pieces. In the steps of one tile: one line of each of that many
+  bool fresh;       // the sums are written to new memory, which is prefetched too: saves a tenth of a product's time
+  // Cache lines of the next panels, prefetched before the pieces. The steps of one tile take one line of each of as many
   // rows, or consecutive lines.
   struct Lines {
     Piece next;  // first address, and the distance to the next one
@@ -47,14 +47,15 @@ struct Ahead {
   };
   Lines lines[4] = {};
 
-  // Prefetch `bytes` of each row; rows are `apart` bytes from each other. With rows_of_step = 2 (pairs), even and odd rows
-  // take two places from `at` on.
+  // Adds `bytes` of each row, as lines[at]; rows are `apart` bytes from each other. With rows_of_step = 2 (pairs), even
+  // rows are lines[at] and odd ones lines[at + 1].
   void prefetch(int at, const char* rows, int64_t apart, int64_t bytes, int rows_of_step = 1) {
     for (int i = 0; i < rows_of_step; ++i) lines[at + i] = {{rows + i * apart, rows_of_step * apart}, (bytes + 63) / 64};
   }
   void prefetch(int at, const char* from, int64_t bytes) { lines[at] = {{from, 64}, (bytes + 63) / 64}; }
 
-  // What the next `some` steps prefetch: first address and distance. If nothing is left, `mapped`, any valid address.
+  // Takes the prefetches of the next `some` steps: first address, and distance to the next. If none are left, `mapped`,
+  // which may be any valid address.
   Piece take(int64_t some, const void* mapped) {
     steps = std::max<int64_t>(steps - some, 1);
     for (Lines& line : lines) {
@@ -88,41 +89,41 @@ inline void put(T* to, const Vec<T> (&sum)[W], int64_t columns, bool more) {
   }
 }
 
-// The left side of a product: element (m, k) is at[m * row + k * step]. With row = 1 and step = kTogether it is packed:
-// blocks of kTogether rows, each (depth, kTogether). If `packed` is not null, whole tiles of it are packed there while they
-// are multiplied; rows left over are there already.
+// The left side of a product: element (m, k) is at[m * row + k * step]. With row = 1 and step = kPackRows it is packed:
+// blocks of kPackRows rows, each (depth, kPackRows). If `packed` is not null, whole tiles are packed there while they are
+// multiplied; the caller has packed the rows left over.
 template <class T>
 struct Left {
   const T* at;
   int64_t row, step;
   T* packed = nullptr;
 
-  static int64_t packed_at(int64_t m, int64_t depth) { return (m - m % kTogether) * depth + m % kTogether; }
+  static int64_t packed_at(int64_t m, int64_t depth) { return (m - m % kPackRows) * depth + m % kPackRows; }
 
   // The tile that starts at row m, whole or left over.
   Left from(int64_t m, int64_t depth, bool whole) const {
     if (packed != nullptr && whole) return {at + m, row, step, packed + packed_at(m, depth)};
-    if (packed != nullptr) return {packed + packed_at(m, depth), 1, kTogether};
+    if (packed != nullptr) return {packed + packed_at(m, depth), 1, kPackRows};
     return {at + (step == 1 ? m * row : packed_at(m, depth)), row, step};
   }
 };
 
-// Whether `rows` rows of A should read a panel of B in place rather than packed. `apart`: bytes from row to row of B.
-// Packing pays once enough rows use the panel. With AVX-512 and a 512 x 512 B, in place is 1.8, 1.26 and 1.06 times as fast
-// for 4, 6 and 24 rows; break-even is at 24 to 48 rows if rows of B are 4 KB or more apart (they share few sets of the
-// caches), else at 150. Panels of other instruction sets are one cache line wide: 16 rows take 1.1 to 1.5 times as long in
-// place.
+// Whether `rows` rows of A should read a panel of B in place instead of packing it. `apart`: bytes from row to row of B.
+// Packing pays once enough rows use the panel. With AVX-512 and a 512 x 512 B, in place is 1.8, 1.26 and 1.06 times as
+// fast for 4, 6 and 24 rows; break-even is at 24 to 48 rows if rows of B are 4 KB or more apart (they share few sets of
+// the caches), else at 150. With other instruction sets panels are one cache line wide, and 16 rows take 1.1 to 1.5 times
+// as long in place.
 inline bool reads_in_place(int64_t rows, int64_t apart) {
-  return rows <= (kWide == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
+  return rows <= (kTileVectors == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
 
-// Whether PanelProduct can take b unpacked: its columns are a whole panel, or half of one that is read in place.
+// Whether PanelProduct accepts an unpacked b: it has the columns of a whole panel, or of half a panel that is read in place.
 template <class T>
 inline bool fills_panel(int64_t columns, int64_t rows, int64_t b_row) {
-  return columns == kPanel<T> || (2 * columns == kPanel<T> && kWide > 2 && reads_in_place(rows, b_row * sizeof(T)));
+  return columns == kPanel<T> || (2 * columns == kPanel<T> && kTileVectors > 2 && reads_in_place(rows, b_row * sizeof(T)));
 }
 
-// How a tile reads b: from the packed panel; in place, packing it for later tiles; only in place.
+// How a tile reads b: from the packed panel; in place, and packs it for later tiles; in place only.
 enum class Right { packed, packs, in_place };
 
 // c (rows, columns <= kPanel) = a b, or c += a b if `more`. Either b == packed, a panel (depth, kPanel), or rows of b are
@@ -139,10 +140,10 @@ struct PanelProduct {
   bool more;
   char* rounded = nullptr;  // where sums of pairs go instead of c, as bfloat16
 
-  // M rows from row i on. `left` rows remain, M / 2 < left <= M. The second half of the tile ends with the last row, so some
-  // rows are computed twice if left < M. One pointer for two rows and two offsets are enough then.
+  // M rows from row i on. `left` rows remain, M / 2 < left <= M. The second half of the tile ends with the last row, so
+  // some rows are computed twice if left < M. So one pointer serves two rows, and there are two offsets.
   template <int M, int W, bool packs_a, Right right>
-  MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Ahead::Piece ahead, bool fresh) const {
+  MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
     const auto row_of = [&](int m) { return m < half ? m : left - M + m; };
     T* const to = c + i * c_row;
@@ -161,19 +162,19 @@ struct PanelProduct {
 #pragma GCC unroll 3
     for (int m = 0; m < half; ++m) at[m] = from.at + m * from.row;
     int64_t upper = 0, lower = row_of(half) * from.row;
-    for (int64_t k = 0; k < depth; ++k, row += right == Right::packed ? kPanel<T> : b_row, ahead.from += ahead.bytes) {
-      __builtin_prefetch(ahead.from, 0, 2);
+    for (int64_t k = 0; k < depth; ++k, row += right == Right::packed ? kPanel<T> : b_row, lines.from += lines.bytes) {
+      __builtin_prefetch(lines.from, 0, 2);
       Vec<In> v[W];
 #pragma GCC unroll 4
       for (int w = 0; w < W; ++w) {
         v[w] = load(row + w * lanes);
-        // The hardware does not prefetch rows far apart: saves a tenth of the time of 512 rows.
+        // The hardware does not prefetch rows that are far apart: this saves a tenth of the time of 512 rows.
         if constexpr (right != Right::packed) __builtin_prefetch(row + 8 * b_row + w * lanes);
         if constexpr (right == Right::packs) store(packed + k * kPanel<T> + w * lanes, v[w]);
       }
       if constexpr (packs_a) {
         __builtin_prefetch(at[0] + upper + 8 * from.step);
-        std::memcpy(from.packed + k * kTogether, at[0] + upper, M * sizeof(In));
+        std::memcpy(from.packed + k * kPackRows, at[0] + upper, M * sizeof(In));
       }
 #pragma GCC unroll 6
       for (int m = 0; m < M; ++m) {
@@ -200,53 +201,54 @@ struct PanelProduct {
     }
   }
 
-  // Tiles of rows `first` up to `last`. One loop in a function of its own, on a copy of *this that no store can change: then
-  // its addresses stay in registers, which saves 2 % of the time.
+  // Tiles of rows `first` up to `last`. The loop has a function of its own and a copy of *this that no store can change,
+  // so that addresses stay in registers: saves 2 % of the time.
   template <int M, int W, bool packs_a, Right right>
-  MOE_MULTIPLIES_PAIRS [[gnu::noinline]] void tiles(int64_t first, int64_t last, Ahead& ahead) const {
+  MOE_MULTIPLIES_PAIRS [[gnu::noinline]] void tiles(int64_t first, int64_t last, Prefetcher& prefetcher) const {
     const PanelProduct own = *this;
     for (int64_t i = first; i < last; i += M) {
       const int left = int(std::min<int64_t>(M, last - i));
-      own.template tile<M, W, packs_a, right>(i, left, ahead.take(depth, a.at), ahead.fresh);
+      own.template tile<M, W, packs_a, right>(i, left, prefetcher.take(depth, a.at), prefetcher.fresh);
     }
   }
 
   // All tiles from row `first` on.
   template <int W, Right right>
-  void all_tiles(int64_t first, Ahead& ahead) const {
+  void all_tiles(int64_t first, Prefetcher& prefetcher) const {
     int64_t whole = rows - rows % kTileRows;
-    // A last tile of one or two rows would wait for b: two tiles of four rows take its place (8 rows: 0.9 of the time),
-    // unless a is packed in tiles of kTileRows.
+    // A last tile of one or two rows would wait for b. Instead, it and the tile before it become two tiles of four rows
+    // (8 rows: 0.9 of the time), unless a is packed in tiles of kTileRows.
     if (rows > whole && rows <= whole + 2 && whole > first && a.step == 1) whole -= kTileRows;
     const int64_t left = rows - whole;
-    if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, ahead);
-    else tiles<kTileRows, W, false, right>(first, whole, ahead);
+    if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, prefetcher);
+    else tiles<kTileRows, W, false, right>(first, whole, prefetcher);
     if (first > whole || left == 0) return;
-    if (left == 1) tiles<1, W, false, right>(whole, rows, ahead);
-    else if (left == 2) tiles<2, W, false, right>(whole, rows, ahead);
-    else if (left <= 4 || left > kTileRows) tiles<4, W, false, right>(whole, rows, ahead);
-    else tiles<kTileRows, W, false, right>(whole, rows, ahead);
+    if (left == 1) tiles<1, W, false, right>(whole, rows, prefetcher);
+    else if (left == 2) tiles<2, W, false, right>(whole, rows, prefetcher);
+    else if (left <= 4 || left > kTileRows) tiles<4, W, false, right>(whole, rows, prefetcher);
+    else tiles<kTileRows, W, false, right>(whole, rows, prefetcher);
   }
 
-  void run(Ahead& ahead) const {
-    const bool narrow = columns <= kPanel<T> / 2 && kWide > 2;
+  void run(Prefetcher& prefetcher) const {
+    const bool narrow = columns <= kPanel<T> / 2 && kTileVectors > 2;
     if (b != packed && reads_in_place(rows, b_row * sizeof(T))) {
-      if (narrow) all_tiles<2, Right::in_place>(0, ahead);
-      else all_tiles<kWide, Right::in_place>(0, ahead);
+      if (narrow) all_tiles<2, Right::in_place>(0, prefetcher);
+      else all_tiles<kTileVectors, Right::in_place>(0, prefetcher);
     } else if (b != packed) {
-      if (a.packed != nullptr && rows >= kTileRows) tiles<kTileRows, kWide, true, Right::packs>(0, kTileRows, ahead);
-      else tiles<kTileRows, kWide, false, Right::packs>(0, std::min<int64_t>(rows, kTileRows), ahead);
-      all_tiles<kWide, Right::packed>(kTileRows, ahead);
+      if (a.packed != nullptr && rows >= kTileRows)
+        tiles<kTileRows, kTileVectors, true, Right::packs>(0, kTileRows, prefetcher);
+      else tiles<kTileRows, kTileVectors, false, Right::packs>(0, std::min<int64_t>(rows, kTileRows), prefetcher);
+      all_tiles<kTileVectors, Right::packed>(kTileRows, prefetcher);
     } else if (narrow) {
-      all_tiles<2, Right::packed>(0, ahead);
+      all_tiles<2, Right::packed>(0, prefetcher);
     } else {
-      all_tiles<kWide, Right::packed>(0, ahead);
+      all_tiles<kTileVectors, Right::packed>(0, prefetcher);
     }
   }
 };
 
-// panel (depth, width) = columns `first` on of b (depth, columns), padded with zeros. b(k, j) is b[k * b_k + j * b_j], and b_k
-// or b_j is 1.
+// panel (depth, width) = b (depth, columns) from column `first` on, padded with zeros. b(k, j) is b[k * b_k + j * b_j],
+// and b_k or b_j is 1.
 template <int width, class T>
 void pack(T* panel, const Elements<T>& kind, const char* b, int64_t b_k, int64_t b_j, int64_t depth, int64_t first,
           int64_t columns) {
@@ -259,7 +261,7 @@ void pack(T* panel, const Elements<T>& kind, const char* b, int64_t b_k, int64_t
     const int64_t across = std::min<int64_t>(lanes, count - j);
     for (int64_t k = 0; k < depth; k += lanes) {
       const int64_t down = std::min<int64_t>(lanes, depth - k);
-      const bool whole = across == lanes && down == lanes, in_place = kind.wide && whole;
+      const bool whole = across == lanes && down == lanes, in_place = kind.same_type && whole;
       const char* from = b + (k + j * b_j) * kind.size;
       alignas(64) T room[lanes * lanes];
       if (!in_place) kind.widen(room, lanes, from, b_j, nullptr, across, down);

@@ -1,4 +1,4 @@
-// 32- and 128-bit global loads and stores. Streamed data is read or written once and should not displace anything.
+// Loads and stores of global memory. store_streaming is for data that is not read again and should be evicted first.
 #pragma once
 
 #include "moe/platform.cuh"
