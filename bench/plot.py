@@ -72,7 +72,7 @@ def _roofline(result: Result, figures: list[dict[str, Any]]) -> Canvas:
         left.axhline(limits["copy"], color="black", linewidth=1)
         left.set(xticks=range(len(names)), xticklabels=names, title="no FLOPs", ylabel="GB/s", yscale="log")
         left.tick_params(axis="x", rotation=20)
-        right.set(title=setting, ylabel="GFLOP/s", xlabel="FLOPs a byte, at the least", xscale="log", yscale="log")
+        right.set(title=setting, ylabel="GFLOP/s", xlabel="FLOPs per byte (least bytes)", xscale="log", yscale="log")
         right.grid(alpha=0.3)
     looks = {op: {"color": color} for op, color in colors.items()}
     looks |= {dtype: {"marker": MARKERS.get(dtype, "x")} for dtype in _unique(each["dtype"] for each in figures)}
@@ -129,7 +129,7 @@ def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
 
 
 def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
-    """Time over the size that varies, and the floor of its bytes and FLOPs."""
+    """Time over the size that varies, and the least time that its bytes and FLOPs allow at the measured ceilings."""
     names = _unique((each["op"], each["setting"]) for each in curves)
     if not names:
         return None

@@ -8,17 +8,17 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from bench import exchange
-from bench.exchange import Moved
+from bench.exchange import TrafficCounter
 from bench.exchange_model import exchange_bytes, norm_bytes
 from moe_kernels import nn as mnn
 from moe_kernels.nn.parallel import ExpertParallel
 from tests.ranks.exact import D, E, H, T, group, mesh_of_all, mlp, tokens
 
 
-def _moved(layer: mnn.MoE, x: Tensor) -> tuple[Moved, Moved]:
-    with Moved() as forward:
+def _moved(layer: mnn.MoE, x: Tensor) -> tuple[TrafficCounter, TrafficCounter]:
+    with TrafficCounter() as forward:
         y = layer(x).y
-    with Moved() as backward:
+    with TrafficCounter() as backward:
         y.square().sum().backward()
     return forward, backward
 
@@ -54,7 +54,7 @@ def norms() -> None:
     experts = mnn.ExpertMLP(E, D, H, activation="relu")
     parallelize_module(experts, mesh_of_all()["ep"], ExpertParallel())
     x = tokens(T // dist.get_world_size())
-    with Moved() as moved:
+    with TrafficCounter() as moved:
         experts.norms(x)
     assert moved.sent == norm_bytes(dist.get_world_size(), len(x), D, E, 4)
 
