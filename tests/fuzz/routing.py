@@ -27,7 +27,7 @@ def draw_routing(draw: random.Random, tokens: int = 65, most: int = 33, k: int =
 
 
 def experts_of(spec: Spec) -> torch.Tensor:
-    """(T, K), int64 or, of odd seeds, int32."""
+    """The choices (T, K): int64, for odd seeds int32."""
     generator = torch.Generator().manual_seed(spec["seed"])
     shape, count = (spec["tokens"], spec["k"]), spec["experts"]
     experts = torch.randint(count, shape, generator=generator)
@@ -70,7 +70,7 @@ def _build_scores(spec: Spec) -> Inputs:
 
 def _draw_moving(draw: random.Random) -> Spec:
     spec = draw_routing(draw) | {"dim": size(draw, 130), "weights": draw.random() < 0.7}
-    # The largest numbers overflow in sums of one order and not of another: dispatch alone, which copies, has them.
+    # "x" may have the largest numbers: dispatch only copies it. Sums of such numbers overflow in some orders only.
     return spec | describe(draw, "rows", "weights", "grad", kinds=FINITE) | describe(draw, "x")
 
 
@@ -93,7 +93,7 @@ def _draw_counts(draw: random.Random) -> Spec:
 
 
 def _run_counts(spec: Inputs, backend: str) -> Outputs:
-    """expert_capacity and k_from_fraction: exact for a decimal fraction as it is printed, by integer arithmetic."""
+    """expert_capacity and k_from_fraction are exact for decimal fractions, computed here with integers."""
     tokens, k, experts, multiple, n = (spec[name] for name in ("tokens", "k", "experts", "multiple", "n"))
     exact, p = Fraction(spec["factor"], 1000), Fraction(min(spec["factor"], 1000) or 1, 1000)
     if backend == "reference":
@@ -105,7 +105,7 @@ def _run_counts(spec: Inputs, backend: str) -> Outputs:
     return {"counts": torch.tensor(found)}
 
 
-def _some(spec: Spec) -> bool:
+def _has_experts(spec: Spec) -> bool:
     return bool(spec["experts"] >= 1)
 
 
@@ -114,9 +114,9 @@ def _countable(spec: Spec) -> bool:
 
 
 OPERATIONS = {
-    "make_plan": Fuzzed(_draw_plan, _build_plan, _some, weight=2),
-    "dispatch": Fuzzed(_draw_moving, _build_dispatch, _some),
-    "combine": Fuzzed(_draw_moving, _build_combine, _some, weight=2),
+    "make_plan": Fuzzed(_draw_plan, _build_plan, _has_experts, weight=2),
+    "dispatch": Fuzzed(_draw_moving, _build_dispatch, _has_experts),
+    "combine": Fuzzed(_draw_moving, _build_combine, _has_experts, weight=2),
     "counts": Fuzzed(
         _draw_counts,
         lambda spec: {name: each for name, each in spec.items() if isinstance(each, int)},
@@ -124,6 +124,6 @@ OPERATIONS = {
         dtypes=("float32",),
         own=without_kernels(_run_counts, "counts"),
     ),
-    "plan_expert_choice": Fuzzed(_draw_scores, _build_scores, _some),
-    "plan_priority": Fuzzed(_draw_scores, _build_scores, _some),
+    "plan_expert_choice": Fuzzed(_draw_scores, _build_scores, _has_experts),
+    "plan_priority": Fuzzed(_draw_scores, _build_scores, _has_experts),
 }

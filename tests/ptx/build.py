@@ -1,4 +1,4 @@
-"""Builds the executor with the host compiler; kept by the hash of what went in, as tests/simt does it."""
+"""Builds the executor with the host compiler; cached by the hash of its inputs, as in tests/simt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from simt.build import compiler, digest, kept, run
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 
-# A product and a sum are two roundings unless the PTX says fma.
+# -ffp-contract=off: a product and a sum are two roundings unless the PTX has fma.
 FLAGS = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-Wall", "-Wextra"]
 FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
@@ -30,13 +30,13 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _machine(gxx: str) -> str:
-    """What -march=native means here, and the compiler's version."""
+    """The options that -march=native selects here, and the compiler's version."""
     return run([*shlex.split(gxx), "-march=native", "-Q", "--help=target", "--version"])
 
 
 @functools.cache
 def executor() -> Path:
-    """The shared library."""
+    """Path of the shared library, built if needed."""
     gxx = compiler()
     if not gxx:
         raise RuntimeError("no g++")

@@ -1,4 +1,4 @@
-"""What the launches executed and what they did not, by kernel and source line, summed over processes."""
+"""Executed and never executed source lines by kernel, summed over processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from .decode import Kernel
 from .session import Session
 
-# Instructions whose absence a test would have to notice: each has to run.
+# Every one of these instructions has to run in some test, since tests must find its absence.
 WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
 
 Data = dict[str, Any]
@@ -30,7 +30,7 @@ def places(kernel: Kernel) -> list[str]:
 
 
 def gather(session: Session) -> Data:
-    """Of this process, as plain data."""
+    """The coverage of this process, as plain data."""
     kernels: Data = {}
     for ran in session.ran.values():
         name = f"{ran.backend} {family(ran.kernel.title)}"
@@ -60,7 +60,7 @@ def merge(into: Data, other: Data) -> Data:
 
 
 def missed(data: Data) -> dict[str, list[str]]:
-    """Source lines of each kernel of which no instruction ran in any specialisation."""
+    """By kernel, source lines of which no instruction ran in any specialisation."""
     return {
         name: [place for place, (executed, _) in sorted(entry["lines"].items()) if not executed]
         for name, entry in sorted(data["kernels"].items())
@@ -78,7 +78,7 @@ def never_launched(data: Data, known: list[str]) -> list[str]:
 
 
 def report(data: Data) -> str:
-    """For people: every kernel with the lines that nothing ran."""
+    """Text: every kernel with its lines that never ran."""
     lines = []
     for name, places_missed in missed(data).items():
         entry = data["kernels"][name]
