@@ -45,7 +45,7 @@ def test_a_driver_older_than_the_toolkit_is_refused():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A mocked GPU and CUDA module: choices are made, nothing can be launched. Only `state.backend` is there."""
+    """Mocks a GPU and the CUDA module: a backend can be chosen but not launched. Only `state.backend` is available."""
     state = types.SimpleNamespace(capability=(8, 0), backend="cuda")
     module = types.SimpleNamespace(architectures=BUILT, runtime_version=13000, driver_version=lambda: state.driver)
     state.driver = 13000
@@ -87,7 +87,7 @@ def test_an_old_driver_is_explained(gpu, capsys):
     assert "the driver offers 12.8" in capsys.readouterr().out
 
 
-SIZES = [  # op, tensors, backend, the first size that no longer fits
+SIZES = [  # op, tensors, backend, the smallest size that does not fit
     ("sinkhorn", lambda n: (on_gpu(2, n, n),), "cuda", 1025),
     ("sinkhorn", lambda n: (on_gpu(2, n, n),), "triton", 1025),
     ("topk_gate", lambda n: (on_gpu(3, n),), "triton", 16385),
@@ -107,7 +107,7 @@ def test_sizes_that_a_kernel_cannot_take_fall_back_with_a_warning(
             pytest.skip(reason)
         from moe_kernels.backends import triton
 
-        monkeypatch.setattr(triton, "device_type", "cuda")  # tests/ptx has put "cpu" there
+        monkeypatch.setattr(triton, "device_type", "cuda")  # tests/ptx set it to "cpu"
     gpu.capability, gpu.backend = capability, backend
     backends._warn_reference.cache_clear()
     assert backends.choose(op, None, *tensors(size - 1)) == backend
@@ -122,7 +122,7 @@ def test_sizes_that_a_kernel_cannot_take_fall_back_with_a_warning(
 
 @pytest.mark.parametrize("target", [each for each in TARGETS if each.backend == "cuda"], ids=lambda each: each.id)
 def test_what_is_passed_over_is_computed_all_the_same(target, monkeypatch):
-    """4097 experts: automatic choice with CUDA first gives the definition's gates."""
+    """With 4097 experts the automatic choice, CUDA first, gives the definition's gates."""
     monkeypatch.setitem(backends.AUTOMATIC, "cpu", ("cuda", "reference"))
     with running(target):
         x, split, leaf = (torch.randn(shape, device=target.device) for shape in ((2, 3), (1, 4096, 3), (1, 4097, 3)))

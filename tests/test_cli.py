@@ -1,4 +1,4 @@
-"""python -m moe_kernels: its output, and its exit status for right and for wrong kernels."""
+"""python -m moe_kernels: its output, and its exit status for correct and for wrong kernels."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_verify_reports_a_kernel_that_raises(monkeypatch, capsys) -> None:
 
 
 def test_verify_reports_a_fault_that_shows_in_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of a GPU kernel appears after the call that launched it, and in all later calls."""
+    """An error of a GPU kernel is reported after the call that launched it, and in all later calls."""
 
     def heard(*args: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -211,7 +211,7 @@ def test_error_is_relative_to_the_largest_magnitude() -> None:
 
 @pytest.mark.parametrize(("off", "verdict"), [(0.9, "ok"), (1.1, "FAILED")])
 def test_a_computed_output_may_be_off_by_twice_the_reference_and_the_floor(monkeypatch, off, verdict) -> None:
-    # In float32 the reference is off by 1/8 of the largest value; the floor adds one epsilon to twice that.
+    # The float32 reference has an error of 1/8 of the largest value; the floor adds one epsilon to twice that.
     allowed = 2 / 8 + torch.finfo(torch.float32).eps
 
     def run(inputs, backend):

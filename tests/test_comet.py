@@ -19,7 +19,7 @@ def model(p=0.5, seed=0, widths=WIDTHS, **options):
 
 
 def winners(row: list[float], k: int) -> list[bool]:
-    """The k largest numbers; of equal ones those with the lowest index."""
+    """Whether each number is one of the k largest; of equal ones the lowest indices."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     return [i in order[:k] for i in range(len(row))]
 
@@ -29,7 +29,7 @@ def matvec(matrix: torch.Tensor, vector: list[float]) -> list[float]:
 
 
 def by_hand(net: CometMLP, x: list[float], f) -> tuple[list[float], list[list[bool]]]:
-    """Eqs. 4 to 8 for one sample, in Python's floats."""
+    """Eqs. 4 to 8 for one sample, with Python's floats."""
     z, masks = x, []
     for layer, hidden in enumerate(net.hidden, 1):
         c = matvec(net.router.get_buffer(f"weight_{layer}"), z)
@@ -213,7 +213,7 @@ def test_dense_twin_has_the_same_weights_and_no_mask():
 
 @pytest.mark.parametrize("ties", ["index", "strict", "all"])
 def test_ties_of_a_black_image(ties):
-    """The routing has no bias: all scores are zero, and only the tie rule decides."""
+    """The routing has no bias, so all scores are zero and the tie rule alone decides."""
     masks = model(0.5, ties=ties).masks(torch.zeros(1, 7))
     assert [int(m.sum()) for m in masks] == {"index": [6, 4, 5], "strict": [0, 0, 0], "all": [12, 9, 10]}[ties]
 

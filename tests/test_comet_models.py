@@ -1,4 +1,4 @@
-"""The other models of paper 000, by hand: those that COMET is compared with, and ViT, Mixer and GPT."""
+"""The other models of paper 000 against results by hand: those compared with COMET, and ViT, Mixer and GPT."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mlp(name: str, p: float = 0.5, activation: str = "tanh"):
 
 
 def winners(c: torch.Tensor, k: int) -> torch.Tensor:
-    """bool: the k largest scores of each row, which must be distinct."""
+    """Boolean mask of the k largest scores of each row, which must be distinct."""
     return (c[:, :, None] < c[:, None, :]).sum(-1) < k
 
 
@@ -89,7 +89,7 @@ def test_mixture_of_whole_mlps(name, activation):
 
 @pytest.mark.parametrize("activation", ["relu", "softplus"])
 def test_mixture_of_whole_mlps_under_autocast(activation):
-    """The network of narrowed parameters, bit for bit, trained in float32."""
+    """The same bits as the network with parameters rounded to bfloat16; parameters and gradients stay float32."""
     net = mlp("moe", 0.3, activation)
     with torch.autocast("cpu", torch.bfloat16):
         y = net(X)
@@ -141,7 +141,7 @@ def test_half_of_every_feed_forward_layer_answers_and_the_rest_is_zero(router_in
         masks = ffn_masks(net, x)
         assert len(masks) == len(seen) == (4 if isinstance(net, Mixer) else 2)
         for mask, h in zip(masks, seen, strict=True):
-            assert torch.equal(mask, h != 0)  # tanh of what is computed is never exactly zero
+            assert torch.equal(mask, h != 0)  # the tanh of a computed value is never exactly 0
             assert (mask.sum(-1) == h.shape[-1] // 2).all()
 
 

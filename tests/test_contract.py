@@ -1,4 +1,4 @@
-"""Rules of all operations: choice and explanation of backends, compilation, one place that takes addresses."""
+"""Rules of all operations: choice and explanation of backends, compilation, addresses taken in one place only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_importing_needs_torch_alone():
 
 def test_a_backend_asked_for_by_name_never_falls_back():
     x = torch.randn(2, 5, dtype=torch.float64)
-    # With a GPU, Triton refuses CPU tensors; without one, float64.
+    # Triton does not take CPU tensors with a GPU, and float64 without one.
     with pytest.raises(mk.BackendError, match=r"kwta: backend 'triton' cannot run here: .*(float64|not on cpu ones)"):
         mk.kwta(x, 2, backend="triton")
     with mk.use_backend("cuda"), pytest.raises(mk.BackendError, match="kwta: backend 'cuda' cannot run here"):
@@ -173,7 +173,7 @@ def test_addresses_are_taken_in_one_place():
 
 
 def test_no_merge_was_left_half_done():
-    """Marks of a conflict inside a docstring are no error for Python, ruff or mypy."""
+    """Python, ruff and mypy accept conflict markers inside a docstring."""
     for folder in ("moe_kernels", "python_ref", "csrc", "bench", "tests", "docs"):
         for path in (ROOT / folder).rglob("*.*"):
             if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh", ".md"):

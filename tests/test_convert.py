@@ -1,4 +1,4 @@
-"""Experts from and to other layouts: the outputs of the modules that the layouts come from."""
+"""Experts converted from and to other layouts give the outputs of the original modules."""
 
 from __future__ import annotations
 

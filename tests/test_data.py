@@ -1,4 +1,4 @@
-"""Loaders against files written here, byte by byte, and against the published sets if they are available."""
+"""Loaders, on files written here byte by byte, and on the published sets if they are available."""
 
 import gzip
 import io
@@ -132,7 +132,7 @@ def test_cifar10_python_batches_of_both_pythons(tmp_path):
 
 
 def python2_batch(labels: list[int], pixels: np.ndarray) -> bytes:
-    """The opcodes that Python 2 and its numpy wrote: byte strings, numpy.core.multiarray."""
+    """A pickle as Python 2 and its numpy wrote it: byte strings, numpy.core.multiarray."""
 
     def text(s: bytes) -> bytes:
         return b"T" + struct.pack("<i", len(s)) + s
@@ -331,8 +331,8 @@ def damaged_zip(method: int, start: int, rubbish: bytes) -> bytes:
     [
         damaged_zip(zipfile.ZIP_BZIP2, 45, bytes(30)),
         damaged_zip(zipfile.ZIP_LZMA, 50, bytes(30)),
-        damaged_zip(zipfile.ZIP_STORED, -65, b"\x01"),  # its directory says that it is encrypted
-        damaged_zip(zipfile.ZIP_STORED, -6, bytes(4)),  # says that its directory is at the start
+        damaged_zip(zipfile.ZIP_STORED, -65, b"\x01"),  # marks it as encrypted in its directory
+        damaged_zip(zipfile.ZIP_STORED, -6, bytes(4)),  # gives offset 0 for its directory
     ],
     ids=["bzip2", "lzma", "encrypted", "moved"],
 )
@@ -344,7 +344,7 @@ def test_a_damaged_archive_names_its_file(tmp_path, content):
     (tmp_path / "text8.zip").unlink()
     with pytest.raises(ValueError, match=r"data: .*broken\.npz: expected an \.npz with jpeg"):
         load(tmp_path / "broken.npz")
-    with pytest.raises(ValueError, match="found none"):  # in a folder it is ignored
+    with pytest.raises(ValueError, match="found none"):  # ignored in a folder
         load(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Paper 001's sets of images, from files in their formats, written here."""
+"""Paper 001's sets of images, read from files in their formats that are written here."""
 
 import re
 import sys
@@ -31,7 +31,7 @@ def test_svhn_from_its_files(tmp_path):
     written = write_svhn(tmp_path, "train", "test")
     found = data.load(tmp_path)
     assert str(found) == "svhn: 30 training and 20 test images (3, 32, 32)"
-    assert found.classes[int(found.test_y[9])] == "0"  # whose y is 10
+    assert found.classes[int(found.test_y[9])] == "0"  # stored as label 10
     assert found.test_y[:3].tolist() == [1, 2, 3]
     image = pixels(found.test_x[7]).view(3, 32, 32)
     assert image[2, 5, 11] == written["test"]["X"][5, 11, 2, 7]

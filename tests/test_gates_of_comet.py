@@ -1,4 +1,4 @@
-"""The gates that paper 001 compares: trees, hashes and DSelect-k, by worked numbers."""
+"""The gates that paper 001 compares (trees, hashes, DSelect-k) against results computed by hand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_tree_gate_routes_where_it_is_saturated_and_only_there():
     torch.testing.assert_close(out.gates, gate(x).gates)
     assert torch.equal(out.statistics["experts_per_sample"], gate(x).statistics["experts_per_sample"])
     gate.route, gate.gamma = True, 1e4
-    assert gate(x).dense  # not saturated: the dense gate
+    assert gate(x).dense  # not saturated: uses the dense gate
     assert gate.train()(x).dense
 
 
@@ -91,7 +91,7 @@ def test_hash_gate_balances_frequencies():
     assert loads.tolist() == [11, 11]
     assert set(gate.table[[2, 7]].tolist()) <= {0, 1}
     unseen = mnn.HashGate(100, 4, frequencies=torch.zeros(100), generator=drawn())
-    assert len(unseen.table.unique()) == 4  # ids that do not occur draw theirs
+    assert len(unseen.table.unique()) == 4  # ids of frequency 0 get a random expert
 
 
 def step(t: float, gamma: float) -> float:
@@ -101,7 +101,7 @@ def step(t: float, gamma: float) -> float:
 
 @pytest.mark.parametrize("experts", [2, 3, 4, 6])
 def test_dselect_by_hand(experts):
-    """All codes one by one, the highest bit first; codes from E on belong to no expert and cost the reciprocal loss."""
+    """Loops over all codes, highest bit first; codes from E on have no expert and cost the reciprocal loss."""
     bits, gamma, k = math.ceil(math.log2(experts)), 1.0, 2
     gate = mnn.DSelectKGate(3, experts, k, gamma=gamma, entropy=0.1, reciprocal=0.5, generator=drawn()).double()
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Launching CUDA kernels: errors that end with their launch, shared memory that is asked of the device, and Python
-threads that go on meanwhile. The runtime is a stand-in that fails as asked."""
+"""Launches of CUDA kernels: errors do not remain after their launch, the limit of shared memory is the device's, and
+Python threads run meanwhile. A fake runtime fails on request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ extern "C" int probe_launch(size_t bytes) { return moe::launch(probe_kernel, 1, 
 extern "C" long probe_limit() { return moe::shared_memory_limit(); }
 """
 
-# Everything that nvcc's host code calls, with the last error kept as the real one keeps it.
+# All functions that nvcc's host code calls; the last error is kept as in the real runtime.
 RUNTIME = """
 #include <cstddef>
 struct Dim3 { unsigned x, y, z; };
@@ -58,7 +58,7 @@ int cudaDeviceGetAttribute(int* value, int attribute, int) { *value = attribute 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
-    """moe/launch.cuh as nvcc compiles it, on the stand-in."""
+    """moe/launch.cuh compiled by nvcc and linked with the fake runtime."""
     nvcc, folder = nvcc_or_skip(), tmp_path_factory.mktemp("launch")
     (folder / "probe.cu").write_text(PROBE)
     (folder / "runtime.cpp").write_text(RUNTIME)
@@ -90,7 +90,7 @@ def test_static_shared_memory_counts_towards_the_48_kb_that_need_no_opt_in(probe
     probe.runtime_set(0, SM_86)
     assert probe.probe_launch(32 * 1024) == 0
     assert probe.runtime_asked() == 0
-    assert probe.probe_launch(47 * 1024) == 0  # above, if the kernel has more than 1 KB of static memory
+    assert probe.probe_launch(47 * 1024) == 0  # over 48 KB if the kernel has more than 1 KB of static memory
     assert probe.runtime_asked() == 1
 
 
@@ -134,7 +134,7 @@ def test_tree_gate_fits_99_kb(num_experts):
 
 
 def test_other_threads_run_while_a_launch_waits(tmp_path):
-    """module.cpp with one launcher, which waits 0.3 s as one does for room in a full queue."""
+    """module.cpp with one launcher, which waits 0.3 s, like one for a full queue."""
     kit = simt.builder.toolkit.find()
     if kit.missing:
         pytest.skip(kit.missing)

@@ -1,4 +1,4 @@
-"""Experts across processes: every check runs on ranks of this machine with gloo (tests/ranks)."""
+"""Experts across processes: the checks of tests/ranks, run on ranks of this machine with gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.exchange_model import Machine, layer_cost, shares
 
 
 def checks(module: str, line: str = r"def ([a-z]\w+)\(\) -> None:") -> list[str]:
-    """The checks of tests/ranks/MODULE.py that take no arguments, or the names in lines of another form."""
+    """Names that `line` matches in tests/ranks/MODULE.py; by default its public functions without arguments."""
     return re.findall(f"^{line}", (Path(__file__).parent / "ranks" / f"{module}.py").read_text(), re.MULTILINE)
 
 
@@ -28,7 +28,7 @@ def test_equals_one_process_bit_for_bit(ranks: Ranks, check: str, n: int) -> Non
     ranks.run("exact", *([check, n] if check in checks("exact") else ["case", n, check]))
 
 
-MESHES = [(2, 2), (4, 2), (4, 4)]  # ranks, and ranks that share experts
+MESHES = [(2, 2), (4, 2), (4, 4)]  # (ranks, ranks over which the experts are split)
 
 
 @pytest.mark.parametrize(("n", "ep"), MESHES)
@@ -93,7 +93,7 @@ def test_the_collectives_move_the_bytes_of_the_model(ranks: Ranks, check: str, n
 
 
 def test_predicted_time_by_hand() -> None:
-    """Two nodes of two ranks, and one hot expert of four."""
+    """Two nodes of two ranks; one of four experts with 70 % of the choices."""
     machine = Machine(ranks=4, node=2, inside=4e9, outside=1e9, latency=1e-3, flops=1e12)
     even = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=shares(4, 0.0), width=2)
     rows, row = 512, 64 * 2  # to each rank, bytes

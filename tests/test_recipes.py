@@ -1,4 +1,4 @@
-"""Every recipe takes steps on the fast backend and on the reference, with the same losses."""
+"""Every recipe trains with the fast backend and with the reference, with the same losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_kernels.recipes.vmoe import VMoE
 from moe_kernels.train import comparison
 from moe_kernels.train.loop import Run
 
-# Options that make a recipe small, and its data. A new recipe needs a line here.
+# By recipe: options for a small run, and its data. A new recipe needs a line here.
 SMALL: dict[str, tuple[str, str]] = {
     "comet": ("images", f"--width 20 --sides {' '.join(MODELS)}"),
     "comet_width": ("images", "--width 8 20 --tune 0.1"),
@@ -62,7 +62,7 @@ def small_text(tmp_path):
 
 @pytest.fixture
 def arguments(monkeypatch, text):
-    """name, words -> the command line of that recipe, small and on the CPU."""
+    """arguments(name, words): the parsed command line of a recipe, small and on the CPU."""
     digits = partial(data.load, "digits")
     made = {"table": table, "images": images, "digits": digits, "ratings": ratings, "text": lambda: text}
     monkeypatch.setattr(train, "load", lambda name: made[name]())
@@ -141,7 +141,7 @@ def test_a_model_that_is_damaged_hostile_or_of_other_options_is_refused(argument
 
 def worst_expert(right, logits, k, order):
     weights, _, *rest = right(logits, k, order)
-    return weights, (-logits).topk(k).indices.int(), *rest  # the experts with the smallest logits
+    return weights, (-logits).topk(k).indices.int(), *rest  # chooses the experts with the smallest logits
 
 
 def an_expert_too_large(right, x, weights, w_in, w_out, b_in, b_out, *rest):
@@ -168,7 +168,7 @@ def an_expert_that_does_not_learn(right, *args):
     ],
 )
 def test_a_wrong_kernel_is_no_kink_and_no_tie(arguments, monkeypatch, capsys, kernel, wrong):
-    """In a network full of ReLUs and choices, the check allows what rounding changes, and nothing else."""
+    """In a network with ReLUs and choices the check allows only differences that rounding causes."""
     plant(monkeypatch, kernel, wrong)
     words = ("--check-steps", "3", "--sides", "compete", "smoe", "dense", "--rate", "0.5", "--backend", "cpu")
     assert train.run(arguments("competesmoe", *words, "--steps", "1")) == 1
@@ -179,7 +179,7 @@ def test_a_wrong_kernel_is_no_kink_and_no_tie(arguments, monkeypatch, capsys, ke
 
 
 def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):
-    """A picture for each side with experts, with the shares of a count over single tokens; members of E^3 are
+    """A picture for each side with experts; its shares equal a count over single tokens. Members of E^3 count as
     images."""
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     drawn, right = {}, comparison.draw
@@ -234,12 +234,12 @@ def test_flops_are_those_of_the_experts_that_a_sample_reached(backend):
             found[side] = run.flops(), out.statistics["experts_per_token"].item()
     (sparse, few), (dense, all_of_them) = found["topk"], found["softmax"]
     assert 2 <= few < 4 == all_of_them
-    # The other differences, in choosing and summing, are small beside half an expert.
+    # Other differences, by choosing and summing, are small compared with half an expert.
     assert dense - sparse == pytest.approx((4 - few) * 2 * 256 * 256, abs=256 * 256)
 
 
 def test_dropout_too_goes_on_where_it_stopped(arguments, tmp_path):
-    """A network with dropout and a schedule, interrupted after its second evaluation."""
+    """Resumes a network with dropout and a schedule that was interrupted after its second evaluation."""
     words = ("--check-steps", "0", "--every", "2", "--steps", "7")
     whole, broken = interrupted(lambda out: arguments("comet_gpt", *words, "--out", str(tmp_path / out)), 8)
     assert whole == broken
@@ -275,7 +275,7 @@ def test_manual_routing_freezes_the_experts_alone_while_the_gate_learns():
 
 
 def test_a_split_with_all_neurons_is_the_dense_model(text):
-    """Every expert has every neuron and nothing learns: the student is its teacher under any routing."""
+    """If every expert has every neuron and nothing is trained, the student equals its teacher with any routing."""
     for side in ("small", "hash", "balanced", "comet", "hash+"):
         recipe = MoEBERT(
             sides=(side,), dim=16, hidden=24, expert_hidden=24, share=24, depth=2, heads=2, length=12, steps=4,
@@ -295,7 +295,7 @@ def test_a_split_with_all_neurons_is_the_dense_model(text):
 
 
 def test_distillation_goes_on_where_it_stopped(arguments, tmp_path):
-    """Interrupted between the split and the end: student, search and frozen teacher are restored."""
+    """A run interrupted after the split restores student, search and frozen teacher."""
     words = [
         "--check-steps",
         "0",
@@ -326,7 +326,7 @@ def test_masks_that_are_kept_change_no_loss():
         found.append((losses, run.evaluate(), run.flops()))
         routed.append(len(calls))
     assert found[0] == found[1]
-    assert routed == [1, 1 + 3]  # FLOPs are those of a new image; without stored masks one more for each batch
+    assert routed == [1, 1 + 3]  # FLOPs count a new image; without stored masks one routing more for each batch
 
 
 def test_a_data_set_of_the_wrong_kind_is_refused(arguments, capsys):
@@ -378,7 +378,7 @@ def vmoe(side):
 
 
 def test_how_often_is_evaluated_changes_nothing():
-    """THOR also draws experts in evaluation."""
+    """THOR draws random experts also in evaluation."""
     found = []
     for points in ((2, 4, 6), (6,)):
         run = vmoe("thor")
@@ -389,7 +389,7 @@ def test_how_often_is_evaluated_changes_nothing():
 
 
 def test_flops_know_attention_on_every_device():
-    """torch's counter has no formula for the CPU's: two products of (S, S) and the width of a head, in every block."""
+    """torch's counter lacks the CPU's attention: two products of (S, S) with the width of a head, in every block."""
     run = vmoe("dense")
     _, tokens, dim = run.task.model.embed(run.data.test[0][:1]).shape
     pixels, classes = run.data.test[0].shape[1] // (tokens - 1), len(run.data.source.classes)
