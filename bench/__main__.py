@@ -186,9 +186,9 @@ def profile_command(
     )
     console.print(f"trace {found.trace}", soft_wrap=True)
     if tools:
-        again = [f"--op={op}", f"--backend={job.backends[0]}", f"--dtype={dtype}", f"--direction={direction}"]
-        again += [f"--shapes={shapes.value}", f"--shape={shape}", f"--threads={threads}", f"--out={out}"]
-        for name, word in profiling.tools(job, again, out).items():
+        same_options = [f"--op={op}", f"--backend={job.backends[0]}", f"--dtype={dtype}", f"--direction={direction}"]
+        same_options += [f"--shapes={shapes.value}", f"--shape={shape}", f"--threads={threads}", f"--out={out}"]
+        for name, word in profiling.tools(job, same_options, out).items():
             console.print(f"{name}: {word}", soft_wrap=True)
 
 
@@ -447,9 +447,9 @@ def _measure(
 
 
 def _exit_if_failed(result: ledger.Result) -> None:
-    right = all(ledger.passed(entry) for entry in result["entries"])
+    all_passed = all(ledger.passed(entry) for entry in result["entries"])
     suite = result.get("suite", {}).values()
-    if not right or any(word.startswith("FAILED") for word in suite):
+    if not all_passed or any(word.startswith("FAILED") for word in suite):
         raise typer.Exit(1)
 
 

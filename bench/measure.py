@@ -387,11 +387,11 @@ def result(rows: list[Row], found: Found, limits: Ceilings) -> dict[str, Any]:
     for row in rows:
         if row.verdict != "not run":
             sources = ledger.digest(row.operation, row.backend)
-            mine: dict[str, Any] = {"figures": _of(row, found.figures), "curves": _of(row, found.curves)}
+            measured: dict[str, Any] = {"figures": _of(row, found.figures), "curves": _of(row, found.curves)}
             failed = found.failed.get((row.operation, row.backend, row.dtype))
             if failed:
-                mine |= {"verdict": "FAILED", "note": failed}
-            entries.append({**asdict(row), "sources": sources, "checks": {}, **mine})
+                measured |= {"verdict": "FAILED", "note": failed}
+            entries.append({**asdict(row), "sources": sources, "checks": {}, **measured})
     nvml_problem = nvml.missing() if facts["gpus"] else "no GPU"
     return {
         "device": info.device_name(facts),

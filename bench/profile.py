@@ -112,10 +112,10 @@ def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str
         found["Nsight Compute"] = "not run: ncu is not installed"
     else:
         out = folder / f"{name_of(job)}.ncu-rep"
-        again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
+        profile_again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
         # Not from the start: the first 20 launches of the process prepare inputs and measure ceilings.
         options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
-        command = [program, *options, "--export", str(out), *again]
+        command = [program, *options, "--export", str(out), *profile_again]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
         found["Nsight Compute"] = str(out) if done.returncode == 0 else f"failed: {done.stdout.strip()[-200:]}"
     found["proton"] = _proton(job, folder)

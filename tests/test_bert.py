@@ -82,11 +82,11 @@ def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys)
         assert run["rows"][-1]["test bits"] < run["rows"][0]["test bits"] + 1
         loaded = train.load_model(out / f"model-{run['side']}-0.pt")
         assert loaded.model.split == (run["side"] != "dense")
-        again = Run(loaded.recipe, 0, loaded.recipe.splits(load_text(text)))
-        if again.task.before_step is not None:
-            again.task.before_step(5)
-        again.task.model.load_state_dict(loaded.model.state_dict())
-        assert again.evaluate()["test bits"] == pytest.approx(run["rows"][-1]["test bits"], rel=1e-5)
+        repeated = Run(loaded.recipe, 0, loaded.recipe.splits(load_text(text)))
+        if repeated.task.before_step is not None:
+            repeated.task.before_step(5)
+        repeated.task.model.load_state_dict(loaded.model.state_dict())
+        assert repeated.evaluate()["test bits"] == pytest.approx(run["rows"][-1]["test bits"], rel=1e-5)
         tokens = torch.randint(5, len(WORDS), (2, 10))
         assert loaded.predict(tokens).shape == (2, 10, len(WORDS))
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_learns(checkpoint, text, side):
     assert after < math.log2(16)
 
 
-def test_a_model_whose_checkpoint_is_gone_names_the_folder(checkpoint, text, tmp_path):
+def test_loading_a_model_without_its_checkpoint_names_the_folder(checkpoint, text, tmp_path):
     moved, out = tmp_path / "checkpoint", tmp_path / "out"
     shutil.copytree(checkpoint, moved)
     words = ("--sides", "hash", "--steps", "1", "--dense-share", "0", "--check-steps", "0", "--out", str(out))
@@ -149,7 +149,7 @@ def test_a_split_with_all_neurons_is_the_checkpoint(checkpoint, text, side):
     assert losses["distilled"].item() == pytest.approx(0, abs=1e-8)
 
 
-def test_the_layer_with_experts_is_bert_s_layer_around_them(checkpoint):
+def test_the_layer_with_experts_keeps_berts_residual_and_norm(checkpoint):
     """Computes LayerNorm(a + sum of the experts' outputs); the hash gate gets the ids; the checkpoint is unchanged."""
     dense = bert.load(checkpoint)
     assert len(dense.feed_forwards()) == 2
@@ -173,7 +173,7 @@ def test_the_layer_with_experts_is_bert_s_layer_around_them(checkpoint):
     torch.testing.assert_close(layer(a, x)[0], wanted)  # only the residual remains
 
 
-def test_importance_is_that_of_gradients_a_window(checkpoint, text):
+def test_importance_is_by_window_gradients(checkpoint, text):
     recipe = MoEBERT(sides=("hash",), bert=str(checkpoint), length=10)
     tokens, draw = (each[:3] for each in recipe.splits(load_text(text)).train)
     x, y = masked(tokens.long(), draw, WORDS.index("[MASK]"))
@@ -206,8 +206,8 @@ def test_masked_tokens(checkpoint, text):
     assert (changed.sum(1) == 3).all()  # of 20
     assert not changed[:, [0, -1]].any()
     assert changed.any(0).sum() > 15
-    again = recipe.splits(load_text(text))
-    assert all(torch.equal(a, b) for a, b in zip(splits.test, again.test, strict=True))
+    repeated = recipe.splits(load_text(text))
+    assert all(torch.equal(a, b) for a, b in zip(splits.test, repeated.test, strict=True))
     recipe = dataclasses.replace(recipe, expert_hidden=8, share=5)
     run = Run(recipe, 0, splits)
     run.task.model.eval()  # without dropout the losses differ only by the masks
@@ -223,7 +223,7 @@ def test_windows_of_tokens(checkpoint):
     assert bert.token_windows(checkpoint, b"the cat sat", 10).shape == (0, 10)
 
 
-def test_a_text_without_a_whole_window_is_refused(checkpoint, text):
+def test_a_text_shorter_than_a_window_is_an_error(checkpoint, text):
     """Of 1840 bytes 1/20 is for testing and 1/20 for validation; a validation part that is too short is left out."""
     whole = load_text(text)
     with pytest.raises(ValueError, match="moebert: expected at least 28 tokens of test text for a window of length 30"):
@@ -233,7 +233,7 @@ def test_a_text_without_a_whole_window_is_refused(checkpoint, text):
     assert recipe.splits(dataclasses.replace(whole, valid_tokens=whole.valid_tokens[:5])).valid is None
 
 
-def test_distillation_of_a_checkpoint_goes_on_where_it_stopped(checkpoint, text, tmp_path):
+def test_distillation_of_a_checkpoint_resumes_exactly(checkpoint, text, tmp_path):
     """A run interrupted after the split, with dropout and random masks, gives the numbers of an uninterrupted one."""
     words = ("--sides", "comet+", "topk", "--steps", "6", "--every", "2", "--dense-share", "0.4", "--check-steps", "0")
     whole, broken = interrupted(lambda out: arguments(checkpoint, text, *words, "--out", str(tmp_path / out)), 8)
@@ -274,7 +274,7 @@ def _headless(folder):
         (_config(max_position_embeddings=9), "length must be from 3 to 9, the positions of .*; got 10"),
     ],
 )
-def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint, text, tmp_path, damage, message, capsys):
+def test_a_folder_without_a_checkpoint_is_an_error(checkpoint, text, tmp_path, damage, message, capsys):
     folder = tmp_path / "damaged"
     shutil.copytree(checkpoint, folder)
     damage(folder)
@@ -285,7 +285,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint, text, tmp_path, d
         raise AssertionError(error)
 
 
-def test_a_share_larger_than_the_checkpoint_s_layers_is_refused(checkpoint, text, capsys):
+def test_a_share_larger_than_the_checkpoints_layers_is_an_error(checkpoint, text, capsys):
     args = arguments(checkpoint, text, "--sides", "hash", "--steps", "2", "--expert-hidden", "30", "--share", "25")
     assert train.run(args) == 2
     assert "share must be at most 24, the least of hidden and expert-hidden; got 25" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def wheel(checkout: Path, source: Path, **environment: str) -> set[str]:
     return set(zipfile.ZipFile(path).namelist())
 
 
-def test_a_stale_module_never_ships(checkout):
+def test_a_stale_module_is_not_in_the_wheel(checkout):
     for folder in (checkout / "moe_kernels", checkout / "build" / "lib.linux-x86_64-cpython-311" / "moe_kernels"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "_cuda.cpython-311-x86_64-linux-gnu.so").write_text("left by an earlier build")
@@ -79,7 +79,7 @@ def test_a_stale_module_never_ships(checkout):
     assert {"moe_kernels/ops/kwta.py", "python_ref/kwta.py"} <= names
 
 
-def test_a_source_distribution_holds_what_its_build_reads(checkout):
+def test_a_source_distribution_has_all_files_of_the_build(checkout):
     (checkout / "tests").mkdir()
     (checkout / "tests" / "test_alone.py").write_text("import conftest\n")  # added by setuptools without its imports
     done = build(checkout, "setup.py", "-q", "sdist", "-d", "dist")
@@ -101,10 +101,10 @@ def test_asking_for_cuda_without_nvcc_is_an_error(checkout, tmp_path):
     assert "MOE_KERNELS_CUDA must be 0, 1 or auto; got 'yes'" in done.stderr
 
 
-def test_warnings_are_errors_where_the_tests_decide_and_nowhere_else(checkout):
+def test_warnings_are_errors_only_in_ci(checkout):
     for ci, strict in (("true", True), ("", False)):
         done = build(checkout, "setup.py", "build_ext", MOE_KERNELS_CUDA="0", CXX="/bin/false", CI=ci)
-        assert done.returncode != 0  # nothing is compiled: the rules are looked at
+        assert done.returncode != 0  # compiles nothing: only the rules are checked
         (rules,) = (checkout / "build").glob("temp*/build.ninja")
         assert ("-Werror" in rules.read_text()) == strict
 
@@ -124,9 +124,9 @@ def fake_nvcc(folder: Path, *known: str) -> Path:
     return folder
 
 
-def test_architectures_that_cannot_be_compiled_are_dropped_with_a_note(checkout, tmp_path):
+def test_unsupported_architectures_are_dropped_with_a_note(checkout, tmp_path):
     home = fake_nvcc(tmp_path, "compute_75", "compute_80", "compute_90")
-    quick = {"CUDA_HOME": str(home), "CXX": "/bin/false"}  # nothing is compiled: the rules are looked at
+    quick = {"CUDA_HOME": str(home), "CXX": "/bin/false"}  # compiles nothing: only the rules are checked
     done = build(checkout, "setup.py", "build_ext", TORCH_CUDA_ARCH_LIST="7.0;7.5;8.0 9.0+PTX;15.0", **quick)
     (rules,) = (checkout / "build").glob("temp*/build.ninja")
     assert "arch=compute_80,code=[sm_80] -gencode=arch=compute_80,code=[sm_90,compute_80] -I" in rules.read_text()
@@ -137,7 +137,7 @@ def test_architectures_that_cannot_be_compiled_are_dropped_with_a_note(checkout,
     assert re.findall(r"code=\[sm_(\d+)", rules.read_text()) == ["80", "90"]
 
 
-def test_nothing_left_to_compile_for_is_a_build_without_cuda_unless_it_was_asked_for(checkout, tmp_path):
+def test_without_a_supported_architecture_cuda_is_built_only_on_request(checkout, tmp_path):
     home = fake_nvcc(tmp_path, "compute_75", "compute_80")
     wanted = {"CUDA_HOME": str(home), "CXX": "/bin/false", "TORCH_CUDA_ARCH_LIST": "7.5"}
     done = build(checkout, "setup.py", "build_ext", **wanted)

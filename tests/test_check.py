@@ -31,7 +31,7 @@ STALE = {
 
 
 @pytest.mark.parametrize("said", STALE)
-def test_a_stale_plan_is_refused_on_a_gpu_where_it_was_asked_for(said, monkeypatch):
+def test_a_stale_plan_is_an_error_on_a_gpu_if_checks_are_on(said, monkeypatch):
     monkeypatch.delenv("MOE_KERNELS_CHECK", raising=False)
     STALE[said]()  # without the check no values are read, so the host does not wait
     monkeypatch.setenv("MOE_KERNELS_CHECK", "0")

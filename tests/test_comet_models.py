@@ -28,7 +28,7 @@ def winners(c: torch.Tensor, k: int) -> torch.Tensor:
     return (c[:, :, None] < c[:, None, :]).sum(-1) < k
 
 
-def test_all_of_one_shape_start_from_the_same_weights():
+def test_networks_of_one_shape_start_from_the_same_weights():
     first = mlp("standard").state_dict()
     for name in set(MODELS) - {"smaller", "moe", "moe-fixed"}:
         assert all(torch.equal(first[key], value) for key, value in mlp(name).state_dict().items()), name
@@ -45,8 +45,10 @@ def test_masks_from_the_backbone(name):
     expected = h @ net.output.weight.T + net.output.bias
     y = net(x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
-    mine, theirs = (torch.autograd.grad(each.square().sum(), [x, *net.parameters()]) for each in (y, expected))
-    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    own_gradients, expected_gradients = (
+        torch.autograd.grad(each.square().sum(), [x, *net.parameters()]) for each in (y, expected)
+    )
+    torch.testing.assert_close(own_gradients, expected_gradients, rtol=1e-4, atol=1e-6)
     for masks in (net.train().masks(X), net.eval().masks(X)):
         assert [m.sum(-1).unique().tolist() for m in masks] == [[6], [6]]
         assert torch.equal(masks[-1], mask)
@@ -130,7 +132,7 @@ def networks(p: float, **options):
 
 
 @pytest.mark.parametrize("router_input", [None, "embedding"])
-def test_half_of_every_feed_forward_layer_answers_and_the_rest_is_zero(router_input):
+def test_half_of_every_feed_forward_layer_is_active(router_input):
     for net, x, shape in networks(0.5, **({"router_input": router_input} if router_input else {})):
         net.eval()
         hidden: list[torch.Tensor] = []
@@ -170,7 +172,7 @@ def test_gpt_does_not_see_the_future():
     assert (a[:, 6:] != b[:, 6:]).any()
 
 
-def test_a_router_over_the_embedding_does_not_see_what_the_blocks_learn():
+def test_a_router_over_the_embedding_ignores_the_blocks():
     net = ViT((2, 8, 12), 5, dim=16, depth=2, heads=2, hidden=24, router_input="embedding").eval()
     x = torch.randn(3, 192)
     before = ffn_masks(net, x)

@@ -119,6 +119,6 @@ def without(state, key):
         (lambda: convert.to_stacked({"w_in": torch.ones(1), "w_out": torch.ones(1)}), ValueError, "3 dimensions"),
     ],
 )
-def test_what_does_not_fit_is_named(call, error, words):
+def test_mismatched_layouts_are_errors(call, error, words):
     with pytest.raises(error, match=words):
         call()

@@ -41,7 +41,7 @@ def test_sarcos_from_its_two_files(tmp_path):
         ("sarcos_inv", [["a"] * 28], "expected sarcos_inv to be rows of 28 numbers"),
     ],
 )
-def test_sarcos_that_is_none_is_refused(tmp_path, name, content, message):
+def test_a_wrong_sarcos_file_is_an_error(tmp_path, name, content, message):
     mat(tmp_path, **{name: content})
     with pytest.raises(ValueError, match=re.escape(message)):
         data.load(tmp_path)

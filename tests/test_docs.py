@@ -82,7 +82,7 @@ class _Links(HTMLParser):
         self.targets.add((found.get("href") if tag in ("a", "link") else found.get("src")) or "")
 
 
-def test_the_links_of_the_documentation_hold(site: Path) -> None:
+def test_the_links_of_the_documentation_resolve(site: Path) -> None:
     pages = {path: _Links(path) for path in site.rglob("*.html")}
     broken = []
     for page, links in pages.items():
@@ -97,7 +97,7 @@ def test_the_links_of_the_documentation_hold(site: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_the_links_of_the_files_at_the_root_hold(name: str) -> None:
+def test_the_links_of_the_files_at_the_root_resolve(name: str) -> None:
     root = DOCS.parent
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (root / name).read_text())
     assert not [each for each in targets if not each.startswith("http") and not (root / each).exists()]

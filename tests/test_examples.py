@@ -32,7 +32,7 @@ def _own(module: ModuleType, name: str, each: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(public()))
-def test_the_example_prints_what_it_says(name: str) -> None:
+def test_the_example_prints_the_output_shown(name: str) -> None:
     torch.manual_seed(0)
     example = doctest.DocTestParser().get_doctest(inspect.getdoc(public()[name]), dict(NAMES), name, None, None)
     assert example.examples, f"{name}: the docstring has no example"

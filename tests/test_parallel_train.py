@@ -65,7 +65,7 @@ def test_a_rank_that_hangs_or_is_missing_ends_the_run_in_time(
     ranks.run("command", "missing", 2, port, text)
 
 
-def test_what_cannot_start_says_why(ranks: Ranks, port: int, text: Path) -> None:
+def test_a_run_that_cannot_start_explains_why(ranks: Ranks, port: int, text: Path) -> None:
     ranks.run("command", "refused", 2, port, text)
 
 

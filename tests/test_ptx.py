@@ -85,7 +85,7 @@ def test_lanes_of_one_instruction_may_form_groups():
     assert torch.equal(run(body, ints()), 2 * ints().view(8, 4).sum(1).repeat_interleave(4).int())
 
 
-def test_barrier_code_need_not_lie_in_the_order_in_which_it_runs():
+def test_code_around_a_barrier_may_be_laid_out_in_any_order():
     body = """
     setp.lt.u32 %p0, %r1, 16;
     @%p0 bra LATER;

@@ -131,11 +131,11 @@ def test_removed_guards_of_loads_and_stores(kind):
         lines = some_lanes_are_guarded(result, rf"{kind}\.global")
         assert lines
         for line in lines:
-            told = caught(kwta, "triton", expected, plant.on_line(line, r"@!?%p\d+\s", " "))
-            assert "outside of every tensor" in (told or ""), line
+            outcome = caught(kwta, "triton", expected, plant.on_line(line, r"@!?%p\d+\s", " "))
+            assert "outside of every tensor" in (outcome or ""), line
 
 
-def test_removed_branch_round_a_store():
+def test_removed_branch_around_a_store():
     """nvcc branches around stores: without the branch lanes beyond the row store too."""
     with on("cuda"):
         expected, result = launched("kwta", "cuda")
@@ -155,14 +155,14 @@ def test_wrong_swizzle(backend):
     with on(backend):
         expected, result = launched("gemm", backend)
         lines = plant.executed(result, r"xor\.b32")
-        told = {
+        outcome = {
             line: caught(gemm, backend, expected, only_in(result.kernel, plant.on_line(line, r"xor\.b32", "or.b32")))
             for line in lines
         }
-        assert any(told.values()), told
+        assert any(outcome.values()), outcome
 
 
-def test_exchange_left_out_of_a_sum():
+def test_shuffle_left_out_of_a_sum():
     """With one shuffle left out, lanes that should have equal sums differ."""
     with on("triton"):
         expected, result = launched("gate", "triton")
@@ -171,8 +171,8 @@ def test_exchange_left_out_of_a_sum():
             plant.on_line(line, r"shfl\.sync\.bfly\.b32\s+(%r\d+),\s*(%r\d+)[^;]*;", r"mov.b32 \1, \2;")
             for line in lines
         ]
-        told = [caught(gate, "triton", expected, edit) or "" for edit in edits]
-        assert all(told)
+        outcome = [caught(gate, "triton", expected, edit) or "" for edit in edits]
+        assert all(outcome)
 
 
 @pytest.mark.parametrize(
@@ -192,5 +192,5 @@ def test_lane_missing_from_a_mask(backend, name):
         for line in sorted({*first.values(), *last.values()}):
             text = texts[line]
             edit = only_in(kernel, plant.on_line(line, r"(-1|%r\d+)(\s*;)", r"0xfffffffe\2"))
-            told = caught(CALLS[name], backend, expected, edit)
-            assert "is not in its own mask fffffffe" in (told or ""), text
+            outcome = caught(CALLS[name], backend, expected, edit)
+            assert "is not in its own mask fffffffe" in (outcome or ""), text

@@ -46,7 +46,7 @@ def test_every_order_gives_the_same_bits(backend, case):
     with on(backend):
         if (reason := backends.unsupported(backend, op, "cpu", calls.DTYPES[dtype])) is not None:
             pytest.skip(reason)
-        entry, inputs, _ = calls.prepared(op, dtype, shape)
+        entry, inputs, _ = calls.entry_and_inputs(op, dtype, shape)
         directions = [entry.kernel(backend)[name] for name in ("forward", "training") if name in entry.directions]
 
         def results():

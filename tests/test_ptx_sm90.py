@@ -280,7 +280,7 @@ def test_defect(defect):
 
     with session.planted(edit), contextlib.ExitStack() as stack:
         if message:
-            told = stack.enter_context(pytest.raises(PtxError, match=message))
+            error_info = stack.enter_context(pytest.raises(PtxError, match=message))
         try:
             assert not torch.equal(product(), expected)  # wrong values also reveal the defect
         except PtxError:
@@ -288,7 +288,7 @@ def test_defect(defect):
                 raise
     assert planted
     if message:
-        assert plant.re.search(r"PTX line \d+, \S+\.py:\d+.*\n +block \(\d+,\d+,\d+\) warp \d+", str(told.value))
+        assert plant.re.search(r"PTX line \d+, \S+\.py:\d+.*\n +block \(\d+,\d+,\d+\) warp \d+", str(error_info.value))
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -37,7 +37,7 @@ def blocks_with_experts(side, **changed):
         ("matched", {}, []),
     ],
 )
-def test_experts_stand_where_the_papers_put_them(side, changed, blocks):
+def test_experts_are_in_the_blocks_of_the_papers(side, changed, blocks):
     assert blocks_with_experts(side, **changed)[1] == blocks
 
 
@@ -50,7 +50,7 @@ def test_the_matched_dense_model_has_the_parameters_of_the_experts():
     assert sparse <= matched < 1.2 * sparse  # the width grows by one head at a time
 
 
-def test_two_choices_of_v_moe_make_priority_matter():
+def test_priority_matters_with_two_choices_of_v_moe():
     """With a slot for every second choice, priority decides which tokens are dropped."""
     changed = {"capacity": 0.3, "capacity_eval": 0.3, "group": 0}
     runs = [blocks_with_experts(side, **changed)[0] for side in ("vmoe", "bpr")]
@@ -122,8 +122,8 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
     dense = model.blocks.blocks[0]
     x = torch.randn(2, 5, 16)
     a, b = (x @ dense.ffn.fc1.weight.t() + dense.ffn.fc1.bias).chunk(2, -1)
-    right = (torch.nn.functional.gelu(a) * b) @ dense.ffn.fc2.weight.t() + dense.ffn.fc2.bias
-    torch.testing.assert_close(dense.eval().ffn(x), right)
+    by_hand = (torch.nn.functional.gelu(a) * b) @ dense.ffn.fc2.weight.t() + dense.ffn.fc2.bias
+    torch.testing.assert_close(dense.eval().ffn(x), by_hand)
     with torch.no_grad():
         dense.relative.copy_(torch.randn_like(dense.relative))
     q, k, v = dense.qkv(dense.norm_attention(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
@@ -137,7 +137,7 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
     assert dense.relative.grad.abs().max() > 0
 
 
-def test_saturated_trees_are_descended_in_evaluation():
+def test_saturated_trees_evaluate_one_path_in_evaluation():
     """Gives the predictions and experts of all nodes with the FLOPs of a path: with 16 experts 4 nodes and a leaf."""
     points, found = ratings(), []
     for route in (True, False):
@@ -178,6 +178,6 @@ def test_the_heat_map_of_a_dense_gate_shows_its_weights():
     assert layer.of == "gate weight"
     torch.testing.assert_close(layer.positions, weights[:, 1:].mean(0).t().unflatten(1, (4, 4)))
     torch.testing.assert_close(layer.positions.sum(0), torch.ones(4, 4))
-    mine = run.data.test[1] == 2
-    torch.testing.assert_close(layer.classes[:, 2], weights[mine].mean((0, 1)))
+    rows_of_task = run.data.test[1] == 2
+    torch.testing.assert_close(layer.classes[:, 2], weights[rows_of_task].mean((0, 1)))
     assert comparison.token_maps(blocks_with_experts("token_choice", depth=1)[0])[0].of == "share of the tokens"

@@ -56,7 +56,7 @@ def test_a_call_sees_announced_buffers_only() -> None:
         module.rotate(0, 0, 0, 1, 32)
 
 
-def test_ptx_and_shared_memory_stand_in_the_headers_alone() -> None:
+def test_only_headers_have_ptx_and_shared_memory() -> None:
     sources = [*(ROOT / "csrc").rglob("*.cu*"), *(ROOT / "tests").rglob("*.cu")]
     assert sources
     for file in sources:

@@ -58,7 +58,7 @@ def test_similarities_are_those_of_the_network():
     torch.testing.assert_close(activations, torch.cosine_similarity(*layers), rtol=1e-4, atol=1e-5)
 
 
-def test_utilisation_counts_dead_neurons_and_those_that_another_set_wakes(tmp_path, capsys, monkeypatch):
+def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     draw = torch.Generator().manual_seed(0)
     y, found = torch.zeros(20, dtype=torch.long), {}
@@ -91,7 +91,7 @@ def test_utilisation_counts_dead_neurons_and_those_that_another_set_wakes(tmp_pa
     assert (tmp_path / "utilisation.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_study_that_cannot_start_says_why(capsys):
+def test_a_study_that_cannot_start_explains_why(capsys):
     assert main(["study", "utilisation", "--data", "/no/such/place"]) == 2
     assert capsys.readouterr().err.startswith("study: ")
     with pytest.raises(SystemExit):

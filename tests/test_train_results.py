@@ -37,12 +37,12 @@ def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
     assert (tmp_path / "model-comet-keep=0.5-0.pt").exists()
 
 
-def test_an_evaluation_looks_at_no_more_test_rows_than_train_or_than_it_is_told(arguments, monkeypatch, capsys):
-    seen, right = [], Run.evaluate
+def test_an_evaluation_uses_a_limited_number_of_test_rows(arguments, monkeypatch, capsys):
+    seen, original = [], Run.evaluate
 
     def evaluate(run):
         seen.append(len(run.data.test[0]))
-        return right(run)
+        return original(run)
 
     monkeypatch.setattr(Run, "evaluate", evaluate)
     points = blobs()
@@ -52,8 +52,8 @@ def test_an_evaluation_looks_at_no_more_test_rows_than_train_or_than_it_is_told(
         seen.clear()
         assert train.run(arguments("--check-steps", "0", "--epochs", "1", *words)) == 0
         assert set(seen) == {rows}
-        told = f"{rows} test samples{'' if rows == 48 else ' of 48'}; 2 steps of 16 (1 epochs)"
-        assert told in capsys.readouterr().out
+        message = f"{rows} test samples{'' if rows == 48 else ' of 48'}; 2 steps of 16 (1 epochs)"
+        assert message in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("steps", [None, 5])
@@ -75,13 +75,13 @@ def test_the_best_evaluation_on_the_validation_part_counts_and_stops_a_run(argum
     assert "stops: no better on the validation part" in capsys.readouterr().out
     state = torch.load(tmp_path / "model-standard-0.pt", weights_only=True)
     points = blobs()
-    again = Run(comet.Comet(sides=("standard",), width=(24,)), 0, Splits(points, points.train, points.test))
-    again.task.model.load_state_dict(state)
-    assert again.evaluate()["test accuracy"] == run["rows"][run["chosen"]]["test accuracy"]
+    other_run = Run(comet.Comet(sides=("standard",), width=(24,)), 0, Splits(points, points.train, points.test))
+    other_run.task.model.load_state_dict(state)
+    assert other_run.evaluate()["test accuracy"] == run["rows"][run["chosen"]]["test accuracy"]
     assert json.loads((tmp_path / "model-standard-0.json").read_text())["step"] == run["rows"][run["chosen"]]["step"]
 
 
-def test_the_task_s_loss_is_told_from_what_is_added_to_it(arguments, tmp_path, capsys):
+def test_the_tasks_loss_is_reported_without_added_losses(arguments, tmp_path, capsys):
     words = ("--sides", "l1", "--l1", "0.01", "--check-steps", "0", "--epochs", "1", "--out", str(tmp_path))
     assert train.run(arguments(*words)) == 0
     (run,) = json.loads((tmp_path / "result.json").read_text())["runs"]

@@ -315,7 +315,7 @@ def test_generation_gives_the_tokens_of_eager(kind):
     assert torch.equal(model.generate(ids(), **options), expected)
 
 
-def test_experts_that_cannot_be_served_are_refused_by_name():
+def test_unsupported_experts_are_errors_with_their_name():
     experts = experts_of("mixtral")
     chosen, weights = routing(10, 4)
     x = torch.randn(10, 32)
@@ -327,7 +327,7 @@ def test_experts_that_cannot_be_served_are_refused_by_name():
         mk_transformers.experts_forward(experts, x, chosen, weights)
 
 
-def test_the_gate_of_gpt_oss_is_recognised_by_what_it_computes():
+def test_the_gate_of_gpt_oss_is_recognised_by_its_values():
     assert mk_transformers._is_clamped(type(experts_of("gpt_oss")))
 
     class Other:
@@ -338,7 +338,7 @@ def test_the_gate_of_gpt_oss_is_recognised_by_what_it_computes():
     assert not mk_transformers._is_clamped(type(experts_of("deepseek_v3")))
 
 
-def test_register_refuses_a_name_that_is_taken():
+def test_registering_a_used_name_is_an_error():
     mk_transformers.register()  # registering again has no effect
     assert moe.ALL_EXPERTS_FUNCTIONS["moe_kernels"] is mk_transformers.experts_forward
     for name in ("grouped_mm", "eager"):
@@ -389,7 +389,7 @@ def test_a_model_with_tree_gates_for_routers_trains(implementation):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_traced_without_gradients_it_has_them_later():
+def test_a_trace_without_gradients_can_be_differentiated_later():
     experts = experts_of("mixtral")
     x, index = torch.randn(5, 32), torch.randint(0, 4, (5, 2))
     weights = torch.rand(5, 2)

@@ -39,7 +39,7 @@ def test_every_kernel_is_launched(ops, monkeypatch):
     assert launched >= {name for name in triton_kernels() if hasattr(module, name)}
 
 
-def test_an_interpreter_that_cannot_loop_is_refused_by_name(monkeypatch):
+def test_an_interpreter_that_cannot_loop_is_unsupported(monkeypatch):
     from moe_kernels.backends import triton as kernels
 
     monkeypatch.setattr(kernels.triton, "__version__", "3.6.0")

@@ -175,15 +175,15 @@ def smaller(spec: Spec) -> Iterator[Spec]:
 
 def minimised(spec: Spec, fails: Callable[[Spec], bool], tries: int = 300) -> Spec:
     """A failing spec of which no single simplification fails, unless `tries` are used up."""
-    again = True
-    while again and tries > 0:
-        again = False
+    improved = True
+    while improved and tries > 0:
+        improved = False
         for each in smaller(spec):
             tries -= 1
             if tries <= 0:
                 break
             if fails(each):
-                spec, again = each, True
+                spec, improved = each, True
                 break
     return spec
 

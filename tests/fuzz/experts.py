@@ -18,7 +18,7 @@ KINDS = ("normal", "ties", "constant", "zeros", "tiny")
 
 
 def _draw(draw: random.Random, *names: str) -> Spec:
-    spec = draw_routing(draw, tokens=40, most=9, k=3)
+    spec = draw_routing(draw, tokens=40, max_experts=9, k=3)
     spec |= {"experts": min(spec["experts"], 12), "tokens": min(spec["tokens"], 100)}
     spec |= {"dim": size(draw, 65), "hidden": size(draw, 65), "out": size(draw, 40)}
     if draw.random() < 0.02:
@@ -33,8 +33,8 @@ def _weights(spec: Spec, *names: str) -> Inputs:
     found = {"w_in": make(spec, "w_in", count, dim, columns) / max(dim, 1) ** 0.5}
     found |= {"w_out": make(spec, "w_out", count, hidden, out) / max(hidden, 1) ** 0.5}
     for name, fan in (("w_in", dim), ("w_out", hidden)):  # the division made them contiguous: restores the layout
-        again = make(spec, name, *found[name].shape)
-        found[name] = again.mul_(1 / max(fan, 1) ** 0.5) if not _overlaps(again) else found[name]
+        laid_out = make(spec, name, *found[name].shape)
+        found[name] = laid_out.mul_(1 / max(fan, 1) ** 0.5) if not _overlaps(laid_out) else found[name]
     if spec["bias"]:
         found |= {"b_in": make(spec, "b_in", count, columns), "b_out": make(spec, "b_out", count, out)}
     return {name: found[name] for name in names if name in found}

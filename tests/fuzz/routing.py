@@ -15,11 +15,11 @@ from tests.fuzz.operation import Fuzzed, without_kernels
 from tests.fuzz.values import Spec, describe, make, size
 
 FINITE = ("normal", "ties", "constant", "zeros", "large", "tiny")
-ROUTINGS = ("uniform", "one expert", "nobody", "some nobody", "skewed")
+ROUTINGS = ("uniform", "one expert", "no choice", "some without", "skewed")
 
 
-def draw_routing(draw: random.Random, tokens: int = 65, most: int = 33, k: int = 5) -> Spec:
-    spec = {"tokens": size(draw, tokens), "k": size(draw, k), "experts": size(draw, most, 1)}
+def draw_routing(draw: random.Random, tokens: int = 65, max_experts: int = 33, k: int = 5) -> Spec:
+    spec = {"tokens": size(draw, tokens), "k": size(draw, k), "experts": size(draw, max_experts, 1)}
     if draw.random() < 0.03:
         spec |= {"tokens": draw.randint(0, 700), "experts": draw.randint(1, 300)}
     capacity = draw.choice((None, None, 0, 1, 2, 5, 40))
@@ -35,9 +35,9 @@ def experts_of(spec: Spec) -> torch.Tensor:
         experts = torch.full(shape, count - 1)
     elif spec["routing"] == "skewed":
         experts = (torch.rand(shape, generator=generator) ** 4 * count).long()
-    elif spec["routing"] == "nobody":
+    elif spec["routing"] == "no choice":
         experts = torch.full(shape, -1)
-    elif spec["routing"] == "some nobody":
+    elif spec["routing"] == "some without":
         experts = experts.masked_fill(torch.rand(shape, generator=generator) < 0.4, -1)
     return experts.int() if spec["seed"] % 2 else experts
 

@@ -8,7 +8,7 @@ import os
 import shlex
 from pathlib import Path
 
-from simt.build import compiler, digest, kept, run
+from simt.build import build_once, compiler, digest, run
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -47,9 +47,9 @@ def executor() -> Path:
     cache, command = cache_folder(), [*shlex.split(gxx), *FLAGS, "-c"]
 
     def compile_one(source: Path) -> str:
-        return str(kept(cache / objects[source], lambda part: run([*command, str(source), "-o", part])))
+        return str(build_once(cache / objects[source], lambda part: run([*command, str(source), "-o", part])))
 
     with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         made = list(pool.map(compile_one, sources))
     library = cache / f"executor-{digest(*objects.values())}.so"
-    return kept(library, lambda part: run([*shlex.split(gxx), "-shared", *made, "-o", part]))
+    return build_once(library, lambda part: run([*shlex.split(gxx), "-shared", *made, "-o", part]))

@@ -30,7 +30,7 @@ def _shape(entry: Any, given: str) -> dict[str, Any]:
     return shape
 
 
-def prepared(op: str, dtype: str, shape: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def entry_and_inputs(op: str, dtype: str, shape: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The bench's entry of an operation, inputs, and the shape."""
     sys.path.insert(0, str(ROOT))
     try:
@@ -46,7 +46,7 @@ def prepared(op: str, dtype: str, shape: str) -> tuple[Any, dict[str, Any], dict
 
 def call(op: str, backend: str, dtype: str, shape: str, direction: str) -> tuple[list[Result], dict[str, Any], int]:
     """The results of the launches, the shape, and the number of elements of the largest input."""
-    entry, inputs, sizes = prepared(op, dtype, shape)
+    entry, inputs, sizes = entry_and_inputs(op, dtype, shape)
     elements = max(each.numel() for each in inputs.values() if isinstance(each, torch.Tensor))
     with contextlib.ExitStack() as stack:
         if backend == "cuda":

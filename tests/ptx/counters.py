@@ -41,10 +41,10 @@ def class_of(text: str) -> str:
 
 def classes(kernel: Kernel) -> list[str]:
     """The class of every instruction."""
-    kept = getattr(kernel, "_classes", None)
-    if kept is None:
-        kept = kernel._classes = [class_of(text) for text in kernel.texts]  # type: ignore[attr-defined]
-    return kept
+    cached = getattr(kernel, "_classes", None)
+    if cached is None:
+        cached = kernel._classes = [class_of(text) for text in kernel.texts]  # type: ignore[attr-defined]
+    return cached
 
 
 def count(result: Result) -> dict[str, Any]:

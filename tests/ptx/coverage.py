@@ -50,12 +50,12 @@ def merge(into: Data, other: Data) -> Data:
     for name, entry in other["kernels"].items():
         if name not in kernels:
             kernels[name] = {"launches": 0, "specialisations": [], "lines": {}}
-        kept = kernels[name]
-        kept["launches"] += entry["launches"]
-        kept["specialisations"] = sorted({*kept["specialisations"], *entry["specialisations"]})
+        total = kernels[name]
+        total["launches"] += entry["launches"]
+        total["specialisations"] = sorted({*total["specialisations"], *entry["specialisations"]})
         for place, (executed, all_of_them) in entry["lines"].items():
-            before = kept["lines"].get(place, (0, 0))
-            kept["lines"][place] = before[0] + executed, before[1] + all_of_them
+            before = total["lines"].get(place, (0, 0))
+            total["lines"][place] = before[0] + executed, before[1] + all_of_them
     return into
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import simt
 from simt import toolkit
-from simt.build import KERNELS, compiler, digest, headers, kept, lock, run
+from simt.build import KERNELS, build_once, compiler, digest, headers, lock, run
 
 from . import machine
 from .build import ROOT, cache_folder
@@ -56,13 +56,13 @@ def build(source: Path) -> Path:
     target = folder / f"{source.stem}-{key}.o"
     with lock(target.with_suffix(".lock")):
         if not target.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as kept:
-                part = Path(kept) / f"{source.stem}.o"
-                keep = ["--keep", "--keep-dir", kept] if device else []
-                said = run([nvcc, *options, *keep, "-c", str(source), "-o", str(part)])
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                part = Path(temporary) / f"{source.stem}.o"
+                keep = ["--keep", "--keep-dir", temporary] if device else []
+                output = run([nvcc, *options, *keep, "-c", str(source), "-o", str(part)])
                 if device:
-                    (Path(kept) / f"{source.stem}.ptx").rename(target.with_suffix(".ptx"))
-                    target.with_suffix(".warnings").write_text(said)
+                    (Path(temporary) / f"{source.stem}.ptx").rename(target.with_suffix(".ptx"))
+                    target.with_suffix(".warnings").write_text(output)
                 part.rename(target)
     return target
 
@@ -76,7 +76,7 @@ def compiled() -> Compiled:
     library = cache_folder() / "cuda" / f"{KERNELS.name}-{digest(*objects)}.so"
     # -Bsymbolic: names bind inside the library; with RTLD_LOCAL alone a loaded cudart would be called instead.
     link = [*(compiler() or "").split(), "-shared", "-Wl,-Bsymbolic", *objects]
-    kept(library, lambda part: run([*link, "-o", part]))
+    build_once(library, lambda part: run([*link, "-o", part]))
     of_source = {source.name: made for source, made in zip(sources, made, strict=True) if source.suffix == ".cu"}
     return Compiled(library, of_source, {name: each.with_suffix(".ptx") for name, each in of_source.items()})
 
@@ -161,7 +161,7 @@ def use(order: int | None = None) -> Iterator[Module]:
     from moe_kernels.backends import cuda
 
     ordered = contextlib.nullcontext() if order is None else seed(order, errors=0)
-    with simt._replaced(cuda, module(), device_type="cpu") as found, ordered:
+    with simt.replace_module(cuda, module(), device_type="cpu") as found, ordered:
         yield found
 
 

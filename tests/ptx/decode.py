@@ -176,7 +176,7 @@ class Decoder:
         return place and place[1]
 
     def address(self, text: str) -> tuple[int, int, int]:
-        """Operand, offset and register's bytes of an address [...]; without a register, operand 0 and 4 bytes."""
+        """Operand, offset and register bytes of an address [...]; without a register, the constant 0 of 4 bytes."""
         m = _ADDRESS.match(text.strip()[1:-1].strip())
         assert m
         base, offset = m[1].strip(), int(m[2], 0) if m[2] else 0

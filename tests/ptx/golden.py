@@ -70,8 +70,8 @@ def measure(key: tuple[str, str, str, str, str]) -> dict[str, list[int]] | None:
             counted["bank_passes"],
             counted["barriers"],
         ]
-        kept = found.setdefault(counted["kernel"], [0] * len(row))
-        found[counted["kernel"]] = [a + b for a, b in zip(kept, row, strict=True)]
+        sums = found.setdefault(counted["kernel"], [0] * len(row))
+        found[counted["kernel"]] = [a + b for a, b in zip(sums, row, strict=True)]
     return found
 
 

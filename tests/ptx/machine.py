@@ -130,8 +130,8 @@ def _sectors(array: np.ndarray) -> int | None:
 
 
 def _program(kernel: Kernel) -> records.Program:
-    kept = getattr(kernel, "_program", None)
-    if kept is None:
+    cached = getattr(kernel, "_program", None)
+    if cached is None:
         constants = np.frombuffer(kernel.constants or b"\0", np.uint8)
         program = records.Program(
             _address(kernel.records),
@@ -145,8 +145,8 @@ def _program(kernel: Kernel) -> records.Program:
             kernel.global_grain,
             kernel.parameter_bytes,
         )
-        kept = kernel._program = (program, constants)  # type: ignore[attr-defined]
-    return kept[0]
+        cached = kernel._program = (program, constants)  # type: ignore[attr-defined]
+    return cached[0]
 
 
 def run(

@@ -17,11 +17,11 @@ DATA = pytest.StashKey[dict[str, Any]]()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    mine = coverage.gather(executed)
+    of_process = coverage.gather(executed)
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["ptx"] = mine
+        session.config.workeroutput["ptx"] = of_process
     else:
-        coverage.merge(session.config.stash.setdefault(DATA, {}), mine)
+        coverage.merge(session.config.stash.setdefault(DATA, {}), of_process)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -29,9 +29,9 @@ def uneven() -> None:
     parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel()})
     forward, backward = _traffic(layer, x)
     kept = layer.policy(layer.gate(x), True)[0].kept
-    every = [torch.empty_like(kept) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, kept)
-    expected = exchange_bytes(torch.stack(every).unflatten(1, (dist.get_world_size(), -1)).sum(-1), D, D, 4, E)
+    kept_by_rank = [torch.empty_like(kept) for _ in range(dist.get_world_size())]
+    dist.all_gather(kept_by_rank, kept)
+    expected = exchange_bytes(torch.stack(kept_by_rank).unflatten(1, (dist.get_world_size(), -1)).sum(-1), D, D, 4, E)
     assert forward.sent == expected.sent_forward[dist.get_rank()], (forward.sent, expected)
     assert backward.sent == expected.sent_backward[dist.get_rank()], (backward.sent, expected)
     assert (forward.calls, backward.calls) == (3, 2)

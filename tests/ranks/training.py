@@ -120,10 +120,10 @@ def _in_parts(parts: int, call: Callable[..., Tensor], x: Tensor, *given: Tensor
 
 def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """The mean over ranks in autograd's order: within a backward pass the last part first, then pass by pass."""
-    every = [torch.empty_like(bucket.buffer()) for _ in range(mesh.size())]
-    dist.all_gather(every, bucket.buffer())
+    buffers = [torch.empty_like(bucket.buffer()) for _ in range(mesh.size())]
+    dist.all_gather(buffers, bucket.buffer())
     ep = mesh["ep"].size()
-    passes = [reduce(torch.add, reversed(every[start : start + ep])) for start in range(0, mesh.size(), ep)]
+    passes = [reduce(torch.add, reversed(buffers[start : start + ep])) for start in range(0, mesh.size(), ep)]
     mean: torch.futures.Future[Tensor] = torch.futures.Future()
     mean.set_result(reduce(torch.add, passes) / mesh.size())
     return mean

@@ -49,7 +49,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
-def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Merges overlapping extents: x and a view of x are one buffer."""
     merged: list[tuple[int, int]] = []
     for start, size in sorted(set(extents)):
@@ -108,7 +108,7 @@ class Module(Launchers):
 
     def _run(self, name: str, words: list[int]) -> str | None:
         """Runs on copies of the buffers."""
-        extents = _merged([_extent(each) for each in self._announced])
+        extents = _merge([_extent(each) for each in self._announced])
         with tempfile.TemporaryDirectory() as folder:
             call = Path(folder) / "call"
             encoded = name.encode()
@@ -140,7 +140,7 @@ class Module(Launchers):
 
 
 @contextlib.contextmanager
-def _replaced(backend: Any, module: Launchers, **attributes: Any) -> Iterator[Any]:
+def replace_module(backend: Any, module: Launchers, **attributes: Any) -> Iterator[Any]:
     """Inside the block, replaces the backend's compiled module by `module`, and these attributes."""
     from moe_kernels.backends import _addresses, reconsider
 
@@ -164,11 +164,11 @@ def use() -> Iterator[Module]:
     """Inside the block, backend "cuda" runs CPU tensors on the executor."""
     from moe_kernels.backends import cuda
 
-    with _replaced(cuda, Module(), device_type="cpu") as module:
+    with replace_module(cuda, Module(), device_type="cpu") as module:
         yield module
 
 
-class _OfOneIsa(Module):
+class _SingleIsa(Module):
     """The CPU kernels of one instruction set; drops the arguments `isa` and `release` (the GIL), which these lack."""
 
     def _call(self, name: str, types: str, *arguments: float) -> None:
@@ -180,5 +180,5 @@ def use_cpu(isa: str) -> Iterator[Module]:
     """Inside the block, backend "cpu" runs that instruction set's kernels under the sanitizers."""
     from moe_kernels.backends import cpu
 
-    with _replaced(cpu, _OfOneIsa(CPU[isa])) as module:
+    with replace_module(cpu, _SingleIsa(CPU[isa])) as module:
         yield module

@@ -97,7 +97,7 @@ def lock(path: Path) -> Iterator[None]:
         yield
 
 
-def kept(target: Path, make: Callable[[str], object]) -> Path:
+def build_once(target: Path, make: Callable[[str], object]) -> Path:
     """`target`; make(path) writes it if it is missing, in one process at a time."""
     with lock(target.with_suffix(".lock")):
         if not target.exists():
@@ -140,7 +140,7 @@ def _object(source: Path, flags: list[str], unit: Unit) -> Path:
     options = [*COMMON, *flags, *unit.flags, *includes]
     key = digest(_environment(), headers(unit), options, source, (ROOT / source).read_text())
     command = [compiler() or "", "-x", "c++", *options, *system, "-c", str(source)]
-    return kept(cache_folder() / "objects" / f"{source.stem}-{key}.o", lambda part: run([*command, "-o", part]))
+    return build_once(cache_folder() / "objects" / f"{source.stem}-{key}.o", lambda part: run([*command, "-o", part]))
 
 
 @functools.cache
@@ -152,4 +152,4 @@ def build(unit: Unit) -> Path:
     with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         objects = [str(each) for each in pool.map(lambda job: _object(*job, unit), jobs)]
     link = [compiler() or "", *SANITIZER_FLAGS, *unit.flags, *objects]
-    return kept(cache_folder() / f"{unit.name}-{digest(*objects)}", lambda part: run([*link, "-o", part]))
+    return build_once(cache_folder() / f"{unit.name}-{digest(*objects)}", lambda part: run([*link, "-o", part]))

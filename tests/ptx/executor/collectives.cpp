@@ -32,15 +32,15 @@ Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 moved = 0;
   for (u32 l = 0; l < kLanes; l++) {
     const u32 by = lane[l] & 31, segment = clamp[l] >> 8 & 31, bound = clamp[l] & 31;
-    const u32 most = (l & segment) | (bound & ~segment), least = l & segment;
+    const u32 limit = (l & segment) | (bound & ~segment), first = l & segment;
     s32 source;
     bool in;
     if (how == kUp) {
-      source = static_cast<s32>(l) - static_cast<s32>(by), in = source >= static_cast<s32>(most);
+      source = static_cast<s32>(l) - static_cast<s32>(by), in = source >= static_cast<s32>(limit);
     } else if (how == kIndex) {
-      source = static_cast<s32>(least | (by & ~segment)), in = source <= static_cast<s32>(most);
+      source = static_cast<s32>(first | (by & ~segment)), in = source <= static_cast<s32>(limit);
     } else {
-      source = static_cast<s32>(how == kDown ? l + by : l ^ by), in = source <= static_cast<s32>(most);
+      source = static_cast<s32>(how == kDown ? l + by : l ^ by), in = source <= static_cast<s32>(limit);
     }
     if (in) inside |= 1u << l;
     else source = static_cast<s32>(l);

@@ -152,15 +152,15 @@ void Launch::count_passes(const Record& record, u32 mask, const u64* at, u32 siz
   u32 passes = 0, least = 0;
   for (u32 start = 0; start < kLanes; start += together) {
     u64 words[128];
-    u32 count = 0, depth[32] = {}, most = 0;
+    u32 count = 0, depth[32] = {}, longest = 0;
     for (u32 l = start; l < start + together; l++) {
       if (!(mask >> l & 1)) continue;
       for (u32 k = 0; k < std::max(size / 4, 1u); k++) words[count++] = at[l] / 4 + k;
     }
     std::sort(words, words + count);
     count = static_cast<u32>(std::unique(words, words + count) - words);
-    for (u32 k = 0; k < count; k++) most = std::max(most, ++depth[words[k] & 31]);
-    passes += most;
+    for (u32 k = 0; k < count; k++) longest = std::max(longest, ++depth[words[k] & 31]);
+    passes += longest;
     least += (count + 31) / 32;
   }
   c.requests++;
