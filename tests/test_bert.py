@@ -15,8 +15,9 @@ from planted import interrupted
 from moe_kernels import train
 from moe_kernels.data.text import load as load_text
 from moe_kernels.nn.experts import ExpertMLP
-from moe_kernels.nn.gates import HashGate
+from moe_kernels.nn.gates import HashGate, TopKGate
 from moe_kernels.nn.moe import MoE
+from moe_kernels.nn.policies import TokenChoice
 from moe_kernels.recipes._text import IGNORED
 from moe_kernels.recipes.moebert import MoEBERT, importance, masked
 from moe_kernels.train.loop import Run
@@ -65,6 +66,16 @@ def arguments(checkpoint, text, *words):
     common = ["--data", str(text), "--bert", str(checkpoint), "--device", "cpu", "--threads", "1", "--length", "10"]
     small = ["--batch-size", "8", "--expert-hidden", "8", "--share", "5", "--windows", "8", "--eval-batch", "16"]
     return parser.parse_args(["moebert", *common, *small, *words])
+
+
+def test_a_dropped_token_is_added_to_no_copy_of_itself():
+    """The residual around the layer carries it, also if the layer has pass_through."""
+    moe = MoE(TopKGate(8, 2, 1), ExpertMLP(2, 8, 4), TokenChoice(0.5), pass_through=True)
+    layer, x = bert.ExpertFeedForward(moe, torch.nn.Identity(), torch.nn.Identity()), torch.randn(2, 6, 8)
+    y, out = layer(x, torch.zeros(2, 6, dtype=torch.int64))
+    dropped = (out.plan.slot_row < 0).view(2, 6)
+    assert dropped.any()
+    assert torch.equal(y[dropped], x[dropped])
 
 
 def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys):

@@ -109,6 +109,13 @@ def without(state, key):
             ValueError,
             "to_linear: w_in of gated experts must have 2 H = 10 columns, got 5",
         ),
+        (
+            lambda: convert.to_linear(
+                mnn.ExpertMLP(E, D, H).state_dict() | {"b_out": torch.ones(E, D + 1)}, "", ("a", "b")
+            ),
+            ValueError,
+            rf"to_linear: b_out must be \({E}, {D}\), got \({E}, {D + 1}\)",
+        ),
         (lambda: convert.to_linear({"w_in": torch.ones(1)}), KeyError, "to_linear: w_out is missing"),
         (
             lambda: convert.from_stacked({"gate_up_proj": torch.ones(E, 8, D), "down_proj": torch.ones(E, D, H)}),

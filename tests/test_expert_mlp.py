@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -95,10 +96,10 @@ def test_without_gate_weights(target, activation):
 
 
 def test_gate_weights_are_not_rounded_for_the_bias(target):
-    """db_out = sum of w dy in float32: with 2^12 weights of 1 + 2^-9 rounded to bfloat16, 4104 would be 4096."""
+    """db_out = sum of w dy in float32: 4000 weights, in bfloat16 1 each, sum to 4011.7, in bfloat16 4016."""
     dtype = torch.bfloat16
     skip_unsupported(target, dtype, OP)
-    tokens = 256 if target.interpreted else 4096
+    tokens = 250 if target.interpreted else 4000
     plan = mk.make_plan(torch.zeros(tokens, 1, dtype=torch.int64, device=target.device), 2)
     leaves = leaves_of(plan, dtype, target.device, "relu")
     leaves["weights"] = torch.full((tokens, 1), 1 + 2**-9 + 2**-10, device=target.device)
@@ -157,6 +158,25 @@ def test_without_hidden_units_the_gates_still_weigh_the_bias(target):
     assert expected["weights"].any()
     for name, value in got.items():
         torch.testing.assert_close(value, expected[name], rtol=0.02, atol=0.02)
+
+
+def test_a_row_of_no_token_is_a_choice_without_weight(target):
+    """-1 amid the rows in use, as plan.row_token may have it; and the gradient to that choice's weight is 0."""
+    dtype, plan = finest(target, OP), plans(target.device)["dropped"]
+    leaves, grad = leaves_of(plan, dtype, target.device, "gelu"), torch.randn(plan.num_tokens, 10)
+    row = int(plan.expert_offsets[-1]) // 2
+    choice = plan.row_token[row].long(), plan.row_choice[row].long()
+    none, slots = plan.row_token.clone(), plan.slot_row.clone()
+    none[row], slots[choice] = -1, -1
+    leaves["weights"][choice] = 0
+    got, expected = (
+        results(lambda made=made, **given: mk.expert_mlp(plan=made, backend=target.backend, **given), leaves, grad)
+        for made in (replace(plan, row_token=none, slot_row=slots), plan)
+    )
+    assert got["weights"][choice] == 0
+    expected["weights"][choice] = 0
+    for name, value in got.items():
+        torch.testing.assert_close(value, expected[name], msg=name)
 
 
 def test_float32_gates_weigh_bfloat16_experts(target):

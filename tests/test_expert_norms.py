@@ -132,6 +132,15 @@ def test_small_float16_outputs_have_finite_gradients(target):
         torch.testing.assert_close(got[name], expected[name], rtol=4e-3, atol=0)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_gradients_of_experts_are_added_up_in_float32(backend):
+    """In bfloat16 1 + 2^-9 is 1, but 1 + 4 * 2^-9 is 1 + 2^-7; on a CPU experts are computed one by one."""
+    x, w_in = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True), torch.full((5, 1, 1), 2.0**-9).bfloat16()
+    w_in[0] = 1
+    s = mk.expert_norms(x, w_in, torch.ones_like(w_in), backend=backend)
+    assert torch.autograd.grad(s.sum(), x)[0].item() == 1 + 2.0**-7
+
+
 def test_the_outputs_are_never_stored():
     """Peak memory at T = 4096, E = 16, D = H = 352 is below a fifth of the (T, E, D) outputs."""
     tokens, experts, dim = 4096, 16, 352

@@ -59,6 +59,7 @@ def test_gates_of_choices_that_are_none():
     experts = torch.tensor([[2, -1, 0], [1, -1, -1]], dtype=torch.int32)
     gates = mnn.GateOutput(weights, experts, 3).gates
     assert gates.tolist() == [[0.25, 0.0, 0.75], [0.0, 1.0, 0.0]]
+    assert mnn.GateOutput(weights.bfloat16(), experts, 3).loss.dtype == torch.float32
     assert (
         mnn.GateOutput(weights, experts, 3, records={"experts_per_sample": torch.tensor([[1e-5, 0.9e-5]])}).statistics[
             "experts_per_sample"
@@ -110,7 +111,7 @@ def test_losses_are_those_of_nn_times_their_coefficients():
     torch.testing.assert_close(out.losses, expected)
     torch.testing.assert_close(out.loss, sum(expected.values()))
     assert gate.eval()(x).losses == {}
-    dense = mnn.SoftmaxGate(8, 4, importance=0.5)
+    dense = mnn.SoftmaxGate(8, 4, noise=True, importance=0.5)  # of the probabilities without noise
     torch.testing.assert_close(dense(x).loss, 0.5 * mnn.importance_loss(dense.linear(x).softmax(-1)))
 
 

@@ -64,7 +64,12 @@ def test_tree_gate_routes_where_it_is_saturated_and_only_there():
     gate.eval().route = False
     torch.testing.assert_close(out.gates, gate(x).gates)
     assert torch.equal(out.statistics["experts_per_sample"], gate(x).statistics["experts_per_sample"])
-    gate.route, gate.gamma = True, 1e4
+    gate.route = True
+    with torch.no_grad():
+        gate.split_bias.zero_()
+    x[7] = 0  # one token whose trees are not saturated
+    assert gate(x).dense
+    gate.gamma = 1e4
     assert gate(x).dense  # not saturated: uses the dense gate
     assert gate.train()(x).dense
 
@@ -72,6 +77,9 @@ def test_tree_gate_routes_where_it_is_saturated_and_only_there():
 def test_hash_gate_is_a_table():
     gate = mnn.HashGate(1000, 4, generator=seeded_generator())
     assert gate.table.bincount(minlength=4).min() > 200
+    again = mnn.HashGate(1000, 4)
+    again.load_state_dict(gate.state_dict())
+    assert torch.equal(again.codes, gate.codes)
     ids = torch.tensor([3, 999, 3])
     out = gate(torch.randn(3, 8), ids)
     assert out.experts.dtype == torch.int32

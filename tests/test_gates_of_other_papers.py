@@ -121,6 +121,10 @@ def test_thor_draws_one_expert_a_batch_and_one_a_token_or_sentence():
 
 
 def test_labels_decide():
+    wide = ManualGate((0, 2), num_experts=5)
+    assert wide(torch.randn(2, D), torch.tensor([1, 0])).gates.tolist() == [[0, 0, 1, 0, 0], [1, 0, 0, 0, 0]]
+    with pytest.raises(ValueError, match="ManualGate: num_experts must be from 3"):
+        ManualGate((0, 2), num_experts=2)
     gate = ManualGate(MNIST)
     assert gate.num_experts == 5
     experts = gate(torch.zeros(10, D), torch.arange(10)).experts[:, 0].tolist()
@@ -168,8 +172,11 @@ def test_stable_routing_by_hand():
     every = every_output(layer.experts, x)
     expected = alpha[:, None] * every[torch.arange(T), chosen] + (1 - alpha[:, None]) * x
     torch.testing.assert_close(out.y, expected, atol=1e-5, rtol=1e-5)
+    evaluated = gate.eval()(x, ids)  # in stage one, too, the router of the ids decides
+    assert evaluated.losses == {}
+    assert torch.equal(evaluated.experts[:, 0].long(), logits.argmax(-1))
 
-    gate.begin_stage_two()
+    gate.train().begin_stage_two()
     other = StableGate(D, E, vocabulary=7)
     other.load_state_dict(gate.state_dict())
     assert other.stage == 2
@@ -203,6 +210,12 @@ def test_stable_losses_are_those_of_a_batch_twice_as_large():
     """The losses are means over tokens, like the task's loss."""
     gate, x, ids = StableGate(D, E, vocabulary=7), torch.randn(T, D), torch.arange(T) % 7
     torch.testing.assert_close(gate(x.repeat(2, 1), ids.repeat(2)).losses, gate(x, ids).losses)
+    narrow = StableGate(D, E, vocabulary=7)
+    narrow.keep_float32 = False
+    narrow.bfloat16()  # whose integers are exact up to 256
+    torch.nn.init.zeros_(narrow.centroids)
+    balance = narrow(torch.randn(600, D), torch.zeros(600, dtype=torch.int64)).losses["balance"]
+    assert balance.item() == pytest.approx(0.3 * (E - 1) / 2)
 
 
 def test_a_hypernetwork_makes_the_router():
@@ -233,6 +246,10 @@ def test_consistency_is_a_symmetric_divergence():
 
 def test_schedules():
     assert [schedules.growing_k(t, 4) for t in range(6)] == [2, 6, 9, 12, 16, 16]  # 5.5 to even is 6, 12.5 is 12
+    assert [schedules.falling_rate(step) for step in (0, 999, 1000)] == [2 / 3, 2 / 3, 2 / (2 + math.sqrt(2))]
+    assert [schedules.cosine(0, floor=0.1)(step) for step in (0, 1)] == pytest.approx([1, 0.1])
+    assert [schedules.inverse_root(0)(step) for step in (0, 3)] == [1, 0.5]
+    assert [schedules.warmup(2, then=float)(step) for step in (0, 1, 2, 5)] == [0.5, 1, 0, 3]
     layer = competing()
     schedules.train_gates_alone(layer)
     trains = {name for name, each in layer.named_parameters() if each.requires_grad}
@@ -302,3 +319,14 @@ def test_a_staged_gate_distils_in_stage_two_alone():
     for gate.stage in (1, 2, 3):
         said.append(list(gate(x).losses))
     assert said == [[], ["distill"], []]
+    gate.stage = 2
+    p, q = gate.first(x).gates, gate.second.linear(x).softmax(-1)
+    torch.testing.assert_close(gate(x).losses["distill"], (p * (p / q).log()).sum(-1).mean())
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_which_of_two_stages_evaluation_uses(early):
+    gate, x = StagedGate(SoftmaxGate(D, E), TopKGate(D, E, K), second_in_evaluation=early).eval(), torch.randn(T, D)
+    assert gate(x).dense != early
+    gate.stage = 2
+    assert not gate(x).dense

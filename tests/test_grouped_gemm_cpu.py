@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import Target
+from inputs import padded
 from test_grouped_gemm import DTYPES, check, fenced, judged
 
 import moe_kernels as mk
@@ -26,11 +27,12 @@ def test_few_rows_are_not_for_many_threads(rows, threads_of, monkeypatch):
 
 @pytest.mark.parametrize("counts", [[900], [37, 0, 863], [193, 707], [180] * 5], ids=str)
 def test_products_do_not_depend_on_threads(counts, monkeypatch):
-    """Threads share the rows of few experts, and the rows of their gradients: 1 takes all, 3 some of every size."""
+    """Threads share the rows of few experts, and the rows of their gradients: 1 takes all, 3 some of every size.
+    Seven rows are of no expert."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     x, weight, bias, grad = (
-        torch.randn(size) for size in ((900, 200), (len(counts), 200, 100), (len(counts), 100), 900)
+        torch.randn(size) for size in ((907, 200), (len(counts), 200, 100), (len(counts), 100), 907)
     )
     found = []
     for count in (1, 2, 3):
@@ -42,6 +44,8 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
         found.append([y.detach(), norms, *(each.grad for each in given)])
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
+    out = mk.grouped_gemm(x, weight, offsets, bias=bias, backend="reference")
+    torch.testing.assert_close(found[0][1], out.square().sum(1))  # also of experts that expert_norms takes one by one
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -104,16 +108,17 @@ def test_the_gradient_to_the_bias_does_not_lose_with_every_row():
 def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, transposed, monkeypatch):
     """Terms are multiplied in pairs: the one after the last, of another row or expert, must not enter the sum."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
-    counts, dout = [7, 0, 1, 24], 70
+    counts, dout = [7, 0, 1, 2, 22], 70
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     room = torch.full((32 * stride + shift,), torch.nan, dtype=torch.bfloat16)
     x = room[shift:].as_strided((32, din), (stride, 1)).copy_(torch.randn(32, din))
-    weight, grad = torch.randn(4, din, dout).bfloat16(), torch.randn(32, dout).bfloat16()
-    weight = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
+    weight, grad = torch.randn(5, din, dout).bfloat16(), torch.randn(32, dout).bfloat16()
+    if transposed:  # its columns too are apart
+        weight = padded(weight.mT.contiguous()).mT
     x[7], grad[7], weight[0, 0, 5] = torch.inf, torch.nan, torch.inf  # row 7 is the only one of its expert
     # Scratch memory keeps values of the previous call, also in the term after the last of a gathered row.
     nans, each = torch.full((32, din + 1), torch.nan).bfloat16(), torch.arange(32, dtype=torch.int32)
-    mk.library.ops.grouped_gemm_fwd(nans, weight.new_ones(4, din + 1, dout), offsets, each, None, "", False, "cpu")
+    mk.library.ops.grouped_gemm_fwd(nans, weight.new_ones(5, din + 1, dout), offsets, each, None, "", False, "cpu")
     out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, offsets, None, None, "", False, "cpu")
     dweight, _ = cpu.grouped_gemm_bwd_weight(x, grad, offsets, None, None, False)
     for e, (first, last) in enumerate(pairwise(offsets.tolist())):

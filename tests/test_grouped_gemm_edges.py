@@ -75,6 +75,14 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 
     got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
     assert_equal_but_for_rounding(got["x"], 8 * 16 * SLOPE_AT_0[activation] * kept)
+    # NaN is not below 0: it stays in its hidden layer, and relu hands its gradient on.
+    broken = int(kept.argmax())
+    leaves["x"][broken] = math.nan
+    got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
+    for name in ("w_in", "w_out"):
+        assert torch.equal(got[name].isnan().flatten(1).all(1), plan.used[broken]), name
+    assert got["x"].isnan().any(1).tolist() == [activation != "relu" and t == broken for t in range(plan.num_tokens)]
+    leaves["x"].zero_()
 
     def norms(x, w_in, w_out):
         bias = torch.zeros(5, 8, device=target.device, dtype=dtype)
@@ -185,7 +193,9 @@ def test_operands_far_apart(target, apart):
     """Experts, rows of weights, rows of x or of the gradient 2^30 elements apart."""
     dtype, device = finest(target), target.device
     offsets = torch.tensor([0, 7, 7, 18], dtype=torch.int32, device=device)
-    x, grad = torch.randn(20, 16, device=device).to(dtype), torch.randn(20, 16, device=device).to(dtype)
+    # A gated one reads two columns of an expert at a time.
+    activation, columns = ("swiglu", 8) if apart == "columns of an expert" else ("relu", 16)
+    x, grad = torch.randn(20, 16, device=device).to(dtype), torch.randn(20, columns, device=device).to(dtype)
     weight = torch.randn(3, 16, 16, device=device).to(dtype)
     strides = {"experts": (2**30, 16, 1), "rows of an expert": (16, 2**30, 1), "columns of an expert": (16, 1, 2**30)}
     there = {
@@ -195,7 +205,7 @@ def test_operands_far_apart(target, apart):
     found = []
     for given, backend in ((there, target.backend), ({"x": x, "weight": weight}, "reference")):
         leaves = {name: each.detach().requires_grad_() for name, each in given.items()}
-        out = mk.grouped_gemm(leaves["x"], leaves["weight"], offsets, activation="relu", backend=backend)
+        out = mk.grouped_gemm(leaves["x"], leaves["weight"], offsets, activation=activation, backend=backend)
         to = far_apart(grad) if apart == "gradient" and backend == target.backend else grad
         found.append((out.detach(), *torch.autograd.grad(out, list(leaves.values()), to)))
     rounding = 2.0**-6 if dtype == torch.bfloat16 else 1e-4

@@ -276,6 +276,8 @@ def test_k_from_fraction_reads_the_decimal():
             mk.k_from_fraction(p, 10)
     with pytest.raises(ValueError, match="k_from_fraction"):
         mk.k_from_fraction(0.5, 0)
+    with pytest.raises(TypeError, match="k_from_fraction: p must be a number"):
+        mk.k_from_fraction(True, 10)
 
 
 @pytest.mark.parametrize(
@@ -321,6 +323,8 @@ def test_bits_of_another_shape_or_dtype_are_refused():
     values = torch.randn(4, 70)
     with pytest.raises(ValueError, match=r"kwta_apply: bits must be \(4, 3\).*got \(4, 2\)"):
         mk.kwta_apply(values, torch.zeros(4, 2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="kwta_apply: values must have at least one dimension"):
+        mk.kwta_apply(values[0, 0], torch.zeros(1, dtype=torch.int32))
     with pytest.raises(TypeError, match="kwta_apply: bits must have dtype int32"):
         mk.kwta_apply(values, torch.zeros(4, 3))
 

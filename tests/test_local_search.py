@@ -97,8 +97,24 @@ def test_each_choice_has_its_own_permutation():
 def test_the_regulariser_is_the_mean_over_permutations_and_small():
     search = LocalSearch(3, 2, permutations=2)
     assert search.zeta == 1e-4
-    p = torch.rand(2, 3, 3)
+    p, search.zeta = torch.rand(2, 3, 3), 0.5
     torch.testing.assert_close(search.regulariser(p), (search.regulariser(p[:1]) + search.regulariser(p[1:])) / 2)
+    entropies = [-(each * (each + 1e-6).log()).sum() for each in (p[0], p[0] / p[0].sum(1, keepdim=True))]
+    torch.testing.assert_close(search.regulariser(p[:1]), 0.5 * sum(entropies))
+
+
+def test_an_annealed_step_takes_fifty_iterations_at_least():
+    search = LocalSearch(5, 100, schedule="annealed")
+    soft = mk.sinkhorn(search.scores, 50, tau=search.temperature(1), anneal_from=0.1)
+    torch.testing.assert_close(search.permutation(), rounded(soft))
+
+
+def test_each_permutation_has_its_distance():
+    search = LocalSearch(4, 2, permutations=2)
+    with torch.no_grad():
+        search.scores[0], search.scores[1] = torch.eye(4), 0
+    search.permutation(), search.permutation()
+    torch.testing.assert_close(search.distance.detach(), torch.tensor([0.0, 0.75]))
 
 
 def test_gates_of_a_token_without_an_expert_stay_zeros():

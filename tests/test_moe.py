@@ -71,6 +71,7 @@ def test_capacity_drops_and_the_dropped_are_zero():
     out = layer(torch.randn(T, D))
     dropped = (out.plan.slot_row < 0).all(1)
     assert out.plan.kept.max() <= math.ceil(T * 0.5 / E)
+    assert torch.equal((out.statistics["load"] * T).round().int(), out.plan.kept)
     assert dropped.any()
     assert not dropped.all()
     assert torch.equal(out.y[dropped], torch.zeros(int(dropped.sum()), D))
@@ -122,6 +123,7 @@ def test_experts_choose_in_every_group():
     torch.testing.assert_close(out.y, torch.cat([each.y for each in alone]))
     assert torch.equal(out.plan.used, torch.cat([each.plan.used for each in alone]))
     assert out.plan.kept.tolist() == [4] * E
+    assert out.plan.num_rows == 4 * E
     with pytest.raises(ValueError, match="ExpertChoice: expected groups of 5 tokens, got 12"):
         ExpertChoice(group=5)(gate(x), True)
     with pytest.raises(ValueError, match="TokenChoice: group must be from 1"):
@@ -182,6 +184,17 @@ def test_expert_dropout_is_by_sample_and_in_training_alone():
     layer.expert_dropout, x = 0.1, torch.randn(1000, 1, D)  # 0.9^4 = 0.66 of the samples keep all four experts
     plain = layer(x).y
     assert 0.5 < ((layer.train()(x).y - plain).abs().amax((1, 2)) < 1e-6).float().mean() < 0.8
+
+
+@pytest.mark.parametrize("kind", [ExpertMLP, ExpertLayer])
+def test_dropout_of_the_experts_is_for_training(kind):
+    """At rate 1 nothing is left, of weighted sums and of rows that tasks share."""
+    experts, x = kind(E, D, H, dropout=1.0), torch.randn(T, D)
+    layer, shared = MoE(TopKGate(D, E, 2), experts), MultiGateMoE([TopKGate(D, E, 2)], experts)
+    assert not layer(x).y.any()
+    assert not shared(x).y[0].any()
+    assert layer.eval()(x).y.any()
+    assert shared.eval()(x).y[0].any()
 
 
 def test_what_no_expert_takes_passes_through():
@@ -457,6 +470,15 @@ def test_an_order_without_a_capacity_is_heeded():
     gate = GateOutput(torch.ones(2, 2), torch.tensor([[1, 0], [0, 1]], dtype=torch.int32), 2)
     rows = {order: TokenChoice(order=order)(gate, True)[0].row_token.tolist() for order in (None, "choice")}
     assert rows == {None: [0, 1, 0, 1], "choice": [1, 0, 0, 1]}
+    rows = {order: TokenChoice(1.0, order=order)(gate, True)[0].row_token.tolist() for order in (None, "token")}
+    assert rows == {None: [1, 0, 0, 1], "token": [0, 1, 0, 1]}
+
+
+def test_a_choice_of_no_expert_is_none_in_a_group_too():
+    experts = torch.tensor([[0, 1], [-1, 0], [1, -1], [-1, -1]], dtype=torch.int32)
+    plan, _ = TokenChoice(0.5, group=2)(GateOutput(torch.ones(4, 2), experts, 2), True)  # one row an expert and group
+    assert plan.requested.tolist() == [2, 2]
+    assert plan.used.tolist() == [[True, True], [False, False], [False, True], [False, False]]
 
 
 def test_weights_of_two_tasks_that_cancel_are_choices():

@@ -89,6 +89,8 @@ def test_blocks_that_collect_may_be_nested():
         with mnn.collect_outputs() as inner:
             made(x)
         assert (len(outer), len(inner)) == (1, 1)
+        made(x)
+    assert (len(outer), len(inner)) == (2, 1)
     with torch.no_grad(), mnn.collect_outputs() as outputs:
         made(x)
     assert float(outputs.loss) > 0

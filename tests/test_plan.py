@@ -120,6 +120,8 @@ def test_the_docstring_example(target):
     assert plan.used.tolist() == [[True, True], [True, False], [False, False], [False, True]]
     assert plan.dropped_share == 0.5
     assert plan.imbalance == 1.0
+    uneven = mk.make_plan(torch.tensor([[0], [0], [0], [1]]), 2, capacity=1)  # one row each, but three requests to one
+    assert (uneven.imbalance, uneven.dropped_share) == (1.5, 0.5)
     none = mk.make_plan(torch.full((2, 1), -1), 3)
     assert none.dropped_share == none.imbalance == 0
 
@@ -215,26 +217,30 @@ def test_plans_are_the_reference(target, shape, kind):
 
 
 @pytest.mark.parametrize("order", ["choice", "token"])
-def test_chunks_of_many_tiles_and_windows_of_experts_in_triton(monkeypatch, order):
-    if backends.missing("triton", OP):
-        pytest.skip(str(backends.missing("triton", OP)))
-    monkeypatch.setattr(backends.load("triton", OP), "CHUNKS", 2)
+def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order):
+    """Two chunks of one tile and of two, a thousand rows of no expert; experts in a window and in several, each of
+    which has one that drops requests."""
+    if target.backend == "triton":
+        monkeypatch.setattr(backends.load("triton", OP), "CHUNKS", 2)
+    if target.backend == "cuda":
+        two = lambda experts, num_experts, order: experts.new_empty((2, num_experts), dtype=torch.int32)  # noqa: E731
+        monkeypatch.setattr(backends.load("cuda", OP), "plan_counts", two)
+    tokens = 1301 if target.backend == "cuda" and not target.interpreted else 301
     for num_experts in (9, 1100):
-        experts = torch.randint(-1, num_experts, (301, 2))
-        experts[::3] = num_experts - 1
-        priority = torch.randn(301)
+        experts = torch.randint(-1, num_experts, (tokens, 2))
+        experts[::3], experts[1::3, 0], experts[2::3] = num_experts - 1, 0, -1
+        priority = torch.randn(tokens)
         for capacity in (None, 7):
-            expected = mk.make_plan(
-                experts, num_experts, capacity=capacity, priority=priority, order=order, backend="reference"
-            )
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            plan = mk.make_plan(
-                experts.to(device),
-                num_experts,
-                capacity=capacity,
-                priority=priority.to(device),
-                order=order,
-                backend="triton",
+            expected, plan = (
+                mk.make_plan(
+                    experts.to(device),
+                    num_experts,
+                    capacity=capacity,
+                    priority=priority.to(device),
+                    order=order,
+                    backend=backend,
+                )
+                for device, backend in (("cpu", "reference"), (target.device, target.backend))
             )
             assert_same(plan, expected)
 
@@ -295,10 +301,12 @@ def test_other_policies_are_the_reference(target, policy, kind, dtype):
 
 @pytest.mark.parametrize("kind", ["softmax", "ties", "same for all"])
 def test_more_pairs_than_are_looked_at_together(target, kind):
-    """Two windows of 1024 pairs with several tiles each; columns of more tokens than a word has bits."""
-    scores = scores_of(kind, 60, 20, torch.float32)
+    """Two windows of 1024 pairs with several tiles each; columns of more tokens than a word has bits. Triton pads
+    columns of up to 2048 tokens."""
+    few, many = scores_of(kind, 60, 20, torch.float32), scores_of(kind, 2100, 2, torch.float32)
     for policy, capacity in itertools.product(("plan_priority", "plan_expert_choice"), (2, 3, 60)):
         need(target, policy)
+        scores = many if (policy, capacity) == ("plan_expert_choice", 60) and not target.interpreted else few
         expected, want = getattr(mk, policy)(scores, capacity, backend="reference")
         plan, weights = getattr(mk, policy)(scores.to(target.device), capacity, backend=target.backend)
         assert_same(plan, expected)
@@ -370,7 +378,7 @@ def test_many_tokens_and_threads(num_experts):
 
 
 def test_unknown_experts_are_refused_on_the_cpu_and_no_choice_to_a_kernel(target):
-    experts = torch.tensor([[0, 5], [-2, 1], [2**31 - 1, 1]], device=target.device)
+    experts = torch.tensor([[0, 5], [-2, 1], [2**32, 1]], device=target.device)
     if target.device == "cpu":
         for backend in ("reference", target.backend):
             with pytest.raises(ValueError, match=r"make_plan: experts must be from -1 \(none\) to 1; got -2 to"):
@@ -382,6 +390,7 @@ def test_unknown_experts_are_refused_on_the_cpu_and_no_choice_to_a_kernel(target
                         mk.make_plan(one, 2, backend=backend)
     if target.backend == "cpu":  # the kernel itself returns the error
         return
+    experts[0, 1] = 2**32 + 1  # of which the lower half is an expert
     arrays = backends.load(target.backend, OP).make_plan_fwd(experts, 2, None, None, "choice")
     expected = mk.make_plan(torch.tensor([[0, -1], [-1, 1], [-1, 1]]), 2, backend="reference")
     for got, name in zip(arrays, ARRAYS, strict=True):
@@ -399,6 +408,7 @@ BAD = [
     (lambda: mk.make_plan(E, 2, order="row"), ValueError, "order must be one of 'choice', 'token'; got 'row'"),
     (lambda: mk.make_plan(E, 2, priority=E[0]), TypeError, "priority must have dtype float32"),
     (lambda: mk.make_plan(E, 2, priority=torch.rand(3)), ValueError, r"priority must be \(2,\) on cpu"),
+    (lambda: mk.make_plan(E, 2, priority=torch.rand(2, 1)), ValueError, r"priority must be \(2,\) on cpu"),
     (lambda: mk.make_plan(E[:1, :1].expand(2**16, 2**15), 2), ValueError, r"T \* K must be at most 2\^31 - 1"),
     (lambda: mk.plan_expert_choice(E, 2), TypeError, "scores must have dtype"),
     (lambda: mk.plan_expert_choice(torch.rand(2, 0), 2), ValueError, "at least one expert"),

@@ -100,6 +100,21 @@ def test_small_scores_as_a_new_parameter_holds_them(target):
         assert error(got, oracle(scores, iterations, tau)) < 1e-6, (tau, n)
 
 
+@pytest.mark.parametrize("n", [4, 12])
+def test_rows_of_any_width(target, n):
+    """On both sides of what float32 and float64 can scale: a column far below the others, where others begin anew."""
+    widths = torch.tensor([50.0, 65.0, 95.0, 120.0, 290.0, 310.0, 740.0, 800.0, 3000.0])
+    scores = torch.randn(len(widths), n, n)
+    scores[:, :, 1] -= widths[:, None]
+    grad, exact = torch.randn(len(widths), n, n), scores.double().requires_grad_()
+    leaf = scores.to(target.device).requires_grad_()
+    p = mk.sinkhorn(leaf, 3, backend=target.backend)
+    expected = oracle(exact, 3, 1.0)
+    (got,), (wanted,) = torch.autograd.grad(p, leaf, grad.to(p.device)), torch.autograd.grad(expected, exact, grad)
+    assert error(p, expected) < 1e-6
+    assert (got.cpu() - wanted).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize(("n", "iterations"), [(4, 3), (12, 40), (40, 2)])
 def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
     """Matrices of small and large range, broken and converged ones in one batch have the same bits as alone."""
@@ -240,6 +255,10 @@ def test_gradient_of_annealed_iterations(target):
     (got,) = torch.autograd.grad(p, leaf, grad)
     (expected,) = torch.autograd.grad(q, double, grad.double())
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-9)
+    plain, same = (
+        mk.sinkhorn(scores, 6, tau=0.05, backend=target.backend, **hot) for hot in ({}, {"anneal_from": 0.05})
+    )
+    assert torch.equal(plain, same)
 
 
 def test_marginals_against_pot_and_gradcheck():
@@ -317,7 +336,8 @@ def test_tolerance_stops_each_matrix_by_itself(target, n, iterations, tolerance)
     wide = target.backend in ("reference", "cpu")
     scores = torch.randn(5, n, n, dtype=torch.float64) * torch.tensor([0.3, 1.0, 3.0, 8.0, 0.0])[:, None, None]
     scores[2, 1] = -INF  # a forbidden row does not count
-    scores[4] = -math.log(n)  # needs no iteration
+    scores[4] = -INF  # needs no iteration: a forbidden column does not count either
+    scores[4, 1:, 1:] = -math.log(n - 1)
     scores, grad = (x if wide else x.float() for x in (scores, torch.randn_like(scores)))
     counts = []
     for each in scores.double():
@@ -440,6 +460,12 @@ def test_results_do_not_depend_on_threads():
             lambda s: mk.sinkhorn(s, 2, rows=s[0, :2]),
             ValueError,
             r"sinkhorn: rows must broadcast to \(3,\) .* got \(2,\)",
+        ),
+        (lambda s: mk.sinkhorn(s, 2, columns=s[None, 0]), ValueError, "sinkhorn: columns must broadcast to"),
+        (
+            lambda s: mk.sinkhorn(s, 2, gradient="implicit", columns=s[0].clone().requires_grad_()),
+            ValueError,
+            "sinkhorn: gradient='implicit' has none for columns",
         ),
         (lambda s: mk.sinkhorn(s, 2, columns=[1.0]), TypeError, "sinkhorn: columns must be a Tensor, got list"),
         (lambda s: mk.sinkhorn(s, 2, tolerance=-1), ValueError, "sinkhorn: tolerance must be above 0 .* got -1"),

@@ -196,3 +196,17 @@ def test_each_gradient_alone_is_the_same(target):
         together = torch.autograd.grad(call(**given), list(given.values()), grad)
         alone = each_alone(call, leaves, grad)
         assert all(torch.equal(one, alone[name]) for one, name in zip(together, leaves, strict=True))
+
+
+def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
+    """Kernels may hold zeros for it, whose exponentials have these sums before any iteration."""
+    for n in (12, 40):
+        scores = torch.zeros(2, n, n, device=target.device)
+        scores[1, 3, 2] = math.nan
+        leaf, sums = scores.requires_grad_(), torch.full((n,), float(n), device=target.device, requires_grad=True)
+        p = mk.sinkhorn(leaf, 3, rows=sums, columns=sums.detach(), tolerance=0.1, backend=target.backend)
+        (dscores,) = torch.autograd.grad(p, leaf, torch.ones_like(p))
+        torch.testing.assert_close(p[0].detach(), torch.ones_like(p[0]))
+        assert p[1].isnan().all()
+        assert dscores[0].isfinite().all()
+        assert dscores[1].isnan().all()

@@ -62,5 +62,11 @@ def test_distillation():
     p, q = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5]]).log()
     kl = 0.5 * ((p.exp() - q.exp()) * (p - q)).sum()
     assert distillation_loss([a, a], [b, a], p, q).item() == pytest.approx(1 + kl.item())
+    student, teacher = a.clone().requires_grad_(), b.clone().requires_grad_()
+    logits, of_teacher = p.clone().requires_grad_(), q.clone().requires_grad_()
+    distillation_loss([student], [teacher], logits, of_teacher).backward()
+    assert student.grad.any()
+    assert logits.grad.any()
+    assert (teacher.grad, of_teacher.grad) == (None, None)
     with pytest.raises(ValueError, match="distillation_loss: expected 2"):
         distillation_loss([a], [b, a], p, q)

@@ -173,9 +173,9 @@ def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
         # The second and the last need several programs or blocks, of which the last is partial.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 33), (9, 4, 2, 48), (9, 4, 2, 64))
         # CUDA has a kernel of its own for each power of two; between them leaves are left out of the next one's tree,
-        # but of 260, where a lane's leaves would be at two depths.
+        # but of 260 and 520, where a lane's leaves would be at two depths.
         own = ((9, 4, 2, 32), (5, 4, 1, 128), (3, 4, 2, 256), (3, 4, 1, 512), (2, 4, 1, 1024), (2, 4, 1, 8))
-        between = ((5, 4, 1, 12), (3, 4, 2, 136), (2, 4, 1, 260), (2, 4, 1, 264), (2, 4, 2, 528))
+        between = ((5, 4, 1, 12), (3, 4, 2, 136), (2, 4, 1, 260), (2, 4, 1, 264), (2, 4, 1, 520), (2, 4, 2, 528))
         return few + (own + between if target.backend == "cuda" else ())
     small = [(9, 12, 1 + experts % 3, experts) for experts in range(2, 18)]
     return (*small, (0, 4, 2, 3), (1, 1, 1, 2), (40, 32, 2, 64), (37, 16, 8, 31), (20, 24, 4, 256), (3, 64, 1, 1000))
@@ -348,6 +348,9 @@ def test_products_and_tree_in_one_kernel(dtype):
     arguments["x"][1, 0] = arguments["leaf_weight"][0, 4, 0] = NAN  # the last leaf is on the right
     gates, _ = mk.tree_gate(**arguments, gamma=1.0, backend="triton")
     assert gates.isfinite().all(1).tolist() == [True, False, True]
+    apart = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}  # strides of two
+    again, _ = mk.tree_gate(**apart, gamma=1.0, backend="triton")
+    torch.testing.assert_close(again, gates, rtol=0, atol=0, equal_nan=True)
     for kind, dim, trees, experts in ((dtype, 24, 1, 8), (dtype, 32, 2, 8), (dtype, 32, 1, 65), (DTYPES[0], 32, 1, 8)):
         leaf_weight = torch.zeros(trees, experts, dim, dtype=kind)
         assert not kernels.tree_gate_fits(leaf_weight[0], leaf_weight[:, 1:], leaf_weight)

@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from inputs import padded
 from test_tree_gate import DTYPES, drawn, gate_and_gradients
 
 import moe_kernels as mk
 from moe_kernels import backends, library
+from moe_kernels.backends import cpu
 from moe_kernels.backends.native import tree_gate_products_cpu
 from moe_kernels.library.tree_gate import products, products_gradients
 from moe_kernels.verify import relative_error, threads
@@ -47,6 +49,8 @@ def test_products_are_those_that_tokens_reach(dtype, bias):
     """Computed pre-activations and gradients are products rounded once; skipping others changes no bit of a gate."""
     for tokens, dim, trees, experts in SIZES:
         given = {name: each.to(dtype) for name, each in drawn(tokens, dim, trees, experts, bias=bias).items()}
+        if bias:  # a branch that more tokens reach than are summed at a time, where there are so many
+            given["split_bias"][0, :2] += 0.5
         assert passes_over(given, GAMMA)
         x, weights = given["x"], (given["split_weight"], given["leaf_weight"])
         biases = given.get("split_bias"), given.get("leaf_bias")
@@ -146,6 +150,7 @@ def test_same_bits_whatever_the_threads_and_strides():
     above = tree_gate_products_cpu._above(arguments["leaf_weight"])
     grads = torch.randn(700, 64), torch.randn(700, 3, 64)
     strided = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}
+    strided["x"] = padded(arguments["x"])  # read where it lies, as rows of x are
     found = []
     for count, given in ((1, arguments), (2, arguments), (3, arguments), (1, strided)):
         x, split_weight, leaf_weight, split_bias, leaf_bias = given.values()
@@ -157,6 +162,15 @@ def test_same_bits_whatever_the_threads_and_strides():
             found.append([*outs, *library.ops.tree_gate_logits_bwd(*into)])
     for others in found[1:]:
         assert all(map(torch.equal, found[0], others))
+
+
+def test_who_reaches_a_branch_is_read_where_it_stands():
+    """Backward, among the pre-activations of all nodes; who is wrongly kept back would lose a gradient."""
+    top = torch.randn(90, 2, 63)[:, :, :3]
+    strided, own = (tree_gate_products_cpu._reached(cpu, each, GAMMA, 1.0) for each in (top, top.contiguous()))
+    assert torch.equal(strided.offsets, own.offsets)
+    reached = int(own.offsets[-1])
+    assert torch.equal(strided.token[:reached], own.token[:reached])
 
 
 @pytest.mark.parametrize("gamma", [1e-3, 0.1, 10.0])

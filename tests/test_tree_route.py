@@ -111,7 +111,7 @@ def test_every_combination_of_nodes(target, experts):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(9, 5, 1, 6), (3, 150, 9, 5), (5, 70, 2, 6), (300, 3, 1, 4), (2, 264, 3, 7)], ids=str
+    "sizes", [(9, 5, 1, 6), (3, 150, 9, 5), (5, 70, 2, 6), (300, 3, 1, 4), (2, 264, 3, 7), (2, 3, 70, 40)], ids=str
 )
 def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
     """NaN on all sides of x; unaligned rows of x and of weights; rows far apart."""
@@ -122,6 +122,12 @@ def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
         got = mk.tree_route(**arguments | {name: place(arguments[name])}, gamma=1.0, backend=target.backend)
         assert torch.equal(got[1], expected[1])
         torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-5)
+    arguments = {name: each.bfloat16() for name, each in arguments.items()}
+    expected, got = (
+        mk.tree_route(**arguments | {"x": place(arguments["x"])}, gamma=1.0, backend=target.backend)
+        for place in (torch.clone, padded)
+    )
+    assert all(map(torch.equal, got, expected))
 
 
 def test_a_node_whose_smaller_share_rounding_hides_is_not_saturated(target):

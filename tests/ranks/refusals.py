@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -60,12 +61,12 @@ def plans() -> None:
 
 
 def static_splits() -> None:
-    layer = mlp()(mnn.TokenChoice())
-    parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity=2)})
-    raises(ValueError, r"ExpertParallel: capacity=2 is too small.*, \d+$", lambda: layer(tokens()))
     torch.manual_seed(0)
     layer = mlp()(mnn.TokenChoice())
     enough = int(layer.policy(layer.gate(tokens()), True)[0].kept.max())
+    few = copy.deepcopy(layer)
+    parallelize_module(few, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity=enough - 1)})
+    raises(ValueError, rf"ExpertParallel: capacity={enough - 1} is too small.*, {enough}$", lambda: few(tokens()))
     parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity=enough)})
     assert layer(tokens()).y.isfinite().all()
 
