@@ -154,7 +154,7 @@ def test_celeba_from_its_files(tmp_path):
         ("list_eval_partition.txt", "000001.jpg 0\n" * 4, "expected image 000002.jpg and a part from 0 to 2"),
         ("list_eval_partition.txt", "".join(f"{name} 7\n" for name in ATTRIBUTES), "a part from 0 to 2, got"),
         ("list_eval_partition.txt", "".join(f"{name} 0\n" for name in ATTRIBUTES), "images of all three parts"),
-        ("list_eval_partition.txt", "\n\n\n\n", "a line an image"),
+        ("list_eval_partition.txt", "\n\n\n\n", "a line for each image"),
         ("img_align_celeba/000003.jpg", "none", r"000003.jpg is no JPEG"),
         ("img_align_celeba/000003.jpg", None, r"000003.jpg is no JPEG"),
     ],

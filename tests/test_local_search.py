@@ -12,7 +12,7 @@ from torch import nn
 
 import moe_kernels as mk
 from moe_kernels.nn import LocalSearch
-from moe_kernels.nn.local_search import rounded
+from moe_kernels.nn.local_search import round_to_doubly_stochastic
 
 pytest.importorskip("scipy", reason="scipy is not installed")
 
@@ -176,9 +176,9 @@ def test_rounding_is_doubly_stochastic_and_leaves_what_is():
     p = torch.rand(3, 6, 6, dtype=torch.float64)
     ones = torch.ones(3, 6, dtype=torch.float64)
     for dim in (-1, -2):
-        torch.testing.assert_close(rounded(p).sum(dim), ones)
+        torch.testing.assert_close(round_to_doubly_stochastic(p).sum(dim), ones)
     identity = torch.eye(6)
-    assert torch.equal(rounded(identity), identity)
+    assert torch.equal(round_to_doubly_stochastic(identity), identity)
 
 
 def test_search_learns_the_permutation_that_a_loss_asks_for():

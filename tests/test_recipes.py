@@ -347,7 +347,11 @@ def test_a_data_set_of_the_wrong_kind_is_an_error(arguments, capsys):
             ("--hidden", "16", "--expert-hidden", "8", "--share", "9", "--check-steps", "0", "--sides", "hash"),
             "moebert: share must be at most 8, the least of hidden and expert-hidden; got 9",
         ),
-        ("comet_mixer", ("--expansion", "1"), "comet_mixer: expansion must be of tokens and of channels, got (1.0,)"),
+        (
+            "comet_mixer",
+            ("--expansion", "1"),
+            "expansion must be two numbers, tokens and channels; got (1.0,)",
+        ),
     ],
 )
 def test_options_without_a_side_that_uses_them_are_errors(arguments, capsys, name, words, message):

@@ -1,6 +1,6 @@
 """The papers' data sets, read from the files in which they are published.
 
-Nothing is downloaded, and nothing in a file can run code: the reader of pickles admits only arrays of bytes and plain
+Nothing is downloaded, and no file can run code: the reader of pickles accepts only arrays of bytes and plain
 containers.
 
 Images are float32 (n, C * H * W), channels first, in [-1, 1] (2 * pixel / largest - 1, the public COMET code's
@@ -69,7 +69,7 @@ _EXPECTED = (
 
 
 def load(name_or_path: str | Path) -> Dataset:
-    """The data set of that name, or in those files.
+    """The data set with that name, or at that path.
 
     Args:
         name_or_path:
@@ -89,11 +89,11 @@ def load(name_or_path: str | Path) -> Dataset:
                 Jester      jester_ratings.dat;   Books  BX-Book-Ratings.csv of BookCrossing
                 SARCOS      sarcos_inv.mat and sarcos_inv_test.mat
                 text        tiny_shakespeare.txt, enwik8, text8 (plain, .gz or .zip), wikitext in its parts
-            a file      any file of a set names its set, whatever else its folder has; any other .txt or .txt.gz
-                        is text, whose last tenth validates and tests
+            a file      any file of a set stands for its set, whatever else is in the folder; any other .txt or .txt.gz
+                        is text: 90 % train, 5 % validate, 5 % test
 
     Raises:
-        ValueError: no such path, no set or several sets there, or a file that is not what its name says.
+        ValueError: there is no such path, no set or several sets there, or a file has contents that its name excludes.
         ImportError: scikit-learn, numpy or Pillow is missing.
     """
     if str(name_or_path) == "digits":
@@ -117,36 +117,36 @@ def load(name_or_path: str | Path) -> Dataset:
 
 def describe(data: Dataset) -> dict[str, Any]:
     """Properties of a data set that a model needs: kind, name, classes and shape, vocabulary, or users and movies."""
-    what: dict[str, Any] = {"kind": type(data).__name__, "name": data.name}
+    properties: dict[str, Any] = {"kind": type(data).__name__, "name": data.name}
     if isinstance(data, Images):
-        return what | {"classes": list(data.classes), "image_shape": list(data.image_shape)}
+        return properties | {"classes": list(data.classes), "image_shape": list(data.image_shape)}
     if isinstance(data, Text):
-        return what | {"vocabulary": list(data.vocabulary)}
+        return properties | {"vocabulary": list(data.vocabulary)}
     if isinstance(data, Table):
-        return what | {"inputs": data.train[0].shape[1], "outputs": data.train[1].shape[1]}
-    return what | {"num_users": data.num_users, "num_movies": data.num_movies}
+        return properties | {"inputs": data.train[0].shape[1], "outputs": data.train[1].shape[1]}
+    return properties | {"num_users": data.num_users, "num_movies": data.num_movies}
 
 
-def blank(what: dict[str, Any], length: int) -> Dataset:
-    """A data set of one row of zeros (a text: `length` bytes) with the properties that `describe` gave."""
-    kind, name = what["kind"], what["name"]
+def blank(properties: dict[str, Any], length: int) -> Dataset:
+    """A data set of one row of zeros (a text: `length` bytes) with the properties that `describe` returned."""
+    kind, name = properties["kind"], properties["name"]
     if kind == "Images":
-        shape = tuple(what["image_shape"])
+        shape = tuple(properties["image_shape"])
         x, y = torch.zeros(1, math.prod(shape)), torch.zeros(1, dtype=torch.long)
-        return Images(name, x, y, x, y, tuple(what["classes"]), shape)
+        return Images(name, x, y, x, y, tuple(properties["classes"]), shape)
     if kind == "Text":
         tokens = torch.zeros(length, dtype=torch.uint8)
-        return Text(name, tokens, tokens, tokens, bytes(what["vocabulary"]))
+        return Text(name, tokens, tokens, tokens, bytes(properties["vocabulary"]))
     if kind == "Table":
-        one = torch.zeros(1, what["inputs"]), torch.zeros(1, what["outputs"])
-        return Table(name, one, one)
-    ids, none = torch.zeros(1, dtype=torch.long), torch.zeros(1)
-    rows = (ids, ids, none, none)
-    return Ratings(name, rows, rows, what["num_users"], what["num_movies"])
+        row = torch.zeros(1, properties["inputs"]), torch.zeros(1, properties["outputs"])
+        return Table(name, row, row)
+    ids, zero = torch.zeros(1, dtype=torch.long), torch.zeros(1)
+    rows = (ids, ids, zero, zero)
+    return Ratings(name, rows, rows, properties["num_users"], properties["num_movies"])
 
 
 def _sets(path: Path) -> dict[tuple[str, Path], Path]:
-    """(kind, place) -> one of its files, for every set at `path`, a file or a folder."""
+    """(kind, place) -> one of the set's files, for every set at `path`, a file or a folder."""
     files = [path]
     if path.is_dir():
         folders = [path, *(path / name for name in _FOLDERS)]
@@ -155,9 +155,9 @@ def _sets(path: Path) -> dict[tuple[str, Path], Path]:
     for file in files:
         if images.IDX_NAME.fullmatch(file.name):
             found.setdefault(("MNIST", file.parent), file)
-        elif known := next(filter(None, (kind.find(file) for kind in _KINDS)), None):
-            # A set in both formats is there twice, at two places.
-            found.setdefault(known, file)
+        elif key := next(filter(None, (kind.find(file) for kind in _KINDS)), None):
+            # A set in two formats is listed twice, with two places.
+            found.setdefault(key, file)
         elif file.suffix == ".npz" and (file == path or _has_jpegs(file)):
             found[("JPEG", file)] = file
         elif file == path and file.name.endswith((".txt", ".txt.gz")):

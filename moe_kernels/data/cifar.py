@@ -49,15 +49,15 @@ def find(file: Path) -> tuple[str, Path] | None:
 
 def load(kind: str, place: Path) -> Images:
     """The set of that kind whose files are at `place`."""
-    wanted = _KINDS[kind]
-    files = [place.parent / (name + place.suffix) for name in wanted.batches]
+    layout = _KINDS[kind]
+    files = [place.parent / (name + place.suffix) for name in layout.batches]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         number = {2: "two", 6: "six"}[len(files)]
         raise ValueError(f"data: expected {number} {kind} batches in {place.parent}; {', '.join(missing)} missing")
-    batches = [_binary(file, wanted) if place.suffix else _python(file, kind, wanted) for file in files]
+    batches = [_binary(file, layout) if place.suffix else _python(file, kind, layout) for file in files]
     train_x, train_y = (torch.cat(column) for column in zip(*batches[:-1], strict=True))
-    return from_bytes(wanted.name, [train_x, train_y, *batches[-1]], wanted.classes, SHAPE)
+    return from_bytes(layout.name, [train_x, train_y, *batches[-1]], layout.classes, SHAPE)
 
 
 def _binary(file: Path, kind: _Kind) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Reads files of unknown origin: whole, up to a size limit, or refused with a reason. Nothing in them can run code."""
+"""Reads files of unknown origin: whole, or raises an error with the reason. Size is limited; no file can run code."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read(file: Path) -> bytes:
             kind = {".gz": "gzip file", ".zip": "zip file with one file in it"}.get(file.suffix, "file")
             raise ValueError(f"data: {file}: expected a whole {kind}; {error}") from error
     if content[:2] == GZIP and file.suffix != ".gz":  # no other file that is read here begins with these bytes
-        raise ValueError(f"data: {file}: expected no gzip file by that name; call it {file.name}.gz")
+        raise ValueError(f"data: {file}: a gzip file must have a name that ends in .gz; rename it to {file.name}.gz")
     if len(content) > LIMIT:
         raise ValueError(f"data: {file}: expected at most {LIMIT} bytes, got more")
     return content
@@ -67,11 +67,11 @@ def as_bytes(content: bytes | bytearray) -> Tensor:
 
 def integers(file: Path, lines: list[bytes], separator: bytes, columns: int, first_line: int) -> Tensor:
     """Lines of whole numbers as int64 (len(lines), columns). first_line: number of the first line, for errors."""
-    joined = separator.join(lines)
-    others = joined.translate(None, b"-0123456789" + separator)  # int() would accept blanks, "+" and "_"
+    content = separator.join(lines)
+    others = content.translate(None, b"-0123456789" + separator)  # int() would accept blanks, "+" and "_"
     if not others and all(line.count(separator) == columns - 1 for line in lines):
         try:
-            cells = list(map(int, joined.split(separator))) if lines else []
+            cells = list(map(int, content.split(separator))) if lines else []
             return torch.tensor(cells, dtype=torch.int64).view(-1, columns)
         except (ValueError, OverflowError, RuntimeError):
             pass  # the loop below finds the line
@@ -84,7 +84,7 @@ def integers(file: Path, lines: list[bytes], separator: bytes, columns: int, fir
     raise ValueError(f"data: {file}: expected lines of {columns} whole numbers between {separator.decode()!r}")
 
 
-def need(module: str, package: str) -> Any:
+def import_optional(module: str, package: str) -> Any:
     """An optional module; ImportError with the command that installs it if it is missing."""
     try:
         return importlib.import_module(module)
@@ -154,7 +154,7 @@ def tensor(found: Any) -> Tensor:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Admits arrays of bytes and plain containers, and nothing that could run code."""
+    """Accepts arrays of bytes and plain containers, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("numpy", "ndarray"):
@@ -163,9 +163,9 @@ class _PlainUnpickler(pickle.Unpickler):
             return _Dtype
         if module in {"numpy.core.multiarray", "numpy._core.multiarray"} and name == "_reconstruct":
             return lambda kind, shape, code: _Array()  # __setstate__ fills it
-        if (module, name) == ("_codecs", "encode"):  # Python 3 writes bytes so in protocol 2
+        if (module, name) == ("_codecs", "encode"):  # Python 3 writes bytes as this call in protocol 2
             return _latin1
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a batch of images does not need")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which a batch of images does not need")
 
 
 def _latin1(text: str, encoding: str) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.data.files import LIMIT, Tensors, as_bytes, need, read
+from moe_kernels.data.files import LIMIT, Tensors, as_bytes, import_optional, read
 
 DIGITS_SEED = 0  # of the split into training and test images
 LARGEST = 1024  # pixels of a JPEG's side: a small file could declare a huge picture
@@ -47,7 +47,7 @@ class Images(Tensors):
 
 
 def digits() -> Images:
-    bunch = need("sklearn.datasets", "scikit-learn").load_digits()
+    bunch = import_optional("sklearn.datasets", "scikit-learn").load_digits()
     x = torch.tensor(bunch.data, dtype=torch.float32).div_(8).sub_(1)  # pixels are 0 to 16
     y = torch.tensor(bunch.target, dtype=torch.int64)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(DIGITS_SEED))
@@ -100,7 +100,7 @@ def _idx(folder: Path, part: str, what: str, rank: int) -> Tensor:
 
 
 def jpegs(file: Path) -> Images:
-    """The set in an .npz of JPEGs, whose arrays `data.load` describes."""
+    """The set in an .npz of JPEGs; `data.load` describes its arrays."""
     arrays = _arrays(file, {"jpeg": "u", "offsets": "iu", "labels": "iu", "is_test": "biuf", "classes": "U"})
     jpeg, offsets, labels, is_test, classes = arrays.values()
     n = len(labels)
@@ -125,7 +125,7 @@ def jpegs(file: Path) -> Images:
 
 def _arrays(file: Path, kinds: dict[str, str]) -> dict[str, Any]:
     """One-dimensional arrays of an .npz. kinds: numpy's kinds of dtype allowed for each. Nothing is unpickled."""
-    numpy = need("numpy", "numpy")
+    numpy = import_optional("numpy", "numpy")
     try:
         with zipfile.ZipFile(file) as archive:
             if sum(member.file_size for member in archive.infolist()) > LIMIT:
@@ -145,7 +145,7 @@ def _arrays(file: Path, kinds: dict[str, str]) -> dict[str, Any]:
 
 def _decode(file: Path, content: bytes, offsets: list[int]) -> Tensor:
     """uint8 (n, 3, height, width): the JPEG at content[offsets[i] : offsets[i + 1]], all of one size."""
-    image = need("PIL.Image", "Pillow")
+    image = import_optional("PIL.Image", "Pillow")
     count, pixels = len(offsets) - 1, torch.empty(0, dtype=torch.uint8)
     for i in range(count):
         try:

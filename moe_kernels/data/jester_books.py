@@ -25,7 +25,7 @@ def find(file: Path) -> tuple[str, Path] | None:
 
 
 def load_jester(file: Path) -> Ratings:
-    """jester_ratings.dat: user, joke and rating from -10 to 10, apart by tabs; ids from 1.
+    """jester_ratings.dat: user, joke and rating from -10 to 10, separated by tabs; ids from 1.
 
     For every rating a joke is drawn that the user did not rate, watched 0 and rating 0; a fixed random tenth is the
     test set. Users who rated 90 % of the jokes or more are left out, as too few jokes are left to draw.
@@ -47,8 +47,8 @@ def load_jester(file: Path) -> Ratings:
 def load_books(file: Path) -> Ratings:
     """BX-Book-Ratings.csv of BookCrossing: "User-ID";"ISBN";"Book-Rating", a rating from 1 to 10, 0 for none given.
 
-    As in paper 001, users and books with fewer than 5 records are removed until none is left. For every record a book
-    is drawn that the user did not read, watched 0; a fixed random tenth is the test set.
+    As in paper 001, users and books with fewer than 5 records are removed, repeatedly, until every one has 5. For every
+    record a book is drawn that the user did not read, watched 0; a fixed random tenth is the test set.
     """
     text = read(file).decode("latin-1")
     rows = list(csv.reader(io.StringIO(text), delimiter=";" if ";" in text[:200] else ",", escapechar="\\"))

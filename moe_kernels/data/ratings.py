@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_kernels.data.files import Tensors, integers, read
 
 HEADER = b"user,movie,watched,rating"
-MOST = 1_000_000  # users or movies: the largest id sets the size of an embedding
+MAX_IDS = 1_000_000  # users or movies: the largest id sets the size of an embedding
 SEED = 0  # draws the unwatched movies and the split of ratings.dat
 
 _PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
@@ -72,8 +72,8 @@ def _prepared(file: Path) -> Tensor:
 def load_published(file: Path) -> Ratings:
     """GroupLens' ratings.dat of MovieLens-1M: UserID::MovieID::Rating::Timestamp, ids from 1.
 
-    As paper 001 prepares it: for every rating a movie that the user did not watch, drawn uniformly, watched 0 and
-    rating 0. A fixed random tenth of the rows is the test set.
+    Prepared as in paper 001: for every rating a row is added with a random movie that the user did not watch, watched 0
+    and rating 0. A fixed random tenth of the rows is the test set.
     """
     rows = integers(file, read(file).splitlines(), b"::", 4, 1)
     rows[:, :2] -= 1
@@ -82,10 +82,10 @@ def load_published(file: Path) -> Ratings:
 
 
 def with_unseen(file: Path, name: str, user: Tensor, movie: Tensor, rating: Tensor) -> Ratings:
-    """The given rows, ids from 0, and for each one an item that its user did not rate, drawn uniformly, watched 0 and
-    rating 0. A fixed random tenth of all rows is the test set."""
+    """The given rows, ids from 0, and for each of them a row with a random item that its user did not rate, watched 0
+    and rating 0. A fixed random tenth of all rows is the test set."""
     generator = torch.Generator().manual_seed(SEED)
-    unwatched = _unwatched(file, user, movie, generator)
+    unwatched = _draw_unwatched(file, user, movie, generator)
     order = torch.randperm(2 * len(user), generator=generator)
     ones, zeros = torch.ones_like(rating), torch.zeros_like(rating)
     columns = ((user, user), (movie, unwatched), (ones, zeros), (rating, zeros))
@@ -95,8 +95,8 @@ def with_unseen(file: Path, name: str, user: Tensor, movie: Tensor, rating: Tens
     return Ratings(name, train, test, int(user.max()) + 1, int(shuffled[1].max()) + 1)
 
 
-def _unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Generator) -> Tensor:
-    """For every row a random movie that its user has no row with: drawn again until it is."""
+def _draw_unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Generator) -> Tensor:
+    """For every row a random movie without a row of this user; drawn again, up to 200 times, until that holds."""
     movies = int(movie.max()) + 1
     watched = (user * movies + movie).unique()
     found = torch.empty_like(movie)
@@ -106,15 +106,15 @@ def _unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Generat
         open_rows = open_rows[torch.isin(user[open_rows] * movies + found[open_rows], watched)]
         if len(open_rows) == 0:
             return found
-    raise ValueError(f"data: {file}: user {int(user[open_rows[0]]) + 1} has next to no movie that is not rated")
+    raise ValueError(f"data: {file}: user {int(user[open_rows[0]]) + 1} has rated nearly all movies")
 
 
 def _checked(file: Path, rows: Tensor, wrong: Tensor, first_line: int) -> Tensor:
-    wrong = wrong | (rows[:, :2] < 0).any(1) | (rows[:, :2] >= MOST).any(1)
+    wrong = wrong | (rows[:, :2] < 0).any(1) | (rows[:, :2] >= MAX_IDS).any(1)
     if len(rows) == 0 or wrong.any():
         line = f", line {int(wrong.nonzero()[0]) + first_line}" if len(rows) else ""
         raise ValueError(
-            f"data: {file}{line}: expected rows of a user and a movie below {MOST}, and a rating from 1 to 5 (0 where "
+            f"data: {file}{line}: expected rows of a user and a movie below {MAX_IDS}, and a rating from 1 to 5 (0 if "
             f"not watched){'; got none' * (len(rows) == 0)}"
         )
     return rows

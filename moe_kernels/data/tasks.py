@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_kernels.data.files import Tensors, as_bytes, need, read
+from moe_kernels.data.files import Tensors, as_bytes, import_optional, read
 from moe_kernels.data.images import LARGEST, mnist_bytes
 
 SHIFT = 8  # pixels between the corners of the two images of MultiMNIST: 4 one way and 4 the other
 SEED = 0  # of MultiMNIST
-# The paper does not give the size to which it scales CelebA's 178 x 218 pixels. At 112 x 112, six of its experts and a
-# gate on the pixels take 22.03 MFLOPs an image (convolutions without padding); its Table 6 has 22.02.
+# The paper does not say to what size it scales CelebA's 178 x 218 pixels. At 112 x 112, six of its experts and a gate
+# on the pixels take 22.03 MFLOPs an image (convolutions without padding); its Table 6 has 22.02.
 CELEBA_SIZE = 112
 
 
@@ -80,7 +80,7 @@ def celeba(folder: str | Path, size: int = CELEBA_SIZE) -> TaskImages:
         ImportError: Pillow, which reads the JPEGs, is missing: pip install moe_kernels[bench].
     """
     place = Path(folder)
-    need("PIL.Image", "Pillow")  # raises before the long lists are read
+    import_optional("PIL.Image", "Pillow")  # raises before the long lists are read
     _, header, *rows = _lines(place / "list_attr_celeba.txt")
     partition = _lines(place / "list_eval_partition.txt")
     if len(rows) != len(partition):
@@ -106,12 +106,12 @@ def _lines(file: Path) -> list[list[str]]:
         )
     lines = [line.split() for line in read(file).decode("utf-8", "replace").splitlines()]
     if len(lines) < 3 or not all(lines):
-        raise ValueError(f"data: {file}: expected a line an image, got {len(lines)} lines, or empty ones")
+        raise ValueError(f"data: {file}: expected a line for each image, none empty; got {len(lines)} lines")
     return lines
 
 
 def _pictures(part: list[tuple[Path, list[int]]], size: int) -> tuple[Tensor, Tensor]:
-    image = need("PIL.Image", "Pillow")
+    image = import_optional("PIL.Image", "Pillow")
     x = torch.empty(len(part), size, size, 3, dtype=torch.uint8)
     for i, (file, _) in enumerate(part):
         try:

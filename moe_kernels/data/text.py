@@ -44,11 +44,12 @@ def find(file: Path) -> tuple[str, Path] | None:
     if _WHOLE.fullmatch(file.name):
         return "text", file
     if match := _PART.fullmatch(file.name):
-        return "text in parts", file.parent / _spelled(match)
+        return "text in parts", file.parent / _pattern(match)
     return None
 
 
-def _spelled(part: re.Match[str]) -> str:
+def _pattern(part: re.Match[str]) -> str:
+    """The name that stands for all parts of the text."""
     return f"{part['set']}*.{part['kind']}"
 
 
@@ -64,10 +65,10 @@ def load(file: Path) -> Text:
 
 
 def load_parts(place: Path) -> Text:
-    """A text whose parts are files. Without a training part the validation part trains, nothing validates, and the name
-    says so."""
-    every = ((file, _PART.fullmatch(file.name)) for file in sorted(place.parent.iterdir()))
-    files = {match["part"]: file for file, match in every if match and _spelled(match) == place.name}
+    """A text whose parts are files. Without a training part the validation part is the training set, there is no
+    validation set, and the name says so."""
+    matches = ((file, _PART.fullmatch(file.name)) for file in sorted(place.parent.iterdir()))
+    files = {match["part"]: file for file, match in matches if match and _pattern(match) == place.name}
     if "test" not in files or len(files) < 2:
         missing = ", ".join(part for part in ("train", "valid", "test") if part not in files)
         raise ValueError(
@@ -84,8 +85,8 @@ def load_parts(place: Path) -> Text:
 
 def _text(name: str, parts: list[bytes]) -> Text:
     tokens = [as_bytes(part).long() for part in parts]
-    known = torch.stack([part.bincount(minlength=256) for part in tokens]).sum(0).nonzero().flatten()
-    number = torch.zeros(256, dtype=torch.uint8)
-    number[known] = torch.arange(len(known), dtype=torch.uint8)
-    train, valid, test = (number[part] for part in tokens)
-    return Text(name, train, valid, test, bytes(known.tolist()))
+    vocabulary = torch.stack([part.bincount(minlength=256) for part in tokens]).sum(0).nonzero().flatten()
+    index = torch.zeros(256, dtype=torch.uint8)
+    index[vocabulary] = torch.arange(len(vocabulary), dtype=torch.uint8)
+    train, valid, test = (index[part] for part in tokens)
+    return Text(name, train, valid, test, bytes(vocabulary.tolist()))

@@ -1,1 +1,1 @@
-"""Models of other packages on the kernels of this one. Each file imports its library itself; nothing imports these."""
+"""Models of other packages on the kernels of this one. Each module imports its package; import them explicitly."""

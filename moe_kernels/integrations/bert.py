@@ -1,4 +1,4 @@
-"""A BERT checkpoint of transformers as a model with experts: what MoEBERT and paper 001's COMET-BERT start from.
+"""A BERT checkpoint of transformers as a model with experts, for MoEBERT and paper 001's COMET-BERT.
 
     model = load("folder of a BertForMaskedLM")
     student = model.with_experts(lambda index: MoE(HashGate(30522, 4), ExpertMLP(4, 768, 768, bias=True)))
@@ -81,7 +81,7 @@ class BertWithExperts(nn.Module):
         return [(block.intermediate.dense, block.output.dense, self.model.config.hidden_act) for block in blocks]
 
     def forward(self, x: Tensor, states: list[Tensor] | None = None) -> tuple[Tensor, list[MoEOutput]]:
-        """states: a list that gets the embeddings and the output of every layer."""
+        """states: a list to which the embeddings and the output of every layer are appended."""
         outputs: list[MoEOutput] = []
         states = [] if states is None else states
         h = self.model.bert.embeddings(x)
@@ -105,23 +105,23 @@ def load(folder: str | Path) -> BertWithExperts:
     """
     place, config = _config(folder)
     if not any((place / name).is_file() for name in WEIGHTS):
-        raise _refused(place, f"one of {', '.join(WEIGHTS)}", f"found {_listed(place)}")
+        raise _error(place, f"one of {', '.join(WEIGHTS)}", f"found {_listed(place)}")
     if config.get("is_decoder"):
-        raise _refused(place, "an encoder", "config.json has is_decoder true")
+        raise _error(place, "an encoder", "config.json has is_decoder true")
     activation = config.get("hidden_act", "gelu")
     if activation not in SPLIT_ACTIVATIONS:
-        raise _refused(place, f"hidden_act {', '.join(SPLIT_ACTIVATIONS)}", f"config.json has {activation!r}")
+        raise _error(place, f"hidden_act {', '.join(SPLIT_ACTIVATIONS)}", f"config.json has {activation!r}")
     try:
         found: Any = BertForMaskedLM.from_pretrained(
             str(place), local_files_only=True, dtype=torch.float32, output_loading_info=True
         )
     except Exception as error:  # damaged files raise errors of several libraries
         first = str(error).strip().partition("\n")[0]
-        raise _refused(place, "weights that transformers can read", f"{type(error).__name__}: {first}") from error
+        raise _error(place, "weights that transformers can read", f"{type(error).__name__}: {first}") from error
     model, info = found
     missing = sorted(info["missing_keys"])
     if missing:
-        raise _refused(
+        raise _error(
             place, "the weights of a BertForMaskedLM", f"{len(missing)} are missing, the first is {missing[0]}"
         )
     return BertWithExperts(model).eval()
@@ -135,18 +135,18 @@ def load_tokenizer(folder: str | Path) -> Any:
     """
     place, config = _config(folder)
     if not any((place / name).is_file() for name in VOCABULARY):
-        raise _refused(place, f"one of {', '.join(VOCABULARY)}", f"found {_listed(place)}")
+        raise _error(place, f"one of {', '.join(VOCABULARY)}", f"found {_listed(place)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(place), local_files_only=True)
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
-        raise _refused(place, "a tokenizer that transformers can read", f"{type(error).__name__}: {first}") from error
+        raise _error(place, "a tokenizer that transformers can read", f"{type(error).__name__}: {first}") from error
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "mask")}
     missing = [name for name, each in ids.items() if each is None]
     if missing:
-        raise _refused(place, "a tokenizer with cls, sep and mask tokens", f"no {', '.join(missing)}")
+        raise _error(place, "a tokenizer with cls, sep and mask tokens", f"no {', '.join(missing)}")
     if len(tokenizer) > config.get("vocab_size", 30522):
-        raise _refused(
+        raise _error(
             place,
             f"a tokenizer of at most vocab_size {config.get('vocab_size', 30522)} tokens",
             f"it has {len(tokenizer)}",
@@ -161,10 +161,10 @@ def token_windows(folder: str | Path, text: bytes, length: int) -> Tensor:
         ValueError: as load_tokenizer; the model has fewer than `length` positions.
     """
     place, config = _config(folder)
-    tokenizer, most = load_tokenizer(place), config.get("max_position_embeddings", 512)
-    if not 3 <= length <= most:
-        raise ValueError(f"bert: length must be from 3 to {most}, the positions of {place}; got {length}")
-    # Words end at a line's end, so that lines can be tokenised one by one: a whole text would need much memory.
+    tokenizer, positions = load_tokenizer(place), config.get("max_position_embeddings", 512)
+    if not 3 <= length <= positions:
+        raise ValueError(f"bert: length must be from 3 to {positions}, the positions of {place}; got {length}")
+    # No word crosses the end of a line, so lines are tokenised in groups: a whole text would need much memory.
     lines, size = text.decode("utf-8", "replace").splitlines(), length - 2
     ids: list[int] = []
     for start in range(0, len(lines), LINES):
@@ -180,17 +180,17 @@ def _config(folder: str | Path) -> tuple[Path, dict[str, Any]]:
     """The folder, and config.json of a BERT in it."""
     place = Path(folder).expanduser()
     if not place.is_dir():
-        raise _refused(place, "a folder", "it is a file" if place.exists() else "there is none")
+        raise _error(place, "a folder", "it is a file" if place.exists() else "there is none")
     path = place / "config.json"
     if not path.is_file():
-        raise _refused(place, "config.json", f"found {_listed(place)}")
+        raise _error(place, "config.json", f"found {_listed(place)}")
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise _refused(place, "config.json in JSON", str(error)) from error
+        raise _error(place, "config.json in JSON", str(error)) from error
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "bert":
-        raise _refused(place, "model_type 'bert' in config.json", f"found {kind!r}")
+        raise _error(place, "model_type 'bert' in config.json", f"found {kind!r}")
     return place, config
 
 
@@ -199,5 +199,5 @@ def _listed(place: Path) -> str:
     return ", ".join(names[:8]) + ", ..." * (len(names) > 8) if names else "an empty folder"
 
 
-def _refused(place: Path, expected: str, found: str) -> ValueError:
+def _error(place: Path, expected: str, found: str) -> ValueError:
     return ValueError(f"bert: {place} is no folder of a BertForMaskedLM: expected {expected}; {found}")

@@ -13,9 +13,9 @@ no weight is copied or renamed, so that checkpoints, optimizers and adapters kee
 * Any other gate or activation, or a norm after the experts: `grouped_gemm`, the module's own gate, `grouped_gemm`,
   the norm, `combine`.
 * An expert id equal to num_experts means no expert, as under transformers' expert parallelism.
-* A module that cannot be served raises TypeError with its class and the reason. Nothing falls back.
+* An unsupported module raises TypeError with its class and the reason; there is no fallback.
 
-`Router` does the opposite: a gate and a policy of moe_kernels.nn replace the model's own router.
+`Router` replaces the model's own router by a gate and a policy of moe_kernels.nn.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from python_ref.grouped_gemm import activate
 
 __all__ = ["Router", "experts_forward", "register"]
 
-# Modules of an activation that grouped_gemm has too.
+# Activation modules -> the same activation in grouped_gemm.
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
@@ -66,8 +66,8 @@ def register(name: str = "moe_kernels") -> None:
     Raises:
         ValueError: another implementation has that name already.
     """
-    known = ALL_EXPERTS_FUNCTIONS.get(name)
-    if name == "eager" or (known is not None and known is not experts_forward):
+    existing = ALL_EXPERTS_FUNCTIONS.get(name)
+    if name == "eager" or (existing is not None and existing is not experts_forward):
         raise ValueError(
             f"register: transformers has another experts implementation called {name!r}; choose a new name"
         )
@@ -80,15 +80,15 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     Args:
         module: experts of transformers: gate_up_proj or up_proj, down_proj, their biases, and the flags of
             `use_experts_implementation`.
-        hidden_states: (T, D). If its dtype differs from the parameters', it is cast to theirs (to autocast's where
-            that is on), as transformers' grouped_mm does.
+        hidden_states: (T, D). If its dtype differs from the parameters', it is cast to theirs (under autocast to
+            autocast's), as transformers' grouped_mm does.
         top_k_index: (T, K), int32 or int64: experts; num_experts means none.
         top_k_weights: (T, K) gate weights, of any floating dtype; rows are summed in float32.
 
     Gradient: to hidden_states, top_k_weights and the parameters.
 
     Raises:
-        TypeError: the module's layout or dtype cannot be served.
+        TypeError: the module's layout or dtype is not supported.
     """
     w_in, w_out, b_in, b_out = _parameters(module)
     x, dtype = hidden_states, hidden_states.dtype
@@ -162,7 +162,7 @@ def _parameters(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | No
             f"{type(module).__name__}: {name} has dtype {w_in.dtype}; moe_kernels takes float32, bfloat16 and float16, "
             "so load the model dequantized or choose another experts implementation"
         )
-    if not module.is_transposed:  # transformers stores (E, out, in) unless it says so
+    if not module.is_transposed:  # then transformers stores (E, out, in)
         w_in, w_out = w_in.mT, w_out.mT
     if not module.has_bias:
         return w_in, w_out, None, None
@@ -194,19 +194,19 @@ def _fused_activation(module: Any) -> dict[str, Any] | None:
 
 def _is_clamped(kind: type[nn.Module]) -> bool:
     """Whether the gate of a class is gpt_oss's."""
-    return _gives_clamped(kind)  # type: ignore[arg-type]
+    return _computes_clamped(kind)  # type: ignore[arg-type]
 
 
-# torch.compile calls it while it traces and keeps the answer. The decorator for that would import torch's compiler.
+# torch.compile calls it during tracing and keeps the result. torch's decorator for this mark would import the compiler.
 _is_clamped._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
-def _gives_clamped(kind: Any) -> bool:
-    """Compares the gate of a class with the definition, on numbers below, between and beyond the limits."""
+def _computes_clamped(kind: Any) -> bool:
+    """Compares the gate of a class with the definition, on numbers below, between and above the limits."""
     pre, alpha, limit = torch.linspace(-3, 3, 14), 1.5, 1.0
     try:
         gate = kind._apply_gate(SimpleNamespace(alpha=alpha, limit=limit), pre)
-    except AttributeError:  # it needs more of its module
+    except AttributeError:  # the gate uses other attributes of its module
         return False
     return gate.shape == (7,) and torch.allclose(gate, activate(pre, "swiglu_clamped", alpha, limit))

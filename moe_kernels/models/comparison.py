@@ -1,7 +1,7 @@
 """The models that paper 000, section 4.2.1, compares with its COMET MLP, by their published definitions.
 
 In several of them the public code differs from the paper (a mask from f(a) instead of a, a Bernoulli mask of 0.5 at any
-p, a gate that multiplies nothing). These follow the paper; where it is not complete, their docstrings say so.
+p, a gate that multiplies nothing). These models follow the paper; their docstrings name what the paper leaves open.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from moe_kernels.ops.topk_gate import topk_gate
 class ScoredMLP(CometMLP):
     """A CometMLP whose masks come from the backbone. Masks are constants; gradients reach the active neurons.
 
-    by "activations": m_l = C_k(a_l), the Topk model: the pre-activations compete. Trainable.
-    by "inputs": m_l = C_k(V_l x_{l-1}), layer-wise routing: a frozen random projection of what the layer sees.
+    by "activations": m_l = C_k(a_l), the Topk model: the pre-activations compete.
+    by "inputs": m_l = C_k(V_l x_{l-1}), layer-wise routing: a frozen random projection of the layer's input.
     """
 
     by = "activations"
@@ -77,13 +77,13 @@ class DropoutMLP(CometMLP):
 
 
 class MoEMLP(nn.Module):
-    """floor(1 / p) experts, each an MLP with p N neurons a layer; a router picks one (top-1).
+    """floor(1 / p) experts, each an MLP with p N neurons a layer; a router chooses one of them (top-1).
 
         y = softmax(r(x))_e expert_e(x),  e the largest of r(x)
 
-    The router r is an MLP with one hidden layer, as wide as an expert's. Here the expert's output is multiplied by the
-    router's probability, so that the router has a gradient; the paper says nothing about it. frozen: the router does
-    not train.
+    The router r is an MLP with one hidden layer, as wide as an expert's. The expert's output is multiplied by the
+    router's probability, which gives the router a gradient; the paper does not say so. frozen: the router does not
+    train.
     """
 
     def __init__(self, widths: Sequence[int], p: float, *, activation: str, frozen: bool) -> None:
@@ -140,9 +140,9 @@ def comparison_mlp(
 ) -> CometMLP | MoEMLP:
     """One of MODELS at keep fraction p.
 
-    "smaller" is p N wide. "bernoulli" and "tied" are dense models, which take `tied_masks` in training; "l1" is the
-    standard model, whose loss has one more term. All except "smaller", "moe" and "moe-fixed" have the same initial
-    weights for the same seed ("moe" and "moe-fixed" use torch's own generator).
+    "smaller" has hidden layers p N wide. "bernoulli" and "tied" are dense models that get `tied_masks` in training;
+    "l1" is the standard model, and its loss has one more term. All except "smaller", "moe" and "moe-fixed" have the
+    same initial weights for the same seed ("moe" and "moe-fixed" use torch's own generator).
     """
     if name in ("moe", "moe-fixed"):
         widths = (inputs, *[width] * (layers - 1), classes)
@@ -161,10 +161,10 @@ def tied_masks(samples: int, width: int, p: float, always: int, device: torch.de
     """A random mask for every training example, as bits (samples, ceil(width / 32)).
 
     The first `always` neurons (generalisation neurons) are always active, the others with probability p. always = 0 is
-    Bernoulli masking, else example-tied dropout (Maini et al. 2023). torch's own generator of the CPU draws.
+    Bernoulli masking, else example-tied dropout (Maini et al. 2023). torch's own CPU generator draws the masks.
     """
-    common = torch.arange(width) < always
+    shared = torch.arange(width) < always
     packed = [
-        pack_bits((torch.rand(min(chunk, samples - first), width) < p) | common) for first in range(0, samples, chunk)
+        pack_bits((torch.rand(min(chunk, samples - first), width) < p) | shared) for first in range(0, samples, chunk)
     ]
     return torch.cat(packed).to(device)

@@ -11,7 +11,7 @@ from moe_kernels.nn.comet import CometFFN
 class MixerBlock(nn.Module):
     """x + tokens(LN(x)^T)^T, then x + channels(LN(x)): a feed-forward layer over the patches and one over the channels.
 
-    The routing of the first sees a channel's patches, that of the second a patch. Input and output (B, S, D).
+    The first is routed by a channel's values in all patches, the second by a patch. Input and output (B, S, D).
     """
 
     def __init__(self, tokens: CometFFN, channels: CometFFN, dim: int) -> None:

@@ -26,10 +26,10 @@ def comet_mlp(
 ) -> CometMLP:
     """The paper's classifier: `layers` linear layers, the layers - 1 hidden ones `width` wide.
 
-    The paper takes 4 layers, widths 100, 500, 1000, 3000 and keep fractions 0.1, 0.5, 0.9; softplus is the default of
-    the public code. p = 1 is its "standard model". seed: of backbone and routing; None: torch's own generator.
-    kind: CometMLP, or a class of models.comparison.
-    Input (..., inputs), output (..., classes); the rest as for CometMLP.
+    The paper: 4 layers, widths 100, 500, 1000, 3000 and keep fractions 0.1, 0.5, 0.9; softplus is the default of the
+    public code. p = 1 is its "standard model". seed: of backbone and routing; None: torch's own generator.
+    kind: CometMLP, or a class of models.comparison. Other arguments: of CometMLP.
+    Input (..., inputs), output (..., classes).
     """
     generator = None
     if seed is not None:

@@ -1,7 +1,7 @@
 """Transformers with layers of experts: the GPT of paper 004 and the ViT of papers 002 and 003.
 
-A function chooses the layers of experts: `layer(index) -> MoE`, or None for a dense feed-forward layer. CompeteSMoE and
-the sparse ViT have experts in every block, GLaM in every second one, V-MoE in the last two of these.
+The argument `layer` makes the layers of experts: `layer(index) -> MoE`, or None for a dense feed-forward layer.
+CompeteSMoE and the sparse ViT have experts in every block, GLaM in every second one, V-MoE in the last two of these.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Layer = Callable[[int], MoE | None]
 class MoEBlock(nn.Module):
     """x + attention(LN(x)), then x + MoE(LN(x)): (B, S, D) -> (B, S, D) and the output of the layer of experts.
 
-    The residual is also StableMoE's pass-through, x + a FF(LN(x)), so the `pass_through` of the layer is ignored. A
-    token without an expert keeps its x.
+    The residual already is StableMoE's pass-through, x + a FF(LN(x)), so the layer's `pass_through` is ignored. A token
+    without an expert keeps its x.
     """
 
     def __init__(self, dim: int, heads: int, moe: MoE, **options: Any) -> None:
@@ -41,10 +41,10 @@ class MoEBlock(nn.Module):
 
 
 class MoEBlocks(nn.Module):
-    """`depth` blocks, dense or with experts, and a last LayerNorm: x (B, S, D), ids (B, S) -> x, outputs of the layers.
+    """`depth` blocks, dense or with experts, and a last LayerNorm: x (B, S, D), ids (B, S) -> x, list of MoEOutput.
 
-    members: of an ensemble (E^3). M > 1 repeats every sample M times before the first layer of experts, and the gates'
-        ids are the members. The layers before it run once for each sample.
+    members: M > 1 for an ensemble (E^3): every sample is repeated M times before the first layer of experts, and the
+        gates get the members as ids. The layers before it run once for each sample.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class MoEBlocks(nn.Module):
     def forward(
         self, x: Tensor, ids: Tensor | None = None, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[MoEOutput]]:
-        """states: a list to which x and the output of every block are appended, for a distillation."""
+        """states: a list to which x and the output of every block are appended, for distillation."""
         outputs: list[MoEOutput] = []
         states = [] if states is None else states
         states.append(x)
@@ -96,9 +96,9 @@ class MoEBlocks(nn.Module):
 class MoEGPT(nn.Module):
     """Tokens (B, S) -> logits (B, S, vocabulary) and the outputs of the layers of experts; gates' ids are the tokens.
 
-    Learned tokens and positions, causal pre-norm blocks, the token embedding as the last layer. Weights outside the
-    layers of experts ~ N(0, 0.02^2). Paper 004 trains 6 to 8 layers of 264 to 352 with hidden layers as wide.
-    relative: a learned bias of the attention (see Block) instead of learned position vectors, as in GLaM; with
+    Learned embeddings of tokens and positions, causal pre-norm blocks, the token embedding as the last layer. Both
+    embeddings ~ N(0, 0.02^2). Paper 004 trains 6 to 8 layers of 264 to 352 with hidden layers as wide.
+    relative: a learned bias of the attention (see Block) instead of position embeddings, as in GLaM; with
     activation="geglu" and experts in every second block the model is GLaM's.
     """
 

@@ -41,10 +41,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(LN(x)), then x + ffn(LN(x)). Input and output (B, S, D); with `causal` a token sees no later one.
+    """x + attention(LN(x)), then x + ffn(LN(x)). Input and output (B, S, D). causal: no attention to later tokens.
 
-    relative: R > 0 adds a learned bias to the attention's logits for every head and distance to the other token; from
-        R - 1 on all distances share one. Only for causal blocks.
+    relative: R > 0 adds a learned bias to the attention's logits for every head and distance to the other token;
+        distances from R - 1 on share one bias. Only for causal blocks.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Blocks(nn.Module):
     """`depth` blocks and a last LayerNorm.
 
     router_input: "layer" routes each feed-forward layer by its own input; "embedding" routes all of them by the
-    embedded tokens, through a frozen chain of its own as in the MLP: c_l = V_l z_{l-1}, z_0 = x.
+    embedded tokens x, through one FixedRouting over all layers, as in the MLP: c_l = V_l z_{l-1}, z_0 = x.
     """
 
     def __init__(
@@ -133,25 +133,24 @@ class Blocks(nn.Module):
 
 
 @contextmanager
-def watched_masks(model: nn.Module) -> Iterator[list[Tensor]]:
-    """A list to which every forward pass inside the block appends the masks, bool (..., H), of all CometFFNs in
-    order."""
+def record_masks(model: nn.Module) -> Iterator[list[Tensor]]:
+    """A list to which every forward inside the block appends the masks, bool (..., H), of all CometFFNs in order."""
     masks: list[Tensor] = []
 
-    def note(layer: CometFFN, args: tuple[Tensor, ...]) -> None:
+    def append_mask(layer: CometFFN, args: tuple[Tensor, ...]) -> None:
         with torch.no_grad():
             masks.append(layer.mask(*args))
 
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, CometFFN):
-                stack.callback(module.register_forward_pre_hook(note).remove)
+                stack.callback(module.register_forward_pre_hook(append_mask).remove)
         yield masks
 
 
 @torch.no_grad()
 def ffn_masks(model: nn.Module, x: Tensor) -> list[Tensor]:
     """The masks, bool (..., H), of all CometFFNs in model(x), in order."""
-    with watched_masks(model) as masks:
+    with record_masks(model) as masks:
         model(x)
     return masks

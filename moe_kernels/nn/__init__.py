@@ -1,4 +1,4 @@
-"""Thin modules over the operations: parameters and reshapes; no algorithm lives here."""
+"""torch.nn modules on the operations of moe_kernels: layers, gates, policies, losses, schedules, state dict layouts."""
 
 from moe_kernels.nn import convert, schedules
 from moe_kernels.nn._output import collect_outputs

@@ -1,4 +1,4 @@
-"""Zero gradients for unused parameters, since torch's DistributedDataParallel waits for a gradient of each."""
+"""Zero gradients for unused parameters, since torch's DistributedDataParallel expects a gradient of every parameter."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 
-def joined(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """y, with a gradient of zero for every parameter given that requires one; y itself outside torch.distributed.
+def attach_unused(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    """y, whose backward gives every trainable one of `parameters` a zero gradient; y itself outside torch.distributed.
 
     DistributedDataParallel fails in the step after one in which a parameter got no gradient. In a single process the
     gradient stays None, so that weight decay and momentum do not change the parameter.
     """
     if not (torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return y
-    idle = [each for each in parameters if each.requires_grad and not hasattr(each, "placements")]  # no DTensor
-    return _Joined.apply(y, *idle) if idle else y
+    unused = [each for each in parameters if each.requires_grad and not hasattr(each, "placements")]  # no DTensor
+    return _AttachUnused.apply(y, *unused) if unused else y
 
 
-class _Joined(torch.autograd.Function):
+class _AttachUnused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)

@@ -1,4 +1,4 @@
-"""Outputs of layers and gates: full backward hooks on dataclasses, and the outputs of layers that return a tensor."""
+"""Full backward hooks for modules that return a dataclass, and `collect_outputs` for layers that return a tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from moe_kernels.nn._parameters import reset
-from moe_kernels.nn._recompute import recomputed
+from moe_kernels.nn._recompute import is_recomputing
 
 Hook = Callable[..., Any]
 
@@ -26,7 +26,7 @@ class OutputModule(nn.Module):
     """
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draws every parameter and random buffer anew, as the constructor does: after meta and to_empty, say."""
+        """Draws every parameter and random buffer anew, as the constructor does; needed after meta and to_empty."""
         reset(self, generator)
 
     def register_full_backward_hook(self, hook: Hook, prepend: bool = False) -> RemovableHandle:
@@ -44,18 +44,18 @@ class OutputModule(nn.Module):
 
         def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             leaves, structure = tree_flatten(output)
-            places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            if calls and places and torch.is_grad_enabled():
-                hooked = calls.pop().setup_output_hook(tuple(leaves[i] for i in places))
-                for i, leaf in zip(places, hooked, strict=True):
+            positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            if calls and positions and torch.is_grad_enabled():
+                hooked = calls.pop().setup_output_hook(tuple(leaves[i] for i in positions))
+                for i, leaf in zip(positions, hooked, strict=True):
                     leaves[i] = leaf
             return tree_unflatten(leaves, structure)
 
         first = self.register_forward_pre_hook(begin, prepend=prepend)
-        return _Both(first, self.register_forward_hook(end, prepend=not prepend))
+        return _HandlePair(first, self.register_forward_hook(end, prepend=not prepend))
 
 
-class _Both(RemovableHandle):
+class _HandlePair(RemovableHandle):
     """One handle that removes two hooks."""
 
     def __init__(self, first: RemovableHandle, second: RemovableHandle) -> None:
@@ -71,7 +71,7 @@ class Outputs(list[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.differentiated = torch.is_grad_enabled()
+        self.with_gradients = torch.is_grad_enabled()
 
     @property
     def loss(self) -> Any:
@@ -80,7 +80,7 @@ class Outputs(list[Any]):
 
 
 class _Thread(local):
-    """The innermost block of a thread. torch.compile traces attributes of a `local`, and no ContextVar."""
+    """outputs: of the innermost block of a thread. A `local`, since torch.compile cannot trace a ContextVar."""
 
     outputs: Outputs | None = None
 
@@ -116,11 +116,11 @@ def collect_outputs() -> Iterator[Outputs]:
 
 
 def collect(output: Any) -> None:
-    """Hands a layer's output to the innermost `collect_outputs`, if there is one."""
+    """Appends a layer's output to those of the innermost `collect_outputs`, if there is one."""
     outputs = _thread.outputs
-    if outputs is None or recomputed():
+    if outputs is None or is_recomputing():
         return
-    if output.losses and outputs.differentiated and not torch.is_grad_enabled():
+    if output.losses and outputs.with_gradients and not torch.is_grad_enabled():
         raise RuntimeError(
             "collect_outputs: a layer with losses ran without gradients inside a block with gradients, so its losses "
             "have none; use torch.utils.checkpoint(..., use_reentrant=False), or enter the block under no_grad"

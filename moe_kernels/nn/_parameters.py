@@ -1,4 +1,4 @@
-"""Parameters of gates and experts: how they are drawn, now and by `reset_parameters`."""
+"""Initialisation of the parameters of gates and experts, in constructors and by `reset_parameters`."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ class RouterLinear(nn.Linear):
 
 
 class KeepsFloat32(nn.Module):
-    """With keep_float32, float32 parameters stay float32 when a model is narrowed (see Gate)."""
+    """If keep_float32 is True, float32 parameters stay float32 when a model is narrowed (see Gate)."""
 
     keep_float32 = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        return super()._apply(partial(_not_narrowed, fn) if self.keep_float32 else fn, recurse)
+        return super()._apply(partial(_keep_float32, fn) if self.keep_float32 else fn, recurse)
 
 
-def _not_narrowed(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """fn(tensor), but float32 does not become a narrower floating dtype."""
-    found = fn(tensor)
-    narrow = tensor.dtype == torch.float32 and found.dtype in (torch.bfloat16, torch.float16)
-    return tensor.to(found.device) if narrow else found
+def _keep_float32(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """fn(tensor), but float32 does not become bfloat16 or float16."""
+    result = fn(tensor)
+    narrowed = tensor.dtype == torch.float32 and result.dtype in (torch.bfloat16, torch.float16)
+    return tensor.to(result.device) if narrowed else result
 
 
 def reset(module: nn.Module, generator: torch.Generator | None) -> None:
@@ -78,17 +78,17 @@ def reset(module: nn.Module, generator: torch.Generator | None) -> None:
 
 
 def uniform_(parameter: Tensor | None, bound: float, generator: torch.Generator | None) -> None:
-    """U(-bound, bound) in place; nothing for None."""
+    """Draws a parameter from U(-bound, bound) in place, unless it is None."""
     if parameter is not None:
         with torch.no_grad():
             parameter.uniform_(-bound, bound, generator=generator)
 
 
-def stacked(*shape: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> nn.Parameter:
-    """A parameter of that shape, not drawn yet."""
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+def empty_parameter(*shape: int, **options: Any) -> nn.Parameter:
+    """A parameter of that shape with undefined values. options: of torch.empty."""
+    return nn.Parameter(torch.empty(shape, **options))
 
 
-def as_linear_(parameter: Tensor | None, fan_in: int, generator: torch.Generator | None) -> None:
-    """Draws the weights or biases of linear layers of that many inputs, as nn.Linear does."""
+def linear_init_(parameter: Tensor | None, fan_in: int, generator: torch.Generator | None) -> None:
+    """Draws weights or biases of linear layers with `fan_in` inputs, as nn.Linear does."""
     uniform_(parameter, 1 / math.sqrt(fan_in) if fan_in else 0.0, generator)

@@ -9,19 +9,19 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import CheckpointFunction
 
 
-def recomputed() -> bool:
-    """True in a forward that the backward pass runs a second time."""
+def is_recomputing() -> bool:
+    """Whether this forward is one that the backward pass runs a second time."""
     return not is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def refuse_reentrant(name: str) -> None:
-    """Refuses a forward whose dataclass torch.utils.checkpoint(use_reentrant=True) would return without gradients.
+    """Raises if torch.utils.checkpoint(use_reentrant=True) calls the forward of a module that returns a dataclass.
 
-    That checkpoint gives gradients to an output that is a tensor or a tuple of tensors and to no other. A layer inside
-    a checkpointed block that returns a tensor is right, so only a direct call is refused.
+    That checkpoint gives gradients only to a tensor or a tuple of tensors; those of the dataclass would be lost. A
+    layer inside a checkpointed block that returns a tensor works, so only a direct call raises.
 
     Raises:
-        RuntimeError: the module is itself what the checkpoint calls.
+        RuntimeError: the checkpoint calls the module directly.
     """
     if torch.is_grad_enabled() or is_compiling():
         return
@@ -36,15 +36,15 @@ def refuse_reentrant(name: str) -> None:
         )
 
 
-def own(generator: torch.Generator | None) -> torch.Generator | None:
-    """The generator to draw noise from.
+def noise_generator(generator: torch.Generator | None) -> torch.Generator | None:
+    """`generator`, which draws a gate's noise; None is torch's own.
 
     Raises:
-        RuntimeError: a forward that runs a second time would draw other noise, and make another choice.
+        RuntimeError: under recomputation `generator` would draw other noise than before, and the choice would differ.
     """
-    if generator is not None and recomputed():
+    if generator is not None and is_recomputing():
         raise RuntimeError(
-            "gate: torch.utils.checkpoint restores torch's own random numbers; a generator of its own draws others; "
-            "expected generator=None"
+            "gate: torch.utils.checkpoint restores only the state of torch's own generator; another generator would "
+            "draw other noise when the forward runs again; use generator=None"
         )
     return generator

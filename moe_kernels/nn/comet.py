@@ -50,8 +50,8 @@ class FixedRouting(nn.Module):
 
     V_l (N_l, N_{l-1}) is the buffer `weight_l`. It is no parameter; it is saved in the state dict and moves with the
     module. The masks depend only on x_0, so for samples that are used again they can be computed once (`kept`). Neither
-    V nor x_0 gets a gradient. Each layer selects once: the winners' scores go to the next layer, their bits are
-    returned. x_0 is converted to the dtype of V, with or without autocast, so masks do not depend on autocast.
+    V nor x_0 gets a gradient. The winners' scores are the next layer's input; their bits are returned. x_0 is converted
+    to the dtype of V, with or without autocast, so masks do not depend on autocast.
 
     Args:
         widths: (N_0, N_1, .., N_{L-1}): the input and every masked layer.
@@ -177,18 +177,18 @@ class MaskedLinear(nn.Linear):
         """
         values = super().forward(x)
         if bits is not None:
-            # Masked before f, whose slope at NaN or infinity can turn a gradient of zero into NaN.
-            values = self._activated(kwta_apply(values, bits, backend=self.backend))
-            # And after softplus, the only f with f(0) != 0.
+            # Masks before f: the derivative of f at NaN or infinity could turn a gradient of zero into NaN.
+            values = self._activate(kwta_apply(values, bits, backend=self.backend))
+            # Masks again after softplus, the only f with f(0) != 0.
             return kwta_apply(values, bits, backend=self.backend) if self.activation == "softplus" else values
-        values = self._activated(values)
+        values = self._activate(values)
         if c is None:
             return values
-        wide = torch.promote_types(c.dtype, values.dtype)
-        y = kwta(c.to(wide), self.k, values=values.to(wide), ties=self.ties, backend=self.backend)
+        common = torch.promote_types(c.dtype, values.dtype)
+        y = kwta(c.to(common), self.k, values=values.to(common), ties=self.ties, backend=self.backend)
         return y.to(values.dtype)
 
-    def _activated(self, values: Tensor) -> Tensor:
+    def _activate(self, values: Tensor) -> Tensor:
         return values if self.activation is None else ACTIVATIONS[self.activation](values)
 
     def extra_repr(self) -> str:
@@ -327,14 +327,15 @@ class CometMLP(nn.Module):
         """x_0 (..., N_0) -> a_L (..., N_L).
 
         bits: m_1 .. m_{L-1}, int32 (..., ceil(N_l / 32)), if the masks are known. The routing then does not run.
-        samples: (...), for each row of x_0 its sample's row of `bits`, if these are the masks (S, ceil(N_l / 32)) of S
-            samples, as `router.kept` returns them. A training step of the recipe on digits (batches of 32, one thread)
-            then takes 1.8, 1.3 and 1.03 times as long as that of the dense model, with 100, 500 and 1000 neurons.
+        samples: (...), for each row of x_0 the row of `bits` that is its mask. `bits` then holds the masks
+            (S, ceil(N_l / 32)) of S samples, as `router.kept` returns them. A training step of the recipe on digits
+            (batches of 32, one thread) then takes 1.8, 1.3 and 1.03 times as long as that of the dense model, with 100,
+            500 and 1000 neurons.
         """
         if bits is None and not self.dense:
             bits = self.router(x)
         if bits is not None and samples is not None:
-            bits = _of_samples(bits, samples, x)
+            bits = _rows_of_samples(bits, samples, x)
         masks = [None] * len(self.hidden) if bits is None else bits
         for layer, mask in zip(self.hidden, masks, strict=True):
             x = layer(x, bits=mask)
@@ -355,8 +356,8 @@ class CometMLP(nn.Module):
         return f"widths={self.widths}, p={self.p}"
 
 
-def _of_samples(bits: Sequence[Tensor], samples: Tensor, x: Tensor) -> list[Tensor]:
-    """The rows `samples` of the masks of all samples. index_select raises for samples out of range."""
+def _rows_of_samples(bits: Sequence[Tensor], samples: Tensor, x: Tensor) -> list[Tensor]:
+    """The masks of the samples with these indices; index_select raises for indices out of range."""
     check_tensor("CometMLP", "samples", samples, INDEX)
     if samples.shape != x.shape[:-1]:
         raise ValueError(
@@ -372,7 +373,7 @@ def _draw(weight: Tensor, n_in: int, generator: torch.Generator | None) -> None:
     weight.uniform_(-bound, bound, generator=generator)
 
 
-def _widths(name: str, widths: Sequence[int], least: int) -> tuple[int, ...]:
-    if isinstance(widths, int) or len(widths) < least:
-        raise ValueError(f"{name}: widths must name at least {least} layers, the input first; got {widths!r}")
+def _widths(name: str, widths: Sequence[int], minimum: int) -> tuple[int, ...]:
+    if isinstance(widths, int) or len(widths) < minimum:
+        raise ValueError(f"{name}: widths must name at least {minimum} layers, the input first; got {widths!r}")
     return tuple(check_int(name, "a width", width, 1, 2**31 - 1, "neurons of a layer") for width in widths)

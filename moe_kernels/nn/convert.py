@@ -1,12 +1,12 @@
-"""State dicts of experts in other layouts, and back: one nn.Linear for every expert, or stacked as transformers has it.
+"""Converts the state dict of an ExpertMLP from and to two layouts: one nn.Linear per expert, or stacked tensors.
 
-    here       w_in (E, D, H or 2 H), b_in (E, H or 2 H), w_out (E, H, Dout), b_out (E, Dout): ExpertMLP; gate, then up
+    ExpertMLP  w_in (E, D, H or 2 H), b_in (E, H or 2 H), w_out (E, H, Dout), b_out (E, Dout); 2 H: gate, then up
     linear     {e}.w1.weight (H, D), {e}.w3.weight (H, D), {e}.w2.weight (Dout, H) and biases: Mixtral's experts
     stacked    gate_up_proj (E, 2 H, D), down_proj (E, Dout, H), gate_up_proj_bias, down_proj_bias: transformers 5
 
     layer.experts.load_state_dict(from_linear(checkpoint, "model.layers.0.block_sparse_moe.experts."))
 
-Every function takes a state dict, looks at the keys that begin with `prefix` and returns new contiguous tensors.
+Functions from_* read the keys that begin with `prefix`, functions to_* write them. All return new contiguous tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def from_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) 
         names: (gate, up, down) of gated experts, as Mixtral's, or (in, out) of others.
 
     Raises:
-        KeyError: no expert, an expert or a layer is missing, or a key is none of these.
+        KeyError: there is no expert, an expert or a layer is missing, or a key is unknown.
         ValueError: a shape differs from that of expert 0, or the layers of an expert do not fit each other.
 
     Example:
@@ -37,16 +37,16 @@ def from_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) 
         {'w_in': (2, 4, 16), 'w_out': (2, 8, 4)}
     """
     names = _names("from_linear", names)
-    mine = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-    count = 1 + max((int(key.split(".")[0]) for key in mine if key.split(".")[0].isdecimal()), default=-1)
+    tensors = _without_prefix(state, prefix)
+    count = 1 + max((int(key.split(".")[0]) for key in tensors if key.split(".")[0].isdecimal()), default=-1)
     if not count:
         raise KeyError(f"from_linear: expected keys {prefix}0.{names[0]}.weight, ...; got none that begins so")
-    kinds = ("weight", "bias") if f"0.{names[0]}.bias" in mine else ("weight",)
-    wanted = {f"{e}.{name}.{kind}" for e in range(count) for name in names for kind in kinds}
-    _same_keys("from_linear", wanted, set(mine), prefix)
+    kinds = ("weight", "bias") if f"0.{names[0]}.bias" in tensors else ("weight",)
+    expected_keys = {f"{e}.{name}.{kind}" for e in range(count) for name in names for kind in kinds}
+    _check_keys("from_linear", expected_keys, set(tensors), prefix)
 
     def stack(name: str, kind: str) -> Tensor:
-        each = [mine[f"{e}.{name}.{kind}"] for e in range(count)]
+        each = [tensors[f"{e}.{name}.{kind}"] for e in range(count)]
         for e, value in enumerate(each):
             if value.shape != each[0].shape or value.dim() != (2 if kind == "weight" else 1):
                 first = tuple(each[0].shape)
@@ -68,12 +68,12 @@ def from_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) 
     if "bias" in kinds:
         *inner, outer = (stack(name, "bias") for name in names)
         found |= {"b_in": torch.cat(inner, 1), "b_out": outer}
-        _fits("from_linear", found)
+        _check_shapes("from_linear", found)
     return found
 
 
 def to_linear(state: State, prefix: str = "", names: Sequence[str] = MIXTRAL) -> dict[str, Tensor]:
-    """The inverse of `from_linear`: of an ExpertMLP's state dict, keys prefix + "{e}.{name}.weight" and ".bias".
+    """The inverse of `from_linear`: from an ExpertMLP's state dict, keys prefix + "{e}.{name}.weight" and ".bias".
 
     Raises KeyError for missing or unknown keys, ValueError for tensors that do not fit each other.
 
@@ -108,7 +108,7 @@ def from_stacked(
     Args:
         names: of the two; ("up_proj", "down_proj") of experts without a gate.
         transposed: gate_up_proj is (E, D, 2 H) and down_proj (E, H, Dout), as in Llama 4 and gpt_oss.
-        interleaved: gate and up take turns in the columns, as in gpt_oss, instead of all of gate first.
+        interleaved: columns of gate and up alternate, as in gpt_oss, instead of all of gate first.
 
     Raises KeyError for missing or unknown keys, ValueError for tensors that do not fit each other.
 
@@ -118,22 +118,21 @@ def from_stacked(
         <All keys matched successfully>
     """
     inner, outer = names
-    mine = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-    biases = {f"{inner}_bias", f"{outer}_bias"} & set(mine)
-    _same_keys(
-        "from_stacked", {inner, outer} | ({f"{inner}_bias", f"{outer}_bias"} if biases else set()), set(mine), prefix
-    )
-    found = {"w_in": mine[inner], "w_out": mine[outer]}
+    tensors = _without_prefix(state, prefix)
+    biases = {f"{inner}_bias", f"{outer}_bias"}
+    biased = not biases.isdisjoint(tensors)
+    _check_keys("from_stacked", {inner, outer} | (biases if biased else set()), set(tensors), prefix)
+    found = {"w_in": tensors[inner], "w_out": tensors[outer]}
     for name, value in zip((inner, outer), found.values(), strict=True):
         if value.dim() != 3:
             raise ValueError(f"from_stacked: {prefix}{name} must have 3 dimensions, got shape {tuple(value.shape)}")
     if not transposed:
         found = {name: value.mT for name, value in found.items()}
-    if biases:
-        found |= {"b_in": mine[f"{inner}_bias"], "b_out": mine[f"{outer}_bias"]}
-    _fits("from_stacked", found)
+    if biased:
+        found |= {"b_in": tensors[f"{inner}_bias"], "b_out": tensors[f"{outer}_bias"]}
+    _check_shapes("from_stacked", found)
     if interleaved:
-        found |= {name: _halves(found[name]) for name in ("w_in", "b_in") if name in found}
+        found |= {name: _deinterleave(found[name]) for name in ("w_in", "b_in") if name in found}
     return {name: value.clone(memory_format=torch.contiguous_format) for name, value in found.items()}
 
 
@@ -158,19 +157,24 @@ def to_stacked(
     if "b_in" in state:
         found |= {f"{inner}_bias": state["b_in"], f"{outer}_bias": state["b_out"]}
     if interleaved:
-        found |= {name: _interleaved(found[name]) for name in (inner, f"{inner}_bias") if name in found}
+        found |= {name: _interleave(found[name]) for name in (inner, f"{inner}_bias") if name in found}
     if not transposed:
         found |= {name: found[name].mT for name in names}
     return {prefix + name: value.clone(memory_format=torch.contiguous_format) for name, value in found.items()}
 
 
-def _halves(columns: Tensor) -> Tensor:
-    """(..., 2 H), gate and up in turns -> all of gate, then all of up."""
+def _without_prefix(state: State, prefix: str) -> dict[str, Tensor]:
+    """The entries of a state dict whose keys begin with `prefix`, by the rest of the key."""
+    return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+
+
+def _deinterleave(columns: Tensor) -> Tensor:
+    """(..., 2 H), alternating columns of gate and up -> all of gate, then all of up."""
     return torch.cat([columns[..., ::2], columns[..., 1::2]], -1)
 
 
-def _interleaved(columns: Tensor) -> Tensor:
-    """The inverse of `_halves`."""
+def _interleave(columns: Tensor) -> Tensor:
+    """The inverse of `_deinterleave`."""
     return torch.stack(columns.chunk(2, -1), -1).flatten(-2)
 
 
@@ -180,28 +184,28 @@ def _names(function: str, names: Sequence[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _same_keys(function: str, wanted: set[str], got: set[str], prefix: str) -> None:
-    for keys, word in ((wanted - got, "is missing"), (got - wanted, "is unknown")):
+def _check_keys(function: str, expected: set[str], got: set[str], prefix: str) -> None:
+    for keys, problem in ((expected - got, "is missing"), (got - expected, "is unknown")):
         if keys:
-            raise KeyError(f"{function}: {prefix}{min(keys)} {word}; expected {len(wanted)} keys, got {len(got)}")
+            raise KeyError(f"{function}: {prefix}{min(keys)} {problem}; expected {len(expected)} keys, got {len(got)}")
 
 
 def _check(function: str, state: State, gated: bool) -> None:
-    """The state is an ExpertMLP's; its columns divide by two if it is to be gated."""
-    _same_keys(function, set(OURS if {"b_in", "b_out"} & set(state) else OURS[:2]), set(state), "")
+    """Raises unless the state is an ExpertMLP's, and w_in has 2 H columns if `gated`."""
+    _check_keys(function, set(OURS if {"b_in", "b_out"} & set(state) else OURS[:2]), set(state), "")
     for name in OURS[:2]:
         if state[name].dim() != 3:
             raise ValueError(f"{function}: {name} must have 3 dimensions, got shape {tuple(state[name].shape)}")
-    _fits(function, state)
+    _check_shapes(function, state)
     if gated and state["w_in"].shape[2] != 2 * state["w_out"].shape[1]:
         expected, got = 2 * state["w_out"].shape[1], state["w_in"].shape[2]
         raise ValueError(f"{function}: w_in of gated experts must have 2 H = {expected} columns, got {got}")
 
 
-def _fits(function: str, state: State) -> None:
-    """w_in (E, D, H or 2 H), w_out (E, H, Dout) and the biases agree in E, H and Dout."""
-    (experts, _, columns), (others, hidden, out) = state["w_in"].shape, state["w_out"].shape
-    if others != experts or columns not in (hidden, 2 * hidden):
+def _check_shapes(function: str, state: State) -> None:
+    """Raises unless w_in (E, D, H or 2 H), w_out (E, H, Dout) and the biases agree in E, H and Dout."""
+    (experts, _, columns), (experts_out, hidden, out) = state["w_in"].shape, state["w_out"].shape
+    if experts_out != experts or columns not in (hidden, 2 * hidden):
         raise ValueError(
             f"{function}: expected w_in (E, D, H or 2 H) and w_out (E, H, Dout), got {tuple(state['w_in'].shape)} and "
             f"{tuple(state['w_out'].shape)}"

@@ -1,4 +1,4 @@
-"""The experts of a layer: one parameter holds a weight of all experts; a routing plan says which rows they compute."""
+"""The experts of a layer. One parameter holds the weights of all experts; a RoutingPlan assigns rows to the experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.nn._parameters import as_linear_, stacked
+from moe_kernels.nn._parameters import empty_parameter, linear_init_
 from moe_kernels.ops._autocast import as_autocast
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_size
 from moe_kernels.ops.combine import combine
@@ -19,10 +19,10 @@ from moe_kernels.plan import RoutingPlan
 
 
 class Experts(nn.Module):
-    """E experts of equal shape. `experts(x, plan, weights)` (T, D) -> (T, Dout): what the layer needs.
+    """E experts of equal shape. `experts(x, plan, weights)` maps (T, D) to the weighted sums (T, Dout).
 
-    `rows(x, plan)` (R, Dout) are the outputs before weighting. Gates that share experts combine them each:
-    combine(rows, plan, weights). A subclass defines `outputs`, the same before dropout.
+    `rows(x, plan)` (R, Dout) are the outputs before weighting. Each of several gates that share experts computes
+    combine(rows, plan, weights). A subclass defines `outputs`, the rows before dropout.
 
     Across processes: nn.parallel.ExpertParallel shards the parameters by expert and sets `exchange`, which carries rows
     to the ranks that own their experts and back. num_experts stays the number of all experts.
@@ -37,24 +37,30 @@ class Experts(nn.Module):
         torch.Size([3, 8])
     """
 
-    num_experts: int
-    activation: str | None
-    dropout: float
-    backend: str | None
     exchange: Any = None
+
+    def __init__(
+        self, num_experts: int, activation: str | None = None, dropout: float = 0.0, backend: str | None = None
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        self.num_experts = check_int(name, "num_experts", num_experts, 1, 2**31 - 1, "experts")
+        check_choice(name, "activation", activation, (None, *ACTIVATIONS))
+        self.dropout = check_number(name, "dropout", dropout, 0, 1, "a rate")
+        self.activation, self.backend = activation, check_backend(name, backend)
 
     def outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         """(R, Dout): the outputs of this process's experts, without dropout."""
         raise NotImplementedError
 
     def rows(self, x: Tensor, plan: RoutingPlan) -> Tensor:
-        return self._dropped(self._all_outputs(x, plan))
+        return self._apply_dropout(self._all_outputs(x, plan))
 
     def _all_outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
-        """(R, Dout): the outputs of all experts, those of other processes too."""
+        """(R, Dout): the outputs of all experts, including those of other processes."""
         return self.outputs(x, plan) if self.exchange is None else self.exchange(self, x, plan)
 
-    def _dropped(self, y: Tensor) -> Tensor:
+    def _apply_dropout(self, y: Tensor) -> Tensor:
         return F.dropout(y, self.dropout) if self.training and self.dropout else y
 
     def _own(self, *names: str) -> tuple[Any, ...]:
@@ -69,8 +75,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, plan: RoutingPlan | None, weights: Tensor | None, *, part: str = "output") -> Tensor:
         """part: "output", or "rows" or "norms" for the method of that name.
 
-        Layers and gates call the module and not the method, so that hooks of the module run, such as those with which
-        fully_shard gathers the parameters.
+        Layers and gates call the module, not the method, so that its hooks run: those of fully_shard gather parameters.
         """
         if part == "norms":
             return self.norms(x)
@@ -84,14 +89,14 @@ class Experts(nn.Module):
 
 
 class ExpertLayer(Experts):
-    """Experts of one layer: dropout(act(x W_e + b_e)), paper 001's for MovieLens (ReLU, dropout 0.5).
+    """Experts of one linear layer: dropout(act(x W_e + b_e)); paper 001 for MovieLens: ReLU, dropout 0.5.
 
     Args:
         num_experts, dim, out: E, D, Dout.
         activation: of grouped_gemm.
         dropout: rate after the activation.
 
-    Parameters: weight (E, D, Dout) and bias (E, Dout), (..., 2 Dout) where the activation is gated; each expert is
+    Parameters: weight (E, D, Dout) and bias (E, Dout), with 2 Dout columns if the activation is gated; each expert is
     initialised as an nn.Linear.
 
     Example:
@@ -113,21 +118,17 @@ class ExpertLayer(Experts):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.num_experts = check_int("ExpertLayer", "num_experts", num_experts, 1, 2**31 - 1, "experts")
+        super().__init__(num_experts, activation, dropout, backend)
         dim, out = (check_size("ExpertLayer", name, size) for name, size in (("dim", dim), ("out", out)))
-        check_choice("ExpertLayer", "activation", activation, (None, *ACTIVATIONS))
         columns = 2 * out if activation in HALVING else out
-        self.weight = stacked(num_experts, dim, columns, device=device, dtype=dtype)
-        self.bias = stacked(num_experts, columns, device=device, dtype=dtype) if bias else None
-        self.dropout = check_number("ExpertLayer", "dropout", dropout, 0, 1, "a rate")
-        self.activation, self.backend = activation, check_backend("ExpertLayer", backend)
+        self.weight = empty_parameter(num_experts, dim, columns, device=device, dtype=dtype)
+        self.bias = empty_parameter(num_experts, columns, device=device, dtype=dtype) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew, as in the constructor."""
         for each in (self.weight, self.bias):
-            as_linear_(each, self.weight.shape[1], generator)
+            linear_init_(each, self.weight.shape[1], generator)
 
     def outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         x, weight, bias = as_autocast(x, *self._own("weight", "bias"))
@@ -136,13 +137,13 @@ class ExpertLayer(Experts):
 
 
 class ExpertMLP(Experts):
-    """Experts of two layers, dropout(act(x W_in_e + b_in_e) W_out_e + b_out_e): a transformer's feed-forward block.
+    """Experts of two linear layers, act(x W_in_e + b_in_e) W_out_e + b_out_e: a transformer's feed-forward block.
 
     Args:
         num_experts, dim, hidden: E, D, H.
         out: Dout, D if None.
         activation: of expert_mlp; gated ones halve the columns of w_in.
-        dropout: rate on the weighted sum, as after a dense feed-forward block.
+        dropout: rate on the weighted sum, as after a dense feed-forward block; of `rows` on each row.
 
     Parameters: w_in (E, D, H or 2 H), b_in, w_out (E, H, Dout), b_out; each expert is initialised as two nn.Linear.
 
@@ -166,25 +167,21 @@ class ExpertMLP(Experts):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.num_experts = check_int("ExpertMLP", "num_experts", num_experts, 1, 2**31 - 1, "experts")
+        super().__init__(num_experts, activation, dropout, backend)
         sizes = (("dim", dim), ("hidden", hidden), ("out", dim if out is None else out))
         dim, hidden, out = (check_size("ExpertMLP", name, size) for name, size in sizes)
-        check_choice("ExpertMLP", "activation", activation, (None, *ACTIVATIONS))
         columns = 2 * hidden if activation in HALVING else hidden
-        self.w_in = stacked(num_experts, dim, columns, device=device, dtype=dtype)
-        self.w_out = stacked(num_experts, hidden, out, device=device, dtype=dtype)
-        self.b_in = stacked(num_experts, columns, device=device, dtype=dtype) if bias else None
-        self.b_out = stacked(num_experts, out, device=device, dtype=dtype) if bias else None
-        self.dropout = check_number("ExpertMLP", "dropout", dropout, 0, 1, "a rate")
-        self.activation, self.backend = activation, check_backend("ExpertMLP", backend)
+        self.w_in = empty_parameter(num_experts, dim, columns, device=device, dtype=dtype)
+        self.w_out = empty_parameter(num_experts, hidden, out, device=device, dtype=dtype)
+        self.b_in = empty_parameter(num_experts, columns, device=device, dtype=dtype) if bias else None
+        self.b_out = empty_parameter(num_experts, out, device=device, dtype=dtype) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draws every parameter anew, as in the constructor."""
         dim, hidden = self.w_in.shape[1], self.w_out.shape[1]
         for each, fan_in in ((self.w_in, dim), (self.w_out, hidden), (self.b_in, dim), (self.b_out, hidden)):
-            as_linear_(each, fan_in, generator)
+            linear_init_(each, fan_in, generator)
 
     def outputs(self, x: Tensor, plan: RoutingPlan) -> Tensor:
         offsets, backend = plan.expert_offsets, self.backend
@@ -200,10 +197,10 @@ class ExpertMLP(Experts):
         assert plan is not None
         if self.exchange is not None:
             y = combine(self._all_outputs(x, plan), plan, weights, backend=self.backend)
-            return self._dropped(y)
+            return self._apply_dropout(y)
         x, w_in, w_out, b_in, b_out = as_autocast(x, self.w_in, self.w_out, self.b_in, self.b_out)
         named = {"weights": weights, "b_in": b_in, "b_out": b_out, "backend": self.backend}
-        return self._dropped(expert_mlp(x, plan, w_in, w_out, activation=self.activation, **named))
+        return self._apply_dropout(expert_mlp(x, plan, w_in, w_out, activation=self.activation, **named))
 
     def norms(self, x: Tensor) -> Tensor:
         """(T, E): the l2 norm of every expert's output for every token x (T, D), in the dtype of the parameters."""
@@ -211,8 +208,6 @@ class ExpertMLP(Experts):
 
     def own_norms(self, x: Tensor) -> Tensor:
         """`norms` of this process's experts alone."""
-        narrow, w_in, w_out, b_in, b_out = as_autocast(x, *self._own("w_in", "w_out", "b_in", "b_out"))
-        norms = expert_norms(
-            narrow, w_in, w_out, b_in=b_in, b_out=b_out, activation=self.activation, backend=self.backend
-        )
+        x, w_in, w_out, b_in, b_out = as_autocast(x, *self._own("w_in", "w_out", "b_in", "b_out"))
+        norms = expert_norms(x, w_in, w_out, b_in=b_in, b_out=b_out, activation=self.activation, backend=self.backend)
         return norms.to(self.w_in.dtype)

@@ -19,25 +19,25 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from moe_kernels.nn._compile import on_the_host
-from moe_kernels.nn._distributed import joined
+from moe_kernels.nn._distributed import attach_unused
 from moe_kernels.nn._parameters import KeepsFloat32
-from moe_kernels.nn._recompute import recomputed
+from moe_kernels.nn._recompute import is_recomputing
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number
 from moe_kernels.ops.harden import harden
 from moe_kernels.ops.sinkhorn import sinkhorn
 
 SCHEDULES = ("paper", "annealed", "wide")
-HOT = 0.1  # where an annealed call starts: the width of the initial scores, U(-0.05, 0.05)
+START_TAU = 0.1  # tau at which an annealed call starts: the width of the initial scores, U(-0.05, 0.05)
 
 
 class LocalSearch(KeepsFloat32):
-    """Permutes gate weights by a learned soft permutation, and from step `steps` on by the hard one it has become.
+    """Permutes gate weights by a learned soft permutation, and from step `steps` on by the hard one nearest to it.
 
         gates, regulariser = search(gates)
 
-    In training every call is a step, except a forward that torch.utils.checkpoint repeats in the backward pass: it uses
-    the permutation of the last step, so every forward must have its backward before the next one. If several gates
+    In training every call is a step, except a forward that torch.utils.checkpoint repeats in the backward pass: that
+    uses the permutation of the last step, so every forward must have its backward before the next one. If several gates
     share a permutation, call `permutation()` once a step and `permute` for each gate.
 
     Args:
@@ -49,8 +49,9 @@ class LocalSearch(KeepsFloat32):
         renormalise: divide by the sum; False for gates that are not to sum to one.
         schedule: "paper": as above. When stage one ends, S is often no permutation (0 of 100 random U with n = 16), and
             the loss jumps at the switch. "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50
-            iterations, and S is then rounded to a doubly stochastic matrix. "wide": tau falls from 0.1 to 1e-6 over
-            stage one, and every call cools in 150 iterations. All of the 100 end as the best assignment of their U.
+            iterations, and S is then rounded to a doubly stochastic matrix. "wide": the final tau of a call falls from
+            0.1 to 1e-6 over stage one, and every call cools to it in 150 iterations and rounds S as "annealed" does.
+            All of the 100 end as the best assignment of their U.
         bound: U ~ U(-bound, bound), drawn by `generator`.
         backend: of sinkhorn.
         noise: S in stage one is that of U + noise * Gumbel(0, 1), drawn every step by torch's generator
@@ -129,37 +130,37 @@ class LocalSearch(KeepsFloat32):
         self.source.copy_(torch.arange(n, device=self.source.device))
         self.distance.fill_(torch.nan)
         self.step = 0
-        self._hardened_now()
+        self._record_hardened()
 
-    def _hardened_now(self) -> None:
-        """Notes that `source` belongs to `assigned` as it is now."""
-        self._stale, self._seen = False, (self.assigned, _version(self.assigned))
+    def _record_hardened(self) -> None:
+        """Records the tensor `assigned` and its version, from which `source` was computed."""
+        self._stale, self._hardened_from = False, (self.assigned, _version(self.assigned))
 
     def _is_stale(self) -> bool:
         """Whether `assigned` was written since it was hardened: by a step, a state dict or an average of models."""
         if not is_compiling():
-            seen, version = self._seen
-            self._stale = self._stale or seen is not self.assigned or version != _version(seen)
+            tensor, version = self._hardened_from
+            self._stale = self._stale or tensor is not self.assigned or version != _version(tensor)
         return self._stale
 
     def train(self, mode: bool = True) -> LocalSearch:
         super().train(mode)
-        self._is_stale()  # torch.compile sees this attribute, but not the versions of tensors
+        self._is_stale()  # updates `_stale`, which torch.compile can read; it cannot read versions of tensors
         return self
 
     @property
     def hardened(self) -> bool:
-        """Stage two: the permutation is hard, and U receives no gradient."""
+        """Whether stage two has begun: the permutation is hard, and U receives no gradient."""
         return self.step >= self.steps
 
     def temperature(self, step: int) -> float:
-        """tau of training step `step`, counted from 1: 1e-3 falling to 1e-7; of "wide", 0.1 falling to 1e-6."""
+        """tau of training step `step`, counted from 1: from 1e-3 down to 1e-7; for "wide" from 0.1 down to 1e-6."""
         if self.schedule == "wide":
-            return HOT * 10 ** (-5 * step / self.steps)
+            return START_TAU * 10 ** (-5 * step / self.steps)
         return 10 ** (-3 - 4 * step / self.steps)
 
     def iterations(self, step: int) -> int:
-        """R of training step `step`: 20 rising to 149; of "wide", always 150."""
+        """R of training step `step`: from 20 up to 149; for "wide" always 150. "annealed" takes at least 50."""
         if self.schedule == "wide":
             return 150
         return int(20 + 130 * step / self.steps)
@@ -172,7 +173,7 @@ class LocalSearch(KeepsFloat32):
     def permutation(self) -> Tensor | None:
         """The permutation to apply now: S (permutations, n, n), or None for the hard one.
 
-        In training this takes a step; the step that ends stage one waits for a GPU and hardens on the host.
+        In training this takes a step. The step that ends stage one copies S to the host and hardens it there.
         """
         if self.training:
             return self._advance()
@@ -186,14 +187,14 @@ class LocalSearch(KeepsFloat32):
             if self._stale:  # versions change at every step of DistributedDataParallel, which broadcasts buffers
                 self._harden()
             return None
-        if not recomputed():
+        if not is_recomputing():
             self.step += 1
         if self.hardened:
             if self.step > 1:
                 self._harden()
                 self.assigned.copy_(_matrix(self.source, self.soft))
                 self.distance.copy_((self.soft - self.assigned).abs().amax((1, 2)))
-                self._hardened_now()
+                self._record_hardened()
             return None
         tau, iterations = self.temperature(self.step), self.iterations(self.step)
         options: dict[str, Any] = {"tau": tau, "backend": self.backend}
@@ -202,24 +203,25 @@ class LocalSearch(KeepsFloat32):
         if self.schedule == "paper":
             soft = sinkhorn(self.scores, iterations, **options)
         else:
-            soft = rounded(sinkhorn(self.scores, max(iterations, 50), anneal_from=HOT, **options))
+            soft = sinkhorn(self.scores, max(iterations, 50), anneal_from=START_TAU, **options)
+            soft = round_to_doubly_stochastic(soft)
         self.soft.copy_(soft.detach())
         self.assigned.copy_(self.soft)
         return soft
 
     def permute(self, gates: Tensor, p: Tensor | None) -> Tensor:
-        """gates times p, divided by their sum; a gather if p is None."""
+        """gates times p, divided by their sum if `renormalise`; a gather by `source` if p is None."""
         count, n = self.source.shape
         if gates.shape[-1:] != (n,) or (count > 1 and gates.shape[-2:] != (count, n)):
             expected = f"(..., {count}, {n})" if count > 1 else f"(..., {n})"
             raise ValueError(f"LocalSearch: gates must be {expected}, got shape {tuple(gates.shape)}")
-        each = gates if count > 1 else gates[..., None, :]
+        choices = gates if count > 1 else gates[..., None, :]  # (..., permutations, n)
         if p is None:
-            permuted = each.gather(-1, self.source.expand(each.shape))
-            permuted = joined(permuted, (self.scores,)) if self.training else permuted
+            permuted = choices.gather(-1, self.source.expand(choices.shape))
+            permuted = attach_unused(permuted, (self.scores,)) if self.training else permuted
         else:
             with without_autocast(gates.device.type):
-                permuted = torch.einsum("...pi,pij->...pj", each.to(p.dtype), p)
+                permuted = torch.einsum("...pi,pij->...pj", choices.to(p.dtype), p)
         permuted = permuted.sum(-2) if count > 1 else permuted[..., 0, :]
         if self.renormalise:
             total = permuted.sum(-1, keepdim=True)
@@ -230,8 +232,8 @@ class LocalSearch(KeepsFloat32):
         """zeta times the entropies of S and of S with its rows normalised, a constant if p is None."""
         soft = self.soft if p is None else p
         totals = soft.sum(-1, keepdim=True)
-        row_normal = soft / torch.where(totals == 0, 1, totals)
-        return self.zeta * (_entropy(soft) + _entropy(row_normal)).mean()
+        normalised = soft / torch.where(totals == 0, 1, totals)
+        return self.zeta * (_entropy(soft) + _entropy(normalised)).mean()
 
     def get_extra_state(self) -> dict[str, int]:
         return {"step": self.step}
@@ -242,7 +244,7 @@ class LocalSearch(KeepsFloat32):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         soft, step = state_dict.get(prefix + "soft"), state_dict.get(prefix + "_extra_state", {}).get("step", 0)
-        if soft is not None and prefix + "assigned" not in state_dict:  # of a version without it
+        if soft is not None and prefix + "assigned" not in state_dict:  # written by a version without `assigned`
             hard = step == 0 or step >= self.steps
             state_dict[prefix + "assigned"] = _matrix(state_dict[prefix + "source"], soft) if hard else soft
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -254,9 +256,9 @@ class LocalSearch(KeepsFloat32):
 
     @on_the_host("LocalSearch: linear assignment runs on the host")
     def _harden(self) -> None:
-        """Row i, a gate, goes to column c_i, an expert; `source` is the inverse: the gate of each expert."""
+        """harden gives the expert of each gate; argsort inverts it: `source` is the gate of each expert."""
         self.source.copy_(harden(self.assigned).argsort(-1))
-        self._hardened_now()
+        self._record_hardened()
 
 
 def _matrix(source: Tensor, like: Tensor) -> Tensor:
@@ -265,13 +267,13 @@ def _matrix(source: Tensor, like: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int:
-    """Counts writes to a tensor; inference tensors do not count them."""
+    """Number of writes to a tensor; -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
-def rounded(p: Tensor) -> Tensor:
-    """p (..., n, n), not negative, to a doubly stochastic matrix near it: scale rows, then columns, whose sum is above
-    one, and add what is missing as a product of row and column. Source: Altschuler, Weed, Rigollet 2017, algorithm 2.
+def round_to_doubly_stochastic(p: Tensor) -> Tensor:
+    """A doubly stochastic matrix near p (..., n, n) >= 0: scales rows, then columns, with a sum above one, and adds the
+    outer product of the missing row and column sums. Source: Altschuler, Weed, Rigollet 2017, algorithm 2.
     """
     p = p / p.sum(-1, keepdim=True).clamp(min=1)
     p = p / p.sum(-2, keepdim=True).clamp(min=1)

@@ -1,12 +1,12 @@
-"""Losses that keep experts in use, or make them agree. Plain functions: tensors in, a float32 scalar out (float64
-stays), no state.
+"""Losses that balance the load of experts or make outputs agree: stateless functions of tensors to a float32 scalar
+(float64 for float64).
 
 p (T, E) are the probabilities of the gate. CV(v) = std(v) / mean(v) over the experts, std without bias correction.
-A mean over nothing is 0 here: an empty batch, T = 0, adds nothing to any loss.
+The mean of an empty batch (T = 0) is 0 here, so it adds nothing to any loss.
 
-Across processes every loss is of this rank's tokens, as GShard's and Switch's balance losses are per device. With
-`reduce`, a process group whose ranks have as many tokens each, importance, load and balance are of the tokens of all
-its ranks: every rank returns the same number, and the mean of the ranks' gradients, as DDP and FSDP2 take it, is the
+Across processes every loss counts only this rank's tokens, as GShard's and Switch's balance losses do per device. With
+`reduce`, a process group whose ranks have equally many tokens, importance, load and balance count the tokens of all its
+ranks: every rank returns the same number, and the mean of the ranks' gradients, as DDP and FSDP2 take it, is the
 gradient of that number.
 """
 
@@ -31,7 +31,7 @@ def cv_squared(v: Tensor) -> Tensor:
         >>> cv_squared(torch.tensor([1.0, 1.0, 1.0])), cv_squared(torch.tensor([3.0, 0.0, 0.0]))
         (tensor(0.), tensor(2.))
     """
-    v = _wide(v)
+    v = _at_least_float32(v)
     variance = v.var(unbiased=False)
     return variance / torch.where(variance == 0, 1, v.mean().square())
 
@@ -49,13 +49,13 @@ def importance_loss(probs: Tensor, reduce: ProcessGroup | None = None) -> Tensor
         >>> importance_loss(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))  # both experts have the same total
         tensor(0.)
     """
-    return cv_squared(_over_ranks(_wide(probs).sum(dim=0), reduce))
+    return cv_squared(_over_ranks(_at_least_float32(probs).sum(dim=0), reduce))
 
 
 def load_loss(
     logits: Tensor, noisy_logits: Tensor, k: int, noise_std: float, reduce: ProcessGroup | None = None
 ) -> Tensor:
-    """CV(mean over t of P_t)^2 with P_te the probability that new noise on expert e alone would put it among the top k.
+    """CV(mean over t of P_t)^2; P_te: probability that expert e is in the top k if only its noise is drawn again.
 
         P_te = 1 - Phi((threshold_t - logits_te) / noise_std),   threshold_t = the k-th largest of noisy_logits_t
 
@@ -86,14 +86,14 @@ def selection_chances(logits: Tensor, noisy_logits: Tensor, k: int, noise_std: f
         raise ValueError(
             f"load_loss: noise_std must be positive (the loss is not defined without noise), got {noise_std}"
         )
-    threshold = _wide(noisy_logits).topk(k, dim=-1).values[:, -1:]
-    return torch.special.ndtr((_wide(logits) - threshold) / noise_std)  # 1 - Phi(-z) = Phi(z)
+    threshold = _at_least_float32(noisy_logits).topk(k, dim=-1).values[:, -1:]
+    return torch.special.ndtr((_at_least_float32(logits) - threshold) / noise_std)  # 1 - Phi(-z) = Phi(z)
 
 
 def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None = None) -> Tensor:
     """E * sum over e of f_e m_e, with f_e = requested_e / sum of requested and m_e = mean over t of p_te.
 
-    1 where both are uniform, up to E where one expert gets everything. Switch's and GShard's loss count first choices:
+    1 if both are uniform, up to E if one expert gets everything. Switch's and GShard's losses count first choices:
     `requested` of make_plan(experts[:, :1], E); with plan.requested all K choices count.
 
     Args:
@@ -109,7 +109,7 @@ def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None =
         >>> balance_loss(probs, torch.tensor([2, 0]))  # 2 (1 * 0.9 + 0 * 0.1)
         tensor(1.8000)
     """
-    mean = _over_ranks(batch_mean(_wide(probs)), reduce)
+    mean = _over_ranks(batch_mean(_at_least_float32(probs)), reduce)
     requested = _over_ranks(requested.to(mean.dtype), reduce)
     total = requested.sum()
     share = requested / torch.where(total == 0, 1, total)
@@ -117,7 +117,7 @@ def balance_loss(probs: Tensor, requested: Tensor, reduce: ProcessGroup | None =
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """mean over t of (log sum over e of exp logits_te)^2: keeps logits small, where float arithmetic is exact.
+    """mean over t of (log sum over e of exp logits_te)^2: keeps logits small, where rounding errors are small.
 
     Args:
         logits: (T, E).
@@ -128,11 +128,11 @@ def router_z_loss(logits: Tensor) -> Tensor:
         >>> router_z_loss(torch.zeros(3, 4))  # (log 4)^2
         tensor(1.9218)
     """
-    return batch_mean(torch.logsumexp(_wide(logits), dim=-1).square())
+    return batch_mean(torch.logsumexp(_at_least_float32(logits), dim=-1).square())
 
 
 def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
-    """mean over t of mu(p_t) / (var(p_t) + eps), over the experts: small where a token's gate is decided.
+    """mean over t of mu(p_t) / (var(p_t) + eps), over the experts: small if the gate of a token is close to one-hot.
 
     Args:
         probs: (T, E), rows that sum to one.
@@ -144,7 +144,7 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
         >>> inverse_cv(torch.tensor([[0.5, 0.5]])), inverse_cv(torch.tensor([[1.0, 0.0]]))
         (tensor(50.), tensor(1.9231))
     """
-    p = _wide(probs)
+    p = _at_least_float32(probs)
     if not p.shape[0]:  # var would warn
         return p.sum()
     return (p.mean(-1) / (p.var(-1, unbiased=False) + eps)).mean()
@@ -152,7 +152,7 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
 
 def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
     """mean over e of mu_b(s_be) / (var_b(s_be) + eps), s_be the sum of an expert's gates over the tokens of image b:
-    small where images differ in the experts they use.
+    small if images differ in the experts they use.
 
     Args:
         probs: (B, S, E), the gates of S tokens of B images.
@@ -165,7 +165,7 @@ def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
         >>> batch_inverse_cv(alike), batch_inverse_cv(apart)
         (tensor(50.), tensor(1.9231))
     """
-    s = _wide(probs).sum(1)
+    s = _at_least_float32(probs).sum(1)
     return (batch_mean(s) / (batch_variance(s) + eps)).mean()
 
 
@@ -177,7 +177,7 @@ def batch_variation(probs: Tensor, eps: float = 1e-6) -> Tensor:
         >>> batch_variation(torch.eye(2)[:, None])
         tensor(0.5000)
     """
-    s = _wide(probs).sum(1)
+    s = _at_least_float32(probs).sum(1)
     return (batch_variance(s) / (batch_mean(s) + eps)).mean()
 
 
@@ -209,12 +209,12 @@ def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
         >>> symmetric_kl(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]]))
         tensor(1.5232)
     """
-    p, q = (F.log_softmax(_wide(each), dim=-1) for each in (logits, others))
+    p, q = (F.log_softmax(_at_least_float32(each), dim=-1) for each in (logits, others))
     return 0.5 * batch_mean(((p.exp() - q.exp()) * (p - q)).sum(-1).flatten())
 
 
 def tree_entropy(leaf_probs: Tensor, eps: float = 1e-6) -> Tensor:
-    """mean over t of the sum over trees and leaves of -p log(p + eps): 0 where every tree is saturated.
+    """mean over t of the sum over trees and leaves of -p log(p + eps): 0 if every tree is saturated.
 
     Args:
         leaf_probs: (T, K, E) of tree_gate.
@@ -225,32 +225,32 @@ def tree_entropy(leaf_probs: Tensor, eps: float = 1e-6) -> Tensor:
         >>> tree_entropy(torch.tensor([[[0.5, 0.5]]]))  # log 2
         tensor(0.6931)
     """
-    p = _wide(leaf_probs)
+    p = _at_least_float32(leaf_probs)
     return -batch_mean((p * (p + eps).log()).sum((-2, -1)))
 
 
 def _scattered(weights: Tensor, experts: Tensor, num_experts: int) -> Tensor:
     """(T, E): the weights at their experts, zeros elsewhere."""
-    zeros = _wide(weights).new_zeros(weights.shape[0], num_experts)
-    return zeros.scatter(1, experts.long(), _wide(weights))
+    zeros = _at_least_float32(weights).new_zeros(weights.shape[0], num_experts)
+    return zeros.scatter(1, experts.long(), _at_least_float32(weights))
 
 
 def batch_mean(x: Tensor) -> Tensor:
-    """The mean over the first dimension, 0 where that is empty."""
+    """The mean over the first dimension, 0 if it is empty."""
     return x.mean(0) if x.shape[0] else x.sum(0)
 
 
 def batch_variance(x: Tensor) -> Tensor:
-    """The population's variance over the first dimension, 0 where that is empty."""
+    """The population's variance over the first dimension, 0 if it is empty."""
     return x.var(0, unbiased=False) if x.shape[0] else x.sum(0)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The mean of x over the ranks of a group. Its gradient goes to this rank's x, as if the mean were x."""
+    """The mean of x over the ranks of a group; the gradient to this rank's x is that to the mean."""
     if group is None:
         return x
     mean = x.detach() / group.size()

@@ -1,8 +1,8 @@
 """The layer of experts: a gate, a policy and experts. The layers of the papers differ in these three parts.
 
-    y_t = sum over the choices k of t that the policy keeps of weight_tk expert_(e_tk)(x_t)
+    y_t = sum of weight_tk expert_(e_tk)(x_t) over the choices k of token t that the policy keeps
 
-001  SoftmaxGate or TreeGate over all experts, NonzeroWeights; PermutedGate for the "+"; MultiGateMoE for several tasks
+001  SoftmaxGate or TreeGate over all experts, NonzeroWeights; PermutedGate for COMET+; MultiGateMoE for several tasks
 002  SoftmaxGate, then TopKGate(k=1) with TokenChoice, ExpertChoice or PriorityRouting; expert_dropout=0.1; ManualGate
 003  TopKGate(order="softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4, group=tokens of
      8 images); EnsembleGate; RandomGate
@@ -40,7 +40,7 @@ OUTPUTS = ("all", "tensor")
 class MoEOutput:
     """The output of a layer of experts.
 
-    * y: (..., Dout); of a MultiGateMoE a tuple with one for each gate.
+    * y: (..., Dout); of a MultiGateMoE a tuple of these, one for each gate.
     * plan: the RoutingPlan.
     * gates: the output of each gate, before the policy.
     * losses: () by name, already weighted; add them to the task's loss.
@@ -63,18 +63,18 @@ class MoEOutput:
     @property
     def statistics(self) -> dict[str, Tensor]:
         """Detached tensors by name: those of the gates ("task0.name" if there are several), the records, and those of
-        the plan: "experts_per_token" (), "load" (E), rows of every expert over T, and "dropped" (), a share.
+        the plan: "experts_per_token" (), "load" (E), rows of every expert over T, "dropped" (), dropped over requested.
 
         Computed at every read; a forward computes none.
         """
         prefixes = [f"task{index}." for index in range(len(self.gates))] if isinstance(self.y, tuple) else [""]
         named = zip(prefixes, self.gates, strict=True)
         found = {prefix + name: each for prefix, gate in named for name, each in gate.statistics.items()}
-        return found | self.records | load_of(self.plan)
+        return found | self.records | plan_statistics(self.plan)
 
     @property
     def loss(self) -> Tensor:
-        """(): the sum of the losses, 0 where there are none."""
+        """(): the sum of the losses, 0 if there are none."""
         return sum(self.losses.values(), torch.zeros((), device=self.plan.row_token.device))
 
 
@@ -100,7 +100,7 @@ class MoE(OutputModule):
             tensor. Losses and statistics of such layers are collected by `with nn.collect_outputs() as outputs`.
 
     Input: x (..., D), any number of leading dimensions; ids (...), for gates that use them. Output: MoEOutput with
-    y (..., Dout). A token that no expert kept is zero: the residual around the layer carries it.
+    y (..., Dout). y is zero for a token that no expert kept: only the residual around the layer carries it.
 
     Checkpointing: torch.utils.checkpoint(layer, x, use_reentrant=False). With use_reentrant=True torch gives gradients
     to tensors alone; a direct call of a layer with output="all" raises RuntimeError there. A checkpointed function that
@@ -137,7 +137,7 @@ class MoE(OutputModule):
         self.pass_through, self.output = pass_through, output
 
     def forward(self, x: Tensor, ids: Tensor | None = None, *, pass_through: bool | None = None) -> Any:
-        """pass_through: for this call instead of the layer's own; None: the layer's own."""
+        """pass_through: replaces the layer's own for this call; None: the layer's own."""
         if self.output == "all":
             refuse_reentrant("MoE")
         through = self.pass_through if pass_through is None else pass_through
@@ -145,7 +145,7 @@ class MoE(OutputModule):
         output = self.gate(tokens, None if ids is None else ids.reshape(-1))
         plan, weights = self.policy(output, self.training)
         if self.expert_dropout and self.training:
-            weights = weights * _keep_experts(self.expert_dropout, x, plan)
+            weights = weights * _expert_mask(self.expert_dropout, x, plan)
         y = self.experts(tokens, plan, weights)
         if through and y.shape[1] != tokens.shape[1]:
             raise ValueError(f"MoE: pass_through needs experts from D to D, got {tokens.shape[1]} and {y.shape[1]}")
@@ -197,10 +197,10 @@ class MultiGateMoE(OutputModule):
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> MoEOutput:
         refuse_reentrant("MultiGateMoE")
-        said = {gate: gate(x, ids) for gate in dict.fromkeys(self.gates)}
-        outputs = [said[gate] for gate in self.gates]
+        by_gate = {gate: gate(x, ids) for gate in dict.fromkeys(self.gates)}
+        outputs = [by_gate[gate] for gate in self.gates]
         gates, losses = [output.gates for output in outputs], {}
-        k = sum(output.experts.shape[1] for output in said.values())  # a token's experts at most
+        k = sum(output.experts.shape[1] for output in by_gate.values())  # the most experts that a token may have
         if self.search is not None:
             permutation = self.search.permutation()
             if permutation is not None:
@@ -214,24 +214,25 @@ class MultiGateMoE(OutputModule):
         rows, slots = self.experts(x, plan, None, part="rows"), choices.clamp(min=0).long()
         y = tuple(combine(rows, plan, gate.gather(1, slots), backend=self.experts.backend) for gate in gates)
         first = {gate: f"task{index}" for index, gate in reversed([*enumerate(self.gates)])}  # the first task of a gate
-        losses |= {f"{first[gate]}.{name}": loss for gate in said for name, loss in said[gate].losses.items()}
+        losses |= {f"{first[gate]}.{name}": loss for gate in by_gate for name, loss in by_gate[gate].losses.items()}
         records = {f"task{index}.gates": each.detach() for index, each in enumerate(gates)}
         return MoEOutput(y, plan, tuple(outputs), losses, records)
 
 
-def load_of(plan: RoutingPlan) -> dict[str, Tensor]:
-    """The statistics of any plan: rows a token, rows of every expert over T, and the share of requests dropped."""
+def plan_statistics(plan: RoutingPlan) -> dict[str, Tensor]:
+    """The statistics of any plan: rows a token, rows of every expert over T, and the share of dropped requests."""
     tokens = max(plan.num_tokens, 1)
     rows = plan.kept.sum() / tokens
     return {"experts_per_token": rows, "load": plan.kept / tokens, "dropped": plan.dropped_share}
 
 
-def _keep_experts(rate: float, x: Tensor, plan: RoutingPlan) -> Tensor:
-    """(T, K): 0 where a sample has lost the expert of a slot, else 1."""
+def _expert_mask(rate: float, x: Tensor, plan: RoutingPlan) -> Tensor:
+    """(T, K): 0 if the expert of the slot is dropped for the token's sample, else 1."""
     samples = x.shape[0]
     kept = torch.rand(samples, plan.num_experts, device=x.device) >= rate
     token = torch.arange(plan.num_tokens, device=x.device)[:, None]
-    return kept[token // max(plan.num_tokens // max(samples, 1), 1), plan.slot_expert]  # any value for dropped choices
+    # Choices without an expert (-1) read the last column; their weight is not used.
+    return kept[token // max(plan.num_tokens // max(samples, 1), 1), plan.slot_expert]
 
 
 def _check_experts(name: str, gates: Sequence[Gate], experts: Experts) -> None:

@@ -9,14 +9,14 @@
     experts   a plan with K = 1 groups the arrived rows by expert                in the order of senders
     outputs   (R, Dout) come back in the same order; then combine and dropout    one all-to-all
 
-Every rank routes its own tokens alone. n ranks of T / n tokens are defined by one process with
+Every rank routes only its own tokens. The definition of n ranks with T / n tokens each is one process with
 TokenChoice(group=T // n) or ExpertChoice(group=T // n). If n is a power of two, float32 outputs, gradients of x and
 gradients of the experts are equal to the definition's bit for bit. If nothing is dropped, the definition may also be
 TokenChoice() without a group. `GlobalPolicy` routes the tokens of all ranks together.
 
-Gradients: that of an expert is summed over the tokens of all n ranks and divided by n. This is the mean over ranks,
-which DDP and FSDP2 compute for the other parameters. So average the experts' gradients over the data-parallel dimension
-of the mesh only.
+The gradient of an expert is summed over the tokens of all n ranks and divided by n. This is the mean over ranks, which
+DDP and FSDP2 compute for the other parameters. So average the experts' gradients only over the data-parallel dimension
+of the mesh.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class ExpertParallel(ParallelStyle):
     (r + 1) E / n. All ranks must call the layer equally often, forward and backward, even ranks without tokens.
 
     Args:
-        capacity: None: every rank sends the rows of its plan; the host waits once in a forward pass for their numbers.
-            C: every rank sends C rows to every expert, filled up with padding. Shapes are static and the host does not
-            wait, as CUDA graphs and one graph of torch.compile need; padding costs bytes but no product. The plan must
-            keep at most C rows for an expert: TokenChoice(factor) keeps at most expert_capacity(T, K, E, factor),
+        capacity: None: every rank sends the rows of its plan; the host waits once in a forward pass for their counts.
+            C: every rank sends C rows to every expert, padded if there are fewer. Shapes are static and the host does
+            not wait, as CUDA graphs and one graph of torch.compile need; padding costs bytes but no products. The plan
+            must keep at most C rows for an expert: TokenChoice(factor) keeps at most expert_capacity(T, K, E, factor),
             ExpertChoice(factor) round(T factor / E). `norms` then needs the same number of tokens on every rank.
 
     Data parallelism: `data_parallel(model, mesh)`, which is DDP, or fully_shard(experts, mesh=mesh["dp"]) and then
@@ -100,7 +100,7 @@ class ExpertParallel(ParallelStyle):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows to the owners of their experts and back; see the module's docstring."""
+    """Sends rows to the owners of their experts and the outputs back; see the module's docstring."""
 
     mesh: DeviceMesh
     capacity: int | None = None
@@ -117,24 +117,24 @@ class Exchange:
 
     @torch.compiler.disable(reason="ExpertParallel: the host waits for the split sizes")
     def _uneven(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> Tensor:
-        arriving = self._all_to_all(plan.kept)
+        counts = self._all_to_all(plan.kept)
         rows = dispatch(x, plan, backend=experts.backend)
-        arriving = collectives.wait_tensor(arriving)  # (n E / n): number of rows from each rank for each local expert
-        counts = torch.stack([plan.kept, arriving]).unflatten(1, (self.mesh.size(), -1))
-        leave, arrive = counts.sum(-1).tolist()
-        arrived = collectives.wait_tensor(self._all_to_all(rows[: sum(leave)], arrive, leave))
-        expert = self._local(experts, arriving).repeat_interleave(arriving, output_size=arrived.shape[0])
-        out = self._all_to_all(self._outputs(experts, arrived, expert), leave, arrive)
-        return F.pad(collectives.wait_tensor(out), (0, 0, 0, plan.num_rows - sum(leave)))
+        counts = collectives.wait_tensor(counts)  # (n E / n): number of rows from each rank for each local expert
+        splits = torch.stack([plan.kept, counts]).unflatten(1, (self.mesh.size(), -1))
+        send, receive = splits.sum(-1).tolist()
+        received = collectives.wait_tensor(self._all_to_all(rows[: sum(send)], receive, send))
+        expert = self._local(experts, counts).repeat_interleave(counts, output_size=received.shape[0])
+        out = self._all_to_all(self._outputs(experts, received, expert), send, receive)
+        return F.pad(collectives.wait_tensor(out), (0, 0, 0, plan.num_rows - sum(send)))
 
     def _static(self, experts: Experts, x: Tensor, plan: RoutingPlan, capacity: int) -> Tensor:
-        arriving = self._all_to_all(plan.kept)
+        counts = self._all_to_all(plan.kept)
         padded = plan.to_padded(dispatch(x, plan, backend=experts.backend), capacity)
-        arrived = collectives.wait_tensor(self._all_to_all(padded.flatten(0, 1)))
-        arriving = collectives.wait_tensor(arriving)[:, None]
-        place = torch.arange(capacity, dtype=torch.int32, device=x.device)
-        expert = torch.where(place < arriving, self._local(experts, arriving)[:, None], -1)
-        out = self._all_to_all(self._outputs(experts, arrived, expert.flatten()))
+        received = collectives.wait_tensor(self._all_to_all(padded.flatten(0, 1)))
+        counts = collectives.wait_tensor(counts)[:, None]
+        position = torch.arange(capacity, dtype=torch.int32, device=x.device)
+        expert = torch.where(position < counts, self._local(experts, counts)[:, None], -1)
+        out = self._all_to_all(self._outputs(experts, received, expert.flatten()))
         return plan.from_padded(collectives.wait_tensor(out).unflatten(0, (experts.num_experts, capacity)))
 
     def norms(self, experts: ExpertMLP, x: Tensor) -> Tensor:
@@ -144,14 +144,14 @@ class Exchange:
         norms.
         """
         (x,) = as_autocast(x)
-        leave = [x.shape[0]] * self.mesh.size()
-        arrive = leave if self.capacity else self._tokens(x)
-        arrived = collectives.wait_tensor(self._all_to_all(x.repeat(len(leave), 1), arrive, leave))
-        home = collectives.wait_tensor(self._all_to_all(experts.own_norms(arrived), leave, arrive))
-        return home.unflatten(0, (len(leave), -1)).transpose(0, 1).flatten(1)
+        send = [x.shape[0]] * self.mesh.size()
+        receive = send if self.capacity else self._token_counts(x)
+        received = collectives.wait_tensor(self._all_to_all(x.repeat(len(send), 1), receive, send))
+        norms = collectives.wait_tensor(self._all_to_all(experts.own_norms(received), send, receive))
+        return norms.unflatten(0, (len(send), -1)).transpose(0, 1).flatten(1)
 
     @torch.compiler.disable(reason="ExpertParallel: the host waits for the number of tokens of every rank")
-    def _tokens(self, x: Tensor) -> list[int]:
+    def _token_counts(self, x: Tensor) -> list[int]:
         tokens = torch.full((self.mesh.size(),), x.shape[0], dtype=torch.int32, device=x.device)
         return collectives.wait_tensor(self._all_to_all(tokens)).tolist()
 
@@ -164,21 +164,21 @@ class Exchange:
                     "torch.distributed.fsdp.register_fsdp_forward_method(experts, name) for `rows` and `norms`"
                 )
             parameter = parameter.to_local()
-        return None if parameter is None else _Mean.apply(parameter, self.mesh.size())
+        return None if parameter is None else _DivideGradient.apply(parameter, self.mesh.size())
 
-    def _outputs(self, experts: Experts, arrived: Tensor, expert: Tensor) -> Tensor:
-        """(R', Dout): outputs of the rows that arrived (R', D), in their order. expert (R',): local; -1 for padding."""
+    def _outputs(self, experts: Experts, received: Tensor, expert: Tensor) -> Tensor:
+        """(R', Dout): outputs of the rows `received` (R', D), in their order. expert (R',): local; -1 for padding."""
         plan = make_plan(expert[:, None], experts.num_experts // self.mesh.size())
-        return combine(experts.outputs(arrived, plan), plan, backend=experts.backend)
+        return combine(experts.outputs(received, plan), plan, backend=experts.backend)
 
     def _local(self, experts: Experts, like: Tensor) -> Tensor:
         """(E,): the local experts, 0 .. E / n - 1, once for each sending rank. like: a tensor on the device."""
         count = experts.num_experts // self.mesh.size()
         return torch.arange(count, dtype=torch.int32, device=like.device).repeat(self.mesh.size())
 
-    def _all_to_all(self, x: Tensor, arrive: list[int] | None = None, leave: list[int] | None = None) -> Tensor:
-        """Sends leave[r] rows of x to rank r; returns the arrive[r] rows from each rank r. None: equal parts."""
-        return collectives.all_to_all_single_autograd(x.contiguous(), arrive, leave, self.mesh)
+    def _all_to_all(self, x: Tensor, receive: list[int] | None = None, send: list[int] | None = None) -> Tensor:
+        """Sends send[r] rows of x to rank r; returns the receive[r] rows from each rank r. None: equal parts."""
+        return collectives.all_to_all_single_autograd(x.contiguous(), receive, send, self.mesh)
 
     def _check(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> None:
         if plan.num_experts != experts.num_experts:
@@ -204,7 +204,7 @@ class Exchange:
         return self  # process groups are not copied
 
 
-class _Mean(torch.autograd.Function):
+class _DivideGradient(torch.autograd.Function):
     """The identity; the gradient is divided by the number of ranks."""
 
     @staticmethod
@@ -218,7 +218,7 @@ class _Mean(torch.autograd.Function):
 
 
 class GlobalPolicy:
-    """Routes the tokens of all ranks together: a rank keeps its part of the plan that one process would make for them.
+    """Routes the tokens of all ranks together: a rank takes its part of the plan that one process would make for them.
 
         MoE(gate, experts, GlobalPolicy(ExpertChoice(2.0), mesh["ep"]))
 

@@ -31,7 +31,7 @@ class TokenChoice:
         priority: None visits tokens by position. "max" and "sum" visit them by their largest or summed gate weight:
             Batch Prioritized Routing (paper 003, section 4; its published code has only "max").
         order: of make_plan. None: "choice" with a capacity, else "token". Without a capacity the order only decides the
-            order of an expert's rows; with "token" n processes have, one after another, the rows of one process.
+            order of an expert's rows; with "token" the rows of n processes, concatenated, are those of one process.
         multiple_of: the capacity is rounded up to a multiple of it; 4 in V-MoE's published code.
         group: number of consecutive tokens that compete for capacity, such as those of V-MoE's 8 images. Every group,
             also a smaller last one, has the capacity of a whole group. None: all tokens compete.
@@ -53,11 +53,11 @@ class TokenChoice:
 
     def __post_init__(self) -> None:
         check_choice("TokenChoice", "order", self.order, (None, *ORDERS))
-        trained = None if self.factor is None else check_factor("TokenChoice", "factor", self.factor)
-        later = trained
+        in_training = None if self.factor is None else check_factor("TokenChoice", "factor", self.factor)
+        in_eval = in_training
         if self.factor_eval != "as trained":
-            later = None if self.factor_eval is None else check_factor("TokenChoice", "factor_eval", self.factor_eval)
-        object.__setattr__(self, "_ratios", (later, trained))
+            in_eval = None if self.factor_eval is None else check_factor("TokenChoice", "factor_eval", self.factor_eval)
+        object.__setattr__(self, "_ratios", (in_eval, in_training))
         check_int("TokenChoice", "multiple_of", self.multiple_of, 1, 2**31 - 1, "rows")
         if self.priority not in PRIORITIES:
             raise ValueError(f"TokenChoice: priority must be one of {PRIORITIES}; got {self.priority!r}")
@@ -66,8 +66,7 @@ class TokenChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         num_tokens, k = gate.experts.shape
-        later, trained = self._ratios
-        ratio = trained if training else later
+        ratio = self._ratios[training]
         group = self.group or max(num_tokens, 1)
         capacity = None if ratio is None else capacity_of(group, k, gate.num_experts, ratio, self.multiple_of)
         priority = None
@@ -75,20 +74,20 @@ class TokenChoice:
             weights = gate.weights.detach()
             priority = weights.amax(-1) if self.priority == "max" else weights.sum(-1)
         groups, experts = 1, gate.experts
-        if self.group is not None:  # number an expert of a group e * groups + g, so that each has a capacity of its own
+        if self.group is not None:  # expert e of group g gets number e * groups + g, so each group has its own capacity
             groups = -(-max(num_tokens, 1) // group)
             token = torch.arange(num_tokens, dtype=experts.dtype, device=experts.device)[:, None]
             experts = torch.where(experts < 0, experts, experts * groups + token // group)
         order = self.order or ("token" if capacity is None else "choice")
         plan = make_plan(experts, gate.num_experts * groups, capacity=capacity, priority=priority, order=order)
-        return (plan if self.group is None else _of_all_groups(plan, gate.num_experts, groups)), gate.weights
+        return (plan if self.group is None else _merge_groups(plan, gate.num_experts, groups)), gate.weights
 
 
 @dataclass(frozen=True)
 class NonzeroWeights:
     """Evaluates the experts whose weight is not exactly 0: dense-to-sparse training (paper 001).
 
-    For gates that weigh all experts at first and give most of them 0 later, as a saturated tree does.
+    For gates that at first give every expert a weight and later 0 to most of them, as a saturated tree does.
 
     Example:
         >>> gate = GateOutput.of_gates(torch.tensor([[0.7, 0.0, 0.3], [0.0, 1.0, 0.0]]))
@@ -137,7 +136,7 @@ class ExpertChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
-        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # torch.jit.trace has a tensor
+        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # fails under torch.jit.trace
         group = self.group or max(scores.shape[0], 1)
         groups = scores.shape[0] // group
         if scores.shape[0] % group:
@@ -145,20 +144,20 @@ class ExpertChoice:
         capacity = smaller(self._rows(group, num_experts), group)
         if self.group is None or groups <= 1:
             return plan_expert_choice(scores, smaller(capacity, scores.shape[0]))
-        # Every group gets experts of its own: (T, E) as (group, groups * E).
-        chosen, weights = plan_expert_choice(scores.unflatten(0, (groups, group)).transpose(0, 1).flatten(1), capacity)
-        taken, weights = (
+        # Every group gets experts of its own: (T, E) becomes (group, groups * E).
+        plan, weights = plan_expert_choice(scores.unflatten(0, (groups, group)).transpose(0, 1).flatten(1), capacity)
+        kept, weights = (
             each.unflatten(1, (groups, num_experts)).transpose(0, 1).flatten(0, 1)
-            for each in (chosen.slot_row >= 0, weights)
+            for each in (plan.slot_row >= 0, weights)
         )
-        experts = torch.where(taken, torch.arange(num_experts, dtype=torch.int32, device=scores.device), -1)
+        experts = torch.where(kept, torch.arange(num_experts, dtype=torch.int32, device=scores.device), -1)
         return make_plan(experts, num_experts, capacity=groups * capacity), weights
 
     def _rows(self, group: int, num_experts: int) -> int:
         if self.multiple_of is not None:
             return capacity_of(group, 1, num_experts, self._ratio, self.multiple_of)
         part, whole = group * self._ratio[0], num_experts * self._ratio[1]
-        return (2 * part + whole - 1 + part // whole % 2) // (2 * whole)  # a branch would be a guard on T
+        return (2 * part + whole - 1 + part // whole % 2) // (2 * whole)  # a branch would make torch.export guard on T
 
 
 @dataclass(frozen=True)
@@ -186,20 +185,20 @@ class PriorityRouting:
         return plan_priority(scores, capacity_of(scores.shape[0], 1, gate.num_experts, self._ratio))
 
 
-def _of_all_groups(plan: RoutingPlan, num_experts: int, groups: int) -> RoutingPlan:
-    """Makes a plan over E * groups experts, numbered e * groups + g, a plan over E experts."""
-    # Sums by differences: with a dimension of groups, torch.export would make a guard on the number of tokens.
-    last = torch.arange(num_experts + 1, device=plan.row_token.device) * groups
+def _merge_groups(plan: RoutingPlan, num_experts: int, groups: int) -> RoutingPlan:
+    """A plan over E experts from a plan over E * groups experts, in which expert e of group g is e * groups + g."""
+    first = torch.arange(num_experts + 1, device=plan.row_token.device) * groups
 
-    def of_experts(counts: Tensor) -> Tensor:
-        return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))[last].diff()
+    def merge(counts: Tensor) -> Tensor:
+        # Differences of a cumsum: a sum over a dimension `groups` would make torch.export guard on the tokens.
+        return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))[first].diff()
 
     return replace(
         plan,
         num_experts=num_experts,
-        expert_offsets=plan.expert_offsets[last],
-        requested=of_experts(plan.requested),
-        kept=of_experts(plan.kept),
+        expert_offsets=plan.expert_offsets[first],
+        requested=merge(plan.requested),
+        kept=merge(plan.kept),
     )
 
 

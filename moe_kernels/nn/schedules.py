@@ -62,7 +62,7 @@ def inverse_root(steps: int) -> LearningRate:
 
 
 def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:
-    """Choices a token at `step` of `steps`: lowest + round((highest - lowest) step / steps), ties to even, within both.
+    """Choices a token at `step` of `steps`: lowest + round((highest - lowest) step / steps), halves to even, clamped.
 
     Set it as the k of a frozen TopKGate: SMoE-Dropout (Chen et al. 2023, a baseline of paper 004).
 
@@ -74,7 +74,7 @@ def growing_k(step: int, steps: int, lowest: int = 2, highest: int = 16) -> int:
 
 
 def falling_rate(step: int, period: int = 1000) -> float:
-    """2 / (2 + sqrt(i + 1)), i = step // period: the falling rate of competition of paper 004's published code.
+    """2 / (2 + sqrt(i + 1)), i = step // period: the share of competition steps in paper 004's published code.
 
     Example:
         >>> [round(schedules.falling_rate(step), 3) for step in (0, 1000, 8000)]
@@ -94,9 +94,9 @@ def freeze(module: nn.Module) -> nn.Module:
 
 
 def train_gates_alone(model: nn.Module) -> list[nn.Parameter]:
-    """Freezes all but the gates, and of a StagedGate also the first one; returns the parameters that still train.
+    """Freezes all but the gates, and also the first gate of a StagedGate; returns the parameters that still train.
 
-    Phase two of the sparse ViT (paper 002): the new sparse gates learn, the dense ones that they replace do not.
+    Phase two of the sparse ViT (paper 002): the new sparse gates train, the dense ones that they replace do not.
 
     Example:
         >>> layer = MoE(SoftmaxGate(16, 4), ExpertMLP(4, 16, 32))

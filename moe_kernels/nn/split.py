@@ -1,8 +1,8 @@
-"""From a dense feed-forward layer to experts, guided by the importance of its neurons, and the losses that distil it
+"""Splits a dense feed-forward layer into experts by the importance of its neurons; the losses of the distillation
 (MoEBERT, as paper 001 uses it).
 
     I_j    = sum over samples s of | sum_c W1_jc dL_s/dW1_jc + sum_r W2_rj dL_s/dW2_rj |
-    expert e = the `share` most important neurons, then every E-th of the rest from the e-th on, `hidden` in all
+    expert e = the `share` most important neurons, then every E-th of the others from the e-th on, at most `hidden`
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.losses import symmetric_kl
 from moe_kernels.ops._checks import check_int
 
-SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0: zero weights replace a missing neuron
+SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0, so a neuron with zero weights adds nothing
 
 
 class NeuronImportance:
@@ -40,15 +40,15 @@ class NeuronImportance:
     def __init__(self, fc1: nn.Linear, fc2: nn.Linear) -> None:
         if fc1.out_features != fc2.in_features:
             raise ValueError(
-                f"NeuronImportance: fc2 must take the {fc1.out_features} features of fc1, it takes {fc2.in_features}"
+                f"NeuronImportance: fc2 must take the {fc1.out_features} features of fc1, got {fc2.in_features}"
             )
         self.fc1, self.fc2 = fc1, fc2
         self.value = fc1.weight.new_zeros(fc1.out_features)
 
     def __enter__(self) -> NeuronImportance:
         self._hooks = [
-            self.fc1.register_forward_hook(lambda module, args, out: self._watch(out, self.fc1.bias)),
-            self.fc2.register_forward_pre_hook(lambda module, args: self._watch(args[0], None)),
+            self.fc1.register_forward_hook(lambda module, args, out: self._hook_gradient(out, self.fc1.bias)),
+            self.fc2.register_forward_pre_hook(lambda module, args: self._hook_gradient(args[0], None)),
         ]
         self._first: list[Tensor] = []
         return self
@@ -57,8 +57,9 @@ class NeuronImportance:
         for hook in self._hooks:
             hook.remove()
 
-    def _watch(self, x: Tensor, bias: Tensor | None) -> None:
-        if not x.requires_grad:  # nothing runs backward from here
+    def _hook_gradient(self, x: Tensor, bias: Tensor | None) -> None:
+        """Adds x (less the bias) times its gradient to the importance, once the gradient of x is computed."""
+        if not x.requires_grad:
             return
 
         def add(grad: Tensor) -> None:
@@ -100,8 +101,8 @@ def split_ffn(
         num_experts, hidden, share: as in `split_neurons`; MoEBERT: 4, 768, 512 of 3072.
         activation: "relu", "gelu", "silu" or "tanh".
 
-    MoEBERT's experts contain a LayerNorm and the residual. Here both stay around the layer, which is the same as long
-    as the LayerNorms of a layer's experts are equal. At the start they are.
+    MoEBERT's experts contain a LayerNorm and the residual. Here both stay around the layer. That is the same as long as
+    the LayerNorms of a layer's experts are equal, as they are at the start.
 
     Example:
         >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)

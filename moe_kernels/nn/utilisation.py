@@ -13,8 +13,8 @@ class Utilisation:
 
         u_l[i] = number of samples b with m_l[b, i] = 1, over the number of samples
 
-    Counts are int64 on the device of the masks, so any split into batches gives the same numbers, and `update` never
-    waits for the device; `share`, `dead` and `summary` hand out the numbers.
+    Counts are int64, so any split into batches gives the same numbers. They stay on the device of the masks: `update`
+    and `share` do not wait for it, `dead` and `summary` do.
 
     Example:
         >>> seen = Utilisation().update([torch.tensor([[True, False], [True, True]])])
@@ -27,7 +27,7 @@ class Utilisation:
         self.counts: list[Tensor] = []
 
     def reset(self) -> None:
-        """Forgets every sample."""
+        """Removes the counts of all samples."""
         self.samples = 0
         self.counts = []
 
@@ -62,7 +62,7 @@ class Utilisation:
         return [(count == 0).nonzero().flatten() for count in self.counts]
 
     def summary(self) -> dict[str, float | int]:
-        """min and mean of the share over all neurons of all layers, dead neurons and neurons."""
+        """min and mean of the share over all neurons of all layers, number of dead neurons and of all neurons."""
         if not self.counts or self.samples == 0:
             return {"min": float("nan"), "mean": float("nan"), "dead": 0, "neurons": 0}
         share = torch.cat(self.share())

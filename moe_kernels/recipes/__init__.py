@@ -1,4 +1,4 @@
-"""Recipes: a paper's system with the paper's defaults, one file each; `python -m moe_kernels train NAME` runs it.
+"""Recipes: the papers' systems, one file each; `python -m moe_kernels train NAME` runs one.
 
 recipes/<name>.py has `class <Name>(Recipe)`, a frozen dataclass. Its fields are the options of the command line
 (`option` gives help and limits), and `build` makes one side of the comparison:
@@ -6,8 +6,8 @@ recipes/<name>.py has `class <Name>(Recipe)`, a frozen dataclass. Its fields are
     build(data, seed, steps) -> Task(model, optimiser, loss, evaluate, predict, schedule, before_step)
 
 moe_kernels.train does the rest: batches, steps, learning rates, evaluation, checkpoints, log, table, plot. A schedule
-is `step -> factor of the learning rate`, a phase begins in `before_step(step)`. All that changes during training is a
-pure function of the step, or is in the state dict of model or optimiser, so that a checkpoint is complete.
+is `step -> factor of the learning rate`; `before_step(step)` begins phases. Everything that changes during training is
+a pure function of the step or is in the state dict of model or optimiser, so that a checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from moe_kernels.nn.schedules import LearningRate, constant
 
 
 class Batch(NamedTuple):
-    """Samples of the training set (`rows` are their numbers) or of the test set (`rows` is None)."""
+    """Samples of the training set (`rows` are their indices) or of another set (`rows` is None)."""
 
     tensors: tuple[Tensor, ...]  # in the order of the recipe's `splits`: for images x (B, N), y (B)
     rows: Tensor | None
-    start: int | None = None  # of the test set: the number of the first sample; None: samples of no set, to count FLOPs
+    start: int | None = None  # index of the first sample in the test set; None: not from the test set in order
 
 
 class Splits(NamedTuple):
@@ -72,15 +72,15 @@ class Evaluation(NamedTuple):
 
 @dataclass
 class Task:
-    """One side of a comparison, ready to train. All functions take whole batches, run with the task's own random state,
-    and must not wait for the device.
+    """One side of a comparison, ready to train. The functions run with the random state of their run, and must not wait
+    for the device.
 
     loss: batch -> named () tensors, whose means over the steps are logged: "loss" is differentiated, "task" or "text"
         is its part that depends on the targets, all others are its weighted regularisers.
     evaluate: batch -> Evaluation, from one forward pass. Called in eval mode without gradients.
     predict: the inputs of samples, without targets -> predictions. Called in eval mode.
     predict_known: a batch of the test set -> the same, from stored parts of the computation such as frozen masks.
-    total: the measures over all batches -> further ones that are no means over samples. METRIC may name either kind.
+    total: the measures over all batches -> further ones computed from them. METRIC may name either kind.
     schedule: step, counted from 0 -> factor of every group's learning rate in that step.
     before_step: called with the number of every step before it is taken: phases, temperatures, numbers of experts.
     clip: largest norm of the gradient.
@@ -125,7 +125,7 @@ def option(
 
 @dataclass(frozen=True)
 class Recipe:
-    """Options of all recipes. A subclass has its own defaults, more fields, SIDES and `build`."""
+    """Options of all recipes. A subclass defines SIDES and `build`, and may add fields and change defaults."""
 
     SIDES: ClassVar[tuple[str, ...]] = ()  # all sides; a run compares those in `sides`
     ACCEPTS: ClassVar[type] = Images  # the kind of data set
@@ -148,12 +148,12 @@ class Recipe:
     )
     choose: str = option(
         "last",
-        "the evaluation that counts and whose model is kept: the last, or the best on the validation part (if there is "
+        "the evaluation to report, and its model to keep: the last, or the best on the validation part (if there is "
         "none, on a tenth of the training set)",
         choices=("last", "best"),
     )
     patience: int = option(
-        0, "a run stops after so many evaluations without a better one on the validation part; 0: never", low=0
+        0, "stop a run after so many evaluations without a better one on the validation part; 0: never", low=0
     )
     check_steps: int = option(5, "steps of the agreement check of fast and reference backend; 0: none", low=0)
 
@@ -222,9 +222,9 @@ def find(name: str) -> type[Recipe]:
 
 def find_class(package: str, kind: str, name: str, base: type[Found]) -> type[Found]:
     """The subclass of `base` that a module of a package defines. kind: for the ValueError of an unknown name."""
-    known = names(importlib.import_module(package).__path__)
-    if name not in known:
-        raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(known)}")
+    existing = names(importlib.import_module(package).__path__)
+    if name not in existing:
+        raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(existing)}")
     module = importlib.import_module(f"{package}.{name}")
     classes = (each for each in vars(module).values() if isinstance(each, type) and issubclass(each, base))
     (found,) = (each for each in classes if each.__module__ == module.__name__)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from moe_kernels.models.transformer import watched_masks
+from moe_kernels.models.transformer import record_masks
 from moe_kernels.nn.comet import ACTIVATIONS
 from moe_kernels.nn.schedules import cosine
 from moe_kernels.recipes import Batch, Evaluation, Measures, Recipe, Routing, Splits, Task, accuracy, option
@@ -35,7 +35,7 @@ class CometLayers(Recipe):
 
 @dataclass(frozen=True)
 class CometImages(CometLayers):
-    """A classifier of images in patches, trained by Adam and a cosine; `network` makes it."""
+    """A classifier of images in patches, trained by Adam with a cosine schedule; `network` makes the model."""
 
     data: str = option("", "folder or file of CIFAR-10, CIFAR-100 or another set of images")
     batch_size: int = option(512, "samples of a step", low=1)
@@ -58,10 +58,10 @@ class CometImages(CometLayers):
 
 
 def with_masks(model: nn.Module, measures: Callable[[Batch], Measures]) -> Callable[[Batch], Evaluation]:
-    """An evaluation by `measures`, which runs the model, with the masks of its feed-forward layers as routing."""
+    """An evaluation with the result of `measures`, which runs the model, and the model's masks as routing."""
 
     def evaluate(batch: Batch) -> Evaluation:
-        with watched_masks(model) as masks:
+        with record_masks(model) as masks:
             found = measures(batch)
         return Evaluation(found, [Routing(mask, unit="neurons") for mask in masks])
 

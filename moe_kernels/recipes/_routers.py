@@ -1,4 +1,4 @@
-"""Layers of experts in an evaluation: their routing, and the network without them."""
+"""Layers of experts of a model: their routing in a forward, their losses, and a forward without them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from moe_kernels.recipes import Routing
 Part = TypeVar("Part", bound=nn.Module)
 
 
-def routed(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoEOutput], list[Routing]]:
-    """model(*args), which is (y, outputs of the layers of experts), and the routing of every layer in that forward."""
+def forward_with_routing(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoEOutput], list[Routing]]:
+    """model(*args), a pair (y, outputs of the layers of experts), and the routing of every layer in that forward."""
     probs: list[Tensor | None] = []
 
-    def note(gate: Gate, args: tuple[Tensor, ...]) -> None:
+    def append_probs(gate: Gate, args: tuple[Tensor, ...]) -> None:
         probs.append(gate.router_probs(*args))
 
     with ExitStack() as stack:
-        for layer in all_of(model, MoE):
-            stack.callback(layer.gate.register_forward_pre_hook(note).remove)
+        for layer in modules_of(model, MoE):
+            stack.callback(layer.gate.register_forward_pre_hook(append_probs).remove)
         y, outputs = model(*args)
     weights = [out.gates[0].weights.detach() if out.gates[0].dense else None for out in outputs]
     used = [out.plan.used for out in outputs]
@@ -34,9 +34,9 @@ def routed(model: nn.Module, *args: Any) -> tuple[Tensor, list[MoEOutput], list[
 
 @contextmanager
 def experts_off(model: nn.Module) -> Iterator[None]:
-    """Inside the block all layers of experts give zeros, so that only the residuals around them are left."""
+    """Inside the block all layers of experts return zeros, so that only the residuals around them are left."""
     with ExitStack() as stack:
-        for layer in all_of(model, MoE):
+        for layer in modules_of(model, MoE):
             hook = layer.experts.register_forward_hook(lambda experts, args, y: torch.zeros_like(y))
             stack.callback(hook.remove)
         yield
@@ -51,6 +51,6 @@ def regularisers(outputs: Sequence[MoEOutput]) -> dict[str, Tensor]:
     return found
 
 
-def all_of(model: nn.Module, kind: type[Part]) -> list[Part]:
+def modules_of(model: nn.Module, kind: type[Part]) -> list[Part]:
     """The modules of a class in a model."""
     return [module for module in model.modules() if isinstance(module, kind)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_kernels.data import Text
 from moe_kernels.recipes import Batch, Measures, Recipe, Splits, option
 
-IGNORED = -100  # F.cross_entropy's own default for a target that does not count
+IGNORED = -100  # target that does not count, as F.cross_entropy's default ignore_index
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ The paper trains 4 layers of 100 to 3000 neurons on CIFAR-10 for 100 epochs by S
 appendix A.2, with momentum in A.6), without augmentation, decay or schedule. The defaults here are a small network,
 momentum and a higher rate, so that scikit-learn's digits train in seconds; comet_width has the paper's settings.
 The routing network is frozen, so its masks are computed once for every image and stored, one bit for each neuron.
-If the mean image is far from zero, as in digits and MNIST, all scores have a common part and some 3 % of the neurons
-never win. On CIFAR-10, and on MNIST without its mean, every neuron wins for some image.
+If the mean image is far from zero, as in digits and MNIST, it adds the same to a neuron's score for every image, and
+some 3 % of the neurons never win. On CIFAR-10, and on MNIST without its mean, every neuron wins for some image.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from moe_kernels.recipes import (
     total_loss,
 )
 
-# Packed masks of every layer; and if these are the masks of all samples, the indices of the batch's samples in them.
-Known = tuple[Sequence[Tensor] | None, Tensor | None]
+# Packed masks of every layer, or None; and the rows of these masks that belong to the batch, or None for all in order.
+KnownMasks = tuple[Sequence[Tensor] | None, Tensor | None]
 
 
-class Judges(NamedTuple):
+class Objective(NamedTuple):
     """Functions of the outputs (B, columns) and targets of a batch: the task's loss (), and the measures."""
 
     loss: Callable[[Tensor, Tensor], Tensor]
     measures: Callable[[Tensor, Tensor], Measures]
 
 
-CLASSES = Judges(F.cross_entropy, accuracy)
+CLASSIFICATION = Objective(F.cross_entropy, accuracy)
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,9 @@ class Comet(Recipe):
         """Columns of the model's last layer."""
         return len(data.source.classes)
 
-    def judges(self) -> Judges:
-        """Loss and metrics of a batch's outputs."""
-        return CLASSES
+    def objective(self) -> Objective:
+        """Loss and measures of a batch's outputs."""
+        return CLASSIFICATION
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
         x, _ = data.train
@@ -102,81 +102,81 @@ class Comet(Recipe):
         ).to(x.device)
         optimiser = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), self.lr, self.momentum)
         if isinstance(model, MoEMLP):
-            routed: dict[str, Any] = {"answers": _top_expert(model), "judges": self.judges()}
-            return classifier(model, optimiser, lambda batch: model(batch.tensors[0]), **routed)
-        known = self._known_masks(model, x, data.test[0])
+            options: dict[str, Any] = {"with_routing": _with_top_expert(model), "objective": self.objective()}
+            return classifier(model, optimiser, lambda batch: model(batch.tensors[0]), **options)
+        known_masks = self._known_masks(model, x, data.test[0])
         widths = model.router.widths[1:]
 
-        def answers(batch: Batch) -> tuple[Tensor, list[Routing]]:
-            own = batch.tensors[0]
-            bits, samples = known(batch)
+        def with_routing(batch: Batch) -> tuple[Tensor, list[Routing]]:
+            x = batch.tensors[0]
+            bits, samples = known_masks(batch)
             if isinstance(model, ScoredMLP):
-                logits, masks = model.with_masks(own)
+                logits, masks = model.with_masks(x)
                 return logits, [Routing(mask, unit="neurons") for mask in masks]
             if bits is None and model.dense:
-                return model(own), [Routing(mask, unit="neurons") for mask in model.masks(own)]
+                return model(x), [Routing(mask, unit="neurons") for mask in model.masks(x)]
             if bits is None:
-                bits = model.router(own)
-            logits = model(own, bits, samples)
+                bits = model.router(x)
+            logits = model(x, bits, samples)
             used = bits if samples is None else [each[samples] for each in bits]
             masks = [unpack_bits(each, n) for each, n in zip(used, widths, strict=True)]
             return logits, [Routing(mask, unit="neurons") for mask in masks]
 
         def logits(batch: Batch) -> Tensor:
-            return model(batch.tensors[0], *known(batch))
+            return model(batch.tensors[0], *known_masks(batch))
 
         weights = [p for p in model.parameters() if p.dim() == 2]
         return classifier(
             model,
             optimiser,
             logits,
-            answers=answers,
+            with_routing=with_routing,
             predict_known=logits,
             penalty=(lambda: self.l1 * sum(w.abs().sum() for w in weights)) if self.side == "l1" else None,
-            judges=self.judges(),
+            objective=self.objective(),
         )
 
-    def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], Known]:
+    def _known_masks(self, model: CometMLP, x: Tensor, test: Tensor) -> Callable[[Batch], KnownMasks]:
         """A function batch -> the masks of its hidden layers, or None if they are not known before the model runs.
 
-        The paper does not say which masks test samples get if masks belong to training samples. As in its public code,
+        If masks belong to training samples, the paper does not say which masks test samples get. As in its public code,
         Bernoulli masking then uses all neurons, and example-tied dropout its generalisation neurons, the first k.
         """
         (width,), hidden = self.width, self.layers - 1
         kept: list[Tensor] | None = None
         kept_of_test: list[Tensor] | None = None
-        in_tests: list[Tensor] | None = None
+        test_masks: list[Tensor] | None = None
         if self.side == "comet" and self.keep_masks and not model.dense:
             kept, kept_of_test = model.router.kept(x), model.router.kept(test)
         elif self.side in ("bernoulli", "tied"):
             always = k_from_fraction(self.keep, width) if self.side == "tied" else 0
             kept = [tied_masks(len(x), width, self.keep, always, x.device) for _ in range(hidden)]
             if always:
-                in_tests = [tied_masks(1, width, 0.0, always, x.device)] * hidden
+                test_masks = [tied_masks(1, width, 0.0, always, x.device)] * hidden
 
-        def known(batch: Batch) -> Known:
+        def known_masks(batch: Batch) -> KnownMasks:
             if batch.rows is not None:
                 return kept, None if kept is None else batch.rows
             count = len(batch.tensors[0])
-            if in_tests is not None:
-                return [each.expand(count, -1) for each in in_tests], None
+            if test_masks is not None:
+                return [each.expand(count, -1) for each in test_masks], None
             if kept_of_test is None or batch.start is None:
                 return None, None
             return [layer[batch.start : batch.start + count] for layer in kept_of_test], None
 
-        return known
+        return known_masks
 
 
-def _top_expert(model: MoEMLP) -> Callable[[Batch], tuple[Tensor, list[Routing]]]:
-    """The `answers` of a top-1 mixture: its outputs, and the expert and gate probabilities of each sample."""
+def _with_top_expert(model: MoEMLP) -> Callable[[Batch], tuple[Tensor, list[Routing]]]:
+    """The `with_routing` of a top-1 mixture: its outputs, and the expert and gate probabilities of each sample."""
 
-    def answers(batch: Batch) -> tuple[Tensor, list[Routing]]:
+    def with_routing(batch: Batch) -> tuple[Tensor, list[Routing]]:
         scores = model.logits(batch.tensors[0])
         _, experts = topk_gate(scores, 1)
         active = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts.long(), True)
         return model(batch.tensors[0], scores), [Routing(active, scores.softmax(-1))]
 
-    return answers
+    return with_routing
 
 
 def classifier(
@@ -185,21 +185,21 @@ def classifier(
     logits: Callable[[Batch], Tensor],
     *,
     penalty: Callable[[], Any] | None = None,
-    answers: Callable[[Batch], tuple[Tensor, Sequence[Routing]]] | None = None,
-    judges: Judges = CLASSES,
+    with_routing: Callable[[Batch], tuple[Tensor, Sequence[Routing]]] | None = None,
+    objective: Objective = CLASSIFICATION,
     **rest: Any,
 ) -> Task:
-    """A task on batches x, y. `judges` computes its loss, to which a penalty is added, and its measures.
+    """A task on batches x, y. `objective` computes its loss, to which a penalty is added, and its measures.
 
-    answers: batch -> logits and routing, from one forward pass; None if the model routes nothing.
+    with_routing: batch -> logits and routing, from one forward pass; None if the model has no routing.
     """
 
     def loss(batch: Batch) -> dict[str, Tensor]:
-        task = judges.loss(logits(batch), batch.tensors[1])
+        task = objective.loss(logits(batch), batch.tensors[1])
         return total_loss(task, {} if penalty is None else {"l1": penalty()})
 
     def evaluate(batch: Batch) -> Evaluation:
-        found, routing = answers(batch) if answers is not None else (logits(batch), ())
-        return Evaluation(judges.measures(found, batch.tensors[1]), routing)
+        outputs, routing = with_routing(batch) if with_routing is not None else (logits(batch), ())
+        return Evaluation(objective.measures(outputs, batch.tensors[1]), routing)
 
     return Task(model, optimiser, loss, evaluate, predict=model, **rest)

@@ -27,6 +27,6 @@ class CometMixer(CometImages):
 
     def network(self, image_shape: tuple[int, int, int], classes: int, **options: Any) -> nn.Module:
         if len(self.expansion) != 2:
-            raise ValueError(f"comet_mixer: expansion must be of tokens and of channels, got {self.expansion}")
+            raise ValueError(f"comet_mixer: expansion must be two numbers, tokens and channels; got {self.expansion}")
         tokens, channels = self.expansion
         return Mixer(image_shape, classes, expansion=(tokens, channels), **options)

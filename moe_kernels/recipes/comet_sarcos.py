@@ -1,9 +1,9 @@
 """Paper 000, appendix A.5: COMET against the dense MLP on a regression, SARCOS: one torque from 21 numbers.
 
 The paper: 4 layers of 100, 500 and 1000 neurons, p = 0.1, 0.5 and 0.9, SGD at 1e-2, 50 epochs, three seeds, on the
-published files (sarcos_inv.mat, sarcos_inv_test.mat). Here inputs and torques are scaled to mean 0 and variance 1, of
-which the paper says nothing; the loss is the mean squared error, so a share of the torque's variance. The defaults are
-the paper's with p = 0.5, and train for some 30 minutes of a CPU core; --epochs 5 is enough for a first look.
+published files (sarcos_inv.mat, sarcos_inv_test.mat). Here inputs and torques are scaled to mean 0 and variance 1; the
+paper does not say whether it scales. The loss is the mean squared error, so a share of the torque's variance. The
+defaults are the paper's with p = 0.5 and take some 30 minutes of a CPU core; --epochs 5 is enough for a first look.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_kernels.data import Table
 from moe_kernels.recipes import Measures, Splits, option
-from moe_kernels.recipes.comet import Comet, Judges
+from moe_kernels.recipes.comet import Comet, Objective
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class CometSarcos(Comet):
     def outputs(self, data: Splits) -> int:
         return 1
 
-    def judges(self) -> Judges:
+    def objective(self) -> Objective:
         def error(found: Tensor, torques: Tensor) -> Tensor:
             return F.mse_loss(found[:, 0], torques[:, self.torque - 1])
 
         def measures(found: Tensor, torques: Tensor) -> Measures:
             return {"error": (error(found, torques) * len(found), len(found))}
 
-        return Judges(error, measures)
+        return Objective(error, measures)

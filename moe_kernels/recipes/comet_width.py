@@ -16,7 +16,7 @@ from moe_kernels.recipes.comet import Comet
 
 @dataclass(frozen=True)
 class CometWidth(Comet):
-    """Every pair of a side and a width is a row of the table."""
+    """Sides of recipe comet; the table has a row for every pair of a side and a width."""
 
     data: str = option("", "folder or file of CIFAR-10")
     width: tuple[int, ...] = option((100, 500, 1000, 3000), "neurons of a hidden layer; A.2 adds 9000", low=1)

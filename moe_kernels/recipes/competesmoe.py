@@ -1,10 +1,10 @@
-"""Paper 004: CompeteSMoE and its rivals as character-level language models.
+"""Paper 004: CompeteSMoE and its baselines as character-level language models.
 
 The paper trains 6 layers of 264 and 8 of 352 on enwik8 and text8, with 16 experts and two choices a token. Its learning
-rate is 1 / sqrt(t), it has no balance loss, and it reports the test text at the lowest validation loss; so do the
-defaults here. The model is a small GPT with experts in every block, or like GLaM in every second; all sides get the
-same steps. Differences from the paper: blocks are pre-norm with one residual, windows are shorter, steps are fewer. The
-entropy in the table is that of the routers' softmax (C.5, Table 10).
+rate is 1 / sqrt(t), it has no balance loss, and it reports the test text at the lowest validation loss; the defaults
+here are the same in these. The model is a small GPT with experts in every block, or in every second one as GLaM; all
+sides get the same steps. Differences from the paper: pre-norm blocks with one residual, shorter windows, fewer steps.
+The entropy in the table is that of the routers' softmax (C.5, Table 10).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moe_kernels.nn.losses import symmetric_kl
 from moe_kernels.nn.moe import MoE
 from moe_kernels.nn.policies import TokenChoice
 from moe_kernels.recipes import Batch, Evaluation, Splits, Task, option, total_loss
-from moe_kernels.recipes._routers import all_of, regularisers, routed
+from moe_kernels.recipes._routers import forward_with_routing, modules_of, regularisers
 from moe_kernels.recipes._text import TextRecipe, bits, characters
 
 SIDES = ("dense", "smoe", "fixed", "dropout", "switch", "xmoe", "stable", "hyper", "thor", "compete")
@@ -85,7 +85,7 @@ class CompeteSMoE(TextRecipe):
     batch_size: int = option(16, "windows of a step", low=1)
     lr: float = option(7e-4, "learning rate of Adam, after a tenth of the steps of warm-up; then 1 / sqrt(t)", low=0)
     choose: str = option(
-        "best", "the evaluation that counts: the last, or the best on the validation text", choices=("last", "best")
+        "best", "the evaluation to report: the last, or the best on the validation text", choices=("last", "best")
     )
 
     def build(self, data: Splits, seed: int, steps: int) -> Task:
@@ -106,7 +106,7 @@ class CompeteSMoE(TextRecipe):
             activation="geglu" if glam else "relu",
             relative=glam,
         ).to(windows.device)
-        gates = all_of(model, Gate)
+        gates = modules_of(model, Gate)
 
         def loss(batch: Batch) -> dict[str, Tensor]:
             x, y = characters(batch)
@@ -116,12 +116,12 @@ class CompeteSMoE(TextRecipe):
                 return total_loss(text, regularisers(outputs), "text")
             again, _ = model(x)
             second = F.cross_entropy(again.flatten(0, 1), y.flatten())
-            unlike = symmetric_kl(logits.flatten(0, 1), again.flatten(0, 1))
-            return total_loss(text, {"second pass": second, "consistency": self.consistency * unlike}, "text")
+            divergence = symmetric_kl(logits.flatten(0, 1), again.flatten(0, 1))
+            return total_loss(text, {"second pass": second, "consistency": self.consistency * divergence}, "text")
 
         def evaluate(batch: Batch) -> Evaluation:
             x, y = characters(batch)
-            logits, _, routing = routed(model, x)
+            logits, _, routing = forward_with_routing(model, x)
             return Evaluation(bits(logits, y), routing)
 
         def before_step(step: int) -> None:

@@ -1,4 +1,4 @@
-"""Paper 002, Table 6: is a decomposition by hand better than a learned one? Five experts with two similar digits each,
+"""Paper 002, Table 6: is routing by hand better than learned routing? Five experts with two similar digits each,
 against token choice.
 
 The network has one transformer layer. For half of the steps `manual` routes all tokens by the label of their image.
@@ -24,7 +24,7 @@ from moe_kernels.nn.gates.manual import MNIST
 from moe_kernels.nn.moe import MoE
 from moe_kernels.nn.schedules import cosine
 from moe_kernels.recipes import Batch, Evaluation, Recipe, Splits, Task, accuracy, option, total_loss
-from moe_kernels.recipes._routers import regularisers, routed
+from moe_kernels.recipes._routers import forward_with_routing, regularisers
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Manual(Recipe):
 
     SIDES: ClassVar[tuple[str, ...]] = ("learned", "manual", "shuffled")
 
-    sides: tuple[str, ...] = option(("learned", "manual", "shuffled"), "decompositions to compare")
+    sides: tuple[str, ...] = option(("learned", "manual", "shuffled"), "ways of routing to compare")
     patch: int = option(2, "pixels of a patch's side; for MNIST 4 or 7", low=1)
     dim: int = option(64, "width of the model", low=1)
     heads: int = option(4, "heads of attention", low=1)
@@ -64,7 +64,7 @@ class Manual(Recipe):
 
         def evaluate(batch: Batch) -> Evaluation:
             x, y = batch.tensors
-            logits, _, routing = routed(model, x)
+            logits, _, routing = forward_with_routing(model, x)
             return Evaluation(accuracy(logits, y), routing)
 
         def before_step(step: int) -> None:

@@ -37,7 +37,7 @@ from moe_kernels.nn.moe import MoE, MoEOutput
 from moe_kernels.nn.policies import NonzeroWeights
 from moe_kernels.nn.split import NeuronImportance, distillation_loss, split_ffn
 from moe_kernels.recipes import Batch, Evaluation, Splits, Task, option, total_loss
-from moe_kernels.recipes._routers import all_of, regularisers, routed
+from moe_kernels.recipes._routers import forward_with_routing, modules_of, regularisers
 from moe_kernels.recipes._text import IGNORED, TextRecipe, bits, characters
 
 GATES = ("hash", "topk", "comet")
@@ -60,7 +60,7 @@ class MoEBERT(TextRecipe):
     )
     sides: tuple[str, ...] = option(("dense", "small", "unguided", "hash", "comet"), "gates and controls to compare")
     steps: int = option(400, "steps instead of epochs, half of them before the split by default; 0: epochs", low=0)
-    dense_share: float = option(0.5, "share of the steps before the split", low=0, high=1)
+    dense_share: float = option(0.5, "share of the steps that train the dense model, before the split", low=0, high=1)
     windows: int = option(256, "windows of training text for the importance of neurons", low=1)
     dim: int = option(128, "width of the model; BERT: 768", low=1)
     hidden: int = option(512, "neurons of a dense feed-forward layer; BERT: 3072", low=1)
@@ -71,7 +71,7 @@ class MoEBERT(TextRecipe):
     share: int = option(85, "number of most important neurons that all experts have; the paper: 512", low=0)
     k: int = option(1, "trees of the tree gate; the paper's BERT: 1", low=1, sweep=True)
     route: bool = option(
-        True, "evaluate saturated trees by a descent from their roots: O(k p log n) instead of O(k p n)"
+        True, "evaluate saturated trees along one path from the root: O(k p log n) instead of O(k p n)"
     )
     gamma: float = option(0.01, "width of the smooth step", low=0, sweep=True)
     entropy: float = option(1.0, "lambda, weight of the entropy of the tree gate", low=0, sweep=True)
@@ -85,7 +85,7 @@ class MoEBERT(TextRecipe):
     )
 
     def splits(self, data: Any) -> Splits:
-        """With a BERT: windows of tokens, and numbers in [0, 1) that choose the masked ones in evaluation."""
+        """With a BERT: windows of tokens, and numbers in [0, 1) that choose the tokens masked in evaluation."""
         if not self.bert:
             return super().splits(data)
         train, test, valid = (self._tokens(data, part) for part in ("train", "test", "valid"))
@@ -118,10 +118,10 @@ class MoEBERT(TextRecipe):
             counts, mask = windows[:, :-1].flatten().bincount(minlength=len(data.source.vocabulary)), -1
             teacher = self._model(len(counts), lambda index: None)
         fc1, _, activation = teacher.feed_forwards()[0]
-        most = min(fc1.out_features, self.expert_hidden)
-        if self.share > most:  # the split, which would refuse it, is only after half of the steps
+        limit = min(fc1.out_features, self.expert_hidden)
+        if self.share > limit:  # checked now, since the split comes only after half of the steps
             raise ValueError(
-                f"moebert: share must be at most {most}, the least of hidden and expert-hidden; got {self.share}"
+                f"moebert: share must be at most {limit}, the least of hidden and expert-hidden; got {self.share}"
             )
 
         def layer(index: int) -> MoE:
@@ -139,18 +139,18 @@ class MoEBERT(TextRecipe):
             text = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORED)
             if not pair.split:
                 return total_loss(text, {}, "text")
-            wanted: list[Tensor] = []
+            teacher_states: list[Tensor] = []
             with torch.no_grad():
-                expected, _ = teacher(x, wanted)
-            distilled = distillation_loss(states, wanted, logits.flatten(0, 1), expected.flatten(0, 1))
+                teacher_logits, _ = teacher(x, teacher_states)
+            distilled = distillation_loss(states, teacher_states, logits.flatten(0, 1), teacher_logits.flatten(0, 1))
             return total_loss(text, regularisers(outputs) | {"distilled": self.distill * distilled}, "text")
 
         def evaluate(batch: Batch) -> Evaluation:
             x, y = self._read(batch, mask, fixed=True)
-            logits, _, routing = routed(pair, x)
+            logits, _, routing = forward_with_routing(pair, x)
             return Evaluation(bits(logits, y), routing)
 
-        def values() -> list[Tensor]:
+        def neuron_importance() -> list[Tensor]:
             """Importance (hidden) of the neurons of every layer of the teacher."""
             if self.side == "unguided":
                 return [torch.rand(each.out_features, device=windows.device) for each, _, _ in teacher.feed_forwards()]
@@ -161,7 +161,7 @@ class MoEBERT(TextRecipe):
             if student is None or step < split_at:
                 return
             if step == split_at:
-                pair.fill(values())
+                pair.fill(neuron_importance())
             pair.begin()
 
         return Task(
@@ -176,7 +176,7 @@ class MoEBERT(TextRecipe):
         )
 
     def _read(self, batch: Batch, mask: int, fixed: bool) -> tuple[Tensor, Tensor]:
-        """Tokens and targets (B, S). With a BERT: mask: the token [MASK]; fixed: a window always has the same mask."""
+        """Tokens and targets (B, S). With a BERT: mask is the token [MASK]; fixed: always masks the same tokens."""
         if not self.bert:
             return characters(batch)
         tokens, draw = batch.tensors
@@ -207,7 +207,7 @@ class MoEBERT(TextRecipe):
         """A layer of the student, which trains for `steps` steps. counts: how often each token occurs."""
         kind, plus, _ = self.side.partition("+")
         count = 1 if kind == "small" else self.experts
-        dropout = 0.0 if self.bert else self.model_dropout  # BERT has its own after the layer
+        dropout = 0.0 if self.bert else self.model_dropout  # a BertLayer has a dropout after the layer
         experts = ExpertMLP(count, dim, self.expert_hidden, activation=activation, bias=True, dropout=dropout)
         if kind == "topk":
             gate: Gate = TopKGate(dim, count, 1, order="softmax_topk", balance=self.balance)
@@ -215,7 +215,7 @@ class MoEBERT(TextRecipe):
             gate = TreeGate(dim, count, self.k, gamma=self.gamma, entropy=self.entropy, route=self.route)
         else:
             gate = HashGate(len(counts), count, frequencies=counts if kind == "balanced" else None)
-        if plus:  # not renormalised for topk: its single choice would have weight 1, and its gate no gradient
+        if plus:  # not renormalised for topk: its only choice would have weight 1, and its gate no gradient
             gate = PermutedGate(gate, LocalSearch(count, steps // 2, zeta=self.zeta, renormalise=kind != "topk"))
         return MoE(gate, experts, NonzeroWeights() if plus or kind == "comet" else None)
 
@@ -248,16 +248,17 @@ class Pair(nn.Module):
 
     @torch.no_grad()
     def fill(self, values: list[Tensor]) -> None:
-        """Copies the teacher into the student, with its feed-forward layers split. values: importance (hidden) by
+        """Copies the teacher into the student and splits its feed-forward layers. values: importance (hidden) by
         layer."""
         layers = self.teacher.feed_forwards()
         outside = (
             _except(self.teacher, [part for fc1, fc2, _ in layers for part in (fc1, fc2)]),
-            _except(self.student, all_of(self.student, MoE)),
+            _except(self.student, modules_of(self.student, MoE)),
         )
         for other, own in zip(*outside, strict=True):
             own.copy_(other)
-        for (fc1, fc2, activation), experts, each in zip(layers, all_of(self.student, ExpertMLP), values, strict=True):
+        students = modules_of(self.student, ExpertMLP)
+        for (fc1, fc2, activation), experts, each in zip(layers, students, values, strict=True):
             hidden = experts.w_in.shape[2]
             split = split_ffn(fc1, fc2, each, experts.num_experts, hidden, self.share, activation)
             experts.load_state_dict(split.state_dict())
@@ -278,13 +279,13 @@ def importance(teacher: Any, batches: Iterable[tuple[Tensor, Tensor]]) -> list[T
     was_training = teacher.training
     teacher.eval()
     with ExitStack() as stack, torch.enable_grad():
-        watched = [stack.enter_context(NeuronImportance(fc1, fc2)) for fc1, fc2, _ in teacher.feed_forwards()]
+        sums = [stack.enter_context(NeuronImportance(fc1, fc2)) for fc1, fc2, _ in teacher.feed_forwards()]
         for x, y in batches:
             nats = F.cross_entropy(teacher(x)[0].flatten(0, 1), y.flatten(), reduction="sum", ignore_index=IGNORED)
             (nats / (y[0] != IGNORED).sum()).backward()
     teacher.zero_grad()
     teacher.train(was_training)
-    return [each.value for each in watched]
+    return [each.value for each in sums]
 
 
 def masked(tokens: Tensor, draw: Tensor, mask: int) -> tuple[Tensor, Tensor]:
@@ -295,8 +296,8 @@ def masked(tokens: Tensor, draw: Tensor, mask: int) -> tuple[Tensor, Tensor]:
         draw: (B, S - 2); the tokens with the smallest numbers are masked, the same count in every window, at least one.
     """
     count = max(1, round(MASKED * draw.shape[1]))
-    places = 1 + draw.topk(count, largest=False).indices
-    chosen = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, places, True)
+    positions = 1 + draw.topk(count, largest=False).indices
+    chosen = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, positions, True)
     return tokens.masked_fill(chosen, mask), tokens.masked_fill(~chosen, IGNORED)
 
 

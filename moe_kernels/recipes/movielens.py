@@ -2,7 +2,7 @@
 
 The paper trains on 200,000 rows for 10 epochs, Adam at 2.5e-5, batches of 512, task weights 0.9 (watched, binary
 cross-entropy) and 0.1 (rating, squared error over the rows that have one); "+" learns a permutation for 5 epochs. Its
-training features are not public: of the prepared files the validation rows train and the test rows test.
+training features are not public: of the prepared files the validation rows are the training set here.
 "+untrained" is the control, with the same permutation schedule but a fixed U. The defaults are those of Table 1; for
 Table 2: --epochs 100 --choose best --patience 25, and `study search` for its random search. Files of Jester and Books
 train too (--embedding 64 --width 128, Books --experts 9 --k 4).
@@ -52,7 +52,7 @@ class MovieLens(Recipe):
         0.9, "alpha: weight of task watched; task rating has 1 - alpha", low=0, high=1, sweep=True
     )
     route: bool = option(
-        True, "evaluate saturated trees by a descent from their roots: O(k p log n) instead of O(k p n)"
+        True, "evaluate saturated trees along one path from the root: O(k p log n) instead of O(k p n)"
     )
     embedding: int = option(128, "features of a user and of a movie; Books and Jester: 64", low=1)
     width: int = option(256, "width of an expert; Books and Jester: 128", low=1)
@@ -86,7 +86,7 @@ class MovieLens(Recipe):
             if control:
                 search.scores.requires_grad_(False)
         first, second = (self._gate(gate, data.source.num_users) for _ in range(2))
-        gates = (first, first if gate == "hash" else second)  # both tasks give a user the same expert
+        gates = (first, first if gate == "hash" else second)  # hash: both tasks give a user the same expert
         sizes = (data.source.num_users, data.source.num_movies)
         model = MMoE(*sizes, gates, experts, search, embedding=self.embedding, width=self.width).to(users.device)
 

@@ -25,7 +25,7 @@ from moe_kernels.nn.losses import batch_inverse_cv, batch_variation, inverse_cv,
 from moe_kernels.nn.moe import MoE, MoEOutput
 from moe_kernels.nn.policies import ExpertChoice, PriorityRouting, TokenChoice
 from moe_kernels.recipes import Batch, Evaluation, Recipe, Splits, Task, accuracy, option, total_loss
-from moe_kernels.recipes._routers import all_of, experts_off, regularisers, routed
+from moe_kernels.recipes._routers import experts_off, forward_with_routing, modules_of, regularisers
 
 PAPER_002 = ("dense", "matched", "softmax", "sparsified", "token_choice", "expert_choice", "priority")
 PAPER_003 = ("vmoe", "bpr", "bpr_sum", "e3", "thor")
@@ -56,7 +56,7 @@ class VMoE(Recipe):
     members: int = option(2, "members of E^3", low=2, sweep=True)
     group: int = option(8, "images whose tokens share the capacity; 0: all of a batch", low=0)
     capacity: float = option(1.05, "capacity factor in training", low=0, sweep=True)
-    capacity_eval: float = option(1.05, "capacity factor in evaluation; priority routing shows at low ones", low=0)
+    capacity_eval: float = option(1.05, "capacity factor in evaluation; bpr differs from vmoe at low ones", low=0)
     balance: float = option(0.005, "weight of the importance loss and of the load loss of V-MoE and E^3", low=0)
     token_balance: float = option(0.01, "weight of the balance loss of token_choice (Switch's)", low=0)
     inverse_cv: float = option(0.01, "weight of both losses of side softmax (paper 002)", low=0)
@@ -74,7 +74,7 @@ class VMoE(Recipe):
         side, x = self.side, data.train[0]
         members = self.members if side == "e3" else 1
         model = self._model(data, self._matched_dim(data) if side == "matched" else self.dim).to(x.device)
-        staged = all_of(model, StagedGate)
+        staged = modules_of(model, StagedGate)
 
         def loss(batch: Batch) -> dict[str, Tensor]:
             x, y = batch.tensors
@@ -82,8 +82,8 @@ class VMoE(Recipe):
             task = F.cross_entropy(logits, y.repeat_interleave(members))
             extra = regularisers(outputs)
             if side in ("softmax", "sparsified") and outputs and all(gate.stage == 1 for gate in staged):
-                every = torch.stack([_inverse_cvs(gates) for gates in _gates(outputs, len(x))])
-                extra["inverse cv"] = self.inverse_cv * every.mean()
+                by_layer = torch.stack([_inverse_cvs(gates) for gates in _gates(outputs, len(x))])
+                extra["inverse cv"] = self.inverse_cv * by_layer.mean()
             if side == "thor":
                 again, _ = model(x)
                 extra["second pass"] = F.cross_entropy(again, y)
@@ -95,7 +95,7 @@ class VMoE(Recipe):
 
         def evaluate(batch: Batch) -> Evaluation:
             x, y = batch.tensors
-            logits, outputs, routing = routed(model, x)
+            logits, outputs, routing = forward_with_routing(model, x)
             found = dict(accuracy(ensemble_log_probs(logits, members), y))
             if self.experts_off and outputs:
                 with experts_off(model):
@@ -130,11 +130,11 @@ class VMoE(Recipe):
 
     def _model(self, data: Splits, dim: int) -> MoEViT:
         """The network of `side`, `dim` wide."""
-        layered = self._with_experts() if self.side not in DENSE else ()
+        expert_blocks = self._expert_blocks() if self.side not in DENSE else ()
         return MoEViT(
             data.source.image_shape,
             len(data.source.classes),
-            lambda index: self._layer(data.source.image_shape) if index in layered else None,
+            lambda index: self._layer(data.source.image_shape) if index in expert_blocks else None,
             patch=self.patch,
             dim=dim,
             depth=self.depth,
@@ -143,32 +143,32 @@ class VMoE(Recipe):
             members=self.members if self.side == "e3" else 1,
         )
 
-    def _with_experts(self) -> tuple[int, ...]:
-        """Numbers of the blocks that have experts."""
-        first = self.side in PAPER_002
-        every = self.moe_every or (1 if first else 2)
-        most = self.moe_layers if self.moe_layers >= 0 else self.depth if first else 2
-        every_one = [index for index in range(self.depth) if (self.depth - 1 - index) % every == 0]
-        return tuple(every_one[len(every_one) - min(most, len(every_one)) :])
+    def _expert_blocks(self) -> tuple[int, ...]:
+        """Indices of the blocks that have experts."""
+        paper_002 = self.side in PAPER_002
+        every = self.moe_every or (1 if paper_002 else 2)
+        count = self.moe_layers if self.moe_layers >= 0 else self.depth if paper_002 else 2
+        blocks = [index for index in range(self.depth) if (self.depth - 1 - index) % every == 0]
+        return tuple(blocks[len(blocks) - min(count, len(blocks)) :])
 
     def _matched_dim(self, data: Splits) -> int:
-        """The width, a multiple of heads, at which a dense model has as many parameters as one with experts."""
+        """The smallest width, in steps of heads, at which a dense model has at least the parameters of token_choice."""
 
         def parameters(recipe: VMoE, dim: int) -> int:
             with torch.device("meta"):
                 return sum(each.numel() for each in recipe._model(data, dim).parameters())
 
-        wanted, dim = parameters(replace(self, sides=("token_choice",)), self.dim), self.dim
-        while parameters(self, dim) < wanted:
+        target, dim = parameters(replace(self, sides=("token_choice",)), self.dim), self.dim
+        while parameters(self, dim) < target:
             dim += self.heads
         return dim
 
     def _layer(self, image_shape: tuple[int, int, int]) -> MoE:
         side, dim, count = self.side, self.dim, self.experts
         experts = ExpertMLP(count, dim, self.hidden)
-        image = 1 + (image_shape[1] // self.patch) * (image_shape[2] // self.patch)  # tokens, the class token first
-        group = self.group * image or None
-        own = TokenChoice(
+        tokens = 1 + (image_shape[1] // self.patch) * (image_shape[2] // self.patch)  # class token first
+        group = self.group * tokens or None
+        policy = TokenChoice(
             self.capacity,
             factor_eval=self.capacity_eval,
             priority={"bpr": "max", "bpr_sum": "sum"}.get(side),
@@ -186,14 +186,15 @@ class VMoE(Recipe):
             top = TopKGate(dim, count, 1, order="softmax_topk", noise="vmoe", balance=self.token_balance)
             return MoE(top, experts, TokenChoice(1.0, group=group))
         if side == "expert_choice":
-            return MoE(SoftmaxGate(dim, count, noise=True), experts, ExpertChoice(1.0, group=image))
+            return MoE(SoftmaxGate(dim, count, noise=True), experts, ExpertChoice(1.0, group=tokens))
         if side == "priority":
             return MoE(SoftmaxGate(dim, count, noise=True), experts, PriorityRouting())
         if side == "e3":
-            return MoE(EnsembleGate(dim, count, self.k, members=self.members, noise=True, **losses), experts, own)
+            return MoE(EnsembleGate(dim, count, self.k, members=self.members, noise=True, **losses), experts, policy)
         if side == "thor":
             return MoE(RandomGate(count), experts)
-        return MoE(TopKGate(dim, count, self.k, order="softmax_topk", noise="vmoe", bias=False, **losses), experts, own)
+        vmoe = TopKGate(dim, count, self.k, order="softmax_topk", noise="vmoe", bias=False, **losses)
+        return MoE(vmoe, experts, policy)
 
 
 def _gates(outputs: list[MoEOutput], images: int) -> list[Tensor]:

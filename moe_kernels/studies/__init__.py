@@ -1,6 +1,6 @@
 """python -m moe_kernels study NAME: experiments of the papers other than comparisons of trained models.
 
-studies/<name>.py has `class <Name>(Study)`, a frozen dataclass. Its fields are the options of the command line, as of a
+studies/<name>.py has `class <Name>(Study)`, a frozen dataclass. Its fields are the options of the command line, as in a
 recipe; `run` prints a table, and writes rows (CSV) and a picture to the folder of --out.
 """
 

@@ -1,8 +1,8 @@
 """Paper 001, section 4.4: how much can a permutation of the experts gain? This study goes beyond the paper.
 
 With hash routing every user has one expert. The loss is then a sum over the 16 groups of users, and the permutation of
-the experts with the lowest training loss is the solution of a linear assignment, which is what the local search looks
-for. The study trains on MovieLens, permutes the experts at the first step or later, and continues. Arms: the best
+the experts with the lowest training loss, for which the local search looks, is the solution of a linear assignment. The
+study trains on MovieLens, permutes the experts before the first step or later, and continues. Arms: the best
 permutation, a random one (the control), none, the search with the paper's schedule, the search whose temperatures fall
 from soft scores to a permutation (wide), and that schedule with a fixed U (untrained).
 
@@ -112,7 +112,7 @@ class Permutation(Study):
 
 @torch.no_grad()
 def costs(run: Run, gate: HashGate) -> Tensor:
-    """(E, E) float64: at i, j the summed loss of the training rows of user group i if expert j served them."""
+    """(E, E) float64: at i, j the summed loss of the training rows of user group i if they are routed to expert j."""
     users, movies, truth, stars = run.data.train
     table, recipe = gate.table.clone(), run.recipe
     assert isinstance(recipe, MovieLens)
@@ -137,10 +137,10 @@ def costs(run: Run, gate: HashGate) -> Tensor:
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for key in dict.fromkeys((row["arm"], row["after epoch"]) for row in rows):
-        mine = [row for row in rows if (row["arm"], row["after epoch"]) == key]
+        runs = [row for row in rows if (row["arm"], row["after epoch"]) == key]
         label = key[0] if key[1] < 0 else f"{key[0]} after epoch {key[1]}"
         names = ("before", "mean of all", "best of all", "after", "test loss", "distance")
-        lines.append((label, *(with_spread(mean_and_spread([row[name] for row in mine])) for name in names)))
+        lines.append((label, *(with_spread(mean_and_spread([row[name] for row in runs])) for name in names)))
     header = ("arm", "training loss before", "mean of all", "best of all", "after", "test loss at the end", "distance")
     return info.table(header, lines)
 

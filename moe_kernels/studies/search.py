@@ -50,7 +50,7 @@ class Search(Study):
     def run(self, out: Path | None) -> None:
         data = self.load(self.data, Ratings)
         rows: list[dict[str, Any]] = []
-        for trial in range(self.trials):  # gates take turns, so that an interrupted search is a smaller one
+        for trial in range(self.trials):  # gates alternate, so that an interrupted search has equal counts
             for side in self.sides:
                 rows.append(self._trial(data, side, trial))
                 print(line_of(rows[-1]), flush=True)
@@ -117,11 +117,11 @@ def _table(rows: Sequence[dict[str, Any]], curves: dict[str, dict[int, float]]) 
     sizes = list(next(iter(curves.values())))
     lines = []
     for side, curve in curves.items():
-        mine = sorted((row for row in rows if row["side"] == side), key=lambda row: row["valid loss"])
-        best = [row["test loss"] for row in mine[: max(len(mine) // 20, 1)]]
+        trials = sorted((row for row in rows if row["side"] == side), key=lambda row: row["valid loss"])
+        best = [row["test loss"] for row in trials[: max(len(trials) // 20, 1)]]
         mean, spread = mean_and_spread(best)
         error = with_spread((mean, spread / math.sqrt(len(best))))
-        lines.append((side, len(mine), error, *(f"{curve[size]:.4f}" for size in sizes)))
+        lines.append((side, len(trials), error, *(f"{curve[size]:.4f}" for size in sizes)))
     return info.table(("gate", "trials", "test loss", *(f"best of {size}" for size in sizes)), lines)
 
 

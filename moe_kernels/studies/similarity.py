@@ -44,14 +44,14 @@ class Similarity(Study):
         of_inputs = torch.cosine_similarity(x[0], x[1])
         masks = {p: torch.zeros(self.pairs) for p in self.keep}
         activations = {p: torch.zeros(self.pairs) for p in self.keep}
-        for some in torch.arange(self.pairs).split(1 if self.fresh else self.pairs):
+        for pairs in torch.arange(self.pairs).split(1 if self.fresh else self.pairs):
             for _ in range(self.networks):
                 widths = (self.inputs, *[self.hidden] * self.layers, 1)
                 network = CometMLP(widths, 1.0, activation=self.activation, generator=generator)
                 for p in self.keep:
-                    found = self._similarities(network, x[:, some], p)
-                    masks[p][some] += found[0] / self.networks
-                    activations[p][some] += found[1] / self.networks
+                    of_masks, of_activations = self._similarities(network, x[:, pairs], p)
+                    masks[p][pairs] += of_masks / self.networks
+                    activations[p][pairs] += of_activations / self.networks
         rows = []
         for p in self.keep:
             both = (masks[p], activations[p])
@@ -91,7 +91,7 @@ class Similarity(Study):
             for axis, found, name in zip(axes[0], (masks, activations), ("masks", "masked activations"), strict=True):
                 for p in self.keep:
                     if name == "masks" and p == 1:
-                        continue  # every neuron is on
+                        continue  # every neuron is active
                     axis.scatter(inputs, found[p], s=4, label=f"p = {p:g}")
                 axis.set(xlabel="cosine of the inputs", ylabel=f"cosine of the {name}")
                 axis.legend(fontsize="small")

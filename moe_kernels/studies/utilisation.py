@@ -43,7 +43,7 @@ class UtilisationStudy(Study):
         mean = first.mean(0) if self.centre else torch.zeros(())
         first, second = first - mean, None if second is None else second - mean
         if second is not None and second.shape[1] != first.shape[1]:
-            raise ValueError(f"utilisation: both sets must have {first.shape[1]} pixels, {self.other} has others")
+            raise ValueError(f"utilisation: {self.other} must have {first.shape[1]} pixels, got {second.shape[1]}")
         generator = torch.Generator().manual_seed(self.seed)
         rows = []
         extremes: dict[str, tuple[float, list[Tensor]]] = {}
@@ -76,24 +76,24 @@ class UtilisationStudy(Study):
         return torch.cat([data.train_x, data.test_x])[: self.samples or None]
 
     def _draw(self, inputs: int, generator: torch.Generator) -> tuple[FixedRouting, float]:
-        (low, high), (least, most) = self.width[:2], self.sparsity[:2]
-        width = int(torch.randint(low, high + 1, (), generator=generator))
-        sparsity = least + (most - least) * torch.rand((), generator=generator).item()
+        (narrowest, widest), (low, high) = self.width[:2], self.sparsity[:2]
+        width = int(torch.randint(narrowest, widest + 1, (), generator=generator))
+        sparsity = low + (high - low) * torch.rand((), generator=generator).item()
         p = max(1 - sparsity, 1e-6)
         return FixedRouting((inputs, *[width] * (self.layers - 1)), p, generator=generator), p
 
     def _print(self, rows: list[dict[str, float]]) -> None:
         lines = []
         for low, high in [*zip(BINS, (*BINS[1:], 1.0), strict=True), (0.0, 1.0)]:
-            mine = [row for row in rows if low <= row["keep"] < high or (high == 1 and row["keep"] == 1)]
-            if not mine:
+            group = [row for row in rows if low <= row["keep"] < high or (high == 1 and row["keep"] == 1)]
+            if not group:
                 continue
-            neurons, dead = (sum(row[name] for row in mine) for name in ("neurons", "dead"))
-            woken = f"{sum(row['woken'] for row in mine) / dead:.1%}" if "woken" in mine[0] and dead else "-"
+            neurons, dead = (sum(row[name] for row in group) for name in ("neurons", "dead"))
+            woken = f"{sum(row['woken'] for row in group) / dead:.1%}" if "woken" in group[0] and dead else "-"
             label = "all" if (low, high) == (0.0, 1.0) else f"{low:g} to {high:g}"
-            some = sum(row["dead"] > 0 for row in mine) / len(mine)
-            lines.append((label, len(mine), neurons, f"{dead / neurons:.2e}", f"{some:.1%}", woken))
-        header = ("keep p", "networks", "neurons", "dead", "networks with dead ones", "answer the other set")
+            with_dead = sum(row["dead"] > 0 for row in group) / len(group)
+            lines.append((label, len(group), neurons, f"{dead / neurons:.2e}", f"{with_dead:.1%}", woken))
+        header = ("keep p", "networks", "neurons", "dead", "networks with dead ones", "active on --other")
         print(info.table(header, lines))
 
 

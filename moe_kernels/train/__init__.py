@@ -1,8 +1,8 @@
-"""python -m moe_kernels train RECIPE: trains the sides of a comparison, with a log, checkpoints, a table and a picture.
+"""python -m moe_kernels train RECIPE: trains the sides of a comparison; writes a log, checkpoints, a table, a picture.
 
 A side is one of the models that the recipe compares. First the agreement check takes the same training steps on the
 fast backend and on the reference. Then, if the recipe has several learning rates, one is chosen for each side. Then
-every side trains with every seed. Sides take turns: each trains up to its next evaluation.
+every side trains with every seed. Sides train in turns: each up to its next evaluation.
 """
 
 from __future__ import annotations
@@ -56,16 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
     parser.description = f"{module.__doc__}\nRecipes: {', '.join(recipes.names())} (default: {DEFAULT})."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
-    def first(text: str) -> str:
+    def check_recipe(text: str) -> str:
         if text != name:  # the options below are those of recipe `name`
             raise argparse.ArgumentTypeError(f"{text!r} must come before the options, as each recipe has its own")
         return text
 
-    parser.add_argument("recipe", nargs="?", type=first, default=name, help="name of the recipe, before its options")
+    parser.add_argument(
+        "recipe", nargs="?", type=check_recipe, default=name, help="name of the recipe, before its options"
+    )
     for field in dataclasses.fields(recipe):
         add_field(parser, field, recipe.SIDES)
     number = within(int, 1)
-    parser.add_argument("--seeds", type=number, default=1, help="number of seeds, for a mean and a spread (default: 1)")
+    parser.add_argument("--seeds", type=number, default=1, help="number of seeds of each side (default: 1)")
     parser.add_argument("--every", type=within(int, 0), default=0, help="steps between evaluations (default: an epoch)")
     parser.add_argument(
         "--out", type=Path, help="folder for log, checkpoint, result and picture (default: none written)"
@@ -83,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
         "--expert-parallel",
         type=number,
         metavar="N",
-        help="number of ranks that share the experts, under torchrun; more ranks are replicas (default: one process)",
+        help="ranks that share one copy of the experts, under torchrun; others hold replicas (default: one process)",
     )
     parser.add_argument(
         "--rank-timeout",
@@ -96,8 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
 def run(args: argparse.Namespace) -> int:
     """Runs the agreement check and the training, prints the table, and returns the exit status.
 
-    0: success; 1: backend and reference disagree; 2: it cannot start; 3: another rank failed or did not answer in time;
-    130: interrupted.
+    0: success; 1: backend and reference disagree; 2: it cannot start, or a file cannot be read or written; 3: a rank
+    failed or did not answer in time; 130: interrupted.
     """
     threads, flushed, out = torch.get_num_threads(), _flushes_denormals(), args.out
     with ExitStack() as stack:
@@ -139,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
             if not args.expert_parallel:
                 raise
             traceback.print_exc()
-            print(f"train: {_rank(args)}{_lost(out, error)}", file=sys.stderr)
+            print(f"train: {_rank(args)}{_rank_failure(out, error)}", file=sys.stderr)
             return 3
         finally:
             torch.set_num_threads(threads)
@@ -154,8 +156,8 @@ def _ranks(args: argparse.Namespace, device: torch.device, stack: ExitStack) -> 
                 "torchrun started several ranks: add --expert-parallel N, the ranks that share the experts"
             )
         return None
-    started = importlib.import_module("moe_kernels.train.ranks").started
-    ranks = stack.enter_context(started(args.expert_parallel, device.type, args.rank_timeout))
+    init_ranks = importlib.import_module("moe_kernels.train.ranks").init_ranks
+    ranks = stack.enter_context(init_ranks(args.expert_parallel, device.type, args.rank_timeout))
     if ranks.rank:
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))  # noqa: SIM115
         args.json = None
@@ -167,7 +169,7 @@ def _rank(args: argparse.Namespace) -> str:
     return f"rank {os.environ.get('RANK', '?')}: " if args.expert_parallel else ""
 
 
-def _lost(out: Path | None, error: RuntimeError) -> str:
+def _rank_failure(out: Path | None, error: RuntimeError) -> str:
     """The reason why a rank ends, and how to continue."""
     first = str(error).partition("\n")[0]
     saved = out / "checkpoint.pt" if out else None
@@ -176,7 +178,7 @@ def _lost(out: Path | None, error: RuntimeError) -> str:
 
 
 def _device(name: str) -> torch.device:
-    """The torch device; ValueError if it is unknown, missing here, or computes nothing."""
+    """The torch device; ValueError if it is unknown, missing here, or cannot compute, such as meta."""
     try:
         torch.zeros((), device=name).item()  # fails on the meta device
         return torch.device(name)
@@ -259,7 +261,7 @@ def _check(comparison: Comparison, backend: str, ranks: Ranks | None) -> dict[st
 
 
 def given(kind: type, args: argparse.Namespace) -> dict[str, Any]:
-    """The values of the fields of a dataclass from the command line; several values become a tuple."""
+    """The values of a dataclass's fields from the command line. Several values become a tuple; one swept value none."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         value = getattr(args, field.name)
@@ -280,11 +282,12 @@ def _scale(comparison: Comparison) -> str:
     train, test = len(data.train[0]), len(data.test[0])
     epoch = math.ceil(train / recipe.batch_size)
     steps = recipe.steps or recipe.epochs * epoch
-    whole, every = len(data.source.train[0]) if hasattr(data.source, "num_users") else train, comparison.test_samples
-    parts = [f"{train} training samples" + (f" of {whole}" if whole > train else "")]
+    all_train = len(data.source.train[0]) if hasattr(data.source, "num_users") else train
+    all_test = comparison.test_samples
+    parts = [f"{train} training samples" + (f" of {all_train}" if all_train > train else "")]
     if data.valid is not None:
         parts.append(f"{len(data.valid[0])} validation samples")
-    parts.append(f"{test} test samples" + (f" of {every}" if every > test else ""))
+    parts.append(f"{test} test samples" + (f" of {all_test}" if all_test > test else ""))
     length = f"{steps} steps of {recipe.batch_size}" + (f" ({steps / epoch:.3g} epochs)" if steps else "")
     return f"{data.source.name}: {', '.join(parts)}; {length} a side and seed"
 

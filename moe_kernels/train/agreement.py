@@ -2,8 +2,8 @@
 
 Two backends round differently. Rounding alone can decide on which side of 0 the argument of a ReLU is (a kink), or
 which of two experts with nearly equal scores is chosen (a tie). There the gradient jumps, and both results are right.
-The check finds these places: there the reference itself jumps if its weights change by a few units of rounding. A
-difference of the backends elsewhere is a fault.
+The check finds these places: there the reference's own result jumps if its weights change by a few units of rounding.
+A difference of the backends elsewhere is an error.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Agreement:
 
 
 @dataclass
-class Taken:
+class StepRecord:
     """The routing before a training step, its loss and its gradients."""
 
-    routed: list[Tensor]
+    routing: list[Tensor]
     loss: Tensor
     gradients: list[Tensor | None]
 
@@ -85,9 +85,9 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
     found = []
     for number in range(1, steps + 1):
         before = copy.deepcopy(reference.state())
-        got = _take(fast)
+        got = _take_step(fast)
         with backends.use_backend("reference"):
-            expected = _take(reference)
+            expected = _take_step(reference)
             allowed = Jumps(expected)
             step = allowed.compare(number, got)
             if not step.passed:
@@ -104,48 +104,49 @@ def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) ->
 def follow_agreement(fast: Run, steps: int) -> None:
     """Takes the steps of a check on a rank other than 0; rank 0 compares."""
     for _ in range(steps):
-        _take(fast)
+        _take_step(fast)
         fast.state()
 
 
 class Jumps:
     """How far each number of a reference step changes if its weights change by a few units of rounding."""
 
-    def __init__(self, expected: Taken) -> None:
+    def __init__(self, expected: StepRecord) -> None:
         self.expected, self.repeated = expected, 0
-        self.routed = [torch.zeros_like(each) for each in expected.routed]
+        self.routing = [torch.zeros_like(each) for each in expected.routing]
         self.loss = torch.zeros_like(expected.loss)
         self.gradients = [None if each is None else torch.zeros_like(each) for each in expected.gradients]
 
-    def widen(self, other: Taken) -> None:
+    def widen(self, other: StepRecord) -> None:
         """Adds the changes of one repetition."""
         self.repeated += 1
-        for changed, new, old in zip(self.routed, other.routed, self.expected.routed, strict=True):
+        for changed, new, old in zip(self.routing, other.routing, self.expected.routing, strict=True):
             changed |= new != old
         self.loss = torch.maximum(self.loss, _distance(other.loss, self.expected.loss))
-        for wide, a, b in zip(self.gradients, other.gradients, self.expected.gradients, strict=True):
-            if wide is not None and a is not None and b is not None:
-                torch.maximum(wide, _distance(a, b), out=wide)
+        for jumps, a, b in zip(self.gradients, other.gradients, self.expected.gradients, strict=True):
+            if jumps is not None and a is not None and b is not None:
+                torch.maximum(jumps, _distance(a, b), out=jumps)
 
-    def compare(self, number: int, got: Taken) -> Step:
+    def compare(self, number: int, got: StepRecord) -> Step:
         """The errors of `got`: its differences from the reference beyond the jumps."""
         expected = self.expected
-        triples = zip(got.routed, expected.routed, self.routed, strict=True)
+        triples = zip(got.routing, expected.routing, self.routing, strict=True)
         wrong = sum(int(((a != b) & ~jumps).sum()) for a, b, jumps in triples)
-        loss, right = got.loss, expected.loss
-        same = (loss == right) | (loss.isnan() & right.isnan())  # equal infinities and two NaNs are no error
-        error = _beyond(loss, right, self.loss) / right.abs().clamp(min=1)
+        loss, reference = got.loss, expected.loss
+        same = (loss == reference) | (loss.isnan() & reference.isnan())  # equal infinities and two NaNs are no error
+        error = _excess(loss, reference, self.loss) / reference.abs().clamp(min=1)
         error = torch.where(same, torch.zeros_like(error), error)
-        return Step(number, wrong, loss.item(), right.item(), error.item(), self._gradient_error(got), self.repeated)
+        values = loss.item(), reference.item(), error.item()
+        return Step(number, wrong, *values, self._gradient_error(got), self.repeated)
 
-    def _gradient_error(self, got: Taken) -> float:
+    def _gradient_error(self, got: StepRecord) -> float:
         """Largest difference of two gradients over the model's largest gradient; 0 without gradients."""
         worst, largest = [], []
         for a, b, jumps in zip(got.gradients, self.expected.gradients, self.gradients, strict=True):
             if (a is None) != (b is None):
                 return torch.inf
             if a is not None and b is not None and jumps is not None and a.numel():
-                worst.append(_beyond(a, b, jumps).max())
+                worst.append(_excess(a, b, jumps).max())
                 largest.append(b.abs().max())
         if not worst:
             return 0.0
@@ -158,8 +159,8 @@ def print_agreement(name: str, agreement: Agreement, backend: str) -> None:
     where = f"agreement of {name} on {backend} with the reference"
     if not failed:
         exact = all(s.loss_error == 0 and s.gradient_error == 0 and not s.repeated for s in agreement.steps)
-        jumped = sum(s.repeated > 0 for s in agreement.steps)
-        note = ", every bit the same" if exact else f", {jumped} of them across a kink or a tie" if jumped else ""
+        at_jumps = sum(s.repeated > 0 for s in agreement.steps)
+        note = ", every bit the same" if exact else f", {at_jumps} of them across a kink or a tie" if at_jumps else ""
         print(f"{where}: passed, {len(agreement.steps)} steps{note}")
         return
     print(f"{where}: FAILED in {len(failed)} of {len(agreement.steps)} steps, first in step {failed[0].step}")
@@ -172,26 +173,26 @@ def print_agreement(name: str, agreement: Agreement, backend: str) -> None:
         )
 
 
-def _take(run: Run) -> Taken:
+def _take_step(run: Run) -> StepRecord:
     """Takes a training step and records the routing of its batch before it."""
     run.task.model.eval()
     with run.random.use(), torch.no_grad():
-        routed = [layer.active for layer in run.task.routing(run.batch(run.step))]
+        routing = [layer.active for layer in run.task.routing(run.batch(run.step))]
     run.task.model.train()
     with run.random.use():
         loss = run.take_step()["loss"]
-    return Taken(routed, loss, run.gradients())
+    return StepRecord(routing, loss, run.gradients())
 
 
 def _restore(run: Run, state: dict[str, Any]) -> None:
-    """Sets step, random numbers, weights and moments; not by Run.load_state, which refuses steps after the last."""
+    """Sets step, random state, weights and moments. Run.load_state would raise for a step after the last."""
     state = copy.deepcopy(state)
     run.step, run.random.state = state["step"], state["random"]
     run.task.model.load_state_dict(state["model"])
     run.task.optimiser.load_state_dict(state["optimiser"])
 
 
-def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[Taken]:
+def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[StepRecord]:
     """Repeats the step from state `before`, with weights that differ by a few units of rounding."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(PAIRS):
@@ -201,14 +202,14 @@ def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[Taken]:
             with torch.no_grad():
                 for parameter, each in zip(run.task.model.parameters(), noise, strict=True):
                     parameter.mul_(1 + sign * each)
-            yield _take(run)
+            yield _take_step(run)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b|, or 0 if it is not finite, so that an overflow of the reference allows no difference."""
+    """|a - b|, or 0 if it is not finite, so that an overflow of the reference does not allow any difference."""
     return (a - b).abs().nan_to_num(nan=0.0, posinf=0.0)
 
 
-def _beyond(a: Tensor, b: Tensor, jumps: Tensor) -> Tensor:
+def _excess(a: Tensor, b: Tensor, jumps: Tensor) -> Tensor:
     """The part of |a - b| above SLACK * jumps; NaN stays NaN."""
     return ((a - b).abs() - SLACK * jumps).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, and reads checkpoints without running code."""
+"""Writes files completely or not at all, and reads checkpoints without running code."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ VERSION = 1
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Replaces the file in one piece: after an interruption it is the old or the new one."""
-    with _whole(path) as file:
+    """Replaces the file atomically: after an interruption it is the old or the new one."""
+    with _atomic(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
@@ -33,14 +33,14 @@ def try_place(path: Path) -> None:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Writes tensors in plain containers and the version, whole or not at all."""
+    """Writes `state`, tensors in plain containers, and the version, completely or not at all."""
     save_tensors(path, {"version": VERSION, **state})
 
 
 def save_tensors(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes `state`, such as a state dict, with its tensors on the CPU, whole or not at all."""
+    """Writes `state`, such as a state dict; its values that are tensors are moved to the CPU."""
     plain = {key: value.detach().cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-    with _whole(path) as file:
+    with _atomic(path) as file:
         torch.save(plain, file)
 
 
@@ -75,7 +75,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[IO[bytes]]:
+def _atomic(path: Path) -> Iterator[IO[bytes]]:
     """A file to write, which replaces `path` once it is on the disk; errors of writing name `path`."""
     part = path.with_name(f"{path.name}.part")
     try:

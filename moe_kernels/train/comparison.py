@@ -20,10 +20,10 @@ from moe_kernels.train.trained import save_model
 
 
 class Comparison:
-    """All sides get the same seeds, batches and steps, and the same learning rates to choose from.
+    """The runs of all sides, with the same seeds, batches and steps and the same learning rates to choose from.
 
     Tuning trains each side once with each rate, on nine tenths of the training set with the first seed, and takes the
-    rate with the best last evaluation on the remaining tenth. It does not use the test set.
+    rate whose last evaluation on the remaining tenth is best. It does not use the test set.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Comparison:
 
     @property
     def _candidates(self) -> tuple[float, ...]:
-        """Learning rates to try; none if there is no choice."""
+        """Learning rates to try; empty if `tune` has fewer than two."""
         return self.recipe.tune if len(self.recipe.tune) > 1 else ()
 
     def train(self, tick: Callable[[], None], say: Callable[[str], None]) -> None:
-        """Tunes, then trains the final runs, seed by seed. Sides take turns, an evaluation each."""
+        """Tunes, then trains the final runs, seed by seed; sides train in turns, each up to its next evaluation."""
         if len(self.recipe.tune) == 1:
             (rate,) = self.recipe.tune
             self.variants = {name: dataclasses.replace(each, lr=rate) for name, each in self.variants.items()}
@@ -78,7 +78,7 @@ class Comparison:
             for name, variant in self.variants.items():
                 for lr in self._candidates:
                     key = f"{name} at {lr:g}"
-                    self._together({key: (name, dataclasses.replace(variant, lr=lr), split, "tune")}, tick, say)
+                    self._train_in_turns({key: (name, dataclasses.replace(variant, lr=lr), split, "tune")}, tick, say)
                 self.variants[name] = dataclasses.replace(variant, lr=self._best_rate(name))
                 say(f"{name}: learning rate {self.variants[name].lr:g}")
         for seed in self.seeds:
@@ -86,7 +86,7 @@ class Comparison:
                 f"{name}, seed {seed}": (name, dataclasses.replace(variant, seed=seed), self.data, "final")
                 for name, variant in self.variants.items()
             }
-            self._together(chosen, tick, say)
+            self._train_in_turns(chosen, tick, say)
 
     def histories(self) -> list[History]:
         return list(self.done.values())
@@ -103,46 +103,46 @@ class Comparison:
         """
         assert self.checkpoint is not None
         state = checkpoint.load(self.checkpoint, ("settings", "done", "live"))
-        mine = self._settings()
-        with self._of_another_kind("its settings"):
-            theirs = dict(state["settings"])
-        differing = sorted(k for k in mine.keys() | theirs.keys() if mine.get(k) != theirs.get(k))
+        expected = self._settings()
+        with self._naming_checkpoint("its settings"):
+            found = dict(state["settings"])
+        differing = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
         if differing:
-            listed = ", ".join(f"{k} {theirs.get(k)!r}, not {mine.get(k)!r}" for k in differing)
+            listed = ", ".join(f"{k} {found.get(k)!r}, not {expected.get(k)!r}" for k in differing)
             raise ValueError(f"{self.checkpoint} belongs to a run with {listed}")
-        with self._of_another_kind("its runs"):
+        with self._naming_checkpoint("its runs"):
             self.done = {key: History(**each) for key, each in state["done"].items()}
             self.restored = dict(state["live"])
 
     @contextmanager
-    def _of_another_kind(self, what: str) -> Iterator[None]:
-        """Turns errors of wrong contents of a checkpoint into one ValueError that names the file."""
+    def _naming_checkpoint(self, part: str) -> Iterator[None]:
+        """Turns errors from wrong contents of a checkpoint into a ValueError that names the file and the part."""
         try:
             yield
         except (TypeError, KeyError, AttributeError, RuntimeError, ValueError) as error:
             first = str(error).strip().partition("\n")[0]
-            raise ValueError(f"{self.checkpoint} does not fit, {what}: {type(error).__name__}: {first}") from error
+            raise ValueError(f"{self.checkpoint} does not fit, {part}: {type(error).__name__}: {first}") from error
 
-    def _together(
+    def _train_in_turns(
         self,
         runs: dict[str, tuple[str, Recipe, Splits, str]],
         tick: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        """Trains these runs in turns, so that a machine that becomes slow affects all of them."""
+        """Trains these runs in turns, so that a change in the machine's speed affects all of them."""
         for key, (_, recipe, data, _) in runs.items():
             if key not in self.done:
                 self.live[key] = self.make(recipe, recipe.seed, data)
                 if key in self.restored:
-                    with self._of_another_kind(key):
+                    with self._naming_checkpoint(key):
                         self.live[key].load_state(self.restored.pop(key))
-        points, wide = self._points(self.live.values()), max(map(len, runs))
+        points, width = self._points(self.live.values()), max(map(len, runs))
         for point in points:
             for key, run in self.live.items():
                 if (run.step < point or not run.rows) and not run.stopped:
                     run.advance(point, tick)
                     stops = "  stops: no better on the validation part" * run.stopped
-                    say(_line(key.ljust(wide), run.rows[-1]) + stops)
+                    say(_line(key.ljust(width), run.rows[-1]) + stops)
             if point < points[-1]:  # after the last one, the finished runs are saved below
                 self._save()
         for key, (side, recipe, _, stage) in runs.items():
@@ -174,7 +174,7 @@ class Comparison:
 
     def _settings(self) -> dict[str, Any]:
         fields = dataclasses.asdict(self.recipe)
-        del fields["data"]  # the same files may lie elsewhere
+        del fields["data"]  # the same files may have another path
         return {
             **fields,
             "recipe": type(self.recipe).__name__,
@@ -219,19 +219,20 @@ def _history(side: str, recipe: Recipe, stage: str, run: Run) -> History:
 
 
 def parts(data: Splits, recipe: Recipe) -> Splits:
-    """The parts that a run uses: `eval_rows` test samples; a tenth to validate on, if it is needed and missing."""
-    wanted = recipe.choose == "best" or recipe.patience > 0
-    if wanted and data.valid is None and len(data.train[0]) >= 10:
+    """The parts that a run uses: at most `eval_rows` samples of the test and validation sets. If a validation set is
+    needed and missing, it is a tenth of the training set."""
+    validate = recipe.choose == "best" or recipe.patience > 0
+    if validate and data.valid is None and len(data.train[0]) >= 10:
         valid = _held_out(data, recipe.seed)
         data = Splits(data.source, valid.train, data.test, valid.test)
     limit = recipe.eval_rows or len(data.train[0])
-    test, valid_part = (None if part is None else _some(part, limit) for part in (data.test, data.valid))
+    test, valid_part = (None if part is None else _subset(part, limit) for part in (data.test, data.valid))
     assert test is not None
-    return data._replace(test=test, valid=valid_part if wanted else None)
+    return data._replace(test=test, valid=valid_part if validate else None)
 
 
-def _some(part: tuple[torch.Tensor, ...], limit: int) -> tuple[torch.Tensor, ...]:
-    """A fixed random choice of at most `limit` samples, in their order."""
+def _subset(part: tuple[torch.Tensor, ...], limit: int) -> tuple[torch.Tensor, ...]:
+    """A fixed random choice of at most `limit` samples, in their original order."""
     if len(part[0]) <= limit:
         return part
     rows = torch.randperm(len(part[0]), generator=torch.Generator().manual_seed(0))[:limit].sort().values

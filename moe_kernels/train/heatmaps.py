@@ -23,10 +23,10 @@ class TokenMap(NamedTuple):
 
 @torch.no_grad()
 def token_maps(run: Run) -> list[TokenMap]:
-    """A map for each layer of experts, over the test images, whose patches form the task's `grid`.
+    """A map for each layer of experts, over the test images. The patches of an image form the task's `grid`.
 
-    A token that uses several experts counts for each of them. For a gate that uses every expert for every token, whose
-    shares would all be 1, the weights are summed instead.
+    A token that uses several experts counts for each of them. If a gate uses every expert for every token, all shares
+    would be 1; then the maps hold gate weights instead.
     """
     task = run.task
     assert task.grid is not None
@@ -34,7 +34,7 @@ def token_maps(run: Run) -> list[TokenMap]:
     tokens, classes = 1 + task.grid[0] * task.grid[1], len(run.data.source.classes)
     positions: list[Tensor] = []
     by_class: list[Tensor] = []
-    seen = torch.zeros(classes, 1, device=run.device)
+    images = torch.zeros(classes, 1, device=run.device)
     task.model.eval()
     with run.random.use():
         for batch in run.test_batches():
@@ -44,9 +44,9 @@ def token_maps(run: Run) -> list[TokenMap]:
                 layer.weights.float() if layer.weights is not None and kind == "gate weight" else layer.active.float()
                 for layer, kind in zip(found, kinds, strict=True)
             ]
-            members = len(layers[0]) // (len(batch.tensors[1]) * tokens)  # of an ensemble, next to each other
+            members = len(layers[0]) // (len(batch.tensors[1]) * tokens)  # of an ensemble; those of an image adjoin
             one_hot = torch.nn.functional.one_hot(batch.tensors[1].repeat_interleave(members), classes).float()
-            seen += one_hot.sum(0)[:, None]
+            images += one_hot.sum(0)[:, None]
             used = [layer.unflatten(0, (-1, tokens)) for layer in layers]  # (B, S, E)
             new_sums = [each.sum(0) for each in used], [one_hot.t() @ each.mean(1) for each in used]
             positions, by_class = (
@@ -55,7 +55,7 @@ def token_maps(run: Run) -> list[TokenMap]:
             )
     task.model.train()
     return [
-        TokenMap(at[1:].t().unflatten(1, task.grid) / seen.sum(), (of / seen.clamp(min=1)).t(), kind)
+        TokenMap(at[1:].t().unflatten(1, task.grid) / images.sum(), (of / images.clamp(min=1)).t(), kind)
         for at, of, kind in zip(positions, by_class, kinds, strict=True)
     ]
 
@@ -66,14 +66,14 @@ def _dense(layer: Routing) -> bool:
 
 def draw(path: Path, maps: list[TokenMap], names: tuple[str, ...], title: str) -> bool:
     """Draws a row for each layer: every expert's share of each patch, then of each class. False without matplotlib."""
-    experts, wide = len(maps[0].positions), 4
-    most = max(float(each.max()) for layer in maps for each in (layer.positions, layer.classes))
+    experts, class_width = len(maps[0].positions), 4
+    largest = max(float(each.max()) for layer in maps for each in (layer.positions, layer.classes))
 
     def draw_maps(grid: Any) -> None:
         for number, (row, layer) in enumerate(zip(grid, maps, strict=True)):
             for expert, (axis, panel) in enumerate(zip(row, [*layer.positions, layer.classes], strict=True)):
                 aspect = "equal" if expert < experts else "auto"
-                shown = axis.imshow(panel.cpu().numpy(), vmin=0, vmax=most, aspect=aspect)
+                shown = axis.imshow(panel.cpu().numpy(), vmin=0, vmax=largest, aspect=aspect)
                 axis.set(xticks=[], yticks=[], title=f"expert {expert}" if expert < experts and number == 0 else "")
             row[0].set_ylabel(f"layer {number}")
             row[-1].set(yticks=range(experts), ylabel="expert")
@@ -84,5 +84,6 @@ def draw(path: Path, maps: list[TokenMap], names: tuple[str, ...], title: str) -
         grid[0, 0].figure.colorbar(shown, ax=grid, label=maps[0].of)
         grid[0, 0].figure.suptitle(title)
 
-    size = {"figsize": (1.3 * (experts + wide), 1.6 * len(maps) + 1), "width_ratios": [1] * experts + [wide]}
+    widths = [1] * experts + [class_width]
+    size = {"figsize": (1.3 * sum(widths), 1.6 * len(maps) + 1), "width_ratios": widths}
     return write_picture(path, draw_maps, len(maps), experts + 1, **size)

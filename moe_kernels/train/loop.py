@@ -1,7 +1,7 @@
 """One run: a side of a comparison with one seed, from its first step to its last.
 
 The batches of an epoch are blocks of a permutation that depends only on seed and epoch, and a run has its own random
-numbers. So runs can take turns, stop and continue with the same results.
+state. So runs can alternate, stop and continue with the same results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOSSES = ("loss", "task", "text")  # the differentiated loss, and its part that 
 
 
 def routing_columns(unit: str) -> tuple[str, ...]:
-    """Names of the routing's numbers in a row; unit: what is counted, "experts" or "neurons"."""
+    """Names of the routing columns of a row. unit: "experts" or "neurons"."""
     return unit, "least load", "most load", f"dead {unit}", "entropy"
 
 
@@ -65,8 +65,8 @@ class Random:
 
 
 @dataclass(frozen=True)
-class Coin:
-    """The rate of a competition gate as 1 or 0, with the same draws on any number of ranks."""
+class SeededDraw:
+    """A rate of 1 or 0 for a competition gate: a draw by seed, layer and step, equal on any number of ranks."""
 
     rate: float | Callable[[int], float]
     seed: int
@@ -78,16 +78,16 @@ class Coin:
         return float(torch.rand((), generator=generator).item() < rate)
 
 
-def toss_alike(model: nn.Module, seed: int) -> None:
-    """Makes every competition gate decide by seed, layer and step."""
+def seed_competitions(model: nn.Module, seed: int) -> None:
+    """Makes the steps in which a competition gate competes depend only on seed, layer and step."""
     for layer, module in enumerate(model.modules()):
         if isinstance(module, CompetitionGate):
-            module.rate = Coin(module.rate, seed, layer)
+            module.rate = SeededDraw(module.rate, seed, layer)
 
 
 @dataclass
 class Run:
-    """A task in training: `advance` takes steps, evaluates, and adds a row to `rows`."""
+    """A task in training: `advance` takes steps, evaluates, and appends a row to `rows`."""
 
     recipe: Recipe
     seed: int
@@ -98,7 +98,7 @@ class Run:
     setup_seconds: float = 0.0
     parameters: int = 0
     best: dict[str, Any] | None = None  # state dict on the CPU at the best evaluation on the validation part
-    unit: str = "experts"  # counted by the routing; known after an evaluation
+    unit: str = "experts"  # counted by the routing; set by an evaluation
     terms: list[Row] = field(default_factory=list)  # for every row: means of the loss's regularisers
 
     def __post_init__(self) -> None:
@@ -107,9 +107,9 @@ class Run:
         started = time.perf_counter()
         with self.random.use():
             self.task = self.recipe.build(self.data, self.seed, self.steps)
-        toss_alike(self.task.model, self.seed)
+        seed_competitions(self.task.model, self.seed)
         self.setup_seconds = time.perf_counter() - started
-        # Those that train in the first phase; a later one may freeze some.
+        # Counts the parameters that train in the first phase; a later one may freeze some.
         self.parameters = sum(each.numel() for each in self.task.model.parameters() if each.requires_grad)
         for group in self.task.optimiser.param_groups:
             group["initial_lr"] = group["lr"]
@@ -151,14 +151,14 @@ class Run:
         return {name: value.detach() for name, value in losses.items()}
 
     def differentiate(self, batch: Batch) -> Mapping[str, Tensor]:
-        """The losses of a batch; puts the gradients into the parameters."""
+        """The losses of a batch; adds the gradients to the parameters' `grad`."""
         losses = self.task.loss(batch)
         losses["loss"].backward()
         return losses
 
-    def clip(self, most: float) -> None:
-        """Scales the gradients so that their norm is at most `most`."""
-        torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), most)
+    def clip(self, max_norm: float) -> None:
+        """Scales the gradients so that their norm is at most `max_norm`."""
+        torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), max_norm)
 
     def gradients(self) -> list[Tensor | None]:
         """Copies of the parameters' gradients."""
@@ -169,25 +169,25 @@ class Run:
         return self.task.model.state_dict()
 
     def advance(self, to: int, tick: Callable[[], None] = lambda: None) -> None:
-        """Takes steps up to number `to`, if there are any, then evaluates. `tick` is called after every step."""
+        """Takes steps until `to` steps are done, then evaluates. `tick` is called after every step."""
         sums: dict[str, Tensor] = {}
         first = self.step
         with self.random.use():
             self.task.model.train()
-            self._wait()
+            self._synchronize()
             started = time.perf_counter()
             while self.step < to:
                 for name, value in self.take_step().items():
                     sums[name] = value.clone() if name not in sums else sums[name].add_(value)
                 tick()
-            self._wait()
+            self._synchronize()
             seconds = time.perf_counter() - started
-            taken = self.step - first
-            means = {name: value.item() / taken for name, value in sums.items()}
+            steps = self.step - first
+            means = {name: value.item() / steps for name, value in sums.items()}
             row = {"step": self.step, "epoch": self.step / self.epoch_steps, "loss": math.nan}
             row |= {name: value for name, value in means.items() if name in LOSSES}
         with Random(self.seed + (self.step + 1 << 32), self.device).use():  # evaluations do not change the training
-            row |= self.evaluate() | {"seconds": seconds / taken if taken else math.nan}
+            row |= self.evaluate() | {"seconds": seconds / steps if steps else math.nan}
         self.rows.append(row)
         self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
         if self.chooses and self.chosen == len(self.rows) - 1:
@@ -208,9 +208,9 @@ class Run:
 
     @property
     def stopped(self) -> bool:
-        """Whether `patience` evaluations were not better on the validation part."""
-        waited = len(self.rows) - 1 - self._best_row() if self.rows and self.chooses else 0
-        return 0 < self.recipe.patience <= waited
+        """Whether the last `patience` evaluations were no better than the best one on the validation part."""
+        since_best = len(self.rows) - 1 - self._best_row() if self.rows and self.chooses else 0
+        return 0 < self.recipe.patience <= since_best
 
     def _best_row(self) -> int:
         sign, name = 1 if self.recipe.HIGHER_IS_BETTER else -1, f"valid {self.recipe.METRIC}"
@@ -219,20 +219,20 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self) -> Row:
-        """Measures on the validation part ("valid ...") and the test set ("test ..."), and the routing, one forward
-        each."""
+        """Measures of the validation part ("valid ...") and of the test set ("test ..."), and the routing on the test
+        set; one forward for each batch."""
         row: Row = {}
         self.task.model.eval()
         if self.chooses:
             assert self.data.valid is not None
             row |= self._measures(self.batches(self.data.valid), "valid", None)
-        seen = Seen(self.device)
-        row |= self._measures(self.test_batches(), "test", seen)
+        statistics = RoutingStatistics(self.device)
+        row |= self._measures(self.test_batches(), "test", statistics)
         self.task.model.train()
-        self.unit = seen.unit
-        return row | seen.row()
+        self.unit = statistics.unit
+        return row | statistics.row()
 
-    def _measures(self, batches: Iterator[Batch], part: str, seen: Seen | None) -> Row:
+    def _measures(self, batches: Iterator[Batch], part: str, statistics: RoutingStatistics | None) -> Row:
         task, sums, weights = self.task, dict[str, Any](), dict[str, Any]()
         ranked: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for batch in batches:
@@ -242,8 +242,8 @@ class Run:
             for name, (value, weight) in found.measures.items():
                 sums[name] = sums.get(name, 0) + value
                 weights[name] = weights.get(name, 0) + weight
-            if seen is not None:
-                seen.add(found.routing)
+            if statistics is not None:
+                statistics.add(found.routing)
         measures = {name: float(sums[name]) / max(float(weights[name]), 1e-30) for name in sums}
         if task.total is not None:
             measures = task.total(measures) | measures
@@ -261,8 +261,8 @@ class Run:
         batch = Batch(tuple(tensor[:32] for tensor in self.data.test), None, 0 if known else None)
         self.task.model.eval()
         attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # missing in torch's counter
-        counted = {torch.ops.moe_kernels.grouped_gemm_fwd: _rows_in_use, attention: _attention}
-        counter = FlopCounterMode(display=False, custom_mapping=counted)
+        formulas = {torch.ops.moe_kernels.grouped_gemm_fwd: _grouped_gemm_flops, attention: _attention_flops}
+        counter = FlopCounterMode(display=False, custom_mapping=formulas)
         with self.random.use(), torch.no_grad(), counter:
             if known and self.task.predict_known is not None:
                 self.task.predict_known(batch)
@@ -307,27 +307,27 @@ class Run:
         for start in range(0, len(part[0]), size):
             yield Batch(tuple(tensor[start : start + size] for tensor in part), None)
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
-def _attention(query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> int:
+def _attention_flops(query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> int:
     return sdpa_flop_count(query, key, value)
 
 
-def _rows_in_use(x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest: Any, **kwargs: Any) -> int:
-    """FLOPs of a grouped GEMM on the rows in use; its registered formula knows only shapes and counts all rows."""
+def _grouped_gemm_flops(x: Tensor, weight: Tensor, expert_offsets: Tensor, *rest: Any, **kwargs: Any) -> int:
+    """FLOPs of a grouped GEMM on the rows in use; its registered formula takes only shapes and counts all rows."""
     return 2 * int(expert_offsets[-1]) * weight.shape[1] * weight.shape[2]
 
 
-setattr(_rows_in_use, "_get_raw", True)  # noqa: B010 pass tensors, not shapes; mypy knows no attributes of functions
+setattr(_grouped_gemm_flops, "_get_raw", True)  # noqa: B010 pass tensors, not shapes; mypy rejects the attribute
 
 
 def area_under_roc(scores: Tensor, positive: Tensor) -> float:
-    """Chance that a positive has a higher score than a negative; equal scores count half. NaN without both kinds.
+    """Probability that a positive has a higher score than a negative; equal scores count half. NaN if one is missing.
 
-    (sum of the positives' ranks - P (P + 1) / 2) / (P N), ranks from 1 and means over equal scores.
+    (sum of the positives' ranks - P (P + 1) / 2) / (P N); ranks count from 1, equal scores get their mean rank.
     """
     _, inverse, counts = scores.unique(return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()
@@ -339,13 +339,13 @@ def area_under_roc(scores: Tensor, positive: Tensor) -> float:
     return ((ranks[positive].sum().item()) - total * (total + 1) / 2) / (total * others)
 
 
-class Seen:
+class RoutingStatistics:
     """Routing statistics of all layers over the batches of an evaluation."""
 
     def __init__(self, device: torch.device) -> None:
         self.used: list[Utilisation] = []  # by layer, as layers may differ in their number of samples
         self.entropy: list[Tensor] = []  # by layer, summed over its samples
-        self.routed: list[int] = []  # by layer: samples with a distribution
+        self.routed: list[int] = []  # by layer: samples for which the router has a distribution
         self.device, self.unit = device, "experts"
 
     def add(self, layers: Sequence[Routing]) -> None:
@@ -361,8 +361,8 @@ class Seen:
                 self.routed[number] += layer.probs.shape[:-1].numel()
 
     def row(self) -> Row:
-        """By the names of `routing_columns`: experts or neurons a sample (mean over layers), shares of the samples of
-        the least and the most used one, number of unused ones, and the entropy of the gates in nats, also by layer."""
+        """`routing_columns`: experts or neurons a sample (mean over layers), shares of samples that use the least and
+        the most used one, number of unused ones, entropy of the gates in nats. With several layers also their own."""
         if not self.used:
             return {}
         share = [layer for counted in self.used for layer in counted.share()]

@@ -1,4 +1,4 @@
-"""Pictures without a screen, written whole or not at all."""
+"""Writes pictures without a display, completely or not at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def write_picture(path: Path, draw: Callable[[Any], object], rows: int = 1, columns: int = 1, **options: Any) -> bool:
-    """Writes the picture that `draw` makes of matplotlib axes (rows, columns); False if matplotlib is not installed.
+    """Calls draw(axes), matplotlib axes (rows, columns), and writes the picture; False if matplotlib is not installed.
 
     options: of pyplot.subplots.
     """

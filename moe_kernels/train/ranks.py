@@ -2,10 +2,10 @@
 
 Every rank builds the same task, keeps its share of the experts, and takes a part of every batch. Gradients are means
 over ranks, weighted by samples. Every rank evaluates the whole test set, so that tables equal those of one process;
-rank 0 prints and writes. A checkpoint has whole tensors; any number of ranks, or one process, can read it.
+rank 0 prints and writes. A checkpoint has unsharded tensors; any number of ranks, or one process, can read it.
 
-Random numbers: rank 0 draws what one process would draw; every other rank has a generator of its own for each step. The
-coin of a competition is a function of seed, layer and step, alike on all ranks and in one process.
+Random numbers: rank 0 draws what one process would draw; every other rank has a random state of its own for each step.
+Whether experts compete depends on seed, layer and step only, so it is equal on all ranks and in one process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of a training; mesh has the dimensions "dp" and "ep", and "ep" shares the experts."""
+    """All ranks of a training. The mesh has the dimensions "dp" and "ep"; experts are sharded over "ep"."""
 
     mesh: DeviceMesh
 
@@ -48,7 +48,7 @@ class Ranks:
         return dist.get_rank()
 
     def wait(self) -> None:
-        """Waits until all ranks are here."""
+        """Waits until all ranks have called this."""
         dist.barrier()
 
     def run(self, recipe: Recipe, seed: int, data: Splits) -> Run:
@@ -68,12 +68,12 @@ class Ranks:
 
 
 @contextmanager
-def started(expert_parallel: int, device: str, timeout: float | None) -> Iterator[Ranks]:
-    """The ranks that torchrun started. timeout: seconds that a rank waits for the others; None: torch's default.
+def init_ranks(expert_parallel: int, device: str, timeout: float | None) -> Iterator[Ranks]:
+    """Joins the ranks that torchrun started. timeout: seconds that a rank waits for the others; None: torch's default.
 
     Raises:
         ValueError: not started by torchrun, or expert_parallel does not divide the ranks.
-        RuntimeError: a rank did not come in time.
+        RuntimeError: a rank did not join in time.
     """
     if any(name not in os.environ for name in VARIABLES):
         raise ValueError("--expert-parallel needs torchrun: torchrun --nproc-per-node 2 -m moe_kernels train ...")
@@ -89,8 +89,8 @@ def started(expert_parallel: int, device: str, timeout: float | None) -> Iterato
 
 
 def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
-    """A rank's samples of a batch, and their number over the mean of all ranks. A rank without samples gets one, of
-    weight 0."""
+    """A rank's samples of a batch, and their weight: their number over the mean of all ranks. A rank without samples
+    gets one sample with weight 0."""
     size = len(batch.tensors[0])
     start, stop = size * rank // ranks, size * (rank + 1) // ranks
     weight = (stop - start) * ranks / size
@@ -117,20 +117,20 @@ class ParallelRun(Run):
 
     def differentiate(self, batch: Batch) -> Mapping[str, Tensor]:
         own, weight = part(batch, self.ranks.rank, self.ranks.size)
-        with noise(self, self.ranks.rank):
+        with rank_random(self, self.ranks.rank):
             losses = self.task.loss(own)
             (losses["loss"] * weight).backward()
         average_gradients(self.task.model, self.ranks.mesh)
-        every = torch.stack([each.detach() * weight / self.ranks.size for each in losses.values()])
-        dist.all_reduce(every)
-        return dict(zip(losses, every.unbind(), strict=True))
+        means = torch.stack([each.detach() * weight / self.ranks.size for each in losses.values()])
+        dist.all_reduce(means)
+        return dict(zip(losses, means.unbind(), strict=True))
 
-    def clip(self, most: float) -> None:
-        clip_grad_norm_(self.task.model, most)
+    def clip(self, max_norm: float) -> None:
+        clip_grad_norm_(self.task.model, max_norm)
 
     def evaluate(self) -> Row:
         rows = [super().evaluate()]
-        dist.broadcast_object_list(rows, 0)  # rows decide when to stop, so they must be equal on all ranks
+        dist.broadcast_object_list(rows, 0)  # `stopped` depends on the rows, so they must be equal on all ranks
         return rows[0]
 
     def flops(self, known: bool = False) -> float:
@@ -140,36 +140,36 @@ class ParallelRun(Run):
         return found.item() / self.ranks.size
 
     def gradients(self) -> list[Tensor | None]:
-        return [_whole(each) for each in super().gradients()]
+        return [_gather(each) for each in super().gradients()]
 
     def model_state(self) -> dict[str, Any]:
-        return _whole(super().model_state())
+        return _gather(super().model_state())
 
     def state(self) -> dict[str, Any]:
-        state = _whole(super().state())
+        state = _gather(super().state())
         for group, flags in zip(state["optimiser"]["param_groups"], self._flags, strict=True):
-            group.update(flags)  # the values of one process
+            group.update(flags)  # the values before _disable_fused, for a run in one process
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
         own = self.task.model.state_dict()
-        model = {name: _like(own.get(name), each) for name, each in state["model"].items()}
+        model = {name: _shard_like(own.get(name), each) for name, each in state["model"].items()}
         optimiser = {**state["optimiser"], "state": {}}
         parameters = [parameter for group in self._groups for parameter in group["params"]]
         for index, each in state["optimiser"]["state"].items():
-            same = parameters[index]
+            parameter = parameters[index]
             optimiser["state"][index] = {
-                name: _like(same, value) if getattr(value, "shape", None) == same.shape else value
+                name: _shard_like(parameter, value) if getattr(value, "shape", None) == parameter.shape else value
                 for name, value in each.items()
             }
         super().load_state({**state, "model": model, "optimiser": optimiser})
-        _one_by_one(self._groups)
+        _disable_fused(self._groups)
 
     def _routing(self, batch: Batch) -> Sequence[Routing]:
         """The routing of the whole batch; every rank routes its own samples."""
         own, _ = part(batch, self.ranks.rank, self.ranks.size)
         found = []
-        with noise(self, self.ranks.rank):
+        with rank_random(self, self.ranks.rank):
             layers = self._route(own)
         for layer in layers:
             parts: list[Any] = [None] * self.ranks.size
@@ -197,7 +197,7 @@ class SerialRun(Run):
             if rank:
                 model.load_state_dict(before, strict=False)
             own, weight = part(batch, rank, self.parts)
-            with noise(self, rank):
+            with rank_random(self, rank):
                 losses = self.task.loss(own)
                 (losses["loss"] * weight / self.parts).backward()
             for name, each in losses.items():
@@ -207,13 +207,13 @@ class SerialRun(Run):
     def _routing(self, batch: Batch) -> Sequence[Routing]:
         parts = []
         for rank in range(self.parts):
-            with noise(self, rank):
+            with rank_random(self, rank):
                 parts.append(self._route(part(batch, rank, self.parts)[0]))
         return [Routing(torch.cat([each.active for each in layer])) for layer in zip(*parts, strict=True)]
 
 
-def noise(run: Run, rank: int) -> AbstractContextManager[None]:
-    """Inside the block, the random numbers of a rank in the run's next step; rank 0 has those of one process."""
+def rank_random(run: Run, rank: int) -> AbstractContextManager[None]:
+    """Inside the block, the random state of a rank in the run's next step; rank 0 has that of one process."""
     return Random((rank * 1_000_003 + run.step) * 1_000_003 + run.seed, run.device).use() if rank else nullcontext()
 
 
@@ -225,8 +225,8 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     present = torch.tensor([each.grad is not None for each in trained], dtype=torch.int32, device=mesh.device_type)
     dist.all_reduce(present, dist.ReduceOp.MAX)
     plain, sharded = [], []
-    for parameter, there in zip(trained, present.tolist(), strict=True):
-        if there and parameter.grad is None:
+    for parameter, has_gradient in zip(trained, present.tolist(), strict=True):
+        if has_gradient and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if isinstance(parameter.grad, DTensor):
             sharded.append(parameter.grad.to_local())
@@ -251,26 +251,26 @@ def _shard(task: Task, mesh: DeviceMesh) -> None:
             new.update((each, getattr(module, name)) for name, each in before.items())
     for group in task.optimiser.param_groups:
         group["params"] = [new.get(each, each) for each in group["params"]]
-    _one_by_one(task.optimiser.param_groups)
+    _disable_fused(task.optimiser.param_groups)
 
 
-def _one_by_one(groups: list[dict[str, Any]]) -> None:
-    """Turns off fused and foreach optimisers, which reject DTensors beside other parameters."""
+def _disable_fused(groups: list[dict[str, Any]]) -> None:
+    """Turns off the fused and foreach modes of optimisers, which reject DTensors beside other parameters."""
     for group in groups:
         group.update(fused=False, foreach=False)
 
 
-def _whole(value: Any) -> Any:
+def _gather(value: Any) -> Any:
     """The value with all sharded tensors gathered, in any containers."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, dict):
-        return {key: _whole(each) for key, each in value.items()}
-    return type(value)(map(_whole, value)) if isinstance(value, list | tuple) else value
+        return {key: _gather(each) for key, each in value.items()}
+    return type(value)(map(_gather, value)) if isinstance(value, list | tuple) else value
 
 
-def _like(own: Any, value: Any) -> Any:
-    """A whole tensor, sharded like `own`."""
+def _shard_like(own: Any, value: Any) -> Any:
+    """The unsharded tensor `value`, sharded like `own`."""
     if not isinstance(own, DTensor) or not isinstance(value, Tensor):
         return value
     return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)

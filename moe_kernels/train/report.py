@@ -43,13 +43,13 @@ class History:
 
 @dataclass
 class Summary:
-    """One side over its seeds. Pairs are mean and spread (sample standard deviation) of the chosen rows."""
+    """One side over its seeds. Pairs are mean and spread (sample standard deviation) over the seeds."""
 
     side: str
     lr: float
     metric: tuple[float, float]
-    curve: tuple[float, float]  # mean of the metric over all evaluations, which shows how fast a side learns
-    loss: tuple[float, float]  # of the task without regularisers, in training
+    curve: tuple[float, float]  # mean of the metric over all evaluations: shows how fast a side learns
+    loss: tuple[float, float]  # training loss of the task, without regularisers
     seconds: float  # of a step, median over seeds and evaluations
     flops: float
     routing: dict[str, float] = field(default_factory=dict)
@@ -63,32 +63,32 @@ def summarise(histories: Sequence[History], metric: str) -> list[Summary]:
     """A summary of the final runs of each side."""
     found = []
     for side in dict.fromkeys(each.side for each in histories):
-        mine = [each for each in histories if each.side == side and each.stage == "final"]
-        last = [each.result for each in mine]
-        terms = [each.terms[each.chosen] for each in mine if each.terms]
-        trained = [[row[f"test {metric}"] for row in each.rows] for each in mine]
-        seconds = sorted(row["seconds"] for each in mine for row in each.rows)
+        runs = [each for each in histories if each.side == side and each.stage == "final"]
+        chosen = [each.result for each in runs]
+        terms = [each.terms[each.chosen] for each in runs if each.terms]
+        curves = [[row[f"test {metric}"] for row in each.rows] for each in runs]
+        seconds = sorted(row["seconds"] for each in runs for row in each.rows)
         found.append(
             Summary(
                 side,
-                mine[0].lr,
-                mean_and_spread([row[f"test {metric}"] for row in last]),
-                mean_and_spread([sum(curve) / len(curve) for curve in trained]),
-                mean_and_spread([task_loss(row) for row in last]),
+                runs[0].lr,
+                mean_and_spread([row[f"test {metric}"] for row in chosen]),
+                mean_and_spread([sum(curve) / len(curve) for curve in curves]),
+                mean_and_spread([task_loss(row) for row in chosen]),
                 seconds[len(seconds) // 2],
-                mine[0].flops,
+                runs[0].flops,
                 {
-                    name: mean_and_spread([row.get(name, math.nan) for row in last])[0]
-                    for name in routing_columns(mine[0].unit)
-                    if name in last[0]
+                    name: mean_and_spread([row.get(name, math.nan) for row in chosen])[0]
+                    for name in routing_columns(runs[0].unit)
+                    if name in chosen[0]
                 },
-                mine[0].flops_known,
-                mine[0].unit,
+                runs[0].flops_known,
+                runs[0].unit,
                 {
                     name: mean_and_spread([row.get(name, math.nan) for row in terms])[0]
                     for name in dict.fromkeys(name for row in terms for name in row)
                 },
-                mine[0].parameters,
+                runs[0].parameters,
             )
         )
     return found
@@ -102,8 +102,8 @@ def task_loss(row: Row) -> float:
 def tables(summaries: Sequence[Summary], metric: str) -> str:
     """The two tables at the end of a run: what the sides learned, and how they route and what they cost."""
     units = {each.unit for each in summaries if each.routing}
-    unit = units.pop() if len(units) == 1 else ""  # else every number has its own
-    kept = any(each.flops_known != each.flops and not math.isnan(each.flops_known) for each in summaries)
+    unit = units.pop() if len(units) == 1 else ""  # "": each number is printed with its unit
+    stored = any(each.flops_known != each.flops and not math.isnan(each.flops_known) for each in summaries)
     learned, costs = [], []
     for each in summaries:
         numbers = (with_spread(pair) for pair in (each.metric, each.curve, each.loss))
@@ -113,11 +113,11 @@ def tables(summaries: Sequence[Summary], metric: str) -> str:
             + f" {each.unit}" * (not unit and name in each.routing and name.endswith(each.unit))
             for name in routing_columns(each.unit)
         )
-        flops = (f"{count / 1e6:.3f}" for count in (each.flops, *[each.flops_known] * kept))
+        flops = (f"{count / 1e6:.3f}" for count in (each.flops, *[each.flops_known] * stored))
         costs.append((each.side, *routing, each.parameters, *flops))
     routed = routing_columns(unit) if unit else ("used", "least load", "most load", "dead", "entropy")
     header = ("side", "lr", metric, "its mean over the run", "task's training loss", "ms/step")
-    below = ("side", *routed, "parameters", "MFLOPs/sample", *["with kept masks"] * kept)
+    below = ("side", *routed, "parameters", "MFLOPs/sample", *["with kept masks"] * stored)
     return f"{info.table(header, learned)}\n\n{info.table(below, costs)}"
 
 

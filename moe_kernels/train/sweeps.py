@@ -26,7 +26,7 @@ def pivot(recipe: Recipe, summaries: Sequence[Summary]) -> str:
 def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary], title: str) -> bool:
     """Draws a panel for each swept option, a line for each side, with the spread over the seeds.
 
-    Returns whether it drew: not without swept options, nor without matplotlib.
+    Returns False, and draws nothing, without swept options or without matplotlib.
     """
     swept = recipe.swept()
 

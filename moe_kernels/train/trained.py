@@ -52,7 +52,7 @@ def save_model(folder: Path, name: str, run: Run) -> Path:
     best = run.best if run.chooses and run.recipe.choose == "best" else None
     path = folder / f"model-{name}.pt"
     checkpoint.save_tensors(path, best or run.model_state())
-    what = {
+    description = {
         "recipe": type(run.recipe).__module__.rpartition(".")[2],
         "options": dataclasses.asdict(run.recipe),
         "seed": run.seed,
@@ -60,7 +60,7 @@ def save_model(folder: Path, name: str, run: Run) -> Path:
         "step": int(run.rows[run.chosen]["step"]),
         "data": datasets.describe(run.data.source),
     }
-    checkpoint.write(path.with_suffix(".json"), json.dumps(what, indent=1) + "\n")
+    checkpoint.write(path.with_suffix(".json"), json.dumps(description, indent=1) + "\n")
     return path
 
 
@@ -72,21 +72,21 @@ def load_model(path: str | Path, device: torch.device | str = "cpu") -> Trained:
             fit the model of the .json file.
     """
     path = Path(path)
-    beside = path.with_suffix(".json")
+    json_path = path.with_suffix(".json")
     state = checkpoint.read(path)
     try:
-        what = json.loads(beside.read_text())
-        options: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in what["options"].items()}
-        recipe = recipes.find(what["recipe"])(**options)
-        data = datasets.blank(what["data"], getattr(recipe, "length", 1) + 1).to(device)
+        saved = json.loads(json_path.read_text())
+        options: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in saved["options"].items()}
+        recipe = recipes.find(saved["recipe"])(**options)
+        data = datasets.blank(saved["data"], getattr(recipe, "length", 1) + 1).to(device)
         splits = recipe.blank_splits(data)
         with torch.random.fork_rng(devices=[]):
-            task = recipe.build(Splits(data, splits.train, splits.test), what["seed"], what["steps"])
-            if task.before_step is not None and what["step"] > 0:
-                task.before_step(what["step"] - 1)  # restores attributes such as choices per token
+            task = recipe.build(Splits(data, splits.train, splits.test), saved["seed"], saved["steps"])
+            if task.before_step is not None and saved["step"] > 0:
+                task.before_step(saved["step"] - 1)  # restores attributes such as choices per token
         task.model.load_state_dict(state)
     except (OSError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{path} and {beside.name} are no model of this program: {first}") from error
+        raise ValueError(f"{path} and {json_path.name} are no model of this program: {first}") from error
     task.model.eval()
-    return Trained(recipe, data, task, what["seed"])
+    return Trained(recipe, data, task, saved["seed"])

@@ -1,4 +1,4 @@
-"""Gates with one call and one result: `gate(x (T, D), ids=None) -> GateOutput`, so that a layer takes any of them."""
+"""Gates: all have the interface `gate(x (T, D), ids=None) -> GateOutput`, so a layer takes any of them."""
 
 from moe_kernels.nn.gates.competition import CompetitionGate
 from moe_kernels.nn.gates.dselect import DSelectKGate

@@ -1,4 +1,4 @@
-"""CompeteSMoE's gate (paper 004): now and then all experts compete, and the router learns who won."""
+"""CompeteSMoE's gate (paper 004): in some training steps all experts compete, and the router learns the winners."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_kernels.nn._compile import on_the_host
-from moe_kernels.nn._distributed import joined
-from moe_kernels.nn._recompute import recomputed
+from moe_kernels.nn._distributed import attach_unused
+from moe_kernels.nn._recompute import is_recomputing
 from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.topk import TopKGate
@@ -29,21 +29,21 @@ class CompetitionGate(Gate):
     Args:
         router: the TopKGate that learns.
         experts: the ExpertMLP of the same layer; not a submodule of this gate, since the layer owns it.
-        rate: lambda, the chance of a competition step in training, a number or a function of the step from 0; every
-            layer flips its own coin.
+        rate: lambda, the probability of a competition step in training, a number or a function of the step from 0;
+            every layer draws for itself.
         alpha: weight of the router loss.
-        through_norms: whether the output's gradient reaches the experts through the norm weights too, as the published
-            code has it, or, False, through their outputs alone. The target of the loss is a constant either way.
-        coin: a CPU generator for the coin; None is torch's own. The host flips it and waits for no device; in training
-            torch.compile breaks its graph there.
+        through_norms: whether the output's gradient reaches the experts also through the norms that weight them, as in
+            the published code, or only through their outputs. The target of the loss is a constant in both cases.
+        coin: a CPU generator that draws whether a step is a competition; None is torch's own. The host draws and waits
+            for no device; in training torch.compile breaks its graph there.
 
-    Autocast: experts compete as they compute, in its dtype; router, weights and loss keep that of the parameters.
+    Autocast: the norms are computed in its dtype; router, weights and loss keep that of the parameters.
 
     losses: "router" on competition steps, the router's own on the others. statistics: "competed" (), 0 or 1, and on
     competition steps "agreement" (), the share of the k winners that the router also has.
 
-    State: `steps` counts training calls, without recomputation in a checkpointed backward, and is kept in the state
-    dict. Source: paper 004, eqs. 3 to 5, section 3.3.
+    State: `steps` counts training calls, except those that a checkpoint repeats in the backward pass; it is in the
+    state dict. Source: paper 004, eqs. 3 to 5, section 3.3.
 
     Example:
         >>> experts = ExpertMLP(4, 16, 32)
@@ -77,23 +77,21 @@ class CompetitionGate(Gate):
         self.steps, self._competed = 0, False
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        compete = False
-        if self.training:
-            compete = self._flip()
-        if not compete:
-            routed = self.router(x, ids)
-            return replace(routed, records=routed.records | {"competed": x.new_zeros(())})
-        return self._compete(x)
+        if self.training and self._draw_competition():
+            return self._compete(x)
+        routed = self.router(x, ids)
+        return replace(routed, records=routed.records | {"competed": x.new_zeros(())})
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         return self.router._logits(x, ids)
 
-    @on_the_host("CompetitionGate: the host flips a coin")
-    def _flip(self) -> bool:
-        again = recomputed()  # checkpointing then restores torch's own generator, and the coin is drawn from it again
-        if again and self.coin is not None:
+    @on_the_host("CompetitionGate: the host draws whether experts compete")
+    def _draw_competition(self) -> bool:
+        """Whether this step is a competition."""
+        repeated = is_recomputing()  # a checkpoint has then restored torch's own generator, but not `coin`
+        if repeated and self.coin is not None:
             return self._competed
-        step = self.steps - again
+        step = self.steps - repeated
         rate = self.rate(step) if callable(self.rate) else self.rate
         self._competed = torch.rand((), generator=self.coin).item() < rate
         self.steps = step + 1
@@ -104,11 +102,11 @@ class CompetitionGate(Gate):
         k = self.router.k
         norms = experts(x, None, None, part="norms")
         weights, winners = topk_gate(norms if self.through_norms else norms.detach(), k)
-        # The router's input is a constant here: the loss is the router's alone (eq. 4).
+        # The router's input is a constant here, since the loss trains only the router (eq. 4).
         logits = self._logits(x.detach())
-        routed, chosen = topk_gate(logits, k)
-        loss = competition_loss((routed, chosen), (weights, winners), self.num_experts)
-        weights = joined(weights, self.router.parameters())
+        router_weights, chosen = topk_gate(logits, k)
+        loss = competition_loss((router_weights, chosen), (weights, winners), self.num_experts)
+        weights = attach_unused(weights, self.router.parameters())
         agreement = (chosen[:, :, None] == winners[:, None, :]).any(-1)
         records = {"competed": x.new_ones(()), "agreement": agreement}
         return GateOutput(weights, winners, self.num_experts, False, {"router": self.alpha * loss}, records)

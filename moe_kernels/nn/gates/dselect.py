@@ -23,8 +23,8 @@ class DSelectKGate(Gate):
         k: selectors.
         gamma: width of the smooth step.
         entropy: coefficient of mean over t of -sum over j, i of r log(r + 1e-6).
-        reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6) where E is no power of two: codes
-            from E on have no expert, so that a selector's weight for them is lost. Gates are not renormalised.
+        reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6) if E is no power of two: codes from
+            E on have no expert, and the weight of a selector on them is lost. Gates are not renormalised.
         generator: draws Z ~ U(-gamma/100, gamma/100); c is 0; None is torch's own.
 
     Output: dense. losses: "entropy" and "reciprocal" in training. statistics: "experts_per_sample", the mean number of
@@ -63,15 +63,15 @@ class DSelectKGate(Gate):
 
     @property
     def _code_length(self) -> int:
-        """m."""
+        """m, the number of bits of a code."""
         return (self.num_experts - 1).bit_length()
 
     @property
     def bits(self) -> Tensor:
         """(E, m) bool: the code of every expert. Computed and not a buffer, which to_empty would leave undefined."""
         device, m = self.code.weight.device, self._code_length
-        places = torch.arange(m - 1, -1, -1, device=device)
-        return (torch.arange(self.num_experts, device=device)[:, None] >> places) & 1 == 1
+        shifts = torch.arange(m - 1, -1, -1, device=device)
+        return (torch.arange(self.num_experts, device=device)[:, None] >> shifts) & 1 == 1
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         z = self.project(self.code, x).view(x.shape[0], self.k, 1, self._code_length)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.nn._parameters import as_linear_, stacked
+from moe_kernels.nn._parameters import empty_parameter, linear_init_
 from moe_kernels.nn.gates.gate import Gate, GateOutput, expert_noise
 from moe_kernels.nn.losses import cv_squared, selection_chances
 from moe_kernels.ops._checks import check_backend, check_int, check_number
@@ -16,7 +16,7 @@ from moe_kernels.ops.topk_gate import topk_gate
 
 
 class EnsembleGate(Gate):
-    """Member m of M chooses k of its own E / M experts, m E / M up to (m + 1) E / M, by V-MoE's softmax-then-top-k.
+    """Member m of M chooses k of its own E / M experts, from m E / M on, by V-MoE's softmax-then-top-k.
 
     Args:
         dim: D.
@@ -24,12 +24,12 @@ class EnsembleGate(Gate):
         members: M.
         k: from 1 to E / M.
         noise: N(0, (M / E)^2) on a member's E / M logits in training.
-        generator: draws it; None is torch's own.
-        importance, load: coefficients of V-MoE's losses in training, of every member over its own experts and tokens,
-            their mean over the members; `load` needs noise.
+        generator: draws the noise; None is torch's own.
+        importance, load: coefficients of V-MoE's losses in training, computed for each member over its own experts and
+            tokens and averaged over the members; `load` needs noise.
 
     Input: x (T, D) and ids (T,), the member of each token (see `tile`). Output: sparse. Parameter: weight
-    (M, D, E / M), each member's as an nn.Linear without bias. Source: paper 003, section 5; capacity counts all E.
+    (M, D, E / M), initialised as M nn.Linear without bias. Source: paper 003, section 5; capacity counts all E.
 
     Example:
         >>> x, ids = tile(torch.randn(4, 16), 2)  # every sample once for each member
@@ -57,7 +57,7 @@ class EnsembleGate(Gate):
         if num_experts % members:
             raise ValueError(f"EnsembleGate: members must divide {num_experts} experts, got {members}")
         self.k = check_int("EnsembleGate", "k", k, 1, num_experts // members, "choices among E / M experts")
-        self.weight = stacked(members, dim, num_experts // members, device=device, dtype=dtype)
+        self.weight = empty_parameter(members, dim, num_experts // members, device=device, dtype=dtype)
         self.noise, self.generator, self.backend = noise, generator, check_backend("EnsembleGate", backend)
         self.importance = check_number("EnsembleGate", "importance", importance)
         self.load = check_number("EnsembleGate", "load", load)
@@ -66,39 +66,39 @@ class EnsembleGate(Gate):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        as_linear_(self.weight, self.weight.shape[1], generator)
+        linear_init_(self.weight, self.weight.shape[1], generator)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        member = self.known(x, ids, self.members, "the member of each token")
+        member = self.check_ids(x, ids, self.members, "the member of each token")
         logits = self._of_member(x, member)
         noise = expert_noise(logits, self.generator) if self.noise and self.training else None
         weights, experts = topk_gate(logits, self.k, order="softmax_topk", noise=noise, backend=self.backend)
-        own = member.to(torch.int32)[:, None] * (self.num_experts // self.members)
+        first = member.to(torch.int32)[:, None] * (self.num_experts // self.members)  # the member's first expert
         losses = self._losses(logits, noise, member) if self.training else {}
-        return GateOutput(weights, experts + own, self.num_experts, losses=losses)
+        return GateOutput(weights, experts + first, self.num_experts, losses=losses)
 
     @torch.no_grad()
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """(T, E / M): of each token's own member."""
-        return self._of_member(x, self.known(x, ids, self.members, "the member of each token")).softmax(-1)
+        """(T, E / M): over the experts of each token's member."""
+        return self._of_member(x, self.check_ids(x, ids, self.members, "the member of each token")).softmax(-1)
 
     def _of_member(self, x: Tensor, member: Tensor) -> Tensor:
-        """Logits (T, E / M)."""
-        every = self.product(x, self.weight.transpose(1, 2).flatten(0, 1)).unflatten(1, (self.members, -1))
-        return every[torch.arange(x.shape[0], device=x.device), member]
+        """Logits (T, E / M) of each token's member."""
+        of_all = self.product(x, self.weight.transpose(1, 2).flatten(0, 1)).unflatten(1, (self.members, -1))
+        return of_all[torch.arange(x.shape[0], device=x.device), member]
 
     def _losses(self, logits: Tensor, noise: Tensor | None, member: Tensor) -> dict[str, Tensor]:
         losses = {}
         if self.importance:
-            losses["importance"] = self.importance * self._spread(logits.softmax(-1), member)
+            losses["importance"] = self.importance * self._mean_cv_squared(logits.softmax(-1), member)
         if self.load and noise is not None:
             chances = selection_chances(logits, logits + noise, self.k, 1 / logits.shape[1])
-            losses["load"] = self.load * self._spread(chances, member)
+            losses["load"] = self.load * self._mean_cv_squared(chances, member)
         return losses
 
-    def _spread(self, each: Tensor, member: Tensor) -> Tensor:
-        """Mean over the members of the squared coefficient of variation of each (T, E / M), summed over its tokens."""
-        sums = F.one_hot(member, self.members).to(each.dtype).t() @ each
+    def _mean_cv_squared(self, values: Tensor, member: Tensor) -> Tensor:
+        """cv_squared of the sums of values (T, E / M) over a member's tokens; the mean over the members."""
+        sums = F.one_hot(member, self.members).to(values.dtype).t() @ values
         return torch.stack([cv_squared(row) for row in sums]).mean()
 
     def extra_repr(self) -> str:
@@ -106,7 +106,7 @@ class EnsembleGate(Gate):
 
 
 def tile(x: Tensor, members: int) -> tuple[Tensor, Tensor]:
-    """x (B, ...) once for each member, (B M, ...) in the order x0 m0, x0 m1, x1 m0, ..., and the members (B M,).
+    """Repeats x (B, ...) once for each member: (B M, ...), x0 m0, x0 m1, x1 m0, ..., and the members (B M,).
 
     Example:
         >>> tile(torch.tensor([[1.0], [2.0]]), 2)

@@ -12,7 +12,7 @@ from torch.compiler import is_compiling
 from moe_kernels._pytree import register
 from moe_kernels.nn._output import OutputModule
 from moe_kernels.nn._parameters import KeepsFloat32
-from moe_kernels.nn._recompute import own
+from moe_kernels.nn._recompute import noise_generator
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import INDEX, check_backend, check_int, check_rank, check_size, check_tensor
 from moe_kernels.ops.topk_gate import topk_gate
@@ -25,7 +25,7 @@ class GateOutput:
     * weights (T, K), floating, and experts (T, K), int32: -1 is no choice, and no expert occurs twice. A dense gate has
       K = E, all experts in order.
     * num_experts: E.
-    * dense: whether the gate weighs all experts.
+    * dense: whether the gate gives every expert a weight.
     * losses: () by name, times their coefficients, to be added to the task's loss; none in evaluation.
     * records: detached tensors by name; `statistics` are computed from them when they are read.
 
@@ -58,14 +58,14 @@ class GateOutput:
         """(T, E): every expert's weight, 0 where it was not chosen."""
         if self.dense:
             return self.weights
-        # Choices of no expert go to an extra column, so that no two weights have the same place.
+        # Choices without an expert (-1) go to an extra column, so that they overwrite no weight.
         columns = torch.where(self.experts < 0, self.num_experts, self.experts).long()
-        wide = self.weights.new_zeros(self.weights.shape[0], self.num_experts + 1)
-        return wide.scatter(1, columns, self.weights)[:, : self.num_experts]
+        zeros = self.weights.new_zeros(self.weights.shape[0], self.num_experts + 1)
+        return zeros.scatter(1, columns, self.weights)[:, : self.num_experts]
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """() by name: the mean of every record, of "experts_per_sample" that of a token's weights of at least 1e-5.
+        """() by name: the mean of every record; "experts_per_sample": the mean number of a token's weights >= 1e-5.
 
         Computed at every read; a forward computes none.
         """
@@ -73,7 +73,7 @@ class GateOutput:
 
     @property
     def loss(self) -> Tensor:
-        """(): the sum of the losses, 0 where there are none."""
+        """(): the sum of the losses, 0 if there are none."""
         return sum(
             self.losses.values(),
             self.weights.new_zeros((), dtype=torch.promote_types(self.weights.dtype, torch.float32)),
@@ -92,10 +92,10 @@ class Gate(KeepsFloat32, OutputModule):
     """A gate: `gate(x, ids=None) -> GateOutput` for tokens x (T, D) and ids (T,), such as users or vocabulary indices.
 
     Gates convert x to the dtype of their parameters and compute in it, also under autocast, since bfloat16 logits would
-    lead to other choices. Experts follow autocast (see Experts), also when they compete.
+    lead to other choices. Experts follow autocast (see Experts), also in a competition.
 
-    Noise comes from torch's own generator or from `generator`. State dicts do not keep a `generator` and
-    torch.utils.checkpoint does not restore it, so a forward that draws from one is refused under checkpointing.
+    Noise comes from torch's own generator or from `generator`. State dicts do not keep a `generator`, and
+    torch.utils.checkpoint does not restore it, so its recomputation of a forward that draws from one raises an error.
 
     keep_float32: float32 parameters stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)` of the gate or of its
     model. A narrowed model then routes as the trained one did; logits rounded to 8 bits would move every token with two
@@ -113,7 +113,7 @@ class Gate(KeepsFloat32, OutputModule):
     """
 
     def __init__(self, num_experts: int, fewest: int = 1, dim: int | None = None) -> None:
-        """fewest: experts. dim: features of x, of a gate that has parameters for them."""
+        """fewest: smallest num_experts allowed. dim: features of x, or None if no parameter depends on them."""
         super().__init__()
         name = type(self).__name__
         if dim is not None:
@@ -129,9 +129,9 @@ class Gate(KeepsFloat32, OutputModule):
 
     @torch.no_grad()
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
-        """The router's softmax over all experts for x (T, D), as evaluation has it: (T, E), detached and without noise.
+        """The router's softmax over all experts for x (T, D), as in evaluation: (T, E), detached and without noise.
 
-        None for a gate that has no router, such as a hash. Its entropy says how sure the router is (paper 004, C.5).
+        None for a gate without a router, such as a hash. Its entropy measures the router's uncertainty (004, C.5).
         """
         logits = self._logits(x, ids)
         return None if logits is None else logits.softmax(-1)
@@ -147,10 +147,10 @@ class Gate(KeepsFloat32, OutputModule):
         with without_autocast(x.device.type):
             return F.linear(x.to(weight.dtype), weight, bias)
 
-    def known(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
-        """ids (T,) of the tokens x (T, D) as int64; ValueError, TypeError for others, such as none.
+    def check_ids(self, x: Tensor, ids: Tensor | None, count: int, meaning: str) -> Tensor:
+        """ids (T,) of the tokens x (T, D) as int64; ValueError or TypeError if they are None or do not fit.
 
-        On the CPU also for ids outside [0, count). On a GPU the check would wait; torch's indexing asserts there.
+        Ids outside [0, count) raise on the CPU. On a GPU this check would wait; torch's indexing asserts there.
         """
         name = type(self).__name__
         if ids is None:
@@ -166,7 +166,7 @@ class Gate(KeepsFloat32, OutputModule):
 
 
 class TopKRouter(Gate):
-    """The part of gates that choose k experts by their `_logits`: weights, experts = topk_gate(logits, k)."""
+    """Base of gates that choose k experts by their `_logits`: weights, experts = topk_gate(logits, k)."""
 
     k: int
     backend: str | None
@@ -195,4 +195,4 @@ def expert_noise(logits: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def normal_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
     """N(0, 1) like x. torch.compile cannot trace torch.randn with sizes that are not known yet."""
-    return torch.empty_like(x).normal_(generator=own(generator))
+    return torch.empty_like(x).normal_(generator=noise_generator(generator))

@@ -17,10 +17,10 @@ class HashGate(TableGate):
     Args:
         num_ids: ids are 0 .. num_ids - 1: users, or tokens of a vocabulary.
         num_experts: E.
-        frequencies: (num_ids,), how often each id occurs, or None. None: every id draws its expert uniformly. Else the
-            ids that occur go, in descending frequency, to the expert that has the least so far (equal ones: the lower
-            id, the lower expert), and the others draw theirs.
-        generator: draws; None is torch's own.
+        frequencies: (num_ids,), how often each id occurs, or None. None: every id gets a random expert. Else each id
+            that occurs goes, in descending frequency, to the expert with the smallest sum of frequencies so far (ties:
+            the lower id, the lower expert); ids of frequency 0 get a random expert.
+        generator: draws the random experts; None is torch's own.
 
     Input: ids (T,), int32 or int64. Output: sparse, k = 1; weights in the dtype of x and without a gradient. `table`
     (num_ids,) holds the expert of every id.
@@ -67,7 +67,7 @@ class HashGate(TableGate):
 
 
 def _balance(table: Tensor, frequencies: Tensor, num_experts: int) -> None:
-    """Writes the experts of the ids that occur into the table."""
+    """Writes the experts of the ids that occur into the table, each the least loaded one so far."""
     loads = [(frequencies.new_zeros(()).item(), expert) for expert in range(num_experts)]
     for index in frequencies.sort(descending=True, stable=True).indices.tolist():
         if frequencies[index] == 0:

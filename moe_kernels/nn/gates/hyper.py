@@ -1,4 +1,4 @@
-"""HyperRouter: the router's weights come from a frozen network of a trained embedding."""
+"""HyperRouter: a frozen network computes the router's weights from a trained embedding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HyperRouterGate(TopKRouter):
         hidden: width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)), 256 in the published code.
         backend: of topk_gate.
 
-    Parameters: `embedding` v (1, D) trains, `hypernetwork` does not. Source: Do et al. 2023, baseline of paper 004.
+    Parameters: `embedding` v (1, D), trained, and `hypernetwork`, frozen. Source: Do et al. 2023, baseline of 004.
 
     Example:
         >>> HyperRouterGate(16, 4, 2)(torch.randn(8, 16)).experts.shape

@@ -38,8 +38,8 @@ class ManualGate(TableGate):
         device: torch.device | str | None = None,
     ) -> None:
         given = tuple(check_int("ManualGate", "assignment", each, 0, 2**31 - 2, "experts") for each in assignment)
-        most = max(given, default=0) + 1
-        super().__init__(most if num_experts is None else num_experts, len(given), most, device)
+        needed = max(given, default=0) + 1
+        super().__init__(needed if num_experts is None else num_experts, len(given), needed, device)
         self.given = given
         self.reset_parameters()
 

@@ -12,8 +12,8 @@ from moe_kernels.ops._checks import check_module
 class PermutedGate(Gate):
     """gates = search.permute(gate(x).gates). For tasks that share experts, use the `search` of MultiGateMoE instead.
 
-    Output: dense, (T, E). While the search learns, every expert has a weight; later only the experts that `gate`
-    weighs, and the policy NonzeroWeights evaluates no others. losses: the losses of gate and, in training,
+    Output: dense, (T, E). While the search learns, every expert has a weight. Later only permuted choices of `gate`
+    have one, and the policy NonzeroWeights evaluates no others. losses: those of `gate` and, in training,
     "permutation". A forward in training is a step of the search.
 
     Example:

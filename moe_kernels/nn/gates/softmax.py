@@ -21,7 +21,7 @@ class SoftmaxGate(Gate):
         importance: coefficient of nn.importance_loss of the clean probabilities; 0: none.
         generator: draws the noise; None is torch's own.
 
-    Output: dense. losses: "importance" where its coefficient is not 0. Parameters: `linear`, initialised as
+    Output: dense. losses: in training "importance", if its coefficient is not 0. Parameters: `linear`, initialised as
     nn.Linear. Gradient: to x and the parameters.
 
     Source: paper 001, section 4 ("Softmax"); paper 002, section 3.

@@ -1,4 +1,4 @@
-"""StableMoE's gate: a routing that is learned in stage one, distilled into a small router, and then stays."""
+"""StableMoE's gate: stage one learns a routing and distils it into a small router, which is fixed in stage two."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.nn._distributed import joined
-from moe_kernels.nn._parameters import stacked
+from moe_kernels.nn._distributed import attach_unused
+from moe_kernels.nn._parameters import empty_parameter
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.losses import batch_mean
 from moe_kernels.ops._checks import check_int, check_number, check_size
 
 
 class StableGate(Gate):
-    """One expert a token: by affinity s_i = <x, centroid_i> in stage one, later by a small router of the ids.
+    """One expert a token: by affinity s_i = <x, centroid_i> in stage one, later by a small router that reads the ids.
 
     Training starts in stage one, expert = argmax_i s_i. `begin_stage_two()` ends it: from then on, and always in
     evaluation, expert = argmax_i (embedding[id] W_r)_i. The weight is sigmoid(s_expert) in both. A block computes
@@ -35,7 +35,7 @@ class StableGate(Gate):
         balance, distill: coefficients, 0.3 each in the paper.
 
     Input: x (T, D) and ids (T,). Parameters: `centroids` (E, D), orthogonal with gain 0.1; `embedding`, `router`.
-    Gradient: to centroids through the weight and the balance loss; the choice is a constant. State: `stage` is kept.
+    Gradient: to centroids through the weight and the balance loss; the choice is a constant. State dicts keep `stage`.
 
     Source: Dai et al. 2022, eqs. 3 to 9, a baseline of paper 004. Experts train in both stages.
 
@@ -61,7 +61,7 @@ class StableGate(Gate):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_experts, dim=dim)
-        self.centroids = stacked(num_experts, dim, device=device, dtype=dtype)
+        self.centroids = empty_parameter(num_experts, dim, device=device, dtype=dtype)
         nn.init.orthogonal_(self.centroids, gain=0.1)
         check_int("StableGate", "vocabulary", vocabulary, 1, 2**31 - 1, "ids")
         check_size("StableGate", "embedding", embedding)
@@ -76,7 +76,7 @@ class StableGate(Gate):
         super().reset_parameters(generator)
 
     def begin_stage_two(self) -> None:
-        """From now on the distilled router decides, in training too."""
+        """From now on the distilled router chooses the experts, in training too."""
         self.stage = 2
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
@@ -85,26 +85,25 @@ class StableGate(Gate):
         learning = self.training and self.stage == 1
         if learning:
             experts = affinity.detach().argmax(-1)
-            unlike = F.cross_entropy(self._logits(x, ids), experts, reduction="none")
-            losses["distill"] = self.distill * batch_mean(unlike)
+            cross_entropy = F.cross_entropy(self._logits(x, ids), experts, reduction="none")
+            losses["distill"] = self.distill * batch_mean(cross_entropy)
         else:
             with torch.no_grad():
                 experts = self._logits(x, ids).argmax(-1)
         weights = affinity.sigmoid().gather(1, experts[:, None])
         if self.training and not learning:
-            weights = joined(weights, (*self.embedding.parameters(), *self.router.parameters()))
+            weights = attach_unused(weights, (*self.embedding.parameters(), *self.router.parameters()))
         if learning:
-            wide = torch.promote_types(weights.dtype, torch.float32)
-            ones = torch.ones(x.shape[0], dtype=wide, device=x.device)
+            ones = torch.ones(x.shape[0], dtype=torch.promote_types(weights.dtype, torch.float32), device=x.device)
             count = ones.new_zeros(self.num_experts).scatter_add_(0, experts, ones)
             mean = max(x.shape[0], 1) / self.num_experts
             losses["balance"] = self.balance * batch_mean(((count - mean) / mean)[experts] * weights[:, 0])
         return GateOutput(weights, experts.to(torch.int32)[:, None], self.num_experts, losses=losses)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
-        """The logits (T, E) of the small router, which sees only the ids."""
-        known = self.known(x, ids, self.embedding.num_embeddings, "what the distilled router sees")
-        return self.project(self.router, self.embedding(known))
+        """The logits (T, E) of the small router, which depend only on the ids."""
+        ids = self.check_ids(x, ids, self.embedding.num_embeddings, "the inputs of the distilled router")
+        return self.project(self.router, self.embedding(ids))
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, balance={self.balance:g}, distill={self.distill:g}, stage={self.stage}"

@@ -1,4 +1,4 @@
-"""Two gates, one after the other: dense and then sparse (paper 002), or by label and then learned."""
+"""Two gates, used one after the other: dense, then sparse (paper 002), or by label, then learned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.nn._distributed import joined
+from moe_kernels.nn._distributed import attach_unused
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.gates.topk import TopKGate
 from moe_kernels.nn.losses import batch_mean
@@ -16,17 +16,16 @@ from moe_kernels.ops._checks import check_module, check_number
 
 
 class StagedGate(Gate):
-    """first(x) in stage one, second(x) from stage two on; set `stage`, by a schedule, before a step.
+    """first(x) in stage one, second(x) from stage two on; the training loop sets `stage` before a step.
 
     Args:
         first, second: over the same experts.
         distill: in stage two, weight of the mean over tokens of KL(first's gates || softmax of second's logits); second
             must then be a TopKGate.
-        second_in_evaluation: evaluation uses the second gate in stage one too, such as for a first gate that needs
-            labels.
+        second_in_evaluation: evaluation uses the second gate in stage one too, for example if the first needs labels.
 
-    The training loop says what trains: nn.schedules.train_gates_alone(model) in stage two of the sparse ViT, all of it
-    in stage three. losses: those of the gate in use, and "distill". State: `stage` is kept.
+    The training loop selects the parameters that train: nn.schedules.train_gates_alone(model) in stage two of the
+    sparse ViT, all of them in stage three. losses: those of the gate in use, and "distill". State dicts keep `stage`.
 
     Source: paper 002, section 3.
 
@@ -54,9 +53,9 @@ class StagedGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         if self._in_use() is self.first:
             output = self.first(x, ids)
-            return replace(output, weights=joined(output.weights, self.second.parameters()))
+            return replace(output, weights=attach_unused(output.weights, self.second.parameters()))
         output = self.second(x, ids)
-        output = replace(output, weights=joined(output.weights, self.first.parameters()))
+        output = replace(output, weights=attach_unused(output.weights, self.first.parameters()))
         if not (self.training and self.distill and self.stage == 2 and isinstance(self.second, TopKGate)):
             return output
         with torch.no_grad():

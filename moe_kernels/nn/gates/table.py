@@ -13,9 +13,9 @@ from moe_kernels.nn.gates.gate import Gate, GateOutput
 class TableGate(Gate):
     """Tokens of id i go to expert table[i] with weight 1. A subclass draws the table in `draw`.
 
-    State: the buffer `codes` (ids,) int32, 2 table + 1. An exponential average of equal integers, such as that of
-    torch.optim.swa_utils.AveragedModel(use_buffers=True), is computed in floats and truncated, which may lose 1; half
-    a code, rounded down, is the same expert nevertheless. State dicts hold the table itself, by the name NAME.
+    State: the buffer `codes` (ids,) int32, 2 table + 1. torch.optim.swa_utils.AveragedModel(use_buffers=True) averages
+    buffers in floats and truncates them, so a code may become 1 less; codes // 2 is still the same expert. State dicts
+    hold the table itself, under the name NAME.
     """
 
     NAME = "table"
@@ -43,7 +43,7 @@ class TableGate(Gate):
         self.codes.copy_(2 * self.draw(generator) + 1)
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
-        experts = (self.codes[self.known(x, ids, len(self.codes), self.IDS)] >> 1)[:, None]
+        experts = (self.codes[self.check_ids(x, ids, len(self.codes), self.IDS)] >> 1)[:, None]
         return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

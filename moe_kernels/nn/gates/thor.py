@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_kernels.nn._recompute import own
+from moe_kernels.nn._recompute import noise_generator
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.ops._checks import check_choice, check_rank
 
@@ -15,10 +15,10 @@ INFERENCE = ("token", "ids")
 
 
 class RandomGate(Gate):
-    """One expert with weight 1, uniformly at random: no parameters, no scaling.
+    """One uniformly random expert with weight 1; no parameters.
 
-    In training every call draws one expert for the whole batch, so that two passes over a batch usually have different
-    experts: loss = CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), which differentiates both.
+    In training every call draws one expert for the whole batch, so that two passes over a batch usually use different
+    experts: loss = CE1 + CE2 + alpha * nn.symmetric_kl(logits1, logits2), with gradients to both.
 
     Args:
         num_experts: E.
@@ -30,7 +30,7 @@ class RandomGate(Gate):
 
     Example:
         >>> experts = RandomGate(4)(torch.randn(8, 16)).experts
-        >>> bool((experts == experts[0]).all())  # in training one draw serves the batch
+        >>> bool((experts == experts[0]).all())  # in training the whole batch has one draw
         True
     """
 
@@ -42,12 +42,12 @@ class RandomGate(Gate):
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         check_rank("RandomGate", "x", x, "(T, D)")
         draws = (1 if self.training else x.shape[0],)
-        # Without the argument, as torch.randint with a generator takes no symbolic number of tokens.
-        chance: dict[str, Any] = {} if self.generator is None else {"generator": own(self.generator)}
-        drawn = torch.randint(self.num_experts, draws, dtype=torch.int32, device=x.device, **chance)
+        # None is left out: torch.randint with the argument `generator` takes no symbolic number of tokens.
+        options: dict[str, Any] = {} if self.generator is None else {"generator": noise_generator(self.generator)}
+        experts = torch.randint(self.num_experts, draws, dtype=torch.int32, device=x.device, **options)
         if self.inference == "ids" and not self.training:
-            drawn = drawn[self.known(x, ids, x.shape[0], "one for all tokens of a sentence")]
-        experts = drawn.expand(x.shape[0])[:, None]
+            experts = experts[self.check_ids(x, ids, x.shape[0], "one for all tokens of a sentence")]
+        experts = experts.expand(x.shape[0])[:, None]
         return GateOutput(x.new_ones(experts.shape), experts, self.num_experts)
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""The top-k gates: choice first (paper 001, CompeteSMoE), or softmax first (V-MoE, the sparse ViT)."""
+"""The top-k gate: top-k, then softmax (paper 001, CompeteSMoE), or softmax, then top-k (V-MoE, the sparse ViT)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class TopKGate(TopKRouter):
         dim: D.
         num_experts: E.
         k: from 1 to E.
-        order: of topk_gate; softmax_topk keeps a gradient where k = 1.
+        order: of topk_gate; with k = 1 only "softmax_topk" has a gradient.
         noise: in training None; "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first (paper 001's
             baseline); or "vmoe", N(0, 1 / E^2) (paper 003). None in evaluation.
-        bias: whether there is a b. V-MoE and CompeteSMoE: papers 003 without, 004 with one.
+        bias: whether there is a b: none in V-MoE (paper 003), one in CompeteSMoE (paper 004).
         importance, load, balance, z: coefficients of the losses of that name in moe_kernels.nn; 0: none. `load` needs
             noise="vmoe"; `balance` counts first choices, as Switch and GShard do. V-MoE: importance = load = 0.005.
         reduce: process group over whose ranks importance, load and balance are computed; None: this rank alone.
@@ -38,10 +38,10 @@ class TopKGate(TopKRouter):
         backend: of topk_gate.
 
     Output: sparse, choices in descending order. losses: those with a coefficient. Parameters: `linear`, initialised as
-    nn.Linear but b = 0; `noise_linear` (W_n) where there is jitter. Gradient: through the weights; under "jitter" to
-    W_n as well; the choice is a constant.
+    nn.Linear but b = 0; with jitter also `noise_linear` (W_n). Gradient: through the weights, with jitter also to W_n;
+    the choice is a constant.
 
-    Source: paper 001, section 4 ("Top-k"), without its code's fault that a chosen logit of 0 is dropped; paper 003,
+    Source: paper 001, section 4 ("Top-k"), without the fault of its code, which drops a chosen logit of 0; paper 003,
     eq. 3 and appendix A.
 
     Example:
@@ -98,17 +98,17 @@ class TopKGate(TopKRouter):
 
     def _losses(self, logits: Tensor, noise: Tensor | None, experts: Tensor) -> dict[str, Tensor]:
         losses = {}
-        wanted = {name: coefficient for name, coefficient in self.coefficients.items() if coefficient}
-        if "importance" in wanted:
+        used = {name: coefficient for name, coefficient in self.coefficients.items() if coefficient}
+        if "importance" in used:
             losses["importance"] = importance_loss(logits.softmax(-1), self.reduce)
-        if "load" in wanted and noise is not None:
+        if "load" in used and noise is not None:
             losses["load"] = load_loss(logits, logits + noise, self.k, 1 / self.num_experts, self.reduce)
-        if "balance" in wanted:
+        if "balance" in used:
             first = F.one_hot(experts[:, 0].long(), self.num_experts).sum(0)
             losses["balance"] = balance_loss(logits.softmax(-1), first, self.reduce)
-        if "z" in wanted:
+        if "z" in used:
             losses["z"] = router_z_loss(logits)
-        return {name: wanted[name] * loss for name, loss in losses.items()}
+        return {name: used[name] * loss for name, loss in losses.items()}
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         return self.project(self.linear, x)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from moe_kernels.nn._parameters import stacked, uniform_
+from moe_kernels.nn._parameters import empty_parameter, uniform_
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.losses import tree_entropy
 from moe_kernels.ops._checks import check_backend, check_choice, check_int, check_number, check_positive
@@ -23,9 +23,9 @@ class TreeGate(Gate):
         num_experts: E >= 2.
         trees: K.
         gamma: width of the smooth step.
-        entropy: coefficient lambda of nn.tree_entropy, which drives the trees to one expert each.
-        bias: nodes and leaves have one, as in the authors' TensorFlow code; the paper prints none.
-        parity: as in tree_gate. tree_route has none: the only leaf of a saturated tree has weight 1.
+        entropy: coefficient lambda of nn.tree_entropy, which drives each tree to a single expert.
+        bias: whether nodes and leaves have one, as in the authors' TensorFlow code; the paper prints none.
+        parity: as in tree_gate. tree_route needs none: the only leaf of a saturated tree has weight 1.
         route: evaluation uses tree_route if every tree of the batch is saturated. The check waits for a GPU. Other
             batches, the meta device, torch.compile and torch.export use the dense gate, whose result is the same.
         generator: draws the parameters; None is torch's own.
@@ -33,7 +33,7 @@ class TreeGate(Gate):
 
     Output: dense, gates (T, E); after tree_route sparse, one expert a tree. losses: "entropy" in training.
     statistics: "experts_per_sample", the mean number of gates of at least 1e-5; after tree_route also "nodes_visited",
-    the mean number of nodes read in a tree. Parameters: split_weight (K, E-1, P) ~ U(-gamma/100, gamma/100),
+    the mean number of nodes visited in a tree. Parameters: split_weight (K, E-1, P) ~ U(-gamma/100, gamma/100),
     leaf_weight (K, E, P) and leaf_bias (K, E) ~ U(-0.05, 0.05), split_bias (K, E-1) = 0. Gradient: to x and the
     parameters.
 
@@ -68,10 +68,10 @@ class TreeGate(Gate):
         self.gamma = check_positive("TreeGate", "gamma", gamma)
         self.entropy = check_number("TreeGate", "entropy", entropy)
         self.parity, self.route, self.backend = parity, route, check_backend("TreeGate", backend)
-        self.split_weight = stacked(trees, num_experts - 1, dim, device=device, dtype=dtype)
-        self.leaf_weight = stacked(trees, num_experts, dim, device=device, dtype=dtype)
-        self.split_bias = stacked(trees, num_experts - 1, device=device, dtype=dtype) if bias else None
-        self.leaf_bias = stacked(trees, num_experts, device=device, dtype=dtype) if bias else None
+        self.split_weight = empty_parameter(trees, num_experts - 1, dim, device=device, dtype=dtype)
+        self.leaf_weight = empty_parameter(trees, num_experts, dim, device=device, dtype=dtype)
+        self.split_bias = empty_parameter(trees, num_experts - 1, device=device, dtype=dtype) if bias else None
+        self.leaf_bias = empty_parameter(trees, num_experts, device=device, dtype=dtype) if bias else None
         self.reset_parameters(generator)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -83,8 +83,8 @@ class TreeGate(Gate):
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         x = x.to(self.split_weight.dtype)
-        decidable = not x.is_meta and not is_compiling()
-        if self.route and not self.training and decidable and (routed := self._routed(x)) is not None:
+        has_values = not x.is_meta and not is_compiling()
+        if self.route and not self.training and has_values and (routed := self._routed(x)) is not None:
             return routed
         gates, leaf_probs = self._dense(x)
         losses = {"entropy": self.entropy * tree_entropy(leaf_probs)} if self.training and self.entropy else {}
@@ -103,8 +103,8 @@ class TreeGate(Gate):
         return tree_gate(x, **self._arguments(), parity=self.parity)
 
     def _routed(self, x: Tensor) -> GateOutput | None:
-        """The output of tree_route, or None if it differs from the dense gate."""
-        # With statistics there are three results.
+        """The output of tree_route, or None if a tree is not saturated, where it would differ from the dense gate's."""
+        # With statistics=True it returns three values; its annotation has two.
         weights, experts, found = tree_route(x, **self._arguments(), statistics=True)  # type: ignore[misc]
         if bool(found.unsaturated.any()):
             return None

@@ -1,4 +1,4 @@
-"""XMoE's gate: a low-dimensional projection against expert embeddings, in both readings of its cosine."""
+"""XMoE's gate: scores of a low-dimensional projection with expert embeddings, in three versions of the cosine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.nn._parameters import stacked
+from moe_kernels.nn._parameters import empty_parameter
 from moe_kernels.nn.gates.gate import GateOutput, TopKRouter
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_choice, check_positive, check_size
@@ -62,7 +62,7 @@ class XMoEGate(TopKRouter):
         check_choice("XMoEGate", "score", score, SCORES)
         embedding = check_size("XMoEGate", "embedding", embedding)
         self.linear = nn.Linear(dim, embedding, bias=False, device=device, dtype=dtype)
-        self.embeddings = stacked(num_experts, embedding, device=device, dtype=dtype)
+        self.embeddings = empty_parameter(num_experts, embedding, device=device, dtype=dtype)
         nn.init.orthogonal_(self.embeddings, gain=0.32)
         self.score, self.temperature = score, check_positive("XMoEGate", "temperature", temperature)
         if score == "learned":
@@ -78,14 +78,14 @@ class XMoEGate(TopKRouter):
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> GateOutput:
         if self.score == "code" and self.training:
-            values = self.embeddings.detach()  # torch.compile does not heed no_grad where a parameter is written over
+            values = self.embeddings.detach()  # torch.compile ignores no_grad for in-place writes to a parameter
             norms = values.norm(dim=-1, keepdim=True)
             values.mul_(torch.where(norms > 0, RADIUS / norms, 1))
         return super().forward(x, ids)
 
     def _logits(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         r = self.project(self.linear, x)
-        # Of a copy: the rescaling of a second forward would spoil what the first one's backward reads.
+        # A copy, since a second forward rescales the embeddings in place before the first one's backward reads them.
         directions = F.normalize(self.embeddings.clone(), dim=-1)
         if self.score == "code":
             return self.product(r, directions)
