@@ -106,7 +106,7 @@ def test_the_regulariser_is_the_mean_over_permutations_and_small():
 def test_an_annealed_step_takes_fifty_iterations_at_least():
     search = LocalSearch(5, 100, schedule="annealed")
     soft = mk.sinkhorn(search.scores, 50, tau=search.temperature(1), anneal_from=0.1)
-    torch.testing.assert_close(search.permutation(), rounded(soft))
+    torch.testing.assert_close(search.permutation(), round_to_doubly_stochastic(soft))
 
 
 def test_each_permutation_has_its_distance():
