@@ -18,7 +18,6 @@ import typer
 from bench import checks, compare, document, exchange_model, ledger, measure, report, summary, tiles
 from bench import profile as profiling
 from bench import transformers as models
-from bench.apart import Apart
 from bench.console import console, print_lines, print_table, progress
 from bench.console import known_words as _known
 from bench.console import words as _words
@@ -28,6 +27,7 @@ from bench.peers import known as every_peer
 from bench.predict_command import predict_command
 from bench.registry import ENTRIES
 from bench.shapes import ROUTINGS
+from bench.worker import Worker
 from moe_kernels import info
 from moe_kernels.verify import KERNELS, OPERATIONS, Row, idle, verify
 
@@ -39,7 +39,7 @@ app = typer.Typer(
 app.command("predict")(predict_command)
 
 OUT = ledger.ROOT / "bench" / "out"
-EVERY = 15  # seconds between two writings of the result
+WRITE_SECONDS = 15  # between two writes of the result
 
 
 class Shapes(str, Enum):
@@ -62,7 +62,7 @@ Threads = Annotated[
     list[int] | None, typer.Option("--threads", help="CPU threads; may be repeated. Default: 1 and all.")
 ]
 Seconds = Annotated[float, typer.Option("--seconds", help="Time for each shape, dtype and direction.")]
-ShapeSet = Annotated[Shapes, typer.Option("--shapes", help="Which of the registry's sets of shapes.")]
+ShapeSet = Annotated[Shapes, typer.Option("--shapes", help="Set of shapes of the registry.")]
 
 
 @app.command("run")
@@ -81,7 +81,7 @@ def run_command(
     ] = None,
     out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = OUT,
 ) -> None:
-    """Verifies all kernels that run here, measures the right ones, and writes <out>/<device>.json, report.md and .html.
+    """Verifies all kernels that run here, measures correct ones, and writes <out>/<device>.json, report.md and .html.
 
     With --minutes one figure of every operation comes first, then the next of each; the report lists figures for which
     there was no time. If a given --backend cannot run here, the status is 2.
@@ -89,10 +89,10 @@ def run_command(
     until = time.monotonic() + 60 * (minutes or math.inf)
     request = _request(shapes, routing, peers, dtype, threads, curves)
     _describe_machine()
-    rows = list(_verified(op, backend))
-    _refuse_idle(backend, rows)
-    until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)  # however long the verification took
-    result = _measured(rows, request, seconds, until)
+    rows = list(_verify(op, backend))
+    _exit_if_idle(backend, rows)
+    until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)  # also if verifying took all the time
+    result = _measure(rows, request, seconds, until)
     path = ledger.write(result, out)
     text, html = document.write([result], out)
     print_lines([f"report {text}", f"with pictures {html}", f"as data {path}"])
@@ -108,7 +108,7 @@ def verify_command(
     seconds: Seconds = 0.4,
     out: Annotated[Path, typer.Option(help="Where the result goes.")] = ledger.RESULTS,
 ) -> None:
-    """Checks values and repeatability, on a GPU also the test suite, host waits and sanitizers; then measures.
+    """Checks values and repeatability, on a GPU also host waits; measures; on a GPU runs the test suite and sanitizers.
 
     Writes bench/results/<device>.json with the hash of the sources that ran; `report` and the README use these results.
     """
@@ -116,9 +116,9 @@ def verify_command(
     if not torch.cuda.is_available():
         console.print("No GPU here: only the CPU kernels are checked, not those of Triton and CUDA.")
     request = _request(shapes, None, None, dtype, None, True)
-    rows = _verified(op, backend)
-    _refuse_idle(backend, list(rows))
-    _proved(rows, request, seconds, out)
+    rows = _verify(op, backend)
+    _exit_if_idle(backend, list(rows))
+    _measure_and_check(rows, request, seconds, out)
 
 
 @app.command("gpu")
@@ -136,17 +136,17 @@ def gpu_command(
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use: `python -m bench run` measures the CPU.")
         raise typer.Exit(2)
-    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # building and drawing come on top
+    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # without building and drawing
     _describe_machine()
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
     request = replace(request, first="aims")
     log = out / "failures.log"
     log.unlink(missing_ok=True)
     half = 0.5 * (until - time.monotonic())
-    rows = checks.verified(OPERATIONS, reversed(ledger.GPU_BACKENDS), quick, half, log)
+    rows = checks.verify_all(OPERATIONS, reversed(ledger.GPU_BACKENDS), quick, half, log)
     print_lines(summary.verdicts(list(rows)))
     try:
-        _proved(rows, request, 0.2 if quick else 0.4, out, until, proof=not quick, log=log)
+        _measure_and_check(rows, request, 0.2 if quick else 0.4, out, until, proof=not quick, log=log)
     finally:
         document.write(ledger.read(out), out)
         report.README.write_text(report.rendered(report.README.read_text(), ledger.read()))
@@ -162,7 +162,7 @@ def profile_command(
     dtype: Annotated[str, typer.Option("--dtype", help=", ".join(DTYPES))] = "float32",
     direction: Annotated[str, typer.Option("--direction", help=", ".join(DIRECTIONS))] = "training",
     shapes: ShapeSet = Shapes.quick,
-    shape: Annotated[int, typer.Option("--shape", help="Which shape of the set.")] = 0,
+    shape: Annotated[int, typer.Option("--shape", help="Index of the shape in its set.")] = 0,
     threads: Annotated[int, typer.Option("--threads", help="CPU threads.")] = 1,
     tools: Annotated[bool, typer.Option(help="Nsight Compute and proton too, where they are installed.")] = True,
     out: Annotated[Path, typer.Option(help="Where the trace goes.")] = OUT,
@@ -186,9 +186,9 @@ def profile_command(
     )
     console.print(f"trace {found.trace}", soft_wrap=True)
     if tools:
-        again = [f"--op={op}", f"--backend={job.backends[0]}", f"--dtype={dtype}", f"--direction={direction}"]
-        again += [f"--shapes={shapes.value}", f"--shape={shape}", f"--threads={threads}", f"--out={out}"]
-        for name, word in profiling.tools(job, again, out).items():
+        same_options = [f"--op={op}", f"--backend={job.backends[0]}", f"--dtype={dtype}", f"--direction={direction}"]
+        same_options += [f"--shapes={shapes.value}", f"--shape={shape}", f"--threads={threads}", f"--out={out}"]
+        for name, word in profiling.tools(job, same_options, out).items():
             console.print(f"{name}: {word}", soft_wrap=True)
 
 
@@ -242,7 +242,7 @@ def report_command(
 ) -> None:
     """Writes report.md and report.html from results and prints the ledger, or updates or checks the README's copy."""
     if check:
-        difference = report.outdated()
+        difference = report.readme_diff()
         print(difference or "README.md is up to date")
         raise typer.Exit(1 if difference else 0)
     if readme:
@@ -301,34 +301,34 @@ def _request(
     )
 
 
-def _verified(ops: list[str] | None, backends: list[str] | None) -> dict[Row, dict[str, str]]:
+def _verify(ops: list[str] | None, backends: list[str] | None) -> dict[Row, dict[str, str]]:
     """Results by row in the order of the operations; those of GPU kernels include `checks.kernel_checks`."""
     wanted = _known("--op", _words(ops), OPERATIONS) or tuple(OPERATIONS)
     kernels = _known("--backend", _words(backends), KERNELS) or KERNELS
     on_gpu = [name for name in ledger.GPU_BACKENDS if name in kernels and torch.cuda.is_available()]
-    here = [name for name in kernels if name not in on_gpu]
+    on_cpu = [name for name in kernels if name not in on_gpu]
     found: dict[Row, dict[str, str]] = {}
     with progress() as bar:
         task = bar.add_task("verifying", total=len(wanted))
-        for row in verify(_words(ops), here, small=False) if here else ():
+        for row in verify(_words(ops), on_cpu, small=False) if on_cpu else ():
             found[row] = {}
             bar.update(task, completed=wanted.index(row.operation), description=f"verifying {row.operation}")
     if on_gpu:
-        found |= checks.verified(wanted, on_gpu, small=False)
+        found |= checks.verify_all(wanted, on_gpu, small=False)
     found = dict(sorted(found.items(), key=lambda item: wanted.index(item[0].operation)))
     print_lines(summary.verdicts(list(found)))
     return found
 
 
-def _refuse_idle(backends: list[str] | None, rows: list[Row]) -> None:
-    """Exits with status 2 if a backend that was named could not run: an empty table would look like a result."""
+def _exit_if_idle(backends: list[str] | None, rows: list[Row]) -> None:
+    """Exits with status 2 if a requested backend did not run: an empty table would look like a result."""
     why = idle(_words(backends), rows)
     if why:
         console.print(why, soft_wrap=True)
         raise typer.Exit(2)
 
 
-def _proved(
+def _measure_and_check(
     rows: dict[Row, dict[str, str]],
     request: measure.Request,
     seconds: float,
@@ -338,7 +338,7 @@ def _proved(
     proof: bool = True,
     log: Path | None = None,
 ) -> None:
-    """Measures for three fifths of the time until `until`, then runs the checks other than values (`proof`).
+    """Measures and, with `proof`, runs the test suite and the sanitizers; measuring then takes 3/5 of the time.
 
     The result is written repeatedly, as the GPU may be gone before the last figure.
     """
@@ -362,7 +362,7 @@ def _proved(
 
     figures = left(0.6)
     end = math.inf if figures is None else time.monotonic() + figures
-    result = _measured(list(rows), request, seconds, end if proof else until, write)
+    result = _measure(list(rows), request, seconds, end if proof else until, write)
     if proof and on_gpu:
         suite = checks.suite(left(0.5), log)
         write(result)
@@ -380,7 +380,7 @@ def _proved(
 @app.command("exchange")
 def exchange_command(
     ranks: Annotated[list[int], typer.Option(min=1, help="Processes on this machine.")] = [1, 2, 4],  # noqa: B006
-    seconds: Annotated[float, typer.Option(help="Time for each number of ranks; 0: only the prediction.")] = 10.0,
+    seconds: Annotated[float, typer.Option(help="Time for each number of ranks; 0: only predict.")] = 10.0,
     size: Annotated[str, typer.Option(help="T,D,H,E,K to measure; T counts the tokens of all ranks.")] = (
         "2048,256,512,16,2"
     ),
@@ -396,47 +396,47 @@ def exchange_command(
     """Measures experts across processes on this machine, and predicts their time for other machines and links."""
     from bench import exchange  # imports torch.distributed.tensor, which no other command needs
 
-    here, there = (exchange.Size(*map(int, each.split(","))) for each in (size, model))
-    lines = [line for n in ranks if seconds for line in exchange.run(n, here, seconds)]
+    measured, modelled = (exchange.Size(*map(int, each.split(","))) for each in (size, model))
+    lines = [line for n in ranks if seconds for line in exchange.run(n, measured, seconds)]
     if lines:
         rows = []
         for each in lines:
             moved = f"{each.sent / 1e6:.2f}", "-" if each.predicted is None else f"{each.predicted / 1e6:.2f}"
             rows.append((f"{each.ranks}", each.contender, f"{each.forward:.4f}", f"{each.training:.4f}", *moved))
         header = ("ranks", "", "forward s", "training s", "MB sent by rank 0", "MB of the model")
-        print_table(f"Measured, {here}, float32, gloo, one thread a rank", header, rows)
+        print_table(f"Measured, {measured}, float32, gloo, one thread a rank", header, rows)
     machines = [Machine(n, node, inside * 1e9, outside * 1e9, latency * 1e-6, tflops * 1e12) for n in predict]
     columns = ("ranks", "router", "busiest rank's rows", "exchange ms", "experts ms", "exchange", "MB of a rank")
     print_table(
-        f"Predicted, {there} a rank, bfloat16, training", columns, exchange.predictions(there, machines, skew, 2)
+        f"Predicted, {modelled} a rank, bfloat16, training", columns, exchange.predictions(modelled, machines, skew, 2)
     )
     console.print(exchange_model.__doc__, soft_wrap=True)
 
 
-def _measured(
+def _measure(
     rows: list[Row],
     request: measure.Request,
     seconds: float,
     until: float = math.inf,
     write: Callable[[ledger.Result], object] = lambda result: None,
 ) -> ledger.Result:
-    """Measures the verified rows; `write` gets the result so far every EVERY seconds, and the whole at the end."""
-    jobs, refused = measure.plan(rows, request)
-    found = measure.Found(left_out=refused)
+    """Measures the verified rows; `write` gets the result so far every WRITE_SECONDS, and the whole at the end."""
+    jobs, left_out = measure.plan(rows, request)
+    found = measure.Found(left_out=left_out)
     if until < math.inf:
-        jobs = measure.in_turns(jobs)
-    # Half, as inputs, warm-up and graphs take about as long as the samples.
+        jobs = measure.round_robin(jobs)
+    # Half of the time: inputs, warm-up and graphs take about as long as the samples.
     budget = min(seconds, 0.5 * max(until - time.monotonic(), 0) / max(len(jobs), 1))
     write(measure.result(rows, found, {}))
-    with Apart() if torch.cuda.is_available() else nullcontext() as apart:
-        limits: measure.Ceilings = apart(measure.ceilings, jobs) if apart else measure.ceilings(jobs)
+    with Worker() if torch.cuda.is_available() else nullcontext() as worker:
+        limits: measure.Ceilings = worker(measure.ceilings, jobs) if worker else measure.ceilings(jobs)
         written = time.monotonic()
         with progress() as bar:
             task = bar.add_task("measuring", total=len(jobs))
-            for job, each in zip(jobs, measure.run(jobs, limits, budget, request.peers, until, apart), strict=True):
+            for job, each in zip(jobs, measure.run(jobs, limits, budget, request.peers, until, worker), strict=True):
                 found.add(each)
                 bar.update(task, advance=1, description=str(job))
-                if time.monotonic() > written + EVERY:
+                if time.monotonic() > written + WRITE_SECONDS:
                     write(measure.result(rows, found, limits))
                     written = time.monotonic()
     result = measure.result(rows, found, limits)
@@ -447,9 +447,9 @@ def _measured(
 
 
 def _exit_if_failed(result: ledger.Result) -> None:
-    right = all(ledger.passed(entry) for entry in result["entries"])
+    all_passed = all(ledger.passed(entry) for entry in result["entries"])
     suite = result.get("suite", {}).values()
-    if not right or any(word.startswith("FAILED") for word in suite):
+    if not all_passed or any(word.startswith("FAILED") for word in suite):
         raise typer.Exit(1)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from bench.ledger import ROOT
 from bench.measure import tensors_of
 from bench.registry import ENTRIES, Calls, Inputs
-from bench.timing import wait_for_gpu
+from bench.timing import host_sync_error
 from moe_kernels.info import placement
 from moe_kernels.verify import DTYPES, Row, dtype_name, said
 
@@ -39,20 +39,23 @@ OUT_OF_TIME = "not run: out of time"
 SANITIZER_OPTIONS = {"memcheck": ("--report-api-errors", "no")}
 
 # Every tensor gets its own allocation: inside the blocks of torch's allocator memcheck sees no overrun.
-SANITIZED = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+SANITIZER_ENV = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 # Leaves out torch's kernels, which the definition launches, some of them hundreds of times.
-NOT_OURS = ("--kernel-name-exclude", "kernel_substring=at6native")
-# A minimal program on the GPU, for a first run of compute-sanitizer.
-TRIED = "import torch; torch.zeros(1, device='cuda').sum().item()"
+WITHOUT_TORCH_KERNELS = ("--kernel-name-exclude", "kernel_substring=at6native")
+# Minimal GPU program: shows whether compute-sanitizer can run here.
+PROBE_PROGRAM = "import torch; torch.zeros(1, device='cuda').sum().item()"
 
 # pytest -k, if time is limited: tests that run Triton or CUDA kernels, without those that only compile them.
-ON_GPU = "(triton or cuda) and not machine_code and not ahead_of_time and not test_build"
-MOST_LOGGED = 200_000  # characters of one command's output, the last ones
+GPU_TESTS = "(triton or cuda) and not machine_code and not ahead_of_time and not test_build"
+LOG_CHARACTERS = 200_000  # characters of one command's output, the last ones
 
 
 def kernel_checks(row: Row) -> dict[str, str]:
-    """Results of `repeatable` and, on a GPU, `no_host_sync` for a verified row; empty if the row failed."""
+    """Results of `repeatable` and, on a GPU, `no_host_sync` for a verified row.
+
+    Empty if the row is not "ok" or the bench has no entry for the operation.
+    """
     if row.verdict != "ok" or row.operation not in ENTRIES:
         return {}
     wanted = {"repeatable": repeatable} | ({"no host sync": no_host_sync} if row.device == "cuda" else {})
@@ -80,9 +83,9 @@ def no_host_sync(row: Row) -> str:
     """Checks that no direction makes the host wait for the GPU once its kernels are compiled."""
     inputs, calls = _calls(row)
     for direction, call in calls.items():
-        waited = wait_for_gpu(partial(call, inputs))
-        if waited:
-            return f"FAILED: {direction}: {waited}"
+        error = host_sync_error(partial(call, inputs))
+        if error:
+            return f"FAILED: {direction}: {error}"
     return "ok"
 
 
@@ -91,7 +94,7 @@ def sanitizers(
 ) -> dict[tuple[str, str], dict[str, str]]:
     """Runs compute-sanitizer's tools on the small cases of (operation, backend) pairs, in several processes."""
     program, until = shutil.which("compute-sanitizer"), time.monotonic() + (seconds or float("inf"))
-    reason = sanitizer_refuses(program, seconds)
+    reason = sanitizer_problem(program, seconds)
     if reason:
         return {pair: dict.fromkeys(SANITIZERS, f"not run: {reason}") for pair in pairs}
 
@@ -102,42 +105,43 @@ def sanitizers(
             return OUT_OF_TIME
         verify = [sys.executable, "-m", "moe_kernels", "verify", "--small", "--op", op, "--backend", backend]
         options = ["--tool", tool, "--error-exitcode", "9", *SANITIZER_OPTIONS.get(tool, ())]
-        command = [program or "", *options, *NOT_OURS, *verify]
-        return run(command, None if seconds is None else left, log, **SANITIZED)
+        command = [program or "", *options, *WITHOUT_TORCH_KERNELS, *verify]
+        return run(command, None if seconds is None else left, log, **SANITIZER_ENV)
 
     # Tool by tool, so that a time limit leaves out the last tools, not the last kernels.
     jobs = [(tool, pair) for tool in SANITIZERS for pair in pairs]
     with ThreadPoolExecutor(max(1, cores() // 2)) as pool:
-        words = list(pool.map(check, jobs))
+        verdicts = list(pool.map(check, jobs))
     found: dict[tuple[str, str], dict[str, str]] = {}
-    for (tool, pair), word in zip(jobs, words, strict=True):
-        found.setdefault(pair, {})[tool] = word
+    for (tool, pair), result in zip(jobs, verdicts, strict=True):
+        found.setdefault(pair, {})[tool] = result
     return found
 
 
-def sanitizer_refuses(program: str | None, seconds: float | None = None) -> str:
-    """The reason why compute-sanitizer does not run here (some sandboxes hide the device); empty if it runs."""
+def sanitizer_problem(program: str | None, seconds: float | None = None) -> str:
+    """The reason why compute-sanitizer cannot run here (some sandboxes hide the device); empty if it can."""
     if program is None:
         return "compute-sanitizer is not installed"
-    tried = run([program, "--error-exitcode", "9", sys.executable, "-c", TRIED], seconds, None, **SANITIZED)
+    command = [program, "--error-exitcode", "9", sys.executable, "-c", PROBE_PROGRAM]
+    tried = run(command, seconds, None, **SANITIZER_ENV)
     return "" if tried == "ok" else f"compute-sanitizer does not run here: {tried.removeprefix('FAILED: ')}"
 
 
-# The program that each process of `verified` runs. Arguments: operation, backend, dtype, device and size. It prints its
-# row and its checks as JSON in one line that begins with TOLD.
-TOLD = "verified: "
-VERIFIES = """
+# The program of each process of `verify_all`. Arguments: operation, backend, dtype, device and size. It prints its row
+# and its checks as JSON in one line that begins with MARKER.
+MARKER = "verified: "
+VERIFY_PROGRAM = """
 import dataclasses, json, sys, torch
 from bench import checks
 from moe_kernels import verify
 op, backend, dtype, device, size = sys.argv[1:]
 row = verify.check(op, backend, getattr(torch, dtype), device, small=size == "small")
 found = checks.kernel_checks(row) if size == "all" else {}
-print(checks.TOLD + json.dumps([dataclasses.asdict(row), found]))
+print(checks.MARKER + json.dumps([dataclasses.asdict(row), found]))
 """
 
 
-def verified(
+def verify_all(
     ops: Iterable[str], backends: Iterable[str], small: bool, seconds: float = math.inf, log: Path | None = None
 ) -> dict[Row, dict[str, str]]:
     """Verifies operations on backends in every dtype: rows with their `kernel_checks`, which `small` leaves out.
@@ -157,20 +161,21 @@ def verified(
         left = until - time.monotonic()
         if left < 1:
             return replace(unverified, note=OUT_OF_TIME), {}
-        words = [op, backend, dtype_name(dtype), device, "small" if small else "all"]
+        arguments = [op, backend, dtype_name(dtype), device, "small" if small else "all"]
         # -u: without it, a process ended by a signal loses its last lines, which are the most useful.
-        status, text = finished([sys.executable, "-u", "-c", VERIFIES, *words], None if left == math.inf else left)
+        command = [sys.executable, "-u", "-c", VERIFY_PROGRAM, *arguments]
+        status, text = run_captured(command, None if left == math.inf else left)
         if status is None:
             return replace(unverified, note=OUT_OF_TIME), {}
         lines = text.strip().splitlines() or [""]
-        told = [line for line in lines if line.startswith(TOLD)]  # libraries may print before and after it
-        if status != 0 or not told:
-            keep(log, " ".join(words), text)
+        marked = [line for line in lines if line.startswith(MARKER)]  # libraries may print before and after it
+        if status != 0 or not marked:
+            append_log(log, " ".join(arguments), text)
             note = f"its process ended with status {status}: {lines[-1]}"
             return replace(unverified, error=math.inf, verdict="FAILED", note=note), {}
-        row, found = json.loads(told[-1].removeprefix(TOLD))
+        row, found = json.loads(marked[-1].removeprefix(MARKER))
         if row["verdict"] == "FAILED" or any(word.startswith("FAILED") for word in found.values()):
-            keep(log, " ".join(words), text)
+            append_log(log, " ".join(arguments), text)
         return Row(**row), found
 
     with ThreadPoolExecutor(cores()) as pool:
@@ -182,26 +187,26 @@ def suite(seconds: float | None = None, log: Path | None = None) -> dict[str, st
 
     If seconds are limited, only the tests of those kernels run, and the log has the verdict of every test.
     """
-    several = ["-n", str(max(1, cores() // 2))] if importlib.util.find_spec("xdist") else []
-    chosen = ["-v", "-k", ON_GPU] if seconds is not None else ["-q"]
-    command = [sys.executable, "-m", "pytest", "--no-header", "--color=no", *chosen, *several]
-    status, text = finished(command, seconds)
+    workers = ["-n", str(max(1, cores() // 2))] if importlib.util.find_spec("xdist") else []
+    selection = ["-v", "-k", GPU_TESTS] if seconds is not None else ["-q"]
+    command = [sys.executable, "-m", "pytest", "--no-header", "--color=no", *selection, *workers]
+    status, text = run_captured(command, seconds)
     if status != 0:
-        keep(log, "pytest", text)
-    word = verdict(status, text)
+        append_log(log, "pytest", text)
+    result = verdict(status, text)
     if status is None:
         failed, passed = (len(re.findall(rf"^.*\b{word}\b", text, re.MULTILINE)) for word in ("FAILED", "PASSED"))
-        word = f"FAILED: {failed} tests" if failed else OUT_OF_TIME
-        word += f", {passed} passed before the time was out"
-    return {"pytest": word}
+        result = f"FAILED: {failed} tests" if failed else OUT_OF_TIME
+        result += f", {passed} passed before the time was out"
+    return {"pytest": result}
 
 
 def run(command: Iterable[str], seconds: float | None = None, log: Path | None = None, **variables: str) -> str:
     """Runs a command; returns its verdict, with its last line if it failed. variables: added to the environment."""
-    words = list(command)
-    status, text = finished(words, seconds, **variables)
+    arguments = list(command)
+    status, text = run_captured(arguments, seconds, **variables)
     if status:
-        keep(log, " ".join(words), text)
+        append_log(log, " ".join(arguments), text)
     return verdict(status, text)
 
 
@@ -214,7 +219,7 @@ def verdict(status: int | None, text: str) -> str:
     return f"FAILED: status {status}: {lines[-1] if lines else ''}"
 
 
-def finished(command: Iterable[str], seconds: float | None = None, **variables: str) -> tuple[int | None, str]:
+def run_captured(command: Iterable[str], seconds: float | None = None, **variables: str) -> tuple[int | None, str]:
     """Runs a command; returns its status, None if it ran out of time, and its output."""
     # The command gets its own session, so that its child processes (workers, a sanitizer's target) are killed with it.
     options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **variables}, "start_new_session": True}
@@ -231,16 +236,16 @@ def finished(command: Iterable[str], seconds: float | None = None, **variables: 
         return status, printed.read().decode(errors="replace")
 
 
-def keep(log: Path | None, title: str, text: str) -> None:
+def append_log(log: Path | None, title: str, text: str) -> None:
     """Appends a command's output to the log, for reading after the GPU is gone."""
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as file:  # one write, so that threads do not mix their lines
-            file.write(f"==== {title}\n{text[-MOST_LOGGED:]}\n")
+            file.write(f"==== {title}\n{text[-LOG_CHARACTERS:]}\n")
 
 
 def cores() -> int:
-    """The cores that this process may use: the container's, not the host's."""
+    """Number of cores that this process may use: the container's, not the host's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

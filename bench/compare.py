@@ -14,7 +14,7 @@ class Change(NamedTuple):
     """A figure of both results; `slowdown` is 1.1 if the second takes a tenth longer.
 
     On a GPU microseconds are compared. On a CPU they drift with the load, so the time is compared in units of memcpy's
-    and of each peer's, and the smallest change counts: a kernel that changed did so against all of them.
+    and of each peer's, and the smallest change counts: a change of the kernel shows against all of them.
     """
 
     figure: tuple[str, ...]
@@ -28,7 +28,7 @@ def changes(before: Result, after: Result) -> list[Change]:
     old, found = dict(_figures(before)), []
     for key, new in _figures(after):
         if key in old:
-            was, now = _yardsticks(old[key]), _yardsticks(new)
+            was, now = _relative_times(old[key]), _relative_times(new)
             slowdowns = [now[name] / was[name] for name in was if name in now]
             slowdown = min(slowdowns, key=lambda each: abs(each - 1)) if slowdowns else 1.0
             first = next(iter(was))
@@ -36,7 +36,7 @@ def changes(before: Result, after: Result) -> list[Change]:
     return sorted(found, key=lambda change: -change.slowdown)
 
 
-def _yardsticks(figure: dict[str, Any]) -> dict[str, float]:
+def _relative_times(figure: dict[str, Any]) -> dict[str, float]:
     """A figure's time in units that do not depend on the load of the machine, by name."""
     if figure["setting"] == "cuda":
         return {"us": figure["us"]}

@@ -1,5 +1,5 @@
-"""Settings of the regression set, whose unit of time is PyTorch's own time for the same call."""
+"""pytest-benchmark settings: times are multiples of PyTorch's time for the same call."""
 
 
 def pytest_benchmark_scale_unit() -> tuple[str, float]:
-    return "PyTorch'", 1.0  # pytest-benchmark appends "s": "time in PyTorch's"
+    return "PyTorch'", 1.0  # the header is "time in " + unit + "s"

@@ -40,8 +40,8 @@ class Case:
 
     small: sizes that are smaller in the counted shape. units: names of sizes; counts grow with the product of these.
     own_bytes: bytes grow with that product too, since the registry has no least bytes for this case.
-    torch_products: torch computes the products that launches without matrix instructions read. These launches read no
-        weights, which the least bytes include; so their bytes grow with that product too.
+    torch_products: torch computes the products. Launches without matrix instructions read their results and no weights,
+        which the least bytes include; so the bytes of these launches grow with that product too.
     """
 
     operation: str
@@ -59,12 +59,12 @@ class Case:
     def counted_shape(self) -> Shape:
         return {**self.shape, **self.small}
 
-    def grows(self) -> float:
+    def scale(self) -> float:
         return prod(self.shape[name] / self.counted_shape[name] for name in self.units)
 
-    def bytes_grow(self, dtype: torch.dtype, direction: str) -> float:
+    def bytes_scale(self, dtype: torch.dtype, direction: str) -> float:
         if self.own_bytes:
-            return self.grows()
+            return self.scale()
         full, counted = (self.entry.least_bytes(each, dtype, direction) for each in (self.shape, self.counted_shape))
         return full / counted
 
@@ -186,7 +186,7 @@ def executor() -> Iterator[Any]:
     Yields tests/ptx's module `session`.
 
     Raises:
-        NoExecutor: this is no checkout, Triton is not installed, or nothing here can compile CUDA.
+        NoExecutor: no tests/ptx here, Triton missing or imported for interpretation, or no compiler of CUDA.
     """
     tests = ledger.ROOT / "tests"
     if not (tests / "ptx" / "executor").is_dir():
@@ -213,7 +213,7 @@ def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session:
         case.entry.kernel(backend)[direction](inputs)
     launches = [_launch(each) for each in results]
     if case.torch_products:
-        launches = [each if each["tensor_flops"] else each | {"bytes_grow": case.grows()} for each in launches]
+        launches = [each if each["tensor_flops"] else each | {"bytes_grow": case.scale()} for each in launches]
     return {
         "operation": case.operation,
         "backend": backend,
@@ -221,8 +221,8 @@ def count(case: Case, backend: str, dtype: torch.dtype, direction: str, session:
         "direction": direction,
         "shape": label(case.shape),
         "counted_shape": label(case.counted_shape),
-        "grows": case.grows(),
-        "bytes_grow": case.bytes_grow(dtype, direction),
+        "grows": case.scale(),
+        "bytes_grow": case.bytes_scale(dtype, direction),
         "elements": max(each.numel() for each in inputs.values() if isinstance(each, torch.Tensor)),
         "date": datetime.date.today().isoformat(),
         "sources": ledger.digest(case.operation, backend),

@@ -2,7 +2,7 @@
 
 Directions: "forward" runs without autograd; "backward" runs the backward kernel alone on the tensors that forward
 saved; "training" runs both through autograd. A peer is another implementation of the whole operation. So torch.topk
-alone is no peer of kwta: it only selects.
+alone is not a peer of kwta: it only selects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Entry:
 
     shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (those of the design's speed goals), and "scaling",
         in which one size varies over two decades.
-    complete(shape, device type): the shape, fitted to the device.
+    complete(shape, device type): the shape with its missing sizes, and with fewer rows or experts on a CPU.
     inputs(shape, dtype, device): fresh random inputs.
     kernel(backend): the calls of that backend, by direction.
     peers: calls of PyTorch's own compositions, by name; bench/peers.py has peers of other packages.

@@ -51,7 +51,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Line:
-    """Median seconds and the bytes that rank 0 sent. predicted: bytes by bench.exchange_model, or None."""
+    """Median seconds and the bytes that rank 0 sent. predicted: the same bytes by bench.exchange_model, or None."""
 
     ranks: int
     contender: str
@@ -61,7 +61,7 @@ class Line:
     predicted: int | None
 
 
-class Moved(TorchDispatchMode):
+class TrafficCounter(TorchDispatchMode):
     """Counts the collectives of this rank and the bytes that it sends; reductions are counted as in a ring."""
 
     def __init__(self) -> None:
@@ -84,13 +84,13 @@ class Moved(TorchDispatchMode):
 
 
 def contenders(size: Size, mesh: DeviceMesh, peers: bool) -> dict[str, Layer]:
-    """The implementations by name. One rank exchanges nothing."""
+    """The implementations by name. With one rank only those that need no exchange."""
     alone = dist.get_world_size() == 1
-    found = {"one process" if alone else "ExpertParallel": _own(size, None if alone else ExpertParallel(), mesh)}
+    found = {"one process" if alone else "ExpertParallel": _ours(size, None if alone else ExpertParallel(), mesh)}
     if not alone:
-        places = _places(size, mesh.size())
-        found[f"ExpertParallel(capacity={places})"] = _own(size, ExpertParallel(places), mesh)
-        found["DTensor: gather tokens, scatter sums"] = _gathered(size, mesh)
+        places = _capacity(size, mesh.size())
+        found[f"ExpertParallel(capacity={places})"] = _ours(size, ExpertParallel(places), mesh)
+        found["DTensor: gather tokens, scatter sums"] = _gather_tokens(size, mesh)
     if peers and importlib.util.find_spec("transformers"):
         found["transformers, one process" if alone else "transformers, all_to_all"] = _transformers(size)
     return found
@@ -101,7 +101,7 @@ def _experts(size: Size) -> ExpertMLP:
     return ExpertMLP(size.experts, size.dim, size.hidden, activation="swiglu", bias=False)
 
 
-def _own(size: Size, style: ExpertParallel | None, mesh: DeviceMesh) -> Layer:
+def _ours(size: Size, style: ExpertParallel | None, mesh: DeviceMesh) -> Layer:
     experts = _experts(size)
     if style is not None:
         parallelize_module(experts, mesh, style)
@@ -109,7 +109,7 @@ def _own(size: Size, style: ExpertParallel | None, mesh: DeviceMesh) -> Layer:
     return lambda x, chosen, weights: experts(x, make_plan(chosen, size.experts, capacity=capacity), weights)
 
 
-def _gathered(size: Size, mesh: DeviceMesh) -> Layer:
+def _gather_tokens(size: Size, mesh: DeviceMesh) -> Layer:
     """Every rank gathers all tokens and evaluates its experts for them; a reduce-scatter adds the outputs."""
     count = size.experts // mesh.size()
     first, whole = mesh.get_local_rank() * count, _experts(size)
@@ -118,12 +118,12 @@ def _gathered(size: Size, mesh: DeviceMesh) -> Layer:
         for own, each in zip(experts.parameters(), whole.parameters(), strict=True):
             own.copy_(each[first : first + count])
 
-    def everywhere(x: Tensor) -> Tensor:
+    def gather(x: Tensor) -> Tensor:
         given = DTensor.from_local(x, mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
         return given.to_local(grad_placements=[Partial()])
 
     def layer(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        x, weights, chosen = everywhere(x), everywhere(weights), everywhere(chosen)
+        x, weights, chosen = gather(x), gather(weights), gather(chosen)
         here = (chosen >= first) & (chosen < first + count)
         plan = make_plan(torch.where(here, chosen - first, -1), count)
         y = combine(experts.rows(x, plan), plan, weights)
@@ -161,9 +161,9 @@ def _transformers(size: Size) -> Layer:
 
 def routing(size: Size) -> tuple[Tensor, Tensor, Tensor]:
     """x (T, D), experts (T, K), weights (T, K) of all ranks: a random router."""
-    draws = torch.Generator().manual_seed(1)
-    x = torch.randn(size.tokens, size.dim, generator=draws)
-    weights, experts = torch.randn(size.tokens, size.experts, generator=draws).softmax(-1).topk(size.choices)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size.tokens, size.dim, generator=generator)
+    weights, experts = torch.randn(size.tokens, size.experts, generator=generator).softmax(-1).topk(size.choices)
     return x, experts.to(torch.int32), weights
 
 
@@ -182,20 +182,20 @@ def measure(size: Size, seconds: float, peers: bool = True) -> list[Line]:
     layers, times, sent, first = contenders(size, mesh, peers), dict[str, Any](), dict[str, int](), None
     for name, layer in layers.items():
         given = x.clone().requires_grad_()
-        with Moved() as moved:
+        with TrafficCounter() as moved:
             y = layer(given, experts, weights)
             y.square().sum().backward()
         sent[name], times[name] = moved.sent, ([], [])
         first = (y.detach(), given.grad) if first is None else first
         torch.testing.assert_close((y.detach(), given.grad), first, rtol=1e-4, atol=1e-4)
     until = torch.tensor(time.monotonic() + seconds, dtype=torch.float64)
-    while _together(time.monotonic() < until.item()):
+    while _from_rank_0(time.monotonic() < until.item()):
         for name, layer in layers.items():
-            times[name][0].append(_timed(_forward, layer, x, experts, weights))
-            times[name][1].append(_timed(_train, layer, x, experts, weights))
+            times[name][0].append(_seconds(_forward, layer, x, experts, weights))
+            times[name][1].append(_seconds(_train, layer, x, experts, weights))
     rows = torch.stack([torch.bincount(each.flatten(), minlength=ranks) for each in owners.chunk(ranks)])
-    static = torch.full((ranks, ranks), size.experts // ranks * _places(size, ranks))
-    model = {"ExpertParallel": rows, f"ExpertParallel(capacity={_places(size, ranks)})": static}
+    static = torch.full((ranks, ranks), size.experts // ranks * _capacity(size, ranks))
+    model = {"ExpertParallel": rows, f"ExpertParallel(capacity={_capacity(size, ranks)})": static}
     lines = []
     for name in layers:
         forward, training = map(statistics.median, times[name])
@@ -205,8 +205,8 @@ def measure(size: Size, seconds: float, peers: bool = True) -> list[Line]:
     return lines
 
 
-def _places(size: Size, ranks: int) -> int:
-    """Places of an expert for each rank: twice as many as an even router needs."""
+def _capacity(size: Size, ranks: int) -> int:
+    """Rows that each rank may send to an expert: twice as many as an even router sends."""
     return expert_capacity(size.tokens // ranks, size.choices, size.experts, 2.0)
 
 
@@ -219,7 +219,7 @@ def _train(layer: Layer, x: Tensor, *given: Tensor) -> None:
     layer(x.detach().requires_grad_(), *given).sum().backward()
 
 
-def _timed(call: Callable[..., None], *given: Any) -> float:
+def _seconds(call: Callable[..., None], *given: Any) -> float:
     """Seconds until the slowest rank has finished the call."""
     dist.barrier()
     started = time.perf_counter()
@@ -228,21 +228,21 @@ def _timed(call: Callable[..., None], *given: Any) -> float:
     return time.perf_counter() - started
 
 
-def _together(goes_on: bool) -> bool:
-    """The value of rank 0, on all ranks."""
-    decision = torch.tensor(int(goes_on))
-    dist.broadcast(decision, 0)
-    return bool(decision)
+def _from_rank_0(value: bool) -> bool:
+    """Returns the value that rank 0 passed, on all ranks."""
+    shared = torch.tensor(int(value))
+    dist.broadcast(shared, 0)
+    return bool(shared)
 
 
 def run(ranks: int, size: Size, seconds: float) -> list[Line]:
     """Starts a process with one thread for each rank, and returns the lines of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "lines.json"
-        words = [sys.executable, "-m", "bench.exchange", folder, str(ranks), str(seconds), json.dumps(asdict(size))]
+        command = [sys.executable, "-m", "bench.exchange", folder, str(ranks), str(seconds), json.dumps(asdict(size))]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         started = [
-            subprocess.Popen([*words, str(rank)], env=environment, cwd=Path(__file__).parents[1])
+            subprocess.Popen([*command, str(rank)], env=environment, cwd=Path(__file__).parents[1])
             for rank in range(ranks)
         ]
         status = [each.wait() for each in started]

@@ -97,11 +97,11 @@ def layer_cost(machine: Machine, tokens: int, dim: int, hidden: int, choices: in
         raise ValueError(f"layer_cost: {n} ranks must divide the experts, got {experts}")
     rows = (tokens * choices * share.view(n, -1).sum(1)).round().long().expand(n, n)
     traffic = exchange_bytes(rows, dim, dim, width, experts)
-    there, back = (_all_to_all(machine, each * dim * width) for each in (rows, rows.T))
+    sending, returning = (_all_to_all(machine, each * dim * width) for each in (rows, rows.T))
     counts = _all_to_all(machine, torch.full((n, n), COUNT * experts // n))
     busiest = int(rows.sum(0).max())
     products = 2 * busiest * dim * hidden * 3 / machine.flops
-    exchange = counts + 2 * (there + back) if n > 1 else 0.0
+    exchange = counts + 2 * (sending + returning) if n > 1 else 0.0
     sent = max(a + b for a, b in zip(traffic.sent_forward, traffic.sent_backward, strict=True))
     return Cost(exchange, 3 * products, busiest / (tokens * choices), sent)
 

@@ -29,8 +29,8 @@ NORMS = sizes(PAPERS, "TDHE")
 def _complete(shape: Shape, device: str) -> Shape:
     """On a CPU at most the tokens of `fewer_tokens`, and at most 2^25 parameters in a matrix of all experts."""
     fewer = fewer_tokens({"K": 1, **shape}, device)
-    most = max(shape.get("K", 1), 2**25 // (shape["D"] * shape["H"]))
-    return {**shape, "T": fewer["T"], "E": min(shape["E"], most)} if device == "cpu" else shape
+    max_experts = max(shape.get("K", 1), 2**25 // (shape["D"] * shape["H"]))
+    return {**shape, "T": fewer["T"], "E": min(shape["E"], max_experts)} if device == "cpu" else shape
 
 
 def _norms_complete(shape: Shape, device: str) -> Shape:
@@ -39,8 +39,8 @@ def _norms_complete(shape: Shape, device: str) -> Shape:
 
 def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
     tokens, dim, hidden, experts = (shape[name] for name in "TDHE")
-    plan_of = {"K": 1, "routing": "uniform", **shape}
-    weights, chosen = mk.topk_gate(logits(plan_of, device), plan_of["K"], backend="reference")
+    routed_shape = {"K": 1, "routing": "uniform", **shape}
+    weights, chosen = mk.topk_gate(logits(routed_shape, device), routed_shape["K"], backend="reference")
     plan = mk.make_plan(chosen, experts, backend="reference")
     sizes = {
         "x": (tokens, dim),
@@ -59,7 +59,7 @@ def _inputs(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def _loop(rows: Tensor, weight: Tensor, inputs: Inputs) -> Tensor:
-    """One product for each expert; the host already knows where the rows of an expert begin."""
+    """One product for each expert; the offsets of the experts' rows are on the host already."""
     sizes = [last - first for first, last in zip(inputs["bounds"], inputs["bounds"][1:], strict=False)]
     return torch.cat([part @ each for part, each in zip(rows.split(sizes), weight.unbind(), strict=True)])
 

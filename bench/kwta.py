@@ -14,7 +14,7 @@ from python_ref.kwta import pack_bits
 
 
 def _complete(shape: Shape, device: str) -> Shape:
-    # A GPU takes the 8192 rows of the design; a CPU 2^21 elements, 4 to 8 MB, so that a call takes milliseconds.
+    # A GPU takes 8192 rows; a CPU 2^21 elements, 4 to 8 MB, so that a call takes milliseconds.
     return {"R": 8192 if device == "cuda" else max(1, 2**21 // shape["N"]), **shape}
 
 

@@ -59,7 +59,7 @@ def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
 
     These are the kernels and the files that they include or import. For C++ and CUDA also the Python that calls the
     kernels, since it has thresholds and sizes; if it imports another operation's Python, the kernels of that operation
-    belong to the sources too. The Python of the other of these two backends does not.
+    belong to the sources too. Excludes *_cuda.py for cpu and *_cpu.py for cuda.
     """
     left, native = _kernels(op, backend, root), root / "moe_kernels/backends/native"
     other = "_cuda" if backend == "cpu" else "_cpu"
@@ -163,7 +163,7 @@ def state(op: str, backend: str, results: Iterable[Result], root: Path = ROOT) -
     if backend == "reference":
         return "the definition"
     for result in sorted(results, key=lambda each: each["date"], reverse=True):
-        entries = [each for each in result["entries"] if _counts(each, op, backend)]
+        entries = [each for each in result["entries"] if _is_result_of(each, op, backend)]
         if not entries:
             continue
         if any(is_stale(each, root) for each in entries):
@@ -196,12 +196,12 @@ def write_executed(found: dict[str, dict[str, dict[str, str]]], root: Path = ROO
 
 
 def passed(entry: dict[str, Any]) -> bool:
-    """Whether the kernel agrees with the definition and no check failed; one that could not run has not failed."""
+    """Whether the kernel agrees with the definition and no check failed. A check that could not run has not failed."""
     return entry["verdict"] == "ok" and not any(word.startswith("FAILED") for word in entry["checks"].values())
 
 
-def _counts(entry: dict[str, Any], op: str, backend: str) -> bool:
-    # Interpreted Triton kernels and CUDA kernels on the host executor did not run on a GPU.
+def _is_result_of(entry: dict[str, Any], op: str, backend: str) -> bool:
+    # GPU kernels that ran on a CPU (interpreted, or compiled for the host) do not count.
     on_gpu = entry["device"] == "cuda" or backend not in GPU_BACKENDS
     same = file_of("reference", entry["operation"]) == file_of("reference", op)
     return same and entry["backend"] == backend and on_gpu

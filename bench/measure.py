@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from bench import ledger, nvml, peers, routing, timing, tracing
-from bench.apart import Apart, Lost
 from bench.registry import ENTRIES, Inputs, Shape, label
 from bench.shapes import ROUTINGS
+from bench.worker import Worker, WorkerLost
 from moe_kernels import info
 from moe_kernels.verify import Row, dtype_name, said, threads
 
 MEMCPY = "memcpy"
-ROUGHLY = 0.05  # largest difference of two outputs, over the norm; ties may fall differently
+TOLERANCE = 0.05  # largest difference of two outputs, over the norm; ties may be broken differently
 JOB_SECONDS = 60  # a job that compiles four kernels takes 20 s
 
 Figure = dict[str, Any]
@@ -31,11 +31,11 @@ Ceilings = dict[str, dict[str, float]]
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure: a set of shapes and the routings of it, dtypes, CPU threads, peers (None: all), curves.
+    """Selects the measurements: a set of shapes and its routings, dtypes, CPU threads, peers (None: all), curves.
 
     curves: also the scaling curve of every operation: forward, in the first dtype, on the most threads.
-    first: a set of shapes to measure before the other, in 16 bits if the operation takes them: in float32 a job with
-        products of these sizes takes seconds.
+    first: a set of shapes measured before `shapes`, only in the narrowest dtype: in float32 a job of these sizes takes
+        seconds.
     """
 
     shapes: str = "quick"
@@ -67,7 +67,7 @@ class Job:
 
 @dataclass
 class Found:
-    """Results of jobs: figures, points of the scaling curves, and what was left out, each line with its reason.
+    """Results of jobs: figures, points of the scaling curves, and a line with the reason for each figure left out.
 
     failed: errors of kernels that were right on the verified shapes, by operation, backend and dtype.
     """
@@ -92,18 +92,18 @@ def setting(device: str, count: int) -> str:
 def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
     """The jobs of all verified kernels, and for every other kernel the reason why it is not measured."""
     allowed: dict[tuple[str, str, str], list[str]] = {}
-    refused = []
+    left_out = []
     for row in rows:
-        reason = refusal(row)
+        reason = reason_against(row)
         if reason:
-            refused.append(f"{row.operation} {row.backend} {row.dtype}: {reason}")
+            left_out.append(f"{row.operation} {row.backend} {row.dtype}: {reason}")
         elif row.dtype in request.dtypes:
             allowed.setdefault((row.operation, row.dtype, row.device), []).append(row.backend)
-    jobs, drawn = [], set()
+    jobs, with_curve = [], set()
     for (op, name, device), backends in allowed.items():
         entry, dtype = ENTRIES[op], getattr(torch, name)
         if dtype not in entry.dtypes:
-            refused.append(f"{op} {name}: verified, and not among the dtypes that are measured")
+            left_out.append(f"{op} {name}: verified, and not among the dtypes that are measured")
             continue
         threads = request.threads if device == "cpu" else (1,)
         job = partial(Job, op=op, dtype=dtype, device=device, backends=tuple(backends))
@@ -112,20 +112,20 @@ def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
             before = _shapes(op, request.first, device, request.routings)
             shapes = before + [each for each in shapes if each not in before]
         if not shapes:
-            refused.append(f"{op}: has no shapes called {request.shapes} with that routing")
+            left_out.append(f"{op}: has no shapes called {request.shapes} with that routing")
         jobs += [
             job(shape=shape, direction=direction, threads=count)
             for count in threads
             for shape in shapes
             for direction in entry.directions
         ]
-        if request.curves and (op, device) not in drawn:
-            drawn.add((op, device))
+        if request.curves and (op, device) not in with_curve:
+            with_curve.add((op, device))
             curve = _shapes(op, "scaling", device, ROUTINGS)
             if not curve:
-                refused.append(f"{op}: has no shapes called scaling")
+                left_out.append(f"{op}: has no shapes called scaling")
             jobs += [job(shape=shape, direction="forward", threads=max(threads), curve=True) for shape in curve]
-    return jobs, list(dict.fromkeys(refused))
+    return jobs, list(dict.fromkeys(left_out))
 
 
 def _width(name: str) -> int:
@@ -139,8 +139,8 @@ def _shapes(op: str, name: str, device: str, routings: tuple[str, ...]) -> list[
     return [each for index, each in enumerate(full) if each not in full[:index]]
 
 
-def refusal(row: Row) -> str:
-    """Why a kernel with that verdict must not be measured; empty if it may be."""
+def reason_against(row: Row) -> str:
+    """The reason not to measure the row's kernel; empty if it may be measured."""
     if row.verdict == "FAILED":
         return f"wrong, so not measured ({row.note})"
     if row.verdict != "ok":
@@ -160,17 +160,17 @@ def ceilings(jobs: list[Job]) -> Ceilings:
     return found
 
 
-def in_turns(jobs: list[Job]) -> list[Job]:
+def round_robin(jobs: list[Job]) -> list[Job]:
     """One job of every operation and dtype, narrow dtypes first, then the next job of each, and the curves last: if the
     time runs out, every operation has some figures."""
     groups: dict[tuple[bool, str, torch.dtype], list[Job]] = {}
     for job in sorted(jobs, key=lambda job: job.dtype.itemsize):
         groups.setdefault((job.curve, job.op, job.dtype), []).append(job)
-    taken = []
+    ordered = []
     for curve in (False, True):
         turns = zip_longest(*(group for key, group in groups.items() if key[0] == curve))
-        taken += [job for turn in turns for job in turn if job]
-    return taken
+        ordered += [job for turn in turns for job in turn if job]
+    return ordered
 
 
 def run(
@@ -179,39 +179,40 @@ def run(
     budget: float,
     peers: tuple[str, ...] | None = None,
     until: float = math.inf,
-    apart: Apart | None = None,
+    worker: Worker | None = None,
 ) -> Iterator[Found]:
     """Measures each job for `budget` seconds, one figure for each backend; none after `until`.
 
-    apart: the process that measures, so that a kernel which loses the GPU, or takes JOB_SECONDS, ends no other job.
+    worker: the process that measures, so that a kernel that crashes the CUDA context or runs over JOB_SECONDS does not
+        end the other jobs.
     If a job fails on a GPU, each of its kernels is measured alone and without peers, to find the one that fails.
     """
 
-    def taken(job: Job, peers: tuple[str, ...] | None) -> Found:
+    def measure_job(job: Job, peers: tuple[str, ...] | None) -> Found:
         arguments = job, limits, budget, peers
-        if apart is None:
-            return one(*arguments)
+        if worker is None:
+            return measure_one(*arguments)
         left = until - time.monotonic() + 5  # a job that began in time may finish its inputs and warm-up
         try:
-            return apart(one, *arguments, seconds=min(left, JOB_SECONDS))
-        except Lost as lost:
-            hurried = left < JOB_SECONDS and time.monotonic() > until
-            return Found(left_out=[f"{job}: out of time"]) if hurried else _failed(job, str(lost))
+            return worker(measure_one, *arguments, seconds=min(left, JOB_SECONDS))
+        except WorkerLost as lost:
+            cut_short = left < JOB_SECONDS and time.monotonic() > until
+            return Found(left_out=[f"{job}: out of time"]) if cut_short else _failed(job, str(lost))
 
     for job in jobs:
         if time.monotonic() > until:
             yield Found(left_out=[f"{job}: out of time"])
             continue
-        found = taken(job, peers)
+        found = measure_job(job, peers)
         if found.failed and job.device == "cuda":
             alone = Found(left_out=found.left_out)
             for backend in job.backends:
-                alone.add(taken(replace(job, backends=(backend,)), ()))
+                alone.add(measure_job(replace(job, backends=(backend,)), ()))
             found = alone
         yield found
 
 
-def one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...] | None) -> Found:
+def measure_one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...] | None) -> Found:
     """The figures of one job, or the reason why there are none."""
     found = Found()
     try:
@@ -250,30 +251,30 @@ def _samples(
         return {**entry.inputs(job.shape, job.dtype, job.device), MEMCPY: (source, torch.empty_like(source))}
 
     before = torch.cuda.memory_allocated()  # 0 without a GPU
-    one = inputs()
+    first_inputs = inputs()
     held = torch.cuda.memory_allocated() - before
     calls: dict[str, Callable[[Inputs], object]] = {MEMCPY: lambda each: each[MEMCPY][1].copy_(each[MEMCPY][0])}
     calls |= {name: entry.kernel(name)[job.direction] for name in job.backends}
-    others = _peers(job, one, wanted, calls[job.backends[0]], found)
+    others = _peers(job, first_inputs, wanted, calls[job.backends[0]], found)
     if job.device == "cuda" and not job.curve:
-        _compare(job, calls, others, one, found)
+        _compare(job, calls, others, first_inputs, found)
     calls |= others
-    bound = {name: partial(call, one) for name, call in calls.items()}
+    bound = {name: partial(call, first_inputs) for name, call in calls.items()}
     more: dict[str, Figure] = {name: {} for name in job.backends}
     if job.device != "cuda":
         samples = timing.time_cpu(bound, budget)
     else:
-        sets = [one, *(inputs() for _ in range(timing.sets_for(size, held) - 1))]
-        waiting = {name for name, call in bound.items() if timing.wait_for_gpu(call)}
+        sets = [first_inputs, *(inputs() for _ in range(timing.sets_for(size, held) - 1))]
+        waiting = {name for name, call in bound.items() if timing.host_sync_error(call)}
         found.left_out += [
             f"a graph of {job.op} by {name}: it waits for the GPU, so it was launched" for name in waiting
         ]
-        works = timing.launchers(calls, sets, waiting)
-        samples = timing.time_gpu(works, len(sets), budget)
+        launches = timing.launchers(calls, sets, waiting)
+        samples = timing.time_gpu(launches, len(sets), budget)
         for name in job.backends:
             launch = timing.launch_seconds(bound[name], budget)
-            more[name] = {"launch_us": launch * 1e6} | nvml.watch(works[name], len(sets), min(budget, 0.2))
-        del works, sets
+            more[name] = {"launch_us": launch * 1e6} | nvml.watch(launches[name], len(sets), min(budget, 0.2))
+        del launches, sets
     if job.direction == "training" and not job.curve:
         peaks = {name: tracing.peak_bytes(bound[name], job.device) / 2**20 for name in bound if name != MEMCPY}
         for name in job.backends:
@@ -282,13 +283,13 @@ def _samples(
 
 
 def _compare(job: Job, calls: Calls, others: Calls, inputs: Inputs, found: Found) -> None:
-    """Notes kernels that are far from PyTorch at a size that was not verified; with tied choices they may be right."""
+    """Reports kernels that differ from PyTorch at a size that was not verified; tied choices may be the cause."""
     name = next((name for name in others if name in ENTRIES[job.op].peers), None)
     if name is not None:
-        its = others[name](inputs)
+        expected = others[name](inputs)
         for backend in job.backends:
-            off = _off(calls[backend](inputs), its)
-            if off > ROUGHLY:
+            off = _difference(calls[backend](inputs), expected)
+            if off > TOLERANCE:
                 found.left_out.append(f"{job}: {backend} is off from {name} by {off:.2g} of its norm")
 
 
@@ -314,24 +315,24 @@ def _peers(
 def _wrong(
     name: str, peer: Callable[[Inputs], object], kernel: Callable[[Inputs], object] | None, inputs: Inputs
 ) -> dict[str, str]:
-    """{name: reason} if a peer fails or its result is off from the kernel's by more than ROUGHLY of the norm."""
+    """{name: reason} if a peer fails or its result differs from the kernel's by more than TOLERANCE."""
     try:
         got = peer(inputs)
     except Exception as raised:
         return {name: f"fails: {said(raised)}"}
     if kernel is None:
         return {}
-    off = _off(kernel(inputs), got)
-    return {} if off <= ROUGHLY else {name: f"gives another result, off by {off:.2g} of its norm"}
+    off = _difference(kernel(inputs), got)
+    return {} if off <= TOLERANCE else {name: f"gives another result, off by {off:.2g} of its norm"}
 
 
-def _off(mine: object, its: object) -> float:
+def _difference(found: object, expected: object) -> float:
     """Norm of the difference of two outputs over the second one's norm; infinite if shapes or NaNs differ."""
-    pairs = list(zip_longest(*([each.float() for each in tensors_of(output)] for output in (mine, its))))
+    pairs = list(zip_longest(*([each.float() for each in tensors_of(output)] for output in (found, expected))))
     if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
         return math.inf
-    found = [float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs]
-    return max((math.inf if math.isnan(off) else off for off in found), default=0.0)
+    ratios = [float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs]
+    return max((math.inf if math.isnan(off) else off for off in ratios), default=0.0)
 
 
 def tensors_of(output: object) -> list[torch.Tensor]:
@@ -386,12 +387,12 @@ def result(rows: list[Row], found: Found, limits: Ceilings) -> dict[str, Any]:
     for row in rows:
         if row.verdict != "not run":
             sources = ledger.digest(row.operation, row.backend)
-            mine: dict[str, Any] = {"figures": _of(row, found.figures), "curves": _of(row, found.curves)}
+            measured: dict[str, Any] = {"figures": _of(row, found.figures), "curves": _of(row, found.curves)}
             failed = found.failed.get((row.operation, row.backend, row.dtype))
             if failed:
-                mine |= {"verdict": "FAILED", "note": failed}
-            entries.append({**asdict(row), "sources": sources, "checks": {}, **mine})
-    without = nvml.missing() if facts["gpus"] else "no GPU"
+                measured |= {"verdict": "FAILED", "note": failed}
+            entries.append({**asdict(row), "sources": sources, "checks": {}, **measured})
+    nvml_problem = nvml.missing() if facts["gpus"] else "no GPU"
     return {
         "device": info.device_name(facts),
         "gpu": bool(facts["gpus"]),
@@ -399,7 +400,7 @@ def result(rows: list[Row], found: Found, limits: Ceilings) -> dict[str, Any]:
         "machine": facts,
         "ceilings": limits,
         "loads": routing.loads(),
-        "not_measured": found.left_out + ([f"clocks, power and energy: {without}"] if without else []),
+        "not_measured": found.left_out + ([f"clocks, power and energy: {nvml_problem}"] if nvml_problem else []),
         "entries": entries,
     }
 

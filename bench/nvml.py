@@ -36,10 +36,10 @@ def missing() -> str:
     return ""
 
 
-def watch(work: Callable[[], object], calls: int, seconds: float) -> dict[str, Any]:
-    """Repeats `work`, which launches `calls` calls, for some seconds; empty if NVML or a reading is missing.
+def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str, Any]:
+    """Readings during `seconds` of repeated `launch`, each of `calls` calls; empty if NVML or a reading is missing.
 
-    Returns medians of clocks in MHz, power in W and temperature in C, all throttle reasons seen, and joules for each
+    Medians of clocks in MHz, power in W and temperature in C, all throttle reasons seen, and joules for each
     call if the GPU counts its energy (Volta and later).
     """
     if missing():
@@ -52,11 +52,11 @@ def watch(work: Callable[[], object], calls: int, seconds: float) -> dict[str, A
     while not seen or time.perf_counter() - start < seconds:
         due = time.perf_counter() + PERIOD_SECONDS
         while time.perf_counter() < due:
-            work()
+            launch()
             launched += calls
             torch.cuda.synchronize()
         try:
-            seen.append(_now(pynvml, handle))
+            seen.append(_reading(pynvml, handle))
         except pynvml.NVMLError:  # a virtual machine may hide its GPU's sensors
             return {}
     after = _millijoules(pynvml, handle)
@@ -73,7 +73,7 @@ def _handle(pynvml: Any) -> Any:
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
 
 
-def _now(pynvml: Any, handle: Any) -> dict[str, Any]:
+def _reading(pynvml: Any, handle: Any) -> dict[str, Any]:
     reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     return {
         "sm_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),

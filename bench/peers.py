@@ -18,7 +18,7 @@ from moe_kernels.verify import dtype_name
 
 @dataclass(frozen=True)
 class Peer:
-    """One implementation. reason: why it can never be compared, or empty.
+    """One implementation. reason: why it cannot be compared on any machine, or empty.
 
     device: the only device type that it takes, or empty for all.
     """
@@ -63,13 +63,13 @@ def available(
     """
     chosen = None if wanted is None else [part.lower() for part in wanted]
 
-    def asked(name: str) -> bool:
+    def is_wanted(name: str) -> bool:
         return chosen is None or any(part in name.lower() for part in chosen)
 
-    calls = {name: each for name, each in entry.peers.items() if asked(name)}
+    calls = {name: each for name, each in entry.peers.items() if is_wanted(name)}
     missing = {}
     for each in PACKAGES.get(op, []):
-        if not asked(each.name):
+        if not is_wanted(each.name):
             continue
         reason = each.missing(device, dtype)
         if reason or each.forward is None:
@@ -111,10 +111,10 @@ def _megablocks_scatter(inputs: Inputs) -> object:
     return ops.scatter(inputs["leaf_rows"], slots, experts, weights, offsets, inputs["k"])
 
 
-UNEQUAL = (
+NOT_COMPARABLE = (
     ("sinkhorn", Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds, no matrix of scores")),
     ("expert_mlp", Peer("sonic-moe", "sonicmoe", reason="its layer routes by itself; no plan can be handed to it")),
     ("expert_mlp", Peer("liger-kernel", "liger_kernel", reason="its experts are SwiGLU, those measured here are not")),
 )
-for _op, _peer in UNEQUAL:
+for _op, _peer in NOT_COMPARABLE:
     PACKAGES.setdefault(_op, []).append(_peer)

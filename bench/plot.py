@@ -60,19 +60,19 @@ def _roofline(result: Result, figures: list[dict[str, Any]]) -> Canvas:
     colors = _colors(figures)
     for (left, right), setting in zip(axes, settings, strict=True):
         limits = result["ceilings"][setting]
-        mine = [each for each in figures if each["setting"] == setting]
-        counted = [each for each in mine if each["flops"]]
+        selected = [each for each in figures if each["setting"] == setting]
+        counted = [each for each in selected if each["flops"]]
         _roofs(right, limits, [each["flops"] / each["least_bytes"] for each in counted] or [1.0])
         for each in counted:
             _point(right, each["flops"] / each["least_bytes"], each["gflop_per_s"], each, colors)
-        moving = [each for each in mine if not each["flops"]]
+        moving = [each for each in selected if not each["flops"]]
         names = _unique(each["op"] for each in moving)
         for each in moving:
             _point(left, names.index(each["op"]), each["gb_per_s"], each, colors)
         left.axhline(limits["copy"], color="black", linewidth=1)
         left.set(xticks=range(len(names)), xticklabels=names, title="no FLOPs", ylabel="GB/s", yscale="log")
         left.tick_params(axis="x", rotation=20)
-        right.set(title=setting, ylabel="GFLOP/s", xlabel="FLOPs a byte, at the least", xscale="log", yscale="log")
+        right.set(title=setting, ylabel="GFLOP/s", xlabel="FLOPs per byte (least bytes)", xscale="log", yscale="log")
         right.grid(alpha=0.3)
     looks = {op: {"color": color} for op, color in colors.items()}
     looks |= {dtype: {"marker": MARKERS.get(dtype, "x")} for dtype in _unique(each["dtype"] for each in figures)}
@@ -129,7 +129,7 @@ def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
 
 
 def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
-    """Time over the size that varies, and the floor of its bytes and FLOPs."""
+    """Time over the size that varies, and the least time that its bytes and FLOPs allow at the measured ceilings."""
     names = _unique((each["op"], each["setting"]) for each in curves)
     if not names:
         return None
@@ -140,17 +140,17 @@ def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
     for axis, (op, setting) in zip(axes.flat, names, strict=False):
-        mine = [each for each in curves if (each["op"], each["setting"]) == (op, setting)]
-        name = varying(mine)
-        for backend in _unique(each["backend"] for each in mine):
-            line = [each for each in mine if each["backend"] == backend]
+        selected = [each for each in curves if (each["op"], each["setting"]) == (op, setting)]
+        name = varying(selected)
+        for backend in _unique(each["backend"] for each in selected):
+            line = [each for each in selected if each["backend"] == backend]
             sizes = [each["sizes"][name] for each in line]
             axis.plot(sizes, [each["us"] for each in line], "o-", label=backend)
         for peer in dict.fromkeys(name for each in line for name in each["peers"]):
             axis.plot(sizes, [each["us"] * each["peers"].get(peer, float("nan")) for each in line], ".--", label=peer)
         floors = [each["us"] * each["ceiling_percent"] / 100 for each in line]
         axis.plot(sizes, floors, ":", color="black", label="floor")
-        axis.set(xscale="log", yscale="log", xlabel=name, ylabel="us", title=f"{op} {mine[0]['dtype']}, {setting}")
+        axis.set(xscale="log", yscale="log", xlabel=name, ylabel="us", title=f"{op} {selected[0]['dtype']}, {setting}")
         axis.legend(fontsize="x-small")
     return canvas
 

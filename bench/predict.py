@@ -4,7 +4,7 @@ A launch takes at least the longest of three times:
 
     DRAM     bytes read and written, each sector once, over the bandwidth
     issue    instructions of all warps, at 4 per cycle and multiprocessor. They are counted in PTX; static counts show
-             1.3 times as many in SASS for integer code and 0.9 times for products, and a prediction names its factor
+             1.3 times as many in SASS for integer code and 0.9 times for products; a prediction shows its factor
     tensor   FLOPs of the matrix instructions over the peak of their dtype
 
 A call takes the sum over its launches. Products that torch's own library computes are not counted.
@@ -22,7 +22,7 @@ from bench import counting, ledger
 from bench.tables import markdown
 
 INTEGER, PRODUCTS = 1.3, 0.9  # SASS instructions for one of PTX
-WARPS_A_CYCLE = 4  # instructions that a multiprocessor issues
+WARPS_A_CYCLE = 4  # warp instructions that a multiprocessor issues per cycle
 BOUNDS = ("DRAM", "issue", "tensor")
 
 
@@ -71,12 +71,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for one call. measured: measured over predicted time, None if that GPU was not measured."""
+    """Prediction for one call. measured_over_predicted: ratio of times; None if no result of that GPU has the call."""
 
     count: dict[str, Any]
     launches: tuple[Launch, ...]
     stale: bool
-    measured: float | None = None
+    measured_over_predicted: float | None = None
 
     @property
     def us(self) -> float:
@@ -84,22 +84,22 @@ class Prediction:
 
     @property
     def bound(self) -> str:
-        """The resource that limits the launches which take most of the time."""
+        """The resource whose launches take the most time together."""
         share = {name: sum(each.least for each in self.launches if each.bound == name) for name in BOUNDS}
         return max(share, key=lambda name: share[name])
 
     @property
-    def an_element(self) -> float:
+    def instructions_per_element(self) -> float:
         """PTX instructions of a thread for each element of the largest input, at the counted shape."""
         return 32 * sum(each["warp_instructions"] for each in self.count["launches"]) / self.count["elements"]
 
 
 def launch(counts: dict[str, Any], counted: dict[str, Any], gpu: Gpu) -> Launch:
-    grows, factor = counted["grows"], PRODUCTS if counts["tensor_flops"] else INTEGER
-    instructions = counts["warp_instructions"] * grows
+    scale, factor = counted["grows"], PRODUCTS if counts["tensor_flops"] else INTEGER
+    instructions = counts["warp_instructions"] * scale
     moved = (counts["bytes_read"] + counts["bytes_written"]) * counts.get("bytes_grow", counted["bytes_grow"])
     issue = factor * instructions / (gpu.multiprocessors * WARPS_A_CYCLE * gpu.ghz * 1e9)
-    flops = counts["tensor_flops"] * grows
+    flops = counts["tensor_flops"] * scale
     tensor = flops / gpu.peak(counted["dtype"]) if flops else 0.0
     us = (1e6 * moved / (gpu.gb_per_s * 1e9), 1e6 * issue, 1e6 * tensor)
     return Launch(counts["kernel"], us, factor, instructions)
@@ -112,12 +112,12 @@ def predict(gpu: Gpu, results: Iterable[ledger.Result] = (), root: Path = ledger
         stale = each["sources"] != ledger.digest(each["operation"], each["backend"], root)
         made = Prediction(each, tuple(launch(one, each, gpu) for one in each["launches"]), stale)
         us = _measured(each, gpu, kept)
-        found.append(replace(made, measured=us / made.us if us else None))
+        found.append(replace(made, measured_over_predicted=us / made.us if us else None))
     return found
 
 
 def _measured(count: dict[str, Any], gpu: Gpu, results: Iterable[ledger.Result]) -> float | None:
-    """Measured microseconds of the same call on that GPU, or None."""
+    """Measured microseconds of the same call; None if no result of that GPU has it."""
     same = ("backend", "dtype", "direction", "shape")
     for result in results:
         if not result["gpu"] or not re.search(rf"\b{re.escape(gpu.name)}\b", result["device"]):
@@ -143,16 +143,16 @@ def rows(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
         count = each.count
         key = tuple(str(count[name]) for name in ("operation", "backend", "dtype", "direction", "shape"))
         key = (key[0] + " (stale)" * each.stale, *key[1:])
-        ratio = "" if each.measured is None else f"{each.measured:.2f}"
-        grows = count["grows"]
+        ratio = "" if each.measured_over_predicted is None else f"{each.measured_over_predicted:.2f}"
         for one in each.launches:
-            an_element = 32 * one.instructions / grows / count["elements"]
+            per_element = 32 * one.instructions / count["grows"] / count["elements"]
             times = (*(_us(us) for us in one.us), _us(one.least), one.bound)
             alone = ratio if len(each.launches) == 1 else ""
-            found.append((*key, one.kernel, f"{an_element:.1f}", f"{one.factor}", *times, alone))
+            found.append((*key, one.kernel, f"{per_element:.1f}", f"{one.factor}", *times, alone))
         if len(each.launches) > 1:
             sums = [_us(sum(one.us[i] for one in each.launches)) for i in range(3)]
-            found.append((*key, "all", f"{each.an_element:.1f}", "", *sums, _us(each.us), each.bound, ratio))
+            per_element = each.instructions_per_element
+            found.append((*key, "all", f"{per_element:.1f}", "", *sums, _us(each.us), each.bound, ratio))
     return found
 
 
@@ -186,11 +186,11 @@ def section(results: Iterable[ledger.Result] = (), root: Path = ledger.ROOT) -> 
 
 HOW = """\
 Least times from counts, not from a clock. The PTX of each kernel was executed on a CPU at a small shape. Instructions
-and FLOPs are scaled by the number of rows, tokens or matrices, bytes by the operation's least bytes; of kernels behind
-torch's own products, which move no weights, bytes by that number too. *DRAM*: each sector once. *issue*: PTX
-instructions of all warps, times a static factor to SASS, at four a cycle and multiprocessor. *tensor*: FLOPs of matrix
-instructions over the peak. A launch takes at least the longest of the three. Not predicted: stalls, the cost of a
-launch, products of torch's own library."""
+and FLOPs are scaled by the number of rows, tokens or matrices, bytes by the operation's least bytes. If torch computes
+the products, bytes of the other launches scale with that number too, as these read no weights. *DRAM*: each sector
+once. *issue*: PTX instructions of all warps, times a static factor to SASS, at four a cycle and multiprocessor.
+*tensor*: FLOPs of matrix instructions over the peak. A launch takes at least the longest of the three. Not predicted:
+stalls, the cost of a launch, products of torch's own library."""
 
 
 def figures(gpu: Gpu) -> str:

@@ -60,12 +60,12 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
     call = _call(job)
     with threads(job.threads):
         call()
-        with tracing.recorded(job.device) as profiler:
+        with tracing.traced(job.device) as profiler:
             for _ in range(CALLS):
                 call()
             if job.device == "cuda":
                 torch.cuda.synchronize()
-    if job.device == "cuda":  # the part that Nsight Compute records, if it runs (see tools)
+    if job.device == "cuda":  # only this block is traced by Nsight Compute (see tools)
         with torch.cuda.profiler.profile():
             call()
             torch.cuda.synchronize()
@@ -73,7 +73,7 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
     trace = folder / f"{name_of(job)}.trace.json"
     profiler.export_chrome_trace(str(trace))
     on_gpu = job.device == "cuda"
-    spent = _spent(profiler.key_averages(), on_gpu)
+    spent = _own_times(profiler.key_averages(), on_gpu)
     total = sum(us for *_, us in spent)
     scale = 1.0 if on_gpu else figure["us"] / total
     lines = [
@@ -82,8 +82,8 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
     return Profile(sorted(lines, key=lambda line: -line.us), figure["us"], floor, trace)
 
 
-def _spent(events: Iterable[Any], on_gpu: bool) -> list[tuple[str, float, float]]:
-    """Name, launches and microseconds of every event that has time of its own (not only that of its children)."""
+def _own_times(events: Iterable[Any], on_gpu: bool) -> list[tuple[str, float, float]]:
+    """Name, launches and microseconds of every event that has time of its own, beside that of its children."""
     found = []
     for event in events:
         if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
@@ -112,10 +112,10 @@ def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str
         found["Nsight Compute"] = "not run: ncu is not installed"
     else:
         out = folder / f"{name_of(job)}.ncu-rep"
-        again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
+        profile_again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
         # Not from the start: the first 20 launches of the process prepare inputs and measure ceilings.
         options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
-        command = [program, *options, "--export", str(out), *again]
+        command = [program, *options, "--export", str(out), *profile_again]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
         found["Nsight Compute"] = str(out) if done.returncode == 0 else f"failed: {done.stdout.strip()[-200:]}"
     found["proton"] = _proton(job, folder)

@@ -15,7 +15,7 @@ from moe_kernels.backends import NAMES
 README = ledger.ROOT / "README.md"
 SECTIONS = ("operations", "measured", "predicted")
 
-UNSTEADY = 2.0
+UNSTEADY = 2.0  # a figure is marked if its 90th percentile is over this times the 10th
 COLUMNS = tuple((dtype, direction) for dtype in ("float32", "bfloat16") for direction in ("forward", "training"))
 GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"}
 
@@ -40,7 +40,7 @@ def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
         note = "" if result["gpu"] else " No GPU was there; ratios only."
         part = [f"**{result['device']}**, {result['date']}: times as fast as PyTorch.{note}"]
         fresh = [entry for entry in result["entries"] if not ledger.is_stale(entry, root)]
-        rows = _one_row_each(fresh)
+        rows = _device_rows(fresh)
         if rows:
             part.append(markdown(("operation", "backend", *(" ".join(column) for column in COLUMNS)), rows))
         stale = ledger.stale(result, root)
@@ -50,7 +50,7 @@ def measured(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     return "\n\n".join(parts) or "Nothing measured yet."
 
 
-def _one_row_each(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
+def _device_rows(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
     rows: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for entry in entries:
         for column in COLUMNS:
@@ -66,8 +66,8 @@ def _one_row_each(entries: list[dict[str, Any]]) -> list[Sequence[str]]:
 
 def against_torch(figures: list[dict[str, Any]]) -> str:
     """The range over the shapes of the speed relative to the fastest PyTorch composition; empty if there is none."""
-    of_torch = [[ratio for name, ratio in each["peers"].items() if name.startswith("torch")] for each in figures]
-    ratios = [min(found) for found in of_torch if found]
+    torch_ratios = [[ratio for name, ratio in each["peers"].items() if name.startswith("torch")] for each in figures]
+    ratios = [min(found) for found in torch_ratios if found]
     return span(ratios) if ratios else ""
 
 
@@ -159,7 +159,7 @@ def rendered(text: str, results: list[ledger.Result], root: Path = ledger.ROOT) 
     return text
 
 
-def outdated(readme: Path = README, results: list[ledger.Result] | None = None, root: Path = ledger.ROOT) -> str:
+def readme_diff(readme: Path = README, results: list[ledger.Result] | None = None, root: Path = ledger.ROOT) -> str:
     """The diff that updates the README; empty if it is up to date."""
     text = readme.read_text()
     wanted = rendered(text, ledger.read() if results is None else results, root)

@@ -71,12 +71,12 @@ def _torch_plan(inputs: Inputs) -> object:
     """The plan's arrays from torch's sort: first all first choices, then all second choices."""
     experts, num_experts = inputs["experts"], inputs["E"]
     tokens, k = experts.shape
-    asked = experts.T.flatten()
-    arrival = torch.argsort(asked, stable=True)
-    offsets = torch.cat([asked.new_zeros(1), torch.bincount(asked, minlength=num_experts).cumsum(0)])
-    row = torch.empty_like(arrival)
-    row[arrival] = torch.arange(tokens * k, device=asked.device)
-    return offsets, arrival % tokens, arrival // tokens, row.view(k, tokens).T.contiguous()
+    requested = experts.T.flatten()
+    order = torch.argsort(requested, stable=True)
+    offsets = torch.cat([requested.new_zeros(1), torch.bincount(requested, minlength=num_experts).cumsum(0)])
+    row = torch.empty_like(order)
+    row[order] = torch.arange(tokens * k, device=requested.device)
+    return offsets, order % tokens, order // tokens, row.view(k, tokens).T.contiguous()
 
 
 def _torch_combine(inputs: Inputs) -> Tensor:
@@ -90,12 +90,12 @@ def _torch_gate(inputs: Inputs) -> Tensor:
     return inputs["leaf_logits"].topk(inputs["k"], dim=-1).values.softmax(-1)
 
 
-def _bytes(once: Any, backward: Any) -> Any:
-    """least_bytes of an entry. once, backward: (elements, index words) that the forward and the backward pass move."""
+def _bytes(forward: Any, backward: Any) -> Any:
+    """least_bytes of an entry. forward, backward: (elements, 4-byte words of indices) that each pass moves."""
 
     def least(shape: Shape, dtype: torch.dtype, direction: str) -> int:
         t, d, e, k = (shape[name] for name in "TDEK")
-        parts = [once(t, d, e, k)] + ([backward(t, d, e, k)] if direction == "training" else [])
+        parts = [forward(t, d, e, k)] + ([backward(t, d, e, k)] if direction == "training" else [])
         return sum(elements * dtype.itemsize + words * 4 for elements, words in parts)
 
     return least
@@ -110,13 +110,13 @@ def _entry(
     forward: Any,
     leaves: str,
     peers: dict[str, Any],
-    once: Any,
-    backward: Any,
+    forward_moves: Any,
+    backward_moves: Any,
     flops: tuple[int, int] = (0, 0),
     inputs: Callable[[Shape, torch.dtype, str], Inputs] = _inputs,
 ) -> Entry:
-    """leaves: names of the inputs that have gradients, then the name of the output's gradient. once, backward: see
-    _bytes. flops: FLOPs for each element of the (R, D) rows, forward and in training."""
+    """leaves: names of the inputs that have gradients, then the name of the output's gradient. The moves:
+    see _bytes. flops: FLOPs for each element of the (R, D) rows, forward and in training."""
     *names, grad = leaves.split()
     return entry(
         forward,
@@ -127,7 +127,7 @@ def _entry(
         complete=fewer_tokens,
         inputs=inputs,
         flops=lambda shape, direction: shape["T"] * shape["K"] * shape["D"] * flops[direction == "training"],
-        least_bytes=_bytes(once, backward),
+        least_bytes=_bytes(forward_moves, backward_moves),
         dtypes=(torch.float32, torch.bfloat16) if names else (torch.float32,),
     )
 

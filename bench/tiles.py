@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 
-from bench.apart import Apart, Lost
 from bench.entry import Shape, label
 from bench.experts import SHAPES
 from bench.registry import ENTRIES
+from bench.worker import Worker, WorkerLost
 
 Line = dict[str, Any]
 SECONDS = 240  # the first run of a shape compiles some 30 kernels in 3 to 4 s each
@@ -45,11 +45,11 @@ def timings(shape: Shape, activation: str) -> list[Line]:
 
 def sweep() -> Iterator[list[Line]]:
     """`timings` of the aims' shapes with uniform routing; if a shape's tiles make the GPU unusable, a line says so."""
-    with Apart() as apart:
+    with Worker() as worker:
         for shape in SHAPES["aims"]:
             for activation in ("swiglu", "gelu"):
                 if shape["routing"] == "uniform":
                     try:
-                        yield apart(timings, shape, activation, seconds=SECONDS)
-                    except (Lost, RuntimeError) as error:
+                        yield worker(timings, shape, activation, seconds=SECONDS)
+                    except (WorkerLost, RuntimeError) as error:
                         yield [{"shape": label(shape), "activation": activation, "failed": str(error)}]

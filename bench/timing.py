@@ -2,8 +2,8 @@
 
 The speed of a shared machine changes by a factor of two within seconds. Ratios stay right if the compared calls take
 turns, in a new random order each round: drift and cache contents then affect all of them alike. On one thread the time
-that this process waited for its core is subtracted: with two busy neighbours the wall clock's median doubles, and this
-one stays within a tenth. With several threads this is not possible, as they also wait for each other.
+that it waited for its core is subtracted. With two busy neighbours the median by wall clock doubles; by this clock it
+changes by under a tenth. With several threads this is not possible, as they also wait for each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from moe_kernels.verify import dtype_name
 
 SAMPLE_SECONDS = 200e-6  # a sample repeats its call until it lasts this long: a hundred times the clock's cost
-FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400  # FEW_ROUNDS if a round takes several times the budget
+FEW_ROUNDS, MIN_ROUNDS, MAX_ROUNDS = 3, 5, 400  # FEW_ROUNDS are enough once ten times the budget is spent
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _sampler(call: Callable[[], object], clock: Callable[[], float]) -> Callable
         call()
         return clock() - start
 
-    first = once()  # warms up; a call that takes a tenth of a second is not repeated
+    first = once()  # warms up; if it took 0.1 s or more, its time is the estimate
     repeats = max(1, round(SAMPLE_SECONDS / max(once() if first < 0.1 else first, 1e-9)))
 
     def sample() -> float:
@@ -98,9 +98,9 @@ def samplers(
 ) -> Iterator[dict[str, Callable[[], float]]]:
     """For every call a function that takes one sample, on the GPU or on one thread of the CPU."""
     if device == "cuda":
-        waiting = {name for name, call in calls.items() if wait_for_gpu(partial(call, input_sets[0]))}
-        works = launchers(calls, input_sets, waiting)
-        yield {name: partial(_seconds, work, len(input_sets)) for name, work in works.items()}
+        waiting = {name for name, call in calls.items() if host_sync_error(partial(call, input_sets[0]))}
+        launches = launchers(calls, input_sets, waiting)
+        yield {name: partial(_seconds, launch, len(input_sets)) for name, launch in launches.items()}
         return
     with undisturbed_clock() as clock:
         yield {name: _sampler(partial(call, input_sets[0]), clock) for name, call in calls.items()}
@@ -136,13 +136,13 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def time_gpu(works: Mapping[str, Callable[[], object]], calls: int, budget: float = 0.5) -> dict[str, Sample]:
-    """Interleaved medians of calls on the GPU; each of `works` (see `launchers`) launches `calls` of them."""
-    return interleave({name: partial(_seconds, work, calls) for name, work in works.items()}, budget)
+def time_gpu(launches: Mapping[str, Callable[[], object]], calls: int, budget: float = 0.5) -> dict[str, Sample]:
+    """Interleaved medians of calls on the GPU; each of `launches` (see `launchers`) runs `calls` of them."""
+    return interleave({name: partial(_seconds, launch, calls) for name, launch in launches.items()}, budget)
 
 
-def _seconds(work: Callable[[], object], calls: int) -> float:
-    return _between_events(work) / calls
+def _seconds(launch: Callable[[], object], calls: int) -> float:
+    return _between_events(launch) / calls
 
 
 def launchers(
@@ -160,14 +160,17 @@ def launchers(
 
 
 def sets_for(bytes_per_call: int, held: int = 1) -> int:
-    """Number of input sets that together exceed L2 three times; calls use at most 4 GiB of them, and they hold at most
-    16 GiB."""
+    """Number of input sets: together three times L2, 2 to 64.
+
+    bytes_per_call: least bytes of a call, up to 4 GiB over all sets. held: allocated bytes of a set, up to 16 GiB over
+    all sets. Both limits leave at least two sets.
+    """
     l2 = getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 * 2**20
     return max(2, min(-(-3 * l2 // bytes_per_call), 2**32 // bytes_per_call, 2**34 // max(held, 1), 64))
 
 
-def wait_for_gpu(call: Callable[[], object]) -> str:
-    """torch's message if a warm call makes the host wait for the GPU, which no graph can contain; else empty."""
+def host_sync_error(call: Callable[[], object]) -> str:
+    """torch's message if a warm call makes the host wait for the GPU, so that no graph can capture it; else empty."""
     call()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -198,11 +201,11 @@ def _graph(call: Callable[[Any], object], input_sets: list[Any]) -> Callable[[],
     return graph.replay
 
 
-def _between_events(work: Callable[[], object]) -> float:
+def _between_events(launch: Callable[[], object]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(200_000)  # about 0.1 ms, so that all work is launched before the GPU gets to it
+    torch.cuda._sleep(200_000)  # about 0.1 ms, so that the host has launched everything before the GPU starts on it
     start.record()
-    work()
+    launch()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e-3
@@ -222,7 +225,7 @@ def launch_seconds(call: Callable[[], object], budget: float = 0.5, repeats: int
 def ceilings(device: str, dtypes: list[torch.dtype], budget: float = 0.3) -> dict[str, float]:
     """Measured ceilings of this machine: a copy in GB/s (read plus written) and products in GFLOP/s by dtype.
 
-    On a CPU the copy has 16 MB, like the bench's shapes, and float16 has no product, as torch has no library for it.
+    On a CPU the copy moves 16 MB, like the bench's shapes, and float16 has no product, as torch has no library for it.
     """
     on_gpu = device == "cuda"
     size, side = (2**29, 8192) if on_gpu else (2**23, 1024)

@@ -1,4 +1,4 @@
-"""Uses torch's profiler for the memory of a call and the kernels that it launches."""
+"""Peak memory of a call, and a profiler trace of its kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 
 @contextmanager
-def recorded(device: str, *, memory: bool = False) -> Iterator[profile]:
-    """Traces the block, and hides the lines that the profiler writes to stderr."""
+def traced(device: str, *, memory: bool = False) -> Iterator[profile]:
+    """Traces the block; discards everything written to stderr meanwhile, since the profiler logs there."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -36,7 +36,7 @@ def peak_bytes(call: Callable[[], object], device: str) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    with recorded(device, memory=True) as profiler:
+    with traced(device, memory=True) as profiler:
         call()
     results: Any = profiler.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]

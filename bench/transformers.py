@@ -28,7 +28,7 @@ SHAPES: dict[str, tuple[torch.dtype, Shape]] = {
     "float32": (torch.float32, {"T": 512, "D": 256, "H": 512, "E": 8, "K": 2}),
 }
 DECODED = (1, 4, 16)  # sequences that decode one token each
-MOST_COPIED = 2**31  # bytes; batched_mm copies the weights of every choice, 6 T K D H bytes in 16 bits
+MAX_COPIED_BYTES = 2**31  # batched_mm copies the weights of every choice, 6 T K D H bytes in 16 bits
 
 Figure = dict[str, Any]
 
@@ -44,7 +44,11 @@ def run(budget: float, device: str) -> Iterator[Figure]:
     us: microseconds of our kernels (median). peers: how many times as fast they are as each other implementation.
     """
     for name, (dtype, shape) in SHAPES.items():
-        jobs = [("prefill", shape), ("training", shape), *(("decode", {**shape, "T": tokens}) for tokens in DECODED)]
+        jobs = [
+            ("prefill", shape),
+            ("training", shape),
+            *(("decode", {**shape, "T": tokens}) for tokens in DECODED),
+        ]
         for mode, sizes in jobs:
             with threads(1):
                 calls = _calls(sizes, dtype, device, mode)
@@ -86,5 +90,5 @@ def _calls(shape: Shape, dtype: torch.dtype, device: str, mode: str) -> dict[str
         return y
 
     copied = 3 * num_tokens * k * dim * hidden * dtype.itemsize
-    names = [name for name in PEERS if name != "batched_mm" or copied <= MOST_COPIED] + [OURS]
+    names = [name for name in PEERS if name != "batched_mm" or copied <= MAX_COPIED_BYTES] + [OURS]
     return {name: partial(call, name) for name in names}

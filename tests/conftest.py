@@ -1,8 +1,8 @@
-"""Where the tests run: every backend on this machine, each kernel's test written once.
+"""Fixture `target`: runs a kernel's test on every backend of this machine.
 
 A test that takes `target` runs once for every instruction set of the CPU, once for Triton and once for CUDA. Without a
-GPU, the PTX that Triton and nvcc compile for sm_80 is executed on CPU tensors (tests/ptx). With TRITON_INTERPRET=1 it
-is the sources instead: Triton's kernels under its interpreter, CUDA's on the host executor (tests/simt).
+GPU, the PTX that Triton and nvcc compile for sm_80 is executed on CPU tensors (tests/ptx). With TRITON_INTERPRET=1
+Triton's kernels run in its interpreter and CUDA's sources on the host executor (tests/simt).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Threads that wait leave their core to the other worker: a training test takes a third of the processor time.
+# Waiting threads yield their core to the other worker: a training test then takes a third of the processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -39,13 +39,13 @@ from time_limit import pytest_configure, pytest_enter_pdb, pytest_runtest_protoc
 if not HAS_GPU and not INTERPRET:
     triton_launch.install()
 
-# Compilers make many objects that live long: at Python's own thresholds the collector of cycles takes a seventh of the
-# time of test_compile.py.
+# Compilers make many long-lived objects: with the default thresholds garbage collection takes a seventh of the time of
+# test_compile.py.
 gc.set_threshold(100_000, 20, 20)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What is imported and collected stays to the end: the collector need not visit it."""
+    """Excludes all objects made so far from garbage collection, as they live until the end."""
     gc.collect()
     gc.freeze()
     session.config.add_cleanup(gc.unfreeze)
@@ -57,7 +57,7 @@ torch.use_deterministic_algorithms(True, warn_only=True)
 
 @dataclass(frozen=True)
 class Target:
-    """A backend to hand to an operation, and the device its tensors live on."""
+    """A backend, and the device of its tensors."""
 
     id: str
     backend: str
@@ -65,17 +65,17 @@ class Target:
 
     @property
     def executed(self) -> bool:
-        """A GPU's kernel on CPU tensors."""
+        """Whether GPU kernels run on CPU tensors."""
         return self.device == "cpu" and self.backend != "cpu"
 
     @property
     def compiles(self) -> bool:
-        """Triton without a GPU: every further size class, dtype or option of a kernel is 0.3 to 2 s of compilation."""
+        """Triton without a GPU: a new size class, dtype or option of a kernel takes 0.3 to 2 s to compile."""
         return self.executed and self.backend == "triton"
 
     @property
     def interpreted(self) -> bool:
-        """From its source, at a thousandth of a kernel's speed: keep shapes small."""
+        """Whether the source is interpreted, at a thousandth of the speed: tests keep shapes small."""
         return self.executed and INTERPRET
 
 
@@ -96,7 +96,7 @@ def reason_to_skip(target: Target, op: str = "kwta") -> str | None:
 
 @contextlib.contextmanager
 def running(target: Target) -> Iterator[Target]:
-    """Within the block the target's backend takes tensors of its device."""
+    """Inside the block, the target's backend takes tensors of its device."""
     with contextlib.ExitStack() as stack:
         if target.backend == "cuda" and target.executed:
             stack.enter_context(simt.use() if target.interpreted else cuda_launch.use())
@@ -108,7 +108,7 @@ def running(target: Target) -> Iterator[Target]:
 
 @pytest.fixture(params=TARGETS, ids=lambda target: target.id)
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    reason = reason_to_skip(request.param, getattr(request.module, "OP", "kwta"))  # a test file names its operation
+    reason = reason_to_skip(request.param, getattr(request.module, "OP", "kwta"))  # the operation of the test file
     if reason is not None:
         pytest.skip(f"{request.param.id}: {reason}")
     with running(request.param):

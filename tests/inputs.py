@@ -1,4 +1,4 @@
-"""Inputs that show what a kernel reads beside its rows, or with too narrow an index."""
+"""Inputs that reveal reads outside of rows, and indices of too few bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def framed(x: torch.Tensor, fill: float = math.nan, margin: int = 3) -> torch.Te
 
 
 def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """x in rows that are three elements longer: of their addresses the first alone is a multiple of 16 bytes."""
+    """x in rows three elements longer, so that not all rows start at a multiple of 16 bytes."""
     whole = x.new_full((*x.shape[:-1], x.shape[-1] + 3), fill)
     view = whole[..., : x.shape[-1]]
     view.copy_(x)
@@ -28,7 +28,7 @@ def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
 
 
 def shifted(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """x from the second element on of rows that are multiples of 16 bytes apart: none of its rows starts at one."""
+    """x one element behind addresses that are multiples of 16 bytes: no row starts at such an address."""
     whole = x.new_full((*x.shape[:-1], x.shape[-1] // 8 * 8 + 16), fill)
     view = whole[..., 1 : x.shape[-1] + 1]
     view.copy_(x)
@@ -36,15 +36,15 @@ def shifted(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
 
 
 def behind_one(x: torch.Tensor) -> torch.Tensor:
-    """x, contiguous, from the second element on of its memory: not even the first row starts at 16 bytes."""
+    """x, contiguous, one element behind the start of its memory: the first row starts at no multiple of 16 bytes."""
     return torch.cat([x.new_full((1,), math.nan), x.flatten()])[1:].view(x.shape)
 
 
 def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """x with rows 2^30 elements apart, or with these strides: memory is taken up only where x is written to.
+    """x with rows 2^30 elements apart, or with `strides`. Only pages that x occupies take memory.
 
-    A row's number and its stride each fit 32 bits. From row 2 on their product does not, from row 16 on not even in
-    pieces of 8 elements: an index of 32 bits reads zeros, or outside of the tensor.
+    A row's index and its stride each fit 32 bits. From row 2 on their product does not, from row 16 on not even in
+    units of 8 elements: a 32-bit index reads zeros, or outside of the tensor.
     """
     strides = strides or (2**30, 1)
     last = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))
@@ -62,7 +62,7 @@ def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.
 def each_alone(
     call: Callable[..., torch.Tensor], leaves: dict[str, torch.Tensor], grad: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The gradient to every input of call(**leaves) if it is the only input that requires one."""
+    """By input of call(**leaves): its gradient if no other input requires one."""
     found = {}
     for name in leaves:
         given = {key: each.detach().requires_grad_(key == name) for key, each in leaves.items()}

@@ -44,7 +44,7 @@ EVERY = {
 
 
 def layer(gate, policy=None, experts=None, **options):
-    """A layer with this gate; a gate whose experts compete has them already."""
+    """A layer with this gate; a CompetitionGate brings its own experts."""
     (own,) = getattr(gate, "_experts", (mnn.ExpertMLP(gate.num_experts, D, H),))
     return mnn.MoE(gate, experts or own, policy, **options)
 
@@ -61,8 +61,8 @@ LAYERS = {name: lambda make=make: layer(make()) for name, make in EVERY.items()}
     "pass": lambda: layer(mnn.TopKGate(D, E, 1, order="softmax_topk"), pass_through=True),
     "tasks": lambda: mnn.MultiGateMoE([mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2)], mnn.ExpertLayer(E, D, H)),
 }
-ON_THE_HOST = ("permuted", "competition")  # in training
-# In training they do what they do in evaluation: no noise, no loss, no capacity, nothing that learns by steps.
+ON_THE_HOST = ("permuted", "competition")  # these decide something on the host in training
+# Layers that compute the same in training as in evaluation: no noise, loss, capacity or schedule.
 NO_OTHER_TRAINING = (
     "hash",
     "manual",
@@ -78,12 +78,12 @@ NO_OTHER_TRAINING = (
 
 
 def inputs(tokens):
-    """x (T, D) and ids (T,), the same ones for the same number of tokens."""
+    """x (T, D) and ids (T,), equal for equal numbers of tokens."""
     return torch.randn(tokens, D, generator=torch.Generator().manual_seed(tokens)), torch.arange(tokens) % 2
 
 
 def found(call, parameters, tokens=9):
-    """y, the loss and the gradients to x and to the parameters that train, of a call on so many tokens."""
+    """Calls a layer on `tokens` tokens: y, the loss, and the gradients to x and to trainable parameters."""
     torch.manual_seed(1)
     x, ids = inputs(tokens)
     out = call(x.requires_grad_(), ids)

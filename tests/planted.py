@@ -1,4 +1,4 @@
-"""Faults planted for a test: wrong CPU kernels, and trainings that are interrupted."""
+"""Faults for tests: wrong CPU kernels, and interrupted training."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def plant(monkeypatch: pytest.MonkeyPatch, kernel: str, wrong: Callable[..., obj
 
 
 def interrupt(args: argparse.Namespace, steps: int) -> None:
-    """Runs `train`, with an interruption after so many steps of all its runs together."""
-    right, taken = Run.take_step, []
+    """Runs `train` and interrupts it after `steps` steps, counted over all its runs."""
+    take_step, steps_taken = Run.take_step, []
 
-    def stops(run: Run) -> object:
-        taken.append(run)
-        if len(taken) > steps:
+    def take_or_stop(run: Run) -> object:
+        steps_taken.append(run)
+        if len(steps_taken) > steps:
             raise KeyboardInterrupt
-        return right(run)
+        return take_step(run)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "take_step", stops)
+        patch.setattr(Run, "take_step", take_or_stop)
         assert train.run(args) == 130
 
 
 def interrupted(parse: Callable[[str], argparse.Namespace], steps: int) -> list[list]:
-    """(loss, bits) of every evaluation of two runs: one whole, and one interrupted after so many steps and resumed."""
+    """(loss, bits) of every evaluation of two runs: one complete, one interrupted after `steps` steps and resumed."""
     found = []
     for name in ("whole", "broken"):
         args = parse(name)

@@ -10,7 +10,7 @@ WORDS = "the cat sat on the mat and the rat sat on the cat. " * 30
 
 
 def ratings() -> Ratings:
-    """Users of two tastes and movies of two kinds; who does not watch does not rate."""
+    """Users with two tastes and movies of two kinds; a movie that was not watched has rating 0."""
     draw = torch.Generator().manual_seed(0)
     users, movies = torch.randint(0, 20, (160,), generator=draw), torch.randint(0, 30, (160,), generator=draw)
     watched = (torch.rand(160, generator=draw) < 0.2 + 0.6 * (users % 2 == movies % 2).float()).float()
@@ -19,7 +19,7 @@ def ratings() -> Ratings:
 
 
 def table() -> Table:
-    """Torques that are smooth in the inputs."""
+    """Targets (torques) that are smooth functions of the inputs."""
     x = torch.randn(80, 21, generator=torch.Generator().manual_seed(0))
     y = torch.tanh(x[:, :7] + x[:, 7:14])
     return Table("arm", (x[:40], y[:40]), (x[40:], y[40:]))

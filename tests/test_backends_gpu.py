@@ -17,35 +17,35 @@ from moe_kernels.backends import _gpu, cuda
 BUILT = "8.0;9.0+PTX"
 
 
-def refused(capability, driver=13000, architectures=BUILT, built_with=13000):
+def reason_against(capability, driver=13000, architectures=BUILT, built_with=13000):
     return _gpu.unsupported(f"cuda:{capability}", architectures, built_with, driver)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "9.0", "10.0", "12.0"])
 def test_code_runs_where_its_machine_code_or_its_ptx_does(capability):
-    assert refused(capability) is None
+    assert reason_against(capability) is None
 
 
 def test_a_gpu_older_than_the_code_is_refused():
-    assert refused("7.5") == "it was built for capability 8.0;9.0+PTX; this GPU has 7.5"
-    assert refused("9.0", architectures="8.0") == "it was built for capability 8.0; this GPU has 9.0"
-    assert refused("8.0", architectures="8.6") == "it was built for capability 8.6; this GPU has 8.0"
-    assert refused("8.0", architectures="8.6+PTX") == "it was built for capability 8.6+PTX; this GPU has 8.0"
-    assert refused("10.0", architectures="9.0a") == "it was built for capability 9.0a; this GPU has 10.0"
-    assert refused("9.0", architectures="9.0a") is None
+    assert reason_against("7.5") == "it was built for capability 8.0;9.0+PTX; this GPU has 7.5"
+    assert reason_against("9.0", architectures="8.0") == "it was built for capability 8.0; this GPU has 9.0"
+    assert reason_against("8.0", architectures="8.6") == "it was built for capability 8.6; this GPU has 8.0"
+    assert reason_against("8.0", architectures="8.6+PTX") == "it was built for capability 8.6+PTX; this GPU has 8.0"
+    assert reason_against("10.0", architectures="9.0a") == "it was built for capability 9.0a; this GPU has 10.0"
+    assert reason_against("9.0", architectures="9.0a") is None
 
 
 def test_a_driver_older_than_the_toolkit_is_refused():
-    said = "it was built with CUDA 13.0; the driver offers 12.8: update the driver"
-    assert refused("8.0", driver=12080) == said
-    assert refused("9.0", driver=12040, built_with=12080) is None  # machine code: the major version decides
-    said = "this GPU needs its PTX compiled by a driver for CUDA 12.8; this is 12.4"
-    assert refused("10.0", driver=12040, built_with=12080) == said
+    message = "it was built with CUDA 13.0; the driver offers 12.8: update the driver"
+    assert reason_against("8.0", driver=12080) == message
+    assert reason_against("9.0", driver=12040, built_with=12080) is None  # machine code: the major version decides
+    message = "this GPU needs its PTX compiled by a driver for CUDA 12.8; this is 12.4"
+    assert reason_against("10.0", driver=12040, built_with=12080) == message
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A mocked GPU and CUDA module: choices are made, nothing can be launched. Only `state.backend` is there."""
+    """Mocks a GPU and the CUDA module: a backend can be chosen but not launched. Only `state.backend` is available."""
     state = types.SimpleNamespace(capability=(8, 0), backend="cuda")
     module = types.SimpleNamespace(architectures=BUILT, runtime_version=13000, driver_version=lambda: state.driver)
     state.driver = 13000
@@ -87,7 +87,7 @@ def test_an_old_driver_is_explained(gpu, capsys):
     assert "the driver offers 12.8" in capsys.readouterr().out
 
 
-SIZES = [  # op, tensors, backend, the first size that no longer fits
+SIZES = [  # op, tensors, backend, the smallest size that does not fit
     ("sinkhorn", lambda n: (on_gpu(2, n, n),), "cuda", 1025),
     ("sinkhorn", lambda n: (on_gpu(2, n, n),), "triton", 1025),
     ("topk_gate", lambda n: (on_gpu(3, n),), "triton", 16385),
@@ -107,14 +107,14 @@ def test_sizes_that_a_kernel_cannot_take_fall_back_with_a_warning(
             pytest.skip(reason)
         from moe_kernels.backends import triton
 
-        monkeypatch.setattr(triton, "device_type", "cuda")  # tests/ptx has put "cpu" there
+        monkeypatch.setattr(triton, "device_type", "cuda")  # tests/ptx set it to "cpu"
     gpu.capability, gpu.backend = capability, backend
     backends._warn_reference.cache_clear()
     assert backends.choose(op, None, *tensors(size - 1)) == backend
     with pytest.warns(UserWarning, match=f"{op}: no kernel can run"):
         assert backends.choose(op, None, *tensors(size)) == "reference"
-    refused = rf"{op}: backend '{backend}' .*: it takes \w up to {size - 1}, not {size}"
-    with pytest.raises(mk.BackendError, match=refused):
+    error = rf"{op}: backend '{backend}' .*: it takes \w up to {size - 1}, not {size}"
+    with pytest.raises(mk.BackendError, match=error):
         backends.choose(op, backend, *tensors(size))
     found = {each.backend: each.reason for each in mk.explain(op, *tensors(size))}
     assert found[backend].endswith(f"up to {size - 1}, not {size}")
@@ -122,7 +122,7 @@ def test_sizes_that_a_kernel_cannot_take_fall_back_with_a_warning(
 
 @pytest.mark.parametrize("target", [each for each in TARGETS if each.backend == "cuda"], ids=lambda each: each.id)
 def test_what_is_passed_over_is_computed_all_the_same(target, monkeypatch):
-    """4097 experts: automatic choice with CUDA first gives the definition's gates."""
+    """With 4097 experts the automatic choice, CUDA first, gives the definition's gates."""
     monkeypatch.setitem(backends.AUTOMATIC, "cpu", ("cuda", "reference"))
     with running(target):
         x, split, leaf = (torch.randn(shape, device=target.device) for shape in ((2, 3), (1, 4096, 3), (1, 4097, 3)))

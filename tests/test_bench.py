@@ -1,4 +1,4 @@
-"""python -m bench: its arithmetic, timing, peers and refusals. No result here depends on a measured time."""
+"""python -m bench: its arithmetic, timing, peers and rejections. No result here depends on a measured time."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ PEER = "torch topk+scatter+mul"
 CPU = ("--backend", "cpu", "--dtype", "float32", "--threads", "1", "--seconds", "0")
 
 
-def run(*words: object) -> Result:
-    """`python -m bench WORDS`."""
-    return CliRunner().invoke(command.app, list(map(str, words)))
+def run(*arguments: object) -> Result:
+    """`python -m bench ARGUMENTS`."""
+    return CliRunner().invoke(command.app, list(map(str, arguments)))
 
 
 @pytest.fixture
@@ -80,18 +80,18 @@ def test_kernels_and_peers_compute_the_same(op: str, direction: str) -> None:
         return
     inputs = entry.inputs(SHAPE if op == "kwta" else entry.shapes["quick"][0], torch.float32, "cpu")
     outputs = {name: peer[direction](inputs) for name, peer in entry.peers.items()}
-    mine = measure.tensors_of(entry.kernel("cpu")[direction](inputs))
+    ours = measure.tensors_of(entry.kernel("cpu")[direction](inputs))
     for name, output in outputs.items():
-        for got, expected in zip(measure.tensors_of(output), mine, strict=True):
-            most = 1e-5 if expected.is_floating_point() else 0  # sums of up to 512 terms in another order
-            assert relative_error(got, expected) <= most, name
+        for got, expected in zip(measure.tensors_of(output), ours, strict=True):
+            tolerance = 1e-5 if expected.is_floating_point() else 0  # sums of up to 512 terms in another order
+            assert relative_error(got, expected) <= tolerance, name
 
 
 # Timing
 
 
 class Clock:
-    """A clock that only `spend` moves."""
+    """A clock that advances only by `spend`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -127,7 +127,7 @@ def test_calls_take_turns_in_changing_order() -> None:
     assert len(set(rounds)) > 1
 
 
-def test_the_undisturbed_clock_counts_a_sleep_and_work_alike() -> None:
+def test_the_undisturbed_clock_counts_a_sleep() -> None:
     with timing.undisturbed_clock() as clock:
         start = clock()
         time.sleep(0.02)  # the time of a kernel that sleeps must count
@@ -188,10 +188,10 @@ def test_telemetry_gives_medians_reasons_and_energy_a_call(monkeypatch: pytest.M
     assert nvml.watch(lambda: None, 1, 0.0) == {}
 
 
-# Refusals
+# Rejections
 
 
-def test_only_right_kernels_are_measured() -> None:
+def test_only_correct_kernels_are_measured() -> None:
     rows = [
         ROW,
         replace(ROW, dtype="bfloat16", verdict="FAILED", note="worst: mask"),
@@ -199,11 +199,11 @@ def test_only_right_kernels_are_measured() -> None:
         replace(ROW, backend="cuda", dtype="-", device="-", verdict="not run", note="no GPU"),
         replace(ROW, operation="unheard"),
     ]
-    jobs, refused = measure.plan(rows, measure.Request(threads=(1, 2), curves=False))
+    jobs, left_out = measure.plan(rows, measure.Request(threads=(1, 2), curves=False))
     assert {(job.op, job.backends, job.dtype) for job in jobs} == {("kwta", ("cpu",), torch.float32)}
     assert {job.threads for job in jobs} == {1, 2}
     assert len(jobs) == 2 * len(ENTRY.shapes["quick"]) * len(DIRECTIONS)
-    assert [line.split(": ", 1)[1] for line in refused] == [
+    assert [line.split(": ", 1)[1] for line in left_out] == [
         "wrong, so not measured (worst: mask)",
         "interpreted on the CPU, so not measured",
         "no GPU",
@@ -235,20 +235,20 @@ def test_run_writes_results_report_and_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "verify"])
-def test_a_backend_asked_for_by_name_that_cannot_run_leaves_no_empty_result(monkeypatch, tmp_path, name) -> None:
-    rows = [replace(ROW, backend="triton", device="-", verdict="not run", note="the dog ate it")]
+def test_a_requested_backend_that_cannot_run_gives_status_2_and_no_result(monkeypatch, tmp_path, name) -> None:
+    rows = [replace(ROW, backend="triton", device="-", verdict="not run", note="a reason")]
     monkeypatch.setattr(command, "verify", lambda *args, **kwargs: rows)
-    monkeypatch.setattr(command, "_measured", lambda *args: pytest.fail("nothing is there to be measured"))
+    monkeypatch.setattr(command, "_measure", lambda *args: pytest.fail("measured without a kernel"))
     done = run(name, "--backend", "triton", "--out", tmp_path)
     assert done.exit_code == 2, done.output
-    assert done.output.splitlines()[-1] == "triton cannot run: the dog ate it"
+    assert done.output.splitlines()[-1] == "triton cannot run: a reason"
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("tiny")
 def test_run_refuses_to_measure_a_wrong_kernel_and_fails(monkeypatch, tmp_path: Path) -> None:
-    def wrong(right, x, *args):
-        y, bits = right(x, *args)
+    def wrong(correct, x, *args):
+        y, bits = correct(x, *args)
         return (y.neg_() if x.dtype == torch.float32 else y), bits
 
     plant(monkeypatch, "kwta_fwd", wrong)
@@ -264,10 +264,10 @@ def test_run_refuses_to_measure_a_wrong_kernel_and_fails(monkeypatch, tmp_path: 
 
 @pytest.mark.usefixtures("tiny")
 def test_a_kernel_that_raises_on_one_shape_fails_and_the_others_keep_their_figures(monkeypatch, tmp_path: Path) -> None:
-    def raising(right, x, *args):
+    def raising(correct, x, *args):
         if x.shape[1] == 10:
             raise RuntimeError("kwta_fwd: out of memory\nmore")
-        return right(x, *args)
+        return correct(x, *args)
 
     rows = list(verify(["kwta"], ["cpu"], small=True))
     monkeypatch.setattr(command, "verify", lambda *args, **kwargs: rows)
@@ -290,7 +290,9 @@ def test_a_check_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch) -> None
     assert checks.kernel_checks(ROW) == {"repeatable": "FAILED: RuntimeError: an illegal memory access"}
 
 
-def test_sanitizers_see_each_tensor_apart_and_no_failing_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sanitizers_run_with_one_allocation_a_tensor_and_ignore_failing_calls(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     program = tmp_path / "compute-sanitizer"
     program.write_text("""#!/bin/sh
 [ "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 ] || exit 1
@@ -305,8 +307,8 @@ esac
     found = checks.sanitizers([("kwta", "cuda")])
     assert found == {("kwta", "cuda"): {"memcheck": "ok", "racecheck": "FAILED: status 9: a race", "synccheck": "ok"}}
     program.write_text("#!/bin/sh\necho Device not supported; exit 1\n")
-    refused = "not run: compute-sanitizer does not run here: status 1: Device not supported"
-    assert checks.sanitizers([("kwta", "cuda")]) == {("kwta", "cuda"): dict.fromkeys(checks.SANITIZERS, refused)}
+    problem = "not run: compute-sanitizer does not run here: status 1: Device not supported"
+    assert checks.sanitizers([("kwta", "cuda")]) == {("kwta", "cuda"): dict.fromkeys(checks.SANITIZERS, problem)}
 
 
 @pytest.mark.usefixtures("tiny")
@@ -321,7 +323,7 @@ def test_verify_writes_a_result_that_the_ledger_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["--op", "--backend", "--routing", "--peers", "--dtype", "--shapes"])
-def test_an_unknown_word_is_refused(option: str) -> None:
+def test_an_unknown_value_of_an_option_is_an_error(option: str) -> None:
     done = run("run", option, "nonsense")
     assert done.exit_code == 2
     assert "nonsense" in done.output
@@ -329,17 +331,17 @@ def test_an_unknown_word_is_refused(option: str) -> None:
 
 def test_a_request_chooses_routings_and_sets_of_shapes() -> None:
     rows = [replace(ROW, operation="dispatch"), ROW]
-    jobs, refused = measure.plan(rows, measure.Request("llm", ("float32",), (1,), ("zipf", "uniform"), curves=False))
+    jobs, left_out = measure.plan(rows, measure.Request("llm", ("float32",), (1,), ("zipf", "uniform"), curves=False))
     assert {job.shape["routing"] for job in jobs if job.op == "dispatch"} == {"zipf", "uniform"}
     assert any(job.op == "kwta" for job in jobs)
     assert max(job.shape["T"] * job.shape["K"] * job.shape["D"] for job in jobs if job.op == "dispatch") == 2**25
-    assert refused == []
+    assert left_out == []
 
 
-def test_what_has_no_shapes_of_a_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_without_shapes_of_a_set_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry.ENTRIES, "kwta", replace(ENTRY, shapes={"quick": ENTRY.shapes["quick"]}))
-    _, refused = measure.plan([ROW], measure.Request("llm"))
-    assert refused == ["kwta: has no shapes called llm with that routing", "kwta: has no shapes called scaling"]
+    _, left_out = measure.plan([ROW], measure.Request("llm"))
+    assert left_out == ["kwta: has no shapes called llm with that routing", "kwta: has no shapes called scaling"]
 
 
 @pytest.mark.parametrize("op", list(registry.ENTRIES))
@@ -355,10 +357,10 @@ def test_a_scaling_curve_varies_one_size_over_two_decades(op: str) -> None:
 # Peers
 
 
-def test_a_peer_is_one_function_and_is_named_when_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_is_one_function_and_is_reported_when_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "PACKAGES", {})
     peers.peer("kwta", "here", "math")(lambda inputs: inputs["leaf"] * inputs["mask"])
-    peers.peer("kwta", "not installed", "a_package_that_nobody_has")(lambda inputs: None)
+    peers.peer("kwta", "not installed", "a_missing_package")(lambda inputs: None)
     peers.peer("kwta", "on GPUs", "math", device="cuda")(lambda inputs: None)
     peers.peer("kwta", "wrong", "math")(lambda inputs: -inputs["leaf"] * inputs["mask"])
     peers.peer("kwta", "broken", "math")(lambda inputs: {}["nothing"])
@@ -369,7 +371,7 @@ def test_a_peer_is_one_function_and_is_named_when_missing(monkeypatch: pytest.Mo
     assert set(found.figures[0]["peers"]) == set(found.figures[0]["peers_peak_mib"]) == {PEER, "here"}
     assert sorted(found.left_out) == [
         "peer broken of kwta: fails: KeyError: 'nothing'",
-        "peer not installed of kwta: a_package_that_nobody_has is not installed",
+        "peer not installed of kwta: a_missing_package is not installed",
         "peer of torch of kwta: fails: RuntimeError: inconsistent tensor size, expected tensor [2] and src [3] to have "
         "the same number of elements, but got 2 and 3 elements respectively",
         "peer on GPUs of kwta: takes cuda tensors only",
@@ -394,19 +396,19 @@ def test_pot_computes_what_sinkhorn_does(direction: str) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_kernel_that_changes_its_mind_is_not_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_with_random_results_is_not_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks.repeatable(ROW) == "ok"
     calls = {"forward": lambda inputs: torch.rand(3)}
     monkeypatch.setitem(registry.ENTRIES, "kwta", replace(ENTRY, kernel=lambda backend: calls))
     assert checks.repeatable(ROW) == "FAILED: forward differed within 20 runs"
 
 
-def test_a_command_that_fails_says_so() -> None:
+def test_the_verdict_of_a_command_has_its_status_and_last_line() -> None:
     assert checks.run([sys.executable, "-c", "pass"]) == "ok"
     assert checks.run([sys.executable, "-c", "print('oh'); exit(3)"]) == "FAILED: status 3: oh"
 
 
-def test_a_command_out_of_time_ends_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_command_out_of_time_is_killed_with_its_children(tmp_path: Path) -> None:
     held = tmp_path / "held"
     held.touch()
     script = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); time.sleep(60)"
@@ -420,18 +422,18 @@ def test_a_command_out_of_time_ends_with_all_that_it_started(tmp_path: Path) -> 
             except OSError:
                 time.sleep(0.05)
         else:
-            pytest.fail("what the command had started went on")
+            pytest.fail("a child of the killed command still runs")
 
 
-def test_operations_take_turns_where_time_is_short() -> None:
+def test_round_robin_alternates_operations() -> None:
     rows = [ROW, replace(ROW, operation="dispatch")]
     jobs, _ = measure.plan(rows, measure.Request(threads=(1,)))
-    turns = measure.in_turns(jobs)
-    assert sorted(map(str, turns)) == sorted(map(str, jobs))
-    assert [job.op for job in turns[:4]] == ["kwta", "dispatch"] * 2
+    ordered = measure.round_robin(jobs)
+    assert sorted(map(str, ordered)) == sorted(map(str, jobs))
+    assert [job.op for job in ordered[:4]] == ["kwta", "dispatch"] * 2
 
 
-def test_what_found_no_time_is_named() -> None:
+def test_a_job_without_time_is_reported() -> None:
     job = measure.Job("kwta", SHAPE, torch.float32, "forward", "cpu", 1, ("cpu",))
     (found,) = measure.run([job], {}, 0.1, until=time.monotonic() - 1)
     assert (found.figures, found.left_out) == ([], [f"{job}: out of time"])

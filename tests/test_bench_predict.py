@@ -1,4 +1,4 @@
-"""python -m bench predict: predictions from counts, counts of every GPU kernel, and the state of the ledger."""
+"""python -m bench predict: predictions from counts, that every GPU kernel has counts, and states of the ledger."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tree(tmp_path: Path) -> Path:
         # 1000 bytes x 500 / 1 TB/s; 400 instructions x 1000 x 1.3 / (100 x 4 x 1 GHz)
         (launched(), (0.5, 1.3, 0.0), 1.3, "issue"),
         (launched(bytes_read=4600), (2.5, 1.3, 0.0), 1.3, "DRAM"),
-        (launched(bytes_grow=1000.0), (1.0, 1.3, 0.0), 1.3, "issue"),  # its own, without weights
+        (launched(bytes_grow=1000.0), (1.0, 1.3, 0.0), 1.3, "issue"),  # a launch's own factor
         # With products x 0.9; 1e6 FLOPs x 1000 / 200 TFLOP/s
         (launched(tensor_flops=10**6), (0.5, 0.9, 5.0), 0.9, "tensor"),
     ],
@@ -62,13 +62,13 @@ def test_a_call_takes_the_sum_and_shows_a_measurement_beside_it(tree):
     (found,) = predict.predict(GPU, (), tree)
     assert found.us == pytest.approx(1.3 + 2.5)
     assert found.bound == "DRAM"
-    assert found.an_element == 32 * 800 / 16
-    assert found.measured is None
+    assert found.instructions_per_element == 32 * 800 / 16
+    assert found.measured_over_predicted is None
     figure = {"op": "kwta", "us": 7.6} | {key: each[key] for key in ("backend", "dtype", "direction", "shape")}
     result = {"gpu": True, "device": "NVIDIA Some GPU 80GB", "entries": [{"figures": [figure]}]}
-    assert predict.predict(GPU, [result], tree)[0].measured == pytest.approx(2.0)
+    assert predict.predict(GPU, [result], tree)[0].measured_over_predicted == pytest.approx(2.0)
     for other in ({"device": "NVIDIA Some GPUX"}, {"gpu": False}):
-        assert predict.predict(GPU, [result | other], tree)[0].measured is None
+        assert predict.predict(GPU, [result | other], tree)[0].measured_over_predicted is None
     table = predict.rows([found])
     assert [row[5] for row in table] == ["k", "k", "all"]
     assert all("(stale)" in row[0] for row in table)  # counted from other sources
@@ -131,9 +131,8 @@ def test_executed_ptx_is_a_state_between_never_run_and_verified(tree):
     assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
     ledger.write_executed({"kwta_mask": {"triton": found["kwta"]["cuda"]}}, tree)  # other operations stay
     assert ledger.state("kwta", "cuda", [], tree) == "PTX executed 2026-11-23"
-    assert (
-        ledger.executed("kwta", "triton", tree) == "never run on a GPU"
-    )  # only another operation of its file was executed
+    # Only another operation of the same file was executed.
+    assert ledger.executed("kwta", "triton", tree) == "never run on a GPU"
     entry = {"operation": "kwta", "backend": "cuda", "device": "cuda", "verdict": "ok", "checks": {}}
     entry["sources"] = ledger.digest("kwta", "cuda", tree)
     result = {"date": "2026-11-24", "device": "Some GPU", "entries": [entry]}

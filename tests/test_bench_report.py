@@ -139,7 +139,7 @@ def test_measured_gives_the_range_over_shapes_against_the_fastest_of_torch(tree:
     assert "| `kwta` | cpu | 9.5 to 21 | - |" in report.measured([result], tree)
 
 
-def test_measured_only_names_what_is_stale(tree: Path) -> None:
+def test_measured_lists_stale_kernels_without_figures(tree: Path) -> None:
     result = result_of(tree, "cuda")
     result["entries"] += result_of(tree, "cpu", gpu=False)["entries"]
     (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
@@ -149,7 +149,7 @@ def test_measured_only_names_what_is_stale(tree: Path) -> None:
     assert "Not shown, as sources changed since: kwta cuda." in text
 
 
-def test_document_marks_what_is_stale_and_holds_several_devices(tree: Path) -> None:
+def test_document_marks_stale_figures_and_has_several_devices(tree: Path) -> None:
     gpu, cpu = result_of(tree, "cuda"), result_of(tree, "cpu", gpu=False)
     gpu["entries"][0]["figures"][0] |= {"launch_us": 3.0, "sm_mhz": 1980.0, "watts": 640.0, "throttled": "power cap"}
     text = document.document([gpu, cpu], root=tree)
@@ -178,7 +178,7 @@ def test_compare_catches_a_kernel_made_slower(tree: Path, factor: float, status:
     assert (f"x{factor:.2f}" in done.output) == (factor != 1.1)
 
 
-def test_compare_reads_cpus_by_memcpy_and_skips_what_only_one_run_has(tree: Path) -> None:
+def test_compare_uses_memcpy_on_a_cpu_and_skips_figures_of_one_run(tree: Path) -> None:
     before, after = (result_of(tree, "cpu", gpu=False) for _ in range(2))
     figures = after["entries"][0]["figures"]
     figures.append(figures[0] | {"shape": "new"})
@@ -187,7 +187,7 @@ def test_compare_reads_cpus_by_memcpy_and_skips_what_only_one_run_has(tree: Path
     assert (change.before, change.after, change.slowdown) == (1.5, 3.0, 2.0)
 
 
-def test_compare_lets_a_cpus_memcpy_drift_alone(tree: Path) -> None:
+def test_compare_ignores_a_change_of_memcpy_alone_on_a_cpu(tree: Path) -> None:
     before, after = (result_of(tree, "cpu", gpu=False) for _ in range(2))
     after["entries"][0]["figures"][0] |= {"over_memcpy": 3.0, "peers": {PEER: 20.0}}
     (change,) = compare.changes(before, after)
@@ -209,25 +209,25 @@ README += "<!-- {2}:begin -->\n<!-- {2}:end -->\nend\n"
 def test_readme_sections_are_rewritten_and_go_out_of_date(tree: Path) -> None:
     readme, results = tree / "README.md", [result_of(tree, "cuda")]
     readme.write_text(README.format(*report.SECTIONS))
-    assert "-old" in report.outdated(readme, results, tree)
+    assert "-old" in report.readme_diff(readme, results, tree)
     readme.write_text(report.rendered(readme.read_text(), results, tree))
     text = readme.read_text()
     assert "| `kwta` | the definition |" not in text  # this tree has no reference
     assert "verified 2026-01-02 on Some GPU" in text
     assert text.startswith("# Title\n")
     assert text.endswith("end\n")
-    assert report.outdated(readme, results, tree) == ""
+    assert report.readme_diff(readme, results, tree) == ""
     (tree / "csrc/cuda/kwta.cu").write_text("// changed\n")
-    assert "+" in report.outdated(readme, results, tree)
+    assert "+" in report.readme_diff(readme, results, tree)
 
 
-def test_a_readme_without_markers_is_refused(tree: Path) -> None:
+def test_a_readme_without_markers_is_an_error(tree: Path) -> None:
     with pytest.raises(ValueError, match="operations:begin"):
         report.rendered("# Title\n", [], tree)
 
 
 def test_readme_of_this_checkout_is_up_to_date() -> None:
-    assert report.outdated() == "", "run python -m bench report --readme"
+    assert report.readme_diff() == "", "run python -m bench report --readme"
 
 
 # What a run prints
@@ -246,18 +246,18 @@ def test_a_run_prints_one_line_for_each_operation_in_100_columns(tree: Path, mon
     rows = [Row("kwta", "cpu", "float32", "cpu", 3, 0.0, 0.0, "ok", "")]
     rows.append(replace(rows[0], dtype="bfloat16", verdict="FAILED", note="worst: y"))
     rows += [replace(rows[0], backend=name, verdict="not run", note="no GPU") for name in ("triton", "cuda")]
-    said = summary.verdicts(rows)
-    assert said[:2] == [
+    lines = summary.verdicts(rows)
+    assert lines[:2] == [
         "1 of 2 kernels (operation, backend, dtype) agree with the definition",
         "FAILED kwta cpu bfloat16: worst: y",
     ]
-    assert len(said) == 3
-    assert said[2].startswith("not run: cuda, triton: ")
+    assert len(lines) == 3
+    assert lines[2].startswith("not run: cuda, triton: ")
     monkeypatch.setattr(console, "width", 100)
     longest = [("expert_norms", "triton", "ok", "10.3 to 21.4", "10.3 to 21.4", "10.3 to 21.4")]
     with console.capture() as printed:
         print_table("Ranges over shapes and dtypes", summary.HEADER, longest)
-        print_lines(said)
-    lines = printed.get().splitlines()
-    assert max(map(len, lines)) <= 100
-    assert len(lines) == 1 + 5 + 3  # title, a table of one row, three lines
+        print_lines(lines)
+    output = printed.get().splitlines()
+    assert max(map(len, output)) <= 100
+    assert len(output) == 1 + 5 + 3  # title, a table of one row, three lines

@@ -1,4 +1,4 @@
-"""python -m bench against other clocks, and with kernels that are made slower."""
+"""python -m bench compared with another clock, and with kernels that were made slower."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def repeated(kernel: Callable[..., object], *args: object) -> object:
     return kernel(*args)
 
 
-def asleep(kernel: Callable[..., object], *args: object) -> object:
+def delayed(kernel: Callable[..., object], *args: object) -> object:
     time.sleep(2e-3)
     return kernel(*args)
 
 
-@pytest.mark.parametrize("slower", [repeated, asleep])
+@pytest.mark.parametrize("slower", [repeated, delayed])
 def test_compare_finds_the_kernel_that_was_made_slower(monkeypatch, tmp_path: Path, slower) -> None:
     before = result()
     plant(monkeypatch, "kwta_fwd", slower)
@@ -63,12 +63,12 @@ def test_compare_finds_the_kernel_that_was_made_slower(monkeypatch, tmp_path: Pa
 
 
 def test_a_figure_agrees_with_the_cpu_time_that_the_same_call_takes() -> None:
-    """thread_time is another clock, here in a loop of its own. One agreement of ten is enough on a busy machine."""
+    """Measures the call with time.thread_time. One agreement in ten tries is enough, as the machine may be busy."""
     entry, job = registry.ENTRIES["kwta"], JOBS[0]
     inputs = entry.inputs(job.shape, job.dtype, "cpu")
     call = entry.kernel("cpu")["forward"]
 
-    def independently() -> float:
+    def by_thread_time() -> float:
         taken = []
         for _ in range(100):
             start = time.thread_time()
@@ -78,16 +78,16 @@ def test_a_figure_agrees_with_the_cpu_time_that_the_same_call_takes() -> None:
 
     with threads(1):
         for _ in range(10):
-            sample, other = timing.time_cpu({"call": lambda: call(inputs)}, 0.2)["call"], independently()
+            sample, other = timing.time_cpu({"call": lambda: call(inputs)}, 0.2)["call"], by_thread_time()
             if 0.9 * sample.low <= other <= 1.1 * sample.high:
                 return
     pytest.fail(f"thread_time says {other}, the bench {sample}")
 
 
-def test_the_regression_set_fails_where_a_kernel_loses_against_pytorch(tmp_path: Path) -> None:
+def test_the_regression_set_fails_if_a_kernel_loses_against_pytorch(tmp_path: Path) -> None:
     pytest.importorskip("pytest_benchmark")
     slow = f"import sys; sys.path.insert(0, {str(ledger.ROOT)!r})\nfrom moe_kernels.backends import cpu\n"
-    slow += "right = cpu.kwta_fwd\ncpu.kwta_fwd = lambda *args: [right(*args) for _ in range(8)][0]\n"
+    slow += "kernel = cpu.kwta_fwd\ncpu.kwta_fwd = lambda *args: [kernel(*args) for _ in range(8)][0]\n"
     (tmp_path / "slowed.py").write_text(slow)
     program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "bench/test_regression.py"]
     program += ["-k", "kwta-cpu-forward", f"--benchmark-storage={tmp_path / 'saved'}"]
@@ -131,10 +131,10 @@ def test_profile_counts_a_gpus_kernel_once_and_not_its_launch_too() -> None:
         SimpleNamespace(key="sm90_gemm", count=20, device_type=kinds.CUDA, self_device_time_total=90.0),
         SimpleNamespace(key="nothing", count=10, device_type=kinds.CUDA, self_device_time_total=0.0),
     ]
-    assert profile._spent(events, True) == [("sm90_gemm", 2.0, 9.0)]
+    assert profile._own_times(events, True) == [("sm90_gemm", 2.0, 9.0)]
 
 
-def test_nsight_compute_looks_at_the_call_and_not_at_its_inputs(monkeypatch, tmp_path: Path) -> None:
+def test_nsight_compute_profiles_the_call_without_its_inputs(monkeypatch, tmp_path: Path) -> None:
     program = tmp_path / "ncu"
     program.write_text('#!/bin/sh\ncase "$*" in *"--profile-from-start off"*--no-tools*) exit 0;; esac; exit 1\n')
     program.chmod(0o755)
@@ -144,7 +144,7 @@ def test_nsight_compute_looks_at_the_call_and_not_at_its_inputs(monkeypatch, tmp
     assert found["Nsight Compute"] == str(tmp_path / "kwta-cpu-float32-forward.ncu-rep")
 
 
-def test_profile_says_what_cannot_be_profiled() -> None:
+def test_profile_explains_wrong_options() -> None:
     for arguments, reason in (
         (["--op", "nonsense"], "nonsense"),
         (["--op", "make_plan", "--direction", "training"], "forward"),
@@ -156,7 +156,7 @@ def test_profile_says_what_cannot_be_profiled() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU this would measure for ten minutes")
-def test_gpu_refuses_a_machine_without_one() -> None:
+def test_the_gpu_command_fails_without_a_gpu() -> None:
     done = run("gpu")
     assert done.exit_code == 2
     assert "No GPU" in done.output

@@ -1,4 +1,4 @@
-"""The bench of transformers' experts: every implementation computes the same, and each figure is complete."""
+"""The bench of transformers' experts: every implementation computes the same, and every shape and mode has a figure."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def test_a_figure_for_every_shape_and_mode(monkeypatch):
 
 
 def test_a_peer_that_would_copy_too_many_weights_is_left_out(monkeypatch):
-    monkeypatch.setattr(models, "MOST_COPIED", 1)
+    monkeypatch.setattr(models, "MAX_COPIED_BYTES", 1)
     assert "batched_mm" not in models._calls(SMALL, torch.float32, "cpu", "prefill")

@@ -30,7 +30,7 @@ TEXT = "the cat sat on the mat and the rats sat on the cat .\na dog ran and the 
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
-    """Imports transformers at the first test, not at collection, which would slow down all tests."""
+    """Imports transformers at the first test; an import at collection would slow down all test files."""
     global transformers, bert
     import transformers
 
@@ -39,7 +39,7 @@ def _imported():
 
 @pytest.fixture(scope="module", name="checkpoint")
 def tiny_checkpoint(tmp_path_factory):
-    """A folder with a random BertForMaskedLM and its tokenizer, as save_pretrained leaves them."""
+    """A folder with a random BertForMaskedLM and its tokenizer, as save_pretrained writes them."""
     folder = tmp_path_factory.mktemp("bert")
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
     config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=32, **SIZES)
@@ -47,7 +47,7 @@ def tiny_checkpoint(tmp_path_factory):
         torch.manual_seed(0)
         model = transformers.BertForMaskedLM(config)
     for parameter in model.parameters():
-        parameter.data.mul_(5)  # BERT's own 0.02 makes every output nearly equal
+        parameter.data.mul_(5)  # with BERT's initial 0.02 all outputs would be nearly equal
     model.save_pretrained(folder)
     transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
     return folder
@@ -93,20 +93,20 @@ def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys)
         assert run["rows"][-1]["test bits"] < run["rows"][0]["test bits"] + 1
         loaded = train.load_model(out / f"model-{run['side']}-0.pt")
         assert loaded.model.split == (run["side"] != "dense")
-        again = Run(loaded.recipe, 0, loaded.recipe.splits(load_text(text)))
-        if again.task.before_step is not None:
-            again.task.before_step(5)
-        again.task.model.load_state_dict(loaded.model.state_dict())
-        assert again.evaluate()["test bits"] == pytest.approx(run["rows"][-1]["test bits"], rel=1e-5)
+        repeated = Run(loaded.recipe, 0, loaded.recipe.splits(load_text(text)))
+        if repeated.task.before_step is not None:
+            repeated.task.before_step(5)
+        repeated.task.model.load_state_dict(loaded.model.state_dict())
+        assert repeated.evaluate()["test bits"] == pytest.approx(run["rows"][-1]["test bits"], rel=1e-5)
         tokens = torch.randint(5, len(WORDS), (2, 10))
         assert loaded.predict(tokens).shape == (2, 10, len(WORDS))
 
 
 @pytest.mark.parametrize("side", ["dense", "hash", "comet"])
 def test_a_checkpoint_learns(checkpoint, text, side):
-    """The text has 16 words in a fixed order; the student learns from the data although its teacher is untrained.
+    """The text has 16 words in a fixed order; the student learns it although its teacher is untrained.
 
-    The mean of three seeds: after 60 steps the rounding of a sum moves a single one by 0.5 bits.
+    Uses the mean of three seeds: after 60 steps the rounding of a sum can change the result of one by 0.5 bits.
     """
     recipe = MoEBERT(
         sides=(side,), bert=str(checkpoint), expert_hidden=12, share=6, length=22, steps=60, dense_share=0.0,
@@ -123,7 +123,7 @@ def test_a_checkpoint_learns(checkpoint, text, side):
     assert after < math.log2(16)
 
 
-def test_a_model_whose_checkpoint_is_gone_names_the_folder(checkpoint, text, tmp_path):
+def test_loading_a_model_without_its_checkpoint_names_the_folder(checkpoint, text, tmp_path):
     moved, out = tmp_path / "checkpoint", tmp_path / "out"
     shutil.copytree(checkpoint, moved)
     words = ("--sides", "hash", "--steps", "1", "--dense-share", "0", "--check-steps", "0", "--out", str(out))
@@ -135,7 +135,7 @@ def test_a_model_whose_checkpoint_is_gone_names_the_folder(checkpoint, text, tmp
 
 @pytest.mark.parametrize("side", ["small", "hash", "balanced", "comet", "hash+"])
 def test_a_split_with_all_neurons_is_the_checkpoint(checkpoint, text, side):
-    """Every expert has every neuron and nothing learns: the student is the checkpoint itself."""
+    """If every expert has every neuron and nothing is trained, the student equals the checkpoint."""
     recipe = MoEBERT(
         sides=(side,), bert=str(checkpoint), expert_hidden=24, share=24, length=10, steps=4, dense_share=0.0,
         lr=0.0, entropy=0.0, zeta=0.0, eval_batch=16, batch_size=8,
@@ -160,8 +160,8 @@ def test_a_split_with_all_neurons_is_the_checkpoint(checkpoint, text, side):
     assert losses["distilled"].item() == pytest.approx(0, abs=1e-8)
 
 
-def test_the_layer_with_experts_is_bert_s_layer_around_them(checkpoint):
-    """LayerNorm(a + sum of the experts' outputs), with ids that reach the hash gate; the checkpoint is unchanged."""
+def test_the_layer_with_experts_keeps_berts_residual_and_norm(checkpoint):
+    """Computes LayerNorm(a + sum of the experts' outputs); the hash gate gets the ids; the checkpoint is unchanged."""
     dense = bert.load(checkpoint)
     assert len(dense.feed_forwards()) == 2
     student = dense.with_experts(lambda index: MoE(HashGate(len(WORDS), 3), ExpertMLP(3, 16, 4, bias=True))).eval()
@@ -181,10 +181,10 @@ def test_the_layer_with_experts_is_bert_s_layer_around_them(checkpoint):
     torch.testing.assert_close(h, wanted, rtol=1e-5, atol=1e-5)
     layer.train().dropout.p = 1.0
     wanted = torch.nn.functional.layer_norm(a, (16,), norm.weight, norm.bias, norm.eps)
-    torch.testing.assert_close(layer(a, x)[0], wanted)  # only the residual is left
+    torch.testing.assert_close(layer(a, x)[0], wanted)  # only the residual remains
 
 
-def test_importance_is_that_of_gradients_a_window(checkpoint, text):
+def test_importance_is_by_window_gradients(checkpoint, text):
     recipe = MoEBERT(sides=("hash",), bert=str(checkpoint), length=10)
     tokens, draw = (each[:3] for each in recipe.splits(load_text(text)).train)
     x, y = masked(tokens.long(), draw, WORDS.index("[MASK]"))
@@ -200,7 +200,7 @@ def test_importance_is_that_of_gradients_a_window(checkpoint, text):
 
 
 def test_masked_tokens(checkpoint, text):
-    """15 % of every window, never [CLS] or [SEP]; the same ones in every evaluation, random in training."""
+    """Masks 15 % of every window, never [CLS] or [SEP]; equal masks in every evaluation, random ones in training."""
     recipe = MoEBERT(sides=("hash",), bert=str(checkpoint), length=22)
     splits = recipe.splits(load_text(text))
     tokens, draw = splits.train
@@ -217,8 +217,8 @@ def test_masked_tokens(checkpoint, text):
     assert (changed.sum(1) == 3).all()  # of 20
     assert not changed[:, [0, -1]].any()
     assert changed.any(0).sum() > 15
-    again = recipe.splits(load_text(text))
-    assert all(torch.equal(a, b) for a, b in zip(splits.test, again.test, strict=True))
+    repeated = recipe.splits(load_text(text))
+    assert all(torch.equal(a, b) for a, b in zip(splits.test, repeated.test, strict=True))
     recipe = dataclasses.replace(recipe, expert_hidden=8, share=5)
     run = Run(recipe, 0, splits)
     run.task.model.eval()  # without dropout the losses differ only by the masks
@@ -228,14 +228,14 @@ def test_masked_tokens(checkpoint, text):
 
 
 def test_windows_of_tokens(checkpoint):
-    """Across lines, with [UNK] and without broken bytes; the rest is left out."""
+    """Windows cross lines, have [UNK] for unknown words and no broken bytes; an incomplete last window is dropped."""
     found = bert.token_windows(checkpoint, b"The cat sat\non a\xff zebra. The cat", 5)
     assert found.tolist() == [[2, 5, 6, 7, 3], [2, 8, 12, 1, 3], [2, 16, 5, 6, 3]]
     assert bert.token_windows(checkpoint, b"the cat sat", 10).shape == (0, 10)
 
 
-def test_a_text_without_a_whole_window_is_refused(checkpoint, text):
-    """Of 1840 bytes a twentieth tests and another validates; a validation part that is too short is left out."""
+def test_a_text_shorter_than_a_window_is_an_error(checkpoint, text):
+    """Of 1840 bytes 1/20 is for testing and 1/20 for validation; a validation part that is too short is left out."""
     whole = load_text(text)
     with pytest.raises(ValueError, match="moebert: expected at least 28 tokens of test text for a window of length 30"):
         MoEBERT(sides=("hash",), bert=str(checkpoint), length=30).splits(whole)
@@ -244,8 +244,8 @@ def test_a_text_without_a_whole_window_is_refused(checkpoint, text):
     assert recipe.splits(dataclasses.replace(whole, valid_tokens=whole.valid_tokens[:5])).valid is None
 
 
-def test_distillation_of_a_checkpoint_goes_on_where_it_stopped(checkpoint, text, tmp_path):
-    """Interrupted between the split and the end, with dropout and random masks: the same numbers as without."""
+def test_distillation_of_a_checkpoint_resumes_exactly(checkpoint, text, tmp_path):
+    """A run interrupted after the split, with dropout and random masks, gives the numbers of an uninterrupted one."""
     words = ("--sides", "comet+", "topk", "--steps", "6", "--every", "2", "--dense-share", "0.4", "--check-steps", "0")
     whole, broken = interrupted(lambda out: arguments(checkpoint, text, *words, "--out", str(tmp_path / out)), 8)
     assert whole == broken
@@ -285,7 +285,7 @@ def _headless(folder):
         (_config(max_position_embeddings=9), "length must be from 3 to 9, the positions of .*; got 10"),
     ],
 )
-def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint, text, tmp_path, damage, message, capsys):
+def test_a_folder_without_a_checkpoint_is_an_error(checkpoint, text, tmp_path, damage, message, capsys):
     folder = tmp_path / "damaged"
     shutil.copytree(checkpoint, folder)
     damage(folder)
@@ -296,7 +296,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(checkpoint, text, tmp_path, d
         raise AssertionError(error)
 
 
-def test_a_share_larger_than_the_checkpoint_s_layers_is_refused(checkpoint, text, capsys):
+def test_a_share_larger_than_the_checkpoints_layers_is_an_error(checkpoint, text, capsys):
     args = arguments(checkpoint, text, "--sides", "hash", "--steps", "2", "--expert-hidden", "30", "--share", "25")
     assert train.run(args) == 2
     assert "share must be at most 24, the least of hidden and expert-hidden; got 25" in capsys.readouterr().err

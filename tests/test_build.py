@@ -1,4 +1,4 @@
-"""Building: wheels hold what was asked for, CUDA is chosen or refused clearly, and torch is not needed."""
+"""Building: wheels have the requested modules, messages explain why CUDA is built or not, torch is not needed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ptx import cuda_launch
 
 ROOT = Path(__file__).parent.parent
 
-pytestmark = pytest.mark.timeout(900)  # it compiles csrc/cuda
+pytestmark = pytest.mark.timeout(900)  # for compiling csrc/cuda
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
-    """A copy of the sources, a torch that cannot be imported, and compilers that do less than the real one."""
+    """A copy of the sources, a torch that cannot be imported, and compilers that skip most of the work."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("csrc", "moe_kernels", "python_ref"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
@@ -35,7 +35,7 @@ def checkout(tmp_path_factory) -> Path:
     touch = 'for each; do test "$last" = -o && touch "$each"; last=$each; done; true'
     # Finds every file that the sources include, and links nothing.
     write_program(folder / "reading_cxx", f'case " $* " in *" -c "*) exec {compiler} "$@" -E;; esac\n{touch}')
-    # Makes the CUDA module alone.
+    # Builds only the CUDA module.
     write_program(folder / "cuda_cxx", f'case "$*" in */csrc/cuda/*|*/_cuda*) exec {compiler} "$@" -O0;; esac\n{touch}')
     return folder
 
@@ -46,8 +46,7 @@ def write_program(path: Path, text: str) -> None:
 
 
 def build(checkout: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs the build. No kernel is called here, and `make build` compiles the CPU module whose kernels are: its sources
-    are only read, unless the command names another compiler."""
+    """Runs the build. By default CPU sources are only read: no kernel is called, and `make build` compiles them."""
     kept = {name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "MOE_KERNELS_CUDA")}
     reading = {"CXX": str(checkout / "reading_cxx")}
     return subprocess.run(
@@ -60,7 +59,7 @@ def build(checkout: Path, *command: str, **environment: str) -> subprocess.Compl
 
 
 def wheel(checkout: Path, source: Path, **environment: str) -> set[str]:
-    """Names in the wheel built from `source`, with what is installed here: no network, no isolation."""
+    """File names in the wheel built from `source` with the installed packages, without network or isolation."""
     out = checkout / "wheels"
     shutil.rmtree(out, ignore_errors=True)
     pip = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(out), str(source))
@@ -70,7 +69,7 @@ def wheel(checkout: Path, source: Path, **environment: str) -> set[str]:
     return set(zipfile.ZipFile(path).namelist())
 
 
-def test_a_stale_module_never_ships(checkout):
+def test_a_stale_module_is_not_in_the_wheel(checkout):
     for folder in (checkout / "moe_kernels", checkout / "build" / "lib.linux-x86_64-cpython-311" / "moe_kernels"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "_cuda.cpython-311-x86_64-linux-gnu.so").write_text("left by an earlier build")
@@ -80,9 +79,9 @@ def test_a_stale_module_never_ships(checkout):
     assert {"moe_kernels/ops/kwta.py", "python_ref/kwta.py"} <= names
 
 
-def test_a_source_distribution_holds_what_its_build_reads(checkout):
+def test_a_source_distribution_has_all_files_of_the_build(checkout):
     (checkout / "tests").mkdir()
-    (checkout / "tests" / "test_alone.py").write_text("import conftest\n")  # setuptools takes tests, not what they need
+    (checkout / "tests" / "test_alone.py").write_text("import conftest\n")  # added by setuptools without its imports
     done = build(checkout, "setup.py", "-q", "sdist", "-d", "dist")
     assert done.returncode == 0, done.stderr
     (archive,) = (checkout / "dist").glob("*.tar.gz")
@@ -102,10 +101,10 @@ def test_asking_for_cuda_without_nvcc_is_an_error(checkout, tmp_path):
     assert "MOE_KERNELS_CUDA must be 0, 1 or auto; got 'yes'" in done.stderr
 
 
-def test_warnings_are_errors_where_the_tests_decide_and_nowhere_else(checkout):
+def test_warnings_are_errors_only_in_ci(checkout):
     for ci, strict in (("true", True), ("", False)):
         done = build(checkout, "setup.py", "build_ext", MOE_KERNELS_CUDA="0", CXX="/bin/false", CI=ci)
-        assert done.returncode != 0  # nothing is compiled: the rules are looked at
+        assert done.returncode != 0  # compiles nothing: only the rules are checked
         (rules,) = (checkout / "build").glob("temp*/build.ninja")
         assert ("-Werror" in rules.read_text()) == strict
 
@@ -119,15 +118,15 @@ def test_a_bad_architecture_is_an_error(checkout):
 
 
 def fake_nvcc(folder: Path, *known: str) -> Path:
-    """An nvcc that lists these architectures and compiles nothing."""
+    """A fake nvcc that lists these architectures and compiles nothing."""
     (folder / "bin").mkdir(parents=True)
     write_program(folder / "bin" / "nvcc", f'[ "$1" = --list-gpu-arch ] && printf "%s\\n" {" ".join(known)}; exit 0')
     return folder
 
 
-def test_architectures_that_cannot_be_compiled_are_dropped_with_a_note(checkout, tmp_path):
+def test_unsupported_architectures_are_dropped_with_a_note(checkout, tmp_path):
     home = fake_nvcc(tmp_path, "compute_75", "compute_80", "compute_90")
-    quick = {"CUDA_HOME": str(home), "CXX": "/bin/false"}  # nothing is compiled: the rules are looked at
+    quick = {"CUDA_HOME": str(home), "CXX": "/bin/false"}  # compiles nothing: only the rules are checked
     done = build(checkout, "setup.py", "build_ext", TORCH_CUDA_ARCH_LIST="7.0;7.5;8.0 9.0+PTX;15.0", **quick)
     (rules,) = (checkout / "build").glob("temp*/build.ninja")
     assert "arch=compute_80,code=[sm_80] -gencode=arch=compute_80,code=[sm_90,compute_80] -I" in rules.read_text()
@@ -138,7 +137,7 @@ def test_architectures_that_cannot_be_compiled_are_dropped_with_a_note(checkout,
     assert re.findall(r"code=\[sm_(\d+)", rules.read_text()) == ["80", "90"]
 
 
-def test_nothing_left_to_compile_for_is_a_build_without_cuda_unless_it_was_asked_for(checkout, tmp_path):
+def test_without_a_supported_architecture_cuda_is_built_only_on_request(checkout, tmp_path):
     home = fake_nvcc(tmp_path, "compute_75", "compute_80")
     wanted = {"CUDA_HOME": str(home), "CXX": "/bin/false", "TORCH_CUDA_ARCH_LIST": "7.5"}
     done = build(checkout, "setup.py", "build_ext", **wanted)
@@ -151,8 +150,8 @@ def test_nothing_left_to_compile_for_is_a_build_without_cuda_unless_it_was_asked
 
 
 def compiled_nvcc(home: Path, real: str) -> Path:
-    """An nvcc for which most files are compiled: it checks its options, notes them, and takes what tests/ptx made with
-    the same ones. It compiles dispatch.cu, the quickest, itself."""
+    """An nvcc that checks and records its options and returns the objects that tests/ptx compiled with equal options.
+    Only dispatch.cu, the fastest, is compiled by it."""
     for name, made in cuda_launch.compiled().objects.items():
         if name != "dispatch.cu":
             shutil.copy(made, home / f"{name}.o")
@@ -182,7 +181,7 @@ def test_the_cuda_module_imports_without_a_gpu(checkout, tmp_path):
     expected = re.escape(" ".join(cuda_launch.PRODUCT)) + r"( -Werror all-warnings)?"
     expected += r" -gencode=arch=compute_80,code=\[sm_80\] -I\S+ -MMD -MF \S+ -c \S+ -o \S+"
     assert [each for each in options if not re.fullmatch(expected, each)] == []
-    module = checkout / "moe_kernels" / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"  # another test leaves others
+    module = checkout / "moe_kernels" / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"  # other tests leave others
     needed = subprocess.run(["ldd", module], capture_output=True, text=True, check=True).stdout
     assert "cudart" not in needed
     code = (
@@ -197,7 +196,7 @@ def test_the_cuda_module_imports_without_a_gpu(checkout, tmp_path):
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump, of binutils, is not installed")
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="MMX is x86's")
 def test_no_kernel_touches_an_mmx_register():
-    """Without an emms after it the x87 unit gives NaN to the next code that uses long double, such as numpy."""
+    """Without emms after MMX code the x87 unit gives NaN to later code with long double, such as numpy's."""
     cpu = pytest.importorskip("moe_kernels._cpu")
     code = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", cpu.__file__], capture_output=True, text=True, check=True

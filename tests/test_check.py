@@ -1,4 +1,4 @@
-"""MOE_KERNELS_CHECK=1: a GPU checks indices as the CPU always does, before a kernel uses them as addresses."""
+"""MOE_KERNELS_CHECK=1: on a GPU too, indices are checked before a kernel uses them as addresses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_kernels.library import dispatch, grouped_gemm
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor that is not on the CPU by its is_cpu."""
 
     is_cpu = property(lambda self: False)
 
@@ -20,7 +20,7 @@ def on_gpu(*values):
 
 
 X = torch.zeros(2, 4)
-# A plan of more tokens than x has, one of more rows, and offsets beyond the rows.
+# A plan with more tokens than x, one with more rows, and offsets beyond the rows.
 STALE = {
     "row_token": lambda: dispatch.refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 2), on_gpu(0, 2)),
     "slot_row": lambda: dispatch.refuse_bad_rows("combine", on_gpu(0, 2), 2),
@@ -31,9 +31,9 @@ STALE = {
 
 
 @pytest.mark.parametrize("said", STALE)
-def test_a_stale_plan_is_refused_on_a_gpu_where_it_was_asked_for(said, monkeypatch):
+def test_a_stale_plan_is_an_error_on_a_gpu_if_checks_are_on(said, monkeypatch):
     monkeypatch.delenv("MOE_KERNELS_CHECK", raising=False)
-    STALE[said]()  # reads nothing, so the host does not wait
+    STALE[said]()  # without the check no values are read, so the host does not wait
     monkeypatch.setenv("MOE_KERNELS_CHECK", "0")
     STALE[said]()
     monkeypatch.setenv("MOE_KERNELS_CHECK", "1")
@@ -43,7 +43,7 @@ def test_a_stale_plan_is_refused_on_a_gpu_where_it_was_asked_for(said, monkeypat
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_the_check_comes_before_the_kernel(backend, monkeypatch):
-    """Dispatch, combine and grouped GEMM of both GPU backends, none of which is launched."""
+    """Dispatch, combine and grouped GEMM of both GPU backends raise before any launch."""
     monkeypatch.setenv("MOE_KERNELS_CHECK", "1")
     monkeypatch.setattr(library.dispatch.backends, "load", lambda *_: pytest.fail("a kernel was called"))
     with pytest.raises(ValueError, match=r"dispatch: plan\.row_token"):

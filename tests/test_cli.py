@@ -1,4 +1,4 @@
-"""python -m moe_kernels: its output, and its exit status for right and for wrong kernels."""
+"""python -m moe_kernels: its output, and its exit status for correct and for wrong kernels."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ CPU_ONLY = ["verify", "--backend", "cpu", "--small"]
 
 def unsupported(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     """Makes a backend, or an operation on every backend, unsupported."""
-    right = backends.unsupported
-    monkeypatch.setattr(backends, "unsupported", lambda *args: "no such device" if word in args[:2] else right(*args))
+    original = backends.unsupported
+    monkeypatch.setattr(
+        backends, "unsupported", lambda *args: "no such device" if word in args[:2] else original(*args)
+    )
 
 
 def test_info_names_the_machine_and_every_operation_on_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +41,7 @@ def test_info_names_the_machine_and_every_operation_on_every_backend(capsys: pyt
         assert any(line.split()[:2] == ["kwta", backend] for line in text.splitlines())
 
 
-def test_info_lists_what_has_kernels_of_its_own_in_another_operations_file() -> None:
+def test_info_lists_operations_in_another_operations_file() -> None:
     listed = info.operations()
     assert {"make_plan", "plan_expert_choice", "plan_priority", "tree_gate", "tree_route"} <= set(listed)
     assert set(verify.OPERATIONS) <= set(listed)
@@ -72,7 +74,7 @@ def test_commands_need_neither_typer_nor_rich_nor_matplotlib() -> None:
     assert subprocess.run([sys.executable, "-c", command], capture_output=True).returncode == 0
 
 
-def test_a_reader_who_has_enough_is_no_error() -> None:
+def test_a_closed_pipe_gives_no_message() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
@@ -82,7 +84,7 @@ def test_a_reader_who_has_enough_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_a_terminal_that_knows_ascii_alone_gets_the_table(tmp_path) -> None:
+def test_the_table_prints_on_an_ascii_terminal(tmp_path) -> None:
     words = ("train", "--width", "8", "--steps", "1", "--check-steps", "0", "--json", str(tmp_path / "run.json"))
     done = subprocess.run(
         [sys.executable, "-m", "moe_kernels", *words],
@@ -94,7 +96,7 @@ def test_a_terminal_that_knows_ascii_alone_gets_the_table(tmp_path) -> None:
     assert (tmp_path / "run.json").is_file()
 
 
-def test_verify_passes_right_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_passes_correct_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*CPU_ONLY, "--op", "kwta"]) == 0
     text = capsys.readouterr().out
     assert "4 ok, 0 failed, 0 not run" in text
@@ -105,8 +107,8 @@ def test_verify_passes_right_kernels(capsys: pytest.CaptureFixture[str]) -> None
     ("kernel", "output"), [("kwta_fwd", "y"), ("kwta_mask", "mask"), ("kwta_bwd", "gradient")], ids=str
 )
 def test_verify_fails_and_names_the_output_of_a_wrong_kernel(monkeypatch, capsys, kernel: str, output: str) -> None:
-    def one_wrong(right: Callable[..., Any], *args: object) -> object:
-        found = right(*args)
+    def one_wrong(original: Callable[..., Any], *args: object) -> object:
+        found = original(*args)
         out = found[0] if isinstance(found, tuple) else found
         out[-1, -1] = not out[-1, -1] if out.dtype == torch.bool else out[-1, -1] + 1
         return found
@@ -118,9 +120,9 @@ def test_verify_fails_and_names_the_output_of_a_wrong_kernel(monkeypatch, capsys
     assert f"worst: {output}" in text
 
 
-def test_verify_sees_an_element_that_was_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_but_the_last(right, x, *args):
-        y, bits = right(x, *args)
+def test_verify_finds_an_unwritten_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_but_the_last(original, x, *args):
+        y, bits = original(x, *args)
         fresh = x.new_empty(x.shape)
         fresh.view(-1)[:-1] = y.view(-1)[:-1]
         return fresh, bits
@@ -138,13 +140,13 @@ def test_verify_reports_a_kernel_that_raises(monkeypatch, capsys) -> None:
     assert "RuntimeError: out of luck" in capsys.readouterr().out
 
 
-def test_verify_reports_a_fault_that_shows_in_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error of a GPU kernel appears after the call that launched it, and in all later calls."""
+def test_verify_reports_an_error_raised_in_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of a GPU kernel is reported after the call that launched it, and in all later calls."""
 
-    def heard(*args: object) -> None:
+    def fail(*args: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(verify, "_errors", heard)
+    monkeypatch.setattr(verify, "_errors", fail)
     row = verify.check("kwta", "cpu", torch.float32, "cpu", small=True)
     assert (row.verdict, row.cases) == ("FAILED", 1)
     assert row.note.endswith("RuntimeError: CUDA error: an illegal memory access was encountered")
@@ -158,10 +160,10 @@ def test_verify_lists_a_backend_that_cannot_run_with_its_reason(monkeypatch, cap
     assert "0 ok, 0 failed, 3 not run" in text
 
 
-def test_verify_does_not_pass_a_backend_asked_for_by_name_that_cannot_run(monkeypatch, capsys) -> None:
+def test_verify_fails_if_a_requested_backend_cannot_run(monkeypatch, capsys) -> None:
     unsupported(monkeypatch, "cuda")
-    for asked in (["cuda"], ["cpu", "cuda"]):
-        words = [word for name in asked for word in ("--backend", name)]
+    for requested in (["cuda"], ["cpu", "cuda"]):
+        words = [word for name in requested for word in ("--backend", name)]
         assert main(["verify", "--op", "kwta", "--small", *words]) == 2
         printed = capsys.readouterr()
         assert "1 not run" in printed.out
@@ -175,13 +177,13 @@ def test_verify_passes_a_backend_that_lacks_one_of_the_operations(monkeypatch, c
 
 
 def test_a_failure_is_status_1_whatever_else_could_not_run(monkeypatch) -> None:
-    plant(monkeypatch, "kwta_fwd", lambda right, x, *args: right(x + 1, *args))
+    plant(monkeypatch, "kwta_fwd", lambda original, x, *args: original(x + 1, *args))
     unsupported(monkeypatch, "cuda")
     assert main([*CPU_ONLY, "--op", "kwta", "--backend", "cuda"]) == 1
 
 
 @pytest.mark.parametrize(("option", "known"), [("--op", "kwta"), ("--backend", "cpu, triton, cuda")])
-def test_unknown_names_are_refused_with_the_known_ones(capsys, option: str, known: str) -> None:
+def test_unknown_names_are_errors_that_list_the_known_ones(capsys, option: str, known: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["verify", option, "nonsense"])
     assert stopped.value.code == 2
@@ -211,7 +213,7 @@ def test_error_is_relative_to_the_largest_magnitude() -> None:
 
 @pytest.mark.parametrize(("off", "verdict"), [(0.9, "ok"), (1.1, "FAILED")])
 def test_a_computed_output_may_be_off_by_twice_the_reference_and_the_floor(monkeypatch, off, verdict) -> None:
-    # In float32 the reference is off by 1/8 of the largest value; the floor adds one epsilon to twice that.
+    # The float32 reference has an error of 1/8 of the largest value; the floor adds one epsilon to twice that.
     allowed = 2 / 8 + torch.finfo(torch.float32).eps
 
     def run(inputs, backend):
@@ -227,7 +229,7 @@ def test_a_computed_output_may_be_off_by_twice_the_reference_and_the_floor(monke
     assert row.error == pytest.approx(allowed * off, rel=1e-6)
 
 
-def test_cases_reach_the_corners() -> None:
+def test_cases_have_special_values_and_all_options() -> None:
     cases = [case.inputs for case in verify.cases("kwta")]
     assert any(case["x"].isnan().any() for case in cases)
     assert any((case["x"] == math.inf).any() for case in cases)
@@ -243,6 +245,6 @@ def test_cases_reach_the_corners() -> None:
 
 
 @pytest.mark.parametrize("op", ["grouped_gemm", "expert_mlp", "expert_norms"])
-def test_the_experts_of_make_bench_are_right(op: str) -> None:
+def test_the_experts_of_make_bench_agree_with_the_reference(op: str) -> None:
     row = verify.check(op, "cpu", torch.float32, "cpu", small=False)
     assert row.verdict == "ok", row.note

@@ -1,4 +1,4 @@
-"""Combine: the weighted sum of a token's rows and both gradients against a dense one-hot einsum in float64."""
+"""combine: the weighted sum of a token's rows and both gradients against a dense one-hot einsum in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def einsum(rows, weights, one_hot):
 
 
 def bound(exact, size, dtype, truncates):
-    """One rounding to the dtype, subnormals included, and a few float32 roundings of the sum of magnitudes."""
+    """Allowed error: a rounding to the dtype (also of subnormals), plus float32 roundings of the sum of magnitudes."""
     eps = 2.0**-7 if truncates else torch.finfo(dtype).eps
     subnormal = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     return eps * exact.abs() + 64 * 2.0**-24 * size + subnormal
@@ -35,7 +35,7 @@ def test_sums_and_gradients_are_the_dense_einsum(target, kind, dtype):
     truncates = target.interpreted and dtype == torch.bfloat16
     dims = (0, 1, 40) if target.interpreted else (0, 1, 40, 256, 513)
     if target.compiles and dtype != torch.float32:
-        dims = (40, 513) if dtype == torch.bfloat16 else (1, 256)  # rows in pieces of 16 bytes, and element by element
+        dims = (40, 513) if dtype == torch.bfloat16 else (1, 256)  # rows read by 16 bytes, and by elements
     for dim in dims:
         rows = torch.randn(plan.num_rows, dim, device=target.device).to(dtype)
         weights = torch.randn(plan.num_tokens, plan.num_choices, device=target.device).to(dtype)
@@ -48,7 +48,7 @@ def test_sums_and_gradients_are_the_dense_einsum(target, kind, dtype):
             torch.zeros_like(wanted[0]),
             torch.einsum("rtk,rd,td->tk", one_hot, exact_rows.abs(), grad.cpu().double().abs()).detach(),
         )
-        rows[used:] = math.nan  # rows not in use and weights of dropped choices must not matter
+        rows[used:] = math.nan  # unused rows and weights of dropped choices must have no effect
         weights = weights.masked_fill(plan.slot_row < 0, math.nan)
         rows, weights = rows.requires_grad_(), weights.requires_grad_()
         y = mk.combine(rows, plan, weights, backend=target.backend)
@@ -71,7 +71,7 @@ def test_without_weights_it_is_the_plain_sum(target, kind):
 
 
 def test_more_choices_than_a_warp_has_lanes(target):
-    """CUDA's backward sums 32 choices at a time, here with three warps, which share the sums."""
+    """CUDA's backward handles 32 choices at a time; here three warps share the sums."""
     on = target.device
     experts = torch.rand(5, 80, device=on).argsort(1)[:, :70]
     plan = mk.make_plan(experts, 80, backend="reference")
@@ -97,7 +97,7 @@ def test_float32_gates_weigh_bfloat16_rows(target):
 
 
 def test_gates_and_their_gradients_are_not_rounded_to_the_rows_dtype(target):
-    """1 + 2^-9 is 1 in bfloat16, 1 + 2^-8 + 2^-10 is 1 + 2^-7, and (1 + 2^-7)^2 has more digits than it."""
+    """bfloat16 rounds 1 + 2^-9 to 1 and 1 + 2^-8 + 2^-10 to 1 + 2^-7, and cannot represent (1 + 2^-7)^2."""
     plan = mk.make_plan(torch.tensor([[0, 1]], device=target.device), 2, backend="reference")
     rows = torch.full((2, 1), 1 + 2**-7, dtype=torch.bfloat16, device=target.device, requires_grad=True)
     weights = torch.tensor([[1 + 2**-9, -1.0]], device=target.device, requires_grad=True)
@@ -111,7 +111,7 @@ def test_gates_and_their_gradients_are_not_rounded_to_the_rows_dtype(target):
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("kind", ["one token dropped", "dropped", "unused rows", "expert choice"])
 def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
-    """Weights and gradients of dropped choices, rows not in use, and what lies around rows and gradients."""
+    """NaN in weights and gradients of dropped choices, in unused rows, and around rows and gradients has no effect."""
     one = mk.make_plan(torch.tensor([[0], [0]], device=target.device), 1, capacity=1, backend="reference")
     plan = {"one token dropped": one, **plans(target.device)}[kind]
     dropped, used = plan.slot_row < 0, int(plan.expert_offsets[-1])
@@ -139,11 +139,11 @@ def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
 
 @pytest.mark.parametrize("kind", ["unused rows", "dropped"])
 def test_many_programs_with_one_that_is_not_full(target, kind):
-    """Tokens and pieces of a row of several programs or blocks, the last of which has too few; rows not in use."""
+    """Tokens and parts of rows for several programs or blocks, of which the last is partial; unused rows."""
     plan, on = plans(target.device)[kind], target.device
     for dim in (300, 4100) if target.interpreted else (300, 2500, 4100, 9000):
         leaves = {"rows": torch.randn(plan.num_rows, dim, device=on), "weights": torch.rand(23, 3, device=on)}
-        grad = torch.randn(dim, plan.num_tokens, device=on).t()  # no last dimension to read in place
+        grad = torch.randn(dim, plan.num_tokens, device=on).t()  # its last dimension is not contiguous
         found = []
         for backend in (target.backend, "reference"):
             given = {name: each.clone().requires_grad_() for name, each in leaves.items()}
@@ -194,14 +194,14 @@ def test_views_are_read_in_place(target):
         results = []
         for backend in (target.backend, "reference"):
             y = mk.combine(view, plan, weights, backend=backend)
-            results.append((y, *torch.autograd.grad(y.sum(), (view, weights))))  # a gradient whose strides are zero
+            results.append((y, *torch.autograd.grad(y.sum(), (view, weights))))  # the gradient's strides are 0
         for got, expected in zip(*results, strict=True):
             torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("place", [padded, shifted])
 def test_rows_that_start_anywhere(target, place):
-    """Rows of 16-byte pieces, but for one tensor, whose rows start or lie otherwise."""
+    """One tensor at a time does not allow accesses of 16 bytes: by its start or by its stride."""
     plan = plans(target.device)["unused rows"]
     given = {"rows": torch.randn(plan.num_rows, 48), "grad": torch.randn(plan.num_tokens, 48)}
     given = {name: each.to(target.device) for name, each in given.items()}
@@ -218,13 +218,13 @@ def test_rows_that_start_anywhere(target, place):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_every_number_of_16_bits(target, dtype):
-    """Of one choice a token: as it is, and times a third, rounded once; subnormal results too."""
+    """One choice a token, with weight 1 and 1/3: the product is rounded once, also if it is subnormal."""
     rows = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 64).to(target.device)
     plan = mk.make_plan(torch.zeros(1024, 1, dtype=torch.int32, device=target.device), 1, backend="reference")
     third = torch.full((1024, 1), 1 / 3, device=target.device)
     for weights, expected in ((None, rows), (third, (rows.float() * third).to(dtype))):
         y = mk.combine(rows, plan, weights, backend=target.backend)
-        if not target.interpreted:  # which truncates to bfloat16
+        if not target.interpreted:  # the interpreter truncates to bfloat16
             torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
 
 

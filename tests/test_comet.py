@@ -19,7 +19,7 @@ def model(p=0.5, seed=0, widths=WIDTHS, **options):
 
 
 def winners(row: list[float], k: int) -> list[bool]:
-    """The k largest numbers; of equal ones those with the lowest index."""
+    """Whether each number is one of the k largest; of equal ones the lowest indices."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     return [i in order[:k] for i in range(len(row))]
 
@@ -29,7 +29,7 @@ def matvec(matrix: torch.Tensor, vector: list[float]) -> list[float]:
 
 
 def by_hand(net: CometMLP, x: list[float], f) -> tuple[list[float], list[list[bool]]]:
-    """Eqs. 4 to 8 for one sample, in Python's floats."""
+    """Eqs. 4 to 8 for one sample, with Python's floats."""
     z, masks = x, []
     for layer, hidden in enumerate(net.hidden, 1):
         c = matvec(net.router.get_buffer(f"weight_{layer}"), z)
@@ -76,7 +76,7 @@ def test_any_leading_dimensions_give_what_their_rows_give():
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_masks_kept_for_samples_that_come_again_change_nothing(activation):
+def test_cached_masks_of_samples_change_nothing(activation):
     net, x = model(0.3, activation=activation), torch.randn(50, 7)
     kept, rows = net.router.kept(x, chunk=16), torch.tensor([3, 49, 0, 3])
     bits = [layer[rows] for layer in kept]
@@ -90,7 +90,7 @@ def test_masks_kept_for_samples_that_come_again_change_nothing(activation):
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
-def test_what_does_not_answer_is_zero_whatever_it_holds(target, activation):
+def test_inactive_neurons_are_zero_even_with_infinite_values(target, activation):
     given = {"k": 1, "activation": activation, "backend": target.backend, "device": target.device}
     first, second = MaskedLinear(3, 40, **given), MaskedLinear(40, 5, **given)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_routing_is_state_and_no_parameter():
     assert torch.equal(net(x), other(x))
 
 
-def test_training_leaves_the_routing_alone():
+def test_training_does_not_change_the_routing():
     net, x = model(), torch.randn(20, 7)
     before, masks = copy.deepcopy(dict(net.router.named_buffers())), net.masks(x)
     optimiser = torch.optim.SGD(net.parameters(), 1.0, weight_decay=0.1)
@@ -181,7 +181,7 @@ def test_one_generator_gives_one_network_and_the_same_backbone_at_every_p():
     assert not torch.equal(a.output.weight, c.output.weight)
 
 
-def test_a_seeded_network_leaves_torchs_own_generator_alone():
+def test_a_seeded_network_does_not_use_the_global_generator():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
@@ -213,7 +213,7 @@ def test_dense_twin_has_the_same_weights_and_no_mask():
 
 @pytest.mark.parametrize("ties", ["index", "strict", "all"])
 def test_ties_of_a_black_image(ties):
-    """The routing has no bias: all scores are zero, and only the tie rule decides."""
+    """The routing has no bias, so all scores are zero and the tie rule alone decides."""
     masks = model(0.5, ties=ties).masks(torch.zeros(1, 7))
     assert [int(m.sum()) for m in masks] == {"index": [6, 4, 5], "strict": [0, 0, 0], "all": [12, 9, 10]}[ties]
 
@@ -232,7 +232,7 @@ def test_masks_do_not_depend_on_autocast_and_values_keep_its_dtype():
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
 
 
-def test_a_network_without_values_tells_shapes():
+def test_a_network_on_meta_gives_shapes():
     """On the meta device, which has no autocast."""
     net, x = model(device="meta"), torch.randn(3, 5, WIDTHS[0], device="meta", requires_grad=True)
     y = net(x)
@@ -267,7 +267,7 @@ def test_compiles_into_one_graph_forward_and_backward(compiler):
         assert torch.equal(gradient == 0, parameter.grad == 0)
 
 
-def test_bad_arguments_are_refused_by_name():
+def test_bad_arguments_are_errors_with_their_name():
     with pytest.raises(ValueError, match=r"CometMLP: widths must name at least 3 layers.*\(4, 5\)"):
         CometMLP((4, 5))
     with pytest.raises(ValueError, match=r"keep fraction in \(0, 1\], got 0"):
@@ -285,7 +285,7 @@ def test_bad_arguments_are_refused_by_name():
         net(x, net.router(x), torch.tensor([0, -1, 1]))
 
 
-def test_utilisation_is_a_direct_count_however_the_samples_are_split():
+def test_utilisation_is_a_count_independent_of_batches():
     net, x = model(0.3), torch.randn(50, 7)
     masks = net.masks(x)
     whole, parts, merged = Utilisation().update(masks), Utilisation(), Utilisation()
@@ -332,11 +332,11 @@ def test_a_parametrised_layer_is_read_through_its_parametrisation():
     torch.testing.assert_close(model(x, bits), expected)
 
 
-def test_inputs_of_another_width_are_named():
+def test_inputs_of_a_wrong_width_are_errors():
     with pytest.raises(ValueError, match=r"FixedRouting: x must be \(..., 8\), got shape \(4, 7\)"):
         CometMLP((8, 5, 3))(torch.randn(4, 7))
 
 
-def test_scores_are_compared_as_finely_as_they_come():
+def test_scores_are_compared_in_their_own_dtype():
     layer, scores = MaskedLinear(3, 2, 1, activation=None, dtype=torch.bfloat16), torch.tensor([[1.0, 1.0001]])
     assert (layer(torch.ones(1, 3, dtype=torch.bfloat16), scores) != 0).tolist() == [[False, True]]

@@ -1,4 +1,4 @@
-"""The other models of paper 000, by hand: those that COMET is compared with, and ViT, Mixer and GPT."""
+"""The other models of paper 000 against results by hand: those compared with COMET, and ViT, Mixer and GPT."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def mlp(name: str, p: float = 0.5, activation: str = "tanh"):
 
 
 def winners(c: torch.Tensor, k: int) -> torch.Tensor:
-    """bool: the k largest scores of each row, which must be distinct."""
+    """Boolean mask of the k largest scores of each row, which must be distinct."""
     return (c[:, :, None] < c[:, None, :]).sum(-1) < k
 
 
-def test_all_of_one_shape_start_from_the_same_weights():
+def test_networks_of_one_shape_start_from_the_same_weights():
     first = mlp("standard").state_dict()
     for name in set(MODELS) - {"smaller", "moe", "moe-fixed"}:
         assert all(torch.equal(first[key], value) for key, value in mlp(name).state_dict().items()), name
@@ -45,8 +45,10 @@ def test_masks_from_the_backbone(name):
     expected = h @ net.output.weight.T + net.output.bias
     y = net(x)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
-    mine, theirs = (torch.autograd.grad(each.square().sum(), [x, *net.parameters()]) for each in (y, expected))
-    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    own_gradients, expected_gradients = (
+        torch.autograd.grad(each.square().sum(), [x, *net.parameters()]) for each in (y, expected)
+    )
+    torch.testing.assert_close(own_gradients, expected_gradients, rtol=1e-4, atol=1e-6)
     for masks in (net.train().masks(X), net.eval().masks(X)):
         assert [m.sum(-1).unique().tolist() for m in masks] == [[6], [6]]
         assert torch.equal(masks[-1], mask)
@@ -89,7 +91,7 @@ def test_mixture_of_whole_mlps(name, activation):
 
 @pytest.mark.parametrize("activation", ["relu", "softplus"])
 def test_mixture_of_whole_mlps_under_autocast(activation):
-    """The network of narrowed parameters, bit for bit, trained in float32."""
+    """The same bits as the network with parameters rounded to bfloat16; parameters and gradients stay float32."""
     net = mlp("moe", 0.3, activation)
     with torch.autocast("cpu", torch.bfloat16):
         y = net(X)
@@ -130,7 +132,7 @@ def networks(p: float, **options):
 
 
 @pytest.mark.parametrize("router_input", [None, "embedding"])
-def test_half_of_every_feed_forward_layer_answers_and_the_rest_is_zero(router_input):
+def test_half_of_every_feed_forward_layer_is_active(router_input):
     for net, x, shape in networks(0.5, **({"router_input": router_input} if router_input else {})):
         net.eval()
         hidden: list[torch.Tensor] = []
@@ -141,7 +143,7 @@ def test_half_of_every_feed_forward_layer_answers_and_the_rest_is_zero(router_in
         masks = ffn_masks(net, x)
         assert len(masks) == len(seen) == (4 if isinstance(net, Mixer) else 2)
         for mask, h in zip(masks, seen, strict=True):
-            assert torch.equal(mask, h != 0)  # tanh of what is computed is never exactly zero
+            assert torch.equal(mask, h != 0)  # the tanh of a computed value is never exactly 0
             assert (mask.sum(-1) == h.shape[-1] // 2).all()
 
 
@@ -170,7 +172,7 @@ def test_gpt_does_not_see_the_future():
     assert (a[:, 6:] != b[:, 6:]).any()
 
 
-def test_a_router_over_the_embedding_does_not_see_what_the_blocks_learn():
+def test_a_router_over_the_embedding_ignores_the_blocks():
     net = ViT((2, 8, 12), 5, dim=16, depth=2, heads=2, hidden=24, router_input="embedding").eval()
     x = torch.randn(3, 192)
     before = ffn_masks(net, x)

@@ -1,5 +1,5 @@
-"""torch.compile of layers of experts: the results and gradients of eager mode, one graph where nothing waits for the
-host, and no new graph for every step where something does."""
+"""torch.compile of layers of experts: the results and gradients of eager mode; one graph if the host decides nothing,
+else no new graph for every step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_compiled_layer_is_the_layer(name, training):
     state = copy.deepcopy(made.state_dict())
     expected = found(made, made.parameters())
     made.load_state_dict(state)
-    whole = not training  # a step of the host's ends a graph
+    whole = not training  # in training a decision on the host breaks the graph
     assert_close(found(torch.compile(made, fullgraph=whole, backend="aot_eager"), made.parameters()), expected)
 
 
@@ -61,7 +61,7 @@ def shared():
     ids=["permuted", "competition", "shared search"],
 )
 def test_a_step_of_the_hosts_is_no_graph_of_its_own(make):
-    """torch compiles no frame that differs from step to step for long: it leaves the layer to eager mode."""
+    """After some recompilations torch would run a frame that differs from step to step in eager mode."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = make()
@@ -85,7 +85,7 @@ def test_capacities_are_reckoned_in_the_graph():
 
 
 def test_a_tree_that_may_route_compiles_whole():
-    """The host decides whether it routes; a compiled graph takes the dense gate, which is the same."""
+    """Eager mode decides on the host whether to route; a compiled graph uses the dense gate, with the same result."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     gate = mnn.TreeGate(D, E, 2, route=True).eval()

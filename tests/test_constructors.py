@@ -1,4 +1,4 @@
-"""Constructors of nn: what a forward could not use they refuse, at once and by name."""
+"""Constructors of nn raise errors that name the wrong option, before a forward pass would fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ D, E, IDS = 6, 4, 12
 
 
 def constructors():
-    """name -> the class with correct options; a test replaces one by a wrong one."""
+    """By name: a constructor with correct options, of which a test replaces one by a wrong one."""
     softmax, topk, experts = mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, 3)
     right = {
         "SoftmaxGate": {"dim": D, "num_experts": E},

@@ -1,4 +1,4 @@
-"""Rules of all operations: choice and explanation of backends, compilation, one place that takes addresses."""
+"""Rules of all operations: choice and explanation of backends, compilation, addresses taken in one place only."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_importing_needs_torch_alone():
     assert done.stdout.strip() == "[0.0, 3.0, 2.0]", done.stderr
 
 
-def test_a_backend_asked_for_by_name_never_falls_back():
+def test_a_requested_backend_never_falls_back():
     x = torch.randn(2, 5, dtype=torch.float64)
-    # With a GPU, Triton refuses CPU tensors; without one, float64.
+    # Triton does not take CPU tensors with a GPU, and float64 without one.
     with pytest.raises(mk.BackendError, match=r"kwta: backend 'triton' cannot run here: .*(float64|not on cpu ones)"):
         mk.kwta(x, 2, backend="triton")
     with mk.use_backend("cuda"), pytest.raises(mk.BackendError, match="kwta: backend 'cuda' cannot run here"):
@@ -44,12 +44,12 @@ def test_a_backend_asked_for_by_name_never_falls_back():
         pass
 
 
-def test_there_is_no_explaining_an_unknown_operation():
+def test_explain_of_an_unknown_operation_is_an_error():
     with pytest.raises(ValueError, match=r"explain: op must be one that .* got 'kwtaa'"):
         mk.explain("kwtaa", torch.randn(3))
 
 
-def test_what_is_no_tensor_or_plan_is_named():
+def test_wrong_argument_types_are_errors_with_their_name():
     x, weight = torch.randn(3, 4), torch.randn(2, 4, 4)
     plan = mk.make_plan(torch.tensor([[0], [1], [1]]), 2)
     for op, call in {
@@ -71,7 +71,7 @@ def test_what_is_no_tensor_or_plan_is_named():
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_tangent_is_refused_and_not_lost(backend):
+def test_a_forward_mode_tangent_is_an_error(backend):
     x, weight, offsets = torch.randn(3, 4), torch.randn(1, 4, 4), torch.tensor([0, 3])
     mk.grouped_gemm(x, weight, offsets, backend=backend)
     with forward_ad.dual_level():
@@ -86,7 +86,7 @@ def test_a_tangent_is_refused_and_not_lost(backend):
             call(x)
 
 
-def test_the_first_word_wins(monkeypatch):
+def test_the_most_local_choice_of_a_backend_wins(monkeypatch):
     x = torch.randn(3)
     assert backends.choose("kwta", None, x) == "cpu"
     monkeypatch.setenv("MOE_KERNELS_BACKEND", "reference")
@@ -134,7 +134,7 @@ def test_autocast_casts_nothing():
         assert mk.kwta(x.bfloat16(), 5).dtype == torch.bfloat16
 
 
-def test_a_narrower_instruction_set_can_be_asked_for():
+def test_a_narrower_instruction_set_can_be_requested():
     code = "from moe_kernels.backends import cpu; print(cpu.isa)"
     environment = {**os.environ, "MOE_KERNELS_CPU_ISA": "base"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
@@ -172,15 +172,15 @@ def test_addresses_are_taken_in_one_place():
     assert takers == {"_addresses.py"}
 
 
-def test_no_merge_was_left_half_done():
-    """Marks of a conflict inside a docstring are no error for Python, ruff or mypy."""
+def test_no_conflict_markers_are_left():
+    """Python, ruff and mypy accept conflict markers inside a docstring."""
     for folder in ("moe_kernels", "python_ref", "csrc", "bench", "tests", "docs"):
         for path in (ROOT / folder).rglob("*.*"):
             if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh", ".md"):
                 assert not re.search(r"^(<{7}|>{7}) ", path.read_text(), re.MULTILINE), path
 
 
-def test_imports_run_one_way():
+def test_imports_go_in_one_direction():
     layers = ["models", "nn", "ops", "backends"]
     for rank, layer in enumerate(layers):
         for path in (ROOT / "moe_kernels" / layer).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""Experts from and to other layouts: the outputs of the modules that the layouts come from."""
+"""Experts converted from and to other layouts give the outputs of the original modules."""
 
 from __future__ import annotations
 
@@ -126,6 +126,6 @@ def without(state, key):
         (lambda: convert.to_stacked({"w_in": torch.ones(1), "w_out": torch.ones(1)}), ValueError, "3 dimensions"),
     ],
 )
-def test_what_does_not_fit_is_named(call, error, words):
+def test_mismatched_layouts_are_errors(call, error, words):
     with pytest.raises(error, match=words):
         call()

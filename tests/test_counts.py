@@ -1,6 +1,6 @@
 """Instructions that the GPU kernels execute, counted in the PTX of both compilers for sm_80.
 
-Predicted is issue time on an A100 over the time in which its memory moves the bytes: not measured."""
+`predicted`: issue time on an A100 over the time of its memory for the bytes. Nothing is measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moe_kernels as mk
 from moe_kernels import backends
 
-# A100: 108 SMs with 4 schedulers at 1.41 GHz; 1.94 TB/s. Static SASS / PTX is 1.3 for integer code (facts of kwta).
+# A100: 108 SMs with 4 schedulers at 1.41 GHz; 1.94 TB/s. Integer code has 1.3 times as many SASS as PTX instructions.
 ISSUE, MEMORY, FACTOR = 108 * 4 * 1.41e9, 1.94e12, 1.3
 
 BF16 = torch.bfloat16
@@ -31,7 +31,7 @@ def recorded(backend: str, call: Callable[[], object]) -> list[Result]:
 
 
 def warps(found: list[Result]) -> int:
-    """Instructions of warps of all launches."""
+    """Number of warp instructions of all launches."""
     return sum(counters.count(each)["warp_instructions"] for each in found)
 
 
@@ -57,13 +57,13 @@ def kwta(backend: str, n: int, dtype: torch.dtype) -> tuple[list[Result], list[R
 def test_kwta_is_bound_by_memory(n, dtype, backend):
     forward, backward = kwta(backend, n, dtype)
     moved = 32 * n * (2 * dtype.itemsize + 1 / 8)
-    # In Triton 20000 elements of 16 bits take the registers of 32768.
+    # Triton pads 20000 elements to 32768.
     assert predicted(forward, moved) <= (1.2 if (n, backend) == (20000, "triton") else 0.97)
     assert predicted(backward, moved) <= 0.4
 
 
 def test_rows_of_a_multiple_of_8_take_no_more_instructions():
-    # Triton specialises for multiples of 16 only: rows of 1000 were read two bytes at a time.
+    # Triton specialises for multiples of 16 only; rows of 1000 were once read two bytes at a time.
     for odd, even in zip(kwta("triton", 1000, BF16), kwta("triton", 1024, BF16), strict=True):
         assert warps(odd) <= 1.05 * warps(even)
 
@@ -121,7 +121,7 @@ def test_a_plan_takes_three_launches_and_three_million_instructions(backend):
 
 @BACKENDS
 def test_summing_rows_by_token_is_linear(backend):
-    """Four times the tokens: a token that looked through all rows for its own would take sixteen times as many."""
+    """Four times the tokens take 4 times the instructions, not 16 as if each token searched all rows."""
     took = []
     for tokens in (512, 2048):
         rows, row_token = torch.randn(2 * tokens, 64), torch.randint(0, tokens, (2 * tokens,), dtype=torch.int32)
@@ -138,16 +138,16 @@ def test_summing_rows_by_token_is_linear(backend):
     ("trees", "experts"), [(1, 64), (4, 64), (1, 48), (1, 8), (2, 256), (4, 256), (1, 512), (1, 1024)]
 )
 def test_the_tree_gate_is_bound_by_memory(trees, experts, dtype):
-    """4 trees of 256 experts in 16 bits: 4402 instructions a token where lanes walked a heap in shared memory."""
+    """4 trees of 256 experts in 16 bits; a kernel with a heap in shared memory took 4402 instructions a token."""
     x = torch.randn(128, 8).to(dtype)
     split, leaf = (torch.randn(trees, nodes, 8).to(dtype) for nodes in (experts - 1, experts))
     found = recorded("cuda", lambda: mk.tree_gate(x, split, leaf, gamma=2.0, backend="cuda"))
-    moved = 128 * dtype.itemsize * (trees * (3 * experts - 1) + experts)  # of the kernel behind the products
+    moved = 128 * dtype.itemsize * (trees * (3 * experts - 1) + experts)  # of the kernel after the products
     assert predicted(found, moved) <= (1.25 if trees * experts == 1024 and trees == 4 else 1.0)
 
 
 class TorchLaunches(TorchDispatchMode):
-    """Counts torch's own operations that start a kernel: none that makes a view or allocates."""
+    """Counts torch's own operations that launch a kernel, without views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class TorchLaunches(TorchDispatchMode):
 @BACKENDS
 @pytest.mark.parametrize("biased", [False, True])
 def test_expert_mlp_takes_eight_launches_of_ours_and_eight_of_torch(biased, backend):
-    """Forward and backward; the gradient that starts the backward pass is not counted."""
+    """Counts forward and backward, without the gradient that starts the backward pass."""
     experts = torch.randint(0, 4, (16, 2), dtype=torch.int32)
     x, w_in, w_out = (torch.randn(shape).to(BF16) for shape in ((16, 16), (4, 16, 32), (4, 32, 16)))
     weights = torch.rand(16, 2)
@@ -181,7 +181,7 @@ def test_expert_mlp_takes_eight_launches_of_ours_and_eight_of_torch(biased, back
 
 
 def norms_launches(backend: str, num_experts: int) -> tuple[int, int]:
-    """Launches of ours and of torch, forward and backward."""
+    """Numbers of our launches and of torch's, forward and backward."""
     shapes = {"x": (16, 16), "w_in": (num_experts, 16, 32), "w_out": (num_experts, 32, 16)}
     shapes |= {"b_in": (num_experts, 32), "b_out": (num_experts, 16)}
     leaves = {name: torch.randn(shape).to(BF16).requires_grad_() for name, shape in shapes.items()}

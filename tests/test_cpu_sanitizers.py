@@ -19,11 +19,11 @@ from moe_kernels.verify import relative_error
 
 pytestmark = [
     pytest.mark.skipif(simt.unavailable() is not None, reason=str(simt.unavailable())),
-    pytest.mark.timeout(900),  # it builds the CPU kernels once more
+    pytest.mark.timeout(900),  # for building the CPU kernels again
 ]
 
 
-# AVX-512's masked loads and stores are invisible to the sanitizers; simd.h and pairs.h alone differ by instruction set.
+# Sanitizers do not see AVX-512's masked loads and stores; only simd.h and pairs.h differ by instruction set.
 ISA = "avx2" if "avx2" in cpu.module.isas else "base"
 
 
@@ -52,7 +52,7 @@ def test_long_rows_of_kwta(sanitized, n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_more_choices_of_a_gate_than_passes(sanitized, dtype):
-    logits = torch.randn(2, 512, dtype=dtype)  # all of a word, so that scratch has no padding
+    logits = torch.randn(2, 512, dtype=dtype)  # a multiple of a word, so that scratch has no padding
     _, experts = mk.topk_gate(logits, 300, backend="cpu")
     assert torch.equal(experts, mk.topk_gate(logits, 300, backend="reference")[1])
 
@@ -61,7 +61,7 @@ def test_indices_out_of_range_are_refused_before_anything_is_read_by_them(saniti
     x, weights = torch.randn(6, 3), torch.rand(6, 2)
     plan = mk.make_plan(torch.tensor([[0, 1]] * 6), 2, backend="reference")
     rows = torch.randn(plan.num_rows, 3, requires_grad=True)
-    refused = "CUDA error 1$"  # what a launcher returned
+    refused = "CUDA error 1$"  # the launcher's status
     for index in (2, -2, 2**31 - 1):
         with pytest.raises(RuntimeError, match=f"make_plan_fwd: {refused}"):
             mk.make_plan(torch.tensor([[0, index]]), 2, backend="cpu")
@@ -90,7 +90,7 @@ def test_tree_gate(sanitized, dtype):
             torch.testing.assert_close(gates, expected)
             (gates.float().square().sum() + probs.float().square().sum()).backward()
         assert all(each.grad.isfinite().all() for each in arguments.values())
-        if dtype != torch.bfloat16:  # whose pre-activations the reference rounds
+        if dtype != torch.bfloat16:  # the reference rounds pre-activations to bfloat16
             for gamma in (1e-6, 4.0):
                 got = mk.tree_route(**arguments, gamma=gamma, backend="cpu")
                 assert torch.equal(got[1], mk.tree_route(**arguments, gamma=gamma, backend="reference")[1])
@@ -98,7 +98,7 @@ def test_tree_gate(sanitized, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_tree_products(sanitized, dtype, monkeypatch):
-    for name in ("OVERHEAD", "PACKING"):  # pass over products of as few tokens as these
+    for name in ("OVERHEAD", "PACKING"):  # so that products are skipped for as few tokens as here
         monkeypatch.setattr(tree_gate_products_cpu, name, 0)
     for tokens, dim, trees, experts in ((300, 33, 2, 48), (600, 16, 1, 100)):
         arguments = {name: each.to(dtype).requires_grad_() for name, each in drawn(tokens, dim, trees, experts).items()}
@@ -148,7 +148,7 @@ def test_experts(sanitized, dtype, small, monkeypatch):
             sizes |= {"weights": (tokens, 2), "b_in": (experts, width), "b_out": (experts, dout)}
             leaves = {name: torch.randn(size).to(dtype).requires_grad_() for name, size in sizes.items()}
             mk.expert_mlp(plan=plan, activation=activation, backend="cpu", **leaves).float().sum().backward()
-            with torch.no_grad():  # no choice is -1 or, here, the number of experts and what is above it
+            with torch.no_grad():  # -1 means no choice, here also numbers from the number of experts on
                 choices = torch.randint(-1, experts + 1, (tokens, 2))
                 choices[choices == experts] += 2**32 - experts if small else 0
                 given = mk.make_plan(torch.where(choices < experts, choices, -1), experts, backend="cpu")
@@ -163,7 +163,7 @@ def test_experts(sanitized, dtype, small, monkeypatch):
             out = mk.grouped_gemm(rows, weight, plan.expert_offsets, activation=activation, backend="cpu")
             out.float().sum().backward()
             expected = mk.grouped_gemm(rows, weight, plan.expert_offsets, activation=activation, backend="reference")
-            # torch's library may round a product of 16 bits before its activation: twice in all.
+            # torch may round a 16-bit product before its activation, so the result is rounded twice.
             allowed = (2 if dtype == torch.bfloat16 else 16) * torch.finfo(dtype).eps
             assert relative_error(out, expected) <= allowed
             mk.grouped_gemm(leaf, weight, plan.expert_offsets, row_token=plan.row_token, backend="cpu").sum().backward()

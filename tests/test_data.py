@@ -1,4 +1,4 @@
-"""Loaders against files written here, byte by byte, and against the published sets if they are available."""
+"""Loaders, on files written here byte by byte, and on the published sets if they are available."""
 
 import gzip
 import io
@@ -73,7 +73,7 @@ def scaled(pixels: np.ndarray) -> torch.Tensor:
     return torch.from_numpy((pixels.reshape(len(pixels), -1) / 255 * 2 - 1).astype(np.float32))
 
 
-def test_digits_are_split_once_and_for_all():
+def test_the_split_of_digits_is_fixed():
     datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn is not installed")
     a, b = load("digits"), load("digits")
     assert (a.name, a.image_shape, len(a.classes)) == ("digits", (1, 8, 8), 10)
@@ -132,7 +132,7 @@ def test_cifar10_python_batches_of_both_pythons(tmp_path):
 
 
 def python2_batch(labels: list[int], pixels: np.ndarray) -> bytes:
-    """The opcodes that Python 2 and its numpy wrote: byte strings, numpy.core.multiarray."""
+    """A pickle as Python 2 and its numpy wrote it: byte strings, numpy.core.multiarray."""
 
     def text(s: bytes) -> bytes:
         return b"T" + struct.pack("<i", len(s)) + s
@@ -181,7 +181,7 @@ def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
         (b"\x80\x02c_codecs\nencode\nX\x01\x00\x00\x00aX\x04\x00\x00\x00none\x86R.", "encodes bytes in 'none'"),
     ],
 )
-def test_hostile_pickles_are_refused_and_take_no_memory(tmp_path, batch, message):
+def test_hostile_pickles_are_errors_and_allocate_nothing(tmp_path, batch, message):
     for name in CIFAR10_BATCHES:
         (tmp_path / name).write_bytes(batch)
     with pytest.raises(ValueError, match=rf"data_batch_1: expected a CIFAR-10 Python batch.*{message}|{message}"):
@@ -220,7 +220,7 @@ def test_npz_of_jpegs(tmp_path):
     assert (data.train_y.tolist(), data.test_y.tolist()) == ([0, 2, 1], [1])
 
 
-def test_a_folder_with_several_sets_says_which_and_a_file_chooses(tmp_path):
+def test_a_folder_with_several_sets_is_an_error_and_a_file_is_not(tmp_path):
     write_mnist(tmp_path)
     write_cifar_binary(tmp_path)
     write_jpegs(tmp_path / "flags.npz")
@@ -231,7 +231,7 @@ def test_a_folder_with_several_sets_says_which_and_a_file_chooses(tmp_path):
     assert {kind: load(file).name for kind, file in named} == {"MNIST": "mnist", "CIFAR-10": "cifar10", "JPEG": "flags"}
 
 
-def test_paths_without_a_set_are_refused(tmp_path):
+def test_paths_without_a_set_are_errors(tmp_path):
     with pytest.raises(ValueError, match="expected 'digits' or a path to MNIST"):
         load(tmp_path / "nothing")
     (tmp_path / "notes.txt").write_text("x")
@@ -260,14 +260,14 @@ def damage(folder: Path, name: str, change) -> None:
         ("train-labels-idx1-ubyte", lambda b: b[:-1] + b"\xff", "expected labels from 0 to 9; got 0 to 255"),
     ],
 )
-def test_damaged_mnist_is_refused(tmp_path, name, change, message):
+def test_damaged_mnist_is_an_error(tmp_path, name, change, message):
     write_mnist(tmp_path)
     damage(tmp_path, name, change)
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
 
-def test_incomplete_sets_are_refused(tmp_path):
+def test_incomplete_sets_are_errors(tmp_path):
     write_mnist(tmp_path, zipped=True)
     damage(tmp_path, "train-images-idx3-ubyte.gz", lambda b: b[:-9])
     with pytest.raises(ValueError, match="expected a whole gzip file"):
@@ -277,7 +277,7 @@ def test_incomplete_sets_are_refused(tmp_path):
         load(tmp_path)
 
 
-def test_damaged_cifar_is_refused(tmp_path):
+def test_damaged_cifar_is_an_error(tmp_path):
     write_cifar_binary(tmp_path)
     damage(tmp_path, "data_batch_2.bin", lambda b: b[:-1])
     with pytest.raises(ValueError, match=r"data_batch_2.bin: expected records of 3073 bytes"):
@@ -298,7 +298,7 @@ def test_damaged_cifar_is_refused(tmp_path):
         ({"classes": np.array([b"red", b"green", b"blue"])}, r"its classes is \|S5"),
     ],
 )
-def test_damaged_npz_is_refused(tmp_path, changes, message):
+def test_damaged_npz_is_an_error(tmp_path, changes, message):
     write_jpegs(tmp_path / "flags.npz", **changes)
     with pytest.raises(ValueError, match=message):
         load(tmp_path / "flags.npz")
@@ -310,7 +310,7 @@ def test_arrays_of_another_byte_order_are_read(tmp_path):
     assert (data.train_y.tolist(), data.test_y.tolist()) == ([0, 2, 1], [1])
 
 
-def test_pictures_that_would_take_more_than_the_limit_are_refused(tmp_path, monkeypatch):
+def test_images_over_the_memory_limit_are_errors(tmp_path, monkeypatch):
     monkeypatch.setattr(images, "LIMIT", 4 * 8 * 16 * 3 - 1)
     write_jpegs(tmp_path / "flags.npz")
     monkeypatch.setattr(images, "_arrays", lambda file, kinds: {key: np.load(file)[key] for key in kinds})
@@ -331,8 +331,8 @@ def damaged_zip(method: int, start: int, rubbish: bytes) -> bytes:
     [
         damaged_zip(zipfile.ZIP_BZIP2, 45, bytes(30)),
         damaged_zip(zipfile.ZIP_LZMA, 50, bytes(30)),
-        damaged_zip(zipfile.ZIP_STORED, -65, b"\x01"),  # its directory says that it is encrypted
-        damaged_zip(zipfile.ZIP_STORED, -6, bytes(4)),  # says that its directory is at the start
+        damaged_zip(zipfile.ZIP_STORED, -65, b"\x01"),  # marks it as encrypted in its directory
+        damaged_zip(zipfile.ZIP_STORED, -6, bytes(4)),  # gives offset 0 for its directory
     ],
     ids=["bzip2", "lzma", "encrypted", "moved"],
 )
@@ -344,17 +344,17 @@ def test_a_damaged_archive_names_its_file(tmp_path, content):
     (tmp_path / "text8.zip").unlink()
     with pytest.raises(ValueError, match=r"data: .*broken\.npz: expected an \.npz with jpeg"):
         load(tmp_path / "broken.npz")
-    with pytest.raises(ValueError, match="found none"):  # in a folder it is ignored
+    with pytest.raises(ValueError, match="found none"):  # ignored in a folder
         load(tmp_path)
 
 
-def test_a_gzip_file_by_a_plain_name_is_refused(tmp_path):
+def test_a_gzip_file_with_a_plain_name_is_an_error(tmp_path):
     (tmp_path / "tiny_shakespeare.txt").write_bytes(gzip.compress(bytes(np.random.default_rng(0).bytes(500))))
     with pytest.raises(ValueError, match=r"a name that ends in \.gz; rename it to tiny_shakespeare\.txt\.gz"):
         load(tmp_path)
 
 
-def test_the_home_of_nobody_is_no_path():
+def test_an_unknown_home_folder_is_an_error():
     with pytest.raises(ValueError, match="there is no ~nobody-of-that-name/x"):
         load("~nobody-of-that-name/x")
 
@@ -374,7 +374,7 @@ def test_text_is_bytes_split_nine_to_one(tmp_path):
         found.windows("test", 10)
 
 
-def test_text_in_parts_says_which_are_missing(tmp_path):
+def test_missing_parts_of_a_text_are_listed(tmp_path):
     (tmp_path / "wiki.valid.tokens").write_bytes(b"abc" * 9)
     with pytest.raises(ValueError, match="no train, test"):
         load(tmp_path)
@@ -396,7 +396,7 @@ def test_sets_of_text_beside_each_other_are_not_mixed(tmp_path):
         assert load(tmp_path / file).vocabulary == letter
 
 
-def test_a_truncated_enwik8_is_refused(tmp_path):
+def test_a_truncated_enwik8_is_an_error(tmp_path):
     (tmp_path / "enwik8").write_bytes(b"<mediawiki" * 100)
     with pytest.raises(ValueError, match="expected the 100000000 bytes of enwik8, got 1000"):
         load(tmp_path)
@@ -406,7 +406,7 @@ def test_a_truncated_enwik8_is_refused(tmp_path):
         load(tmp_path / "text8.zip")
 
 
-def test_an_archive_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+def test_an_archive_over_the_size_limit_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LIMIT", 1000)
     (tmp_path / "tiny_shakespeare.txt.gz").write_bytes(gzip.compress(bytes(5000)))
     with pytest.raises(ValueError, match="expected at most 1000 bytes, got more"):
@@ -439,7 +439,7 @@ def test_prepared_ratings(tmp_path):
         ("user,movie,watched,rating\n", "got none"),
     ],
 )
-def test_damaged_ratings_are_refused(tmp_path, content, message):
+def test_damaged_ratings_are_errors(tmp_path, content, message):
     (tmp_path / "movielens_test.csv").write_text("user,movie,watched,rating\n7,1,1,5\n")
     (tmp_path / "movielens_val.csv").write_text(content)
     with pytest.raises(ValueError, match=message):

@@ -11,7 +11,7 @@ from moe_kernels import data
 
 
 def mat(folder, **changed):
-    """SARCOS as its publishers have it, small: 21 inputs and 7 torques a row."""
+    """A small file in the format of SARCOS: 21 inputs and 7 torques a row."""
     io = pytest.importorskip("scipy.io", reason="scipy is not installed")
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     draw = numpy.random.default_rng(0)
@@ -41,7 +41,7 @@ def test_sarcos_from_its_two_files(tmp_path):
         ("sarcos_inv", [["a"] * 28], "expected sarcos_inv to be rows of 28 numbers"),
     ],
 )
-def test_sarcos_that_is_none_is_refused(tmp_path, name, content, message):
+def test_a_wrong_sarcos_file_is_an_error(tmp_path, name, content, message):
     mat(tmp_path, **{name: content})
     with pytest.raises(ValueError, match=re.escape(message)):
         data.load(tmp_path)
@@ -54,13 +54,13 @@ def test_sarcos_that_is_none_is_refused(tmp_path, name, content, message):
 
 
 def pairs(found):
-    """(user, item) -> (watched, rating), of all rows."""
+    """(user, item) -> (watched, rating) for all rows."""
     columns = [torch.cat(each).tolist() for each in zip(found.train, found.test, strict=True)]
     return {(u, m, w): r for u, m, w, r in zip(*columns, strict=True)}
 
 
 def test_jester_from_its_file(tmp_path):
-    """Every rating, and as many unrated jokes; users who rated all jokes are left out."""
+    """Has every rating, and as many unrated jokes; users who rated all jokes are left out."""
     rated = {(user, joke): (user * joke) % 20 - 10 + 0.25 for user in (1, 2, 5) for joke in range(user, 20, 2)}
     everything = {(9, joke): 1.0 for joke in range(1, 20)}
     lines = [f"{user}\t\t{joke}\t\t{rating}" for (user, joke), rating in (rated | everything).items()]
@@ -80,7 +80,7 @@ def test_jester_from_its_file(tmp_path):
 
 
 def test_books_from_its_file(tmp_path):
-    """Only users and books with five records each are left, which may take several rounds."""
+    """Removes users and books with fewer than five records, repeatedly."""
     lines = ['"User-ID";"ISBN";"Book-Rating"']
     lines += [f'"{user}";"04{book}X";"{(user + book) % 11}"' for user in range(10, 17) for book in range(6)]
     lines += [f'"99";"rare{book}";"5"' for book in range(9)]  # books with one reader are removed, then their reader

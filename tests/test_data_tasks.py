@@ -1,4 +1,4 @@
-"""Paper 001's sets of images, from files in their formats, written here."""
+"""Paper 001's sets of images, read from files in their formats that are written here."""
 
 import re
 import sys
@@ -31,7 +31,7 @@ def test_svhn_from_its_files(tmp_path):
     written = write_svhn(tmp_path, "train", "test")
     found = data.load(tmp_path)
     assert str(found) == "svhn: 30 training and 20 test images (3, 32, 32)"
-    assert found.classes[int(found.test_y[9])] == "0"  # whose y is 10
+    assert found.classes[int(found.test_y[9])] == "0"  # stored as label 10
     assert found.test_y[:3].tolist() == [1, 2, 3]
     image = pixels(found.test_x[7]).view(3, 32, 32)
     assert image[2, 5, 11] == written["test"]["X"][5, 11, 2, 7]
@@ -72,7 +72,7 @@ def test_mnist_and_svhn_in_one_folder_are_mixed(tmp_path):
         ({"y": np.zeros((30, 1), np.uint8)}, "expected y from 1 to 10, got 0 to 0"),
     ],
 )
-def test_svhn_that_is_none_is_refused(tmp_path, changed, message):
+def test_a_wrong_svhn_file_is_an_error(tmp_path, changed, message):
     write_svhn(tmp_path, "test")
     with pytest.raises(ValueError, match=r"no train_32x32\.mat"):
         data.load(tmp_path)
@@ -159,7 +159,7 @@ def test_celeba_from_its_files(tmp_path):
         ("img_align_celeba/000003.jpg", None, r"000003.jpg is no JPEG"),
     ],
 )
-def test_celeba_that_is_none_is_refused(tmp_path, file, content, message):
+def test_a_wrong_celeba_folder_is_an_error(tmp_path, file, content, message):
     write_celeba(tmp_path)
     (tmp_path / file).unlink()
     if content is not None:

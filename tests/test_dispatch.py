@@ -1,4 +1,4 @@
-"""Dispatch: rows bit for bit, gradients as the transposed one-hot, on every backend."""
+"""dispatch: rows bit for bit, gradients by the transposed one-hot, on every backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def plans(device: str = "cpu") -> dict[str, mk.RoutingPlan]:
-    """Plans with every kind of hole: dropped choices, tokens and experts without rows, rows not in use, no rows."""
+    """Plans with dropped choices, tokens or experts without rows, unused rows, or no rows."""
     experts = torch.randint(-1, 5, (23, 3), device=device)
     scores = torch.rand(23, 5, device=device)
     seldom = torch.where((scores[:, :3] < 0.3) & (experts != 2), experts, -1)
@@ -50,7 +50,7 @@ def test_rows_are_tokens_and_gradients_their_sums(target, kind, dtype):
         assert torch.equal(rows.cpu(), mk.dispatch(x, plan, backend="reference").cpu())
         grad = torch.randn_like(rows)
         used = int(plan.expert_offsets[-1])
-        grad[used:] = math.nan  # values of rows not in use must not matter
+        grad[used:] = math.nan  # unused rows must have no effect
         (dx,) = torch.autograd.grad(rows, x, grad)
         one_hot = dense(plan).sum(-1)
         exact = torch.einsum("rt,rd->td", one_hot, grad.cpu().double().nan_to_num(0.0))
@@ -75,7 +75,7 @@ def test_views_are_read_in_place(target):
         view = view.detach().requires_grad_()
         rows = mk.dispatch(view, plan, backend=target.backend)
         assert torch.equal(rows, mk.dispatch(view, plan, backend="reference"))
-        (dx,) = torch.autograd.grad(rows.sum(), view)  # a gradient whose strides are zero
+        (dx,) = torch.autograd.grad(rows.sum(), view)  # the gradient's strides are 0
         expected = (plan.slot_row >= 0).sum(1, keepdim=True).float().expand_as(view)
         assert torch.equal(dx, expected)
 
@@ -83,7 +83,7 @@ def test_views_are_read_in_place(target):
 @pytest.mark.parametrize("kind", ["unused rows", "dropped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_long_rows_and_what_lies_around_them(target, kind, dtype):
-    """Several programs share a row, and the last one's piece is not full; NaN on all sides of x and of the gradient."""
+    """Several programs share a row, the last one's part is partial; NaN on all sides of x and of the gradient."""
     plan = plans(target.device)[kind]
     for dim in (3, 300, 4100) if target.interpreted else (3, 300, 2500, 4100, 9000):
         x = framed(torch.randn(plan.num_tokens, dim, device=target.device).to(dtype)).requires_grad_()
@@ -115,7 +115,7 @@ def test_derivatives_in_float64(backend, kind):
 def test_large_outputs_and_threads():
     experts = torch.randint(0, 8, (4000, 4))
     plan = mk.make_plan(experts, 8, capacity=1900)
-    x = torch.randn(4000, 512)  # 32 MB of rows: written around the cache
+    x = torch.randn(4000, 512)  # 32 MB of rows: written past the cache
     expected = mk.dispatch(x, plan, backend="reference")
     before = torch.get_num_threads()
     try:

@@ -22,7 +22,7 @@ CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def program(page: Path) -> str:
-    """All python blocks of a page."""
+    """All Python blocks of a page as one program."""
     return "\n".join(CODE.findall(page.read_text()))
 
 
@@ -30,7 +30,7 @@ def program(page: Path) -> str:
     "page", [page for page in PAGES if page.parent.name == "tutorials"], ids=lambda page: page.stem
 )
 def test_the_code_of_a_tutorial_runs(page: Path, tmp_path: Path) -> None:
-    """In an empty folder and a process of its own."""
+    """Runs it in an empty folder and its own process."""
     program_file = tmp_path / "tutorial.py"
     program_file.write_text(program(page))
     run = [sys.executable, str(program_file)]
@@ -59,7 +59,7 @@ def _documented(pages: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built documentation; a warning is an error."""
+    """The folder of the built documentation; warnings are errors."""
     folder = tmp_path_factory.mktemp("html")
     build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(folder)]
     done = subprocess.run(build, capture_output=True, text=True, timeout=240, env=_environment())
@@ -68,7 +68,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class _Links(HTMLParser):
-    """The targets of a page's links, and the names that links to the page may end in."""
+    """The targets of a page's links, and the anchors in the page."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class _Links(HTMLParser):
         self.targets.add((found.get("href") if tag in ("a", "link") else found.get("src")) or "")
 
 
-def test_the_links_of_the_documentation_hold(site: Path) -> None:
+def test_the_links_of_the_documentation_resolve(site: Path) -> None:
     pages = {path: _Links(path) for path in site.rglob("*.html")}
     broken = []
     for page, links in pages.items():
@@ -97,7 +97,7 @@ def test_the_links_of_the_documentation_hold(site: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_the_links_of_the_files_at_the_root_hold(name: str) -> None:
+def test_the_links_of_the_files_at_the_root_resolve(name: str) -> None:
     root = DOCS.parent
     targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (root / name).read_text())
     assert not [each for each in targets if not each.startswith("http") and not (root / each).exists()]

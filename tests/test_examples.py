@@ -1,4 +1,4 @@
-"""The examples in docstrings: every public function and layer has one, and it prints what it says."""
+"""The examples in docstrings: every public function and layer has one, and its output is the one shown."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import moe_kernels as mk
 from moe_kernels import nn
 from moe_kernels.nn import convert, schedules
 
-# The names that an example finds: torch, mk and what `from moe_kernels.nn import *` gives.
+# Names defined for an example: torch, mk and those of `from moe_kernels.nn import *`.
 NAMES = {"torch": torch, "mk": mk, **{name: getattr(nn, name) for name in nn.__all__}}
 
 
 def public() -> dict[str, Any]:
-    """Functions and classes by name, without those of python_ref, which imports nothing from here."""
+    """Public functions and classes by name, without those of python_ref."""
     found = {f"mk.{name}": getattr(mk, name) for name in mk.__all__}
     found |= {f"nn.{name}": getattr(nn, name) for name in nn.__all__}
     for module in (convert, schedules):
@@ -32,7 +32,7 @@ def _own(module: ModuleType, name: str, each: Any) -> bool:
 
 
 @pytest.mark.parametrize("name", sorted(public()))
-def test_the_example_prints_what_it_says(name: str) -> None:
+def test_the_example_prints_the_output_shown(name: str) -> None:
     torch.manual_seed(0)
     example = doctest.DocTestParser().get_doctest(inspect.getdoc(public()[name]), dict(NAMES), name, None, None)
     assert example.examples, f"{name}: the docstring has no example"

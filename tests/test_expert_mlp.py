@@ -21,10 +21,10 @@ KINDS = dict(zip(plans(), ("gelu", "swiglu", "relu", "silu", "geglu", "tanh", "g
 
 
 def dense(plan, x, w_in, w_out, weights=None, b_in=None, b_out=None, activation="gelu"):
-    """Every expert on every token, then the kept choices of each token, in float64 on the CPU."""
+    """The definition in float64 on the CPU: every expert on every token, then the sum over kept choices."""
     pre = torch.einsum("td,edh->teh", x, w_in) + (0 if b_in is None else b_in)
     out = torch.einsum("teh,ehd->ted", ACTS[activation](pre), w_out) + (0 if b_out is None else b_out)
-    y = 0 * out.sum(1) + (0 if weights is None else 0 * weights.sum())  # so that an empty plan has gradients as well
+    y = 0 * out.sum(1) + (0 if weights is None else 0 * weights.sum())  # gradients also with an empty plan
     bounds = plan.expert_offsets.tolist()
     for row in range(bounds[-1]):
         expert = next(e for e in range(plan.num_experts) if bounds[e] <= row < bounds[e + 1])
@@ -35,7 +35,7 @@ def dense(plan, x, w_in, w_out, weights=None, b_in=None, b_out=None, activation=
 
 
 def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_bias=True):
-    # No size and no product of two is a multiple of 16: Triton compiles what test_grouped_gemm.py has compiled.
+    # No size or product of sizes is a multiple of 16, so that Triton reuses the kernels of test_grouped_gemm.py.
     width = 2 * hidden if activation in ("swiglu", "geglu") else hidden
     experts = plan.num_experts
     leaves = {
@@ -49,9 +49,9 @@ def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-# float16 takes the way of bfloat16: with biases, and gated without.
+# float16 uses the code of bfloat16: one case with biases, and a gated one without.
 CASES = [(kind, dtype) for kind in KINDS for dtype in (DTYPES if kind in ("everything", "dropped") else DTYPES[:2])]
-# An activation in a dtype is three kernels for Triton to compile: each once, in turns, and two twice.
+# Triton compiles three kernels for an activation and dtype: each activation has one dtype, two of them have two.
 COMPILED = [(kind, DTYPES[i % 2]) for i, kind in enumerate(KINDS)] + [("everything", torch.bfloat16)]
 COMPILED += [("dropped", torch.float16)]
 
@@ -63,7 +63,7 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
         pytest.skip("Triton has this plan and this activation in another dtype")
     plan, activation = plans(target.device)[kind], KINDS[kind]
     leaves = leaves_of(plan, dtype, target.device, activation, with_bias=kind != "dropped")
-    leaves["weights"] = leaves["weights"].masked_fill(plan.slot_row < 0, math.nan)  # a dropped choice's must not matter
+    leaves["weights"] = leaves["weights"].masked_fill(plan.slot_row < 0, math.nan)  # must have no effect
     got = judged(
         target,
         dtype,
@@ -71,7 +71,7 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
         partial(dense, plan, activation=activation),
         leaves,
         torch.randn(plan.num_tokens, 10).to(dtype),
-        floor=2.0,  # the hidden layer, its gradient and the weighted one are rounded once more than by the reference
+        floor=2.0,  # one rounding more than the reference: hidden layer, its gradient, the weighted one
     )
     assert not got["weights"][plan.slot_row < 0].any()
 
@@ -96,7 +96,7 @@ def test_without_gate_weights(target, activation):
 
 
 def test_gate_weights_are_not_rounded_for_the_bias(target):
-    """db_out = sum of w dy in float32: 4000 weights that bfloat16 makes 1 sum to 4011.7, which it rounds to 4016."""
+    """db_out = sum of w dy in float32: 4000 weights, in bfloat16 1 each, sum to 4011.7, in bfloat16 4016."""
     dtype = torch.bfloat16
     skip_unsupported(target, dtype, OP)
     tokens = 250 if target.interpreted else 4000
@@ -111,7 +111,7 @@ def test_gate_weights_are_not_rounded_for_the_bias(target):
 
 
 def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
-    """Of a graph that was captured without gradients."""
+    """In a graph that was captured without gradients, backward recomputes the hidden layer."""
     plan = plans("cpu")["dropped"]
     leaves = leaves_of(plan, torch.float32, "cpu", "swiglu")
     given = [leaves[name].requires_grad_() for name in ("x", "weights", "w_in", "w_out", "b_in", "b_out")]
@@ -130,7 +130,7 @@ def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
 
 
 def test_weights_of_either_layout(target):
-    """A gradient has its weight's layout, as torch.compile was told; the biases' do not depend on it."""
+    """A gradient has its weight's layout, as registered for torch.compile; the biases' gradients are the same."""
     dtype, plan = finest(target, OP), plans(target.device)["dropped"]
     leaves = leaves_of(plan, dtype, target.device, "gelu")
     other = leaves | {
@@ -189,8 +189,8 @@ def test_float32_gates_weigh_bfloat16_experts(target):
 
 
 def test_gates_and_their_gradients_are_not_rounded_to_the_experts_dtype(target):
-    """Experts that hand x on: 1 + 2^-9 is 1 in bfloat16, 1 + 2^-8 + 2^-10 is 1 + 2^-7, and (1 + 2^-7)^2 has more
-    digits than it."""
+    """Experts are the identity. bfloat16 rounds 1 + 2^-9 to 1 and 1 + 2^-8 + 2^-10 to 1 + 2^-7, and cannot represent
+    (1 + 2^-7)^2."""
     plan = mk.make_plan(torch.tensor([[0, 1]], device=target.device), 2, backend="reference")
     x = torch.zeros(1, 16, dtype=torch.bfloat16, device=target.device)
     x[0, 0] = 1 + 2**-7
@@ -207,7 +207,7 @@ def test_gates_and_their_gradients_are_not_rounded_to_the_experts_dtype(target):
 
 
 def test_little_is_saved():
-    """x, the pre-activation, gates, plan and parameters: no hidden layer, no row of the second product."""
+    """Backward keeps x, the pre-activation, gates, plan and parameters; not the hidden layer or the second product."""
     plan = mk.make_plan(torch.randint(0, 8, (100, 2)), 8)
     leaves = {name: each.requires_grad_() for name, each in leaves_of(plan, torch.float32, "cpu", "gelu").items()}
     saved: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Expert norms: values and gradients against all (T, E, D) outputs in float64, and the memory they do without."""
+"""expert_norms: values and gradients against all (T, E, D) outputs in float64, and the peak memory."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, wit
 
 
 SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 41)
-FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # and whether there are biases
+FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
 CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
-# Each is five kernels for Triton to compile: every activation and every bias with float32 and with 16 bits.
+# Triton compiles five kernels for each: every activation, with and without biases, in float32 and in 16 bits.
 COMPILED = [(*FORMS[0], torch.bfloat16), (*FORMS[1], torch.float32), (*FORMS[2], torch.bfloat16)]
 COMPILED += [(*FORMS[3], torch.float32), (*FORMS[3], torch.float16)]
 
@@ -51,13 +51,13 @@ def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, 
         pytest.skip("Triton has each pair of an activation, a bias and a width of elements in other cases")
     leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
     call, exact = (partial(norms, activation=activation) for norms in (mk.expert_norms, dense))
-    # Output, its gradient and that of the hidden layer are stored, so rounded, once more than by the reference.
+    # One rounding more than the reference: the output, its gradient and that of the hidden layer are stored.
     judged(target, dtype, call, exact, leaves, torch.randn(SIZES[:2]).to(dtype), floor=2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
-    """Where tensors of all experts are too large, groups of two and a last one of one."""
+    """If tensors of all experts are too large, groups of two experts are used, here with a last group of one."""
     skip_unsupported(target, dtype, OP)
     if target.compiles and dtype == torch.float32:
         pytest.skip("how experts are grouped does not depend on the dtype, and it is a dozen kernels to compile")
@@ -71,7 +71,7 @@ def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
     monkeypatch.setattr("moe_kernels.library.expert_norms.ELEMENTS", 2 * SIZES[0] * SIZES[3])
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
     for name, each in found().items():
-        exact = name != "x"  # groups are added up, each of them rounded
+        exact = name != "x"  # the sum over groups rounds each group
         torch.testing.assert_close(each, whole[name], rtol=0 if exact else tolerance, atol=0 if exact else tolerance)
 
 
@@ -111,7 +111,7 @@ def test_the_gradient_at_zero_is_zero(target):
 
 
 def test_a_norm_whose_squares_are_too_small_is_zero(target):
-    """As of 1e-30, whose square float32 cannot hold, also where an expert has a single output."""
+    """float32 cannot represent the square of 1e-30; also for experts with a single output."""
     leaves = {"x": torch.full((2, 8), 1e-15), "w_in": torch.full((2, 8, 8), 1e-15), "w_out": torch.ones(2, 8, 1)}
     leaves = {name: each.bfloat16() for name, each in leaves.items()}
     for backend in (target.backend, "reference"):
@@ -120,7 +120,7 @@ def test_a_norm_whose_squares_are_too_small_is_zero(target):
 
 
 def test_small_float16_outputs_have_finite_gradients(target):
-    """1 / norm is beyond float16's range, the gradient of a norm is not: dw_out is h y / s."""
+    """1 / norm exceeds float16's range, the gradient of the norm does not."""
     skip_unsupported(target, torch.float16, OP)
     leaves = {"x": torch.ones(2, 8), "w_in": torch.full((1, 8, 8), 0.125), "w_out": torch.full((1, 8, 8), 2.0**-22)}
     leaves = {name: each.to(target.device, torch.float16) for name, each in leaves.items()}

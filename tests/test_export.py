@@ -1,5 +1,5 @@
 """torch.export of layers of experts with a dynamic number of tokens: values, losses and gradients of the layer; and
-what AOTInductor makes of one."""
+a package of AOTInductor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES += [(name, True, True) for name in ("vmoe", "capacity", "groups", "expert 
 def test_an_exported_layer_is_the_layer(name, training, strict):
     torch.manual_seed(0)
     made = LAYERS[name]().train(training)
-    # An expert takes round(1.5 T / 4) tokens: torch.export makes a program of its own for sizes 0 and 1.
+    # An expert takes round(1.5 T / 4) tokens, more than 1: torch.export specialises for sizes 0 and 1.
     tokens = torch.export.Dim("tokens", min=4 if name == "expert choice" else 2, max=4096)
     shapes = {"x": {0: tokens}, "ids": {0: tokens}}
     program = torch.export.export(made, inputs(8), dynamic_shapes=shapes, strict=strict)

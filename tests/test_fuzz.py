@@ -1,4 +1,4 @@
-"""The fuzzer: some thousand cases with a fixed seed find nothing, and a planted fault is found and made small."""
+"""The fuzzer: some thousand cases with a fixed seed find nothing; a planted fault is found and minimised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fuzz(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
 
 
-def test_random_calls_are_as_defined():
+def test_random_calls_agree_with_the_definition():
     done = fuzz("--cases", "3000", "--minutes", "5", "--processes", "1", "--seed", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3000 cases, 0 failures" in done.stdout, done.stdout
@@ -33,12 +33,12 @@ def test_random_calls_are_as_defined():
 
 def test_every_operation_is_fuzzed():
     public = {name for name in mk.__all__ if name.islower() and callable(getattr(mk, name))}
-    told = {"available_backends", "explain", "use_backend"}  # no operations
+    not_operations = {"available_backends", "explain", "use_backend"}  # these are not operations
     together = {"kwta_apply", "kwta_bits", "kwta_mask", "smooth_step", "expert_capacity", "k_from_fraction"}
-    assert public - told - together <= set(OPERATIONS)
+    assert public - not_operations - together <= set(OPERATIONS)
 
 
-def test_a_case_is_the_same_again():
+def test_a_case_is_reproducible():
     for name in OPERATIONS:
         one, other = (drawn(random.Random(5), [name], check.names()) for _ in range(2))
         assert one == other == json.loads(json.dumps(one))
@@ -49,7 +49,7 @@ def test_a_case_is_the_same_again():
                 assert a.stride() == b.stride()
 
 
-def test_a_planted_fault_is_found_and_made_small(monkeypatch):
+def test_a_planted_fault_is_found_and_minimised(monkeypatch):
     kwta = mk.kwta
 
     def wrong(x, k, **options):
@@ -72,7 +72,7 @@ def test_a_planted_fault_is_found_and_made_small(monkeypatch):
 
 @pytest.mark.parametrize(("words", "said"), [("os.abort()", "ended the process with -6"), ("", "")])
 def test_a_crash_is_reported_with_its_case(words, said, tmp_path):
-    """A worker that dies: its case is printed, and another worker goes on."""
+    """If a worker crashes, its case is printed and another worker continues."""
     script = tmp_path / "run.py"
     fault = f"import os; from tests.fuzz import check; check.failure = lambda spec: {words or None}"
     script.write_text(

@@ -1,4 +1,4 @@
-"""The gates of nn.gates: worked numbers, what training and evaluation differ in, one result for all."""
+"""The gates of nn.gates: worked numbers, differences between training and evaluation, a common output type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_kernels import nn as mnn
 
 
 def fixed(gate, weight, bias=None):
-    """The gate with these numbers in its linear layer."""
+    """The gate with these weights in its linear layer."""
     with torch.no_grad():
         gate.linear.weight.copy_(torch.tensor(weight))
         if bias is not None:
@@ -76,7 +76,7 @@ def test_noise_is_for_training():
         torch.nn.init.zeros_(gate.linear.weight)
         torch.nn.init.zeros_(gate.linear.bias)
         logs = gate(x).gates.log()
-        # Logits N(0, 1 / 16) less their row's mean: their deviation is 1 / 4 times sqrt(3 / 4).
+        # Logits N(0, 1 / 16) minus their row's mean have the standard deviation sqrt(3 / 4) / 4.
         deviation = (logs - logs.mean(-1, keepdim=True)).std().item()
         assert abs(deviation - math.sqrt(3) / 8) < 0.005
         assert (gate.eval()(x).gates - 0.25).abs().max() < 1e-6
@@ -142,7 +142,7 @@ def test_gates_compute_in_the_dtype_of_their_parameters(name):
 
 
 def test_experts_compete_in_the_dtype_they_compute_in():
-    """Under autocast the norms are those of bfloat16 experts; weights and loss are made of them in float32."""
+    """Under autocast the norms are those of bfloat16 experts; weights and loss are computed from them in float32."""
     gate, (x, _) = competing(), tokens()
     (experts,) = gate._experts
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -162,7 +162,7 @@ def test_experts_compete_in_the_dtype_they_compute_in():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @every_gate
 def test_a_layer_behind_another_trains_under_autocast(make, dtype):
-    """The layer before it and the layer give autocast's dtype; gradients have the dtype of their parameters."""
+    """Outputs of both layers have autocast's dtype; gradients have the dtype of their parameters."""
     torch.manual_seed(0)
     before, layer, (x, ids) = torch.nn.Linear(D, D), layer_of(make()), tokens()
     with torch.autocast("cpu", dtype=dtype):
@@ -194,14 +194,14 @@ def test_a_saturated_tree_routes_under_autocast():
 
 @every_gate
 def test_no_token_is_a_batch_too(make):
-    """y (0, D), losses of 0 that backward goes through, statistics that are numbers."""
+    """With no tokens y is (0, D), losses are 0 with a gradient, and statistics are not NaN."""
     layer = layer_of(make())
     x, ids = tokens(0)
     out = layer(x, ids)
     assert out.y.shape == (0, D)
     assert out.gates[0].gates.shape == (0, layer.gate.num_experts)
     (out.y.sum() + out.loss).backward()
-    if not isinstance(layer.gate, mnn.PermutedGate):  # the entropy of a permutation is not the batch's
+    if not isinstance(layer.gate, mnn.PermutedGate):  # the entropy of a permutation does not depend on the batch
         assert out.loss == 0
     for name, value in out.statistics.items():
         assert value.isfinite().all(), name
@@ -211,10 +211,10 @@ def test_no_token_is_a_batch_too(make):
 
 @every_gate
 def test_two_forwards_before_a_backward(make):
-    """As in THOR and gradient accumulation: the gradients are those of separate steps."""
+    """As in THOR and gradient accumulation; the gradients are the sum of those of separate steps."""
     layer = layer_of(make())
     if isinstance(layer.gate, mnn.PermutedGate):
-        layer.gate.search.step = layer.gate.search.steps  # each forward of stage one is another permutation
+        layer.gate.search.step = layer.gate.search.steps  # in stage one each forward pass has another permutation
     if isinstance(layer.gate, mnn.XMoEGate):
         layer(*tokens())  # its first forward rescales
     twin, (x, ids) = copy.deepcopy(layer), tokens()
@@ -267,17 +267,17 @@ def test_ids_that_are_none_are_named(name):
 
 
 def test_ids_without_values_are_not_asked_for_them():
-    """Inside FakeTensorMode, which counts memory and FLOPs of a step that never runs."""
+    """Inside FakeTensorMode, as for memory and FLOPs of a step that is not run."""
     with FakeTensorMode():
         assert EVERY["hash"]()(*tokens()).experts.shape == (9, 1)
 
 
 @every_gate
 def test_a_gate_without_values_tells_shapes(make):
-    """On the meta device, which has no autocast: the shapes and dtypes of the same gate with values."""
+    """On the meta device, which has no autocast, a gate gives the same shapes and dtypes as with values."""
     gate, (x, ids) = make(), tokens()
     bare = copy.deepcopy(gate).to("meta")
-    for experts in getattr(bare, "_experts", ()):  # of a CompetitionGate: its layer owns and moves them
+    for experts in getattr(bare, "_experts", ()):  # a CompetitionGate's experts belong to its layer, which moves them
         experts.to("meta")
     for training in (True, False):
         given = gate.train(training)(x, ids)

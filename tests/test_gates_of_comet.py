@@ -1,4 +1,4 @@
-"""The gates that paper 001 compares: trees, hashes and DSelect-k, by worked numbers."""
+"""The gates that paper 001 compares (trees, hashes, DSelect-k) against results computed by hand."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import moe_kernels as mk
 from moe_kernels import nn as mnn
 
 
-def drawn(seed: int = 0) -> torch.Generator:
+def seeded_generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
 def test_tree_gate_is_the_operation_and_its_entropy():
-    gate, x = mnn.TreeGate(6, 5, 2, gamma=0.5, entropy=0.3, generator=drawn()), torch.randn(7, 6) * 40
+    gate, x = mnn.TreeGate(6, 5, 2, gamma=0.5, entropy=0.3, generator=seeded_generator()), torch.randn(7, 6) * 40
     out = gate(x)
     given = {"split_bias": gate.split_bias, "leaf_bias": gate.leaf_bias, "gamma": 0.5}
     gates, probs = mk.tree_gate(x, gate.split_weight, gate.leaf_weight, **given)
@@ -40,7 +40,7 @@ def test_entropy_by_hand():
 
 
 def test_tree_gate_starts_as_the_published_code_does():
-    gate = mnn.TreeGate(300, 16, 2, gamma=2.0, generator=drawn())
+    gate = mnn.TreeGate(300, 16, 2, gamma=2.0, generator=seeded_generator())
     for name, bound in (("split_weight", 0.02), ("leaf_weight", 0.05)):
         parameter = getattr(gate, name)
         assert parameter.abs().max() <= bound
@@ -48,12 +48,12 @@ def test_tree_gate_starts_as_the_published_code_does():
     assert not gate.split_bias.any()
     assert 0.04 < gate.leaf_bias.abs().max() <= 0.05
     assert mnn.TreeGate(4, 3, bias=False).leaf_bias is None
-    again = mnn.TreeGate(300, 16, 2, gamma=2.0, generator=drawn())
+    again = mnn.TreeGate(300, 16, 2, gamma=2.0, generator=seeded_generator())
     assert all(map(torch.equal, gate.parameters(), again.parameters()))
 
 
 def test_tree_gate_routes_where_it_is_saturated_and_only_there():
-    gate, x = mnn.TreeGate(6, 9, 2, gamma=1e-5, route=True, generator=drawn()).eval(), torch.randn(50, 6)
+    gate, x = mnn.TreeGate(6, 9, 2, gamma=1e-5, route=True, generator=seeded_generator()).eval(), torch.randn(50, 6)
     with torch.no_grad():
         gate.split_weight.mul_(1e8)
     out = gate(x)
@@ -70,12 +70,12 @@ def test_tree_gate_routes_where_it_is_saturated_and_only_there():
     x[7] = 0  # one token whose trees are not saturated
     assert gate(x).dense
     gate.gamma = 1e4
-    assert gate(x).dense  # not saturated: the dense gate
+    assert gate(x).dense  # not saturated: uses the dense gate
     assert gate.train()(x).dense
 
 
 def test_hash_gate_is_a_table():
-    gate = mnn.HashGate(1000, 4, generator=drawn())
+    gate = mnn.HashGate(1000, 4, generator=seeded_generator())
     assert gate.table.bincount(minlength=4).min() > 200
     again = mnn.HashGate(1000, 4)
     again.load_state_dict(gate.state_dict())
@@ -92,14 +92,14 @@ def test_hash_gate_is_a_table():
 
 def test_hash_gate_balances_frequencies():
     frequencies = torch.tensor([1, 7, 0, 5, 4, 3, 2, 0])
-    gate = mnn.HashGate(8, 2, frequencies=frequencies, generator=drawn())
+    gate = mnn.HashGate(8, 2, frequencies=frequencies, generator=seeded_generator())
     # 7 | 5, then 4 to the second (5 < 7), 3 to the first (7 < 9), 2 to the second (9 < 10), 1 to the first (10 < 11).
     assert gate.table[[1, 3, 4, 5, 6, 0]].tolist() == [0, 1, 1, 0, 1, 0]
     loads = torch.zeros(2, dtype=torch.int64).index_add_(0, gate.table.long(), frequencies)
     assert loads.tolist() == [11, 11]
     assert set(gate.table[[2, 7]].tolist()) <= {0, 1}
-    unseen = mnn.HashGate(100, 4, frequencies=torch.zeros(100), generator=drawn())
-    assert len(unseen.table.unique()) == 4  # ids that do not occur draw theirs
+    unseen = mnn.HashGate(100, 4, frequencies=torch.zeros(100), generator=seeded_generator())
+    assert len(unseen.table.unique()) == 4  # ids of frequency 0 get a random expert
 
 
 def step(t: float, gamma: float) -> float:
@@ -109,11 +109,13 @@ def step(t: float, gamma: float) -> float:
 
 @pytest.mark.parametrize("experts", [2, 3, 4, 6])
 def test_dselect_by_hand(experts):
-    """All codes one by one, the highest bit first; codes from E on belong to no expert and cost the reciprocal loss."""
+    """Loops over all codes, highest bit first; codes from E on have no expert and cost the reciprocal loss."""
     bits, gamma, k = math.ceil(math.log2(experts)), 1.0, 2
-    gate = mnn.DSelectKGate(3, experts, k, gamma=gamma, entropy=0.1, reciprocal=0.5, generator=drawn()).double()
+    gate = mnn.DSelectKGate(
+        3, experts, k, gamma=gamma, entropy=0.1, reciprocal=0.5, generator=seeded_generator()
+    ).double()
     with torch.no_grad():
-        gate.code.weight.uniform_(-0.4, 0.4, generator=drawn(1))
+        gate.code.weight.uniform_(-0.4, 0.4, generator=seeded_generator(1))
     x = torch.randn(4, 3, dtype=torch.float64)
     out, z, w = gate(x), gate.code(x).view(4, k, bits), gate.mix(x).softmax(-1)
     entropy = reciprocal = 0.0
@@ -138,6 +140,6 @@ def test_dselect_by_hand(experts):
 
 
 def test_dselect_starts_within_a_hundredth_of_its_step():
-    gate = mnn.DSelectKGate(300, 16, 2, gamma=2.0, generator=drawn())
+    gate = mnn.DSelectKGate(300, 16, 2, gamma=2.0, generator=seeded_generator())
     assert 0.019 < gate.code.weight.abs().max() <= 0.02
     assert not gate.code.bias.any()

@@ -22,7 +22,7 @@ T, D, H, E, K = 10, 6, 5, 4, 2
 
 
 def every_output(experts, x, activation=F.gelu):
-    """(T, E, Dout): the outputs of all experts for all tokens."""
+    """Outputs (T, E, Dout) of all experts for all tokens."""
     hidden = activation(torch.einsum("td,edh->teh", x, experts.w_in) + experts.b_in)
     return torch.einsum("teh,ehd->ted", hidden, experts.w_out) + experts.b_out
 
@@ -56,14 +56,14 @@ def test_winners_are_the_strongest_experts():
 def test_who_learns_from_a_competition(through_norms):
     layer, x = competing(rate=1.0, through_norms=through_norms), torch.randn(T, D, dtype=torch.float64)
     out = layer(x.requires_grad_())
-    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # the router's alone
+    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # only for the router
     experts, router = layer.experts, layer.gate.router.linear
     assert all(
         grad is None
         for grad in torch.autograd.grad(out.loss, experts.parameters(), allow_unused=True, retain_graph=True)
     )
     assert torch.autograd.grad(out.loss, router.weight, retain_graph=True)[0].abs().sum() > 0
-    # K = 2, as with K = 1 all weights would be 1.
+    # K = 2: with K = 1 all weights would be 1.
     (grad,) = torch.autograd.grad(out.y.sum(), router.weight, allow_unused=True, retain_graph=True)
     assert grad is None
     weights = layer.gate(x).weights
@@ -97,7 +97,7 @@ def test_ensemble_members_have_experts_of_their_own():
     logits = torch.randn(6, 3)
     expected = torch.stack([logits[2 * b : 2 * b + 2].softmax(-1).mean(0) for b in range(3)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "tensor", None)  # a copy of a number from the host would wait for a GPU
+        patch.setattr(torch, "tensor", None)  # copying a number from the host would wait for a GPU
         log_probs = ensemble_log_probs(logits, 2)
     torch.testing.assert_close(log_probs.exp(), expected)
     with pytest.raises(ValueError, match="EnsembleGate: expected ids"):
@@ -152,7 +152,7 @@ def test_evaluation_leaves_xmoes_embeddings_alone():
     weights = gate(x).weights
     assert torch.equal(gate.embeddings, before)
     torch.testing.assert_close(gate.train()(x).weights, weights)
-    assert gate.embeddings[1].eq(0).all()  # a zero vector has no direction; it becomes no NaN
+    assert gate.embeddings[1].eq(0).all()  # a zero vector cannot be normalised; it stays 0, not NaN
 
 
 def test_stable_routing_by_hand():
@@ -188,7 +188,7 @@ def test_stable_routing_by_hand():
 
 @pytest.mark.parametrize("pass_through", [False, True])
 def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
-    """x + a FF(LN(x)); a token that its expert drops stays x, not x + LN(x) or 0."""
+    """Computes x + a FF(LN(x)); for a dropped token the output is x, not x + LN(x) or 0."""
     gate, ids = StableGate(D, E, vocabulary=7), (torch.arange(T) % 7)[None]
     layer = MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=pass_through)
     block, x = MoEBlock(D, 2, layer).eval(), torch.randn(1, T, D)
@@ -207,7 +207,7 @@ def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
 
 
 def test_stable_losses_are_those_of_a_batch_twice_as_large():
-    """They are means over tokens, as the task's loss is."""
+    """The losses are means over tokens, like the task's loss."""
     gate, x, ids = StableGate(D, E, vocabulary=7), torch.randn(T, D), torch.arange(T) % 7
     torch.testing.assert_close(gate(x.repeat(2, 1), ids.repeat(2)).losses, gate(x, ids).losses)
     narrow = StableGate(D, E, vocabulary=7)
@@ -267,7 +267,7 @@ def test_phase_two_trains_the_sparse_gates_alone():
 
 
 def test_xmoe_with_a_normalisation_layer_and_a_learnable_temperature():
-    """Paper 004's words for XMoE: cosine of LayerNorm(W x), over a temperature that trains."""
+    """XMoE as paper 004 describes it: the cosine of LayerNorm(W x), over a learnable temperature."""
     gate, x = XMoEGate(D, E, K, embedding=3, score="learned", temperature=0.5), torch.randn(T, D)
     with torch.no_grad():
         gate.norm.weight.copy_(torch.tensor([1.0, 2.0, 0.5]))

@@ -28,7 +28,7 @@ ACTS = {
 ACTS["swiglu"] = lambda pre: ACTS["silu"](pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1]
 ACTS["geglu"] = lambda pre: ACTS["gelu"](pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1]
 
-# Rows of each of the experts, as a share; the last tenth of the rows is not in use.
+# Shares of the rows by expert; the last tenth of the rows is unused.
 ROUTINGS = {
     "uniform": (1, 1, 1, 1, 1),
     "zipf": (100, 44, 27, 19, 14),
@@ -47,7 +47,7 @@ def offsets_of(kind, rows, device="cpu"):
 
 
 def loop(x, weight, offsets, bias, activation, token):
-    """The definition once more, in float64 and on the CPU."""
+    """The definition by a loop over experts, in float64 on the CPU."""
     x, weight = x.cpu().double(), weight.cpu().double()
     rows = x if token is None else torch.where((token >= 0).cpu()[:, None], x[token.cpu().clamp(min=0)], 0)
     outs, bounds = [], offsets.tolist()
@@ -70,9 +70,11 @@ def finest(target, op=OP):
 
 
 def judge(target, dtype, got, reference, truth, floor=1.0):
-    """At most twice the error of the reference in the same dtype, plus `floor` of its epsilons; relative to the largest
-    magnitude. Of float32, at least 4: a sum one by one is that much worse than the reference's, which is by blocks.
-    Triton's interpreter truncates to bfloat16, twice as far off as rounding. In float64 the truth is off as well."""
+    """Allows twice the error of the reference in the same dtype plus `floor` epsilons, relative to the largest value.
+
+    In float32 at least 4 epsilons: adding one by one is worse than the reference's sum by blocks. Double for Triton's
+    interpreter, which truncates to bfloat16, and in float64, where `truth` has errors too.
+    """
     floor = max(floor, 4.0) if dtype == torch.float32 else 2 * floor if dtype == torch.float64 else floor
     eps = torch.finfo(dtype).eps * (2 if target.interpreted and dtype == torch.bfloat16 else 1)
     assert got.keys() == reference.keys() == truth.keys()
@@ -92,8 +94,8 @@ def results(call, leaves, grad):
 
 
 def judged(target, dtype, call, exact, leaves, grad, floor=1.0):
-    """Output and gradients of call(backend=..., **leaves) on the target, which `judge` accepts. exact(**leaves): the
-    definition in float64 on the CPU."""
+    """Checks output and gradients of call(backend=..., **leaves) on the target with `judge`, and returns them.
+    exact(**leaves): the definition in float64 on the CPU."""
     got, reference = (
         results(lambda name=name, **given: call(backend=name, **given), leaves, grad)
         for name in (target.backend, "reference")
@@ -135,7 +137,7 @@ def check(target, dtype, kind, sizes, activation, gathered, with_bias=True):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [37, 64])
 def test_rows_are_summed_by_token(target, dtype, width):
-    """The gradient of a gather: tokens of no row, of one and of many, unused rows, always in one order."""
+    """The gradient of a gather: tokens with no, one and many rows, unused rows; the order of the sums is fixed."""
     skip_unsupported(target, dtype)
     rows, token = torch.randn(300, width).to(dtype), torch.randint(-1, 100, (300,), dtype=torch.int32)
     token[token == 17] = 18
@@ -151,7 +153,7 @@ def test_rows_are_summed_by_token(target, dtype, width):
     assert not backends.load(target.backend, OP).grouped_gemm_sum_rows(given[0][:0], given[1][:0], 3).any()
 
 
-# float16 takes the way of bfloat16: with an activation, and gated.
+# float16 uses the code of bfloat16: one case with an activation, one gated.
 CASES = [(kind, dtype) for kind in ROUTINGS for dtype in (DTYPES if kind in ("zipf", "adversarial") else DTYPES[:2])]
 
 
@@ -166,7 +168,7 @@ def test_values_and_gradients_are_those_of_the_loop(target, kind, dtype):
         check(target, dtype, kind, sizes, activation, gathered, with_bias=kind != "adversarial")
 
 
-# Triton computes an activation in float32 in every dtype: in bfloat16 it compiles a plain one and a gated one.
+# Triton computes activations in float32 for every dtype, so bfloat16 has only a plain and a gated one.
 IN_FLOAT32 = [(torch.bfloat16, act) for act in ("relu", "gelu", "tanh", "geglu")]
 
 
@@ -231,7 +233,7 @@ def test_nan_stays_in_its_row_and_in_its_expert(target):
 
 @contextmanager
 def fenced():
-    """Within the block fresh tensors are of NaN and between two fences, which must be whole at the end."""
+    """Inside the block, new tensors hold NaN and lie between two guard areas, which must be unchanged at the end."""
     plain, fences = torch.empty, []
 
     def empty(*size, dtype, device="cpu"):
@@ -269,7 +271,7 @@ def test_tanh_saturates_at_one(target):
 
 
 def test_tanh_keeps_the_digits_of_small_numbers(target):
-    """Relative to the value itself; by way of exp(2 x), which is near 1, three digits would be left at 1e-4."""
+    """The error is relative to the value; computed by exp(2 x), near 1, it would have three digits at 1e-4."""
     dtype = finest(target)
     x = torch.logspace(-6, 0, 61).to(dtype)
     rows, offsets = x.to(target.device)[:, None], torch.tensor([0, len(x)], dtype=torch.int32, device=target.device)
@@ -280,7 +282,7 @@ def test_tanh_keeps_the_digits_of_small_numbers(target):
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
 def test_activations_in_their_tails(target, activation):
-    """On GPUs relative to the value itself; by erf nothing would be left of a gelu below -6."""
+    """On GPUs the error is relative to the value; computed by erf, gelu below -6 would have no digits."""
     dtype, options = finest(target), {"backend": target.backend, "activation": activation}
     x = torch.linspace(-12, 12, 1001).to(dtype)
     exact = x.double().requires_grad_()
@@ -294,7 +296,7 @@ def test_activations_in_their_tails(target, activation):
     error = (y[:, 0].cpu().double() - truth).abs()
     assert (error <= (eps + 1e-5) * truth.abs() + lost).all()
     error = (grad[:, 0].cpu().double() - slope).abs()
-    assert (error <= (eps + 1e-5) * slope.abs() + lost + 1e-6 * (exact.abs() < 2)).all()  # it crosses 0 there
+    assert (error <= (eps + 1e-5) * slope.abs() + lost + 1e-6 * (exact.abs() < 2)).all()  # the value crosses 0 there
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -317,7 +319,7 @@ def test_derivatives_in_float64(backend, activation):
 def test_a_second_derivative_is_refused():
     x, weight = torch.randn(4, 3, requires_grad=True), torch.randn(1, 3, 5, requires_grad=True)
     y = mk.grouped_gemm(x, weight, torch.tensor([0, 4]), activation="gelu", backend="cpu")
-    for loss in (y.square().sum(), y.sum()):  # of the second the gradient arrives as a constant
+    for loss in (y.square().sum(), y.sum()):  # the gradient of the second is a constant
         (dx,) = torch.autograd.grad(loss, x, create_graph=True)
         with pytest.raises(RuntimeError, match="grouped_gemm: kernels are once_differentiable"):
             dx.sum().backward(retain_graph=True)
@@ -336,7 +338,7 @@ def test_a_bias_of_any_strides(target):
         expected = mk.grouped_gemm(*given, bias=bias.to(device), activation="gelu", backend=target.backend)
         got = mk.grouped_gemm(*given, bias=strided, activation="gelu", backend=target.backend)
         assert torch.equal(got, expected)
-    wide = bias[:, :4].to(device)  # a view with the rows of a longer one
+    wide = bias[:, :4].to(device)  # a view of part of longer rows
     strided, packed = (
         mk.expert_norms(given[0], given[1], given[1].mT, b_out=b_out, backend=target.backend)
         for b_out in (wide, wide.contiguous())
@@ -403,7 +405,7 @@ def test_bad_input_is_named(small, monkeypatch):
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_gradient_of_a_weight_has_its_strides(target, with_bias):
-    """A transposed view of a parameter costs no copy in training: autograd keeps the gradient that it is given."""
+    """A transposed view of a parameter needs no copy in training: autograd keeps a gradient with the same strides."""
     offsets = torch.tensor([0, 3, 3, 9], dtype=torch.int32, device=target.device)
     token = torch.tensor([4, 0, 1, 1, 2, 3, 0, 4, 2, -1], dtype=torch.int32, device=target.device)
     dtype, off = (torch.bfloat16, 0.05) if target.backend == "cuda" else (torch.float32, 1e-4)
@@ -426,7 +428,7 @@ def test_the_gradient_of_a_weight_has_its_strides(target, with_bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(("din", "dout"), [(64, 24), (33, 17), (1, 9), (130, 3), (48, 8)])
 def test_experts_of_few_rows_with_a_transposed_weight(target, dtype, din, dout):
-    """The C++ kernel takes dot products for at most 4 rows of an expert, tiles for more."""
+    """The C++ kernel uses dot products for at most 4 rows of an expert, tiles for more."""
     if backends.unsupported(target.backend, "grouped_gemm", target.device, dtype) is not None:
         pytest.skip(f"{target.id} does not take {dtype}")
     offsets = torch.tensor([0, 1, 1, 5, 10, 12], dtype=torch.int32, device=target.device)

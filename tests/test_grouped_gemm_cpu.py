@@ -18,7 +18,7 @@ from moe_kernels.verify import threads
 
 @pytest.mark.parametrize(("rows", "threads_of"), [(4096, 2), (40, 1), (40, 2)])
 def test_few_rows_are_not_for_many_threads(rows, threads_of, monkeypatch):
-    """C++ shares rows alone: a large product of 40 is torch's where two threads are there to share its columns."""
+    """C++ divides only rows among threads: torch computes a large product of 40 rows if there are two threads."""
     monkeypatch.setattr(cpu, "on_amd", True)
     with threads(threads_of):
         small = grouped_gemm_cpu.in_cpp(cpu, torch.float32, (1, 2048, 2048), rows)
@@ -49,10 +49,10 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("dout", [512, 160, 33])  # whole panels far apart, a half one behind them, less than half a one
+@pytest.mark.parametrize("dout", [512, 160, 33])  # whole panels, a last half panel, less than half
 @pytest.mark.parametrize("count", [*range(1, 21), 25, 96, 97, 98, 103, 140])
 def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeypatch):
-    """Few rows read the weight where it stands, many pack it; tiles are of 1, 2, 4 and 6. Nor does a row of dW."""
+    """Few rows read the weight in place, many pack it; tiles have 1, 2, 4 and 6 rows. Also for rows of dW."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     long = torch.tensor([0, 140], dtype=torch.int32)
     x, weight, grad = (torch.randn(size, dtype=dtype) for size in ((140, 140), (1, 140, dout), (140, dout)))
@@ -79,10 +79,10 @@ def test_token_sums_do_not_depend_on_threads(dtype):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("rows", [8, 800])  # by C++, and large ones by torch's library where that multiplies bfloat16
+@pytest.mark.parametrize("rows", [8, 800])  # by C++; by torch if it has bfloat16 products
 def test_what_follows_a_product_follows_its_float32(rows):
     x, w_in, w_out = torch.zeros(rows, 512), torch.ones(2, 512, 256), torch.ones(2, 256, 16)
-    x[:, :257] = 1  # the product is 257, which bfloat16 has not, and 1 with the bias
+    x[:, :257] = 1  # the product is 257, not representable in bfloat16; 1 with the bias
     bias = torch.full((2, 256), -256.0)
     x, w_in, w_out, bias = (each.bfloat16() for each in (x, w_in, w_out, bias))
     offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32)
@@ -106,7 +106,7 @@ def test_the_gradient_to_the_bias_does_not_lose_with_every_row():
 @pytest.mark.parametrize("shift", [0, 1], ids=["at 4 bytes", "at 2 bytes"])
 @pytest.mark.parametrize(("din", "stride"), [(64, 64), (64, 67), (33, 34), (1, 2), (259, 300)])
 def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, transposed, monkeypatch):
-    """Terms are multiplied two at a time: the one beside the last, of another row or expert, is no part of the sum."""
+    """Terms are multiplied in pairs: the one after the last, of another row or expert, must not enter the sum."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     counts, dout = [7, 0, 1, 2, 22], 70
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -116,7 +116,7 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
     if transposed:  # its columns too are apart
         weight = padded(weight.mT.contiguous()).mT
     x[7], grad[7], weight[0, 0, 5] = torch.inf, torch.nan, torch.inf  # row 7 is the only one of its expert
-    # Scratch memory is what the call before left: rows that are gathered there, up to the term that follows the last.
+    # Scratch memory keeps values of the previous call, also in the term after the last of a gathered row.
     nans, each = torch.full((32, din + 1), torch.nan).bfloat16(), torch.arange(32, dtype=torch.int32)
     mk.library.ops.grouped_gemm_fwd(nans, weight.new_ones(5, din + 1, dout), offsets, each, None, "", False, "cpu")
     out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, offsets, None, None, "", False, "cpu")
@@ -128,7 +128,7 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
 
 
 def test_subnormal_bfloat16_is_rounded_as_anything_else():
-    """The processor's own conversion takes it for zero."""
+    """The processor's conversion instruction would treat it as zero."""
     grad = torch.cat(
         [torch.tensor([1e-39, -1e-40, 9.2e-41, 0.0, torch.inf, torch.nan, 1.0]), torch.randn(57)]
     ).bfloat16()
@@ -139,7 +139,7 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["zipf", "adversarial", "single"])
 def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
-    """Products of torch's library: grouped_mm where rows are whole vectors, else expert by expert."""
+    """Products by torch: grouped_mm if rows are multiples of 16 bytes, else a product for each expert."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     target = Target("cpu", "cpu", "cpu")
     for din, dout in ((16, 48), (33, 70)):
@@ -150,7 +150,7 @@ def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
     rows = x.to(dtype)[:1].expand(6, 16)  # all at one address
     got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
     torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
-    for skipped in (0, 1):  # the same shape and strides twice, but grouped_mm takes no odd address
+    for skipped in (0, 1):  # equal shapes and strides, but grouped_mm needs aligned addresses
         rows = torch.randn(6 * 16 + 1).to(dtype)[skipped:][: 6 * 16].view(6, 16)
         got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
         torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
@@ -158,7 +158,7 @@ def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_of_torchs_grouped_mm_are_not_padded(dtype, monkeypatch):
-    """It pads rows of its result to 16 bytes, here 26 columns to 32."""
+    """grouped_mm pads rows of its result to 16 bytes, here 26 columns to 32."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     target = Target("cpu", "cpu", "cpu")
     weight = torch.randn(2, 26, 8).to(dtype).transpose(1, 2)

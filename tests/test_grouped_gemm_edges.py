@@ -19,7 +19,7 @@ SLOPE_AT_0 = {"relu": 0.0, "gelu": 0.5, "silu": 0.5, "tanh": 1.0}
 
 
 def assert_equal_but_for_rounding(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """A GPU's reciprocal and exponential are approximate; slopes of 0 and 1 are exact to many more digits than 1e-5."""
+    """1e-5: a GPU's reciprocal and exponential are approximate; wrong slopes at 0 would differ by far more."""
     expected = expected.to(got.device, torch.float32).expand(got.shape)
     torch.testing.assert_close(got.float(), expected, rtol=1e-5, atol=0)
 
@@ -40,7 +40,7 @@ def test_slopes_at_zero(target, activation):
         )
         assert not got["out"].any()
         assert_equal_but_for_rounding(got["x"], torch.full((1, 1), 24 * SLOPE_AT_0[activation]))
-    # NaN is not below 0: relu hands its gradient on.
+    # NaN is not below 0: relu passes its gradient on.
     leaves["x"][0, 3] = math.nan
     got, expected = (
         results(
@@ -57,7 +57,7 @@ def test_slopes_at_zero(target, activation):
 
 @pytest.mark.parametrize("activation", SLOPE_AT_0)
 def test_slopes_at_zero_of_a_hidden_layer(target, activation):
-    """expert_mlp and expert_norms have backward kernels of their own."""
+    """expert_mlp and expert_norms have their own backward kernels."""
     if target.compiles and activation in ("gelu", "silu"):
         pytest.skip("no step at 0, and test_expert_mlp.py has compiled the backward kernel of these")
     dtype = finest(target)
@@ -97,7 +97,7 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_partial_tiles_on_every_axis(target, gathered, activation):
-    """Rows of an expert, columns and terms of a sum each take several tiles, and the last tile is not full."""
+    """Rows of an expert, columns and terms of a sum each take several tiles, of which the last is partial."""
     if target.compiles and gathered == (activation == "gelu"):
         pytest.skip("two of the four hold each pair")
     dtype = finest(target)
@@ -109,7 +109,7 @@ def test_partial_tiles_on_every_axis(target, gathered, activation):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_what_lies_around_the_operands_is_not_read(target, transposed):
-    """NaN on all sides of rows, weights, bias and gradient, at addresses that are no multiple of 16 bytes."""
+    """NaN on all sides of rows, weights, bias and gradient, at addresses that are not multiples of 16 bytes."""
     dtype, device, offsets = finest(target), target.device, offsets_of("zipf", 40, target.device)
     sizes = ((19, 26), (37, 8), (16, 33))
     if target.compiles:
@@ -145,10 +145,10 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
         judge(target, dtype, got, reference, truth)
 
 
-@pytest.mark.parametrize("activation", ["gelu", None])  # without one a gradient reaches the products as it is
+@pytest.mark.parametrize("activation", ["gelu", None])  # None: the products read the gradient itself
 @pytest.mark.parametrize("place", [padded, shifted, behind_one])
 def test_operands_that_start_anywhere(target, place, activation):
-    """Operands of 16-byte pieces, but for one, whose rows start or lie otherwise."""
+    """One operand at a time does not allow accesses of 16 bytes: by its start or by its stride."""
     if target.backend == "triton":
         pytest.skip("Triton finds out by itself in what pieces it may read")
     dtype, device = finest(target), target.device
@@ -169,8 +169,8 @@ def test_operands_that_start_anywhere(target, place, activation):
 
 @pytest.mark.parametrize("moved", ["all", "gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
-    """All but the experts' weights in padded rows, or the gradient of y alone; or x and that gradient far apart; or a
-    bias that is contiguous and starts at no multiple of 16 bytes."""
+    """Padded rows of all operands but the experts' weights, or of the gradient of y only; x and that gradient with rows
+    far apart; a contiguous bias that does not start at a multiple of 16 bytes."""
     if moved == "contiguous" and target.backend == "triton":
         pytest.skip("Triton finds out by itself in what pieces it may read")
     dtype, plan = finest(target), plans(target.device)["dropped"]
@@ -214,7 +214,7 @@ def test_operands_far_apart(target, apart):
 
 
 def test_gradient_of_many_columns(target):
-    """More than a program has at a time."""
+    """More columns than a program handles at a time."""
     dtype = finest(target)
     grad, pre = torch.randn(2, 3, 4200).to(target.device, dtype)
     got = kernels(target.backend).activation_bwd(grad, pre, "relu")
@@ -242,7 +242,7 @@ def test_gathered_rows_far_apart(target):
 
 
 def test_more_experts_than_are_looked_at_together(target, monkeypatch):
-    """CUDA looks at 32 offsets at once, Triton at MAX_BLOCK_E: a tile finds its expert of 70 in several rounds."""
+    """CUDA compares 32 offsets at a time, Triton MAX_BLOCK_E: with 70 experts the search takes several rounds."""
     if target.backend == "triton":
         monkeypatch.setattr("moe_kernels.backends.triton._grouped_configs.MAX_BLOCK_E", 8)
     dtype, device = finest(target), target.device
@@ -269,7 +269,7 @@ def test_each_gradient_alone_is_the_same(target, activation):
             x, weight, offsets, bias=bias, activation=activation, row_token=token, backend=target.backend
         )
 
-    grad = torch.randn(12 if activation == "swiglu" else 24, 30, device=device).to(dtype).t()  # no layout to read
+    grad = torch.randn(12 if activation == "swiglu" else 24, 30, device=device).to(dtype).t()  # not contiguous
     together = results(call, leaves, grad)
     alone = each_alone(call, leaves, grad)
     assert all(torch.equal(each, together[name]) for name, each in alone.items())
@@ -291,7 +291,7 @@ def test_each_gradient_of_an_expert_mlp_alone_is_the_same(target, activation):
 
 
 def test_index_arrays_that_are_views(target):
-    """Offsets and tokens from the middle of longer arrays, and every second element of one."""
+    """Offsets and tokens that are slices of longer arrays, or every second element of one."""
     dtype, device = finest(target), target.device
     offsets, token = offsets_of("zipf", 30, device), torch.randint(-1, 9, (30,), dtype=torch.int32, device=device)
     x, weight = torch.randn(9, 16, device=device).to(dtype), torch.randn(5, 16, 16, device=device).to(dtype)

@@ -1,4 +1,4 @@
-"""How the Triton grouped GEMM cuts its work: many tiles, tensor descriptors, and which tiles a shape gets."""
+"""Triton's grouped GEMM: many tiles, tensor descriptors, and the choice of tiles by shape."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_more_columns_than_a_tile_counts_in_32_bits_are_refused(target, monkeypa
 def test_many_tiles(target, monkeypatch):
     for kernel in _grouped_configs.GENERAL:
         monkeypatch.setitem(_grouped_configs.GENERAL, kernel, Tiles(16, 16, 16, 4, 2))
-    # 12 row tiles, more than take turns on a column tile, and three column tiles.
+    # 12 row tiles, more than a group of row tiles of one column tile has, and three column tiles.
     check(target, torch.float32, "zipf", (100, 20, 41, 5), "gelu", gathered=True)
     check(target, torch.float32, "adversarial", (60, 20, 44, 5), "swiglu", gathered=False)
 
@@ -54,7 +54,7 @@ def test_tensor_descriptors(target, gathered, monkeypatch):
         monkeypatch.setattr(_grouped_configs, "loop", lambda device: 90)
     elif _grouped_configs.loop(torch.device("cuda", torch.cuda.current_device())) != 90:
         pytest.skip("this GPU has no tensor descriptors in hardware")
-    # Tiles reach past every edge: of the columns, of the sum, of an expert's rows and of the weights of an expert.
+    # Partial tiles on all axes: columns, terms of the sum, rows of an expert and weights of an expert.
     compiled = target.executed and not target.interpreted
     with triton_launch.capability(90) if compiled else contextlib.nullcontext():
         check(target, torch.bfloat16, "zipf", (48, 80, 96, 5), "swiglu", gathered)
@@ -97,7 +97,7 @@ def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(
             assert 2 * m * _grouped_configs.MAX_COLUMNS <= 2**31
             columns = 2 * n if kernel == "gated" else n
             assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048
-            assert m * columns <= 128 * 32 * warps  # 128 sums a thread and as many registers for the rest
+            assert m * columns <= 128 * 32 * warps  # 128 accumulators a thread leave as many registers for the rest
         assert not set(known) & set(_grouped_configs.TILES[kernel, which])
 
     def no_room(call, **options):

@@ -1,4 +1,4 @@
-"""Modules that importing the package adds to torch's, as seconds would depend on the machine."""
+"""The number of modules that importing the package adds to torch's; times would depend on the machine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A small set of the kernels' tests on their sources: Triton's interpreter and the host executor of tests/simt.
 
-They find what compiled PTX hides: errors of Python in a kernel with its line, and tensor descriptors, which sm_80 does
-not have. A process of its own, as Triton decides once whether it interprets.
+They find what compiled PTX does not show: Python errors in a kernel with the line, and uses of tensor descriptors,
+which sm_80 lacks. They run in another process, as Triton decides once per process whether it interprets.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ INF, NAN = math.inf, math.nan
 
 
 def winners(row: list[float], k: int, ties: str) -> list[bool]:
-    """The definition, element by element, on Python's floats."""
+    """The definition, element by element, with Python's floats."""
     rank = [(math.isnan(v), 0.0 if math.isnan(v) else v) for v in row]
     if ties == "index":
         best = sorted(range(len(row)), key=lambda i: (rank[i], -i), reverse=True)[:k]
@@ -44,15 +44,15 @@ def special(n: int) -> torch.Tensor:
 
 ROWS = {
     "normal": torch.randn,  # distinct values: the three tie rules agree
-    "negative": lambda n: torch.randn(n) - 200,  # zeros past the row would be its largest
+    "negative": lambda n: torch.randn(n) - 200,  # zeros read past the row would be the largest
     "small integers": lambda n: torch.randint(-2, 3, (n,)).float(),  # ties everywhere, also across the boundary
     "constant": lambda n: torch.full((n,), 0.3),  # "strict" keeps nothing, "all" everything
     "relu": lambda n: torch.randn(n).relu(),  # half the row is one value
-    "sorted": lambda n: torch.arange(n).float() - n / 2,  # a sampled mean misleads
-    "lognormal": lambda n: (4 * torch.randn(n)).exp(),  # a normal guess misleads
+    "sorted": lambda n: torch.arange(n).float() - n / 2,  # a sampled mean is far off
+    "lognormal": lambda n: (4 * torch.randn(n)).exp(),  # an estimate by a normal distribution is far off
     "one outlier": lambda n: torch.cat([torch.randn(max(n - 1, 0)), torch.tensor([3e38])]),  # the variance overflows
     "huge": lambda n: torch.randn(n) * 1e38,  # squares overflow
-    "subnormal": lambda n: torch.randn(n) * 1e-41,  # flushed by a kernel that compares floats
+    "subnormal": lambda n: torch.randn(n) * 1e-41,  # comparisons of floats would flush them to 0
     "special": special,
     "all NaN": lambda n: torch.full((n,), NAN),
     "masked": lambda n: torch.randn(n).masked_fill(torch.rand(n) < 0.7, -INF),
@@ -64,13 +64,13 @@ def ks(n: int) -> list[int]:
 
 
 def shapes(target: Target, dtype: torch.dtype, ties: str) -> list[tuple[int, int]]:
-    """(n, k): all of them, or a few (33: a word and one element more; 64: whole words, which are read as vectors)."""
+    """(n, k): all, or a few (33: one element more than a word; 64: whole words, which are read as vectors)."""
     if not target.executed:
         return [(n, k) for n in (1, 2, 31, 32, 33, 100, 512) for k in ks(n)]
     found = [(33, 16), (33, 3), (33, 33), (33, 0)]
     if target.backend == "cuda":
         return [*found, (1, 1), (64, 21)]
-    # Each n is two kernels for Triton to compile: 1 and 64 are there once for every dtype and once for every rule.
+    # Triton compiles two kernels for each n: 1 and 64 occur once for every dtype and once for every rule.
     return found + [[(1, 1)], [(64, 21)], []][(DTYPES.index(dtype) + TIES.index(ties)) % 3]
 
 
@@ -141,7 +141,7 @@ def test_any_row_on_the_cpu(row, data):
 def test_gradient_goes_to_winners_alone(target, dtype):
     x = torch.randint(-3, 4, (2, 3, 45)).to(dtype).to(target.device).requires_grad_()
     values = torch.randn_like(x).requires_grad_()
-    grad = torch.full_like(x, NAN)  # 0 * NaN would show
+    grad = torch.full_like(x, NAN)  # 0 * NaN would give NaN
     mask = mk.kwta_mask(x, 20, backend="reference")
     grad[mask] = torch.randn_like(grad)[mask]
     expected = torch.where(mask, grad, 0)
@@ -195,9 +195,9 @@ def test_views_are_read_in_place_and_nothing_outside_is_written(target):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ties", TIES)
 def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
-    """NaN, which ranks highest, on all sides of x, values and the gradient; then rows 2^30 elements apart."""
+    """NaN, the largest in kWTA's order, on all sides of x, values and gradient; then rows 2^30 elements apart."""
     shapes = ((5, 2), (33, 7), (64, 30), (300, 30))
-    if target.executed:  # which rows are read does not depend on ties, and each of these is two more kernels
+    if target.executed:  # reads do not depend on ties, and each rule is two more kernels to compile
         shapes = shapes[TIES.index(ties) :: 3]
     for n, k in shapes:
         x, values, grad = (torch.randn(20, n, device=target.device).to(dtype) for _ in range(3))
@@ -213,7 +213,7 @@ def test_what_lies_around_the_rows_is_not_read(target, ties, dtype):
 
 @pytest.mark.parametrize("place", [padded, shifted])
 def test_rows_that_start_anywhere(target, place):
-    """Rows of 16-byte pieces, but for one tensor, whose rows start or lie otherwise."""
+    """One tensor at a time does not allow accesses of 16 bytes: by its start or by its stride."""
     x, values, grad = (torch.randn(5, 64, device=target.device) for _ in range(3))
     mask = mk.kwta_mask(x, 30, backend="reference")
     for moved in range(3):
@@ -224,7 +224,7 @@ def test_rows_that_start_anywhere(target, place):
 
 
 def test_mask_of_rows_that_start_half_a_vector_apart(target):
-    """Of 16 bits: four elements of the mask are a word of it, but 16 bytes of x are eight elements."""
+    """In 16 bits: four elements of the mask are one 32-bit word, but 16 bytes of x are eight elements."""
     x = torch.randn(5, 68, device=target.device).bfloat16()
     for view in (x[:, :64], x.flatten()[4:324].view(5, 64)):
         mask = mk.kwta_mask(view, 30, backend=target.backend)
@@ -266,7 +266,7 @@ def test_results_do_not_depend_on_threads():
 
 
 def test_k_from_fraction_reads_the_decimal():
-    assert mk.k_from_fraction(0.29, 100) == 29  # the float product truncates to 28
+    assert mk.k_from_fraction(0.29, 100) == 29  # truncating the float product gives 28
     assert mk.k_from_fraction(0.1, 5) == 1
     assert mk.k_from_fraction(1.0, 7) == 7
     assert mk.k_from_fraction("0.7", 10) == 7
@@ -330,7 +330,7 @@ def test_bits_of_another_shape_or_dtype_are_refused():
 
 
 def test_a_row_longer_than_a_grid_covers_at_once(target):
-    """At most 1024 blocks of 8192 elements share a row in backward: here each has two turns."""
+    """At most 1024 blocks of 8192 elements share a row in backward; here each handles two parts."""
     if target.backend != "cuda":
         pytest.skip("a launch grid of CUDA")
     n = 2**24 + 1
@@ -343,7 +343,7 @@ def test_a_row_longer_than_a_grid_covers_at_once(target):
 
 @pytest.mark.parametrize("ties", ["index", "strict", "all"])
 def test_none_and_all_win_rows_of_one_sign(target, ties):
-    # In 16 bits the keys of a row depend on the sign of its threshold, which these k do not search.
+    # In 16 bits the keys of a row depend on the sign of its threshold; for k = 0 and k = n none is searched.
     x = torch.randn(3, 33).abs()
     x[1], x[2] = -x[1], 0
     for dtype in (torch.float32, torch.bfloat16):

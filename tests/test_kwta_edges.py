@@ -1,5 +1,5 @@
-"""Rows of k-winner-take-all that start or end inside a 16-byte vector of memory: wherever a row starts, which elements
-win, which of ties come first, and that nothing beside a row is read or written, at the ends of a tensor too."""
+"""Rows of k-winner-take-all that start or end inside a 16-byte vector of memory: winners, the order of ties, and that
+nothing beside a row is read or written, also at the ends of a tensor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from test_kwta import DTYPES, TIES, same_bits, special
 
 import moe_kernels as mk
 
-ROWS = 9  # of an odd number of elements: a row starts at each place in a vector, and the ninth as the first
-# On both sides of the vectors' four and eight elements, and of words of bits.
+ROWS = 9  # of odd length, so that rows start at each offset in a vector
+# Sizes around multiples of 4 and 8 elements (a vector) and of 32 (a word of bits).
 SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 29, 31, 32, 33, 39, 45, 61, 63, 64, 65, 70)
 LARGE = (100, 127, 1001, 4095, 4097, 20001, 32771)
 
@@ -60,8 +60,8 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
     if target.compiles:
         if dtype == torch.float16:
             pytest.skip("Triton's code for float16 is that for bfloat16, but for constants that test_kwta.py covers")
-        # Its code depends on whether memory starts at a multiple of 16 bytes, so in two of the places: half of the
-        # sizes in each. CUDA's has all of them.
+        # Triton compiles anew for another alignment of the start, so half of the sizes in each of two places; CUDA has
+        # all of them.
         sizes = sizes[list(PLACES).index(place) % 2 :: 2]
     for n in sizes:
         # The others are further kernels to compile, those of 16 bits the slowest of all.
@@ -78,11 +78,11 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [13, 29, 45, 4095])
 def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
-    """Of a row of equal elements the first k win: of its head, its vectors and its tail, in this order."""
+    """The first k of equal elements win: those of the row's head, then of its vectors, then of its tail."""
     if target.compiles and dtype == torch.float16 and n != 45:
         pytest.skip("Triton's code for float16 is that for bfloat16, but for its constants")
     x = torch.full((ROWS, n), 0.5, dtype=dtype, device=target.device)
-    x[1::2, n // 2] = 0.25  # and one that never wins
+    x[1::2, n // 2] = 0.25  # and one smaller element
     for k in range(n) if n < 100 else (1, 3, 7, 8, 9, 2000, n - 8, n - 7, n - 1):
         expected = torch.zeros(ROWS, n, dtype=torch.bool, device=target.device)
         expected[:, :k] = True
@@ -96,7 +96,7 @@ def test_the_first_ties_win(target: Target, n: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("n", [300, 20001])
 def test_neighbours_stay_as_they_are(target: Target, n: int, dtype: torch.dtype) -> None:
-    """NaN in a row makes it slower to compare, and must not reach the rows beside it."""
+    """A NaN takes another code path and must not affect the neighbouring rows."""
     x = torch.randn(5, n).to(dtype).to(target.device)
     x[1], x[3, -1], x[3, 0] = math.nan, math.nan, math.inf
     for k in (1, n // 2):

@@ -1,5 +1,5 @@
-"""Launching CUDA kernels: errors that end with their launch, shared memory that is asked of the device, and Python
-threads that go on meanwhile. The runtime is a stand-in that fails as asked."""
+"""Launches of CUDA kernels: errors do not remain after their launch, the limit of shared memory is the device's, and
+Python threads run meanwhile. A fake runtime fails on request."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ extern "C" int probe_launch(size_t bytes) { return moe::launch(probe_kernel, 1, 
 extern "C" long probe_limit() { return moe::shared_memory_limit(); }
 """
 
-# Everything that nvcc's host code calls, with the last error kept as the real one keeps it.
+# All functions that nvcc's host code calls; the last error is kept as in the real runtime.
 RUNTIME = """
 #include <cstddef>
 struct Dim3 { unsigned x, y, z; };
-static int last, refuses, asked, limit;
+static int last, set_error, set_calls, limit;
 extern "C" {
-void runtime_set(int attribute_error, int bytes) { refuses = attribute_error, limit = bytes, last = asked = 0; }
-int runtime_asked() { return asked; }
+void runtime_set(int attribute_error, int bytes) { set_error = attribute_error, limit = bytes, last = set_calls = 0; }
+int runtime_set_calls() { return set_calls; }
 void** __cudaRegisterFatBinary(void*) { static void* x; return &x; }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
@@ -49,7 +49,7 @@ int __cudaGetKernel(void** kernel, const void* host) { *kernel = const_cast<void
 int cudaLaunchKernel(const void*, Dim3, Dim3, void**, size_t, void*) { return 0; }
 int __cudaLaunchKernel(const void*, Dim3, Dim3, void**, size_t, void*) { return 0; }
 int cudaGetLastError() { const int error = last; last = 0; return error; }
-int cudaFuncSetAttribute(const void*, int, int) { asked++; return last = refuses; }
+int cudaFuncSetAttribute(const void*, int, int) { set_calls++; return last = set_error; }
 int cudaGetDevice(int* device) { *device = 0; return last = limit ? 0 : 100; }
 int cudaDeviceGetAttribute(int* value, int attribute, int) { *value = attribute == 97 ? limit : 0; return 0; }
 }
@@ -58,7 +58,7 @@ int cudaDeviceGetAttribute(int* value, int attribute, int) { *value = attribute 
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
-    """moe/launch.cuh as nvcc compiles it, on the stand-in."""
+    """moe/launch.cuh compiled by nvcc and linked with the fake runtime."""
     nvcc, folder = nvcc_or_skip(), tmp_path_factory.mktemp("launch")
     (folder / "probe.cu").write_text(PROBE)
     (folder / "runtime.cpp").write_text(RUNTIME)
@@ -80,7 +80,7 @@ def probe(tmp_path_factory):
     return library
 
 
-def test_a_launch_that_is_refused_leaves_no_error_for_the_next(probe):
+def test_a_failed_launch_leaves_no_error_for_the_next(probe):
     probe.runtime_set(1, SM_86)
     assert probe.probe_launch(100 * 1024) == 1
     assert probe.probe_launch(0) == 0
@@ -89,12 +89,12 @@ def test_a_launch_that_is_refused_leaves_no_error_for_the_next(probe):
 def test_static_shared_memory_counts_towards_the_48_kb_that_need_no_opt_in(probe):
     probe.runtime_set(0, SM_86)
     assert probe.probe_launch(32 * 1024) == 0
-    assert probe.runtime_asked() == 0
-    assert probe.probe_launch(47 * 1024) == 0  # above, if the kernel has more than 1 KB of static memory
-    assert probe.runtime_asked() == 1
+    assert probe.runtime_set_calls() == 0
+    assert probe.probe_launch(47 * 1024) == 0  # over 48 KB if the kernel has more than 1 KB of static memory
+    assert probe.runtime_set_calls() == 1
 
 
-def test_shared_memory_is_asked_of_the_device(probe):
+def test_the_limit_of_shared_memory_is_the_devices(probe):
     probe.runtime_set(0, SM_86)
     assert probe.probe_limit() == SM_86
     probe.runtime_set(0, 0)  # no device
@@ -134,7 +134,7 @@ def test_tree_gate_fits_99_kb(num_experts):
 
 
 def test_other_threads_run_while_a_launch_waits(tmp_path):
-    """module.cpp with one launcher, which waits 0.3 s as one does for room in a full queue."""
+    """module.cpp with one launcher, which waits 0.3 s, like one for a full queue."""
     kit = simt.builder.toolkit.find()
     if kit.missing:
         pytest.skip(kit.missing)

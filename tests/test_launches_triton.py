@@ -1,4 +1,4 @@
-"""How the Triton kernels are launched: options, grids, and how many compilations random sizes need."""
+"""Launches of the Triton kernels: options, grids, and the number of compilations for random sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 300
 
 
 def launches(case: Callable[..., None], *sizes: int) -> list[dict[str, Any]]:
-    """The launches of a function of this file."""
+    """The recorded launches of a function of this file."""
     from triton_launches import recorded
 
     with recorded() as found:
@@ -26,7 +26,7 @@ def launches(case: Callable[..., None], *sizes: int) -> list[dict[str, Any]]:
 
 
 def each_kernel() -> None:
-    """Every launcher once, in a dtype that takes its usual way."""
+    """Every launcher once, in a dtype for which it uses its usual kernel."""
     from moe_kernels.backends.triton import combine, dispatch, grouped_gemm, kwta, plan, sinkhorn, topk_gate, tree_gate
 
     tokens, k, num_experts, dim = 32, 2, 8, 64
@@ -60,7 +60,7 @@ def each_kernel() -> None:
 
 
 def test_no_kernel_leaves_contraction_to_the_compiler():
-    # Fused into the first step of a butterfly sum, a product makes the lanes' copies of the result differ.
+    # If a product is fused into the first step of a butterfly sum, lanes get different results.
     found = launches(each_kernel)
     assert len({each["kernel"] for each in found}) >= 19
     assert not [each["kernel"] for each in found if each["options"]["enable_fp_fusion"]]
@@ -78,7 +78,7 @@ def test_a_plan_takes_three_launches():
     names = ["_plan_count", "_plan_scan", "_plan_rank"]
     found = launches(plans)
     assert [each["kernel"] for each in found] == 3 * names
-    # One warp ranks a tile: with more of them each would do all of it.
+    # One warp ranks a tile: with several warps each would repeat all of it.
     assert {each["options"]["num_warps"] for each in found if each["kernel"] == "_plan_rank"} == {1}
 
 
@@ -102,7 +102,7 @@ def test_grids_of_many_experts_stay_within_their_limits():
 
 
 def iterations() -> None:
-    """Solves of few and of many iterations in every form."""
+    """Solves with few and many iterations in every form."""
     from moe_kernels.backends.triton import sinkhorn
 
     for count in (5, 1, 16):
@@ -121,7 +121,7 @@ def test_sinkhorn_compiles_once_for_any_number_of_iterations():
 
 
 def steps(count: int) -> None:
-    """Training steps of a gate and experts whose number of tokens differs from step to step."""
+    """Training steps of a gate and experts with another number of tokens in each step."""
     from moe_kernels.backends.triton import combine, grouped_gemm, plan, topk_gate
 
     num_experts, k, dim, hidden = 16, 2, 64, 128
@@ -144,7 +144,7 @@ def steps(count: int) -> None:
 
 
 def policies(count: int) -> None:
-    """Plans of scores whose number of tokens differs from step to step: a row of kWTA is an expert's tokens."""
+    """Plans by scores with another number of tokens in each step; a row of kWTA is an expert's tokens."""
     from moe_kernels.backends.triton import plan
 
     for _ in range(count):
@@ -154,13 +154,13 @@ def policies(count: int) -> None:
 
 
 def layers(bits: int, low: int, high: int) -> None:
-    """Training steps of a whole layer of experts whose number of tokens differs from step to step."""
+    """Training steps of a whole layer of experts with another number of tokens in each step."""
     import moe_kernels as mk
     from moe_kernels.nn import ExpertMLP, MoE, TopKGate
 
     dtype = torch.float32 if bits == 32 else torch.bfloat16
     layer = MoE(TopKGate(32, 8, 2), ExpertMLP(8, 32, 32, activation="swiglu")).to(dtype)
-    # No kernel runs, so that what would be left uninitialised must be zeros: valid experts and rows.
+    # No kernel runs, so outputs must start as zeros to be valid experts and rows.
     with patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros), mk.use_backend("triton"):
         for _ in range(STEPS):
             x = torch.randn(int(torch.randint(low, high, ())), 32, dtype=dtype, requires_grad=True)

@@ -35,7 +35,7 @@ def test_the_papers_schedule():
 def test_a_step_of_stage_one_by_hand():
     search = LocalSearch(5, 10, zeta=0.1)
     with torch.no_grad():
-        search.scores.mul_(0.02)  # so that S is soft
+        search.scores.mul_(0.02)  # makes S soft
     gates = torch.rand(3, 2, 5).softmax(-1)
     permuted, regulariser = search(gates)
     soft = sinkhorn_loop(search.scores.detach()[0], 33, 10**-3.4)
@@ -55,7 +55,7 @@ def test_hard_in_evaluation_and_from_the_last_step_on():
     search, gates = LocalSearch(6, 4), torch.rand(7, 6).softmax(-1)
     search.eval()
     permuted, regulariser = search(gates)
-    torch.testing.assert_close(permuted, gates)  # untouched: the identity
+    torch.testing.assert_close(permuted, gates)  # the identity
     assert regulariser == 0
     search.train()
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_hard_in_evaluation_and_from_the_last_step_on():
     hard[:, columns] = gates
     search.eval()
     torch.testing.assert_close(search(gates)[0], hard)
-    assert search.step == 3  # evaluation takes no step
+    assert search.step == 3  # evaluation does not count steps
     search.train()
     soft = search.soft.clone()
     permuted, regulariser = search(gates)
@@ -106,7 +106,7 @@ def test_the_regulariser_is_the_mean_over_permutations_and_small():
 def test_an_annealed_step_takes_fifty_iterations_at_least():
     search = LocalSearch(5, 100, schedule="annealed")
     soft = mk.sinkhorn(search.scores, 50, tau=search.temperature(1), anneal_from=0.1)
-    torch.testing.assert_close(search.permutation(), rounded(soft))
+    torch.testing.assert_close(search.permutation(), round_to_doubly_stochastic(soft))
 
 
 def test_each_permutation_has_its_distance():

@@ -51,7 +51,7 @@ def test_balance_is_switch_and_gshard():
 
 
 def test_half_precision_is_summed_in_float32():
-    """Every loss of numbers in bfloat16 is that of the same numbers in float32."""
+    """Every loss of bfloat16 inputs equals that of the same numbers in float32."""
     draws = torch.Generator().manual_seed(0)
     probs, logits, noisy = (torch.randn(500, 4, generator=draws).bfloat16() for _ in range(3))
     probs, experts = probs.softmax(-1), torch.randint(4, (500, 2), generator=draws)
@@ -90,7 +90,7 @@ def test_gradients_in_float64():
 
 
 def test_nothing_costs_nothing():
-    """T = 0, and an importance of zeros: all experts are equal."""
+    """Losses are 0 for T = 0, and for an importance of zeros, as all experts are equal."""
     empty, none = torch.empty(0, 4), torch.empty(0, 2, dtype=torch.int32)
     routed = (empty[:, :2], none)
     for loss in (

@@ -1,4 +1,4 @@
-"""The layer of experts: against loops over tokens and experts in float64, under every policy; what papers put in it."""
+"""The layer of experts against loops over tokens and experts in float64, under every policy and the papers' options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def double(module):
 
 
 def outputs(experts, x):
-    """(T, E, Dout): every expert of every token, one at a time."""
+    """Outputs (T, E, Dout) of every expert for every token, by loops."""
     every = []
     for e in range(E):
         if isinstance(experts, ExpertLayer):
@@ -80,7 +80,7 @@ def test_capacity_drops_and_the_dropped_are_zero():
 
 def test_capacity_may_change_after_training():
     layer = MoE(TopKGate(D, E, 1), ExpertMLP(E, D, H), TokenChoice(1.0, factor_eval=None, multiple_of=4))
-    x = torch.ones(T, D)  # all of them to one expert
+    x = torch.ones(T, D)  # all tokens go to one expert
     assert layer(x).plan.kept.max() == 4
     assert layer.eval()(x).plan.kept.max() == T
     layer.policy = TokenChoice(1.0, factor_eval=2.0)
@@ -99,7 +99,7 @@ def test_priorities_of_paper_003(priority, kept):
 @pytest.mark.parametrize("priority", [None, "max"])
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_groups_compete_for_capacity_one_after_the_other(priority, order):
-    """Two groups of 5 tokens and one of 2: each is what its tokens give by themselves, one layer's rows of it all."""
+    """Two groups of 5 tokens and one of 2: the result for a group is that of its tokens alone."""
     torch.manual_seed(0)
     experts = ExpertMLP(E, D, H).double()
     gate, x = TopKGate(D, E, 2).double(), torch.randn(T, D, dtype=torch.float64)
@@ -181,7 +181,7 @@ def test_expert_dropout_is_by_sample_and_in_training_alone():
     full = (gates[..., None] * every).sum(1)
     assert ((y[:, 0] - full).abs().amax(-1) > 1e-4).float().mean() > 0.7  # 15 of 16 subsets
     torch.testing.assert_close(layer.eval()(x).y[:, 0], full, atol=1e-5, rtol=1e-5)
-    layer.expert_dropout, x = 0.1, torch.randn(1000, 1, D)  # 0.9^4 = 0.66 of the samples keep all experts
+    layer.expert_dropout, x = 0.1, torch.randn(1000, 1, D)  # 0.9^4 = 0.66 of the samples keep all four experts
     plain = layer(x).y
     assert 0.5 < ((layer.train()(x).y - plain).abs().amax((1, 2)) < 1e-6).float().mean() < 0.8
 
@@ -220,7 +220,7 @@ def test_tasks_share_experts_that_run_once(experts):
     assert out.statistics["experts_per_token"] == E
     sparse = MultiGateMoE([gates[1], gates[1]], experts)(x)
     assert sparse.statistics["experts_per_token"] == 1  # experts of weight 0 in every task are not evaluated
-    assert sparse.plan.num_rows == T  # nor are there rows for it: the shared gate spoke once
+    assert sparse.plan.num_rows == T  # nor are there rows for it, as the shared gate is evaluated once
     several = [gates[1], double(TopKGate(D, E, 1))]
     out = MultiGateMoE(several, experts)(x)
     assert out.plan.num_rows == 2 * T
@@ -249,7 +249,7 @@ every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_experts_follow_autocast_as_linear_layers_do(make, dtype):
-    """Bit for bit the experts of narrowed parameters, routed as without autocast; near those of float32."""
+    """Same bits as experts with parameters rounded to autocast's dtype, routed as without it; close to float32."""
     torch.manual_seed(0)
     layer, x = MoE(TopKGate(D, E, 2), make()), torch.randn(T, D, requires_grad=True)
     plain = layer(x)
@@ -270,13 +270,13 @@ def test_experts_follow_autocast_as_linear_layers_do(make, dtype):
     )
     for got, want in found:
         assert want.dtype == torch.float32
-        # Roundings of 2^-9 in a few products and their inputs; float16's are smaller.
+        # bfloat16 rounds by 2^-9 in a few products and their inputs, float16 by less.
         torch.testing.assert_close(got.float(), want, rtol=0, atol=0.02 * want.abs().max().item())
 
 
 @every_kind
 def test_autocast_leaves_float64_as_it_is(make):
-    """As torch.nn.Linear: nothing is cast where all is float64, and nothing meets where only one side is."""
+    """Like torch.nn.Linear: all float64 tensors are not cast; a mixture with float64 is an error."""
     torch.manual_seed(0)
     layer, x = MoE(TopKGate(D, E, 2), make()).double(), torch.randn(T, D, dtype=torch.float64)
     expected = layer(x).y
@@ -291,7 +291,7 @@ def test_autocast_leaves_float64_as_it_is(make):
 
 
 def test_tasks_and_residuals_under_autocast():
-    """A sum with a float32 x is float32, as x + linear(x) is; every task's output has the dtype of autocast."""
+    """The residual sum with a float32 x is float32, like x + linear(x); tasks' outputs have autocast's dtype."""
     torch.manual_seed(0)
     gate, experts, x = TopKGate(D, E, 2), ExpertMLP(E, D, H), torch.randn(T, D)
     layer = MoE(gate, experts, TokenChoice(0.5), pass_through=True)
@@ -322,7 +322,7 @@ def test_a_layer_compiles_with_autocast_inside_and_outside(make):
 
     compiled, compiled_inside = (torch.compile(f, fullgraph=True, backend="aot_eager") for f in (plain, inside))
     x = torch.randn(T, D)
-    for on in (False, True, False):  # one function, which is traced again where autocast differs
+    for on in (False, True, False):  # one function, traced again if autocast changes
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
             got, want = compiled(x), plain(x)
         assert got.dtype == want.dtype == (torch.bfloat16 if on else torch.float32)
@@ -379,7 +379,7 @@ def test_tasks_share_a_permutation():
     for y, gate in zip(out.y, gates, strict=True):
         permuted = gate(x).gates @ search.soft[0]
         torch.testing.assert_close(y, ((permuted / permuted.sum(-1, keepdim=True))[..., None] * every).sum(1))
-    assert search.step == 1  # one step a call, however many tasks
+    assert search.step == 1  # one step a call for any number of tasks
     torch.testing.assert_close(out.losses["permutation"], search.regulariser(None))
     layer(x), layer(x)
     assert search.hardened
@@ -389,7 +389,7 @@ def test_tasks_share_a_permutation():
 
 
 def test_experts_of_weight_zero_are_not_evaluated():
-    """A tree that is nearly saturated: the same outputs and gradients with every expert as with those it chose."""
+    """With a nearly saturated tree, evaluating all experts gives the same outputs and gradients as only the chosen."""
     torch.manual_seed(0)
     gate, experts = TreeGate(D, E, gamma=0.01), ExpertMLP(E, D, H)
     with torch.no_grad():
@@ -413,7 +413,7 @@ def test_experts_of_weight_zero_are_not_evaluated():
 
 @pytest.mark.parametrize("kind", ["tree", "hash"])
 def test_a_gate_behind_a_permutation(kind):
-    """One layer with one gate is the layer of tasks with one task, soft and hard."""
+    """A layer with a permuted gate equals a layer of tasks with one task, soft and hard."""
     torch.manual_seed(0)
     gate = TreeGate(D, E, entropy=0.1) if kind == "tree" else HashGate(5, E)
     experts, x, ids = ExpertLayer(E, D, H), torch.randn(T, D), torch.arange(T) % 5
@@ -439,7 +439,7 @@ def test_a_gate_behind_a_permutation(kind):
     "experts", [ExpertMLP(E, D, H, activation="swiglu"), ExpertLayer(E, D, H)], ids=["mlp", "layer"]
 )
 def test_a_layer_without_memory_counts_shapes_and_flops(experts, policy):
-    """On the meta device: what training a layer that fits no machine would take."""
+    """On the meta device, as for a layer that exceeds the memory."""
     layer, found = MoE(TopKGate(D, E, 2), experts, policy), []
     for device in ("cpu", "meta"):
         made, x = copy.deepcopy(layer).to(device), torch.randn(T, D, device=device, requires_grad=True)
@@ -453,7 +453,7 @@ def test_a_layer_without_memory_counts_shapes_and_flops(experts, policy):
 
 @pytest.mark.parametrize("factor", [0, 0.29, 1.05, "1.1", Fraction(2, 3), 2])
 def test_room_is_that_of_the_exact_factor(factor):
-    """It is reckoned in whole numbers, which torch.compile follows; a decimal is the one that it prints as."""
+    """The capacity is computed in integers, as torch.compile needs; a float counts as the decimal that it prints as."""
     exact = Fraction(str(factor))
     for tokens, experts, multiple in itertools.product((0, 1, 7, 100, 1000), (1, 3, 8), (1, 4)):
         expected = multiple * math.ceil(Fraction(math.ceil(2 * tokens * exact / experts), multiple))

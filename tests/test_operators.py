@@ -160,7 +160,7 @@ GROUPS: tuple[Callable[..., dict[str, list[tuple[Any, ...]]]], ...] = (
 )
 NAMES = sorted(vars(library.ops))
 
-# Differentiable themselves: the others are gradients that refuse a second one, or have integers for results.
+# The differentiable operators. The others are gradients without a second derivative, or have integer results.
 TWICE = ("kwta_bwd", "combine_bwd")
 
 

@@ -41,7 +41,7 @@ def test_outputs_are_pytrees(make):
 
 
 class Names(TorchDispatchMode):
-    """Counts the operations of the block by name."""
+    """Counts torch's operations inside the block by name."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ def test_a_tensor_in_a_sequential():
     torch.testing.assert_close(outputs.loss, hidden.loss + full(hidden.y.relu()).loss)
     (y.sum() + outputs.loss).backward()
     assert all(each.grad is not None for each in model.parameters())
-    assert len(outputs) == 2  # nothing is collected outside the block
+    assert len(outputs) == 2  # outside the block nothing is collected
     with pytest.raises(ValueError, match="MoE: output must be one of 'all', 'tensor'; got 'y'"):
         layer(output="y")
 
@@ -106,7 +106,7 @@ def test_layers_that_collect_compile_whole():
         return y.square().sum() + outputs.loss
 
     def around(x):
-        """Collects outside the compiled part."""
+        """Collects outputs outside of the compiled function."""
         with mnn.collect_outputs() as outputs:
             y = inner(x)
         assert len(outputs) == 2
@@ -137,7 +137,7 @@ def test_losses_are_collected_once_under_checkpointing(again):
 
 @pytest.mark.parametrize("make", [layer, tasks], ids=["layer", "tasks"])
 def test_a_reentrant_checkpoint_of_a_layer_is_refused(make):
-    """torch would return an output without gradients, which a residual hides."""
+    """torch would return an output without gradients; with a residual that goes unnoticed."""
     made, x = make(), torch.randn(T, D, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"MoE: torch.utils.checkpoint\(use_reentrant=True\) gives gradients to"):
         checkpoint(made, x, use_reentrant=True)

@@ -1,4 +1,4 @@
-"""Experts across processes: every check runs on ranks of this machine with gloo (tests/ranks)."""
+"""Experts across processes: the checks of tests/ranks, run on ranks of this machine with gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.exchange_model import Machine, layer_cost, shares
 
 
 def checks(module: str, line: str = r"def ([a-z]\w+)\(\) -> None:") -> list[str]:
-    """The checks of tests/ranks/MODULE.py that take no arguments, or the names in lines of another form."""
+    """Names that `line` matches in tests/ranks/MODULE.py; by default its public functions without arguments."""
     return re.findall(f"^{line}", (Path(__file__).parent / "ranks" / f"{module}.py").read_text(), re.MULTILINE)
 
 
@@ -28,7 +28,7 @@ def test_equals_one_process_bit_for_bit(ranks: Ranks, check: str, n: int) -> Non
     ranks.run("exact", *([check, n] if check in checks("exact") else ["case", n, check]))
 
 
-MESHES = [(2, 2), (4, 2), (4, 4)]  # ranks, and ranks that share experts
+MESHES = [(2, 2), (4, 2), (4, 4)]  # (ranks, ranks over which the experts are split)
 
 
 @pytest.mark.parametrize(("n", "ep"), MESHES)
@@ -67,7 +67,7 @@ def test_a_full_state_dict_goes_from_ranks_to_one_process(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("check", checks("layers"))
-def test_layers_and_what_surrounds_them(ranks: Ranks, check: str) -> None:
+def test_layers_with_checkpointing_autocast_and_compile(ranks: Ranks, check: str) -> None:
     ranks.run("layers", check, {"compiled": 2, "compiled_around_the_exchange": 1}.get(check, 4))
 
 
@@ -77,7 +77,7 @@ def test_layers_under_torchs_wrappers(ranks: Ranks, check: str) -> None:
 
 
 @pytest.mark.parametrize("name", checks("wrapped", r'        "(\w+)": \('))
-def test_layers_whose_parameters_lose_their_part_under_ddp(ranks: Ranks, name: str) -> None:
+def test_layers_with_parameters_that_become_unused_under_ddp(ranks: Ranks, name: str) -> None:
     ranks.run("wrapped", "ddp", 1, name)
 
 
@@ -93,16 +93,16 @@ def test_the_collectives_move_the_bytes_of_the_model(ranks: Ranks, check: str, n
 
 
 def test_predicted_time_by_hand() -> None:
-    """Two nodes of two ranks, and one hot expert of four."""
+    """Two nodes of two ranks; one of four experts with 70 % of the choices."""
     machine = Machine(ranks=4, node=2, inside=4e9, outside=1e9, latency=1e-3, flops=1e12)
     even = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=shares(4, 0.0), width=2)
-    rows, row = 512, 64 * 2  # to each rank, bytes
-    far, near = 2 * rows * row / 1e9, rows * row / 4e9
+    rows_per_rank, row_bytes = 512, 64 * 2
+    far, near = 2 * rows_per_rank * row_bytes / 1e9, rows_per_rank * row_bytes / 4e9
     assert far > near
     assert even.exchange == pytest.approx(4 * (far + 1e-3) + 1e-3 + 2 * 4 / 1e9)
     assert even.experts == pytest.approx(3 * 2 * 2048 * 64 * 128 * 3 / 1e12)
     assert even.imbalance == 1
-    assert even.sent == 4 * 3 * rows * row + 3 * 4
+    assert even.sent == 4 * 3 * rows_per_rank * row_bytes + 3 * 4
     share = torch.tensor([0.7, 0.1, 0.1, 0.1], dtype=torch.float64)
     hot = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=share, width=2)
     assert hot.imbalance == pytest.approx(2.8, rel=1e-3)

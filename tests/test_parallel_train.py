@@ -24,7 +24,7 @@ def ranks() -> Ranks:
 
 @pytest.fixture
 def port() -> int:
-    """A free port."""
+    """A free TCP port."""
     with socket.socket() as each:
         each.bind(("127.0.0.1", 0))
         return each.getsockname()[1]
@@ -51,7 +51,7 @@ def test_a_failed_rank_ends_the_run_and_other_ranks_go_on(ranks: Ranks, port: in
     live = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["live"]
     groups = [group for run in live.values() for group in run["optimiser"]["param_groups"]]
     assert groups
-    assert all(group["fused"] is not False for group in groups)  # as one process goes on with it
+    assert all(group["fused"] is not False for group in groups)  # one process resumes with this setting
     ranks.run("command", "whole", 1, port, tmp_path / "whole", text)
     for number in (1, 4):
         (tmp_path / "run" / "checkpoint.pt").write_bytes(saved)
@@ -65,7 +65,7 @@ def test_a_rank_that_hangs_or_is_missing_ends_the_run_in_time(
     ranks.run("command", "missing", 2, port, text)
 
 
-def test_what_cannot_start_says_why(ranks: Ranks, port: int, text: Path) -> None:
+def test_a_run_that_cannot_start_explains_why(ranks: Ranks, port: int, text: Path) -> None:
     ranks.run("command", "refused", 2, port, text)
 
 

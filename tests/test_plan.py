@@ -22,18 +22,18 @@ NAN = math.nan
 
 
 def rows_of(plan: mk.RoutingPlan) -> list[list[tuple[int, int]]]:
-    """For every expert the (token, choice) in its rows."""
+    """By expert: the (token, choice) of its rows."""
     offsets = plan.expert_offsets.tolist()
     rows = list(zip(plan.row_token.tolist(), plan.row_choice.tolist(), strict=True))
     return [rows[first:last] for first, last in itertools.pairwise(offsets)]
 
 
 def arrivals(experts, num_experts, capacity, priority, order) -> tuple[list[list[tuple[int, int]]], list[int]]:
-    """The definition as a loop: who is served by whom, in order of arrival, and how many asked."""
+    """The definition as a loop: by expert the kept (token, choice) in order of arrival, and the number requested."""
     tokens = range(len(experts))
     if priority is not None:
         key = [(math.inf, 1) if math.isnan(p) else (p, 0) for p in priority]  # NaN above +inf
-        tokens = sorted(tokens, key=lambda t: key[t], reverse=True)  # stable: equal ones stay in order
+        tokens = sorted(tokens, key=lambda t: key[t], reverse=True)  # stable: ties keep their order
     k = len(experts[0]) if experts else 0
     if order == "choice":
         requests = [(t, c) for c in range(k) for t in tokens]
@@ -57,7 +57,7 @@ def assert_same(plan: mk.RoutingPlan, expected: mk.RoutingPlan) -> None:
 
 
 def assert_consistent(plan: mk.RoutingPlan) -> None:
-    """What every plan promises, whatever policy made it."""
+    """Checks the properties that every plan has, with any policy."""
     offsets, used = plan.expert_offsets.tolist(), int(plan.expert_offsets[-1])
     assert offsets[0] == 0
     assert plan.kept.tolist() == [last - first for first, last in itertools.pairwise(offsets)]
@@ -85,7 +85,7 @@ def test_vanilla_and_batch_priority_are_three_results(target):
     _, experts = mk.topk_gate(GATES.log(), 2, order="softmax_topk", backend="reference")
     top = GATES.topk(2).values
     policies = {
-        # Expert 0 is asked by 0, 1, 2 and then by 3; expert 1 by 3, then by 0 and 2; expert 2 by 1 alone.
+        # Requests to expert 0: tokens 0, 1, 2, then 3; to expert 1: 3, then 0, 2; to expert 2: 1.
         "vanilla": (None, [[(0, 0), (1, 0)], [(3, 0), (0, 1)], [(1, 1)]]),
         # By maximum 3, 1, 0, 2. Expert 0: 1, 0, 2, then 3. Expert 1: 3, then 0, 2.
         "max": (top[:, 0], [[(1, 0), (0, 0)], [(3, 0), (0, 1)], [(1, 1)]]),
@@ -158,11 +158,11 @@ def test_priority_routing_by_hand(target):
     need(target, "plan_priority")
     scores = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.8, 0.2]], device=target.device)
     plan, weights = mk.plan_priority(scores, 2, backend=target.backend)
-    assert rows_of(plan) == [[(1, 0), (3, 0)], [(0, 0), (2, 0)]]  # 1 and 3 take expert 0 before 2 and 0 come to it
+    assert rows_of(plan) == [[(1, 0), (3, 0)], [(0, 0), (2, 0)]]  # 1 and 3 rank above 2 and 0 for expert 0
     assert torch.equal(weights, torch.tensor([[0.4], [0.9], [0.3], [0.8]], device=target.device))
     assert plan.requested.tolist() == [4, 0]
     plan, weights = mk.plan_priority(scores, 1, backend=target.backend)
-    assert rows_of(plan) == [[(1, 0)], [(0, 0)]]  # 0.4 is the best that expert 1 is offered
+    assert rows_of(plan) == [[(1, 0)], [(0, 0)]]  # 0.4 is the best score that expert 1 gets
     assert int(plan.dropped) == 2
     assert weights[2:].tolist() == [[0], [0]]
 
@@ -273,7 +273,7 @@ def test_the_reference_is_the_definition(data):
 def scores_of(kind: str, tokens: int, num_experts: int, dtype: torch.dtype) -> torch.Tensor:
     if kind == "ties":
         return torch.randint(-1, 2, (tokens, num_experts)).to(dtype)
-    if kind == "same for all":  # the hardest for priority routing: all tokens prefer the same order of experts
+    if kind == "same for all":  # slowest for priority routing: all tokens have the same order of experts
         return torch.arange(num_experts).to(dtype).expand(tokens, -1) + torch.arange(tokens)[:, None].to(dtype)
     if kind == "special":
         pool = torch.tensor([NAN, math.inf, -math.inf, 0.0, -0.0, 1.0])
@@ -301,8 +301,8 @@ def test_other_policies_are_the_reference(target, policy, kind, dtype):
 
 @pytest.mark.parametrize("kind", ["softmax", "ties", "same for all"])
 def test_more_pairs_than_are_looked_at_together(target, kind):
-    """Two windows of 1024 pairs, of which each has several tiles, and columns of more than a word of tokens. For
-    tokens up to 2048 Triton pads its columns."""
+    """Two windows of 1024 pairs with several tiles each; columns of more tokens than a word has bits. Triton pads
+    columns of up to 2048 tokens."""
     few, many = scores_of(kind, 60, 20, torch.float32), scores_of(kind, 2100, 2, torch.float32)
     for policy, capacity in itertools.product(("plan_priority", "plan_expert_choice"), (2, 3, 60)):
         need(target, policy)
@@ -355,7 +355,7 @@ def test_the_gradient_of_a_policy_goes_to_the_scores_it_used(policy, backend):
 @pytest.mark.parametrize("num_experts", [1, 64, 1024])
 def test_many_tokens_and_threads(num_experts):
     experts = torch.randint(-1, num_experts, (20000, 2))
-    priority = torch.rand(20000).bfloat16()  # many equal ones
+    priority = torch.rand(20000).bfloat16()  # many ties
     before = torch.get_num_threads()
     try:
         for order in ("choice", "token"):
@@ -365,7 +365,7 @@ def test_many_tokens_and_threads(num_experts):
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
                 assert_same(mk.make_plan(experts, num_experts, capacity=50, priority=priority, order=order), expected)
-        scores = torch.rand(3000, 40).bfloat16()  # ties at the boundary, in every thousand tokens
+        scores = torch.rand(3000, 40).bfloat16()  # ties at the boundary of the chosen ones
         expected, _ = mk.plan_expert_choice(scores, 100, backend="reference")
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
@@ -388,7 +388,7 @@ def test_unknown_experts_are_refused_on_the_cpu_and_no_choice_to_a_kernel(target
                     one = torch.tensor([[1, -1, index]], dtype=dtype)
                     with pytest.raises(ValueError, match=rf"got {min(index, -1)} to {max(index, 1)}$"):
                         mk.make_plan(one, 2, backend=backend)
-    if target.backend == "cpu":  # the kernel itself refuses
+    if target.backend == "cpu":  # the kernel itself returns the error
         return
     experts[0, 1] = 2**32 + 1  # of which the lower half is an expert
     arrays = backends.load(target.backend, OP).make_plan_fwd(experts, 2, None, None, "choice")
@@ -453,7 +453,7 @@ def test_padded_and_back():
 
 
 def test_what_a_backend_has_no_kernel_for_is_no_failure(target):
-    """CUDA has make_plan and no other plan."""
+    """Of the plans CUDA has only make_plan."""
     rows = list(verify(["make_plan", "plan_expert_choice", "plan_priority"], [target.backend]))
     assert {row.verdict for row in rows if row.operation == "make_plan"} == {"ok"}, rows
     assert {row.verdict for row in rows} <= {"ok", "not run"}, rows

@@ -1,4 +1,4 @@
-"""Wrong plans: arrays that break the promises of RoutingPlan are refused before a kernel uses them as addresses."""
+"""Wrong plans: arrays that violate RoutingPlan raise an error before a kernel uses them as addresses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def expert_mlp(made: mk.RoutingPlan, backend: str) -> Tensor:
     return mk.expert_mlp(X, made, w_in, w_out, weights=None, backend=backend)
 
 
-# Where each of them looks, and what it calls the bounds.
+# By operation: the arrays that it reads, and the bounds in its message.
 OPS: dict[str, Callable[[mk.RoutingPlan, str], Tensor]] = {
     "dispatch": lambda made, backend: mk.dispatch(X, made, backend=backend),
     "combine": lambda made, backend: mk.combine(SLOTS, made, backend=backend),
@@ -113,7 +113,7 @@ def test_arrays_of_another_kind_are_refused(op, name, backend):
         OPS[op](replace(plan(), **{name: right.tolist() if right.dim() else [0]}), backend)
     for wrong in (right[None], torch.cat([right.view(-1), right.view(-1)[:1]]), right.to("meta")):
         if wrong.device.type == "meta" and name == "row_token":
-            continue  # then it is the tokens that are not on the plan's device
+            continue  # then x would be the one on another device
         seen = "row_(token|choice)" if name == "row_token" else name  # whose length is R; another one is wrong then
         with pytest.raises(ValueError, match=f"^{op}: plan.{seen} must be "):
             OPS[op](replace(plan(), **{name: wrong}), backend)

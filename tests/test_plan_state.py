@@ -1,4 +1,4 @@
-"""Plans on other devices and in files."""
+"""Plans moved to other devices, and saved in files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_plan_moves_whole():
 def test_a_plan_is_loaded_with_weights_only():
     made = plan()
     x = torch.randn(9, 4)
-    mk.dispatch(x, made)  # a plan in use is saved like a new one
+    mk.dispatch(x, made)  # a used plan is saved like a new one
     for saved in (made, {"plan": made, "y": x}):
         file = io.BytesIO()
         torch.save(saved, file)

@@ -1,4 +1,4 @@
-"""The executor of PTX: instructions, divergence, checks and what it refuses, on small pieces of PTX."""
+"""The executor of PTX on small programs: instructions, divergence, checks, unsupported instructions."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ HEAD = """
 
 
 def run(body, given, threads=32, seed=0, grid=1, limit=1_000_000, out=None):
-    """`body` sees its thread's addresses of `in` and `out` in %d3 and %d4, and 4 * tid in %r2."""
+    """Runs `body`, with its thread's addresses of `in` and `out` in %d3 and %d4, and 4 * tid in %r2."""
     text = HEAD + textwrap.dedent(body) + "\nret;\n}\n"
     (name,) = entry_names(text)
     kernel = machine.kernel(text, name)
     out = torch.zeros(threads * grid, dtype=given.dtype) if out is None else out
     parameters = np.array([given.data_ptr(), out.data_ptr()], np.uint64).tobytes()
-    settings = Settings(seed | seed << 16, limit)  # of orders, and of errors
+    settings = Settings(seed | seed << 16, limit)  # seeds of the order and of .approx errors
     shared = kernel.static_shared
     machine.check(machine.run(kernel, (grid,), (threads,), shared, parameters, extents([given, out]), settings))
     return out
@@ -85,7 +85,7 @@ def test_lanes_of_one_instruction_may_form_groups():
     assert torch.equal(run(body, ints()), 2 * ints().view(8, 4).sum(1).repeat_interleave(4).int())
 
 
-def test_barrier_code_need_not_lie_in_the_order_in_which_it_runs():
+def test_code_around_a_barrier_may_be_laid_out_in_any_order():
     body = """
     setp.lt.u32 %p0, %r1, 16;
     @%p0 bra LATER;
@@ -108,13 +108,16 @@ def test_barrier_code_need_not_lie_in_the_order_in_which_it_runs():
     [
         ("add.s64 %d5, %d3, 4; ld.global.u32 %r3, [%d5];", r"lane 31: reads 4 bytes at \w+, outside of every tensor"),
         ("add.s64 %d5, %d4, -4; st.global.u32 [%d5], %r0;", r"lane 0: writes 4 bytes at \w+, outside of every tensor"),
-        ("add.s64 %d5, %d0, 2; ld.global.u32 %r3, [%d5];", "is no multiple of 4"),
+        ("add.s64 %d5, %d0, 2; ld.global.u32 %r3, [%d5];", "is not a multiple of 4"),
         ("st.global.u32 [%d1], %r0;", r"writes another value at byte 0 of a tensor than block 0 warp 0 lane \d+"),
         ("mov.u32 %r5, memory; st.shared.u32 [%r5], %r0;", r"another value to shared byte 0 than lane \d+ of the same"),
-        ("ld.shared.u32 %r3, [memory]; st.global.u32 [%d4], %r3;", "is undefined; last by a read of shared bytes that"),
+        (
+            "ld.shared.u32 %r3, [memory]; st.global.u32 [%d4], %r3;",
+            "is undefined; the last undefined value comes from a read of shared bytes that",
+        ),
         ("ld.shared.u32 %r3, [memory+4096];", "reads 4 bytes of shared memory at 4096, of 4096"),
         ("setp.lt.u32 %p0, %r1, 5; @%p0 bra OUT; shfl.sync.idx.b32 %r3, %r0, 0, 31, -1; OUT:", "have left"),
-        ("shfl.sync.idx.b32 %r3, %r0, 0, 31, 65535;", "lane 16: takes part, and its mask 0000ffff does not name it"),
+        ("shfl.sync.idx.b32 %r3, %r0, 0, 31, 65535;", "lane 16: executes it, but is not in its own mask 0000ffff"),
         ("setp.lt.u32 %p0, %r1, 5; @%p0 bar.sync 0;", "a barrier by lanes 0000001f of ffffffff"),
         ("LOOP: bra LOOP;", "more than 1000000 instructions in one launch"),
         ("trap;", "executes trap"),
@@ -144,7 +147,7 @@ def test_race_between_warps_is_found_in_every_order():
     good = run(EXCHANGE.format(barrier="bar.sync 0;", other=32), ints(64), threads=64)
     assert torch.equal(good, ints(64) ^ 32)
     for seed in range(4):
-        with pytest.raises(PtxError, match=r"with no barrier between|nobody wrote"):
+        with pytest.raises(PtxError, match=r"with no barrier between|never written"):
             run(EXCHANGE.format(barrier="", other=32), ints(64), threads=64, seed=seed)
 
 
@@ -196,7 +199,7 @@ def test_errors_of_approximate_instructions_are_bounded_and_repeat():
 
 
 def test_mma_of_fragments():
-    """One product m16n8k16 with every element in its documented lane and register."""
+    """A product m16n8k16 with every element in the lane and register of the PTX ISA."""
     torch.manual_seed(0)
     a, b = torch.randn(16, 16).bfloat16(), torch.randn(16, 8).bfloat16()
     words = torch.zeros(32, 6, dtype=torch.int32)

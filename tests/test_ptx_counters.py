@@ -1,6 +1,7 @@
-"""What one call of each operation executes stays within ptx_counters.json: instructions, sectors, bank passes, waits.
+"""Counters of one call of each operation are at most those in ptx_counters.json: instructions, sectors, bank passes,
+barriers.
 
-After a change that means to execute more:  PYTHONPATH=tests python -m ptx --update
+After an intended increase:  PYTHONPATH=tests python -m ptx --update
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from ptx import build, cuda_launch, golden
 
 pytest.importorskip("triton", reason="Triton is not installed")
 TABLE = golden.load()
-SLACK = 1.01  # a percent, and a little of small counts
+SLACK = 1.01  # one percent; small counts have a little more
 UPDATE = "if that is meant: PYTHONPATH=tests python -m ptx --update"
 
 pytestmark = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Defects planted in the PTX of real kernels: each is an error of the executor, or a wrong result."""
+"""Defects inserted into the PTX of real kernels: each gives an error of the executor, or wrong values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not GPU, reason="the kernels run on a GPU or are
 
 
 def kwta(backend):
-    """Rows with ties of every kind: the search ends early or late, and ties are counted."""
+    """Rows with different ties, so that the search ends early or late, and ties are counted."""
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(2001, generator=generator) for _ in range(4)]
     rows[1] = rows[1].mul(2).round()
@@ -54,7 +54,7 @@ def on(backend):
 
 
 def caught(call, backend, expected, edit, seeds=(0,)):
-    """What the executor says of the planted defect, "wrong values", or None."""
+    """The executor's error for the defect, or "wrong values", or None."""
     for seed in seeds:
         with session.planted(edit), session.seed(seed):
             try:
@@ -67,7 +67,7 @@ def caught(call, backend, expected, edit, seeds=(0,)):
 
 
 def launched(name, backend):
-    """The expected result, and the launch of the kernel in question."""
+    """The expected result, and the launch of the tested kernel."""
     with session.recorded() as results:
         expected = CALLS[name](backend)
     (result,) = [each for each in results if name in each.kernel.title]
@@ -75,7 +75,7 @@ def launched(name, backend):
 
 
 def only_in(kernel, edit):
-    """The edit in modules that hold the kernel; others stay."""
+    """Applies the edit only to modules with the kernel."""
     return lambda text: edit(text) if kernel.name in text else text
 
 
@@ -90,7 +90,7 @@ def test_every_deleted_barrier(name, backend):
         for line in lines:
             edit = only_in(result.kernel, plant.on_line(line, r"bar\.sync\s+\d+;", ""))
             if "bar.red" in result.kernel.texts[result.kernel.lines.index(line)]:
-                continue  # its result is used: without it the code is no longer PTX
+                continue  # bar.red: its result is used, so the code would be invalid
             if not caught(CALLS[name], backend, expected, edit, seeds=(0, 1, 2)):
                 missed.append(line)
         assert not missed, f"of {lines}"
@@ -115,7 +115,7 @@ def test_pipeline_of_a_product(backend):
 
 
 def some_lanes_are_guarded(result, pattern):
-    """PTX lines of guarded instructions whose guard was false for some lane."""
+    """PTX lines of instructions whose guard was false in some lane."""
     kernel, counters = result.kernel, result.counters
     return [
         kernel.lines[pc]
@@ -131,12 +131,12 @@ def test_removed_guards_of_loads_and_stores(kind):
         lines = some_lanes_are_guarded(result, rf"{kind}\.global")
         assert lines
         for line in lines:
-            told = caught(kwta, "triton", expected, plant.on_line(line, r"@!?%p\d+\s", " "))
-            assert "outside of every tensor" in (told or ""), line
+            outcome = caught(kwta, "triton", expected, plant.on_line(line, r"@!?%p\d+\s", " "))
+            assert "outside of every tensor" in (outcome or ""), line
 
 
-def test_removed_branch_round_a_store():
-    """nvcc jumps over stores: without the jump lanes beyond the row store."""
+def test_removed_branch_around_a_store():
+    """nvcc branches around stores: without the branch lanes beyond the row store too."""
     with on("cuda"):
         expected, result = launched("kwta", "cuda")
         kernel, found = result.kernel, 0
@@ -151,19 +151,19 @@ def test_removed_branch_round_a_store():
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_wrong_swizzle(backend):
-    """An address of shared memory with the xor left out, at the stores or at the loads alone."""
+    """Leaves out the xor in shared addresses, only of the stores or only of the loads."""
     with on(backend):
         expected, result = launched("gemm", backend)
         lines = plant.executed(result, r"xor\.b32")
-        told = {
+        outcome = {
             line: caught(gemm, backend, expected, only_in(result.kernel, plant.on_line(line, r"xor\.b32", "or.b32")))
             for line in lines
         }
-        assert any(told.values()), told
+        assert any(outcome.values()), outcome
 
 
-def test_exchange_left_out_of_a_sum():
-    """Lanes that hold the same sum: one exchange less, and they differ."""
+def test_shuffle_left_out_of_a_sum():
+    """With one shuffle left out, lanes that should have equal sums differ."""
     with on("triton"):
         expected, result = launched("gate", "triton")
         lines = plant.executed(result, r"shfl\.sync\.bfly")
@@ -171,8 +171,8 @@ def test_exchange_left_out_of_a_sum():
             plant.on_line(line, r"shfl\.sync\.bfly\.b32\s+(%r\d+),\s*(%r\d+)[^;]*;", r"mov.b32 \1, \2;")
             for line in lines
         ]
-        told = [caught(gate, "triton", expected, edit) or "" for edit in edits]
-        assert all(told)
+        outcome = [caught(gate, "triton", expected, edit) or "" for edit in edits]
+        assert all(outcome)
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,12 @@ def test_lane_missing_from_a_mask(backend, name):
         assert lines
         kernel = result.kernel
         texts = {line: kernel.texts[kernel.lines.index(line)] for line in lines}
-        # Of every instruction the first and the last: the check is the executor's own, and an edit is half a second.
+        # Only the first and the last of each instruction: every edit takes half a second.
         names = {line: re.sub(r"^@\S+\s+", "", text).split()[0] for line, text in texts.items()}
         last = {name: line for line, name in names.items()}
         first = {name: line for line, name in reversed(names.items())}
         for line in sorted({*first.values(), *last.values()}):
             text = texts[line]
             edit = only_in(kernel, plant.on_line(line, r"(-1|%r\d+)(\s*;)", r"0xfffffffe\2"))
-            told = caught(CALLS[name], backend, expected, edit)
-            assert "its mask fffffffe does not name it" in (told or ""), text
+            outcome = caught(CALLS[name], backend, expected, edit)
+            assert "is not in its own mask fffffffe" in (outcome or ""), text

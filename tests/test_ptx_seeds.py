@@ -1,7 +1,7 @@
 """Twenty orders of blocks, warps and equal stores: every operation gives the same bits in each of them.
 
-The errors of .approx instructions are a GPU's own, the same in every run. So they are held while orders change, and the
-operations that they reach stay within a tolerance where they change too.
+A GPU's errors of .approx instructions are the same in every run. So they stay fixed while orders change; operations
+that depend on them stay within a tolerance if these errors change too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES = [
     ("expert_mlp", "T=24 D=16 H=32 E=2 K=1", "fp32", True),
     ("expert_mlp", "T=24 D=16 H=32 E=2 K=1", "bf16", True),
     ("expert_norms", "T=24 D=16 H=32 E=2", "bf16", False),
-    ("sinkhorn", "B=4 n=8 R=3", "fp32", True),  # of the kernels that test_ptx_counters.py compiles
+    ("sinkhorn", "B=4 n=8 R=3", "fp32", True),  # uses kernels compiled for test_ptx_counters.py
     ("sinkhorn", "B=1 n=72 R=2", "fp32", True),
     ("tree_gate", "T=16 P=32 E=8 K=2", "fp32", True),
     ("tree_gate", "T=16 P=32 E=8 K=1", "bf16", True),
@@ -46,7 +46,7 @@ def test_every_order_gives_the_same_bits(backend, case):
     with on(backend):
         if (reason := backends.unsupported(backend, op, "cpu", calls.DTYPES[dtype])) is not None:
             pytest.skip(reason)
-        entry, inputs, _ = calls.prepared(op, dtype, shape)
+        entry, inputs, _ = calls.entry_and_inputs(op, dtype, shape)
         directions = [entry.kernel(backend)[name] for name in ("forward", "training") if name in entry.directions]
 
         def results():
@@ -69,7 +69,7 @@ def test_every_order_gives_the_same_bits(backend, case):
                     atol = max(1e-6, rounding) * float(expected.abs().max())
                     torch.testing.assert_close(got, expected, rtol=4 * rounding, atol=atol if rounding else 0.0)
         changed = not all(torch.equal(got, expected) for got, expected in zip(held, exact, strict=True))
-        assert changed == approximate or (approximate and dtype == "bf16")  # whose rounding may hide the errors
+        assert changed == approximate or (approximate and dtype == "bf16")  # rounding to bf16 may hide the errors
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

@@ -1,4 +1,4 @@
-"""What Triton compiles for sm_90 runs as well: products on wgmma, bulk copies and mbarriers, and the other kernels."""
+"""The executor runs Triton's PTX for sm_90: products with wgmma, bulk copies and mbarriers, and the other kernels."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sm_90():
 
 
 def opcodes(launches) -> set[str]:
-    """The instructions that were executed, without their types."""
+    """The executed opcodes, without their types."""
     found = set()
     for each in launches:
         runs = each.counters["runs"]
@@ -47,7 +47,7 @@ def opcodes(launches) -> set[str]:
 # Rows, columns of x and of the weights, experts; and the rows and columns of a tile. In some the sum has several steps
 # and the last is not whole, some expert has several tiles of rows, and tiles reach past every edge.
 SIZES = {
-    "few rows": ((150, 208, 144, 5), (128, 256)),  # the tile of training, whose number of rows may change
+    "few rows": ((150, 208, 144, 5), (128, 256)),  # the tile of training, where the number of rows varies
     "narrow": ((600, 80, 112, 5), (128, 128)),
     "wide": ((600, 80, 272, 5), (128, 256)),
     "eights": ((150, 72, 136, 5), (64, 64)),  # descriptors, but no multiples of 16
@@ -55,8 +55,8 @@ SIZES = {
 }
 
 
-# The tiles and the loop of a product are those of 16 bits: float16 is one case each of copies and of descriptors. The
-# rows of a size are gathered, or one behind another.
+# float16 uses the tiles and the loop of bfloat16: one case with cp.async, one with descriptors. Rows of a size are
+# either gathered or consecutive.
 BF16, FP16 = SHORT
 
 
@@ -111,7 +111,7 @@ def tf32():
 
 @pytest.mark.parametrize("width", [(40, 72), (33, 70)])
 def test_tf32(width, tf32):
-    """Operands lose their lower 13 bits, and nothing else."""
+    """Only the lower 13 bits of operands are dropped."""
     offsets = offsets_of("zipf", 150)
     x, weight, grad = torch.randn(150, width[0]), torch.randn(5, *width), torch.randn(150, width[1])
 
@@ -136,7 +136,7 @@ def many_rows():
 
 def some_dropped():
     experts = torch.randint(-1, 3, (40, 3))
-    return mk.make_plan(experts, 4, capacity=7, priority=torch.rand(40), backend="reference")  # and expert 3 has none
+    return mk.make_plan(experts, 4, capacity=7, priority=torch.rand(40), backend="reference")  # expert 3 has no rows
 
 
 @pytest.mark.parametrize(("activation", "plan_of", "sizes", "dtype"), [
@@ -188,14 +188,14 @@ def test_tree_gate_with_its_products():
 
 
 def everything_else():
-    """One call of each operation that makes no products, with its gradient."""
+    """One call of each operation without matrix products, with its gradient."""
     x = torch.randn(40, 64).requires_grad_()
     logits = torch.randn(40, 33).requires_grad_()
     weights, experts = mk.topk_gate(logits, 3, backend="triton")
     plan = mk.make_plan(experts, 33, capacity=8, priority=weights.detach()[:, 0], backend="triton")
     y = mk.combine(mk.dispatch(x, plan, backend="triton"), plan, weights, backend="triton")
     found = [weights, plan.row_token, y, mk.kwta(x, 17, backend="triton")]
-    scores = torch.randn(3, 12, 12) * torch.tensor([1.0, 1e4, 1.0])[:, None, None]  # the second one in logarithms
+    scores = torch.randn(3, 12, 12) * torch.tensor([1.0, 1e4, 1.0])[:, None, None]  # second: with logarithms
     found.append(mk.sinkhorn(scores.requires_grad_(), 5, backend="triton"))
     sum((each * torch.linspace(-1, 1, each.shape[-1])).sum() for each in found if each.is_floating_point()).backward()
     return [each.detach() for each in found] + [x.grad, logits.grad]
@@ -235,7 +235,7 @@ def product(rows=150, dim=208, columns=144):
 
 SWIZZLE = str(1 << 62 | 64 << 32)  # the constant part of a descriptor: 128 bytes, atoms of 1024
 
-# Pattern, replacement and what is said of it. Each deletes or changes every match.
+# (pattern, replacement, error): every match is deleted or changed.
 DEFECTS = {
     "no wait for a product": (r"wgmma\.wait_group[^;]*;", "", "a wgmma may still be reading|is undefined"),
     "a raised wait": (
@@ -260,7 +260,7 @@ DEFECTS = {
     "another phase": (r"(try_wait\S+ complete, \[%r\d+\]), %r\d+", r"\1, 1", r"a cp\.async may still be writing"),
     "no arrival": (r"@%p\d+ mbarrier\.arrive[^;]*;", "", "1 arrivals are missing"),
     "too many bytes": (r"(expect_tx[^;]*), \d+;", r"\1, 65536;", r"0 arrivals are missing"),
-    "too few bytes": (r"(expect_tx[^;]*), \d+;", r"\1, 1024;", "bytes come, where 1024 are expected"),
+    "too few bytes": (r"(expect_tx[^;]*), \d+;", r"\1, 1024;", "bytes arrive, but 1024 are expected"),
     "no mbarrier": (r"@%p\d+ mbarrier\.init[^;]*;", "", "no mbarrier is initialised"),
     "no barrier": (r"bar\.sync\s+0;", "", "no barrier between|no mbarrier is initialised"),
 }
@@ -280,15 +280,15 @@ def test_defect(defect):
 
     with session.planted(edit), contextlib.ExitStack() as stack:
         if message:
-            told = stack.enter_context(pytest.raises(PtxError, match=message))
+            error_info = stack.enter_context(pytest.raises(PtxError, match=message))
         try:
-            assert not torch.equal(product(), expected)  # wrong values are as good
+            assert not torch.equal(product(), expected)  # wrong values also reveal the defect
         except PtxError:
             if message:
                 raise
     assert planted
     if message:
-        assert plant.re.search(r"PTX line \d+, \S+\.py:\d+.*\n +block \(\d+,\d+,\d+\) warp \d+", str(told.value))
+        assert plant.re.search(r"PTX line \d+, \S+\.py:\d+.*\n +block \(\d+,\d+,\d+\) warp \d+", str(error_info.value))
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -302,7 +302,7 @@ ORDERS = r"wgmma\.(wait_group|fence|commit)|fence\.proxy|cp\.async\.wait|mbarrie
 
 
 def test_every_wait_and_fence_matters():
-    """Each instruction that orders something, deleted alone. A try of an mbarrier says yes instead."""
+    """Deletes one wait, fence or barrier at a time; a try_wait is replaced by success."""
     long = (350, 336, 336)  # six steps of each sum, so that every buffer is used again
     with session.recorded() as launches:
         expected = product(*long)
@@ -375,7 +375,7 @@ def test_one_product():
     [
         (
             {"before": "shr.u32 %r21, %r0, 5; cvt.u64.u32 %d9, %r21; add.s64 %d6, %d6, %d9;"},
-            "of its warpgroup issues otherwise",
+            "of its warpgroup issues differently",
         ),
         ({"before": "cvt.u64.u32 %d9, %r1; add.s64 %d6, %d6, %d9;"}, "lane 1: lanes differ in the descriptor of A"),
         ({"descriptor": 16 << 32}, "a descriptor or scale that is not modelled"),
@@ -385,13 +385,13 @@ def test_one_product():
         ),
         (
             {"pieces": 15},
-            "a value that is stored is undefined; last by a wgmma .*on unwritten shared bytes",
+            "a value that is stored is undefined; .* comes from a wgmma .*on unwritten shared bytes",
         ),
         ({"between": "add.f32 %f1, %f1, %f1;"}, "accumulator 0 was written while a wgmma"),
         ({"between": "st.shared.u32 [%r6], %r0;"}, "which a wgmma may still be reading"),
         (
             {"between": "mov.b32 %f5, %f1; st.global.f32 [%d4], %f5;"},
-            "a value that is stored is undefined; last by a wgmma",
+            "a value that is stored is undefined; the last undefined value comes from a wgmma",
         ),
         ({"before": "st.shared.u32 [%r6], %r0;"}, r"wrote, with no (fence\.proxy\.async|barrier) between"),
     ],
@@ -403,7 +403,7 @@ def test_misuse_of_a_product(change, message):
 
 @pytest.mark.parametrize("transposed", ["", ".trans"])
 def test_stmatrix_is_undone_by_ldmatrix(transposed):
-    """Rows of 16 bytes, at the addresses of the lanes."""
+    """stmatrix writes rows of 16 bytes at the lanes' addresses."""
     body = f"""
     mul.wide.u32 %d5, %r0, 16; add.s64 %d6, %d1, %d5; add.s64 %d5, %d0, %d5; mov.u32 %r5, memory;
     shl.b32 %r6, %r0, 4; add.s32 %r6, %r5, %r6; ld.global.v4.b32 {{%r10, %r11, %r12, %r13}}, [%d5];

@@ -1,4 +1,4 @@
-"""Every recipe takes steps on the fast backend and on the reference, with the same losses."""
+"""Every recipe trains with the fast backend and with the reference, with the same losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_kernels.recipes.vmoe import VMoE
 from moe_kernels.train import comparison
 from moe_kernels.train.loop import Run
 
-# Options that make a recipe small, and its data. A new recipe needs a line here.
+# By recipe: options for a small run, and its data. A new recipe needs a line here.
 SMALL: dict[str, tuple[str, str]] = {
     "comet": ("images", f"--width 20 --sides {' '.join(MODELS)}"),
     "comet_width": ("images", "--width 8 20 --tune 0.1"),
@@ -62,7 +62,7 @@ def small_text(tmp_path):
 
 @pytest.fixture
 def arguments(monkeypatch, text):
-    """name, words -> the command line of that recipe, small and on the CPU."""
+    """arguments(name, words): the parsed command line of a recipe, small and on the CPU."""
     digits = partial(data.load, "digits")
     made = {"table": table, "images": images, "digits": digits, "ratings": ratings, "text": lambda: text}
     monkeypatch.setattr(train, "load", lambda name: made[name]())
@@ -94,7 +94,7 @@ def test_fast_backend_and_reference_take_the_same_steps(arguments, tmp_path, cap
 
 
 @pytest.mark.parametrize("name", recipes.names())
-def test_a_finished_run_leaves_models_that_load_and_predict(arguments, tmp_path, name):
+def test_the_models_of_a_finished_run_load_and_predict(arguments, tmp_path, name):
     """The model of every side, loaded from its two files, gives the test results of the run."""
     args = arguments(name, "--check-steps", "0", "--out", str(tmp_path))
     assert train.run(args) == 0
@@ -106,23 +106,23 @@ def test_a_finished_run_leaves_models_that_load_and_predict(arguments, tmp_path,
         state = torch.load(path, weights_only=True)
         assert any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in state.values())
         loaded = train.load_model(path)
-        again = Run(loaded.recipe, loaded.seed, loaded.recipe.splits(train.load(args.data)))
-        if again.task.before_step is not None:
-            again.task.before_step(2)
-        again.task.model.load_state_dict(loaded.model.state_dict())
+        reloaded = Run(loaded.recipe, loaded.seed, loaded.recipe.splits(train.load(args.data)))
+        if reloaded.task.before_step is not None:
+            reloaded.task.before_step(2)
+        reloaded.task.model.load_state_dict(loaded.model.state_dict())
         if not {"thor", "bernoulli", "tied"} & {run["side"]}:  # random, or with masks of the training samples
             metric = f"test {recipes.find(name).METRIC}"
-            assert again.evaluate()[metric] == pytest.approx(run["rows"][run["chosen"]][metric], rel=1e-5)
-        inputs = loaded.recipe.inputs(next(again.test_batches()))
-        again.task.model.eval()
-        both = [loaded.predict(*inputs), again.task.predict(*inputs)]
+            assert reloaded.evaluate()[metric] == pytest.approx(run["rows"][run["chosen"]][metric], rel=1e-5)
+        inputs = loaded.recipe.inputs(next(reloaded.test_batches()))
+        reloaded.task.model.eval()
+        both = [loaded.predict(*inputs), reloaded.task.predict(*inputs)]
         first, last = (each[0] if isinstance(each, tuple) else each for each in both)
         assert len(first) == len(inputs[0])
         assert first.isfinite().all()
         assert run["side"] == "thor" or torch.equal(first, last.detach())
 
 
-def test_a_model_that_is_damaged_hostile_or_of_other_options_is_refused(arguments, tmp_path):
+def test_a_damaged_hostile_or_mismatched_model_is_an_error(arguments, tmp_path):
     assert train.run(arguments("comet_vit", "--check-steps", "0", "--sides", "comet", "--out", str(tmp_path))) == 0
     path, beside = tmp_path / "model-comet-0.pt", tmp_path / "model-comet-0.json"
     train.load_model(path)
@@ -139,20 +139,20 @@ def test_a_model_that_is_damaged_hostile_or_of_other_options_is_refused(argument
         train.load_model(tmp_path / "none.pt")
 
 
-def worst_expert(right, logits, k, order):
-    weights, _, *rest = right(logits, k, order)
-    return weights, (-logits).topk(k).indices.int(), *rest  # the experts with the smallest logits
+def worst_expert(original, logits, k, order):
+    weights, _, *rest = original(logits, k, order)
+    return weights, (-logits).topk(k).indices.int(), *rest  # chooses the experts with the smallest logits
 
 
-def an_expert_too_large(right, x, weights, w_in, w_out, b_in, b_out, *rest):
+def an_expert_too_large(original, x, weights, w_in, w_out, b_in, b_out, *rest):
     """The output of expert 0 is 0.1 % too large."""
     scale = torch.ones(len(w_out), 1)
     scale[0] = 1.001
-    return right(x, weights, w_in, w_out * scale[:, None], b_in, b_out * scale, *rest)
+    return original(x, weights, w_in, w_out * scale[:, None], b_in, b_out * scale, *rest)
 
 
-def an_expert_that_does_not_learn(right, *args):
-    gradients = right(*args)
+def an_expert_that_does_not_learn(original, *args):
+    gradients = original(*args)
     gradients[0][0].zero_()
     return gradients
 
@@ -163,12 +163,12 @@ def an_expert_that_does_not_learn(right, *args):
         ("expert_mlp_at_once", an_expert_too_large),
         ("grouped_gemm_bwd_weight", an_expert_that_does_not_learn),
         ("topk_gate_fwd", worst_expert),
-        ("combine_fwd", lambda right, *args: right(*args) * 1.001),
-        ("topk_gate_bwd", lambda right, *args: right(*args) * 0.9),
+        ("combine_fwd", lambda original, *args: original(*args) * 1.001),
+        ("topk_gate_bwd", lambda original, *args: original(*args) * 0.9),
     ],
 )
-def test_a_wrong_kernel_is_no_kink_and_no_tie(arguments, monkeypatch, capsys, kernel, wrong):
-    """In a network full of ReLUs and choices, the check allows what rounding changes, and nothing else."""
+def test_a_wrong_kernel_is_not_taken_for_a_kink_or_tie(arguments, monkeypatch, capsys, kernel, wrong):
+    """In a network with ReLUs and choices the check allows only differences that rounding causes."""
     plant(monkeypatch, kernel, wrong)
     words = ("--check-steps", "3", "--sides", "compete", "smoe", "dense", "--rate", "0.5", "--backend", "cpu")
     assert train.run(arguments("competesmoe", *words, "--steps", "1")) == 1
@@ -179,14 +179,14 @@ def test_a_wrong_kernel_is_no_kink_and_no_tie(arguments, monkeypatch, capsys, ke
 
 
 def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):
-    """A picture for each side with experts, with the shares of a count over single tokens; members of E^3 are
+    """A picture for each side with experts; its shares equal a count over single tokens. Members of E^3 count as
     images."""
     matplotlib = pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    drawn, right = {}, comparison.draw
+    drawn, original = {}, comparison.draw
 
     def draw(path, maps, names, title):
         drawn[path.name] = maps
-        return right(path, maps, names, title)
+        return original(path, maps, names, title)
 
     counted, maps_of = {}, comparison.token_maps
 
@@ -214,9 +214,9 @@ def test_heat_maps_show_where_tokens_went(arguments, tmp_path, monkeypatch):
                 share = sum(layers[0][image * 5 + 1 + patch][expert] for image in range(images)) / images
                 assert maps[0].positions[expert, patch // 2, patch % 2].item() == pytest.approx(share)
             for kind in range(3):
-                mine = [image for image in range(images) if y[image // members] == kind]
-                share = sum(layers[0][image * 5 + token][expert] for image in mine for token in range(5))
-                assert maps[0].classes[expert, kind].item() == pytest.approx(share / (5 * len(mine)))
+                selected = [image for image in range(images) if y[image // members] == kind]
+                share = sum(layers[0][image * 5 + token][expert] for image in selected for token in range(5))
+                assert maps[0].classes[expert, kind].item() == pytest.approx(share / (5 * len(selected)))
         assert maps[0].positions.sum() > 0
 
 
@@ -234,19 +234,19 @@ def test_flops_are_those_of_the_experts_that_a_sample_reached(backend):
             found[side] = run.flops(), out.statistics["experts_per_token"].item()
     (sparse, few), (dense, all_of_them) = found["topk"], found["softmax"]
     assert 2 <= few < 4 == all_of_them
-    # The other differences, in choosing and summing, are small beside half an expert.
+    # Other differences, by choosing and summing, are small compared with half an expert.
     assert dense - sparse == pytest.approx((4 - few) * 2 * 256 * 256, abs=256 * 256)
 
 
-def test_dropout_too_goes_on_where_it_stopped(arguments, tmp_path):
-    """A network with dropout and a schedule, interrupted after its second evaluation."""
+def test_a_run_with_dropout_resumes_exactly(arguments, tmp_path):
+    """Resumes a network with dropout and a schedule that was interrupted after its second evaluation."""
     words = ("--check-steps", "0", "--every", "2", "--steps", "7")
     whole, broken = interrupted(lambda out: arguments("comet_gpt", *words, "--out", str(tmp_path / out)), 8)
     assert whole == broken
 
 
 @pytest.mark.parametrize(("every", "layers"), [(1, 3), (2, 1), (3, 1), (4, 0)])
-def test_experts_stand_in_every_so_many_blocks(text, every, layers):
+def test_experts_are_in_every_nth_block(text, every, layers):
     recipe = CompeteSMoE(sides=("smoe",), dim=16, hidden=12, depth=3, moe_every=every, heads=2, length=12)
     run = Run(recipe, 0, recipe.splits(text))
     run.task.model.eval()
@@ -275,7 +275,7 @@ def test_manual_routing_freezes_the_experts_alone_while_the_gate_learns():
 
 
 def test_a_split_with_all_neurons_is_the_dense_model(text):
-    """Every expert has every neuron and nothing learns: the student is its teacher under any routing."""
+    """If every expert has every neuron and nothing is trained, the student equals its teacher with any routing."""
     for side in ("small", "hash", "balanced", "comet", "hash+"):
         recipe = MoEBERT(
             sides=(side,), dim=16, hidden=24, expert_hidden=24, share=24, depth=2, heads=2, length=12, steps=4,
@@ -294,8 +294,8 @@ def test_a_split_with_all_neurons_is_the_dense_model(text):
         assert "experts" in after[-1]
 
 
-def test_distillation_goes_on_where_it_stopped(arguments, tmp_path):
-    """Interrupted between the split and the end: student, search and frozen teacher are restored."""
+def test_distillation_resumes_exactly(arguments, tmp_path):
+    """A run interrupted after the split restores student, search and frozen teacher."""
     words = [
         "--check-steps",
         "0",
@@ -314,7 +314,7 @@ def test_distillation_goes_on_where_it_stopped(arguments, tmp_path):
     assert all(math.isfinite(number) for run in whole for row in run[1:] for number in row)
 
 
-def test_masks_that_are_kept_change_no_loss():
+def test_cached_masks_change_no_loss():
     points = images()
     splits = Splits(points, points.train, points.test)
     found, routed = [], []
@@ -326,10 +326,10 @@ def test_masks_that_are_kept_change_no_loss():
         found.append((losses, run.evaluate(), run.flops()))
         routed.append(len(calls))
     assert found[0] == found[1]
-    assert routed == [1, 1 + 3]  # FLOPs are those of a new image; without stored masks one more for each batch
+    assert routed == [1, 1 + 3]  # FLOPs count a new image; without stored masks one routing more for each batch
 
 
-def test_a_data_set_of_the_wrong_kind_is_refused(arguments, capsys):
+def test_a_data_set_of_the_wrong_kind_is_an_error(arguments, capsys):
     args = arguments("comet_vit")
     args.data = "text"
     assert train.run(args) == 2
@@ -354,7 +354,7 @@ def test_a_data_set_of_the_wrong_kind_is_refused(arguments, capsys):
         ),
     ],
 )
-def test_options_that_fit_no_side_are_refused(arguments, capsys, name, words, message):
+def test_options_without_a_side_that_uses_them_are_errors(arguments, capsys, name, words, message):
     assert train.run(arguments(name, *words)) == 2
     assert message in capsys.readouterr().err
 
@@ -381,8 +381,8 @@ def vmoe(side):
     return Run(recipe, 0, Splits(points, points.train, points.test))
 
 
-def test_how_often_is_evaluated_changes_nothing():
-    """THOR also draws experts in evaluation."""
+def test_the_number_of_evaluations_changes_nothing():
+    """THOR draws random experts also in evaluation."""
     found = []
     for points in ((2, 4, 6), (6,)):
         run = vmoe("thor")
@@ -392,8 +392,8 @@ def test_how_often_is_evaluated_changes_nothing():
     assert found[0] == found[1]
 
 
-def test_flops_know_attention_on_every_device():
-    """torch's counter has no formula for the CPU's: two products of (S, S) and the width of a head, in every block."""
+def test_flops_include_attention_on_every_device():
+    """torch's counter lacks the CPU's attention: two products of (S, S) with the width of a head, in every block."""
     run = vmoe("dense")
     _, tokens, dim = run.task.model.embed(run.data.test[0][:1]).shape
     pixels, classes = run.data.test[0].shape[1] // (tokens - 1), len(run.data.source.classes)

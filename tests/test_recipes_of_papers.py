@@ -37,7 +37,7 @@ def blocks_with_experts(side, **changed):
         ("matched", {}, []),
     ],
 )
-def test_experts_stand_where_the_papers_put_them(side, changed, blocks):
+def test_experts_are_in_the_blocks_of_the_papers(side, changed, blocks):
     assert blocks_with_experts(side, **changed)[1] == blocks
 
 
@@ -47,10 +47,10 @@ def test_the_matched_dense_model_has_the_parameters_of_the_experts():
 
     matched, dense, sparse = (parameters(blocks_with_experts(side)[0]) for side in ("matched", "dense", "token_choice"))
     assert dense < 0.7 * sparse
-    assert sparse <= matched < 1.2 * sparse  # the width grows by a head at a time
+    assert sparse <= matched < 1.2 * sparse  # the width grows by one head at a time
 
 
-def test_two_choices_of_v_moe_make_priority_matter():
+def test_priority_matters_with_two_choices_of_v_moe():
     """With a slot for every second choice, priority decides which tokens are dropped."""
     changed = {"capacity": 0.3, "capacity_eval": 0.3, "group": 0}
     runs = [blocks_with_experts(side, **changed)[0] for side in ("vmoe", "bpr")]
@@ -66,7 +66,7 @@ def test_two_choices_of_v_moe_make_priority_matter():
 
 
 def test_experts_can_be_switched_off_in_evaluation():
-    """Paper 002, Table 5: only the residuals around the layers are left."""
+    """As in paper 002, Table 5: without experts only the residuals around the layers remain."""
     run, _ = blocks_with_experts("softmax", experts_off=True, moe_layers=6)
     found = run.evaluate()
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_an_evaluation_takes_one_forward():
 
 
 def test_the_entropy_of_routers_is_that_of_their_softmax(text):
-    """Paper 004, C.5, by layer and over all of them, also of a sparse gate."""
+    """As in paper 004, C.5: by layer and over all layers, also for a sparse gate."""
     for side in ("smoe", "xmoe", "stable", "hyper", "compete"):
         recipe = CompeteSMoE(sides=(side,), dim=16, hidden=12, depth=2, heads=2, length=12, experts=4, choose="last")
         run = Run(recipe, 0, recipe.splits(text))
@@ -122,8 +122,8 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
     dense = model.blocks.blocks[0]
     x = torch.randn(2, 5, 16)
     a, b = (x @ dense.ffn.fc1.weight.t() + dense.ffn.fc1.bias).chunk(2, -1)
-    right = (torch.nn.functional.gelu(a) * b) @ dense.ffn.fc2.weight.t() + dense.ffn.fc2.bias
-    torch.testing.assert_close(dense.eval().ffn(x), right)
+    by_hand = (torch.nn.functional.gelu(a) * b) @ dense.ffn.fc2.weight.t() + dense.ffn.fc2.bias
+    torch.testing.assert_close(dense.eval().ffn(x), by_hand)
     with torch.no_grad():
         dense.relative.copy_(torch.randn_like(dense.relative))
     q, k, v = dense.qkv(dense.norm_attention(x)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
@@ -137,9 +137,8 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
     assert dense.relative.grad.abs().max() > 0
 
 
-def test_saturated_trees_are_descended_in_evaluation():
-    """The same predictions and experts as all nodes give, for the FLOPs of a path; 16 experts, of which a path sees 4
-    nodes and a leaf."""
+def test_saturated_trees_evaluate_one_path_in_evaluation():
+    """Gives the predictions and experts of all nodes with the FLOPs of a path: with 16 experts 4 nodes and a leaf."""
     points, found = ratings(), []
     for route in (True, False):
         recipe = MovieLens(sides=("comet",), experts=16, rows=0, k=1, route=route)
@@ -152,7 +151,7 @@ def test_saturated_trees_are_descended_in_evaluation():
     assert descent == pytest.approx(dense, rel=1e-6)
     assert dense["experts"] == 1
     gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # a task's
-    combine = 2 * 256 * (16 - 2)  # slots that a task sums
+    combine = 2 * 256 * (16 - 2)  # for the slots that a task sums
     assert many - few == 2 * (gate + combine)
 
 
@@ -170,7 +169,7 @@ def test_movielens_reports_the_area_under_the_curve_of_who_watches():
 
 
 def test_the_heat_map_of_a_dense_gate_shows_its_weights():
-    """Every token uses every expert, so that all shares of tokens would be 1."""
+    """Shares of weights, as every token uses every expert and all shares of tokens would be 1."""
     run, _ = blocks_with_experts("softmax", depth=1)
     (layer,) = comparison.token_maps(run)
     run.task.model.eval()
@@ -179,6 +178,6 @@ def test_the_heat_map_of_a_dense_gate_shows_its_weights():
     assert layer.of == "gate weight"
     torch.testing.assert_close(layer.positions, weights[:, 1:].mean(0).t().unflatten(1, (4, 4)))
     torch.testing.assert_close(layer.positions.sum(0), torch.ones(4, 4))
-    mine = run.data.test[1] == 2
-    torch.testing.assert_close(layer.classes[:, 2], weights[mine].mean((0, 1)))
+    rows_of_task = run.data.test[1] == 2
+    torch.testing.assert_close(layer.classes[:, 2], weights[rows_of_task].mean((0, 1)))
     assert comparison.token_maps(blocks_with_experts("token_choice", depth=1)[0])[0].of == "share of the tokens"

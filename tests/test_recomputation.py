@@ -1,4 +1,4 @@
-"""Gates inside torch.utils.checkpoint: the forward that a backward pass calls again is the one that was."""
+"""Gates inside torch.utils.checkpoint: the recomputed forward pass equals the first one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T, D, E = 12, 8, 4
 
 
 def trained(layer, again: bool, steps: int = 5):
-    """Gradients of some training steps, each on tokens of its own."""
+    """Gradients of some training steps, each on other tokens."""
     layer, found = copy.deepcopy(layer), []
     for step in range(steps):
         torch.manual_seed(step)

@@ -1,4 +1,4 @@
-"""The sanitizers' harness (tests/simt): it catches planted bugs and passes their corrected twins."""
+"""The sanitizers' harness (tests/simt): it finds planted bugs and passes the kernel without them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def rotated(bug: int, n: int) -> bool:
-    """Whether the kernel of simt/planted gives the right values."""
+    """Runs the kernel of simt/planted; whether its values are correct."""
     module = simt.Module(simt.PLANTED)
     x = torch.arange(2 * n, dtype=torch.float32).view(2, n)
     y = torch.full_like(x, -1)
@@ -24,7 +24,7 @@ def rotated(bug: int, n: int) -> bool:
     return torch.equal(y, x.roll(-1, 1))
 
 
-# The bugs of simt/planted/ops.h, the row length that shows them, and a part of the report.
+# Bugs of simt/planted/ops.h: number, a row length that shows the bug, part of the report.
 BUGS = {
     "shared overrun": (1, 24, r"heap-buffer-overflow.*rotate.cu:"),
     "global overrun": (2, 24, r"heap-buffer-overflow.*rotate.cu:"),
@@ -56,7 +56,7 @@ def test_a_call_sees_announced_buffers_only() -> None:
         module.rotate(0, 0, 0, 1, 32)
 
 
-def test_ptx_and_shared_memory_stand_in_the_headers_alone() -> None:
+def test_only_headers_have_ptx_and_shared_memory() -> None:
     sources = [*(ROOT / "csrc").rglob("*.cu*"), *(ROOT / "tests").rglob("*.cu")]
     assert sources
     for file in sources:

@@ -1,6 +1,6 @@
 """The sources of the CUDA kernels on the host executor, under the sanitizers of addresses and undefined behaviour.
-Races are found where PTX is executed, orders of warps tried by test_ptx_seeds.py, and values of all shapes are tested
-with each operation."""
+Races are found by executing PTX, orders of warps are tested by test_ptx_seeds.py, values of all shapes by the tests of
+each operation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BF16 = torch.bfloat16
 
 
 def kwta() -> None:
-    """Rows of a warp and of a block, one behind another, apart, and starting anywhere; a row that is read again."""
+    """Rows for a warp and for a block: consecutive, apart, unaligned; a row that is read several times."""
     places = test_kwta_edges.PLACES["one behind another"], test_kwta_edges.PLACES["each tensor otherwise"]
     sizes = [*itertools.product((31, 300, 1100), (torch.float32, BF16, torch.float16)), (16401, BF16)]
     for (n, dtype), place in itertools.product(sizes, places):
@@ -44,7 +44,7 @@ def kwta() -> None:
 
 
 def products() -> None:
-    """Tiles of 64 and, from 64 rows an expert on, of 128; several turns of the ring of stages; rows not aligned."""
+    """Tiles of 64 and, from 64 rows an expert on, of 128; more steps than stages; unaligned rows."""
     test_grouped_gemm.check(CUDA, BF16, "one of two", (150, 200, 136, 2), "geglu", gathered=True)
     for gathered in (True, False):
         test_grouped_gemm.check(CUDA, BF16, "adversarial", (60, 37, 27, 5), "tanh", gathered)
@@ -56,7 +56,7 @@ def verified(op: str) -> None:
 
 
 def rows() -> None:
-    """Dispatch and combine: tokens of two experts, of one and of none, by 16 bytes and by single elements."""
+    """Dispatch and combine: tokens with two, one and no expert, by 16 bytes and by single elements."""
     plan = mk.make_plan(torch.tensor([[0, 1], [1, -1], [-1, -1]]), 2, capacity=2, backend="reference")
     for dim in (40, 513):
         leaves = {"x": torch.randn(3, dim).to(BF16), "weights": torch.randn(3, 2).to(BF16)}
@@ -73,7 +73,7 @@ def rows() -> None:
 
 
 def sinkhorn() -> None:
-    """A thread, a quad, half a warp, a warp, several warps, and a matrix read from memory."""
+    """A matrix for a thread, a quad, half a warp, a warp, several warps, and one read from memory."""
     for n in (3, 7, 13, 31, 61, 65):
         scores = torch.randn(3, n, n) * torch.tensor([1.0, 300.0, 1.0])[:, None, None]
         scores[2, 0, : n // 2] = -torch.inf
@@ -83,7 +83,7 @@ def sinkhorn() -> None:
             test_sinkhorn_sums.assert_same(found, n, atol=1e-5)
 
 
-# (tokens, dim, trees, experts): lanes of a warp past the last token, 16-byte pieces and single elements, more trees
+# (tokens, dim, trees, experts): a partial last warp of tokens, accesses of 16 bytes and of single elements, more trees
 # than warps in a block, more experts than lanes, leaves without an expert on one lane and on several.
 TREES = [(5, 8, 2, 3), (3, 13, 1, 8), (2, 16, 3, 37), (1, 24, 10, 5), (9, 8, 2, 24), (3, 8, 1, 72)]
 
@@ -138,7 +138,7 @@ def test_under_sanitizers(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num_experts", [1, 31, 32, 33, 1030])
 def test_experts_are_found(num_experts: int) -> None:
-    """Rows with the last experts, the first ones, a single one, and spread: a block finds its expert by 32 probes."""
+    """Rows only in the last experts, the first ones, a single one, and in some: a block's search has 32 probes."""
     rows, weight = torch.randn(40, 8).to(BF16), torch.randn(num_experts, 8, 8).to(BF16)
     for kind in range(4):
         chosen = torch.tensor([(-1 - r % 3, r % 3, num_experts // 2, r * 7)[kind] % num_experts for r in range(40)])
@@ -149,7 +149,7 @@ def test_experts_are_found(num_experts: int) -> None:
 
 
 def test_gradients_of_many_small_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """220 experts are enough blocks for tiles of 128."""
+    """With 220 experts there are enough blocks for tiles of 128."""
     monkeypatch.setitem(test_grouped_gemm.ROUTINGS, "small", tuple(torch.randint(4, (220,)).tolist()))
     with cuda_launch.use():
         test_grouped_gemm.check(CUDA, BF16, "small", (330, 24, 136, 220), None, gathered=True)
@@ -168,7 +168,7 @@ def test_plans_of_many_tiles_or_chunks(tokens: int, k: int, experts: int, tile: 
             assert torch.equal(torch.as_tensor(getattr(got, name)), torch.as_tensor(array)), name
 
 
-# Launcher, arguments before the sizes, and sizes that it refuses, each after a dtype or the size of an index.
+# Launcher, arguments before the sizes, and sizes that are errors, each after a dtype or the size of an index.
 REFUSED = [
     ("kwta_fwd", [0, 5, 0, 0, 0, 0, 0], [
         (0, 1, 5, 6, 0, 0.0), (3, 1, 5, 2, 0, 0.0), (0, 1, 5, 2, 3, 0.0), (0, 1, 5, -1, 0, 0.0),

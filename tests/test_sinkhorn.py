@@ -31,7 +31,7 @@ def target(request):
 
 
 def oracle(scores: torch.Tensor, iterations: int, tau: float) -> torch.Tensor:
-    """The definition in float64 on potentials: other arithmetic than the reference's, which works in place."""
+    """The definition in float64 with potentials; the reference instead updates the matrix in place."""
     z = scores.double() / tau
     g = torch.zeros_like(z[..., :1, :])
     f = torch.zeros_like(z[..., :1])
@@ -43,7 +43,7 @@ def oracle(scores: torch.Tensor, iterations: int, tau: float) -> torch.Tensor:
 
 @functools.cache
 def drawn(n: int, iterations: int, tau: float, normal: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and what comes of them in float64, computed once for all backends."""
+    """Scores and the result in float64, computed once for all backends."""
     draw = torch.Generator().manual_seed(n)
     scores = (torch.randn if normal else torch.rand)(3, n, n, generator=draw)
     return scores, oracle(scores, iterations, tau)
@@ -51,8 +51,8 @@ def drawn(n: int, iterations: int, tau: float, normal: bool = True) -> tuple[tor
 
 @functools.cache
 def long_gradient(n: int, iterations: int, tau: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores, gradient of p and that of scores, of the definition with 64 bits of mantissa and in place; the kernels
-    work with 53, on potentials."""
+    """Scores, the gradient of p and that of scores by the definition with 64 bits of mantissa, in place; the kernels
+    use 53 bits, and potentials."""
     if np.finfo(np.longdouble).eps > 2e-19:
         pytest.skip("numpy's long double is no wider than float64 here")
     draw = torch.Generator().manual_seed(n)
@@ -92,7 +92,7 @@ def test_float64_at_every_temperature(target, tau, normal):
 
 
 def test_small_scores_as_a_new_parameter_holds_them(target):
-    """U(-0.05, 0.05), as the local search starts: the range decides for the linear form at tau where others do not."""
+    """U(-0.05, 0.05), as in a new LocalSearch: the small range selects the linear form at a tau where others do not."""
     for tau, n in itertools.product((1e-2, 3e-3, 1e-3, 2e-4), (4, 16) if target.executed else (4, 16, 40)):
         scores = (torch.rand(4, n, n, device=target.device) - 0.5) / 10
         iterations = 5 if target.executed else 60
@@ -117,7 +117,7 @@ def test_rows_of_any_width(target, n):
 
 @pytest.mark.parametrize(("n", "iterations"), [(4, 3), (12, 40), (40, 2)])
 def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
-    """Tame, wild, broken and converged matrices in one batch: each has the bits that it has alone."""
+    """Matrices of small and large range, broken and converged ones in one batch have the same bits as alone."""
     scales = torch.tensor([1.0, 1e4, 0.0, 90.0, 1e-3, 400.0, 1e7] * (1 if target.executed else 5))
     scores = torch.randn(len(scales), n, n) * scales[:, None, None]
     scores[2, 1, 0], scores[5, 2, 3] = NAN, INF
@@ -136,7 +136,7 @@ def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
     assert broken.any(1).nonzero().tolist() == broken.all(1).nonzero().tolist() == [[2], [5]]
     assert together[1].isnan().flatten(1).any(1).nonzero().tolist() == [[2], [5]]
     for i in range(7):
-        # Alone; to Triton a batch of one is another compilation, so there beside a copy of itself.
+        # Alone; for Triton with a copy of itself, as a batch of one would be another compilation.
         which = [i, i] if target.compiles else [i]
         alone = both(scores[which], grad[which])
         for whole, one in zip(together, alone, strict=True):
@@ -161,11 +161,11 @@ def test_forbidden_pairs(target, tau):
     assert not p[3].any()
     assert got.isfinite().all()
     assert not got[scores.isinf().to(got.device)].any()
-    torch.testing.assert_close(p[1:3].sum(-2), (p[1:3].sum(-2) > 0).float())  # columns that hold anything sum to one
+    torch.testing.assert_close(p[1:3].sum(-2), (p[1:3].sum(-2) > 0).float())  # columns with allowed pairs sum to one
 
 
 def test_one_forbidden_row_among_tame_ones(target):
-    """Its range is -inf - -inf, no number, whatever the rows after it are."""
+    """The range of such a row is -inf - -inf, which is NaN."""
     scores = torch.randn(2, 4, 4, device=target.device)
     scores[0, 1] = -INF
     p = mk.sinkhorn(scores, 3, backend=target.backend)
@@ -175,8 +175,8 @@ def test_one_forbidden_row_among_tame_ones(target):
 
 @pytest.mark.parametrize("tau", TAUS)
 def test_gradient_against_float64(target, tau):
-    """Each entry within 1e-5 of itself, and of what rounding to float64 does to terms that cancel: terms as large as
-    grad / tau, and exponents as large as scores / tau."""
+    """Error of each entry: 1e-5 of it, plus the rounding to float64 of terms that cancel, which are as large as
+    grad / tau, with exponents as large as scores / tau."""
     for n, iterations in sizes(target):
         scores, grad, expected = long_gradient(n, iterations, tau)
         leaf = scores.to(target.device).requires_grad_()
@@ -273,7 +273,7 @@ def test_marginals_against_pot_and_gradcheck():
     torch.testing.assert_close(early.sum(-2), columns.expand(2, 5))  # columns come last
     leaves = [x.requires_grad_() for x in (scores, rows, columns)]
     fixed = {"rows": rows.detach(), "columns": columns.detach(), "tau": 1.0, "gradient": "implicit"}
-    for backend in ("reference", None):  # and the CPU's kernel, where it is built
+    for backend in ("reference", None):  # None: the CPU's kernel, if it is built
         unrolled = functools.partial(mk.sinkhorn, iterations=4, tau=0.4, backend=backend)
         assert torch.autograd.gradcheck(lambda s, r, c, f=unrolled: f(s, rows=r, columns=c), leaves)
         implicit = functools.partial(mk.sinkhorn, iterations=60, backend=backend, **fixed)
@@ -291,7 +291,7 @@ def test_noise_is_added(target):
 
 @pytest.mark.parametrize("tolerance", [None, 0.05])
 def test_sums_and_tolerance_against_the_definition(target, tolerance):
-    """Both potentials' sums and stops, forbidden and broken matrices among them, across lanes and along them."""
+    """Prescribed sums and early stops, also of forbidden and broken matrices, for every layout of a matrix on lanes."""
     if target is REFERENCE:
         pytest.skip("nothing to compare")
     slow = target.compiles
@@ -314,7 +314,7 @@ def test_sums_and_tolerance_against_the_definition(target, tolerance):
 
 
 def test_what_is_not_a_number_is_within_no_tolerance(target):
-    """Beside a matrix that takes no iteration: both would without the NaN."""
+    """A matrix with a NaN becomes NaN; the other one needs no iteration, as both would without the NaN."""
     for n in (4, 40):
         leaf = torch.zeros(2, n, n, device=target.device)
         leaf[0, 1, 2] = NAN
@@ -332,11 +332,11 @@ def test_what_is_not_a_number_is_within_no_tolerance(target):
 
 @pytest.mark.parametrize(("n", "iterations", "tolerance"), [(6, 40, 1e-3), (70, 2, 0.1)])
 def test_tolerance_stops_each_matrix_by_itself(target, n, iterations, tolerance):
-    """Its counts are those of the sums of the definition's iterates, its value and gradient those of that many."""
+    """Each matrix takes the iterations that the definition's sums need, and has their value and gradient."""
     wide = target.backend in ("reference", "cpu")
     scores = torch.randn(5, n, n, dtype=torch.float64) * torch.tensor([0.3, 1.0, 3.0, 8.0, 0.0])[:, None, None]
-    scores[2, 1] = -INF  # a row of nothing is not waited for
-    scores[4] = -INF  # no iteration at all: nor is a column of nothing waited for
+    scores[2, 1] = -INF  # a forbidden row does not count
+    scores[4] = -INF  # needs no iteration: a forbidden column does not count either
     scores[4, 1:, 1:] = -math.log(n - 1)
     scores, grad = (x if wide else x.float() for x in (scores, torch.randn_like(scores)))
     counts = []
@@ -409,11 +409,11 @@ def test_empty_and_many_dimensions(target, shape):
 
 
 def test_one_element_that_is_forbidden(target):
-    """Of the matrices of one element it alone is for logarithms: in their gradient two barriers are met by no other."""
+    """The only 1 x 1 matrix for the form with logarithms, which has two barriers that the others do not reach."""
     scores = torch.full((1, 1), -math.inf, device=target.device, requires_grad=True)
     p = mk.sinkhorn(scores, 2, backend=target.backend)
     (got,) = torch.autograd.grad(p.sum(), scores)
-    assert p.item() == got.item() == 0.0  # a row of nothing stays one
+    assert p.item() == got.item() == 0.0  # a forbidden row stays 0
 
 
 def test_views_are_read_in_place_and_nothing_else_is_written(target):

@@ -1,4 +1,4 @@
-"""Which of sinkhorn's kernels works on which matrices, and for how long: instructions that the executor counts."""
+"""The kernel that sinkhorn uses for each matrix, and its number of instructions, counted by the executor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def backend(request):
 
 
 def executed(backend: str, shape: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Instructions of warps by kernel: of those that scale by vectors, and of those that take logarithms."""
+    """Warp instructions of the kernels that scale by vectors, and of those with logarithms."""
     scaled, logarithmic = {}, {}
     for result in call("sinkhorn", backend, "fp32", shape, "training")[0]:
         counted = counters.count(result)
@@ -42,14 +42,14 @@ def test_each_matrix_is_worked_on_by_one_form(backend, n):
 
 
 def test_a_solve_that_changes_nothing_ends(backend):
-    """Beyond 40 iterations at tau = 1, forward and backward."""
+    """At tau = 1, 400 iterations take under 1.5 times the instructions of 40, forward and backward."""
     some, many = (executed(backend, f"B=2 n=16 R={iterations} tau=1.0")[0] for iterations in (40, 400))
     for kernel, count in many.items():
         assert count < 1.5 * some[kernel], kernel
 
 
 def test_any_order_and_any_error_of_approximate_instructions(backend):
-    """Nothing approximate reaches the gradient of the scaled form, so its bits stay."""
+    """The gradient of the scaled form has the same bits, as it does not depend on approximate instructions."""
     scores, grad, gradients = torch.randn(3, 16, 16).requires_grad_(), torch.randn(3, 16, 16), []
     for seed in range(1, 7):
         with session.seed(seed):

@@ -1,4 +1,4 @@
-"""sinkhorn's sums and tolerance, and the first and the last: iterations, matrices of a program, elements."""
+"""sinkhorn's sums and tolerance; one iteration, more matrices than a program has, memory around matrices."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def target(request):
 def sizes(target: Target) -> tuple[int, ...]:
     """One n for every way of holding a matrix: across lanes, in part of a warp, in a block, read again."""
     if target.compiles:
-        return (3, 12, 40, 70)  # as in BATCHES: another multiple of 4 or 16 is another compilation of six kernels
+        return (3, 12, 40, 70)  # as in BATCHES; for another divisibility by 4 or 16 six kernels are compiled again
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
 
 def both(
     target: Target, leaves: dict, grad: torch.Tensor, iterations: int, place=torch.clone, place_grad=None, **settings
 ):
-    """p and the gradients of a target, and those of the definition in float64."""
+    """p and the gradients on the target, and by the definition in float64."""
     found = []
     for backend, dtype in ((target.backend, torch.float32), ("reference", torch.float64)):
         put, put_grad = (place, place_grad or place) if backend == target.backend else (torch.clone, torch.clone)
@@ -52,15 +52,15 @@ def assert_same(found, what: object, atol: float = 2e-6) -> None:
 
 
 def uneven(n: int, total: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """What rows and columns are to sum to: about `total` each, the same altogether."""
+    """Prescribed sums of rows and columns: about `total` each, with equal totals."""
     rows, columns = (total * (1 + 0.2 * torch.rand(1, n)) for _ in range(2))
     return rows, columns * (rows.sum() / columns.sum())
 
 
 @functools.cache
 def telling(n: int, total: float) -> tuple[dict[str, torch.Tensor], float]:
-    """Scores and sums, and a tolerance at which it makes a difference of more than rounding whether it counts `total`
-    times as much. The same for every target."""
+    """Scores, sums, and a tolerance: with `total` times the tolerance the result would differ by more than rounding.
+    The same for every target."""
     leaves = dict(zip(("scores", "rows", "columns"), (torch.randn(2, n, n), *uneven(n, total)), strict=True))
 
     def stopped(tolerance):
@@ -85,7 +85,7 @@ def test_a_tolerance_is_of_sums_not_of_their_ratio(target, total):
 
 @pytest.mark.parametrize("wrong", ["columns", "rows", "neither"])
 def test_what_is_near_before_the_first_iteration(target, wrong):
-    """Rows that sum to one beside columns that do not, and the reverse, are not near."""
+    """A matrix is not near if its rows sum to one and its columns do not, or the reverse."""
     for n in sizes(target):
         scores = torch.full((2, n, n), -30.0)
         scores[:, :, 0] = 0
@@ -101,7 +101,7 @@ def test_what_is_near_before_the_first_iteration(target, wrong):
 
 @pytest.mark.parametrize("tau", [0.5, 2.0])
 def test_no_iteration_is_taken_of_what_is_near(target, tau):
-    """The gradient of exp(scores / tau) itself, at a temperature that is not 1."""
+    """The gradient is that of exp(scores / tau), at a temperature other than 1."""
     for n in sizes(target):
         p = torch.rand(2, n, n, dtype=torch.float64) + 0.1
         leaves = {"scores": p.log() * tau, "rows": p.sum(-1), "columns": p.sum(-2)}
@@ -115,7 +115,7 @@ def test_no_iteration_is_taken_of_what_is_near(target, tau):
 
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_sums_of_annealed_iterations(target, iterations):
-    """Gradients of an iteration four times as hot as the last, left without its factor, are off by that much."""
+    """An iteration at four times the last temperature: without the factor 4 its gradients would be wrong."""
     for n in sizes(target):
         scores, grad = torch.randn(2, 2, n, n)
         rows, columns = (torch.cat([uneven(n, total)[which] for total in (1.0, 3.0)]) for which in (0, 1))
@@ -123,7 +123,7 @@ def test_sums_of_annealed_iterations(target, iterations):
         assert_same(both(target, leaves, grad, iterations, tau=0.5, anneal_from=2.0), (n, iterations), atol=1e-5)
 
 
-# n, and more matrices than a program or a block holds, the last of which has too few.
+# (n, batch): more matrices than a program or a block has; the last one is partial.
 BATCHES = ((1, 300), (3, 130), (4, 130), (7, 40), (12, 19), (16, 19), (30, 5), (40, 3), (50, 3))
 
 
@@ -131,9 +131,9 @@ BATCHES = ((1, 300), (3, 130), (4, 130), (7, 40), (12, 19), (16, 19), (30, 5), (
 def test_more_matrices_than_a_program_holds(target, with_sums):
     for n, batch in BATCHES:
         if target.compiles and n in (4, 16, 50):
-            continue  # the kernels of 3, 12 and 40
+            continue  # same kernels as 3, 12 and 40
         scores, grad = torch.randn(2, batch, n, n)
-        scores[-1] *= 40  # in a form of its own
+        scores[-1] *= 40  # the only one in its form
         leaves = {"scores": scores}
         if with_sums:
             leaves |= {"rows": torch.rand(batch, n) + 0.3, "columns": torch.rand(batch, n) + 0.3}
@@ -149,15 +149,15 @@ def test_one_iteration(target, settings):
 
 @pytest.mark.parametrize("with_sums", [False, True], ids=["ones", "sums"])
 def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
-    """NaN on all sides; rows and matrices that start at any address; matrices and rows of a matrix far apart."""
+    """NaN on all sides; unaligned rows and matrices; matrices and rows of a matrix far apart."""
     places = [framed, lambda x: far_apart(x, (2**30, x.shape[-1], 1))]
     places.append(lambda x: far_apart(x, (x.shape[1] * 2**30, 2**30, 1)))
     places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # 12 of them pass 2^31, but not 2^32
-    if target.backend == "cuda":  # which reads pieces of 16 bytes where all matrices and rows start at one
+    if target.backend == "cuda":  # reads 16 bytes at a time if all matrices and rows are aligned
         places += [padded, shifted, lambda x: padded(x.flatten(1)).unflatten(1, x.shape[1:])]
     for n in (3, 12, 70) if target.executed else (3, 12, 40, 70, 130):
         if target.compiles and (n == 3 or (with_sums and n == 70)):
-            continue  # the kernels of 12 find a matrix the same way; sums are arrays of their own
+            continue  # the kernels of 12 use the same addresses; sums are other arrays
         scores, grad = torch.randn(2, 3, n, n)
         leaves = {"scores": scores}
         if with_sums:

@@ -24,7 +24,7 @@ def test_importance_is_of_per_sample_gradients(shape):
         for x in batches:
             losses(x.requires_grad_()).sum().backward()
             with torch.no_grad():
-                losses(x)  # an evaluation between batches
+                losses(x)  # an evaluation without gradients between batches
 
     expected = torch.zeros(7, dtype=torch.float64)
     for x in batches:
@@ -33,7 +33,7 @@ def test_importance_is_of_per_sample_gradients(shape):
             expected += ((fc1.weight * g1).sum(1) + (fc2.weight * g2).sum(0)).abs().detach()
     torch.testing.assert_close(importance.value, expected)
     losses(batches[0]).sum().backward()
-    torch.testing.assert_close(importance.value, expected)  # outside the block nothing is added
+    torch.testing.assert_close(importance.value, expected)  # nothing is added outside the block
 
 
 def test_neurons_by_hand():

@@ -16,7 +16,7 @@ D, E, H, T, IDS = 6, 4, 5, 12, 9
 
 
 def makers():
-    """name -> a function that makes the module with a device and a dtype."""
+    """By name: a function (device, dtype) that makes the module."""
 
     def local(**options):
         return mnn.LocalSearch(E, 5, **options)
@@ -58,7 +58,7 @@ def test_meta_then_to_empty_then_reset_is_the_constructor(name):
                 if isinstance(value, torch.Tensor):
                     torch.testing.assert_close(found[key], value, rtol=0, atol=0, equal_nan=True)
             continue
-        for each in made.modules():  # as users of fully_shard do: every module on its own, in any order
+        for each in made.modules():  # as with fully_shard: every module by itself, in any order
             if hasattr(each, "reset_parameters"):
                 each.reset_parameters()
         for key, value in made.state_dict().items():
@@ -109,7 +109,7 @@ def averages(model):
 
 
 def test_the_average_of_permutations_is_a_permutation():
-    """An average of the int64 buffer would be no permutation."""
+    """The average of the int64 buffer would not be a permutation."""
     pytest.importorskip("scipy", reason="hardening needs scipy")
     torch.manual_seed(0)
     model = mnn.MoE(mnn.PermutedGate(mnn.SoftmaxGate(D, 8), mnn.LocalSearch(8, 6)), mnn.ExpertMLP(8, D, H))
@@ -125,7 +125,7 @@ def test_the_average_of_permutations_is_a_permutation():
                 each.eval()(x)
                 assert each.module.gate.search.source[0].sort().values.tolist() == list(range(8))
     assert model.gate.search.source[0].tolist() != list(range(8))
-    for _ in range(50):  # stage two: the average moves to the permutation that stays
+    for _ in range(50):  # stage two: the average converges to the final permutation
         copies[1].update_parameters(model)
     copies[1].eval()(x)
     assert torch.equal(copies[1].module.gate.search.source, model.gate.search.source)
@@ -135,7 +135,7 @@ def test_the_average_of_permutations_is_a_permutation():
 @pytest.mark.parametrize("decay", [0.9, 0.999, 0.9999])
 @pytest.mark.parametrize("kind", ["hash", "manual"])
 def test_an_averaged_table_is_the_table(kind, decay):
-    """Averages of equal integers are truncated: 7 * 0.9 + 7 * 0.1 was 6."""
+    """An average of equal integers was truncated: 7 * 0.9 + 7 * 0.1 gave 6."""
     gate = mnn.HashGate(500, 64) if kind == "hash" else mnn.ManualGate(range(64))
     copies = [AveragedModel(gate, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True), *averages(gate)]
     for each in copies:

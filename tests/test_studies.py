@@ -1,4 +1,4 @@
-"""The studies of papers 000 and 001: their counts by hand on small networks, and their files."""
+"""The studies of papers 000 and 001: counts by hand on small networks, and output files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_similarities_are_those_of_the_network():
     torch.testing.assert_close(activations, torch.cosine_similarity(*layers), rtol=1e-4, atol=1e-5)
 
 
-def test_utilisation_counts_dead_neurons_and_those_that_another_set_wakes(tmp_path, capsys, monkeypatch):
+def test_utilisation_counts_dead_neurons_and_those_active_on_another_set(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     draw = torch.Generator().manual_seed(0)
     y, found = torch.zeros(20, dtype=torch.long), {}
@@ -91,7 +91,7 @@ def test_utilisation_counts_dead_neurons_and_those_that_another_set_wakes(tmp_pa
     assert (tmp_path / "utilisation.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_a_study_that_cannot_start_says_why(capsys):
+def test_a_study_that_cannot_start_explains_why(capsys):
     assert main(["study", "utilisation", "--data", "/no/such/place"]) == 2
     assert capsys.readouterr().err.startswith("study: ")
     with pytest.raises(SystemExit):
@@ -102,7 +102,7 @@ def test_a_study_that_cannot_start_says_why(capsys):
 
 @pytest.mark.parametrize("sign", [1, -1])  # Jester has ratings below 0
 def test_the_cost_of_a_permutation_is_the_loss_under_it(sign):
-    """For several permutations the sum of the costs is the training loss that the permuted table has."""
+    """For several permutations the sum of the costs is the training loss with the permuted table."""
     points = ratings()
     recipe = movielens.MovieLens(sides=("hash",), experts=4, rows=0, dropout=0.0, batch_size=80)
     *ids_and_watched, stars = points.train
@@ -138,7 +138,7 @@ def test_what_a_permutation_gains_is_between_the_mean_and_the_best(tmp_path, mon
 
 @pytest.mark.parametrize("schedule", ["paper", "wide"])
 def test_which_schedule_ends_in_a_permutation(schedule):
-    """Of 30 random U of 16 experts, a step before the end of stage one: the paper's schedule reaches none."""
+    """Of 30 random U of 16 experts, one step before the end of stage one, the paper's schedule permutes none."""
     found = []
     for seed in range(30):
         search = LocalSearch(16, 100, schedule=schedule, generator=torch.Generator().manual_seed(seed)).train()
@@ -146,7 +146,7 @@ def test_which_schedule_ends_in_a_permutation(schedule):
         for _ in range(2):
             search.permutation()
         found.append(search.distance.item() < 1e-3)
-        if schedule == "wide":  # and this is the best permutation
+        if schedule == "wide":  # which is the best permutation
             _, columns = scipy.optimize.linear_sum_assignment(-search.scores.detach()[0].numpy())
             assert search.source[0][torch.tensor(columns)].tolist() == list(range(16))
     assert sum(found) == (30 if schedule == "wide" else 0)
@@ -168,9 +168,9 @@ def test_a_random_search_and_its_bootstrap(tmp_path, monkeypatch, capsys):
 
 
 def test_the_bootstrap_takes_the_test_loss_of_the_best_validation_loss():
-    """Of two of three trials: (1, 9) is best whenever it is drawn, in two cases of three, else (2, 4)."""
+    """Two of three trials: (1, 9) is the best if it is drawn, in 2 of 3 cases; else (2, 4)."""
     rows = [{"valid loss": valid, "test loss": test} for valid, test in ((1.0, 9.0), (2.0, 4.0), (3.0, 1.0))]
     assert search.bootstrap(rows, 4000) == {1: pytest.approx(14 / 3, abs=0.2)}
     found = search.bootstrap([*rows, {"valid loss": 9.0, "test loss": 0.0}], 4000)
-    # Of two of four: the first in 3 of 6 pairs, the second in 2, the third in 1.
+    # Two of four: the first is the best of 3 of 6 pairs, the second of 2, the third of 1.
     assert found[2] == pytest.approx((3 * 9 + 2 * 4 + 1) / 6, abs=0.2)

@@ -16,7 +16,7 @@ CONSTANTS = {"alpha": 1.3, "limit": 0.8}
 
 
 def by_hand(pre: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    """One element at a time, in Python's floats."""
+    """The formula for one element at a time, with Python's floats."""
     rows = []
     for row in pre.tolist():
         pairs = [(min(gate, limit), min(max(up, -limit), limit)) for gate, up in zip(row[::2], row[1::2], strict=True)]
@@ -36,7 +36,7 @@ def given(target, dtype):
     x = torch.randn(9, DIN).to(target.device, dtype).requires_grad_()
     weight = torch.randn(E, DIN, 2 * H).to(target.device, dtype).requires_grad_()
     bias = torch.randn(E, 2 * H).to(target.device, dtype).requires_grad_()
-    offsets = torch.tensor([0, 2, 2, 8], dtype=torch.int32, device=target.device)  # the last row is not in use
+    offsets = torch.tensor([0, 2, 2, 8], dtype=torch.int32, device=target.device)  # the last row is unused
     return x, weight, bias, offsets
 
 
@@ -93,7 +93,7 @@ def test_the_operator_s_gradient_by_differences():
     assert torch.autograd.gradcheck(lambda pre: operator(pre, 1.7, 0.9), pre)
     edges = torch.tensor([[0.9, -0.9, -0.9, 0.9, 0.9, 0.9]], dtype=torch.float64, requires_grad=True)
     found = [torch.autograd.grad(f(edges).sum(), edges)[0] for f in (lambda pre: operator(pre, 1.7, 0.9), by_torch)]
-    torch.testing.assert_close(*found)  # a clamp hands on what it leaves alone, its bounds as well
+    torch.testing.assert_close(*found)  # a clamp passes gradients inside its bounds and at them
     torch.library.opcheck(operator, (torch.randn(4, 10, requires_grad=True), 1.7, 0.9))
 
 

@@ -23,7 +23,7 @@ ROWS = {
     "large": lambda t, e: 100 * torch.randn(t, e),
     "zeros of both signs": lambda t, e: torch.tensor([0.0, -0.0])[torch.randint(2, (t, e))],
     "masked": lambda t, e: torch.randn(t, e).masked_fill(torch.rand(t, e) < 0.5, -INF),
-    # What is computed of elements past the row must not count: zeros there would be the largest, or the smallest.
+    # Zeros read past the row would be the largest elements, or the smallest; they must not count.
     "far below zero": lambda t, e: torch.randn(t, e) - 200,
     "far above zero": lambda t, e: torch.randn(t, e) + 200,
     "a row of -inf": lambda t, e: torch.randn(t, e).index_fill(0, torch.arange(t)[-1:], -INF),
@@ -44,7 +44,7 @@ def gate_and_gradient(logits, k, order, grad, backend, place=torch.clone):
 
 
 def assert_near(got, same_dtype, exact, floor: float) -> None:
-    """Off from float64 by at most twice what the reference of the same dtype is, plus the floor."""
+    """Allows twice the error of the reference in the same dtype, against float64, plus the floor."""
     finite = exact.isfinite()
     assert torch.equal(got.isfinite(), finite)
     got, same_dtype, exact = got[finite].double(), same_dtype[finite].double(), exact[finite]
@@ -71,13 +71,12 @@ def test_choices_weights_and_gradients(target, kind, dtype, order):
             assert got[1].dtype == torch.int32
             assert torch.equal(got[1], exact[1]), (num_experts, k)
             assert got[0].dtype == got[2].dtype == dtype
-            assert_near(got[0], same[0], exact[0], floor)  # of weights, at most 1, and of the gradient's terms
+            assert_near(got[0], same[0], exact[0], floor)  # relative to 1 for weights, and to the gradient's terms
             assert_near(got[2], same[2], exact[2], floor * max(1.0, float(grad.abs().max())) if grad.numel() else floor)
 
 
-# (T, E, K): experts of every size class of the kernels, also a few more than the class below has; as many choices as a
-# warp has lanes, one more, and more than are made one by one on a CPU; and tokens of several programs or blocks, of
-# which the last is not full.
+# (T, E, K): every size class of experts, also with a few more than the class below; as many choices as a warp has
+# lanes, one more, and more than the CPU selects one by one; several programs or blocks, of which the last is partial.
 MANY = ((9, 8, 3), (19, 40, 32), (9, 140, 33), (2, 600, 300), (3, 260, 3), (2, 1040, 5))
 
 
@@ -87,7 +86,7 @@ def test_many_experts_choices_and_tokens(target, kind, order):
     # Triton compiles two kernels for a size and an order: small and large ones in each order.
     for tokens, num_experts, k in MANY[ORDERS.index(order) :: 2] if target.compiles else MANY:
         logits = ROWS[kind](tokens, num_experts).to(target.device)
-        grad = torch.randn(k, tokens, device=target.device).t()  # of no layout that can be read in place
+        grad = torch.randn(k, tokens, device=target.device).t()  # not contiguous in the last dimension
         got = gate_and_gradient(logits, k, order, grad, target.backend)
         exact = gate_and_gradient(logits.double(), k, order, grad, "reference")
         assert torch.equal(got[1], exact[1]), (num_experts, k)
@@ -119,11 +118,11 @@ def test_rows_far_apart(target, order):
 def test_by_hand(target):
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]], device=target.device).log()
     weights, experts = mk.topk_gate(logits, 3, backend=target.backend)
-    assert experts.tolist() == [[1, 3, 2]]  # equal logits: the lower expert first
+    assert experts.tolist() == [[1, 3, 2]]  # equal logits: the lower index first
     torch.testing.assert_close(weights.cpu(), torch.tensor([[3 / 8, 3 / 8, 2 / 8]]))
     weights, experts = mk.topk_gate(logits, 3, order="softmax_topk", backend=target.backend)
     assert experts.tolist() == [[1, 3, 2]]
-    torch.testing.assert_close(weights.cpu(), torch.tensor([[3 / 9, 3 / 9, 2 / 9]]))  # of the whole, not renormalised
+    torch.testing.assert_close(weights.cpu(), torch.tensor([[3 / 9, 3 / 9, 2 / 9]]))  # not renormalised
 
 
 def test_noise_moves_the_choice_and_takes_a_gradient(target):
@@ -202,7 +201,7 @@ def test_bad_input_is_named(call, error, words):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradient_at_large_logits(target, order):
-    """A saved logarithm of the sum of exponentials, rounded at the size of the logits, was off by half at 1e8."""
+    """A saved logsumexp, rounded at the magnitude of the logits, gave an error of a half at 1e8."""
     for size in (1e3, 1e5, 1e8):
         logits = torch.tensor([[size, size, 0.0], [size, 0.5 * size, size]], device=target.device)
         grad = torch.tensor([[1.0], [1.0]], device=target.device)
@@ -213,7 +212,7 @@ def test_gradient_at_large_logits(target, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_infinite_gradient_is_where_the_references_is(target, order):
-    """Of "topk_softmax" at the chosen experts of its token alone."""
+    """For "topk_softmax" only at the chosen experts of its token."""
     logits, grad = torch.randn(3, 9, device=target.device), torch.randn(3, 2, device=target.device)
     grad[1, 0] = INF
     found = [gate_and_gradient(logits, 2, order, grad, name)[2] for name in (target.backend, "reference")]

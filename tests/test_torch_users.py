@@ -1,4 +1,4 @@
-"""What users of torch do to a package: profile, export, trace, vmap, compile, hook, change the default device."""
+"""The package with tools of torch: profilers, export, trace, vmap, compile, hooks, another default device."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_flops_of_a_layer_are_counted_once():
 # 3 and 4: export, of layers in test_export.py.
 @pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_what_was_exported_without_gradients_has_them(call):
-    """Nothing was kept for a backward then, so the backward computes it again."""
+    """The exported forward keeps nothing for backward, so backward recomputes it."""
     f = (ROWS | OTHERS)[call]
 
     class Module(nn.Module):
@@ -107,7 +107,7 @@ def test_a_trace_computes_the_same(call):
 
 @pytest.mark.parametrize(("policy", "words"), [("capacity", "make_plan: capacity"), ("expert choice", "T")])
 def test_a_trace_of_a_layer_is_refused_by_name(policy, words):
-    """Its capacities would be constants of the trace."""
+    """Capacities would become constants of the trace."""
     with pytest.raises(TypeError, match=f"{words} must be an int, got Tensor"):
         torch.jit.trace(LAYERS[policy](), (torch.randn(5, 6),), check_trace=False)
 
@@ -172,7 +172,7 @@ def test_vmap_of_a_backward_is_refused_by_name():
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("call", [*ROWS, "expert_norms"])
 def test_outputs_have_their_gradient_compiled(call, backend):
-    """torch 2.11's compiler gave a gate none whose forward ended in a conversion to the dtype that it had."""
+    """With torch 2.11 a gate whose forward ended with a conversion to its own dtype lost its gradient."""
     torch._dynamo.reset()
     f, x = (ROWS | OTHERS)[call], torch.randn(4, 4)
     with mk.use_backend(backend):
@@ -216,7 +216,7 @@ def test_saved_tensors_that_come_back_with_other_strides(call):
 
 @pytest.mark.parametrize("call", [*ROWS, *OTHERS])
 def test_what_is_changed_before_backward_is_noticed(call):
-    """If the backward reads x at all, and not only masks or indices made of it."""
+    """If backward reads x itself, not only masks or indices computed from it."""
     f, x = (ROWS | OTHERS)[call], torch.randn(4, 4)
     leaf = x.clone().requires_grad_()
     given = leaf.clone()
@@ -316,7 +316,7 @@ def test_a_negative_view_is_read_negated(call):
 
 # 9: threads of Python.
 def test_short_kernels_keep_the_gil(monkeypatch):
-    """To release it and take it again costs more than a kernel of 10 us, while other threads wait for it."""
+    """If other threads wait for it, releasing and retaking it costs more than a kernel of 10 us."""
     released = {}
 
     class Recorded:
@@ -335,7 +335,7 @@ def test_short_kernels_keep_the_gil(monkeypatch):
         mk.topk_gate(x, 2)
         mk.grouped_gemm(x, torch.randn(1, 64, 32), torch.tensor([0, rows]))
         mk.sinkhorn(x[: min(rows, 64), : min(rows, 64)], 20)
-    mk.sinkhorn(torch.randn(8, 8), 1000)  # few elements, but long
+    mk.sinkhorn(torch.randn(8, 8), 1000)  # few elements, but many iterations
     assert released == {
         "kwta_fwd": [False, True],
         "topk_gate_fwd": [False, True],

@@ -1,4 +1,4 @@
-"""`train` itself: agreement with planted faults, resuming, checkpoints, tuning, seeds, and its files."""
+"""`train`: the agreement check on planted faults, resuming, checkpoints, tuning, seeds, and output files."""
 
 import argparse
 import csv
@@ -23,7 +23,7 @@ from moe_kernels.train.loop import Run
 
 @pytest.fixture(name="arguments")
 def small_arguments(monkeypatch):
-    """Parses a command line of the recipe comet, on the blobs unless it names data; small and on the CPU."""
+    """parse(...): a small command line of the recipe comet on the CPU, with the data set "blobs" by default."""
     monkeypatch.setattr(train, "load", lambda name: blobs() if name == "blobs" else data.load(name))
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
@@ -36,7 +36,7 @@ def small_arguments(monkeypatch):
 
 
 def numbers(path) -> list:
-    """The numbers of a result without times."""
+    """The numbers of a result, without times."""
     return [
         {key: value for key, value in run.items() if key not in ("rows", "setup_seconds")}
         | {"rows": [{k: v for k, v in row.items() if k != "seconds"} for row in run["rows"]]}
@@ -44,7 +44,7 @@ def numbers(path) -> list:
     ]
 
 
-def test_run_trains_both_networks_and_writes_what_it_printed(arguments, capsys, tmp_path):
+def test_a_run_trains_both_networks_and_writes_the_printed_results(arguments, capsys, tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert train.run(arguments("--lr", "0.1", "--seeds", "2", "--out", str(tmp_path))) == 0
     printed, report = capsys.readouterr().out, json.loads((tmp_path / "result.json").read_text())
@@ -58,13 +58,13 @@ def test_run_trains_both_networks_and_writes_what_it_printed(arguments, capsys, 
         logged = list(csv.DictReader(file))
     assert len(logged) == 2 * 2 * 3
     assert {"neurons", "dead neurons"} < logged[0].keys()
-    assert not {"experts", "dead experts"} & logged[0].keys()  # a COMET MLP has none
+    assert not {"experts", "dead experts"} & logged[0].keys()  # a COMET MLP has no experts
     for run in report["runs"]:
         last = run["rows"][-1]
         assert last["test accuracy"] > 0.9
         assert (last["neurons"], last["most load"]) == ((24, 1) if run["side"] == "standard" else (12, 1))
-        assert [row["step"] for row in run["rows"]] == [3, 6, 9]  # none at step 0, which no paper has
-        assert last["entropy"] is None  # NaN is no JSON
+        assert [row["step"] for row in run["rows"]] == [3, 6, 9]  # none at step 0, as in the papers
+        assert last["entropy"] is None  # JSON has no NaN
         assert any(
             row["side"] == run["side"] and row["step"] == "9" and float(row["test loss"]) == last["test loss"]
             for row in logged
@@ -88,7 +88,7 @@ def test_the_seed_decides_every_number_but_the_time(arguments, tmp_path):
 
 
 def test_a_step_is_sgd_with_momentum_by_hand():
-    """Two steps of the dense side, with autograd's gradients and the update by hand."""
+    """Two steps of the dense side against autograd's gradients with the update by hand."""
     recipe = comet.Comet(sides=("standard",), width=(8,), lr=0.1, batch_size=48)
     points = blobs()
     run = Run(recipe, 0, Splits(points, points.train, points.test))
@@ -119,16 +119,16 @@ def test_both_networks_learn_digits(arguments, tmp_path):
         assert side["metric"][0] > 0.93
 
 
-def another_winner(right, *args):
-    y, bits = right(*args)
-    return y, bits ^ 1  # the mask of the first neuron of every layer is inverted, its value is not
+def another_winner(original, *args):
+    y, bits = original(*args)
+    return y, bits ^ 1  # inverts the first neuron's mask in every layer, not its value
 
 
-def all_of_a_sample(right, values, bits):
+def all_of_a_sample(original, values, bits):
     """All neurons of one sample are active, and learn."""
     bits = bits.clone()
     bits[0] = -1
-    return right(values, bits)
+    return original(values, bits)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def all_of_a_sample(right, values, bits):
     [
         ("kwta_fwd", another_winner),
         ("kwta_bwd", all_of_a_sample),
-        ("kwta_bwd", lambda right, values, bits: values.clone().fill_(torch.nan)),
+        ("kwta_bwd", lambda original, values, bits: values.clone().fill_(torch.nan)),
     ],
 )
 def test_agreement_check_catches_a_planted_fault(arguments, monkeypatch, capsys, kernel, wrong):
@@ -150,9 +150,9 @@ def test_agreement_check_catches_a_planted_fault(arguments, monkeypatch, capsys,
 
 @dataclasses.dataclass(frozen=True)
 class Edge(recipes.Recipe):
-    """40 samples, a hidden ReLU layer, two experts by the larger score. `off` is what a backend adds to the argument of
-    the ReLU of neuron 0, which is 0 for sample 0; `tie` to the score of expert 0, for sample 1 equal to expert 1's;
-    `scale` multiplies the loss."""
+    """40 samples, a hidden ReLU layer, and the one of two experts with the larger score. A backend adds `off` to the
+    argument of the ReLU of neuron 0 (0 for sample 0), and `tie` to the score of expert 0 (equal to that of expert 1 for
+    sample 1), and multiplies the loss by `scale`."""
 
     off: float = recipes.option(0.0, "on the argument of the ReLU")
     tie: float = recipes.option(0.0, "on the score of expert 0")
@@ -196,18 +196,18 @@ def edge(**changed):
 
 
 @pytest.mark.parametrize("changed", [{"off": 3e-7}, {"off": -3e-7}, {"tie": 3e-7}, {"tie": -3e-7}], ids=str)
-def test_agreement_check_knows_kinks_and_ties(monkeypatch, changed):
-    """Rounding crosses the kink of a ReLU or changes the choice of two equal experts: both backends are right."""
+def test_agreement_check_allows_kinks_and_ties(monkeypatch, changed):
+    """Rounding may cross the kink of a ReLU or change the choice between equal experts: both backends are correct."""
     assert edge(**changed).passed
     with monkeypatch.context() as patch:
         patch.setattr(agreement, "PAIRS", 0)
         found = [edge(**{name: sign * value for name, value in changed.items()}) for sign in (1, -1)]
-    assert not all(each.passed for each in found)  # with the other sign nothing changes
+    assert not all(each.passed for each in found)  # with the other sign there is no difference
 
 
 @pytest.mark.parametrize("changed", [{"off": 0.03}, {"tie": 0.1}, {"scale": 1.001}, {"scale": math.nan}], ids=str)
 def test_agreement_check_catches_a_fault_beside_a_kink_and_a_tie(changed):
-    """The same network at its kink and its tie, with differences larger than rounding."""
+    """The same network, with differences at its kink and tie that are larger than rounding."""
     found = edge(**changed)
     assert not found.passed
     assert found.steps[0].repeated == 2 * agreement.PAIRS
@@ -225,20 +225,20 @@ def test_other_weights_do_not_agree():
     assert agreement.steps[0].gradient_error > 1e-5
 
 
-def test_reference_has_nothing_to_be_compared_with(arguments, capsys):
+def test_the_reference_backend_has_no_agreement_check(arguments, capsys):
     assert train.run(arguments("--backend", "reference", "--epochs", "1")) == 0
     assert "nothing to compare" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps", [3, 8, 15, 20])  # in tuning, in the first run that counts, in the second, in its twin
-def test_interrupted_and_resumed_is_as_not_interrupted(arguments, tmp_path, capsys, steps):
+@pytest.mark.parametrize("steps", [3, 8, 15, 20])  # in tuning, in the first run, in the second, in its twin
+def test_a_resumed_run_equals_an_uninterrupted_one(arguments, tmp_path, capsys, steps):
     words = ["--seeds", "2", "--tune", "0.1", "0.001", "--check-steps", "0", "--every", "2", "--epochs", "1"]
     assert train.run(arguments(*words, "--out", str(tmp_path / "whole"))) == 0
     broken = arguments(*words, "--out", str(tmp_path / "broken"))
     interrupt(broken, steps)
     assert f"--resume continues from {tmp_path / 'broken' / 'checkpoint.pt'}" in capsys.readouterr().out
     broken.resume = True
-    torch.manual_seed(99)  # torch's own generators must not matter
+    torch.manual_seed(99)  # torch's global generator must have no effect
     assert train.run(broken) == 0
     assert numbers(tmp_path / "whole" / "result.json") == numbers(tmp_path / "broken" / "result.json")
 
@@ -265,7 +265,7 @@ class Exploit:
         return os.getpid, ()
 
 
-def test_checkpoints_that_are_damaged_hostile_or_of_another_run_are_refused(arguments, capsys, tmp_path):
+def test_damaged_hostile_or_mismatched_checkpoints_are_errors(arguments, capsys, tmp_path):
     words = ["--check-steps", "0", "--epochs", "1", "--out", str(tmp_path)]
     assert train.run(arguments(*words, "--resume")) == 2
     assert "there is no checkpoint" in capsys.readouterr().err
@@ -296,7 +296,7 @@ def test_checkpoints_that_are_damaged_hostile_or_of_another_run_are_refused(argu
 @pytest.mark.parametrize(
     "changed", [{"step": 99}, {"step": "one"}, {"model": {}}, {"random": {"cpu": torch.zeros(3)}}, {"rows": 3}], ids=str
 )
-def test_an_open_run_that_does_not_fit_is_refused(arguments, capsys, tmp_path, monkeypatch, changed):
+def test_a_mismatched_unfinished_run_is_an_error(arguments, capsys, tmp_path, monkeypatch, changed):
     words = ["--check-steps", "0", "--epochs", "2", "--out", str(tmp_path)]
     save = Comparison._save
 
@@ -316,8 +316,8 @@ def test_an_open_run_that_does_not_fit_is_refused(arguments, capsys, tmp_path, m
     assert f"{path} does not fit, {key}: " in capsys.readouterr().err
 
 
-def test_tuning_never_sees_the_test_set(arguments, monkeypatch, tmp_path):
-    """The labels of the test set are wrong: a choice by them would take the rate that learns nothing."""
+def test_tuning_does_not_use_the_test_set(arguments, monkeypatch, tmp_path):
+    """Labels of the test set are wrong: a choice by them would take the rate that learns nothing."""
     points = blobs(400)
     wrong = data.Images(**vars(points) | {"test_y": (points.test_y + 1) % 3})
     monkeypatch.setattr(train, "load", lambda name: wrong)
@@ -348,19 +348,19 @@ def test_a_single_rate_is_no_choice_and_takes_no_time(arguments, tmp_path):
         (["--device", "meta"], "train: --device meta: "),
     ],
 )
-def test_a_run_that_cannot_start_says_why(arguments, capsys, words, message):
+def test_a_run_that_cannot_start_explains_why(arguments, capsys, words, message):
     assert train.run(arguments(*words)) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_denormals_are_flushed_in_training_and_afterwards_as_before(arguments, monkeypatch, flushed):
-    seen, right = [], Run.take_step
+    seen, original = [], Run.take_step
 
     def denormal() -> float:
         return (torch.full((8,), 1e-30) * 1e-10).max().item()
 
-    monkeypatch.setattr(Run, "take_step", lambda run: seen.append(denormal()) or right(run))
+    monkeypatch.setattr(Run, "take_step", lambda run: seen.append(denormal()) or original(run))
     try:
         assert torch.set_flush_denormal(flushed)
         assert train.run(arguments("--steps", "1", "--check-steps", "0")) == 0
@@ -370,7 +370,7 @@ def test_denormals_are_flushed_in_training_and_afterwards_as_before(arguments, m
         torch.set_flush_denormal(False)
 
 
-def test_threads_are_those_asked_for_and_afterwards_those_before(arguments, capsys):
+def test_threads_are_set_for_the_run_and_then_restored(arguments, capsys):
     before = torch.get_num_threads()
     for threads in (1, 2):
         assert train.run(arguments("--epochs", "0", "--check-steps", "0", "--threads", str(threads))) == 0
@@ -379,7 +379,7 @@ def test_threads_are_those_asked_for_and_afterwards_those_before(arguments, caps
 
 
 @pytest.mark.parametrize("place", ["folder", "file/run.json"])
-def test_a_place_for_the_result_that_cannot_be_written_is_told_before_training(arguments, tmp_path, capsys, place):
+def test_an_unwritable_result_folder_is_an_error_before_training(arguments, tmp_path, capsys, place):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     assert train.run(arguments("--json", str(tmp_path / place))) == 2
@@ -389,7 +389,7 @@ def test_a_place_for_the_result_that_cannot_be_written_is_told_before_training(a
     assert str(tmp_path) in printed.err
 
 
-def test_trying_the_place_of_the_result_leaves_what_is_there(tmp_path):
+def test_the_check_of_the_result_folder_changes_no_file(tmp_path):
     (tmp_path / "run.json").write_text("old")
     checkpoint.try_place(tmp_path / "run.json")
     checkpoint.try_place(tmp_path / "new" / "run.json")
@@ -412,7 +412,7 @@ def test_trying_the_place_of_the_result_leaves_what_is_there(tmp_path):
         (["competesmoe", "--rate", "-0.1"], "argument --rate: must be at least 0, got -0.1"),
     ],
 )
-def test_words_that_make_no_sense_are_refused_by_name(capsys, words, message):
+def test_invalid_options_are_errors_with_their_name(capsys, words, message):
     with pytest.raises(SystemExit) as stopped:
         main(["train", *words])
     assert stopped.value.code == 2

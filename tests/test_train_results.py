@@ -1,4 +1,4 @@
-"""Results of a training run: swept options, the evaluation that counts, losses, FLOPs, pictures."""
+"""Results of a training run: swept options, the reported evaluation, losses, FLOPs, pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_kernels.train.loop import Run, area_under_roc
 
 
 def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
-    """Two sides, three keep fractions: six runs, a table of the metric over the fractions, a picture."""
+    """Two sides and three keep fractions give six runs, a table of the metric over the fractions, and a picture."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     words = ("--keep", "0.1", "0.5", "1", "--check-steps", "0", "--epochs", "1", "--out", str(tmp_path))
     assert train.run(arguments(*words)) == 0
@@ -37,12 +37,12 @@ def test_swept_options_are_variants_of_every_side(arguments, tmp_path, capsys):
     assert (tmp_path / "model-comet-keep=0.5-0.pt").exists()
 
 
-def test_an_evaluation_looks_at_no_more_test_rows_than_train_or_than_it_is_told(arguments, monkeypatch, capsys):
-    seen, right = [], Run.evaluate
+def test_an_evaluation_uses_a_limited_number_of_test_rows(arguments, monkeypatch, capsys):
+    seen, original = [], Run.evaluate
 
     def evaluate(run):
         seen.append(len(run.data.test[0]))
-        return right(run)
+        return original(run)
 
     monkeypatch.setattr(Run, "evaluate", evaluate)
     points = blobs()
@@ -52,14 +52,14 @@ def test_an_evaluation_looks_at_no_more_test_rows_than_train_or_than_it_is_told(
         seen.clear()
         assert train.run(arguments("--check-steps", "0", "--epochs", "1", *words)) == 0
         assert set(seen) == {rows}
-        told = f"{rows} test samples{'' if rows == 48 else ' of 48'}; 2 steps of 16 (1 epochs)"
-        assert told in capsys.readouterr().out
+        message = f"{rows} test samples{'' if rows == 48 else ' of 48'}; 2 steps of 16 (1 epochs)"
+        assert message in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("steps", [None, 5])
 def test_the_best_evaluation_on_the_validation_part_counts_and_stops_a_run(arguments, tmp_path, capsys, steps):
-    """A learning rate under which it gets worse: the kept model is that of the best evaluation, also of a run that was
-    interrupted, and two evaluations later the run stops."""
+    """With a learning rate that makes it worse: the saved model is that of the best evaluation, also after an
+    interruption, and two evaluations later the run stops."""
     words = ["--choose", "best", "--patience", "2", "--check-steps", "0", "--every", "2", "--eval-rows", "99"]
     args = arguments(
         *words, "--sides", "standard", "--epochs", "20", "--lr", "0.5", "--momentum", "0.95", "--out", str(tmp_path)
@@ -75,13 +75,13 @@ def test_the_best_evaluation_on_the_validation_part_counts_and_stops_a_run(argum
     assert "stops: no better on the validation part" in capsys.readouterr().out
     state = torch.load(tmp_path / "model-standard-0.pt", weights_only=True)
     points = blobs()
-    again = Run(comet.Comet(sides=("standard",), width=(24,)), 0, Splits(points, points.train, points.test))
-    again.task.model.load_state_dict(state)
-    assert again.evaluate()["test accuracy"] == run["rows"][run["chosen"]]["test accuracy"]
+    other_run = Run(comet.Comet(sides=("standard",), width=(24,)), 0, Splits(points, points.train, points.test))
+    other_run.task.model.load_state_dict(state)
+    assert other_run.evaluate()["test accuracy"] == run["rows"][run["chosen"]]["test accuracy"]
     assert json.loads((tmp_path / "model-standard-0.json").read_text())["step"] == run["rows"][run["chosen"]]["step"]
 
 
-def test_the_task_s_loss_is_told_from_what_is_added_to_it(arguments, tmp_path, capsys):
+def test_the_tasks_loss_is_reported_without_added_losses(arguments, tmp_path, capsys):
     words = ("--sides", "l1", "--l1", "0.01", "--check-steps", "0", "--epochs", "1", "--out", str(tmp_path))
     assert train.run(arguments(*words)) == 0
     (run,) = json.loads((tmp_path / "result.json").read_text())["runs"]
@@ -103,7 +103,7 @@ def test_flops_are_given_with_kept_masks_and_without(arguments, tmp_path, capsys
     found = {run["side"]: (run["flops"], run["flops_known"]) for run in json.loads(path.read_text())["runs"]}
     routing = 2 * (12 * 24 + 24 * 24 * 2)
     assert found["standard"][0] == found["standard"][1]
-    assert routing <= found["comet"][0] - found["comet"][1] <= routing + 3 * 24  # and the selections
+    assert routing <= found["comet"][0] - found["comet"][1] <= routing + 3 * 24  # plus the selections
     assert "with kept masks" in capsys.readouterr().out
 
 
@@ -117,7 +117,7 @@ def test_area_under_roc_counts_pairs():
 
 
 def test_a_picture_draws_the_task_s_loss_and_names_the_rest(monkeypatch, tmp_path):
-    """Also of a recipe whose measure is a loss: the axis shows the test's."""
+    """Also for a recipe with a loss as its metric: the axis shows the test loss."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     drawn = []
     monkeypatch.setattr(plotting, "save", lambda canvas, path: drawn.append(canvas))

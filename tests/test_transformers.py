@@ -1,4 +1,4 @@
-"""Tiny random models of transformers on our kernels: logits, loss and every gradient against transformers' eager."""
+"""Tiny random models of transformers with our kernels: logits, loss and gradients against its eager experts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
-    """Imports transformers at the first test, not at collection: 3.4 s that other tests need not wait for."""
+    """Imports transformers (3.4 s) at the first test, not at collection."""
     global transformers, moe, mk_transformers
     import transformers
     from transformers.integrations import moe
@@ -67,7 +67,7 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, **more: object) -> n
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **(SIZES | LAYERS | CONFIGS[kind] | more))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():  # larger weights than a fresh model's, and biases that are not zero
+    with torch.no_grad():  # larger weights than initial ones, and nonzero biases
         for parameter in model.parameters():
             if parameter.dim() != 1:
                 parameter.normal_(std=0.2)
@@ -88,7 +88,7 @@ def step(model: nn.Module, implementation: str) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts calls of the implementation "counted", which is ours."""
+    """Counts calls of "counted", which is our implementation."""
     count = []
 
     def counted(*args):
@@ -119,7 +119,7 @@ def test_bfloat16_is_as_near_to_float32_as_eager(kind):
     exact = model_of(kind)
     narrow = model_of(kind, torch.bfloat16)
     narrow.load_state_dict(exact.state_dict())
-    exact.load_state_dict(narrow.state_dict())  # both hold the rounded weights
+    exact.load_state_dict(narrow.state_dict())  # both have the rounded weights
     _, wanted, wanted_grads = step(exact, "eager")
     _, eager, eager_grads = step(narrow, "eager")
     _, ours, our_grads = step(narrow, "moe_kernels")
@@ -189,7 +189,7 @@ def test_no_tokens(kind):
 
 
 class Seen(TorchDispatchMode):
-    """Names of the operators of this package that run."""
+    """Records the names of this package's operators that run."""
 
     def __init__(self):
         super().__init__()
@@ -201,7 +201,7 @@ class Seen(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 900])  # 900: each product is a launch of its own
+@pytest.mark.parametrize("tokens", [0, 1, 3, 900])  # 900: a launch for each product
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_gradients_one_operator_gives_the_same_bits(tokens, dtype):
     experts = experts_of("mixtral").to(dtype)
@@ -240,7 +240,7 @@ def test_without_gradients_errors_are_those_with_them(wrong):
 
 
 def test_every_flag_of_the_decorator():
-    """transposed or not, biases or not, gate or not, a norm or not: against a loop over tokens and choices."""
+    """Every combination of transposed, biases, gate and norm against a loop over tokens and choices."""
 
     def build(transposed: bool, bias: bool, gate: bool, norm: bool) -> nn.Module:
         @moe.use_experts_implementation(
@@ -316,7 +316,7 @@ def test_generation_gives_the_tokens_of_eager(kind):
     assert torch.equal(model.generate(ids(), **options), expected)
 
 
-def test_experts_that_cannot_be_served_are_refused_by_name():
+def test_unsupported_experts_are_errors_with_their_name():
     experts = experts_of("mixtral")
     chosen, weights = routing(10, 4)
     x = torch.randn(10, 32)
@@ -328,7 +328,7 @@ def test_experts_that_cannot_be_served_are_refused_by_name():
         mk_transformers.experts_forward(experts, x, chosen, weights)
 
 
-def test_the_gate_of_gpt_oss_is_recognised_by_what_it_computes():
+def test_the_gate_of_gpt_oss_is_recognised_by_its_values():
     assert mk_transformers._is_clamped(type(experts_of("gpt_oss")))
 
     class Other:
@@ -339,8 +339,8 @@ def test_the_gate_of_gpt_oss_is_recognised_by_what_it_computes():
     assert not mk_transformers._is_clamped(type(experts_of("deepseek_v3")))
 
 
-def test_register_refuses_a_name_that_is_taken():
-    mk_transformers.register()  # again: nothing happens
+def test_registering_a_used_name_is_an_error():
+    mk_transformers.register()  # registering again has no effect
     assert moe.ALL_EXPERTS_FUNCTIONS["moe_kernels"] is mk_transformers.experts_forward
     for name in ("grouped_mm", "eager"):
         with pytest.raises(ValueError, match=f"another experts implementation called '{name}'"):
@@ -390,7 +390,7 @@ def test_a_model_with_tree_gates_for_routers_trains(implementation):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_traced_without_gradients_it_has_them_later():
+def test_a_trace_without_gradients_can_be_differentiated_later():
     experts = experts_of("mixtral")
     x, index = torch.randn(5, 32), torch.randint(0, 4, (5, 2))
     weights = torch.rand(5, 2)

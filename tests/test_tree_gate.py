@@ -43,7 +43,7 @@ def step(t: float, gamma: float) -> float:
 
 
 def leaves(split: list[float], gamma: float, node: int = 0, prob: float = 1.0) -> list[float]:
-    """Leaf probabilities from left to right by recursion over heap ids, plain floats."""
+    """Leaf probabilities from left to right by recursion over heap ids, with Python's floats."""
     if node >= len(split):
         return [prob]
     h = step(split[node], gamma)
@@ -51,7 +51,7 @@ def leaves(split: list[float], gamma: float, node: int = 0, prob: float = 1.0) -
 
 
 def gates_by_hand(split: list[list[float]], leaf: list[list[float]], gamma: float, weigh=lambda p: p) -> list[float]:
-    """eq. 3 of one token over all trees in plain floats; `weigh` is the parity modes' place in it."""
+    """Eq. 3 for one token over all trees, with Python's floats; parity modes change `weigh`."""
     masses = [
         [weigh(p) * math.exp(a) for p, a in zip(leaves(s, gamma), row, strict=True)]
         for s, row in zip(split, leaf, strict=True)
@@ -61,7 +61,7 @@ def gates_by_hand(split: list[list[float]], leaf: list[list[float]], gamma: floa
 
 
 def drawn(tokens: int, dim: int, trees: int, experts: int, *, bias: bool = True, device: str = "cpu") -> dict:
-    """Arguments of a gate whose nodes are, at gamma = 1, about as often saturated as not."""
+    """Arguments of a gate; at gamma = 1 about half of the nodes are saturated."""
     shapes = {"x": (tokens, dim), "split_weight": (trees, experts - 1, dim), "leaf_weight": (trees, experts, dim)}
     shapes |= {"split_bias": (trees, experts - 1), "leaf_bias": (trees, experts)} if bias else {}
     found = {name: torch.randn(shape) for name, shape in shapes.items()}
@@ -72,7 +72,7 @@ def drawn(tokens: int, dim: int, trees: int, experts: int, *, bias: bool = True,
 
 
 def identity(split: torch.Tensor, leaf: torch.Tensor) -> dict:
-    """Arguments whose pre-activations are split (T, K, E-1) and leaf (T, K, E): x one-hot, the weights hold them."""
+    """Arguments with the pre-activations split (T, K, E-1) and leaf (T, K, E): x is one-hot, the weights hold them."""
     eye = torch.eye(split.shape[0], dtype=split.dtype, device=split.device)
     return {"x": eye, "split_weight": split.permute(1, 2, 0), "leaf_weight": leaf.permute(1, 2, 0)}
 
@@ -89,10 +89,10 @@ def gate_and_gradients(arguments: dict, grads: tuple, backend: str, **settings) 
 
 
 def references(arguments: dict, grads: tuple, **settings) -> list[dict[str, torch.Tensor]]:
-    """gate_and_gradients of the reference, with the columns in four orders.
+    """gate_and_gradients of the reference with four orders of the columns.
 
-    Sums in one order are as good as in another, but a node near its clamp may make one 20 times as bad, and processors
-    differ in theirs.
+    Every order of a sum is valid and processors use different ones, but near a node's clamp one order may have 20 times
+    the error of another.
     """
     found = []
     for _ in range(4):
@@ -105,7 +105,7 @@ def references(arguments: dict, grads: tuple, **settings) -> list[dict[str, torc
 
 
 def assert_near(got: torch.Tensor, same_dtype: list[torch.Tensor], exact: torch.Tensor, floor: float, what: object):
-    """Off from float64 by at most twice what references of the same dtype are, plus the floor; of the largest."""
+    """Allows twice the largest error of the references in the same dtype, against float64, plus the floor."""
     assert got.isfinite().all(), what
     if exact.numel():
         size = max(1.0, float(exact.abs().max()))
@@ -114,7 +114,7 @@ def assert_near(got: torch.Tensor, same_dtype: list[torch.Tensor], exact: torch.
 
 
 def test_leaves_are_the_experts_from_left_to_right(target):
-    """A walk to every leaf by saturated nodes; five leaves stand at heap ids 7, 8, 4, 5, 6."""
+    """Saturated nodes lead to each leaf; five leaves have heap ids 7, 8, 4, 5, 6 from left to right."""
     for experts in range(2, 18):
         split = torch.zeros(experts, 1, experts - 1)
         ids = []
@@ -139,7 +139,7 @@ def walk(node: int, experts: int) -> list[int]:
     return walk(2 * node + 1, experts) + walk(2 * node + 2, experts)
 
 
-# Pre-activations of two trees of five experts: all nodes inside the step, and with two saturated in the first.
+# Pre-activations of two trees of five experts: no node saturated, and with two saturated nodes in the first.
 PLAIN = [[0.1, -0.2, 0.3, 0.0], [-0.4, 0.25, 0.05, -0.1]]
 SATURATED = [[0.6, -0.2, 0.3, -0.5], [-0.4, 0.25, 0.05, -0.1]]
 LEAF = [[0.5, -1.0, 2.0, 0.0, 1.5], [1.0, 0.3, -0.7, 0.9, -0.2]]
@@ -170,7 +170,7 @@ def test_five_experts_by_hand(target):
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     """(T, P, K, E)"""
     if target.executed:
-        # The second and the last are two programs or blocks and more, of which the last is not full.
+        # The second and the last need several programs or blocks, of which the last is partial.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 33), (9, 4, 2, 48), (9, 4, 2, 64))
         # CUDA has a kernel of its own for each power of two; between them leaves are left out of the next one's tree,
         # but of 260 and 520, where a lane's leaves would be at two depths.
@@ -195,7 +195,7 @@ def test_gates_and_gradients(target, dtype, parity):
         if parity is not None and dtype != torch.float32:
             pytest.skip("the constants of a parity mode are float32 in every dtype")
         sizes = {torch.float32: sizes, torch.bfloat16: sizes[1::2], torch.float16: sizes[0::2]}[dtype]
-    # The parity modes differ from the gate by two constants.
+    # Parity modes differ from the default by two constants.
     for size in sizes if parity is None else sizes[1::6]:
         arguments = {name: each.to(dtype) for name, each in drawn(*size, device=target.device).items()}
         tokens, _, trees, experts = size
@@ -209,7 +209,7 @@ def test_gates_and_gradients(target, dtype, parity):
         exact = gate_and_gradients(wide, grads, "reference", **settings)
         for name, each in got.items():
             assert each.dtype == dtype
-            # A gradient sums terms of both signs, as many as there are nodes or tokens.
+            # A gradient is a sum over nodes or tokens of terms with both signs.
             output = name in ("gates", "leaf_probs")
             of_dtype = [reference[name] for reference in same]
             assert_near(each, of_dtype, exact[name], floor if output else 3 * floor, (size, name))
@@ -228,7 +228,7 @@ def unsupported(target: Target, parity: str | None) -> str | None:
 
 
 def test_one_output_at_a_time(target):
-    """A loss on the gates alone, and one on the leaf probabilities alone, as the entropy is."""
+    """A loss of the gates only, and one of the leaf probabilities only, like the entropy."""
     arguments = drawn(4, 6, 2, 6, device=target.device)
     for index in range(2):
         found = []
@@ -258,7 +258,7 @@ def test_gradients_are_finite_at_every_scale(target):
 
 
 def test_next_to_the_clamp_with_everything_at_stake(target):
-    """Paths of nodes one rounding from saturated, to a leaf whose logit outweighs all: 0 times what overflows."""
+    """Nodes one rounding below saturation, on the path to a leaf with a dominating logit: 0 times an overflow."""
     edge = torch.nextafter(torch.tensor(-0.5), torch.tensor(0.0)).item()
     for experts in (2, 4, 8):  # the probability of leaf 0: 1e-14, 1e-28, 1e-42
         split = torch.full((2, 1, experts - 1), edge, device=target.device)
@@ -268,14 +268,14 @@ def test_next_to_the_clamp_with_everything_at_stake(target):
         found = gate_and_gradients(identity(split, leaf), grads, target.backend, gamma=1.0)
         for name, each in found.items():
             assert each.isfinite().all(), (experts, name)
-        # From the smallest normal number on a probability counts.
+        # Probabilities from the smallest normal number on count.
         assert found["gates"][:, 0].tolist() == [1.0, 1.0] if experts < 8 else [0.0, 0.0]
 
 
 def test_saturated_nodes_get_no_gradient_and_leaves_out_of_reach_do_not_count(target):
     split = torch.tensor([[[0.8, 0.1, -0.5]], [[0.5, -3.0, 0.2]]], device=target.device)  # tokens 0 and 1, one tree
     leaf = torch.tensor([[[0.3, -0.2, 900.0, 800.0]], [[INF, 0.4, NAN, -INF]]], device=target.device)
-    # No product with a one-hot x here, which would smear NaN: the biases hold the logits of one token at a time.
+    # Biases hold the logits of one token at a time: a product with a one-hot x would spread NaN.
     for token in range(2):
         weights = {"split_weight": torch.zeros(1, 3, 2), "leaf_weight": torch.zeros(1, 4, 2)}
         arguments = {"x": torch.zeros(1, 2)} | weights
@@ -301,7 +301,7 @@ def test_saturated_nodes_get_no_gradient_and_leaves_out_of_reach_do_not_count(ta
 
 @pytest.mark.parametrize("experts", [5, 64])
 def test_gpu_kernels_round_their_results(target, experts):
-    """Gates and leaf probabilities leave a kernel in the dtype of x: no cast reads and writes them once more."""
+    """Kernels return gates and leaf probabilities in the dtype of x, without a cast in another kernel."""
     if target.backend not in ("triton", "cuda"):
         pytest.skip("the CPU's kernels compute in float32 and have their results cast")
     given = [each.bfloat16() for each in drawn(8, 16, 1, experts, device=target.device).values()]
@@ -320,7 +320,7 @@ def test_views_are_read(target):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_products_and_tree_in_one_kernel(dtype):
-    """Triton's kernel for one tree of few experts; its logits are what backward reads."""
+    """Triton's fused kernel for one tree of few experts; backward reads its logits."""
     target = next(each for each in TARGETS if each.id == "triton")
     if reason := reason_to_skip(target, "tree_gate"):
         pytest.skip(reason)
@@ -342,7 +342,7 @@ def test_products_and_tree_in_one_kernel(dtype):
         exact = gate_and_gradients(wide, grads, "reference", gamma=1.0)
         for name, each in got.items():
             assert_near(each, [reference[name] for reference in same], exact[name], floor, (experts, name))
-    # The sum of 80 terms takes two steps: what lies past the row, of x or of the weights, is the next row.
+    # A sum of 80 terms takes two steps; past a row's end, of x or of the weights, lies the next row.
     arguments = {name: each.to(dtype) for name, each in drawn(3, 80, 1, 5, device=target.device).items()}
     arguments["split_bias"][:, 0] = 50.0
     arguments["x"][1, 0] = arguments["leaf_weight"][0, 4, 0] = NAN  # the last leaf is on the right
@@ -412,7 +412,7 @@ def test_compiles_whole_forward_and_backward():
         gates, probs = mk.tree_gate(**arguments, gamma=1.0)
         return gates[:, 0].sum() - (probs * (probs + 1e-6).log()).sum()
 
-    # What is at stake is the trace; code for what surrounds the operations takes inductor 15 seconds.
+    # Only the trace is tested: inductor would take 15 s for the code around the operations.
     compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (3, 5):
         arguments = {name: each.requires_grad_() for name, each in drawn(tokens, 4, 2, 5).items()}

@@ -1,4 +1,4 @@
-"""tree_gate where inputs are extreme: NaN and infinity in one place, logits far from zero, leaves hardly reached."""
+"""tree_gate with extreme inputs: a single NaN or infinity, logits far from zero, leaves of tiny probability."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ target = on_every_target("tree_gate")
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("shift", [-200.0, 200.0])
 def test_leaf_logits_far_from_zero(target, shift, parity):
-    """Places that are no leaf, and leaves that do not count, have no part in the largest logit: it would be theirs."""
+    """Padding and leaves of probability 0 must not enter the largest logit; here theirs would be the largest."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     sizes = ((3, 2, 3), (5, 1, 6), (3, 1, 33), (3, 2, 12))
-    if target.compiles:  # kernels that test_tree_gate.py has compiled; a mode is two more of each size
+    if target.compiles:  # kernels of test_tree_gate.py; a mode is two more for each size
         sizes = ((3, 2, 5), (5, 2, 6), (3, 1, 33), (3, 2, 12))
         sizes = sizes if parity is None else sizes[parity == "tf" :: 2]
     for tokens, trees, experts in sizes:
         arguments = drawn(tokens, 4, trees, experts, device=target.device)
         arguments["leaf_bias"] += shift
-        arguments["split_bias"][:, 0] += 1.0  # mostly to the left: what is on the right has probability 0
+        arguments["split_bias"][:, 0] += 1.0  # mostly to the left: leaves on the right have probability 0
         grads = torch.randn(tokens, experts), torch.randn(tokens, trees, experts)
         grads = tuple(each.to(target.device) for each in grads)
         got, expected = (
@@ -48,7 +48,7 @@ def test_leaf_logits_far_from_zero(target, shift, parity):
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_one_node_or_leaf_that_is_not_finite(target, value, parity):
-    """At every node and every leaf, below a root that is undecided and below one that is saturated."""
+    """NaN or infinity at each node and leaf, below an unsaturated and below a saturated root."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     sizes = (3, 6, 12) if target.backend == "cuda" else (3, 6)  # 12: the kernel with the trees in registers
@@ -73,12 +73,12 @@ def test_leaves_hardly_reached(target, parity, probabilities):
 
 
 def test_leaves_on_either_side_of_the_least_probability(target):
-    """Of parity "bert": 1e-5, from which on 1e-6 is added to it."""
+    """parity "bert" adds 1e-6 to probabilities from 1e-5 on."""
     hardly_reached(target, "bert", (0.9e-5, 1.1e-5, 3.7e-5, 1e-3))
 
 
 def hardly_reached(target: Target, parity: str | None, probabilities: tuple[float, ...]) -> None:
-    """Gradients to a leaf of such a probability whose logit makes up for it: what is added to it is a part of them."""
+    """Gradients to a leaf of such a probability with a large logit; the added constant affects them."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
@@ -100,9 +100,8 @@ def hardly_reached(target: Target, parity: str | None, probabilities: tuple[floa
 
 @pytest.mark.parametrize("depth", [4, 5])
 def test_leaves_of_the_least_probability_that_counts(target, depth):
-    """Two siblings of probability 2.8e-38 take half of the weight each: the softmax is scaled by 1.8e37, and a large
-    gradient that is multiplied by that before it is by the probability overflows, a small one the other way about loses
-    its digits."""
+    """Two siblings of probability 2.8e-38 have half of the weight each. The softmax is scaled by 1.8e37: a large
+    gradient that is multiplied by that before the probability overflows; a small one after it loses its digits."""
     if target is REFERENCE:
         pytest.skip("autograd differentiates the definition, and that overflows")
     if depth == 5 and target.executed and target.backend == "triton":
@@ -151,7 +150,7 @@ def test_what_lies_around_the_inputs_is_not_read(target):
 def test_gradients_that_start_anywhere(target):
     if target.backend == "triton":
         pytest.skip("Triton finds out by itself in what pieces it may read")
-    arguments = drawn(5, 4, 1, 128, device=target.device)  # a lane of CUDA reads four neighbouring leaves
+    arguments = drawn(5, 4, 1, 128, device=target.device)  # a CUDA lane reads four neighbouring leaves
     grads = torch.randn(5, 128, device=target.device), torch.randn(5, 1, 128, device=target.device)
     plain = gate_and_gradients(arguments, grads, target.backend, gamma=1.0)
     for moved in ((behind_one(grads[0]), grads[1]), (grads[0], behind_one(grads[1]))):
@@ -195,7 +194,7 @@ def test_the_narrowest_and_the_widest_step(target, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_in_float32_are_those_of_torch(dtype, monkeypatch):
-    """So that they are TF32 where torch's switches say so: torch.mm gets float32 factors, and no kernel multiplies."""
+    """torch.mm computes them in float32, so that torch's setting decides about TF32; no kernel of ours does."""
     pytest.importorskip("triton", reason="Triton is not installed")
     made = []
     kernels = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The tree gate on the CPU where saturated nodes turn most tokens away: products are passed over, nothing else."""
+"""The tree gate on the CPU with mostly saturated nodes: unreached products are skipped, results stay the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moe_kernels.backends.native import tree_gate_products_cpu
 from moe_kernels.library.tree_gate import products, products_gradients
 from moe_kernels.verify import relative_error, threads
 
-GAMMA = 0.1  # 87 % of the nodes that `drawn` makes are saturated: a level halves the tokens that come
+GAMMA = 0.1  # saturates 87 % of the nodes of `drawn`: each level about halves the tokens of a node
 
 pytestmark = pytest.mark.skipif(
     bool(backends.missing("cpu", "tree_gate")), reason=str(backends.missing("cpu", "tree_gate"))
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch):
-    """What passing over costs beside products is counted as nothing, so that a hundred tokens of few columns do."""
+    """Sets the assumed overhead of skipping to 0, so that products are skipped also at these small sizes."""
     monkeypatch.setattr(tree_gate_products_cpu, "PACKING", 0)
     monkeypatch.setattr(tree_gate_products_cpu, "OVERHEAD", 0)
 
 
 def passes_over(arguments: dict, gamma: float) -> bool:
-    """Whether some leaf's pre-activation was left out: it is 0 where the dense product is not."""
+    """Whether a leaf's product was skipped: its pre-activation is 0, the dense product is not."""
     given = (arguments.get(name) for name in ("x", "split_weight", "leaf_weight", "split_bias", "leaf_bias"))
     _, leaf_probs, _, leaf_logits = library.ops.tree_gate_fwd(*given, gamma, "", "cpu")
     left_out = leaf_logits == 0
@@ -39,14 +39,14 @@ def passes_over(arguments: dict, gamma: float) -> bool:
     return bool(left_out.any())
 
 
-# (T, P, K, E): full and ragged last levels, tiles of tokens and panels that are not filled, up to the most branches.
+# (T, P, K, E): full and partial last levels, partial tiles of tokens and panels, up to the maximum of branches.
 SIZES = ((150, 5, 1, 33), (300, 37, 3, 48), (515, 33, 2, 64), (130, 70, 1, 257), (120, 8, 1, 1024))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_products_are_those_that_tokens_reach(dtype, bias):
-    """Pre-activations that are made and gradients are products rounded once; those left out change no bit of a gate."""
+    """Computed pre-activations and gradients are products rounded once; skipping others changes no bit of a gate."""
     for tokens, dim, trees, experts in SIZES:
         given = {name: each.to(dtype) for name, each in drawn(tokens, dim, trees, experts, bias=bias).items()}
         if bias:  # a branch that more tokens reach than are summed at a time, where there are so many
@@ -81,18 +81,18 @@ def test_products_are_those_that_tokens_reach(dtype, bias):
 
 
 def assert_rounded(got, exact, sizes, terms: int, what: object) -> None:
-    """Off by a rounding to got's dtype, and by as many of the dtype that sums are made in as they have terms.
+    """Allows a rounding to got's dtype, and for each term of a sum one rounding in the dtype of the sums.
 
-    sizes: sums of the terms' magnitudes. Twice those, as in float64 `exact` is no better.
+    sizes: sums of the terms' magnitudes. Twice these, as in float64 `exact` has the same error.
     """
     info = torch.finfo(got.dtype)
-    rounding = info.eps / 2 * exact.abs().clamp(min=info.smallest_normal)  # below which steps shrink no more
+    rounding = info.eps / 2 * exact.abs().clamp(min=info.smallest_normal)  # below it the spacing is constant
     summing = 2 * terms * torch.finfo(library.compute_dtype(got.dtype)).eps / 2 * sizes
     assert ((got.double() - exact).abs() <= 1.01 * rounding + summing).all(), what
 
 
 def test_gates_and_gradients_are_those_of_all_products():
-    """In float64: gates so near their clamps turn a product's rounding into 2,000, of which float32 leaves little."""
+    """In float64: near the clamps a product's rounding is amplified 2,000 times, too much for float32."""
     for tokens, dim, trees, experts in SIZES:
         arguments = {name: each.double() for name, each in drawn(tokens, dim, trees, experts).items()}
         grads = torch.randn(tokens, experts), torch.randn(tokens, trees, experts)
@@ -126,7 +126,7 @@ def test_nothing_is_passed_over_where_it_does_not_pay(monkeypatch):
 
 
 def test_tokens_that_were_not_asked_first():
-    """Every fourth token, which is asked first, is turned away by all nodes, and the others by none."""
+    """Nodes are saturated for the sampled tokens, every fourth one, only: the others reach all leaves."""
     arguments = drawn(1024, 16, 2, 64, bias=False)
     arguments["x"][torch.arange(1024) % 4 != 0] *= 1e-3
     assert not passes_over(arguments, GAMMA)
@@ -144,7 +144,7 @@ def test_a_product_that_could_be_nan_is_made(name, value):
 
 
 def test_same_bits_whatever_the_threads_and_strides():
-    """But for gradients of the nodes above the branches, which torch multiplies: they are 0 here."""
+    """Gradients of the nodes above the branches, which torch computes, are 0 here."""
     arguments = drawn(700, 40, 3, 64)
     assert passes_over(arguments, GAMMA)
     above = tree_gate_products_cpu._nodes_above(arguments["leaf_weight"])

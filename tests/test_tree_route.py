@@ -1,4 +1,4 @@
-"""tree_route: the gate of saturated trees, the likeliest leaf of others, values by hand, special values."""
+"""tree_route: equals the gate for saturated trees, else keeps the likeliest leaf; values by hand, special values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_route_is_the_gate_of_saturated_trees(target):
             assert found.unsaturated.dtype == torch.bool
             assert weights.shape == chosen.shape == found.visited.shape == (tokens, trees)
             dense = torch.zeros_like(gates).scatter_add_(1, chosen.clamp(min=0).long(), weights)
-            allowed = 0.03 if dtype != torch.float32 else 1e-5  # half a place of 16-bit logits of up to 8
+            allowed = 0.03 if dtype != torch.float32 else 1e-5  # half an ulp of 16-bit logits up to 8
             torch.testing.assert_close(dense[certain], gates[certain], atol=allowed, rtol=allowed)
             depth = math.ceil(math.log2(experts))
             shallow = 2**depth - experts  # leaves one level up, on the right
@@ -66,7 +66,7 @@ def test_route_by_hand(target):
     assert weights[0].tolist() == pytest.approx(expected, rel=1e-6)
     arguments = identity(split[:, :1] * 0, leaf[:, :1])
     weights, chosen, found = mk.tree_route(**arguments, gamma=1.0, statistics=True, backend=target.backend)
-    assert (weights.tolist(), chosen.tolist()) == ([[1.0]], [[0]])  # of equal leaves the left-most
+    assert (weights.tolist(), chosen.tolist()) == ([[1.0]], [[0]])  # the leftmost of equal leaves
     assert found.unsaturated.tolist() == [[True]]
     assert len(mk.tree_route(**arguments, gamma=1.0, backend=target.backend)) == 2
 
@@ -88,7 +88,7 @@ def test_route_shows_nan(target):
 
 @pytest.mark.parametrize("experts", [2, 3, 4, 5])
 def test_every_combination_of_nodes(target, experts):
-    """Undecided, nearly undecided, saturated and NaN at every node: ties, and NaN as likely as the best leaf."""
+    """All combinations of nodes at 1/2, near 1/2, saturated and NaN: ties, and NaN as likely as the best leaf."""
     values = (0.0, 0.2, 9.0, -9.0, NAN) if experts < 5 else (0.0, 9.0, -9.0, NAN)
     leaf = torch.randn(1, experts)
     for nodes in itertools.product(values, repeat=experts - 1):
@@ -114,7 +114,7 @@ def test_every_combination_of_nodes(target, experts):
     "sizes", [(9, 5, 1, 6), (3, 150, 9, 5), (5, 70, 2, 6), (300, 3, 1, 4), (2, 264, 3, 7), (2, 3, 70, 40)], ids=str
 )
 def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
-    """NaN on all sides of x; rows of x and of weights that start at any address; rows far apart."""
+    """NaN on all sides of x; unaligned rows of x and of weights; rows far apart."""
     arguments = drawn(*sizes, device=target.device)
     expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")
     places = [("x", place) for place in (torch.clone, framed, padded, shifted, far_apart)]
@@ -131,7 +131,7 @@ def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
 
 
 def test_a_node_whose_smaller_share_rounding_hides_is_not_saturated(target):
-    """1 - 3e-10 is 1 in float32: the best leaf is as likely as the node."""
+    """In float32 1 - 3e-10 rounds to 1: the best leaf is as likely as its node."""
     split = torch.tensor([[[0.49999]], [[9.0]]], device=target.device)
     arguments = identity(split, torch.zeros(2, 1, 2, device=target.device))
     for backend in (target.backend, "reference"):

@@ -1,4 +1,4 @@
-"""moe_kernels.verify launches every Triton kernel of the operations that have several, in its small cases too."""
+"""The small cases of moe_kernels.verify launch every Triton kernel of operations with several kernels."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PLANS = ("make_plan", "plan_expert_choice", "plan_priority")
 @pytest.mark.parametrize("ops", [PLANS, ("sinkhorn",), ("tree_gate",)], ids=["plan", "sinkhorn", "tree_gate"])
 def test_every_kernel_is_launched(ops, monkeypatch):
     if (reason := backends.unsupported("triton", ops[0], "cpu", torch.bfloat16)) is not None:
-        pytest.skip(reason)  # on a GPU tensors of the CPU are not for Triton
-    # The file that has an operation's kernels, and the files whose kernels it uses.
+        pytest.skip(reason)  # with a GPU, Triton takes no CPU tensors
+    # The module of the operation's kernels; below, all modules whose kernels it may use.
     module = importlib.import_module(f"moe_kernels.backends.triton.{backends.file_of('triton', ops[0])}")
     launched = set()
     for name in ("kwta", "topk_gate", "plan", "dispatch", "combine", "sinkhorn", "tree_gate"):
@@ -32,14 +32,14 @@ def test_every_kernel_is_launched(ops, monkeypatch):
             launch(kernel, *arguments, **named)
 
         monkeypatch.setattr(each, "launch", record)
-    # The ways of sinkhorn are those of sizes: a dtype more is its 19 kernels once more.
+    # Sinkhorn chooses its kernels by size; another dtype would compile all 19 again.
     dtypes = (torch.float32,) if ops == ("sinkhorn",) else (torch.float32, torch.bfloat16)
     verdicts = [check(op, "triton", dtype, "cpu", small=True) for op in ops for dtype in dtypes]
     assert {each.verdict for each in verdicts} == {"ok"}, verdicts
     assert launched >= {name for name in triton_kernels() if hasattr(module, name)}
 
 
-def test_an_interpreter_that_cannot_loop_is_refused_by_name(monkeypatch):
+def test_an_interpreter_that_cannot_loop_is_unsupported(monkeypatch):
     from moe_kernels.backends import triton as kernels
 
     monkeypatch.setattr(kernels.triton, "__version__", "3.6.0")

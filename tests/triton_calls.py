@@ -1,7 +1,7 @@
 """Calls whose Triton kernels are compiled ahead of time: every kernel, in float32 and bfloat16.
 
 `bench predict` counts every kernel at a large shape. The other calls compile to other code: few and many elements,
-sizes that are no multiples of 16, every class of tiles, gated products, float16, options that the bench does not use.
+sizes that are not multiples of 16, every class of tiles, gated products, float16, options that the bench does not use.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def _more(
         yield from (Call(entry, name, {**shape, "routing": "uniform"}, dtype, direction) for dtype in dtypes)
 
 
-def _otherwise(op: str, how: str, forward: Callable[..., object]) -> tuple[str, Entry]:
-    """The operation, called in another way than the bench does."""
+def _variant(op: str, variant: str, forward: Callable[..., object]) -> tuple[str, Entry]:
+    """The bench's entry of an operation, with another call."""
     base = ENTRIES[op]
     calls = lambda backend: through_autograd(partial(forward, backend=backend), base.leaves, base.grad)  # noqa: E731
-    return f"{op} {how}", replace(base, kernel=calls)
+    return f"{op} {variant}", replace(base, kernel=calls)
 
 
 def _gated(inputs: Inputs, backend: str) -> object:
@@ -105,8 +105,8 @@ def _long_indices(inputs: Inputs, backend: str) -> object:
     return mk.make_plan(inputs["experts"].long(), inputs["E"], backend=backend).slot_row
 
 
-_GATED = _otherwise("expert_mlp", "gated", _gated)
-_LEAF_PROBS = _otherwise("tree_gate", "leaf_probs", _leaf_probs)
-_SOFTMAX_FIRST = _otherwise("topk_gate", "softmax first", _softmax_first)
-_LONG_INDICES = _otherwise("make_plan", "64-bit", _long_indices)
+_GATED = _variant("expert_mlp", "gated", _gated)
+_LEAF_PROBS = _variant("tree_gate", "leaf_probs", _leaf_probs)
+_SOFTMAX_FIRST = _variant("topk_gate", "softmax first", _softmax_first)
+_LONG_INDICES = _variant("make_plan", "64-bit", _long_indices)
 _SUMS = ("sinkhorn sums", counting.EXTRA["sums"])

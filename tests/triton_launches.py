@@ -1,4 +1,4 @@
-"""Records what Triton would compile and launch, by its own argument binder and a driver that runs nothing."""
+"""Records the launches of Triton kernels with Triton's argument binder and a driver that runs nothing."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class NoDevice:
 
 @contextlib.contextmanager
 def recorded(capability: int = 80) -> Iterator[list[dict[str, Any]]]:
-    """A list to which the block's launches of Triton kernels are appended: kernel, grid, options, the compiler's input
-    (source, key), and `compiles`: whether no earlier launch in the block needed the same compilation."""
+    """Yields a list, to which each launch in the block adds its kernel, grid, options, the compiler's input (source,
+    key) and `compiles`: True if this launch is the first in the block to need its compilation."""
     launches: list[dict[str, Any]] = []
     known: set[tuple[str, str]] = set()
     run = JITFunction.run

@@ -1,4 +1,4 @@
-"""python -m tests.fuzz: see the package."""
+"""python -m tests.fuzz: see tests/fuzz/__init__.py."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import time
 from collections import Counter
 from pathlib import Path
 
-STUCK = 120.0  # seconds that a case may take
+CASE_SECONDS = 120.0  # limit of a case
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Random calls against the definition.")
-    parser.add_argument("--minutes", type=float, default=10, help="how long (10)")
+    parser.add_argument("--minutes", type=float, default=10, help="run time (10)")
     parser.add_argument("--cases", type=int, default=0, help="stop each process after that many cases; 0: no limit")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many at a time (all cores)")
-    parser.add_argument("--seed", type=int, help="of the cases; by default another one every time")
-    parser.add_argument("--op", action="append", default=[], help="this operation alone; may be repeated")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="number of processes (all cores)")
+    parser.add_argument("--seed", type=int, help="seed of the cases; by default random")
+    parser.add_argument("--op", action="append", default=[], help="only this operation; may be repeated")
     parser.add_argument("--failures", type=int, default=20, help="stop a process after that many failures (20)")
-    parser.add_argument("--interpreted", type=float, default=0, help="share of cases on Triton's interpreter (0)")
-    parser.add_argument("--case", help="run this one case again, a JSON object")
+    parser.add_argument("--interpreted", type=float, default=0, help="fraction of cases on Triton's interpreter (0)")
+    parser.add_argument("--case", help="repeat this case, a JSON object")
     parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)  # of a worker
     options = parser.parse_args()
     if options.case:
-        return _again(json.loads(options.case))
+        return _repeat(json.loads(options.case))
     if options.state:
         return _work(options)
     seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 class _Worker:
-    """A process that runs cases; another one takes its place if a case ends it or does not return."""
+    """A process that runs cases; it is replaced if a case crashes it or does not return."""
 
     def __init__(self, options: argparse.Namespace, state: Path, seed: int) -> None:
         self.options, self.state, self.seed = options, state, seed
@@ -66,9 +66,11 @@ class _Worker:
         self.process = subprocess.Popen(command, env=environment)
 
     def done(self) -> bool:
-        """Whether all cases have run."""
+        """Whether the worker is finished; replaces its process if a case crashed it or is stuck."""
         state = self.state.stat()
-        limit = STUCK if state.st_size else 10 * STUCK  # before the first case the process imports torch
+        limit = (
+            CASE_SECONDS if state.st_size else 10 * CASE_SECONDS
+        )  # longer before the first case: the process imports torch
         stuck = time.time() - state.st_mtime > limit
         if self.process.poll() is None and not stuck:
             return False
@@ -90,11 +92,11 @@ class _Worker:
 
 
 def _work(options: argparse.Namespace) -> int:
-    """Runs cases; the state file holds the one that runs, and in the end the counts."""
-    from tests.fuzz.check import failure, names, prepared, report
+    """Runs cases; the state file holds the counts and, until the end, the current case."""
+    from tests.fuzz.check import failure, names, report, set_up_process
     from tests.fuzz.operations import OPERATIONS, drawn
 
-    prepared()
+    set_up_process()
     draw, ops = random.Random(options.seed), options.op or list(OPERATIONS)
     kernels, cases, failures = names(), Counter[str](), 0
     end = time.monotonic() + 60 * options.minutes
@@ -112,12 +114,12 @@ def _work(options: argparse.Namespace) -> int:
     return 0
 
 
-def _again(spec: dict[str, object]) -> int:
-    from tests.fuzz.check import failure, prepared
+def _repeat(spec: dict[str, object]) -> int:
+    from tests.fuzz.check import failure, set_up_process
 
-    prepared()
+    set_up_process()
     found = failure(spec)
-    print(found or "right")
+    print(found or "correct")
     return 1 if found else 0
 
 

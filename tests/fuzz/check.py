@@ -1,10 +1,10 @@
-"""Compares a case with the definition and makes failing cases small.
+"""Compares a case with the definition and minimises failing cases.
 
 The tolerance is that of `moe_kernels verify`: twice the error of the definition in the same dtype, plus a floor in
-epsilons of the largest element. Random values also give sums that cancel, and denormal numbers. Therefore inputs are
+epsilons of the largest element. Random values also give sums that cancel, and denormal numbers. So inputs are
 perturbed four times, by up to two epsilons and the smallest normal number, or with denormal numbers set to zero: the
-floor is at least EFFECT times the change that this makes, and the definition's error is the largest of the five. A sum
-whose exact value is nearly 0 may err by 32 epsilons (of the dtype that it is computed in) of the largest input.
+floor is at least EFFECT times the largest change of the outputs, and the definition's error is the largest of five. A
+sum whose exact value is nearly 0 may err by 32 epsilons (of the dtype that it is computed in) of the largest input.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ WIDEST = cpu.isa, cpu.multiplies_pairs
 
 
 def names(interpreted: bool = False) -> list[str]:
-    """What cases run on: "cpu" with each instruction set and, if `interpreted`, "triton" in its interpreter."""
+    """Kernels to test: "cpu" with each instruction set and, if `interpreted`, "triton" in its interpreter."""
     return [f"cpu {isa}" for isa in cpu.module.isas[: WIDEST[0] + 1]] + ["triton"] * interpreted
 
 
 @contextmanager
 def running(name: str) -> Iterator[str]:
-    """Within the block that instruction set; yields the name of the backend."""
+    """Inside the block, backend "cpu" uses the instruction set in `name`; yields the name of the backend."""
     backend, _, isa = name.partition(" ")
     before = cpu.isa, cpu.multiplies_pairs
     try:
@@ -50,15 +50,15 @@ def running(name: str) -> Iterator[str]:
         cpu.isa, cpu.multiplies_pairs = before
 
 
-def prepared() -> None:
-    """Sets the process up: one thread, and NaN in memory that torch allocates and nothing has written."""
+def set_up_process() -> None:
+    """Sets up the process: one thread, and NaN in uninitialized memory of torch."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def failure(spec: Spec) -> str | None:
-    """What is wrong about a case: an output with its error, or an exception; None if it is right."""
+    """The failure of a case: an output with its error, or an exception; None if it is correct."""
     operation, build, dtype = _verified(spec), OPERATIONS[spec["op"]].build, DTYPES[spec["dtype"]]
     with running(spec["on"]) as backend:
         try:
@@ -73,8 +73,8 @@ def failure(spec: Spec) -> str | None:
     try:
         expected = operation.run(build(spec), "reference")
     except Exception as raised:
-        # A kernel must refuse what the definition refuses; its message may differ.
-        return None if found is None else f"ran, the definition refuses it: {said(raised)}"
+        # A kernel must raise where the definition raises; its message may differ.
+        return None if found is None else f"ran, but the definition raises {said(raised)}"
     if found is None:
         return error
     return _difference(operation, spec, found, expected)
@@ -103,10 +103,10 @@ def _difference(operation: Operation, spec: Spec, found: dict[str, Tensor], expe
         allowed = 2 * relative_error(reference, truth[name]) + operation.floor * fuzzed.loose(spec) * eps
         error = relative_error(got, truth[name])
         if error > allowed:
-            near = near or [_near(spec, seed) for seed in range(4)]
+            near = near or [_perturbed_outputs(spec, seed) for seed in range(4)]
             effect = max(relative_error(each[name], truth[name]) for each, _ in near)
             allowed = max(allowed, *(2 * relative_error(own[name], each[name]) for each, own in near)) + EFFECT * effect
-            # A sum that cancels is off by its terms' epsilons. 16 bits are summed in float32.
+            # The error of a sum that cancels is epsilons of its terms. 16-bit inputs are summed in float32.
             summed = eps if reference.dtype == torch.float64 else torch.finfo(torch.float32).eps
             allowed += 32 * summed * _largest(fuzzed.build(spec)) / (_largest({name: truth[name]}) or 1.0)
         if error > allowed and not math.isnan(allowed):
@@ -115,19 +115,19 @@ def _difference(operation: Operation, spec: Spec, found: dict[str, Tensor], expe
 
 
 def _same(got: Tensor, reference: Tensor) -> bool:
-    """Bit for bit, but for which NaN it is."""
+    """Whether all bits are equal; any NaN equals any other."""
     return bool(((bits_of(got) == bits_of(reference)) | ((got != got) & (reference != reference))).all())
 
 
 def _largest(inputs: Mapping[str, object]) -> float:
-    """The largest finite magnitude of the floating tensors given, 0 without any."""
+    """The largest finite magnitude in floating-point tensors; 0 if there are none."""
     each = (value for value in inputs.values() if isinstance(value, Tensor) and value.is_floating_point())
     return max((float(x.nan_to_num(0, 0, 0).abs().max()) for x in each if x.numel()), default=0.0)
 
 
-def _near(spec: Spec, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The definition's outputs, in float64 and in the case's dtype, of inputs that are an epsilon away at random; seed
-    0: of those without denormal numbers, which AVX-512's products of bfloat16 read as zeros."""
+def _perturbed_outputs(spec: Spec, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The definition's outputs, in float64 and in the case's dtype, for randomly perturbed inputs (up to two epsilons);
+    seed 0: with denormal numbers set to 0, as AVX-512's products of bfloat16 read them."""
     dtype, generator = DTYPES[spec["dtype"]], torch.Generator().manual_seed(seed)
     eps, least = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal
 
@@ -152,7 +152,7 @@ def _each(inputs: Mapping[str, object], change: Callable[[Tensor], Tensor]) -> d
 
 
 def smaller(spec: Spec) -> Iterator[Spec]:
-    """Specs that are simpler than this one in a single respect, the boldest first."""
+    """Specs that differ in one value, which is simpler; the simplest values of each key first."""
     for key, value in spec.items():
         if key in ("op", "on", "dtype", "seed"):
             continue
@@ -174,21 +174,21 @@ def smaller(spec: Spec) -> Iterator[Spec]:
 
 
 def minimised(spec: Spec, fails: Callable[[Spec], bool], tries: int = 300) -> Spec:
-    """A spec as simple as some that fail: no single simplification of it fails, or `tries` are used up."""
-    again = True
-    while again and tries > 0:
-        again = False
+    """A failing spec of which no single simplification fails, unless `tries` are used up."""
+    improved = True
+    while improved and tries > 0:
+        improved = False
         for each in smaller(spec):
             tries -= 1
             if tries <= 0:
                 break
             if fails(each):
-                spec, again = each, True
+                spec, improved = each, True
                 break
     return spec
 
 
 def report(spec: Spec) -> str:
-    """A failing case made small, with the command that runs it again."""
+    """A minimised failing case, with the command that repeats it."""
     small = minimised(spec, lambda each: OPERATIONS[each["op"]].fits(each) and failure(each) is not None)
     return f"{small['op']} on {small['on']}: {failure(small)}\n  python -m tests.fuzz --case '{json.dumps(small)}'"

@@ -18,7 +18,7 @@ KINDS = ("normal", "ties", "constant", "zeros", "tiny")
 
 
 def _draw(draw: random.Random, *names: str) -> Spec:
-    spec = draw_routing(draw, tokens=40, most=9, k=3)
+    spec = draw_routing(draw, tokens=40, max_experts=9, k=3)
     spec |= {"experts": min(spec["experts"], 12), "tokens": min(spec["tokens"], 100)}
     spec |= {"dim": size(draw, 65), "hidden": size(draw, 65), "out": size(draw, 40)}
     if draw.random() < 0.02:
@@ -32,9 +32,9 @@ def _weights(spec: Spec, *names: str) -> Inputs:
     columns = 2 * hidden if spec["activation"] in HALVING else hidden
     found = {"w_in": make(spec, "w_in", count, dim, columns) / max(dim, 1) ** 0.5}
     found |= {"w_out": make(spec, "w_out", count, hidden, out) / max(hidden, 1) ** 0.5}
-    for name, fan in (("w_in", dim), ("w_out", hidden)):  # a division gives contiguous memory: lay it out again
-        again = make(spec, name, *found[name].shape)
-        found[name] = again.mul_(1 / max(fan, 1) ** 0.5) if not _overlaps(again) else found[name]
+    for name, fan in (("w_in", dim), ("w_out", hidden)):  # the division made them contiguous: restores the layout
+        laid_out = make(spec, name, *found[name].shape)
+        found[name] = laid_out.mul_(1 / max(fan, 1) ** 0.5) if not _overlaps(laid_out) else found[name]
     if spec["bias"]:
         found |= {"b_in": make(spec, "b_in", count, columns), "b_out": make(spec, "b_out", count, out)}
     return {name: found[name] for name in names if name in found}
@@ -78,21 +78,21 @@ def _build_norms(spec: Spec) -> Inputs:
     return inputs | {"activation": spec["activation"], "grad": grad}
 
 
-def _some(spec: Spec) -> bool:
+def _has_experts(spec: Spec) -> bool:
     return bool(spec["experts"] >= 1)
 
 
 def _of_norms(spec: Spec) -> bool:
-    return _some(spec) and spec["activation"] != CLAMPED
+    return _has_experts(spec) and spec["activation"] != CLAMPED
 
 
 def _loose(spec: Spec) -> float:
-    """1 - tanh^2 cancels where tanh is near 1, whichever tanh it is: 0.999 is 500 times less exact then."""
+    """1 - tanh^2 cancels where tanh is near 1: at 0.999 the relative error is 500 times that of tanh."""
     return 16.0 if spec["activation"] == "tanh" else 1.0
 
 
 OPERATIONS = {
-    "grouped_gemm": Fuzzed(_draw_gemm, _build_gemm, _some, _loose, weight=2),
-    "expert_mlp": Fuzzed(_draw_mlp, _build_mlp, _some, _loose, weight=2),
+    "grouped_gemm": Fuzzed(_draw_gemm, _build_gemm, _has_experts, _loose, weight=2),
+    "expert_mlp": Fuzzed(_draw_mlp, _build_mlp, _has_experts, _loose, weight=2),
     "expert_norms": Fuzzed(_draw, _build_norms, _of_norms, _loose),
 }

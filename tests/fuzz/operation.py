@@ -12,11 +12,11 @@ from tests.fuzz.values import Spec
 
 @dataclass(frozen=True)
 class Fuzzed:
-    """How random cases of one operation are made; moe_kernels.verify has its run, exact outputs and floor.
+    """Makes random cases of an operation; its run, exact outputs and floor are in moe_kernels.verify.
 
     draw(draw): a spec without op, on, dtype and seed. build(spec): the inputs. fits(spec): whether a simplified spec is
-    still valid for the operation. loose(spec): a factor of the floor. dtypes: to draw from. weight: how often the
-    operation is drawn. own: run and exact outputs of a function without kernels, which moe_kernels.verify lacks.
+    still valid for the operation. loose(spec): a factor of the floor. dtypes: to draw from. weight: frequency of the
+    operation. own: run and exact outputs of a function without kernels, which moe_kernels.verify lacks.
     """
 
     draw: Callable[[random.Random], Spec]

@@ -1,4 +1,4 @@
-"""Every operation that is fuzzed, and the drawing of a case."""
+"""All fuzzed operations, and the drawing of a random case."""
 
 from __future__ import annotations
 

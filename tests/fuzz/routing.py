@@ -15,11 +15,11 @@ from tests.fuzz.operation import Fuzzed, without_kernels
 from tests.fuzz.values import Spec, describe, make, size
 
 FINITE = ("normal", "ties", "constant", "zeros", "large", "tiny")
-ROUTINGS = ("uniform", "one expert", "nobody", "some nobody", "skewed")
+ROUTINGS = ("uniform", "one expert", "no choice", "some without", "skewed")
 
 
-def draw_routing(draw: random.Random, tokens: int = 65, most: int = 33, k: int = 5) -> Spec:
-    spec = {"tokens": size(draw, tokens), "k": size(draw, k), "experts": size(draw, most, 1)}
+def draw_routing(draw: random.Random, tokens: int = 65, max_experts: int = 33, k: int = 5) -> Spec:
+    spec = {"tokens": size(draw, tokens), "k": size(draw, k), "experts": size(draw, max_experts, 1)}
     if draw.random() < 0.03:
         spec |= {"tokens": draw.randint(0, 700), "experts": draw.randint(1, 300)}
     capacity = draw.choice((None, None, 0, 1, 2, 5, 40))
@@ -27,7 +27,7 @@ def draw_routing(draw: random.Random, tokens: int = 65, most: int = 33, k: int =
 
 
 def experts_of(spec: Spec) -> torch.Tensor:
-    """(T, K), int64 or, of odd seeds, int32."""
+    """The choices (T, K): int64, for odd seeds int32."""
     generator = torch.Generator().manual_seed(spec["seed"])
     shape, count = (spec["tokens"], spec["k"]), spec["experts"]
     experts = torch.randint(count, shape, generator=generator)
@@ -35,9 +35,9 @@ def experts_of(spec: Spec) -> torch.Tensor:
         experts = torch.full(shape, count - 1)
     elif spec["routing"] == "skewed":
         experts = (torch.rand(shape, generator=generator) ** 4 * count).long()
-    elif spec["routing"] == "nobody":
+    elif spec["routing"] == "no choice":
         experts = torch.full(shape, -1)
-    elif spec["routing"] == "some nobody":
+    elif spec["routing"] == "some without":
         experts = experts.masked_fill(torch.rand(shape, generator=generator) < 0.4, -1)
     return experts.int() if spec["seed"] % 2 else experts
 
@@ -70,7 +70,7 @@ def _build_scores(spec: Spec) -> Inputs:
 
 def _draw_moving(draw: random.Random) -> Spec:
     spec = draw_routing(draw) | {"dim": size(draw, 130), "weights": draw.random() < 0.7}
-    # The largest numbers overflow in sums of one order and not of another: dispatch alone, which copies, has them.
+    # "x" may have the largest numbers: dispatch only copies it. Sums of such numbers overflow in some orders only.
     return spec | describe(draw, "rows", "weights", "grad", kinds=FINITE) | describe(draw, "x")
 
 
@@ -93,7 +93,7 @@ def _draw_counts(draw: random.Random) -> Spec:
 
 
 def _run_counts(spec: Inputs, backend: str) -> Outputs:
-    """expert_capacity and k_from_fraction: exact for a decimal fraction as it is printed, by integer arithmetic."""
+    """expert_capacity and k_from_fraction are exact for decimal fractions, computed here with integers."""
     tokens, k, experts, multiple, n = (spec[name] for name in ("tokens", "k", "experts", "multiple", "n"))
     exact, p = Fraction(spec["factor"], 1000), Fraction(min(spec["factor"], 1000) or 1, 1000)
     if backend == "reference":
@@ -105,7 +105,7 @@ def _run_counts(spec: Inputs, backend: str) -> Outputs:
     return {"counts": torch.tensor(found)}
 
 
-def _some(spec: Spec) -> bool:
+def _has_experts(spec: Spec) -> bool:
     return bool(spec["experts"] >= 1)
 
 
@@ -114,9 +114,9 @@ def _countable(spec: Spec) -> bool:
 
 
 OPERATIONS = {
-    "make_plan": Fuzzed(_draw_plan, _build_plan, _some, weight=2),
-    "dispatch": Fuzzed(_draw_moving, _build_dispatch, _some),
-    "combine": Fuzzed(_draw_moving, _build_combine, _some, weight=2),
+    "make_plan": Fuzzed(_draw_plan, _build_plan, _has_experts, weight=2),
+    "dispatch": Fuzzed(_draw_moving, _build_dispatch, _has_experts),
+    "combine": Fuzzed(_draw_moving, _build_combine, _has_experts, weight=2),
     "counts": Fuzzed(
         _draw_counts,
         lambda spec: {name: each for name, each in spec.items() if isinstance(each, int)},
@@ -124,6 +124,6 @@ OPERATIONS = {
         dtypes=("float32",),
         own=without_kernels(_run_counts, "counts"),
     ),
-    "plan_expert_choice": Fuzzed(_draw_scores, _build_scores, _some),
-    "plan_priority": Fuzzed(_draw_scores, _build_scores, _some),
+    "plan_expert_choice": Fuzzed(_draw_scores, _build_scores, _has_experts),
+    "plan_priority": Fuzzed(_draw_scores, _build_scores, _has_experts),
 }

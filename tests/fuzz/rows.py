@@ -95,7 +95,7 @@ def _draw_harden(draw: random.Random) -> Spec:
 
 
 def _run_harden(inputs: Inputs, backend: str) -> Outputs:
-    """A permutation that no exchange of two rows improves; of several equal ones any may come."""
+    """Whether `harden` returns a permutation that no exchange of two rows improves; ties may be broken either way."""
     soft = inputs["soft"]
     columns = mk.harden(soft)
     n = soft.shape[-1]
@@ -118,7 +118,7 @@ OPERATIONS = {
     "topk_gate": Fuzzed(_draw_topk, _build_topk, lambda spec: 1 <= spec["k"] <= spec["experts"], weight=3),
     "tree_gate": Fuzzed(_draw_tree, _build_tree, _has_trees),
     "tree_route": Fuzzed(
-        # Whole numbers meet a node's zero, where rounding decides between left and right.
+        # Not integers ("ties"): pre-activations would be exactly 0, where rounding decides between left and right.
         lambda draw: _draw_tree(draw) | {"gamma": 1e-6, "x.kind": "normal", "split_weight.kind": "normal"},
         _build_tree,
         lambda spec: _has_trees(spec) and spec["gamma"] == 1e-6,

@@ -36,7 +36,7 @@ def describe(draw: random.Random, *names: str, kinds: tuple[str, ...] = KINDS) -
 
 
 def make(spec: Spec, name: str, *shape: int) -> Tensor:
-    """The tensor of that name, the same for the same spec."""
+    """The tensor `name`; equal specs give equal tensors."""
     dtype, kind = DTYPES[spec["dtype"]], spec.get(f"{name}.kind", "normal")
     generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {spec['seed']}".encode()))
     columns = shape[-1] if shape else 1
@@ -55,7 +55,7 @@ def make(spec: Spec, name: str, *shape: int) -> Tensor:
 
 
 def lay(x: Tensor, layout: str) -> Tensor:
-    """x in that memory layout. Memory between its elements holds NaN, or for bfloat16 the largest number.
+    """x in a memory layout. Memory between its elements holds NaN, for bfloat16 the largest number.
 
     torch.mm reads past a bfloat16 view on CPUs with AMX (NaN in 9 of 300 shapes).
     """

@@ -1,10 +1,10 @@
-"""Counters of an operation's kernels on one shape, from the PTX that a GPU would get.
+"""Counters of an operation's kernels on one shape, from their executed PTX.
 
     PYTHONPATH=tests python -m ptx kwta --backend triton --dtype bf16 --shape "R=64 N=4096 p=0.1"
     PYTHONPATH=tests python -m ptx grouped_gemm --backend cuda --dtype fp16 --lines
     PYTHONPATH=tests python -m ptx --update      # writes tests/ptx_counters.json
 
-Operations, shapes and directions are those of bench.registry; the sizes that --shape leaves out are small.
+Operations, shapes and directions are those of bench.registry; --shape overrides sizes; the others are small.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .calls import DTYPES, call
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ptx", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("op", nargs="?")
-    parser.add_argument("--update", action="store_true", help="measure the golden table again")
+    parser.add_argument("--update", action="store_true", help="write the golden table again")
     parser.add_argument("--backend", choices=("triton", "cuda"), default="triton")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp32")
     parser.add_argument("--shape", default="", help='such as "R=64 N=4096 p=0.1"')
@@ -31,7 +31,7 @@ def main() -> None:
         golden.update()
         return
     if given.op is None:
-        parser.error("which operation?")
+        parser.error("give an operation of bench.registry, or --update")
     results, sizes, elements = call(given.op, given.backend, given.dtype, given.shape, given.direction)
     counted = [counters.count(each) for each in results]
     if given.json:

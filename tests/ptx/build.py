@@ -1,4 +1,4 @@
-"""Builds the executor with the host compiler; kept by the hash of what went in, as tests/simt does it."""
+"""Builds the executor with the host compiler; cached by the hash of its inputs, as in tests/simt."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import shlex
 from pathlib import Path
 
-from simt.build import compiler, digest, kept, run
+from simt.build import build_once, compiler, digest, run
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 
-# A product and a sum are two roundings unless the PTX says fma.
+# -ffp-contract=off: a product and a sum are two roundings unless the PTX has fma.
 FLAGS = ["-std=c++20", "-O3", "-march=native", "-fPIC", "-Wall", "-Wextra"]
 FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
@@ -30,13 +30,13 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _machine(gxx: str) -> str:
-    """What -march=native means here, and the compiler's version."""
+    """The options that -march=native selects here, and the compiler's version."""
     return run([*shlex.split(gxx), "-march=native", "-Q", "--help=target", "--version"])
 
 
 @functools.cache
 def executor() -> Path:
-    """The shared library."""
+    """Path of the shared library, built if needed."""
     gxx = compiler()
     if not gxx:
         raise RuntimeError("no g++")
@@ -47,9 +47,9 @@ def executor() -> Path:
     cache, command = cache_folder(), [*shlex.split(gxx), *FLAGS, "-c"]
 
     def compile_one(source: Path) -> str:
-        return str(kept(cache / objects[source], lambda part: run([*command, str(source), "-o", part])))
+        return str(build_once(cache / objects[source], lambda part: run([*command, str(source), "-o", part])))
 
     with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         made = list(pool.map(compile_one, sources))
     library = cache / f"executor-{digest(*objects.values())}.so"
-    return kept(library, lambda part: run([*shlex.split(gxx), "-shared", *made, "-o", part]))
+    return build_once(library, lambda part: run([*shlex.split(gxx), "-shared", *made, "-o", part]))

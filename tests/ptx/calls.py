@@ -1,4 +1,4 @@
-"""One call of an operation with the inputs that the bench gives it, executed from PTX."""
+"""One call of an operation on the inputs of its bench entry, executed from PTX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = {"R": 64, "T": 256, "D": 128, "H": 128, "E": 8, "B": 4}
 
 
 def _shape(entry: Any, given: str) -> dict[str, Any]:
-    """The first quick shape, made small, with the sizes that were given."""
+    """The first quick shape, its sizes limited to SMALL, then overridden by `given`."""
     shapes = entry.shapes.get("quick") or next(iter(entry.shapes.values()))
     shape = dict(shapes[0])
     shape = entry.complete(shape, "cpu") | {name: min(n, SMALL[name]) for name, n in shape.items() if name in SMALL}
@@ -30,8 +30,8 @@ def _shape(entry: Any, given: str) -> dict[str, Any]:
     return shape
 
 
-def prepared(op: str, dtype: str, shape: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The bench's entry of an operation, its inputs, and the shape."""
+def entry_and_inputs(op: str, dtype: str, shape: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The bench's entry of an operation, inputs, and the shape."""
     sys.path.insert(0, str(ROOT))
     try:
         from bench.registry import ENTRIES
@@ -45,8 +45,8 @@ def prepared(op: str, dtype: str, shape: str) -> tuple[Any, dict[str, Any], dict
 
 
 def call(op: str, backend: str, dtype: str, shape: str, direction: str) -> tuple[list[Result], dict[str, Any], int]:
-    """The results of the launches, the shape, and the elements of the largest input."""
-    entry, inputs, sizes = prepared(op, dtype, shape)
+    """The results of the launches, the shape, and the number of elements of the largest input."""
+    entry, inputs, sizes = entry_and_inputs(op, dtype, shape)
     elements = max(each.numel() for each in inputs.values() if isinstance(each, torch.Tensor))
     with contextlib.ExitStack() as stack:
         if backend == "cuda":

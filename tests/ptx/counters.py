@@ -1,6 +1,6 @@
-"""What a launch executed, as numbers: instructions by class, sectors and bytes of memory, bank conflicts, barriers.
+"""Counters of a launch: instructions by class, sectors and bytes of memory, bank conflicts, barriers.
 
-Counts are of PTX. ptxas makes other instructions of them: 1.31 to 1.38 times as many for kwta, 0.92 for a GEMM.
+Counts are of PTX. SASS has 1.31 to 1.38 times as many instructions for kwta, 0.92 times for a GEMM.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLASSES = {
     "move": r"mov|cvta|prmt",
     "integer": r"",
 }
-# Moves and parameters cost ptxas few instructions or none.
+# ptxas makes few or no instructions of moves and loads of parameters.
 FREE = ("move", "parameter")
 
 
@@ -41,14 +41,14 @@ def class_of(text: str) -> str:
 
 def classes(kernel: Kernel) -> list[str]:
     """The class of every instruction."""
-    kept = getattr(kernel, "_classes", None)
-    if kept is None:
-        kept = kernel._classes = [class_of(text) for text in kernel.texts]  # type: ignore[attr-defined]
-    return kept
+    cached = getattr(kernel, "_classes", None)
+    if cached is None:
+        cached = kernel._classes = [class_of(text) for text in kernel.texts]  # type: ignore[attr-defined]
+    return cached
 
 
 def count(result: Result) -> dict[str, Any]:
-    """The counters of one launch. Instructions are those of lanes; a warp's is 32 of them where all take part."""
+    """The counters of one launch. "instructions" counts lanes: one instruction of a full warp counts as 32."""
     c = result.counters[:-1]
     found = classes(result.kernel)
     lanes = dict.fromkeys(CLASSES, 0)
@@ -56,7 +56,7 @@ def count(result: Result) -> dict[str, Any]:
     for index, name in enumerate(found):
         lanes[name] += int(c["lanes"][index])
         if name in ("global", "shared", "copy", "tensor"):
-            # A copy's requests at both ends are summed in one record; its passes over shared memory are few.
+            # A copy's requests to global and shared memory are summed in one record; those to shared memory are few.
             where = "shared" if name in ("shared", "tensor") else "global"
             for kind in ("requests", "sectors", "ideal"):
                 memory[where, kind] += int(c[kind][index])
@@ -79,12 +79,12 @@ def count(result: Result) -> dict[str, Any]:
 
 
 def issued(counted: dict[str, Any]) -> int:
-    """Instructions of lanes that take an issue slot: moves and parameters mostly do not."""
+    """Instructions of lanes without moves and loads of parameters, which mostly take no issue slot."""
     return sum(n for name, n in counted["instructions"].items() if name not in FREE)
 
 
 def table(counted: Iterable[dict[str, Any]], elements: int) -> str:
-    """For people: instructions per element by class, and memory."""
+    """Text: instructions per element by class, and memory."""
     lines = []
     for each in counted:
         total = sum(each["instructions"].values())
@@ -109,11 +109,11 @@ def table(counted: Iterable[dict[str, Any]], elements: int) -> str:
     return "\n".join(lines)
 
 
-def lines(result: Result, most: int = 20) -> str:
-    """The source lines that execute the most instructions."""
+def lines(result: Result, limit: int = 20) -> str:
+    """The source lines that execute the most instructions, as text."""
     found: dict[str, int] = {}
     for pc, lanes in enumerate(result.counters["lanes"][:-1]):
         found[result.kernel.source(pc)] = found.get(result.kernel.source(pc), 0) + int(lanes)
     total = sum(found.values()) or 1
-    top = sorted(found.items(), key=lambda each: -each[1])[:most]
+    top = sorted(found.items(), key=lambda each: -each[1])[:limit]
     return "\n".join(f"  {100 * n / total:5.1f} %  {n:10d}  {line}" for line, n in top)

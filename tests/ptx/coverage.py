@@ -1,4 +1,4 @@
-"""What the launches executed and what they did not, by kernel and source line, summed over processes."""
+"""Executed and never executed source lines by kernel, summed over processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from .decode import Kernel
 from .session import Session
 
-# Instructions whose absence a test would have to notice: each has to run.
+# Every one of these instructions has to run in some test, since tests must find its absence.
 WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
 
 Data = dict[str, Any]
@@ -30,7 +30,7 @@ def places(kernel: Kernel) -> list[str]:
 
 
 def gather(session: Session) -> Data:
-    """Of this process, as plain data."""
+    """The coverage of this process, as plain data."""
     kernels: Data = {}
     for ran in session.ran.values():
         name = f"{ran.backend} {family(ran.kernel.title)}"
@@ -50,17 +50,17 @@ def merge(into: Data, other: Data) -> Data:
     for name, entry in other["kernels"].items():
         if name not in kernels:
             kernels[name] = {"launches": 0, "specialisations": [], "lines": {}}
-        kept = kernels[name]
-        kept["launches"] += entry["launches"]
-        kept["specialisations"] = sorted({*kept["specialisations"], *entry["specialisations"]})
+        total = kernels[name]
+        total["launches"] += entry["launches"]
+        total["specialisations"] = sorted({*total["specialisations"], *entry["specialisations"]})
         for place, (executed, all_of_them) in entry["lines"].items():
-            before = kept["lines"].get(place, (0, 0))
-            kept["lines"][place] = before[0] + executed, before[1] + all_of_them
+            before = total["lines"].get(place, (0, 0))
+            total["lines"][place] = before[0] + executed, before[1] + all_of_them
     return into
 
 
 def missed(data: Data) -> dict[str, list[str]]:
-    """Source lines of each kernel of which no instruction ran in any specialisation."""
+    """By kernel, source lines of which no instruction ran in any specialisation."""
     return {
         name: [place for place, (executed, _) in sorted(entry["lines"].items()) if not executed]
         for name, entry in sorted(data["kernels"].items())
@@ -78,7 +78,7 @@ def never_launched(data: Data, known: list[str]) -> list[str]:
 
 
 def report(data: Data) -> str:
-    """For people: every kernel with the lines that nothing ran."""
+    """Text: every kernel with its lines that never ran."""
     lines = []
     for name, places_missed in missed(data).items():
         entry = data["kernels"][name]

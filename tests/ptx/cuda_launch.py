@@ -1,6 +1,5 @@
-"""CUDA without a GPU: nvcc compiles csrc/cuda, its host code runs unchanged on a stand-in for cudart, and every launch
-is executed from nvcc's PTX.
-"""
+"""CUDA without a GPU: nvcc compiles csrc/cuda; its host code runs unchanged on a replacement of cudart, which has the
+executor run nvcc's PTX."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from typing import Any
 
 import simt
 from simt import toolkit
-from simt.build import KERNELS, compiler, digest, headers, kept, lock, run
+from simt.build import KERNELS, build_once, compiler, digest, headers, lock, run
 
 from . import machine
 from .build import ROOT, cache_folder
@@ -45,7 +44,7 @@ class Compiled:
 
 
 def build(source: Path) -> Path:
-    """The host object of one source; the PTX of a .cu file and what nvcc said of it lie beside it."""
+    """The host object of one source; beside it the PTX of a .cu file and nvcc's warnings."""
     nvcc = str(toolkit.find().nvcc)
     device = source.suffix == ".cu"
     options = [*(PRODUCT if device else ["-O3", "-std=c++17", "-Xcompiler", "-fPIC"]), "-lineinfo"]
@@ -57,13 +56,13 @@ def build(source: Path) -> Path:
     target = folder / f"{source.stem}-{key}.o"
     with lock(target.with_suffix(".lock")):
         if not target.exists():
-            with tempfile.TemporaryDirectory(dir=folder) as kept:
-                part = Path(kept) / f"{source.stem}.o"
-                keep = ["--keep", "--keep-dir", kept] if device else []
-                said = run([nvcc, *options, *keep, "-c", str(source), "-o", str(part)])
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                part = Path(temporary) / f"{source.stem}.o"
+                keep = ["--keep", "--keep-dir", temporary] if device else []
+                output = run([nvcc, *options, *keep, "-c", str(source), "-o", str(part)])
                 if device:
-                    (Path(kept) / f"{source.stem}.ptx").rename(target.with_suffix(".ptx"))
-                    target.with_suffix(".warnings").write_text(said)
+                    (Path(temporary) / f"{source.stem}.ptx").rename(target.with_suffix(".ptx"))
+                    target.with_suffix(".warnings").write_text(output)
                 part.rename(target)
     return target
 
@@ -75,9 +74,9 @@ def compiled() -> Compiled:
         made = list(pool.map(build, sources))
     objects = [str(each) for each in made]
     library = cache_folder() / "cuda" / f"{KERNELS.name}-{digest(*objects)}.so"
-    # RTLD_LOCAL alone would still let a real cudart answer: names bind inside the library.
+    # -Bsymbolic: names bind inside the library; with RTLD_LOCAL alone a loaded cudart would be called instead.
     link = [*(compiler() or "").split(), "-shared", "-Wl,-Bsymbolic", *objects]
-    kept(library, lambda part: run([*link, "-o", part]))
+    build_once(library, lambda part: run([*link, "-o", part]))
     of_source = {source.name: made for source, made in zip(sources, made, strict=True) if source.suffix == ".cu"}
     return Compiled(library, of_source, {name: each.with_suffix(".ptx") for name, each in of_source.items()})
 
@@ -114,7 +113,7 @@ LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
 
 
 class Module(simt.Launchers):
-    """The launchers of csrc/cuda, called with addresses as tests/simt calls them."""
+    """The launchers of csrc/cuda, called with addresses as in tests/simt."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(str(compiled().library))
@@ -135,7 +134,7 @@ class Module(simt.Launchers):
     def _launched(self, name: bytes, grid: Any, block: Any, arguments: Any, shared: int) -> int:
         try:
             self._execute(name.decode(), tuple(grid[:3]), tuple(block[:3]), arguments, shared)
-        except BaseException as error:  # C++ lies between here and the caller
+        except BaseException as error:  # an exception cannot cross the C++ caller; _run raises it
             self._error = error if isinstance(error, PtxError) else PtxError(f"{type(error).__name__}: {error}")
             return LAUNCH_FAILURE
         return 0
@@ -158,17 +157,17 @@ def module() -> Module:
 
 @contextlib.contextmanager
 def use(order: int | None = None) -> Iterator[Module]:
-    """Lets backend "cuda" run on CPU tensors, through the executor, inside the block; `order` seeds that of warps."""
+    """Inside the block, backend "cuda" runs CPU tensors on the executor; `order` seeds the order of warps."""
     from moe_kernels.backends import cuda
 
     ordered = contextlib.nullcontext() if order is None else seed(order, errors=0)
-    with simt._replaced(cuda, module(), device_type="cpu") as found, ordered:
+    with simt.replace_module(cuda, module(), device_type="cpu") as found, ordered:
         yield found
 
 
 @contextlib.contextmanager
 def device(shared: int, multiprocessors: int = 108, major: int = 8, minor: int = 0) -> Iterator[None]:
-    """Launches inside see a GPU with so many bytes of shared memory a block, such as 99 KB on sm_86."""
+    """Inside the block, launches see a GPU with these properties; `shared`: bytes a block, such as 99 KB on sm_86."""
     set_device = module()._library.ptx_device
     set_device(shared, multiprocessors, major, minor)
     try:

@@ -1,4 +1,4 @@
-// What nvcc's host code calls instead of libcudart. A kernel goes by its name to a callback, which executes its PTX.
+// Replaces libcudart for nvcc's host code. A launch calls a callback with the kernel's name, which executes its PTX.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -23,7 +23,7 @@ std::map<const void*, std::string>& names() {
   static std::map<const void*, std::string> table;
   return table;
 }
-std::map<const void*, size_t>& allowed() {  // dynamic shared memory, by cudaFuncSetAttribute
+std::map<const void*, size_t>& allowed() {  // dynamic shared memory that cudaFuncSetAttribute allowed
   static std::map<const void*, size_t> table;
   return table;
 }
@@ -87,7 +87,7 @@ int cudaGetLastError() {
   return error;
 }
 int cudaPeekAtLastError() { return last_error; }
-const char* cudaGetErrorString(int) { return "an error of the stand-in"; }
+const char* cudaGetErrorString(int) { return "an error of tests/ptx/cudart.cpp"; }
 int cudaFuncSetAttribute(const void* kernel, int attribute, int value) {
   if (attribute != 8) return last_error = kInvalidValue;  // cudaFuncAttributeMaxDynamicSharedMemorySize
   if (value > device.shared) return last_error = kInvalidValue;

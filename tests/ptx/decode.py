@@ -1,4 +1,4 @@
-"""Statements to records that the executor runs, with every register and constant at a fixed place."""
+"""Turns statements into records that the executor runs; registers and constants get fixed offsets."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Kernel:
         return f"{self.title}, PTX line {self.lines[pc]}, {self.source(pc)}: {text}"
 
     def source(self, pc: int) -> str:
-        """File and line, and where that function was inlined."""
+        """File and line, and those of the call if the function was inlined."""
         found = []
         for file, line in zip(self.sources[pc][::2], self.sources[pc][1::2], strict=True):
             path = self.files.get(file, "")
@@ -74,7 +74,7 @@ def demangled(name: str) -> str:
     text = subprocess.run([tool, name], capture_output=True, text=True).stdout.strip()
     text = re.sub(r"moe::|\(anonymous namespace\)::|_GLOBAL__N__\w+::|^void ", "", text)
     depth = 0
-    for at, each in enumerate(text):  # parameters begin at the first bracket outside of <>
+    for at, each in enumerate(text):  # parameters begin at the first parenthesis outside of <>
         depth += (each == "<") - (each == ">")
         if each == "(" and not depth:
             return text[:at]
@@ -87,7 +87,7 @@ def slot(size: int) -> int:
 
 
 def number(text: str, floating: int) -> int:
-    """The bits of a literal, as a float of `floating` bytes if it is one."""
+    """The bits of a literal; a float gets `floating` bytes."""
     kind = text[:2]
     if kind in ("0f", "0F"):
         bits = int(text[2:], 16)
@@ -124,7 +124,7 @@ class Decoder:
         return self._places[name][0]
 
     def place(self, name: str) -> tuple[int, int] | None:
-        """Offset and bytes of a register, or None if the name is no register."""
+        """Offset and bytes of a register; None if the name is not a register."""
         name = self.statement.names.get(name, name)
         known = self._places.get(name)
         if known is None:
@@ -176,7 +176,7 @@ class Decoder:
         return place and place[1]
 
     def address(self, text: str) -> tuple[int, int, int]:
-        """Operand, offset and bytes of the register of an address [...]; of a parameter the offset alone."""
+        """Operand, offset and register bytes of an address [...]; without a register, the constant 0 of 4 bytes."""
         m = _ADDRESS.match(text.strip()[1:-1].strip())
         assert m
         base, offset = m[1].strip(), int(m[2], 0) if m[2] else 0
@@ -231,7 +231,7 @@ class Decoder:
         forms.get(parts[0], plain)(self, parts, split(rest.strip()))
 
     def kernel(self, starts: list[int]) -> Kernel:
-        """Everything in its place; constants lie before the registers."""
+        """The kernel with final offsets: constants lie before the registers."""
         entry, base = self.entry, -(-len(self.constants) // 64) * 64
         for row, origin in zip(self.rows, self.origins, strict=True):
             if isinstance(row["target"], str):
@@ -275,7 +275,7 @@ def decode(entry: Entry, operations: dict[str, int]) -> Kernel:
 
     decoder, starts = Decoder(entry, operations), []
     for statement in entry.statements:
-        starts.append(len(decoder.rows))  # one statement can become several records: labels move with them
+        starts.append(len(decoder.rows))  # index of its first record; a statement can become several
         decoder.add(statement, FORMS, plain)
     starts.append(len(decoder.rows))
     for index in unfenced(entry):

@@ -1,4 +1,4 @@
-"""Which bytes a launch may touch: those that its tensors' elements span, to the byte."""
+"""The bytes that a launch may access: from the first to the last element of each of its tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .machine import Extent
 
 
 def extents(tensors: Iterable[torch.Tensor]) -> list[Extent]:
-    """Of views, not of whole storages. Extents that share bytes become one."""
+    """Extents of the views, not of whole storages. Overlapping ones are merged."""
     spans = []
     for tensor in tensors:
         if tensor.numel():

@@ -1,4 +1,4 @@
-"""How each kind of instruction becomes records: which modifiers matter, and the sizes of its operands."""
+"""Decodes each kind of instruction into records: the modifiers that matter, and the sizes of its operands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .text import SIZES, split
 if TYPE_CHECKING:
     from .decode import Decoder
 
-# Modifiers that change nothing here: rounding to nearest even is what every operation does.
+# Modifiers without effect here: every operation rounds to nearest even.
 _SILENT = {"rn", "relaxed", "gpu", "cta", "sys", "weak", "volatile", "nc", "cs", "ca", "cg", "lu", "cv", "wt", "wb"}
 
 
@@ -24,7 +24,7 @@ def _floating(kind: str) -> bool:
 
 
 def plain(d: Decoder, parts: list[str], args: list[str]) -> None:
-    """An operation on each lane, whose type is the last modifier."""
+    """An operation of each lane; the last modifier is its type."""
     base, kind = parts[0], parts[-1]
     if kind not in SIZES:
         raise d.unsupported()
@@ -71,7 +71,7 @@ def _cvta(d: Decoder, parts: list[str], args: list[str]) -> None:
     if parts[1] == "param":
         d.emit("cvta.param", [d.operand(each, 8) for each in args])
         return
-    d.emit("mov.b64", [d.operand(each, 8) for each in args])  # the generic address of global memory is its own
+    d.emit("mov.b64", [d.operand(each, 8) for each in args])  # a global address and its generic address are equal
 
 
 def _cvt(d: Decoder, parts: list[str], args: list[str]) -> None:
@@ -130,7 +130,7 @@ def _space(d: Decoder, parts: list[str]) -> str:
 
 
 def _memory(parts: list[str]) -> tuple[int, str]:
-    """Elements of the vector and the type."""
+    """Number of elements of the vector, and the type."""
     return next((int(each[1]) for each in parts if re.fullmatch(r"v\d", each)), 1), parts[-1]
 
 
@@ -246,7 +246,7 @@ def _ret(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 def _fence(d: Decoder, parts: list[str], args: list[str]) -> None:
     if "proxy" not in parts:
-        d.emit("nop", [])  # blocks run one after the other, and barriers order the rest
+        d.emit("nop", [])  # no effect: blocks run one after the other, and barriers order the warps of a block
     elif parts[1:] in (["proxy", "async"], ["proxy", "async", "shared::cta"]):
         d.emit("fence.proxy.async", [])
     else:

@@ -1,4 +1,4 @@
-"""How the instructions of sm_90 become records: wgmma, bulk copies, mbarriers, elect and stmatrix."""
+"""Decodes the instructions of sm_90 into records: wgmma, bulk copies, mbarriers, elect and stmatrix."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def _stmatrix(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 
 def unfenced(entry: Entry) -> set[int]:
-    """Products with a way to them from an access to their accumulators, or from the start, without a wgmma.fence.
+    """Products that some path reaches from an access to their accumulators, or from the start, without a wgmma.fence.
 
-    One product after another on the same accumulators needs none between. Moves are no accesses: where a second product
-    begins with the sums of another, LLVM puts the copies behind the fence, and ptxas finds them registers before it.
+    Two products on the same accumulators need none between them. Moves do not count as accesses: if a product starts
+    from the sums of another, LLVM puts the copies behind the fence, and ptxas allocates registers without them.
     """
     texts = [each.text for each in entry.statements]
     accumulators = {i: m[1] for i, text in enumerate(texts) if (m := _PRODUCT.search(text))}
@@ -95,9 +95,9 @@ def unfenced(entry: Entry) -> set[int]:
 
 def _reached(product: int, registers: str, texts: list[str], before: list[list[int]]) -> bool:
     names = set(split(registers))
-    seen, open_ends = {product}, [product]
-    while open_ends:
-        here = open_ends.pop()
+    seen, pending = {product}, [product]
+    while pending:
+        here = pending.pop()
         if here == 0:
             return True
         for i in before[here]:
@@ -109,7 +109,7 @@ def _reached(product: int, registers: str, texts: list[str], before: list[list[i
                 continue
             if not texts[i].startswith("mov.b32") and names & set(re.findall(r"%\w+", texts[i])):
                 return True
-            open_ends.append(i)
+            pending.append(i)
     return False
 
 

@@ -1,6 +1,6 @@
-"""The table of counters: what one call of each operation executes, held by tests/test_ptx_counters.py.
+"""The golden table: counters of one call of each operation, which tests/test_ptx_counters.py compares.
 
-After a change that means to execute more:  PYTHONPATH=tests python -m ptx --update
+After an intended increase:  PYTHONPATH=tests python -m ptx --update
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def name(key: tuple[str, ...]) -> str:
 
 
 def measure(key: tuple[str, str, str, str, str]) -> dict[str, list[int]] | None:
-    """Sums over the launches of one call by kernel, in the order of COLUMNS. None: the backend takes no such call."""
+    """Sums over the launches of one call by kernel, in the order of COLUMNS; None if the backend cannot run it."""
     from moe_kernels.backends import BackendError
 
     op, shape, direction, backend, dtype = key
@@ -70,13 +70,13 @@ def measure(key: tuple[str, str, str, str, str]) -> dict[str, list[int]] | None:
             counted["bank_passes"],
             counted["barriers"],
         ]
-        kept = found.setdefault(counted["kernel"], [0] * len(row))
-        found[counted["kernel"]] = [a + b for a, b in zip(kept, row, strict=True)]
+        sums = found.setdefault(counted["kernel"], [0] * len(row))
+        found[counted["kernel"]] = [a + b for a, b in zip(sums, row, strict=True)]
     return found
 
 
 def compilers() -> dict[str, str]:
-    """The versions that the table belongs to."""
+    """Versions of the compilers; the table is valid for one set of them."""
     import triton
 
     nvcc = toolkit.find().nvcc

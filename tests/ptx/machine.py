@@ -1,4 +1,4 @@
-"""The executor: decodes PTX text with what is kept of earlier runs, and runs one launch on memory of this process."""
+"""Calls the executor: decodes PTX text (cached on disk), and runs one launch on memory of this process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from .decode import Kernel
 from .text import parse
 
 SHARED_LIMIT = 163 * 1024  # bytes that a block of an A100 can have
-MOST_COUNTED = 2**30  # bytes of a tensor whose sectors are counted: rows that lie far apart span terabytes
-FINDINGS = 12  # that an error tells in full
+MAX_COUNTED_BYTES = 2**30  # sectors of larger extents are not counted: rows far apart can span terabytes
+FINDINGS = 12  # most errors of a launch that are described
 
 
 class PtxError(AssertionError):
-    """A launch did what a GPU would not forgive, or leaves a result to chance."""
+    """A launch did something that is undefined on a GPU, or its result depends on the order of warps or lanes."""
 
 
 @dataclass
 class Settings:
-    """How launches run: the seed of orders, with that of errors in its upper 16 bits, and the most instructions."""
+    """seed: of the order of execution; its upper 16 bits, of .approx errors. step_limit: most instructions a launch."""
 
     seed: int = 0
     step_limit: int = 2_000_000_000
@@ -59,7 +59,7 @@ def _decoder_digest() -> str:
 
 
 def kernel(text: str, name: str, keep: bool = True) -> Kernel:
-    """A decoded entry of a module, from the disk if it was decoded before."""
+    """A decoded entry of a module; with `keep` from the cache on disk."""
     key = build.digest(_decoder_digest(), name, text)
     file = build.cache_folder() / "decoded" / f"{key}.pickle"
     if keep and file.exists():
@@ -78,7 +78,7 @@ def kernel(text: str, name: str, keep: bool = True) -> Kernel:
 
 @dataclass
 class Extent:
-    """Bytes that a kernel may touch, and the sectors of 32 bytes that it read and wrote."""
+    """Bytes that a kernel may access, and flags of the 32-byte sectors that it read and wrote."""
 
     start: int
     size: int
@@ -87,7 +87,7 @@ class Extent:
 
     def __post_init__(self) -> None:
         sectors = ((self.start + self.size) >> 5) - (self.start >> 5) + 1
-        if self.size > MOST_COUNTED:
+        if self.size > MAX_COUNTED_BYTES:
             sectors = 0
         self.read, self.written = np.zeros(sectors, np.uint8), np.zeros(sectors, np.uint8)
 
@@ -130,8 +130,8 @@ def _sectors(array: np.ndarray) -> int | None:
 
 
 def _program(kernel: Kernel) -> records.Program:
-    kept = getattr(kernel, "_program", None)
-    if kept is None:
+    cached = getattr(kernel, "_program", None)
+    if cached is None:
         constants = np.frombuffer(kernel.constants or b"\0", np.uint8)
         program = records.Program(
             _address(kernel.records),
@@ -145,8 +145,8 @@ def _program(kernel: Kernel) -> records.Program:
             kernel.global_grain,
             kernel.parameter_bytes,
         )
-        kept = kernel._program = (program, constants)  # type: ignore[attr-defined]
-    return kept[0]
+        cached = kernel._program = (program, constants)  # type: ignore[attr-defined]
+    return cached[0]
 
 
 def run(
@@ -158,7 +158,7 @@ def run(
     extents: list[Extent],
     settings: Settings,
 ) -> Result:
-    """Executes one launch. `shared`: bytes of a block in all. What went wrong is in the result, not raised."""
+    """Executes one launch. shared: bytes of a block, static and dynamic. Errors are in the result, not raised."""
     assert len(parameters) >= kernel.parameter_bytes, f"{kernel.name}: {len(parameters)} bytes of parameters"
     counters = np.zeros(len(kernel.records) + 1, records.COUNTERS)
     findings = (records.Finding * FINDINGS)()
@@ -194,13 +194,13 @@ def run(
         request.barriers,
         request.unordered_lanes,
         request.errors,
-        [_told(kernel, each) for each in findings[: request.finding_count]],
+        [_message(kernel, each) for each in findings[: request.finding_count]],
         extents,
         seconds,
     )
 
 
-def _told(kernel: Kernel, finding: records.Finding) -> str:
+def _message(kernel: Kernel, finding: records.Finding) -> str:
     block = ",".join(map(str, finding.block))
     lane = f" lane {finding.lane}" if finding.lane < 32 else ""
     times = f" ({finding.times} times)" if finding.times > 1 else ""
@@ -211,5 +211,5 @@ def _told(kernel: Kernel, finding: records.Finding) -> str:
 
 def check(result: Result) -> None:
     if result.errors:
-        told = "\n".join(result.findings)
-        raise PtxError(f"{result.errors} errors in {result.kernel.title}, grid {result.grid}:\n{told}")
+        messages = "\n".join(result.findings)
+        raise PtxError(f"{result.errors} errors in {result.kernel.title}, grid {result.grid}:\n{messages}")

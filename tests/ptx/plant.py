@@ -1,4 +1,4 @@
-"""Edits of PTX that plant a defect: functions from text to text, for session.planted."""
+"""Edits of PTX that insert a defect: functions from text to text, for session.planted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Edit = Callable[[str], str]
 
 
 def replaced(pattern: str, by: str, *, count: int = 0) -> Edit:
-    """Every match of the pattern, or the first `count`, in the text without comments; one at least."""
+    """Replaces every match of the pattern, or the first `count`; fails if there is none."""
 
     def edit(text: str) -> str:
         edited, n = re.subn(pattern, by, text, count=count)
@@ -22,7 +22,7 @@ def replaced(pattern: str, by: str, *, count: int = 0) -> Edit:
 
 
 def on_line(line: int, pattern: str, by: str) -> Edit:
-    """The match on one line, as records name it."""
+    """Replaces the match on one line, numbered as in `Kernel.lines`."""
 
     def edit(text: str) -> str:
         lines = text.split("\n")
@@ -34,7 +34,7 @@ def on_line(line: int, pattern: str, by: str) -> Edit:
 
 
 def executed(result: Result, pattern: str) -> list[int]:
-    """PTX lines of the instructions that match and that the launch executed."""
+    """PTX lines of executed instructions that match the pattern."""
     found = {
         result.kernel.lines[pc]
         for pc, text in enumerate(result.kernel.texts)

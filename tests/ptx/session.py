@@ -1,4 +1,4 @@
-"""What all launches of this process share: the settings, an edit of the PTX that plants a defect, and what ran."""
+"""State of all launches of this process: settings, an edit of the PTX that inserts a defect, kernels that ran."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Session:
     settings: Settings = field(default_factory=Settings)
     edit: Edit | None = None
     listeners: list[Callable[[Result], None]] = field(default_factory=list)
-    ran: dict[int, Ran] = field(default_factory=dict)  # by id of the kernel, which the entry keeps alive
+    ran: dict[int, Ran] = field(default_factory=dict)  # by id(kernel); the entry keeps the kernel alive
     launches: int = 0
     steps: int = 0
     seconds: float = 0.0
@@ -48,12 +48,12 @@ def launch(
     parameters: bytes,
     memory: list[Extent],
 ) -> Result:
-    """Runs a launch, keeps its counters and raises its errors."""
+    """Runs a launch, adds its counters and raises its errors."""
     result = machine.run(kernel, grid, block, shared, parameters, memory, session.settings)
     session.launches += 1
     session.steps += result.steps
     session.seconds += result.seconds
-    if session.edit is None:  # a planted defect is no coverage
+    if session.edit is None:  # launches with a defect do not count as coverage
         ran = session.ran.get(id(kernel))
         if ran is None:
             ran = session.ran[id(kernel)] = Ran(kernel, backend, np.zeros_like(result.counters))
@@ -68,8 +68,8 @@ def launch(
 
 @contextlib.contextmanager
 def seed(value: int, errors: int | None = None) -> Iterator[None]:
-    """Launches inside run blocks, warps and equal-address stores in the order of the seed, with the errors of .approx
-    instructions that it, or another one, gives."""
+    """Inside the block, `value` seeds the order of blocks, warps and stores to equal addresses, `errors` (default:
+    `value`) the errors of .approx instructions."""
     before = session.settings
     session.settings = replace(before, seed=value | (value if errors is None else errors) << 16)
     try:
@@ -80,7 +80,7 @@ def seed(value: int, errors: int | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[list[Result]]:
-    """The results of the launches inside."""
+    """Yields a list, to which every launch inside the block adds its result."""
     found: list[Result] = []
     session.listeners.append(found.append)
     try:
@@ -91,7 +91,7 @@ def recorded() -> Iterator[list[Result]]:
 
 @contextlib.contextmanager
 def planted(edit: Edit) -> Iterator[None]:
-    """Launches inside execute edited PTX."""
+    """Inside the block, launches execute edited PTX."""
     before, session.edit = session.edit, edit
     try:
         yield

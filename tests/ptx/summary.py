@@ -1,4 +1,4 @@
-"""pytest's closing lines on PTX: what was executed and what was not. The workers of pytest-xdist send theirs."""
+"""pytest's summary of executed PTX: launches, and lines that never ran, also of the workers of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DATA = pytest.StashKey[dict[str, Any]]()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    mine = coverage.gather(executed)
+    of_process = coverage.gather(executed)
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["ptx"] = mine
+        session.config.workeroutput["ptx"] = of_process
     else:
-        coverage.merge(session.config.stash.setdefault(DATA, {}), mine)
+        coverage.merge(session.config.stash.setdefault(DATA, {}), of_process)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -32,7 +32,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def known_kernels() -> list[str]:
-    """Every kernel of the package, by backend; those that make products for sm_90 as well."""
+    """Every kernel of the package as "backend name"; Triton kernels with products also for sm_90."""
     launched = triton_kernels()
     found = [f"triton {name}" for name in launched]
     found += [
@@ -44,7 +44,7 @@ def known_kernels() -> list[str]:
 
 
 def triton_kernels() -> dict[str, str]:
-    """The compiled functions that no other one names, which are those that are launched, and their sources."""
+    """Sources of the launched Triton kernels by name: jitted functions that no other jitted function calls."""
     statements = [each for file in sorted(KERNELS.glob("*.py")) for each in ast.parse(file.read_text()).body]
     functions = [each for each in statements if isinstance(each, ast.FunctionDef)]
     jitted = [each for each in functions if any("triton.jit" in ast.unparse(one) for one in each.decorator_list)]
@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     file.write_text(text + "\n")
     terminalreporter.write_line(f"listed in {file}")
     if config.getoption("keyword") or config.getoption("markexpr") or config.args != config.getini("testpaths"):
-        return  # a part of the suite leaves most of it out
+        return  # a selection of tests launches few kernels
     for line in coverage.never_launched(data, known_kernels()):
         terminalreporter.write_line(f"never launched: {line}")
     for line in coverage.waits_missed(data):

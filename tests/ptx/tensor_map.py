@@ -1,4 +1,4 @@
-"""Descriptors of tensors for bulk copies: what cuTensorMapEncodeTiled makes on a GPU, as executor/bulk.cpp reads it."""
+"""Tensor maps for bulk copies, in place of cuTensorMapEncodeTiled; executor/bulk.cpp reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BYTES = 128
 def encode(
     address: int, element: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
 ) -> bytes:
-    """The 128 bytes. Sizes, strides (in elements) and the box as torch has them: the contiguous dimension last."""
+    """The 128 bytes of a map. sizes, strides (in elements), box: in torch's order, the contiguous dimension last."""
     if swizzle not in _SPANS or box[-1] * element != _SPANS[swizzle]:
         raise NotImplementedError(f"a box {list(box)} of {element}-byte elements with swizzle {swizzle}")
     steps = [element * stride for stride in strides[:-1]]

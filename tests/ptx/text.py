@@ -1,4 +1,4 @@
-"""PTX text as statements: what each entry declares, and its instructions with their lines."""
+"""Parses PTX text into entries: their declarations, and their instructions with line numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES |= {"f16": 2, "bf16": 2, "f32": 4, "tf32": 4, "f64": 8, "f16x2": 4, "bf16x
 
 
 class Unsupported(Exception):
-    """An instruction that the executor does not know."""
+    """The executor does not support this instruction."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ def without_comments(text: str) -> str:
 
 
 def code_of(text: str) -> str:
-    """What ptxas makes machine code of: no comments, lines of sources, or names that a path has a part in."""
+    """The text without what does not change machine code: comments, source lines, hashes of paths in names."""
     text = without_comments(text.split("\t.section\t.debug")[0])
     text = re.sub(r"(_GLOBAL__N__|_INTERNAL_)[0-9a-f]{8}(_\d+_\w+?_cu_)[0-9a-f]{8}", r"\1\2", text)
     debug = re.compile(r"\s*(\.loc\b|\.file\b|\$L__(tmp|func_begin|func_end|info_string)\w*:|$)")
@@ -92,7 +92,7 @@ def entry_names(text: str) -> list[str]:
 
 
 def parse(text: str, only: str | None = None) -> list[Entry]:
-    """The entries of a module, or the one of that name."""
+    """The entries of a module, or only the one named `only`."""
     files = {int(number): path for number, path in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)}
     text = without_comments(text)
     lines = [m.start() for m in re.finditer("\n", text)]
@@ -119,13 +119,13 @@ def parse(text: str, only: str | None = None) -> list[Entry]:
 
 
 def _closing(text: str, start: int) -> int:
-    """The end of the braces that are open at `start`."""
+    """Position behind the brace that closes the one before `start`."""
     depth = 1
     for m in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if m[0] == "{" else -1
         if not depth:
             return m.end()
-    raise Unsupported("a brace that is not closed")
+    raise Unsupported("a brace without its closing one")
 
 
 def _parameters(entry: Entry, text: str) -> None:
@@ -201,7 +201,7 @@ def _reserve(entry: Entry, name: str, align: int, size: int) -> None:
 
 
 def _place(entry: Entry, body: str, outside: dict[str, tuple[int, int]]) -> None:
-    """Offsets of the module's shared variables that the body names; dynamic ones lie behind the others."""
+    """Gives offsets to the module's shared variables that the body uses; dynamic ones lie behind the others."""
     used = [name for name in outside if name not in entry.shared and re.search(rf"{re.escape(name)}(?![\w$])", body)]
     for name in sorted(used, key=lambda name: not outside[name][1]):
         _reserve(entry, name, *outside[name])

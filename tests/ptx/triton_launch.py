@@ -26,22 +26,22 @@ from .text import entry_names
 
 
 class Gpu(NamedTuple):
-    """What a launch may ask about."""
+    """Properties of a GPU that launches read."""
 
     capability: int
     shared: int  # bytes that a block can have
     multiprocessors: int
 
 
-# An A100 with blocks of no more shared memory than the smallest GPU has that runs its code, sm_86; and an H100.
+# An A100, but with the shared memory of sm_86, the smallest of the GPUs that run its code; and an H100.
 GPUS = {80: Gpu(80, 99 * 1024, 108), 90: Gpu(90, 227 * 1024, 132)}
 _gpu = GPUS[80]
 
 
 @contextlib.contextmanager
 def capability(which: int) -> Iterator[None]:
-    """Launches inside see another GPU. The products choose their loop by the capability of a CUDA device, which is not
-    there to be asked."""
+    """Inside the block, launches see another GPU. Replaces _grouped_configs.loop too, which reads the capability from a
+    CUDA device."""
     from moe_kernels.backends.triton import _grouped_configs
 
     global _gpu
@@ -54,7 +54,7 @@ def capability(which: int) -> Iterator[None]:
 
 
 class Launcher:
-    """Made by Triton for each compiled kernel, called for each launch."""
+    """Triton creates one for each compiled kernel and calls it for each launch."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self.source, self.metadata = src, metadata
@@ -100,7 +100,7 @@ _FORMS |= {"i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 
 
 def _descriptor(tensor: Any, compiled: dict[str, Any]) -> list[bytes]:
-    """The parameters that become of a TensorDescriptor: the map of the box that the compiler chose, sizes, strides."""
+    """The parameters for a TensorDescriptor: the map with the compiler's box, sizes, strides."""
     assert tensor.padding == "zero"
     assert not compiled["is_im2col"]
     address, box = tensor.base.data_ptr(), compiled["block_size"]
@@ -116,7 +116,7 @@ def decoded(text: str, keep: bool = True) -> Kernel:
 
 
 class Utilities:
-    """Loads "binaries", which are PTX, and tells the limits of the GPU."""
+    """Loads "binaries", which are PTX, and returns the limits of the GPU."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, str, int, int, int]:
         return 1, kernel.decode(), 0, 0, 1024
@@ -136,7 +136,7 @@ class Driver:
         return GPUTarget("cuda", _gpu.capability, 32)
 
     def get_current_device(self) -> int:
-        return list(GPUS).index(_gpu.capability)  # Triton keeps compiled kernels by device
+        return list(GPUS).index(_gpu.capability)  # Triton caches compiled kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -146,7 +146,7 @@ class Driver:
 
 
 def stop_at_ptx(*arguments: Any) -> tuple[str, str] | None:
-    """Triton calls this with nothing for a part of the cache's key, and with the stages of a compilation."""
+    """Hook of Triton: without arguments returns a part of the cache's key, else replaces the last compilation stage."""
     if not arguments:
         return "PTX is the binary", "PTX is the binary"
     _, stages, *_ = arguments
@@ -154,8 +154,8 @@ def stop_at_ptx(*arguments: Any) -> tuple[str, str] | None:
     return None
 
 
-def _compiled_once(compile: Any) -> Any:
-    """Processes that want the same kernel at the same time: one compiles it, the others find it in the cache."""
+def _locked_compile(compile: Any) -> Any:
+    """Locks a compilation between processes: one compiles the kernel, the others then find it in the cache."""
 
     def locked(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
         key = build.digest(source.hash(), target, sorted((options or {}).items(), key=str))
@@ -167,27 +167,27 @@ def _compiled_once(compile: Any) -> Any:
 
 @functools.cache
 def share_compilations() -> None:
-    """From here on compilations of this process stop at PTX, and none is done twice among processes."""
+    """From here on compilations of this process stop at PTX, and processes do not repeat each other's."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import triton
     import triton.compiler
 
-    # Apart from the user's cache, whose kernels are machine code.
+    # Not the user's cache, since its kernels are machine code.
     triton.knobs.cache.dir = str(build.cache_folder() / "triton")
     triton.knobs.runtime.add_stages_inspection_hook = stop_at_ptx
-    triton.compiler.compile = _compiled_once(triton.compiler.compile)
+    triton.compiler.compile = _locked_compile(triton.compiler.compile)
 
 
 @functools.cache
 def install() -> None:
-    """From here on launches of this process run on the executor."""
+    """From here on this process runs Triton's launches on the executor."""
     share_compilations()
     import triton
 
     import moe_kernels.backends.triton as kernels
 
-    # From now on, whatever a test sets for another process: kernels are decorated when an operation is first called,
-    # and an interpreted one can't be called by a compiled one.
+    # Overrides TRITON_INTERPRET, which tests set for other processes. Kernels are decorated at an operation's first
+    # call, and a compiled kernel cannot call an interpreted one.
     triton.knobs.runtime.interpret = False
     triton.runtime.driver.set_active(Driver())
     kernels.device_type = "cpu"

@@ -1,8 +1,8 @@
 """Runs checks on several ranks of one machine (gloo). Ranks are forks of a process that has imported torch.
 
 `Ranks` starts that process, `python -m tests.ranks`, once. It has no threads and runs nothing else, so that a fork is
-safe and takes 0.1 s. It reads lines "module check ranks words" and prints the errors of the ranks that failed. The same
-ranks take all checks that pass.
+safe and takes 0.1 s. It reads lines "module check ranks arguments" and prints the errors of the ranks that failed.
+Ranks are reused until a check fails.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Ranks:
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
-    def run(self, module: str, check: str, ranks: int, *words: object) -> None:
-        """AssertionError with the tracebacks of the ranks that failed. words: arguments of the check, as strings."""
+    def run(self, module: str, check: str, ranks: int, *arguments: object) -> None:
+        """Raises AssertionError with the tracebacks of failed ranks. arguments: of the check, which gets strings."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(" ".join(map(str, (module, check, ranks, *words))) + "\n")
+        self.process.stdin.write(" ".join(map(str, (module, check, ranks, *arguments))) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
         assert line, f"the process that starts ranks ended with status {self.process.wait()}"

@@ -12,7 +12,7 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-# Before the fork, so that ranks need not import them.
+# Imported before the fork, so that ranks do not import them again.
 import scipy.optimize  # noqa: F401
 import torch
 import torch._functorch.aot_autograd
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tests.ranks import command, exact, layers, refusals, traffic, training, wrapped
 
-LIMIT = 200  # seconds for a check; a collective waits half of it
+LIMIT = 200  # seconds for a check; half of it is the timeout of a collective
 MODULES = {
     each.__name__.rpartition(".")[2]: each for each in (command, exact, layers, refusals, traffic, training, wrapped)
 }
@@ -28,9 +28,9 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Group:
-    """n ranks. They take one check after another until one of them fails.
+    """n ranks, which run one check after another until one fails.
 
-    distributed: False where each check makes its own process group, as under torchrun.
+    distributed: False if each check makes its own process group, as under torchrun.
     """
 
     def __init__(self, size: int, distributed: bool) -> None:
@@ -41,16 +41,19 @@ class Group:
             pipe, end = FORK.Pipe()
             process = FORK.Process(target=_serve, args=(end, rank, size, store), daemon=True)
             process.start()
-            end.close()  # a rank that ends then closes its pipe
+            end.close()  # so that the pipe closes when the rank ends
             self.pipes.append(pipe)
             self.processes.append(process)
 
-    def run(self, module: str, check: str, words: list[str]) -> dict[int, str]:
-        """The errors by rank."""
+    def run(self, module: str, check: str, arguments: list[str]) -> dict[int, str]:
+        """Runs a check; returns the errors by rank."""
         for pipe in self.pipes:
-            pipe.send((module, check, words))
+            pipe.send((module, check, arguments))
         rank_of = {pipe: rank for rank, pipe in enumerate(self.pipes)}
-        errors, until = dict.fromkeys(rank_of.values(), "ended without an error, or too late"), time.monotonic() + LIMIT
+        errors, until = (
+            dict.fromkeys(rank_of.values(), f"ended without a result, or took over {LIMIT} s"),
+            time.monotonic() + LIMIT,
+        )
         while rank_of and (ready := wait(list(rank_of), max(0, until - time.monotonic()))):
             for pipe in ready:
                 rank = rank_of.pop(pipe)  # type: ignore[call-overload]
@@ -68,12 +71,12 @@ class Group:
 
 
 def _serve(pipe: Connection, rank: int, size: int, store: Path | None) -> None:
-    """One rank. It ends after an error, so that the others do not wait for it."""
+    """One rank. It ends after an error, so that the others' collectives fail."""
     if store is None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
     error = ""
     while not error:
-        module, check, words = pipe.recv()
+        module, check, arguments = pipe.recv()
         try:
             if store is not None and not dist.is_initialized():
                 limit = datetime.timedelta(seconds=LIMIT / 2)
@@ -81,7 +84,7 @@ def _serve(pipe: Connection, rank: int, size: int, store: Path | None) -> None:
                     "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size, timeout=limit
                 )
             torch.manual_seed(0)
-            getattr(MODULES[module], check)(*words)
+            getattr(MODULES[module], check)(*arguments)
             if store is not None:
                 dist.barrier()
         except BaseException:
@@ -91,15 +94,15 @@ def _serve(pipe: Connection, rank: int, size: int, store: Path | None) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that was not written reads as NaN
-    gc.freeze()  # the collector would write to the memory that ranks share
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialized memory with NaN
+    gc.freeze()  # a collection would copy pages that ranks share
     groups: dict[int, Group] = {}
     for line in sys.stdin:
-        module, check, ranks, *words = line.split()
-        distributed = not getattr(MODULES[module], "STARTS_ITSELF", False)
+        module, check, ranks, *arguments = line.split()
+        distributed = not getattr(MODULES[module], "OWN_PROCESS_GROUP", False)
         group = groups.pop(int(ranks), None) if distributed else None
         group = group or Group(int(ranks), distributed)
-        errors = group.run(module, check, words)
+        errors = group.run(module, check, arguments)
         if distributed and not errors:
             groups[int(ranks)] = group
         else:
@@ -107,7 +110,7 @@ def main() -> None:
         print(json.dumps(errors), flush=True)
     for group in groups.values():
         group.end()
-    os._exit(0)  # without the messages of libraries at exit
+    os._exit(0)  # skips messages of libraries at exit
 
 
 main()

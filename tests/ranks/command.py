@@ -1,4 +1,4 @@
-"""The training command on ranks, as torchrun starts it. Each check gets a free port and makes its own ranks."""
+"""The training command on ranks, as under torchrun. Each check gets a free port and new ranks."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from moe_kernels.data import load
 from moe_kernels.train import ranks
 from tests.small_sets import images, ratings
 
-STARTS_ITSELF = True
+OWN_PROCESS_GROUP = True
 SMALL = {
     "competesmoe": "--dim 16 --hidden 12 --depth 2 --heads 2 --length 12 --experts 4 --batch-size 6 --rate 0.5",
     "vmoe": "--dim 16 --depth 2 --moe-layers 1 --heads 2 --hidden 12 --experts 4 --data corners --batch-size 16",
     "movielens": "--experts 4 --search-epochs 1 --dropout 0.1 --data tastes --batch-size 15",
 }
-MADE = {"corners": images, "tastes": ratings}
+SMALL_SETS = {"corners": images, "tastes": ratings}
 
-# No noise, and no loss that depends on the batch.
+# Without noise, and without losses that depend on the division into batches.
 PLAIN = ["--sides", "compete", "--depth", "1", "--steps", "6", "--every", "2", "--model-dropout", "0"]
 
 
 def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
     """The status of `train`, and this rank's output and error messages."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    train.load = lambda name: MADE[name]() if name in MADE else load(name)
+    train.load = lambda name: SMALL_SETS[name]() if name in SMALL_SETS else load(name)
     train.picture = lambda *given: False  # matplotlib takes longer than the rest of the run
     out, errors = io.StringIO(), io.StringIO()
     common = ["--device", "cpu", "--threads", "1", "--check-steps", "2"]
@@ -44,7 +44,7 @@ def _command(port: str, recipe: str, *words: Any) -> tuple[int, str, str]:
 
 
 def agrees(port: str, recipe: str, *words: str) -> None:
-    """n ranks take the steps of one process, for every side; one rank prints."""
+    """n ranks take the same steps as one process, for every side; only rank 0 prints."""
     status, out, errors = _command(port, recipe, "--steps", 2, "--expert-parallel", os.environ["WORLD_SIZE"], *words)
     assert status == 0, errors + out
     if os.environ["RANK"] != "0":
@@ -54,21 +54,21 @@ def agrees(port: str, recipe: str, *words: str) -> None:
 
 
 def stops(port: str, out: str, data: str) -> None:
-    """Rank 0 stops in the middle; rank 1 ends with a message, which names the checkpoint of rank 0."""
+    """If rank 0 raises at step 3, rank 1 ends with a message that contains the checkpoint of rank 0."""
     rank = os.environ["RANK"]
     if rank == "0":
-        taken = ranks.ParallelRun.differentiate
+        original = ranks.ParallelRun.differentiate
 
         def differentiate(run: Any, batch: Any) -> Any:
             if run.step == 3:
                 raise InterruptedError
-            return taken(run, batch)
+            return original(run, batch)
 
         ranks.ParallelRun.differentiate = differentiate
     words = ["--data", data, "--out", out, *["--expert-parallel", "2", "--check-steps", "0", "--rank-timeout", "20"]]
     status, _, errors = _command(port, "competesmoe", *words, *PLAIN)
     if rank == "0":
-        assert status == 2  # as any other error of its own
+        assert status == 2  # as after any error of the rank itself
         return
     assert status == 3
     assert "train: rank 1: another rank failed or did not answer in time" in errors
@@ -76,13 +76,13 @@ def stops(port: str, out: str, data: str) -> None:
 
 
 def whole(port: str, out: str, data: str) -> None:
-    """One process, without an interruption."""
+    """A run of one process without interruption."""
     status, _, errors = _command(port, "competesmoe", "--data", data, "--out", out, "--check-steps", 0, *PLAIN)
     assert status == 0, errors
 
 
 def goes_on(port: str, out: str, data: str, whole: str) -> None:
-    """Continues from the checkpoint of 2 ranks; the rows are those of the process in `whole`."""
+    """Resumes from the checkpoint of 2 ranks; the rows equal those of the run in `whole`."""
     size = os.environ["WORLD_SIZE"]
     resumed = ["--out", out, "--resume", *(("--expert-parallel", size) if size != "1" else ())]
     status, _, errors = _command(port, "competesmoe", "--data", data, "--check-steps", 0, *PLAIN, *resumed)
@@ -95,13 +95,13 @@ def goes_on(port: str, out: str, data: str, whole: str) -> None:
         for name in a.keys() - {"seconds"}:
             if isinstance(a[name], float):
                 assert abs(a[name] - b[name]) <= 1e-5 * max(1, abs(b[name])), (name, a, b)
-    flops, right = (each["runs"][0]["flops"] for each in (found, expected))
-    assert right <= flops <= 1.01 * right, (flops, right)  # combine is also counted on the owner
+    flops, least = (each["runs"][0]["flops"] for each in (found, expected))
+    assert least <= flops <= 1.01 * least, (flops, least)  # combine is also counted on the owner
     torch.load(Path(out) / "model-compete-0.pt", weights_only=True)
 
 
 def hangs(port: str, data: str, ended: str) -> None:
-    """Rank 1 does not answer until rank 0 has ended within its time limit."""
+    """Rank 1 hangs; rank 0 ends after its time limit, then rank 1 too."""
     started = time.monotonic()
 
     def wait(*given: Any) -> None:
@@ -130,7 +130,7 @@ def missing(port: str, data: str) -> None:
 
 
 def refused(port: str, data: str) -> None:
-    """Wrong numbers of ranks or experts, and no torchrun: status 2 and the reason."""
+    """A wrong number of ranks or experts, or no torchrun, gives status 2 and the reason."""
     words = ["--data", data, *PLAIN]
     status, _, errors = _command(port, "competesmoe", *words, "--expert-parallel", 3)
     assert status == 2
@@ -148,7 +148,7 @@ def refused(port: str, data: str) -> None:
 
 
 def tutorial(port: str, page: str, folder: str) -> None:
-    """The code of docs/tutorials/expert_parallel.md, as torchrun would start it."""
+    """Runs the code of docs/tutorials/expert_parallel.md as under torchrun."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.chdir(folder)
     code = "\n".join(re.findall(r"^```python\n(.*?)^```$", Path(page).read_text(), re.MULTILINE | re.DOTALL))

@@ -1,4 +1,4 @@
-"""n ranks, each with a part of the tokens, against one process with all of them, bit for bit."""
+"""n ranks, each with a part of the tokens, give the same bits as one process with all tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ T, D, H, E = 48, 12, 20, 8
 
 
 class Model(nn.Module):
-    """x + layer(x) on a linear layer, so that the experts are not the first to get a gradient."""
+    """h + layer(h), h = linear(x): the backward pass goes on below the experts."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.first, self.layer = nn.Linear(D, D), layer
-        self.scale = nn.Parameter(torch.ones(1))  # fully_shard leaves all ranks but one without a part of it
+        self.scale = nn.Parameter(torch.ones(1))  # with fully_shard only one rank has it
 
     def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
         h = self.first(x)
@@ -48,7 +48,7 @@ def tokens(total: int = T) -> Tensor:
 
 
 def unfused(experts: Experts) -> None:
-    """Experts without the fused kernel: its sums have another order."""
+    """Replaces the fused kernel of the experts, which adds in another order."""
     experts.forward = lambda x, plan, weights: Experts.forward(experts, x, plan, weights)
 
 
@@ -72,9 +72,9 @@ def gradients(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, dict[str, Te
 def agree(
     make: Callable[[object], mnn.MoE], one_policy: object, policy: object, capacity: int | None = None, total: int = T
 ) -> None:
-    """y, dx and the gradients of experts are equal, those of the rest after averaging within rounding.
+    """y, dx and the experts' gradients are bitwise equal; other gradients, averaged, are equal up to rounding.
 
-    The loss is the mean over tokens of the squares of y; ranks compute the mean over their own.
+    The loss is the mean over tokens of |y|^2; each rank computes the mean over its own tokens.
     """
     mesh, x = mesh_of_all(), tokens(total)
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -135,7 +135,7 @@ def case(name: str) -> None:
 
 
 def global_choice() -> None:
-    """Expert choice, priority routing and a capacity over the tokens of all ranks; their counts are those of all."""
+    """Expert choice, priority routing and a capacity over the tokens of all ranks; counts are over all ranks too."""
     mesh = mesh_of_all()["ep"]
     for policy, gate in (
         (mnn.ExpertChoice(2.0), mnn.SoftmaxGate(D, E)),
@@ -155,8 +155,8 @@ def global_choice() -> None:
 
 
 def random_shapes() -> None:
-    """Only experts, with random sizes and policies: gradients of the gate weights are equal too."""
-    draw, ranks, rank = random.Random(dist.get_world_size()), dist.get_world_size(), dist.get_rank()
+    """Experts alone, with random sizes and policies; also compares the gradients of the gate weights."""
+    generator, ranks, rank = random.Random(dist.get_world_size()), dist.get_world_size(), dist.get_rank()
     mesh = mesh_of_all()["ep"]
     policies = {
         "dropless": mnn.TokenChoice,
@@ -166,10 +166,14 @@ def random_shapes() -> None:
         "expert choice": partial(mnn.ExpertChoice, 2.0),
     }
     for case in range(20):
-        dim, hidden, count = draw.choice([4, 7, 33, 128]), draw.choice([5, 16, 72]), draw.choice([4, 8, 32])
-        own, k, kind = draw.choice([1, 3, 40]), draw.choice([1, 2, 4]), draw.choice(list(policies))
+        dim, hidden, count = (
+            generator.choice([4, 7, 33, 128]),
+            generator.choice([5, 16, 72]),
+            generator.choice([4, 8, 32]),
+        )
+        own, k, kind = generator.choice([1, 3, 40]), generator.choice([1, 2, 4]), generator.choice(list(policies))
         torch.manual_seed(case)
-        one = mnn.ExpertMLP(count, dim, hidden, activation=draw.choice(["gelu", "relu", "swiglu"]))
+        one = mnn.ExpertMLP(count, dim, hidden, activation=generator.choice(["gelu", "relu", "swiglu"]))
         sharded = copy.deepcopy(one)
         unfused(one)
         parallelize_module(sharded, mesh, ExpertParallel(own if kind == "static" else None))
@@ -180,17 +184,17 @@ def random_shapes() -> None:
             gate = mnn.GateOutput(weights, experts.to(torch.int32), count)
         x, grad = torch.randn(2, own * ranks, dim)
         part, policy = slice(rank * own, (rank + 1) * own), policies[kind](group=own)
-        expected = _through(one, policy, gate, x, grad, slice(None))
-        found = _through(sharded, policy, gate, x, grad, part)
+        expected = _results(one, policy, gate, x, grad, slice(None))
+        found = _results(sharded, policy, gate, x, grad, part)
         for name, each in found.items():
-            right = expected[name][part] if name in ("y", "dx", "dweights") else expected[name] / ranks
-            assert torch.equal(each, right), (name, kind, dim, hidden, count, own, k)
+            target = expected[name][part] if name in ("y", "dx", "dweights") else expected[name] / ranks
+            assert torch.equal(each, target), (name, kind, dim, hidden, count, own, k)
 
 
-def _through(
+def _results(
     experts: Experts, policy: Any, gate: mnn.GateOutput, x: Tensor, grad: Tensor, part: slice
 ) -> dict[str, Tensor]:
-    """Outputs and gradients of a part of the tokens."""
+    """Output and gradients for a part of the tokens, by name."""
     x, weights = (each[part].clone().requires_grad_() for each in (x, gate.weights))
     plan, kept = policy(mnn.GateOutput(weights, gate.experts[part], gate.num_experts, gate.dense), True)
     y = experts(x, plan, kept)

@@ -1,6 +1,6 @@
 """Every layer of the package on ranks against one process; checkpointing, autocast and torch.compile around a layer.
 
-Values are compared within rounding: the sums of some gradients have another order than in one process.
+Values are equal up to rounding: some gradients are summed in another order than in one process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def same(
     capacity: int | None = None,
     tolerance: float = 1e-5,
 ) -> tuple[nn.Module, nn.Module]:
-    """Outputs, dx and all averaged gradients are those of one process with all tokens. Returns both models."""
+    """Checks outputs, dx and averaged gradients against one process with all tokens; returns both models."""
     mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     one, model = (copy.deepcopy(Model(layer)) for _ in range(2))
@@ -76,7 +76,7 @@ def several_gates() -> None:
 
 
 def local_search() -> None:
-    """Soft permutation in training, the hard one in evaluation; the same on all ranks."""
+    """The permutation, soft in training and hard in evaluation, is the same on all ranks."""
     layer = mnn.MultiGateMoE([mnn.TopKGate(D, E, 2)] * 2, mnn.ExpertLayer(E, D, D), mnn.LocalSearch(E, 10))
     one, model = same(layer)
     one.zero_grad()
@@ -87,7 +87,7 @@ def local_search() -> None:
 
 
 def competition() -> None:
-    """All experts compete for every token: ranks send tokens and receive norms."""
+    """Competition, for which ranks send tokens and receive norms of all experts' outputs."""
     for through in (True, False):
         mlps = experts(activation="relu")
         gate = mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mlps, rate=1.0, alpha=2.0, through_norms=through)
@@ -117,7 +117,7 @@ def ensemble() -> None:
 
 
 def thor() -> None:
-    """In training each rank draws once a batch: with equal seeds all draw the same expert, which gets all rows."""
+    """In training each rank draws one expert a batch; with equal seeds that expert gets the rows of all ranks."""
     same(mnn.MoE(mnn.RandomGate(E), experts()))
 
 
@@ -131,7 +131,7 @@ def pass_through() -> None:
 
 
 def activation_checkpointing() -> None:
-    """A forward pass that is computed again sends the same rows."""
+    """The recomputed forward pass sends the same rows."""
 
     def prepare(model: nn.Module) -> None:
         inner = model.layer.forward
@@ -142,7 +142,7 @@ def activation_checkpointing() -> None:
 
 
 def checkpointed_ties() -> None:
-    """Equal logits: the choice is the same when it is computed again."""
+    """With equal logits the recomputed choice is the same."""
     layer = mlp()(mnn.TokenChoice(1.0))
     torch.nn.init.zeros_(layer.gate.linear.weight)
     parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel()})
@@ -157,7 +157,7 @@ def checkpointed_ties() -> None:
 
 
 def autocast() -> None:
-    """Rows travel in bfloat16; parameters and their gradients stay float32."""
+    """Rows are sent in bfloat16; parameters and their gradients stay float32."""
     mesh, x = mesh_of_all(), tokens()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     one = mlp()(mnn.TokenChoice(group=T // ranks))
@@ -213,8 +213,8 @@ def frozen_experts() -> None:
 def balance_over_ranks() -> None:
     """With reduce=group every rank has the loss of all tokens, and the mean of gradients is its gradient."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
-    draws = torch.Generator().manual_seed(4)
-    every, noise = (torch.randn(T, E, generator=draws) for _ in range(2))
+    generator = torch.Generator().manual_seed(4)
+    every, noise = (torch.randn(T, E, generator=generator) for _ in range(2))
     losses = (
         lambda x, noise, group: mnn.importance_loss(x.softmax(-1), group),
         lambda x, noise, group: mnn.load_loss(x, x + noise / E, 2, 1 / E, group),
@@ -245,7 +245,7 @@ def compiled() -> None:
 
 
 def compiled_around_the_exchange() -> None:
-    """Else its graph breaks once, at the exchange."""
+    """Without a static capacity the graph breaks once, at the exchange."""
     from torch._dynamo.utils import counters
 
     _compiled(None, "eager")

@@ -1,4 +1,4 @@
-"""Wrong use raises an error with the name of the function, on every rank before anything is sent."""
+"""Wrong use raises an error with the name of the function, on every rank and before anything is sent."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from moe_kernels.ops.plan import make_plan
 from tests.ranks.exact import D, E, H, T, mesh_of_all, mlp, tokens
 
 
-def refused(kind: type[Exception], text: str, call: Any) -> None:
+def raises(kind: type[Exception], text: str, call: Any) -> None:
     with pytest.raises(kind, match=text):
         call()
 
 
 def meshes() -> None:
-    wide = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "ep"))
+    mesh_2d = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "ep"))
     style, experts = ExpertParallel(), mnn.ExpertMLP(E, D, H)
-    refused(ValueError, "ExpertParallel.*mesh of one dimension.*dp.*ep", lambda: style._apply(experts, wide))
-    refused(ValueError, "mesh of one dimension", lambda: parallelize_module(experts, wide, style))
-    refused(ValueError, "GlobalPolicy: expected a mesh of one dim", lambda: GlobalPolicy(mnn.ExpertChoice(), wide))
+    raises(ValueError, "ExpertParallel.*mesh of one dimension.*dp.*ep", lambda: style._apply(experts, mesh_2d))
+    raises(ValueError, "mesh of one dimension", lambda: parallelize_module(experts, mesh_2d, style))
+    raises(ValueError, "GlobalPolicy: expected a mesh of one dim", lambda: GlobalPolicy(mnn.ExpertChoice(), mesh_2d))
     odd = mnn.ExpertMLP(E + 1, D, H)
-    refused(ValueError, "ExpertParallel: 2 ranks must divide.* 9", lambda: parallelize_module(odd, wide["ep"], style))
+    raises(ValueError, "ExpertParallel: 2 ranks must divide.* 9", lambda: parallelize_module(odd, mesh_2d["ep"], style))
     assert not any(isinstance(each, DTensor) for each in odd.parameters())
     linear = nn.Linear(D, D)
-    refused(TypeError, "ExpertParallel.*Experts, got Linear", lambda: parallelize_module(linear, wide["ep"], style))
-    parallelize_module(experts, wide["ep"], style)
-    refused(ValueError, "ExpertParallel.*already", lambda: parallelize_module(experts, wide["dp"], style))
+    raises(TypeError, "ExpertParallel.*Experts, got Linear", lambda: parallelize_module(linear, mesh_2d["ep"], style))
+    parallelize_module(experts, mesh_2d["ep"], style)
+    raises(ValueError, "ExpertParallel.*already", lambda: parallelize_module(experts, mesh_2d["dp"], style))
     for bad in (0, -1):
-        refused(ValueError, "capacity", lambda bad=bad: ExpertParallel(capacity=bad))
-    refused(TypeError, "capacity", lambda: ExpertParallel(capacity=1.5))
+        raises(ValueError, "capacity", lambda bad=bad: ExpertParallel(capacity=bad))
+    raises(TypeError, "capacity", lambda: ExpertParallel(capacity=1.5))
 
 
 def plans() -> None:
@@ -49,15 +49,15 @@ def plans() -> None:
     parallelize_module(experts, mesh, ExpertParallel())
     chosen = torch.arange(T * 2).view(T, 2) % E
     few = make_plan(chosen % 4, 4)
-    refused(ValueError, "ExpertParallel.*all 8 experts, got 4", lambda: experts(x, few, None))
+    raises(ValueError, "ExpertParallel.*all 8 experts, got 4", lambda: experts(x, few, None))
     plan = make_plan(chosen, E)
-    wide = DTensor.from_local(x, mesh, [Shard(0)])
-    refused(ValueError, "ExpertParallel.*plain tensors", lambda: experts(wide, plan, None))
+    sharded_x = DTensor.from_local(x, mesh, [Shard(0)])
+    raises(ValueError, "ExpertParallel.*plain tensors", lambda: experts(sharded_x, plan, None))
     sharded = dataclasses.replace(plan, kept=DTensor.from_local(plan.kept, mesh, [Shard(0)]))
-    refused(ValueError, "ExpertParallel.*plain tensors", lambda: experts(x, sharded, None))
+    raises(ValueError, "ExpertParallel.*plain tensors", lambda: experts(x, sharded, None))
     meta = x.to("meta")
-    refused(ValueError, "ExpertParallel: the mesh is of cpu.*meta", lambda: experts(meta, plan, None))
-    refused(ValueError, "dispatch.*48", lambda: experts(x[:-1], plan, None))
+    raises(ValueError, "ExpertParallel: the mesh is of cpu.*meta", lambda: experts(meta, plan, None))
+    raises(ValueError, "dispatch.*48", lambda: experts(x[:-1], plan, None))
 
 
 def static_splits() -> None:
@@ -66,18 +66,18 @@ def static_splits() -> None:
     enough = int(layer.policy(layer.gate(tokens()), True)[0].kept.max())
     few = copy.deepcopy(layer)
     parallelize_module(few, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity=enough - 1)})
-    refused(ValueError, rf"ExpertParallel: capacity={enough - 1} is too small.*, {enough}$", lambda: few(tokens()))
+    raises(ValueError, rf"ExpertParallel: capacity={enough - 1} is too small.*, {enough}$", lambda: few(tokens()))
     parallelize_module(layer, mesh_of_all()["ep"], {"experts": ExpertParallel(capacity=enough)})
     assert layer(tokens()).y.isfinite().all()
 
 
 def unsharded_methods() -> None:
-    """`rows` and `norms` of fully sharded experts need their hooks."""
+    """`norms` of fully sharded experts needs register_fsdp_forward_method."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "ep"))
     experts, x = mnn.ExpertMLP(E, D, H, activation="relu"), tokens()
     expected = experts.norms(x)
     parallelize_module(experts, mesh["ep"], ExpertParallel())
     fully_shard(experts, mesh=mesh["dp"])
-    refused(ValueError, "register_fsdp_forward_method", lambda: experts.norms(x))
+    raises(ValueError, "register_fsdp_forward_method", lambda: experts.norms(x))
     torch.distributed.fsdp.register_fsdp_forward_method(experts, "norms")
     torch.testing.assert_close(experts.norms(x), expected, rtol=1e-5, atol=1e-6)

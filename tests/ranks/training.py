@@ -29,7 +29,7 @@ def mesh_of(ep: str) -> DeviceMesh:
 
 
 def one_model(parts: int) -> Model:
-    """A layer that drops by capacity in groups, each the tokens of one of `parts` ranks."""
+    """A model of one process whose capacity applies within the tokens of each of `parts` ranks."""
     torch.manual_seed(0)
     model = Model(mlp()(mnn.TokenChoice(1.25, group=T // parts)))
     unfused(model.layer.experts)
@@ -90,9 +90,9 @@ def five_steps(ep: str, kind: str) -> None:
 
 
 def sums_of_ranks(ep: str, kind: str) -> None:
-    """Five steps of AdamW give the bits of one process that adds the gradients of the ranks' tokens in their order.
+    """Five steps of AdamW equal, bit for bit, one process that adds the gradients of the ranks' tokens in rank order.
 
-    So any difference from a process that sums over all tokens at once is the rounding of float32 sums.
+    So the difference from a process that sums over all tokens at once is only the rounding of float32 sums.
     """
     mesh = mesh_of(ep)
     one = one_model(dist.get_world_size())
@@ -119,11 +119,11 @@ def _in_parts(parts: int, call: Callable[..., Tensor], x: Tensor, *given: Tensor
 
 
 def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over ranks, added as autograd adds: the last part of a backward pass first, then pass by pass."""
-    every = [torch.empty_like(bucket.buffer()) for _ in range(mesh.size())]
-    dist.all_gather(every, bucket.buffer())
+    """The mean over ranks in autograd's order: within a backward pass the last part first, then pass by pass."""
+    buffers = [torch.empty_like(bucket.buffer()) for _ in range(mesh.size())]
+    dist.all_gather(buffers, bucket.buffer())
     ep = mesh["ep"].size()
-    passes = [reduce(torch.add, reversed(every[start : start + ep])) for start in range(0, mesh.size(), ep)]
+    passes = [reduce(torch.add, reversed(buffers[start : start + ep])) for start in range(0, mesh.size(), ep)]
     mean: torch.futures.Future[Tensor] = torch.futures.Future()
     mean.set_result(reduce(torch.add, passes) / mesh.size())
     return mean
@@ -143,7 +143,7 @@ def narrow_fsdp() -> None:
 
 
 def norm_of_one_process(kind: str) -> None:
-    """Norms of several kinds, and the gradients scaled by them."""
+    """clip_grad_norm_ with several norms: the norm and the scaled gradients are those of one process."""
     mesh = mesh_of("2")
     for p in (2.0, 1.0, float("inf")):
         one = one_model(dist.get_world_size())
@@ -165,7 +165,7 @@ def norm_without_gradients() -> None:
 
 
 def save(folder: str, kind: str) -> None:
-    """Two steps, a checkpoint, and the losses of three more."""
+    """Takes two steps, saves a checkpoint, and stores the losses of three more steps."""
     model, wrapped = {"ddp": with_ddp, "fsdp": with_fsdp}[kind](mesh_of("2"))
     optimizer = adamw(model)
     train(wrapped, optimizer, 2, own_tokens())
@@ -177,7 +177,7 @@ def save(folder: str, kind: str) -> None:
 
 
 def go_on(folder: str) -> None:
-    """Gives the same losses from the checkpoint on another number of ranks."""
+    """Loads the checkpoint on another number of ranks; the next losses are the same."""
     torch.manual_seed(1)
     model = Model(mlp()(mnn.TokenChoice(1.25, group=T // 4)))
     unfused(model.layer.experts)
@@ -198,7 +198,7 @@ def go_on(folder: str) -> None:
 
 
 def full_state() -> None:
-    """The full state dict of n ranks loads into one process, with the same output."""
+    """The full state dict of n ranks, loaded into one process, gives the same output."""
     mesh = mesh_of(str(dist.get_world_size()))
     model = sharded(mesh)
     state = {name: full(each) for name, each in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Layers inside DistributedDataParallel and fully_shard on one rank: the gradients without them, or the promised."""
+"""Layers inside DistributedDataParallel and fully_shard on one rank have the same gradients as without them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TOKENS = torch.arange(T) % IDS
 
 
 def stages():
-    """Layers whose parameters lose their part in the result at step 3: DDP failed in the step after."""
+    """Layers with parameters that are unused from step 3 on; DDP failed in the step after."""
 
     def searching(layer, step):
-        pass  # a search hardens by itself
+        pass  # LocalSearch hardens after its own number of steps
 
     def stable(layer, step):
         if step == 3:
@@ -51,7 +51,7 @@ def stages():
 
 
 def steps(layer, call, change):
-    """Gradients of nine steps, without those that are None or zero."""
+    """Gradients of each of nine steps by name, without those that are None or zero."""
     optimizer, found = torch.optim.SGD(layer.parameters(), 0.1), []
     for step in range(9):
         torch.manual_seed(step)
@@ -70,7 +70,7 @@ def ddp(name: str) -> None:
     torch.manual_seed(0)
     layer = make()
     got = copy.deepcopy(layer)
-    if name == "competition":  # a coin is no module, and experts are held by the gate
+    if name == "competition":  # built again: the coin and the gate's experts are not submodules of the gate
         torch.manual_seed(0)
         got = make()
     expected = steps(layer, layer, change)
@@ -90,7 +90,7 @@ def gradients(layer, call=None):
 
 
 def sharded(make, *parts):
-    """fully_shard of some parts and of the layer as root: the gradients of one process."""
+    """fully_shard of `parts` and of the layer as root gives the gradients without it."""
     torch.manual_seed(0)
     layer = make()
     expected = gradients(copy.deepcopy(layer) if make is not competing else make_again(make))
@@ -142,7 +142,7 @@ def competing():
 
 
 def narrowed() -> None:
-    """With a group of its own a gate computes in float32 under a bfloat16 policy."""
+    """A gate with its own fully_shard group computes in float32 though the root's policy is bfloat16."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(D, D), mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H)))
     router, seen = copy.deepcopy(model[1].gate), []
@@ -160,7 +160,7 @@ def narrowed() -> None:
 
 
 def made_on_meta() -> None:
-    """meta, fully_shard, to_empty, reset_parameters: experts stayed uninitialised."""
+    """After meta, fully_shard, to_empty and reset_parameters all parameters are initialised; experts were not."""
     with torch.device("meta"):
         layer = mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H))
     fully_shard(layer)

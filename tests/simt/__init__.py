@@ -1,9 +1,9 @@
-"""CUDA and CPU kernels under the sanitizers of addresses and undefined behaviour, each call in a process of its own.
+"""CUDA and CPU kernels under the sanitizers of addresses and undefined behaviour, each call in its own process.
 
     with simt.use():
         y = mk.kwta(x, k, backend="cuda")      # x is a CPU tensor
 
-The .cu files are compiled with g++ and run by a small executor. A sanitizer's report becomes the exception's text.
+The .cu files are compiled with g++ and run by a small executor. A sanitizer's report is the exception's text.
 Races are found in PTX (tests/ptx).
 """
 
@@ -42,15 +42,15 @@ def _word(value: float, kind: str) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and size of what a tensor's elements span: of a view, not of its whole storage."""
+    """First byte and size of the span of a tensor's elements; of a view, not of its whole storage."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
-def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Extents that share bytes become one: x and a view of x are one buffer."""
+def _merge(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merges overlapping extents: x and a view of x are one buffer."""
     merged: list[tuple[int, int]] = []
     for start, size in sorted(set(extents)):
         if merged and start < sum(merged[-1]):
@@ -64,25 +64,25 @@ def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
 class Launchers:
     """The launchers of a build as attributes, called with ints (addresses, sizes, a stream) and floats.
 
-    A call sees only the tensors that were announced since the one before, to the byte.
+    A call may access only the elements of tensors that were announced since the previous call.
     """
 
     def __init__(self, signatures: str) -> None:
         self._types = dict(line.split(" ", 1) for line in signatures.splitlines())
-        # Held until the call: memory that is given back and used again meanwhile would be written over after it.
+        # Kept alive until the call; otherwise freed memory could be reused and then be overwritten with results.
         self._announced: list[torch.Tensor] = []
 
     def _run(self, name: str, words: list[int]) -> str | None:
-        """Carries out a call; its error text, if any."""
+        """Runs a call; returns its error text, or None."""
         raise NotImplementedError
 
     def announce(self, *tensors: torch.Tensor) -> None:
-        """Makes the tensors' memory known to the next call."""
+        """Gives the next call access to these tensors."""
         self._announced += tensors
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name not in self._types:
-            raise AttributeError(f"csrc/cuda lists no launcher {name}")
+            raise AttributeError(f"ops.h of this build lists no launcher {name}")
         return functools.partial(self._call, name, self._types[name])
 
     def __dir__(self) -> list[str]:
@@ -108,7 +108,7 @@ class Module(Launchers):
 
     def _run(self, name: str, words: list[int]) -> str | None:
         """Runs on copies of the buffers."""
-        extents = _merged([_extent(each) for each in self._announced])
+        extents = _merge([_extent(each) for each in self._announced])
         with tempfile.TemporaryDirectory() as folder:
             call = Path(folder) / "call"
             encoded = name.encode()
@@ -127,10 +127,10 @@ class Module(Launchers):
                     timeout=_TIMEOUT_SECONDS,
                 )
             except subprocess.TimeoutExpired:
-                return f"no end after {_TIMEOUT_SECONDS} s"
+                return f"did not end within {_TIMEOUT_SECONDS} s"
             if done.returncode:
-                died = f"killed by signal {-done.returncode}\n" if done.returncode < 0 else ""
-                return died + done.stderr[:_REPORT_CHARACTERS].strip()
+                signalled = f"killed by signal {-done.returncode}\n" if done.returncode < 0 else ""
+                return signalled + done.stderr[:_REPORT_CHARACTERS].strip()
             after = call.read_bytes()
             at = 24 + len(encoded) + 8 * len(words)
             for start, size in extents:
@@ -140,8 +140,8 @@ class Module(Launchers):
 
 
 @contextlib.contextmanager
-def _replaced(backend: Any, module: Launchers, **attributes: Any) -> Iterator[Any]:
-    """The backend's compiled module is `module`, and its attributes are these, inside the block."""
+def replace_module(backend: Any, module: Launchers, **attributes: Any) -> Iterator[Any]:
+    """Inside the block, replaces the backend's compiled module by `module`, and these attributes."""
     from moe_kernels.backends import _addresses, reconsider
 
     attributes["module"] = module
@@ -161,15 +161,15 @@ def _replaced(backend: Any, module: Launchers, **attributes: Any) -> Iterator[An
 
 @contextlib.contextmanager
 def use() -> Iterator[Module]:
-    """Lets backend "cuda" run on CPU tensors, through the executor, inside the block."""
+    """Inside the block, backend "cuda" runs CPU tensors on the executor."""
     from moe_kernels.backends import cuda
 
-    with _replaced(cuda, Module(), device_type="cpu") as module:
+    with replace_module(cuda, Module(), device_type="cpu") as module:
         yield module
 
 
-class _OfOneIsa(Module):
-    """The CPU kernels of one instruction set: no index picks one among several, and there is no GIL to release."""
+class _SingleIsa(Module):
+    """The CPU kernels of one instruction set; drops the arguments `isa` and `release` (the GIL), which these lack."""
 
     def _call(self, name: str, types: str, *arguments: float) -> None:
         super()._call(name, types, *arguments[2:])
@@ -177,8 +177,8 @@ class _OfOneIsa(Module):
 
 @contextlib.contextmanager
 def use_cpu(isa: str) -> Iterator[Module]:
-    """Backend "cpu" runs that instruction set's kernels under the sanitizers, inside the block."""
+    """Inside the block, backend "cpu" runs that instruction set's kernels under the sanitizers."""
     from moe_kernels.backends import cpu
 
-    with _replaced(cpu, _OfOneIsa(CPU[isa])) as module:
+    with replace_module(cpu, _SingleIsa(CPU[isa])) as module:
         yield module

@@ -1,4 +1,4 @@
-"""Builds kernels with the host compiler and the sanitizers; every object is kept by the hash of what went in."""
+"""Builds kernels with the host compiler and the sanitizers; caches every object by the hash of its inputs."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ COMMON = [
     "-ffp-contract=off",
 ]
 
-# How the kernels are compiled; the executor is compiled without sanitizers.
-SANITIZED = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+# Options of the kernels; the executor is compiled without sanitizers.
+SANITIZER_FLAGS = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Unit:
         return sorted(each.relative_to(ROOT) for each in found if each.name != "module.cpp")
 
 
-# As setup.py has them.
+# The same as in setup.py.
 MARCH = {
     "base": [],
     "avx2": ["-mno-mmx", "-march=x86-64-v3"],
@@ -75,11 +75,11 @@ def compiler() -> str | None:
 
 
 def unavailable() -> str | None:
-    """Why nothing can be built here, or None."""
+    """The reason why nothing can be built here, or None."""
     if not compiler():
         return "no g++"
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
-        return "the executor switches stacks as x86-64 Linux does"
+        return "the executor needs x86-64 Linux"
     return toolkit.find().missing
 
 
@@ -90,14 +90,14 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; others wait."""
+    """A file lock: inside the block runs one process at a time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def kept(target: Path, make: Callable[[str], object]) -> Path:
+def build_once(target: Path, make: Callable[[str], object]) -> Path:
     """`target`; make(path) writes it if it is missing, in one process at a time."""
     with lock(target.with_suffix(".lock")):
         if not target.exists():
@@ -112,7 +112,7 @@ def digest(*parts: object) -> str:
 
 
 def run(command: list[str]) -> str:
-    """What it prints."""
+    """Returns the output of the command; raises if it fails."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
@@ -140,16 +140,16 @@ def _object(source: Path, flags: list[str], unit: Unit) -> Path:
     options = [*COMMON, *flags, *unit.flags, *includes]
     key = digest(_environment(), headers(unit), options, source, (ROOT / source).read_text())
     command = [compiler() or "", "-x", "c++", *options, *system, "-c", str(source)]
-    return kept(cache_folder() / "objects" / f"{source.stem}-{key}.o", lambda part: run([*command, "-o", part]))
+    return build_once(cache_folder() / "objects" / f"{source.stem}-{key}.o", lambda part: run([*command, "-o", part]))
 
 
 @functools.cache
 def build(unit: Unit) -> Path:
     """The replay program of a unit: replay.cpp, the launchers and, for .cu files, the executor."""
-    jobs = [(source, SANITIZED) for source in (*unit.sources(), HERE / "call.cpp", HERE / "replay.cpp")]
+    jobs = [(source, SANITIZER_FLAGS) for source in (*unit.sources(), HERE / "call.cpp", HERE / "replay.cpp")]
     if not unit.isa:
         jobs.append((HERE / "simt.cpp", ["-O2"]))
     with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         objects = [str(each) for each in pool.map(lambda job: _object(*job, unit), jobs)]
-    link = [compiler() or "", *SANITIZED, *unit.flags, *objects]
-    return kept(cache_folder() / f"{unit.name}-{digest(*objects)}", lambda part: run([*link, "-o", part]))
+    link = [compiler() or "", *SANITIZER_FLAGS, *unit.flags, *objects]
+    return build_once(cache_folder() / f"{unit.name}-{digest(*objects)}", lambda part: run([*link, "-o", part]))

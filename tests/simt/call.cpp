@@ -1,4 +1,4 @@
-// The table of launchers, made from the list in ops.h of the unit that is built.
+// The table of launchers, from the list in the ops.h of the built unit.
 #include "call.h"
 
 #include <map>

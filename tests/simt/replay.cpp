@@ -1,12 +1,12 @@
-// Replays one call in a process of its own, so that a kernel that goes wrong harms nothing else and a sanitizer's
-// report has somewhere to go. Every buffer is allocated to the byte.
+// Replays one call in its own process, so that a faulty kernel or a sanitizer ends only this one. Every buffer has its
+// own allocation, which ends at the buffer's last byte.
 //
 //   replay            prints the signatures
-//   replay FILE       carries out the call in FILE and writes the buffers back into it
+//   replay FILE       runs the call in FILE and writes the buffers back into it
 //
 // FILE holds 64-bit words: the name's length, the numbers of arguments and of buffers; then the name; then each
-// argument's bits; then for each buffer its address in the caller, its size and its bytes. Arguments that are pointers
-// into a buffer are moved to its copy. Exit status 1: the call failed, with the message on stderr; others come from a
+// argument's bits; then for each buffer its address in the caller, its size and its bytes. Pointers into a buffer
+// are changed to point into its copy. Exit status 1: the call failed, with the message on stderr; others come from a
 // sanitizer.
 #include <cstdio>
 #include <cstdlib>
@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr size_t kAlignment = 256;  // what an allocator on the device gives
+constexpr size_t kAlignment = 256;  // as an allocator of the device has
 
 struct Buffer {
   uint64_t address, size;
@@ -50,7 +50,7 @@ std::string types_of(const std::string& name) {
   return lines.substr(start, lines.find('\n', start) - start);
 }
 
-uint64_t moved(uint64_t pointer, const std::vector<Buffer>& buffers) {
+uint64_t to_copy(uint64_t pointer, const std::vector<Buffer>& buffers) {
   if (pointer == 0) return 0;
   for (const Buffer& each : buffers) {
     if (pointer >= each.address && pointer - each.address < (each.size ? each.size : 1)) {
@@ -79,7 +79,7 @@ int main(int count, char** arguments) {
     each.address = read_word(file);
     each.size = read_word(file);
     each.offset = std::ftell(file);
-    // As far from an aligned address as in the caller, and the end of the block is the end of the buffer.
+    // At the caller's offset from an aligned address; the allocation ends with the buffer.
     const size_t lead = each.address % kAlignment;
     void* memory = nullptr;
     require(posix_memalign(&memory, kAlignment, lead + each.size) == 0, "out of memory");
@@ -89,7 +89,7 @@ int main(int count, char** arguments) {
   }
   const std::string types = types_of(name);
   for (size_t i = 0; i < words.size() && i < types.size(); i++) {
-    if (types[i] == 'p' && i + 1 < types.size()) words[i] = moved(words[i], buffers);
+    if (types[i] == 'p' && i + 1 < types.size()) words[i] = to_copy(words[i], buffers);
   }
   if (const int status = moe_call(name.c_str(), words.data())) {
     std::fprintf(stderr, "CUDA error %d\n", status);

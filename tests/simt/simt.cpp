@@ -1,4 +1,4 @@
-// The executor: fibers, rendezvous and shared memory. Compiled without sanitizers; it tells them about its fibers.
+// The executor: fibers, rendezvous and shared memory. Compiled without sanitizers, but announces its fibers to them.
 #include "simt.h"
 
 #include <sys/mman.h>
@@ -18,7 +18,7 @@ void __sanitizer_finish_switch_fiber(void* fake_stack, const void** bottom_old, 
 void simt_switch_stack(void** from, void* to);
 }
 
-// Saves what a callee must preserve on the old stack, its pointer in *from, and takes up the new stack.
+// Pushes the registers that a callee must preserve, saves the stack pointer in *from, and continues on the stack `to`.
 asm(R"(
 .text
 .type simt_switch_stack, @function
@@ -46,7 +46,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr size_t kSharedLimit = 227 * 1024, kAlignment = 128;
-constexpr size_t kStackBytes = 128 * 1024, kGuard = 4096;  // address space: only touched pages cost memory
+constexpr size_t kStackBytes = 128 * 1024, kGuard = 4096;  // address space; only accessed pages take memory
 
 struct Fiber {
   void* pointer = nullptr;
@@ -84,7 +84,7 @@ void switch_fiber(Fiber& from, Fiber& to, bool last) {
   __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
 }
 
-// Runs the next thread that can; returns when this one is chosen again.
+// Runs the next ready thread; returns when this one runs again.
 void yield() {
   Thread& self = threads[current];
   int next = (current + 1) % count;
@@ -95,12 +95,12 @@ void yield() {
   switch_fiber(self.fiber, threads[next].fiber, self.state == State::done);
 }
 
-// A fiber's life.
+// The function of every fiber.
 void run_thread() {
   const void* bottom;
   size_t bytes;
   __sanitizer_finish_switch_fiber(nullptr, &bottom, &bytes);
-  if (!host.stack) host.stack = bottom, host.bytes = bytes;  // the first fiber is entered from there
+  if (!host.stack) host.stack = bottom, host.bytes = bytes;  // the first fiber is entered from the host's stack
   (*kernel)();
   threads[current].state = State::done;
   if (--unfinished) yield();
@@ -116,8 +116,8 @@ Fiber make_fiber() {
   return {nullptr, static_cast<char*>(memory) + kGuard, kStackBytes, nullptr};
 }
 
-// Six zero registers, the entry as return address, and a zero where a caller's return address would be: the entry then
-// finds the stack aligned as after a call.
+// Pushes what simt_switch_stack pops: six zero registers and run_thread as the return address. The zero above them
+// stands for a caller's return address and aligns the stack as after a call.
 void restart(Fiber& fiber) {
   void** top = reinterpret_cast<void**>(static_cast<char*>(const_cast<void*>(fiber.stack)) + kStackBytes) - 1;
   *top = nullptr;
@@ -161,12 +161,12 @@ int barrier(bool vote) {
   return result;
 }
 
-void meet(uint32_t mask, void* brought, Operation apply, const void* context) {
-  if (!(mask >> current_lane() & 1)) fail("a lane takes part in a collective whose mask leaves it out");
+void meet(uint32_t mask, void* operand, Operation apply, const void* context) {
+  if (!(mask >> current_lane() & 1)) fail("a lane executes a collective and is not in its mask");
   Meeting& meeting = meetings[current / kWarp][__builtin_ctz(mask)];
-  if (meeting.arrived && meeting.apply != apply) fail("lanes of a warp meet in two different collectives");
+  if (meeting.arrived && meeting.apply != apply) fail("lanes of a warp execute two different collectives at a rendezvous");
   meeting.apply = apply;
-  meeting.lanes[current_lane()] = brought;
+  meeting.lanes[current_lane()] = operand;
   meeting.arrived |= 1u << current_lane();
   if (meeting.arrived != mask) {
     threads[current].state = State::waiting;
@@ -180,7 +180,7 @@ void meet(uint32_t mask, void* brought, Operation apply, const void* context) {
   }
 }
 
-// Each variable is a heap block of its own, so that overruns show; 0xFF where nothing was written.
+// Each variable is its own heap block, so that the sanitizer finds overruns; it starts with 0xFF bytes.
 void* shared_variable(const void* key, size_t bytes) {
   const auto found = shared.find(key);
   if (found != shared.end()) return found->second.get();

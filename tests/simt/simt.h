@@ -1,11 +1,11 @@
-// CUDA C++ on the host: what a .cu file needs in order to compile with a plain C++ compiler and run under the executor in
+// CUDA C++ on the host: with this header a .cu file compiles with a C++ compiler and runs under the executor in
 // simt.cpp, with the sanitizers of addresses and undefined behaviour. Each CUDA thread is a fiber that runs until a
 // rendezvous (a barrier, a warp collective) or its end. Races and misused barriers are found in PTX (tests/ptx).
 //
-// Code here is compiled together with the kernels, hence with the sanitizers: a kernel's own memory accesses belong here.
+// This header is compiled with the kernels, hence with the sanitizers: memory accesses of kernels belong here.
 #pragma once
 
-// CUDA's headers leave these alone where they are defined, and may have come first.
+// CUDA's headers, if included earlier, have defined these; headers included below keep the definitions made here.
 #undef __global__
 #undef __device__
 #undef __host__
@@ -45,12 +45,12 @@ namespace simt {
 
 [[noreturn]] void fail(const char* message);  // ends the process
 
-// The most shared memory of a block, as an sm_90 would report it: 227 KiB.
+// Most shared memory of a block: 227 KiB, as on sm_90.
 size_t shared_memory_limit();
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
 
-// All threads of the block meet; returns how many of them voted.
+// Barrier of the block's threads; returns how many of them passed `vote` as true.
 int barrier(bool vote);
 
 void* shared_variable(const void* key, size_t bytes);
@@ -76,9 +76,9 @@ struct Lanes {
   }
 };
 
-// The lanes of `mask` meet: the last to arrive applies f to what all of them brought.
+// Rendezvous of the lanes of `mask`: the last to arrive calls `apply` on the operands of all.
 using Operation = void (*)(const void* context, void* const* lanes, uint32_t mask);
-void meet(uint32_t mask, void* brought, Operation apply, const void* context);
+void meet(uint32_t mask, void* operand, Operation apply, const void* context);
 
 template <class Lane, class F>
 void meet(uint32_t mask, Lane& lane, const F& f) {
@@ -88,14 +88,14 @@ void meet(uint32_t mask, Lane& lane, const F& f) {
   meet(mask, &lane, apply, &f);
 }
 
-// A lane that reads outside its segment keeps its own value.
+// A lane whose source is outside its segment keeps its own value.
 template <class T>
 T shuffle(uint32_t mask, T value, int source, bool in_segment) {
   struct Lane {
     T value;
     int source;
   } lane{value, in_segment ? source : current_lane()};
-  if (!(mask >> lane.source & 1)) fail("a shuffle reads a lane that its mask leaves out");
+  if (!(mask >> lane.source & 1)) fail("a shuffle reads a lane outside its mask");
   meet(mask, lane, [](Lanes<Lane> lanes) {
     T values[32];
     lanes.each([&](int i, Lane& each) { values[i] = each.value; });
@@ -247,7 +247,7 @@ void async_copy(void* destination, const void* source, int valid) {
   }
 }
 
-// A lane reads the row that it names itself and brings it along.
+// Each lane reads the row at its own address; the lanes then exchange elements.
 template <bool TRANSPOSED>
 void load_matrix(uint32_t (&fragment)[4], const void* row) {
   struct Lane {
@@ -279,7 +279,7 @@ float float_of_16(uint32_t word, int half) {
   return float_of_half(element);
 }
 
-// Products are added in the order of k, in fp32; a GPU may add in another order and with fewer bits.
+// Adds the products in the order of k, in fp32; a GPU may use another order and fewer bits.
 template <bool BF16>
 void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   struct Lane {

@@ -1,4 +1,4 @@
-"""Where CUDA's headers and tools are on this machine: an nvcc on PATH, or the wheels that pip installs."""
+"""Finds CUDA's headers and tools on this machine: an nvcc on PATH, or the wheels that pip installs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Toolkit:
-    """What was found. `missing` says why headers are absent; `no_nvcc` and `no_cuobjdump` likewise for the tools."""
+    """missing, no_nvcc, no_cuobjdump: the reasons why headers or tools were not found, or None."""
 
     include: tuple[Path, ...] = ()
     nvcc: Path | None = None
@@ -25,7 +25,7 @@ class Toolkit:
 
 
 def _package_folder(name: str) -> Path | None:
-    """Where a package is installed, without importing it."""
+    """Folder of an installed package, without importing it."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -33,14 +33,14 @@ def _package_folder(name: str) -> Path | None:
 
 
 def _wheel_roots() -> list[Path]:
-    """Toolkits that the nvidia-* wheels laid out, e.g. site-packages/nvidia/cu13."""
+    """Toolkits installed by the nvidia-* wheels, e.g. site-packages/nvidia/cu13."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(each) for each in (spec.submodule_search_locations or ())] if spec else []
     return [root for folder in folders for root in sorted(folder.glob("cu*"), reverse=True) if root.is_dir()]
 
 
 def _nvcc_root(nvcc: str) -> Path | None:
-    """The toolkit behind an nvcc, which may be a link or a script: nvcc itself tells."""
+    """The toolkit of an nvcc, which may be a link or a script, by its --dryrun."""
     dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null"], capture_output=True, text=True)
     found = re.search(r"^#\$ TOP=(.*)$", dry.stderr, re.MULTILINE)
     return Path(found[1].strip()).resolve() if found else None
@@ -64,7 +64,7 @@ def find() -> Toolkit:
         candidates.append((root, Path(on_path)))
     candidates += [(root, root / "bin" / "nvcc") for root in _wheel_roots()]
     cuobjdump, nvdisasm = _tool("cuobjdump"), _tool("nvdisasm")
-    no_cuobjdump = None if cuobjdump else "no cuobjdump on PATH and no triton package that brings one"
+    no_cuobjdump = None if cuobjdump else "no cuobjdump on PATH and no triton package that contains one"
 
     for root, nvcc in candidates:
         include = root / "include"

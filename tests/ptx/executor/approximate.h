@@ -1,5 +1,5 @@
-// Instructions that the PTX ISA specifies by a largest error. Seed 0 rounds correctly; another seed moves the result by
-// up to that error. The same input always gives the same result, as on hardware: the error is a hash of the input.
+// Instructions for which the PTX ISA gives a largest error. Seed 0 rounds correctly; another seed changes the result by
+// up to that error. The error is a hash of the input, so equal inputs give equal results, as on hardware.
 #pragma once
 
 #include "numbers.h"
@@ -14,17 +14,17 @@ inline f64 signed_error(u64 input, u32 which) {  // in [-1, 1]
   return z >> 63 ? -magnitude : magnitude;
 }
 
-// `exact` with a relative error of up to `most`. Zeros, infinities and NaN stay.
-inline f32 approximate(f64 exact, f32 input, f64 most, u32 which) {
+// `exact` with a relative error of up to `bound`. Zeros, infinities and NaN stay.
+inline f32 approximate(f64 exact, f32 input, f64 bound, u32 which) {
   if (!approximation_seed || exact == 0 || !std::isfinite(exact)) return static_cast<f32>(exact);
-  const f64 moved = exact * (1 + most * signed_error(bits<u32>(input), which));
+  const f64 moved = exact * (1 + bound * signed_error(bits<u32>(input), which));
   const f32 result = static_cast<f32>(moved);
-  // Rounding must not take it out of the bound.
-  return std::fabs(f64(result) - exact) <= most * std::fabs(exact) ? result : static_cast<f32>(exact);
+  // If rounding exceeds the bound, the correctly rounded result is returned.
+  return std::fabs(f64(result) - exact) <= bound * std::fabs(exact) ? result : static_cast<f32>(exact);
 }
 
-// Largest errors, by the PTX ISA on each floating-point instruction: rcp.approx 1 ulp, ex2.approx, div.approx and div.full
-// 2 ulp, all of them here as the relative error of an ulp just above a power of two; sqrt.approx 2^-23 and rsqrt.approx
+// Largest errors by the PTX ISA: rcp.approx 1 ulp, ex2.approx, div.approx and div.full 2 ulp (here as relative errors,
+// with the ulp just above a power of two); sqrt.approx 2^-23 and rsqrt.approx
 // 2^-22.9 relative; tanh.approx 2^-11 relative; lg2.approx 2^-22, absolute in (0.5, 2) and relative elsewhere;
 // sin.approx and cos.approx 2^-20.5 absolute, in [-2 pi, 2 pi].
 constexpr f64 kEx2 = 0x1p-22, kRcp = 0x1p-23, kSqrt = 0x1p-23, kDivide = 0x1p-22, kLg2 = 0x1p-22, kTanh = 0x1p-11;
@@ -45,7 +45,7 @@ inline f32 quotient(f32 x, f32 y) { return approximate(f64(x) / f64(y), x + y, k
 inline f32 sine(f32 x) { return approximation_seed ? f32(std::sin(f64(x)) + kSine * signed_error(bits<u32>(x), 8)) : f32(std::sin(f64(x))); }
 inline f32 cosine(f32 x) { return approximation_seed ? f32(std::cos(f64(x)) + kSine * signed_error(bits<u32>(x), 9)) : f32(std::cos(f64(x))); }
 
-// rcp.approx.ftz.f64 sees and gives the upper halves alone.
+// rcp.approx.ftz.f64 reads and returns the upper halves only.
 inline f64 upper_half(f64 x) { return bits<f64>(bits<u64>(x) & 0xffffffff00000000ull); }
 inline f64 rcp_upper(f64 x) {
   const f64 exact = 1 / upper_half(x);

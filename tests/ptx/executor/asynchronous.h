@@ -6,7 +6,7 @@
 
 #include "types.h"
 
-// A copy of up to 16 bytes into shared memory: they land when somebody waits.
+// A copy of up to 16 bytes into shared memory; they land at a wait.
 struct Copy {
   u32 to;
   u8 size, lane;
@@ -19,11 +19,11 @@ struct Product {
   u32 count;
   u64 group;                    // of the last wgmma on them
   std::vector<f32> sums;        // (16, 2 count)
-  std::vector<u64> undefined;   // of each register: what it will be once the product is done
+  std::vector<u64> undefined;   // by register: undefined lanes after the product
 };
 constexpr u32 kPoison = 0x7fedcba9;
 
-// What a warp has issued to the tensor cores.
+// The wgmma products of a warp.
 struct Products {
   std::vector<Product> running;
   std::vector<u32> reads;                     // shared addresses of 16 bytes that the open group reads
@@ -31,7 +31,7 @@ struct Products {
   u64 committed = 0;
 };
 
-// The wgmma that a warpgroup issued: its four warps have to agree.
+// The wgmma calls of a warpgroup; its four warps must issue the same ones.
 struct Agreement {
   struct Call {
     u32 pc, scale;
@@ -42,16 +42,16 @@ struct Agreement {
   u64 first = 0, issued[4] = {};  // number of calls[0]; calls by each warp
 };
 
-// Barriers of shared memory. A phase is complete when all arrivals and all bytes are there.
+// A barrier in shared memory. A phase is complete after all its arrivals and all its bytes.
 struct Mbarrier {
-  u32 slot = 0;                   // its place in the clocks, behind the warps
-  u32 expected = 0, pending = 0;  // arrivals of a phase, and those that are missing
+  u32 slot = 0;                   // its index in the clocks, after those of the warps
+  u32 expected = 0, pending = 0;  // arrivals of a phase, and those still missing
   u64 phase = 0, bytes = 0;       // bytes that the phase waits for
   bool live = false;
   std::vector<Copy> copies;
-  u64 copied = 0;                 // their bytes
-  u32 clock = 0;                  // of the last phase that is complete
-  std::vector<u32> clocks, fenced;  // what the arrivals knew
+  u64 copied = 0;                 // bytes of `copies`
+  u32 clock = 0;                  // of the last complete phase
+  std::vector<u32> clocks, fenced;  // maxima over the arrived warps
 };
 
-constexpr u32 kMbarriers = 16;  // of a block at the most
+constexpr u32 kMbarriers = 16;  // most of a block

@@ -1,12 +1,12 @@
-// cp.async.bulk.tensor: one lane copies a box of a tensor into shared memory, where its bytes land when somebody has
-// waited at the mbarrier; and fence.proxy.async, which hands what was written to such copies and to wgmma.
+// cp.async.bulk.tensor: one lane copies a box of a tensor into shared memory; its bytes land when a wait at the
+// mbarrier succeeds. fence.proxy.async: makes earlier writes visible to such copies and to wgmma.
 #include <algorithm>
 
 #include "table.h"
 
 namespace {
 
-// The contents of a CUtensorMap here (tests/ptx/tensor_map.py): dimension 0 is the contiguous one.
+// Layout of a CUtensorMap here, as in tests/ptx/tensor_map.py. Dimension 0 is the contiguous one.
 struct TensorMap {
   u64 magic, base;
   u32 rank, element, span, unused;  // span: bytes of a row of the box, over which 16-byte pieces are swizzled
@@ -22,7 +22,7 @@ bool load_map(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, u64 
     std::memcpy(&map, reinterpret_cast<const void*>(at), sizeof map);
     if (map.magic == kMagic && map.rank == r.elements) return true;
   }
-  launch.report(b, w, &r, lane, "no descriptor of a tensor with %u dimensions", r.elements);
+  launch.report(b, w, &r, lane, "no tensor map of %u dimensions", r.elements);
   launch.failed = true;
   return false;
 }
@@ -40,7 +40,7 @@ bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, cons
       launch.failed = true;
       return false;
     }
-    if (launch.left_to_chance(b, w, 1, at, bytes)) launch.report(b, w, &r, lane, "reads global memory that another warp wrote, with nothing between that orders them");
+    if (launch.unordered_reads(b, w, 1, at, bytes)) launch.report(b, w, &r, lane, "reads global memory that another warp wrote, with no synchronization between");
     const Range& here = launch.request.ranges[range];
     for (u64 sector = source >> 5; sector <= (source + bytes - 1) >> 5; sector++) {
       if (here.read_sectors) here.read_sectors[sector - (here.begin >> 5)] = 1;
@@ -69,7 +69,7 @@ Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
     Mbarrier* m = launch.find_mbarrier(b, w, r, lane, lanes_of<const u32>(launch, w, r, 2)[lane]);
     if (!m) return Next::leave;
     const u32 to = lanes_of<const u32>(launch, w, r, 0)[lane] + static_cast<u32>(r.immediate);
-    if (to % 128) launch.report(b, w, &r, lane, "shared address %u is no multiple of 128", to);
+    if (to % 128) launch.report(b, w, &r, lane, "shared address %u is not a multiple of 128", to);
     s64 corner[5] = {};
     u32 rows = 1;
     for (u32 k = 0; k < map.rank; k++) corner[k] = lanes_of<const s32>(launch, w, r, 3 + k)[lane];

@@ -1,10 +1,10 @@
-// Operations in which the lanes of a warp take part together: shfl, vote, redux, match, bar.warp.sync.
+// Collectives of the lanes of a warp: shfl, vote, redux, match, elect, bar.warp.sync.
 #include "table.h"
 
 namespace {
 
-// Each lane names in operand k the lanes that take part with it. Without them the instruction waits.
-#define TOGETHER(k)                                                  \
+// Operand k is each lane's mask of participants. The instruction waits until all of them have arrived.
+#define GATHER(k)                                                  \
   Next next;                                                         \
   u32 masks[kLanes];                                                 \
   std::memcpy(masks, lanes_of<const u32>(launch, w, r, k), sizeof masks); \
@@ -12,7 +12,7 @@ namespace {
   mask &= w.active;
 
 Next bar_warp(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(0)
+  GATHER(0)
   if ((masks[__builtin_ctz(w.active)] & w.live) == w.live) w.clocks[w.id]++;
   return next;
 }
@@ -22,7 +22,7 @@ enum How { kUp, kDown, kButterfly, kIndex };
 // Operands: destination, predicate (with flag 1), source, lane, clamp and segments, mask.
 template <How how>
 Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(5)
+  GATHER(5)
   u32 from[kLanes], result[kLanes];
   std::memcpy(from, lanes_of<const u32>(launch, w, r, 2), sizeof from);
   const u32* lane = lanes_of<const u32>(launch, w, r, 3);
@@ -32,15 +32,15 @@ Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 moved = 0;
   for (u32 l = 0; l < kLanes; l++) {
     const u32 by = lane[l] & 31, segment = clamp[l] >> 8 & 31, bound = clamp[l] & 31;
-    const u32 most = (l & segment) | (bound & ~segment), least = l & segment;
+    const u32 limit = (l & segment) | (bound & ~segment), first = l & segment;
     s32 source;
     bool in;
     if (how == kUp) {
-      source = static_cast<s32>(l) - static_cast<s32>(by), in = source >= static_cast<s32>(most);
+      source = static_cast<s32>(l) - static_cast<s32>(by), in = source >= static_cast<s32>(limit);
     } else if (how == kIndex) {
-      source = static_cast<s32>(least | (by & ~segment)), in = source <= static_cast<s32>(most);
+      source = static_cast<s32>(first | (by & ~segment)), in = source <= static_cast<s32>(limit);
     } else {
-      source = static_cast<s32>(how == kDown ? l + by : l ^ by), in = source <= static_cast<s32>(most);
+      source = static_cast<s32>(how == kDown ? l + by : l ^ by), in = source <= static_cast<s32>(limit);
     }
     if (in) inside |= 1u << l;
     else source = static_cast<s32>(l);
@@ -59,14 +59,14 @@ Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return next;
 }
 
-// Computes `f(lanes)` once for each group of lanes that name the same mask, and hands every lane the result.
+// Computes `f(lanes)` once for each group of lanes with equal masks, and gives every lane the result.
 template <class F, class Give>
 void of_groups(const u32* masks, u32 mask, F&& f, Give&& give) {
   for (u32 rest = mask; rest;) {
-    const u32 named = masks[__builtin_ctz(rest)], group = named & mask;
+    const u32 members = masks[__builtin_ctz(rest)], group = members & mask;
     const auto result = f(group);
     u32 same = 0;
-    for_lanes(rest, [&](u32 l) { same |= u32(masks[l] == named) << l; });
+    for_lanes(rest, [&](u32 l) { same |= u32(masks[l] == members) << l; });
     for_lanes(same, [&](u32 l) { give(l, result); });
     rest &= ~same;
   }
@@ -82,7 +82,7 @@ u64 undefined_groups(Launch& launch, Warp& w, const Record& r, u32 k, const u32*
 
 template <class T, class F>
 Next reduce(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(2)
+  GATHER(2)
   T from[kLanes];
   std::memcpy(from, lanes_of<const T>(launch, w, r, 1), sizeof from);
   const u64 undefined = undefined_groups(launch, w, r, 1, masks, mask);
@@ -102,7 +102,7 @@ void reduction(Table& t, const std::string& name, F) {
 }
 
 Next ballot(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(2)
+  GATHER(2)
   const u32 yes = predicate(launch, w, r, 1);
   const u64 undefined = undefined_groups(launch, w, r, 1, masks, mask);
   u32* to = lanes_of<u32>(launch, w, r, 0);
@@ -113,7 +113,7 @@ Next ballot(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 
 template <bool all>
 Next vote(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(2)
+  GATHER(2)
   const u32 yes = predicate(launch, w, r, 1);
   const u64 undefined = undefined_groups(launch, w, r, 1, masks, mask);
   u32& to = predicate(launch, w, r, 0);
@@ -124,7 +124,7 @@ Next vote(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 }
 
 Next match_any(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(2)
+  GATHER(2)
   u32 from[kLanes];
   std::memcpy(from, lanes_of<const u32>(launch, w, r, 1), sizeof from);
   const u64 undefined = undefined_groups(launch, w, r, 1, masks, mask);
@@ -144,9 +144,9 @@ Next active_mask(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
-// Operands: the leader, a predicate that is true for it alone, mask. Any lane may lead, the same one each time.
+// Operands: the leader, a predicate that is true for it alone, mask. The seed chooses the leader of each mask.
 Next elect(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
-  TOGETHER(2)
+  GATHER(2)
   u32* to = lanes_of<u32>(launch, w, r, 0);
   u32& led = predicate(launch, w, r, 1);
   const auto choose = [&](u32 group) {

@@ -1,7 +1,7 @@
-// Branches, the lanes of a warp that diverge and meet again, and barriers of the block.
+// Branches, divergence and reconvergence of the lanes of a warp, and barriers of the block.
 //
-// The active lanes are those with the lowest pc. Code is not laid out in the order in which it runs, so a .sync
-// instruction holds its lanes back until all the lanes of its mask are there.
+// The active lanes are those with the lowest pc. As code may run in another order than it is laid out, a .sync
+// instruction blocks its lanes until all lanes of its mask have arrived.
 #include "table.h"
 
 void select_lanes(Warp& w) {
@@ -9,7 +9,7 @@ void select_lanes(Warp& w) {
   u32 lowest = ~0u, active = 0, other = ~0u;
   for_lanes(ready, [&](u32 l) { lowest = std::min(lowest, w.pcs[l]); });
   for_lanes(w.live, [&](u32 l) {
-    if (w.pcs[l] == lowest) active |= 1u << l;  // lanes that wait at this very instruction join in
+    if (w.pcs[l] == lowest) active |= 1u << l;  // also lanes that are blocked at this instruction
     else other = std::min(other, w.pcs[l]);
   });
   w.blocked &= ~active;
@@ -18,17 +18,17 @@ void select_lanes(Warp& w) {
   w.next_other = other;
 }
 
-// Whether the lanes that `masks` names (of each lane, or the first for all) are here. Lanes whose partners are missing
-// wait at this instruction; if others can take part, they are the active ones. `next` says how to go on if none can.
+// Returns true if the instruction can execute: for all active lanes, or for those whose masks are complete. The others
+// block here. masks: one for each lane if `each`, else one for all. next: how to go on after false.
 bool gather(Launch& launch, Block& b, Warp& w, const Record& r, const u32* masks, bool each, Next& next) {
   next = Next::following;
   u32 ready = 0, waits_for = 0;
   for (u32 rest = w.active; rest; rest &= rest - 1) {
     const u32 l = __builtin_ctz(rest), mask = masks[each ? l : 0];
-    const u32 left = mask & w.born & ~w.live;  // lanes that the block never had are no finding: a mask may name a warp
-    if (left) launch.report(b, w, &r, l, "the mask %08x names lanes %08x, which have left", mask, left);
+    const u32 left = mask & w.born & ~w.live;  // a mask may be full in a partial last warp
+    if (left) launch.report(b, w, &r, l, "the mask %08x has lanes %08x, which have left", mask, left);
     if (!(mask >> l & 1)) {
-      launch.report(b, w, &r, l, "takes part, and its mask %08x does not name it", mask);
+      launch.report(b, w, &r, l, "executes it, but is not in its own mask %08x", mask);
       launch.failed = true;
       next = Next::leave;
       return false;
@@ -72,7 +72,7 @@ Next branch(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
     return Next::chosen;
   }
   if (!mask) return Next::following;
-  launch.counters(r).requests++;  // lanes part
+  launch.counters(r).requests++;  // the warp diverges
   for_lanes(w.active, [&](u32 l) { w.pcs[l] = mask >> l & 1 ? static_cast<u32>(r.target) : w.pc + 1; });
   select_lanes(w);
   return Next::chosen;
@@ -99,7 +99,7 @@ Next leave(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return Next::chosen;
 }
 
-// immediate: number of the barrier; second: threads that meet there, 0 for all of the block.
+// immediate: number of the barrier; second: threads of the barrier, 0 for all of the block.
 bool arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask, Next& next) {
   if (!gather_all(launch, b, w, r, next)) return false;
   if (mask != w.live) {
@@ -147,18 +147,18 @@ Next trap(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 
 }  // namespace
 
-// Lets the warps of every complete barrier go on. Their clocks join, so that what each did is known to all.
+// Releases the warps of every complete barrier. Their clocks become the maximum: all earlier accesses are ordered.
 bool Launch::release_barriers(Block& b) {
   bool any = false;
   for (u32 id = 0; id < 16; id++) {
-    u32 there = 0, expected = 0, live = 0;
+    u32 arrived = 0, expected = 0, live = 0;
     for (Warp& w : b.warps) {
       live += w.phase != Phase::done;
       if (w.phase != Phase::at_barrier || w.barrier != id) continue;
-      there++;
+      arrived++;
       expected = std::max(expected, w.barrier_warps);
     }
-    if (!there || there < (expected ? expected : live)) continue;
+    if (!arrived || arrived < (expected ? expected : live)) continue;
     std::vector<u32> joined(b.warps[0].clocks.size(), 0), fenced(b.warps.size(), 0);
     u32 sum = 0, all = 1, some = 0;
     for (Warp& w : b.warps) {

@@ -1,4 +1,4 @@
-// cvt: from one type to another. Names are cvt.<rounding>.<to>.<from>; to nearest even carries no name.
+// cvt: conversions. Names are cvt.<rounding>.<to>.<from>, without <rounding> for nearest even.
 #include <tuple>
 #include <type_traits>
 
@@ -41,7 +41,7 @@ void to_integer(Table& t, const std::string& to) {
   unary<To, f64>(t, "cvt.rni." + to + ".f64", [](f64 x) { return saturated<To>(std::nearbyint(x)); });
 }
 
-// Two floats into the halves of a register: the first one high.
+// Rounds two floats into the halves of a register, the first into the upper half.
 template <class Round>
 struct Pair {
   static Next step(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {

@@ -1,4 +1,4 @@
-// cp.async: the bytes are read at once, and land when the warp waits for their group.
+// cp.async: reads the bytes at once; they land in shared memory when the warp waits for their group.
 #include <algorithm>
 
 #include "table.h"
@@ -18,7 +18,7 @@ Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
     target[l] = static_cast<u32>(to[l] + static_cast<u32>(r.immediate));
     if (!given || given[l]) reads |= 1u << l;
   }
-  // A shorter read is as aligned as a whole one; it may end at the end of a tensor.
+  // A shorter read needs the same alignment, but may end at the end of a tensor.
   for (u32 rest = mask & reads; rest;) {
     const u32 bytes = given ? std::min<u32>(given[__builtin_ctz(rest)], r.size) : r.size;
     u32 equal = 0;
@@ -27,7 +27,7 @@ Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
       if (!launch.may_access_global(b, w, r, equal, at, bytes, Launch::kRead)) return Next::leave;
     } else {
       for_lanes(equal, [&](u32 l) {
-        if (at[l] % r.size) launch.report(b, w, &r, l, "address %llx is no multiple of %u", (unsigned long long)at[l], r.size);
+        if (at[l] % r.size) launch.report(b, w, &r, l, "address %llx is not a multiple of %u", (unsigned long long)at[l], r.size);
       });
       for (u32 k = 0; k < bytes; k++) {
         u64 byte[kLanes];

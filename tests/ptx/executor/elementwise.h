@@ -25,7 +25,7 @@ struct Each {
   }
 };
 
-// Compares lanes into a predicate.
+// Compares lanes; the destination is a predicate.
 template <class F, class T>
 struct Compare {
   static Next step(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
@@ -51,7 +51,7 @@ void binary(Table& table, const std::string& name, F) {
 }
 template <class D, class A, class B, class C, class F>
 void ternary(Table& table, const std::string& name, F) {
-  static_assert(!std::is_pointer_v<F>, "a lambda, which carries its code in its type");
+  static_assert(!std::is_pointer_v<F>, "F must be a lambda: only its type is used");
   table.add(name, Each<F, D, A, B, C>::step);
 }
 template <class T, class F>

@@ -13,7 +13,7 @@ bool less_or_greater(T x, T y) {
   return x < y || x > y;
 }
 
-// The comparisons of PTX on T, whose values V reads.
+// The comparisons of PTX on T; V converts a T to its value.
 template <class T, class V>
 void comparisons(Table& t, const std::string& kind, V) {
   compare<T>(t, "setp.eq." + kind, [](T x, T y) { return V{}(x) == V{}(y); });
@@ -47,18 +47,18 @@ void arithmetic(Table& t, const std::string& kind) {
   binary<T, T, T>(t, "max." + kind, [](T x, T y) { return greatest(x, y); });
   binary<T, T, T>(t, "min.NaN." + kind, [](T x, T y) { return or_nan(x, y, least(x, y)); });
   binary<T, T, T>(t, "max.NaN." + kind, [](T x, T y) { return or_nan(x, y, greatest(x, y)); });
-  binary<T, T, T>(t, "copysign." + kind, [](T x, T y) { return std::copysign(y, x); });  // the sign of the first
+  binary<T, T, T>(t, "copysign." + kind, [](T x, T y) { return std::copysign(y, x); });  // the sign is that of the first operand
   comparisons<T>(t, kind, [](T x) { return x; });
 }
 
-// 16 bits: computed in 32 and rounded once, which is exact for one operation. The product of an fma is exact in 32.
+// 16-bit add, sub and mul: computed in 32 bits, then rounded to 16, which equals a single rounding.
 template <class Value, class Round>
 struct Halves {
   static u16 add(u16 x, u16 y) { return Round{}(Value{}(x) + Value{}(y)); }
   static u16 sub(u16 x, u16 y) { return Round{}(Value{}(x) - Value{}(y)); }
   static u16 mul(u16 x, u16 y) { return Round{}(Value{}(x) * Value{}(y)); }
   static u16 fma(u16 x, u16 y, u16 z) {
-    // Rounding twice can be off: the second rounding sees whether the first was exact (round to odd).
+    // Rounded to 32 bits to odd first, so that the second rounding is correct.
     const f64 product = f64(Value{}(x)) * Value{}(y), exact = product + Value{}(z);
     f32 once = static_cast<f32>(exact);
     if (std::isfinite(once) && f64(once) != exact && !(bits<u32>(once) & 1)) {
@@ -68,7 +68,7 @@ struct Halves {
   }
 };
 
-// F of the lower and of the upper halves of registers.
+// Applies F to the lower and to the upper halves of registers.
 template <class F, class... A>
 u32 packed(F each, A... x) {
   return each(static_cast<u16>(x)...) | u32(each(static_cast<u16>(x >> 16)...)) << 16;

@@ -1,4 +1,4 @@
-// Global memory: bounds and alignment against the tensors of the launch, sectors, and stores that disagree.
+// Global memory: bounds and alignment against the tensors of the launch, sectors, and stores that conflict.
 #include <algorithm>
 
 #include "state.h"
@@ -16,7 +16,7 @@ namespace {
 
 const char* const kVerbs[] = {"reads", "writes", "updates"};
 
-// Whether this warp knows the write: it made it, a barrier orders it, or an atomic with release did.
+// Whether the write happened before: by this warp, or ordered by a barrier or an atomic with release.
 bool ordered(const Block& b, const Warp& w, const GlobalWord& word) {
   if (word.block == b.index + 1) return word.warp == w.id || word.clock <= w.clocks[word.warp];
   const auto known = b.known.find(word.block - 1);
@@ -30,7 +30,7 @@ bool Launch::may_access_global(Block& b, Warp& w, const Record& r, u32 mask, con
   u32 count = 0;
   int range = -1;
   for_lanes(mask, [&](u32 l) {
-    if (at[l] & (size - 1)) report(b, w, &r, l, "address %llx is no multiple of %u", (unsigned long long)at[l], size);
+    if (at[l] & (size - 1)) report(b, w, &r, l, "address %llx is not a multiple of %u", (unsigned long long)at[l], size);
     range = find_range(at[l], size, range);
     if (range < 0) {
       report(b, w, &r, l, "%s %u bytes at %llx, outside of every tensor", kVerbs[access], size, (unsigned long long)at[l]);
@@ -55,9 +55,9 @@ bool Launch::may_access_global(Block& b, Warp& w, const Record& r, u32 mask, con
   return true;
 }
 
-// Lanes that read what another block or warp wrote in this launch, with nothing between that orders them: whether they
-// see it is left to chance.
-u32 Launch::left_to_chance(const Block& b, const Warp& w, u32 mask, const u64* at, u32 size) const {
+// Lanes that read what another block or warp wrote in this launch without synchronization: the value depends on the
+// order of execution.
+u32 Launch::unordered_reads(const Block& b, const Warp& w, u32 mask, const u64* at, u32 size) const {
   u32 found = 0;
   int range = -1;
   const u32 grain = program.global_grain;
@@ -73,8 +73,8 @@ u32 Launch::left_to_chance(const Block& b, const Warp& w, u32 mask, const u64* a
   return found;
 }
 
-// Remembers a lane's store. Another value at the same place, by a lane of the same instruction or by a warp that
-// nothing orders, leaves the result to chance. Called before the store; `value` null: an atomic.
+// Records a lane's store, before it happens. Reports another value at the same place by a lane of the same instruction
+// or by a warp without synchronization. value: null for an atomic.
 void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool atomic) {
   const int range = find_range(at, size, -1);
   const Range& here = request.ranges[range];
@@ -92,7 +92,7 @@ void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, 
       const bool equal = value && inside && !std::memcmp(reinterpret_cast<void*>(first), value + (first - at), bytes);
       const bool same_instruction = word.step == steps && word.lane != lane;
       if (!equal && (same_instruction || !ordered(b, w, word))) {
-        report(b, w, &r, lane, "writes another value at byte %llu of a tensor than block %u warp %u lane %u, with nothing between that orders them",
+        report(b, w, &r, lane, "writes another value at byte %llu of a tensor than block %u warp %u lane %u, with no synchronization between",
                (unsigned long long)(k * grain), word.block - 1, word.warp, word.lane);
       }
     }

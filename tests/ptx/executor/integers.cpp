@@ -7,7 +7,7 @@
 
 namespace {
 
-// The destination takes halves as the source has them; no value is computed.
+// Copies the undefined halves too: a move computes no value.
 template <class T>
 Next move(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   T* to = lanes_of<T>(launch, warp, record, 0);
@@ -21,9 +21,9 @@ Next move(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   return Next::following;
 }
 
-// Bits are independent: a half is undefined if the same half of a source is.
+// Bitwise operations: a half is undefined if the same half of a source is.
 template <class F, class T>
-Next of_bits(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
+Next bitwise(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   T* to = lanes_of<T>(launch, warp, record, 0);
   const T* x = lanes_of<const T>(launch, warp, record, 1);
   const T* y = lanes_of<const T>(launch, warp, record, 2);
@@ -35,8 +35,8 @@ Next of_bits(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask)
   return Next::following;
 }
 template <class T, class F>
-void add_of_bits(Table& table, const std::string& name, F) {
-  table.add(name, of_bits<F, T>);
+void add_bitwise(Table& table, const std::string& name, F) {
+  table.add(name, bitwise<F, T>);
 }
 
 template <class T>
@@ -57,7 +57,7 @@ Next select(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) 
   return Next::following;
 }
 
-// Two halves of a register, the first one low.
+// Packs two halves into a register, the first into the lower half.
 template <class Whole, class Half>
 Next pack(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   Whole* to = lanes_of<Whole>(launch, warp, record, 0);
@@ -86,7 +86,7 @@ Next unpack(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) 
   return Next::following;
 }
 
-// Bytes of two registers by a selector: a half is undefined if one of its bytes comes from an undefined half.
+// prmt, bytes of two registers by a selector: a half is undefined if one of its bytes comes from an undefined half.
 Next permute(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   u32* to = lanes_of<u32>(launch, warp, record, 0);
   const u32* x = lanes_of<const u32>(launch, warp, record, 1);
@@ -108,7 +108,7 @@ Next permute(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask)
 }
 
 template <class F>
-Next of_predicates(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
+Next on_predicates(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   const u32 x = predicate(launch, warp, record, 1);
   const bool two = record.count > 2;
   const u32 y = two ? predicate(launch, warp, record, 2) : 0;
@@ -120,8 +120,8 @@ Next of_predicates(Launch& launch, Block&, Warp& warp, const Record& record, u32
   return Next::following;
 }
 template <class F>
-void add_of_predicates(Table& table, const std::string& name, F) {
-  table.add(name, of_predicates<F>);
+void add_on_predicates(Table& table, const std::string& name, F) {
+  table.add(name, on_predicates<F>);
 }
 
 template <class T>
@@ -130,9 +130,9 @@ void of_width(Table& t, const std::string& width) {
   t.add("mov.b" + width, move<T>);
   t.add("selp.b" + width, select<T>);
   unary<T, T>(t, "not.b" + width, [](T x) { return static_cast<T>(~x); });
-  add_of_bits<T>(t, "and.b" + width, [](T x, T y) { return static_cast<T>(x & y); });
-  add_of_bits<T>(t, "or.b" + width, [](T x, T y) { return static_cast<T>(x | y); });
-  add_of_bits<T>(t, "xor.b" + width, [](T x, T y) { return static_cast<T>(x ^ y); });
+  add_bitwise<T>(t, "and.b" + width, [](T x, T y) { return static_cast<T>(x & y); });
+  add_bitwise<T>(t, "or.b" + width, [](T x, T y) { return static_cast<T>(x | y); });
+  add_bitwise<T>(t, "xor.b" + width, [](T x, T y) { return static_cast<T>(x ^ y); });
   binary<T, T, u32>(t, "shl.b" + width, [](T x, u32 y) { return y > top ? T(0) : static_cast<T>(x << (y & top)); });
   for (const char* sign : {"u", "s"}) {  // two's complement: the same operation
     const std::string kind = sign + width;
@@ -236,9 +236,9 @@ void add_integers(Table& t) {
   t.add("pack.b64", pack<u64, u32>);
   t.add("unpack.b32", unpack<u32, u16>);
   t.add("unpack.b64", unpack<u64, u32>);
-  add_of_predicates(t, "mov.pred", [](u32 x, u32) { return x; });
-  add_of_predicates(t, "not.pred", [](u32 x, u32) { return ~x; });
-  add_of_predicates(t, "and.pred", [](u32 x, u32 y) { return x & y; });
-  add_of_predicates(t, "or.pred", [](u32 x, u32 y) { return x | y; });
-  add_of_predicates(t, "xor.pred", [](u32 x, u32 y) { return x ^ y; });
+  add_on_predicates(t, "mov.pred", [](u32 x, u32) { return x; });
+  add_on_predicates(t, "not.pred", [](u32 x, u32) { return ~x; });
+  add_on_predicates(t, "and.pred", [](u32 x, u32 y) { return x & y; });
+  add_on_predicates(t, "or.pred", [](u32 x, u32 y) { return x | y; });
+  add_on_predicates(t, "xor.pred", [](u32 x, u32 y) { return x ^ y; });
 }

@@ -1,4 +1,4 @@
-// Runs a launch: blocks one after the other, the warps of a block in turns. The order is the seed's.
+// Runs a launch: blocks one after the other, the warps of a block alternately, in an order by the seed.
 #include <cstdarg>
 #include <cstdio>
 #include <numeric>
@@ -19,12 +19,12 @@ const Table& table() {
   return built;
 }
 
-constexpr u64 kErrorsUntilTheEnd = 1000;  // a kernel without a barrier makes millions
+constexpr u64 kMaxErrors = 1000;  // ends the launch; a missing barrier can cause millions
 
 }  // namespace
 
 void Launch::report(const Block& b, const Warp& w, const Record* record, u32 lane, const char* format, ...) {
-  if (++request.errors >= kErrorsUntilTheEnd) failed = true;
+  if (++request.errors >= kMaxErrors) failed = true;
   const u32 pc = record ? index_of(*record) : program.size;
   for (u32 k = 0; k < request.finding_count; k++) {
     Finding& each = request.findings[k];
@@ -45,7 +45,7 @@ void Launch::report(const Block& b, const Warp& w, const Record* record, u32 lan
 
 void Launch::undefined_use(const Block& b, const Warp& w, const Record& r, u32 lanes, const char* what) {
   if (!lanes) return;
-  report(b, w, &r, __builtin_ctz(lanes), "%s is undefined; last by a %s (instruction %u)", what, origin_why, origin);
+  report(b, w, &r, __builtin_ctz(lanes), "%s is undefined; the last undefined value comes from a %s (instruction %u)", what, origin_why, origin);
 }
 
 void Launch::start(Block& b, u32 index) {
@@ -150,7 +150,7 @@ void Launch::run() {
       for (u32 q = 0; q < warps && !failed; q++) {
         Warp& w = b.warps[(first + q) % warps];
         if (w.phase == Phase::ready) {
-          // A seed also stops a warp in the middle of its work.
+          // With a seed a warp also stops between barriers.
           run_warp(b, w, seeded() ? 1 + random.below(2000) : ~u64(0) >> 1);
           ran = true;
         }
@@ -158,7 +158,7 @@ void Launch::run() {
       }
       if (!left) break;
       const bool released = release_barriers(b) | release_mbarriers(b);
-      if (!released && !ran && !failed) told_stuck(b);
+      if (!released && !ran && !failed) report_deadlock(b);
       if (steps > request.step_limit) {
         report(b, b.warps[0], program.records + std::min(b.warps[0].pc, program.size - 1), 0, "more than %llu instructions in one launch", (unsigned long long)request.step_limit);
         failed = true;
@@ -169,7 +169,7 @@ void Launch::run() {
   request.steps = steps;
 }
 
-void Launch::told_stuck(Block& b) {
+void Launch::report_deadlock(Block& b) {
   const Warp* waiting = &b.warps[0];
   for (const Warp& w : b.warps) {
     if (w.phase == Phase::at_barrier || w.phase == Phase::at_mbarrier) waiting = &w;
@@ -180,16 +180,16 @@ void Launch::told_stuck(Block& b) {
     return;
   }
   const Mbarrier& m = b.mbarriers[waiting->mbarrier];
-  report(b, *waiting, program.records + waiting->mbarrier_pc, 0, "waits at the mbarrier at %u: %u arrivals are missing, and %llu of %llu bytes have come",
+  report(b, *waiting, program.records + waiting->mbarrier_pc, 0, "waits at the mbarrier at %u: %u arrivals are missing, and %llu of %llu bytes have arrived",
          waiting->mbarrier, m.pending, (unsigned long long)m.copied, (unsigned long long)m.bytes);
 }
 
-// What a block may not leave behind: a copy into shared memory that is another block's by then, half a warpgroup.
+// Errors at a block's end: a bulk copy still in flight, a wgmma that not all warps of a warpgroup issued.
 void Launch::end(Block& b) {
   check_agreements(b);
   for (auto& [at, m] : b.mbarriers) {
     if (m.copies.empty()) continue;
-    report(b, b.warps[0], nullptr, 0, "the block ends, and %llu bytes for the mbarrier at %u may still be on their way", (unsigned long long)m.copied, at);
+    report(b, b.warps[0], nullptr, 0, "the block ends while %llu bytes for the mbarrier at %u may still be in flight", (unsigned long long)m.copied, at);
     failed = true;
   }
   for (const auto& [at, m] : b.mbarriers) {
@@ -208,7 +208,7 @@ const char* ptx_operations() {
   return names.c_str();
 }
 
-// Bytes of the structures that Python fills, to compare with its own.
+// Sizes of the structures shared with Python, which compares them with its own.
 u32 ptx_size(u32 which) {
   const u32 sizes[] = {sizeof(Record), sizeof(Counters), sizeof(Range), sizeof(Finding), sizeof(Program), sizeof(Request)};
   return sizes[which];

@@ -1,19 +1,19 @@
-// mbarriers: phases of arrivals and of bytes that bulk copies bring.
+// mbarriers: a phase completes after its arrivals and the bytes of its bulk copies.
 //
-// The first try_wait of a phase fails; the second one completes it if every arrival and byte is on its way. Code that
-// ignores the answer therefore reads bytes that have not landed.
+// A warp's first try_wait in an incomplete phase fails; its next one completes the phase if all arrivals and copies
+// were issued. So code that ignores the result reads bytes that have not landed.
 #include "table.h"
 
 namespace {
 
-// Address of the one lane that takes part, or of all lanes together; ~0 after an error.
+// The address, which must be equal in all lanes that take part; ~0 after an error.
 u32 address_of(Launch& launch, Block& b, Warp& w, const Record& r, u32 k, u32 mask) {
   const u32* base = lanes_of<const u32>(launch, w, r, k);
   const u32 lane = __builtin_ctz(mask), at = base[lane] + static_cast<u32>(r.immediate);
   u32 other = 0;
   for_lanes(mask, [&](u32 l) { other |= u32(base[l] != base[lane]) << l; });
   if (!other && at % 8 == 0 && u64(at) + 8 <= launch.request.shared_bytes) return at;
-  launch.report(b, w, &r, other ? __builtin_ctz(other) : lane, "%u is no address of an mbarrier, or not that of all lanes", at);
+  launch.report(b, w, &r, other ? __builtin_ctz(other) : lane, "%u is not an address of an mbarrier, or lanes have different ones", at);
   launch.failed = true;
   return ~0u;
 }
@@ -51,7 +51,7 @@ Next invalidate(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   const u32 at = address_of(launch, b, w, r, 0, mask), lane = __builtin_ctz(mask);
   Mbarrier* m = at == ~0u ? nullptr : launch.find_mbarrier(b, w, r, lane, at);
   if (!m) return Next::leave;
-  if (!m->copies.empty()) launch.report(b, w, &r, lane, "%llu bytes for it may still be on their way", (unsigned long long)m->copied);
+  if (!m->copies.empty()) launch.report(b, w, &r, lane, "%llu bytes for it may still be in flight", (unsigned long long)m->copied);
   m->live = false;
   mark(launch, b, at, false);
   return launch.may_write_shared(b, w, r, lane, at, 8, nullptr, false) ? Next::following : Next::leave;
@@ -61,7 +61,7 @@ void raise(std::vector<u32>& to, const std::vector<u32>& by) {
   for (size_t k = 0; k < to.size(); k++) to[k] = std::max(to[k], by[k]);
 }
 
-bool all_there(const Mbarrier& m) { return m.pending == 0 && m.copied >= m.bytes; }
+bool all_issued(const Mbarrier& m) { return m.pending == 0 && m.copied >= m.bytes; }
 
 void complete(Launch& launch, Block& b, Mbarrier& m) {
   m.clock++;
@@ -82,42 +82,42 @@ Next arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
     Mbarrier* m = at == ~0u ? nullptr : launch.find_mbarrier(b, w, r, lane, at);
     if (!m) return Next::leave;
     if (!m->pending) {
-      launch.report(b, w, &r, lane, "arrives again before anybody saw that phase %llu is complete", (unsigned long long)m->phase);
+      launch.report(b, w, &r, lane, "arrives again before a wait found phase %llu complete", (unsigned long long)m->phase);
       launch.failed = true;
       return Next::leave;
     }
     m->pending--;
     m->bytes += lanes_of<const u32>(launch, w, r, 1)[lane];
     raise(m->clocks, w.clocks), raise(m->fenced, w.fenced);
-    if (all_there(*m) && m->copies.empty()) complete(launch, b, *m);
+    if (all_issued(*m) && m->copies.empty()) complete(launch, b, *m);
   }
   w.clocks[w.id]++;
   return Next::following;
 }
 
-// Operands: the answer, address, parity of the phase.
+// Operands: the result, address, parity of the phase.
 Next try_wait(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   if (!mask) return Next::following;
   const u32 at = address_of(launch, b, w, r, 1, mask), lane = __builtin_ctz(mask);
   Mbarrier* m = at == ~0u ? nullptr : launch.find_mbarrier(b, w, r, lane, at);
   if (!m) return Next::leave;
-  u32& answer = predicate(launch, w, r, 0);
+  u32& result = predicate(launch, w, r, 0);
   set_undefined(undefined_lanes(launch, w, r, 0), 0, mask);
   const bool again = w.mbarrier == at && w.mbarrier_phase == m->phase;
   if ((lanes_of<const u32>(launch, w, r, 2)[lane] & 1) == (m->phase & 1)) {
-    if (!again || !all_there(*m)) {
-      answer &= ~mask;
+    if (!again || !all_issued(*m)) {
+      result &= ~mask;
       w.mbarrier = at, w.mbarrier_pc = w.pc, w.mbarrier_phase = m->phase;
       w.phase = Phase::at_mbarrier;
       w.pc++;
       return Next::leave;
     }
     if (m->copied > m->bytes) {
-      launch.report(b, w, &r, lane, "%llu bytes come, where %llu are expected", (unsigned long long)m->copied, (unsigned long long)m->bytes);
+      launch.report(b, w, &r, lane, "%llu bytes arrive, but %llu are expected", (unsigned long long)m->copied, (unsigned long long)m->bytes);
     }
     complete(launch, b, *m);
   }
-  answer |= mask;
+  result |= mask;
   w.mbarrier = ~0u;
   raise(w.clocks, m->clocks), raise(w.fenced, m->fenced);
   return Next::following;
@@ -134,13 +134,13 @@ Mbarrier* Launch::find_mbarrier(Block& b, Warp& w, const Record& r, u32 lane, u6
   return nullptr;
 }
 
-// Lets warps go on whose try may succeed now.
+// Releases the warps whose next try_wait may succeed.
 bool Launch::release_mbarriers(Block& b) {
   bool any = false;
   for (Warp& w : b.warps) {
     if (w.phase != Phase::at_mbarrier) continue;
     const Mbarrier& m = b.mbarriers[w.mbarrier];
-    if (m.live && m.phase == w.mbarrier_phase && !all_there(m)) continue;
+    if (m.live && m.phase == w.mbarrier_phase && !all_issued(m)) continue;
     w.phase = Phase::ready;
     any = true;
   }

@@ -1,4 +1,4 @@
-// ld, st and atom. The record holds the bytes of an element and of a register, the number of elements and the offset.
+// ld, st and atom. The record has the bytes of an element and of a register, the number of elements and the offset.
 #include "table.h"
 
 namespace {
@@ -47,9 +47,9 @@ Next load_global(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   check_address(launch, b, w, r, r.count - 1u, mask);
   if (!launch.may_access_global(b, w, r, mask, at, r.size * r.elements, Launch::kRead)) return Next::leave;
   for_lanes(mask, [&](u32 l) { load_lane(launch, w, r, l, reinterpret_cast<const u8*>(at[l])); });
-  const u32 chance = launch.left_to_chance(b, w, mask, at, r.size * r.elements);
-  if (chance) launch.undefined_from(r, "read of global memory that another warp wrote, with nothing between that orders them");
-  for (u32 k = 0; k < r.elements; k++) set_undefined(undefined_lanes(launch, w, r, k), both(chance), mask);
+  const u32 unordered = launch.unordered_reads(b, w, mask, at, r.size * r.elements);
+  if (unordered) launch.undefined_from(r, "read of global memory that another warp wrote, with no synchronization between");
+  for (u32 k = 0; k < r.elements; k++) set_undefined(undefined_lanes(launch, w, r, k), both(unordered), mask);
   return Next::following;
 }
 
@@ -67,7 +67,7 @@ Next load_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
     if (!defined) undefined |= 1u << l;
   }
   for_lanes(mask, [&](u32 l) { load_lane(launch, w, r, l, &b.shared[at[l]]); });
-  if (undefined) launch.undefined_from(r, "read of shared bytes that nobody wrote");
+  if (undefined) launch.undefined_from(r, "read of shared bytes that were never written");
   const u32 half = r.size / 2;
   for (u32 k = 0; k < r.elements; k++) {
     u64 halves = 0;
@@ -82,7 +82,7 @@ Next load_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
-// Lanes in the order in which their stores happen: by the seed.
+// The order of the lanes' stores, by the seed.
 struct LaneOrder {
   u32 first, step;
   explicit LaneOrder(Launch& launch) : first(0), step(1) {
@@ -153,7 +153,7 @@ Next store_shared(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) 
   return Next::following;
 }
 
-// Atomics. The record's flag: 1 with release and acquire, which order what other blocks wrote before.
+// Atomics. flag: 1 with release or acquire; these order earlier writes of other blocks.
 template <class T, class F, bool shared>
 Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   u64 at[kLanes];
@@ -178,7 +178,7 @@ Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
       if (at[l] + sizeof(T) <= launch.request.shared_bytes) word = &b.words[at[l] / launch.program.shared_grain];
       if (word && word->lane == kLanes) word->write_clock = 0;  // atomics do not race with each other
       if (!launch.may_read_shared(b, w, r, l, at[l], sizeof(T), defined)) return Next::leave;
-      if (!defined) launch.report(b, w, &r, l, "updates shared bytes that nobody wrote");
+      if (!defined) launch.report(b, w, &r, l, "updates shared bytes that were never written");
       place = reinterpret_cast<T*>(&b.shared[at[l]]);
       for (u32 i = 0; i < sizeof(T); i++) {
         SharedWord& each = b.words[(at[l] + i) / launch.program.shared_grain];

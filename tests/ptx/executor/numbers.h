@@ -1,4 +1,4 @@
-// Arithmetic that C++ has no operator for.
+// Arithmetic for which C++ has no operator.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ inline u16 to_f16(f32 f) { return f != f ? u16(0x7fff) : bits<u16>(static_cast<_
 // Subnormal numbers become zero of their sign.
 inline f32 flush(f32 x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
 
-// min and max of PTX: a NaN loses to a number, and -0 is less than +0.
+// min and max of PTX: of a NaN and a number the number; -0 is less than +0.
 template <class T>
 inline T least(T x, T y) {
   if (x != x) return y != y ? std::numeric_limits<T>::quiet_NaN() : y;
@@ -43,17 +43,17 @@ inline T greatest(T x, T y) {
   if (x == y) return std::signbit(x) ? y : x;
   return x > y ? x : y;
 }
-// Their .NaN forms: a NaN wins.
+// Their .NaN forms: NaN if either is NaN.
 template <class T>
 inline T or_nan(T x, T y, T otherwise) {
   return x != x || y != y ? std::numeric_limits<T>::quiet_NaN() : otherwise;
 }
 
-// What arithmetic makes of any NaN in 32 bits; in 64 bits it keeps the digits of one.
+// 32-bit arithmetic returns one NaN for all; 64-bit arithmetic keeps the bits of an input NaN.
 inline f32 one_nan(f32 x) { return x != x ? std::numeric_limits<f32>::quiet_NaN() : x; }
 inline f64 one_nan(f64 x) { return x; }
 
-// A float to an integer: NaN becomes 0, what is too large the largest.
+// Float to integer: NaN becomes 0, values out of range the nearest limit.
 template <class I, class F>
 inline I saturated(F x) {
   constexpr F low = static_cast<F>(std::numeric_limits<I>::min());
@@ -105,7 +105,7 @@ inline u32 reversed(u32 x) {
   for (u32 k = 0; k < 32; k++) result |= (x >> k & 1) << (31 - k);
   return result;
 }
-// Sum and products of four signed or unsigned bytes.
+// `sum` plus the products of four signed or unsigned bytes.
 template <class A, class B>
 inline s32 dot_bytes(u32 x, u32 y, s32 sum) {
   for (u32 k = 0; k < 4; k++) sum += s32(static_cast<A>(x >> (8 * k))) * s32(static_cast<B>(y >> (8 * k)));

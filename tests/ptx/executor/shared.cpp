@@ -1,13 +1,13 @@
-// Shared memory: bounds, alignment, bytes that nobody wrote, happens-before between warps and lanes, bank conflicts.
+// Shared memory: bounds, alignment, unwritten bytes, happens-before between warps and lanes, bank conflicts.
 //
-// Happens-before is kept by vector clocks, one clock a warp: a barrier joins them. Each word (of the smallest access of
-// the kernel) remembers its last writer and when each warp read it last.
+// Happens-before by vector clocks, with one clock a warp; a barrier takes their maximum. Each word (of the size of the
+// kernel's smallest access) stores its last writer and the clock of each warp's last read.
 #include <algorithm>
 
 #include "state.h"
 
-// One lane reads. Errors: outside, misaligned, under an unfinished copy, a write of another warp or lane with no
-// barrier between. Bytes that nobody wrote are no error yet: the value is undefined.
+// Checks one lane's read. Errors: out of bounds, misaligned, an unfinished copy, a write of another warp with no
+// barrier between. Unwritten bytes are not an error yet: they make the value undefined.
 bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, bool& defined) {
   defined = true;
   if (at + size > request.shared_bytes) {
@@ -15,7 +15,7 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
     failed = true;
     return false;
   }
-  if (at & (size - 1)) report(b, w, &r, lane, "shared address %llu is no multiple of %u", (unsigned long long)at, size);
+  if (at & (size - 1)) report(b, w, &r, lane, "shared address %llu is not a multiple of %u", (unsigned long long)at, size);
   for (u32 k = 0; k < size; k++) defined &= b.shared_defined[at + k] != 0;
   const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());
   for (u64 k = at / grain; k <= (at + size - 1) / grain; k++) {
@@ -41,14 +41,14 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
   return true;
 }
 
-// One lane writes `value` (or starts a copy). Equal values of several warps are one write.
+// Checks one lane's write of `value`, or the start of a copy. Equal values of several warps count as one write.
 bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool copy) {
   if (at + size > request.shared_bytes) {
     report(b, w, &r, lane, "writes %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at, request.shared_bytes);
     failed = true;
     return false;
   }
-  if (at & (size - 1)) report(b, w, &r, lane, "shared address %llu is no multiple of %u", (unsigned long long)at, size);
+  if (at & (size - 1)) report(b, w, &r, lane, "shared address %llu is not a multiple of %u", (unsigned long long)at, size);
   const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());
   for (u64 k = at / grain; k <= (at + size - 1) / grain; k++) {
     SharedWord& word = b.words[k];
@@ -69,7 +69,7 @@ bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 
     if (other_warp && word.writer >= warps) {
       report(b, w, &r, lane, "writes shared byte %llu that a bulk copy wrote, without a wait at its mbarrier", (unsigned long long)(k * grain));
     } else if (other_warp) {
-      report(b, w, &r, lane, "writes shared byte %llu that warp %u lane %u wrote otherwise, with no barrier between",
+      report(b, w, &r, lane, "writes shared byte %llu that warp %u lane %u wrote with another value, with no barrier between",
              (unsigned long long)(k * grain), word.writer, word.lane);
     }
     if (same_instruction && !equal) {
@@ -92,7 +92,7 @@ bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 
   return true;
 }
 
-// The oldest groups of copies land until `left` of them are in flight.
+// Lands the oldest groups of copies until `left` are in flight.
 void Launch::land(Block& b, Warp& w, size_t left) {
   for (; w.groups.size() > left; w.groups.pop_front()) {
     for (const Copy& copy : w.groups.front()) land_copy(b, copy, w.id, w.clocks[w.id]);
@@ -113,12 +113,12 @@ void Launch::land_copy(Block& b, const Copy& copy, u32 writer, u32 clock) {
   }
 }
 
-// The asynchronous proxy (wgmma, bulk copies) sees what a warp wrote if a fence.proxy.async lies between.
+// Whether the asynchronous proxy (wgmma, bulk copies) sees the write: a fence.proxy.async came after it.
 static bool fenced(const Block& b, const Warp& w, const SharedWord& word) {
   return word.writer >= b.warps.size() || word.write_clock <= w.fenced[word.writer];
 }
 
-// A wgmma begins to read; retire() says when it has.
+// Checks a read of a wgmma; it lasts until retire().
 bool Launch::may_read_async(Block& b, Warp& w, const Record& r, u64 at, u32 size, bool& defined) {
   if (!may_read_shared(b, w, r, kLanes, at, size, defined)) return false;
   const u32 grain = program.shared_grain;
@@ -132,7 +132,7 @@ bool Launch::may_read_async(Block& b, Warp& w, const Record& r, u64 at, u32 size
   return true;
 }
 
-// A bulk copy begins to write.
+// Checks the start of a bulk copy's write.
 bool Launch::may_write_async(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size) {
   const u32 grain = program.shared_grain;
   for (u64 k = at / grain; at + size <= request.shared_bytes && k <= (at + size - 1) / grain; k++) {
@@ -143,8 +143,8 @@ bool Launch::may_write_async(Block& b, Warp& w, const Record& r, u32 lane, u64 a
   return may_write_shared(b, w, r, lane, at, size, nullptr, true);
 }
 
-// Passes over the 32 banks that an access needs: 16 bytes a lane are served in quarters of a warp, 8 in halves; lanes of
-// one word together.
+// Counts the passes over the 32 banks: accesses of 16 bytes a lane take a quarter of the warp at a time, of 8 bytes a
+// half. Lanes that access the same word share a pass.
 void Launch::count_passes(const Record& record, u32 mask, const u64* at, u32 size) {
   if (!mask) return;
   Counters& c = counters(record);
@@ -152,15 +152,15 @@ void Launch::count_passes(const Record& record, u32 mask, const u64* at, u32 siz
   u32 passes = 0, least = 0;
   for (u32 start = 0; start < kLanes; start += together) {
     u64 words[128];
-    u32 count = 0, depth[32] = {}, most = 0;
+    u32 count = 0, depth[32] = {}, longest = 0;
     for (u32 l = start; l < start + together; l++) {
       if (!(mask >> l & 1)) continue;
       for (u32 k = 0; k < std::max(size / 4, 1u); k++) words[count++] = at[l] / 4 + k;
     }
     std::sort(words, words + count);
     count = static_cast<u32>(std::unique(words, words + count) - words);
-    for (u32 k = 0; k < count; k++) most = std::max(most, ++depth[words[k] & 31]);
-    passes += most;
+    for (u32 k = 0; k < count; k++) longest = std::max(longest, ++depth[words[k] & 31]);
+    passes += longest;
     least += (count + 31) / 32;
   }
   c.requests++;

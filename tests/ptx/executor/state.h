@@ -15,34 +15,34 @@ enum class Phase : u8 { ready, at_barrier, at_mbarrier, done };
 struct Warp {
   u32 id = 0;
   u8* registers = nullptr;
-  u64* undefined = nullptr;  // for each 64 bytes of registers: lanes whose lower and whose upper half is undefined
+  u64* undefined = nullptr;  // a word for 64 bytes of registers: lanes with an undefined lower half, and upper half
   u32 born = 0;              // lanes that the block has
   u32 live = 0;              // lanes that have not left
   u32 active = 0;            // lanes at pc
-  u32 blocked = 0;           // lanes that wait at a .sync instruction for others
+  u32 blocked = 0;           // lanes blocked at a .sync instruction
   u32 pc = 0;
   u32 next_other = ~0u;      // lowest pc of the lanes that are not active
   u32 pcs[kLanes] = {};      // of the lanes that are not active
   Phase phase = Phase::ready;
   u32 barrier = 0, barrier_warps = 0, barrier_pc = 0;
-  s64 reduction = -1;        // offset of the destination of a barrier that reduces
+  s64 reduction = -1;        // offset of the destination of bar.red
   char reduction_how = 0;    // o: or, a: and, p: count
   u32 reduction_value = 0;
-  std::vector<u32> clocks;   // happens-before: what this warp knows of each warp, and behind them of each mbarrier
-  std::vector<u32> fenced;   // writes of each warp that a fence.proxy.async has handed to the asynchronous proxy
+  std::vector<u32> clocks;   // vector clock: an entry for each warp, then for each mbarrier
+  std::vector<u32> fenced;   // by warp: clock of the writes that a fence.proxy.async made visible
   std::vector<Copy> uncommitted;
   std::deque<std::vector<Copy>> groups;
   Products products;
-  u32 mbarrier = ~0u, mbarrier_pc = 0;  // where a try_wait failed last
+  u32 mbarrier = ~0u, mbarrier_pc = 0;  // of the last failed try_wait
   u64 mbarrier_phase = 0;
 };
 
-// Who touched some bytes of shared memory last.
+// The last accesses of some bytes of shared memory.
 struct SharedWord {
   u32 write_clock = 0;
-  u8 writer = 0, lane = 0, in_flight = 0, mbarrier = 0;  // a writer behind the warps: a bulk copy
-  u32 same = 0;              // warps that wrote the same value beside the writer
-  u32 reading = 0;           // wgmma of warps that may still read it
+  u8 writer = 0, lane = 0, in_flight = 0, mbarrier = 0;  // writer >= number of warps: a bulk copy
+  u32 same = 0;              // other warps that wrote the same value
+  u32 reading = 0;           // number of wgmma reads that may still run
   u64 step = 0;
 };
 
@@ -53,13 +53,13 @@ struct Block {
   std::vector<u8> shared, shared_defined;
   std::vector<SharedWord> words;
   std::vector<u32> read_clocks;  // words x warps
-  u64 unordered_lanes = 0;  // reads of what another lane of the warp wrote since its last bar.warp.sync
+  u64 unordered_lanes = 0;  // reads of another lane's write with no bar.warp.sync between
   std::map<u32, Mbarrier> mbarriers;  // by address
   std::vector<Agreement> agreements;  // of each warpgroup
-  std::map<u32, std::vector<u32>> known;  // blocks whose writes happened before: clocks of their warps
+  std::map<u32, std::vector<u32>> known;  // by block: clocks of its warps' writes that happened before
 };
 
-// Who wrote some bytes of global memory last, in this launch.
+// The last write of some bytes of global memory in this launch.
 struct GlobalWord {
   u32 block = 0;             // index + 1
   u16 warp = 0;
@@ -92,14 +92,14 @@ struct Launch {
   u64 steps = 0;
   u32 clock_base = 1;        // clocks of earlier blocks are below it
   bool failed = false;
-  u32 origin = 0;            // the instruction that made a value undefined last, and how
+  u32 origin = 0;            // the last instruction with an undefined result, and why
   const char* origin_why = "";
   std::vector<std::vector<GlobalWord>> written;  // of each range, in grains; empty until the first store
   std::unordered_map<u64, std::map<u32, std::vector<u32>>> released;  // by address of an atomic with release
 
   Launch(const Program& p, Request& r) : program(p), request(r), random{r.seed}, written(r.range_count) {}
 
-  // Notes a finding of one lane once per instruction and text; the launch ends when too many were made.
+  // Stores an error of one lane, once per instruction and text. Too many end the launch.
   void report(const Block& block, const Warp& warp, const Record* record, u32 lane, const char* format, ...)
       __attribute__((format(printf, 6, 7)));
   u32 index_of(const Record& record) const { return static_cast<u32>(&record - program.records); }
@@ -107,7 +107,7 @@ struct Launch {
   u32 operand(const Record& record, u32 k) const { return program.operands[record.operands + k]; }
   bool seeded() const { return request.seed != 0; }
 
-  // An undefined value is no error where nobody uses it. Reports one that is used, with where it came from.
+  // An undefined value is an error only if it is used. Reports a use with the last origin of an undefined value.
   void undefined_use(const Block& block, const Warp& warp, const Record& record, u32 lanes, const char* what);
   void undefined_from(const Record& record, const char* why) { origin = index_of(record), origin_why = why; }
 
@@ -117,7 +117,7 @@ struct Launch {
   void run_warp(Block& block, Warp& warp, u64 budget);
   void start(Block& block, u32 index);
   void end(Block& block);
-  void told_stuck(Block& block);
+  void report_deadlock(Block& block);
 
   // shared.cpp: checks of one lane's access; false if it lies outside.
   bool may_read_shared(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, bool& defined);
@@ -137,12 +137,12 @@ struct Launch {
   // global.cpp: checks of one instruction's accesses; false if one lies outside.
   enum Access { kRead, kWrite, kAtomic };
   bool may_access_global(Block&, Warp&, const Record&, u32 mask, const u64* at, u32 size, Access);
-  u32 left_to_chance(const Block&, const Warp&, u32 mask, const u64* at, u32 size) const;
+  u32 unordered_reads(const Block&, const Warp&, u32 mask, const u64* at, u32 size) const;
   void note_written(Block&, Warp&, const Record&, u32 lane, u64 at, u32 size, const u8* value, bool atomic);
   int find_range(u64 at, u32 size, int hint) const;
 };
 
-// Operands of the instruction at hand.
+// Operands of an instruction.
 template <class T>
 inline T* lanes_of(const Launch& launch, Warp& warp, const Record& record, u32 k) {
   return reinterpret_cast<T*>(warp.registers + launch.operand(record, k));
@@ -153,7 +153,7 @@ inline u32& predicate(const Launch& launch, Warp& warp, const Record& record, u3
 inline u64& undefined_lanes(const Launch& launch, Warp& warp, const Record& record, u32 k) {
   return warp.undefined[launch.operand(record, k) / 64];
 }
-// Lanes of which either half is undefined, in both halves.
+// The lanes with an undefined half, set in both halves.
 inline u64 either(u64 halves) { return halves | (halves >> 32) | (halves << 32); }
 inline u64 both(u32 lanes) { return lanes | static_cast<u64>(lanes) << 32; }
 inline void set_undefined(u64& to, u64 value, u32 mask) {

@@ -1,4 +1,4 @@
-// The table of operations: a name as PTX spells it, and the function that executes it for a warp.
+// The table of operations: the name in PTX, and the function that executes it for a warp.
 #pragma once
 
 #include <string>

@@ -32,13 +32,13 @@ Next ldmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
       if (!low) undefined |= u64(1) << l;
       if (!high) undefined |= u64(1) << (32 + l);
     }
-    if (undefined) launch.undefined_from(r, "read of shared bytes that nobody wrote");
+    if (undefined) launch.undefined_from(r, "read of shared bytes that were never written");
     set_undefined(undefined_lanes(launch, w, r, q), undefined, kAll);
   }
   return next;
 }
 
-// Operands: the address, then the sources. Rows of each matrix are addressed by eight lanes, as ldmatrix has it.
+// Operands: the address, then the sources. Eight lanes give the addresses of a matrix's rows, as for ldmatrix.
 Next stmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
   if (!gather_all(launch, b, w, r, next)) return next;
@@ -69,8 +69,8 @@ Next stmatrix(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   return next;
 }
 
-// D = A B + C with A (16, K) in 4 registers, B (K, 8) in 2, C and D (16, 8) in 4. A row of A or a column of B that holds
-// an undefined element makes that row or column of D undefined.
+// D = A B + C with A (16, K) in 4 registers, B (K, 8) in 2, C and D (16, 8) in 4. An undefined element in a row of A or
+// a column of B makes that row or column of D undefined.
 struct Bf16 {
   static constexpr u32 depth = 16;
   static f32 value(u32 bits, u32 half) { return from_bf16(static_cast<u16>(half ? bits >> 16 : bits)); }
@@ -79,7 +79,7 @@ struct F16 {
   static constexpr u32 depth = 16;
   static f32 value(u32 bits, u32 half) { return from_f16(static_cast<u16>(half ? bits >> 16 : bits)); }
 };
-struct Tf32 {  // the lower 13 bits are not looked at
+struct Tf32 {  // the lower 13 bits are ignored
   static constexpr u32 depth = 8;
   static f32 value(u32 word, u32) { return bits<f32>(word & 0xffffe000u); }
 };

@@ -1,4 +1,4 @@
-// Short names of numbers, and the records that Python's decoder writes and reads (tests/ptx/records.py).
+// Short names of number types, and the structures shared with Python (tests/ptx/records.py).
 #pragma once
 
 #include <cstdint>
@@ -30,29 +30,29 @@ struct Record {
   u32 operands;   // index of the first operand
   s32 target;     // of a branch: index of an instruction
   u32 address;    // bytes of the address register: 4 or 8
-  s64 immediate;  // offset of an address, number of a barrier, groups that may be left
+  s64 immediate;  // offset of an address, number of a barrier, groups that may stay in flight
   s64 second;     // offset of the second address; threads of a barrier
 };
 
-// What happened at one instruction, summed over the launches.
+// Counters of one instruction in a launch.
 struct Counters {
   u64 runs;      // times that a warp executed it
   u64 lanes;     // lanes that took part
-  u64 requests;  // times that memory was accessed
+  u64 requests;  // memory accesses; of a branch: divergences
   u64 sectors;   // global: sectors of 32 bytes; shared: passes over the banks
-  u64 ideal;     // the same if no byte were fetched in vain and no two words shared a bank
+  u64 ideal;     // the least: no unused bytes in sectors, no bank conflicts
 };
 
-// Memory that a kernel may touch.
+// Memory that a kernel may access.
 struct Range {
   u64 begin, end;
-  u8* read_sectors;     // one byte for each sector of 32 bytes, set when it is read; null if none is kept
-  u8* written_sectors;  // likewise when it is written
+  u8* read_sectors;     // a flag byte for each sector of 32 bytes that was read; null if not counted
+  u8* written_sectors;  // the same for written sectors
 };
 
-// One finding. Python adds the kernel's name and the lines.
+// An error. Python adds the kernel's name and the lines.
 struct Finding {
-  u32 pc, warp, lane, kind;  // findings of one kind at one instruction are one
+  u32 pc, warp, lane, kind;  // equal pc and kind are counted in `times`
   u32 block[3];
   u32 times;
   char text[228];

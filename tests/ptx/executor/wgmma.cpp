@@ -1,13 +1,13 @@
 // wgmma: products that the four warps of a warpgroup start together and wait for later.
 //
-// Operands lie in shared memory, where a descriptor says; each warp computes 16 of the 64 rows. Sums are computed at
-// once and kept aside: until wgmma.wait_group the accumulators are undefined and the operands may not be written.
+// Descriptors give the operands' places in shared memory; each warp computes 16 of the 64 rows. Sums are computed at
+// once but stored at wgmma.wait_group; until then the accumulators are undefined and the operands must not be written.
 #include "numbers.h"
 #include "table.h"
 
 namespace {
 
-constexpr u32 kMostColumns = 256;
+constexpr u32 kMaxColumns = 256;
 
 // PTX ISA, "matrix descriptor": bits 0-13 address, 16-29 leading and 32-45 stride byte offset, all in 16 bytes; 49-51
 // base offset; 62-63 swizzle, where 1 is 128 bytes, 2 is 64 and 3 is 32.
@@ -19,8 +19,8 @@ struct Descriptor {
         stride(static_cast<u32>(d >> 32 & 0x3fff) << 4), span(256u >> (d >> 62)), row_chunks(span / 16),
         known(d >> 62 && !(d & 0x3ffec000c000c000ull)) {}
 
-  // Address of 16 bytes. K-major: row `line` of the operand, its `chunk`th 16 bytes. Otherwise: `line` of K, `chunk` of
-  // rows. Eight lines of `span` bytes are an atom. Within it, bits 4 and up of the address are flipped by bits 7 and up.
+  // Address of 16 bytes. K-major: `line` is a row of the operand, `chunk` counts 16 bytes of K. Else `line` is an index
+  // of K, `chunk` counts 16 bytes of rows. 8 lines of `span` bytes are an atom, where bits 7 and up flip bits 4 and up.
   u32 at(u32 line, u32 chunk, bool k_major) const {
     u32 where = start + line % 8 * span + line / 8 * stride;
     where += k_major ? chunk * 16 : chunk % row_chunks * 16 + chunk / row_chunks * leading;
@@ -36,13 +36,13 @@ struct F16 {
   typedef u16 Word;
   static f32 value(u16 x) { return from_f16(x); }
 };
-struct Tf32 {  // the lower 13 bits are not looked at
+struct Tf32 {  // the lower 13 bits are ignored
   typedef u32 Word;
   static f32 value(u32 x) { return bits<f32>(x & 0xffffe000u); }
 };
 
-// Reads rows [first, first + rows) of an operand, 32 bytes of K each, and hands `put(row, k, value)` each element.
-// `bad` marks rows with unwritten bytes.
+// Reads rows [first, first + rows) of an operand, 32 bytes of K each, and calls put(row, k, value) for each element.
+// bad: rows with unwritten bytes.
 template <class Kind, class Put>
 bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u32 first, u32 rows, bool k_major, std::vector<bool>& bad, Put&& put) {
   typedef typename Kind::Word Word;
@@ -70,7 +70,7 @@ bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u
   return true;
 }
 
-// A value that the whole warp has to agree on.
+// Reports a value that differs within the warp.
 template <class T>
 bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values, const char* what) {
   for (u32 l = 1; l < kLanes; l++) {
@@ -81,10 +81,10 @@ bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values
   return true;
 }
 
-// Whether the warpgroup issues one and the same wgmma.
+// Whether all warps of the warpgroup issue the same wgmma.
 bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call call) {
   if ((w.id | 3) >= b.warps.size() || w.live != kAll) {
-    launch.report(b, w, &r, 0, "a wgmma by less than four warps");
+    launch.report(b, w, &r, 0, "a wgmma by fewer than four warps");
     return false;
   }
   Agreement& group = b.agreements[w.id / 4];
@@ -96,12 +96,12 @@ bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call c
   const Agreement::Call known = group.calls[number];
   if (*std::min_element(group.issued, group.issued + 4) > group.first) group.calls.pop_front(), group.first++;
   if (known.pc == call.pc && known.a == call.a && known.b == call.b && known.scale == call.scale) return true;
-  launch.report(b, w, &r, 0, "a wgmma that warp %u of its warpgroup issues otherwise: operands %llx and %llx, there %llx and %llx", known.warp,
+  launch.report(b, w, &r, 0, "a wgmma that warp %u of its warpgroup issues differently: operands %llx and %llx, there %llx and %llx", known.warp,
                 (unsigned long long)call.a, (unsigned long long)call.b, (unsigned long long)known.a, (unsigned long long)known.b);
   return false;
 }
 
-// Row of a warp's 16 and column of register q in a lane.
+// Row (of the warp's 16) and column of register q of lane l.
 u32 row_of(u32 l, u32 q) { return l / 4 + 8 * (q >> 1 & 1); }
 u32 column_of(u32 l, u32 q) { return 8 * (q / 4) + 2 * (l % 4) + (q & 1); }
 
@@ -137,8 +137,8 @@ void finish(Launch& launch, Block& b, Warp& w, const Record& r, const Product& p
   }
 }
 
-// Operands: the accumulators, descriptors of A (64, K) and B (K, N), and whether the accumulators count.
-// immediate: N; elements: bit 0 if A is given by columns, bit 1 if B by rows; flag: the registers need a fence.
+// Operands: the accumulators, descriptors of A (64, K) and B (K, N), and whether to add to the accumulators.
+// immediate: N; elements: bit 0 if A is not K-major, bit 1 if B is not; flag: a wgmma.fence is missing.
 template <class Kind>
 Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   Next next = Next::following;
@@ -158,7 +158,7 @@ Next multiply(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
   if (r.flag) launch.report(b, w, &r, 0, "its accumulators were accessed with no wgmma.fence since");
 
   f32 a[16][depth];
-  static thread_local f32 bt[depth][kMostColumns];
+  static thread_local f32 bt[depth][kMaxColumns];
   std::vector<bool> bad_rows(16), bad_columns(columns);
   const u32 first = w.id % 4 * 16;
   if (!fetch<Kind>(launch, b, w, r, of_a[0], first, 16, !(r.elements & 1), bad_rows, [&](u32 row, u32 k, f32 x) { a[row][k] = x; }) ||
@@ -216,7 +216,7 @@ Next fence(Launch& launch, Block& b, Warp& w, const Record& r, u32) {
 
 }  // namespace
 
-// The oldest groups of wgmma have read their operands, until `left` of them run.
+// Ends the reads of the oldest groups of wgmma until `left` groups run.
 void Launch::retire(Block& b, Warp& w, size_t left) {
   const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());
   for (auto& groups = w.products.groups; groups.size() > left; groups.pop_front()) {

@@ -1,4 +1,4 @@
-// A launcher of a kernel with a planted bug: `bug` chooses it, and 0 is the corrected twin.
+// A launcher of a kernel with the bug `bug`; 0 is without.
 #pragma once
 
 #include <driver_types.h>

@@ -1,6 +1,6 @@
-"""Runs calls in another process, which a faulty kernel may lose.
+"""Runs calls in another process, since a faulty kernel may make the GPU unusable for its process.
 
-After a kernel that writes out of bounds or never ends, every later GPU call of its process fails or waits. That process
+After a kernel that writes out of bounds or never ends, every later GPU call of its process fails or hangs. That process
 is killed, and the next call starts a new one.
 """
 
@@ -17,21 +17,21 @@ import torch
 from moe_kernels.verify import said
 
 
-class Lost(RuntimeError):
-    """The process ended during the call, or was killed because of it."""
+class WorkerLost(RuntimeError):
+    """The process ended during the call, or was killed: the call took too long or left the GPU unusable."""
 
 
-class Apart:
-    """Another process: apart(function, *args, seconds=...) returns function(*args) computed there, all pickled.
+class Worker:
+    """Another process: worker(function, *args, seconds=...) returns function(*args) computed there, all pickled.
 
-    A call that raises nothing but leaves the GPU unusable raises Lost too: its result cannot be trusted.
+    A call that raises nothing but leaves the GPU unusable raises WorkerLost too: its result cannot be trusted.
     """
 
     def __init__(self) -> None:
         self._process: Any = None
         self._pipe: Connection | None = None
 
-    def __enter__(self) -> Apart:
+    def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -42,29 +42,29 @@ class Apart:
         try:
             pipe.send((function, args))
             if not pipe.poll(None if seconds == math.inf else max(seconds, 0)):
-                raise Lost(f"did not end within {seconds:.0f} s")
-            result, raised, broken = pipe.recv()
+                raise WorkerLost(f"did not end within {seconds:.0f} s")
+            result, raised, gpu_error = pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join(1)
             status = self._process.exitcode
             self._end()
-            raise Lost(f"its process ended with status {status}") from None
+            raise WorkerLost(f"its process ended with status {status}") from None
         except BaseException:
             self._end()
             raise
-        if broken:
+        if gpu_error:
             self._end()
-            raise Lost(raised or broken)
+            raise WorkerLost(raised or gpu_error)
         if raised:
             raise RuntimeError(raised)
         return result
 
     def _start(self) -> Connection:
-        context = multiprocessing.get_context("spawn")  # CUDA does not work in a fork of a process that has used it
-        self._pipe, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there,), daemon=True)
+        context = multiprocessing.get_context("spawn")  # after a fork of a process that used CUDA, CUDA fails
+        self._pipe, child_pipe = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child_pipe,), daemon=True)
         self._process.start()
-        there.close()
+        child_pipe.close()
         return self._pipe
 
     def _end(self) -> None:
@@ -77,8 +77,8 @@ class Apart:
 
 
 def _serve(pipe: Connection) -> None:
-    broken = ""
-    while not broken:
+    gpu_error = ""
+    while not gpu_error:
         try:
             function, args = pipe.recv()
         except EOFError:
@@ -88,8 +88,8 @@ def _serve(pipe: Connection) -> None:
             result = function(*args)
         except Exception as error:
             raised = said(error)
-        broken = unusable()
-        pipe.send((result, raised, broken))
+        gpu_error = unusable()
+        pipe.send((result, raised, gpu_error))
 
 
 def unusable() -> str:

@@ -1,4 +1,4 @@
-"""The bench on a GPU: kernels that end their process, and machines that are gone before the end."""
+"""The bench on a GPU: kernels that crash their process, and runs that end early."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from test_bench import SHAPE, tiny  # noqa: F401 a fixture
 
 import bench.__main__ as command
 from bench import checks, ledger, measure, registry, timing
-from bench.apart import Apart, Lost, _serve, unusable
+from bench.worker import Worker, WorkerLost, _serve, unusable
 from moe_kernels.verify import Row, verify
 
 
 @pytest.fixture
-def apart() -> Iterator[Apart]:
-    with Apart() as here:
-        yield here
+def worker() -> Iterator[Worker]:
+    with Worker() as running:
+        yield running
 
 
-def test_a_call_apart_returns_or_raises_there(apart: Apart) -> None:
-    assert apart(math.hypot, 3, 4) == 5
-    first = apart(os.getpid)
-    assert os.getpid() != first == apart(os.getpid)
+def test_a_worker_returns_the_result_or_raises_the_error(worker: Worker) -> None:
+    assert worker(math.hypot, 3, 4) == 5
+    first = worker(os.getpid)
+    assert os.getpid() != first == worker(os.getpid)
     with pytest.raises(RuntimeError, match="ValueError: "):
-        apart(math.sqrt, -1.0)
-    assert apart(os.getpid) == first
+        worker(math.sqrt, -1.0)
+    assert worker(os.getpid) == first
 
 
-def test_a_process_that_ends_or_hangs_is_lost_and_the_next_call_gets_another(apart: Apart) -> None:
-    first = apart(os.getpid)
-    with pytest.raises(Lost, match="its process ended with status 7"):
-        apart(os._exit, 7)
-    second = apart(os.getpid)
-    with pytest.raises(Lost, match="did not end within 0 s"):
-        apart(time.sleep, 60, seconds=0.2)
-    assert len({first, second, apart(os.getpid)}) == 3
+def test_after_a_process_ends_or_hangs_the_next_call_starts_another(worker: Worker) -> None:
+    first = worker(os.getpid)
+    with pytest.raises(WorkerLost, match="its process ended with status 7"):
+        worker(os._exit, 7)
+    second = worker(os.getpid)
+    with pytest.raises(WorkerLost, match="did not end within 0 s"):
+        worker(time.sleep, 60, seconds=0.2)
+    assert len({first, second, worker(os.getpid)}) == 3
 
 
-def test_a_process_whose_gpu_takes_no_more_work_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_stops_after_a_gpu_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -56,24 +56,22 @@ def test_a_process_whose_gpu_takes_no_more_work_is_lost(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
     sent: list[tuple] = []
-    _serve(
-        SimpleNamespace(recv=lambda: (math.hypot, (3, 4)), send=sent.append)
-    )  # it returns after the first broken result
+    _serve(SimpleNamespace(recv=lambda: (math.hypot, (3, 4)), send=sent.append))  # returns after the first GPU error
     assert sent == [(5.0, "", "RuntimeError: CUDA error: an illegal memory access was encountered")]
 
 
-def test_a_job_that_loses_its_process_fails_alone_and_who_is_to_blame_has_no_figure(monkeypatch) -> None:
-    asked: list[tuple] = []
+def test_a_crash_costs_the_figures_of_the_crashing_kernel_only(monkeypatch) -> None:
+    requested: list[tuple] = []
 
-    def apart(function, job, limits, budget, wanted, *, seconds):
-        asked.append((job.op, job.backends, wanted))
+    def worker(function, job, limits, budget, wanted, *, seconds):
+        requested.append((job.op, job.backends, wanted))
         if job.op == "kwta" and "cuda" in job.backends:
-            raise Lost("its process ended with status -11")
+            raise WorkerLost("its process ended with status -11")
         return measure.Found(figures=[{"backend": job.backends}])
 
     jobs = [measure.Job(op, SHAPE, torch.float32, "forward", "cuda", 1, ("triton", "cuda")) for op in ("kwta", "other")]
-    first, second = measure.run(jobs, {}, 0.1, None, apart=apart)
-    assert asked == [
+    first, second = measure.run(jobs, {}, 0.1, None, worker=worker)
+    assert requested == [
         ("kwta", ("triton", "cuda"), None), ("kwta", ("triton",), ()), ("kwta", ("cuda",), ()),
         ("other", ("triton", "cuda"), None),
     ]  # fmt: skip
@@ -83,7 +81,7 @@ def test_a_job_that_loses_its_process_fails_alone_and_who_is_to_blame_has_no_fig
     assert not second.failed
 
 
-def test_the_gpus_ten_minutes_begin_with_the_aims_in_16_bits() -> None:
+def test_a_gpu_run_begins_with_the_aims_in_16_bits() -> None:
     rows = [
         Row(op, backend, dtype, "cuda", 1, 0.0, 0.0, "ok", "")
         for backend in ("cuda", "triton")
@@ -91,25 +89,25 @@ def test_the_gpus_ten_minutes_begin_with_the_aims_in_16_bits() -> None:
         for dtype in ("float32", "bfloat16")
     ]
     jobs, _ = measure.plan(rows, measure.Request("papers", first="aims"))
-    turns = measure.in_turns(jobs)
-    assert sorted(map(str, turns)) == sorted(map(str, jobs))
-    first = turns[: len(registry.ENTRIES) + 9]
+    ordered = measure.round_robin(jobs)
+    assert sorted(map(str, ordered)) == sorted(map(str, jobs))
+    first = ordered[: len(registry.ENTRIES) + 9]
     assert {job.op for job in first} == set(registry.ENTRIES)
-    wide = {
+    in_16_bits = {
         job.op for job in first if torch.bfloat16 in registry.ENTRIES[job.op].dtypes and job.dtype == torch.bfloat16
     }
-    assert {"grouped_gemm", "expert_mlp", "combine", "dispatch", "kwta", "tree_gate"} <= wide
-    products = [job for job in turns if job.op == "expert_mlp"]
+    assert {"grouped_gemm", "expert_mlp", "combine", "dispatch", "kwta", "tree_gate"} <= in_16_bits
+    products = [job for job in ordered if job.op == "expert_mlp"]
     assert products[0].shape == {"T": 32768, "D": 2048, "H": 768, "E": 128, "K": 8, "routing": "uniform"}
     assert not any(
         job.dtype == torch.float32 and job.shape["T"] == 32768 and job.shape["D"] == 2048 for job in products
     )
-    assert all(job.curve for job in turns[-20:])
+    assert all(job.curve for job in ordered[-20:])
 
 
 @pytest.mark.usefixtures("tiny")
-def test_what_was_measured_is_written_before_the_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "EVERY", 0)
+def test_results_are_written_during_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "WRITE_SECONDS", 0)
     real, seen = measure.run, list[int]()
 
     def run(*arguments):
@@ -122,33 +120,33 @@ def test_what_was_measured_is_written_before_the_end(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(measure, "run", run)
     rows = {row: {} for row in verify(["kwta"], ["cpu"], small=True)}
     with pytest.raises(KeyboardInterrupt):
-        command._proved(rows, measure.Request(dtypes=("float32",)), 0.0, tmp_path)
+        command._measure_and_check(rows, measure.Request(dtypes=("float32",)), 0.0, tmp_path)
     assert seen == [2, 0, 0, 0]
 
 
-def test_a_verdict_on_a_gpu_is_one_processs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_verdict_on_a_gpu_has_its_own_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # the other process has no executor of PTX
     log = tmp_path / "nowhere yet" / "log"
     monkeypatch.setattr(checks, "DTYPES", (torch.float32,))
-    found = checks.verified(["make_plan"], ["triton"], small=True, log=log)
+    found = checks.verify_all(["make_plan"], ["triton"], small=True, log=log)
     assert [(row.operation, row.backend, row.dtype, row.verdict) for row in found] == [
         ("make_plan", "triton", "float32", "ok")
     ]
     assert not log.exists()
-    monkeypatch.setattr(checks, "VERIFIES", checks.VERIFIES + "print('goodbye')")
-    assert [row.verdict for row in checks.verified(["make_plan"], ["triton"], small=True, log=log)] == ["ok"]
-    outside = checks.verified(["make_plan"], ["triton"], small=True, seconds=0.5, log=log)
+    monkeypatch.setattr(checks, "VERIFY_PROGRAM", checks.VERIFY_PROGRAM + "print('goodbye')")
+    assert [row.verdict for row in checks.verify_all(["make_plan"], ["triton"], small=True, log=log)] == ["ok"]
+    outside = checks.verify_all(["make_plan"], ["triton"], small=True, seconds=0.5, log=log)
     assert {(row.verdict, row.note) for row in outside} == {("not run", checks.OUT_OF_TIME)}
-    monkeypatch.setattr(checks, "VERIFIES", "print('line 1\\nthe last words'); import os; os.abort()")
-    (row,) = checks.verified(["make_plan"], ["triton"], small=True, log=log)
-    assert (row.verdict, row.note) == ("FAILED", "its process ended with status -6: the last words")
+    monkeypatch.setattr(checks, "VERIFY_PROGRAM", "print('line 1\\nthe last line'); import os; os.abort()")
+    (row,) = checks.verify_all(["make_plan"], ["triton"], small=True, log=log)
+    assert (row.verdict, row.note) == ("FAILED", "its process ended with status -6: the last line")
     assert "line 1" in log.read_text()
 
 
-def test_a_suite_out_of_time_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_suite_out_of_time_counts_the_tests_that_ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = "[gw0] [ 1%] PASSED tests/test_kwta.py::one\n[gw1] [ 2%] FAILED tests/test_kwta.py::two[triton]\n"
-    monkeypatch.setattr(checks, "finished", lambda command, seconds: (None, text))
+    monkeypatch.setattr(checks, "run_captured", lambda command, seconds: (None, text))
     assert checks.suite(1.0, tmp_path / "log") == {"pytest": "FAILED: 1 tests, 1 passed before the time was out"}
     assert "two[triton]" in (tmp_path / "log").read_text()
 
@@ -164,7 +162,7 @@ def test_input_sets_exceed_l2_and_fit_into_memory(monkeypatch: pytest.MonkeyPatc
     assert max(each.numel() for each in inputs.values() if isinstance(each, torch.Tensor)) <= 64 * largest["E"]
 
 
-def test_a_job_without_room_speaks_against_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_memory_fails_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
