@@ -302,3 +302,14 @@ def test_gates_of_other_parts_are_refused():
         mnn.CompetitionGate(mnn.SoftmaxGate(D, E), mnn.ExpertMLP(E, D, 3))
     with pytest.raises(ValueError, match="CompetitionGate: the router is over 4 experts, there are 3"):
         mnn.CompetitionGate(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(3, D, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_orthogonal_weights_of_16_bits(dtype):
+    for gate in (mnn.StableGate(16, 4, 10, dtype=dtype), mnn.XMoEGate(16, 4, 2, dtype=dtype)):
+        weight = (gate.centroids if isinstance(gate, mnn.StableGate) else gate.embeddings).detach()
+        assert weight.dtype == dtype
+        products = weight.float() @ weight.float().T
+        torch.testing.assert_close(
+            products, products[0, 0] * torch.eye(4), rtol=2e-2, atol=2e-2 * products[0, 0].item()
+        )

@@ -92,3 +92,13 @@ def empty_parameter(*shape: int, **options: Any) -> nn.Parameter:
 def linear_init_(parameter: Tensor | None, fan_in: int, generator: torch.Generator | None) -> None:
     """Draws weights or biases of linear layers with `fan_in` inputs, as nn.Linear does."""
     uniform_(parameter, 1 / math.sqrt(fan_in) if fan_in else 0.0, generator)
+
+
+def orthogonal_init_(weight: Tensor, gain: float, generator: torch.Generator | None = None) -> None:
+    """torch.nn.init.orthogonal_; of 16-bit weights in float32, as torch has no QR decomposition of theirs."""
+    narrow = weight.dtype in (torch.bfloat16, torch.float16)
+    drawn = torch.empty_like(weight, dtype=torch.float32) if narrow else weight
+    torch.nn.init.orthogonal_(drawn, gain=gain, generator=generator)
+    if narrow:
+        with torch.no_grad():
+            weight.copy_(drawn)

@@ -164,6 +164,8 @@ class Gate(KeepsFloat32, OutputModule):
             raise ValueError(f"{name}: ids must be from 0 to {count - 1}, got {ids.min().item()} to {ids.max().item()}")
         return ids.long()
 
+    known = check_ids  # its name until 2026-11-24
+
 
 class TopKRouter(Gate):
     """Base of gates that choose k experts by their `_logits`: weights, experts = topk_gate(logits, k)."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_kernels.nn._distributed import attach_unused
-from moe_kernels.nn._parameters import empty_parameter
+from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_
 from moe_kernels.nn.gates.gate import Gate, GateOutput
 from moe_kernels.nn.losses import batch_mean
 from moe_kernels.ops._checks import check_int, check_number, check_size
@@ -62,7 +62,7 @@ class StableGate(Gate):
     ) -> None:
         super().__init__(num_experts, dim=dim)
         self.centroids = empty_parameter(num_experts, dim, device=device, dtype=dtype)
-        nn.init.orthogonal_(self.centroids, gain=0.1)
+        orthogonal_init_(self.centroids, gain=0.1)
         check_int("StableGate", "vocabulary", vocabulary, 1, 2**31 - 1, "ids")
         check_size("StableGate", "embedding", embedding)
         self.embedding = nn.Embedding(vocabulary, embedding, device=device, dtype=dtype)
@@ -72,7 +72,7 @@ class StableGate(Gate):
         self.stage = 1
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        nn.init.orthogonal_(self.centroids, gain=0.1, generator=generator)
+        orthogonal_init_(self.centroids, gain=0.1, generator=generator)
         super().reset_parameters(generator)
 
     def begin_stage_two(self) -> None:

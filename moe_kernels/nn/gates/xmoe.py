@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_kernels.nn._parameters import empty_parameter
+from moe_kernels.nn._parameters import empty_parameter, orthogonal_init_
 from moe_kernels.nn.gates.gate import GateOutput, TopKRouter
 from moe_kernels.ops._autocast import without_autocast
 from moe_kernels.ops._checks import check_choice, check_positive, check_size
@@ -63,7 +63,7 @@ class XMoEGate(TopKRouter):
         embedding = check_size("XMoEGate", "embedding", embedding)
         self.linear = nn.Linear(dim, embedding, bias=False, device=device, dtype=dtype)
         self.embeddings = empty_parameter(num_experts, embedding, device=device, dtype=dtype)
-        nn.init.orthogonal_(self.embeddings, gain=0.32)
+        orthogonal_init_(self.embeddings, gain=0.32)
         self.score, self.temperature = score, check_positive("XMoEGate", "temperature", temperature)
         if score == "learned":
             self.norm = nn.LayerNorm(embedding, device=device, dtype=dtype)
@@ -72,7 +72,7 @@ class XMoEGate(TopKRouter):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         super().reset_parameters(generator)
-        nn.init.orthogonal_(self.embeddings, gain=0.32, generator=generator)
+        orthogonal_init_(self.embeddings, gain=0.32, generator=generator)
         if self.score == "learned":
             nn.init.constant_(self.log_temperature, math.log(self.temperature))
 
