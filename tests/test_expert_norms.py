@@ -119,6 +119,18 @@ def test_a_norm_whose_squares_are_too_small_is_zero(target):
         assert not any(each.any() for each in got.values())
 
 
+def test_an_infinite_output_has_an_infinite_norm(target):
+    """Columns that a tile has beyond those of the weight are no outputs: infinity times their zeros is NaN."""
+    x, w_in, w_out = torch.ones(3, 8), torch.ones(2, 8, 8), torch.ones(2, 8, 8)
+    b_in = torch.zeros(2, 8)
+    b_in[1, 5] = math.inf
+    given = (each.to(target.device, torch.bfloat16) for each in (x, w_in, w_out, b_in))
+    x, w_in, w_out, b_in = given
+    s = mk.expert_norms(x, w_in, w_out, b_in=b_in, activation="relu", backend=target.backend)
+    assert s[:, 0].isfinite().all()
+    assert s[:, 1].isposinf().all()
+
+
 def test_small_float16_outputs_have_finite_gradients(target):
     """1 / norm exceeds float16's range, the gradient of the norm does not."""
     skip_unsupported(target, torch.float16, OP)

@@ -210,3 +210,14 @@ def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
         assert p[1].isnan().all()
         assert dscores[0].isfinite().all()
         assert dscores[1].isnan().all()
+
+
+def test_gradients_of_sums_are_nan_of_a_broken_matrix_alone(target):
+    """Of more matrices than there are lanes, or than a program holds."""
+    scores = torch.randn(18, 3, 3, device=target.device)
+    scores[1, 1, 2] = math.nan
+    sums = [torch.ones(18, 3, device=target.device, requires_grad=True) for _ in range(2)]
+    p = mk.sinkhorn(scores, 3, rows=sums[0], columns=sums[1], backend=target.backend)
+    for each in torch.autograd.grad(p, sums, torch.randn_like(p)):
+        assert each.isnan().all(1).nonzero().tolist() == [[1]]
+        assert each.isnan().any(1).nonzero().tolist() == [[1]]

@@ -71,6 +71,22 @@ def test_route_by_hand(target):
     assert len(mk.tree_route(**arguments, gamma=1.0, backend=target.backend)) == 2
 
 
+def test_the_left_most_of_equal_leaves_although_another_is_met_first(target):
+    """The root's likelier child has three levels of even nodes on its likelier side, so that its other leaf is the best
+    below it: 27/32 * 5/32, as likely as the one on the left of the root, 5/32 * 27/32."""
+    nodes = torch.zeros(31)
+    nodes[0], nodes[1], nodes[2] = -0.25, 0.25, -0.25
+    for subtree in (3, 5):
+        first, count = subtree, 1
+        while first < 31:
+            nodes[first : first + count] = 9.0
+            first, count = 2 * first + 1, 2 * count
+    zeros, bias = torch.zeros(1, 32, 1, device=target.device), nodes[None].to(target.device)
+    x = torch.ones(1, 1, device=target.device)
+    _, chosen = mk.tree_route(x, zeros[:, 1:], zeros, split_bias=bias, gamma=1.0, backend=target.backend)
+    assert chosen.tolist() == [[0]]
+
+
 def test_route_shows_nan(target):
     arguments = drawn(4, 4, 2, 6, device=target.device)
     arguments["x"][1, 2] = NAN
