@@ -121,7 +121,7 @@ def test_a_norm_whose_squares_are_too_small_is_zero(target):
 
 def test_an_infinite_output_has_an_infinite_norm(target):
     """Columns that a tile has beyond those of the weight are no outputs: infinity times their zeros is NaN."""
-    x, w_in, w_out = torch.ones(3, 8), torch.ones(2, 8, 8), torch.ones(2, 8, 8)
+    x, w_in, w_out = torch.ones(3, 8), torch.ones(2, 8, 8), torch.ones(2, 8, 10)
     b_in = torch.zeros(2, 8)
     b_in[1, 5] = math.inf
     given = (each.to(target.device, torch.bfloat16) for each in (x, w_in, w_out, b_in))
