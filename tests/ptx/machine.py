@@ -102,7 +102,6 @@ class Result:
     steps: int
     blocks: int
     barriers: int
-    unordered_lanes: int
     errors: int
     findings: list[str]
     extents: list[Extent]
@@ -192,7 +191,6 @@ def run(
         request.steps,
         request.blocks,
         request.barriers,
-        request.unordered_lanes,
         request.errors,
         [_message(kernel, each) for each in findings[: request.finding_count]],
         extents,

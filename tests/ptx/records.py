@@ -65,7 +65,7 @@ class Request(ctypes.Structure):
         *((name, _u32) for name in ("shared_bytes", "seed", "range_count", "finding_limit")),
         ("step_limit", _u64),
         *((name, _at) for name in ("parameters", "ranges", "counters", "findings")),
-        *((name, _u64) for name in ("steps", "errors", "barriers", "blocks", "unordered_lanes")),
+        *((name, _u64) for name in ("steps", "errors", "barriers", "blocks")),
         *((name, _u32) for name in ("finding_count", "reserved")),
     ]
 

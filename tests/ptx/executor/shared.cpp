@@ -1,13 +1,14 @@
 // Shared memory: bounds, alignment, unwritten bytes, happens-before between warps and lanes, bank conflicts.
 //
 // Happens-before by vector clocks, with one clock a warp; a barrier takes their maximum. Each word (of the size of the
-// kernel's smallest access) stores its last writer and the clock of each warp's last read.
+// kernel's smallest access) stores its last writer and the clock of each warp's last read. Lanes of a warp are ordered by
+// what counts its clock up: bar.warp.sync, and shuffles, votes and the like of all its lanes.
 #include <algorithm>
 
 #include "state.h"
 
 // Checks one lane's read. Errors: out of bounds, misaligned, an unfinished copy, a write of another warp with no
-// barrier between. Unwritten bytes are not an error yet: they make the value undefined.
+// barrier between, or of another lane with no bar.warp.sync. Unwritten bytes are not an error yet: they make the value undefined.
 bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, bool& defined) {
   defined = true;
   if (at + size > request.shared_bytes) {
@@ -19,8 +20,12 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
   for (u32 k = 0; k < size; k++) defined &= b.shared_defined[at + k] != 0;
   const u32 grain = program.shared_grain, warps = static_cast<u32>(b.warps.size());
   for (u64 k = at / grain; k <= (at + size - 1) / grain; k++) {
-    const SharedWord& word = b.words[k];
+    SharedWord& word = b.words[k];
     b.read_clocks[k * warps + w.id] = w.clocks[w.id];
+    if (lane < kLanes) {
+      if (word.reader != w.id || word.reader_clock != w.clocks[w.id]) word.reading_lanes = 0;
+      word.reader = static_cast<u8>(w.id), word.reader_clock = w.clocks[w.id], word.reading_lanes |= 1u << lane;
+    }
     if (word.in_flight) {
       report(b, w, &r, lane, "reads shared byte %llu, which a cp.async may still be writing", (unsigned long long)(k * grain));
       continue;
@@ -34,8 +39,9 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
         report(b, w, &r, lane, "reads shared byte %llu that warp %u lane %u wrote, with no barrier between",
                (unsigned long long)(k * grain), word.writer, word.lane);
       }
-    } else if (word.write_clock == w.clocks[w.id] && word.lane != lane && lane < kLanes) {
-      b.unordered_lanes++;
+    } else if (word.write_clock == w.clocks[w.id] && lane < kLanes && !(word.writing_lanes >> lane & 1)) {
+      report(b, w, &r, lane, "reads shared byte %llu that lane %u of its warp wrote, with no bar.warp.sync between",
+             (unsigned long long)(k * grain), word.lane);
     }
   }
   return true;
@@ -76,6 +82,11 @@ bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 
       report(b, w, &r, lane, "writes another value to shared byte %llu than lane %u of the same instruction",
              (unsigned long long)(k * grain), word.lane);
     }
+    const bool read_here = word.reader == w.id && word.reader_clock == w.clocks[w.id];
+    if (read_here && !equal && word.reading_lanes & ~(1u << lane)) {
+      report(b, w, &r, lane, "writes shared byte %llu that another lane of its warp reads, with no bar.warp.sync between",
+             (unsigned long long)(k * grain));
+    }
     for (u32 v = 0; v < warps; v++) {
       if (v != w.id && b.read_clocks[k * warps + v] > w.clocks[v]) {
         report(b, w, &r, lane, "writes shared byte %llu that warp %u reads, with no barrier between", (unsigned long long)(k * grain), v);
@@ -86,6 +97,7 @@ bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 
     word.writer = static_cast<u8>(w.id);
     word.lane = static_cast<u8>(lane);
     word.same = 1u << w.id;
+    word.writing_lanes = (same_instruction ? word.writing_lanes : 0) | 1u << lane;
     word.step = steps;
     if (copy) word.in_flight++;
   }

@@ -44,6 +44,10 @@ struct SharedWord {
   u32 same = 0;              // other warps that wrote the same value
   u32 reading = 0;           // number of wgmma reads that may still run
   u64 step = 0;
+  u32 writing_lanes = 0;     // of the last write's instruction
+  u32 reading_lanes = 0;     // of the warp that read last, since its clock was reader_clock
+  u32 reader_clock = ~0u;
+  u8 reader = 0;
 };
 
 struct Block {
@@ -53,7 +57,6 @@ struct Block {
   std::vector<u8> shared, shared_defined;
   std::vector<SharedWord> words;
   std::vector<u32> read_clocks;  // words x warps
-  u64 unordered_lanes = 0;  // reads of another lane's write with no bar.warp.sync between
   std::map<u32, Mbarrier> mbarriers;  // by address
   std::vector<Agreement> agreements;  // of each warpgroup
   std::map<u32, std::vector<u32>> known;  // by block: clocks of its warps' writes that happened before

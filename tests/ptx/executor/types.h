@@ -79,6 +79,6 @@ struct Request {
   Counters* counters;
   Finding* findings;
   // Results.
-  u64 steps, errors, barriers, blocks, unordered_lanes;
+  u64 steps, errors, barriers, blocks;
   u32 finding_count, reserved;
 };
