@@ -267,7 +267,8 @@ def _samples(
         sets = [first_inputs, *(inputs() for _ in range(timing.sets_for(size, held) - 1))]
         waiting = {name for name, call in bound.items() if timing.host_sync_error(call)}
         found.left_out += [
-            f"a graph of {job.op} by {name}: it waits for the GPU, so it was launched" for name in waiting
+            f"{job.op} by {name}: it waits for the GPU, so it was timed by launches, not in a CUDA graph"
+            for name in waiting
         ]
         launches = timing.launchers(calls, sets, waiting)
         samples = timing.time_gpu(launches, len(sets), budget)
@@ -327,7 +328,8 @@ def _wrong(
 
 
 def _difference(found: object, expected: object) -> float:
-    """Norm of the difference of two outputs over the second one's norm; infinite if shapes or NaNs differ."""
+    """Norm of the difference of two outputs over the second one's norm; infinite if numbers or
+    shapes of tensors differ, or either output has a NaN."""
     pairs = list(zip_longest(*([each.float() for each in tensors_of(output)] for output in (found, expected))))
     if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
         return math.inf

@@ -91,7 +91,8 @@ def _torch_gate(inputs: Inputs) -> Tensor:
 
 
 def _bytes(forward: Any, backward: Any) -> Any:
-    """least_bytes of an entry. forward, backward: (elements, 4-byte words of indices) that each pass moves."""
+    """least_bytes of an entry. forward, backward: functions of T, D, E, K that
+    return (elements, 4-byte indices) moved by the pass."""
 
     def least(shape: Shape, dtype: torch.dtype, direction: str) -> int:
         t, d, e, k = (shape[name] for name in "TDEK")
@@ -102,7 +103,8 @@ def _bytes(forward: Any, backward: Any) -> Any:
 
 
 def _without_rows(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    """For gates and plans, which read no rows: 38 sets of rows would be 180 GB at the largest size."""
+    """Inputs of gates and plans, with D = 1, as they read no rows: 38 sets of inputs (timing.sets_for) with the rows of
+    the largest size take 180 GB."""
     return _inputs({**shape, "D": 1}, dtype, device)
 
 

@@ -218,8 +218,8 @@ def test_plans_are_the_reference(target, shape, kind):
 
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order):
-    """Two chunks of one tile and of two, a thousand rows of no expert; experts in a window and in several, each of
-    which has one that drops requests."""
+    """Two chunks (compiled CUDA: of two tiles and of one), experts in one window and in two. Experts 0 and E - 1 drop
+    requests; every third token has no expert."""
     if target.backend == "triton":
         monkeypatch.setattr(backends.load("triton", OP), "CHUNKS", 2)
     if target.backend == "cuda":
@@ -300,9 +300,9 @@ def test_other_policies_are_the_reference(target, policy, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["softmax", "ties", "same for all"])
-def test_more_pairs_than_are_looked_at_together(target, kind):
-    """Two windows of 1024 pairs with several tiles each; columns of more tokens than a word has bits. Triton pads
-    columns of up to 2048 tokens."""
+def test_several_windows_of_pairs(target, kind):
+    """1200 pairs: two windows of 1024, each of several tiles. 60 tokens: more than the 32 bits of a mask's word.
+    2100 tokens: more than the 2048 of a column that Triton pads."""
     few, many = scores_of(kind, 60, 20, torch.float32), scores_of(kind, 2100, 2, torch.float32)
     for policy, capacity in itertools.product(("plan_priority", "plan_expert_choice"), (2, 3, 60)):
         need(target, policy)
@@ -377,7 +377,7 @@ def test_many_tokens_and_threads(num_experts):
 # --- bad ids, bad input ---------------------------------------------------------------------------------------------
 
 
-def test_unknown_experts_are_refused_on_the_cpu_and_no_choice_to_a_kernel(target):
+def test_invalid_ids_raise_on_the_cpu_and_count_as_none_in_a_kernel(target):
     experts = torch.tensor([[0, 5], [-2, 1], [2**32, 1]], device=target.device)
     if target.device == "cpu":
         for backend in ("reference", target.backend):
@@ -390,7 +390,7 @@ def test_unknown_experts_are_refused_on_the_cpu_and_no_choice_to_a_kernel(target
                         mk.make_plan(one, 2, backend=backend)
     if target.backend == "cpu":  # the kernel itself returns the error
         return
-    experts[0, 1] = 2**32 + 1  # of which the lower half is an expert
+    experts[0, 1] = 2**32 + 1  # its lower 32 bits are expert 1
     arrays = backends.load(target.backend, OP).make_plan_fwd(experts, 2, None, None, "choice")
     expected = mk.make_plan(torch.tensor([[0, -1], [-1, 1], [-1, 1]]), 2, backend="reference")
     for got, name in zip(arrays, ARRAYS, strict=True):
@@ -452,8 +452,8 @@ def test_padded_and_back():
         plan.to_padded(rows[:3], 3)
 
 
-def test_what_a_backend_has_no_kernel_for_is_no_failure(target):
-    """Of the plans CUDA has only make_plan."""
+def test_a_missing_kernel_is_not_a_failure(target):
+    """CUDA has make_plan, but no kernel for the other two plans."""
     rows = list(verify(["make_plan", "plan_expert_choice", "plan_priority"], [target.backend]))
     assert {row.verdict for row in rows if row.operation == "make_plan"} == {"ok"}, rows
     assert {row.verdict for row in rows} <= {"ok", "not run"}, rows

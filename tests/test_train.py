@@ -150,8 +150,8 @@ def test_agreement_check_catches_a_planted_fault(arguments, monkeypatch, capsys,
 
 @dataclasses.dataclass(frozen=True)
 class Edge(recipes.Recipe):
-    """40 samples, a hidden ReLU layer, and the one of two experts with the larger score. A backend adds `off` to the
-    argument of the ReLU of neuron 0 (0 for sample 0), and `tie` to the score of expert 0 (equal to that of expert 1 for
+    """48 samples, a hidden ReLU layer, and the one of two experts with the larger score. The checked run adds `off` to
+    the argument of the ReLU of neuron 0 (0 for sample 0), and `tie` to the score of expert 0 (equal to that of expert 1 for
     sample 1), and multiplies the loss by `scale`."""
 
     off: float = recipes.option(0.0, "on the argument of the ReLU")
@@ -230,7 +230,7 @@ def test_the_reference_backend_has_no_agreement_check(arguments, capsys):
     assert "nothing to compare" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps", [3, 8, 15, 20])  # in tuning, in the first run, in the second, in its twin
+@pytest.mark.parametrize("steps", [3, 8, 15, 20])  # in tuning (1 to 12) twice, with seed 0 (13 to 18), seed 1
 def test_a_resumed_run_equals_an_uninterrupted_one(arguments, tmp_path, capsys, steps):
     words = ["--seeds", "2", "--tune", "0.1", "0.001", "--check-steps", "0", "--every", "2", "--epochs", "1"]
     assert train.run(arguments(*words, "--out", str(tmp_path / "whole"))) == 0

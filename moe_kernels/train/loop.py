@@ -23,7 +23,7 @@ from moe_kernels.nn.utilisation import Utilisation
 from moe_kernels.recipes import Batch, Recipe, Routing, Splits, Task
 
 Row = dict[str, float]  # one evaluation: step, epoch, loss, measures, routing, seconds a step
-LOSSES = ("loss", "task", "text")  # the differentiated loss, and its part that depends on the targets
+LOSSES = ("loss", "task", "text")  # "loss" is differentiated; "task" or "text" is its part that depends on targets
 
 
 def routing_columns(unit: str) -> tuple[str, ...]:
@@ -297,9 +297,9 @@ class Run:
             pass
 
     def test_batches(self) -> Iterator[Batch]:
-        """Batches of the test set, of `eval_batch` samples."""
-        for start, batch in enumerate(self.batches(self.data.test)):
-            yield batch._replace(start=start * self.recipe.eval_batch)
+        """Batches of the test set in order; `start` is the index of a batch's first sample."""
+        for number, batch in enumerate(self.batches(self.data.test)):
+            yield batch._replace(start=number * self.recipe.eval_batch)
 
     def batches(self, part: tuple[Tensor, ...]) -> Iterator[Batch]:
         """Batches of a part of the data, of `eval_batch` samples."""
@@ -362,7 +362,8 @@ class RoutingStatistics:
 
     def row(self) -> Row:
         """`routing_columns`: experts or neurons a sample (mean over layers), shares of samples that use the least and
-        the most used one, number of unused ones, entropy of the gates in nats. With several layers also their own."""
+        the most used one, number of unused ones, entropy of the gates in nats. With several layers
+        that have a distribution also the entropy of each."""
         if not self.used:
             return {}
         share = [layer for counted in self.used for layer in counted.share()]

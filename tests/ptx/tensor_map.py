@@ -15,10 +15,16 @@ def encode(
 ) -> bytes:
     """The 128 bytes of a map. sizes, strides (in elements), box: in torch's order, the contiguous dimension last."""
     if swizzle not in _SPANS or box[-1] * element != _SPANS[swizzle]:
-        raise NotImplementedError(f"a box {list(box)} of {element}-byte elements with swizzle {swizzle}")
+        raise NotImplementedError(
+            "encode: expected swizzle 1, 2 or 3 and box rows of 32, 64 or 128 bytes for it; "
+            f"got swizzle {swizzle} and {box[-1] * element} bytes"
+        )
     steps = [element * stride for stride in strides[:-1]]
     if address % 16 or strides[-1] != 1 or any(step % 16 or step <= 0 for step in steps) or max(box) > 256:
-        raise ValueError(f"no descriptor for address {address:x}, strides {list(strides)} and a box {list(box)}")
+        raise ValueError(
+            "encode: expected an address and strides in multiples of 16 bytes, a contiguous last dimension, "
+            f"box sizes up to 256; got address {address:x}, strides {list(strides)}, box {list(box)}"
+        )
     rank = len(sizes)
 
     def padded(values: Sequence[int], count: int) -> list[int]:
