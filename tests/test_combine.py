@@ -139,7 +139,7 @@ def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
 
 @pytest.mark.parametrize("kind", ["unused rows", "dropped"])
 def test_many_programs_with_one_that_is_not_full(target, kind):
-    """Tokens and parts of rows for several programs or blocks, of which the last is partial; unused rows."""
+    """Tokens and parts of rows for several programs or blocks, the last one partial; unused rows."""
     plan, on = plans(target.device)[kind], target.device
     for dim in (300, 4100) if target.interpreted else (300, 2500, 4100, 9000):
         leaves = {"rows": torch.randn(plan.num_rows, dim, device=on), "weights": torch.rand(23, 3, device=on)}

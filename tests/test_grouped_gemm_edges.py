@@ -97,7 +97,7 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_partial_tiles_on_every_axis(target, gathered, activation):
-    """Rows of an expert, columns and terms of a sum each take several tiles, of which the last is partial."""
+    """Rows of an expert, columns and terms of a sum each take several tiles, the last one partial."""
     if target.compiles and gathered == (activation == "gelu"):
         pytest.skip("two of the four hold each pair")
     dtype = finest(target)
@@ -241,7 +241,7 @@ def test_gathered_rows_far_apart(target):
         torch.testing.assert_close(got[name], expected[name], rtol=2.0**-6, atol=0.1)
 
 
-def test_more_experts_than_are_looked_at_together(target, monkeypatch):
+def test_the_search_for_an_expert_takes_several_rounds(target, monkeypatch):
     """CUDA compares 32 offsets at a time, Triton MAX_BLOCK_E: with 70 experts the search takes several rounds."""
     if target.backend == "triton":
         monkeypatch.setattr("moe_kernels.backends.triton._grouped_configs.MAX_BLOCK_E", 8)

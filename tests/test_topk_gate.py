@@ -76,7 +76,7 @@ def test_choices_weights_and_gradients(target, kind, dtype, order):
 
 
 # (T, E, K): every size class of experts, also with a few more than the class below; as many choices as a warp has
-# lanes, one more, and more than the CPU selects one by one; several programs or blocks, of which the last is partial.
+# lanes, one more, and more than the CPU selects one by one; several programs or blocks, the last one partial.
 MANY = ((9, 8, 3), (19, 40, 32), (9, 140, 33), (2, 600, 300), (3, 260, 3), (2, 1040, 5))
 
 

@@ -207,7 +207,7 @@ def test_without_gradients_one_operator_gives_the_same_bits(tokens, dtype):
     experts = experts_of("mixtral").to(dtype)
     chosen, weights = routing(tokens, 4)
     chosen, x = chosen.masked_fill(torch.rand(tokens, 2) < 0.2, 4), torch.randn(tokens, 32, dtype=dtype)
-    chosen[:1, 1] = 2**32 + 1  # of which the lower half is an expert
+    chosen[:1, 1] = 2**32 + 1  # its lower 32 bits are expert 1
     with Seen() as seen, torch.no_grad():
         y = mk_transformers.experts_forward(experts, x, chosen, weights)
     with Seen() as also_seen:

@@ -170,7 +170,7 @@ def test_five_experts_by_hand(target):
 def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     """(T, P, K, E)"""
     if target.executed:
-        # The second and the last need several programs or blocks, of which the last is partial.
+        # The second and the last need several programs or blocks, the last one partial.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 33), (9, 4, 2, 48), (9, 4, 2, 64))
         # CUDA has a kernel of its own for each power of two; between them leaves are left out of the next one's tree,
         # but of 260 and 520, where a lane's leaves would be at two depths.

@@ -174,7 +174,7 @@ def smaller(spec: Spec) -> Iterator[Spec]:
 
 
 def minimised(spec: Spec, fails: Callable[[Spec], bool], tries: int = 300) -> Spec:
-    """A failing spec of which no single simplification fails, unless `tries` are used up."""
+    """A failing spec. Each single simplification of it passes, unless `tries` are used up."""
     improved = True
     while improved and tries > 0:
         improved = False

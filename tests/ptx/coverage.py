@@ -60,7 +60,7 @@ def merge(into: Data, other: Data) -> Data:
 
 
 def missed(data: Data) -> dict[str, list[str]]:
-    """By kernel, source lines of which no instruction ran in any specialisation."""
+    """By kernel, the source lines that no specialisation executed."""
     return {
         name: [place for place, (executed, _) in sorted(entry["lines"].items()) if not executed]
         for name, entry in sorted(data["kernels"].items())

@@ -8,7 +8,8 @@
 #include "state.h"
 
 // Checks one lane's read. Errors: out of bounds, misaligned, an unfinished copy, a write of another warp with no
-// barrier between, or of another lane with no bar.warp.sync. Unwritten bytes are not an error yet: they make the value undefined.
+// barrier between, or of another lane with no bar.warp.sync. Unwritten bytes are not an error yet: they make the value
+// undefined.
 bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, bool& defined) {
   defined = true;
   if (at + size > request.shared_bytes) {
