@@ -46,6 +46,11 @@ def plan_rank(backend):
     return mk.make_plan(experts, 5, backend=backend).slot_row.float()
 
 
+def plan_scan(backend):
+    experts = torch.randint(300, (400, 2), generator=torch.Generator().manual_seed(0))
+    return mk.make_plan(experts, 300, capacity=2, backend=backend).expert_offsets.float()
+
+
 def sinkhorn_streamed_bwd(backend):
     scores = torch.randn(1, 72, 72, generator=torch.Generator().manual_seed(0)).requires_grad_()
     sums = torch.ones(1, 72)
@@ -53,7 +58,7 @@ def sinkhorn_streamed_bwd(backend):
     return torch.autograd.grad(p.square().sum(), scores)[0]
 
 
-CALLS = {each.__name__: each for each in (kwta, gemm, gate, plan_rank, sinkhorn_streamed_bwd)}
+CALLS = {each.__name__: each for each in (kwta, gemm, gate, plan_rank, plan_scan, sinkhorn_streamed_bwd)}
 
 
 @contextlib.contextmanager
@@ -119,6 +124,23 @@ def test_every_deleted_barrier_of_a_warp(name, needless):
         errors = [caught(CALLS[name], "cuda", expected, edit) or "" for edit in edits]
         assert len(lines) > needless
         assert sum("no bar.warp.sync between" in error for error in errors) == len(lines) - needless
+
+
+def test_no_barrier_before_an_atomic():
+    """The last of three programs reads the sums of the others: an atomic releases only what a barrier ordered before it."""
+    with on("triton"):
+        expected, result = launched("plan_scan", "triton")
+        (atomic,) = plant.executed(result, r"atom\.global")
+        # One barrier is the kernel's, one Triton's own.
+        two = [each for each in plant.executed(result, r"bar\.sync") if each < atomic][-2:]
+
+        def edit(text):
+            for line in two:
+                text = plant.on_line(line, r"bar\.sync\s+\d+;", "")(text)
+            return text
+
+        error = caught(plan_scan, "triton", expected, only_in(result.kernel, edit)) or ""
+        assert "read of global memory that another thread wrote" in error
 
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])

@@ -40,7 +40,7 @@ bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, cons
       launch.failed = true;
       return false;
     }
-    if (launch.unordered_reads(b, w, 1, at, bytes)) launch.report(b, w, &r, lane, "reads global memory that another warp wrote, with no synchronization between");
+    if (launch.unordered_reads(b, w, 1, at, bytes)) launch.report(b, w, &r, lane, "reads global memory that another thread wrote, with no synchronization between");
     const Range& here = launch.request.ranges[range];
     for (u64 sector = source >> 5; sector <= (source + bytes - 1) >> 5; sector++) {
       if (here.read_sectors) here.read_sectors[sector - (here.begin >> 5)] = 1;

@@ -48,7 +48,7 @@ Next load_global(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   if (!launch.may_access_global(b, w, r, mask, at, r.size * r.elements, Launch::kRead)) return Next::leave;
   for_lanes(mask, [&](u32 l) { load_lane(launch, w, r, l, reinterpret_cast<const u8*>(at[l])); });
   const u32 unordered = launch.unordered_reads(b, w, mask, at, r.size * r.elements);
-  if (unordered) launch.undefined_from(r, "read of global memory that another warp wrote, with no synchronization between");
+  if (unordered) launch.undefined_from(r, "read of global memory that another thread wrote, with no synchronization between");
   for (u32 k = 0; k < r.elements; k++) set_undefined(undefined_lanes(launch, w, r, k), both(unordered), mask);
   return Next::following;
 }
@@ -191,13 +191,11 @@ Next update(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
       launch.note_written(b, w, r, l, at[l], sizeof(T), nullptr, true);
       if (r.flag) {
         auto& released = launch.released[at[l]];
-        for (auto& [block, clocks] : released) {
-          auto& known = b.known[block];
-          known.resize(std::max(known.size(), clocks.size()));
-          for (size_t i = 0; i < clocks.size(); i++) known[i] = std::max(known[i], clocks[i]);
-        }
-        released.insert(b.known.begin(), b.known.end());
-        released[b.index] = w.clocks;
+        for (const auto& [block, known] : released) b.known[block].merge(known);
+        for (const auto& [block, known] : b.known) released[block].merge(known);
+        Known own{w.clocks, std::vector<u32>(w.clocks.size(), kAll)};
+        own.lanes[w.id] = 1u << l;  // other lanes' writes come before it only by a barrier, which counts the clock up
+        released[b.index].merge(own);
       }
     }
     const T old = *place;

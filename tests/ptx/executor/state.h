@@ -50,6 +50,22 @@ struct SharedWord {
   u8 reader = 0;
 };
 
+// Writes of a block that happened before: by warp, all with a lower clock, and at this clock those of `lanes`.
+struct Known {
+  std::vector<u32> clocks, lanes;
+
+  bool includes(u32 warp, u32 clock, u32 lane) const {
+    return clock < clocks[warp] || (clock == clocks[warp] && lanes[warp] >> lane & 1);
+  }
+  void merge(const Known& other) {
+    clocks.resize(other.clocks.size()), lanes.resize(other.lanes.size());
+    for (size_t k = 0; k < clocks.size(); k++) {
+      if (other.clocks[k] > clocks[k]) clocks[k] = other.clocks[k], lanes[k] = 0;
+      if (other.clocks[k] == clocks[k]) lanes[k] |= other.lanes[k];
+    }
+  }
+};
+
 struct Block {
   u32 index = 0;
   u32 id[3] = {};
@@ -59,7 +75,7 @@ struct Block {
   std::vector<u32> read_clocks;  // words x warps
   std::map<u32, Mbarrier> mbarriers;  // by address
   std::vector<Agreement> agreements;  // of each warpgroup
-  std::map<u32, std::vector<u32>> known;  // by block: clocks of its warps' writes that happened before
+  std::map<u32, Known> known;  // by block
 };
 
 // The last write of some bytes of global memory in this launch.
@@ -98,7 +114,7 @@ struct Launch {
   u32 origin = 0;            // the last instruction with an undefined result, and why
   const char* origin_why = "";
   std::vector<std::vector<GlobalWord>> written;  // of each range, in grains; empty until the first store
-  std::unordered_map<u64, std::map<u32, std::vector<u32>>> released;  // by address of an atomic with release
+  std::unordered_map<u64, std::map<u32, Known>> released;  // by address of an atomic with release
 
   Launch(const Program& p, Request& r) : program(p), request(r), random{r.seed}, written(r.range_count) {}
 
