@@ -83,8 +83,8 @@ def demangled(name: str) -> str:
 
 
 def slot(size: int) -> int:
-    """Bytes of a register with `size` bytes in each of 32 lanes; size 0: a predicate, one bit a lane. At least 64, since
-    the executor keeps one word of undefined lanes for every 64 bytes."""
+    """Bytes of a register with `size` bytes in each of 32 lanes; 0: a predicate, one bit a lane. At least 64, since the
+    executor keeps one word of undefined lanes for every 64 bytes."""
     return max(32 * size, 64)
 
 

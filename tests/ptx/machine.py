@@ -160,7 +160,7 @@ def run(
     extents: list[Extent],
     settings: Settings,
 ) -> Result:
-    """Executes one launch. shared: bytes of a block, static and dynamic. The result holds the errors; none is raised."""
+    """Executes one launch. shared: bytes of a block, static and dynamic. Raises no errors: the result holds them."""
     assert len(parameters) >= kernel.parameter_bytes, f"{kernel.name}: {len(parameters)} bytes of parameters"
     counters = np.zeros(len(kernel.records) + 1, records.COUNTERS)
     findings = (records.Finding * FINDINGS)()

@@ -39,7 +39,7 @@ class Entry:
     max_threads: int | None = None
 
     def target(self, statement: Statement, label: str) -> int:
-        """Index of the statement that a branch goes to: of equal labels in inline assembly, that of the innermost scope."""
+        """Index of a branch's destination. Inline assembly repeats labels: the one in the innermost scope is meant."""
         inner = (f"{label}@{scope}" for scope in reversed(statement.scopes))
         return self.labels[next((name for name in inner if name in self.labels), label)]
 

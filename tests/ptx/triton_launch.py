@@ -39,8 +39,8 @@ _gpu = GPUS[80]
 
 @contextlib.contextmanager
 def capability(which: int) -> Iterator[None]:
-    """Inside the block, launches see the GPU GPUS[which]. Also replaces _grouped_configs.loop, which would return 80 for
-    CPU tensors."""
+    """Inside the block, launches see the GPU GPUS[which]. Also replaces _grouped_configs.loop, which would return 80
+    for CPU tensors."""
     from moe_kernels.backends.triton import _grouped_configs
 
     global _gpu
