@@ -18,7 +18,7 @@ exclude_patterns = ["_build"]
 autodoc_typehints = "none"  # docstrings state shapes and dtypes, which annotations cannot
 autodoc_member_order = "bysource"
 default_role = "literal"  # docstrings mark names with single backticks
-highlight_language = "text"  # of formulas in docstrings
+highlight_language = "text"  # blocks without a language are formulas of docstrings
 html_theme = "furo"
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
@@ -33,7 +33,7 @@ def setup(app: Any) -> None:
 
 
 def _keep_formulas(app: Any, kind: str, name: str, thing: object, options: object, lines: list[str]) -> None:
-    """Makes literal blocks of the indented formulas in docstrings, which would flow together as quotations."""
+    """Makes literal blocks of the indented formulas in docstrings; as block quotes their lines would run together."""
     found: list[str] = []
     inside = False
     for index, line in enumerate(lines):

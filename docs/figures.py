@@ -1,4 +1,4 @@
-"""Puts the measured figures of an operation where a page says `<!-- figures: kwta -->`."""
+"""A Sphinx extension: replaces `<!-- figures: kwta -->` in a page by the measured figures of kwta."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _insert(app: Any, name: str, source: list[str]) -> None:
 
 
 def figures(operations: list[str]) -> str:
-    """Markdown: for each device what bench/results holds of these operations, as ranges over the shapes."""
+    """Markdown: for each device the figures of these operations in bench/results, as ranges over the shapes."""
     parts = []
     for result in ledger.read():
         entries = [entry for entry in result["entries"] if entry["operation"] in operations]

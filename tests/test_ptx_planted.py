@@ -127,7 +127,7 @@ def test_every_deleted_barrier_of_a_warp(name, needless):
 
 
 def test_no_barrier_before_an_atomic():
-    """The last of three programs reads the sums of the others: an atomic releases only what a barrier ordered before it."""
+    """The last of three programs reads sums of the others: an atomic releases only what a barrier ordered before it."""
     with on("triton"):
         expected, result = launched("plan_scan", "triton")
         (atomic,) = plant.executed(result, r"atom\.global")

@@ -4,7 +4,7 @@
     PYTHONPATH=tests python -m ptx grouped_gemm --backend cuda --dtype fp16 --lines
     PYTHONPATH=tests python -m ptx --update      # writes tests/ptx_counters.json
 
-Operations, shapes and directions are those of bench.registry; --shape overrides sizes; the others are small.
+Operations, names of sizes and directions are those of bench.registry. Sizes that --shape does not give are small.
 """
 
 from __future__ import annotations

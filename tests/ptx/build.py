@@ -1,4 +1,4 @@
-"""Builds the executor with the host compiler; cached by the hash of its inputs, as in tests/simt."""
+"""Builds the executor with the host compiler; caches every object by the hash of its inputs, as tests/simt does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 
 
 def unavailable() -> str | None:
-    """Why the executor cannot be built here, or None."""
+    """The reason why the executor cannot be built here, or None."""
     return None if compiler() else "no g++"
 
 

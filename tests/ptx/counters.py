@@ -1,6 +1,6 @@
 """Counters of a launch: instructions by class, sectors and bytes of memory, bank conflicts, barriers.
 
-Counts are of PTX. SASS has 1.31 to 1.38 times as many instructions for kwta, 0.92 times for a GEMM.
+Counts are of PTX. The machine code (SASS) has 1.31 to 1.38 times as many instructions for kwta, 0.92 times for a GEMM.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CLASSES = {
     "move": r"mov|cvta|prmt",
     "integer": r"",
 }
-# ptxas makes few or no instructions of moves and loads of parameters.
+# ptxas turns these into few instructions or none.
 FREE = ("move", "parameter")
 
 
@@ -48,7 +48,7 @@ def classes(kernel: Kernel) -> list[str]:
 
 
 def count(result: Result) -> dict[str, Any]:
-    """The counters of one launch. "instructions" counts lanes: one instruction of a full warp counts as 32."""
+    """The counters of one launch. "instructions" counts by lanes: one instruction of a full warp counts as 32."""
     c = result.counters[:-1]
     found = classes(result.kernel)
     lanes = dict.fromkeys(CLASSES, 0)
@@ -56,7 +56,8 @@ def count(result: Result) -> dict[str, Any]:
     for index, name in enumerate(found):
         lanes[name] += int(c["lanes"][index])
         if name in ("global", "shared", "copy", "tensor"):
-            # A copy's requests to global and shared memory are summed in one record; those to shared memory are few.
+            # A cp.async counts its accesses to global and to shared memory in the same counters: at 16 bytes a lane, 16
+            # sectors of global memory and 4 passes of shared memory.
             where = "shared" if name in ("shared", "tensor") else "global"
             for kind in ("requests", "sectors", "ideal"):
                 memory[where, kind] += int(c[kind][index])
@@ -79,12 +80,12 @@ def count(result: Result) -> dict[str, Any]:
 
 
 def issued(counted: dict[str, Any]) -> int:
-    """Instructions of lanes without moves and loads of parameters, which mostly take no issue slot."""
+    """Instructions, counted by lanes, without moves and loads of parameters, most of which are never issued."""
     return sum(n for name, n in counted["instructions"].items() if name not in FREE)
 
 
 def table(counted: Iterable[dict[str, Any]], elements: int) -> str:
-    """Text: instructions per element by class, and memory."""
+    """Text: instructions per element by class, accesses of memory and barriers."""
     lines = []
     for each in counted:
         total = sum(each["instructions"].values())

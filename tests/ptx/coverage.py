@@ -1,4 +1,4 @@
-"""Executed and never executed source lines by kernel, summed over processes."""
+"""By kernel: which source lines were executed and which never were, summed over processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from .decode import Kernel
 from .session import Session
 
-# Every one of these instructions has to run in some test, since tests must find its absence.
+# Some test must execute every one of these instructions: only such a test can fail if the instruction is missing.
 WAITS = re.compile(r"bar\.sync|bar\.red|barrier|bar\.warp|cp\.async\.wait|cp\.async\.commit|mbarrier|wgmma\.wait")
 
 Data = dict[str, Any]
@@ -20,7 +20,7 @@ def family(title: str) -> str:
 
 
 def places(kernel: Kernel) -> list[str]:
-    """The key of each instruction: its source line, and for a wait its opcode too."""
+    """For each instruction its source line; for a barrier or wait (WAITS) also the opcode."""
     found = []
     for pc, text in enumerate(kernel.texts):
         opcode = re.sub(r"^@\S+\s+", "", text).split(" ")[0]
@@ -30,7 +30,9 @@ def places(kernel: Kernel) -> list[str]:
 
 
 def gather(session: Session) -> Data:
-    """The coverage of this process, as plain data."""
+    """The coverage of this process, in dicts and lists, which pytest-xdist can send.
+
+    lines: place -> number of its instructions that ran, number of its instructions."""
     kernels: Data = {}
     for ran in session.ran.values():
         name = f"{ran.backend} {family(ran.kernel.title)}"

@@ -1,5 +1,5 @@
-"""CUDA without a GPU: nvcc compiles csrc/cuda; its host code runs unchanged on a replacement of cudart, which has the
-executor run nvcc's PTX."""
+"""CUDA without a GPU: nvcc compiles csrc/cuda. Its host code runs unchanged on a replacement of cudart (cudart.cpp);
+the executor runs the PTX of every launch."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ from .session import launch, seed, session
 from .text import entry_names
 
 ARCHITECTURE = "compute_80"
-PRODUCT = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"]  # as setup.py, see tests/test_build.py
+# nvcc's options in setup.py; tests/test_build.py checks that they are equal.
+PRODUCT = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 HERE = Path(__file__).resolve().parent
 
 
 def unavailable() -> str | None:
-    """Why csrc/cuda cannot be compiled here, or None."""
+    """The reason why csrc/cuda cannot be compiled here, or None."""
     return toolkit.find().no_nvcc
 
 
 @dataclass(frozen=True)
 class Compiled:
     library: Path
-    objects: dict[str, Path]  # the host code of every .cu file, by its name
-    modules: dict[str, Path]  # their PTX
+    objects: dict[str, Path]  # file name of a .cu source -> its host code
+    modules: dict[str, Path]  # file name of a .cu source -> its PTX
 
 
 def build(source: Path) -> Path:
-    """The host object of one source; beside it the PTX of a .cu file and nvcc's warnings."""
+    """The host object of one source. For a .cu file its PTX and nvcc's warnings lie beside it."""
     nvcc = str(toolkit.find().nvcc)
     device = source.suffix == ".cu"
     options = [*(PRODUCT if device else ["-O3", "-std=c++17", "-Xcompiler", "-fPIC"]), "-lineinfo"]
@@ -74,7 +75,7 @@ def compiled() -> Compiled:
         made = list(pool.map(build, sources))
     objects = [str(each) for each in made]
     library = cache_folder() / "cuda" / f"{KERNELS.name}-{digest(*objects)}.so"
-    # -Bsymbolic: names bind inside the library; with RTLD_LOCAL alone a loaded cudart would be called instead.
+    # -Bsymbolic: calls of cudart go to cudart.cpp in this library. Without it they go to the real one if it is loaded.
     link = [*(compiler() or "").split(), "-shared", "-Wl,-Bsymbolic", *objects]
     build_once(library, lambda part: run([*link, "-o", part]))
     of_source = {source.name: made for source, made in zip(sources, made, strict=True) if source.suffix == ".cu"}
@@ -83,7 +84,7 @@ def compiled() -> Compiled:
 
 @functools.cache
 def texts() -> dict[str, str]:
-    """The PTX module of every kernel."""
+    """Name of a kernel -> the PTX of its module."""
     found: dict[str, str] = {}
     for path in compiled().modules.values():
         text = path.read_text()

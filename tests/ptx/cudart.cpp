@@ -1,4 +1,4 @@
-// Replaces libcudart for nvcc's host code. A launch calls a callback with the kernel's name, which executes its PTX.
+// Replaces libcudart for nvcc's host code. A launch passes the kernel's name to a callback, which executes the PTX.
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -19,7 +19,7 @@ struct Device {
   int shared = 163 * 1024, multiprocessors = 108, major = 8, minor = 0;
 } device;
 
-std::map<const void*, std::string>& names() {
+std::map<const void*, std::string>& names() {  // of kernels, by the host function that launches them
   static std::map<const void*, std::string> table;
   return table;
 }

@@ -1,4 +1,5 @@
-"""Turns statements into records that the executor runs; registers and constants get fixed offsets."""
+"""Turns PTX statements into records for the executor. Every register and constant gets a fixed offset in the memory of
+a warp's registers."""
 
 from __future__ import annotations
 
@@ -25,24 +26,24 @@ _ADDRESS = re.compile(r"(.*?)\s*(?:\+\s*(-?\w+))?$", re.S)
 
 @dataclass
 class Kernel:
-    """One decoded entry."""
+    """One decoded entry, which is PTX's word for a kernel."""
 
     name: str
-    key: str  # a hash of the text
+    key: str  # a hash of the PTX module, the name and the decoder
     records: np.ndarray
     operands: np.ndarray
     constants: bytes
     register_bytes: int
-    special: list[int]
-    shared_grain: int
+    special: list[int]  # offsets of the registers in SPECIAL
+    shared_grain: int  # see executor/types.h
     global_grain: int
     parameters: list[tuple[int, int]]  # offset, bytes
     parameter_bytes: int
     static_shared: int
     max_threads: int | None
-    texts: list[str]  # of every record
-    lines: list[int]  # in the PTX
-    sources: list[tuple[int, ...]]  # file, line and those of the call that was inlined
+    texts: list[str]  # the PTX instruction of every record
+    lines: list[int]  # the PTX line of every record
+    sources: list[tuple[int, ...]]  # of every record, see Statement.source
     files: dict[int, str]
 
     @property
@@ -58,7 +59,7 @@ class Kernel:
         return f"{self.title}, PTX line {self.lines[pc]}, {self.source(pc)}: {text}"
 
     def source(self, pc: int) -> str:
-        """File and line, and those of the call if the function was inlined."""
+        """File and line of the source; if the function was inlined there, also file and line of its call."""
         found = []
         for file, line in zip(self.sources[pc][::2], self.sources[pc][1::2], strict=True):
             path = self.files.get(file, "")
@@ -82,12 +83,13 @@ def demangled(name: str) -> str:
 
 
 def slot(size: int) -> int:
-    """Bytes of a register of 32 lanes; a predicate has a bit for each lane."""
+    """Bytes of a register with `size` bytes in each of 32 lanes; 0: a predicate, one bit a lane. At least 64, since the
+    executor keeps one word of undefined lanes for every 64 bytes."""
     return max(32 * size, 64)
 
 
 def number(text: str, floating: int) -> int:
-    """The bits of a literal; a float gets `floating` bytes."""
+    """The bits of a literal. `floating`: bytes of a float operand, to which a float literal is converted; else 0."""
     kind = text[:2]
     if kind in ("0f", "0F"):
         bits = int(text[2:], 16)
@@ -113,7 +115,7 @@ class Decoder:
         self.operands: list[int] = []
         self.constants = bytearray()
         self._constants: dict[tuple[int, int], int] = {}
-        self._places: dict[str, tuple[int, int]] = {}  # register -> offset, bytes of a lane
+        self._places: dict[str, tuple[int, int]] = {}  # register -> offset behind the constants, bytes of a lane
         self._bytes = 0
         for name in SPECIAL:
             self._declare(name, 4)
@@ -124,7 +126,7 @@ class Decoder:
         return self._places[name][0]
 
     def place(self, name: str) -> tuple[int, int] | None:
-        """Offset and bytes of a register; None if the name is not a register."""
+        """Offset and bytes a lane of a register; None if the name is not a register."""
         name = self.statement.names.get(name, name)
         known = self._places.get(name)
         if known is None:
@@ -137,7 +139,7 @@ class Decoder:
         return known
 
     def constant(self, value: int, size: int) -> int:
-        """The operand of a value that is the same in every lane."""
+        """The operand of a value that is the same in every lane: ~offset, until `kernel` places the constants."""
         value &= (1 << (8 * max(size, 4))) - 1
         key = value, slot(size)
         if key not in self._constants:
@@ -147,6 +149,7 @@ class Decoder:
         return self._constants[key]
 
     def operand(self, text: str, size: int, floating: bool = False) -> int:
+        """The operand of a register, literal or name. `_`, a result without a register, gets one that nothing reads."""
         place = self.place(text)
         if place is not None:
             return place[0]
@@ -176,7 +179,7 @@ class Decoder:
         return place and place[1]
 
     def address(self, text: str) -> tuple[int, int, int]:
-        """Operand, offset and register bytes of an address [...]; without a register, the constant 0 of 4 bytes."""
+        """Of an address [...]: operand and offset to add, and bytes of the operand. The operand is a register, or 0."""
         m = _ADDRESS.match(text.strip()[1:-1].strip())
         assert m
         base, offset = m[1].strip(), int(m[2], 0) if m[2] else 0
@@ -231,7 +234,7 @@ class Decoder:
         forms.get(parts[0], plain)(self, parts, split(rest.strip()))
 
     def kernel(self, starts: list[int]) -> Kernel:
-        """The kernel with final offsets: constants lie before the registers."""
+        """The kernel with final offsets: constants lie before the registers. starts: each statement's first record."""
         entry, base = self.entry, -(-len(self.constants) // 64) * 64
         for row, origin in zip(self.rows, self.origins, strict=True):
             if isinstance(row["target"], str):

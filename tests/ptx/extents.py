@@ -10,7 +10,7 @@ from .machine import Extent
 
 
 def extents(tensors: Iterable[torch.Tensor]) -> list[Extent]:
-    """Extents of the views, not of whole storages. Overlapping ones are merged."""
+    """Extents of the tensors, not of their whole storages. Overlapping ones are merged."""
     spans = []
     for tensor in tensors:
         if tensor.numel():

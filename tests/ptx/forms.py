@@ -11,9 +11,6 @@ from .text import SIZES, split
 if TYPE_CHECKING:
     from .decode import Decoder
 
-# Modifiers without effect here: every operation rounds to nearest even.
-_SILENT = {"rn", "relaxed", "gpu", "cta", "sys", "weak", "volatile", "nc", "cs", "ca", "cg", "lu", "cv", "wt", "wb"}
-
 
 def _vector(text: str) -> list[str]:
     return split(text[1:-1]) if text.startswith("{") else [text]
@@ -24,7 +21,7 @@ def _floating(kind: str) -> bool:
 
 
 def plain(d: Decoder, parts: list[str], args: list[str]) -> None:
-    """An operation of each lane; the last modifier is its type."""
+    """An operation that computes every lane by itself; the last part of its opcode is the type."""
     base, kind = parts[0], parts[-1]
     if kind not in SIZES:
         raise d.unsupported()
@@ -87,7 +84,7 @@ def _cvt(d: Decoder, parts: list[str], args: list[str]) -> None:
             operands.append(d.operand(arg, size, _floating(kind)))
         elif width < size or kind[0] not in ("su" if index == 0 else "sub"):
             raise d.unsupported("widths")
-        elif index:  # a wider register: its lower bits count
+        elif index:  # a wider source register: only its lower bits count
             narrow = d.temporary(size)
             d.emit(f"cvt.{kind}.u{8 * width}", [narrow, d.operand(arg, width)])
             operands.append(narrow)
@@ -130,7 +127,7 @@ def _space(d: Decoder, parts: list[str]) -> str:
 
 
 def _memory(parts: list[str]) -> tuple[int, str]:
-    """Number of elements of the vector, and the type."""
+    """Number of elements of a load or store, and their type."""
     return next((int(each[1]) for each in parts if re.fullmatch(r"v\d", each)), 1), parts[-1]
 
 
@@ -246,7 +243,7 @@ def _ret(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 def _fence(d: Decoder, parts: list[str], args: list[str]) -> None:
     if "proxy" not in parts:
-        d.emit("nop", [])  # no effect: blocks run one after the other, and barriers order the warps of a block
+        d.emit("nop", [])  # no effect here: blocks run one after the other, and barriers order the warps of a block
     elif parts[1:] in (["proxy", "async"], ["proxy", "async", "shared::cta"]):
         d.emit("fence.proxy.async", [])
     else:

@@ -21,11 +21,11 @@ def _wgmma(d: Decoder, parts: list[str], args: list[str]) -> None:
     shape = re.fullmatch(r"m64n(\d+)(k\d+)", parts[4]) if len(parts) == 8 else None
     if not shape or parts[1:4] != ["mma_async", "sync", "aligned"] or parts[5] != "f32" or parts[6] != parts[7]:
         raise d.unsupported()
-    registers, a, b, counted, *scales = args
+    registers, a, b, accumulate, *scales = args
     if scales[:2] != ["1", "1"] or a.startswith("{"):
         raise d.unsupported("negated operands, or A in registers")
     operands = [d.operand(each, 4, True) for each in split(registers[1:-1])]
-    operands += [d.operand(a, 8), d.operand(b, 8), d.operand(counted, 0)]
+    operands += [d.operand(a, 8), d.operand(b, 8), d.operand(accumulate, 0)]
     by_columns, by_rows = map(int, scales[2:] or ("0", "0"))
     d.emit(f"wgmma.m64{shape[2]}.{parts[6]}", operands, immediate=int(shape[1]), elements=by_columns + 2 * by_rows)
 
@@ -36,9 +36,9 @@ def bulk_copy(d: Decoder, parts: list[str], args: list[str]) -> None:
         raise d.unsupported()
     to, offset, _ = d.address(args[0])
     tensor, corner = split(args[1].strip()[1:-1])
-    mbarrier, none, _ = d.address(args[2])
+    mbarrier, mbarrier_offset, _ = d.address(args[2])
     at = [d.operand(each, 4) for each in split(corner[1:-1])]
-    if none or len(at) != int(parts[4][0]):
+    if mbarrier_offset or len(at) != int(parts[4][0]):
         raise d.unsupported()
     operands = [to, d.operand(tensor, 8), mbarrier, *at]
     d.emit("cp.async.bulk.tensor", operands, immediate=offset, elements=len(at))
@@ -74,16 +74,17 @@ def _stmatrix(d: Decoder, parts: list[str], args: list[str]) -> None:
 
 
 def unfenced(entry: Entry) -> set[int]:
-    """Products that some path reaches from an access to their accumulators, or from the start, without a wgmma.fence.
+    """Indices of the wgmma statements that lack a wgmma.fence: on some path there is none since the start, or since the
+    last access to their accumulators.
 
-    Two products on the same accumulators need none between them. Moves do not count as accesses: if a product starts
-    from the sums of another, LLVM puts the copies behind the fence, and ptxas allocates registers without them.
+    Two wgmma on the same accumulators need no fence between them. Moves do not count as accesses: if a wgmma starts
+    from the sums of another one, LLVM copies the sums behind the fence, and ptxas removes these copies.
     """
     texts = [each.text for each in entry.statements]
     accumulators = {i: m[1] for i, text in enumerate(texts) if (m := _PRODUCT.search(text))}
     if not accumulators:
         return set()
-    before: list[list[int]] = [[] for _ in range(len(texts) + 1)]
+    before: list[list[int]] = [[] for _ in range(len(texts) + 1)]  # statements that can run just before each
     for i, statement in enumerate(entry.statements):
         branch = _BRANCH.match(statement.text)
         if branch:
@@ -94,6 +95,7 @@ def unfenced(entry: Entry) -> set[int]:
 
 
 def _reached(product: int, registers: str, texts: list[str], before: list[list[int]]) -> bool:
+    """Whether a search backwards from `product` meets the start or such an access before a fence."""
     names = set(split(registers))
     seen, pending = {product}, [product]
     while pending:

@@ -1,4 +1,4 @@
-"""The golden table: counters of one call of each operation, which tests/test_ptx_counters.py compares.
+"""The golden table, tests/ptx_counters.json: limits of the counters of calls, for tests/test_ptx_counters.py.
 
 After an intended increase:  PYTHONPATH=tests python -m ptx --update
 """
@@ -52,7 +52,7 @@ def name(key: tuple[str, ...]) -> str:
 
 
 def measure(key: tuple[str, str, str, str, str]) -> dict[str, list[int]] | None:
-    """Sums over the launches of one call by kernel, in the order of COLUMNS; None if the backend cannot run it."""
+    """Name of a kernel -> sums of its counters over the launches of one call; None if the backend cannot run it."""
     from moe_kernels.backends import BackendError
 
     op, shape, direction, backend, dtype = key
@@ -76,7 +76,7 @@ def measure(key: tuple[str, str, str, str, str]) -> dict[str, list[int]] | None:
 
 
 def compilers() -> dict[str, str]:
-    """Versions of the compilers; the table is valid for one set of them."""
+    """Versions of the compilers; the table is valid only for the versions that made it."""
     import triton
 
     nvcc = toolkit.find().nvcc

@@ -19,8 +19,9 @@ from .decode import Kernel
 from .text import parse
 
 SHARED_LIMIT = 163 * 1024  # bytes that a block of an A100 can have
-MAX_COUNTED_BYTES = 2**30  # sectors of larger extents are not counted: rows far apart can span terabytes
-FINDINGS = 12  # most errors of a launch that are described
+# In larger extents neither sectors nor conflicting stores are counted: rows far apart can span terabytes.
+MAX_COUNTED_BYTES = 2**30
+FINDINGS = 12  # errors of a launch that are described, at most
 
 
 class PtxError(AssertionError):
@@ -29,7 +30,8 @@ class PtxError(AssertionError):
 
 @dataclass
 class Settings:
-    """seed: of the order of execution; its upper 16 bits, of .approx errors. step_limit: most instructions a launch."""
+    """seed: of the order of execution, 0 for the fixed order; its upper 16 bits seed the errors of .approx, 0 for none.
+    step_limit: most instructions of warps in a launch."""
 
     seed: int = 0
     step_limit: int = 2_000_000_000
@@ -59,7 +61,7 @@ def _decoder_digest() -> str:
 
 
 def kernel(text: str, name: str, keep: bool = True) -> Kernel:
-    """A decoded entry of a module; with `keep` from the cache on disk."""
+    """The decoded entry `name` of a module; with `keep` cached on disk."""
     key = build.digest(_decoder_digest(), name, text)
     file = build.cache_folder() / "decoded" / f"{key}.pickle"
     if keep and file.exists():
@@ -96,14 +98,14 @@ class Extent:
 class Result:
     kernel: Kernel
     grid: tuple[int, ...]
-    threads: int
-    shared: int
-    counters: np.ndarray
-    steps: int
-    blocks: int
-    barriers: int
+    threads: int  # of a block
+    shared: int  # bytes of a block
+    counters: np.ndarray  # one element for each record, and an unused last one
+    steps: int  # instructions of warps
+    blocks: int  # that ran
+    barriers: int  # arrivals of warps
     errors: int
-    findings: list[str]
+    findings: list[str]  # descriptions of the first FINDINGS different errors
     extents: list[Extent]
     seconds: float
 
@@ -125,6 +127,7 @@ def _address(array: np.ndarray) -> int:
 
 
 def _sectors(array: np.ndarray) -> int | None:
+    """Address of the flags of sectors; None if sectors are not counted."""
     return _address(array) if array.size else None
 
 
@@ -157,7 +160,7 @@ def run(
     extents: list[Extent],
     settings: Settings,
 ) -> Result:
-    """Executes one launch. shared: bytes of a block, static and dynamic. Errors are in the result, not raised."""
+    """Executes one launch. shared: bytes of a block, static and dynamic. Raises no errors: the result holds them."""
     assert len(parameters) >= kernel.parameter_bytes, f"{kernel.name}: {len(parameters)} bytes of parameters"
     counters = np.zeros(len(kernel.records) + 1, records.COUNTERS)
     findings = (records.Finding * FINDINGS)()

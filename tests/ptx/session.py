@@ -1,4 +1,4 @@
-"""State of all launches of this process: settings, an edit of the PTX that inserts a defect, kernels that ran."""
+"""State of this process: settings of its launches, an edit that inserts a defect into their PTX, kernels that ran."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Edit = Callable[[str], str]
 
 @dataclass
 class Ran:
-    """A specialisation and the sums over its launches."""
+    """A specialisation of a kernel, with its counters summed over its launches."""
 
     kernel: Kernel
     backend: str
@@ -68,8 +68,8 @@ def launch(
 
 @contextlib.contextmanager
 def seed(value: int, errors: int | None = None) -> Iterator[None]:
-    """Inside the block, `value` seeds the order of blocks, warps and stores to equal addresses, `errors` (default:
-    `value`) the errors of .approx instructions."""
+    """Inside the block, `value` seeds the order of blocks, of warps and of a warp's stores to one address. `errors`
+    (default: `value`) seeds the errors of .approx instructions; it changes the order too."""
     before = session.settings
     session.settings = replace(before, seed=value | (value if errors is None else errors) << 16)
     try:

@@ -1,4 +1,4 @@
-"""pytest's summary of executed PTX: launches, and lines that never ran, also of the workers of pytest-xdist."""
+"""Adds executed PTX to pytest's summary: launches, and source lines that never ran, over all pytest-xdist workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def known_kernels() -> list[str]:
-    """Every kernel of the package as "backend name"; Triton kernels with products also for sm_90."""
+    """Every kernel of the package, such as "triton _kwta_fwd". Triton kernels with a matrix product have a second
+    entry, such as "triton sm_90 _grouped_gemm_fwd"."""
     launched = triton_kernels()
     found = [f"triton {name}" for name in launched]
     found += [
@@ -44,7 +45,7 @@ def known_kernels() -> list[str]:
 
 
 def triton_kernels() -> dict[str, str]:
-    """Sources of the launched Triton kernels by name: jitted functions that no other jitted function calls."""
+    """Name -> source of the Triton kernels: the jitted functions that no other jitted function calls."""
     statements = [each for file in sorted(KERNELS.glob("*.py")) for each in ast.parse(file.read_text()).body]
     functions = [each for each in statements if isinstance(each, ast.FunctionDef)]
     jitted = [each for each in functions if any("triton.jit" in ast.unparse(one) for one in each.decorator_list)]
@@ -56,21 +57,22 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     data = config.stash.get(DATA, {})
     if not data.get("launches"):
         return
-    hopper = [each for name, each in data["kernels"].items() if name.startswith(f"{SM_90} ")]
-    specialisations, hopper_specialisations = (
-        sum(len(each["specialisations"]) for each in some) for some in (data["kernels"].values(), hopper)
+    of_sm_90 = [each for name, each in data["kernels"].items() if name.startswith(f"{SM_90} ")]
+    specialisations, sm_90_specialisations = (
+        sum(len(each["specialisations"]) for each in some) for some in (data["kernels"].values(), of_sm_90)
     )
     places = [len(each["lines"]) for each in data["kernels"].values()]
     missed = coverage.missed(data)
     text = coverage.report(data)
     terminalreporter.section("compiled PTX, executed on the CPU")
+    # The first line counts a kernel that ran for sm_80 and for sm_90 once, and its launches for both.
     terminalreporter.write_line(
-        f"{data['launches']} launches of {len(data['kernels']) - len(hopper)} kernels in {specialisations} "
+        f"{data['launches']} launches of {len(data['kernels']) - len(of_sm_90)} kernels in {specialisations} "
         f"specialisations: {data['steps'] / 1e6:.1f} million instructions of warps in {data['seconds']:.1f} s"
     )
     terminalreporter.write_line(
-        f"of these for sm_90: {sum(each['launches'] for each in hopper)} launches of {len(hopper)} kernels in "
-        f"{hopper_specialisations} specialisations"
+        f"of these for sm_90: {sum(each['launches'] for each in of_sm_90)} launches of {len(of_sm_90)} kernels in "
+        f"{sm_90_specialisations} specialisations"
     )
     terminalreporter.write_line(f"source lines never executed: {sum(map(len, missed.values()))} of {sum(places)}")
     file = build.cache_folder() / "coverage.txt"

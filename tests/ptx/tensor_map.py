@@ -1,19 +1,19 @@
-"""Tensor maps for bulk copies, in place of cuTensorMapEncodeTiled; executor/bulk.cpp reads them."""
+"""Tensor maps for bulk copies, in place of cuTensorMapEncodeTiled's; executor/bulk.cpp reads this layout."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
 
-_MAGIC = 0x50414D524F534E54
-_SPANS = {1: 32, 2: 64, 3: 128}  # CUtensorMapSwizzle -> bytes that are swizzled together
+_MAGIC = 0x50414D524F534E54  # the bytes "TNSORMAP", by which bulk.cpp recognises a map
+_SPANS = {1: 32, 2: 64, 3: 128}  # CUtensorMapSwizzle -> bytes of a row of the box, which are swizzled together
 BYTES = 128
 
 
 def encode(
     address: int, element: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
 ) -> bytes:
-    """The 128 bytes of a map. sizes, strides (in elements), box: in torch's order, the contiguous dimension last."""
+    """The 128 bytes of a map. element: its bytes. sizes, strides, box: in elements, the contiguous dimension last."""
     if swizzle not in _SPANS or box[-1] * element != _SPANS[swizzle]:
         raise NotImplementedError(
             "encode: expected swizzle 1, 2 or 3 and box rows of 32, 64 or 128 bytes for it; "

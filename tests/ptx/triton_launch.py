@@ -1,8 +1,7 @@
-"""Triton without a GPU: kernels are specialised and compiled for sm_80, or for sm_90 inside capability(90), by Triton
-itself, then executed from their PTX.
+"""Triton without a GPU: Triton itself specialises and compiles the kernels for sm_80 (inside capability(90) for sm_90),
+and the executor runs their PTX.
 
-Triton's own JITFunction.run does everything up to the launch. It sees a driver whose GPU is the executor, and its
-compiler stops at PTX.
+Triton's own JITFunction.run does everything up to the launch. It uses `Driver` below, and its compiler stops at PTX.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ class Gpu(NamedTuple):
     multiprocessors: int
 
 
-# An A100, but with the shared memory of sm_86, the smallest of the GPUs that run its code; and an H100.
+# An A100, but with the shared memory of sm_86: the least of all GPUs that run sm_80 code. And an H100.
 GPUS = {80: Gpu(80, 99 * 1024, 108), 90: Gpu(90, 227 * 1024, 132)}
 _gpu = GPUS[80]
 
 
 @contextlib.contextmanager
 def capability(which: int) -> Iterator[None]:
-    """Inside the block, launches see another GPU. Replaces _grouped_configs.loop too, which reads the capability from a
-    CUDA device."""
+    """Inside the block, launches see the GPU GPUS[which]. Also replaces _grouped_configs.loop, which would return 80
+    for CPU tensors."""
     from moe_kernels.backends.triton import _grouped_configs
 
     global _gpu
@@ -54,7 +53,7 @@ def capability(which: int) -> Iterator[None]:
 
 
 class Launcher:
-    """Triton creates one for each compiled kernel and calls it for each launch."""
+    """Runs the launches of one compiled kernel: Triton creates one for each kernel and calls it for each launch."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self.source, self.metadata = src, metadata
@@ -74,7 +73,7 @@ class Launcher:
         if x * y * z:
             threads = (32 * self.metadata.num_warps,)
             kernel = self.kernel(function)
-            parameters = bytearray(kernel.parameter_bytes)  # the last two are scratch pointers, which no kernel uses
+            parameters = bytearray(kernel.parameter_bytes)  # the last two parameters are scratch pointers, unused
             assert len(packed) <= len(kernel.parameters), kernel.name
             for (offset, size), value in zip(kernel.parameters, packed, strict=False):
                 assert len(value) == size, f"{kernel.name}: {len(value)} bytes for a parameter of {size}"
@@ -100,7 +99,7 @@ _FORMS |= {"i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
 
 
 def _descriptor(tensor: Any, compiled: dict[str, Any]) -> list[bytes]:
-    """The parameters for a TensorDescriptor: the map with the compiler's box, sizes, strides."""
+    """The parameters that pass a TensorDescriptor: the map with the box that the compiler chose, sizes, strides."""
     assert tensor.padding == "zero"
     assert not compiled["is_im2col"]
     address, box = tensor.base.data_ptr(), compiled["block_size"]
@@ -119,7 +118,7 @@ class Utilities:
     """Loads "binaries", which are PTX, and returns the limits of the GPU."""
 
     def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, str, int, int, int]:
-        return 1, kernel.decode(), 0, 0, 1024
+        return 1, kernel.decode(), 0, 0, 1024  # module, function, registers, spills, most threads of a block
 
     def unload_module(self, module: int) -> None: ...
 
@@ -146,7 +145,7 @@ class Driver:
 
 
 def stop_at_ptx(*arguments: Any) -> tuple[str, str] | None:
-    """Hook of Triton: without arguments returns a part of the cache's key, else replaces the last compilation stage."""
+    """Hook of Triton: without arguments returns parts of the cache's key, else replaces the last compilation stage."""
     if not arguments:
         return "PTX is the binary", "PTX is the binary"
     _, stages, *_ = arguments
@@ -155,7 +154,7 @@ def stop_at_ptx(*arguments: Any) -> tuple[str, str] | None:
 
 
 def _locked_compile(compile: Any) -> Any:
-    """Locks a compilation between processes: one compiles the kernel, the others then find it in the cache."""
+    """Locks a compilation between processes: one process compiles the kernel, the others then find it in the cache."""
 
     def locked(source: Any, target: Any = None, options: Any = None, **rest: Any) -> Any:
         key = build.digest(source.hash(), target, sorted((options or {}).items(), key=str))
@@ -167,7 +166,7 @@ def _locked_compile(compile: Any) -> Any:
 
 @functools.cache
 def share_compilations() -> None:
-    """From here on compilations of this process stop at PTX, and processes do not repeat each other's."""
+    """From here on compilations of this process stop at PTX, and no process repeats those of another."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import triton
     import triton.compiler

@@ -1,10 +1,10 @@
-"""CUDA and CPU kernels under the sanitizers of addresses and undefined behaviour, each call in its own process.
+"""CUDA and CPU kernels under the address and undefined-behaviour sanitizers, each call in its own process.
 
     with simt.use():
         y = mk.kwta(x, k, backend="cuda")      # x is a CPU tensor
 
-The .cu files are compiled with g++ and run by a small executor. A sanitizer's report is the exception's text.
-Races are found in PTX (tests/ptx).
+g++ compiles the .cu files, and a small executor (simt.cpp) runs them. A sanitizer's report becomes an exception's text.
+The executor finds no races; tests/ptx does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _word(value: float, kind: str) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and size of the span of a tensor's elements; of a view, not of its whole storage."""
+    """Address and bytes from the first to the last element of a tensor; the storage of a view may be larger."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -62,18 +62,19 @@ def _merge(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Launchers:
-    """The launchers of a build as attributes, called with ints (addresses, sizes, a stream) and floats.
+    """The launchers (C++ functions that run a kernel) of a build as attributes. Arguments are ints (addresses, sizes, a
+    stream) and floats.
 
     A call may access only the elements of tensors that were announced since the previous call.
     """
 
     def __init__(self, signatures: str) -> None:
         self._types = dict(line.split(" ", 1) for line in signatures.splitlines())
-        # Kept alive until the call; otherwise freed memory could be reused and then be overwritten with results.
+        # Keeps the tensors alive until the call: results written to freed memory could overwrite other tensors.
         self._announced: list[torch.Tensor] = []
 
     def _run(self, name: str, words: list[int]) -> str | None:
-        """Runs a call; returns its error text, or None."""
+        """Runs a call; returns the text of its error, or None."""
         raise NotImplementedError
 
     def announce(self, *tensors: torch.Tensor) -> None:
@@ -107,7 +108,7 @@ class Module(Launchers):
         super().__init__(subprocess.run([self._replay], capture_output=True, text=True, check=True).stdout)
 
     def _run(self, name: str, words: list[int]) -> str | None:
-        """Runs on copies of the buffers."""
+        """Runs the call in another process on copies of the buffers, then copies these back."""
         extents = _merge([_extent(each) for each in self._announced])
         with tempfile.TemporaryDirectory() as folder:
             call = Path(folder) / "call"
@@ -141,7 +142,7 @@ class Module(Launchers):
 
 @contextlib.contextmanager
 def replace_module(backend: Any, module: Launchers, **attributes: Any) -> Iterator[Any]:
-    """Inside the block, replaces the backend's compiled module by `module`, and these attributes."""
+    """Inside the block, `module` replaces the backend's compiled module, and `attributes` replace its attributes."""
     from moe_kernels.backends import _addresses, reconsider
 
     attributes["module"] = module
@@ -169,7 +170,8 @@ def use() -> Iterator[Module]:
 
 
 class _SingleIsa(Module):
-    """The CPU kernels of one instruction set; drops the arguments `isa` and `release` (the GIL), which these lack."""
+    """The CPU kernels of one instruction set. Drops the first two arguments, the instruction set and whether to release
+    the GIL: only csrc/cpu/module.cpp, which is not in this build, takes them."""
 
     def _call(self, name: str, types: str, *arguments: float) -> None:
         super()._call(name, types, *arguments[2:])

@@ -32,7 +32,7 @@ COMMON = [
     "-ffp-contract=off",
 ]
 
-# Options of the kernels; the executor is compiled without sanitizers.
+# For all code except the executor.
 SANITIZER_FLAGS = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
@@ -58,7 +58,7 @@ class Unit:
         return sorted(each.relative_to(ROOT) for each in found if each.name != "module.cpp")
 
 
-# The same as in setup.py.
+# Options of each instruction set, as in setup.py (ISAS).
 MARCH = {
     "base": [],
     "avx2": ["-mno-mmx", "-march=x86-64-v3"],
@@ -90,7 +90,7 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """A file lock: inside the block runs one process at a time."""
+    """A file lock: only one process at a time is inside the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -98,7 +98,7 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def build_once(target: Path, make: Callable[[str], object]) -> Path:
-    """`target`; make(path) writes it if it is missing, in one process at a time."""
+    """Returns `target`; if it is missing, make(path) writes it, in one process at a time."""
     with lock(target.with_suffix(".lock")):
         if not target.exists():
             part = target.with_suffix(f".{os.getpid()}.part{target.suffix}")

@@ -5,10 +5,10 @@
 
 extern "C" {
 
-// Each word holds an argument's bits: a pointer (also the stream), an integer, a double, or a float in the low half.
-// Returns the launcher's result, 0 for success.
+// Each word holds the bits of an argument: a pointer (the stream too), an integer, a double, or a float in the low
+// half. Returns the launcher's result, 0 for success.
 int moe_call(const char* name, const uint64_t* words);
 
-// Lines "name types": p pointer, i int, l int64_t, f float, d double.
+// A line "name types" for each launcher. A type is a letter: p pointer, i int, l int64_t, f float, d double.
 const char* moe_signatures();
 }

@@ -4,10 +4,10 @@
 //   replay            prints the signatures
 //   replay FILE       runs the call in FILE and writes the buffers back into it
 //
-// FILE holds 64-bit words: the name's length, the numbers of arguments and of buffers; then the name; then each
-// argument's bits; then for each buffer its address in the caller, its size and its bytes. Pointers into a buffer
-// are changed to point into its copy. Exit status 1: the call failed, with the message on stderr; others come from a
-// sanitizer.
+// FILE holds three 64-bit words: the length of the name, the number of arguments and the number of buffers. Then come
+// the name; a word with the bits of each argument; and for each buffer its address in the caller, its size and its
+// bytes. The program changes pointers into a buffer to point into its copy. Exit status 1: the call failed; 2: FILE is
+// wrong; others come from a sanitizer. The message is on stderr.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr size_t kAlignment = 256;  // as an allocator of the device has
+constexpr size_t kAlignment = 256;  // as cudaMalloc has at least
 
 struct Buffer {
   uint64_t address, size;
@@ -79,7 +79,7 @@ int main(int count, char** arguments) {
     each.address = read_word(file);
     each.size = read_word(file);
     each.offset = std::ftell(file);
-    // At the caller's offset from an aligned address; the allocation ends with the buffer.
+    // The copy has the caller's offset from an aligned address. The allocation ends where the buffer ends.
     const size_t lead = each.address % kAlignment;
     void* memory = nullptr;
     require(posix_memalign(&memory, kAlignment, lead + each.size) == 0, "out of memory");
@@ -89,6 +89,7 @@ int main(int count, char** arguments) {
   }
   const std::string types = types_of(name);
   for (size_t i = 0; i < words.size() && i < types.size(); i++) {
+    // The last argument is a stream (CUDA) or a number of threads.
     if (types[i] == 'p' && i + 1 < types.size()) words[i] = to_copy(words[i], buffers);
   }
   if (const int status = moe_call(name.c_str(), words.data())) {

@@ -1,4 +1,4 @@
-// The executor: fibers, rendezvous and shared memory. Compiled without sanitizers, but announces its fibers to them.
+// The executor: fibers, rendezvous and shared memory. It is compiled without sanitizers, but tells them of its fibers.
 #include "simt.h"
 
 #include <sys/mman.h>
@@ -46,7 +46,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr size_t kSharedLimit = 227 * 1024, kAlignment = 128;
-constexpr size_t kStackBytes = 128 * 1024, kGuard = 4096;  // address space; only accessed pages take memory
+constexpr size_t kStackBytes = 128 * 1024, kGuard = 4096;  // of a fiber; only pages that it accesses take memory
 
 struct Fiber {
   void* pointer = nullptr;
@@ -84,7 +84,7 @@ void switch_fiber(Fiber& from, Fiber& to, bool last) {
   __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
 }
 
-// Runs the next ready thread; returns when this one runs again.
+// Runs the next ready thread; returns when the calling thread runs again.
 void yield() {
   Thread& self = threads[current];
   int next = (current + 1) % count;
@@ -116,8 +116,9 @@ Fiber make_fiber() {
   return {nullptr, static_cast<char*>(memory) + kGuard, kStackBytes, nullptr};
 }
 
-// Pushes what simt_switch_stack pops: six zero registers and run_thread as the return address. The zero above them
-// stands for a caller's return address and aligns the stack as after a call.
+// Prepares a fiber's first switch: pushes six zeros for the registers that simt_switch_stack pops, and run_thread as
+// the address to which it returns. The zero above them is run_thread's own return address, and aligns the stack as a
+// call does.
 void restart(Fiber& fiber) {
   void** top = reinterpret_cast<void**>(static_cast<char*>(const_cast<void*>(fiber.stack)) + kStackBytes) - 1;
   *top = nullptr;

@@ -1,11 +1,11 @@
 // CUDA C++ on the host: with this header a .cu file compiles with a C++ compiler and runs under the executor in
-// simt.cpp, with the sanitizers of addresses and undefined behaviour. Each CUDA thread is a fiber that runs until a
-// rendezvous (a barrier, a warp collective) or its end. Races and misused barriers are found in PTX (tests/ptx).
+// simt.cpp, under the address and undefined-behaviour sanitizers. Each CUDA thread is a fiber that runs until a
+// rendezvous (a barrier, a warp collective) or its end. The executor finds no races; tests/ptx does.
 //
-// This header is compiled with the kernels, hence with the sanitizers: memory accesses of kernels belong here.
+// The kernels include this header, so it is compiled with the sanitizers: memory accesses of kernels belong here.
 #pragma once
 
-// CUDA's headers, if included earlier, have defined these; headers included below keep the definitions made here.
+// CUDA's headers may have defined these before; those included below keep the definitions made here.
 #undef __global__
 #undef __device__
 #undef __host__
@@ -50,7 +50,7 @@ size_t shared_memory_limit();
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& kernel);
 
-// Barrier of the block's threads; returns how many of them passed `vote` as true.
+// Barrier of a block's threads; returns how many of them passed true as `vote`.
 int barrier(bool vote);
 
 void* shared_variable(const void* key, size_t bytes);
@@ -76,7 +76,7 @@ struct Lanes {
   }
 };
 
-// Rendezvous of the lanes of `mask`: the last to arrive calls `apply` on the operands of all.
+// Rendezvous of the lanes of `mask`: the last lane to arrive calls `apply` on the operands of all lanes.
 using Operation = void (*)(const void* context, void* const* lanes, uint32_t mask);
 void meet(uint32_t mask, void* operand, Operation apply, const void* context);
 
@@ -236,7 +236,7 @@ inline int __float_as_int(float value) { return simt::bits<int>(value); }
 inline float __int_as_float(int value) { return simt::bits<float>(value); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
-// Host forms of cp.async, ldmatrix and mma.sync.
+// cp.async, ldmatrix and mma.sync on the host.
 
 namespace simt {
 
@@ -279,7 +279,7 @@ float float_of_16(uint32_t word, int half) {
   return float_of_half(element);
 }
 
-// Adds the products in the order of k, in fp32; a GPU may use another order and fewer bits.
+// Adds the products in the order of k, in float32; a GPU may use another order and fewer bits.
 template <bool BF16>
 void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   struct Lane {

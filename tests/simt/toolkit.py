@@ -13,7 +13,7 @@ from pathlib import Path
 
 @dataclasses.dataclass(frozen=True)
 class Toolkit:
-    """missing, no_nvcc, no_cuobjdump: the reasons why headers or tools were not found, or None."""
+    """missing (headers), no_nvcc, no_cuobjdump: the reason why it was not found, or None."""
 
     include: tuple[Path, ...] = ()
     nvcc: Path | None = None
@@ -40,14 +40,14 @@ def _wheel_roots() -> list[Path]:
 
 
 def _nvcc_root(nvcc: str) -> Path | None:
-    """The toolkit of an nvcc, which may be a link or a script, by its --dryrun."""
+    """The folder of an nvcc's toolkit, from its --dryrun, as `nvcc` may be a link or a script."""
     dry = subprocess.run([nvcc, "--dryrun", "-x", "cu", "-c", "/dev/null"], capture_output=True, text=True)
     found = re.search(r"^#\$ TOP=(.*)$", dry.stderr, re.MULTILINE)
     return Path(found[1].strip()).resolve() if found else None
 
 
 def _tool(name: str) -> Path | None:
-    """A binary tool from PATH, or the copy that comes with Triton."""
+    """A tool from PATH, or Triton's copy of it."""
     on_path = shutil.which(name)
     if on_path:
         return Path(on_path)

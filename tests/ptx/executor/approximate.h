@@ -6,7 +6,8 @@
 
 extern thread_local u64 approximation_seed;
 
-inline f64 signed_error(u64 input, u32 which) {  // in [-1, 1]
+// Either sign, magnitude in [0.5, 1). which: a number for each instruction.
+inline f64 signed_error(u64 input, u32 which) {
   u64 z = (input ^ approximation_seed ^ u64(which) << 56) * 0x9e3779b97f4a7c15ull;
   z = (z ^ (z >> 29)) * 0xbf58476d1ce4e5b9ull;
   z ^= z >> 32;
@@ -23,10 +24,10 @@ inline f32 approximate(f64 exact, f32 input, f64 bound, u32 which) {
   return std::fabs(f64(result) - exact) <= bound * std::fabs(exact) ? result : static_cast<f32>(exact);
 }
 
-// Largest errors by the PTX ISA: rcp.approx 1 ulp, ex2.approx, div.approx and div.full 2 ulp (here as relative errors,
-// with the ulp just above a power of two); sqrt.approx 2^-23 and rsqrt.approx
-// 2^-22.9 relative; tanh.approx 2^-11 relative; lg2.approx 2^-22, absolute in (0.5, 2) and relative elsewhere;
-// sin.approx and cos.approx 2^-20.5 absolute, in [-2 pi, 2 pi].
+// Largest errors by the PTX ISA: rcp.approx 1 ulp; ex2.approx, div.approx and div.full 2 ulp (here as relative errors
+// with 1 ulp = 2^-23, its value just above a power of two); sqrt.approx 2^-23, rsqrt.approx 2^-22.9 and tanh.approx
+// 2^-11, all relative; lg2.approx 2^-22, absolute in (0.5, 2) and relative elsewhere; sin.approx and cos.approx 2^-20.5
+// absolute, in [-2 pi, 2 pi].
 constexpr f64 kEx2 = 0x1p-22, kRcp = 0x1p-23, kSqrt = 0x1p-23, kDivide = 0x1p-22, kLg2 = 0x1p-22, kTanh = 0x1p-11;
 constexpr f64 kRsqrt = 1.277e-7, kSine = 6.743e-7;  // 2^-22.9 and 2^-20.5, rounded down
 
@@ -40,7 +41,7 @@ inline f32 lg2(f32 x) {  // absolute within [0.5, 2], relative outside
 inline f32 rcp(f32 x) { return approximate(1 / f64(x), x, kRcp, 3); }
 inline f32 rsqrt(f32 x) { return approximate(1 / std::sqrt(f64(x)), x, kRsqrt, 4); }
 inline f32 square_root(f32 x) { return approximate(std::sqrt(f64(x)), x, kSqrt, 5); }
-inline f32 tangent(f32 x) { return approximate(std::tanh(f64(x)), x, kTanh, 6); }
+inline f32 hyperbolic_tangent(f32 x) { return approximate(std::tanh(f64(x)), x, kTanh, 6); }
 inline f32 quotient(f32 x, f32 y) { return approximate(f64(x) / f64(y), x + y, kDivide, 7); }
 inline f32 sine(f32 x) { return approximation_seed ? f32(std::sin(f64(x)) + kSine * signed_error(bits<u32>(x), 8)) : f32(std::sin(f64(x))); }
 inline f32 cosine(f32 x) { return approximation_seed ? f32(std::cos(f64(x)) + kSine * signed_error(bits<u32>(x), 9)) : f32(std::cos(f64(x))); }

@@ -1,5 +1,5 @@
-// cp.async.bulk.tensor: one lane copies a box of a tensor into shared memory; its bytes land when a wait at the
-// mbarrier succeeds. fence.proxy.async: makes earlier writes visible to such copies and to wgmma.
+// cp.async.bulk.tensor: one lane copies a box of a tensor into shared memory; a wait at the mbarrier that succeeds
+// stores the bytes. fence.proxy.async: makes earlier writes visible to such copies and to wgmma.
 #include <algorithm>
 
 #include "table.h"
@@ -9,10 +9,10 @@ namespace {
 // Layout of a CUtensorMap here, as in tests/ptx/tensor_map.py. Dimension 0 is the contiguous one.
 struct TensorMap {
   u64 magic, base;
-  u32 rank, element, span, unused;  // span: bytes of a row of the box, over which 16-byte pieces are swizzled
-  u64 sizes[5];
+  u32 rank, element, span, unused;  // element: its bytes; span: bytes of a row of the box, in swizzled pieces of 16
+  u64 sizes[5];    // elements
   u64 strides[4];  // bytes, of dimensions 1 and up
-  u32 box[5];
+  u32 box[5];      // elements
 };
 constexpr u64 kMagic = 0x50414d524f534e54ull;
 
@@ -27,7 +27,7 @@ bool load_map(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, u64 
   return false;
 }
 
-// One row of the box: `inside` elements from `source` on, with zeros before and behind them.
+// Copies one row of the box: `skip` zeros, `inside` elements from `source` on, then zeros.
 bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, const TensorMap& map, Mbarrier& m, u64 source, s64 skip, s64 inside, u32 to) {
   u8 row[128] = {};
   Counters& c = launch.counters(r);
@@ -60,7 +60,7 @@ bool copy_row(Launch& launch, Block& b, Warp& w, const Record& r, u32 lane, cons
   return true;
 }
 
-// Operands: shared address (immediate is its offset), descriptor, mbarrier, coordinates. elements: dimensions.
+// Operands: shared address (immediate is its offset), tensor map, mbarrier, coordinates. elements: dimensions.
 Next copy(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   for (u32 rest = mask; rest; rest &= rest - 1) {
     const u32 lane = __builtin_ctz(rest);

@@ -3,7 +3,7 @@
 
 namespace {
 
-// Operand k is each lane's mask of participants. The instruction waits until all of them have arrived.
+// Operand k is each lane's mask of participants. Lanes wait until all participants of their mask have arrived.
 #define GATHER(k)                                                  \
   Next next;                                                         \
   u32 masks[kLanes];                                                 \
@@ -19,7 +19,7 @@ Next bar_warp(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 
 enum How { kUp, kDown, kButterfly, kIndex };
 
-// Operands: destination, predicate (with flag 1), source, lane, clamp and segments, mask.
+// Operands: destination, predicate (only with flag 1), source, lane or offset, clamp and segments, mask.
 template <How how>
 Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   GATHER(5)
@@ -72,7 +72,7 @@ void of_groups(const u32* masks, u32 mask, F&& f, Give&& give) {
   }
 }
 
-// Lanes whose group holds an undefined value.
+// The lanes in whose group some lane's operand k is undefined.
 u64 undefined_groups(Launch& launch, Warp& w, const Record& r, u32 k, const u32* masks, u32 mask) {
   const u64 undefined = either(undefined_lanes(launch, w, r, k)) & both(mask);
   u64 found = 0;
@@ -144,7 +144,8 @@ Next active_mask(Launch& launch, Block&, Warp& w, const Record& r, u32 mask) {
   return Next::following;
 }
 
-// Operands: the leader, a predicate that is true for it alone, mask. The seed chooses the leader of each mask.
+// Operands: the leader's lane, a predicate that is true for the leader alone, mask. The seed chooses the leader of a
+// mask.
 Next elect(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   GATHER(2)
   u32* to = lanes_of<u32>(launch, w, r, 0);

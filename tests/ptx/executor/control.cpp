@@ -1,7 +1,7 @@
 // Branches, divergence and reconvergence of the lanes of a warp, and barriers of the block.
 //
-// The active lanes are those with the lowest pc. As code may run in another order than it is laid out, a .sync
-// instruction blocks its lanes until all lanes of its mask have arrived.
+// The active lanes are those with the lowest pc. This alone does not bring lanes together that come to a .sync
+// instruction by different branches, so the instruction blocks its lanes until all lanes of its mask have arrived.
 #include "table.h"
 
 void select_lanes(Warp& w) {
@@ -18,14 +18,14 @@ void select_lanes(Warp& w) {
   w.next_other = other;
 }
 
-// Returns true if the instruction can execute: for all active lanes, or for those whose masks are complete. The others
-// block here. masks: one for each lane if `each`, else one for all. next: how to go on after false.
+// Whether a .sync instruction can execute, for all active lanes or for those whose masks are complete; it blocks the
+// other lanes. masks: one for each lane if `each`, else one for all lanes. next: how to go on if the result is false.
 bool gather(Launch& launch, Block& b, Warp& w, const Record& r, const u32* masks, bool each, Next& next) {
   next = Next::following;
   u32 ready = 0, waits_for = 0;
   for (u32 rest = w.active; rest; rest &= rest - 1) {
     const u32 l = __builtin_ctz(rest), mask = masks[each ? l : 0];
-    const u32 left = mask & w.born & ~w.live;  // a mask may be full in a partial last warp
+    const u32 left = mask & w.born & ~w.live;  // lanes of the mask that the block does not have are allowed
     if (left) launch.report(b, w, &r, l, "the mask %08x has lanes %08x, which have left", mask, left);
     if (!(mask >> l & 1)) {
       launch.report(b, w, &r, l, "executes it, but is not in its own mask %08x", mask);
@@ -99,7 +99,7 @@ Next leave(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   return Next::chosen;
 }
 
-// immediate: number of the barrier; second: threads of the barrier, 0 for all of the block.
+// immediate: number of the barrier; second: threads that it waits for, 0 for all of the block.
 bool arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask, Next& next) {
   if (!gather_all(launch, b, w, r, next)) return false;
   if (mask != w.live) {
@@ -147,7 +147,8 @@ Next trap(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 
 }  // namespace
 
-// Releases the warps of every complete barrier. Their clocks become the maximum: all earlier accesses are ordered.
+// Releases the warps of every complete barrier. Each gets the maximum of their clocks, as the barrier orders all of
+// their earlier accesses before all later ones.
 bool Launch::release_barriers(Block& b) {
   bool any = false;
   for (u32 id = 0; id < 16; id++) {

@@ -1,4 +1,4 @@
-// cvt: conversions. Names are cvt.<rounding>.<to>.<from>, without <rounding> for nearest even.
+// cvt: conversions. Names are cvt.<rounding>.<to>.<from>; without <rounding>, floats round to nearest even.
 #include <tuple>
 #include <type_traits>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Bytes live in registers of 16 bits.
+// A byte has a register of 16 bits.
 template <class T>
 using Register = std::conditional_t<sizeof(T) == 1, std::conditional_t<std::is_signed_v<T>, s16, u16>, T>;
 

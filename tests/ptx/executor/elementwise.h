@@ -3,7 +3,7 @@
 
 #include "table.h"
 
-// Destination D, sources A...; F computes one lane. An undefined source makes the lane undefined.
+// D: type of the destination; A: types of the sources; F computes a lane. An undefined source makes a lane undefined.
 template <class F, class D, class... A>
 struct Each {
   template <size_t... k>

@@ -13,7 +13,7 @@ bool less_or_greater(T x, T y) {
   return x < y || x > y;
 }
 
-// The comparisons of PTX on T; V converts a T to its value.
+// The comparisons of PTX on T; V converts the bits in a T to a number.
 template <class T, class V>
 void comparisons(Table& t, const std::string& kind, V) {
   compare<T>(t, "setp.eq." + kind, [](T x, T y) { return V{}(x) == V{}(y); });
@@ -51,14 +51,14 @@ void arithmetic(Table& t, const std::string& kind) {
   comparisons<T>(t, kind, [](T x) { return x; });
 }
 
-// 16-bit add, sub and mul: computed in 32 bits, then rounded to 16, which equals a single rounding.
+// 16-bit add, sub and mul: computed in 32 bits, then rounded to 16 bits; the result is that of a single rounding.
 template <class Value, class Round>
 struct Halves {
   static u16 add(u16 x, u16 y) { return Round{}(Value{}(x) + Value{}(y)); }
   static u16 sub(u16 x, u16 y) { return Round{}(Value{}(x) - Value{}(y)); }
   static u16 mul(u16 x, u16 y) { return Round{}(Value{}(x) * Value{}(y)); }
   static u16 fma(u16 x, u16 y, u16 z) {
-    // Rounded to 32 bits to odd first, so that the second rounding is correct.
+    // The first rounding, to 32 bits, is to odd, so that the second one, to 16 bits, is correct.
     const f64 product = f64(Value{}(x)) * Value{}(y), exact = product + Value{}(z);
     f32 once = static_cast<f32>(exact);
     if (std::isfinite(once) && f64(once) != exact && !(bits<u32>(once) & 1)) {
@@ -133,7 +133,7 @@ void add_floats(Table& t) {
   unary<f32, f32>(t, "rsqrt.approx.ftz.f32", [](f32 x) { return flush(rsqrt(flush(x))); });
   unary<f32, f32>(t, "sqrt.approx.f32", [](f32 x) { return square_root(x); });
   unary<f32, f32>(t, "sqrt.approx.ftz.f32", [](f32 x) { return flush(square_root(flush(x))); });
-  unary<f32, f32>(t, "tanh.approx.f32", [](f32 x) { return tangent(x); });
+  unary<f32, f32>(t, "tanh.approx.f32", [](f32 x) { return hyperbolic_tangent(x); });
   unary<f32, f32>(t, "sin.approx.f32", [](f32 x) { return sine(x); });
   unary<f32, f32>(t, "cos.approx.f32", [](f32 x) { return cosine(x); });
   unary<f64, f64>(t, "rcp.approx.ftz.f64", [](f64 x) { return rcp_upper(x); });

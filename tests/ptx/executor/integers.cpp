@@ -7,7 +7,7 @@
 
 namespace {
 
-// Copies the undefined halves too: a move computes no value.
+// mov: copies the undefined halves too, as a move computes no value.
 template <class T>
 Next move(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   T* to = lanes_of<T>(launch, warp, record, 0);
@@ -86,7 +86,8 @@ Next unpack(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) 
   return Next::following;
 }
 
-// prmt, bytes of two registers by a selector: a half is undefined if one of its bytes comes from an undefined half.
+// prmt, which selects bytes of two registers: a half of the result is undefined if a byte of it comes from an undefined
+// half.
 Next permute(Launch& launch, Block&, Warp& warp, const Record& record, u32 mask) {
   u32* to = lanes_of<u32>(launch, warp, record, 0);
   const u32* x = lanes_of<const u32>(launch, warp, record, 1);
@@ -200,7 +201,7 @@ void add_integers(Table& t) {
   ordered<s32>(t, "s32");
   ordered<u32>(t, "u32");
   ordered<s64>(t, "s64");
-  // .relu: a negative result becomes 0. From sm_90 on.
+  // .relu, from sm_90 on: a negative result becomes 0.
   binary<s32, s32, s32>(t, "min.relu.s32", [](s32 x, s32 y) { return std::max(std::min(x, y), 0); });
   binary<s32, s32, s32>(t, "max.relu.s32", [](s32 x, s32 y) { return std::max(std::max(x, y), 0); });
   ordered<u64>(t, "u64");

@@ -1,4 +1,4 @@
-// Runs a launch: blocks one after the other, the warps of a block alternately, in an order by the seed.
+// Runs a launch: blocks one after the other, the warps of a block in turns. The seed chooses the order.
 #include <cstdarg>
 #include <cstdio>
 #include <numeric>
@@ -19,7 +19,7 @@ const Table& table() {
   return built;
 }
 
-constexpr u64 kMaxErrors = 1000;  // ends the launch; a missing barrier can cause millions
+constexpr u64 kMaxErrors = 1000;  // these end a launch, as a missing barrier can cause millions
 
 }  // namespace
 
@@ -150,7 +150,7 @@ void Launch::run() {
       for (u32 q = 0; q < warps && !failed; q++) {
         Warp& w = b.warps[(first + q) % warps];
         if (w.phase == Phase::ready) {
-          // With a seed a warp also stops between barriers.
+          // Without a seed a warp runs until it waits or ends; with one it also stops in between.
           run_warp(b, w, seeded() ? 1 + random.below(2000) : ~u64(0) >> 1);
           ran = true;
         }
@@ -184,7 +184,7 @@ void Launch::report_deadlock(Block& b) {
          waiting->mbarrier, m.pending, (unsigned long long)m.copied, (unsigned long long)m.bytes);
 }
 
-// Errors at a block's end: a bulk copy still in flight, a wgmma that not all warps of a warpgroup issued.
+// Errors at the end of a block: a bulk copy in flight, a wgmma that not all warps of its warpgroup issued.
 void Launch::end(Block& b) {
   check_agreements(b);
   for (auto& [at, m] : b.mbarriers) {

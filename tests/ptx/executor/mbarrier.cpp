@@ -1,12 +1,13 @@
-// mbarriers: a phase completes after its arrivals and the bytes of its bulk copies.
+// mbarriers: a phase is complete after its arrivals and the bytes of its bulk copies.
 //
-// A warp's first try_wait in an incomplete phase fails; its next one completes the phase if all arrivals and copies
-// were issued. So code that ignores the result reads bytes that have not landed.
+// A warp's first try_wait in an incomplete phase fails. Its next one completes the phase and stores the bytes, if all
+// arrivals and copies were issued. So code that ignores the result of try_wait reads bytes too early, and an error
+// shows it.
 #include "table.h"
 
 namespace {
 
-// The address, which must be equal in all lanes that take part; ~0 after an error.
+// The address of an mbarrier, which must be equal in all lanes of `mask`; ~0 after an error.
 u32 address_of(Launch& launch, Block& b, Warp& w, const Record& r, u32 k, u32 mask) {
   const u32* base = lanes_of<const u32>(launch, w, r, k);
   const u32 lane = __builtin_ctz(mask), at = base[lane] + static_cast<u32>(r.immediate);
@@ -23,7 +24,7 @@ void mark(Launch& launch, Block& b, u32 at, bool live) {
   std::memset(&b.shared_defined[at], 0, 8);
 }
 
-// Operands: address, arrivals of a phase.
+// Operands: address, number of arrivals of a phase.
 Next init(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   if (!mask) return Next::following;
   const u32 at = address_of(launch, b, w, r, 0, mask), lane = __builtin_ctz(mask);
@@ -73,7 +74,7 @@ void complete(Launch& launch, Block& b, Mbarrier& m) {
   m.clocks[m.slot] = m.clock;
 }
 
-// Operands: address, bytes.
+// Operands: address, bytes that the phase waits for in addition.
 Next arrive(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   if (!mask) return Next::following;
   const u32 at = address_of(launch, b, w, r, 0, mask);
@@ -134,7 +135,7 @@ Mbarrier* Launch::find_mbarrier(Block& b, Warp& w, const Record& r, u32 lane, u6
   return nullptr;
 }
 
-// Releases the warps whose next try_wait may succeed.
+// Lets those warps run again whose next try_wait may succeed.
 bool Launch::release_mbarriers(Block& b) {
   bool any = false;
   for (Warp& w : b.warps) {

@@ -49,11 +49,11 @@ inline T or_nan(T x, T y, T otherwise) {
   return x != x || y != y ? std::numeric_limits<T>::quiet_NaN() : otherwise;
 }
 
-// 32-bit arithmetic returns one NaN for all; 64-bit arithmetic keeps the bits of an input NaN.
+// f32 arithmetic replaces every NaN by the same one; f64 arithmetic keeps the bits of an input NaN.
 inline f32 one_nan(f32 x) { return x != x ? std::numeric_limits<f32>::quiet_NaN() : x; }
 inline f64 one_nan(f64 x) { return x; }
 
-// Float to integer: NaN becomes 0, values out of range the nearest limit.
+// Float to integer: NaN becomes 0, a value out of range the nearest limit.
 template <class I, class F>
 inline I saturated(F x) {
   constexpr F low = static_cast<F>(std::numeric_limits<I>::min());
@@ -64,6 +64,7 @@ inline I saturated(F x) {
   return static_cast<I>(x);
 }
 
+// The bit operations prmt, bfe, bfi and brev.
 inline u32 permuted(u32 a, u32 b, u32 selector) {
   const u64 pair = static_cast<u64>(b) << 32 | a;
   u32 result = 0;
@@ -105,14 +106,15 @@ inline u32 reversed(u32 x) {
   for (u32 k = 0; k < 32; k++) result |= (x >> k & 1) << (31 - k);
   return result;
 }
-// `sum` plus the products of four signed or unsigned bytes.
+// dp4a: `sum` plus the products of the four bytes, of type A in x and B in y.
 template <class A, class B>
 inline s32 dot_bytes(u32 x, u32 y, s32 sum) {
   for (u32 k = 0; k < 4; k++) sum += s32(static_cast<A>(x >> (8 * k))) * s32(static_cast<B>(y >> (8 * k)));
   return sum;
 }
 
-// a * b + c rounded down. The product of two floats is exact as a double; the sum's error is found by two-sum.
+// a * b + c rounded down. The product of two floats is exact as a double; `error` is the rounding error of the sum (the
+// algorithm two-sum).
 inline f32 fma_down(f32 a, f32 b, f32 c) {
   const f64 product = f64(a) * b, sum = product + c;
   const f64 of_c = sum - product, error = (product - (sum - of_c)) + (f64(c) - of_c);

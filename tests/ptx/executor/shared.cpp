@@ -1,15 +1,17 @@
 // Shared memory: bounds, alignment, unwritten bytes, happens-before between warps and lanes, bank conflicts.
 //
-// Happens-before by vector clocks, with one clock a warp; a barrier takes their maximum. Each word (of the size of the
-// kernel's smallest access) stores its last writer and the clock of each warp's last read. Lanes of a warp are ordered by
-// what counts its clock up: bar.warp.sync, and shuffles, votes and the like of all its lanes.
+// Happens-before by vector clocks, with one clock for each warp; a barrier gives its warps the maximum of their
+// vectors. Each word (of shared_grain bytes) stores its last writer and the clock of each warp's last read. Accesses of
+// two lanes of a warp are ordered if the warp's clock rose between them. A bar.warp.sync of all its lanes, a barrier,
+// an arrival at an mbarrier and a fence.proxy.async raise it; a shuffle or a vote does not.
 #include <algorithm>
 
 #include "state.h"
 
-// Checks one lane's read. Errors: out of bounds, misaligned, an unfinished copy, a write of another warp with no
-// barrier between, or of another lane with no bar.warp.sync. Unwritten bytes are not an error yet: they make the value
-// undefined.
+// Checks one lane's read. Errors: out of bounds; misaligned; a copy that is not finished; a write of another warp with
+// no barrier since, or of another lane with no bar.warp.sync since. Unwritten bytes are no error yet: they set
+// `defined` to false. lane: kLanes for reads that a warp makes as a whole (ldmatrix, wgmma), which are not compared by
+// lane.
 bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, bool& defined) {
   defined = true;
   if (at + size > request.shared_bytes) {
@@ -48,7 +50,8 @@ bool Launch::may_read_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 a
   return true;
 }
 
-// Checks one lane's write of `value`, or the start of a copy. Equal values of several warps count as one write.
+// Checks one lane's write of `value` (null: equal to no other), or with `copy` the start of a copy. Several warps may
+// write equal values.
 bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool copy) {
   if (at + size > request.shared_bytes) {
     report(b, w, &r, lane, "writes %u bytes of shared memory at %llu, of %u", size, (unsigned long long)at, request.shared_bytes);
@@ -105,7 +108,7 @@ bool Launch::may_write_shared(Block& b, Warp& w, const Record& r, u32 lane, u64 
   return true;
 }
 
-// Lands the oldest groups of copies until `left` are in flight.
+// Completes the oldest groups of cp.async until `left` groups are in flight.
 void Launch::land(Block& b, Warp& w, size_t left) {
   for (; w.groups.size() > left; w.groups.pop_front()) {
     for (const Copy& copy : w.groups.front()) land_copy(b, copy, w.id, w.clocks[w.id]);
@@ -131,7 +134,7 @@ static bool fenced(const Block& b, const Warp& w, const SharedWord& word) {
   return word.writer >= b.warps.size() || word.write_clock <= w.fenced[word.writer];
 }
 
-// Checks a read of a wgmma; it lasts until retire().
+// Checks the start of a read by a wgmma; the read ends in retire().
 bool Launch::may_read_async(Block& b, Warp& w, const Record& r, u64 at, u32 size, bool& defined) {
   if (!may_read_shared(b, w, r, kLanes, at, size, defined)) return false;
   const u32 grain = program.shared_grain;
@@ -156,8 +159,8 @@ bool Launch::may_write_async(Block& b, Warp& w, const Record& r, u32 lane, u64 a
   return may_write_shared(b, w, r, lane, at, size, nullptr, true);
 }
 
-// Counts the passes over the 32 banks: accesses of 16 bytes a lane take a quarter of the warp at a time, of 8 bytes a
-// half. Lanes that access the same word share a pass.
+// Counts the passes over the 32 banks. A quarter of the warp accesses memory at a time if a lane accesses 16 bytes,
+// half of the warp if it accesses 8. Lanes that access the same 4-byte word share a pass.
 void Launch::count_passes(const Record& record, u32 mask, const u64* at, u32 size) {
   if (!mask) return;
   Counters& c = counters(record);

@@ -114,7 +114,7 @@ struct Launch {
   u32 origin = 0;            // the last instruction with an undefined result, and why
   const char* origin_why = "";
   std::vector<std::vector<GlobalWord>> written;  // of each range, in grains; empty until the first store
-  std::unordered_map<u64, std::map<u32, Known>> released;  // by address of an atomic with release
+  std::unordered_map<u64, std::map<u32, Known>> released;  // by address of an atomic with release or acquire
 
   Launch(const Program& p, Request& r) : program(p), request(r), random{r.seed}, written(r.range_count) {}
 

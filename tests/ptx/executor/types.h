@@ -21,26 +21,26 @@ constexpr u32 kAll = 0xffffffffu;
 struct Record {
   u16 op;         // index of the table of operations
   u8 negated;     // the guard predicate is negated
-  u8 size;        // memory operations: bytes of an element
+  u8 size;        // memory operations: bytes of an element; cp.async: bytes of a copy
   u8 width;       // memory operations: bytes of a register
-  u8 elements;    // memory operations: elements of a vector; ldmatrix: matrices
+  u8 elements;    // elements of a vector; matrices (ldmatrix, stmatrix); others: see the operation
   u8 flag;        // a variant of the operation, such as a signed load
-  u8 count;       // operands
+  u8 count;       // number of operands
   s32 guard;      // offset of the predicate register, or -1
   u32 operands;   // index of the first operand
   s32 target;     // of a branch: index of an instruction
   u32 address;    // bytes of the address register: 4 or 8
-  s64 immediate;  // offset of an address, number of a barrier, groups that may stay in flight
+  s64 immediate;  // offset of an address; number of a barrier; groups that may stay in flight; columns of a wgmma
   s64 second;     // offset of the second address; threads of a barrier
 };
 
-// Counters of one instruction in a launch.
+// Counters of one instruction (Record) in a launch.
 struct Counters {
   u64 runs;      // times that a warp executed it
   u64 lanes;     // lanes that took part
-  u64 requests;  // memory accesses; of a branch: divergences
+  u64 requests;  // accesses of a warp to memory; of a branch: divergences
   u64 sectors;   // global: sectors of 32 bytes; shared: passes over the banks
-  u64 ideal;     // the least: no unused bytes in sectors, no bank conflicts
+  u64 ideal;     // the least `sectors` possible: no unused bytes in sectors, no bank conflicts
 };
 
 // Memory that a kernel may access.
@@ -52,7 +52,7 @@ struct Range {
 
 // An error. Python adds the kernel's name and the lines.
 struct Finding {
-  u32 pc, warp, lane, kind;  // equal pc and kind are counted in `times`
+  u32 pc, warp, lane, kind;  // errors of equal pc and kind (message) share a Finding: `times`
   u32 block[3];
   u32 times;
   char text[228];
@@ -64,9 +64,9 @@ struct Program {
   const u32* operands;   // offsets in a warp's registers
   const u8* constants;   // copied to the front of the registers
   u32 constant_bytes, register_bytes;
-  u32 special[16];       // offsets of %tid.x and the like
-  u32 shared_grain;      // bytes of the smallest access of shared memory
-  u32 global_grain;      // bytes of the smallest store to global memory
+  u32 special[16];       // offsets of the special registers, in the order of decode.py's SPECIAL
+  u32 shared_grain;      // bytes of the smallest ld or st of shared memory, at most 4
+  u32 global_grain;      // bytes of the smallest st to global memory, at most 4
   u32 parameter_bytes, unused;
 };
 
@@ -79,6 +79,6 @@ struct Request {
   Counters* counters;
   Finding* findings;
   // Results.
-  u64 steps, errors, barriers, blocks;
+  u64 steps, errors, barriers, blocks;  // steps: instructions of warps; barriers: arrivals of warps
   u32 finding_count, reserved;
 };

@@ -1,7 +1,8 @@
 // wgmma: products that the four warps of a warpgroup start together and wait for later.
 //
-// Descriptors give the operands' places in shared memory; each warp computes 16 of the 64 rows. Sums are computed at
-// once but stored at wgmma.wait_group; until then the accumulators are undefined and the operands must not be written.
+// Descriptors give the places of the operands in shared memory. Each warp computes 16 of the 64 rows. The sums are
+// computed at once but stored at wgmma.wait_group; until then the accumulators are undefined, and the operands must not
+// be written.
 #include "numbers.h"
 #include "table.h"
 
@@ -9,8 +10,9 @@ namespace {
 
 constexpr u32 kMaxColumns = 256;
 
-// PTX ISA, "matrix descriptor": bits 0-13 address, 16-29 leading and 32-45 stride byte offset, all in 16 bytes; 49-51
-// base offset; 62-63 swizzle, where 1 is 128 bytes, 2 is 64 and 3 is 32.
+// PTX ISA, "matrix descriptor": bits 0-13 address, 16-29 leading and 32-45 stride byte offset, all in units of 16
+// bytes; 49-51 base offset; 62-63 swizzle: 1 is 128 bytes, 2 is 64 and 3 is 32. `span`: bytes of the swizzle. known:
+// modelled here.
 struct Descriptor {
   u32 start, leading, stride, span, row_chunks;
   bool known;
@@ -19,8 +21,9 @@ struct Descriptor {
         stride(static_cast<u32>(d >> 32 & 0x3fff) << 4), span(256u >> (d >> 62)), row_chunks(span / 16),
         known(d >> 62 && !(d & 0x3ffec000c000c000ull)) {}
 
-  // Address of 16 bytes. K-major: `line` is a row of the operand, `chunk` counts 16 bytes of K. Else `line` is an index
-  // of K, `chunk` counts 16 bytes of rows. 8 lines of `span` bytes are an atom, where bits 7 and up flip bits 4 and up.
+  // Address of 16 bytes. K-major: `line` is a row of the operand, `chunk` counts 16 bytes along K. Else `line` is an
+  // index of K, `chunk` counts 16 bytes along the rows. 8 lines of `span` bytes are swizzled: the address bits from 7
+  // up are XORed into those from 4 up.
   u32 at(u32 line, u32 chunk, bool k_major) const {
     u32 where = start + line % 8 * span + line / 8 * stride;
     where += k_major ? chunk * 16 : chunk % row_chunks * 16 + chunk / row_chunks * leading;
@@ -41,8 +44,8 @@ struct Tf32 {  // the lower 13 bits are ignored
   static f32 value(u32 x) { return bits<f32>(x & 0xffffe000u); }
 };
 
-// Reads rows [first, first + rows) of an operand, 32 bytes of K each, and calls put(row, k, value) for each element.
-// bad: rows with unwritten bytes.
+// Reads rows [first, first + rows) of A, or columns of B, each 32 bytes along K, and calls put(row, k, value) for each
+// element. bad: rows with unwritten bytes.
 template <class Kind, class Put>
 bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u32 first, u32 rows, bool k_major, std::vector<bool>& bad, Put&& put) {
   typedef typename Kind::Word Word;
@@ -70,7 +73,7 @@ bool fetch(Launch& launch, Block& b, Warp& w, const Record& r, u64 descriptor, u
   return true;
 }
 
-// Reports a value that differs within the warp.
+// Whether the value is equal in all lanes; reports it if not.
 template <class T>
 bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values, const char* what) {
   for (u32 l = 1; l < kLanes; l++) {
@@ -81,7 +84,7 @@ bool uniform(Launch& launch, Block& b, Warp& w, const Record& r, const T* values
   return true;
 }
 
-// Whether all warps of the warpgroup issue the same wgmma.
+// Whether the warp issues the same wgmma as the warps of its warpgroup that issued this one before.
 bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call call) {
   if ((w.id | 3) >= b.warps.size() || w.live != kAll) {
     launch.report(b, w, &r, 0, "a wgmma by fewer than four warps");
@@ -101,7 +104,7 @@ bool agree(Launch& launch, Block& b, Warp& w, const Record& r, Agreement::Call c
   return false;
 }
 
-// Row (of the warp's 16) and column of register q of lane l.
+// Row (of the warp's 16) and column of the sum in accumulator q of lane l.
 u32 row_of(u32 l, u32 q) { return l / 4 + 8 * (q >> 1 & 1); }
 u32 column_of(u32 l, u32 q) { return 8 * (q / 4) + 2 * (l % 4) + (q & 1); }
 

@@ -1,4 +1,4 @@
-// A launcher of a kernel with the bug `bug`; 0 is without.
+// A launcher with a planted bug for tests/test_simt.py.
 #pragma once
 
 #include <driver_types.h>
@@ -9,7 +9,7 @@ namespace moe {
 
 enum Bug : int { kNone, kSharedOverrun, kGlobalOverrun, kCopyPastTheEnd, kOverflow, kSkippedBarrier };
 
-// y[r, i] = x[r, (i + 1) % n] for n up to 32. Rows of x are read 4 elements at a time by cp.async.
+// y[r, i] = x[r, (i + 1) % n] for n up to 32, with the bug `bug`. cp.async reads 4 elements of a row of x at a time.
 cudaError_t rotate(int bug, const float* x /* (rows, n) */, float* y /* (rows, n) */, int64_t rows, int64_t n,
                    cudaStream_t stream);
 
