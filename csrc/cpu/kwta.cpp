@@ -38,8 +38,9 @@ struct Winners {
   int64_t ties;
 };
 
-// count: the number of keys at or above a trial. nearest: the bound of the threshold that follows. If count > k, it is a key
-// from the trial up to the next key of the row. Else it is a key below the trial, down to the next lower key of the row.
+// count: the number of keys at or above a trial. nearest: the bound of the threshold that follows. If count > k, it is
+// a key from the trial up to the next key of the row. Else it is a key below the trial, down to the next lower key of
+// the row.
 template <class Key>
 struct Count {
   int64_t count;
@@ -101,8 +102,8 @@ class Keys {
     return {plain.count, Key(least ^ flip)};
   }
 
-  // Sums of the finite values and of their squares over a sample of whole blocks of 32; returns its number of elements. A
-  // sample and a sum in F::Wide are exact enough, since they only give the first trial.
+  // Sums of the finite values and of their squares over a sample of whole blocks of 32; returns its number of elements.
+  // A sample and a sum in F::Wide are exact enough, since they only give the first trial.
   int64_t moments(Stat* sum, Stat* square_sum) const {
     const int64_t blocks = std::max(std::min(n_, span(n_)) / kMaskBits, int64_t(1));
     const int64_t skip = std::max(blocks / kSampledBlocks, int64_t(1));
@@ -132,8 +133,8 @@ class Keys {
       for (int64_t i = from; i < from + m; ++i) buffer_[i] = key_of<F>(x[i]);
     };
     convert(0, whole);
-    // The last keys are converted as a block of 32 that overlaps the block before: up to 31 elements one by one would take
-    // as long as all others.
+    // The last keys are converted as a block of 32 that overlaps the block before: up to 31 elements one by one would
+    // take as long as all others.
     if (whole < count && whole > 0) {
       convert(count - kMaskBits, kMaskBits);
     } else {
@@ -146,9 +147,9 @@ class Keys {
   Key* buffer_ = nullptr;  // (span(n),)
 };
 
-// The search for the thresholds of up to kRows rows, one lane a row. More than k keys of a row are at or above `low`, at
-// most k are at or above `high`, and the row is finished when high = low + 1. A count of exactly k finishes it at once;
-// then exactly k keys are at or above `high`.
+// The search for the thresholds of up to kRows rows, one lane a row. More than k keys of a row are at or above `low`,
+// at most k are at or above `high`, and the row is finished when high = low + 1. A count of exactly k finishes it at
+// once; then exactly k keys are at or above `high`.
 template <class F, class Int>
 class Search {
  public:

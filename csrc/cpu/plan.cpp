@@ -1,8 +1,8 @@
 // The routing plan on the CPU (definition: python_ref/plan.py).
 //
-// make_plan ranks each request (a token's choice of an expert) among those to the same expert. Requests in visiting order
-// are split into chunks. Each chunk counts its requests to every expert, a scan over the chunks turns counts into first
-// rows, and a second walk assigns the rows. Nothing is sorted.
+// make_plan ranks each request (a token's choice of an expert) among those to the same expert. Requests in visiting
+// order are split into chunks. Each chunk counts its requests to every expert, a scan over the chunks turns counts into
+// first rows, and a second walk assigns the rows. Nothing is sorted.
 
 #include "ops.h"
 
@@ -38,9 +38,9 @@ struct Requests {
   int64_t segments() const { return by_choice ? k : 1; }
   int32_t* count(int64_t chunk, int64_t segment) const { return counts + (chunk * segments() + segment) * num_experts; }
 
-  // Calls each(token, choice, request, expert) for the requests of a chunk; request: its index in (T, K). With by_choice
-  // only the order within a choice matters. Then the chunk is walked in blocks of kVisitBlock tokens, choice by choice
-  // within a block, so that writes alternate between E addresses, not K E, and the inner loop is long.
+  // Calls each(token, choice, request, expert) for the requests of a chunk; request: its index in (T, K). With
+  // by_choice only the order within a choice matters. Then the chunk is walked in blocks of kVisitBlock tokens, choice
+  // by choice within a block, so that writes alternate between E addresses, not K E, and the inner loop is long.
   template <class Index, class Each>
   void walk(int64_t chunk, Each each) const {
     const auto* expert = static_cast<const Index*>(experts);
@@ -80,7 +80,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   int32_t *__restrict slot_row = plan.slot_row, *__restrict row_token = plan.row_token;
   int32_t* __restrict row_choice = plan.row_choice;
   const int64_t num_experts = r.num_experts, step = r.by_choice ? num_experts : 0;
-  // First pass: each chunk (with by_choice, each choice in a chunk) numbers its requests to an expert from 0, in slot_row.
+  // First pass: each chunk, with by_choice each choice in a chunk, numbers its requests to an expert from 0 (slot_row).
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
     int32_t* count = r.count(chunk, 0);
@@ -89,8 +89,8 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
       if (uint64_t(expert) < uint64_t(num_experts)) slot_row[request] = count[choice * step + expert]++;
     });
   }
-  // Each count becomes the number of requests to the expert before: with by_choice those of earlier choices in all chunks,
-  // and always those of earlier chunks. `before` runs over the counts and ends as the total, plan.requested.
+  // Each count becomes the number of earlier requests to its expert: those of earlier chunks and, with by_choice, those
+  // of earlier choices in all chunks. `before` is the running sum, and at last the total: plan.requested.
   int32_t* before = plan.requested;
   std::fill(before, before + num_experts, 0);
   const auto each_count = [&](auto change) {
@@ -128,9 +128,9 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   }
 }
 
-// The `capacity` highest of n keys (padded to a multiple of kMaskBits with the lowest key): all keys greater than `above`,
-// and the first `ties` of the keys equal to it. Found by bisection: each step counts the keys greater than `middle` and
-// halves the interval (low, high].
+// The `capacity` highest of n keys (padded to a multiple of kMaskBits with the lowest key): all keys greater than
+// `above`, and the first `ties` of the keys equal to it. Found by bisection: each step counts the keys greater than
+// `middle` and halves the interval (low, high].
 template <class F>
 struct Cutoff {
   typename F::Key above;

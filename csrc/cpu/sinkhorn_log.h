@@ -1,6 +1,6 @@
-// Sinkhorn's iteration on potentials f of rows and g of columns, in double: P = exp((score - f - g) / tau). Of each row, f =
-// anchor + tau log_sum with anchor = max(score - g) and log_sum = log(sum of exp((score - g - anchor) / tau)); g likewise.
-// Anchor and log_sum are stored apart, because 1 / tau would magnify the rounding of their sum.
+// Sinkhorn's iteration on potentials f of rows and g of columns, in double: P = exp((score - f - g) / tau). Of each
+// row, f = anchor + tau log_sum with anchor = max(score - g) and log_sum = log(sum of exp((score - g - anchor) / tau));
+// g likewise. Anchor and log_sum are stored apart, because 1 / tau would magnify the rounding of their sum.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@ namespace {
 // Terms exp(x) with x below this are left out. exp(-64) = 1.6e-28; times 1 / tau = 1e7, as in a gradient, below 1e-20.
 constexpr double kNegligible = -64;
 
-// exp(x), or exactly 0 if x < kNegligible. Callers skip a vector if all its lanes are below kNegligible. Since such a lane
-// gives 0 in other vectors too, the result of a matrix does not depend on the matrices in other lanes.
+// exp(x), or exactly 0 if x < kNegligible. Callers skip a vector if all its lanes are below kNegligible. Since such a
+// lane gives 0 in other vectors too, the result of a matrix does not depend on the matrices in other lanes.
 inline Vec<double> summand(Vec<double> x) { return x < kNegligible ? Vec<double>{} : exp(x); }
 
 // *log_sum = log(total). If total is 0, since all scores are -inf, both *anchor and *log_sum become 0.
@@ -96,7 +96,7 @@ struct Potentials {
     }
   }
 
-  // The log of an element of the matrix after the iteration's row step (g_before: g before it), and after its column step.
+  // The log of a matrix element after the iteration's row step (g_before: g before that), and after its column step.
   Vec<double> log_rows_normalised(Vec<double> score, const double* g_before, int64_t i, int64_t j, double inv_tau) const {
     return ((score - load(g_before + j * kLanes<double>)) - row_anchor[i]) * inv_tau - row_log[i];
   }
@@ -123,8 +123,8 @@ Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau
   return row_max<packed, double>(most);
 }
 
-// Sets `updated`: whether the last iteration updated the matrix, and sums were still off by more than the tolerance. Those
-// of rows follow from the change of the row potentials; those of columns were right, except before the first iteration.
+// Sets `updated`: whether the iteration before updated the matrix, and sums were off by more than the tolerance. Row
+// sums follow from the change of the row potentials; column sums were right, except before the first iteration.
 template <bool packed, class Wide>
 void decide_update(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
             const Potentials<packed>& p, const Sums<packed>& sums, bool first) {

@@ -1,5 +1,5 @@
-// Sinkhorn's iteration on k = exp(S / tau) of the scores S, computed once. The result is P = diag(u) k diag(v); an iteration
-// updates the vectors u and v.
+// Sinkhorn's iteration on k = exp(S / tau), computed once from the scores S. The result is P = diag(u) k diag(v); an
+// iteration updates the vectors u and v.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// sinkhorn_scaled.h for n = 4, known at compile time: loops unroll, and vectors stay in registers. Two parts of a group are
-// computed together, so that their latencies overlap. A part is one vector of matrices, one matrix in each lane.
+// sinkhorn_scaled.h for n = 4, known at compile time: loops unroll, and vectors stay in registers. Two parts of a group
+// are computed together, so that their latencies overlap. A part is one vector of matrices, one matrix in each lane.
 #pragma once
 
 #include "sinkhorn_scaled.h"
@@ -40,8 +40,8 @@ struct Small {
     inverses(v, [&](int j, int i, int p) { return at(i, j, p) * u[i][p]; });
   }
 
-  // of[i][p] = 1 / sum over j of term(i, j, p). In double, one reciprocal, of the product of two sums, gives the inverses
-  // of both. kDoubleRange bounds the sums, so that the product is a normal number.
+  // of[i][p] = 1 / sum over j of term(i, j, p). In double, one reciprocal, of the product of two sums, gives the
+  // inverses of both. kDoubleRange bounds the sums, so that the product is a normal number.
   template <class Term>
   static void inverses(Vec<T> (&of)[n][parts], Term term) {
     each_of(n / 2, [&](int half, int p) {
@@ -56,7 +56,7 @@ struct Small {
       }
     });
   }
-  // ((0 + 1) + 2) + 3. Pairs, (0 + 1) + (2 + 3), have less latency but take one more instruction: backward is 5 % slower.
+  // ((0 + 1) + 2) + 3: with (0 + 1) + (2 + 3), less latency but one instruction more, backward is 5 % slower.
   template <class Term>
   static Vec<T> sum_of(Term term) {
     static_assert(n == 4);
@@ -83,8 +83,8 @@ void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& 
     s.each_of(n, [&](int j, int p) { s.part[p].put(i, j, s.at(i, j, p) * s.u[i][p] * s.v[j][p]); });
 }
 
-// As scaled_backward, but df is multiplied by u at the start. The iterations run forward for both parts together, and back
-// for one part after the other, so that h stays in registers.
+// As scaled_backward, but df is multiplied by u at the start. The iterations run forward for both parts together, and
+// back for one part after the other, so that h stays in registers.
 template <int n, class Wide, class Forms>
 void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, int64_t iterations,
                     double inv_tau, const Stage<true, Wide>& grad, Arena arena) {

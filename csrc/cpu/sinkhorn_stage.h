@@ -47,8 +47,8 @@ class Arena {
   char* room_;
 };
 
-// The sum or maximum over the columns of a row, from the sums or maxima of each lane in v. If packed, each lane is another
-// matrix and v is the result; else the lanes are reduced.
+// The sum or maximum over the columns of a row, from the sums or maxima of each lane in v. If packed, each lane is
+// another matrix and v is the result; else the lanes are reduced.
 template <bool packed, class T>
 Vec<T> row_sum(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
@@ -144,8 +144,8 @@ struct Stage {
       for (int64_t l = 0; l < group; ++l) std::memcpy(to + l * n * n + e, data + e * group + l, sizeof(Wide));
   }
 
-  // The form of each of `count` matrices: the cheapest that all its rows allow, which is the maximum over the rows, since
-  // forms are in the order of their cost. Padding must be within the range of its row.
+  // The form of each of `count` matrices: the cheapest that all its rows allow, which is the maximum over the rows,
+  // since forms are in the order of their cost. Padding must be within the range of its row.
   Forms<group> classify(double tau, bool one_tau, int64_t count) const {
     using V = Vec<Wide>;
     constexpr Wide inf = std::numeric_limits<Wide>::infinity();

@@ -110,8 +110,8 @@ void backward(const void* grad, const void* weights, const int32_t* experts, con
     for (int64_t i = 0; i < k; ++i) mean += w[i] * dw[i];
     if (logits != nullptr && k > 0) {
       const Key* logit = static_cast<const Key*>(logits) + t * stride;
-      // The probability of expert e is w_0 exp(z_e - z_0), with the weight w_0 and the logit z_0 of the first choice. A
-      // difference of logits z has one rounding, however large they are.
+      // The probability of expert e is w_0 exp(z_e - z_0), with logits z, weights w, and 0 for the first choice: a
+      // difference of two logits has one rounding, however large they are.
       const Wide highest = F::widen(logit[expert[0]]), scale = -mean * w[0];
 #pragma omp simd
       for (int64_t e = 0; e < num_experts; ++e) dz[e] = F::narrow(scale * exp(F::widen(logit[e]) - highest));

@@ -8,9 +8,9 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// The smooth step of a pre-activation t: h(t) = u^2 (3 - 2 u) with u = t / gamma + 1/2 clamped to [0, 1]. The distance of u
-// to the clamp, min(u, 1 - u), is computed as (half - |t|) / gamma with half = gamma / 2: the difference is exact near the
-// clamp, so both branches keep all digits there. The step is saturated if the distance is 0.
+// The smooth step of a pre-activation t: h(t) = u^2 (3 - 2 u) with u = t / gamma + 1/2 clamped to [0, 1]. The distance
+// of u to the clamp, min(u, 1 - u), is computed as (half - |t|) / gamma with half = gamma / 2: the difference is exact
+// near the clamp, so both branches keep all digits there. The step is saturated if the distance is 0.
 template <class Wide>
 struct Step {
   Wide half, inverse;
@@ -30,8 +30,8 @@ struct Step {
   }
 };
 
-// A tree is a heap: node 0 is the root, and node i has the children 2 i + 1 and 2 i + 2. Returns the first node of the level
-// of `node`.
+// A tree is a heap: node 0 is the root, and node i has the children 2 i + 1 and 2 i + 2. Returns the first node of the
+// level of `node`.
 inline int64_t level_of(int64_t node) { return (int64_t(1) << (63 - __builtin_clzll(uint64_t(node) + 1))) - 1; }
 
 // Leaves are nodes E-1 .. 2E-2. Experts are the leaves from left to right: those of the deepest level come first.

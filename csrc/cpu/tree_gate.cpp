@@ -1,8 +1,8 @@
 // The tree gate on the CPU (definition: python_ref/tree_gate.py; backward: the equations of ops/tree_gate.py).
 //
 // One token at a time. Probabilities of nodes are multiplied from the root down, level by level; backward sums from the
-// leaves up. In heap order the nodes of a level are neighbours, and so are their children. All exponentials are one loop,
-// over the leaves of all trees.
+// leaves up. In heap order the nodes of a level are neighbours, and so are their children. All exponentials are one
+// loop, over the leaves of all trees.
 
 #include "ops.h"
 
@@ -23,9 +23,9 @@ constexpr int64_t kPad = 16;  // rows are padded to multiples of this, so that l
 
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
-// A thread's buffers for one token. In a tree's row of `split` and in the heap, nodes count from 1: node m has children 2 m
-// and 2 m + 1, so that each level of at least a vector starts at a multiple of a vector. Elements written past the end of
-// a level or a row are overwritten or not used for a result. Padding of the leaves stays 0.
+// A thread's buffers for one token. In a tree's row of `split` and in the heap, nodes count from 1: node m has children
+// 2 m and 2 m + 1, so that each level of at least a vector starts at a multiple of a vector. Elements written past the
+// end of a level or a row are overwritten or not used for a result. Padding of the leaves stays 0.
 template <class F>
 struct TokenBuffers {
   using Key = typename F::Key;
@@ -54,8 +54,8 @@ struct TokenBuffers {
     for (int64_t i = 0; i < trees * experts; ++i) logit[i] = F::widen(leaf_logits[i]);
   }
 
-  // Probabilities of the leaves. Also prefetches the next token's rows: they are too short for the hardware's prefetcher,
-  // and waiting for them would take a quarter of the time.
+  // Probabilities of the leaves. Also prefetches the next token's rows: they are too short for the hardware's
+  // prefetcher, and waiting for them would take a quarter of the time.
   void descend(const Step<Wide>& step, const Key* next_split, const Key* next_leaf) const {
     const Leaves order(experts);
     heap[1] = 1;
@@ -75,9 +75,9 @@ struct TokenBuffers {
     }
   }
 
-  // The softmax over the leaves of all trees is q times the returned scale. A leaf counts if its probability is not below `least` (a NaN
-  // counts). For other leaves exp(0) is computed and not used: exp(-inf) takes a microcode assist of 150 cycles a vector,
-  // like a subnormal result.
+  // The softmax over the leaves of all trees is q times the returned scale. A leaf counts if its probability is not
+  // below `least` (a NaN counts). For other leaves exp(0) is computed and not used: exp(-inf) takes a microcode assist
+  // of 150 cycles a vector, like a subnormal result.
   Wide softmax(Wide epsilon, Wide least) const {
     const V none = broadcast(-std::numeric_limits<Wide>::infinity());
     V top = none, sum{};
@@ -191,7 +191,7 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
           q[e] = q[e] * scale * (grad[e] - mean);  // in this order, since scale can be as large as 1 / least
           out[e] = F::narrow(q[e]);
         }
-        // From the gradient to a leaf's logit to that to its probability, times the probability.
+        // q is the gradient to the leaf's logit, and becomes the gradient to its probability times the probability.
         if (epsilon > 0)
           for (int64_t e = 0; e < experts; ++e) q[e] *= prob[e] / (prob[e] + Wide(epsilon));
         if (grad_leaf_probs != nullptr) {

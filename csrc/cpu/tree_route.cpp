@@ -1,8 +1,8 @@
 // The conditional descent of the tree gate on the CPU (definition: tree_route in python_ref/tree_gate.py).
 //
-// A block of tokens goes down a tree together: a node's weights are read once for all tokens that reach it, and each token
-// goes left or right. A token for which a node is not saturated, so that both branches are possible, leaves the block:
-// the leaves below the node are searched for this token alone, likeliest node first.
+// A block of tokens goes down a tree together: a node's weights are read once for all tokens that reach it, and each
+// token goes left or right. A token for which a node is not saturated, so that both branches are possible, leaves the
+// block: the leaves below the node are searched for this token alone, likeliest node first.
 
 #include "ops.h"
 
@@ -20,7 +20,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kBlock = 128;  // tokens of a block; their x, 384 KiB at P = 768, stays in the L2 cache for all trees
-constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time; each has its own sums, so that others do not change its bits
+constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time, each with its own sums, so that others do not change its bits
 
 template <class Wide>
 struct Candidate {
@@ -134,7 +134,7 @@ class Descent {
         others_[--undecided] = token;
       }
     }
-    // Sorts order_: tokens that go left, from `left` on those that go right, from `alone` on those that are searched alone.
+    // order_: tokens that go left, from `left` on those that go right, from `alone` on those that are searched alone.
     std::copy(others_, others_ + right, order_ + left);
     const int64_t alone = left + right;
     std::copy(others_ + undecided, others_ + kBlock, order_ + alone);
