@@ -1,6 +1,6 @@
-// Products of a few rows with a weight that is contiguous along its columns, such as the transposed view of an nn.Linear's
-// weight: one dot product for each row and column. Each weight is read once, in order. The panels of tiles.h would transpose
-// it first: with one row, dot products take 0.6 of their time in bfloat16 (512 x 2048), 0.8 in float32 (256 x 1024).
+// Products of a few rows with a weight whose columns are contiguous, such as the transposed view of an nn.Linear's
+// weight: one dot product for each row and column. The weight is read once, in order; panels (tiles.h) would transpose
+// it first. One row takes 0.6 of the time of panels in bfloat16 (512 x 2048), 0.8 in float32 (256 x 1024).
 #pragma once
 
 #include <cstdint>

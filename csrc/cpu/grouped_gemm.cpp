@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kSumRows = 64;  // rows in a partial sum, which is then added to the total
 constexpr int64_t kChunk = 256;  // columns of a row at a time, on the stack
-constexpr int64_t kPackedRows = 8;  // rows packed at a time: reuses their cache lines, 0.93 of the time
+constexpr int64_t kPairedRows = 8;  // rows paired at a time: their cache lines are reused, 0.93 of the time
 constexpr int64_t kBlock = 132;  // rows of dW in a block: whole tiles, and at least 128
 
 // Zeros in rows `used` up to `rows` of out, each of `bytes`.
@@ -36,7 +36,7 @@ void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char*
   const int64_t out_bytes = width * kind.size, pre_bytes = dout * kind.size;
   expect_pages(out, rows * out_bytes);
   if (pre) expect_pages(pre, rows * pre_bytes);
-  // If elements are of type T, the sums are computed in pre, or in out if that is the sums plus bias.
+  // If elements are of type T, the sums are computed in pre, or in out if out is only the sums plus bias.
   const bool plain = Activation(activation) == Activation::none && !pre;
   T* sums_out = kind.same_type && (plain || pre) ? reinterpret_cast<T*>(plain ? out : pre) : nullptr;
   char* const rounded = plain && !bias && kind.in_pairs && !gemm.by_torch ? out : nullptr;
@@ -70,7 +70,7 @@ struct WeightGradient {
     const int64_t block_rows = share_of(groups.num_experts * din, kBlock, threads);
     const int64_t blocks = std::max<int64_t>(1, panels_of(din, block_rows));
     expect_pages(dweight, groups.num_experts * din * dout * kind.size);
-    // A panel of rows (or pairs of rows) of grad, a block of as many rows of x, and a block of dW.
+    // Scratch: a panel of rows (or pairs of rows) of grad, a block of as many rows of x, and a block of dW.
     const int64_t depth = kind.in_pairs ? kPairDepth : kDepth;
     const Scratch<T> scratch(threads, depth * (kPanel<T> + kBlock) + kBlock * dout);
     std::atomic<int64_t> next{0};
@@ -137,9 +137,9 @@ struct WeightGradient {
       Prefetcher prefetcher{{grad.piece(next, more, dout), x.piece(next, more, din)}, steps_of<T>(count, depth, dout), last};
       if (!last) x.prefetch_pairs(prefetcher, 2, next, start, count + 32);
       else x.prefetch_pairs(prefetcher, 2, groups.first(e), start + count, count + 32);  // for the next block of dW
-      for (int64_t r = 0; r < used_rows; r += kPackedRows)
+      for (int64_t r = 0; r < used_rows; r += kPairedRows)
         for (int64_t i = 0; i < count; i += kPackRows)
-          x.pair(block + i * depth + r / 2 * kPackRows, kPackRows, row + r, std::min(kPackedRows, used_rows - r), start + i,
+          x.pair(block + i * depth + r / 2 * kPackRows, kPackRows, row + r, std::min(kPairedRows, used_rows - r), start + i,
                  std::min<int64_t>(kPackRows, count - i));
       for (int64_t j = 0; j < dout; j += kPanel<T>) {
         const int64_t columns = std::min<int64_t>(kPanel<T>, dout - j);
@@ -154,7 +154,7 @@ struct WeightGradient {
     }
   }
 
-  // dbias_e. Sums kSumRows rows, then these sums: in one running sum rounding errors would grow with the number of rows.
+  // dbias_e. Sums kSumRows rows, then these sums: rounding errors of one running sum would grow with the rows.
   void column_sums(int64_t e, T* sums) const {
     T* const partial = sums + dout;
     std::fill(sums, sums + dout, T(0));
@@ -225,6 +225,8 @@ T dot_of(const GatheredRows<T>& x, int64_t row, const char* with, int64_t dim) {
   return dot;
 }
 
+// With h = act(pre), w = row_weight and a = x W, where x is the gradient dy and W is W_out^T: dpre = w a act'(pre),
+// weighted = w h, drow_weight = <h, a> + <b_out, dy>.
 template <class T>
 void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char* b_out, const char* pre, int activation,
                      char* dpre, char* weighted, T* drow_weight, int64_t rows, int threads) {
@@ -245,7 +247,7 @@ void hidden_backward(const GroupedGemm<T>& gemm, const T* row_weight, const char
         a[i] *= w;
       }
       chunk.backward(a, dpre + row * pre_bytes);
-      kind.narrow(weighted + row * bytes + j * kind.size, h, chunk.count);  // may overwrite a
+      kind.narrow(weighted + row * bytes + j * kind.size, h, chunk.count);  // weighted may be the memory of a
     }
     drow_weight[row] = dot;
   });
@@ -267,8 +269,8 @@ void norms(const GroupedGemm<T>& gemm, const char* bias, T* out, int64_t rows, i
   clear(out, gemm.groups.used(), rows, sizeof(T));
 }
 
-// out (tokens, dim): the sum of each token's rows, in their order. Each thread takes some of the columns. Its scratch:
-// for each token a byte that tells whether one of its rows was added, and the sums if elements are narrower than T.
+// out (tokens, dim): the sum of each token's rows, in the order of rows. Each thread takes some of the columns. Its
+// scratch has a byte for each token, 1 if a row of the token was added, and the sums if elements are narrower than T.
 template <class T>
 void sum_rows(const Elements<T>& kind, const char* rows, const int32_t* token, char* out, int64_t num_rows,
               int64_t tokens, int64_t dim, int threads) {

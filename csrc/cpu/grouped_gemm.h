@@ -16,12 +16,13 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// A sum of more than kDepth terms is computed in pieces of kDepth, so that the panel of weights for a piece has at most
-// 32 KB. In pairs of bfloat16 a piece has kPairDepth pairs: 0.95 to 1.03 of the time of kDepth pairs (Zen 4).
+// A sum of more than kDepth terms is computed in parts of kDepth terms, so that the panel of weights (tiles.h) for a
+// part has at most 32 KB. For pairs of bfloat16 (pairs.h) a part has kPairDepth pairs, which takes 0.95 to 1.03 of the
+// time with kDepth pairs (Zen 4).
 constexpr int64_t kDepth = 512 / kTileVectors;
 constexpr int64_t kPairDepth = 2 * kDepth;
 
-// Uninitialised memory for each thread, in whole cache lines.
+// Uninitialised memory for each thread, which starts at a multiple of 16 elements: a cache line of float.
 template <class T>
 class Scratch {
  public:
@@ -65,7 +66,7 @@ struct GatheredRows {
     if (token == nullptr) prefetcher.prefetch(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
   }
 
-  // These rows as one piece of memory to prefetch; empty if they are gathered or not contiguous.
+  // Rows from `first` on as one piece of memory to prefetch; empty if rows are gathered or not contiguous.
   Prefetcher::Piece piece(int64_t first, int64_t rows, int64_t dim) const {
     if (token != nullptr || stride != dim) return {};
     return {x + first * dim * kind.size, rows * dim * kind.size};
@@ -89,13 +90,13 @@ struct GroupedGemm {
   Groups groups;
   int64_t din, dout;
 
-  // Calls finish(expert, row, sums) for every row; sums has dout elements and may be overwritten. It is in `by_torch` if
+  // Calls finish(expert, row, sums) for every row, which may overwrite its dout sums. The sums are in `by_torch` if
   // that is of type T, else in `sums_out` (R, dout) if not null, else in the thread's scratch. If `rounded` is not null
   // (pairs only), the sums are written there in bfloat16, and finish is not called.
   template <class Finish>
   void run(int threads, T* sums_out, char* rounded, Finish finish) const {
     if (by_torch && by_torch_kind.same_type) sums_out = reinterpret_cast<T*>(by_torch);
-    // The sums of a span, its rows of x, and a panel; with `by_torch`, one row of it.
+    // The sums of a span, its rows of x, and a panel; with `by_torch`, one row of sums.
     const Scratch<T> scratch(threads, by_torch ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kPairDepth));
     groups.each_span(threads, [&](int thread, Span span, Span later) {
       T* own = scratch.of(thread);
@@ -141,8 +142,8 @@ struct GroupedGemm {
 
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
 
-  // Prefetch list during a span: the rows of the next span, and the weight of its expert if that is another one. `depth`:
-  // terms of a panel.
+  // What to prefetch during a span: the rows of the next span, and the weight of its expert if that is another one.
+  // depth: terms of a panel. fresh: see Prefetcher.
   Prefetcher prefetch_next_span(Span span, Span later, int64_t depth, bool fresh) const {
     Prefetcher prefetcher{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
     const bool another = later.rows > 0 && later.expert != span.expert;
@@ -180,8 +181,8 @@ struct GroupedGemm {
     }
   }
 
-  // Whether to multiply as in dots.h: the expert has few rows, and the columns of its weight are contiguous. It depends
-  // on the rows of the expert, not of the span, so that the result's bits depend neither on threads nor on other experts.
+  // Whether to multiply as in dots.h: the expert has few rows, and the columns of its weight are contiguous. The rows
+  // of the expert count, not of the span, so that the result's bits depend neither on threads nor on other experts.
   bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
 
   // As multiply, in pairs of terms. Rows are copied first if they are gathered, have an odd length or stride, or do not

@@ -12,12 +12,12 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSpan = 192;  // most rows of a span; it packs a weight once, in the time of 10 to 20 rows
-constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a span or block: LEAST in grouped_gemm_cpu.py
+constexpr int64_t kSpan = 192;  // most rows of a span; a span packs a weight once, which takes as long as 10 to 20 rows
+constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a span or block; LEAST in grouped_gemm_cpu.py is the same
 
-// Rows that a thread takes at a time, out of `rows`. They are divided so that each thread would take the same number of
-// shares: up to four, since threads and experts differ. A share has at least kMinRows rows, or twice as many if a thread
-// takes several.
+// The rows of a share, which a thread takes at a time, out of `rows`; at most `most`. Each thread would take equally
+// many shares: up to four, to balance threads and experts, or more if `most` is small. A share has at least kMinRows
+// rows, and 2 kMinRows if a thread takes several.
 inline int64_t share_of(int64_t rows, int64_t most, int threads) {
   if (threads == 1) return most;
   const int64_t each = panels_of(rows, threads);
@@ -51,7 +51,7 @@ struct Groups {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
       int64_t e = 0, before = 0;  // spans of the experts before e
-      // The i-th span, or one without rows after the last.
+      // The i-th span, or one without rows after the last. Moves e and `before` to that span's expert.
       const auto at = [&](int64_t i, int64_t& e, int64_t& before) -> Span {
         for (int64_t spans; e < num_experts && i >= before + (spans = panels_of(rows(e), span)); ++e) before += spans;
         if (e == num_experts) return {};

@@ -5,7 +5,7 @@
 // variance (a normal row takes 3 to 5 counts); bisection limits the worst row to about 40.
 //
 // Up to 32 rows are searched together. Each round counts the keys of every unfinished row, then computes all new trials
-// in vectors with one lane a row: for a row of 100 floats 25 cycles in all; one row at a time, 130.
+// in vectors with one lane a row. The trials of a row of 100 floats take 25 cycles in all; one row at a time, 130.
 
 #include "ops.h"
 
@@ -26,20 +26,21 @@ constexpr int64_t kResident = 16384;  // keys of a row kept in cache; a longer r
 constexpr int64_t kChunk = 4096;      // keys of a longer row at a time
 constexpr int64_t kPrefetchLength = 512;  // most keys of a row to prefetch: the hardware prefetches longer ones itself
 constexpr int kRows = 32;             // most rows searched together: one bit a row
-constexpr int64_t kSampledWords = 16;  // words of a row that its mean and variance are computed from
+constexpr int64_t kSampledBlocks = 16;  // blocks of 32 keys of a row that its mean and variance are computed from
 constexpr int kTrials = 8;            // rounds that interpolate, before bisection alone
 
 enum class Ties : int { index = 0, strict = 1, all = 2 };
 
-// A row's winners: keys above `above`, and of the keys equal to it the first `ties` ones.
+// A row's winners: all keys greater than `above`, and the first `ties` of the keys equal to it.
 template <class F>
 struct Winners {
   typename F::Key above;
   int64_t ties;
 };
 
-// The number of keys at or above a trial, and a new bound of the threshold: a key on its side of the trial (at or above
-// it if more than k keys are, else below it), not beyond the nearest key of the row.
+// count: the number of keys at or above a trial. nearest: the bound of the threshold that follows. If count > k, it is
+// a key from the trial up to the next key of the row. Else it is a key below the trial, down to the next lower key of
+// the row.
 template <class Key>
 struct Count {
   int64_t count;
@@ -66,20 +67,21 @@ class Keys {
   using Key = typename F::Key;
   using Stat = typename F::Wide;
 
-  static int64_t span(int64_t n) { return n <= kResident ? words_of(n) * kWord : kChunk; }
+  // The number of keys of a row of n that are in the buffer at a time.
+  static int64_t span(int64_t n) { return n <= kResident ? mask_words(n) * kMaskBits : kChunk; }
 
   Keys() = default;
   Keys(const Key* x, int64_t n, Key* buffer) : x_(x), n_(n), buffer_(buffer) {
     if (n <= kResident) load(0);
   }
 
-  // Calls pass(first element, keys, number of keys rounded up to whole words) for each span of the row.
+  // Calls pass(first element, keys, number of keys rounded up to a multiple of 32) for each span of the row.
   template <class Pass>
   void each(Pass pass) const {
-    if (n_ <= kResident) return pass(int64_t(0), buffer_, words_of(n_) * kWord);
+    if (n_ <= kResident) return pass(int64_t(0), buffer_, mask_words(n_) * kMaskBits);
     for (int64_t start = 0; start < n_; start += span(n_)) {
       load(start);
-      pass(start, buffer_, words_of(std::min(span(n_), n_ - start)) * kWord);
+      pass(start, buffer_, mask_words(std::min(span(n_), n_ - start)) * kMaskBits);
     }
   }
 
@@ -100,17 +102,17 @@ class Keys {
     return {plain.count, Key(least ^ flip)};
   }
 
-  // Sums of the finite values and of their squares over a sample of whole words; returns its number of elements. Float
-  // and a sample are enough, since they only give the first trial.
+  // Sums of the finite values and of their squares over a sample of whole blocks of 32; returns its number of elements.
+  // A sample and a sum in F::Wide are exact enough, since they only give the first trial.
   int64_t moments(Stat* sum, Stat* square_sum) const {
-    const int64_t words = std::max(std::min(n_, span(n_)) / kWord, int64_t(1));
-    const int64_t skip = std::max(words / kSampledWords, int64_t(1));
-    Stat sums[kWord] = {}, squares[kWord] = {};  // one a lane: lanes are summed only at the end
+    const int64_t blocks = std::max(std::min(n_, span(n_)) / kMaskBits, int64_t(1));
+    const int64_t skip = std::max(blocks / kSampledBlocks, int64_t(1));
+    Stat sums[kMaskBits] = {}, squares[kMaskBits] = {};  // one a lane: lanes are summed only at the end
     int64_t seen = 0;
-    for (int64_t word = 0; word < words; word += skip, seen += kWord) {
-      const Key* key = buffer_ + word * kWord;
+    for (int64_t block = 0; block < blocks; block += skip, seen += kMaskBits) {
+      const Key* key = buffer_ + block * kMaskBits;
 #pragma omp simd
-      for (int i = 0; i < kWord; ++i) {
+      for (int i = 0; i < kMaskBits; ++i) {
         const Stat value = finite_or_zero<F>(key[i]);
         sums[i] += value;
         squares[i] += value * value;
@@ -124,17 +126,17 @@ class Keys {
  private:
   void load(int64_t start) const {
     const Key* x = x_ + start;
-    const int64_t count = std::min(span(n_), n_ - start), whole = count / kWord * kWord;
-    if (whole < count) std::fill_n(buffer_ + whole, kWord, Key(-F::inf - 2));  // below every key, so they never win
+    const int64_t count = std::min(span(n_), n_ - start), whole = count / kMaskBits * kMaskBits;
+    if (whole < count) std::fill_n(buffer_ + whole, kMaskBits, Key(-F::inf - 2));  // below every key, so they never win
     const auto convert = [&](int64_t from, int64_t m) {
 #pragma omp simd
       for (int64_t i = from; i < from + m; ++i) buffer_[i] = key_of<F>(x[i]);
     };
     convert(0, whole);
-    // The last keys are converted as a whole word that overlaps the one before: up to 31 elements one by one would take
-    // as long as all others.
+    // The last keys are converted as a block of 32 that overlaps the block before: up to 31 elements one by one would
+    // take as long as all others.
     if (whole < count && whole > 0) {
-      convert(count - kWord, kWord);
+      convert(count - kMaskBits, kMaskBits);
     } else {
       convert(whole, count - whole);
     }
@@ -145,8 +147,9 @@ class Keys {
   Key* buffer_ = nullptr;  // (span(n),)
 };
 
-// The search for the thresholds of up to kRows rows, one lane a row. More than k keys of a row are at or above its `low`,
-// at most k are at or above its `high`, and it is finished when high = low + 1. A count of exactly k sets them so.
+// The search for the thresholds of up to kRows rows, one lane a row. More than k keys of a row are at or above `low`,
+// at most k are at or above `high`, and the row is finished when high = low + 1. A count of exactly k finishes it at
+// once; then exactly k keys are at or above `high`.
 template <class F, class Int>
 class Search {
  public:
@@ -183,7 +186,7 @@ class Search {
     int64_t seen = 1;
     for (int r = 0; r < rows; ++r) seen = keys[r].moments(&bottom_[r], &top_[r]);
     const Stat share = 1 / Stat(seen);
-    // The distance from one key to the next at the threshold of a normal row, in standard deviations.
+    // The distance from one element to the next at the threshold of a normal row, in standard deviations.
     const Stat step = std::sqrt(Stat(2 * 3.14159265)) * std::exp(Stat(0.5) * quantile * quantile) / Stat(n_);
 #pragma omp simd
     for (int r = 0; r < kRows; ++r) {
@@ -228,8 +231,8 @@ class Search {
   Int n_, k_;
   alignas(64) Int low_[kRows], high_[kRows], trial_[kRows], at_low_[kRows], at_high_[kRows];
   Int live_[kRows], count_[kRows], nearest_[kRows];
-  Stat bottom_[kRows], top_[kRows];  // values of low and high; sums of the row before the first round
-  Stat slope_[kRows];                // change of the threshold for one key more
+  Stat bottom_[kRows], top_[kRows];  // values of low and high; before the first round, the sums of `moments`
+  Stat slope_[kRows];                // change of the value that one key fewer reaches
 };
 
 // Calls put(word index, mask word) from left to right.
@@ -237,7 +240,7 @@ template <class F, class Put>
 void select(const Keys<F>& keys, Winners<F> winners, Put put) {
   using Key = typename F::Key;
   keys.each([&](int64_t start, const Key* key, int64_t m) {
-    for (int64_t i = 0; i < m; i += kWord) {
+    for (int64_t i = 0; i < m; i += kMaskBits) {
       uint32_t word = greater(key + i, winners.above);
       if (winners.ties > 0) {
         for (uint32_t equal = greater(key + i, Key(winners.above - 1)) & ~word; equal && winners.ties; --winners.ties) {
@@ -245,7 +248,7 @@ void select(const Keys<F>& keys, Winners<F> winners, Put put) {
           equal &= equal - 1;
         }
       }
-      put((start + i) / kWord, word);
+      put((start + i) / kMaskBits, word);
     }
   });
 }
@@ -268,7 +271,7 @@ struct Call {
   uint8_t* mask;
   int64_t rows, n, k;
   Ties ties;
-  float quantile;
+  float quantile;  // of the standard normal distribution at 1 - k / n
   int threads;
 };
 
@@ -297,9 +300,9 @@ void forward(const Call& c) {
       for (int r = 0; r < rows; ++r) {
         const int64_t row = first + r;
         select(keys[r], search.winners(r, c.ties), [&](int64_t w, uint32_t word) {
-          const int64_t i = w * kWord, count = std::min(kWord, c.n - i);
+          const int64_t i = w * kMaskBits, count = std::min(kMaskBits, c.n - i);
           if (y) keep(y + row * c.n + i, values + row * c.values_stride + i, word, count);
-          if (c.bits) c.bits[row * words_of(c.n) + w] = int32_t(word);
+          if (c.bits) c.bits[row * mask_words(c.n) + w] = int32_t(word);
           if (c.mask) spread(c.mask + row * c.n + i, word, count);
         });
       }
@@ -313,8 +316,8 @@ void backward(const void* grad, int64_t grad_stride, const int32_t* bits, void* 
   for (int64_t r = 0; r < rows; ++r) {
     const Bits* in = static_cast<const Bits*>(grad) + r * grad_stride;
     Bits* out = static_cast<Bits*>(dx) + r * n;
-    for (int64_t i = 0; i < n; i += kWord)
-      keep(out + i, in + i, uint32_t(bits[r * words_of(n) + i / kWord]), std::min(kWord, n - i));
+    for (int64_t i = 0; i < n; i += kMaskBits)
+      keep(out + i, in + i, uint32_t(bits[r * mask_words(n) + i / kMaskBits]), std::min(kMaskBits, n - i));
   }
 }
 

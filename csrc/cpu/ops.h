@@ -16,16 +16,16 @@
   X(tree_gate_fwd) X(tree_gate_bwd) X(expect_writes) X(tree_reach) X(tree_products_fwd) X(tree_products_bwd) X(tree_route_fwd)
 // clang-format on
 
-// A product of rows with the weights of their experts: weight(e, k, j) is weight[e * stride_e + k * stride_k + j *
-// stride_j], and stride_k or stride_j is 1. If `by_torch` (rows, dout) is not null, torch has computed the product there;
-// it may be overwritten.
+// A product of rows with the weights (E, din, dout) of their experts: element (e, k, j) is weight[e * stride_e + k *
+// stride_k + j * stride_j], and stride_k or stride_j is 1. If `by_torch` (rows, dout) is not null, torch has computed
+// the product there, and the kernel may overwrite it.
 #define MOE_GROUPED_GEMM_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, const int32_t *row_token, const void *weight, int64_t stride_e,        \
       int64_t stride_k, int64_t stride_j, void *by_torch, int by_torch_dtype, const int32_t *expert_offsets,        \
       int64_t num_experts, int64_t din, int64_t dout
 
-// The products of x (tokens, dim) with a tree gate's weights below the first `levels` of each tree, only for the branches
-// and tokens that tree_reach found.
+// The products of x (tokens, dim) with a tree gate's weights below the first `levels` levels of each tree, only for the
+// branches and tokens that tree_reach found.
 #define MOE_TREE_PRODUCTS_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, void *split_weight, void *leaf_weight, void *split_logits,             \
       void *leaf_logits, const int32_t *offsets, const int32_t *token, void *packed, void *scratch,                  \

@@ -1,8 +1,8 @@
 // The routing plan on the CPU (definition: python_ref/plan.py).
 //
-// make_plan ranks each request among those to the same expert. Requests in visiting order are split into chunks. Each
-// chunk counts its requests to every expert, a scan over the chunks turns counts into first rows, and a second walk
-// assigns the rows. Nothing is sorted.
+// make_plan ranks each request (a token's choice of an expert) among those to the same expert. Requests in visiting
+// order are split into chunks. Each chunk counts its requests to every expert, a scan over the chunks turns counts into
+// first rows, and a second walk assigns the rows. Nothing is sorted.
 
 #include "ops.h"
 
@@ -38,9 +38,9 @@ struct Requests {
   int64_t segments() const { return by_choice ? k : 1; }
   int32_t* count(int64_t chunk, int64_t segment) const { return counts + (chunk * segments() + segment) * num_experts; }
 
-  // Calls each(token, choice, request, expert) for the requests of a chunk. With by_choice only the order within a choice
-  // matters. A chunk is walked in blocks of kVisitBlock tokens, choice by choice within a block, so that writes alternate
-  // between E addresses, not K E, and the inner loop is long.
+  // Calls each(token, choice, request, expert) for the requests of a chunk; request: its index in (T, K). With
+  // by_choice only the order within a choice matters. Then the chunk is walked in blocks of kVisitBlock tokens, choice
+  // by choice within a block, so that writes alternate between E addresses, not K E, and the inner loop is long.
   template <class Index, class Each>
   void walk(int64_t chunk, Each each) const {
     const auto* expert = static_cast<const Index*>(experts);
@@ -80,7 +80,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   int32_t *__restrict slot_row = plan.slot_row, *__restrict row_token = plan.row_token;
   int32_t* __restrict row_choice = plan.row_choice;
   const int64_t num_experts = r.num_experts, step = r.by_choice ? num_experts : 0;
-  // First pass: each chunk numbers its requests to an expert from 0, in slot_row.
+  // First pass: each chunk, with by_choice each choice in a chunk, numbers its requests to an expert from 0 (slot_row).
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
     int32_t* count = r.count(chunk, 0);
@@ -89,7 +89,8 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
       if (uint64_t(expert) < uint64_t(num_experts)) slot_row[request] = count[choice * step + expert]++;
     });
   }
-  // Each count becomes the number of requests in earlier chunks, and `requested` their total.
+  // Each count becomes the number of earlier requests to its expert: those of earlier chunks and, with by_choice, those
+  // of earlier choices in all chunks. `before` is the running sum, and at last the total: plan.requested.
   int32_t* before = plan.requested;
   std::fill(before, before + num_experts, 0);
   const auto each_count = [&](auto change) {
@@ -106,7 +107,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
     before[e] += here;
   });
   write_offsets(plan, num_experts, capacity, rows);
-  each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });
+  each_count([&](int32_t& count, int64_t e) { count += plan.expert_offsets[e]; });  // now the row of its first request
   const int32_t* end = plan.expert_offsets + 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t chunk = 0; chunk < r.chunks; ++chunk) {
@@ -114,7 +115,7 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
     r.walk<Index>(chunk, [=](int64_t token, int64_t choice, int64_t request, int64_t expert) {
       const bool valid = uint64_t(expert) < uint64_t(num_experts);
       const int32_t row = valid ? first[choice * step + expert] + slot_row[request] : -1;
-      const bool keep = valid && row < end[expert];  // its slot is below the capacity
+      const bool keep = valid && row < end[expert];  // its rank is below the capacity
       slot_row[request] = keep ? row : -1;
       if (keep) {
         // Writes alternate between 2 E addresses; without this prefetch, waiting for them took a third of the time.
@@ -127,8 +128,9 @@ void rank(const Requests& r, const Plan& plan, int64_t capacity, int64_t rows, i
   }
 }
 
-// The `capacity` highest of n keys (padded to whole words with the lowest key): those above `above`, and the first `ties`
-// of those equal to it. Found by bisection: each step counts the keys above `middle` and halves the interval (low, high].
+// The `capacity` highest of n keys (padded to a multiple of kMaskBits with the lowest key): all keys greater than
+// `above`, and the first `ties` of the keys equal to it. Found by bisection: each step counts the keys greater than
+// `middle` and halves the interval (low, high].
 template <class F>
 struct Cutoff {
   typename F::Key above;
@@ -136,12 +138,13 @@ struct Cutoff {
 
   static Cutoff of(const typename F::Key* key, int64_t n, int64_t capacity) {
     using Key = typename F::Key;
-    Key low = std::numeric_limits<Key>::min(), high = F::inf + 1;  // more than capacity keys > low, at most capacity > high
+    // More than `capacity` keys are greater than low, at most `capacity` are greater than high.
+    Key low = std::numeric_limits<Key>::min(), high = F::inf + 1;
     if (n <= capacity) return {low, 0};
     int64_t at_high = 0;
     while (at_high < capacity && int64_t(high) - 1 > int64_t(low)) {
       const Key middle = Key(low + (uint64_t(high) - uint64_t(low)) / 2);
-      const int64_t count = count_greater(key, words_of(n) * kWord, middle);
+      const int64_t count = count_greater(key, mask_words(n) * kMaskBits, middle);
       if (count > capacity) {
         low = middle;
       } else {
@@ -153,15 +156,15 @@ struct Cutoff {
   }
 };
 
-// Experts [first, last) choose their tokens. keys: scratch for a padded column of scores of each expert.
+// Experts [first, last) choose their tokens. keys: scratch for the keys of each expert's column of scores, padded.
 template <class F>
 void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first, int64_t last, const Plan& plan, int64_t tokens,
           int64_t num_experts, int64_t capacity, typename F::Key* keys) {
   using Key = typename F::Key;
-  const int64_t padded = words_of(tokens) * kWord, columns = last - first;
-  for (int64_t start = 0; start < padded; start += kWord)
+  const int64_t padded = mask_words(tokens) * kMaskBits, columns = last - first;
+  for (int64_t start = 0; start < padded; start += kMaskBits)
     for (int64_t c = 0; c < columns; ++c)
-      for (int64_t t = start; t < start + kWord; ++t)
+      for (int64_t t = start; t < start + kMaskBits; ++t)
         keys[c * padded + t] = t < tokens ? key_of<F>(scores[t * stride + first + c]) : std::numeric_limits<Key>::min();
 
   Cutoff<F> cutoff[kColumns];
@@ -187,7 +190,8 @@ void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first,
 }
 
 // Deferred acceptance: a token goes to the best expert that has room or holds a worse token. The displaced token is
-// placed again. The order of tokens does not matter, since tokens and experts rank a pair by the same score.
+// placed again. The order of tokens does not matter: tokens and experts rank a pair by the same score, so only one
+// assignment is stable, the one that the definition finds in descending order of scores.
 template <class F>
 class Matching {
  public:
@@ -284,7 +288,7 @@ void plan_expert_choice_fwd(int dtype, const void* scores, int64_t stride, void*
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     using Key = typename F::Key;
-    const int64_t room = words_of(tokens) * kWord * kColumns;
+    const int64_t room = mask_words(tokens) * kMaskBits * kColumns;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t worker = 0; worker < threads; ++worker)
       for (int64_t first = worker * kColumns; first < num_experts; first += threads * kColumns)

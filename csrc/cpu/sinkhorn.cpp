@@ -19,7 +19,7 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kPacked = 16;
+constexpr int64_t kPacked = 16;  // largest n of packed matrices
 
 struct Call {
   const void* scores;
@@ -53,18 +53,18 @@ Sums<packed> sums_of(const Call& c, int64_t first, int64_t width, Arena* arena) 
   return sums;
 }
 
-// Runs the scaled form in T on the matrices of a group whose form is `wanted`.
+// Runs the scaled form in T on the matrices of a group that have form `form`.
 template <class T, bool packed, class Wide, class Forms>
-void scaled_parts(const Stage<packed, Wide>& scores, const Forms& forms, Form wanted, const Cooling& taus, Arena arena) {
+void scaled_parts(const Stage<packed, Wide>& scores, const Forms& forms, Form form, const Cooling& taus, Arena arena) {
   using Each = Part<packed, Wide, T>;
-  if (!forms.has(wanted)) return;
+  if (!forms.has(form)) return;
   if constexpr (packed) {
     for (int64_t h = 0; scores.n == kSmall && h < Each::parts; h += 2)
-      small_forward<kSmall, T>(scores, h, forms, wanted, taus.iterations(), 1 / taus(0));
+      small_forward<kSmall, T>(scores, h, forms, form, taus.iterations(), 1 / taus(0));
     if (scores.n == kSmall) return;
   }
   for (int64_t h = 0; h < Each::parts; ++h)
-    scaled_forward(Each(scores, h, forms, wanted, wanted), taus.iterations(), 1 / taus(0), arena);
+    scaled_forward(Each(scores, h, forms, form, form), taus.iterations(), 1 / taus(0), arena);
 }
 
 template <bool packed, class Wide, class Forms>
@@ -94,7 +94,7 @@ void backward(const Stage<packed, Wide>& scores, const Forms& forms, const Cooli
   }
 }
 
-// With prescribed sums or a tolerance: every matrix takes the form with potentials.
+// With prescribed sums or a tolerance every matrix takes the form with potentials.
 template <bool packed, class Wide, class Forms>
 void with_sums(const Call& c, int64_t first, const Stage<packed, Wide>& scores, const Forms& forms,
                const Stage<packed, Wide>& grad, Arena arena) {
@@ -151,7 +151,7 @@ void run(const Call& c, int threads) {
 }
 
 void run(int dtype, const Call& c, int threads) {
-  if (c.batch == 0 || c.n == 0) return;  // Stage divides by n
+  if (c.batch == 0 || c.n == 0) return;
   with_format(dtype, [&](auto format) {
     using F = decltype(format);
     c.n <= kPacked ? run<F, true>(c, threads) : run<F, false>(c, threads);

@@ -1,6 +1,6 @@
-// Sinkhorn's iteration on potentials in units of scores, in double: every pass computes exp((score - potential) / tau). A
-// potential is anchor + tau log_sum, with log_sum = log(sum of exp((score - anchor) / tau)). Anchor and log_sum are
-// stored apart, because 1 / tau would magnify the rounding of their sum.
+// Sinkhorn's iteration on potentials f of rows and g of columns, in double: P = exp((score - f - g) / tau). Of each
+// row, f = anchor + tau log_sum with anchor = max(score - g) and log_sum = log(sum of exp((score - g - anchor) / tau));
+// g likewise. Anchor and log_sum are stored apart, because 1 / tau would magnify the rounding of their sum.
 #pragma once
 
 #include <algorithm>
@@ -13,19 +13,21 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr double kNegligible = -64;  // terms exp(x) with x below this are left out: times 1 / tau = 1e7, 1e-20 of the sum
+// Terms exp(x) with x below this are left out. exp(-64) = 1.6e-28; times 1 / tau = 1e7, as in a gradient, below 1e-20.
+constexpr double kNegligible = -64;
 
-// exp(x), or exactly 0 if it is negligible. Callers skip a vector if all its lanes are negligible; with the 0, the result
-// of a matrix does not depend on the matrices in other lanes.
+// exp(x), or exactly 0 if x < kNegligible. Callers skip a vector if all its lanes are below kNegligible. Since such a
+// lane gives 0 in other vectors too, the result of a matrix does not depend on the matrices in other lanes.
 inline Vec<double> summand(Vec<double> x) { return x < kNegligible ? Vec<double>{} : exp(x); }
 
-// log_sum = log(total); an empty sum (all forbidden) has anchor 0 and logarithm 0.
+// *log_sum = log(total). If total is 0, since all scores are -inf, both *anchor and *log_sum become 0.
 inline void take_log(Vec<double>* anchor, Vec<double>* log_sum, Vec<double> total) {
   const auto empty = total == 0.0;
   *anchor = empty ? Vec<double>{} : *anchor;
   *log_sum = empty ? Vec<double>{} : log(empty ? broadcast(1.0) : total);
 }
 
+// A maximum, or 0 if all elements are -inf.
 inline Vec<double> finite(Vec<double> most) { return most > -std::numeric_limits<double>::max() ? most : Vec<double>{}; }
 
 // Prescribed row and column sums of a part's matrices, the gradients to them, and the tolerance.
@@ -57,8 +59,8 @@ struct Sums {
   static int64_t at(int64_t i, int64_t lane) { return packed ? i * kLanes<double> + lane : i; }
 };
 
-// Both potentials after an iteration, f of rows (n) and g of columns (width), and 1 for each matrix that the iteration
-// updated, else 0.
+// Both potentials after an iteration, f of rows (n) and g of columns (width). `updated` is 1 for each matrix that the
+// iteration updated, else 0.
 template <bool packed>
 struct Potentials {
   RowValues<packed, double> row_anchor, row_log, f;
@@ -79,7 +81,7 @@ struct Potentials {
     for (double* each : {column_anchor, column_log, g}) std::fill(each, each + width, 0.0);
     store(updated, broadcast(1.0));
   }
-  // Restores the values before the iteration in matrices that it does not update.
+  // Restores `before` in matrices that the iteration does not update.
   void restore(const Potentials& before, int64_t n, int64_t width) const {
     const auto updates = load(updated) != 0.0;
     for (int64_t i = 0; i < n; ++i) {
@@ -94,7 +96,7 @@ struct Potentials {
     }
   }
 
-  // log of an element after rows were normalised (g_before: the column potential before that), and after columns were.
+  // The log of a matrix element after the iteration's row step (g_before: g before that), and after its column step.
   Vec<double> log_rows_normalised(Vec<double> score, const double* g_before, int64_t i, int64_t j, double inv_tau) const {
     return ((score - load(g_before + j * kLanes<double>)) - row_anchor[i]) * inv_tau - row_log[i];
   }
@@ -104,8 +106,8 @@ struct Potentials {
   }
 };
 
-// The largest difference between a column sum of exp(S / tau), before any iteration, and the prescribed one. A
-// column of -inf counts as 0.
+// The largest difference between a column sum of exp(score / tau), before any iteration, and the prescribed one. A
+// column of -inf counts as a difference of 0.
 template <bool packed, class Wide>
 Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau, const Sums<packed>& sums) {
   Vec<double> most{};
@@ -121,8 +123,8 @@ Vec<double> columns_error(const Part<packed, Wide, double>& part, double inv_tau
   return row_max<packed, double>(most);
 }
 
-// Sets `updated`: whether sums were off by more than the tolerance before this iteration. The row sums before it follow
-// from the change of the row potentials. Column sums were right, except before the first iteration.
+// Sets `updated`: whether the iteration before updated the matrix, and sums were off by more than the tolerance. Row
+// sums follow from the change of the row potentials; column sums were right, except before the first iteration.
 template <bool packed, class Wide>
 void decide_update(const Part<packed, Wide, double>& part, double tau, const Potentials<packed>& before,
             const Potentials<packed>& p, const Sums<packed>& sums, bool first) {
@@ -239,9 +241,10 @@ void log_backward(const Part<packed, Wide, double>& part, const Cooling& taus, c
   for (int64_t t = iterations; t-- > 0; std::swap(dg, next)) {
     const Potentials<packed> p = state(t);
     const double *before = state(t - 1).g, inv_tau = 1 / taus(t);
-    // Gradients to prescribed sums need it: df is the gradient to f / last tau, and f has -tau_t log(sum).
+    // For gradients to prescribed sums: f has the term -tau_t log(row sum), and df is the gradient to f / last tau.
     const double tau_ratio = taus(t) * last_inv_tau;
     const auto updates = load(p.updated) != 0.0;
+    // A matrix that iteration t did not update keeps its df, and its dg in `next`, which becomes the dg of t - 1.
     std::fill(next, next + width, 0.0);
     for (int64_t j = 0; sums != nullptr && j < width; j += w) {
       const Vec<double> all = load(dg + j), share = updates ? all / load(sums->columns + j) : Vec<double>{};

@@ -1,4 +1,5 @@
-// Sinkhorn's iteration on k = exp(S / tau), computed once. The result is diag(u) k diag(v); an iteration updates u and v.
+// Sinkhorn's iteration on k = exp(S / tau), computed once from the scores S. The result is P = diag(u) k diag(v); an
+// iteration updates the vectors u and v.
 #pragma once
 
 #include <algorithm>
@@ -55,7 +56,7 @@ void in_blocks(int64_t n, Work work) {
   for (; i < n; ++i) work(i, std::integral_constant<int, 1>());
 }
 
-// One iteration: u = 1 / (k v), then next, the new v, = 1 / (k^T u).
+// One iteration: u = 1 / (k v), then next = 1 / (k^T u), the new v.
 template <bool packed, class T>
 void scale(const T* k, int64_t n, int64_t blocks, const T* v, RowValues<packed, T> u, T* next) {
   constexpr int w = kLanes<T>;
@@ -63,13 +64,13 @@ void scale(const T* k, int64_t n, int64_t blocks, const T* v, RowValues<packed, 
   std::fill(next, next + width, T(0));
   in_blocks(n, [&](int64_t i, auto rows) {
     const T* row = k + i * width;
-    Vec<T> total[rows] = {}, share[rows];
+    Vec<T> total[rows] = {}, u_i[rows];
     for (int64_t j = 0; j < width; j += w)
       for (int r = 0; r < rows; ++r) total[r] += load(row + r * width + j) * load(v + j);
-    for (int r = 0; r < rows; ++r) u.set(i + r, share[r] = reciprocal(row_sum<packed, T>(total[r])));
+    for (int r = 0; r < rows; ++r) u.set(i + r, u_i[r] = reciprocal(row_sum<packed, T>(total[r])));
     for (int64_t j = 0; j < width; j += w) {
       Vec<T> sum = load(next + j);
-      for (int r = 0; r < rows; ++r) sum += load(row + r * width + j) * share[r];
+      for (int r = 0; r < rows; ++r) sum += load(row + r * width + j) * u_i[r];
       store(next + j, sum);
     }
   });
@@ -111,15 +112,17 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   for (int64_t t = 0; t < iterations; ++t)
     scale<packed>(k, n, blocks, v + t * width, {u + t * rows}, v + (t + 1) * width);
 
-  // dS = k * h / tau. df and dg, the gradients to -log u and -log v, start from dP and go back through the iterations.
+  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. They start from dP (`grad`). Back through an
+  // iteration that computed u, then v: y = dg v, x = u (df - u (k y)), h += u y^T + x before^T, and then df = 0 and
+  // dg = -before (k^T x), where `before` is v before the iteration.
   const RowValues<packed, double> last{u + (iterations - 1) * rows};
   std::fill(dg, dg + width, 0.0);
   for (int64_t i = 0; i < n; ++i) {
     Vec<double> total{};
     for (int64_t j = 0; j < blocks; ++j) {
       const Vec<double> scale = last[i] * load(v + iterations * width + j * w);
-      const Vec<double> share = scale * part.at(grad, i, j), weight = load(k + i * width + j * w) * share;
-      store(h + i * width + j * w, share);
+      const Vec<double> h_ij = scale * part.at(grad, i, j), weight = load(k + i * width + j * w) * h_ij;
+      store(h + i * width + j * w, h_ij);
       store(dg + j * w, load(dg + j * w) - weight);
       total -= weight;
     }
@@ -127,24 +130,24 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   }
   for (int64_t t = iterations; t-- > 0;) {
     const double* before = v + t * width;
-    const RowValues<packed, double> shares{u + t * rows};
+    const RowValues<packed, double> u_t{u + t * rows};
     for (int64_t j = 0; j < blocks; ++j) store(y + j * w, load(dg + j * w) * load(before + width + j * w));
     std::fill(dg, dg + width, 0.0);
     in_blocks(n, [&](int64_t i, auto rows) {
       const double* row = k + i * width;
-      double* sum = h + i * width;
-      Vec<double> total[rows] = {}, share[rows], x[rows];
+      double* h_row = h + i * width;
+      Vec<double> total[rows] = {}, u_i[rows], x[rows];
       for (int64_t j = 0; j < width; j += w)
         for (int r = 0; r < rows; ++r) total[r] += load(row + r * width + j) * load(y + j);
       for (int r = 0; r < rows; ++r) {
-        share[r] = shares[i + r], x[r] = share[r] * (df[i + r] - share[r] * row_sum<packed, double>(total[r]));
+        u_i[r] = u_t[i + r], x[r] = u_i[r] * (df[i + r] - u_i[r] * row_sum<packed, double>(total[r]));
         df.set(i + r, Vec<double>{});
       }
       for (int64_t j = 0; j < width; j += w) {
         Vec<double> change = load(dg + j);
         for (int r = 0; r < rows; ++r) {
           change -= load(row + r * width + j) * x[r];
-          store(sum + r * width + j, load(sum + r * width + j) + share[r] * load(y + j) + x[r] * load(before + j));
+          store(h_row + r * width + j, load(h_row + r * width + j) + u_i[r] * load(y + j) + x[r] * load(before + j));
         }
         store(dg + j, change);
       }

@@ -1,5 +1,5 @@
-// The scaled form for a constant n: loops unroll, vectors stay in registers, and two parts of a group are computed
-// together, so that their latencies overlap.
+// sinkhorn_scaled.h for n = 4, known at compile time: loops unroll, and vectors stay in registers. Two parts of a group
+// are computed together, so that their latencies overlap. A part is one vector of matrices, one matrix in each lane.
 #pragma once
 
 #include "sinkhorn_scaled.h"
@@ -8,9 +8,9 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int kSmall = 4;
+constexpr int kSmall = 4;  // the n of this file
 
-// k, u and v of the matrices of two parts of a group.
+// k, u and v (see sinkhorn_scaled.h) of two parts of a group: parts `first` and `first + 1`.
 template <int n, class Wide, class T>
 struct Small {
   using Each = Part<true, Wide, T>;
@@ -31,32 +31,32 @@ struct Small {
     for (int p = 0; p < parts; ++p) exponentials(part[p], n, n, inv_tau, k[p]);
     each_of(n, [&](int j, int p) { v[j][p] = broadcast(T(1)); });
   }
-  // u = 1 / (k v)
+  // u = 1 / (k v), element by element
   void rows() {
     inverses(u, [&](int i, int j, int p) { return at(i, j, p) * v[j][p]; });
   }
-  // v = 1 / (k' u)
+  // v = 1 / (k^T u)
   void columns() {
     inverses(v, [&](int j, int i, int p) { return at(i, j, p) * u[i][p]; });
   }
 
-  // of[i] = 1 / sum over j of term(i, j). In double, two inverses come from the reciprocal of the product of both sums,
-  // which kDoubleRange keeps a normal number.
+  // of[i][p] = 1 / sum over j of term(i, j, p). In double, one reciprocal, of the product of two sums, gives the
+  // inverses of both. kDoubleRange bounds the sums, so that the product is a normal number.
   template <class Term>
   static void inverses(Vec<T> (&of)[n][parts], Term term) {
     each_of(n / 2, [&](int half, int p) {
       const int i = 2 * half;
-      const Vec<T> one = sum_of([&](int j) { return term(i, j, p); });
-      const Vec<T> other = sum_of([&](int j) { return term(i + 1, j, p); });
+      const Vec<T> sum = sum_of([&](int j) { return term(i, j, p); });
+      const Vec<T> next_sum = sum_of([&](int j) { return term(i + 1, j, p); });
       if constexpr (sizeof(T) == 4) {
-        of[i][p] = reciprocal(one), of[i + 1][p] = reciprocal(other);
+        of[i][p] = reciprocal(sum), of[i + 1][p] = reciprocal(next_sum);
       } else {
-        const Vec<T> both = sizeof(Wide) == 4 ? reciprocal_for_float(one * other) : reciprocal(one * other);
-        of[i][p] = other * both, of[i + 1][p] = one * both;
+        const Vec<T> both = sizeof(Wide) == 4 ? reciprocal_for_float(sum * next_sum) : reciprocal(sum * next_sum);
+        of[i][p] = next_sum * both, of[i + 1][p] = sum * both;
       }
     });
   }
-  // Added in this order: (0 + 1) + (2 + 3) has less latency, but one instruction more, and backward is 5 % slower.
+  // ((0 + 1) + 2) + 3: with (0 + 1) + (2 + 3), less latency but one instruction more, backward is 5 % slower.
   template <class Term>
   static Vec<T> sum_of(Term term) {
     static_assert(n == 4);
@@ -73,9 +73,9 @@ struct Small {
 };
 
 template <int n, class T, class Wide, class Forms>
-void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, Form wanted, int64_t iterations,
+void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, Form form, int64_t iterations,
                    double inv_tau) {
-  Small<n, Wide, T> s(scores, first, forms, wanted, wanted);
+  Small<n, Wide, T> s(scores, first, forms, form, form);
   if (!s.wanted()) return;
   s.start(inv_tau);
   for (int64_t t = 0; t < iterations; ++t) s.rows(), s.columns();
@@ -83,8 +83,8 @@ void small_forward(const Stage<true, Wide>& scores, int64_t first, const Forms& 
     s.each_of(n, [&](int j, int p) { s.part[p].put(i, j, s.at(i, j, p) * s.u[i][p] * s.v[j][p]); });
 }
 
-// As scaled_backward. The iterations run forward for both parts together, and back for one part after the other, so that
-// h stays in registers.
+// As scaled_backward, but df is multiplied by u at the start. The iterations run forward for both parts together, and
+// back for one part after the other, so that h stays in registers.
 template <int n, class Wide, class Forms>
 void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms& forms, int64_t iterations,
                     double inv_tau, const Stage<true, Wide>& grad, Arena arena) {
@@ -94,7 +94,7 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
   State s(scores, first, forms, Form::scaled_float, Form::scaled_double);
   if (!s.wanted()) return;
   s.start(inv_tau);
-  // v before iteration t and u after it: (parts, R, 2, n).
+  // (parts, iterations, 2, n) vectors: v before iteration t, and the u that it computes.
   double* const history = arena.take<double>(parts * iterations * 2 * n * w);
   const auto saved = [&](int64_t t, int which, int i, int p) {
     return history + (((p * iterations + t) * 2 + which) * n + i) * w;
@@ -118,23 +118,23 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
 #pragma GCC unroll 4
     for (int j = 0; j < n; ++j) y[j] = dg[j] * s.v[j][p], df[j] *= s.u[j][p];
     for (int64_t t = iterations; t-- > 0;) {
-      V before[n], x[n], old[n];
+      V before[n], x[n], y_here[n];  // before: v before iteration t; y_here: y, which becomes that of t - 1
 #pragma GCC unroll 4
-      for (int j = 0; j < n; ++j) before[j] = load(saved(t, 0, j, p)), old[j] = y[j];
+      for (int j = 0; j < n; ++j) before[j] = load(saved(t, 0, j, p)), y_here[j] = y[j];
 #pragma GCC unroll 4
       for (int i = 0; i < n; ++i) {
-        const V share = load(saved(t, 1, i, p));
-        x[i] = df[i] - share * share * State::sum_of([&](int j) { return s.at(i, j, p) * y[j]; });
+        const V u = load(saved(t, 1, i, p));
+        x[i] = df[i] - u * u * State::sum_of([&](int j) { return s.at(i, j, p) * y[j]; });
         df[i] = V{};
       }
 #pragma GCC unroll 4
       for (int j = 0; j < n; ++j) y[j] = -State::sum_of([&](int i) { return s.at(i, j, p) * x[i]; }) * (before[j] * before[j]);
 #pragma GCC unroll 4
       for (int i = 0; i < n; ++i) {
-        const V share = load(saved(t, 1, i, p));
+        const V u = load(saved(t, 1, i, p));
 #pragma GCC unroll 4
         for (int j = 0; j < n; ++j) {
-          h[i][j] += share * old[j];  // two multiply-adds; one expression would take three instructions
+          h[i][j] += u * y_here[j];  // two multiply-adds; as one expression it would take three instructions
           h[i][j] += x[i] * before[j];
         }
       }

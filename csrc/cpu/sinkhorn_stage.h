@@ -13,10 +13,11 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Largest range of S / tau within a row for the scaled forms, in float and in double. Scaling vectors are at most
-// exp(range), so they and their products are normal numbers.
+// Largest range (maximum - minimum) of scores / tau within a row for the scaled forms, in float and in double. Scaling
+// vectors are at most exp(range), so they and their products are normal numbers.
 constexpr double kFloatRange = 60, kDoubleRange = 300;
 
+// The forms of sinkhorn.cpp, from cheap to expensive. broken: a score is NaN or +inf, and all results are NaN.
 enum class Form { scaled_float, scaled_double, logarithmic, broken };
 
 // The form of each matrix of a group; bit f of `found` is set if some matrix has form f.
@@ -30,6 +31,7 @@ struct Forms {
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
+// Takes arrays from scratch memory, each at a multiple of 64 bytes.
 class Arena {
  public:
   explicit Arena(char* room) : room_(room) {}
@@ -45,8 +47,8 @@ class Arena {
   char* room_;
 };
 
-// The sum or maximum over the columns of a row, from the sums or maxima in its lanes. If packed, each lane is another
-// matrix and v is the result; else the lanes are reduced.
+// The sum or maximum over the columns of a row, from the sums or maxima of each lane in v. If packed, each lane is
+// another matrix and v is the result; else the lanes are reduced.
 template <bool packed, class T>
 Vec<T> row_sum(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return a + b; });
@@ -69,12 +71,13 @@ struct Stage {
 
   Stage(int64_t n, Arena* arena) : n(n), row(packed ? n * group : round_up(n, kLanes<Wide>)), data(arena->take<Wide>(n * row)) {}
 
+  // Packed: element (i, j) of the matrices of a part (see Part). Not packed: the j-th vector of row i.
   template <class T>
   Wide* block(int64_t i, int64_t j, int64_t part) const {
     return data + i * row + j * (packed ? group : kLanes<T>) + part * kLanes<T>;
   }
 
-  // Padding repeats the first element of its row. If count < group, the other matrices are zeros.
+  // Reads `count` matrices; if count < group, the others are zeros. Padding repeats the first element of its row.
   template <class F>
   void read(const typename F::Key* from, int64_t stride_batch, int64_t stride_row, int64_t count) const {
     const bool whole = packed && stride_row == n;  // a matrix is one long row
@@ -141,8 +144,8 @@ struct Stage {
       for (int64_t l = 0; l < group; ++l) std::memcpy(to + l * n * n + e, data + e * group + l, sizeof(Wide));
   }
 
-  // The cheapest form that all rows of a matrix allow, for `count` matrices. Forms are in the order of their cost, so it
-  // is the maximum over the rows. Padding must be within the range of its row.
+  // The form of each of `count` matrices: the cheapest that all its rows allow, which is the maximum over the rows,
+  // since forms are in the order of their cost. Padding must be within the range of its row.
   Forms<group> classify(double tau, bool one_tau, int64_t count) const {
     using V = Vec<Wide>;
     constexpr Wide inf = std::numeric_limits<Wide>::infinity();
@@ -160,7 +163,7 @@ struct Stage {
         lowest = -max(-lowest, -low);
         range = max(range, row_max<packed, Wide>(high) + row_max<packed, Wide>(-low));
       }
-      const auto needs = [&](auto widened, Form least) { kind = widened ? max(kind, broadcast(Wide(least))) : kind; };
+      const auto needs = [&](auto where, Form least) { kind = where ? max(kind, broadcast(Wide(least))) : kind; };
       if (sizeof(Wide) == 8 || !(tau > 1e-30 && tau < 1e30)) needs(kind == kind, Form::scaled_double);
       needs(!(range < Wide(kFloatRange * tau)), Form::scaled_double);
       needs(!(range < Wide(kDoubleRange * tau)), Form::logarithmic);
@@ -203,8 +206,8 @@ class Part {
   static constexpr int64_t parts = packed ? Stage<packed, Wide>::group / kLanes<T> : 1;
 
   const Stage<packed, Wide>& scores;
-  int64_t part, n, blocks;
-  bool wanted = false;
+  int64_t part, n, blocks;  // blocks: vectors of a row
+  bool wanted = false;      // whether a matrix has form `one` or `other`
 
   Part(const Stage<packed, Wide>& scores, int64_t part, const Forms<Stage<packed, Wide>::group>& forms, Form one, Form other)
       : scores(scores), part(part), n(scores.n), blocks(packed ? scores.n : scores.row / kLanes<T>) {

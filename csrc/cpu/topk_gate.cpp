@@ -22,8 +22,8 @@ constexpr int64_t kPasses = 256;
 template <class F>
 using Rank = std::conditional_t<sizeof(typename F::Key) == 8, int64_t, int32_t>;
 
-// Positions of the k highest of n keys in descending order, equal ones by position. `key` is padded to whole words with
-// the lowest key, and is overwritten.
+// Positions of the k highest of n keys in descending order, equal ones by position. `key` is padded to a
+// multiple of kMaskBits with the lowest key, and is overwritten. order (n): scratch.
 template <class Rank>
 void select_top_k(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* order) {
   if (k > kPasses) {
@@ -33,14 +33,14 @@ void select_top_k(Rank* key, int64_t n, int64_t k, int32_t* experts, int32_t* or
     std::copy(order, order + k, experts);
     return;
   }
-  const int64_t padded = words_of(n) * kWord;
+  const int64_t padded = mask_words(n) * kMaskBits;
   for (int64_t choice = 0; choice < k; ++choice) {
     Rank highest = std::numeric_limits<Rank>::min();
     for (int64_t i = 0; i < padded; ++i) highest = key[i] > highest ? key[i] : highest;
-    int64_t word = 0;
+    int64_t start = 0;
     uint32_t equal;
-    while ((equal = greater(key + word, Rank(highest - 1))) == 0) word += kWord;
-    const int64_t expert = word + __builtin_ctz(equal);
+    while ((equal = greater(key + start, Rank(highest - 1))) == 0) start += kMaskBits;
+    const int64_t expert = start + __builtin_ctz(equal);
     experts[choice] = int32_t(expert);
     key[expert] = std::numeric_limits<Rank>::min();
   }
@@ -64,8 +64,8 @@ struct Scratch {
   Scratch(char* room, int64_t n) {
     value = reinterpret_cast<typename F::Wide*>(room);
     key = reinterpret_cast<Rank<F>*>(value + n);
-    order = reinterpret_cast<int32_t*>(key + words_of(n) * kWord);
-    std::fill(key + n, key + words_of(n) * kWord, std::numeric_limits<Rank<F>>::min());
+    order = reinterpret_cast<int32_t*>(key + mask_words(n) * kMaskBits);
+    std::fill(key + n, key + mask_words(n) * kMaskBits, std::numeric_limits<Rank<F>>::min());
   }
 };
 
@@ -110,7 +110,8 @@ void backward(const void* grad, const void* weights, const int32_t* experts, con
     for (int64_t i = 0; i < k; ++i) mean += w[i] * dw[i];
     if (logits != nullptr && k > 0) {
       const Key* logit = static_cast<const Key*>(logits) + t * stride;
-      // p_e = w_0 exp(z_e - z_0): the difference of two logits is exact to a rounding however large they are.
+      // The probability of expert e is w_0 exp(z_e - z_0), with logits z, weights w, and 0 for the first choice: a
+      // difference of two logits has one rounding, however large they are.
       const Wide highest = F::widen(logit[expert[0]]), scale = -mean * w[0];
 #pragma omp simd
       for (int64_t e = 0; e < num_experts; ++e) dz[e] = F::narrow(scale * exp(F::widen(logit[e]) - highest));

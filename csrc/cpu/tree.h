@@ -8,8 +8,9 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// h(t) = u^2 (3 - 2 u) with u = t / gamma + 1/2 clamped to [0, 1]. The distance to the clamp, min(u, 1 - u), is computed
-// as (half - |t|) / gamma: the difference is exact near the clamp, so both branches keep all digits there.
+// The smooth step of a pre-activation t: h(t) = u^2 (3 - 2 u) with u = t / gamma + 1/2 clamped to [0, 1]. The distance
+// of u to the clamp, min(u, 1 - u), is computed as (half - |t|) / gamma with half = gamma / 2: the difference is exact
+// near the clamp, so both branches keep all digits there. The step is saturated if the distance is 0.
 template <class Wide>
 struct Step {
   Wide half, inverse;
@@ -29,18 +30,19 @@ struct Step {
   }
 };
 
-// First heap id of the level that holds `node`.
+// A tree is a heap: node 0 is the root, and node i has the children 2 i + 1 and 2 i + 2. Returns the first node of the
+// level of `node`.
 inline int64_t level_of(int64_t node) { return (int64_t(1) << (63 - __builtin_clzll(uint64_t(node) + 1))) - 1; }
 
 // Leaves are nodes E-1 .. 2E-2. Experts are the leaves from left to right: those of the deepest level come first.
 struct Leaves {
-  int64_t experts, deepest, deep;  // first id of the deepest level; number of its leaves
+  int64_t experts, deepest, deep;  // deepest: first node of the deepest level; deep: number of its leaves
 
   explicit Leaves(int64_t experts) : experts(experts), deepest(level_of(2 * experts - 2)), deep(2 * experts - 1 - deepest) {}
 
   int64_t expert(int64_t node) const { return node >= deepest ? node - deepest : node - (experts - 1) + deep; }
 
-  // heap[q + 1] is node q.
+  // heap[i + 1] is of node i.
   template <class Wide>
   void to_experts(const Wide* heap, Wide* by_expert) const {
     std::copy(heap + deepest + 1, heap + deepest + 1 + deep, by_expert);

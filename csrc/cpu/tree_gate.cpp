@@ -1,7 +1,8 @@
 // The tree gate on the CPU (definition: python_ref/tree_gate.py; backward: the equations of ops/tree_gate.py).
 //
-// One token at a time: products go down each tree level by level, in heap order, where the children of a level are
-// neighbours; sums go up in the same way. Exponentials take one loop over the leaves of all trees.
+// One token at a time. Probabilities of nodes are multiplied from the root down, level by level; backward sums from the
+// leaves up. In heap order the nodes of a level are neighbours, and so are their children. All exponentials are one
+// loop, over the leaves of all trees.
 
 #include "ops.h"
 
@@ -18,13 +19,13 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kPad = 16;  // elements, at least those of a vector: loops over whole vectors have no remainder
+constexpr int64_t kPad = 16;  // rows are padded to multiples of this, so that loops over vectors have no remainder
 
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
-// A thread's buffers for one token. In a tree's row of `split` and in the heap, node q has index m = q + 1 and children
-// at 2 m and 2 m + 1, so that each level of at least a vector starts at a whole vector. Elements written beyond a level
-// or a row are overwritten or not used for a result; padding of leaves is written once, to 0.
+// A thread's buffers for one token. In a tree's row of `split` and in the heap, nodes count from 1: node m has children
+// 2 m and 2 m + 1, so that each level of at least a vector starts at a multiple of a vector. Elements written past the
+// end of a level or a row are overwritten or not used for a result. Padding of the leaves stays 0.
 template <class F>
 struct TokenBuffers {
   using Key = typename F::Key;
@@ -35,7 +36,7 @@ struct TokenBuffers {
 
   int64_t trees, experts, stride, leaves;  // stride: from a tree's nodes to the next one's; leaves: of all trees, padded
   Wide* split;                             // (K, stride): pre-activations; backward: their gradients
-  Wide *logit, *prob, *q;                  // (leaves), experts in order
+  Wide *logit, *prob, *q;                  // (leaves), (K, E) padded; q: terms of the softmax, backward also gradients
   Wide* heap;                              // (2 E + 2 kPad) of one tree
 
   TokenBuffers(char* room, int64_t trees, int64_t experts)
@@ -53,8 +54,8 @@ struct TokenBuffers {
     for (int64_t i = 0; i < trees * experts; ++i) logit[i] = F::widen(leaf_logits[i]);
   }
 
-  // Probabilities of the leaves. Also prefetches the next token's rows: they are too short for the hardware's prefetcher,
-  // and waiting for them takes a quarter of the time.
+  // Probabilities of the leaves. Also prefetches the next token's rows: they are too short for the hardware's
+  // prefetcher, and waiting for them would take a quarter of the time.
   void descend(const Step<Wide>& step, const Key* next_split, const Key* next_leaf) const {
     const Leaves order(experts);
     heap[1] = 1;
@@ -74,9 +75,9 @@ struct TokenBuffers {
     }
   }
 
-  // The joint softmax is q times the returned scale. A leaf counts if its probability is not below `least` (a NaN
-  // counts). For other leaves exp(0) is computed and not used: exp(-inf) takes a microcode assist of 150 cycles a vector,
-  // like a subnormal result.
+  // The softmax over the leaves of all trees is q times the returned scale. A leaf counts if its probability is not
+  // below `least` (a NaN counts). For other leaves exp(0) is computed and not used: exp(-inf) takes a microcode assist
+  // of 150 cycles a vector, like a subnormal result.
   Wide softmax(Wide epsilon, Wide least) const {
     const V none = broadcast(-std::numeric_limits<Wide>::infinity());
     V top = none, sum{};
@@ -92,7 +93,8 @@ struct TokenBuffers {
     return 1 / across<Wide>(sum, [](V a, V b) { return a + b; })[0];
   }
 
-  // From the heap's leaves up: every node's sum, and its gradient, which overwrites its pre-activation in `split`.
+  // Goes up from the heap's leaves, which hold the gradient to the leaf's probability times that probability. Each node
+  // becomes the sum of its children; the gradient to its pre-activation overwrites the pre-activation in `split`.
   void ascend(const Step<Wide>& step, int64_t k) const {
     Wide* const node = split + k * stride;
     int64_t first = 1;
@@ -102,8 +104,8 @@ struct TokenBuffers {
       for (int64_t m = first; m < last; m += lanes) {
         const V a = load(heap + 2 * m), b = load(heap + 2 * m + lanes);
         const V left = unzipped<0>(a, b, every), right = unzipped<1>(a, b, every);
-        // For the branch with probability r^2 (3 - 2 r), h'/h = 6 (1 - r) / (gamma r (3 - 2 r)); both branches share one
-        // denominator.
+        // The less likely branch has h = r^2 (3 - 2 r) and h' / h = 6 (1 - r) / (gamma r (3 - 2 r)), the other has
+        // `high` = 1 - h and -h' / (1 - h). Both terms take the denominator r (3 - 2 r) (1 - h).
         const V t = load(node + m), r = step.distance(t), share = r * (3 - 2 * r), high = 1 - r * share;
         const V slope = 6 * step.inverse * (1 - r) * reciprocal(r == 0 ? broadcast(Wide(1)) : share * high);
         const V of_low = (t < 0 ? left : right) * high, of_high = (t < 0 ? right : left) * (r * share);
@@ -144,11 +146,11 @@ void forward(const void* split_logits, const void* leaf_logits, void* gates, voi
       row.read(split, leaf);
       row.descend(step, split + nodes, leaf + leaves);
       std::copy(row.prob, row.prob + leaves, static_cast<Wide*>(leaf_probs) + t * leaves);
-      const Wide share = row.softmax(Wide(epsilon), Wide(least));
+      const Wide scale = row.softmax(Wide(epsilon), Wide(least));
       Wide* gate = static_cast<Wide*>(gates) + t * experts;
-      for (int64_t e = 0; e < experts; ++e) gate[e] = share * row.q[e];
+      for (int64_t e = 0; e < experts; ++e) gate[e] = scale * row.q[e];
       for (int64_t k = 1; k < trees; ++k)
-        for (int64_t e = 0; e < experts; ++e) gate[e] += share * row.q[k * experts + e];
+        for (int64_t e = 0; e < experts; ++e) gate[e] += scale * row.q[k * experts + e];
     }
   }
 }
@@ -161,7 +163,6 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
   using Wide = typename F::Wide;
   const Step<Wide> step(gamma);
   const Leaves order(experts);
-  const bool parity = epsilon > 0;
   const int64_t nodes = trees * (experts - 1), leaves = trees * experts;
   expect_pages(dsplit, tokens * nodes * int64_t(sizeof(Key)));
   expect_pages(dleaf, tokens * leaves * int64_t(sizeof(Key)));
@@ -173,13 +174,13 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
                 *leaf = static_cast<const Key*>(leaf_logits) + t * leaves;
       row.read(split, leaf);
       row.descend(step, split + nodes, leaf + leaves);
-      const Wide share = row.softmax(Wide(epsilon), Wide(least));
+      const Wide scale = row.softmax(Wide(epsilon), Wide(least));
       const Wide* grad = static_cast<const Wide*>(grad_gates) + t * experts;
       Wide mean = 0;
       for (int64_t k = 0; k < trees; ++k) {
         const Wide* q = row.q + k * experts;
 #pragma omp simd reduction(+ : mean)
-        for (int64_t e = 0; e < experts; ++e) mean += q[e] * share * grad[e];
+        for (int64_t e = 0; e < experts; ++e) mean += q[e] * scale * grad[e];
       }
       for (int64_t k = 0; k < trees; ++k) {
         const int64_t first = t * leaves + k * experts;
@@ -187,10 +188,11 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
         Key* out = static_cast<Key*>(dleaf) + first;
 #pragma omp simd
         for (int64_t e = 0; e < experts; ++e) {
-          q[e] = q[e] * share * (grad[e] - mean);  // in this order, since share can be as large as 1 / least
+          q[e] = q[e] * scale * (grad[e] - mean);  // in this order, since scale can be as large as 1 / least
           out[e] = F::narrow(q[e]);
         }
-        if (parity)
+        // q is the gradient to the leaf's logit, and becomes the gradient to its probability times the probability.
+        if (epsilon > 0)
           for (int64_t e = 0; e < experts; ++e) q[e] *= prob[e] / (prob[e] + Wide(epsilon));
         if (grad_leaf_probs != nullptr) {
           const Wide* grad_prob = static_cast<const Wide*>(grad_leaf_probs) + first;

@@ -1,8 +1,8 @@
 // The products of a tree gate with mostly saturated nodes: skips the nodes and leaves that a token cannot reach.
 //
-// Below its first `levels` levels a tree is divided into branches, of at most kColumns nodes and leaves each. For the few
-// nodes above, torch computes the products of all tokens. A branch gathers the rows of the tokens that reach it: at E =
-// 256 and pre-activations of size gamma, a fifth of all products.
+// Below its first `levels` levels a tree is divided into branches, of at most kColumns nodes and leaves each. For the
+// few nodes above, torch computes the products of all tokens. A branch gathers the rows of x of the tokens that reach
+// it. At E = 256 experts and pre-activations of size gamma, a fifth of all products is left.
 
 #include "ops.h"
 
@@ -19,14 +19,14 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kColumns = 32;  // a branch has four levels of nodes and its leaves, 31 in all, and room for 32
-constexpr int64_t kTile = 256;    // tokens at a time: their x or dx, 786 KB at P = 768, stays in the L2 cache
+constexpr int64_t kColumns = 32;  // room of a branch, which has four levels of nodes and its leaves, 31 columns in all
+constexpr int64_t kBlock = 256;   // tokens at a time: their x or dx, 786 KB at P = 768, stays in the L2 cache
 constexpr int64_t kDepth = 256;   // tokens at a time in the sums of the weights' gradient
 
 // A tile is kRows x 2 vectors, since 2 vectors of AVX-512 hold a branch. It has as many sums as a tile of moe/tiles.h.
 constexpr int kRows = kTileRows * kTileVectors / 2;
 template <class T>
-constexpr int kPair = 2 * kLanes<T>;
+constexpr int kWidth = 2 * kLanes<T>;  // columns of a packed panel
 
 // A matrix in memory: element (i, j) is at[i * row + j * column]. If `rows` is not null, rows[i] replaces i; if `columns`
 // is not null, columns[j] replaces j.
@@ -39,9 +39,9 @@ struct Matrix {
   T* of_row(int64_t i) const { return at + (rows == nullptr ? i : rows[i]) * row; }
 };
 
-// Rows first .. first + M, or up to `rows`, of c (rows, columns) = a b, or c += a b if `more`; b (depth, kPair) is
-// packed. As PanelProduct::tile of moe/tiles.h, but rows of a may be anywhere. If `gathered`, so may its columns, and
-// they are prefetched.
+// Rows first .. first + M, or up to `rows`, of c (rows, columns) = a b, or c += a b if `more`; b (depth, kWidth) is
+// packed. As PanelProduct::tile of moe/tiles.h, but rows of a may be anywhere. If `gathered`, columns of a may be
+// anywhere too, and a is prefetched instead of `lines`.
 template <int M, bool gathered, class T>
 void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t first, int64_t rows,
              int64_t columns, bool more, Prefetcher::Piece lines) {
@@ -66,7 +66,7 @@ void tile_of(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T
     if (first + m <= last) put(c.of_row(first + m), sum[m], columns, more);
 }
 
-// c (rows, columns <= kPair) = a b, or c += a b if `more`.
+// c (rows, columns <= kWidth) = a b, or c += a b if `more`.
 template <class T, bool gathered = false>
 [[gnu::noinline]] void product(const Matrix<const T>& a, const T* b, int64_t depth, const Matrix<T>& c, int64_t rows,
                                int64_t columns, bool more, Prefetcher& prefetcher) {
@@ -77,7 +77,8 @@ template <class T, bool gathered = false>
   }
 }
 
-// Branch b of tree k has number k << levels | b. The tokens that reach it are token[offsets[number]] .. in ascending order.
+// Branch b of tree k has number k << levels | b. The tokens that reach a branch are token[offsets[number]] up to
+// token[offsets[number + 1] - 1], in ascending order.
 struct Branches {
   int64_t trees, experts, levels;
   const int32_t *offsets, *token;
@@ -103,13 +104,13 @@ struct Branches {
   }
 };
 
-// Tensors of the nodes, (.., K, E-1), and of the leaves, (.., K, E), rows of `dim` elements.
+// A tensor of the nodes, (.., K, E-1, dim), and one of the leaves, (.., K, E, dim).
 template <class T>
-struct Pair {
+struct TreeTensors {
   T *split, *leaf;
   int64_t experts, dim;
 
-  // The row of node or leaf `index` of a tree. In tensors with a token dimension, `tree` is token * K + tree.
+  // Node or leaf `index` of a tree, `dim` elements. In tensors with a token dimension, `tree` is token * K + tree.
   T* at(int64_t tree, int64_t index, bool is_leaf) const {
     return is_leaf ? leaf + (tree * experts + index) * dim : split + (tree * (experts - 1) + index) * dim;
   }
@@ -119,14 +120,14 @@ template <class T>
 struct Products {
   Branches branches;
   int64_t tokens, dim;
-  Pair<T> weight, logits;  // logits: pre-activations, or backward their gradients
-  T* packed;               // the weights of every branch, packed in panels: room() elements each
-  T* scratch;              // of every thread
+  TreeTensors<T> weight, logits;  // logits: pre-activations, or backward their gradients
+  T* packed;                      // the weights of all branches, packed in panels: room() elements a branch
+  T* scratch;                     // of every thread
   int64_t scratch_stride;
   int threads;
   Elements<T> kind = elements_of<T>(sizeof(T) == 8 ? int(DType::float64) : int(DType::float32));
 
-  static constexpr int64_t panel = kPair<T>;
+  static constexpr int64_t panel = kWidth<T>;
   int64_t room() const { return kColumns * ((dim + kColumns - 1) / kColumns * kColumns); }  // of a branch in `packed`
 
   // Calls work(number, scratch of the thread) for every one of `count` pieces of work.
@@ -138,9 +139,9 @@ struct Products {
       for (int64_t i = next++; i < count; i = next++) work(i, scratch + thread * scratch_stride);
   }
 
-  // Packs the weights w (columns, P) of every branch that a token reaches: if `across`, in panels (P, panel) of columns,
-  // for x w^T; else in panels (columns, panel) along P, for gradients times w.
-  void pack_weights(bool across) const {
+  // Packs the weights w (columns, P) of every branch that a token reaches. If `transposed`, panels are (P, panel)
+  // pieces of w^T, for x w^T; else (columns, panel) pieces of w, for gradients times w.
+  void pack_weights(bool transposed) const {
     share(branches.count(), [&](int64_t number, T* w) {
       if (branches.begin(number) == branches.end(number)) return;
       const int64_t columns = branches.each_run(number, [&](int64_t column, int64_t count, int64_t index, bool is_leaf) {
@@ -149,20 +150,20 @@ struct Products {
       });
       const char* from = reinterpret_cast<char*>(w);
       T* to = packed + number * room();
-      for (int64_t j = 0; across && j < columns; j += panel) pack<kPair<T>>(to + j * dim, kind, from, 1, dim, dim, j, columns);
-      for (int64_t p = 0; !across && p < dim; p += panel) pack<kPair<T>>(to + p * kColumns, kind, from, dim, 1, columns, p, dim);
+      for (int64_t j = 0; transposed && j < columns; j += panel) pack<panel>(to + j * dim, kind, from, 1, dim, dim, j, columns);
+      for (int64_t p = 0; !transposed && p < dim; p += panel) pack<panel>(to + p * kColumns, kind, from, dim, 1, columns, p, dim);
     });
   }
 
-  // Calls work(number, token, rows, prefetch list) for every branch that tokens of a tile reach; there are `rows` of them.
+  // Calls work(number, token, rows, prefetcher) for every branch that tokens of a block reach: token[0 .. rows).
   template <class Work>
-  void each_branch(int64_t tile, Work work) const {
+  void each_branch(int64_t block, Work work) const {
     const auto first_from = [&](int64_t number, int64_t t) {
       return std::lower_bound(branches.begin(number), branches.end(number), t);
     };
     for (int64_t number = 0; number < branches.count(); ++number) {
-      const int32_t* token = first_from(number, tile * kTile);
-      const int64_t rows = first_from(number, (tile + 1) * kTile) - token;
+      const int32_t* token = first_from(number, block * kBlock);
+      const int64_t rows = first_from(number, (block + 1) * kBlock) - token;
       if (rows == 0) continue;
       const T* next = packed + (number + 1) % branches.count() * room();
       Prefetcher prefetcher{{{reinterpret_cast<const char*>(next), room() * int64_t(sizeof(T))}, {}},
@@ -183,13 +184,13 @@ struct Products {
   }
 
   // logits = x w^T + bias, zeros in branches that a token does not reach.
-  void forward(const T* x, int64_t stride, const Pair<const T>& bias) const {
+  void forward(const T* x, int64_t stride, const TreeTensors<const T>& bias) const {
     pack_weights(true);
-    share((tokens + kTile - 1) / kTile, [&](int64_t tile, T* sums) {
-      const int64_t first = tile * kTile * branches.trees, last = std::min(tokens, (tile + 1) * kTile) * branches.trees;
+    share((tokens + kBlock - 1) / kBlock, [&](int64_t block, T* sums) {
+      const int64_t first = block * kBlock * branches.trees, last = std::min(tokens, (block + 1) * kBlock) * branches.trees;
       std::fill(logits.at(first, 0, false), logits.at(last, 0, false), T(0));
       std::fill(logits.at(first, 0, true), logits.at(last, 0, true), T(0));
-      each_branch(tile, [&](int64_t number, const int32_t* token, int64_t rows, Prefetcher& prefetcher) {
+      each_branch(block, [&](int64_t number, const int32_t* token, int64_t rows, Prefetcher& prefetcher) {
         const T* w = packed + number * room();
         const int64_t tree = branches.tree(number);
         const int64_t columns = branches.each_run(number, [](auto...) {});
@@ -209,8 +210,8 @@ struct Products {
   // dx (T, P) += gradients of the logits times weights, over the branches that each token reaches.
   void to_x(T* dx) const {
     pack_weights(false);
-    share((tokens + kTile - 1) / kTile, [&](int64_t tile, T* grads) {
-      each_branch(tile, [&](int64_t number, const int32_t* token, int64_t rows, Prefetcher& prefetcher) {
+    share((tokens + kBlock - 1) / kBlock, [&](int64_t block, T* grads) {
+      each_branch(block, [&](int64_t number, const int32_t* token, int64_t rows, Prefetcher& prefetcher) {
         const T* w = packed + number * room();
         const int64_t columns = read(number, token, rows, grads);
         for (int64_t p = 0; p < dim; p += panel)
@@ -221,11 +222,11 @@ struct Products {
   }
 
   // The gradients to the weights, one branch at a time.
-  void to_weights(const T* x, int64_t stride, const Pair<T>& dweight) const {
+  void to_weights(const T* x, int64_t stride, const TreeTensors<T>& dweight) const {
     share(branches.count(), [&](int64_t number, T* sums) {
       T *grads = sums + dim * kColumns, *panels = grads + kDepth * kColumns;
       const int32_t *first = branches.begin(number), *end = branches.end(number);
-      std::fill(grads, grads + kDepth * kColumns, T(0));  // also behind the columns of this branch
+      std::fill(grads, grads + kDepth * kColumns, T(0));  // zeros behind the columns of this branch
       if (first == end) std::fill(sums, sums + dim * kColumns, T(0));
       Prefetcher none{{}, 1, false};
       for (const int32_t* token = first; token < end; token += kDepth) {
@@ -233,7 +234,7 @@ struct Products {
         read(number, token, depth, grads);
         const Matrix<const T> a{x, 1, stride, nullptr, token};
         for (int64_t j = 0; j < kColumns; j += panel) {
-          pack<kPair<T>>(panels, kind, reinterpret_cast<char*>(grads), kColumns, 1, depth, j, kColumns);
+          pack<panel>(panels, kind, reinterpret_cast<char*>(grads), kColumns, 1, depth, j, kColumns);
           product<T, true>(a, panels, depth, {sums + j, kColumns, 1}, dim, panel, token > first, none);
         }
       }
@@ -248,13 +249,13 @@ struct Products {
   }
 };
 
-// The branches that a token reaches, one bit each; `split` has at least the nodes of a tree's first levels. No jump
-// depends on data, since every other one would be mispredicted.
+// The branches of a tree that a token reaches, one bit each. split: the pre-activations of the nodes of the first
+// `levels` levels at least; half: gamma / 2. No jump depends on data, since every other one would be mispredicted.
 template <class T>
 uint64_t reached(const T* split, int64_t levels, T half) {
   uint64_t away = 0;  // branches that saturated nodes exclude
   for (int64_t level = 0, q = 0; level < levels; ++level) {
-    const int64_t below = int64_t(1) << (levels - 1 - level);  // branches to the left of a node, and to its right
+    const int64_t below = int64_t(1) << (levels - 1 - level);  // branches below either child of a node
     const uint64_t side = (uint64_t(1) << below) - 1;
     for (int64_t first = 0; first < int64_t(1) << levels; first += 2 * below, ++q) {
       away |= (side & -uint64_t(split[q] <= -half)) << first;
@@ -314,7 +315,7 @@ void expect_writes(void* output, int64_t bytes, int) { expect_pages(output, byte
 void tree_products_fwd(MOE_TREE_PRODUCTS_ARGS, const void* split_bias, const void* leaf_bias, int threads) {
   with_wide(dtype, [&](auto zero) {
     using T = decltype(zero);
-    const Pair<const T> bias{static_cast<const T*>(split_bias), static_cast<const T*>(leaf_bias), experts, 1};
+    const TreeTensors<const T> bias{static_cast<const T*>(split_bias), static_cast<const T*>(leaf_bias), experts, 1};
     MOE_PRODUCTS(T).forward(static_cast<const T*>(x), x_stride, bias);
   });
 }

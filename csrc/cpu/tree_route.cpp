@@ -1,7 +1,8 @@
 // The conditional descent of the tree gate on the CPU (definition: tree_route in python_ref/tree_gate.py).
 //
-// A block of tokens goes down a tree together: a node's weights are read once for all tokens that reach it, and each token
-// goes left or right. From a node that is not saturated for a token, the token is searched alone, likeliest node first.
+// A block of tokens goes down a tree together: a node's weights are read once for all tokens that reach it, and each
+// token goes left or right. A token for which a node is not saturated, so that both branches are possible, leaves the
+// block: the leaves below the node are searched for this token alone, likeliest node first.
 
 #include "ops.h"
 
@@ -18,8 +19,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kBlock = 128;  // tokens; their x, 384 KiB at P = 768, stays in the L2 cache for all trees
-constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time; each has its own sums, so its bits do not depend on others
+constexpr int64_t kBlock = 128;  // tokens of a block; their x, 384 KiB at P = 768, stays in the L2 cache for all trees
+constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time, each with its own sums, so that others do not change its bits
 
 template <class Wide>
 struct Candidate {
@@ -38,7 +39,7 @@ class Descent {
     const Key *split, *leaf, *split_bias, *leaf_bias;  // (K, E-1, P), (K, E, P), (K, E-1), (K, E); biases may be null
   };
   struct Results {
-    Wide* logits;  // (T, K), as all of these; the weight replaces the logit
+    Wide* logits;  // (T, K), as the arrays below; merge_trees replaces the logit by the weight
     int32_t *experts, *visited;
     uint8_t* unsaturated;
   };
@@ -102,7 +103,7 @@ class Descent {
       out[i] = across<Wide>(even[i] + odd[i], [](Vec<Wide> a, Vec<Wide> b) { return a + b; })[0] + rest[i] + bias;
   }
 
-  // logit_[i] = <row, x> + bias for tokens order_[begin .. end)
+  // logit_[i] = <row `index` of weight, x of token order_[i]> + bias[index], for i in [begin, end).
   void products(const Key* weight, const Key* bias, int64_t index, int64_t begin, int64_t end) const {
     const Wide *w = row(weight + index * dim_), b = bias == nullptr ? Wide(0) : F::widen(bias[index]);
     for (; begin + kTokensAtOnce <= end; begin += kTokensAtOnce) products<kTokensAtOnce>(w, order_ + begin, b, logit_ + begin);
@@ -111,6 +112,7 @@ class Descent {
 
   int64_t node_row(int64_t node) const { return tree_ * (experts_ - 1) + node; }
 
+  // Takes the tokens order_[begin .. end), which reach `node`, down the tree below it.
   void descend(int64_t node, int64_t begin, int64_t end, int32_t depth) {
     if (begin == end) return;
     if (node >= experts_ - 1) {
@@ -132,6 +134,7 @@ class Descent {
         others_[--undecided] = token;
       }
     }
+    // order_: tokens that go left, from `left` on those that go right, from `alone` on those that are searched alone.
     std::copy(others_, others_ + right, order_ + left);
     const int64_t alone = left + right;
     std::copy(others_ + undecided, others_ + kBlock, order_ + alone);
@@ -161,7 +164,7 @@ class Descent {
       ++visited;
       const Wide t = product(token, weights_.split, weights_.split_bias, node_row(here.node));
       const Wide low = step_.low(t), high = 1 - low;
-      if (t != t) {
+      if (t != t) {  // the search goes left with probability 1, and the result is NaN
         unknown = true;
         add_candidate(here.prob, 2 * here.node + 1);
         continue;

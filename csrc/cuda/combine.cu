@@ -1,5 +1,5 @@
 // Combine: the weighted sum of a token's kept rows, in float32 and in the order of its choices. Backward reads the same
-// rows with dy in registers; each one gives a row of drows and an element of dweights.
+// rows with dy in registers; each row gives a row of drows and an element of dweights.
 #include "moe/block.cuh"
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
@@ -12,8 +12,8 @@ namespace {
 // kBatch: rows that a thread loads at the same time. kChoices: choices whose partial sums shared memory holds.
 constexpr int kBatch = 4, kChoices = 32;
 
-// Blocks per SM: 48 registers a thread, enough for kBatch rows. Without this bound the compiler uses fewer registers, and
-// waits for one row before it loads the next.
+// Blocks per SM, which leaves 48 registers a thread, enough for kBatch rows. Without this bound the compiler uses fewer
+// registers, and waits for one row before it loads the next.
 constexpr int kBlocks = 5;
 
 // Piece `v` and the weight of each of kBatch rows of a token. A dropped choice is a row of zeros with weight 0.

@@ -1,7 +1,7 @@
 // The gradient of a gather: for each token the sum of its rows, in float32 and in the order of the rows, without atomics.
 // Rows are read once and sums written once: T = 32768, K = 8, D = 2048 in bf16 are 1.2 GB, 0.36 ms on an H100. Each
-// thread loads kBatch rows (64 bytes) at the same time. These are 80 KiB per SM, which take 3 us at its share of 3.35
-// TB/s; in that time a token waits for memory three times: for its offset, for the indices of its rows, and for the rows.
+// thread loads its pieces of kBatch rows (64 bytes) at the same time: 80 KiB per SM, which take 3 us at its share of 3.35
+// TB/s. In that time a token waits for memory three times: for its offset, for the indices of its rows, and for the rows.
 // One thread sums its piece of all rows of a token in about 1 us for every kBatch rows, so a token with all of 2^18 rows
 // takes 65 ms. Splitting the rows among threads would change the order of the sum.
 #include "moe/dtypes.h"

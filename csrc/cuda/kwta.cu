@@ -15,8 +15,8 @@ namespace {
 
 enum Ties { kIndex = 0, kStrict = 1, kAll = 2 };
 
-// Passes that interpolate the next threshold, before bisection. The last two try keys 0 and 1 if these are possible,
-// since rows that are not Gaussian may have many zeros.
+// Passes that interpolate the next threshold, before bisection. The last two try keys 0 and 1 if the threshold can
+// be there, since rows that are not Gaussian may have many zeros.
 constexpr int kGuesses = 8;
 
 struct Problem {
@@ -30,7 +30,7 @@ struct Problem {
   int64_t rows;
   int n, k, ties;
   bool aligned;   // rows of all tensors have the same offset from a multiple of 16 bytes
-  float z;        // quantile of 1 - k / n
+  float z;        // standard normal quantile of 1 - k / n
   float spacing;  // of a standard normal row's elements at z: 1 / (n phi(z))
 };
 
@@ -40,8 +40,8 @@ struct Cut {
 };
 
 // At least k elements reach `low`, at most k reach `high`. Thresholds between them are tried until they are neighbours:
-// then `low` is the k-th largest, unless exactly k elements reach `high`. Rows of a warp are searched together; in a
-// finished row both remain neighbours.
+// then `low` is the k-th largest key, unless exactly k elements reach `high`. Rows of a warp are searched together; in
+// a finished row `low` and `high` remain neighbours.
 template <class T, class R, class Team>
 __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem& p) {
   using Order = Key<T>;
@@ -82,8 +82,8 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
   return {high, p.ties == kIndex ? needed : 0, low_count - high_count};
 }
 
-// The ties of a resident row that win, for the chunks of this thread, after one exchange of the team. Two chunks share a
-// word of counts: one chunk of all threads has at most 8192 elements.
+// The ties of a resident row that win, for the chunks of this thread, after one exchange of the team. The counts of
+// two chunks share a 32-bit word: a chunk of all threads has at most 8192 elements.
 template <int CHUNKS>
 struct ThreadTies {
   static constexpr int kPairs = (CHUNKS + 1) / 2;
@@ -297,8 +297,8 @@ constexpr int kMaxThreads = kLongest / kMostElements<T>;
 template <class T, bool WHOLE, int THREADS>
 constexpr int kEdgeElements = WHOLE ? 0 : 16 / sizeof(T) > THREADS ? 16 / sizeof(T) / THREADS : 1;
 
-// LANES threads hold a row, each with as many elements as in a long row: fewer threads execute the instructions of a pass
-// other than counting.
+// LANES threads hold a row, each as many elements as a thread of a long row: few threads execute the instructions of a
+// pass that do not count.
 template <class T, bool WHOLE, int ELEMENTS, int LANES>
 __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -312,8 +312,8 @@ __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   kwta_row<0, T, kChunks, kEdgeElements<T, WHOLE, LANES>>(thread / LANES, Team<LANES>{}, nullptr, flags, p);
 }
 
-// With 64 registers a thread, two blocks of 512 threads fit on an SM, with 85 three of 256. With edges 64 are too few. A
-// row of more than kLongest elements takes a whole SM.
+// With 64 registers a thread, two blocks of 512 threads fit on an SM; with 85, three of 256. Rows with edges need more
+// than 64. A row of more than kLongest elements takes a whole SM.
 template <class T, bool WHOLE, int ELEMENTS, int THREADS>
 __global__ void __launch_bounds__(THREADS, THREADS > kMaxThreads<T> ? 1 : sizeof(T) == 2 ? 3 : WHOLE ? 2 : 1)
     kwta_block_kernel(Problem p) {

@@ -84,7 +84,7 @@ __device__ __forceinline__ void write_flags(uint8_t* bytes, uint32_t winners, un
   if (bit % 8 == 0 && bit < end) bytes[bit / 8] = static_cast<uint8_t>(winners);
 }
 
-// Words for the flags of ELEMENTS elements and of a head before them, and one word that is read behind them.
+// Number of words for the flags of ELEMENTS elements and of a head before them, and one word that is read behind them.
 template <int ELEMENTS>
 constexpr int kBitsWords = (ELEMENTS + 31) / 32 + 2;
 

@@ -1,5 +1,6 @@
 // A thread's part of a row of k-winner-take-all, and how it counts. Elements are kept as in memory and compared as
-// floating-point numbers, two of 16 bits an instruction. A row with a NaN is converted to ordered integers (moe/keys.cuh).
+// floating-point numbers, two of 16 bits an instruction. A row that this does not suit (with a NaN, see Plain) is
+// converted to ordered integers (moe/keys.cuh). A word is 32 bits, of one or two elements.
 #pragma once
 
 #include <type_traits>
@@ -92,8 +93,8 @@ struct Team {
 };
 
 // Comparisons of the elements of a register with a threshold, without conversion to keys: -0 equals 0, and a comparison
-// with a NaN is false. The bits of bfloat16 are compared as float16, which gives the same order; values from 2^121 on
-// would be NaN there, so rows with such values are not plain.
+// with a NaN is false. The bits of bfloat16 are compared as float16, which gives the same order; values beyond 2^121
+// would be NaN there, so rows with such values are not plain. `check` sums a row's numbers: NaN if one of them is.
 template <class T>
 struct Plain {
   static constexpr int kInfinity = 0x7c00;  // keys of plain rows are between -kInfinity and kInfinity
@@ -192,7 +193,7 @@ struct Row {
     }
   }
 
-  // Adds the elements of a word and their squares: of the first word of four, which is enough for a first guess.
+  // Adds the elements of a word and their squares. The first word of each four is enough for a first guess.
   __device__ static void add_moments(uint32_t word, float2& moments) {
 #pragma unroll
     for (int i = 0; i < kPerWord; i++) {
@@ -280,7 +281,7 @@ struct Row {
     return Order::in_each(plain ? Order::bits(key) : Order::kZero + key);
   }
 
-  // Adds to `total` a sum over words from which `counted` computes how many elements reach the threshold.
+  // Adds the words to `total`, from which `counted` then computes how many elements reach the threshold.
   template <bool PLAIN, int COUNT>
   __device__ static int add_count(const uint32_t (&words)[COUNT], uint32_t threshold, int total) {
 #pragma unroll
@@ -326,7 +327,7 @@ struct Row {
     }
   }
 
-  // Number of elements of a chunk that reach `tied` but not `above`, the next key: plain ones equal `tied`.
+  // Number of elements of a chunk that reach `tied` but not `above`, the next key. In a plain row they equal `tied`.
   __device__ int count_ties(const uint32_t (&words)[kWords], uint32_t above, uint32_t tied) const {
     if (!plain) return counted(add_count<false>(words, tied, 0)) - counted(add_count<false>(words, above, 0));
     int total = 0;

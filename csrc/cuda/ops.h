@@ -1,6 +1,9 @@
 // Every launcher of csrc/cuda. A launcher starts its kernels on `stream` and returns the error of the launch; it neither
 // waits nor allocates. Arguments are pointers, int64_t, int, float and double; the stream is last. The Python module and
 // the host build (tests/simt) make their tables from MOE_CUDA_OPS at the end.
+//
+// Sizes in shapes: T tokens, K choices or trees of a token, E experts, R rows of a plan, B matrices; D, Din, Dout, H
+// and P features.
 #pragma once
 
 #include <driver_types.h>
@@ -51,12 +54,12 @@ cudaError_t topk_gate_bwd(int dtype,
                           void* dlogits,           // (T, E) contiguous
                           int64_t tokens, int64_t num_experts, int64_t k, cudaStream_t stream);
 
-// The routing plan: the row of every choice of every token among those of its expert. Three launches.
+// The routing plan: the row of every request (a token's choice) among those of its expert. Three launches.
 cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
                           const void* experts,   // (T, K) contiguous; ids outside [0, E) are no choice
                           const int64_t* visit,  // (T) tokens in visiting order, or nullptr: 0, 1, ...
-                          int32_t* counts,       // (chunks, E) scratch
-                          int64_t chunks,        // from 1 to 1024: blocks among which the T * K requests are divided
+                          int32_t* counts,       // (chunks, E): scratch
+                          int64_t chunks,        // from 1 to 1024: blocks that share the T * K requests
                           int32_t* expert_offsets,  // (E + 1)
                           int32_t* row_token,       // (R)
                           int32_t* row_choice,      // (R)
@@ -111,7 +114,7 @@ cudaError_t sinkhorn_fwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* p,        // (B, n, n) contiguous
-                         void* scratch,  // (B, stride): a flag if n <= 64; (n, n) float32 if n > 64 and dtype is not float32
+                         void* scratch,  // (B, stride): a flag if n <= 64, else (n, n) float32 unless dtype is float32
                          int64_t scratch_stride,  // bytes from matrix to matrix
                          int64_t batch, int64_t n,
                          const double* rows, const double* columns,  // (B, n) sums; or nullptr: ones, no tolerance
@@ -124,7 +127,7 @@ cudaError_t sinkhorn_bwd(int dtype,
                          const void* scores,  // (B, n, n), last dimension contiguous
                          int64_t stride_batch, int64_t stride_row, double first_tau, double last_tau, int64_t iterations,
                          void* dscores,  // (B, n, n) contiguous
-                         void* scratch,  // (B, stride): float64 (R, 2, n), then (n, n) if n > 64, else a flag
+                         void* scratch,  // (B, stride): float64 (iterations, 2, n), then (n, n) if n > 64, else a flag
                          int64_t scratch_stride,  // bytes
                          int64_t batch, int64_t n, const double* rows, const double* columns, double tolerance,
                          double* drows, double* dcolumns,  // (B, n), or nullptr without sums

@@ -1,5 +1,5 @@
-// The routing plan in three launches. Requests in visiting order are split into chunks; a request's slot is the number of
-// requests to its expert in earlier chunks, plus those before it in its own chunk.
+// The routing plan in three launches. Requests (choices of tokens) in visiting order are split into chunks. A request's
+// slot is the number of requests to its expert in earlier chunks, plus those before it in its own chunk.
 //   plan_count_kernel   counts each chunk's requests to each expert
 //   plan_scan_kernel    turns each expert's counts into sums over the chunks before
 //   plan_rank_kernel    goes through the chunks again, tile by tile, and writes each request's row
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kPerThread = 4;                 // requests that a thread holds in registers
-constexpr int kTile = kThreads * kPerThread;  // requests of a block: 32768 x 8 are 256 tiles, two for each SM of an H100
+constexpr int kTile = kThreads * kPerThread;  // requests of a tile: 32768 x 8 are 256 tiles, two for each SM of an H100
 constexpr int kWindow = 1024;                 // most experts that a block counts, in up to 40 KiB; more take more blocks
 constexpr uint32_t kNoExpert = 0xffffffffu;
 

@@ -15,7 +15,7 @@
 // * Backward: columns of B and rows of A (see ops/sinkhorn.py) sum to one, so the gradients of potentials shrink from
 //   iteration to iteration: sum |df| <= sum |dg|, and in the next (earlier) one sum |dg| <= sum |df|. The t iterations that
 //   are left add entries of B and A, each at most 1, times numbers whose absolute values sum to at most 2 t sum |dg|. With
-//   w = P * dP, it stops once t sum |dg| <= 2^-45 sum |w|, which leaves out less than 6e-14 of sum |w|.
+//   w = P * dP, the loop stops once t sum |dg| <= 2^-45 sum |w|, which leaves out less than 6e-14 of sum |w|.
 // Backward is in double and saves v of every iteration, 8 n bytes, and from n = 9 on also u. With only k, or only u and
 // v, or only df and dg in float, up to 8 % of the gradients have a relative error above 1e-5: see
 // backends/triton/_sinkhorn_scaled.py.
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   team.write(p, scores.dtype, vectorized, n, tile);
 }
 
-// Two saved vectors of each iteration, (R, 2, n): u and v, or anchors and logarithms of columns.
+// Two saved vectors of each iteration, (iterations, 2, n): u and v, or anchors and logarithms of columns.
 template <class Team>
 struct History {
   double* data;
@@ -151,7 +151,9 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     if (!changed || last == iterations - 1) break;
   }
   team.sync();
-  // dS = k * h / tau. df and dg, the gradients to -log u and -log v, start from dP and go back through the iterations.
+  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. They start from dP (`grad`). Back through an
+  // iteration that computed u, then v: y = dg v, x = u (df - u (k y)), h += u y^T + x before^T, and then df = 0 and
+  // dg = -before (k^T x), where `before` is v before the iteration.
   double h[Team::kTileRows][Team::kTileColumns], df[Team::kTileRows], dg[Team::kTileColumns] = {}, whole = 0;
 #pragma unroll
   for (int a = 0; a < Team::kTileRows; a++) {

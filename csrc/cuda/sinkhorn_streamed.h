@@ -15,7 +15,7 @@ constexpr int kStreamThreads = 512;  // most threads of a block
 
 class Streamed {
  public:
-  static constexpr int kVectors = 6;
+  static constexpr int kVectors = 6;  // f, g, anchor, logs, df and dg
 
   int n, warp, warps, lane;
   double *f, *g, *anchor, *logs, *df, *dg;  // (n)
@@ -157,8 +157,8 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Whether a sum of this thread's columns of exp(S / tau), before any iteration, is off by more than the tolerance.
-  // Columns of -inf are not.
+  // Whether a sum of this thread's columns of exp(scores / tau), before any iteration, is off by more than the
+  // tolerance. A column of -inf counts as right.
   __device__ bool columns_off(double inv_tau) const {
     bool off = false;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
     sinkhorn_streamed_bwd_kernel(Matrices grad,     // (B, n, n)
                                  Matrices scores,   // (B, n, n)
                                  void* dscores,     // (B, n, n)
-                                 double* scratch,   // (B, stride): columns' anchors and logarithms (R, 2, n), dS (n, n)
+                                 double* scratch,   // (B, stride): column anchors and logs (iterations, 2, n), dS (n, n)
                                  int64_t stride, Cooling cooling, Sums sums, int n) {
   DYNAMIC_SHARED(double, shared);
   const Streamed s(shared, scores, sums, n);

@@ -13,12 +13,12 @@
 namespace moe {
 namespace {
 
-// Largest range of S / tau within a row for the scaled form: scaling vectors are at most exp(range), so they and their
-// products are normal numbers.
+// Largest range (maximum - minimum) of scores / tau within a row for the scaled form: scaling vectors are at most
+// exp(range), so they and their products are normal numbers.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
 constexpr double kNegligible = 0x1p-45;  // see sinkhorn.cu
 
-enum class Form { broken, scaled, logarithmic };
+enum class Form { broken, scaled, logarithmic };  // broken: a score is NaN or +inf, and all results are NaN
 
 struct Add {
   template <class T>
@@ -181,7 +181,7 @@ class Team {
     return total[0];
   }
 
-  // Whether `value` is true in any thread. It looks at one warp, so `value` must be the same in all rows of threads.
+  // Whether `value` is true in any thread. Only this warp votes, so `value` must be the same in all rows of threads.
   __device__ bool any(bool value) const { return __any_sync(mask_, value); }
 
   __device__ double largest(double value) {
@@ -190,6 +190,7 @@ class Team {
     return most[0];
   }
 
+  // Elements outside the matrix become `other`.
   __device__ void read(const Matrices& from, bool vectorized, int n, float other, Tile& tile) const {
     const int64_t start = matrix * from.stride_batch + row * from.stride_row + column;
 #pragma unroll
@@ -304,7 +305,7 @@ struct Scaled {
     }
   }
 
-  // v = 1 / (k' u)
+  // v = 1 / (k^T u)
   __device__ void columns(Team& team) {
 #pragma unroll
     for (int b = 0; b < Team::kTileColumns; b++) {
@@ -394,7 +395,7 @@ struct Potentials {
     }
   }
 
-  // An element after rows were normalised (g: the column potential before that), and after columns were.
+  // An element of the matrix after an iteration's row step (g: that before it), and after its column step.
   __device__ T rows_normalised(float score, int a, int b, double inv_tau) const {
     return share(((score - g[b]) - row_anchor[a]) * inv_tau - row_log[a]);
   }
@@ -406,8 +407,8 @@ struct Potentials {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // The largest difference between a column sum of exp(S / tau), before any iteration, and the prescribed one. A
-  // column of -inf counts as 0.
+  // The largest difference between a column sum of exp(scores / tau), before any iteration, and the prescribed one. A
+  // column of -inf counts as a difference of 0.
   __device__ double columns_error(Team& team, const typename Team::Tile& scores, double tau) const {
     double total[Team::kTileColumns] = {}, off = 0;
     float high[Team::kTileColumns];

@@ -38,8 +38,8 @@ struct Logit {
 };
 constexpr int32_t kLowest = INT32_MIN;  // below all ranks
 
-// The ranks of a row. Lane i has SLOTS neighbouring experts (kNeighbours), or, with more than 8 for each lane, the experts
-// i, i + 32, ... With SLOTS > 0 ranks stay in registers, with SLOTS = 0 logits are read for every choice. Past the end of
+// The ranks of a row. Lane i has SLOTS neighbouring experts (kNeighbours), or, with more than 8 a lane, the experts i,
+// i + 32, ... With SLOTS > 0 ranks stay in registers, with SLOTS = 0 logits are read for every choice. Past the end of
 // the row ranks are those of -inf. They are never chosen: of equal logits the lower expert comes first, and K <= E.
 template <class T, int SLOTS>
 struct Ranks {
@@ -279,7 +279,8 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
   for (int i = lane; i < k; i += kWarpSize) mean = __fmaf_rn(weights[i], grad[i], mean);
   mean = warp_sum(mean);
 
-  // p_e = w_0 exp(z_e - z_0): the difference of two logits is exact to a rounding however large they are.
+  // The probability of expert e is w_0 exp(z_e - z_0), with logits z, weights w, and 0 for the first choice: a
+  // difference of two logits has one rounding, however large they are.
   const bool dense = logits && k > 0;
   const float highest = dense ? widen(logits[token * stride + experts[0]]) : 0.0f;
   const float scale = dense ? -mean * weights[0] : 0.0f;

@@ -20,7 +20,7 @@ namespace moe {
 namespace {
 
 constexpr int kThreads = 128;        // of a block
-constexpr int kBlocks = 4;           // per SM: without this bound the compiler spills at 56 registers
+constexpr int kBlocks = 4;           // per SM: without this bound the compiler takes 56 registers and spills
 constexpr int kMostExperts = 4096;   // a token then takes 48 KB of shared memory
 
 // Floats of a token in shared memory: even, so that pairs of every heap are aligned.
@@ -220,7 +220,7 @@ cudaError_t by_lanes(int64_t num_experts, std::initializer_list<const void*> poi
   if (num_experts <= leaves * 8) return with(leaves, std::integral_constant<int, 8>());
   if (num_experts <= leaves * 16) return with(leaves, std::integral_constant<int, 16>());
   if (num_experts <= leaves * 32) return with(leaves, std::integral_constant<int, 32>());
-  // For other sizes a lane would have both deep and shallow leaves.
+  // For sizes that the next two lines leave out, a lane would have both deep and shallow leaves.
   const std::integral_constant<int, 32> warp;
   if (num_experts <= 512 && num_experts % 8 == 0) return with(std::integral_constant<int, 16>(), warp);
   return num_experts > 512 && num_experts % 16 == 0 ? with(warp, warp) : without();

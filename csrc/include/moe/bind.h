@@ -1,4 +1,4 @@
-// Converts the arguments of a call from Python to the 64-bit words of a launcher. Only the module.cpp files include this.
+// Packs the arguments of a call from Python for a launcher (launcher.h). Only the module.cpp files include this.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,7 +12,7 @@
 
 namespace moe {
 
-// One word for each argument; pointer(object) converts one that is a pointer.
+// One uint64_t for each argument; pointer(object) converts an argument that is a pointer.
 template <class Pointer>
 std::vector<uint64_t> pack_arguments(const char* name, const char* types, PyObject* const* given, size_t given_count,
                                Pointer pointer) {
@@ -20,25 +20,25 @@ std::vector<uint64_t> pack_arguments(const char* name, const char* types, PyObje
   if (given_count != count)
     throw pybind11::type_error(std::string(name) + ": expected " + std::to_string(count) + " arguments, got " +
                                std::to_string(given_count));
-  std::vector<uint64_t> words(count);
+  std::vector<uint64_t> packed(count);
   for (size_t i = 0; i < count; ++i) {
     if (types[i] == 'd' || types[i] == 'f') {
       const double value = PyFloat_AsDouble(given[i]);
       const float narrow = float(value);
-      if (types[i] == 'd') std::memcpy(&words[i], &value, sizeof value);
-      else std::memcpy(&words[i], &narrow, sizeof narrow);
+      if (types[i] == 'd') std::memcpy(&packed[i], &value, sizeof value);
+      else std::memcpy(&packed[i], &narrow, sizeof narrow);
     } else if (types[i] == 'p') {
-      words[i] = pointer(given[i]);
+      packed[i] = pointer(given[i]);
     } else {
       const long long value = PyLong_AsLongLong(given[i]);
       if (types[i] == 'i' && value != int(value))
         throw pybind11::type_error(std::string(name) + ": argument " + std::to_string(i) +
                                    " must be a 32-bit integer, got " + std::to_string(value));
-      words[i] = uint64_t(value);
+      packed[i] = uint64_t(value);
     }
     if (PyErr_Occurred()) throw pybind11::error_already_set();
   }
-  return words;
+  return packed;
 }
 
 // A pointer, a stream included, that Python passes as an integer.

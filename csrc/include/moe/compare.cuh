@@ -67,7 +67,7 @@ __device__ __forceinline__ uint32_t spread_high_bits(uint32_t x) {
 #endif
 }
 
-// Number of halves with all bits set, in words whose halves are all ones or zeros; `sum` is their negated sum.
+// Number of halves with all bits set, in words whose halves are all ones or zeros. sum: minus the sum of the words.
 __device__ __forceinline__ int count_halves(uint32_t sum) {
   const int high_less_low = static_cast<int32_t>(sum) >> 16, low = static_cast<int>(sum & 0xffffu);
   return high_less_low + 2 * low;

@@ -13,8 +13,8 @@
 namespace moe {
 namespace {  // compiled once per instruction set
 
-// Geometric from `first` to `last`; the last iteration has exactly `last`. It depends only on t, so that the backward
-// pass uses the same bits as the forward pass.
+// Geometric from `first` to `last`; the last iteration has exactly `last`. A temperature depends only on the iteration
+// t, so that the backward pass uses the same bits as the forward pass.
 class Cooling {
  public:
   Cooling(double first, double last, int64_t iterations)

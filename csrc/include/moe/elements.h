@@ -15,9 +15,9 @@ constexpr int kPackRows = 12;  // rows in a block of a packed left side (Left in
 
 template <class T>
 struct Elements {
-  int64_t size;  // bytes of an element
-  bool same_type;    // elements are of type T
-  bool in_pairs;  // products take two elements at a time (pairs.h)
+  int64_t size;    // bytes of an element
+  bool same_type;  // elements are of type T
+  bool in_pairs;   // products take two elements at a time (pairs.h)
 
   // to (rows, count): row r is from + r * stride, or from + token[r] * stride if `token` is not null, zeros for -1.
   void (*widen)(T* to, int64_t to_row, const void* from, int64_t stride, const int32_t* token, int64_t rows,
@@ -62,7 +62,7 @@ void widen_block(typename F::Wide* to, int64_t to_row, const void* from, int64_t
       else each_element(length, [=](int64_t i) { target[i] = F::widen(source[i]); });
     }
   };
-  if (count == kPackRows) each_row(std::integral_constant<int64_t, kPackRows>());  // saves a tenth of a weight gradient
+  if (count == kPackRows) each_row(std::integral_constant<int64_t, kPackRows>());  // 0.9 of a weight gradient's time
   else each_row(count);
 }
 

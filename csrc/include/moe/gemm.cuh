@@ -99,7 +99,7 @@ class AlongK {
   static constexpr bool kAlong = true;
   static constexpr int kColumns = Tile::kK;
 
-  // row_at(i) is where row i starts, or nullptr for zeros.
+  // row_at(i) is where row i starts, or nullptr for a row of zeros; `anywhere` is a valid address for such rows.
   template <class RowAt>
   __device__ AlongK(const T* anywhere, RowAt row_at) {
 #pragma unroll
@@ -132,7 +132,7 @@ class AcrossK {
   static constexpr int kRows = Tile::kK / kRowsAtOnce;
 
   const T* next_;  // this thread's piece of the row that it copies next
-  int64_t apart_;  // elements from there to this piece in the row after it
+  int64_t apart_;  // elements from a row that this thread copies to the next one
   int valid_;      // elements of the piece that are inside a row
 
   __device__ static int row(int i) { return threadIdx.x / kPieces + i * kRowsAtOnce; }

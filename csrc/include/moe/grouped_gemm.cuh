@@ -1,7 +1,7 @@
-// Grouped GEMM: rows sorted (or gathered) by expert, times their expert's weights. An epilogue computes results from the
-// sums; csrc/cuda/grouped_gemm.cu, expert_mlp.cu and expert_norms.cu have one each. Each block calls it once, with the
-// sums of its tile in shared memory (stage_sums of moe/gemm.cuh). gated_columns() returns whether the columns of the
-// product are gates and linear parts. If they never are, it is constexpr, which saves registers.
+// Grouped GEMM: rows sorted (or gathered) by expert, times their expert's weights. An epilogue (in csrc/cuda:
+// grouped_gemm.cu, expert_mlp.cu and expert_norms.cu) computes results from the sums. A block calls its epilogue once,
+// with the sums of its tile in shared memory (stage_sums of moe/gemm.cuh). gated_columns() returns whether columns of
+// the product are gates and linear parts. Where they never are, gated_columns() is constexpr, which saves registers.
 #pragma once
 
 #include "moe/dtypes.h"
@@ -21,7 +21,7 @@ struct GroupedGemm {
   const int32_t* row_token;       // (R), -1 for rows not in use; or nullptr
   const T* weight;                // (E, Din, Dout)
   int64_t expert_stride;          // elements from expert to expert
-  int64_t weight_stride;          // along Din, if Dout is contiguous; transposed: along Dout, if Din is contiguous
+  int64_t weight_stride;          // elements along Din, or along Dout if transposed; the other one is contiguous
   const int32_t* expert_offsets;  // (E + 1)
   int64_t num_rows, num_experts, din, dout;
   int transposed;
@@ -181,7 +181,7 @@ inline bool plausible(int64_t num_rows, int64_t num_experts, int64_t din, int64_
          din <= kMaxRow && dout >= 0 && dout <= kMaxRow;
 }
 
-// Calls run with a value of the element type of `dtype`.
+// Calls run(T{}) for the element type T of `dtype`, bfloat16 or float16.
 template <class Run>
 cudaError_t with_16_bits(int dtype, Run run) {
   switch (dtype) {

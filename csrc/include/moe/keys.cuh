@@ -1,6 +1,6 @@
-// Floating-point numbers as signed integers, their keys, that order as the numbers do: the bits without the sign, negated
-// for a negative number, so that -0 and +0 share a key. Every NaN has the key after that of +inf. In memory and registers
-// a key is an unsigned number: kZero is added to it.
+// Floating-point numbers as signed integers, their keys, that order as the numbers do: the bits without the sign,
+// negated for a negative number, so that -0 and +0 share a key. Every NaN has the key after that of +inf. In memory and
+// registers a key is an unsigned number: kZero is added to it. A 32-bit word holds one key of 32 bits or two of 16.
 #pragma once
 
 #include "moe/compare.cuh"
@@ -26,8 +26,8 @@ struct KeyOrder {
     if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
     return spread_high_bits(reaches_u16x2(keys, threshold));
   }
-  // flags: one bit for each element of four such masks. It selects a byte of each element, masks one bit of it, and adds
-  // the bytes in one instruction. mask: the mask of a word from its flags.
+  // One bit for each element of four such masks: selects a byte of each element, keeps one bit of the byte, and adds
+  // the bytes in one instruction.
   __device__ static uint32_t flags(const uint32_t (&masks)[4]) {
     uint32_t bits;
     if constexpr (BITS == 32) {
@@ -39,6 +39,7 @@ struct KeyOrder {
     }
     return __dp4a(bits, 0x01010101u, 0u);
   }
+  // The mask of one word from its flags.
   __device__ static uint32_t mask(uint32_t flags) {
     if constexpr (BITS == 32) return flags & 1 ? kOnes : 0;
     return (flags & 1) * 0xffffu | (flags >> 1 & 1) * 0xffff0000u;

@@ -44,7 +44,7 @@ inline void store(T* to, Vec<T> v) {
 
 template <class T>
 inline Vec<T> broadcast(T x) {
-  return x - Vec<T>{};
+  return x - Vec<T>{};  // x + 0 would change -0
 }
 
 // Loads or stores as many elements of type U as a Vec<T> has lanes. Intrinsics are used where the compiler would convert
@@ -79,7 +79,7 @@ inline V swapped(V v, std::index_sequence<lane...>) {
   return __builtin_shufflevector(v, v, int(lane ^ step)...);
 }
 
-// A step of transpose, which exchanges squares of half the lanes, then of a quarter, ...
+// A step of transpose, which exchanges squares of half the lanes, then squares of a quarter, and so on.
 template <int step, class V, size_t... lane>
 inline void exchange(V& upper, V& lower, std::index_sequence<lane...>) {
   constexpr int count = sizeof...(lane);
@@ -133,7 +133,8 @@ inline bool any_from(Vec<double> v, double limit) {
 #endif
 }
 
-// 1 / x to a unit in the last place if x is normal: an estimate of 14 bits, doubled by each Newton step; or a division.
+// 1 / x to a unit in the last place if x is normal: an estimate of 14 bits, whose number each Newton step doubles;
+// without AVX-512, a division.
 inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)
   const Vec<float> y = _mm512_maskz_rcp14_ps(0xffff, x);
@@ -153,7 +154,7 @@ inline Vec<double> reciprocal(Vec<double> x) {
 #endif
 }
 
-// 1 / x to 2^-42, for results that are rounded to float: a step of third order is one instruction less than two steps.
+// 1 / x to 2^-42, for results rounded to float: a step of third order is one instruction less than two Newton steps.
 inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #if defined(__AVX512F__)
   const Vec<double> y = _mm512_maskz_rcp14_pd(0xff, x), error = 1.0 - x * y;
@@ -163,9 +164,10 @@ inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #endif
 }
 
-// exp(x) for |x| <= 708 to 2 units in the last place, undefined for other x. x = n log 2 + r with |r| <= log(2) / 2, and
-// a Taylor polynomial up to r^12 (remainder below 2e-16) in three independent parts. With AVX-512, n is in sixteenths and
-// 2^(j / 16) comes from a table in two registers: then r^7 is enough, for two thirds of the instructions.
+// exp(x) for |x| <= 708 to 2 units in the last place, undefined for other x. x = n log 2 + r with |r| <= log(2) / 2,
+// and a Taylor polynomial up to r^12 (remainder below 2e-16) in three independent parts. With AVX-512, x = n log(2) /
+// 16 + r, and 2^(j / 16) for the low four bits j of n comes from a table in two registers. Then a polynomial up to r^7
+// is enough, with two thirds of the instructions.
 inline Vec<double> exp_within_range(Vec<double> x) {
 #if defined(__AVX512F__)
   constexpr double steps = 16;
@@ -177,7 +179,7 @@ inline Vec<double> exp_within_range(Vec<double> x) {
 #else
   constexpr double steps = 1;
 #endif
-  const Vec<double> shifted = x * (steps * 1.4426950408889634) + 0x1.8p52;  // the integer nearest, in the low bits
+  const Vec<double> shifted = x * (steps * 1.4426950408889634) + 0x1.8p52;  // the nearest integer, in the low bits
   const Vec<double> n = shifted - 0x1.8p52;
   const Vec<double> r = (x - n * (0x1.62e42fee00000p-1 / steps)) - n * (0x1.a39ef35793c76p-33 / steps);
   const Vec<double> r2 = r * r, r4 = r2 * r2;
@@ -194,7 +196,7 @@ inline Vec<double> exp_within_range(Vec<double> x) {
 #endif
 }
 
-// exp(x) for x <= 709; 0 below -708; NaN for NaN.
+// exp(x) for x <= 708; 0 below -708; NaN for NaN.
 inline Vec<double> exp(Vec<double> x) {
   const Vec<double> y = exp_within_range(x < -708.0 ? broadcast(-708.0) : x);
   return x < -708.0 ? Vec<double>{} : y;
@@ -217,7 +219,7 @@ struct ExpOfDifference {
   }
   Vec<float> operator()(Vec<float> a, Vec<float> b) const {
     const Vec<float> d = a - b, back = d - a, lost = (a - (d - back)) - (b + back);
-    const Vec<float> shifted = d * steps + 0x1.8p23f;  // the integer nearest, in the low bits
+    const Vec<float> shifted = d * steps + 0x1.8p23f;  // the nearest integer, in the low bits
     const Vec<float> n = shifted - 0x1.8p23f;
     const Vec<float> r = (((d - n * high) - n * low) + lost) * scale;
     Vec<float> p = r * (1.0f / 5040) + 1.0f / 720;

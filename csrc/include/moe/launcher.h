@@ -1,5 +1,5 @@
-// Launchers of one function type, called with an array of 64-bit words, so that binding them takes almost no compile
-// time. A word holds the bits of an argument: a pointer, an integer, a double, or a float in the low half.
+// Launchers of one function type, called with an array of uint64_t, so that binding them takes almost no compile time.
+// An element holds the bits of an argument: a pointer, an integer, a double, or a float in the low half.
 #pragma once
 
 #include <cstdint>
@@ -10,17 +10,17 @@
 namespace moe {
 
 struct Launcher {
-  int (*call)(const uint64_t* words);  // returns the launcher's result, or 0 if that is void
-  const char* types;                   // a letter for each argument: p pointer, i int, l int64_t, f float, d double
+  int (*call)(const uint64_t* packed);  // returns the launcher's result, or 0 if that is void
+  const char* types;                    // a letter for each argument: p pointer, i int, l int64_t, f float, d double
 };
 
 template <class T>
-T argument(uint64_t word) {
-  if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(static_cast<uintptr_t>(word));
-  if constexpr (std::is_integral_v<T>) return static_cast<T>(word);
+T argument(uint64_t packed) {
+  if constexpr (std::is_pointer_v<T>) return reinterpret_cast<T>(static_cast<uintptr_t>(packed));
+  if constexpr (std::is_integral_v<T>) return static_cast<T>(packed);
   if constexpr (std::is_floating_point_v<T>) {
     T value;
-    std::memcpy(&value, &word, sizeof value);  // words are little-endian
+    std::memcpy(&value, &packed, sizeof value);  // the machine is little-endian
     return value;
   }
 }
@@ -43,15 +43,15 @@ struct Unpack;
 template <class Result, class... Arguments, Result (*function)(Arguments...)>
 struct Unpack<function> {
   template <size_t... i>
-  static int apply(const uint64_t* words, std::index_sequence<i...>) {
+  static int apply(const uint64_t* packed, std::index_sequence<i...>) {
     if constexpr (std::is_void_v<Result>) {
-      function(argument<Arguments>(words[i])...);
+      function(argument<Arguments>(packed[i])...);
       return 0;
     } else {
-      return function(argument<Arguments>(words[i])...);
+      return function(argument<Arguments>(packed[i])...);
     }
   }
-  static int call(const uint64_t* words) { return apply(words, std::index_sequence_for<Arguments...>{}); }
+  static int call(const uint64_t* packed) { return apply(packed, std::index_sequence_for<Arguments...>{}); }
 };
 
 template <class Result, class... Arguments>

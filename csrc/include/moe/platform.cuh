@@ -13,7 +13,7 @@
 
 namespace moe {
 
-// Makes the compiler compute results of `value` again after this point, instead of keeping them in registers.
+// Makes the compiler compute what depends on `value` again after this point, instead of keeping it in registers.
 template <class T>
 __device__ __forceinline__ void recompute(T& value) {
   static_assert(sizeof(T) == 4);

@@ -9,7 +9,7 @@
 
 namespace moe {
 
-constexpr int kRowThreads = 256;                // of a block
+constexpr int kRowThreads = 256;                // threads of a block
 constexpr int64_t kMaxRow = int64_t(1) << 30;   // elements: indices in a row, and up to a block past its end, are ints
 
 __device__ __forceinline__ float widen(float value) { return value; }
@@ -58,7 +58,8 @@ inline int threads_along(int64_t vectors) {
   return static_cast<int>(std::max<int64_t>(1, (vectors + passes - 1) / passes));
 }
 
-// A launch with a thread for each piece of each row, if the grid can be that large: x along a row, y over rows of a block.
+// A launch with a thread for each piece of each row, if the grid can be that large. Threads of a block: x along a row, y
+// over rows. Blocks: x over rows, y along a row.
 struct RowGrid {
   dim3 grid, block;
 

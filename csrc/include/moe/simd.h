@@ -14,11 +14,13 @@
 namespace moe {
 namespace MOE_ISA {
 
-constexpr int64_t kWord = 32;  // elements a mask word covers: bit i of word w is element 32 * w + i
+// A mask has a 32-bit word for every 32 elements: bit i of word w is element 32 * w + i. Rows of keys are padded to a
+// multiple of kMaskBits.
+constexpr int64_t kMaskBits = 32;
 
-inline int64_t words_of(int64_t n) { return (n + kWord - 1) / kWord; }
+inline int64_t mask_words(int64_t n) { return (n + kMaskBits - 1) / kMaskBits; }
 
-inline uint32_t low_bits(int64_t count) { return count >= kWord ? ~0u : (1u << count) - 1u; }
+inline uint32_t low_bits(int64_t count) { return count >= kMaskBits ? ~0u : (1u << count) - 1u; }
 
 // Bit i of the result: key[i] > t, for 32 keys.
 template <class Key>
@@ -53,7 +55,7 @@ inline uint32_t greater(const Key* key, Key t) {
       word |= uint32_t(_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpgt_epi64(at(4 * i), limit)))) << (4 * i);
   }
 #else
-  for (int i = 0; i < kWord; ++i) word |= uint32_t(key[i] > t) << i;
+  for (int i = 0; i < kMaskBits; ++i) word |= uint32_t(key[i] > t) << i;
 #endif
   return word;
 }
@@ -74,23 +76,23 @@ inline int64_t count_greater(const Key* key, int64_t n, Key t) {
   }
 #endif
 #if defined(__AVX2__)
-  for (int64_t i = 0; i < n; i += kWord) count += _mm_popcnt_u32(greater(key + i, t));
+  for (int64_t i = 0; i < n; i += kMaskBits) count += _mm_popcnt_u32(greater(key + i, t));
 #else
   for (int64_t i = 0; i < n; ++i) count += key[i] > t;
 #endif
   return count;
 }
 
-// The sum of 32 numbers, by halves: the additions of a plain loop would each wait for the one before.
+// The sum of 32 numbers, which it overwrites, by halves: each addition of a plain loop would wait for the one before.
 template <class T>
-inline T sum_of(T (&lanes)[kWord]) {
+inline T sum_of(T (&lanes)[kMaskBits]) {
 #pragma GCC unroll 8
-  for (int half = kWord / 2; half > 0; half /= 2)
+  for (int half = kMaskBits / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   return lanes[0];
 }
 
-// out[i] = bit i of word ? in[i] : 0, for the first `count` <= 32 elements of 2, 4 or 8 bytes.
+// out[i] = bit i of `word` ? in[i] : 0, for the first `count` <= 32 elements of 2, 4 or 8 bytes.
 template <class Bits>
 inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
 #if defined(__AVX512BW__)
@@ -106,7 +108,7 @@ inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
       _mm512_mask_storeu_epi64(out + i, uint8_t(all >> i), _mm512_maskz_loadu_epi64(uint8_t(word >> i), in + i));
   }
 #else
-  if (count < kWord) {  // no branches, since bits are unpredictable
+  if (count < kMaskBits) {  // no branches, since bits are unpredictable
     for (int64_t i = 0; i < count; ++i) out[i] = in[i] & Bits(-Bits(word >> i & 1u));
     return;
   }
@@ -136,29 +138,29 @@ inline void keep(Bits* out, const Bits* in, uint32_t word, int64_t count) {
     }
   }
 #else
-  for (int i = 0; i < kWord; ++i) out[i] = in[i] & Bits(-Bits(word >> i & 1u));
+  for (int i = 0; i < kMaskBits; ++i) out[i] = in[i] & Bits(-Bits(word >> i & 1u));
 #endif
 #endif
 }
 
-// out[i] = bit i of word, as a byte, for the first `count` <= 32 elements.
+// out[i] = bit i of `word`, as a byte, for the first `count` <= 32 elements.
 inline void spread(uint8_t* out, uint32_t word, int64_t count) {
-  uint8_t bytes[kWord];
+  uint8_t bytes[kMaskBits];
   for (int i = 0; i < 4; ++i) {
     // Eight copies of a byte; copy i keeps bit i, and an addition carries the bit to the top bit of the copy.
     const uint64_t bits = (word >> (8 * i) & 0xffu) * 0x0101010101010101u & 0x8040201008040201u;
     const uint64_t ones = (bits + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
     std::memcpy(bytes + 8 * i, &ones, 8);
   }
-  if (count == kWord) {
-    std::memcpy(out, bytes, kWord);
+  if (count == kMaskBits) {
+    std::memcpy(out, bytes, kMaskBits);
   } else {
     std::memcpy(out, bytes, size_t(count));
   }
 }
 
-// Copies rows. If all rows together are too large for the cache, rows of a multiple of 64 bytes bypass it: otherwise each
-// line is read before it is overwritten, a third of the traffic.
+// Copies rows. If all rows together are too large for the cache, rows of a multiple of 64 bytes bypass it. Otherwise
+// each line of the output would be read before it is overwritten, a third of the traffic.
 class RowCopy {
  public:
   RowCopy(int64_t row_bytes, int64_t all_bytes) : bytes_(row_bytes), around_(all_bytes > kLarge && row_bytes % 64 == 0) {}

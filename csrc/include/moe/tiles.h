@@ -27,6 +27,7 @@ constexpr int kTileVectors = 2;
 template <class T>
 constexpr int kPanel = kTileVectors * kLanes<T>;  // columns of a panel
 
+// columns / panel, rounded up.
 inline int64_t panels_of(int64_t columns, int64_t panel) { return (columns + panel - 1) / panel; }
 
 // Prefetches memory of the next product during this one: without it, 64 rows times a 128 x 128 weight that is in no cache
@@ -36,11 +37,11 @@ struct Prefetcher {
     const char* from = nullptr;
     int64_t bytes = 0;
   };
-  Piece pieces[2];  // of the next product
-  int64_t steps;    // of this product that are left
+  Piece pieces[2];  // memory of the next product
+  int64_t steps;    // steps of this product that are left
   bool fresh;       // the sums are written to new memory, which is prefetched too: saves a tenth of a product's time
-  // Cache lines of the next panels, prefetched before the pieces. The steps of one tile take one line of each of as many
-  // rows, or consecutive lines.
+  // Cache lines of the next panels, which are prefetched before `pieces`. The n steps of a tile take one line of each
+  // of n rows that are `next.bytes` apart; if these are 64 bytes, they take n consecutive lines.
   struct Lines {
     Piece next;  // first address, and the distance to the next one
     int64_t left = 0;
@@ -54,8 +55,8 @@ struct Prefetcher {
   }
   void prefetch(int at, const char* from, int64_t bytes) { lines[at] = {{from, 64}, (bytes + 63) / 64}; }
 
-  // Takes the prefetches of the next `some` steps: first address, and distance to the next. If none are left, `mapped`,
-  // which may be any valid address.
+  // Takes the prefetches of the next `some` steps: the first address, and the distance from one to the next. If none
+  // are left, returns `mapped`, which may be any valid address.
   Piece take(int64_t some, const void* mapped) {
     steps = std::max<int64_t>(steps - some, 1);
     for (Lines& line : lines) {
@@ -141,7 +142,8 @@ struct PanelProduct {
   char* rounded = nullptr;  // where sums of pairs go instead of c, as bfloat16
 
   // M rows from row i on. `left` rows remain, M / 2 < left <= M. The second half of the tile ends with the last row, so
-  // some rows are computed twice if left < M. So one pointer serves two rows, and there are two offsets.
+  // some rows are computed twice if left < M. The distance from row m of the first
+  // half to row m of the second is the same for every m, so one pointer serves both, with offset `upper` or `lower`.
   template <int M, int W, bool packs_a, Right right>
   MOE_MULTIPLIES_PAIRS [[gnu::always_inline]] inline void tile(int64_t i, int left, Prefetcher::Piece lines, bool fresh) const {
     constexpr int lanes = kLanes<T>, half = (M + 1) / 2;
