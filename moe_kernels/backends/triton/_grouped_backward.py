@@ -43,10 +43,7 @@ def _load_rows(
     row, end, d, D, stride,
     GATHER: tl.constexpr, WIDEN: tl.constexpr, TRANSPOSED: tl.constexpr = False,
 ):  # fmt: skip
-    """The elements of rows `row` and columns `d`: (rows, columns), or (columns, rows) if TRANSPOSED.
-
-    Zeros from row `end` on, where the expert ends, and for rows whose token is -1.
-    """
+    """Rows `row` of an expert, columns `d`: (rows, columns), or (columns, rows) if TRANSPOSED; zeros from `end` on."""
     token = row.to(tl.int64)
     if GATHER:
         token = tl.load(token_ptr + row, mask=row < end, other=-1).to(tl.int64)
@@ -166,10 +163,8 @@ def _finish_hidden(
     dh, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column, N,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Stores dpre and weighted h of a tile, SLICE columns at a time; returns <h, dh> over the tile's columns.
-
-    dh is the gradient of h without the row's weight. valid: rows of the tile; used: those that belong to an expert.
-    """
+    """Stores dpre and weighted h of a tile, SLICE columns at a time; returns <h, dh> over its columns. dh is the
+    gradient of h without the row's weight; `used` are the `valid` rows that belong to an expert."""
     HALF: tl.constexpr = dh.shape[1] // 2
     if HALF >= SLICE:
         left, right = split_columns(dh)

@@ -3,10 +3,9 @@
 The tables are keyed by kernel and inner loop (80: cp.async and mma.sync, 90: descriptors and wgmma); an entry has the
 tiles of each class of shapes. The sizes were computed as below and are not yet timed.
 
-sm_80: shared memory gives an SM 128 bytes a clock, tensor cores 1024 multiply-adds. A warp that multiplies 64 x 64 reads
-(64 + 64) * 32 bytes for 64 * 64 * 16 multiply-adds, half of what shared memory gives in that time; 64 x 32 would need
-three quarters. So four warps compute 128 x 128, and 48 KB of buffers leave room for two blocks or more in the 163 KB of
-an A100.
+sm_80: in a clock an SM does 1024 multiply-adds and reads 128 bytes of shared memory. A warp that multiplies 64 x 64
+reads (64 + 64) * 32 bytes for 64 * 64 * 16 multiply-adds, half of those bytes; 64 x 32 would need three quarters. So
+four warps compute 128 x 128, and 48 KB of buffers leave room for two blocks or more in the 163 KB of an A100.
 sm_90: wgmma 64 x 256 x 16 takes 128 clocks and reads 10 KB, 80 of the 128 bytes a clock; wgmma 64 x 128 x 16 reads 96
 bytes a clock. So two warp groups compute 128 x 256 if there are more than 128 columns, with four stages of 48 KB.
 float32 uses tiles of 64 rows (GENERAL): IEEE products run outside the tensor cores, and registers limit them.
@@ -33,8 +32,7 @@ MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: up to 256 rows of 2 * 2**
 
 MAX_BLOCK_E = 2048  # experts whose offsets a program loads at once; with 65536 the compiler takes 89 s
 
-# Milliseconds measured under MOE_KERNELS_AUTOTUNE=1, by kernel, device, dtype, K, columns, experts and bit length of the
-# number of rows.
+# Milliseconds measured with MOE_KERNELS_AUTOTUNE=1; key: kernel, device, dtype, K, columns, experts, bits of num_rows.
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
 
 
@@ -102,8 +100,7 @@ def run_with_tiles(
     """Calls run(tiles), which launches the kernel, with the tiles for the product of x (T or R, K) and `other`.
 
     With MOE_KERNELS_AUTOTUNE=1 they are the fastest of the kernel's TILES and ALTERNATIVES, timed once per shape.
-    Timing waits for the device. So a call that a CUDA graph captures uses the tiles of its class, unless the shape was
-    timed before.
+    Timing waits for the device, so the capture of a CUDA graph uses the tiles of the class unless timed before.
     """
     if columns > MAX_COLUMNS:
         raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MAX_COLUMNS} columns, got {columns}")
@@ -133,8 +130,8 @@ def choose_tiles(
     """The tiles of a class of shapes: few rows are up to 96 per expert, few columns up to half of the widest tile.
 
     Training does not use the class for few rows: the number of rows may change from step to step, and each class is
-    compiled separately. Larger tiles cost little: an A100 does the 128 FLOPs of 128 rows and a byte of weights in less
-    time than it reads the byte from memory.
+    compiled separately. More rows cost little: 128 rows take 128 FLOPs per byte of weights, which an A100 does in less
+    time than it reads the byte.
     """
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:

@@ -1,9 +1,8 @@
 """Functions that the kernels of the grouped GEMM share: the expert of a program's tile, the loop over k, activations.
 
-The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e. So an expert has ceil(its rows / BLOCK_M) tiles
-or one more, which may have no rows. A program finds its expert from expert_offsets alone, and a launch has
-R // BLOCK_M + E + 1 row tiles whatever the offsets are: the host need not wait for them. Unused rows count as rows of
-an expert E.
+The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e, so it has ceil(its rows / BLOCK_M) tiles or
+one more, without rows. A program finds its expert from expert_offsets alone, and a launch has R // BLOCK_M + E + 1 row
+tiles whatever the offsets are: the host need not wait for them. Unused rows count as rows of an expert E.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ def find_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,  # more than E; 0 if E is too large to load all offsets at once: then a binary search
 ):
-    """(expert, first, end): a row tile's expert, the tile's first row, and the end of the expert's rows.
-
-    first >= end if the tile has no rows.
-    """
+    """Expert of a row tile, the tile's first row, the end of the expert's rows; first >= end if the tile has none."""
     if BLOCK_E > 0:
         e = tl.arange(0, BLOCK_E)
         starts = tl.load(expert_offsets_ptr + e, mask=e <= E, other=0) // BLOCK_M + e
@@ -47,11 +43,8 @@ def find_tile(
 
 @triton.jit
 def raster(column_tiles, programs, first):
-    """Row tile and column tile of this program, one of `programs` programs from id `first` on.
-
-    In the order of ids: GROUP row tiles of the first column tile, the same row tiles of the next column tile, and so
-    on; then the next GROUP row tiles.
-    """
+    """Row tile and column tile of this program. The `programs` programs from id `first` on take GROUP row tiles of the
+    first column tile, the same row tiles of each other column tile, then the next GROUP row tiles."""
     group = (tl.program_id(0) - first) // (GROUP * column_tiles)
     group_rows = tl.minimum(programs // column_tiles - group * GROUP, GROUP)
     index = (tl.program_id(0) - first) - group * GROUP * column_tiles
