@@ -29,11 +29,11 @@ import triton.language as tl
 
 from moe_kernels.backends.triton._sinkhorn_resident import _broken, _load, _scalars, _store, _vectors
 
-# Largest range of scores / tau in a row: scaling vectors, at most exp(range), and their products are normal numbers.
+# Largest range of scores / tau in a row: scaling vectors, at most exp(range), and their products stay normal numbers.
 FLOAT_RANGE = tl.constexpr(60.0)
 DOUBLE_RANGE = tl.constexpr(300.0)
-# Least N that stops early. For a smaller N one of the program's many matrices nearly always goes on, and the test adds a
-# third to the cost.
+# Least N that stops early. For a smaller N one of the program's many matrices nearly always goes on, and the test adds
+# a third to the cost.
 EARLY = tl.constexpr(16)
 NEGLIGIBLE = tl.constexpr(2.0**-45)
 
