@@ -108,10 +108,10 @@ def _column_pointers(ptr, t, B, n, N: tl.constexpr):
 def streamed_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
-    p_ptr,  # (B, n, n) contiguous
-    history_ptr,  # (iterations, 2, B, n)
-    rows_ptr,  # (B, n)
-    columns_ptr,  # (B, n)
+    p_ptr,  # (B, n, n) contiguous; not written if HISTORY
+    history_ptr,  # (iterations, 2, B, n) column anchors and logarithms; not written unless HISTORY
+    rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
+    columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
     counts_ptr,  # (B): number of iterations
     stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0: none
@@ -219,13 +219,13 @@ def streamed_bwd(
     grad_ptr,  # (B, n, n)
     stride_grad_B, stride_grad_I,
     dscores_ptr,  # (B, n, n) contiguous
-    drows_ptr,  # (B, n), zeros
-    dcolumns_ptr,  # (B, n), zeros
+    drows_ptr,  # (B, n), zeros before; not written unless SUMS
+    dcolumns_ptr,  # (B, n), zeros before; not written unless SUMS
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
-    history_ptr,  # (iterations, 2, B, n)
-    rows_ptr,  # (B, n)
-    columns_ptr,  # (B, n)
+    history_ptr,  # (iterations, 2, B, n) column anchors and logarithms
+    rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
+    columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
     counts_ptr,  # (B): number of iterations
     stride_scores_B, stride_scores_I, B, n, iterations,
     sums_ptr,  # (B, n, n): dS so far

@@ -57,9 +57,9 @@ def _combine_fwd(
     units_rows_R,
     T,
     K,
-    units,  # of a row
+    units,  # D in units
     weighted,
-    UNIT: tl.constexpr,  # elements: 16 bytes, or 1
+    UNIT: tl.constexpr,  # elements of a unit: 16 bytes, or 1
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -89,8 +89,8 @@ def _combine_bwd(
     K,
     E,
     R,
-    units,  # of a row
-    UNIT: tl.constexpr,  # elements: 16 bytes, or 1
+    units,  # D in units
+    UNIT: tl.constexpr,  # elements of a unit: 16 bytes, or 1
     WHOLE: tl.constexpr,  # a row fits BLOCK_D
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,

@@ -26,7 +26,7 @@ FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.fl
 LONGEST = 16384  # elements of a row in one tile of registers; a second tile holds the rest of a longer row
 RESIDENT = 2 * LONGEST  # elements; rows longer than this are read again for every count
 CHUNK = 4096  # elements written at a time: with masks, ranks and bits of more elements the keys would spill
-BLOCK_BWD = 4096
+BLOCK_BWD = 4096  # elements of a program of the backward
 TRIALS = 8  # rounds of interpolation before bisection: normal rows need 3 to 5
 
 
@@ -167,7 +167,7 @@ def _kwta_fwd(
     units,
     K,
     quantile,
-    UNIT: tl.constexpr,  # elements: 16 bytes, or 1
+    UNIT: tl.constexpr,  # elements of a unit: 16 bytes, or 1
     TIES: tl.constexpr,
     STORE_Y: tl.constexpr,
     STORE_BITS: tl.constexpr,

@@ -175,14 +175,14 @@ def _gates(
     leaf_logits_ptr,  # (T, K, E) contiguous
     gates_ptr,  # (T, E) contiguous
     leaf_probs_ptr,  # (T, K, E) contiguous
-    first,
+    first,  # token
     T,
     K,
     E,
-    half,
-    slope,
-    least,
-    EPSILON: tl.constexpr,
+    half,  # gamma / 2
+    slope,  # 1 / gamma
+    least,  # smallest probability of a leaf that counts
+    EPSILON: tl.constexpr,  # added to probabilities under a parity mode
     BLOCK_T: tl.constexpr,
     DEPTH: tl.constexpr,
     LAYOUT: tl.constexpr,
