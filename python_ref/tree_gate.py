@@ -16,8 +16,8 @@ from torch import Tensor
 def smooth_step(t: Tensor, gamma: float) -> Tensor:
     """h(t): 0 up to -gamma/2, 1 from gamma/2, u^2 (3 - 2 u) between, with u = (t + gamma/2) / gamma. Elementwise.
 
-    In this factored form h is accurate near its zero, where the terms of the expanded cubic cancel. For the same reason
-    callers compute 1 - h(t) as h(-t).
+    In this factored form h is accurate near its zero, where the terms of the expanded cubic cancel; and so is h(-t),
+    which equals 1 - h(t).
     """
     t_promoted = _promoted(t)
     u = ((t_promoted + gamma / 2) / gamma).clamp(0, 1)
@@ -72,8 +72,7 @@ def tree_gate(
 
 
 class RouteStatistics(NamedTuple):
-    """The number of nodes that tree_route read, int32 (T, K), and whether the step of one of them was neither 0 nor 1,
-    bool (T, K)."""
+    """Nodes that tree_route read, int32 (T, K), and whether the step of one of them was not 0 or 1, bool (T, K)."""
 
     visited: Tensor
     unsaturated: Tensor
@@ -91,8 +90,8 @@ def tree_route(
 ) -> tuple[Tensor, Tensor, RouteStatistics]:
     """Weights (T, K) and experts (T, K): each tree's likeliest leaf, the left-most of several, as if it were certain.
 
-    weights = softmax of the K leaves' logits. An expert that several trees chose keeps the first place, with the sum of
-    the weights; the other places get weight 0 and expert -1. Nodes at least as likely as the leaf count as visited: any
+    weights = softmax of the K leaves' logits. An expert that several trees chose keeps its first place, with the sum of
+    its weights; its other places get weight 0 and expert -1. Nodes at least as likely as the leaf count as visited: any
     search for the leaf must read them. A visited node whose pre-activation is NaN sends its token to the left and makes
     all of the token's weights NaN.
     """

@@ -23,7 +23,7 @@ def find_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,  # more than E; 0 if E is too large to load all offsets at once: then a binary search
 ):
-    """Expert of a row tile, the tile's first row, the end of the expert's rows; first >= end if the tile has none."""
+    """Expert of a row tile, the tile's first row, end of the expert's rows; first >= end if the tile has no rows."""
     if BLOCK_E > 0:
         e = tl.arange(0, BLOCK_E)
         starts = tl.load(expert_offsets_ptr + e, mask=e <= E, other=0) // BLOCK_M + e

@@ -42,8 +42,8 @@ def _ordered(pairs, INF: tl.constexpr):
 
 @triton.jit
 def _at_least(pairs, least, ordered):
-    """0xFFFF in each half of pairs that is at least the same half of `least`, else 0. The two halves of `least` are
-    equal and, if ordered, not 0."""
+    """0xFFFF in each half of pairs that is at least that of `least`, else 0. Both halves of `least` are equal, not 0 if
+    ordered."""
     if ordered:
         # x >= least if x + (2^16 - least) carries, which is the top bit of half that sum. No term depends on `pairs`
         # alone: the compiler would keep such terms, two for each word, in registers during the search.
@@ -58,8 +58,7 @@ def _at_least(pairs, least, ordered):
 
 @triton.jit
 def _equal(pairs, tied, above, ordered):
-    """0xFFFF in each half of pairs that equals the same half of `tied`, else 0. tied (C, R, L); above: the pattern that
-    follows `tied`."""
+    """0xFFFF in each half of pairs that equals that of `tied`, else 0. above: the next pattern. Both are (1, R, 1)."""
     if ordered:
         equal = _at_least(pairs, tied[:, :, :, None], True) & ~_at_least(pairs, above[:, :, :, None], True)
     else:
@@ -128,7 +127,7 @@ def _first_guess(pairs, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _pattern(key, ordered):
-    """(R): a word whose halves are both the bit pattern of `key`, as elements are compared with it."""
+    """(R): a word with `key` in both halves as elements are compared: 0x8000 + key if ordered, else float16 bits."""
     return tl.where(ordered | (key < 0), 0x8000 + tl.where(ordered, key, -key), key) * ONES
 
 

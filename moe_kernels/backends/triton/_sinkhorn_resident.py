@@ -151,7 +151,8 @@ def resident_fwd(
         inv_tau = 1.0 / tau
         anchor, log_sum = log_sum_exp(scores - g[:, None, :], inv_rows, inv_tau, 2, HISTORY)
         if SUMS:
-            # Before an iteration column sums are right up to rounding, row sums off by a factor exp((new_f - f) / tau).
+            # Row sums before this iteration are off by a factor exp((new_f - f) / tau); column sums, from the second
+            # iteration on, by rounding alone.
             new_f = anchor + tau * log_sum
             if tolerance >= 0:
                 error = tl.abs(tl.exp((new_f - f) * inv_tau) - 1.0)

@@ -8,11 +8,11 @@ the logarithms.
 From n = 9 on both kernels stop once no result can change. The bits of a matrix do not depend on the other matrices of
 its program.
 * Forward: an iteration that changes no bit of v ends the solve, as the next ones could not change one either.
-* Backward: B and A, the matrix after the columns and after the rows of an iteration, have column sums and row sums of
-  one (ops/sinkhorn.py). So the gradients of potentials shrink on the way back: sum |df| <= sum |dg|, and in the
-  iteration before sum |dg| <= sum |df|. The t remaining iterations add entries of B and A, at most 1 each, times
-  numbers whose sizes sum to at most 2 t sum |dg|. With w = P * dP, dg is set to 0 where t sum |dg| <= 2^-45 sum |w|.
-  That leaves out less than 6e-14 of sum |w|.
+* Backward: the matrix has row sums of one after a step on rows (A in ops/sinkhorn.py) and column sums of one after a
+  step on columns (B). So the gradients of potentials shrink on the way back: sum |df| <= sum |dg|, and in the iteration
+  before sum |dg| <= sum |df|. The t remaining iterations add entries of B and A, at most 1 each, times numbers whose
+  sizes sum to at most 2 t sum |dg|. With w = P * dP, dg is set to 0 where t sum |dg| <= 2^-45 sum |w|. That leaves out
+  less than 6e-14 of sum |w|.
 
 Backward is in float64. It saves u and v of every iteration, 16 n bytes, as many as logarithms take. With float32 the
 error would be 1e-7 of the largest dP (n = 4 to 64, tau = 0.1 and 1, 20 iterations). But a gradient is P (dP - a - b);

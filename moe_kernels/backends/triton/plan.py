@@ -5,8 +5,8 @@ requests to its expert in earlier chunks, plus those before it in its own chunk.
 scratch memory is chunks * E counts.
 
 Priority routing does sort its T * E pairs of a token and an expert, by score. One program, on one multiprocessor, then
-goes through them in that order, as the definition does: it skips 1024 pairs at a time if none of them can be assigned,
-else it assigns 64 at a time. The host does not wait.
+goes through them in that order, as the definition does: it skips 1024 pairs at once if none of them can be assigned,
+else it takes them 64 at a time. The host does not wait.
 """
 
 from __future__ import annotations
