@@ -18,7 +18,7 @@ endif
 
 .PHONY: test fuzz bench gpu baseline regression docs lint build clean
 
-# glibc puts what it allocates into huge pages: Triton's compiler takes a tenth less time.
+# With this setting glibc allocates memory in huge pages, and Triton's compiler takes a tenth less time.
 test: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
 test: build

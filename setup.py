@@ -81,7 +81,7 @@ def toolkit(nvcc: Path) -> Path:
 def architectures(nvcc: Path) -> list[str]:
     """The capabilities of TORCH_CUDA_ARCH_LIST that can be compiled, such as ["8.0", "9.0+PTX"].
 
-    Leaves out, with a note, those below 8.0 (tensor cores and asynchronous copies need it) or unknown to nvcc.
+    Leaves out, with a note, those below 8.0, whose instructions the kernels use, and those unknown to nvcc.
     """
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
     known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
@@ -99,8 +99,8 @@ def architectures(nvcc: Path) -> list[str]:
 
 
 def gencode(arch: str) -> str:
-    """nvcc's option for a capability. 9.0 gets the PTX of 8.0, which is compiled and tested anyway: its own PTX differs
-    only in the conversion of bfloat16 to float32, and its machine code is no shorter."""
+    """nvcc's option for a capability. 9.0 gets the PTX of 8.0, which is compiled and tested anyway. The PTX of 9.0
+    would differ only in the conversion of bfloat16 to float32, and its machine code is no shorter."""
     number = arch.removesuffix("+PTX").replace(".", "")
     virtual = "80" if number == "90" else number
     codes = [f"sm_{number}"] + ([f"compute_{virtual}"] if arch.endswith("+PTX") else [])

@@ -22,7 +22,8 @@ def expert_mlp(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:
-    """x (T, D) -> y (T, Dout): sum over kept rows of weights_tk (act(x_t W_in_e + b_in_e) W_out_e + b_out_e)."""
+    """x (T, D) -> y (T, Dout): y_t = sum of weights_tk (act(x_t W_in_e + b_in_e) W_out_e + b_out_e) over the kept
+    choices k of token t, where e is the expert of choice k."""
     options: Any = {"activation": activation, "alpha": alpha, "limit": limit}
     hidden = grouped_gemm(dispatch(x, plan), w_in, plan.expert_offsets, bias=b_in, **options)
     return combine(grouped_gemm(hidden, w_out, plan.expert_offsets, bias=b_out), plan, weights)

@@ -18,10 +18,10 @@ def expert_norms(
     b_out: Tensor | None = None,
     activation: str | None = "relu",
 ) -> Tensor:
-    """x (T, D), w_in (E, D, H or 2 H), w_out (E, H, Dout) -> s (T, E).
+    """x (T, D), w_in (E, D, H), w_out (E, H, Dout) -> s (T, E). A gated activation needs w_in (E, D, 2 H).
 
     s_te = ||act(x_t W_in_e + b_in_e) W_out_e + b_out_e||, the root of the sum of squares; its gradient is zero where
-    that sum is zero. Computed in float32 (float64 stays), the hidden layer and the result rounded to the dtype of x.
+    that sum is zero. Computed in float32 (float64 stays); the hidden layer and s are rounded to the dtype of x.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     pre = torch.einsum("td,edh->teh", x.to(dtype), w_in.to(dtype))

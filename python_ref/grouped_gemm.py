@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def activate(pre: Tensor, activation: str | None, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
-    """act(pre), elementwise; gelu is erf's. swiglu and geglu halve the columns: act(first half) * second half.
+    """act(pre), elementwise; gelu is the exact one, with erf. Gated activations halve the number of columns.
 
-    swiglu_clamped takes the columns in turns: g the even ones, at most limit, u the odd ones, within +-limit;
-    (u + 1) g sigmoid(alpha g).
+    swiglu and geglu: silu (gelu) of the first half of the columns, times the second half. swiglu_clamped:
+    (u + 1) g sigmoid(alpha g), with g the even columns, clamped to at most limit, and u the odd ones, to +-limit.
     """
     if activation is None:
         return pre
@@ -37,11 +37,11 @@ def grouped_gemm(
     limit: float = 7.0,
     row_token: Tensor | None = None,
 ) -> Tensor:
-    """rows (R, Din), weight (E, Din, Dout) -> (R, Dout): out_r = act(rows_r W_e + b_e), offsets_e <= r < offsets_e+1.
+    """rows (R, Din), weight (E, Din, Dout) -> (R, Dout): out_r = act(rows_r W_e + b_e), with e the expert of row r.
 
-    Computed in float32 (float64 stays) and rounded once; swiglu_clamped rounds its input to the dtype of rows.
-    With row_token (R,), rows are x (T, Din) and row r reads x[row_token_r], zeros where that is -1. Rows from offsets_E
-    on are zero.
+    Expert e has the rows expert_offsets[e] up to expert_offsets[e + 1]; rows after those of the last expert are zero.
+    Computed in float32 (float64 stays) and rounded once; swiglu_clamped also rounds its input to the dtype of rows.
+    With row_token (R,), `rows` holds tokens (T, Din): row r reads rows[row_token_r], or zeros where row_token_r is -1.
     """
     if row_token is not None:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[row_token.long()]  # index -1 is the row of zeros

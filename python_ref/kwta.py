@@ -1,6 +1,7 @@
 """k-winner-take-all, by definition: sort every row, keep its k largest values.
 
-Paper 000, eqs. 3 to 8: the cap C_k of a routing network, applied to its own or to another network's activations.
+Paper 000, eqs. 3 to 8: its operator C_k selects the winners of a routing network; they mask that network's activations
+or those of another network.
 """
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 
 def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index") -> Tensor:
-    """y = values (or x) where x wins, +0 elsewhere; the selection is a constant to autograd."""
+    """y = values (or x) where x is a winner of its row, +0 elsewhere; the selection is a constant to autograd."""
     source = x if values is None else values
     return torch.where(kwta_mask(x.detach(), k, ties=ties), source, torch.zeros_like(source))
 
@@ -21,7 +22,7 @@ def kwta_mask(x: Tensor, k: int, *, ties: str = "index") -> Tensor:
       "strict"  |{j : v_j >= v_i}| <= k (eq. 3), that is v_i > v_(k+1): values tied across the boundary all lose
       "all"     v_i >= v_(k): values tied across the boundary all win
     """
-    ranked, order = torch.sort(x, dim=-1, descending=True, stable=True)  # torch, too, ranks NaN highest and -0.0 == 0.0
+    ranked, order = torch.sort(x, dim=-1, descending=True, stable=True)  # as required, torch ranks NaN highest
     n = x.shape[-1]
     if ties == "index":
         return torch.zeros_like(x, dtype=torch.bool).scatter_(-1, order[..., :k], True)

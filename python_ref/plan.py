@@ -1,7 +1,7 @@
-"""Routing plans, by definition: requests in visiting order, sorted by expert; the first `capacity` of each are kept.
+"""Routing plans, by definition: requests are sorted by expert, stably; each expert keeps its first `capacity` requests.
 
-Token choice with capacity: GShard, Switch, V-MoE (paper 003) and its Batch Prioritized Routing. Expert choice and
-priority routing: as paper 002 compares them.
+A request is a choice of a token that names an expert. `make_plan` covers GShard, Switch, V-MoE (paper 003) and V-MoE's
+Batch Prioritized Routing; `plan_expert_choice` and `plan_priority` are two routings that paper 002 compares.
 """
 
 from typing import NamedTuple
@@ -32,12 +32,12 @@ def make_plan(
     priority: Tensor | None = None,
     order: str = "choice",
 ) -> Plan:
-    """experts (T, K), where any id outside [0, E) is no choice -> the plan of its requests.
+    """experts (T, K), where any id outside [0, E) is no request -> the plan of the requests.
 
     Tokens are visited by position, or by descending priority (T,), equal ones by position; NaN is the highest priority.
     order "choice": all first choices, then all second ones; "token": every choice of a token before the next token.
-    A request's slot is the number of earlier requests to its expert, dropped ones included; it is dropped if that is
-    not below capacity.
+    A request's slot is the number of earlier requests to its expert, dropped ones included. A request is dropped if
+    its slot is not below capacity.
     """
     num_tokens, k = experts.shape
     device = experts.device
@@ -77,11 +77,10 @@ def make_plan(
 
 
 def plan_expert_choice(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
-    """scores (T, E): every expert takes the min(capacity, T) tokens of highest score in its column, ties to the lower
-    token.
+    """scores (T, E): every expert takes the min(capacity, T) tokens of highest score in its column.
 
-    Column e of slot_row, and of the weights (T, E), belongs to expert e; an expert's rows are in token order.
-    weights = scores where taken, else 0.
+    Of equal scores the lower token wins. Column e of slot_row and of the weights (T, E) belongs to expert e; an
+    expert's rows are in token order. The weight of a token is its score where the expert took it, else 0.
     """
     num_tokens, num_experts = scores.shape
     best = torch.sort(scores.detach(), dim=0, descending=True, stable=True).indices[:capacity]
@@ -91,10 +90,11 @@ def plan_expert_choice(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
 
 
 def plan_priority(scores: Tensor, capacity: int) -> tuple[Plan, Tensor]:
-    """scores (T, E): pairs in descending score; a pair is assigned if its token has no expert and its expert has room.
+    """scores (T, E): visits (token, expert) pairs in descending score, equal ones by token, then by expert.
 
-    Equal scores go by token, then by expert. Every token gets one expert while there is room: weights (T, 1) hold its
-    score there, 0 for a token without an expert. requested counts first choices; an expert's rows are in token order.
+    A pair is assigned if its token has no expert yet and its expert has room. weights (T, 1): the token's score for its
+    expert, 0 for a token without one. requested counts, for each expert, the tokens that score it highest. An expert's
+    rows are in token order.
     """
     num_tokens, num_experts = scores.shape
     flat = scores.detach().flatten()

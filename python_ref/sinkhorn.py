@@ -1,7 +1,7 @@
-"""Sinkhorn's iteration, by definition: normalise rows, then columns, in place, on logarithms in float64.
+"""Sinkhorn's iteration, by definition: normalise rows, then columns, on logarithms in float64.
 
-Paper 001, eqs. 7 and 8: S^0 = exp(scores / tau), R times rows and columns. exp(scores / tau) itself overflows at small
-tau, and float32 cannot hold scores / tau near 1e7, hence logarithms and float64.
+Paper 001, eqs. 7 and 8: S^0 = exp(scores / tau), of which rows and columns are normalised R times. exp(scores / tau)
+overflows at small tau, hence logarithms; the spacing of float32 near scores / tau = 1e7 is 1, hence float64.
 """
 
 from functools import partial
@@ -32,11 +32,12 @@ def sinkhorn(
 
     Columns are normalised last, so they sum to one; rows do after convergence. -inf forbids a pair; a row or column of
     -inf alone stays zero. A matrix that holds NaN or +inf becomes NaN in every element (if iterations > 0).
-    anneal_from: iteration t has the temperature temperatures(...)[t]; potentials are kept, in units of scores.
-    rows, columns (..., n): their sums instead of one. noise (..., n, n): added to scores.
-    tolerance: a matrix whose row and column sums are all within it takes no further iteration.
-    gradient "unrolled": of these iterations, recomputed from sqrt(iterations) checkpoints; "implicit": see
-    implicit_gradient, an error if a row sum is off by more than RESIDUAL.
+    anneal_from: iteration t has the temperature temperatures(...)[t]. The logarithm of the matrix is
+    (scores - f - g) / tau, with f of a row and g of a column; a change of tau keeps f and g.
+    rows, columns (..., n): the sums of rows and columns, instead of one. noise (..., n, n): added to scores.
+    tolerance: a matrix whose row and column sums are all off by at most this takes no further iteration.
+    gradient "unrolled": that of these iterations, recomputed from about sqrt(iterations) checkpoints. "implicit": that
+    of the fixed point (implicit_gradient), an error if a row sum is off by more than RESIDUAL.
     """
     noisy = scores if noise is None else scores + noise
     one = torch.ones(1, dtype=torch.float64, device=scores.device)
@@ -111,9 +112,11 @@ def check_converged(p: Tensor, rows: Tensor | float = 1.0) -> None:
 def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
     """dL/dscores at the fixed point p = diag(u) exp(scores / tau) diag(v) with row sums r and column sums c.
 
-        w = p * grad,  [diag(r) p; p' diag(c)] [a; b] = [w 1; w' 1],  dscores = (w - p * (a + b')) / tau
+        w = p * grad,   r_i a_i + sum_j p_ij b_j = sum_j w_ij,   sum_i p_ij a_i + c_j b_j = sum_i w_ij
 
-    a is eliminated. b is determined up to a constant, and adding J / n (J all ones) makes its equation regular.
+        dscores_ij = (w_ij - p_ij (a_i + b_j)) / tau
+
+    a is eliminated. b is determined up to a constant; adding 1 / n to every element of its matrix makes that regular.
     """
     p = p.double()
     w = p * grad.double()

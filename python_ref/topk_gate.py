@@ -11,10 +11,10 @@ from torch import Tensor
 def topk_gate(
     logits: Tensor, k: int, *, order: str = "topk_softmax", noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """logits (T, E) -> weights (T, K) and experts (T, K) in descending order; equal logits by the lower expert.
+    """logits (T, E) -> weights (T, K) and experts (T, K), by descending logit; of equal logits the lower expert first.
 
-    Choices rank by logits, also where softmax comes first: it is monotone, but rounds different logits to equal
-    probabilities. NaN ranks highest. The selection is a constant to autograd.
+    Logits decide also where softmax comes first, since softmax may round different logits to equal probabilities.
+    NaN ranks highest. The selection is a constant to autograd.
     """
     noisy = logits if noise is None else logits + noise
     promoted = noisy.to(torch.promote_types(noisy.dtype, torch.float32))

@@ -14,9 +14,10 @@ from torch import Tensor
 
 
 def smooth_step(t: Tensor, gamma: float) -> Tensor:
-    """0 up to -gamma/2, 1 from gamma/2, u^2 (3 - 2 u) between, u = (t + gamma/2) / gamma. Elementwise.
+    """h(t): 0 up to -gamma/2, 1 from gamma/2, u^2 (3 - 2 u) between, with u = (t + gamma/2) / gamma. Elementwise.
 
-    Factored, since the expanded cubic cancels near its zero; 1 - h(t) is h(-t), to full relative precision as well.
+    In this factored form h is accurate near its zero, where the terms of the expanded cubic cancel; and so is h(-t),
+    which equals 1 - h(t).
     """
     t_promoted = _promoted(t)
     u = ((t_promoted + gamma / 2) / gamma).clamp(0, 1)
@@ -24,7 +25,7 @@ def smooth_step(t: Tensor, gamma: float) -> Tensor:
 
 
 def tree_probabilities(split_logits: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
-    """(..., E-1) in heap order -> the probability of every node (..., E-1) and of every leaf (..., E)."""
+    """split_logits (..., E-1) in heap order -> the probability of every node (..., E-1) and of every leaf (..., E)."""
     left, right = smooth_step(split_logits, gamma), smooth_step(-split_logits, gamma)
     level, nodes, start = left.new_ones(*left.shape[:-1], 1), [], 0
     while start < left.shape[-1]:
@@ -37,15 +38,17 @@ def tree_probabilities(split_logits: Tensor, gamma: float) -> tuple[Tensor, Tens
 
 
 def tree_softmax(leaf_logits: Tensor, leaf_probs: Tensor, parity: str | None = None) -> Tensor:
-    """Joint softmax of alpha + log p over trees and leaves, (..., K, E) -> (..., E), without taking a logarithm.
+    """Joint softmax of leaf_logits + log p over trees and leaves, summed over trees: (..., K, E) -> (..., E).
 
-    Leaves with p below the smallest normal number are left out, so that the gradient to p, up to 1 / p, is finite.
+    p are the leaf probabilities. Without `parity` the logarithm is not taken: the terms are p exp(leaf_logits), and
+    leaves with p below the smallest normal number are left out, so that the gradient to p, up to 1 / p, is finite.
+    parity: as the authors' TensorFlow code ("tf") or their BERT code ("bert") does it (ops/tree_gate.py).
     """
     if parity is not None:
         dropped, epsilon = (leaf_probs <= 0, 1e-8) if parity == "tf" else (leaf_probs < 1e-5, 1e-6)
         least = torch.finfo(leaf_probs.dtype).min if parity == "tf" else -torch.inf
         p = (leaf_probs + epsilon).log().masked_fill(dropped, least)
-        logits = leaf_logits.masked_fill(dropped, 0)  # infinite or NaN, it would make all gates NaN
+        logits = leaf_logits.masked_fill(dropped, 0)  # an infinite or NaN logit would make all gates NaN
         return (logits + p).flatten(-2).softmax(-1).view(leaf_logits.shape).sum(-2)
     reachable = leaf_logits.masked_fill(leaf_probs < torch.finfo(leaf_probs.dtype).tiny, -torch.inf)
     weights = leaf_probs * (reachable - reachable.detach().amax((-2, -1), keepdim=True)).exp()
@@ -69,7 +72,7 @@ def tree_gate(
 
 
 class RouteStatistics(NamedTuple):
-    """Nodes read by tree_route, int32 (T, K), and whether one of them was not saturated, bool (T, K)."""
+    """Nodes that tree_route read, int32 (T, K), and whether the step of one of them was not 0 or 1, bool (T, K)."""
 
     visited: Tensor
     unsaturated: Tensor
@@ -87,8 +90,10 @@ def tree_route(
 ) -> tuple[Tensor, Tensor, RouteStatistics]:
     """Weights (T, K) and experts (T, K): each tree's likeliest leaf, the left-most of several, as if it were certain.
 
-    A node whose pre-activation is NaN sends its token to the left and makes all of the token's weights NaN. Nodes at
-    least as likely as the leaf count as visited: any search for the leaf must read them.
+    weights = softmax of the K leaves' logits. An expert that several trees chose keeps its first place, with the sum of
+    its weights; its other places get weight 0 and expert -1. Nodes at least as likely as the leaf count as visited: any
+    search for the leaf must read them. A visited node whose pre-activation is NaN sends its token to the left and makes
+    all of the token's weights NaN.
     """
     split_logits = _logits(x, split_weight, split_bias)
     is_nan = split_logits.isnan()

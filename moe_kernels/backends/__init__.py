@@ -3,8 +3,8 @@
 No table lists the kernels: backend b implements operation f if its namespace has f_fwd, and beside it
 f_supports(target, dtype) returns None or the reason why it cannot run there. A target is a device type, for a GPU with
 its compute capability: "cuda:8.0". f_limits(target), if it exists, returns the largest sizes that f takes, by their
-names in SIZES. First hit wins: the backend= argument, use_backend(), MOE_KERNELS_BACKEND, automatic. A backend
-named in a call never falls back.
+names in SIZES. The first of these that names a backend decides: the backend= argument, use_backend(),
+MOE_KERNELS_BACKEND. Else the choice is automatic. A named backend never falls back to another one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from moe_kernels.backends import _gpu
 
 NAMES = ("reference", "cpu", "triton", "cuda")
 
-# Automatic order by device type. No GPU has measured cuda against triton yet; until one has, cuda comes first, because
-# the host executor shows races that Triton's interpreter cannot.
+# Automatic order by device type. cuda and triton have not been timed against each other on a GPU yet. Until then cuda
+# comes first: tests/simt runs its kernels on the host and shows races, which Triton's interpreter cannot.
 AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 
 # Operations with another order for CUDA tensors. On sm_90 only wgmma keeps the tensor cores busy; Triton uses it, while
@@ -151,7 +151,7 @@ SHAPES = "shapes"
 
 
 def choose_shapes(op: str, backend: str | None, x: Tensor) -> str:
-    """As choose, but SHAPES for meta tensors, for which the definition cannot read indices or counts other FLOPs."""
+    """As choose, but SHAPES for meta tensors: there the definition cannot read indices, or counts other FLOPs."""
     chosen = choose(op, backend, x)
     return SHAPES if x.is_meta else chosen
 

@@ -26,9 +26,10 @@ def capability(target: str) -> tuple[int, int] | None:
 def unsupported(target: str, architectures: str, built_with: int, driver: int) -> str | None:
     """None if code for `architectures` (such as "8.0;9.0+PTX") runs on the GPU of `target`, else the reason.
 
-    Machine code for X.Y runs on capability X.Z with Z >= Y, and needs a driver of the same major CUDA version. PTX for
-    X.Y is compiled by the driver for X.Y and all later ones; such a driver is at least as new as the toolkit. A letter
-    after the number binds the code to X.Y itself. Versions count as CUDA's: 13000 is 13.0.
+    Machine code for X.Y runs on capability X.Z with Z >= Y, if the driver has the same major CUDA version or a later
+    one. A driver at least as new as the toolkit compiles PTX for X.Y on X.Y and all later capabilities. A letter after
+    the number, as in 9.0a, binds the code to X.Y itself. built_with, driver: versions as CUDA counts them, 13000 is
+    13.0.
     """
     found = capability(target)
     if found is None:

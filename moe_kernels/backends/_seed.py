@@ -6,5 +6,5 @@ from statistics import NormalDist
 
 @cache
 def normal_quantile(k: int, n: int) -> float:
-    """Standard deviations above the mean at which k of n normal values lie above; 0 if k is 0 or n."""
+    """The threshold that k of n normal values exceed, in standard deviations above the mean; 0 if k is 0 or n."""
     return NormalDist().inv_cdf(1 - (k - 0.5) / n) if 0 < k < n else 0.0

@@ -34,7 +34,7 @@ device_type = "cpu"
 
 
 def _isa(name: str | None) -> int:
-    """Index of the instruction set: the widest, or MOE_KERNELS_CPU_ISA, which may name a narrower one."""
+    """Index of instruction set `name`; without a name, of the widest one of this machine."""
     if name and name not in module.isas:
         raise ValueError(f"MOE_KERNELS_CPU_ISA must be one of {', '.join(module.isas)} on this machine; got {name!r}")
     return module.isas.index(name or module.isas[-1])
@@ -75,10 +75,11 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """(threads, bytes): matrices and vectors of 64 bytes an element if n <= 16, else of double rows padded to 16."""
+    """Matrices and vectors for each thread, (threads, bytes). If n <= 16 an element has 64 bytes, for several matrices
+    at a time; else a row is n doubles, padded to a multiple of 16."""
     n = scores.shape[-1]
     packed = n <= 16  # then scores and gradients are staged for twice as many matrices as are computed at a time
-    # Backward keeps three row vectors and three column vectors of every iteration, and the matrices that took it.
+    # Backward keeps eight vectors of every iteration: three of rows, three of columns, and which matrices took part.
     staged, matrices, vectors = (2, 2, 20 + 8 * iterations) if backward else (1, 1, 20)
     matrices += 2 * staged if packed else staged
     vector = 64 * n if packed else 8 * -(-n // 16) * 16

@@ -38,7 +38,7 @@ _self = sys.modules[__name__]
 
 
 def call(name: str, work: Tensor, *args: Any, passes: int = 1) -> None:
-    """Calls a C++ function (see native/), which launches kernels on the device of `work`. passes: for cpu.call."""
+    """Calls a C++ function (see native/), which launches kernels on the device of `work`. Only cpu.call uses passes."""
     numbers = _addresses.as_numbers(device_type, name, args)
     if device_type == "cpu":
         getattr(module, name)(*numbers, 0)
@@ -100,7 +100,7 @@ def grouped_gemm_supports(target: str, dtype: torch.dtype) -> str | None:
 TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the dtype of x
 
 
-# Launchers refuse larger sizes.
+# The C++ launchers refuse larger sizes than these.
 def sinkhorn_limits(target: str) -> dict[str, int]:
     return {"n": 1024}
 

@@ -39,8 +39,8 @@ def define(
         fake: the results' shapes and dtypes, from tensors without data.
         flops: FLOPs from the arguments' shapes, for torch.utils.flop_counter.
         save, backward: as `setup_context` and `backward` of torch.library.register_autograd.
-        batched: positions of the tensor arguments whose first dimension is a row. torch.vmap's dimension merges into
-            it. Without any, the operation refuses torch.vmap by name.
+        batched: positions of the tensor arguments with a batch as first dimension, into which the dimension of
+            torch.vmap merges. Without any, the operation refuses torch.vmap by name.
     """
     name = schema[: schema.index("(")]
     qualified = f"moe_kernels::{name}"
@@ -131,12 +131,12 @@ def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def gradient_like(x: Tensor, wanted: bool) -> Tensor:
-    """Memory for the gradient to x, contiguous; of no elements if it is not wanted."""
+    """Memory for the gradient to x, contiguous; no elements if the gradient is not wanted."""
     return x.new_empty(x.shape if wanted else 0)
 
 
 GATED: tuple[str, ...] = ("swiglu", "geglu")  # activations in the kernels that halve the number of columns
-CLAMPED = "swiglu_clamped"  # halves it too, but in an operator of its own
+CLAMPED = "swiglu_clamped"  # halves the number of columns too, but in an operator of its own
 
 
 def contiguous_matrices(weight: Tensor) -> Tensor:

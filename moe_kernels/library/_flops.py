@@ -1,7 +1,7 @@
 """FLOP formulas for torch.utils.flop_counter, registered when that module is imported.
 
-That module imports Triton if it is installed: 75 modules, 0.5 s. A program that counts no FLOPs should not pay for it.
-A FlopCounterMode copies the registered formulas when it is made, so they are registered directly after the import.
+flop_counter imports Triton if that is installed: 75 modules, 0.5 s. A program that counts no FLOPs need not wait for
+it. A FlopCounterMode copies the registered formulas when it is made, so they are registered directly after the import.
 """
 
 from __future__ import annotations

@@ -37,12 +37,12 @@ def _fwd(
         return found
     hidden, pre = forward(x, w_in, expert_offsets, row_token, b_in, activation, keep_pre, backend)
     result, _ = forward(hidden, w_out, expert_offsets, None, b_out, "", False, backend, keep_pre)
-    del hidden  # y reuses its memory; freed later, both went back to the system: 600 page faults at 512 tokens
+    del hidden  # y takes its memory; freed later, both went back to the system: 600 page faults at 512 tokens
     return combine(result, weights, slot_row, backend), pre
 
 
 def _single_launch(x, weights, w_in, w_out, b_in, b_out, activation, plan, experts, keep_pre, backend):
-    """y and pre from a single launch; None if the backend has none for these sizes (grouped_gemm_cpu.mlp)."""
+    """y and pre from a single launch; None if the backend has no such launch for these sizes (grouped_gemm_cpu.mlp)."""
     if backend != "cpu":
         return None
     given = contiguous_rows(x), *contiguous(weights), *map(contiguous_matrices, (w_in, w_out)), *contiguous(b_in, b_out)
@@ -128,13 +128,13 @@ def _bwd_fake(grad, x, weights, w_in, w_out, b_in, b_out, *rest):
     )
 
 
-def _sizes(w_in, w_out, row_token) -> tuple[int, int]:
-    """FLOPs of each of the two products."""
+def _products_flops(w_in, w_out, row_token) -> tuple[int, int]:
+    """FLOPs of the two products, first and second."""
     return 2 * row_token[0] * w_in[1] * w_in[2], 2 * row_token[0] * w_out[1] * w_out[2]
 
 
 def _fwd_flops(x, weights, w_in, w_out, b_in, b_out, offsets, row_token, *rest, **kwargs) -> int:
-    return sum(_sizes(w_in, w_out, row_token)) + (1 if weights is None else 2) * row_token[0] * w_out[2]
+    return sum(_products_flops(w_in, w_out, row_token)) + (1 if weights is None else 2) * row_token[0] * w_out[2]
 
 
 def _of_choices_flops(x, weights, w_in, w_out, b_in, b_out, experts, *rest, **kwargs) -> int:
@@ -143,7 +143,7 @@ def _of_choices_flops(x, weights, w_in, w_out, b_in, b_out, experts, *rest, **kw
 
 def _bwd_flops(grad, x, weights, w_in, w_out, b_in, b_out, offsets, row_token, *rest, **kwargs) -> int:
     to_x, to_weights, to_w_in, to_w_out, to_b_in, to_b_out = rest[-2]
-    first, second = _sizes(w_in, w_out, row_token)
+    first, second = _products_flops(w_in, w_out, row_token)
     bias_share = 2 * row_token[0] * w_out[2] if to_weights and b_out is not None else 0
     to_bias = 2 * row_token[0] * w_out[2] * to_b_out
     to_input = (first + row_token[0] * w_in[1]) * to_x

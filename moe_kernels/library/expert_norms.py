@@ -19,8 +19,8 @@ from moe_kernels.library._define import (
 from moe_kernels.library.combine import combine
 from moe_kernels.library.grouped_gemm import forward, kernels, rows_gradient, weight_gradient
 
-# Elements of the largest tensor of a group on a GPU: 256 MB in 16 bits. If all experts fit into a group, the number of
-# launches does not depend on E. If they do not, each launch still has work for a millisecond.
+# Most elements of the largest tensor of a group of experts on a GPU: 256 MB in 16 bits. If all experts fit into a
+# group, the number of launches does not depend on E. If they do not, each launch still has work for a millisecond.
 ELEMENTS = 2**27
 
 
@@ -96,7 +96,7 @@ def _group_bwd(x, offsets, token, share, parameters, activation, wanted, backend
     dx = dw_in = dw_out = db_in = db_out = None
     hidden, pre = forward(x, w_in, offsets, token, b_in, activation, activation != "", backend)
     y, _ = forward(hidden, w_out, offsets, None, b_out, "", False, backend)
-    if x.dtype == torch.float16:  # kernels store hidden layers times shares: 1 / norm can be beyond 65504
+    if x.dtype == torch.float16:  # kernels store hidden * share, and share has the factor 1 / norm, maybe above 65504
         y, share = y.mul_(share[:, None]), torch.ones_like(share)
     given = y, contiguous_matrices(w_out), offsets, None, share, pre if activation else hidden
     dpre, weighted, _ = kernels(backend).expert_mlp_bwd_hidden(*given, activation)
@@ -129,13 +129,13 @@ def _bwd_fake(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, back
     return tuple(x.new_empty(0) if each is None else gradient_like(each, needed) for each, needed in given)
 
 
-def _sizes(x, w_in, w_out) -> tuple[int, int]:
-    """FLOPs of each of the two products, all experts."""
+def _products_flops(x, w_in, w_out) -> tuple[int, int]:
+    """FLOPs of the two products, first and second, over all experts."""
     return 2 * x[0] * w_in[0] * w_in[1] * w_in[2], 2 * x[0] * w_out[0] * w_out[1] * w_out[2]
 
 
 def _bwd_flops(grad, x, w_in, w_out, b_in, b_out, norms, activation, wanted, *rest, **kwargs) -> int:
-    first, second = _sizes(x, w_in, w_out)
+    first, second = _products_flops(x, w_in, w_out)
     to_x, to_w_in, to_w_out, to_b_in, to_b_out = wanted
     return first + second * (2 + (to_w_out or to_b_out)) + first * (to_x + (to_w_in or to_b_in))
 
@@ -146,7 +146,7 @@ define(
     f"expert_norms_fwd({_TENSORS}, str activation, str backend) -> Tensor",
     _fwd,
     lambda x, w_in, *rest: x.new_empty((x.shape[0], w_in.shape[0]), dtype=compute_dtype(x.dtype)),
-    lambda x, w_in, w_out, *rest, out_shape=None, **kwargs: sum(_sizes(x, w_in, w_out)),
+    lambda x, w_in, w_out, *rest, out_shape=None, **kwargs: sum(_products_flops(x, w_in, w_out)),
     save=_save,
     backward=_backward,
 )

@@ -102,7 +102,7 @@ def _tree_gate_logits_bwd(dsplit, dleaf, split_logits, x, split_weight, leaf_wei
 
 
 def _wanted(*sources: Tensor, wants: Sequence[bool] = (True, True)) -> tuple[Tensor, ...]:
-    """Memory for a gradient to each source that needs one."""
+    """Memory for the gradient to each source; no elements if the gradient is not wanted."""
     return tuple(gradient_like(each, wanted) for each, wanted in zip(sources, wants, strict=True))
 
 

@@ -1,1 +1,1 @@
-"""The operations: one file each, readable from top to bottom."""
+"""The operations: a file for each, or for each family."""

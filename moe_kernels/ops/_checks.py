@@ -44,11 +44,12 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
 def check_plan(op: str, plan: object) -> None:
     """`plan` is a RoutingPlan whose arrays have the dtype, shape, layout and device that its docstring states.
 
-    Kernels take their sizes from some of these arrays and read others with them. The kernels check the values.
+    A kernel takes its sizes from some of these arrays and reads the others by them. Values of the arrays are checked
+    later (library.ops.refuse_bad_rows).
     """
     if not isinstance(plan, RoutingPlan):
         raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")
-    if is_compiling():  # every check would be a guard, some on the number of tokens
+    if is_compiling():  # every check would become a guard of the graph, some on the number of tokens
         return
     row_token, slot_row, num_experts = plan.row_token, plan.slot_row, plan.num_experts
     check_tensor(op, "plan.row_token", row_token, (torch.int32,))
@@ -90,7 +91,7 @@ def check_square(op: str, name: str, tensor: Tensor) -> None:
 
 
 def check_first(op: str, name: str, tensor: Tensor, size: int, meaning: str, device: torch.device) -> None:
-    """The first dimension of `tensor` has that size, and it is on that device."""
+    """The first dimension of `tensor` has that size, and `tensor` is on that device."""
     if tensor.shape[0] != size:
         raise ValueError(f"{op}: {name} must have {size} rows, the {meaning}; got shape {tuple(tensor.shape)}")
     if tensor.device != device:
@@ -163,7 +164,7 @@ def _number(op: str, name: str, value: object) -> float:
 
 
 def check_size(op: str, name: str, value: object) -> int:
-    """`value` as an int, a possible size of a parameter's dimension."""
+    """`value` as an int that can be the size of a parameter's dimension."""
     return check_int(op, name, value, 0, 2**31 - 1, "features")
 
 
@@ -191,7 +192,7 @@ def check_decimal(op: str, name: str, value: object) -> Fraction:
 
 @backends.constant
 def check_factor(op: str, name: str, value: object) -> tuple[int, int]:
-    """`value`, at least 0, as numerator and denominator, since torch.compile can trace whole numbers."""
+    """`value`, at least 0, as numerator and denominator: torch.compile can trace ints, but no Fraction."""
     exact = check_decimal(op, name, value)
     if exact < 0:
         raise ValueError(f"{op}: {name} must be at least 0, got {value!r}")

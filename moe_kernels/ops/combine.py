@@ -22,8 +22,8 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
     """The weighted sum of every token's kept rows: (R, D) -> (T, D).
 
     Args:
-        rows: (R, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where
-            the last dimension is not contiguous it is copied once.
+        rows: (R, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; a
+            tensor whose last dimension is not contiguous is copied once.
         plan: the one by which the rows were dispatched, on their device. Its values are checked on the CPU; on a GPU
             only with MOE_KERNELS_CHECK=1, since a check waits for the device.
         weights: (T, K), any of those dtypes, read as float32 (as float64 with float64 rows): the gate weights of

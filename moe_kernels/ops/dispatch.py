@@ -21,8 +21,8 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
     """The rows of every expert, copied from the tokens: (T, D) -> (R, D).
 
     Args:
-        x: (T, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where the
-            last dimension is not contiguous it is copied once.
+        x: (T, D), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; a tensor
+            whose last dimension is not contiguous is copied once.
         plan: of T tokens, on the device of x. Its values are checked on the CPU; on a GPU only with
             MOE_KERNELS_CHECK=1, since a check waits for the device.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
@@ -30,8 +30,8 @@ def dispatch(x: Tensor, plan: RoutingPlan, *, backend: str | None = None) -> Ten
     Returns:
         rows (R, D), expert by expert, bit for bit the tokens; zeros from row expert_offsets[E] on.
 
-    Gradient: to x, the sum over a token's kept rows in float32 and in the order of its choices, zero for a token that
-    has none; no atomics, so it is the same bits every time. Any number of times differentiable. FLOPs: none.
+    Gradient: to x, the sum over a token's kept rows in float32 and in the order of its choices, zero for a token
+    without one; no atomics, so the bits are the same every time. Any number of times differentiable. FLOPs: none.
 
     Raises:
         TypeError: x is no tensor of those dtypes, an array of the plan is not int32, or a torch.func transform.

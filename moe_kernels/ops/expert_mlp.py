@@ -5,9 +5,9 @@
     dW_out_e = sum of w_tk h_r^T dy_t,   db_out_e = sum of w_tk dy_t
     dx_t = sum of dpre_r W_in_e^T,   dW_in_e = sum of x_t^T dpre_r,   db_in_e = sum of dpre_r
 
-Saved for backward: x, the plan, pre (R, H or 2 H) and the parameters. dw comes from h and a, so neither the second
-product's output nor its gradient is kept. The kernel that needs h computes it again from pre. Gathered rows of x and of
-dy are not stored.
+Row r is choice k of token t, at expert e; pre is the argument of act. Saved for backward: x, the plan, pre (R, H or 2
+H) and the parameters. dw comes from h and a, so neither the second product's output nor its gradient is kept. The
+kernel that needs h computes it again from pre. Gathered rows of x and of dy are not stored.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def expert_mlp(
         token without a kept choice is zero; a dropped choice adds nothing, whatever its weight.
 
     Gradient: to x, w_in, w_out, weights, b_in and b_out; zero for dropped choices and for experts without rows. Once
-    differentiable. The gradient of a weight has its layout. FLOPs (torch's counter), with W = H or 2 H columns of w_in:
+    differentiable. A weight's gradient has the weight's layout. FLOPs (torch's counter), with W = H or 2 H columns of
+    w_in:
     2 R (D W + H Dout) + 2 R Dout forward, twice that of the products backward. On a GPU 3 kernels run forward and 5
     backward, with or without biases. Autocast has no effect here; nn.ExpertMLP follows it.
 
@@ -173,7 +174,7 @@ def check_parameters(
     alpha: float = 1.0,
     limit: float = 1.0,
 ) -> None:
-    """Parameters of two-layer experts fit x (T, D), each other and, unless None, `num_experts`."""
+    """The parameters of two-layer experts fit x (T, D), each other and, unless it is None, `num_experts`."""
     check_rank(op, "w_in", w_in, "(E, D, H)")
     check_rank(op, "w_out", w_out, "(E, H, Dout)")
     experts = w_in.shape[0] if num_experts is None else num_experts

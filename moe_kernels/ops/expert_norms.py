@@ -3,8 +3,9 @@
     h_te = act(x_t W_in_e + b_in_e),   y_te = h_te W_out_e + b_out_e,   s_te = ||y_te||
     dy_te = ds_te y_te / s_te (0 where s_te = 0),   and from there as a two-layer network
 
-Experts are computed in groups, a row for each token and expert. The kernel squares and sums the second product's
-accumulators, so that a forward holds the group's hidden layers and the (T, E) norms, never the (T, E, Dout) outputs.
+Experts are computed in groups, with a row for each token and each expert of the group. The kernel squares and sums the
+second product's accumulators, so that a forward holds the group's hidden layers and the (T, E) norms, never the
+(T, E, Dout) outputs.
 Saved for backward: x, the norms and the parameters. Backward computes a group's hidden layers and outputs again, then
 runs the backward of an expert MLP with gate weights ds / s and the gradient y.
 """

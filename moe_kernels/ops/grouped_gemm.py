@@ -44,7 +44,7 @@ def grouped_gemm(
         expert_offsets: (E + 1,) int32 or int64: rows of expert e are offsets[e] up to offsets[e + 1], as in a
             RoutingPlan. They rise from 0 to at most R.
         bias: (E, Dout) in the dtype of rows, or None.
-        activation: None, "relu", "gelu" (erf's), "silu", "tanh", or the gated "swiglu" and "geglu", which halve the
+        activation: None, "relu", "gelu" (with erf), "silu", "tanh", or the gated "swiglu" and "geglu", which halve the
             result: silu (or gelu) of the first Dout / 2 columns times the other ones; or gpt_oss's
             "swiglu_clamped": (u + 1) g sigmoid(alpha g) with g the even columns, at most limit, and u the odd ones,
             within +-limit. It first rounds pre-activations to the dtype of rows, and makes a second pass over them.

@@ -32,8 +32,8 @@ def kwta(x: Tensor, k: int, *, values: Tensor | None = None, ties: str = "index"
         y_i = values_i if x_i wins in its row else 0
 
     Args:
-        x: (..., N), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; where
-            the last dimension is not contiguous, or the leading ones do not merge into one stride, it is copied once.
+        x: (..., N), float32, bfloat16 or float16 (float64 on "reference" and "cpu"). Rows may have any stride; x is
+            copied once if its last dimension is not contiguous or its leading ones do not merge into one stride.
         k: winners per row, from 0 (y is zero) to N (y is a copy).
         values: like x in shape, dtype and device; what is kept where x wins. None: x itself.
         ties: which of the values equal to the k-th largest win if they do not all fit. "index": those of the lowest

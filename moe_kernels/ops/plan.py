@@ -3,9 +3,9 @@
     slot_i = |{j visited before i : expert_j = expert_i}|,   kept if slot_i < capacity      (V-MoE, algorithms 1 and 2)
     row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets = cumulative sum of min(requested, capacity)
 
-How: a histogram of experts for every chunk of requests, a scan over these histograms, and a second pass that gives each
-request its row. O(T * K + chunks * E) work, and one sort of T priorities if there are any; no sort of the requests, no
-(T, E) one-hot; the host does not wait.
+A request i is a choice that names an expert. Kernels count the requests to each expert in every chunk of requests, scan
+over these counts, and give each request its row in a second pass. That is O(T * K + chunks * E) work, and one sort of T
+priorities if there are any; no sort of the requests, no (T, E) one-hot. The host does not wait.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def make_plan(
             ones by position; -0.0 equals 0.0, NaN is the highest. V-MoE takes a token's largest gate weight, paper 003
             also its sum. A constant to autograd.
         order: "choice" visits all first choices in token order, then all second ones (GShard, V-MoE); "token" every
-            choice of a token before the next token (MegaBlocks). With a priority tokens come in its order instead.
+            choice of a token before the next token (MegaBlocks). A priority replaces token order.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
 
     An id outside [-1, E) raises ValueError for tensors on the CPU. On a GPU it counts as -1, since a check would wait
@@ -145,7 +145,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
 
 
 def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) -> tuple[RoutingPlan, Tensor]:
-    """The plan of paper 002's priority routing: every token one expert; a full expert passes it to its next best.
+    """The plan of paper 002's priority routing: a token gets at most one expert, its best with room.
 
     Pairs (token, expert) are visited in descending score, equal ones by token and then by expert; a pair is assigned
     if the token has no expert yet and the expert has room. The result is the stable matching in which both
@@ -159,8 +159,8 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
 
     Returns:
         A plan with K = 1 and weights (T, 1), the score of the expert that a token got, 0 if none had room. requested
-        counts first choices, kept those placed, so dropped is the number of tokens that found no expert at all. An
-        expert's rows are in token order.
+        counts an expert's first choices, kept its tokens, so dropped is the number of tokens that found no expert at
+        all. An expert's rows are in token order.
 
     Gradient: to the scores of the assigned pairs; the matching itself is a constant.
 

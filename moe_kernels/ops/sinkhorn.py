@@ -8,9 +8,9 @@ In potentials, f^t_i = tau log sum_j exp((S_ij - g^(t-1)_j) / tau), g^t_j = tau 
     B = exp((S - f^t - g^t) / tau):      dS += B diag(dg),  df -= B dg
     A = exp((S - f^t - g^(t-1)) / tau):  dS += diag(df) A,  dg = -A' df,  df = 0;   at last dS /= tau
 
-scores, P are (batch, n, n). Saved for backward: the scores alone; a kernel recomputes the potentials, O(n) an
-iteration, and never keeps an iterate. It divides by tau at the end: where P is exactly 1, as it mostly is at small tau,
-w cancels exactly, while w / tau would be rounded in one sum and, fused with its addition, not in the other.
+scores, P are (batch, n, n). Saved for backward: the scores alone; a kernel recomputes the potentials, O(n) numbers an
+iteration, and never keeps an iterate. It divides by tau at the end: where P is exactly 1, as at small tau, terms w and
+-w cancel exactly, while w / tau would be rounded in one sum and, fused into a multiply-add, not in the other.
 scores / tau needs more bits than float32 has (at tau = 1e-7 it is 1e7 and more), so a kernel scales exp(S / tau) by
 vectors only where the matrix's range allows it, and elsewhere takes differences in more than float32 before exp.
 On GPUs these are separate kernels; the scaling one stops once iterations change nothing (_sinkhorn_scaled.py).
@@ -55,8 +55,8 @@ def sinkhorn(
 ) -> Tensor:
     """exp(scores / tau) with its rows, then its columns, normalised, `iterations` times.
 
-    Columns are normalised last: they sum to one, rows do only once it has converged. At small tau that is not the
-    normal case: at tau = 1e-7 and n = 8, rows still sum to up to 4 after 150 iterations. See anneal_from, and harden.
+    Columns are normalised last: they sum to one, rows do only after convergence, which is rare at small tau: at
+    tau = 1e-7 and n = 8, rows still sum to up to 4 after 150 iterations. See anneal_from, and harden.
 
     Args:
         scores: (..., n, n), float32, bfloat16 or float16 (float64 on "reference" and "cpu"); any n, any strides.
@@ -79,12 +79,12 @@ def sinkhorn(
             time.
 
     Returns:
-        (..., n, n) in the dtype of scores, accurate to its rounding.
+        (..., n, n) in the dtype of scores, accurate to the rounding of that dtype.
 
     Gradient: to scores and noise (and, unrolled, rows and columns), once differentiable on kernels. It carries the
     factor 1 / tau: at tau = 1e-7 entries are 0 or 1 and it is mostly exactly zero. Autocast: runs in the dtype it is
-    given. FLOPs (torch's counter): 4 n^2 an iteration and matrix forward, 12 backward: multiply-adds of the
-    vector-scaled form.
+    given. FLOPs (torch's counter): 4 n^2 an iteration and matrix forward, 12 n^2 backward: those of the multiply-adds
+    of the vector-scaled form.
 
     Raises:
         TypeError: scores is no tensor of those dtypes, noise has another dtype, iterations no int, tau no number, or a

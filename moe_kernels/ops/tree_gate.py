@@ -1,19 +1,19 @@
 """The tree gate: K soft binary trees of smooth steps, and one softmax over the leaves of all of them.
 
-    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  u^2 (3 - 2 u) between with u = t/g + 1/2        (paper 001, eq. 9 corrected)
+    h(t) = 0 if t <= -g/2,  1 if t >= g/2,  u^2 (3 - 2 u) between, u = t/g + 1/2, g = gamma (paper 001, eq. 9 corrected)
     s_kq = <split_weight_kq, x> + split_bias_kq             node q = 0 .. E-2 of tree k in heap order, s (T, K, E-1)
     p_ke = product over the path to leaf e of h(s) where it goes left, h(-s) where it goes right       p (T, K, E)
     a_ke = <leaf_weight_ke, x> + leaf_bias_ke                                                           a (T, K, E)
     q_ke = p_ke exp(a_ke) / sum over trees and leaves of p exp(a),   gates_e = sum over k of q_ke   (eq. 3; T, E)
 
     da_ke = q_ke (dgates_e - <gates, dgates>)
-    ds_kq = L h'(s) / h(s) - R h'(s) / h(-s),  L and R the sums of da_e + p_e dp_e over the leaves left and right of q
+    ds_kq = L h'(s) / h(s) - R h'(s) / h(-s),  L and R the sums of da_ke + p_ke dp_ke over leaves left and right of q
 
 Saved for backward: x, the weights, s and a; a kernel computes p again. Neither direction takes a logarithm or divides
 by a probability: h'/h is 6 (1 - u) / (g u (3 - 2 u)), and 0 where the step is saturated, so every gradient is finite.
-A leaf takes part in the softmax if p is at least the smallest normal number. `parity` replaces p there by p + 1e-8 or
-the like; L and R then sum da p / (p + 1e-8). If saturated nodes keep most tokens off most branches, "cpu" computes only
-the products that a token reaches, forward and backward.
+A leaf takes part in the softmax if p is at least the smallest normal number. `parity` replaces p in the softmax by
+p + 1e-8 or the like; L and R then sum da p / (p + 1e-8). If saturated nodes keep most tokens from most branches of the
+trees, "cpu" computes only the products that a token reaches, forward and backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from python_ref.tree_gate import RouteStatistics
 
 PARITIES = (None, "tf", "bert")
 
-# Smallest normal number of each compute dtype: gamma and 1 / gamma have full precision from it to its inverse.
+# Smallest normal number of each compute dtype. From it to its inverse, gamma and 1 / gamma have full precision.
 _TINY = {dtype: torch.finfo(dtype).tiny for dtype in (torch.float32, torch.float64)}
 
 

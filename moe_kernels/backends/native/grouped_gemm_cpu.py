@@ -1,9 +1,9 @@
 """The grouped GEMM on CPU tensors: products in csrc/cpu/grouped_gemm.cpp, or by torch's library for large experts.
 
 C++ gives every thread its own rows and needs no call for each expert; a call of torch.mm costs as much as a million
-multiplications. torch's library is faster for large experts on Intel's processors. C++ then adds the bias and
-applies the activation, except that torch adds the bias to products in 16 bits, and to products in the dtype of x if
-neither an activation nor pre is wanted.
+multiplications. torch's library is faster for large experts on Intel's processors. After it C++ adds the bias and
+applies the activation; but torch adds the bias to products in 16 bits, and to products in the dtype of x if there is no
+activation and pre is not kept.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from moe_kernels.library.grouped_gemm import refuse_bad_rows
 # Largest expert, in multiply-adds, that C++ multiplies on every processor. Up to here it is 1.1 to 1.3 times as fast as
 # torch.mm on an Intel processor, at 2**28 0.8 times (float32, AVX-512, one thread).
 SMALL = 2**24
-# The same in bfloat16 if torch uses instructions that C++ does not: C++ is 1.2 to 2 times as fast at 2**20, 0.6 to 1.2
-# times at 2**22.
+# The same in bfloat16 if torch has instructions for it, unless C++ has them too on an AMD processor. C++ is 1.2 to 2
+# times as fast at 2**20, 0.6 to 1.2 times at 2**22.
 SMALL_BFLOAT16 = 2**21
-# Fewest rows of a thread in C++ for large experts. With fewer torch.mm is faster, since its threads share the columns.
+# Fewest rows for each thread with which C++ multiplies large experts. With fewer rows torch.mm is faster, since its
+# threads share the columns.
 LEAST = 24
-# Bytes of intermediate results up to which expert_mlp is one launch, which saves 10 us. Larger results are freed one by
-# one, so that the next one takes their memory without page faults.
+# Bytes of intermediate results up to which expert_mlp is one launch, which saves 10 us. With larger results separate
+# launches are better: each result is freed before the next one, which takes its memory without page faults.
 AT_ONCE = 2**20
 
 
 def in_cpp(native: ModuleType, dtype: torch.dtype, size: tuple[int, ...], num_rows: int) -> bool:
     """Whether C++ multiplies num_rows rows by a weight of `size` (E, Din, Dout).
 
-    It multiplies small experts everywhere. On AMD's processors, where torch's library runs generic code, it multiplies
-    all experts if every thread has enough rows: 1.2 times as fast in the median of 624 cases from 2**20 to 2**30
-    multiply-adds, below 0.97 in three (Zen 4).
+    C++ multiplies small experts everywhere. On AMD's processors, where torch's library runs generic code, it multiplies
+    all experts if every thread has an expert or LEAST rows: 1.2 times as fast in the median of 624 cases from 2**20 to
+    2**30 multiply-adds, below 0.97 times in three (Zen 4).
     """
     num_experts, din, dout = size
     multiply_adds = num_rows * din * dout / max(num_experts, 1)
@@ -168,7 +169,8 @@ def norms(native: ModuleType, rows: Tensor, weight: Tensor, expert_offsets: Tens
 
 
 def _work(num_rows: int, size: tuple[int, ...]) -> int:
-    """Work of multiplying num_rows rows by a weight of `size` (E, Din, Dout), in elements of a pointwise operation."""
+    """Work of multiplying num_rows rows by a weight of `size` (E, Din, Dout), as the number of elements of a pointwise
+    operation that would take as long."""
     return num_rows * size[1] * size[2] // 64
 
 
@@ -251,8 +253,8 @@ def _large_weight_gradient(x: Tensor, grad: Tensor, expert_offsets: Tensor) -> T
 def _takes_grouped_mm(rows: Tensor, columns: Tensor) -> bool:
     """Whether torch has grouped_mm and it takes these tensors.
 
-    It is one call instead of one torch.mm for each expert: 0.85 of the time at 2**20 multiply-adds of an expert, 0.95
-    at 2**23. Its result has rows padded to 16 bytes, but callers need contiguous rows, hence the first condition.
+    One call replaces one torch.mm for each expert: 0.85 of the time at 2**20 multiply-adds of an expert, 0.95 at 2**23.
+    grouped_mm pads rows of its result to 16 bytes, but callers need contiguous rows, hence the first condition.
     """
     return columns.shape[-1] * columns.itemsize % 16 == 0 and all(
         _in_vectors(each.dtype, each.shape, each.stride()) and _addresses.aligned(each, 16) for each in (rows, columns)

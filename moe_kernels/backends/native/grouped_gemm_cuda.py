@@ -12,7 +12,7 @@ from moe_kernels.backends._rows import rows_by_token
 from moe_kernels.backends.native.activation import ACTIVATIONS
 from moe_kernels.library import GATED
 
-COLUMNS = 128  # of a tile, which writes one partial sum for each of its rows
+COLUMNS = 128  # columns of a tile in C++; a tile writes one partial sum for each of its rows
 
 
 def fwd(

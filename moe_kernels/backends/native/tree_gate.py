@@ -44,7 +44,7 @@ def weighing(mode: str, dtype: torch.dtype) -> tuple[float, float]:
 def _run(native, name, split_logits, leaf_logits, gamma, mode, before=(), after=()) -> None:
     tokens, trees, experts = leaf_logits.shape
     dtype = compute_dtype(leaf_logits.dtype)
-    # A row of nodes per tree, three of all leaves, a heap; all rounded up. TokenBuffers of csrc/cpu/tree_gate.cpp.
+    # As TokenBuffers of csrc/cpu/tree_gate.cpp: nodes of each tree, three rows of all leaves, a heap and two more PADs.
     rows = trees * -(-experts // PAD) + 3 * -(-trees * experts // PAD) + -(-2 * experts // PAD) + 2
     stride = dtype.itemsize * PAD * rows
     scratch = leaf_logits.new_empty((native.chunks(leaf_logits.numel()), stride), dtype=torch.uint8)

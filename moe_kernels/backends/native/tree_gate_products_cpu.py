@@ -13,12 +13,14 @@ from moe_kernels.backends.native.grouped_gemm_cpu import bwd_weight
 from moe_kernels.backends.native.grouped_gemm_cpu import fwd as grouped_gemm
 from moe_kernels.library import all_rows, compute_dtype, contiguous_matrices, contiguous_rows
 
-# As in csrc/cpu/tree_gate_products.cpp: columns of a branch; tokens of a tile, or rows that are summed at a time.
+# As in csrc/cpu/tree_gate_products.cpp: nodes and leaves of a branch (_nodes_above); tokens of a tile, or rows that are
+# summed at a time.
 COLUMNS, TILE = 32, 256
 
-# Skipping products pays if tokens reach at most the share WORTH of the branches. With P = 768 it took 0.57 to 0.65 of
-# the time of all products at a share of 0.23, and 0.84 to 0.96 at 0.31. A row costs as much as OVERHEAD more columns,
-# packing a branch as much as PACKING rows. SAMPLE tokens are routed first.
+# Skipping products pays if tokens reach at most the share WORTH of the branches, or less if P or T is small:
+# a token in a branch costs as much as OVERHEAD more elements of x, packing a branch as much as PACKING tokens. At P =
+# 768 skipping took 0.57 to 0.65 of the time of all products at a share of 0.23, 0.84 to 0.96 at 0.31. SAMPLE tokens go
+# first.
 WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256
 
 
@@ -90,9 +92,10 @@ def _gradient(native: ModuleType, grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _nodes_above(leaf_weight: Tensor) -> int:
-    """Number of nodes above the branches, which are panels of COLUMNS: four levels and leaves. 0: the tree is not cut.
+    """Number of nodes above the branches, which are subtrees of four levels of nodes and their leaves. 0: no branches.
 
-    A tree of up to 32 experts has two branches at most, one of over 1024 more than the 64 that fit a word (tree_reach).
+    A tree of up to 32 experts would have two branches at most, one of over 1024 more than 64. tree_reach needs a bit
+    for each branch in a word of 64.
     """
     levels = (leaf_weight.shape[1] - 1).bit_length() - 4
     return 2**levels - 1 if 1 < levels <= 6 else 0
@@ -109,8 +112,8 @@ class _Reach(NamedTuple):
 def _reach(native, top_of, x, others, above, gamma) -> _Reach | None:
     """The tokens that reach each branch. top_of(step): pre-activations above the branches of every step-th token.
 
-    None if so many reach them that skipping products does not pay, which a sample of tokens shows first, or if a
-    skipped product could be NaN, which the definition returns.
+    None if so many tokens reach them that skipping products does not pay, which a sample of tokens shows first. None
+    also if a skipped product could be NaN: the definition would return this NaN.
     """
     tokens, dim = x.shape
     worth = WORTH * dim / (dim + OVERHEAD) - PACKING / max(tokens, 1)
@@ -138,7 +141,7 @@ def _reached(native: ModuleType, top: Tensor, gamma: float, worth: float) -> _Re
 
 
 def _are_finite(x: Tensor, others: tuple[Tensor | None, ...]) -> bool:
-    """Whether every product of x with a weight, plus a bias, stays in the range of the compute dtype."""
+    """Whether every product of x with a weight, plus a bias, surely stays in the range of the compute dtype."""
     largest, *of = [sum(abs(float(end)) for end in torch.aminmax(each)) for each in (x, *others) if each is not None]
     return largest * x.shape[1] * sum(of[:2]) + sum(of[2:]) < torch.finfo(compute_dtype(x.dtype)).max
 

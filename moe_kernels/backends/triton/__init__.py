@@ -10,7 +10,7 @@ import numpy
 import torch
 import triton
 
-# tests/ptx executes the compiled kernels on the host: it puts "cpu" here.
+# tests/ptx, which executes the compiled kernels on the host, sets this to "cpu".
 device_type = "cuda"
 
 
@@ -40,8 +40,8 @@ def _release(version: str) -> tuple[int, ...]:
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
     """Launches a kernel; products and sums are fused only where it calls tl.fma.
 
-    LLVM would also fuse a product with the first step of a butterfly sum. Its lanes then round differently, and the
-    copies of a result that several lanes store differ in their last bits.
+    LLVM would also fuse a product with the first step of a sum over lanes (a butterfly). Lanes would then round
+    differently, and the copies of the sum that several lanes store would differ in their last bits.
     """
     kernel[grid](*arguments, enable_fp_fusion=False, **named)
 

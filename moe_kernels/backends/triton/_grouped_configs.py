@@ -1,14 +1,14 @@
 """Tile sizes of the grouped GEMM's kernels, and the arguments that their launches share.
 
-The tables are keyed by kernel, inner loop (80: cp.async and mma.sync, 90: descriptors and wgmma) and class of shape.
-The sizes were computed as below and are not yet timed.
+The tables are keyed by kernel and inner loop (80: cp.async and mma.sync, 90: descriptors and wgmma); an entry has the
+tiles of each class of shapes. The sizes were computed as below and are not yet timed.
 
-sm_80: a warp that multiplies 64 x 64 reads (64 + 64) * 32 bytes of shared memory for 64 * 64 * 16 products, half of
-what shared memory gives in that time (128 bytes and 1024 products a clock); 64 x 32 would need three quarters. So four
-warps compute 128 x 128, and 48 KB of buffers leave room for two blocks or more in the 163 KB of an A100.
-sm_90: wgmma 64 x 256 x 16 takes 128 clocks and reads 10 KB, 80 of the 128 bytes a clock; 64 x 128 takes 96.
-So two warp groups compute 128 x 256 if there are that many columns, with four stages of 48 KB.
-A float32 product uses 64 x 64 tiles: it runs outside the tensor cores, and registers limit it.
+sm_80: in a clock an SM does 1024 multiply-adds and reads 128 bytes of shared memory. A warp that multiplies 64 x 64
+reads (64 + 64) * 32 bytes for 64 * 64 * 16 multiply-adds, half of those bytes; 64 x 32 would need three quarters. So
+four warps compute 128 x 128, and 48 KB of buffers leave room for two blocks or more in the 163 KB of an A100.
+sm_90: wgmma 64 x 256 x 16 takes 128 clocks and reads 10 KB, 80 of the 128 bytes a clock; wgmma 64 x 128 x 16 reads 96
+bytes a clock. So two warp groups compute 128 x 256 if there are more than 128 columns, with four stages of 48 KB.
+float32 uses tiles of 64 rows (GENERAL): IEEE products run outside the tensor cores, and registers limit them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_kernels.backends import _addresses
 
-GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and what is applied to their first half
+GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the function of the first half of the columns
 
-MAX_COLUMNS = 2**22  # a tile has up to 256 rows and counts the two halves of gated ones in 32 bits
+MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: up to 256 rows of 2 * 2**22 elements, the two halves if gated
 
 MAX_BLOCK_E = 2048  # experts whose offsets a program loads at once; with 65536 the compiler takes 89 s
 
-# Milliseconds measured under MOE_KERNELS_AUTOTUNE=1, by kernel, device, dtype, K, columns, experts, bit length of rows.
+# Milliseconds measured with MOE_KERNELS_AUTOTUNE=1; key: kernel, device, dtype, K, columns, experts, bits of num_rows.
 timed: dict[tuple[object, ...], dict[Tiles, float]] = {}
 
 
 class Tiles(NamedTuple):
-    """Rows and columns of a program's tile, terms of a step of its sums, warps, and pipeline stages."""
+    """Rows (m) and columns (n) of a program's tile, depth (k) of a step of the inner loop, warps, pipeline stages."""
 
     m: int
     n: int
@@ -59,8 +59,9 @@ TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("weight", 80): (Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
 }
-# Tiles that MOE_KERNELS_AUTOTUNE=1 tries too: fewer stages or half a tile, so that one block of an SM multiplies during
-# another's prologue or epilogue; and twice the rows or columns, which halves the bytes from L2 for the same products.
+# Tiles that MOE_KERNELS_AUTOTUNE=1 tries too: with fewer stages, or smaller, so that one block of an SM multiplies
+# during another's prologue or epilogue; with twice the warps; and larger, which read fewer bytes from L2 for the same
+# products (128 x 256 three quarters of those of 128 x 128).
 ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("fwd", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 128, 32, 4, 3), Tiles(128, 256, 32, 8, 3)),
     ("fwd", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
@@ -71,7 +72,7 @@ ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("weight", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 256, 32, 8, 3)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
 }
-# For float32, and for rows that are not multiples of 16 bytes: their elements are read one by one.
+# For float32, and for sizes, strides or addresses that are not `_divisible`: Triton then reads elements one by one.
 GENERAL = {
     "fwd": Tiles(64, 64, 32, 4, 3),
     "gated": Tiles(64, 32, 32, 4, 3),
@@ -82,7 +83,7 @@ GENERAL = {
 
 @functools.cache
 def loop(device: torch.device) -> int:
-    """The inner loop that a device runs: 80 or 90. That of 80 uses 48 KB of shared memory, which any device has."""
+    """The inner loop that a device runs: 80 or 90. Loop 80 uses 48 KB of shared memory, which any device has."""
     return 90 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 80
 
 
@@ -98,8 +99,8 @@ def run_with_tiles(
 ) -> None:
     """Calls run(tiles), which launches the kernel, with the tiles for the product of x (T or R, K) and `other`.
 
-    With MOE_KERNELS_AUTOTUNE=1 they are the fastest of the kernel's classes and alternatives, timed once per shape.
-    Timing waits for the device, so a shape whose first call is captured in a CUDA graph keeps the tiles of its class.
+    With MOE_KERNELS_AUTOTUNE=1 they are the fastest of the kernel's TILES and ALTERNATIVES, timed once per shape.
+    Timing waits for the device, so the capture of a CUDA graph uses the tiles of the class unless timed before.
     """
     if columns > MAX_COLUMNS:
         raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MAX_COLUMNS} columns, got {columns}")
@@ -128,8 +129,9 @@ def choose_tiles(
 ) -> Tiles:
     """The tiles of a class of shapes: few rows are up to 96 per expert, few columns up to half of the widest tile.
 
-    Training does not use the class for few rows: rows may differ from step to step, and each class is compiled
-    separately. A tile of 128 rows does 128 FLOPs per byte of weights, less time on an A100 than reading the byte.
+    Training does not use the class for few rows: the number of rows may change from step to step, and each class is
+    compiled separately. More rows cost little: 128 rows take 128 FLOPs per byte of weights, which an A100 does in less
+    time than it reads the byte.
     """
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:
@@ -140,7 +142,8 @@ def choose_tiles(
 
 
 def _divisible(x: Tensor, other: Tensor, columns: int) -> bool:
-    """Whether rows start at multiples of 16 bytes and sizes are multiples of 16, which Triton specializes on."""
+    """Whether both tensors start at multiples of 16 bytes and all sizes and strides are multiples of 16 elements: for
+    such arguments Triton compiles vector loads."""
     strides = [stride for each in (x, other) for stride in each.stride() if stride != 1]
     return not any(size % 16 for size in (x.shape[1], columns, *strides)) and all(
         _addresses.aligned(each, 16) for each in (x, other)
@@ -152,9 +155,10 @@ def activation_of(name: str) -> dict[str, Any]:
 
 
 def precision(dtype: torch.dtype) -> dict[str, Any]:
-    """IEEE float32 unless torch allows TF32. WIDEN: to float32, for the interpreter, which cannot multiply bfloat16."""
+    """PRECISION: IEEE float32 unless torch allows TF32. WIDEN: the interpreter, which cannot multiply bfloat16,
+    multiplies 16-bit operands as float32."""
     matmul = torch.backends.cuda.matmul
-    # Older torch has allow_tf32 alone; newer torch refuses to read it once its successor was set.
+    # Older torch has only allow_tf32; newer torch refuses to read it after fp32_precision was set.
     tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
     widen = triton.knobs.runtime.interpret and dtype != torch.float32
     return {"PRECISION": "tf32" if tf32 and dtype == torch.float32 else "ieee", "WIDEN": widen}
@@ -166,7 +170,7 @@ def blocks(tiles: Tiles) -> dict[str, int]:
 
 
 def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str, Any]:
-    """Arguments of _grouped_tiles.multiply_tile: x (T or R, K) and weight (E, K, N), either dimension contiguous."""
+    """Arguments of _grouped_tiles.multiply_tile: x (T or R, K) and weight (E, K, N), whose K or N is contiguous."""
     transposed = weight.shape[2] > 1 and weight.stride(2) != 1
     stored = weight.transpose(1, 2) if transposed else weight
     w = _descriptor(stored, [1, tiles.n, tiles.k] if transposed else [1, tiles.k, tiles.n])
@@ -180,7 +184,8 @@ def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str,
 
 
 def _descriptor(x: Tensor, block: list[int]) -> Tensor | TensorDescriptor:
-    """A descriptor of x for bulk copies of such blocks, or x if its layout or the device does not allow one."""
+    """A descriptor of x for bulk copies (TMA) of blocks of shape `block`, or x itself if its layout or the device does
+    not allow a descriptor."""
     *outer, last = x.stride()
     possible = (
         loop(x.device) == 90 and x.element_size() == 2 and x.numel() > 0 and last == 1 and _addresses.aligned(x, 16)

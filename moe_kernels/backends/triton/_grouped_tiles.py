@@ -1,8 +1,8 @@
 """Functions that the kernels of the grouped GEMM share: the expert of a program's tile, the loop over k, activations.
 
-The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e: at least ceil(rows / BLOCK_M) of them, at most
-one more. So a program finds its expert from expert_offsets alone, and a launch has R // BLOCK_M + E + 1 row tiles for
-any counts; the host need not wait for these. The unused rows belong to "expert" E.
+The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e, so it has ceil(its rows / BLOCK_M) tiles or
+one more, without rows. A program finds its expert from expert_offsets alone, and a launch has R // BLOCK_M + E + 1 row
+tiles whatever the offsets are: the host need not wait for them. Unused rows count as rows of an expert E.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 SLICE = tl.constexpr(32)  # columns that an epilogue computes at a time: with a whole tile it would spill registers
-GROUP = tl.constexpr(8)  # row tiles that share a column tile in turn, so that its weights and their rows stay in L2
+GROUP = tl.constexpr(8)  # row tiles computed for one column tile before the next: their rows and its weights stay in L2
 
 
 @triton.jit
@@ -21,9 +21,9 @@ def find_tile(
     E,
     R,
     BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,  # more than E; 0: too many to load at once, so a binary search
+    BLOCK_E: tl.constexpr,  # more than E; 0 if E is too large to load all offsets at once: then a binary search
 ):
-    """Expert of a row tile, its first row and the end of the expert's rows; first >= end if it holds none."""
+    """Expert of a row tile, the tile's first row, end of the expert's rows; first >= end if the tile has no rows."""
     if BLOCK_E > 0:
         e = tl.arange(0, BLOCK_E)
         starts = tl.load(expert_offsets_ptr + e, mask=e <= E, other=0) // BLOCK_M + e
@@ -43,8 +43,8 @@ def find_tile(
 
 @triton.jit
 def raster(column_tiles, programs, first):
-    """Row and column tile of this program, one of `programs` from program id `first` on: GROUP row tiles of a column
-    tile, then the same of the next column tile."""
+    """Row tile and column tile of this program. The `programs` programs from id `first` on take GROUP row tiles of the
+    first column tile, the same row tiles of each other column tile, then the next GROUP row tiles."""
     group = (tl.program_id(0) - first) // (GROUP * column_tiles)
     group_rows = tl.minimum(programs // column_tiles - group * GROUP, GROUP)
     index = (tl.program_id(0) - first) - group * GROUP * column_tiles
@@ -53,9 +53,9 @@ def raster(column_tiles, programs, first):
 
 @triton.jit
 def tile_rows(first, end, row_token_ptr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(BLOCK_M): which rows of the tile are the expert's, and the row of x that each reads: int64, -1 for none."""
+    """(BLOCK_M) each: which rows of the tile are the expert's, and the row of x that each reads, int64, -1 for none."""
     row = tl.arange(0, BLOCK_M)
-    # In 32 bits: with 64 the gated products of sm_80 spill 8 bytes.
+    # This comparison has 32 bits: with 64 the gated products of sm_80 spill 8 bytes.
     valid = row < end - first
     if GATHER:
         token = tl.load(row_token_ptr + (first + row), mask=valid, other=-1).to(tl.int64)
@@ -70,17 +70,17 @@ def multiply_tile(
     w,  # (E, K, N), or its descriptor; (E, N, K) if TRANSPOSED
     token,  # (BLOCK_M): rows of x
     first, expert, column,
-    linear_column,  # of the second product, if GATED
-    depth,  # K, or 0 for zeros
+    linear_column,  # first column of the second product, if GATED
+    depth,  # K, or 0 for results of zeros
     N, stride_x, stride_w_E,
     stride_w,  # of the dimension of w that is not contiguous
     GATED: tl.constexpr, TRANSPOSED: tl.constexpr, X_TMA: tl.constexpr, W_TMA: tl.constexpr, WIDEN: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x w_e of one tile in float32 (the loop of tl.dot), and a second tile of columns of the same x if GATED.
+    """One tile of x w_e in float32 (the loop of tl.dot), and, if GATED, the tile of the same rows at linear_column.
 
-    Pointers become cp.async; a descriptor, where strides are multiples of 16 bytes on sm_90, becomes a bulk copy by one
-    thread. A gathered x has no descriptor: before sm_100 a bulk copy takes consecutive rows only.
+    Loads by pointers become cp.async; a load by a descriptor, which sm_90 has for strides of multiples of 16 bytes,
+    becomes a bulk copy by one thread. A gathered x has no descriptor: before sm_100 a bulk copy takes consecutive rows.
     """
     k = tl.arange(0, BLOCK_K)
     n = column + tl.arange(0, BLOCK_N)
@@ -182,9 +182,12 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _normal(x):
-    """The normal distribution function and its density. It is e^(-x^2 / 2) P(t) for x <= 0, t = 1 / (1 + 0.29 |x|). P
-    has the least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions so, 19 with its slope; by erf, which
-    has no correct digits below -5, it takes 31 and 40."""
+    """The standard normal distribution function at x, and its density.
+
+    For x <= 0 the function is e^(-x^2 / 2) P(t) with t = 1 / (1 + 0.29 |x|) and P the polynomial of degree 8 with the
+    least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions, 19 with its slope. With erf it would take 31
+    and 40, and have no correct digits below x = -5.
+    """
     t = _reciprocal(tl.fma(tl.abs(x), 0.29, 1.0))
     p = tl.fma(t, 0.0391919046, -0.192664613)
     p = tl.fma(p, t, 0.306926813)
@@ -201,8 +204,8 @@ def _normal(x):
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + e^-x) and 1 minus it, both to full relative precision. So a silu takes 8 instructions; with tl.sigmoid,
-    which scales subnormal numbers, 11."""
+    """1 / (1 + e^-x) and 1 minus that, both to full relative precision. A silu takes 8 instructions; with tl.sigmoid,
+    which scales subnormal numbers, it would take 11."""
     power = tl.exp2(-1.4426950408889634 * tl.abs(x))
     more = _reciprocal(1.0 + power)
     less = power * more
@@ -211,14 +214,14 @@ def _sigmoid(x):
 
 @triton.jit
 def _reciprocal(x):
-    """1 / x for x >= 1, within 3e-7 of it: 2 instructions, where a division takes 7."""
+    """1 / x for x >= 1, with a relative error below 3e-7, in 2 instructions; a division takes 7."""
     root = tl.rsqrt(x)
     return root * root
 
 
 @triton.jit
 def _tanh(x):
-    """By exp; for |x| < 1/4, where 1 - 2 / (...) loses digits, by the series, whose next term there is 2e-9."""
+    """tanh by exp; for |x| < 1/4, where 1 - 2 / (...) loses digits, by its series, whose next term is below 2.2e-9."""
     square = x * x
     series = tl.fma(square, 0.021869488536155203, -0.05396825396825397)
     series = tl.fma(tl.fma(series, square, 0.13333333333333333), square, -0.3333333333333333)

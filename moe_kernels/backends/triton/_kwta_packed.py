@@ -5,8 +5,11 @@ to 2^121. Rows with greater elements or NaN become ordered integers first, and t
 Short rows share a warp: a lane holds up to 64 elements, so that few lanes pay the fixed cost of a round of the search.
 
 The middle of a row is its whole 16-byte vectors, eight elements each. A row that starts or ends inside a vector has
-edges too: up to seven elements before the middle (head) and after it (tail). Slot i holds element i of both, as the
-halves of one word.
+edges too: up to seven elements before the middle (head) and after it (tail). Slot i is a word: its low half is element
+i of the head, its high half element i of the tail.
+
+Shapes: C chunks, R rows, L lanes for a row, S slots. `pairs` (C, R, L, 4) are the words of the middle: a lane has four
+words, eight elements, of each chunk. `edge` (S, R, L) are the slots. Keys are explained in _kwta_values.py.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from moe_kernels.backends.triton._kwta_values import key_near, value_of
 
 SIGNS = tl.constexpr(-0x7FFF8000)  # 0x80008000
 ONES = tl.constexpr(0x00010001)
-REST = tl.constexpr(0x7FFF7FFF)
+REST = tl.constexpr(0x7FFF7FFF)  # all bits but the signs
 
 
 @triton.jit
@@ -29,7 +32,7 @@ def _fill_halves(flags):
 
 @triton.jit
 def _ordered(pairs, INF: tl.constexpr):
-    """16-bit integers from 1 on, in the order of the elements: -0 equals 0, and every NaN comes next after +inf."""
+    """Two 16-bit integers, 0x8000 + key, from 1 on: -0 equals 0, and every NaN comes next after +inf."""
     magnitude = pairs & REST
     nan = _fill_halves(((magnitude + ONES * (0x7FFF - INF)) >> 15) & ONES)
     magnitude = (magnitude & ~nan) | (nan & (ONES * (INF + 1)))
@@ -39,10 +42,11 @@ def _ordered(pairs, INF: tl.constexpr):
 
 @triton.jit
 def _at_least(pairs, least, ordered):
-    """All bits of the halves that are at least those of `least`, whose halves are equal and, if ordered, not 0."""
+    """0xFFFF in each half of pairs that is at least that of `least`, else 0. Both halves of `least` are equal, not 0 if
+    ordered."""
     if ordered:
-        # The carry of x + (2^16 - least), as the top bit of half that sum. No term depends on `pairs` alone: the
-        # compiler would keep such terms, two for each word, in registers during the search.
+        # x >= least if x + (2^16 - least) carries, which is the top bit of half that sum. No term depends on `pairs`
+        # alone: the compiler would keep such terms, two for each word, in registers during the search.
         other = 0x10000 - least
         result = _fill_halves((((pairs & other) + (((pairs ^ other) >> 1) & REST)) >> 15) & ONES)
     else:
@@ -54,7 +58,7 @@ def _at_least(pairs, least, ordered):
 
 @triton.jit
 def _equal(pairs, tied, above, ordered):
-    """All bits of the halves that equal those of `tied`; above: the next pattern. Both are (C, R, L)."""
+    """0xFFFF in each half of pairs that equals that of `tied`, else 0. above: the next pattern. Both are (1, R, 1)."""
     if ordered:
         equal = _at_least(pairs, tied[:, :, :, None], True) & ~_at_least(pairs, above[:, :, :, None], True)
     else:
@@ -71,13 +75,13 @@ def _add_halves(a, b):
 
 @triton.jit
 def _sums(x, edge):
-    """(R): the sum of each row, of x (C, R, L, 4) and edge (E, R, L)."""
+    """(R): the sum of each row, of x (C, R, L, 4) and edge (S, R, L)."""
     return tl.sum(tl.sum(tl.sum(x, 0), 2) + tl.sum(edge, 0), 1)
 
 
 @triton.jit
 def _needs_order(pairs, edge):
-    """Whether a row may have elements that cannot be compared as float16."""
+    """Whether a row may have elements that cannot be compared as float16: then the sum of its float16s is NaN."""
     sums = _add_halves(tl.reduce(tl.reduce(pairs, 0, _add_halves), 2, _add_halves), tl.reduce(edge, 0, _add_halves))
     sums = tl.reduce(sums, 1, _add_halves)
     return _any(_at_least(sums, sums, False) != -1)
@@ -85,7 +89,7 @@ def _needs_order(pairs, edge):
 
 @triton.jit
 def _load_edge(row_ptr, slot, head, tail_at, tail):
-    """Elements `slot` of the head and of the tail in one word; any value where there is none."""
+    """Elements `slot` of the head and of the tail in one word; 0 where there is none."""
     low = tl.load(row_ptr + slot, mask=slot < head, other=0).to(tl.int32)
     high = tl.load(row_ptr + tail_at + slot, mask=slot < tail, other=0).to(tl.int32)
     return (low & 0xFFFF) | (high << 16)
@@ -105,8 +109,8 @@ def _any(x):
 
 @triton.jit
 def _first_guess(pairs, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """(R): the threshold of a normal row with the mean and deviation of these elements, and its change for one element
-    too many."""
+    """(R) each: the threshold if elements are normally distributed with the mean and deviation of `pairs`, a sample of
+    the row; and the change of the threshold that lets one element fewer win."""
     if FORMAT == 1:
         low = (pairs << 16).to(tl.float32, bitcast=True)
         high = pairs.to(tl.float32, bitcast=True)  # the other element only changes its last digits
@@ -123,7 +127,7 @@ def _first_guess(pairs, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _pattern(key, ordered):
-    """(R): a key as the pattern that elements are compared with, in both halves of a word."""
+    """(R): a word with `key` in both halves as elements are compared: 0x8000 + key if ordered, else float16 bits."""
     return tl.where(ordered | (key < 0), 0x8000 + tl.where(ordered, key, -key), key) * ONES
 
 
@@ -131,9 +135,9 @@ def _pattern(key, ordered):
 def _threshold(
     pairs, edge, guess, step, ordered, N, K, INF: tl.constexpr, FORMAT: tl.constexpr, TRIALS: tl.constexpr
 ):  # fmt: skip
-    """(R): (least, ties, tied): keys from `least` on win, and the first `ties` of the `tied` ones at least - 1."""
+    """(least, ties, tied), (R) each: keys from `least` on win, and the first `ties` of the `tied` keys least - 1."""
     R: tl.constexpr = pairs.shape[1]
-    # At least K keys are >= low, at most K are >= high. As float16 no pattern is below -inf.
+    # At least K keys are >= low, at most K are >= high. 0x7C00 is the pattern of float16's infinity.
     lowest = -INF
     if not ordered:
         lowest = -0x7C00
@@ -150,11 +154,12 @@ def _threshold(
             near = (low + high) >> 1
         trial = tl.minimum(tl.maximum(near, low + 1), high - 1)
         least = _pattern(trial, ordered)
-        # -1 in each half, as one number: -65536 for the high one, 65535 for the low one.
+        # A high half that reaches the trial adds -65536 to the sum, a low one 65535. So a high and b low ones give
+        # packed = 65536 (a - b) + b.
         reached = _at_least(pairs, least[None, :, None, None], ordered)
         packed = -_sums(reached, _at_least(edge, least[None, :, None], ordered))
         count = (packed >> 16) + 2 * (packed & 0xFFFF)
-        # A row whose bracket is already two neighbours keeps such a bracket.
+        # A row that has finished, with high - low = 1, keeps a bracket of two neighbours.
         too_many = count > K
         value = value_of(trial, INF, FORMAT)
         low = tl.where(too_many, trial, tl.where(count == K, trial - 1, low))
@@ -171,8 +176,8 @@ def _threshold(
 
 @triton.jit
 def _settle_edge_ties(edge, wins, least, ties, tied, ordered):
-    """All bits of the edges' elements that win, and how many ties win after the head: ties win from the row's start, so
-    the head's first and the tail's last."""
+    """The winners of the edges (0xFFFF in their halves), and how many ties win after the head. Ties win in the order of
+    the row: those of the head first, those of the tail last."""
     equal = _at_least(edge, _pattern(least - 1, ordered)[None, :, None], ordered) & ~wins
     flags = equal & ONES
     of_slots = tl.sum(flags, axis=2)
@@ -187,14 +192,15 @@ def _settle_edge_ties(edge, wins, least, ties, tied, ordered):
 
 @triton.jit
 def _settle_ties(pairs, least, ties, ordered):
-    """The pattern from which on elements win, (C, R, L); if only some ties of a lane win, their flags (R, L), bit 4 i
-    for element i of eight, and their chunk (C, R)."""
+    """(least, partly, split). least (C, R, L): patterns from `least` on win. In at most one lane of one chunk of a row
+    only some ties win: split (C, R) is True for this chunk, and bit 4 i of partly (R, L) is set if element i of the
+    lane's eight wins."""
     above = _pattern(least, ordered)[None, :, None]
     tied = _pattern(least - 1, ordered)[None, :, None]
     equal = _equal(pairs, tied, above, ordered)
     packed = -tl.sum(equal, axis=3)
     in_lane = (packed >> 16) + 2 * (packed & 0xFFFF)
-    # The first chunks win all of their ties, one wins some, the others none.
+    # All ties of the first chunks win, in one chunk some, in the others none.
     of_chunk = tl.sum(in_lane, axis=2)
     through = tl.cumsum(of_chunk, axis=0)
     whole = through <= ties[None, :]
@@ -205,7 +211,8 @@ def _settle_ties(pairs, least, ties, ordered):
     through_lane = tl.cumsum(of_lane, axis=1)
     lane_whole = through_lane <= left[:, None]
     lane_ties = left[:, None] - (through_lane - of_lane)
-    # And for the elements in that lane: four bits for each, a flag or the number of flags up to it; at most 7 win.
+    # And for the eight elements in that lane, of which at most 7 win. Each has four bits of a word: bit 3 of
+    # 8 + lane_ties - (flags up to this element) is set if the element is among the first lane_ties ties.
     pair = tl.arange(0, 4)[None, None, :]
     equal = tl.sum(tl.where(split[:, :, None, None], equal, 0), axis=0)
     flags = tl.sum(((equal & 0x1) | ((equal >> 12) & 0x10)) << (8 * pair), axis=2)
@@ -227,7 +234,7 @@ def _shift_bits(bits_ptr, row, edge_flags, head, whole, N, WORDS: tl.constexpr):
     later = tl.load(ptrs, mask=word < n_words, other=0)
     earlier = tl.load(ptrs - 1, mask=(word > 0) & (word < n_words), other=0).to(tl.uint32)
     shifted = (later << head[:, None]) | ((earlier >> 1) >> (31 - head)[:, None]).to(tl.int32)
-    tl.debug_barrier()  # and all of them before any is replaced
+    tl.debug_barrier()  # all words have been read before any is replaced
     tl.store(ptrs, shifted | tl.where(word == 0, edge_flags[:, None] & 0xFF, 0), mask=word < n_words)
 
 
@@ -239,7 +246,7 @@ def kwta_fwd_packed(
     bits_ptr,  # (R, 4 ceil(N / 32)) 8 bits each
     mask_ptr,  # (R, N) contiguous, 8 bits each
     rows,
-    units_x_R,  # strides and N in units, which shows the compiler their divisor
+    units_x_R,  # strides and N in units of UNIT elements, which shows the compiler their divisor
     units_values_R,
     units,
     K,
@@ -265,7 +272,7 @@ def kwta_fwd_packed(
     chunk = tl.arange(0, CHUNKS)[:, None, None]
     lane = tl.arange(0, LANES)[None, None, :]
     pair = tl.arange(0, 4)[None, None, None, :]
-    group = chunk * LANES + lane  # of eight elements: a lane's
+    group = chunk * LANES + lane  # number of a group of eight elements
     word = group[:, :, :, None] * 4 + pair
     x_row, y_row, values_row = row * units_x_R * UNIT, row * N, row * units_values_R * UNIT
     # Of every row: elements of the head, groups of the middle, elements of the tail.
@@ -275,7 +282,7 @@ def kwta_fwd_packed(
     tail_at = head + whole * 8
     tail = N - tail_at
     inside = word < (whole * 4)[:, :, :, None]
-    # From the first multiple of eight elements on, in words.
+    # The words of the middle, which begins at the first multiple of eight elements.
     x_words = x_ptr.to(PAIR, bitcast=True) + (((x_row + 7) >> 3) * 4)[:, :, :, None]
     SAMPLE: tl.constexpr = CHUNKS // 4 if CHUNKS > 4 else 1
     sampled = (tl.arange(0, SAMPLE)[:, None, None] * (CHUNKS // SAMPLE) * LANES + lane)[:, :, :, None] * 4 + pair
@@ -341,7 +348,7 @@ def kwta_fwd_packed(
         n_groups = (N + 31) // 32 * 4
         stored = group < n_groups
         if EDGES:
-            stored = stored & (group != whole)  # the tail's, which _shift_bits writes
+            stored = stored & (group != whole)  # _shift_bits writes the byte of the tail
         tl.store(bits_ptr + row * n_groups + group, (flags | (flags >> 16)).to(tl.int8), mask=stored)
         if EDGES:
             flags = ((edge_wins & 0x1) << (slot & 7)) | (((edge_wins >> 16) & 0x1) << (8 + (slot & 7)))

@@ -1,4 +1,8 @@
-"""Keys of k-winner-take-all and the float32 values that they represent."""
+"""Keys of k-winner-take-all and the float32 values that they represent.
+
+A key is an integer in the order of the elements: the bits of the magnitude, negated for a negative element. NaN has the
+key INF + 1. INF: the bits of +inf. FORMAT: 0 for float32, 1 for bfloat16, 2 for float16.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,8 @@ def value_of(key, INF: tl.constexpr, FORMAT: tl.constexpr):
     elif FORMAT == 1:
         value = (magnitude << 16).to(tl.float32, bitcast=True)
     else:
-        # Exponents differ by 112. The product is exact for subnormals too, and maps inf to 65536, above every float16.
+        # The exponent biases of float16 and float32 differ by 112, so the factor is 2^112. The product is exact for
+        # subnormals too, and maps inf to 65536, above every finite float16.
         value = (magnitude << 13).to(tl.float32, bitcast=True) * 5192296858534827628530496329220096.0
     return tl.where(key < 0, -value, value)
 

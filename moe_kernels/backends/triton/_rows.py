@@ -18,7 +18,7 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 def tile(dim: int) -> dict[str, int]:
     """Tokens and elements of a program, and its warps."""
-    # Longer rows are read by half as much: at LONGEST the loop of combine's backward would spill to the stack.
+    # A row above LONGEST is read LONGEST / 2 elements at a time: with more, combine's backward would spill registers.
     block = min(max(triton.next_power_of_2(dim), 16), LONGEST if dim <= LONGEST else LONGEST // 2)
     tokens = max(TILE // block, 1)
     return {"BLOCK_T": tokens, "BLOCK_D": block, "num_warps": tokens * block // 512}
@@ -28,8 +28,8 @@ def unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> in
     """The first of `units`, in elements, that divides n and every row's start in these tensors, else 1. Default: the
     elements of 16 bytes.
 
-    Kernels get their sizes in units: Triton specializes only on multiples of 16 elements, and would read a row of
-    1000 bfloat16 two bytes at a time.
+    Kernels get their sizes in units. Sizes in elements would show Triton only whether they are multiples of 16: it
+    would read a row of 1000 bfloat16 two bytes at a time.
     """
     size = tensors[0].element_size()
     for count in units or (16 // size,):

@@ -1,8 +1,9 @@
 """Sinkhorn's iteration in logarithms on matrices that stay in registers, M for each program; and helpers that the other
-kernels share. Without SUMS, flags say which matrices these kernels compute.
+kernels share. f and g are the potentials of rows and columns (ops/sinkhorn.py).
 
-With prescribed row and column sums or a tolerance (SUMS), each matrix counts its iterations. A matrix that has stopped
-is computed on with the others of its program: its f no longer changes, so neither do its columns.
+Without SUMS, flags say which matrices these kernels compute. With SUMS, which stands for prescribed row and column sums
+or a tolerance, each matrix counts its iterations. A matrix that has stopped is computed on with the others of its
+program: its f no longer changes, so its g does not change either.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def log_of(total):
 
 @triton.jit
 def log_sum_exp(d, inv_sums, inv_tau, AXIS: tl.constexpr, FLOAT64: tl.constexpr):
-    """The largest of d along an axis, the anchor, and log(inv_sums * sum exp((d - anchor) / tau)); 0 and 0 for -inf."""
+    """The anchor, which is the largest of d along an axis, and log(inv_sums * sum exp((d - anchor) / tau)); both are 0
+    where all of d is -inf."""
     largest = tl.max(d, axis=AXIS)
     anchor = tl.where(largest > -float("inf"), largest, 0.0)
     total = tl.sum(exponential((d - tl.expand_dims(anchor, AXIS)) * inv_tau, FLOAT64), axis=AXIS)
@@ -51,7 +53,7 @@ def _store(ptr, x, which, B, n, M: tl.constexpr, N: tl.constexpr):
     matrix = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     i = tl.arange(0, N)
     inside = (which & (matrix < B))[:, None, None] & (i < n)[None, :, None] & (i < n)[None, None, :]
-    # Not (matrix * n + i) * n: the compiler would keep that 64-bit row index of _vectors through the whole solve.
+    # Not (matrix * n + i) * n: the compiler would share matrix * n + i with _vectors and keep it in 64-bit registers.
     offsets = matrix[:, None, None] * n * n + (i[None, :, None] * n + i[None, None, :])
     tl.store(ptr + offsets, x.to(tl.float32).to(ptr.dtype.element_ty), mask=inside)
 
@@ -108,8 +110,8 @@ def _broken(scores):
 
 @triton.jit
 def _columns_near(scores, inv_columns, inv_tau, tolerance):
-    """(M), 0 or 1: whether the column sums of exp(scores / tau), before any iteration, are within the tolerance, as
-    columns of -inf are."""
+    """(M), 0 or 1: whether the column sums of exp(scores / tau), before any iteration, are within the tolerance.
+    Columns of -inf alone count as within."""
     error = tl.abs(tl.sum(tl.exp(scores * inv_tau), axis=1) * inv_columns - 1.0)
     empty = tl.max(scores, axis=1) == -float("inf")
     return tl.min(((error <= tolerance * inv_columns) | empty).to(tl.int32), axis=1)
@@ -119,10 +121,10 @@ def _columns_near(scores, inv_columns, inv_tau, tolerance):
 def resident_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
-    p_ptr,  # (B, n, n) contiguous
-    history_ptr,  # (iterations, 2, B, n)
-    rows_ptr,  # (B, n)
-    columns_ptr,  # (B, n)
+    p_ptr,  # (B, n, n) contiguous; not written if HISTORY
+    history_ptr,  # (iterations, 2, B, n) column anchors and logarithms; not written unless HISTORY
+    rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
+    columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
     counts_ptr,  # (B): with SUMS the number of iterations; else int32, 1 for a matrix to compute here
     stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0: none
@@ -149,7 +151,8 @@ def resident_fwd(
         inv_tau = 1.0 / tau
         anchor, log_sum = log_sum_exp(scores - g[:, None, :], inv_rows, inv_tau, 2, HISTORY)
         if SUMS:
-            # After an iteration column sums are exact up to rounding; row sums are off by exp((new f - f) / tau).
+            # Row sums before this iteration are off by a factor exp((new_f - f) / tau); column sums, from the second
+            # iteration on, by rounding alone.
             new_f = anchor + tau * log_sum
             if tolerance >= 0:
                 error = tl.abs(tl.exp((new_f - f) * inv_tau) - 1.0)
@@ -199,13 +202,13 @@ def resident_bwd(
     grad_ptr,  # (B, n, n)
     stride_grad_B, stride_grad_I,
     dscores_ptr,  # (B, n, n) contiguous
-    drows_ptr,  # (B, n), zeros
-    dcolumns_ptr,  # (B, n), zeros
+    drows_ptr,  # (B, n), zeros before; not written unless SUMS
+    dcolumns_ptr,  # (B, n), zeros before; not written unless SUMS
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
-    history_ptr,  # (iterations, 2, B, n)
-    rows_ptr,  # (B, n)
-    columns_ptr,  # (B, n)
+    history_ptr,  # (iterations, 2, B, n) column anchors and logarithms
+    rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
+    columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
     counts_ptr,  # (B): with SUMS the number of iterations; else int32, 1 for a matrix to compute here
     stride_scores_B, stride_scores_I, B, n, iterations,
     M: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
@@ -216,7 +219,7 @@ def resident_bwd(
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)
-    ds = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)  # dP before the first step
+    ds = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)  # dP until the matrix's last iteration
     df = tl.zeros((M, N), dtype=tl.float64)
     dg = tl.zeros((M, N), dtype=tl.float64)
     last = iterations - 1
@@ -258,7 +261,7 @@ def resident_bwd(
         if SUMS:
             df *= inv_rows
             _subtract(drows_ptr, df * (tau / last_tau), B, n, M, N)
-            tl.debug_barrier()  # the next step may read these gradients from other threads
+            tl.debug_barrier()  # in the next step other threads may read what this thread has stored
         change = rows_normalised * df[:, :, None]
         ds += change
         dg = -tl.sum(change, axis=1)

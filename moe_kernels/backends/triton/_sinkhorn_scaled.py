@@ -1,23 +1,25 @@
 """Sinkhorn's iteration on k = exp(scores / tau), computed once and then scaled by vectors: P = diag(u) k diag(v).
 
 This is the fast path, for matrices whose rows have a range so small that k and its scalings are normal numbers. It
-writes a flag for each matrix: 1 if it needs logarithms. The kernels of _sinkhorn_resident.py run next, compute those
-and return at once for the others. In one kernel the fast path would need the registers of the logarithms.
+writes a flag for each matrix: 1 if the matrix needs logarithms. The kernels of _sinkhorn_resident.py run next: they
+compute the flagged matrices and return at once for the others. In one kernel the fast path would need the registers of
+the logarithms.
 
 From n = 9 on both kernels stop once no result can change. The bits of a matrix do not depend on the other matrices of
 its program.
 * Forward: an iteration that changes no bit of v ends the solve, as the next ones could not change one either.
-* Backward: columns of B and rows of A (see ops/sinkhorn.py) sum to one, so the gradients of potentials shrink on the
-  way back: sum |df| <= sum |dg|, and of the earlier iteration sum |dg| <= sum |df|. The t remaining iterations add
-  entries of B and A, at most 1 each, times numbers whose sizes sum to at most 2 t sum |dg|. With w = P * dP,
-  dg becomes 0 where t sum |dg| <= 2^-45 sum |w|. That leaves out less than 6e-14 of sum |w|.
+* Backward: the matrix has row sums of one after a step on rows (A in ops/sinkhorn.py) and column sums of one after a
+  step on columns (B). So the gradients of potentials shrink on the way back: sum |df| <= sum |dg|, and in the iteration
+  before sum |dg| <= sum |df|. The t remaining iterations add entries of B and A, at most 1 each, times numbers whose
+  sizes sum to at most 2 t sum |dg|. With w = P * dP, dg is set to 0 where t sum |dg| <= 2^-45 sum |w|. That leaves out
+  less than 6e-14 of sum |w|.
 
-Backward is in float64. It saves u and v of every iteration, 16 n bytes, as many as logarithms. float32 would be off by
-1e-7 of the largest dP (n = 4 to 64, tau = 0.1 and 1, 20 iterations), but a gradient is P (dP - a - b), and where that
-cancels, in 0.2 to 12 % of the entries, it would be off by more than 1e-5 of itself. Exact sums do not help: with
-all else in float64, k alone in float32 misses in 0.01 to 0.04 %, u and v alone in 0.06 to 5 %, df and dg alone in 0.07
-to 8 %. So every factor would be two floats, 12 operations for a multiply-add that takes float64 the time of two on an
-A100 or H100.
+Backward is in float64. It saves u and v of every iteration, 16 n bytes, as many as logarithms take. With float32 the
+error would be 1e-7 of the largest dP (n = 4 to 64, tau = 0.1 and 1, 20 iterations). But a gradient is P (dP - a - b);
+where this difference cancels, in 0.2 to 12 % of the entries, the error would exceed 1e-5 of the entry. To have only
+some factors in float32 does not help: the error exceeds 1e-5 in 0.01 to 0.04 % of the entries with k alone in float32,
+in 0.06 to 5 % with u and v, in 0.07 to 8 % with df and dg. So every factor would have to be two floats: 12 operations
+for a multiply-add, which in float64 takes an A100 or H100 the time of two.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ import triton.language as tl
 
 from moe_kernels.backends.triton._sinkhorn_resident import _broken, _load, _scalars, _store, _vectors
 
-# Largest range of scores / tau in a row: the scaling vectors, at most its exp, and their products are normal numbers.
+# Largest range of scores / tau in a row: scaling vectors, at most exp(range), and their products stay normal numbers.
 FLOAT_RANGE = tl.constexpr(60.0)
 DOUBLE_RANGE = tl.constexpr(300.0)
-# Least N that stops early. One of 64 smaller matrices nearly always goes on, and the test costs a third.
+# Least N that stops early. For a smaller N one of the program's many matrices nearly always goes on, and the test adds
+# a third to the cost.
 EARLY = tl.constexpr(16)
 NEGLIGIBLE = tl.constexpr(2.0**-45)
 
@@ -42,7 +45,7 @@ def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
     i = tl.arange(0, N)
     low = tl.min(tl.where((i < n)[None, None, :], scores, float("inf")), axis=2)
     real = (matrix < B)[:, None] & (i < n)[None, :]
-    # A row of -inf alone would give NaN, which the maximum would ignore.
+    # A row with -inf has an infinite range. A row of -inf alone would give NaN, which the maximum would ignore.
     span = tl.where(low > -float("inf"), tl.max(scores, axis=2) - low, float("inf"))
     return tl.max(tl.where(real, span, 0.0), axis=1)
 
@@ -51,8 +54,8 @@ def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
 def _begin(
     scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr
 ):
-    """(M): which matrices are scaled here, and which are broken; the exponents, -inf for matrices not scaled; 1 / tau.
-    Writes the flags of those that need logarithms."""
+    """(scaled, broken, x, inv_tau): which matrices are scaled here, which hold NaN or +inf; k = exp(x); 1 / tau. Writes
+    the flags of the matrices that need logarithms."""
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)
@@ -62,7 +65,7 @@ def _begin(
     tl.store(ptrs, (scaled | broken).to(tl.int32) ^ 1, mask=real)
     largest = tl.max(scores, axis=2)
     largest = tl.where(largest > -float("inf"), largest, 0.0)  # of padding
-    # -inf: a matrix that is not scaled here needs at most two iterations.
+    # With k = 0 a matrix that is not scaled here stops changing within two iterations.
     x = tl.where(scaled[:, None, None], (scores - largest[:, :, None]) * inv_tau, -float("inf"))
     return scaled, broken, x, inv_tau
 
@@ -140,7 +143,7 @@ def scaled_bwd(
             last = tl.where(_differ(v, before) > 0, last, t)
         t += 1
     tl.debug_barrier()  # threads read what others have stored
-    # dscores = k * h / tau. Both potentials' gradients start from dP.
+    # dscores = k * h / tau, and k * h starts as w = P * dP; df and dg start as its negated row and column sums.
     grad = _load(grad_ptr, stride_grad_B, stride_grad_I, B, n, M, N, 0.0)
     h = u[:, :, None] * v[:, None, :] * tl.where(scaled[:, None, None], grad, 0.0)
     df = -tl.sum(k * h, axis=2)

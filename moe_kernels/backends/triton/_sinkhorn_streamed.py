@@ -1,4 +1,4 @@
-"""Sinkhorn's iteration on matrices that are read again in every iteration, one program each, ROWS rows at a time."""
+"""Sinkhorn's iteration on large matrices: each has a program, which reads it in each iteration, ROWS rows at a time."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _subtract(ptr, d, first, n, SIZE: tl.constexpr):
 def _columns_near(
     scores_ptr, stride_B, stride_I, n, inv_columns, inv_tau, tolerance, ROWS: tl.constexpr, N: tl.constexpr
 ):
-    """0 or 1: whether the column sums of exp(scores / tau), before any iteration, are within the tolerance, as columns
-    of -inf are."""
+    """0 or 1: whether the column sums of exp(scores / tau), before any iteration, are within the tolerance. Columns of
+    -inf alone count as within."""
     total = tl.zeros((N,), dtype=tl.float64)
     largest = tl.full((N,), -float("inf"), dtype=tl.float64)
     for first in range(0, n, ROWS):
@@ -80,15 +80,16 @@ def _columns_near(
 
 @triton.jit
 def _potentials(ptr, t, first, n, ROWS: tl.constexpr):
-    """Pointers (ROWS) to the row potentials after iteration t, and their mask. ptr (B, 2, n): iterations alternate, as
-    another thread may still read the earlier ones."""
+    """Pointers (ROWS) to the row potentials after iteration t, and their mask. ptr (B, 2, n): even and odd iterations
+    have separate places, as another thread may still read those of the iteration before."""
     i = first + tl.arange(0, ROWS)
     return ptr + (tl.program_id(0).to(tl.int64) * 2 + t % 2) * n + i, i < n
 
 
 @triton.jit
 def _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS: tl.constexpr):
-    """0 or 1: whether row sums before iteration t are within the tolerance: they are off by exp(change of f / tau)."""
+    """0 or 1: whether the row sums before iteration t are within the tolerance. They are off by a factor
+    exp((f - f of the iteration before) / tau)."""
     ptrs, inside = _potentials(potentials_ptr, t + 1, first, n, ROWS)
     before = tl.load(ptrs, mask=inside & (t + tl.zeros((ROWS,), dtype=tl.int32) > 0), other=0.0)
     error = tl.abs(tl.exp((f - before) * inv_tau) - 1.0)
@@ -107,10 +108,10 @@ def _column_pointers(ptr, t, B, n, N: tl.constexpr):
 def streamed_fwd(
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
-    p_ptr,  # (B, n, n) contiguous
-    history_ptr,  # (iterations, 2, B, n)
-    rows_ptr,  # (B, n)
-    columns_ptr,  # (B, n)
+    p_ptr,  # (B, n, n) contiguous; not written if HISTORY
+    history_ptr,  # (iterations, 2, B, n) column anchors and logarithms; not written unless HISTORY
+    rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
+    columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
     counts_ptr,  # (B): number of iterations
     stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0: none
@@ -150,7 +151,7 @@ def streamed_fwd(
                 if tolerance >= 0:
                     near *= _rows_near(potentials_ptr, inv_rows, f, t, first, n, inv_tau, tolerance, ROWS)
             d = s - f[:, None]
-            # The anchor is the largest d so far; the total relative to an earlier anchor is scaled to it.
+            # The anchor is the largest d so far. `total` is relative to the anchor before, so it is rescaled.
             new_largest = tl.maximum(largest, tl.max(d, axis=0))
             anchor = tl.where(new_largest > -float("inf"), new_largest, 0.0)
             total = total * exponential((largest - anchor) * inv_tau, HISTORY)
@@ -165,13 +166,13 @@ def streamed_fwd(
         t += 1
         if SUMS:
             if (near > 0) & (tolerance >= 0):
-                if not HISTORY:
+                if not HISTORY:  # the matrix was within the tolerance before this iteration: p has the earlier f and g
                     anchor = before
                     log_sum = tl.zeros((N,), dtype=tl.float64)
                 count = t - 1
                 t = iterations
             near = 1
-            tl.debug_barrier()  # the next iteration may read potentials from other threads
+            tl.debug_barrier()  # in the next iteration other threads may read the potentials that this one has stored
     if SUMS and HISTORY:
         tl.store(counts_ptr + tl.program_id(0), count)
     if not HISTORY:
@@ -218,13 +219,13 @@ def streamed_bwd(
     grad_ptr,  # (B, n, n)
     stride_grad_B, stride_grad_I,
     dscores_ptr,  # (B, n, n) contiguous
-    drows_ptr,  # (B, n), zeros
-    dcolumns_ptr,  # (B, n), zeros
+    drows_ptr,  # (B, n), zeros before; not written unless SUMS
+    dcolumns_ptr,  # (B, n), zeros before; not written unless SUMS
     scores_ptr,  # (B, n, n)
     taus_ptr,  # (iterations)
-    history_ptr,  # (iterations, 2, B, n)
-    rows_ptr,  # (B, n)
-    columns_ptr,  # (B, n)
+    history_ptr,  # (iterations, 2, B, n) column anchors and logarithms
+    rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
+    columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
     counts_ptr,  # (B): number of iterations
     stride_scores_B, stride_scores_I, B, n, iterations,
     sums_ptr,  # (B, n, n): dS so far
@@ -236,7 +237,7 @@ def streamed_bwd(
     dg = tl.zeros((N,), dtype=tl.float64)
     t = iterations
     if SUMS:
-        # A broken matrix may have no iteration, if its forward was resident and replaced the matrix by zeros.
+        # A matrix with NaN or +inf may have count 0 if the resident kernel, which replaces it by zeros, ran forward.
         t = tl.maximum(tl.load(counts_ptr + tl.program_id(0)), broken.to(tl.int32))
         last = t - 1
         if t == 0:
@@ -245,7 +246,7 @@ def streamed_bwd(
                 1.0 / tl.load(taus_ptr), n, ROWS, N,
             )  # fmt: skip
             t -= 1
-    while t >= 0:  # the first pass only sums dP over columns, the second is the last iteration
+    while t >= 0:  # the first pass only sums P * dP over columns, the second pass is that of the last iteration
         iteration = tl.minimum(t, last)
         tau = tl.load(taus_ptr + iteration)
         inv_tau = 1.0 / tau
@@ -289,7 +290,7 @@ def streamed_bwd(
                     ds = tl.where(broken, float("nan"), weight / last_tau)
                     _store_strip(dscores_ptr, ds, first, n, ROWS, N)
         dg = next_dg
-        tl.debug_barrier()  # the next pass may read the sums from other threads
+        tl.debug_barrier()  # in the next pass other threads may read the sums that this one has stored
         t -= 1
     if SUMS:
         if broken:

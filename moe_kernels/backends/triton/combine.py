@@ -1,7 +1,7 @@
 """Combine in Triton: a token sums its kept rows in the order of its choices, in float32.
 
-Backward runs the same loop: dy stays in registers, and each of a token's rows gives one row of drows and one element of
-dweights. 16-bit elements become float32 when loaded.
+Backward runs the same loop: dy stays in registers if its row fits; each of a token's rows gives one row of drows and
+one element of dweights. 16-bit elements become float32 when loaded.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def _sum_rows(
     tl.store(out, sums.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
 
 
-# Triton compiles K = 1 separately: it takes 0.7 of the instructions of a loop. Both sums are in one kernel: a layer of
-# experts launches it with weights forward and without them backward.
+# Triton compiles K = 1 separately, in 0.7 of the instructions of a loop. One kernel has both sums, weighted or not: a
+# layer of experts launches it with weights forward and without them backward.
 @triton.jit(do_not_specialize=["units_rows_R", "T", "units", "weighted"], do_not_specialize_on_alignment=["K"])
 def _combine_fwd(
     rows_ptr,  # (R, D)
@@ -57,9 +57,9 @@ def _combine_fwd(
     units_rows_R,
     T,
     K,
-    units,  # of a row
+    units,  # D in units
     weighted,
-    UNIT: tl.constexpr,  # elements: 16 bytes, or 1
+    UNIT: tl.constexpr,  # elements of a unit: 16 bytes, or 1
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -89,8 +89,8 @@ def _combine_bwd(
     K,
     E,
     R,
-    units,  # of a row
-    UNIT: tl.constexpr,  # elements: 16 bytes, or 1
+    units,  # D in units
+    UNIT: tl.constexpr,  # elements of a unit: 16 bytes, or 1
     WHOLE: tl.constexpr,  # a row fits BLOCK_D
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,

@@ -22,8 +22,8 @@ def _dispatch_fwd(
     K,
     E,
     R,
-    units,  # of a row
-    UNIT: tl.constexpr,  # elements: 16 bytes, or 1
+    units,  # D in units
+    UNIT: tl.constexpr,  # elements of a unit: 16 bytes, or 1
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):

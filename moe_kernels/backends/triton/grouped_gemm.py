@@ -1,7 +1,7 @@
 """The grouped GEMM in Triton, and the squared norms of its rows.
 
 One launch multiplies the rows of all experts, a tile for each program. Rows are gathered as they are read; bias and
-activation are applied to the float32 accumulators. It is bound by arithmetic: a tile of 128 x 128 in 16 bits does 64
+activation are applied to the float32 accumulators. Arithmetic bounds the time: a tile of 128 x 128 in 16 bits does 32
 multiply-adds for each byte that it reads, and L2 serves most of the bytes. The inner loop is multiply_tile in
 _grouped_tiles.py.
 """
@@ -85,7 +85,7 @@ def _finish(
     N,
     BIAS: tl.constexpr, KEEP_PRE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the bias, applies the activation and stores a tile, slice by slice."""
+    """Adds the bias, applies the activation and stores a tile, SLICE columns at a time."""
     HALF: tl.constexpr = pre.shape[1] // 2
     if HALF >= SLICE:
         pre, pre_right = split_columns(pre)

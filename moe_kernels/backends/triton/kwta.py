@@ -1,6 +1,7 @@
 """k-winner-take-all in Triton: a program per row, the row in registers, its threshold by compare-and-count.
 
-16-bit inputs travel as int16 bit patterns and are ordered as integers, so no kernel here does 16-bit arithmetic.
+These kernels treat 16-bit elements as int16 bit patterns and order them as integers. 16-bit rows of up to RESIDENT
+elements go to the kernel of _kwta_packed.py.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from moe_kernels.library import words
 
 TIES = {"index": 0, "strict": 1, "all": 2}
 
-# Pattern of +inf and how the bits become a float32: the same, shifted up (bfloat16), or converted (float16).
+# Bit pattern of +inf, and how bits become a float32: 0 as they are, 1 shifted up by 16, 2 converted from float16.
 FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
 LONGEST = 16384  # elements of a row in one tile of registers; a second tile holds the rest of a longer row
 RESIDENT = 2 * LONGEST  # elements; rows longer than this are read again for every count
-CHUNK = 4096  # elements written at a time: masks, ranks and bits of a longer row would spill beside its keys
-BLOCK_BWD = 4096
+CHUNK = 4096  # elements written at a time: with masks, ranks and bits of more elements the keys would spill
+BLOCK_BWD = 4096  # elements of a program of the backward
 TRIALS = 8  # rounds of interpolation before bisection: normal rows need 3 to 5
 
 
 def warps(block: int) -> int:
-    """Long rows have 32 elements a thread, since a round of the search costs a thread about 60 instructions besides."""
+    """Warps of a program: 32 elements a thread from 1024 elements on, since a round of the search costs a thread about
+    60 instructions besides the comparisons."""
     return max(block // 1024, 1)
 
 
@@ -58,8 +60,8 @@ def _load_keys(x_row, start, N, BLOCK: tl.constexpr, INF: tl.constexpr):
 
 @triton.jit
 def _first_guess(bits, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """The threshold of a normal row with the mean and deviation of these elements, and its change for one key too many;
-    NaN if there are NaN or infinities."""
+    """The threshold if elements are normally distributed with the mean and deviation of `bits`, and its change that
+    lets one key fewer win; NaN if there are NaN or infinities."""
     magnitude = bits & (0x7FFFFFFF if FORMAT == 0 else 0x7FFF)
     values = (
         bits.to(tl.float32, bitcast=True)
@@ -111,7 +113,7 @@ def _threshold(
     searching = (K > 0) & (K < N)
     round = 0
     while searching:
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # high - low does not fit 32 bits
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)  # (low + high) >> 1, in 32 bits without overflow
         interpolated = tl.minimum(tl.maximum(key_near(guess, INF, FORMAT), low + 1), high - 1)
         trial = tl.where((round < TRIALS) & (tl.abs(guess) < 3.0e38), interpolated, middle)
         count = _count(x_row, keys, rest, trial, N, BLOCK, INF, RESIDENT, REST)
@@ -120,7 +122,7 @@ def _threshold(
             searching = False
         else:
             value = value_of(trial, INF, FORMAT)
-            # Rounds of bisection move on to the nearest key of the row, which ends the search if many keys are equal.
+            # Bisection moves the bound on to the nearest key of the row, which ends the search if many keys are equal.
             snap = RESIDENT and round >= TRIALS
             if count > K:
                 low = trial
@@ -165,7 +167,7 @@ def _kwta_fwd(
     units,
     K,
     quantile,
-    UNIT: tl.constexpr,  # 16 bytes or 1 element
+    UNIT: tl.constexpr,  # elements of a unit: 16 bytes, or 1
     TIES: tl.constexpr,
     STORE_Y: tl.constexpr,
     STORE_BITS: tl.constexpr,
@@ -174,7 +176,7 @@ def _kwta_fwd(
     FORMAT: tl.constexpr,
     RESIDENT: tl.constexpr,
     BLOCK: tl.constexpr,
-    REST: tl.constexpr,  # elements after these, also held in registers
+    REST: tl.constexpr,  # elements after the first BLOCK that are held in registers too
     CHUNK: tl.constexpr,
     TRIALS: tl.constexpr,
 ):
@@ -203,7 +205,7 @@ def _kwta_fwd(
                 ties -= tl.sum(equal)
         wins = wins & (offsets < N)
         if STORE_Y:
-            # Losers too: a mask that differs between neighbours would turn two or four loads into 16.
+            # Loads losers too: a mask that differs between neighbours would turn two or four loads into 16.
             values = tl.load(values_ptr + row * units_values_R * UNIT + offsets, mask=offsets < N, other=0)
             tl.store(y_ptr + row * N + offsets, tl.where(wins, values, 0), mask=offsets < N)
         if STORE_BITS:
@@ -232,7 +234,7 @@ def _kwta_bwd(
     word = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     lane = tl.arange(0, 32)[None, :]
     offsets = word[:, None] * 32 + lane
-    # A thread reads a word of bits once for its 16 bytes of a row, and reads all of these at once, also losers.
+    # A thread reads one word of bits for 16 bytes of the row, and loads these at once, losers too.
     bits = tl.load(bits_ptr + row * n_words + word, mask=word < n_words, other=0)
     wins = ((bits[:, None] >> lane) & 1) != 0
     grad = tl.load(grad_ptr + row * units_grad_R * UNIT + offsets, mask=offsets < N, other=0)
@@ -297,7 +299,7 @@ def _launch(x: Tensor, values: Tensor | None, k: int, ties: str, y=None, bits=No
 
 
 def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) -> None:
-    """Launches kwta_fwd_packed. Rows are copied first if they lie otherwise in 16-byte vectors than contiguous rows."""
+    """Launches kwta_fwd_packed, with tensors that are _aligned_like_contiguous."""
     num_rows, n = x.shape
     others = values is not x
     x = _aligned_like_contiguous(x)
@@ -316,17 +318,17 @@ def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) 
 
 
 def _aligned_like_contiguous(x: Tensor) -> Tensor:
-    """x, or a contiguous copy if its rows start at other offsets from multiples of 16 bytes than contiguous rows."""
+    """x, or a contiguous copy unless each row starts at the same offset from a multiple of 16 bytes as in a copy."""
     if aligned(x, 16) and (x.stride(0) - x.shape[1]) % 8 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def packed_tile(n: int) -> dict[str, int]:
-    """Rows of a program, lanes along a row, eight elements at a time, and warps.
+    """Rows of a program, lanes of a row, chunks of eight elements that a lane holds, and warps.
 
-    A lane holds 64 elements in 125 registers; with 32 a row of 4096 takes 24.5 instructions an element instead of 17.6.
-    A row of 1024 has a warp of its own: two in a warp would both run as many rounds as the slower one.
+    A lane holds up to 64 elements, in 125 registers; with 32 a row of 4096 takes 24.5 instructions an element instead
+    of 17.6. A row of 1024 has a warp of its own: two in a warp would both run as many rounds as the slower one.
     """
     block = max(triton.next_power_of_2(n), 32)
     lanes = 32 if block == 1024 else max(block // 64, 2)

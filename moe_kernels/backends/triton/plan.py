@@ -1,11 +1,12 @@
 """The routing plan in Triton: count, scan and rank, one launch each.
 
-Requests in visiting order are split into chunks. A request's slot is the number of requests to its expert in earlier
-chunks, plus those before it in its own chunk. Nothing is sorted, and the only scratch memory is chunks * E counts.
+Requests (choices that name an expert) in visiting order are split into chunks. A request's slot is the number of
+requests to its expert in earlier chunks, plus those before it in its own chunk. Requests are not sorted, and the only
+scratch memory is chunks * E counts.
 
-Priority routing does sort its T * E pairs of a token and an expert, by score. One program then assigns them in that
-order, as the definition does: 1024 at a time if none of these can be assigned, else 64 at a time. It uses one
-multiprocessor; the host does not wait.
+Priority routing does sort its T * E pairs of a token and an expert, by score. One program, on one multiprocessor, then
+goes through them in that order, as the definition does: it skips 1024 pairs at once if none of them can be assigned,
+else it takes them 64 at a time. The host does not wait.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ COUNTS = 2**22  # largest number of counts: with more than 4096 experts there ar
 COUNT_BLOCK = 256  # requests that a program counts at a time
 WINDOW = 1024  # experts that a program counts
 MATCH_BLOCK = 1024  # pairs that priority routing reads at a time
-FEW_CHUNKS = tl.constexpr(32)  # up to as many chunks a program of the scan takes more experts
+FEW_CHUNKS = tl.constexpr(32)  # with at most so many chunks a program of the scan takes more experts
 SCAN_TILE = tl.constexpr(4096)  # counts that a program of the scan holds
 
 
 @triton.jit
 def _requests(
     experts_ptr,  # (T, K)
-    visit_ptr,  # (T) tokens in visiting order; not read unless VISIT: by position
+    visit_ptr,  # (T) tokens in visiting order; not read unless VISIT, as tokens are then visited by position
     place,  # (BLOCK) int64, in visiting order
     end,
     T,
@@ -64,7 +65,7 @@ def _plan_count(
     experts_ptr,  # (T, K)
     visit_ptr,  # (T)
     counts_ptr,  # (chunks, E)
-    scanned_ptr,  # () receives 0
+    scanned_ptr,  # () receives 0, where _plan_scan starts to count
     chunk,
     T,
     K,
@@ -151,7 +152,7 @@ def _finish(
     start = 0
     while start < E:
         e = start + tl.arange(0, BLOCK)
-        requested = tl.load(requested_ptr + e, mask=e < E, other=0, cache_modifier=".cg")  # not from L1
+        requested = tl.load(requested_ptr + e, mask=e < E, other=0, cache_modifier=".cg")  # L1 may hold old values
         kept = tl.minimum(requested, capacity)
         tl.store(kept_ptr + e, kept, mask=e < E)
         tl.store(expert_offsets_ptr + e, used + tl.cumsum(kept, axis=0) - kept, mask=e < E)
@@ -240,12 +241,13 @@ def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.cons
     assigned = tl.zeros((), tl.int32)
     num_pending = tl.sum(pending.to(tl.int32))
     while num_pending > 0:
-        # Assigned now: pairs whose token has no earlier pending pair and whose expert has room for its earlier ones.
+        # Assigned now: a pair whose token has no earlier pending pair, and whose expert has room for this pair even if
+        # it takes all of its earlier pending pairs.
         earlier = pending[None, :] & before
         rivals = tl.sum((earlier & (token[:, None] == token[None, :])).to(tl.int32), axis=1)
         ahead = tl.sum((earlier & (expert[:, None] == expert[None, :])).to(tl.int32), axis=1)
         assign = pending & (rivals == 0) & (ahead < tl.load(room_ptr + expert, mask=pending, other=0))
-        # Every thread has read the state before any changes it, and reads it again only after all have.
+        # Every thread has read the state before any thread changes it, and reads it again only after all changes.
         tl.debug_barrier()
         tl.store(experts_ptr + token, expert, mask=assign)
         tl.atomic_add(room_ptr + expert, tl.full((TILE,), -1, tl.int32), mask=assign)
@@ -310,7 +312,7 @@ def make_plan_fwd(
 
     window = min(max(triton.next_power_of_2(num_experts), 32), WINDOW)
     grid = (chunks, triton.cdiv(num_experts, window))
-    # `dropped` counts the programs of the scan until the last of them stores it.
+    # Until the last program of the scan stores the result in `dropped`, it counts the programs that have finished.
     launch(_plan_count, grid, *requests, dropped, *sizes, **options, BLOCK=COUNT_BLOCK, BLOCK_E=window, num_warps=4)
     block_c = FEW_CHUNKS.value if chunks <= FEW_CHUNKS.value else CHUNKS
     launch(
@@ -337,7 +339,8 @@ plan_priority_supports = plan_expert_choice_supports
 def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
     """The plan in which every expert requests the `capacity` highest tokens of its column."""
     num_tokens, num_experts = scores.shape
-    # Padded to one of few lengths, as kWTA is compiled for each. Padding comes last and is never chosen.
+    # Padded to a multiple of 16 and at least SHORTEST, so that kWTA compiles only once for each power of two. Padding
+    # comes last and is never chosen.
     columns = scores.new_empty((num_experts, max(triton.cdiv(num_tokens, 16) * 16, SHORTEST)))
     columns[:, :num_tokens], columns[:, num_tokens:] = scores.t(), -float("inf")
     chosen = kwta_mask(columns, min(capacity, num_tokens), "index")[:, :num_tokens].t()

@@ -18,7 +18,7 @@ from moe_kernels.backends.triton._sinkhorn_resident import resident_bwd, residen
 from moe_kernels.backends.triton._sinkhorn_scaled import scaled_bwd, scaled_fwd
 from moe_kernels.backends.triton._sinkhorn_streamed import streamed_bwd, streamed_fwd
 
-RESIDENT = 64  # largest n of a matrix that a program holds in registers
+RESIDENT = 64  # largest n of a matrix that a program holds in registers; 32 in a backward with SUMS
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -89,8 +89,8 @@ def sinkhorn_bwd(grad, scores, taus, rows, columns, tolerance) -> tuple[Tensor, 
 
 
 def _with_32_bit_offsets(x: Tensor) -> Tensor:
-    """x (B, n, n), copied if an element of a matrix is 2^31 or more elements from the first: resident kernels count
-    those in 32 bits, as an address of 64 bits for each row costs registers."""
+    """x (B, n, n), copied if an element of a matrix is 2^31 or more elements from the first: resident kernels have
+    offsets of 32 bits within a matrix, as an address of 64 bits for each row costs registers."""
     return x if x.shape[1] * x.stride(1) < 2**31 else x.contiguous()
 
 
@@ -104,7 +104,8 @@ def _temperatures(taus: list[float], device: torch.device) -> Tensor:
 
 
 def _flags(scores: Tensor, taus: list[float]) -> Tensor | None:
-    """(B,), int32: 1 if a matrix needs logarithms; all do while cooling. None above RESIDENT, where all do."""
+    """(B,), int32: 1 if a matrix needs logarithms, as all do if the temperature falls. At one temperature it is empty
+    memory, which the scaling kernel fills. None above RESIDENT, where all matrices need logarithms."""
     if scores.shape[1] > RESIDENT:
         return None
     make = torch.Tensor.new_empty if taus[0] == taus[-1] else torch.Tensor.new_ones

@@ -1,9 +1,9 @@
 """The top-k gate in Triton: a program per few rows, their keys in registers, in the order of the logits (NaN highest,
--0 == +0). Every four neighbours are sorted once; a choice is the largest first key of all fours.
+-0 == +0). Every four neighbours are sorted once; a choice is the largest of the first keys of all fours.
 
-A key of 16 bits and its expert share an integer, so that a choice is one maximum; of equal keys the lower expert is
-larger. A key of 32 bits leaves no room: a choice is a maximum, then the lowest expert that has it. Each is one
-instruction of a warp; with both in 64 bits a maximum takes 25.
+A key of 16 bits and its expert share an integer (PACKED), so that a choice is one maximum; of equal keys that of the
+lower expert is the larger integer. A key of 32 bits leaves no room: a choice is a maximum, then a minimum over the
+experts that have it. Each is one instruction of a warp; with key and expert in 64 bits a maximum takes 25.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _fours(row):
 
 @triton.jit
 def _ordered(keys, e, next_keys, next_e, PACKED: tl.constexpr):
-    """The larger key and its expert, then the other two; equal keys are not exchanged."""
+    """The larger key and its expert, then the smaller key and its expert; equal keys are not exchanged."""
     if not PACKED:
         swap = next_keys > keys
         upper = tl.where(swap, next_e, e)
@@ -133,7 +133,7 @@ def _topk_gate_bwd(
     weights = tl.load(weights_ptr + token[:, None] * K + k, mask=inside_k, other=0.0)
     mean = tl.sum(grads * weights, axis=1)
     if SOFTMAX_FIRST:
-        # p_e = w_0 exp(z_e - z_0): the difference of two logits has one rounding, however large they are.
+        # p_e = w_0 exp(z_e - z_0), with 0 the first choice: this difference of logits has one rounding at any size.
         first = tl.load(experts_ptr + token * K, mask=token < T, other=0)
         highest = tl.load(logits_ptr + token * stride_logits_T + first, mask=token < T, other=0.0).to(tl.float32)
         scale = -mean * tl.load(weights_ptr + token * K, mask=token < T, other=0.0)
@@ -144,7 +144,7 @@ def _topk_gate_bwd(
         slopes = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
     row = dlogits_ptr + token[:, None] * E
     tl.store(row + e, slopes.to(dlogits_ptr.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # the chosen ones are written over what other threads have stored
+    tl.debug_barrier()  # gradients of chosen experts replace what other threads have stored
     experts = tl.load(experts_ptr + token[:, None] * K + k, mask=inside_k, other=0)
     chosen = weights * (grads - mean[:, None])
     tl.store(row + experts, chosen.to(dlogits_ptr.dtype.element_ty), mask=inside_k)

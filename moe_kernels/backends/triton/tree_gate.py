@@ -1,10 +1,10 @@
 """The tree gate in Triton: a program per few tokens, the probabilities of a tree's places in registers.
 
 A tree is laid out as if all of its leaves were at the last level: 2^DEPTH places from left to right. A leaf that is a
-level higher takes the left one of two, with probability 1; if leaves come in whole groups of 16, their places are
-consecutive instead. Downwards a thread has a group: it computes the nodes below the group's root once, and one side of
-each node above. Upwards, in backward, each level halves the row. If the columns of one tree fit, forward is one kernel
-with the matrix products in it.
+level higher takes the left one of its two places, with probability 1. If E is a multiple of 16, forward gives the
+leaves consecutive places instead (GROUPS). On the way down a thread has a group of 16 places: it computes the nodes
+below the group's root once, and one side of each node above. On the way up, in backward, each level halves the row. If
+there is one tree and its columns fit, forward is one kernel with the matrix products in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_kernels.backends.triton import launch, on_device, unsupported
 
 TILE = 2048  # places of a program, 16 a thread
 MAX_EXPERTS = 4096
-MAX_FUSED_EXPERTS = 64  # experts: 128 columns of float32 sums for 64 tokens are 64 registers a thread
+MAX_FUSED_EXPERTS = 64  # 128 columns of float32 sums for 64 tokens take 32 registers of each of 256 threads
 
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 # Layouts: all leaves at the last level; whole groups of 16 at one level; or groups with leaves of two levels.
@@ -29,7 +29,7 @@ TREE_GATE_ROUNDS = True  # gates and leaf probabilities leave the kernel in the 
 
 
 def _blocks(num_experts: int, upwards: bool) -> tuple[dict[str, int], int]:
-    """Tokens of a program and levels of a tree, and warps."""
+    """Tokens of a program, levels of a tree and layout; and warps."""
     depth = (num_experts - 1).bit_length()
     tokens = max(TILE >> depth, 1)
     return {"BLOCK_T": tokens, "DEPTH": depth, "LAYOUT": _layout(num_experts, upwards)}, (tokens << depth) * 4 // TILE
@@ -52,9 +52,10 @@ def _layout(num_experts: int, upwards: bool = False) -> int:
 
 @triton.jit
 def _share(t, sign, half, slope):
-    """1/2 + sign t / gamma, for t from -gamma / 2 to gamma / 2: where it is near 0 the sum with gamma / 2 is exact.
+    """1/2 + sign t / gamma, for t from -gamma / 2 to gamma / 2. half: gamma / 2; slope: 1 / gamma.
 
-    At the other end it is 1 up to a rounding or two, and its smooth step is 1.
+    Where the result is near 0 the sum of sign t and gamma / 2 is exact. At the other end the result is 1 up to a
+    rounding or two, and its smooth step is 1.
     """
     return tl.fma(t, sign, half) * slope
 
@@ -68,9 +69,10 @@ def _clamp(t, half):
 
 @triton.jit
 def _derivative(t, left, right, half, slope):
-    """d/dt of a h + b (1 - h), given left = a h and right = b (1 - h): left h' / h - right h' / (1 - h).
+    """d/dt of a h(t) + b (1 - h(t)), given left = a h and right = b (1 - h): left h' / h - right h' / (1 - h).
 
-    h' / h is 6 w / (gamma u (3 - 2u)), and left holds the factor u^2.
+    With u = t / gamma + 1/2 and w = 1 - u, h' / h is 6 w / (gamma u (3 - 2u)) and h' / (1 - h) is the same with u and w
+    exchanged.
     """
     t = _clamp(t, half)
     u, w = _share(t, 1.0, half, slope), _share(t, -1.0, half, slope)
@@ -106,10 +108,10 @@ def _node(node_ptr, exists):
 
 @triton.jit
 def _below(v, first_ptr, first, valid, E, half, slope, INDEX: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr):
-    """Probability of each place below a node, from its own: (BLOCK_T, groups, 2^LEVELS), those of a group in a thread.
+    """Probability of each place below a node, from the node's own, v: (BLOCK_T, groups, 2^LEVELS), a group in a thread.
 
-    The node is INDEX nodes to the right of the first of its level below a root, which is number `first`, at first_ptr:
-    a sum of a pointer and a constant takes no instruction.
+    `first`, at first_ptr, is the number of the left-most node of this level below the group's root; the node is INDEX
+    nodes to its right, since adding a constant to a pointer takes no instruction.
     """
     exists = valid & (first + INDEX < E) if LAYOUT == MIXED else valid
     t = _node(first_ptr + INDEX, exists)
@@ -173,19 +175,19 @@ def _gates(
     leaf_logits_ptr,  # (T, K, E) contiguous
     gates_ptr,  # (T, E) contiguous
     leaf_probs_ptr,  # (T, K, E) contiguous
-    first,
+    first,  # token
     T,
     K,
     E,
-    half,
-    slope,
-    least,
-    EPSILON: tl.constexpr,
+    half,  # gamma / 2
+    slope,  # 1 / gamma
+    least,  # smallest probability of a leaf that counts
+    EPSILON: tl.constexpr,  # added to probabilities under a parity mode
     BLOCK_T: tl.constexpr,
     DEPTH: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """Gates and leaf probabilities of tokens `first` to first + BLOCK_T."""
+    """Stores gates and leaf probabilities of BLOCK_T tokens from `first` on."""
     split_logits_ptr += first * K * (E - 1)
     leaf_logits_ptr += first * K * E
     leaf_probs_ptr += first * K * E
@@ -206,7 +208,7 @@ def _gates(
         terms = _weighed(v, EPSILON) * tl.exp(a - higher[:, None])
         sums = tl.fma(sums, tl.exp(highest - higher)[:, None], terms)
         highest = higher
-    gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # correctly rounded: the gate of a single leaf is 1
+    gates = tl.div_rn(sums, tl.sum(sums, axis=1)[:, None])  # correctly rounded: if only one leaf counts, its gate is 1
     at = gates_ptr + first * E + token[:, None] * E + expert
     tl.store(at, gates.to(gates_ptr.dtype.element_ty), mask=inside)
 
@@ -280,15 +282,15 @@ def _tree_gate_bwd(
         dot = tl.fma(dot, scale, tl.sum(terms * grad, axis=1))
         highest = higher
     grad -= (dot / total)[:, None]
-    # Reads and computes each tree again: K of them do not fit registers.
+    # Reads and computes each tree again: K trees do not fit registers.
     for k in range(K):
         row = token * K + k
         v = _reach(split_logits_ptr, row, real, E, half, slope, BLOCK_T, DEPTH, LAYOUT)
         at = row[:, None] * E + expert
         a = tl.load(leaf_logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
         counted = leaf[None, :] & ~(v < least)
-        # A leaf that counts has a v of at least the smallest normal number, and so has the total: the quotient is
-        # finite. Its product with a gradient may overflow, so v is multiplied first.
+        # `total` is at least the weighed v of one leaf that counts, so share is finite. share * grad may overflow, so
+        # share is multiplied by v first.
         share = tl.where(counted, tl.exp(a - highest[:, None]) / total[:, None], 0.0)
         dleaf = _weighed(v, EPSILON) * share * grad
         tl.store(dleaf_ptr + at, dleaf.to(dleaf_ptr.dtype.element_ty), mask=inside)
@@ -361,7 +363,7 @@ def _tree_gate_fused(
     tl.store(at, splits.to(x_ptr.dtype.element_ty), mask=real[:, None] & node)
     at = leaf_logits_ptr + first * E + token[:, None] * E + column
     tl.store(at, leaves.to(x_ptr.dtype.element_ty), mask=real[:, None] & leaf)
-    # Reads from L1 what this program has stored, rounded to the dtype of x, as backward reads it.
+    # _gates reads from L1 what this program has stored: logits rounded to the dtype of x, as backward reads them.
     tl.debug_barrier()
     _gates(
         split_logits_ptr, leaf_logits_ptr, gates_ptr, leaf_probs_ptr, first,
