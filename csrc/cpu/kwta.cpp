@@ -71,9 +71,7 @@ class Keys {
   static int64_t span(int64_t n) { return n <= kResident ? mask_words(n) * kMaskBits : kChunk; }
 
   Keys() = default;
-  Keys(const Key* x, int64_t n, Key* buffer) : x_(x), n_(n), buffer_(buffer) {
-    if (n <= kResident) load(0);
-  }
+  Keys(const Key* x, int64_t n, Key* buffer) : x_(x), n_(n), buffer_(buffer) { load(0); }
 
   // Calls pass(first element, keys, number of keys rounded up to a multiple of 32) for each span of the row.
   template <class Pass>
