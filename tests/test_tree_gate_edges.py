@@ -78,7 +78,7 @@ def test_leaves_on_either_side_of_the_least_probability(target):
 
 
 def hardly_reached(target: Target, parity: str | None, probabilities: tuple[float, ...]) -> None:
-    """Checks gradients to a leaf with one of `probabilities` and a large logit; they depend on a parity mode's constant."""
+    """Checks gradients to a leaf with one of `probabilities` and a large logit; a parity mode's constant matters."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
