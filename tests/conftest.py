@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Waiting threads yield their core to the other worker: a training test then takes a third of the processor time.
+# Waiting OpenMP threads sleep, so that other pytest workers use the core: a training test then takes a third of the
+# processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
@@ -51,7 +52,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.add_cleanup(gc.unfreeze)
 
 
-# Uninitialised memory reads as NaN, or as the largest integer.
+# Tensors of torch.empty hold NaN, or the largest integer.
 torch.use_deterministic_algorithms(True, warn_only=True)
 
 
@@ -70,7 +71,7 @@ class Target:
 
     @property
     def compiles(self) -> bool:
-        """Triton without a GPU: a new size class, dtype or option of a kernel takes 0.3 to 2 s to compile."""
+        """Triton without a GPU? Compiling a kernel for a new size class, dtype or option takes 0.3 to 2 s."""
         return self.executed and self.backend == "triton"
 
     @property
@@ -108,7 +109,7 @@ def running(target: Target) -> Iterator[Target]:
 
 @pytest.fixture(params=TARGETS, ids=lambda target: target.id)
 def target(request: pytest.FixtureRequest) -> Iterator[Target]:
-    reason = reason_to_skip(request.param, getattr(request.module, "OP", "kwta"))  # the operation of the test file
+    reason = reason_to_skip(request.param, getattr(request.module, "OP", "kwta"))  # OP: operation that the file tests
     if reason is not None:
         pytest.skip(f"{request.param.id}: {reason}")
     with running(request.param):

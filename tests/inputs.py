@@ -41,7 +41,7 @@ def behind_one(x: torch.Tensor) -> torch.Tensor:
 
 
 def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """x with rows 2^30 elements apart, or with `strides`. Only pages that x occupies take memory.
+    """x with rows 2^30 elements apart, or with `strides`. On a CPU only pages that x occupies take memory.
 
     A row's index and its stride each fit 32 bits. From row 2 on their product does not, from row 16 on not even in
     units of 8 elements: a 32-bit index reads zeros, or outside of the tensor.
@@ -62,7 +62,7 @@ def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.
 def each_alone(
     call: Callable[..., torch.Tensor], leaves: dict[str, torch.Tensor], grad: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """By input of call(**leaves): its gradient if no other input requires one."""
+    """Gradients of call(**leaves) by the name of the input, each computed while no other input requires one."""
     found = {}
     for name in leaves:
         given = {key: each.detach().requires_grad_(key == name) for key, each in leaves.items()}

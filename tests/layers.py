@@ -61,7 +61,7 @@ LAYERS = {name: lambda make=make: layer(make()) for name, make in EVERY.items()}
     "pass": lambda: layer(mnn.TopKGate(D, E, 1, order="softmax_topk"), pass_through=True),
     "tasks": lambda: mnn.MultiGateMoE([mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2)], mnn.ExpertLayer(E, D, H)),
 }
-ON_THE_HOST = ("permuted", "competition")  # these decide something on the host in training
+ON_THE_HOST = ("permuted", "competition")  # in training these draw or solve on the host, which breaks a graph
 # Layers that compute the same in training as in evaluation: no noise, loss, capacity or schedule.
 NO_OTHER_TRAINING = (
     "hash",
@@ -78,7 +78,7 @@ NO_OTHER_TRAINING = (
 
 
 def inputs(tokens):
-    """x (T, D) and ids (T,), equal for equal numbers of tokens."""
+    """x (T, D) and ids (T,); calls with the same number of tokens return the same values."""
     return torch.randn(tokens, D, generator=torch.Generator().manual_seed(tokens)), torch.arange(tokens) % 2
 
 

@@ -20,7 +20,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, kernel: str, wrong: Callable[..., obj
 
 
 def interrupt(args: argparse.Namespace, steps: int) -> None:
-    """Runs `train` and interrupts it after `steps` steps, counted over all its runs."""
+    """Runs `train` and interrupts it after `steps` steps, counted over all networks that it trains."""
     take_step, steps_taken = Run.take_step, []
 
     def take_or_stop(run: Run) -> object:
@@ -31,7 +31,7 @@ def interrupt(args: argparse.Namespace, steps: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "take_step", take_or_stop)
-        assert train.run(args) == 130
+        assert train.run(args) == 130  # the status after Ctrl-C
 
 
 def interrupted(parse: Callable[[str], argparse.Namespace], steps: int) -> list[list]:

@@ -26,7 +26,7 @@ def table() -> Table:
 
 
 def images() -> Images:
-    """Three classes of 8 x 8 images, which differ in their brightest corner."""
+    """Three classes of 8 x 8 images, which differ in their brightest pixel."""
     y = torch.arange(80) % 3
     x = torch.randn(80, 64, generator=torch.Generator().manual_seed(0)) * 0.3
     x[torch.arange(80), y * 7] += 2

@@ -40,7 +40,7 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bench with kWTA only, one shape of 4 rows and the small cases."""
+    """The bench with kWTA only: one quick shape and two for scaling, all of 4 rows, and the small cases of verify."""
     shapes = {"quick": [{"N": 100, "p": 0.5}], "scaling": [{"R": 4, "N": n, "p": 0.5} for n in (10, 1000)]}
     entry = replace(ENTRY, shapes=shapes, complete=lambda shape, device: {"R": 4, **shape})
     monkeypatch.setitem(registry.ENTRIES, "kwta", entry)
@@ -83,7 +83,7 @@ def test_kernels_and_peers_compute_the_same(op: str, direction: str) -> None:
     ours = measure.tensors_of(entry.kernel("cpu")[direction](inputs))
     for name, output in outputs.items():
         for got, expected in zip(measure.tensors_of(output), ours, strict=True):
-            tolerance = 1e-5 if expected.is_floating_point() else 0  # sums of up to 512 terms in another order
+            tolerance = 1e-5 if expected.is_floating_point() else 0  # sums of up to 512 terms, in another order
             assert relative_error(got, expected) <= tolerance, name
 
 
@@ -146,7 +146,7 @@ def test_a_figure_follows_from_its_samples() -> None:
     assert found["us"] == pytest.approx(1.0)
     assert found["gb_per_s"] == pytest.approx(3.2)  # 3200 bytes in a microsecond
     assert found["gflop_per_s"] == pytest.approx(0.4)
-    assert found["ceiling_percent"] == pytest.approx(50)  # the copy allows 0.5 us, the product 0.4
+    assert found["ceiling_percent"] == pytest.approx(50)  # copying the bytes takes 0.5 us, the FLOPs take 0.4 us
     assert found["over_memcpy"] == pytest.approx(2.5)
     assert found["peers"] == {PEER: pytest.approx(8)}
 

@@ -42,11 +42,11 @@ def tree(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("launch", "us", "factor", "bound"),
     [
-        # 1000 bytes x 500 / 1 TB/s; 400 instructions x 1000 x 1.3 / (100 x 4 x 1 GHz)
+        # 1000 bytes x bytes_grow / 1 TB/s; 400 instructions x grows x factor 1.3 / (100 SMs x 4 a cycle x 1 GHz)
         (launched(), (0.5, 1.3, 0.0), 1.3, "issue"),
         (launched(bytes_read=4600), (2.5, 1.3, 0.0), 1.3, "DRAM"),
-        (launched(bytes_grow=1000.0), (1.0, 1.3, 0.0), 1.3, "issue"),  # a launch's own factor
-        # With products x 0.9; 1e6 FLOPs x 1000 / 200 TFLOP/s
+        (launched(bytes_grow=1000.0), (1.0, 1.3, 0.0), 1.3, "issue"),  # the launch's own bytes_grow
+        # Kernels with products have factor 0.9; 1e6 FLOPs x grows / 200 TFLOP/s.
         (launched(tensor_flops=10**6), (0.5, 0.9, 5.0), 0.9, "tensor"),
     ],
 )

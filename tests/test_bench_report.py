@@ -123,7 +123,7 @@ def test_a_result_has_a_line_for_each_figure(tree: Path) -> None:
 
 def test_measured_has_one_row_an_operation(tree: Path) -> None:
     gpu = report.measured([result_of(tree, "cuda")], tree)
-    assert "| `kwta` | cuda | 21, 87 % | - | - | - |" in gpu  # the ceiling's share, on a GPU
+    assert "| `kwta` | cuda | 21, 87 % | - | - | - |" in gpu  # 87 %: the share of the ceiling, shown for a GPU
     result = result_of(tree, "cpu", gpu=False)
     figures = result["entries"][0]["figures"]
     figures += [figures[0] | {"direction": "training"}, figures[0] | {"setting": "3 threads", "peers": {PEER: 99.0}}]

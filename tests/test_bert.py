@@ -69,7 +69,7 @@ def arguments(checkpoint, text, *words):
 
 
 def test_a_dropped_token_is_added_to_no_copy_of_itself():
-    """The residual around the layer carries it, also if the layer has pass_through."""
+    """Only the residual around the layer carries a dropped token, also if the layer has pass_through."""
     moe = MoE(TopKGate(8, 2, 1), ExpertMLP(2, 8, 4), TokenChoice(0.5), pass_through=True)
     layer, x = bert.ExpertFeedForward(moe, torch.nn.Identity(), torch.nn.Identity()), torch.randn(2, 6, 8)
     y, out = layer(x, torch.zeros(2, 6, dtype=torch.int64))
@@ -104,9 +104,9 @@ def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys)
 
 @pytest.mark.parametrize("side", ["dense", "hash", "comet"])
 def test_a_checkpoint_learns(checkpoint, text, side):
-    """The text has 16 words in a fixed order; the student learns it although its teacher is untrained.
+    """The text has 12 different tokens in a fixed order; the student learns it although its teacher is untrained.
 
-    Uses the mean of three seeds: after 60 steps the rounding of a sum can change the result of one by 0.5 bits.
+    Uses the mean of three seeds: after 60 steps the rounding of a sum can change the result of one seed by 0.5 bits.
     """
     recipe = MoEBERT(
         sides=(side,), bert=str(checkpoint), expert_hidden=12, share=6, length=22, steps=60, dense_share=0.0,
@@ -214,7 +214,7 @@ def test_masked_tokens(checkpoint, text):
     assert torch.equal(changed, y != IGNORED)
     assert torch.equal(y[changed], tokens[changed].long())
     assert (x[changed] == 4).all()
-    assert (changed.sum(1) == 3).all()  # of 20
+    assert (changed.sum(1) == 3).all()  # 15 % of 20
     assert not changed[:, [0, -1]].any()
     assert changed.any(0).sum() > 15
     repeated = recipe.splits(load_text(text))
@@ -235,7 +235,7 @@ def test_windows_of_tokens(checkpoint):
 
 
 def test_a_text_shorter_than_a_window_is_an_error(checkpoint, text):
-    """Of 1840 bytes 1/20 is for testing and 1/20 for validation; a validation part that is too short is left out."""
+    """Of 1860 bytes 1/20 is for testing and 1/20 for validation; a validation part that is too short is left out."""
     whole = load_text(text)
     with pytest.raises(ValueError, match="moebert: expected at least 28 tokens of test text for a window of length 30"):
         MoEBERT(sides=("hash",), bert=str(checkpoint), length=30).splits(whole)

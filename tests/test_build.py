@@ -33,9 +33,9 @@ def checkout(tmp_path_factory) -> Path:
     (folder / "no_torch" / "torch.py").write_text("raise ImportError('the build must not import torch')\n")
     compiler = os.environ.get("CXX", "g++")
     touch = 'for each; do test "$last" = -o && touch "$each"; last=$each; done; true'
-    # Finds every file that the sources include, and links nothing.
+    # Only preprocesses (-E), so that every included file must exist, and links nothing.
     write_program(folder / "reading_cxx", f'case " $* " in *" -c "*) exec {compiler} "$@" -E;; esac\n{touch}')
-    # Builds only the CUDA module.
+    # Compiles only the C++ sources of the CUDA module.
     write_program(folder / "cuda_cxx", f'case "$*" in */csrc/cuda/*|*/_cuda*) exec {compiler} "$@" -O0;; esac\n{touch}')
     return folder
 
@@ -81,7 +81,7 @@ def test_a_stale_module_is_not_in_the_wheel(checkout):
 
 def test_a_source_distribution_has_all_files_of_the_build(checkout):
     (checkout / "tests").mkdir()
-    (checkout / "tests" / "test_alone.py").write_text("import conftest\n")  # added by setuptools without its imports
+    (checkout / "tests" / "test_alone.py").write_text("import conftest\n")  # setuptools adds no conftest.py
     done = build(checkout, "setup.py", "-q", "sdist", "-d", "dist")
     assert done.returncode == 0, done.stderr
     (archive,) = (checkout / "dist").glob("*.tar.gz")
@@ -150,8 +150,8 @@ def test_without_a_supported_architecture_cuda_is_built_only_on_request(checkout
 
 
 def compiled_nvcc(home: Path, real: str) -> Path:
-    """An nvcc that checks and records its options and returns the objects that tests/ptx compiled with equal options.
-    Only dispatch.cu, the fastest, is compiled by it."""
+    """An nvcc that checks and records its options and copies the objects that tests/ptx compiled with equal options.
+    It compiles only dispatch.cu, which takes the least time."""
     for name, made in cuda_launch.compiled().objects.items():
         if name != "dispatch.cu":
             shutil.copy(made, home / f"{name}.o")
@@ -181,7 +181,7 @@ def test_the_cuda_module_imports_without_a_gpu(checkout, tmp_path):
     expected = re.escape(" ".join(cuda_launch.PRODUCT)) + r"( -Werror all-warnings)?"
     expected += r" -gencode=arch=compute_80,code=\[sm_80\] -I\S+ -MMD -MF \S+ -c \S+ -o \S+"
     assert [each for each in options if not re.fullmatch(expected, each)] == []
-    module = checkout / "moe_kernels" / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"  # other tests leave others
+    module = checkout / "moe_kernels" / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"  # tests leave others there
     needed = subprocess.run(["ldd", module], capture_output=True, text=True, check=True).stdout
     assert "cudart" not in needed
     code = (

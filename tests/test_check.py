@@ -10,7 +10,7 @@ from moe_kernels.library import dispatch, grouped_gemm
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that is not on the CPU by its is_cpu."""
+    """A CPU tensor whose is_cpu is False, as that of a GPU tensor."""
 
     is_cpu = property(lambda self: False)
 
@@ -20,7 +20,7 @@ def on_gpu(*values):
 
 
 X = torch.zeros(2, 4)
-# A plan with more tokens than x, one with more rows, and offsets beyond the rows.
+# Part of the error message -> a check of indices of which one is out of range.
 STALE = {
     "row_token": lambda: dispatch.refuse_bad_rows("dispatch", on_gpu(0, 1), 2, on_gpu(0, 2), on_gpu(0, 2)),
     "slot_row": lambda: dispatch.refuse_bad_rows("combine", on_gpu(0, 2), 2),

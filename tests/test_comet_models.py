@@ -66,7 +66,7 @@ def test_smaller_and_dropout():
     assert torch.equal(net(many), mlp("standard")(many))
 
 
-@pytest.mark.parametrize("activation", ["relu", "softplus"])  # in the grouped GEMM, and after it
+@pytest.mark.parametrize("activation", ["relu", "softplus"])  # relu runs in the grouped GEMM, softplus after it
 @pytest.mark.parametrize("name", ["moe", "moe-fixed"])
 def test_mixture_of_whole_mlps(name, activation):
     net = mlp(name, 0.3, activation)

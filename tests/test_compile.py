@@ -15,7 +15,7 @@ from moe_kernels import nn as mnn
 X, _ = inputs(9)
 
 
-# test_one_graph_serves_every_number_of_tokens compiles the others in training.
+# (layer, training): the pairs that test_one_graph_serves_every_number_of_tokens does not cover.
 MODES = [(name, False) for name in LAYERS if name not in NO_OTHER_TRAINING] + [
     (name, True) for name in LAYERS if name in ON_THE_HOST
 ]
@@ -61,7 +61,7 @@ def shared():
     ids=["permuted", "competition", "shared search"],
 )
 def test_a_step_of_the_hosts_is_no_graph_of_its_own(make):
-    """After some recompilations torch would run a frame that differs from step to step in eager mode."""
+    """The number of the step causes no recompilation: after some of them torch would run in eager mode."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     made = make()

@@ -1,6 +1,7 @@
 """Instructions that the GPU kernels execute, counted in the PTX of both compilers for sm_80.
 
-`predicted`: issue time on an A100 over the time of its memory for the bytes. Nothing is measured."""
+`predicted` divides the time to issue the instructions on an A100 by the time in which its memory moves the bytes.
+Nothing is measured."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_kwta_is_bound_by_memory(n, dtype, backend):
 
 
 def test_rows_of_a_multiple_of_8_take_no_more_instructions():
-    # Triton specialises for multiples of 16 only; rows of 1000 were once read two bytes at a time.
+    # Triton knows of sizes only whether 16 divides them; rows of 1000 were once read two bytes at a time.
     for odd, even in zip(kwta("triton", 1000, BF16), kwta("triton", 1024, BF16), strict=True):
         assert warps(odd) <= 1.05 * warps(even)
 
@@ -79,15 +80,15 @@ def routed(dim: int) -> None:
 
 
 def test_rows_of_a_multiple_of_8_move_16_bytes_at_a_time():
-    # Rows of 1000 took 2.4 times the instructions of rows of 1024 in dispatch, 1.6 in combine, 1.5 in its backward.
+    # Rows of 1000 took 2.4 times the instructions of rows of 1024 in dispatch, 1.6 in combine, 1.5 in its gradient.
     odd, even = (recorded("triton", lambda dim=dim: routed(dim)) for dim in (1000, 1024))
     assert len(odd) == len(even) == 3
     for one, other in zip(odd, even, strict=True):
         assert warps([one]) <= 1.1 * warps([other]), one.kernel.title
 
 
-# Instructions of a token's warp at K = 8. On CUDA 940 and 524 with 256 experts where each choice searched a lane's
-# logits; on Triton 344 and 264 where each choice looked at every logit, and 551 and 558 backward.
+# Most instructions of a token's warp at K = 8. Earlier kernels took 940 and 524 on CUDA with 256 experts, as each
+# choice searched a lane's logits, and 344 and 264 on Triton, as each choice read every logit (551, 558 backward).
 MOST = {
     ("cuda", torch.float32, 128): 305,
     ("cuda", BF16, 128): 290,
@@ -138,11 +139,11 @@ def test_summing_rows_by_token_is_linear(backend):
     ("trees", "experts"), [(1, 64), (4, 64), (1, 48), (1, 8), (2, 256), (4, 256), (1, 512), (1, 1024)]
 )
 def test_the_tree_gate_is_bound_by_memory(trees, experts, dtype):
-    """4 trees of 256 experts in 16 bits; a kernel with a heap in shared memory took 4402 instructions a token."""
+    """A kernel with a heap in shared memory took 4402 instructions a token for 4 trees of 256 experts in 16 bits."""
     x = torch.randn(128, 8).to(dtype)
     split, leaf = (torch.randn(trees, nodes, 8).to(dtype) for nodes in (experts - 1, experts))
     found = recorded("cuda", lambda: mk.tree_gate(x, split, leaf, gamma=2.0, backend="cuda"))
-    moved = 128 * dtype.itemsize * (trees * (3 * experts - 1) + experts)  # of the kernel after the products
+    moved = 128 * dtype.itemsize * (trees * (3 * experts - 1) + experts)  # by the kernel after the products
     assert predicted(found, moved) <= (1.25 if trees * experts == 1024 and trees == 4 else 1.0)
 
 

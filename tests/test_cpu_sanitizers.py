@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 
-# Sanitizers do not see AVX-512's masked loads and stores; only simd.h and pairs.h differ by instruction set.
+# Not AVX-512, as sanitizers do not see its masked loads and stores. Only simd.h and pairs.h differ by instruction set.
 ISA = "avx2" if "avx2" in cpu.module.isas else "base"
 
 
@@ -52,7 +52,7 @@ def test_long_rows_of_kwta(sanitized, n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_more_choices_of_a_gate_than_passes(sanitized, dtype):
-    logits = torch.randn(2, 512, dtype=dtype)  # a multiple of a word, so that scratch has no padding
+    logits = torch.randn(2, 512, dtype=dtype)  # whole mask words: scratch memory has no padding
     _, experts = mk.topk_gate(logits, 300, backend="cpu")
     assert torch.equal(experts, mk.topk_gate(logits, 300, backend="reference")[1])
 
@@ -61,7 +61,7 @@ def test_indices_out_of_range_are_refused_before_anything_is_read_by_them(saniti
     x, weights = torch.randn(6, 3), torch.rand(6, 2)
     plan = mk.make_plan(torch.tensor([[0, 1]] * 6), 2, backend="reference")
     rows = torch.randn(plan.num_rows, 3, requires_grad=True)
-    refused = "CUDA error 1$"  # the launcher's status
+    refused = "CUDA error 1$"  # how the executor of tests/simt reports status 1, also of CPU kernels
     for index in (2, -2, 2**31 - 1):
         with pytest.raises(RuntimeError, match=f"make_plan_fwd: {refused}"):
             mk.make_plan(torch.tensor([[0, index]]), 2, backend="cpu")
@@ -112,7 +112,7 @@ def test_tree_products(sanitized, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_sinkhorn(sanitized, dtype):
     for batch, n in ((1, 1), (35, 4), (3, 5), (33, 16), (2, 17)):
-        scales = torch.tensor([1.0, 100.0, 3000.0]).repeat(batch)[:batch, None, None]  # every form
+        scales = torch.tensor([1.0, 100.0, 3000.0]).repeat(batch)[:batch, None, None]  # for each form of the kernel
         scores = (scales * torch.randn(batch, n, n + 1)).to(dtype)[..., :n].requires_grad_()
         p = mk.sinkhorn(scores, 3, backend="cpu")
         expected = mk.sinkhorn(scores, 3, backend="reference")
@@ -148,9 +148,9 @@ def test_experts(sanitized, dtype, small, monkeypatch):
             sizes |= {"weights": (tokens, 2), "b_in": (experts, width), "b_out": (experts, dout)}
             leaves = {name: torch.randn(size).to(dtype).requires_grad_() for name, size in sizes.items()}
             mk.expert_mlp(plan=plan, activation=activation, backend="cpu", **leaves).float().sum().backward()
-            with torch.no_grad():  # -1 means no choice, here also numbers from the number of experts on
+            with torch.no_grad():  # no choice is -1; for expert_mlp_of_choices also any number >= experts
                 choices = torch.randint(-1, experts + 1, (tokens, 2))
-                choices[choices == experts] += 2**32 - experts if small else 0
+                choices[choices == experts] += 2**32 - experts if small else 0  # 2**32 would be expert 0 in 32 bits
                 given = mk.make_plan(torch.where(choices < experts, choices, -1), experts, backend="cpu")
                 y = expert_mlp_of_choices(experts=choices, num_experts=experts, activation=activation, **leaves)
                 assert torch.equal(y, mk.expert_mlp(plan=given, activation=activation, backend="cpu", **leaves))

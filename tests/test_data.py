@@ -162,7 +162,7 @@ def test_a_python_batch_cannot_run_code(tmp_path):
 
 
 def reduced(shape: int, dtype: bytes, state: bytes) -> bytes:
-    """A pickled array with a given shape, dtype and state."""
+    """A pickled batch whose array has a given shape, dtype and state."""
     return (
         b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n"
         + b"J" + struct.pack("<i", shape) + b"\x85U\x01btR(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\n(U"
@@ -331,8 +331,8 @@ def damaged_zip(method: int, start: int, rubbish: bytes) -> bytes:
     [
         damaged_zip(zipfile.ZIP_BZIP2, 45, bytes(30)),
         damaged_zip(zipfile.ZIP_LZMA, 50, bytes(30)),
-        damaged_zip(zipfile.ZIP_STORED, -65, b"\x01"),  # marks it as encrypted in its directory
-        damaged_zip(zipfile.ZIP_STORED, -6, bytes(4)),  # gives offset 0 for its directory
+        damaged_zip(zipfile.ZIP_STORED, -65, b"\x01"),  # flag "encrypted" in the directory of the archive
+        damaged_zip(zipfile.ZIP_STORED, -6, bytes(4)),  # offset of the directory: 0
     ],
     ids=["bzip2", "lzma", "encrypted", "moved"],
 )
@@ -344,7 +344,7 @@ def test_a_damaged_archive_names_its_file(tmp_path, content):
     (tmp_path / "text8.zip").unlink()
     with pytest.raises(ValueError, match=r"data: .*broken\.npz: expected an \.npz with jpeg"):
         load(tmp_path / "broken.npz")
-    with pytest.raises(ValueError, match="found none"):  # ignored in a folder
+    with pytest.raises(ValueError, match="found none"):  # load skips such a file in a folder
         load(tmp_path)
 
 
@@ -481,7 +481,7 @@ def test_published_mnist():
     data = load(shared("t10k-images-idx3-ubyte.gz"))
     assert (data.train_x.shape, data.test_x.shape) == ((60000, 784), (10000, 784))
     counts = torch.cat([data.train_y, data.test_y]).bincount().tolist()
-    assert counts == [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]  # of all 70,000 images
+    assert counts == [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]  # images of each digit, of all 70,000
 
 
 def test_published_cifar10_jpegs():

@@ -11,7 +11,7 @@ from moe_kernels import data
 
 
 def mat(folder, **changed):
-    """A small file in the format of SARCOS: 21 inputs and 7 torques a row."""
+    """Writes the two files of SARCOS, small: 21 inputs and 7 torques a row."""
     io = pytest.importorskip("scipy.io", reason="scipy is not installed")
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     draw = numpy.random.default_rng(0)
@@ -54,7 +54,7 @@ def test_a_wrong_sarcos_file_is_an_error(tmp_path, name, content, message):
 
 
 def pairs(found):
-    """(user, item) -> (watched, rating) for all rows."""
+    """(user, item, watched) -> rating, for all rows."""
     columns = [torch.cat(each).tolist() for each in zip(found.train, found.test, strict=True)]
     return {(u, m, w): r for u, m, w, r in zip(*columns, strict=True)}
 

@@ -51,7 +51,7 @@ def leaves_of(plan, dtype, device, activation, dim=14, hidden=22, dout=10, with_
 
 # float16 uses the code of bfloat16: one case with biases, and a gated one without.
 CASES = [(kind, dtype) for kind in KINDS for dtype in (DTYPES if kind in ("everything", "dropped") else DTYPES[:2])]
-# Triton compiles three kernels for an activation and dtype: each activation has one dtype, two of them have two.
+# Triton compiles three kernels for an activation and dtype: a kind of plan has one dtype, two of them have two.
 COMPILED = [(kind, DTYPES[i % 2]) for i, kind in enumerate(KINDS)] + [("everything", torch.bfloat16)]
 COMPILED += [("dropped", torch.float16)]
 
@@ -71,7 +71,7 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
         partial(dense, plan, activation=activation),
         leaves,
         torch.randn(plan.num_tokens, 10).to(dtype),
-        floor=2.0,  # one rounding more than the reference: hidden layer, its gradient, the weighted one
+        floor=2.0,  # hidden layer, its gradient and the weighted gradient: one rounding more
     )
     assert not got["weights"][plan.slot_row < 0].any()
 
@@ -96,7 +96,7 @@ def test_without_gate_weights(target, activation):
 
 
 def test_gate_weights_are_not_rounded_for_the_bias(target):
-    """db_out = sum of w dy in float32: 4000 weights, in bfloat16 1 each, sum to 4011.7, in bfloat16 4016."""
+    """db_out = sum of w dy: 4000 weights sum to 4011.7, which bfloat16 rounds to 4016. Each alone rounds to 1."""
     dtype = torch.bfloat16
     skip_unsupported(target, dtype, OP)
     tokens = 250 if target.interpreted else 4000
@@ -161,7 +161,7 @@ def test_without_hidden_units_the_gates_still_weigh_the_bias(target):
 
 
 def test_a_row_of_no_token_is_a_choice_without_weight(target):
-    """-1 amid the rows in use, as plan.row_token may have it; and the gradient to that choice's weight is 0."""
+    """plan.row_token may be -1 amid the rows in use; the gradient to the weight of that choice is 0."""
     dtype, plan = finest(target, OP), plans(target.device)["dropped"]
     leaves, grad = leaves_of(plan, dtype, target.device, "gelu"), torch.randn(plan.num_tokens, 10)
     row = int(plan.expert_offsets[-1]) // 2
@@ -237,8 +237,8 @@ def test_flops_are_counted():
     with FlopCounterMode(display=False) as counter:
         mk.expert_mlp(plan=plan, backend="cpu", **leaves).sum().backward()
     rows, products = plan.num_rows, 2 * plan.num_rows * (14 * 22 + 22 * 10)
-    moving = 2 * rows * 10 + rows * 14  # combine forward; the sum of the gradient to x
-    bias = 2 * rows * 10 + 2 * rows * 10  # to b_out, and its share of the gradient to the gates
+    moving = 2 * rows * 10 + rows * 14  # combine in forward; summing the rows of the gradient to x
+    bias = 2 * rows * 10 + 2 * rows * 10  # gradient to b_out; term of b_out in the gradient to the gates
     assert counter.get_total_flops() == 3 * products + moving + bias
 
 
@@ -269,7 +269,7 @@ def test_bad_input_is_named():
 def test_one_launch_gives_the_bits_of_three(kind, dtype, monkeypatch):
     plan, activation, found = plans("cpu")[kind], KINDS[kind], []
     leaves = {name: each.requires_grad_() for name, each in leaves_of(plan, dtype, "cpu", activation).items()}
-    for most in (grouped_gemm_cpu.AT_ONCE, -1):
+    for most in (grouped_gemm_cpu.AT_ONCE, -1):  # -1: no layer is small enough for one launch
         monkeypatch.setattr(grouped_gemm_cpu, "AT_ONCE", most)
         y = mk.expert_mlp(plan=plan, activation=activation, backend="cpu", **leaves)
         found.append((y, *torch.autograd.grad(y.float().square().sum(), leaves.values())))

@@ -36,10 +36,10 @@ def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, wit
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 41)
+SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 41)  # tokens, experts, dim, hidden, dout
 FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
 CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
-# Triton compiles five kernels for each: every activation, with and without biases, in float32 and in 16 bits.
+# Triton compiles five kernels for a case: each activation, bias and width of elements is in some case.
 COMPILED = [(*FORMS[0], torch.bfloat16), (*FORMS[1], torch.float32), (*FORMS[2], torch.bfloat16)]
 COMPILED += [(*FORMS[3], torch.float32), (*FORMS[3], torch.float16)]
 
@@ -48,7 +48,7 @@ COMPILED += [(*FORMS[3], torch.float32), (*FORMS[3], torch.float16)]
 def test_values_and_gradients_are_the_dense_ones(target, activation, with_bias, dtype):
     skip_unsupported(target, dtype, OP)
     if target.compiles and (activation, with_bias, dtype) not in COMPILED:
-        pytest.skip("Triton has each pair of an activation, a bias and a width of elements in other cases")
+        pytest.skip("Triton has each activation, bias and width of elements in other cases")
     leaves = leaves_of(dtype, target.device, activation, *SIZES, with_bias=with_bias)
     call, exact = (partial(norms, activation=activation) for norms in (mk.expert_norms, dense))
     # One rounding more than the reference: the output, its gradient and that of the hidden layer are stored.
@@ -71,13 +71,13 @@ def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
     monkeypatch.setattr("moe_kernels.library.expert_norms.ELEMENTS", 2 * SIZES[0] * SIZES[3])
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
     for name, each in found().items():
-        exact = name != "x"  # the sum over groups rounds each group
+        exact = name != "x"  # its gradient is a sum over groups, each of which is rounded
         torch.testing.assert_close(each, whole[name], rtol=0 if exact else tolerance, atol=0 if exact else tolerance)
 
 
 def test_biases_that_start_anywhere(target):
     if target.backend == "triton":
-        pytest.skip("Triton finds out by itself in what pieces it may read")
+        pytest.skip("Triton itself specialises kernels by alignment")
     leaves = leaves_of(finest(target), target.device, "gelu", 9, 3, 16, 24, 16)
     moved = leaves | {name: behind_one(leaves[name]) for name in ("b_in", "b_out")}
     got, expected = (mk.expert_norms(**each, activation="gelu", backend=target.backend) for each in (moved, leaves))
@@ -120,7 +120,7 @@ def test_a_norm_whose_squares_are_too_small_is_zero(target):
 
 
 def test_an_infinite_output_has_an_infinite_norm(target):
-    """Columns that a tile has beyond those of the weight are no outputs: infinity times their zeros is NaN."""
+    """A tile's columns beyond those of the weight must not count: infinity times their zeros is NaN."""
     x, w_in, w_out = torch.ones(3, 8), torch.ones(2, 8, 8), torch.ones(2, 8, 10)
     b_in = torch.zeros(2, 8)
     b_in[1, 5] = math.inf

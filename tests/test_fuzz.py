@@ -56,7 +56,7 @@ def test_a_planted_fault_is_found_and_minimised(monkeypatch):
         y = kwta(x, k, **options)
         return y if options["backend"] == "reference" or k < 3 or x.shape[-1] < 9 else y + 1
 
-    monkeypatch.setattr("moe_kernels.ops.kwta.kwta", wrong)  # of verify
+    monkeypatch.setattr("moe_kernels.ops.kwta.kwta", wrong)  # the function that check.failure calls
     draw, found = random.Random(3), None
     while found is None:
         spec = drawn(draw, ["kwta"], ["cpu base"])
@@ -70,13 +70,13 @@ def test_a_planted_fault_is_found_and_minimised(monkeypatch):
     assert check.failure(small) is None
 
 
-@pytest.mark.parametrize(("words", "said"), [("os.abort()", "ended the process with -6"), ("", "")])
-def test_a_crash_is_reported_with_its_case(words, said, tmp_path):
-    """If a worker crashes, its case is printed and another worker continues."""
+@pytest.mark.parametrize(("fault", "message"), [("os.abort()", "ended the process with -6"), ("", "")])
+def test_a_crash_is_reported_with_its_case(fault, message, tmp_path):
+    """If a worker crashes, its case is printed and another worker continues; without a fault nothing is reported."""
     script = tmp_path / "run.py"
-    fault = f"import os; from tests.fuzz import check; check.failure = lambda spec: {words or None}"
+    planted = f"import os; from tests.fuzz import check; check.failure = lambda spec: {fault or None}"
     script.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); {fault}; from tests.fuzz.__main__ import main; main()"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); {planted}; from tests.fuzz.__main__ import main; main()"
     )
     from tests.fuzz import __main__ as program
 
@@ -93,7 +93,7 @@ def test_a_crash_is_reported_with_its_case(words, said, tmp_path):
         patch.setattr(sys, "argv", ["fuzz", *options])
         patch.setattr("builtins.print", lambda *parts, **more: printed.append(" ".join(map(str, parts))))
         status = program.main()
-    assert status == bool(said)
-    assert len(run) == (2 if said else 1)
-    assert any(said in line for line in printed)
-    assert any('--case \'{"op":' in line for line in printed) == bool(said)
+    assert status == bool(message)
+    assert len(run) == (2 if message else 1)
+    assert any(message in line for line in printed)
+    assert any('--case \'{"op":' in line for line in printed) == bool(message)

@@ -29,7 +29,7 @@ LOGITS = [
     [math.log(1), math.log(4)],
     [math.log(3), math.log(1)],
     [math.log(2), math.log(1)],
-]  # (E, D): columns by token
+]  # weights (E, D): on X, column t has the logits of token t
 
 
 def test_softmax_by_hand():
@@ -111,7 +111,7 @@ def test_losses_are_those_of_nn_times_their_coefficients():
     torch.testing.assert_close(out.losses, expected)
     torch.testing.assert_close(out.loss, sum(expected.values()))
     assert gate.eval()(x).losses == {}
-    dense = mnn.SoftmaxGate(8, 4, noise=True, importance=0.5)  # of the probabilities without noise
+    dense = mnn.SoftmaxGate(8, 4, noise=True, importance=0.5)  # its loss is of probabilities without noise
     torch.testing.assert_close(dense(x).loss, 0.5 * mnn.importance_loss(dense.linear(x).softmax(-1)))
 
 
@@ -188,7 +188,7 @@ def test_a_saturated_tree_routes_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x)
     assert out.y.dtype == torch.bfloat16
-    assert out.gates[0].weights.shape == (9, 2)  # an expert a tree
+    assert out.gates[0].weights.shape == (9, 2)  # one expert for each tree
     torch.testing.assert_close(out.y.float(), layer(x).y, rtol=0.02, atol=0.02)
 
 
@@ -216,7 +216,7 @@ def test_two_forwards_before_a_backward(make):
     if isinstance(layer.gate, mnn.PermutedGate):
         layer.gate.search.step = layer.gate.search.steps  # in stage one each forward pass has another permutation
     if isinstance(layer.gate, mnn.XMoEGate):
-        layer(*tokens())  # its first forward rescales
+        layer(*tokens())  # the first forward pass rescales its embeddings
     twin, (x, ids) = copy.deepcopy(layer), tokens()
     torch.manual_seed(2)
     first, second = layer(x, ids), layer(x * 2, ids)

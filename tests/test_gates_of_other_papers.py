@@ -56,7 +56,7 @@ def test_winners_are_the_strongest_experts():
 def test_who_learns_from_a_competition(through_norms):
     layer, x = competing(rate=1.0, through_norms=through_norms), torch.randn(T, D, dtype=torch.float64)
     out = layer(x.requires_grad_())
-    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # only for the router
+    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # it trains the router
     experts, router = layer.experts, layer.gate.router.linear
     assert all(
         grad is None
@@ -93,7 +93,7 @@ def test_ensemble_members_have_experts_of_their_own():
         m = t % 2
         probs = (tiled[t] @ gate.weight[m]).softmax(-1)
         assert out.experts[t, 0] == m * 2 + probs.argmax()
-        torch.testing.assert_close(out.weights[t, 0], probs.max())  # softmax over its own two, not renormalised
+        torch.testing.assert_close(out.weights[t, 0], probs.max())  # softmax over the member's two experts
     logits = torch.randn(6, 3)
     expected = torch.stack([logits[2 * b : 2 * b + 2].softmax(-1).mean(0) for b in range(3)])
     with pytest.MonkeyPatch.context() as patch:
@@ -212,7 +212,7 @@ def test_stable_losses_are_those_of_a_batch_twice_as_large():
     torch.testing.assert_close(gate(x.repeat(2, 1), ids.repeat(2)).losses, gate(x, ids).losses)
     narrow = StableGate(D, E, vocabulary=7)
     narrow.keep_float32 = False
-    narrow.bfloat16()  # whose integers are exact up to 256
+    narrow.bfloat16()  # bfloat16 holds all integers up to 256
     torch.nn.init.zeros_(narrow.centroids)
     balance = narrow(torch.randn(600, D), torch.zeros(600, dtype=torch.int64)).losses["balance"]
     assert balance.item() == pytest.approx(0.3 * (E - 1) / 2)
@@ -230,7 +230,7 @@ def test_a_hypernetwork_makes_the_router():
 
 def test_losses_of_paper_002():
     probs = torch.tensor([[0.25] * 4, [1.0, 0, 0, 0]])
-    # mu = 1/4; the variance is 0, and 1/4 - 1/16 = 3/16
+    # Mean 1/4 in both rows; variance 0 in the first, 1/4 - 1/16 = 3/16 in the second.
     assert losses.inverse_cv(probs, 0.01).item() == pytest.approx((25 + 0.25 / (3 / 16 + 0.01)) / 2)
     images = torch.tensor([[[1.0, 0], [1, 0]], [[0, 1], [1, 0]]])  # s = [[2, 0], [1, 1]]
     assert losses.batch_inverse_cv(images, 0.01).item() == pytest.approx((1.5 / 0.26 + 0.5 / 0.26) / 2)
@@ -245,7 +245,7 @@ def test_consistency_is_a_symmetric_divergence():
 
 
 def test_schedules():
-    assert [schedules.growing_k(t, 4) for t in range(6)] == [2, 6, 9, 12, 16, 16]  # 5.5 to even is 6, 12.5 is 12
+    assert [schedules.growing_k(t, 4) for t in range(6)] == [2, 6, 9, 12, 16, 16]  # 5.5 is rounded to 6, 12.5 to 12
     assert [schedules.falling_rate(step) for step in (0, 999, 1000)] == [2 / 3, 2 / 3, 2 / (2 + math.sqrt(2))]
     assert [schedules.cosine(0, floor=0.1)(step) for step in (0, 1)] == pytest.approx([1, 0.1])
     assert [schedules.inverse_root(0)(step) for step in (0, 3)] == [1, 0.5]

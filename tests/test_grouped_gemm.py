@@ -161,14 +161,14 @@ CASES = [(kind, dtype) for kind in ROUTINGS for dtype in (DTYPES if kind in ("zi
 def test_values_and_gradients_are_those_of_the_loop(target, kind, dtype):
     skip_unsupported(target, dtype)
     if target.compiles and (kind, dtype) in (("empty", torch.float32), ("single", torch.bfloat16)):
-        pytest.skip("two routings with hardly a row: each is compiled in one dtype")
+        pytest.skip("two routings with at most one row: Triton compiles each in one dtype")
     activation = dict(zip(ROUTINGS, (None, "gelu", "swiglu", "relu", "tanh"), strict=True))[kind]
     sizes = (37, 19, 26, 5) if target.interpreted else (150, 33, 70, 5)
     for gathered in (False, True):
         check(target, dtype, kind, sizes, activation, gathered, with_bias=kind != "adversarial")
 
 
-# Triton computes activations in float32 for every dtype, so bfloat16 has only a plain and a gated one.
+# Triton computes activations in float32 for every dtype: in bfloat16 one plain and one gated one are enough, not these.
 IN_FLOAT32 = [(torch.bfloat16, act) for act in ("relu", "gelu", "tanh", "geglu")]
 
 
@@ -178,7 +178,7 @@ def test_activations(target, activation):
         if target.compiles and (dtype, activation) in IN_FLOAT32:
             continue
         if backends.unsupported(target.backend, OP, target.device, dtype) is None:
-            # The sizes of the test above, whose kernels Triton has compiled, or sizes that are read in pieces.
+            # Widths of the test above, whose kernels Triton has compiled, or widths of whole vectors of 16 bytes.
             sizes = (29, 33, 70, 5) if target.compiles else (29, 16, 40, 5)
             check(target, dtype, "zipf", sizes, activation, gathered=False)
 
@@ -271,7 +271,7 @@ def test_tanh_saturates_at_one(target):
 
 
 def test_tanh_keeps_the_digits_of_small_numbers(target):
-    """The error is relative to the value; computed by exp(2 x), near 1, it would have three digits at 1e-4."""
+    """The error is relative to the value. From exp(2 x), which is near 1, tanh would have three digits at 1e-4."""
     dtype = finest(target)
     x = torch.logspace(-6, 0, 61).to(dtype)
     rows, offsets = x.to(target.device)[:, None], torch.tensor([0, len(x)], dtype=torch.int32, device=target.device)
@@ -296,7 +296,7 @@ def test_activations_in_their_tails(target, activation):
     error = (y[:, 0].cpu().double() - truth).abs()
     assert (error <= (eps + 1e-5) * truth.abs() + lost).all()
     error = (grad[:, 0].cpu().double() - slope).abs()
-    assert (error <= (eps + 1e-5) * slope.abs() + lost + 1e-6 * (exact.abs() < 2)).all()  # the value crosses 0 there
+    assert (error <= (eps + 1e-5) * slope.abs() + lost + 1e-6 * (exact.abs() < 2)).all()  # the slope crosses 0 there
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

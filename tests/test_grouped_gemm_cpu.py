@@ -27,8 +27,7 @@ def test_few_rows_are_not_for_many_threads(rows, threads_of, monkeypatch):
 
 @pytest.mark.parametrize("counts", [[900], [37, 0, 863], [193, 707], [180] * 5], ids=str)
 def test_products_do_not_depend_on_threads(counts, monkeypatch):
-    """Threads share the rows of few experts, and the rows of their gradients: 1 takes all, 3 some of every size.
-    Seven rows are of no expert."""
+    """Threads share the rows of few experts, and the rows of their weight gradients. The last seven rows are unused."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     offsets = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     x, weight, bias, grad = (
@@ -45,14 +44,14 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
     out = mk.grouped_gemm(x, weight, offsets, bias=bias, backend="reference")
-    torch.testing.assert_close(found[0][1], out.square().sum(1))  # also of experts that expert_norms takes one by one
+    torch.testing.assert_close(found[0][1], out.square().sum(1))  # squared norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("dout", [512, 160, 33])  # whole panels, a last half panel, less than half
 @pytest.mark.parametrize("count", [*range(1, 21), 25, 96, 97, 98, 103, 140])
 def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeypatch):
-    """Few rows read the weight in place, many pack it; tiles have 1, 2, 4 and 6 rows. Also for rows of dW."""
+    """For few rows the weight is read in place, for many it is packed; tiles have 1, 2, 4 and 6 rows. Also for dW."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     long = torch.tensor([0, 140], dtype=torch.int32)
     x, weight, grad = (torch.randn(size, dtype=dtype) for size in ((140, 140), (1, 140, dout), (140, dout)))
@@ -99,7 +98,7 @@ def test_the_gradient_to_the_bias_does_not_lose_with_every_row():
     x, weight, bias = torch.zeros(20000, 4), torch.zeros(1, 4, 8), torch.zeros(1, 8, requires_grad=True)
     out = mk.grouped_gemm(x, weight, torch.tensor([0, 20000], dtype=torch.int32), bias=bias, backend="cpu")
     out.backward(torch.full_like(out, 0.1))
-    torch.testing.assert_close(bias.grad, torch.full((1, 8), 2000.0), rtol=5e-6, atol=0)  # one by one: 2e-4
+    torch.testing.assert_close(bias.grad, torch.full((1, 8), 2000.0), rtol=5e-6, atol=0)  # row by row: 2e-4
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -113,7 +112,7 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
     room = torch.full((32 * stride + shift,), torch.nan, dtype=torch.bfloat16)
     x = room[shift:].as_strided((32, din), (stride, 1)).copy_(torch.randn(32, din))
     weight, grad = torch.randn(5, din, dout).bfloat16(), torch.randn(32, dout).bfloat16()
-    if transposed:  # its columns too are apart
+    if transposed:  # gaps between columns as well
         weight = padded(weight.mT.contiguous()).mT
     x[7], grad[7], weight[0, 0, 5] = torch.inf, torch.nan, torch.inf  # row 7 is the only one of its expert
     # Scratch memory keeps values of the previous call, also in the term after the last of a gathered row.
@@ -122,13 +121,13 @@ def test_pairs_of_bfloat16_end_with_their_row_and_expert(din, stride, shift, tra
     out, _ = mk.library.ops.grouped_gemm_fwd(x, weight, offsets, None, None, "", False, "cpu")
     dweight, _ = cpu.grouped_gemm_bwd_weight(x, grad, offsets, None, None, False)
     for e, (first, last) in enumerate(pairwise(offsets.tolist())):
-        rows, expected = x[first:last].double(), (out[first:last], dweight[e])
-        for found, exact in zip(expected, (rows @ weight[e].double(), rows.T @ grad[first:last].double()), strict=True):
+        rows, computed = x[first:last].double(), (out[first:last], dweight[e])
+        for found, exact in zip(computed, (rows @ weight[e].double(), rows.T @ grad[first:last].double()), strict=True):
             assert found.double().allclose(exact, rtol=2**-8, atol=1e-3, equal_nan=True)
 
 
 def test_subnormal_bfloat16_is_rounded_as_anything_else():
-    """The processor's conversion instruction would treat it as zero."""
+    """The processor's conversion instruction would treat a subnormal number as zero."""
     grad = torch.cat(
         [torch.tensor([1e-39, -1e-40, 9.2e-41, 0.0, torch.inf, torch.nan, 1.0]), torch.randn(57)]
     ).bfloat16()

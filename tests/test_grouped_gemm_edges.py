@@ -59,7 +59,7 @@ def test_slopes_at_zero(target, activation):
 def test_slopes_at_zero_of_a_hidden_layer(target, activation):
     """expert_mlp and expert_norms have their own backward kernels."""
     if target.compiles and activation in ("gelu", "silu"):
-        pytest.skip("no step at 0, and test_expert_mlp.py has compiled the backward kernel of these")
+        pytest.skip("their slope is continuous at 0, and test_expert_mlp.py compiles their backward kernel")
     dtype = finest(target)
     plan = plans(target.device)["dropped"]
     kept = (plan.slot_row >= 0).sum(1, keepdim=True)
@@ -99,7 +99,7 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 def test_partial_tiles_on_every_axis(target, gathered, activation):
     """Rows of an expert, columns and terms of a sum each take several tiles, the last one partial."""
     if target.compiles and gathered == (activation == "gelu"):
-        pytest.skip("two of the four hold each pair")
+        pytest.skip("the other two cases have both activations, gathered and not")
     dtype = finest(target)
     sizes = (170, 150, 140, 2) if target.interpreted else (601, 299, 282, 2)
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +113,7 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
     dtype, device, offsets = finest(target), target.device, offsets_of("zipf", 40, target.device)
     sizes = ((19, 26), (37, 8), (16, 33))
     if target.compiles:
-        sizes = sizes[transposed::2]  # each is six kernels to compile
+        sizes = sizes[transposed::2]  # six kernels to compile for each
     for din, dout in sizes:
         leaves = {
             "x": torch.randn(40, din, device=device).to(dtype),
@@ -150,7 +150,7 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
 def test_operands_that_start_anywhere(target, place, activation):
     """One operand at a time does not allow accesses of 16 bytes: by its start or by its stride."""
     if target.backend == "triton":
-        pytest.skip("Triton finds out by itself in what pieces it may read")
+        pytest.skip("Triton itself specialises kernels by alignment")
     dtype, device = finest(target), target.device
     offsets = torch.tensor([0, 4, 4, 9], dtype=torch.int32, device=device)
     given = {"x": torch.randn(9, 16), "weight": torch.randn(3, 16, 24), "bias": torch.randn(3, 24)}
@@ -170,14 +170,14 @@ def test_operands_that_start_anywhere(target, place, activation):
 @pytest.mark.parametrize("moved", ["all", "gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
     """Padded rows of all operands but the experts' weights, or of the gradient of y only; x and that gradient with rows
-    far apart; a contiguous bias that does not start at a multiple of 16 bytes."""
+    far apart; contiguous biases that do not start at a multiple of 16 bytes."""
     if moved == "contiguous" and target.backend == "triton":
-        pytest.skip("Triton finds out by itself in what pieces it may read")
+        pytest.skip("Triton itself specialises kernels by alignment")
     dtype, plan = finest(target), plans(target.device)["dropped"]
     leaves, grad = leaves_of(plan, dtype, target.device, "gelu", dout=16), torch.randn(plan.num_tokens, 16)
     places = {"far apart": lambda x: far_apart(x, (2**30 - 4, 1)), "contiguous": behind_one}
-    place, far = places.get(moved, padded), {"gradient": (), "far apart": ("x",), "contiguous": ("b_in", "b_out")}
-    moved, to_y = far.get(moved, ("x", "weights", "b_in", "b_out")), torch.clone if moved == "contiguous" else place
+    place, of = places.get(moved, padded), {"gradient": (), "far apart": ("x",), "contiguous": ("b_in", "b_out")}
+    moved, to_y = of.get(moved, ("x", "weights", "b_in", "b_out")), torch.clone if moved == "contiguous" else place
     found = []
     for given, to in ((leaves, torch.clone), (leaves | {name: place(leaves[name]) for name in moved}, to_y)):
         given = {name: each.detach().requires_grad_() for name, each in given.items()}
@@ -190,10 +190,10 @@ def test_operands_of_an_expert_mlp_that_are_views(target, moved):
 
 @pytest.mark.parametrize("apart", ["experts", "rows of an expert", "columns of an expert", "rows of x", "gradient"])
 def test_operands_far_apart(target, apart):
-    """Experts, rows of weights, rows of x or of the gradient 2^30 elements apart."""
+    """Experts, rows or columns of weights, rows of x or of the gradient 2^30 elements apart."""
     dtype, device = finest(target), target.device
     offsets = torch.tensor([0, 7, 7, 18], dtype=torch.int32, device=device)
-    # A gated one reads two columns of an expert at a time.
+    # A gated activation reads two columns of an expert at a time.
     activation, columns = ("swiglu", 8) if apart == "columns of an expert" else ("relu", 16)
     x, grad = torch.randn(20, 16, device=device).to(dtype), torch.randn(20, columns, device=device).to(dtype)
     weight = torch.randn(3, 16, 16, device=device).to(dtype)

@@ -35,7 +35,7 @@ def test_more_columns_than_a_tile_counts_in_32_bits_are_refused(target, monkeypa
 def test_many_tiles(target, monkeypatch):
     for kernel in _grouped_configs.GENERAL:
         monkeypatch.setitem(_grouped_configs.GENERAL, kernel, Tiles(16, 16, 16, 4, 2))
-    # 12 row tiles, more than a group of row tiles of one column tile has, and three column tiles.
+    # 12 row tiles are launched, more than a GROUP that shares a column tile, and three column tiles.
     check(target, torch.float32, "zipf", (100, 20, 41, 5), "gelu", gathered=True)
     check(target, torch.float32, "adversarial", (60, 20, 44, 5), "swiglu", gathered=False)
 
@@ -96,7 +96,7 @@ def test_autotuning_has_alternatives_that_fit_and_passes_over_those_that_do_not(
         for m, n, k, warps, stages in known:
             assert 2 * m * _grouped_configs.MAX_COLUMNS <= 2**31
             columns = 2 * n if kernel == "gated" else n
-            assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048
+            assert stages * k * (m + columns) * 2 <= {80: 163, 90: 227}[which] * 1024 - 2048  # bytes a block
             assert m * columns <= 128 * 32 * warps  # 128 accumulators a thread leave as many registers for the rest
         assert not set(known) & set(_grouped_configs.TILES[kernel, which])
 

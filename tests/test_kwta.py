@@ -64,7 +64,8 @@ def ks(n: int) -> list[int]:
 
 
 def shapes(target: Target, dtype: torch.dtype, ties: str) -> list[tuple[int, int]]:
-    """(n, k): all, or a few (33: one element more than a word; 64: whole words, which are read as vectors)."""
+    """(n, k): all, or a few if PTX is executed. 33: one element more than a word of the mask; 64: whole words, read as
+    vectors."""
     if not target.executed:
         return [(n, k) for n in (1, 2, 31, 32, 33, 100, 512) for k in ks(n)]
     found = [(33, 16), (33, 3), (33, 33), (33, 0)]
@@ -99,7 +100,7 @@ def test_mask_and_values_are_the_reference_bit_for_bit(target, kind, dtype, ties
 
 @pytest.mark.parametrize(
     "n", [1000, 1024, 1025, 4096, 5000, 16384, 20000, 33000]
-)  # 32768: the last that stays resident
+)  # rows up to 32768 stay on the chip, longer ones are read again
 def test_long_rows(target, n):
     kinds = ("normal", "special") if target.interpreted else tuple(ROWS)
     for dtype in (torch.float32, torch.bfloat16):
@@ -330,7 +331,7 @@ def test_bits_of_another_shape_or_dtype_are_refused():
 
 
 def test_a_row_longer_than_a_grid_covers_at_once(target):
-    """At most 1024 blocks of 8192 elements share a row in backward; here each handles two parts."""
+    """At most 1024 blocks of 8192 elements share a row in backward; here each handles two or three parts."""
     if target.backend != "cuda":
         pytest.skip("a launch grid of CUDA")
     n = 2**24 + 1
@@ -343,7 +344,7 @@ def test_a_row_longer_than_a_grid_covers_at_once(target):
 
 @pytest.mark.parametrize("ties", ["index", "strict", "all"])
 def test_none_and_all_win_rows_of_one_sign(target, ties):
-    # In 16 bits the keys of a row depend on the sign of its threshold; for k = 0 and k = n none is searched.
+    # In 16 bits the keys that order a row depend on the sign of its threshold. For k = 0 and k = n there is none.
     x = torch.randn(3, 33).abs()
     x[1], x[2] = -x[1], 0
     for dtype in (torch.float32, torch.bfloat16):

@@ -12,7 +12,7 @@ from test_kwta import DTYPES, TIES, same_bits, special
 
 import moe_kernels as mk
 
-ROWS = 9  # of odd length, so that rows start at each offset in a vector
+ROWS = 9  # if they are of odd length, rows start at each offset in a vector
 # Sizes around multiples of 4 and 8 elements (a vector) and of 32 (a word of bits).
 SMALL = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 23, 29, 31, 32, 33, 39, 45, 61, 63, 64, 65, 70)
 LARGE = (100, 127, 1001, 4095, 4097, 20001, 32771)
@@ -43,7 +43,7 @@ def check(target: Target, x: torch.Tensor, k: int, ties: str, values: torch.Tens
     assert same_bits(mk.kwta_apply(grad, bits, backend=target.backend), torch.where(mask, grad, 0))
 
 
-PLACES = {
+PLACES = {  # (offset, gap) of x, of values and of the gradient
     "one behind another": ((0, 0), (0, 0), (0, 0)),
     "behind an offset": ((3, 0), (3, 0), (3, 0)),
     "apart by vectors": ((0, 8), (8, 16), (0, 8)),
@@ -60,11 +60,10 @@ def test_rows_anywhere(target: Target, sizes: tuple[int, ...], place: str, dtype
     if target.compiles:
         if dtype == torch.float16:
             pytest.skip("Triton's code for float16 is that for bfloat16, but for constants that test_kwta.py covers")
-        # Triton compiles anew for another alignment of the start, so half of the sizes in each of two places; CUDA has
-        # all of them.
+        # Triton compiles anew for another alignment of the start: each place has half of the sizes. CUDA has all.
         sizes = sizes[list(PLACES).index(place) % 2 :: 2]
     for n in sizes:
-        # The others are further kernels to compile, those of 16 bits the slowest of all.
+        # Sizes with another tie rule than "index". In Triton each is a further kernel to compile, slowest in 16 bits.
         ruled = (*LARGE, 29, 45, 61) if dtype == torch.float32 or target.backend != "triton" else LARGE
         ties = TIES[n % 3] if n in ruled else "index"
         parts = (rows_of(n), rows_of(n), torch.randn(ROWS, n))

@@ -1,5 +1,5 @@
-"""Launches of CUDA kernels: errors do not remain after their launch, the limit of shared memory is the device's, and
-Python threads run meanwhile. A fake runtime fails on request."""
+"""Launches of CUDA kernels: an error does not outlast its launch, the limit of shared memory is the device's, and other
+Python threads run during a launch. A fake runtime fails on request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ extern "C" int probe_launch(size_t bytes) { return moe::launch(probe_kernel, 1, 
 extern "C" long probe_limit() { return moe::shared_memory_limit(); }
 """
 
-# All functions that nvcc's host code calls; the last error is kept as in the real runtime.
+# All functions that nvcc's host code calls; the last error is kept as in the real runtime. Attribute 97 of a device is
+# the shared memory that a block may opt in to.
 RUNTIME = """
 #include <cstddef>
 struct Dim3 { unsigned x, y, z; };
@@ -110,7 +111,7 @@ needs_the_executor = pytest.mark.skipif(NO_NVCC is not None, reason=f"PTX: {NO_N
 @pytest.mark.parametrize("n", [577, 1024])
 def test_sinkhorn_fits_99_kb(n):
     scores = torch.randn(n, n)
-    scores[0, 0] = -torch.inf  # in logarithms
+    scores[0, 0] = -torch.inf  # for -inf the kernel computes with logarithms
     with cuda_launch.use(), cuda_launch.device(SM_86, minor=6):
         got = mk.sinkhorn(scores, 1, backend="cuda")
     torch.testing.assert_close(got, sinkhorn_reference.sinkhorn(scores, 1), rtol=1e-5, atol=1e-7)
@@ -134,7 +135,7 @@ def test_tree_gate_fits_99_kb(num_experts):
 
 
 def test_other_threads_run_while_a_launch_waits(tmp_path):
-    """module.cpp with one launcher, which waits 0.3 s, like one for a full queue."""
+    """module.cpp with one launcher, which waits 0.3 s, as if the queue of the GPU were full."""
     kit = simt.builder.toolkit.find()
     if kit.missing:
         pytest.skip(kit.missing)

@@ -144,7 +144,7 @@ def steps(count: int) -> None:
 
 
 def policies(count: int) -> None:
-    """Plans by scores with another number of tokens in each step; a row of kWTA is an expert's tokens."""
+    """Plans by scores with another number of tokens in each step; the scores of an expert are a row of kWTA."""
     from moe_kernels.backends.triton import plan
 
     for _ in range(count):

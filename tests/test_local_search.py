@@ -35,7 +35,7 @@ def test_the_papers_schedule():
 def test_a_step_of_stage_one_by_hand():
     search = LocalSearch(5, 10, zeta=0.1)
     with torch.no_grad():
-        search.scores.mul_(0.02)  # makes S soft
+        search.scores.mul_(0.02)  # makes the permutation soft
     gates = torch.rand(3, 2, 5).softmax(-1)
     permuted, regulariser = search(gates)
     soft = sinkhorn_loop(search.scores.detach()[0], 33, 10**-3.4)
@@ -140,7 +140,7 @@ def test_noise_moves_the_scores_in_stage_one_alone(schedule):
     assert search.scores.grad is not None
     search.permutation()
     drawn = torch.get_rng_state()
-    search.eval().permutation(), search.train().permutation()  # hard, both of them
+    search.eval().permutation(), search.train().permutation()  # both are hard and draw no noise
     assert torch.equal(torch.get_rng_state(), drawn)
 
 

@@ -106,7 +106,7 @@ def test_groups_compete_for_capacity_one_after_the_other(priority, order):
     policy = TokenChoice(0.8, priority=priority, order=order, group=5)  # ceil(5 * 2 * 0.8 / 4) = 2 rows a group
     out = MoE(gate, experts, policy)(x)
     alone = [MoE(gate, experts, TokenChoice(0.8, priority=priority, order=order))(each) for each in x[:10].split(5)]
-    alone.append(MoE(gate, experts, TokenChoice(2.0, priority=priority, order=order))(x[10:]))  # 2 rows, too
+    alone.append(MoE(gate, experts, TokenChoice(2.0, priority=priority, order=order))(x[10:]))  # also 2 rows an expert
     torch.testing.assert_close(out.y, torch.cat([each.y for each in alone]))
     for name in ("requested", "kept", "dropped"):
         assert torch.equal(getattr(out.plan, name), sum(getattr(each.plan, name) for each in alone)), name
@@ -163,7 +163,7 @@ def test_priority_routing_gives_every_token_one_expert_and_even_loads():
     assert out.plan.kept.tolist() == [T // E] * E
     assert (out.plan.slot_row >= 0).all()
     layer.policy = PriorityRouting(0.6)
-    assert layer(torch.randn(T, D)).plan.kept.tolist() == [2] * E  # of 3, 1.8
+    assert layer(torch.randn(T, D)).plan.kept.tolist() == [2] * E  # 0.6 T / E = 1.8, up
 
 
 def test_expert_dropout_is_by_sample_and_in_training_alone():
@@ -220,7 +220,7 @@ def test_tasks_share_experts_that_run_once(experts):
     assert out.statistics["experts_per_token"] == E
     sparse = MultiGateMoE([gates[1], gates[1]], experts)(x)
     assert sparse.statistics["experts_per_token"] == 1  # experts of weight 0 in every task are not evaluated
-    assert sparse.plan.num_rows == T  # nor are there rows for it, as the shared gate is evaluated once
+    assert sparse.plan.num_rows == T  # T rows, as the gate of both tasks is evaluated once
     several = [gates[1], double(TopKGate(D, E, 1))]
     out = MultiGateMoE(several, experts)(x)
     assert out.plan.num_rows == 2 * T
@@ -249,7 +249,7 @@ every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_experts_follow_autocast_as_linear_layers_do(make, dtype):
-    """Same bits as experts with parameters rounded to autocast's dtype, routed as without it; close to float32."""
+    """The bits of experts with parameters rounded to autocast's dtype, routed as without autocast; close to float32."""
     torch.manual_seed(0)
     layer, x = MoE(TopKGate(D, E, 2), make()), torch.randn(T, D, requires_grad=True)
     plain = layer(x)
@@ -270,13 +270,13 @@ def test_experts_follow_autocast_as_linear_layers_do(make, dtype):
     )
     for got, want in found:
         assert want.dtype == torch.float32
-        # bfloat16 rounds by 2^-9 in a few products and their inputs, float16 by less.
+        # bfloat16 rounds by up to 2^-8 in a few products and their inputs, float16 by less.
         torch.testing.assert_close(got.float(), want, rtol=0, atol=0.02 * want.abs().max().item())
 
 
 @every_kind
 def test_autocast_leaves_float64_as_it_is(make):
-    """Like torch.nn.Linear: all float64 tensors are not cast; a mixture with float64 is an error."""
+    """Like torch.nn.Linear: if all tensors are float64, none is cast; a mixture with float64 is an error."""
     torch.manual_seed(0)
     layer, x = MoE(TopKGate(D, E, 2), make()).double(), torch.randn(T, D, dtype=torch.float64)
     expected = layer(x).y

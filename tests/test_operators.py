@@ -62,7 +62,7 @@ def a_plan(device: str) -> mk.RoutingPlan:
 
 
 def of_rows(b: str, device: str) -> dict[str, list[tuple[Any, ...]]]:
-    plan, rows = a_plan(device), None
+    plan = a_plan(device)
     rows, weights = leaf(plan.num_rows, D, device=device), leaf(T, K, device=device)
     arrays = plan.row_token, plan.slot_row, plan.expert_offsets
     return {
@@ -160,7 +160,7 @@ GROUPS: tuple[Callable[..., dict[str, list[tuple[Any, ...]]]], ...] = (
 )
 NAMES = sorted(vars(library.ops))
 
-# The differentiable operators. The others are gradients without a second derivative, or have integer results.
+# Gradients that can be differentiated again. Other gradients cannot, and checks and plans have integer results.
 TWICE = ("kwta_bwd", "combine_bwd")
 
 

@@ -137,7 +137,7 @@ def test_losses_are_collected_once_under_checkpointing(again):
 
 @pytest.mark.parametrize("make", [layer, tasks], ids=["layer", "tasks"])
 def test_a_reentrant_checkpoint_of_a_layer_is_refused(make):
-    """torch would return an output without gradients; with a residual that goes unnoticed."""
+    """torch would return an output without gradients; a residual around the layer would hide this."""
     made, x = make(), torch.randn(T, D, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"MoE: torch.utils.checkpoint\(use_reentrant=True\) gives gradients to"):
         checkpoint(made, x, use_reentrant=True)
@@ -213,6 +213,6 @@ def test_a_block_that_fails_collects_no_more():
 
 def test_a_recomputed_forward_inside_the_block_is_not_collected_again():
     layer, x = mnn.MoE(mnn.TopKGate(6, 4, 2), mnn.ExpertMLP(4, 6, 3), output="tensor"), torch.randn(5, 6)
-    with mnn.collect_outputs() as outputs, set_checkpoint_early_stop(False):  # else it may stop before the layer ends
+    with mnn.collect_outputs() as outputs, set_checkpoint_early_stop(False):  # or it stops before the layer ends
         checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert len(outputs) == 1

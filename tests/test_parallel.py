@@ -97,6 +97,7 @@ def test_predicted_time_by_hand() -> None:
     machine = Machine(ranks=4, node=2, inside=4e9, outside=1e9, latency=1e-3, flops=1e12)
     even = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=shares(4, 0.0), width=2)
     rows_per_rank, row_bytes = 512, 64 * 2
+    # Four exchanges of rows, over the slower link, and one of counts; two of the four ranks are on the other node.
     far, near = 2 * rows_per_rank * row_bytes / 1e9, rows_per_rank * row_bytes / 4e9
     assert far > near
     assert even.exchange == pytest.approx(4 * (far + 1e-3) + 1e-3 + 2 * 4 / 1e9)

@@ -39,14 +39,14 @@ def arrivals(experts, num_experts, capacity, priority, order) -> tuple[list[list
         requests = [(t, c) for c in range(k) for t in tokens]
     else:
         requests = [(t, c) for t in tokens for c in range(k)]
-    served, asked = [[] for _ in range(num_experts)], [0] * num_experts
+    kept, requested = [[] for _ in range(num_experts)], [0] * num_experts
     for t, c in requests:
         e = experts[t][c]
         if e >= 0:
-            if capacity is None or asked[e] < capacity:
-                served[e].append((t, c))
-            asked[e] += 1
-    return served, asked
+            if capacity is None or requested[e] < capacity:
+                kept[e].append((t, c))
+            requested[e] += 1
+    return kept, requested
 
 
 def assert_same(plan: mk.RoutingPlan, expected: mk.RoutingPlan) -> None:
@@ -92,10 +92,10 @@ def test_vanilla_and_batch_priority_are_three_results(target):
         # By sum 2, then 1 and 3 (equal: by position), then 0. Expert 0: 2, 1, 0, then 3. Expert 1: 3, then 2, 0.
         "sum": (torch.tensor([0.80, 0.90, 0.95, 0.90]), [[(2, 0), (1, 0)], [(3, 0), (2, 1)], [(1, 1)]]),
     }
-    for priority, served in policies.values():
+    for priority, kept in policies.values():
         priority = priority if priority is None else priority.to(target.device)
         plan = mk.make_plan(experts.to(target.device), 3, capacity=2, priority=priority, backend=target.backend)
-        assert rows_of(plan) == served
+        assert rows_of(plan) == kept
         assert plan.requested.tolist() == [4, 3, 1]
         assert plan.kept.tolist() == [2, 2, 1]
         assert int(plan.dropped) == 3
@@ -120,7 +120,7 @@ def test_the_docstring_example(target):
     assert plan.used.tolist() == [[True, True], [True, False], [False, False], [False, True]]
     assert plan.dropped_share == 0.5
     assert plan.imbalance == 1.0
-    uneven = mk.make_plan(torch.tensor([[0], [0], [0], [1]]), 2, capacity=1)  # one row each, but three requests to one
+    uneven = mk.make_plan(torch.tensor([[0], [0], [0], [1]]), 2, capacity=1)  # expert 0 is requested thrice
     assert (uneven.imbalance, uneven.dropped_share) == (1.5, 0.5)
     none = mk.make_plan(torch.full((2, 1), -1), 3)
     assert none.dropped_share == none.imbalance == 0
@@ -218,8 +218,9 @@ def test_plans_are_the_reference(target, shape, kind):
 
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order):
-    """Two chunks (compiled CUDA: of two tiles and of one), experts in one window and in two. Experts 0 and E - 1 drop
-    requests; every third token has no expert."""
+    """Kernels count chunks of requests, each of several tiles, for windows of 1024 experts: here two chunks (compiled
+    CUDA: of two tiles and of one) and one or two windows. Experts 0 and E - 1 drop requests; every third token has no
+    expert."""
     if target.backend == "triton":
         monkeypatch.setattr(backends.load("triton", OP), "CHUNKS", 2)
     if target.backend == "cuda":
@@ -255,7 +256,7 @@ def test_the_reference_is_the_definition(data):
     value = st.sampled_from([NAN, math.inf, -math.inf, -1.0, -0.0, 0.0, 2.0])
     priority = data.draw(st.none() | st.lists(value, min_size=len(experts), max_size=len(experts)))
     order = data.draw(st.sampled_from(["choice", "token"]))
-    served, asked = arrivals(experts, num_experts, capacity, priority, order)
+    kept, requested = arrivals(experts, num_experts, capacity, priority, order)
     for backend in ("reference", "cpu"):
         plan = mk.make_plan(
             torch.tensor(experts, dtype=torch.int64).view(len(experts), k),
@@ -265,8 +266,8 @@ def test_the_reference_is_the_definition(data):
             order=order,
             backend=backend,
         )
-        assert rows_of(plan) == served
-        assert plan.requested.tolist() == asked
+        assert rows_of(plan) == kept
+        assert plan.requested.tolist() == requested
         assert_consistent(plan)
 
 
@@ -301,8 +302,8 @@ def test_other_policies_are_the_reference(target, policy, kind, dtype):
 
 @pytest.mark.parametrize("kind", ["softmax", "ties", "same for all"])
 def test_several_windows_of_pairs(target, kind):
-    """1200 pairs: two windows of 1024, each of several tiles. 60 tokens: more than the 32 bits of a mask's word.
-    2100 tokens: more than the 2048 of a column that Triton pads."""
+    """1200 pairs of a token and an expert: two windows of 1024, each of several tiles. 60 tokens: more than the 32 bits
+    of a mask's word. 2100 tokens: more than the 2048 up to which Triton pads an expert's column."""
     few, many = scores_of(kind, 60, 20, torch.float32), scores_of(kind, 2100, 2, torch.float32)
     for policy, capacity in itertools.product(("plan_priority", "plan_expert_choice"), (2, 3, 60)):
         need(target, policy)
@@ -365,7 +366,7 @@ def test_many_tokens_and_threads(num_experts):
             for threads in (1, 2, 3):
                 torch.set_num_threads(threads)
                 assert_same(mk.make_plan(experts, num_experts, capacity=50, priority=priority, order=order), expected)
-        scores = torch.rand(3000, 40).bfloat16()  # ties at the boundary of the chosen ones
+        scores = torch.rand(3000, 40).bfloat16()  # ties between the last chosen and the first left out
         expected, _ = mk.plan_expert_choice(scores, 100, backend="reference")
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)

@@ -35,12 +35,13 @@ def expert_mlp(made: mk.RoutingPlan, backend: str) -> Tensor:
     return mk.expert_mlp(X, made, w_in, w_out, weights=None, backend=backend)
 
 
-# By operation: the arrays that it reads, and the bounds in its message.
+# By operation: a call of it with a plan.
 OPS: dict[str, Callable[[mk.RoutingPlan, str], Tensor]] = {
     "dispatch": lambda made, backend: mk.dispatch(X, made, backend=backend),
     "combine": lambda made, backend: mk.combine(SLOTS, made, backend=backend),
     "expert_mlp": expert_mlp,
 }
+# Bounds in the messages.
 TOKEN, SLOT = r"row_token must be from -1 \(no token\) to 5", r"slot_row must be from -1 \(no row\) to 11"
 
 
@@ -113,8 +114,9 @@ def test_arrays_of_another_kind_are_refused(op, name, backend):
         OPS[op](replace(plan(), **{name: right.tolist() if right.dim() else [0]}), backend)
     for wrong in (right[None], torch.cat([right.view(-1), right.view(-1)[:1]]), right.to("meta")):
         if wrong.device.type == "meta" and name == "row_token":
-            continue  # then x would be the one on another device
-        seen = "row_(token|choice)" if name == "row_token" else name  # whose length is R; another one is wrong then
+            continue  # row_token tells the device of the plan: x would be on another one
+        # row_token tells R: if its length is wrong, the message may name row_choice.
+        seen = "row_(token|choice)" if name == "row_token" else name
         with pytest.raises(ValueError, match=f"^{op}: plan.{seen} must be "):
             OPS[op](replace(plan(), **{name: wrong}), backend)
     if right.dim():

@@ -30,7 +30,7 @@ HEAD = """
 
 
 def run(body, given, threads=32, seed=0, grid=1, limit=1_000_000, out=None):
-    """Runs `body`, with its thread's addresses of `in` and `out` in %d3 and %d4, and 4 * tid in %r2."""
+    """Runs `body`; %d3 and %d4 hold the addresses of a thread's elements of `in` and `out`, %r2 holds 4 * tid."""
     text = HEAD + textwrap.dedent(body) + "\nret;\n}\n"
     (name,) = entry_names(text)
     kernel = machine.kernel(text, name)

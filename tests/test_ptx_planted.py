@@ -116,7 +116,7 @@ def test_every_deleted_barrier(name, backend):
 # With one tile of requests no access follows the last barrier of plan_rank.
 @pytest.mark.parametrize(("name", "needless"), [("plan_rank", 1), ("sinkhorn_streamed_bwd", 0)])
 def test_every_deleted_barrier_of_a_warp(name, needless):
-    """Lanes of a warp run together here, so that values are right without it: only the check of races finds it."""
+    """The executor runs lanes of a warp together. Without the barrier values stay right: only the race check fails."""
     with on("cuda"):
         expected, result = launched(name, "cuda")
         lines = plant.executed(result, r"bar\.warp\.sync")
@@ -198,7 +198,7 @@ def test_removed_branch_around_a_store():
 
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_wrong_swizzle(backend):
-    """Leaves out the xor in shared addresses, only of the stores or only of the loads."""
+    """Replaces one xor at a time by or, so that stores and loads of shared memory use different addresses."""
     with on(backend):
         expected, result = launched("gemm", backend)
         lines = plant.executed(result, r"xor\.b32")

@@ -1,4 +1,4 @@
-"""Twenty orders of blocks, warps and equal stores: every operation gives the same bits in each of them.
+"""Twenty orders of blocks, warps and stores to equal addresses: an operation gives the same bits in each of them.
 
 A GPU's errors of .approx instructions are the same in every run. So they stay fixed while orders change; operations
 that depend on them stay within a tolerance if these errors change too.

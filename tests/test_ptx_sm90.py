@@ -47,7 +47,7 @@ def opcodes(launches) -> set[str]:
 # Rows, columns of x and of the weights, experts; and the rows and columns of a tile. In some the sum has several steps
 # and the last is not whole, some expert has several tiles of rows, and tiles reach past every edge.
 SIZES = {
-    "few rows": ((150, 208, 144, 5), (128, 256)),  # the tile of training, where the number of rows varies
+    "few rows": ((150, 208, 144, 5), (128, 256)),  # training uses this tile also for few rows
     "narrow": ((600, 80, 112, 5), (128, 128)),
     "wide": ((600, 80, 272, 5), (128, 256)),
     "eights": ((150, 72, 136, 5), (64, 64)),  # descriptors, but no multiples of 16
@@ -195,7 +195,7 @@ def everything_else():
     plan = mk.make_plan(experts, 33, capacity=8, priority=weights.detach()[:, 0], backend="triton")
     y = mk.combine(mk.dispatch(x, plan, backend="triton"), plan, weights, backend="triton")
     found = [weights, plan.row_token, y, mk.kwta(x, 17, backend="triton")]
-    scores = torch.randn(3, 12, 12) * torch.tensor([1.0, 1e4, 1.0])[:, None, None]  # second: with logarithms
+    scores = torch.randn(3, 12, 12) * torch.tensor([1.0, 1e4, 1.0])[:, None, None]  # the second needs logarithms
     found.append(mk.sinkhorn(scores.requires_grad_(), 5, backend="triton"))
     sum((each * torch.linspace(-1, 1, each.shape[-1])).sum() for each in found if each.is_floating_point()).backward()
     return [each.detach() for each in found] + [x.grad, logits.grad]
@@ -235,7 +235,7 @@ def product(rows=150, dim=208, columns=144):
 
 SWIZZLE = str(1 << 62 | 64 << 32)  # the constant part of a descriptor: 128 bytes, atoms of 1024
 
-# (pattern, replacement, error): every match is deleted or changed.
+# (pattern, replacement, error): every match is replaced. No error text: wrong values or any error show the defect.
 DEFECTS = {
     "no wait for a product": (r"wgmma\.wait_group[^;]*;", "", "a wgmma may still be reading|is undefined"),
     "a raised wait": (

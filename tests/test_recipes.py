@@ -110,7 +110,7 @@ def test_the_models_of_a_finished_run_load_and_predict(arguments, tmp_path, name
         if reloaded.task.before_step is not None:
             reloaded.task.before_step(2)
         reloaded.task.model.load_state_dict(loaded.model.state_dict())
-        if not {"thor", "bernoulli", "tied"} & {run["side"]}:  # random, or with masks of the training samples
+        if not {"thor", "bernoulli", "tied"} & {run["side"]}:  # random, or by masks of training samples
             metric = f"test {recipes.find(name).METRIC}"
             assert reloaded.evaluate()[metric] == pytest.approx(run["rows"][run["chosen"]][metric], rel=1e-5)
         inputs = loaded.recipe.inputs(next(reloaded.test_batches()))
@@ -126,12 +126,12 @@ def test_a_damaged_hostile_or_mismatched_model_is_an_error(arguments, tmp_path):
     assert train.run(arguments("comet_vit", "--check-steps", "0", "--sides", "comet", "--out", str(tmp_path))) == 0
     path, beside = tmp_path / "model-comet-0.pt", tmp_path / "model-comet-0.json"
     train.load_model(path)
-    what = json.loads(beside.read_text())
-    for changed in (what | {"recipe": "tea"}, what | {"options": what["options"] | {"dim": 24}}, {}):
+    facts = json.loads(beside.read_text())
+    for changed in (facts | {"recipe": "tea"}, facts | {"options": facts["options"] | {"dim": 24}}, {}):
         beside.write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=r"model-comet-0.pt and model-comet-0.json are no model of this program"):
             train.load_model(path)
-    beside.write_text(json.dumps(what))
+    beside.write_text(json.dumps(facts))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="is no whole checkpoint of tensors and plain containers"):
         train.load_model(path)
@@ -326,7 +326,8 @@ def test_cached_masks_change_no_loss():
         found.append((losses, run.evaluate(), run.flops()))
         routed.append(len(calls))
     assert found[0] == found[1]
-    assert routed == [1, 1 + 3]  # FLOPs count a new image; without stored masks one routing more for each batch
+    # Counting FLOPs routes one image. Without stored masks the evaluation routes its three batches.
+    assert routed == [1, 1 + 3]
 
 
 def test_a_data_set_of_the_wrong_kind_is_an_error(arguments, capsys):

@@ -51,7 +51,7 @@ def test_the_matched_dense_model_has_the_parameters_of_the_experts():
 
 
 def test_priority_matters_with_two_choices_of_v_moe():
-    """With a slot for every second choice, priority decides which tokens are dropped."""
+    """With room for 30 % of the choices, priority decides which tokens are dropped."""
     changed = {"capacity": 0.3, "capacity_eval": 0.3, "group": 0}
     runs = [blocks_with_experts(side, **changed)[0] for side in ("vmoe", "bpr")]
     x = runs[0].data.test[0][:16]
@@ -138,7 +138,7 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
 
 
 def test_saturated_trees_evaluate_one_path_in_evaluation():
-    """Gives the predictions and experts of all nodes with the FLOPs of a path: with 16 experts 4 nodes and a leaf."""
+    """Gives the predictions of evaluating all nodes with the FLOPs of one path: 4 nodes and a leaf for 16 experts."""
     points, found = ratings(), []
     for route in (True, False):
         recipe = MovieLens(sides=("comet",), experts=16, rows=0, k=1, route=route)
@@ -150,8 +150,8 @@ def test_saturated_trees_evaluate_one_path_in_evaluation():
     (descent, few), (dense, many) = found
     assert descent == pytest.approx(dense, rel=1e-6)
     assert dense["experts"] == 1
-    gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # a task's
-    combine = 2 * 256 * (16 - 2)  # for the slots that a task sums
+    gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # of one task
+    combine = 2 * 256 * (16 - 2)  # of the 16 or 2 slots that are summed
     assert many - few == 2 * (gate + combine)
 
 

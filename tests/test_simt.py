@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def rotated(bug: int, n: int) -> bool:
-    """Runs the kernel of simt/planted; whether its values are correct."""
+    """Runs the kernel of simt/planted and returns whether its values are correct."""
     module = simt.Module(simt.PLANTED)
     x = torch.arange(2 * n, dtype=torch.float32).view(2, n)
     y = torch.full_like(x, -1)

@@ -73,7 +73,7 @@ def rows() -> None:
 
 
 def sinkhorn() -> None:
-    """A matrix for a thread, a quad, half a warp, a warp, several warps, and one read from memory."""
+    """Matrices held by a thread, a quad, half a warp, a warp and several warps, and those that are read from memory."""
     for n in (3, 7, 13, 31, 61, 65):
         scores = torch.randn(3, n, n) * torch.tensor([1.0, 300.0, 1.0])[:, None, None]
         scores[2, 0, : n // 2] = -torch.inf
@@ -168,7 +168,8 @@ def test_plans_of_many_tiles_or_chunks(tokens: int, k: int, experts: int, tile: 
             assert torch.equal(torch.as_tensor(getattr(got, name)), torch.as_tensor(array)), name
 
 
-# Launcher, arguments before the sizes, and sizes that are errors, each after a dtype or the size of an index.
+# Launcher; its arguments between the first (a dtype, or the bytes of an index) and the sizes; and wrong calls, each
+# with its first argument and its sizes.
 REFUSED = [
     ("kwta_fwd", [0, 5, 0, 0, 0, 0, 0], [
         (0, 1, 5, 6, 0, 0.0), (3, 1, 5, 2, 0, 0.0), (0, 1, 5, 2, 3, 0.0), (0, 1, 5, -1, 0, 0.0),

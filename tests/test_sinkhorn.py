@@ -51,8 +51,8 @@ def drawn(n: int, iterations: int, tau: float, normal: bool = True) -> tuple[tor
 
 @functools.cache
 def long_gradient(n: int, iterations: int, tau: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scores, the gradient of p and that of scores by the definition with 64 bits of mantissa, in place; the kernels
-    use 53 bits, and potentials."""
+    """Scores, the gradient of p and that of the scores. The latter is by the definition with 64 bits of mantissa, which
+    updates the matrix; the kernels use 53 bits, and potentials."""
     if np.finfo(np.longdouble).eps > 2e-19:
         pytest.skip("numpy's long double is no wider than float64 here")
     draw = torch.Generator().manual_seed(n)
@@ -92,7 +92,7 @@ def test_float64_at_every_temperature(target, tau, normal):
 
 
 def test_small_scores_as_a_new_parameter_holds_them(target):
-    """U(-0.05, 0.05), as in a new LocalSearch: the small range selects the linear form at a tau where others do not."""
+    """U(-0.05, 0.05), as in a new LocalSearch: the range is small enough to scale exp(scores / tau) at these tau."""
     for tau, n in itertools.product((1e-2, 3e-3, 1e-3, 2e-4), (4, 16) if target.executed else (4, 16, 40)):
         scores = (torch.rand(4, n, n, device=target.device) - 0.5) / 10
         iterations = 5 if target.executed else 60
@@ -102,7 +102,7 @@ def test_small_scores_as_a_new_parameter_holds_them(target):
 
 @pytest.mark.parametrize("n", [4, 12])
 def test_rows_of_any_width(target, n):
-    """On both sides of what float32 and float64 can scale: a column far below the others, where others begin anew."""
+    """A column lies below the others by widths on both sides of the ranges that float32 and float64 can scale."""
     widths = torch.tensor([50.0, 65.0, 95.0, 120.0, 290.0, 310.0, 740.0, 800.0, 3000.0])
     scores = torch.randn(len(widths), n, n)
     scores[:, :, 1] -= widths[:, None]
@@ -147,7 +147,7 @@ def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
 def test_forbidden_pairs(target, tau):
     n = 5 if target.executed else 20
     scores = torch.randn(4, n, n).masked_fill(torch.rand(4, n, n) < 0.4, -INF)
-    scores.diagonal(dim1=1, dim2=2).zero_()  # some permutation is allowed
+    scores.diagonal(dim1=1, dim2=2).zero_()  # the identity is allowed
     scores[1, 2] = -INF
     scores[2, :, 0] = -INF
     scores[3] = -INF
@@ -234,7 +234,7 @@ def test_implicit_gradient_refuses_what_has_not_converged(target):
 
 
 def test_annealing_reaches_the_assignment(target):
-    """A fixed tau of 1e-7 does not: 14 of 100 matrices of n = 8 after 150 iterations."""
+    """A fixed tau of 1e-7 reaches it for only 14 of 100 matrices of n = 8 in 150 iterations."""
     pytest.importorskip("scipy", reason="scipy is not installed")
     n, iterations = (4, 30) if target.executed else (8, 60)
     scores = torch.randn(12, n, n, device=target.device)
@@ -270,7 +270,7 @@ def test_marginals_against_pot_and_gradcheck():
     for got, each, row in zip(p, scores, rows, strict=True):
         assert error(got, ot.sinkhorn(row, columns, -each, 0.5, numItermax=5000, stopThr=1e-14)) < 1e-9
     early = mk.sinkhorn(scores, 1, tau=0.05, rows=rows, columns=columns)
-    torch.testing.assert_close(early.sum(-2), columns.expand(2, 5))  # columns come last
+    torch.testing.assert_close(early.sum(-2), columns.expand(2, 5))  # columns are scaled last
     leaves = [x.requires_grad_() for x in (scores, rows, columns)]
     fixed = {"rows": rows.detach(), "columns": columns.detach(), "tau": 1.0, "gradient": "implicit"}
     for backend in ("reference", None):  # None: the CPU's kernel, if it is built
@@ -332,7 +332,7 @@ def test_what_is_not_a_number_is_within_no_tolerance(target):
 
 @pytest.mark.parametrize(("n", "iterations", "tolerance"), [(6, 40, 1e-3), (70, 2, 0.1)])
 def test_tolerance_stops_each_matrix_by_itself(target, n, iterations, tolerance):
-    """Each matrix takes the iterations that the definition's sums need, and has their value and gradient."""
+    """Each matrix takes as many iterations as the definition needs to come within the tolerance, with its gradient."""
     wide = target.backend in ("reference", "cpu")
     scores = torch.randn(5, n, n, dtype=torch.float64) * torch.tensor([0.3, 1.0, 3.0, 8.0, 0.0])[:, None, None]
     scores[2, 1] = -INF  # a forbidden row does not count
@@ -409,7 +409,7 @@ def test_empty_and_many_dimensions(target, shape):
 
 
 def test_one_element_that_is_forbidden(target):
-    """The only 1 x 1 matrix for the form with logarithms, which has two barriers that the others do not reach."""
+    """The only 1 x 1 matrix that the form with logarithms solves; it reaches two barriers that others do not reach."""
     scores = torch.full((1, 1), -math.inf, device=target.device, requires_grad=True)
     p = mk.sinkhorn(scores, 2, backend=target.backend)
     (got,) = torch.autograd.grad(p.sum(), scores)

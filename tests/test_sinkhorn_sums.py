@@ -24,7 +24,7 @@ def target(request):
 
 
 def sizes(target: Target) -> tuple[int, ...]:
-    """One n for every way of holding a matrix: across lanes, in part of a warp, in a block, read again."""
+    """One n for every way to hold a matrix: across lanes, in part of a warp, in a block, read again."""
     if target.compiles:
         return (3, 12, 40, 70)  # as in BATCHES; for another divisibility by 4 or 16 six kernels are compiled again
     return (3, 4, 7, 12, 30, 50, 70, 130)
@@ -85,7 +85,7 @@ def test_a_tolerance_is_of_sums_not_of_their_ratio(target, total):
 
 @pytest.mark.parametrize("wrong", ["columns", "rows", "neither"])
 def test_what_is_near_before_the_first_iteration(target, wrong):
-    """A matrix is not near if its rows sum to one and its columns do not, or the reverse."""
+    """A matrix is not within the tolerance if its rows sum to one and its columns do not, or the reverse."""
     for n in sizes(target):
         scores = torch.full((2, n, n), -30.0)
         scores[:, :, 0] = 0
@@ -115,7 +115,7 @@ def test_no_iteration_is_taken_of_what_is_near(target, tau):
 
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_sums_of_annealed_iterations(target, iterations):
-    """An iteration at four times the last temperature: without the factor 4 its gradients would be wrong."""
+    """The first iteration is at four times the last temperature: without the factor 4 its gradients would be wrong."""
     for n in sizes(target):
         scores, grad = torch.randn(2, 2, n, n)
         rows, columns = (torch.cat([uneven(n, total)[which] for total in (1.0, 3.0)]) for which in (0, 1))
@@ -123,7 +123,7 @@ def test_sums_of_annealed_iterations(target, iterations):
         assert_same(both(target, leaves, grad, iterations, tau=0.5, anneal_from=2.0), (n, iterations), atol=1e-5)
 
 
-# (n, batch): more matrices than a program or a block has; the last one is partial.
+# (n, batch): more matrices than a program or a block holds; the last program is not full.
 BATCHES = ((1, 300), (3, 130), (4, 130), (7, 40), (12, 19), (16, 19), (30, 5), (40, 3), (50, 3))
 
 
@@ -133,7 +133,7 @@ def test_more_matrices_than_a_program_holds(target, with_sums):
         if target.compiles and n in (4, 16, 50):
             continue  # same kernels as 3, 12 and 40
         scores, grad = torch.randn(2, batch, n, n)
-        scores[-1] *= 40  # the only one in its form
+        scores[-1] *= 40  # the only one for the form with logarithms
         leaves = {"scores": scores}
         if with_sums:
             leaves |= {"rows": torch.rand(batch, n) + 0.3, "columns": torch.rand(batch, n) + 0.3}
@@ -152,12 +152,12 @@ def test_what_lies_around_the_matrices_is_not_read(target, with_sums):
     """NaN on all sides; unaligned rows and matrices; matrices and rows of a matrix far apart."""
     places = [framed, lambda x: far_apart(x, (2**30, x.shape[-1], 1))]
     places.append(lambda x: far_apart(x, (x.shape[1] * 2**30, 2**30, 1)))
-    places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # 12 of them pass 2^31, but not 2^32
+    places.append(lambda x: far_apart(x, (x.shape[1] * 2**28, 2**28, 1)))  # offsets of 12 rows pass 2^31, but not 2^32
     if target.backend == "cuda":  # reads 16 bytes at a time if all matrices and rows are aligned
         places += [padded, shifted, lambda x: padded(x.flatten(1)).unflatten(1, x.shape[1:])]
     for n in (3, 12, 70) if target.executed else (3, 12, 40, 70, 130):
         if target.compiles and (n == 3 or (with_sums and n == 70)):
-            continue  # the kernels of 12 use the same addresses; sums are other arrays
+            continue  # n = 12 computes addresses like 3; sums are separate arrays, for which 12 is enough
         scores, grad = torch.randn(2, 3, n, n)
         leaves = {"scores": scores}
         if with_sums:
@@ -199,7 +199,7 @@ def test_each_gradient_alone_is_the_same(target):
 
 
 def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
-    """Kernels may hold zeros for it, whose exponentials have these sums before any iteration."""
+    """For a matrix with a NaN kernels may hold zeros, whose exponentials have the prescribed sums at once."""
     for n in (12, 40):
         scores = torch.zeros(2, n, n, device=target.device)
         scores[1, 3, 2] = math.nan
@@ -213,7 +213,7 @@ def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
 
 
 def test_gradients_of_sums_are_nan_of_a_broken_matrix_alone(target):
-    """Of more matrices than there are lanes, or than a program holds."""
+    """18 matrices: more than a CPU's vector has lanes, or than a program holds."""
     scores = torch.randn(18, 3, 3, device=target.device)
     scores[1, 1, 2] = math.nan
     sums = [torch.ones(18, 3, device=target.device, requires_grad=True) for _ in range(2)]

@@ -109,7 +109,7 @@ def averages(model):
 
 
 def test_the_average_of_permutations_is_a_permutation():
-    """The average of the int64 buffer would not be a permutation."""
+    """The average of the int64 buffer `source` would not be a permutation."""
     pytest.importorskip("scipy", reason="hardening needs scipy")
     torch.manual_seed(0)
     model = mnn.MoE(mnn.PermutedGate(mnn.SoftmaxGate(D, 8), mnn.LocalSearch(8, 6)), mnn.ExpertMLP(8, D, H))
@@ -135,7 +135,7 @@ def test_the_average_of_permutations_is_a_permutation():
 @pytest.mark.parametrize("decay", [0.9, 0.999, 0.9999])
 @pytest.mark.parametrize("kind", ["hash", "manual"])
 def test_an_averaged_table_is_the_table(kind, decay):
-    """An average of equal integers was truncated: 7 * 0.9 + 7 * 0.1 gave 6."""
+    """An average of equal integers once was truncated: 7 * 0.9 + 7 * 0.1 gave 6."""
     gate = mnn.HashGate(500, 64) if kind == "hash" else mnn.ManualGate(range(64))
     copies = [AveragedModel(gate, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True), *averages(gate)]
     for each in copies:

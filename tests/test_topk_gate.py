@@ -23,7 +23,7 @@ ROWS = {
     "large": lambda t, e: 100 * torch.randn(t, e),
     "zeros of both signs": lambda t, e: torch.tensor([0.0, -0.0])[torch.randint(2, (t, e))],
     "masked": lambda t, e: torch.randn(t, e).masked_fill(torch.rand(t, e) < 0.5, -INF),
-    # Zeros read past the row would be the largest elements, or the smallest; they must not count.
+    # Zeros read past the row would be the largest elements in the first of these, the smallest in the second.
     "far below zero": lambda t, e: torch.randn(t, e) - 200,
     "far above zero": lambda t, e: torch.randn(t, e) + 200,
     "a row of -inf": lambda t, e: torch.randn(t, e).index_fill(0, torch.arange(t)[-1:], -INF),
@@ -60,7 +60,7 @@ def test_choices_weights_and_gradients(target, kind, dtype, order):
     # Under Triton's interpreter stores to bfloat16 truncate.
     floor = 2.0**-7 if target.interpreted and dtype == torch.bfloat16 else 8 * torch.finfo(dtype).eps
     if target.compiles and (dtype, order) in zip(DTYPES[1:], ORDERS, strict=True):
-        pytest.skip("the gate computes in float32: one order of each type of 16 bits, and both of float32")
+        pytest.skip("the gate computes in float32: each 16-bit dtype has one order, float32 has both")
     for tokens, num_experts in sizes(target):
         logits = ROWS[kind](tokens, num_experts).to(dtype).to(target.device)
         for k in sorted({1, min(3, num_experts), num_experts}):

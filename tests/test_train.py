@@ -74,7 +74,7 @@ def test_a_run_trains_both_networks_and_writes_the_printed_results(arguments, ca
     assert sparse["metric"] == pytest.approx([sum(accuracies) / 2, abs(accuracies[0] - accuracies[1]) / math.sqrt(2)])
     multiplications = 12 * 24 + 24 * 24 * 2 + 24 * 3
     assert standard["flops"] == 2 * multiplications
-    assert sparse["flops"] == 2 * (multiplications + 12 * 24 + 24 * 24 * 2) + 3 * 24 * 2  # routing; select, apply
+    assert sparse["flops"] == 2 * (multiplications + 12 * 24 + 24 * 24 * 2) + 3 * 24 * 2  # routing; selection, masks
     assert (tmp_path / "plot.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -230,7 +230,7 @@ def test_the_reference_backend_has_no_agreement_check(arguments, capsys):
     assert "nothing to compare" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps", [3, 8, 15, 20])  # in tuning (1 to 12) twice, with seed 0 (13 to 18), seed 1
+@pytest.mark.parametrize("steps", [3, 8, 15, 20])  # steps 1 to 12 tune, 13 to 18 are of seed 0, then seed 1
 def test_a_resumed_run_equals_an_uninterrupted_one(arguments, tmp_path, capsys, steps):
     words = ["--seeds", "2", "--tune", "0.1", "0.001", "--check-steps", "0", "--every", "2", "--epochs", "1"]
     assert train.run(arguments(*words, "--out", str(tmp_path / "whole"))) == 0

@@ -58,8 +58,8 @@ def test_an_evaluation_uses_a_limited_number_of_test_rows(arguments, monkeypatch
 
 @pytest.mark.parametrize("steps", [None, 5])
 def test_the_best_evaluation_on_the_validation_part_counts_and_stops_a_run(arguments, tmp_path, capsys, steps):
-    """With a learning rate that makes it worse: the saved model is that of the best evaluation, also after an
-    interruption, and two evaluations later the run stops."""
+    """The learning rate makes the model worse after a while: the saved model is that of the best evaluation, also after
+    an interruption, and two evaluations later the run stops."""
     words = ["--choose", "best", "--patience", "2", "--check-steps", "0", "--every", "2", "--eval-rows", "99"]
     args = arguments(
         *words, "--sides", "standard", "--epochs", "20", "--lr", "0.5", "--momentum", "0.95", "--out", str(tmp_path)

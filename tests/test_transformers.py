@@ -20,7 +20,7 @@ CONFIGS = {
         "output_router_logits": True,
     },
     "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 8},
-    "olmoe": {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2},  # square: 2 * 16 = 32
+    "olmoe": {"intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2},  # square weights: 2 * 16 = 32
     "deepseek_v3": {
         "intermediate_size": 48,
         "moe_intermediate_size": 24,
@@ -88,7 +88,7 @@ def step(model: nn.Module, implementation: str) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts calls of "counted", which is our implementation."""
+    """Names of the classes that called the implementation "counted", which is ours."""
     count = []
 
     def counted(*args):

@@ -172,8 +172,8 @@ def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     if target.executed:
         # The second and the last need several programs or blocks, the last one partial.
         few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 33), (9, 4, 2, 48), (9, 4, 2, 64))
-        # CUDA has a kernel of its own for each power of two; between them leaves are left out of the next one's tree,
-        # but of 260 and 520, where a lane's leaves would be at two depths.
+        # CUDA has a kernel of its own for each power of two. It also serves smaller trees, with leaves left out; not
+        # 260 and 520 experts, for which the leaves of a lane would be at two depths.
         own = ((9, 4, 2, 32), (5, 4, 1, 128), (3, 4, 2, 256), (3, 4, 1, 512), (2, 4, 1, 1024), (2, 4, 1, 8))
         between = ((5, 4, 1, 12), (3, 4, 2, 136), (2, 4, 1, 260), (2, 4, 1, 264), (2, 4, 1, 520), (2, 4, 2, 528))
         return few + (own + between if target.backend == "cuda" else ())
@@ -190,8 +190,8 @@ def test_gates_and_gradients(target, dtype, parity):
         pytest.skip(reason)
     sizes = shapes(target)
     if target.compiles:
-        # Each is two kernels to compile. They compute in float32, so that 16 bits differ by loads and stores: every
-        # layout in float32, a full and another one in each of the others.
+        # A size is two kernels to compile. All compute in float32, and 16 bits differ by loads and stores: all sizes in
+        # float32, half of them in each 16-bit dtype.
         if parity is not None and dtype != torch.float32:
             pytest.skip("the constants of a parity mode are float32 in every dtype")
         sizes = {torch.float32: sizes, torch.bfloat16: sizes[1::2], torch.float16: sizes[0::2]}[dtype]
@@ -213,7 +213,7 @@ def test_gates_and_gradients(target, dtype, parity):
             output = name in ("gates", "leaf_probs")
             of_dtype = [reference[name] for reference in same]
             assert_near(each, of_dtype, exact[name], floor if output else 3 * floor, (size, name))
-        # float16 loses probabilities below 6e-8 when it is cast to.
+        # A cast to float16 loses probabilities below 6e-8.
         if dtype != torch.float16:
             assert torch.equal(got["leaf_probs"] == 0, same[0]["leaf_probs"] == 0)
 
@@ -258,9 +258,9 @@ def test_gradients_are_finite_at_every_scale(target):
 
 
 def test_next_to_the_clamp_with_everything_at_stake(target):
-    """Nodes one rounding below saturation, on the path to a leaf with a dominating logit: 0 times an overflow."""
+    """Nodes a rounding off saturation, on the path to a leaf with a dominating logit: 0 times an overflow is NaN."""
     edge = torch.nextafter(torch.tensor(-0.5), torch.tensor(0.0)).item()
-    for experts in (2, 4, 8):  # the probability of leaf 0: 1e-14, 1e-28, 1e-42
+    for experts in (2, 4, 8):  # the probability of leaf 0: 3e-15, 7e-30, 2e-44
         split = torch.full((2, 1, experts - 1), edge, device=target.device)
         leaf = torch.zeros(2, 1, experts, device=target.device)
         leaf[0, 0, 0], leaf[1, 0, 0] = 300.0, 1e6

@@ -28,7 +28,7 @@ def test_leaf_logits_far_from_zero(target, shift, parity):
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     sizes = ((3, 2, 3), (5, 1, 6), (3, 1, 33), (3, 2, 12))
-    if target.compiles:  # kernels of test_tree_gate.py; a mode is two more for each size
+    if target.compiles:  # kernels of test_tree_gate.py; a parity mode takes two more for each size
         sizes = ((3, 2, 5), (5, 2, 6), (3, 1, 33), (3, 2, 12))
         sizes = sizes if parity is None else sizes[parity == "tf" :: 2]
     for tokens, trees, experts in sizes:
@@ -78,11 +78,11 @@ def test_leaves_on_either_side_of_the_least_probability(target):
 
 
 def hardly_reached(target: Target, parity: str | None, probabilities: tuple[float, ...]) -> None:
-    """Gradients to a leaf of such a probability with a large logit; the added constant affects them."""
+    """Checks gradients to a leaf with one of `probabilities` and a large logit; a parity mode's constant matters."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
-    split = torch.stack([distance - 0.5, 0.2 + 0 * distance], -1)[:, None]  # u^2 (3 - 2 u), gamma = 1
+    split = torch.stack([distance - 0.5, 0.2 + 0 * distance], -1)[:, None]  # leaf 0 has u^2 (3 - 2 u) with u = distance
     leaf = torch.stack([0 * distance, -torch.tensor(probabilities, dtype=torch.float64).log(), 0 * distance], -1)[
         :, None
     ]
@@ -111,7 +111,8 @@ def test_leaves_of_the_least_probability_that_counts(target, depth):
     split[..., 7] = 9.0 if depth == 5 else 0.0
     leaf[..., :2] = 0.0
     here = identity(split.to(target.device), leaf.to(target.device))
-    # GPU kernels sum weighted gradients before they scale. That underflows for 1e-5: a split's gradient is 0.03 for 0.
+    # GPU kernels sum weighted gradients before they scale. Gradients of 1e-5 underflow there: the gradient of a split
+    # is 0.03, where 0 is exact.
     for size in (100.0, 1e-5) if target.backend == "cpu" else (100.0,):
         grads = torch.zeros(1, 2**depth), torch.zeros(leaf.shape)
         grads[0][0, :2] = size * torch.tensor([1.0, -0.5])
@@ -149,7 +150,7 @@ def test_what_lies_around_the_inputs_is_not_read(target):
 
 def test_gradients_that_start_anywhere(target):
     if target.backend == "triton":
-        pytest.skip("Triton finds out by itself in what pieces it may read")
+        pytest.skip("Triton itself specialises kernels by alignment")
     arguments = drawn(5, 4, 1, 128, device=target.device)  # a CUDA lane reads four neighbouring leaves
     grads = torch.randn(5, 128, device=target.device), torch.randn(5, 1, 128, device=target.device)
     plain = gate_and_gradients(arguments, grads, target.backend, gamma=1.0)
@@ -194,7 +195,7 @@ def test_the_narrowest_and_the_widest_step(target, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_in_float32_are_those_of_torch(dtype, monkeypatch):
-    """torch.mm computes them in float32, so that torch's setting decides about TF32; no kernel of ours does."""
+    """torch.mm computes them, so that torch's setting decides about TF32; no kernel of this package computes them."""
     pytest.importorskip("triton", reason="Triton is not installed")
     made = []
     kernels = SimpleNamespace(

@@ -39,7 +39,8 @@ def passes_over(arguments: dict, gamma: float) -> bool:
     return bool(left_out.any())
 
 
-# (T, P, K, E): full and partial last levels, partial tiles of tokens and panels, up to the maximum of branches.
+# (T, P, K, E): full and partial last levels, partial tiles of tokens and panels; up to the largest number of branches,
+# subtrees of 32 columns whose products are skipped together.
 SIZES = ((150, 5, 1, 33), (300, 37, 3, 48), (515, 33, 2, 64), (130, 70, 1, 257), (120, 8, 1, 1024))
 
 
@@ -49,7 +50,7 @@ def test_products_are_those_that_tokens_reach(dtype, bias):
     """Computed pre-activations and gradients are products rounded once; skipping others changes no bit of a gate."""
     for tokens, dim, trees, experts in SIZES:
         given = {name: each.to(dtype) for name, each in drawn(tokens, dim, trees, experts, bias=bias).items()}
-        if bias:  # a branch that more tokens reach than are summed at a time, where there are so many
+        if bias:  # with enough tokens, more of them reach a branch than are summed at a time
             given["split_bias"][0, :2] += 0.5
         assert passes_over(given, GAMMA)
         x, weights = given["x"], (given["split_weight"], given["leaf_weight"])
@@ -86,7 +87,7 @@ def assert_rounded(got, exact, sizes, terms: int, what: object) -> None:
     sizes: sums of the terms' magnitudes. Twice these, as in float64 `exact` has the same error.
     """
     info = torch.finfo(got.dtype)
-    rounding = info.eps / 2 * exact.abs().clamp(min=info.smallest_normal)  # below it the spacing is constant
+    rounding = info.eps / 2 * exact.abs().clamp(min=info.smallest_normal)  # below it numbers are evenly spaced
     summing = 2 * terms * torch.finfo(library.compute_dtype(got.dtype)).eps / 2 * sizes
     assert ((got.double() - exact).abs() <= 1.01 * rounding + summing).all(), what
 
@@ -150,7 +151,7 @@ def test_same_bits_whatever_the_threads_and_strides():
     above = tree_gate_products_cpu._nodes_above(arguments["leaf_weight"])
     grads = torch.randn(700, 64), torch.randn(700, 3, 64)
     strided = {name: torch.stack([each, each], -1)[..., 0] for name, each in arguments.items()}
-    strided["x"] = padded(arguments["x"])  # read where it lies, as rows of x are
+    strided["x"] = padded(arguments["x"])  # read in place
     found = []
     for count, given in ((1, arguments), (2, arguments), (3, arguments), (1, strided)):
         x, split_weight, leaf_weight, split_bias, leaf_bias = given.values()
@@ -165,7 +166,7 @@ def test_same_bits_whatever_the_threads_and_strides():
 
 
 def test_who_reaches_a_branch_is_read_where_it_stands():
-    """Backward, among the pre-activations of all nodes; who is wrongly kept back would lose a gradient."""
+    """Backward reads a strided view of the pre-activations of all nodes; a token that it misses loses a gradient."""
     top = torch.randn(90, 2, 63)[:, :, :3]
     strided, own = (tree_gate_products_cpu._reached(cpu, each, GAMMA, 1.0) for each in (top, top.contiguous()))
     assert torch.equal(strided.offsets, own.offsets)

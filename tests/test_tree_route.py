@@ -29,7 +29,7 @@ def test_route_is_the_gate_of_saturated_trees(target):
             assert found.unsaturated.dtype == torch.bool
             assert weights.shape == chosen.shape == found.visited.shape == (tokens, trees)
             dense = torch.zeros_like(gates).scatter_add_(1, chosen.clamp(min=0).long(), weights)
-            allowed = 0.03 if dtype != torch.float32 else 1e-5  # half an ulp of 16-bit logits up to 8
+            allowed = 0.03 if dtype != torch.float32 else 1e-5  # an ulp of bfloat16 logits from 4 to 8
             torch.testing.assert_close(dense[certain], gates[certain], atol=allowed, rtol=allowed)
             depth = math.ceil(math.log2(experts))
             shallow = 2**depth - experts  # leaves one level up, on the right
@@ -72,8 +72,8 @@ def test_route_by_hand(target):
 
 
 def test_the_left_most_of_equal_leaves_although_another_is_met_first(target):
-    """The root's likelier child has three levels of even nodes on its likelier side, so that its other leaf is the best
-    below it: 27/32 * 5/32, as likely as the one on the left of the root, 5/32 * 27/32."""
+    """Two leaves are the most likely. One is right of the root, on the less likely side of its child: 27/32 * 5/32, as
+    three levels of nodes at 1/2 follow on the likelier side. The other is left of the root: 5/32 * 27/32."""
     nodes = torch.zeros(31)
     nodes[0], nodes[1], nodes[2] = -0.25, 0.25, -0.25
     for subtree in (3, 5):

@@ -20,7 +20,7 @@ PLANS = ("make_plan", "plan_expert_choice", "plan_priority")
 def test_every_kernel_is_launched(ops, monkeypatch):
     if (reason := backends.unsupported("triton", ops[0], "cpu", torch.bfloat16)) is not None:
         pytest.skip(reason)  # with a GPU, Triton takes no CPU tensors
-    # The module of the operation's kernels; below, all modules whose kernels it may use.
+    # Every kernel of this module must be launched. Launches of all modules are recorded, as operations share kernels.
     module = importlib.import_module(f"moe_kernels.backends.triton.{backends.file_of('triton', ops[0])}")
     launched = set()
     for name in ("kwta", "topk_gate", "plan", "dispatch", "combine", "sinkhorn", "tree_gate"):
@@ -40,6 +40,7 @@ def test_every_kernel_is_launched(ops, monkeypatch):
 
 
 def test_an_interpreter_that_cannot_loop_is_unsupported(monkeypatch):
+    """Triton 3.6 interprets a loop bound as an array, which numpy 2.4 refuses."""
     from moe_kernels.backends import triton as kernels
 
     monkeypatch.setattr(kernels.triton, "__version__", "3.6.0")

@@ -1,7 +1,8 @@
 """Calls whose Triton kernels are compiled ahead of time: every kernel, in float32 and bfloat16.
 
-`bench predict` counts every kernel at a large shape. The other calls compile to other code: few and many elements,
-sizes that are not multiples of 16, every class of tiles, gated products, float16, options that the bench does not use.
+First the calls of `bench predict`, with every kernel at a large shape. Then calls that compile to other code: few and
+many elements, sizes that are not multiples of 16, every class of tiles, gated products, float16, options that the bench
+does not use.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _more(
 
 
 def _variant(op: str, variant: str, forward: Callable[..., object]) -> tuple[str, Entry]:
-    """The bench's entry of an operation, with another call."""
+    """The bench's entry of an operation, with `forward` in place of its call."""
     base = ENTRIES[op]
     calls = lambda backend: through_autograd(partial(forward, backend=backend), base.leaves, base.grad)  # noqa: E731
     return f"{op} {variant}", replace(base, kernel=calls)

@@ -1,10 +1,11 @@
 """Compares a case with the definition and minimises failing cases.
 
 The tolerance is that of `moe_kernels verify`: twice the error of the definition in the same dtype, plus a floor in
-epsilons of the largest element. Random values also give sums that cancel, and denormal numbers. So inputs are
-perturbed four times, by up to two epsilons and the smallest normal number, or with denormal numbers set to zero: the
-floor is at least EFFECT times the largest change of the outputs, and the definition's error is the largest of five. A
-sum whose exact value is nearly 0 may err by 32 epsilons (of the dtype that it is computed in) of the largest input.
+epsilons of the largest element. Random values also give sums that cancel, and denormal numbers. So an output with a
+larger error is judged again, with inputs that are perturbed four times: once denormal numbers are set to zero, three
+times each element moves by up to two epsilons and the smallest normal number. Then the definition's error is the
+largest with these and the original inputs, and two terms are added: EFFECT times the largest change of the output, and,
+for sums whose exact value is nearly 0, 32 epsilons (of the dtype that sums are computed in) of the largest input.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.values import DTYPES, KINDS, LAYOUTS, Spec
 
 EFFECT = 8.0
-WIDEST = cpu.isa, cpu.multiplies_pairs
+WIDEST = cpu.isa, cpu.multiplies_pairs  # instruction set of the machine; has it products of bfloat16 pairs?
 
 
 def names(interpreted: bool = False) -> list[str]:
@@ -99,6 +100,7 @@ def _difference(operation: Operation, spec: Spec, found: dict[str, Tensor], expe
             wrong = int((~((got == reference) | ((got != got) & (reference != reference)))).sum())
             return f"{name}: {wrong} of {got.numel()} elements differ"
         truth = truth or operation.run(_wide(fuzzed.build(spec)), "reference")
+        # In float64 the truth has rounding errors as well.
         eps = torch.finfo(reference.dtype).eps * (32 if reference.dtype == torch.float64 else 1)
         allowed = 2 * relative_error(reference, truth[name]) + operation.floor * fuzzed.loose(spec) * eps
         error = relative_error(got, truth[name])
@@ -106,7 +108,7 @@ def _difference(operation: Operation, spec: Spec, found: dict[str, Tensor], expe
             near = near or [_perturbed_outputs(spec, seed) for seed in range(4)]
             effect = max(relative_error(each[name], truth[name]) for each, _ in near)
             allowed = max(allowed, *(2 * relative_error(own[name], each[name]) for each, own in near)) + EFFECT * effect
-            # The error of a sum that cancels is epsilons of its terms. 16-bit inputs are summed in float32.
+            # The error of a sum that cancels is some epsilons of its largest term. 16-bit inputs are summed in float32.
             summed = eps if reference.dtype == torch.float64 else torch.finfo(torch.float32).eps
             allowed += 32 * summed * _largest(fuzzed.build(spec)) / (_largest({name: truth[name]}) or 1.0)
         if error > allowed and not math.isnan(allowed):
@@ -174,7 +176,7 @@ def smaller(spec: Spec) -> Iterator[Spec]:
 
 
 def minimised(spec: Spec, fails: Callable[[Spec], bool], tries: int = 300) -> Spec:
-    """A failing spec. Each single simplification of it passes, unless `tries` are used up."""
+    """The simplest failing spec found from `spec`: no single simplification of it fails, unless `tries` are used up."""
     improved = True
     while improved and tries > 0:
         improved = False

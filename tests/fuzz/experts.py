@@ -32,7 +32,7 @@ def _weights(spec: Spec, *names: str) -> Inputs:
     columns = 2 * hidden if spec["activation"] in HALVING else hidden
     found = {"w_in": make(spec, "w_in", count, dim, columns) / max(dim, 1) ** 0.5}
     found |= {"w_out": make(spec, "w_out", count, hidden, out) / max(hidden, 1) ** 0.5}
-    for name, fan in (("w_in", dim), ("w_out", hidden)):  # the division made them contiguous: restores the layout
+    for name, fan in (("w_in", dim), ("w_out", hidden)):  # restores the layout, as the division made it contiguous
         laid_out = make(spec, name, *found[name].shape)
         found[name] = laid_out.mul_(1 / max(fan, 1) ** 0.5) if not _overlaps(laid_out) else found[name]
     if spec["bias"]:
@@ -87,7 +87,7 @@ def _of_norms(spec: Spec) -> bool:
 
 
 def _loose(spec: Spec) -> float:
-    """1 - tanh^2 cancels where tanh is near 1: at 0.999 the relative error is 500 times that of tanh."""
+    """1 - tanh^2 cancels where tanh is near 1: at 0.999 the relative error is 1000 times that of tanh."""
     return 16.0 if spec["activation"] == "tanh" else 1.0
 
 

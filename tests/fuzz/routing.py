@@ -70,7 +70,8 @@ def _build_scores(spec: Spec) -> Inputs:
 
 def _draw_moving(draw: random.Random) -> Spec:
     spec = draw_routing(draw) | {"dim": size(draw, 130), "weights": draw.random() < 0.7}
-    # "x" may have the largest numbers: dispatch only copies it. Sums of such numbers overflow in some orders only.
+    # Only "x" may be "special" (NaN, infinities, the largest numbers): dispatch copies it. Sums of the largest numbers
+    # overflow in some orders only.
     return spec | describe(draw, "rows", "weights", "grad", kinds=FINITE) | describe(draw, "x")
 
 
@@ -93,7 +94,7 @@ def _draw_counts(draw: random.Random) -> Spec:
 
 
 def _run_counts(spec: Inputs, backend: str) -> Outputs:
-    """expert_capacity and k_from_fraction are exact for decimal fractions, computed here with integers."""
+    """expert_capacity and k_from_fraction are exact for decimal fractions; the expected values use Fraction."""
     tokens, k, experts, multiple, n = (spec[name] for name in ("tokens", "k", "experts", "multiple", "n"))
     exact, p = Fraction(spec["factor"], 1000), Fraction(min(spec["factor"], 1000) or 1, 1000)
     if backend == "reference":

@@ -118,7 +118,7 @@ OPERATIONS = {
     "topk_gate": Fuzzed(_draw_topk, _build_topk, lambda spec: 1 <= spec["k"] <= spec["experts"], weight=3),
     "tree_gate": Fuzzed(_draw_tree, _build_tree, _has_trees),
     "tree_route": Fuzzed(
-        # Not integers ("ties"): pre-activations would be exactly 0, where rounding decides between left and right.
+        # Not "ties", small integers: pre-activations could be exactly 0, where rounding decides between left and right.
         lambda draw: _draw_tree(draw) | {"gamma": 1e-6, "x.kind": "normal", "split_weight.kind": "normal"},
         _build_tree,
         lambda spec: _has_trees(spec) and spec["gamma"] == 1e-6,

@@ -55,9 +55,10 @@ def make(spec: Spec, name: str, *shape: int) -> Tensor:
 
 
 def lay(x: Tensor, layout: str) -> Tensor:
-    """x in a memory layout. Memory between its elements holds NaN, for bfloat16 the largest number.
+    """x in a memory layout; "expanded" repeats the first x[:1]. Memory between the elements of x holds NaN.
 
-    torch.mm reads past a bfloat16 view on CPUs with AMX (NaN in 9 of 300 shapes).
+    For bfloat16 it holds the largest number: torch.mm reads past a bfloat16 view on CPUs with AMX (NaN in 9 of 300
+    shapes).
     """
     rest = torch.finfo(x.dtype).max if x.dtype == torch.bfloat16 else torch.nan
     if layout == "contiguous" or not x.dim() or not x.numel():

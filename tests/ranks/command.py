@@ -27,7 +27,7 @@ SMALL = {
 }
 SMALL_SETS = {"corners": images, "tastes": ratings}
 
-# Without noise, and without losses that depend on the division into batches.
+# Options of runs without noise, and without losses that depend on the division into batches.
 PLAIN = ["--sides", "compete", "--depth", "1", "--steps", "6", "--every", "2", "--model-dropout", "0"]
 
 
@@ -54,7 +54,7 @@ def agrees(port: str, recipe: str, *words: str) -> None:
 
 
 def stops(port: str, out: str, data: str) -> None:
-    """If rank 0 raises at step 3, rank 1 ends with a message that contains the checkpoint of rank 0."""
+    """If rank 0 raises at step 3, rank 1 ends with a message that contains the path of rank 0's checkpoint."""
     rank = os.environ["RANK"]
     if rank == "0":
         original = ranks.ParallelRun.differentiate
@@ -96,7 +96,8 @@ def goes_on(port: str, out: str, data: str, whole: str) -> None:
             if isinstance(a[name], float):
                 assert abs(a[name] - b[name]) <= 1e-5 * max(1, abs(b[name])), (name, a, b)
     flops, least = (each["runs"][0]["flops"] for each in (found, expected))
-    assert least <= flops <= 1.01 * least, (flops, least)  # combine is also counted on the owner
+    # With several ranks, combine is also counted on the rank that owns the expert.
+    assert least <= flops <= 1.01 * least, (flops, least)
     torch.load(Path(out) / "model-compete-0.pt", weights_only=True)
 
 

@@ -192,7 +192,7 @@ def uneven_batches() -> None:
 
 
 def dropout() -> None:
-    """Dropout runs after combine on the token's rank, so its random numbers do not depend on the rows received."""
+    """Dropout runs after combine on the token's rank, so random numbers do not depend on the rows that a rank gets."""
     for layer in (mnn.MoE(mnn.TopKGate(D, E, 2), experts(dropout=0.5)), mlp()(None)):
         model = copy.deepcopy(layer)
         parallelize_module(model, mesh_of_all()["ep"], {"experts": ExpertParallel()})
@@ -211,7 +211,7 @@ def frozen_experts() -> None:
 
 
 def balance_over_ranks() -> None:
-    """With reduce=group every rank has the loss of all tokens, and the mean of gradients is its gradient."""
+    """With reduce=group every rank computes the loss of all ranks' tokens; its gradient is the mean over ranks."""
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     generator = torch.Generator().manual_seed(4)
     every, noise = (torch.randn(T, E, generator=generator) for _ in range(2))
@@ -241,7 +241,7 @@ def balance_over_ranks() -> None:
 
 def compiled() -> None:
     """With a static capacity the layer is one graph."""
-    _compiled(T, "aot_eager_default_partitioner")  # the other partitioner imports torch's inductor
+    _compiled(T, "aot_eager_default_partitioner")  # "aot_eager" imports torch's inductor
 
 
 def compiled_around_the_exchange() -> None:

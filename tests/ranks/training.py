@@ -90,7 +90,7 @@ def five_steps(ep: str, kind: str) -> None:
 
 
 def sums_of_ranks(ep: str, kind: str) -> None:
-    """Five steps of AdamW equal, bit for bit, one process that adds the gradients of the ranks' tokens in rank order.
+    """Five steps of AdamW equal, bit for bit, one process that computes gradients rank by rank and adds them.
 
     So the difference from a process that sums over all tokens at once is only the rounding of float32 sums.
     """
@@ -115,11 +115,12 @@ def sums_of_ranks(ep: str, kind: str) -> None:
 
 
 def _in_parts(parts: int, call: Callable[..., Tensor], x: Tensor, *given: Tensor) -> Tensor:
+    """call(x, *given), computed for the tokens of one rank at a time."""
     return torch.cat([call(each, *given) for each in x.chunk(parts)])
 
 
 def _add_in_order(mesh: DeviceMesh, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The mean over ranks in autograd's order: within a backward pass the last part first, then pass by pass."""
+    """The mean over ranks, added as in the one process: the last part of a backward pass first, then pass by pass."""
     buffers = [torch.empty_like(bucket.buffer()) for _ in range(mesh.size())]
     dist.all_gather(buffers, bucket.buffer())
     ep = mesh["ep"].size()
@@ -184,7 +185,7 @@ def go_on(folder: str) -> None:
     mesh, wrapped = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep")), model
     if dist.get_world_size() > 1:
         parallelize_module(model, mesh["ep"], {"layer.experts": ExpertParallel()})
-        del model.layer.experts.forward
+        del model.layer.experts.forward  # what `unfused` has set
         wrapped = data_parallel(model, mesh)
     optimizer = adamw(model)
     weights, moments = get_state_dict(model, optimizer)

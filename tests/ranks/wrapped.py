@@ -16,10 +16,10 @@ TOKENS = torch.arange(T) % IDS
 
 
 def stages():
-    """Layers with parameters that are unused from step 3 on; DDP failed in the step after."""
+    """Layers whose parameters get no gradient in some steps, as from step 3 on; DDP once failed in the step after."""
 
-    def searching(layer, step):
-        pass  # LocalSearch hardens after its own number of steps
+    def by_itself(layer, step):
+        pass  # LocalSearch hardens after 3 steps; a coin decides about each step of a competition
 
     def stable(layer, step):
         if step == 3:
@@ -42,11 +42,11 @@ def stages():
 
     search = lambda: mnn.LocalSearch(E, 3)  # noqa: E731
     return {
-        "permuted": (lambda: of(mnn.PermutedGate(mnn.SoftmaxGate(D, E), search())), searching),
-        "tasks": (lambda: mnn.MultiGateMoE([mnn.SoftmaxGate(D, E)] * 2, experts(), search()), searching),
+        "permuted": (lambda: of(mnn.PermutedGate(mnn.SoftmaxGate(D, E), search())), by_itself),
+        "tasks": (lambda: mnn.MultiGateMoE([mnn.SoftmaxGate(D, E)] * 2, experts(), search()), by_itself),
         "stable": (lambda: of(mnn.StableGate(D, E, IDS)), stable),
         "staged": (lambda: of(mnn.StagedGate(mnn.SoftmaxGate(D, E), mnn.TopKGate(D, E, 2), distill=0.1)), staged),
-        "competition": (competing, searching),
+        "competition": (competing, by_itself),
     }
 
 
@@ -70,7 +70,7 @@ def ddp(name: str) -> None:
     torch.manual_seed(0)
     layer = make()
     got = copy.deepcopy(layer)
-    if name == "competition":  # built again: the coin and the gate's experts are not submodules of the gate
+    if name == "competition":  # built again: the gate holds its coin and its experts outside of its submodules
         torch.manual_seed(0)
         got = make()
     expected = steps(layer, layer, change)
@@ -160,7 +160,7 @@ def narrowed() -> None:
 
 
 def made_on_meta() -> None:
-    """After meta, fully_shard, to_empty and reset_parameters all parameters are initialised; experts were not."""
+    """After meta, fully_shard, to_empty and reset_parameters all parameters are initialised (experts once were not)."""
     with torch.device("meta"):
         layer = mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertMLP(E, D, H))
     fully_shard(layer)
