@@ -1,8 +1,9 @@
-"""Compiles what Triton would launch, for a GPU that need not be here, and prints what it became, as JSON. What comes
-from an origin that standard input lists is not compiled.
+"""Compiles the kernels that Triton would launch on a GPU of some capability, without such a GPU, and prints for each
+launch its registers, spills, shared memory, longest loop and instructions, as JSON.
 
-A process of its own: a kernel that was decorated for the interpreter cannot be compiled. What tests/ptx has executed is
-not compiled again.
+Standard input lists the digests of launches that are not to be compiled (see `origin`). The tests run this as a process
+of its own, because a kernel that was decorated for Triton's interpreter cannot be compiled. PTX that tests/ptx has
+compiled comes from its cache.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def launches(capability: int) -> dict[str, dict[str, Any]]:
-    """By kernel, dtype and call: the launches that need a compilation which none before them needed.
+    """The launches whose specialisation no launch before them had, by kernel, dtype and call.
 
-    Triton has code of its own for sm_90 in products of 16 bits alone; other kernels have one launch there.
+    For sm_90 Triton generates other code only for matrix products in 16 bits; other kernels keep one launch there.
     """
     named: dict[str, dict[str, Any]] = {}
     with recorded(capability) as found:
@@ -57,8 +58,10 @@ def launches(capability: int) -> dict[str, dict[str, Any]]:
 
 
 def check_ones(source: ASTSource, capability: int) -> None:
-    """A launch makes constants of the integers that are 1, which have no methods and cannot be assigned to in loops:
-    with every integer 1 the kernel still becomes Triton's intermediate language."""
+    """Checks that the kernel can be translated to Triton's intermediate language if every integer argument is 1.
+
+    A launch passes an integer that is 1 as a constant. A constant has no methods and cannot be assigned to in a loop.
+    """
     signature, constants = dict(source.signature), dict(source.constants)
     for index, (name, kind) in enumerate(source.signature.items()):
         if kind in ("i32", "i64") and not source.fn.params[index].do_not_specialize:
@@ -74,7 +77,7 @@ def check_ones(source: ASTSource, capability: int) -> None:
 
 
 def origin(launch: dict[str, Any], backend: Any) -> str:
-    """The digest of what decides about a launch's machine code, as Triton's own cache has it, and of what reads it."""
+    """A digest of all that a launch's row depends on: what Triton's own cache hashes, and the files in READERS."""
     options = backend.parse_options(dict(launch["options"])).hash()
     readers = (Path(__file__).with_name(name).read_text() for name in READERS)
     return build.digest(triton.__version__, backend.hash(), options, launch["source"].hash(), *readers)
@@ -106,7 +109,7 @@ def code(cubin: bytes) -> bytes:
 
 
 def instructions(codes: list[bytes], capability: int) -> list[list[sass.Instruction]]:
-    """Those of each. One run of nvdisasm, which takes 0.4 s to start, for all of them."""
+    """The instructions of each kernel. One run of nvdisasm for all of them, because a start takes 0.4 s."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(b"".join(codes))
         file.flush()
@@ -122,8 +125,8 @@ def run(tool: str, *arguments: str | Path) -> str:
 
 
 def main(capability: int, known: set[str]) -> dict[str, dict[str, Any]]:
-    """By launch where its machine code comes from and, unless that is known, what it is."""
-    gc.set_threshold(100_000, 20, 20)  # as conftest.py does, and why
+    """By launch its origin and, unless that is known, the figures of its machine code."""
+    gc.set_threshold(100_000, 20, 20)  # for the reason given in conftest.py
     triton_launch.share_compilations()
     here, target = launches(capability), GPUTarget("cuda", capability, 32)
     backend = make_backend(target)

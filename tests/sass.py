@@ -23,8 +23,9 @@ def instructions(text: str) -> list[Instruction]:
 def hot_loop(code: list[Instruction]) -> int:
     """Instructions of the longest innermost loop of a kernel, 0 if it has none.
 
-    A branch back makes a loop if every way to it leads through its target. The loop is what reaches the branch from
-    there. So the branch back from code behind a kernel's end, which BRA.DIV reaches, makes none.
+    A branch back makes a loop if its target dominates it: every path to the branch leads through the target. The loop's
+    blocks are those on a path from the target to the branch. Code behind the kernel's end, which BRA.DIV jumps to,
+    branches back too, but makes no loop.
     """
     blocks, successors = _graph(code)
     loops: dict[int, int] = {}  # blocks of a loop, as bits, by its first one
@@ -59,11 +60,13 @@ def _graph(code: list[Instruction]) -> tuple[list[int], list[list[int]]]:
 
 
 def _target(each: Instruction, place: dict[int, int]) -> int | None:
+    """The index of the instruction that a branch jumps to; None if it is no branch."""
     found = re.search(r"0x([0-9a-f]+)\s*$", each.operands)
     return place.get(int(found[1], 16)) if found and each.name.startswith("BRA") else None
 
 
 def _reached(successors: list[list[int]]) -> int:
+    """The blocks that a path from the first one reaches, as bits."""
     found, open_ = 1, [0]
     while open_:
         for target in successors[open_.pop()]:
@@ -74,7 +77,7 @@ def _reached(successors: list[list[int]]) -> int:
 
 
 def _dominators(successors: list[list[int]]) -> list[int]:
-    """Of every block those that each way from the start leads through, itself among them, as bits."""
+    """The dominators of each block, as bits: the blocks that every path from the start to it visits, and itself."""
     before: list[list[int]] = [[] for _ in successors]
     for block, targets in enumerate(successors):
         for target in targets:

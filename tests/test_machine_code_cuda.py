@@ -2,8 +2,8 @@
 to local memory, registers, shared memory and the instructions of the longest inner loop stay within
 machine_code_cuda.json, and the instructions that a kernel's speed rests on are there.
 
-The table keeps the digest of the PTX that it was made from. The same PTX makes the same machine code, so ptxas, which
-takes 100 s for all kernels, runs on what has changed alone.
+The table has the digest of each source's PTX. The same PTX makes the same machine code, so ptxas runs only on PTX with
+a new digest. For all kernels it takes 100 s.
 
 After a change of kernels, or of this file:  python tests/test_machine_code_cuda.py --update
 """
@@ -75,12 +75,12 @@ def nvcc_version() -> str:
 
 
 def ptx_of(source: Path) -> Path:
-    """The PTX that tests/ptx executes, of which setup.py has machine code made for both."""
+    """The PTX that tests/ptx executes. setup.py's build compiles the same sources for both architectures."""
     return cuda_launch.build(source.relative_to(ROOT)).with_suffix(".ptx")
 
 
 def readable(symbols: list[str]) -> list[str]:
-    """kwta_block_kernel<float, 4, 32, 512> for what the linker calls it."""
+    """The demangled names without namespaces and parameters, such as kwta_block_kernel<float, 4, 32, 512>."""
     text = subprocess.run(["c++filt", *symbols], capture_output=True, text=True, check=True).stdout
     shorter = {
         r"moe::|\(anonymous namespace\)::|\(int\)|^void ": "",
@@ -116,7 +116,7 @@ def instructions(code: Path) -> Codes:
 
 @functools.cache
 def kernels(source: Path, architecture: str) -> Codes:
-    """What the kernels of one source use and hold."""
+    """Registers, bytes of memory and instructions of the kernels of one source."""
     with tempfile.TemporaryDirectory() as folder:
         code = Path(folder) / "kernels.cubin"
         options = ["-O3", f"-arch={architecture}", "-Werror", "all-warnings", "-cubin"]
@@ -133,7 +133,7 @@ def table() -> dict[str, Any]:
 
 
 def origin(source: Path) -> str:
-    """The digest of what decides about machine code and of its checks."""
+    """A digest of the PTX, the compiler's version and the files that read the machine code."""
     readers = (Path(__file__).read_text(), Path(sass.__file__).read_text())
     return build.digest(nvcc_version(), *readers, code_of(ptx_of(source).read_text()))
 
@@ -143,7 +143,7 @@ def row(each: dict[str, Any]) -> list[int]:
 
 
 def check(source: Path, architecture: str) -> None:
-    """Of all kernels of a source, whatever the table says."""
+    """Checks spills, shared memory and instructions of all kernels of a source, which need no table."""
     most = re.search(r"kStaticSharedBytes = (\d+) \* 1024", (ROOT / "csrc/include/moe/launch.cuh").read_text())
     assert most is not None
     for name, each in kernels(source, architecture).items():
@@ -186,7 +186,7 @@ def test_the_table_is_of_these_sources_and_every_pattern_is_of_a_kernel() -> Non
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda each: each.name)
 def test_nothing_is_warned_of(source: Path) -> None:
-    """On the way to PTX; all other steps stop at a warning."""
+    """Checks the compilation to PTX; all other steps of the build stop at a warning."""
     assert ptx_of(source).with_suffix(".warnings").read_text() == ""
 
 

@@ -2,8 +2,8 @@
 registers, shared memory and the instructions of the longest inner loop stay within machine_code_triton.json, and the
 instructions that a kernel's speed rests on are there.
 
-The table keeps a digest of the kernel's source and specialisation that each row was made from. The same ones make the
-same machine code, so that only what has changed is compiled: the others, which no test executes, take 120 s.
+Each row of the table has a digest of the kernel's source and specialisation. The same digest means the same machine
+code, so only launches with a new digest are compiled. To compile all of them takes 120 s.
 
 After a change of kernels, or of ahead_of_time.py's READERS:  python tests/test_machine_code_triton.py --update
 """
@@ -27,7 +27,8 @@ CAPABILITIES = (80, 90)
 COLUMNS = ("registers", "shared", "loop", "origin")
 SHARED_LIMIT = {80: 99 * 1024, 90: 227 * 1024}  # bytes a block: sm_86, which runs the same code, and sm_90
 
-# What the code of kernels holds whose name, dtype and call match. Rows of EVEN elements are multiples of 16 bytes.
+# By pattern of kernel, dtype and call: instructions that the code must have. Rows of EVEN elements are multiples of 16
+# bytes.
 EVEN = r"(512|4096|16384)"
 INSTRUCTIONS = {
     r"kwta_fwd.*": [r"LDG\.E"],
@@ -44,7 +45,7 @@ INSTRUCTIONS = {
     r"tree_gate_fused .*": [r"HG?MMA", r"LDGSTS\.E\.BYPASS\.128", r"BAR\.SYNC", r"MUFU\.EX2"],
 }
 
-# And what it must not: such rows are read 16 bytes at a time, whichever elements win.
+# Instructions that the code must not have: these rows are read 16 bytes at a time, whichever elements win.
 UNWANTED = {
     rf"kwta_fwd_packed .* N={EVEN} .*": [r"LDG\.E\.U16"],
     rf"kwta_fwd float32: .* N={EVEN} .*": [r"LDG\.E$"],
@@ -60,8 +61,8 @@ PRODUCTS = {
     },
 }
 
-# Bytes of spills that stay under another Triton than the table's: ptxas 12.8 gives up a register or two for one more
-# block on a multiprocessor, and reads them again once after the solve, or in a turn of its last pass or an outer loop.
+# Most bytes that may spill under another version of Triton than the table's. ptxas 12.8 spills one or two registers to
+# fit one more block on a multiprocessor. They are read again outside of the inner loops.
 SPILLED = {
     r"resident_fwd bfloat16: .* n=16 .*": 8,
     r"streamed_fwd .* n=1024 .*": 8,
@@ -70,8 +71,8 @@ SPILLED = {
 }
 
 
-# Bytes that spill under the table's Triton. The compiler no longer contracts a product into a sum, which made replicas
-# of one element differ, and that costs registers. These are known and are to be won back. Nothing else may spill.
+# Most bytes that may spill under the table's version of Triton; other kernels may not spill. Contraction of products
+# into sums is off, since it made replicas of one element differ, and these kernels need more registers without it.
 KNOWN = {
     r"grouped_gemm_fwd float32: expert_mlp gated forward .* H=50 .*": 56,
     r"grouped_gemm_fwd float32: (grouped_gemm forward .* H=352|expert_mlp gated training .* H=256) .*": 16,
@@ -96,7 +97,7 @@ def measured(capability: int, known: list[str]) -> dict[str, dict]:
 
 
 def check(got: dict[str, dict], capability: int) -> dict[str, int]:
-    """Of launches, whatever the table says; those that spill."""
+    """Checks spills, shared memory and instructions, which need no table. Returns the bytes of launches that spill."""
     spilled = {name: each["spilled"] for name, each in got.items() if each["spilled"]}
     for name, size in spilled.items():
         allowed = [most for pattern, most in (SPILLED | KNOWN).items() if re.fullmatch(pattern, name)]
