@@ -80,7 +80,7 @@ class Outputs(list[Any]):
 
 
 class _Thread(local):
-    """outputs: of the innermost block of a thread. A `local`, since torch.compile cannot trace a ContextVar."""
+    """outputs: of this thread's innermost collect_outputs. No ContextVar, since torch.compile cannot trace it."""
 
     outputs: Outputs | None = None
 

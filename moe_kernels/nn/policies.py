@@ -17,7 +17,7 @@ from moe_kernels.ops._checks import check_choice, check_factor, check_int
 from moe_kernels.ops.plan import ORDERS, capacity_of, make_plan, plan_expert_choice, plan_priority
 from moe_kernels.plan import RoutingPlan
 
-Ratio = tuple[int, int]
+Ratio = tuple[int, int]  # a factor as numerator and denominator
 PRIORITIES = (None, "max", "sum")
 
 
@@ -136,7 +136,7 @@ class ExpertChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
-        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # fails under torch.jit.trace
+        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # refuses jit.trace's tensors
         group = self.group or max(scores.shape[0], 1)
         groups = scores.shape[0] // group
         if scores.shape[0] % group:
@@ -154,10 +154,12 @@ class ExpertChoice:
         return make_plan(experts, num_experts, capacity=groups * capacity), weights
 
     def _rows(self, group: int, num_experts: int) -> int:
+        """The tokens that an expert takes from a group of n = `group` tokens; see the arguments of the class."""
         if self.multiple_of is not None:
             return capacity_of(group, 1, num_experts, self._ratio, self.multiple_of)
         part, whole = group * self._ratio[0], num_experts * self._ratio[1]
-        return (2 * part + whole - 1 + part // whole % 2) // (2 * whole)  # a branch would make torch.export guard on T
+        # round(part / whole), half to even. A branch would make torch.export guard on T.
+        return (2 * part + whole - 1 + part // whole % 2) // (2 * whole)
 
 
 @dataclass(frozen=True)

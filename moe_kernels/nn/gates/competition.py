@@ -40,7 +40,7 @@ class CompetitionGate(Gate):
     Autocast: the norms are computed in its dtype; router, weights and loss keep that of the parameters.
 
     losses: "router" on competition steps, the router's own on the others. statistics: "competed" (), 0 or 1, and on
-    competition steps "agreement" (), the share of the k winners that the router also has.
+    competition steps "agreement" (), the share of the k winners that the router also chooses.
 
     State: `steps` counts training calls, except those that a checkpoint repeats in the backward pass; it is in the
     state dict. Source: paper 004, eqs. 3 to 5, section 3.3.

@@ -29,7 +29,8 @@ class EnsembleGate(Gate):
             tokens and averaged over the members; `load` needs noise.
 
     Input: x (T, D) and ids (T,), the member of each token (see `tile`). Output: sparse. Parameter: weight
-    (M, D, E / M), initialised as M nn.Linear without bias. Source: paper 003, section 5; capacity counts all E.
+    (M, D, E / M), initialised as M nn.Linear without bias. A policy computes the capacity from all E experts.
+    Source: paper 003, section 5.
 
     Example:
         >>> x, ids = tile(torch.randn(4, 16), 2)  # every sample once for each member

@@ -103,8 +103,8 @@ class TreeGate(Gate):
         return tree_gate(x, **self._arguments(), parity=self.parity)
 
     def _routed(self, x: Tensor) -> GateOutput | None:
-        """The output of tree_route, or None if a tree is not saturated, where it would differ from the dense gate's."""
-        # With statistics=True it returns three values; its annotation has two.
+        """The output of tree_route; None if a tree is not saturated, as the dense gate's output would then differ."""
+        # With statistics=True tree_route returns three values; its annotation has two.
         weights, experts, found = tree_route(x, **self._arguments(), statistics=True)  # type: ignore[misc]
         if bool(found.unsaturated.any()):
             return None
