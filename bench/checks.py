@@ -29,7 +29,7 @@ from bench.measure import tensors_of
 from bench.registry import ENTRIES, Calls, Inputs
 from bench.timing import host_sync_error
 from moe_kernels.info import placement
-from moe_kernels.verify import DTYPES, Row, dtype_name, said
+from moe_kernels.verify import DTYPES, Row, dtype_name, error_text
 
 REPEATS = 20
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
@@ -64,7 +64,7 @@ def kernel_checks(row: Row) -> dict[str, str]:
         try:
             found[name] = check(row)
         except Exception as raised:  # this shape is larger than the verified ones, so a kernel may fail here first
-            found[name] = f"FAILED: {said(raised)}"
+            found[name] = f"FAILED: {error_text(raised)}"
     return found
 
 

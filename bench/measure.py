@@ -18,7 +18,7 @@ from bench.registry import ENTRIES, Inputs, Shape, label
 from bench.shapes import ROUTINGS
 from bench.worker import Worker, WorkerLost
 from moe_kernels import info
-from moe_kernels.verify import Row, dtype_name, said, threads
+from moe_kernels.verify import Row, dtype_name, error_text, threads
 
 MEMCPY = "memcpy"
 TOLERANCE = 0.05  # largest difference of two outputs, over the norm; ties may be broken differently
@@ -221,7 +221,7 @@ def measure_one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...
     except torch.cuda.OutOfMemoryError:  # inputs or peers may be the cause, so the kernel has not failed
         return Found(left_out=[*found.left_out, f"{job}: no room in the GPU's memory"])
     except Exception as raised:  # the jobs before it keep their figures
-        return _failed(job, said(raised), found)
+        return _failed(job, error_text(raised), found)
     finally:
         if job.device == "cuda":  # the next job has other sizes and cannot use this one's blocks
             torch.cuda.empty_cache()
@@ -320,7 +320,7 @@ def _wrong(
     try:
         got = peer(inputs)
     except Exception as raised:
-        return {name: f"fails: {said(raised)}"}
+        return {name: f"fails: {error_text(raised)}"}
     if kernel is None:
         return {}
     off = _difference(kernel(inputs), got)

@@ -96,7 +96,7 @@ def with_unseen(file: Path, name: str, user: Tensor, movie: Tensor, rating: Tens
 
 
 def _draw_unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Generator) -> Tensor:
-    """For every row a random movie without a row of this user; drawn again, up to 200 times, until that holds."""
+    """For every row a random movie that its user has not rated; ValueError if 200 draws find none for a row."""
     movies = int(movie.max()) + 1
     watched = (user * movies + movie).unique()
     found = torch.empty_like(movie)

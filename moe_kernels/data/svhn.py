@@ -35,7 +35,7 @@ def load(place: Path) -> Images:
 
 
 def load_with_mnist(place: Path) -> Images:
-    """MNIST and SVHN as one set, as paper 001 mixes them: it draws its parts of SVHN from all three files.
+    """MNIST and SVHN as one set, as paper 001 mixes them. The paper draws its parts of SVHN from all three files.
 
     The test set is a fixed random 11.9 % of SVHN and MNIST's test images: 75,000 and 10,000 with extra_32x32.mat. The
     paper does not say how the sizes are made equal; here MNIST gets a black frame of 2 pixels, and its grey becomes

@@ -51,7 +51,7 @@ class Routing(NamedTuple):
     active: Tensor  # bool (..., E): the experts that each sample or token used
     probs: Tensor | None = None  # (..., E): the router's distribution, for its entropy; None: it has none
     weights: Tensor | None = None  # (..., E): of a gate that uses every expert, for heat maps
-    unit: str = "experts"  # counted by E: "experts" or "neurons"
+    unit: str = "experts"  # what E counts: "experts" or "neurons"
 
 
 # name -> (sum, weight), both () tensors or numbers. The sum of all sums over the sum of all weights is reported.

@@ -77,7 +77,8 @@ class StepRecord:
 def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) -> Agreement:
     """Takes the same steps on the current backend and on the reference, and compares each of them.
 
-    Every step starts from the weights and moments of the run on the current backend. The routing must be the same;
+    Every step starts from the weights and the optimiser's state of the run on the current backend. The routing must be
+    the same;
     losses and gradients may differ by TOLERANCE and by the jumps of the reference.
     """
     with backends.use_backend("reference"):

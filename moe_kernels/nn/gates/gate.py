@@ -65,7 +65,7 @@ class GateOutput:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Scalars by name: the mean of every record; of "experts_per_sample" the mean number of values >= 1e-5.
+        """Scalars by name: the mean of each record; "experts_per_sample": mean number of a token's weights >= 1e-5.
 
         Computed at every read; a forward computes none.
         """
