@@ -48,7 +48,7 @@ PROBE_PROGRAM = "import torch; torch.zeros(1, device='cuda').sum().item()"
 
 # pytest -k, if time is limited: tests that run Triton or CUDA kernels, without those that only compile them.
 GPU_TESTS = "(triton or cuda) and not machine_code and not ahead_of_time and not test_build"
-LOG_CHARACTERS = 200_000  # characters of one command's output, the last ones
+LOG_CHARACTERS = 200_000  # the log keeps this many of the last characters of a command's output
 
 
 def kernel_checks(row: Row) -> dict[str, str]:

@@ -90,11 +90,12 @@ class Prediction:
 
     @property
     def instructions_per_element(self) -> float:
-        """PTX instructions of a thread for each element of the largest input, at the counted shape."""
+        """PTX instructions of all threads (32 for one of a warp) over the elements of the largest input."""
         return 32 * sum(each["warp_instructions"] for each in self.count["launches"]) / self.count["elements"]
 
 
 def launch(counts: dict[str, Any], counted: dict[str, Any], gpu: Gpu) -> Launch:
+    """The prediction for one launch. counts: of this launch. counted: of its call, as `counting.count` returns them."""
     scale, factor = counted["grows"], PRODUCTS if counts["tensor_flops"] else INTEGER
     instructions = counts["warp_instructions"] * scale
     moved = (counts["bytes_read"] + counts["bytes_written"]) * counts.get("bytes_grow", counted["bytes_grow"])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 GZIP = b"\x1f\x8b"
-LIMIT = 1 << 31  # bytes of a file and of the content of an archive: the largest set read here has 614 million
+LIMIT = 1 << 31  # bytes of a file, an archive's content or a set's pixels; the largest set so far has 614 million
 
 Kind = TypeVar("Kind", bound="Tensors")
 

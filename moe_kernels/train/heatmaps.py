@@ -44,9 +44,8 @@ def token_maps(run: Run) -> list[TokenMap]:
                 layer.weights.float() if layer.weights is not None and kind == "gate weight" else layer.active.float()
                 for layer, kind in zip(found, kinds, strict=True)
             ]
-            members = len(layers[0]) // (
-                len(batch.tensors[1]) * tokens
-            )  # of an ensemble; each image is repeated M times
+            # Members of an ensemble, else 1. The rows of an image's members are consecutive.
+            members = len(layers[0]) // (len(batch.tensors[1]) * tokens)
             one_hot = torch.nn.functional.one_hot(batch.tensors[1].repeat_interleave(members), classes).float()
             images += one_hot.sum(0)[:, None]
             used = [layer.unflatten(0, (-1, tokens)) for layer in layers]  # (B, S, E)
