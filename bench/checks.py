@@ -92,7 +92,10 @@ def no_host_sync(row: Row) -> str:
 def sanitizers(
     pairs: Iterable[tuple[str, str]], seconds: float | None = None, log: Path | None = None
 ) -> dict[tuple[str, str], dict[str, str]]:
-    """Runs compute-sanitizer's tools on the small cases of (operation, backend) pairs, in several processes."""
+    """Verdicts of compute-sanitizer's tools on the small cases of (operation, backend) pairs, in several processes.
+
+    seconds: limit for all of them. log: file for the output of failed runs.
+    """
     program, until = shutil.which("compute-sanitizer"), time.monotonic() + (seconds or float("inf"))
     reason = sanitizer_problem(program, seconds)
     if reason:

@@ -95,7 +95,7 @@ class Prediction:
 
 
 def launch(counts: dict[str, Any], counted: dict[str, Any], gpu: Gpu) -> Launch:
-    """The prediction for one launch. counts: of this launch. counted: of its call, as `counting.count` returns them."""
+    """The prediction for one launch. counts: those of this launch; counted: those of its call (counting.count)."""
     scale, factor = counted["grows"], PRODUCTS if counts["tensor_flops"] else INTEGER
     instructions = counts["warp_instructions"] * scale
     moved = (counts["bytes_read"] + counts["bytes_written"]) * counts.get("bytes_grow", counted["bytes_grow"])

@@ -118,7 +118,7 @@ def unpickle(content: bytes) -> Any:
 
 
 class _Dtype:
-    """Stands for numpy.dtype and stores its code."""
+    """Replaces numpy.dtype; stores its code, such as "u1"."""
 
     def __init__(self, code: Any, *flags: Any) -> None:
         self.code = code.decode("ascii") if isinstance(code, bytes) else code
@@ -128,7 +128,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for numpy.ndarray, for which a hostile pickle could allocate memory; stores only bytes of the pickle."""
+    """Replaces numpy.ndarray, with which a hostile pickle could allocate memory; stores only bytes of the pickle."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, self.fortran, content = state

@@ -22,7 +22,7 @@ _PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
 class Ratings(Tensors):
     """Rows of user, movie int64 (n,), watched float32 (n,) in {0, 1}, rating float32 (n,), 0 if there is none.
 
-    Ratings are from 1 to 5; of Books from 1 to 10, of Jester from -10 to 10.
+    Ratings of MovieLens are from 1 to 5, those of Books from 1 to 10, those of Jester from -10 to 10.
     """
 
     name: str

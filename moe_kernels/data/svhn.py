@@ -14,7 +14,7 @@ from moe_kernels.data.images import Images, from_bytes, mnist_bytes
 PARTS = ("train", "extra", "test")
 SHAPE = (3, 32, 32)
 CLASSES = tuple(map(str, range(10)))
-TEST_SHARE = 75_000 / 630_420  # of all images of SVHN, in paper 001
+TEST_SHARE = 75_000 / 630_420  # share of all images of SVHN that paper 001 tests on
 SEED = 0  # draws these test images
 
 

@@ -109,7 +109,7 @@ class MoEMLP(nn.Module):
         return self.router_out(ACTIVATIONS[self.activation](self.router_in(x)))
 
     def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        """x (T, N_0) -> (T, N_L). logits: of the router, if they are already known."""
+        """x (T, N_0) -> (T, N_L). logits: the router's, if they are already known."""
         scores = self.logits(x) if logits is None else logits
         weights, experts = topk_gate(scores, 1, order="softmax_topk")
         plan = make_plan(experts, self.num_experts)

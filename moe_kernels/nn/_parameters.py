@@ -85,7 +85,7 @@ def uniform_(parameter: Tensor | None, bound: float, generator: torch.Generator 
 
 
 def empty_parameter(*shape: int, **options: Any) -> nn.Parameter:
-    """A parameter of that shape with undefined values. options: of torch.empty."""
+    """A parameter of that shape with undefined values. options: arguments of torch.empty."""
     return nn.Parameter(torch.empty(shape, **options))
 
 

@@ -58,8 +58,8 @@ class FixedRouting(nn.Module):
         widths: (N_0, N_1, .., N_{L-1}): the input and every masked layer.
         p: keep fraction, 0 < p <= 1.
         ties: tie rule of kwta.
-        backend: of kwta; None chooses.
-        generator: draws V; None is torch's own. Its device must be that of V.
+        backend: backend of kwta; None chooses one.
+        generator: draws V, on the device of V; None is torch's own generator.
 
     Raises:
         ValueError, TypeError: fewer than two widths, a width below 1, p outside (0, 1], an unknown tie rule.
@@ -136,8 +136,8 @@ class MaskedLinear(nn.Linear):
     Args:
         k: active neurons, 0 to out_features.
         activation: f, a name in ACTIVATIONS; None is the identity.
-        ties, backend: of kwta.
-        bias, device, dtype: of torch.nn.Linear.
+        ties, backend: as in kwta.
+        bias, device, dtype: as in torch.nn.Linear.
 
     Raises:
         ValueError, TypeError: k outside [0, out_features], an unknown activation or tie rule.
@@ -210,7 +210,7 @@ class CometFFN(nn.Module):
         p: keep fraction of the hidden neurons.
         activation: f, a name in ACTIVATIONS.
         dropout: rate after the hidden layer and after the output.
-        ties: of kwta.
+        ties: tie rule of kwta.
 
     Input (..., D), output (..., D).
 
@@ -274,9 +274,9 @@ class CometMLP(nn.Module):
         widths: (N_0, .., N_L): input, L-1 hidden layers, output; L >= 2.
         p: keep fraction of every hidden layer, 0 < p <= 1; k_l = k_from_fraction(p, N_l).
         activation: f of eq. 8, a name in ACTIVATIONS.
-        bias: of the backbone; the routing has none.
-        ties, backend: of kwta, for both networks.
-        generator: draws the backbone, first layer to last, then the routing; None is torch's own.
+        bias: whether the backbone has biases; the routing has none.
+        ties, backend: as in kwta, for both networks.
+        generator: draws the backbone, first layer to last, then the routing; None is torch's own generator.
 
     Raises:
         ValueError, TypeError: fewer than three widths, a width below 1, p outside (0, 1], an unknown name.

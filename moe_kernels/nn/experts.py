@@ -94,7 +94,7 @@ class ExpertLayer(Experts):
 
     Args:
         num_experts, dim, out: E, D, Dout.
-        activation: of grouped_gemm.
+        activation: as in grouped_gemm.
         dropout: rate after the activation.
 
     Parameters: weight (E, D, Dout) and bias (E, Dout), with 2 Dout columns if the activation is gated; each expert is
@@ -143,7 +143,7 @@ class ExpertMLP(Experts):
     Args:
         num_experts, dim, hidden: E, D, H.
         out: Dout, D if None.
-        activation: of expert_mlp; a gated one makes H values of 2 H columns.
+        activation: as in expert_mlp; a gated one makes H values of 2 H columns.
         dropout: rate on the weighted sum, as after a dense feed-forward block; `rows` has it on each row instead.
 
     Parameters: w_in (E, D, H, or 2 H if gated), b_in (E, H or 2 H), w_out (E, H, Dout), b_out (E, Dout); each expert is

@@ -55,7 +55,7 @@ class LocalSearch(KeepsFloat32):
             one, and every call cools to it in 150 iterations and rounds S as "annealed" does. All 100 then end as the
             best assignment of their U.
         bound: U ~ U(-bound, bound), drawn by `generator`.
-        backend: of sinkhorn.
+        backend: as in sinkhorn.
         noise: S in stage one is that of U + noise * Gumbel(0, 1), drawn every step by torch's generator
             (Gumbel-Sinkhorn, Mena et al. 2018); the last S with its noise becomes the permutation. The paper has 0.
 
@@ -242,7 +242,7 @@ class LocalSearch(KeepsFloat32):
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         self.step = state["step"]
-        self._stale = 0 < self.step < self.steps
+        self._stale = 0 < self.step < self.steps  # in stage one `source` may be older than `assigned`
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         soft, step = state_dict.get(prefix + "soft"), state_dict.get(prefix + "_extra_state", {}).get("step", 0)

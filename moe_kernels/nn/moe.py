@@ -42,7 +42,7 @@ OUTPUTS = ("all", "tensor")
 class MoEOutput:
     """The output of a layer of experts.
 
-    * y: (..., Dout); of a MultiGateMoE a tuple of these, one for each gate.
+    * y: (..., Dout); a MultiGateMoE has a tuple of these, one for each gate.
     * plan: the RoutingPlan.
     * gates: the output of each gate, before the policy.
     * losses: scalars by name, already weighted; add them to the task's loss.
@@ -140,7 +140,7 @@ class MoE(OutputModule):
         self.pass_through, self.output = pass_through, output
 
     def forward(self, x: Tensor, ids: Tensor | None = None, *, pass_through: bool | None = None) -> Any:
-        """pass_through: replaces the layer's own for this call; None: the layer's own."""
+        """pass_through: replaces the layer's option for this call; None keeps it."""
         if self.output == "all":
             refuse_reentrant("MoE")
         through = self.pass_through if pass_through is None else pass_through

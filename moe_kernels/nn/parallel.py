@@ -232,7 +232,7 @@ class GlobalPolicy:
 
     Args:
         policy: any of nn.policies.
-        mesh: of one dimension.
+        mesh: a mesh of one dimension.
     """
 
     def __init__(self, policy: Policy, mesh: DeviceMesh) -> None:
@@ -267,9 +267,9 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Distrib
     """DDP of a model with sharded experts; `mesh` holds all ranks, such as ("dp", "ep").
 
     Gradients of the experts are averaged over the ranks that own the same experts, all other gradients over all ranks.
-    options: of DistributedDataParallel. FSDP2 does not need this function: see ExpertParallel. DistributedDataParallel
-    with device_mesh=mesh["dp"] computes the same means, but with torch 2.13 named_parameters lacks the DTensors after a
-    forward pass.
+    options: arguments of DistributedDataParallel. FSDP2 does not need this function: see ExpertParallel.
+    DistributedDataParallel with device_mesh=mesh["dp"] computes the same means, but with torch 2.13 named_parameters
+    lacks the DTensors after a forward pass.
     """
     sharded = {name: each for name, each in model.named_parameters() if isinstance(each, DTensor)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sharded))
@@ -282,7 +282,7 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Distrib
 
 
 def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
-    """The gradient's mean over the ranks of all groups, in place."""
+    """Replaces the gradient by its mean over the ranks of all groups."""
     assert isinstance(parameter.grad, DTensor)
     grad = parameter.grad.to_local()
     for group in groups:

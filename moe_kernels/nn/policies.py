@@ -30,7 +30,7 @@ class TokenChoice:
         factor_eval: the factor in evaluation, which V-MoE lowers after training; "as trained": the same.
         priority: None visits tokens by position. "max" and "sum" visit them by their largest or summed gate weight:
             Batch Prioritized Routing (paper 003, section 4; its published code has only "max").
-        order: of make_plan. None: "choice" with a capacity, else "token". Without a capacity the order only decides the
+        order: as in make_plan. None: "choice" with a capacity, else "token". Without a capacity it only decides the
             order of an expert's rows; with "token" the rows of n processes, concatenated, are those of one process.
         multiple_of: the capacity is rounded up to a multiple of it; 4 in V-MoE's published code.
         group: number of consecutive tokens that compete for capacity, such as those of V-MoE's 8 images. Every group,

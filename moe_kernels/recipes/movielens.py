@@ -2,7 +2,7 @@
 
 The paper trains on 200,000 rows for 10 epochs, Adam at 2.5e-5, batches of 512, task weights 0.9 (watched, binary
 cross-entropy) and 0.1 (rating, squared error over the rows that have one); "+" learns a permutation for 5 epochs. Its
-training features are not public: of the prepared files the validation rows are the training set here.
+training features are not public: here the validation rows of the prepared files are the training set.
 "+untrained" is the control: the same schedule with fixed random scores instead of learned ones. The defaults are those
 of Table 1; for Table 2: --epochs 100 --choose best --patience 25, and `study search` for its random search. Files of
 Jester and Books train too (--embedding 64 --width 128, Books --experts 9 --k 4).

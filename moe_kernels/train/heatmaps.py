@@ -16,8 +16,8 @@ from moe_kernels.train.plotting import write_picture
 class TokenMap(NamedTuple):
     """Shares from 0 to 1 that each expert of a layer gets."""
 
-    positions: Tensor  # (E, rows, columns): of the tokens at that patch, over the test images
-    classes: Tensor  # (E, C): of all tokens of a class's test images, class tokens included
+    positions: Tensor  # (E, rows, columns): share of the tokens at that patch, over the test images
+    classes: Tensor  # (E, C): share of all tokens of a class's test images, class tokens included
     of: str = "share of the tokens"  # or "gate weight", for a gate that uses every expert for every token
 
 

@@ -218,7 +218,7 @@ def rank_random(run: Run, rank: int) -> AbstractContextManager[None]:
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Averages gradients: of experts over "dp", of other parameters over all ranks. A missing gradient counts as 0."""
+    """Averages the experts' gradients over "dp" and all others over all ranks. A missing gradient counts as 0."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         return

@@ -27,7 +27,7 @@ class History:
     lr: float
     stage: str
     rows: list[Row]
-    flops: float = math.nan  # of one prediction
+    flops: float = math.nan  # FLOPs of one prediction
     setup_seconds: float = 0.0
     parameters: int = 0
     flops_known: float = math.nan  # with stored frozen masks; equal to `flops` if there are none
@@ -50,7 +50,7 @@ class Summary:
     metric: tuple[float, float]
     curve: tuple[float, float]  # mean of the metric over all evaluations: shows how fast a side learns
     loss: tuple[float, float]  # training loss of the task, without regularisers
-    seconds: float  # of a step, median over seeds and evaluations
+    seconds: float  # seconds of a step, median over seeds and evaluations
     flops: float
     routing: dict[str, float] = field(default_factory=dict)
     flops_known: float = math.nan  # with stored masks

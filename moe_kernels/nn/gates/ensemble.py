@@ -24,7 +24,7 @@ class EnsembleGate(Gate):
         members: M.
         k: from 1 to E / M.
         noise: N(0, (M / E)^2) on a member's E / M logits in training.
-        generator: draws the noise; None is torch's own.
+        generator: draws the noise; None is torch's own generator.
         importance, load: coefficients of V-MoE's losses in training, computed for each member over its own experts and
             tokens and averaged over the members; `load` needs noise.
 
