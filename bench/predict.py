@@ -44,7 +44,7 @@ class Gpu:
         return 1e12 * self.tflops[name]
 
 
-# From the data sheets, without sparsity: A100 SXM 80 GB (bandwidth 1.94 TB/s) and H100 SXM.
+# From the data sheets, without sparsity: A100 80 GB with the PCIe card's bandwidth (SXM: 2.04 TB/s), and H100 SXM.
 GPUS = {
     "A100": Gpu("A100", 108, 1.41, 1940, {"bfloat16": 312, "float16": 312, "tf32": 156}),
     "H100": Gpu("H100", 132, 1.83, 3350, {"bfloat16": 989, "float16": 989, "tf32": 495}),

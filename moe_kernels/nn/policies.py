@@ -136,7 +136,7 @@ class ExpertChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
-        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # refuses jit.trace's tensors
+        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # torch.jit.trace has a tensor here
         group = self.group or max(scores.shape[0], 1)
         groups = scores.shape[0] // group
         if scores.shape[0] % group:

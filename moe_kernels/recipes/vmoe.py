@@ -167,7 +167,7 @@ class VMoE(Recipe):
     def _layer(self, image_shape: tuple[int, int, int]) -> MoE:
         side, dim, count = self.side, self.dim, self.experts
         experts = ExpertMLP(count, dim, self.hidden)
-        tokens = 1 + (image_shape[1] // self.patch) * (image_shape[2] // self.patch)  # class token first
+        tokens = 1 + (image_shape[1] // self.patch) * (image_shape[2] // self.patch)  # a class token and the patches
         group = self.group * tokens or None
         policy = TokenChoice(
             self.capacity,

@@ -98,7 +98,7 @@ class Run:
     setup_seconds: float = 0.0
     parameters: int = 0
     best: dict[str, Any] | None = None  # state dict on the CPU at the best evaluation on the validation part
-    unit: str = "experts"  # what the routing counts, or "neurons"; set by an evaluation
+    unit: str = "experts"  # what the routing counts: "experts" or "neurons"; set by an evaluation
     terms: list[Row] = field(default_factory=list)  # for every row: means of the loss's regularisers
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ class History:
     setup_seconds: float = 0.0
     parameters: int = 0
     flops_known: float = math.nan  # with stored frozen masks; equal to `flops` if there are none
-    unit: str = "experts"  # what the routing counts, or "neurons"
+    unit: str = "experts"  # what the routing counts: "experts" or "neurons"
     chosen: int = -1  # index of the row to report
     terms: list[Row] = field(default_factory=list)  # for every row: regularisers of the loss
 
