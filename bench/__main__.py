@@ -91,7 +91,7 @@ def run_command(
     _describe_machine()
     rows = list(_verify(op, backend))
     _exit_if_idle(backend, rows)
-    until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)  # also if verifying took all the time
+    until = max(until, time.monotonic() + 60 * (minutes or math.inf) / 3)  # even if verifying took all
     result = _measure(rows, request, seconds, until)
     path = ledger.write(result, out)
     text, html = document.write([result], out)
@@ -136,7 +136,7 @@ def gpu_command(
     if not torch.cuda.is_available():
         console.print("No GPU that torch can use: `python -m bench run` measures the CPU.")
         raise typer.Exit(2)
-    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # without building and drawing
+    until = time.monotonic() + 60 * (minutes or (1.75 if quick else 8.5))  # building and drawing come on top
     _describe_machine()
     request = _request(Shapes.quick if quick else Shapes.papers, None, None, ["float32,bfloat16"], [1], not quick)
     request = replace(request, first="aims")

@@ -29,7 +29,7 @@ from bench.measure import tensors_of
 from bench.registry import ENTRIES, Calls, Inputs
 from bench.timing import host_sync_error
 from moe_kernels.info import placement
-from moe_kernels.verify import DTYPES, Row, dtype_name, said
+from moe_kernels.verify import DTYPES, Row, dtype_name, error_text
 
 REPEATS = 20
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
@@ -48,7 +48,7 @@ PROBE_PROGRAM = "import torch; torch.zeros(1, device='cuda').sum().item()"
 
 # pytest -k, if time is limited: tests that run Triton or CUDA kernels, without those that only compile them.
 GPU_TESTS = "(triton or cuda) and not machine_code and not ahead_of_time and not test_build"
-LOG_CHARACTERS = 200_000  # characters of one command's output, the last ones
+LOG_CHARACTERS = 200_000  # the log keeps this many of the last characters of a command's output
 
 
 def kernel_checks(row: Row) -> dict[str, str]:
@@ -64,7 +64,7 @@ def kernel_checks(row: Row) -> dict[str, str]:
         try:
             found[name] = check(row)
         except Exception as raised:  # this shape is larger than the verified ones, so a kernel may fail here first
-            found[name] = f"FAILED: {said(raised)}"
+            found[name] = f"FAILED: {error_text(raised)}"
     return found
 
 
@@ -92,7 +92,10 @@ def no_host_sync(row: Row) -> str:
 def sanitizers(
     pairs: Iterable[tuple[str, str]], seconds: float | None = None, log: Path | None = None
 ) -> dict[tuple[str, str], dict[str, str]]:
-    """Runs compute-sanitizer's tools on the small cases of (operation, backend) pairs, in several processes."""
+    """Verdicts of compute-sanitizer's tools on the small cases of (operation, backend) pairs, in several processes.
+
+    seconds: limit for all of them. log: file for the output of failed runs.
+    """
     program, until = shutil.which("compute-sanitizer"), time.monotonic() + (seconds or float("inf"))
     reason = sanitizer_problem(program, seconds)
     if reason:

@@ -13,8 +13,8 @@ KEY = ("op", "backend", "dtype", "direction", "shape", "setting")
 class Change(NamedTuple):
     """A figure of both results; `slowdown` is 1.1 if the second takes a tenth longer.
 
-    On a GPU microseconds are compared. On a CPU they drift with the load, so the time is compared in units of memcpy's
-    and of each peer's, and the smallest change counts: a change of the kernel shows against all of them.
+    On a GPU microseconds are compared. On a CPU they drift with the load, so the time is divided by memcpy's and by
+    each peer's time. The smallest of these changes counts, since a change of the kernel shows in all of them.
     """
 
     figure: tuple[str, ...]

@@ -38,10 +38,12 @@ class NoExecutor(RuntimeError):
 class Case:
     """An operation at the shape of its prediction.
 
-    small: sizes that are smaller in the counted shape. units: names of sizes; counts grow with the product of these.
-    own_bytes: bytes grow with that product too, since the registry has no least bytes for this case.
-    torch_products: torch computes the products. Launches without matrix instructions read their results and no weights,
-        which the least bytes include; so the bytes of these launches grow with that product too.
+    small: sizes that are smaller in the counted shape.
+    units: names of sizes. From the counted to the full shape counts grow by `scale`, the product of the ratios of these
+        sizes, and bytes by `bytes_scale`, the ratio of the least bytes.
+    own_bytes: bytes grow by `scale` too, since the registry has no least bytes for this case.
+    torch_products: torch may compute the matrix products. A launch without matrix instructions then reads their results
+        but no weights, which are part of the least bytes; so the bytes of such launches grow by `scale` too.
     """
 
     operation: str

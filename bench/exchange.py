@@ -40,7 +40,7 @@ Layer = Callable[[Tensor, Tensor, Tensor], Tensor]  # x (T, D), experts (T, K), 
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of the layer. tokens: of all ranks together."""
+    """Sizes of the layer. tokens: number of tokens of all ranks together."""
 
     tokens: int = 2048
     dim: int = 256

@@ -46,7 +46,7 @@ def operations(root: Path = ROOT) -> list[str]:
 
 
 def _kernels(op: str, backend: str, root: Path) -> list[Path]:
-    """Files named after the operation, or after the operation whose file contains it."""
+    """The kernels' files, named after the operation or after another operation that shares its file."""
     return [path for name in {op, file_of(backend, op)} for path in root.glob(_KERNELS[backend].format(op=name))]
 
 

@@ -18,11 +18,11 @@ from bench.registry import ENTRIES, Inputs, Shape, label
 from bench.shapes import ROUTINGS
 from bench.worker import Worker, WorkerLost
 from moe_kernels import info
-from moe_kernels.verify import Row, dtype_name, said, threads
+from moe_kernels.verify import Row, dtype_name, error_text, threads
 
 MEMCPY = "memcpy"
-TOLERANCE = 0.05  # largest difference of two outputs, over the norm; ties may be broken differently
-JOB_SECONDS = 60  # a job that compiles four kernels takes 20 s
+TOLERANCE = 0.05  # largest allowed `_difference` of two outputs: far above rounding, as ties may be broken differently
+JOB_SECONDS = 60  # limit for one job; a job that compiles four kernels takes 20 s
 
 Figure = dict[str, Any]
 Calls = dict[str, Callable[[Inputs], object]]
@@ -221,7 +221,7 @@ def measure_one(job: Job, limits: Ceilings, budget: float, peers: tuple[str, ...
     except torch.cuda.OutOfMemoryError:  # inputs or peers may be the cause, so the kernel has not failed
         return Found(left_out=[*found.left_out, f"{job}: no room in the GPU's memory"])
     except Exception as raised:  # the jobs before it keep their figures
-        return _failed(job, said(raised), found)
+        return _failed(job, error_text(raised), found)
     finally:
         if job.device == "cuda":  # the next job has other sizes and cannot use this one's blocks
             torch.cuda.empty_cache()
@@ -248,6 +248,7 @@ def _samples(
 
     def inputs() -> Inputs:
         source = torch.zeros(size // 2, dtype=torch.uint8, device=job.device)
+        # The copy reads half of the least bytes and writes the other half.
         return {**entry.inputs(job.shape, job.dtype, job.device), MEMCPY: (source, torch.empty_like(source))}
 
     before = torch.cuda.memory_allocated()  # 0 without a GPU
@@ -320,7 +321,7 @@ def _wrong(
     try:
         got = peer(inputs)
     except Exception as raised:
-        return {name: f"fails: {said(raised)}"}
+        return {name: f"fails: {error_text(raised)}"}
     if kernel is None:
         return {}
     off = _difference(kernel(inputs), got)
@@ -328,8 +329,10 @@ def _wrong(
 
 
 def _difference(found: object, expected: object) -> float:
-    """Norm of the difference of two outputs over the second one's norm; infinite if numbers or
-    shapes of tensors differ, or either output has a NaN."""
+    """Norm of the difference over the norm of the expected tensor, the largest over the tensors of two outputs.
+
+    Infinite if the numbers or shapes of tensors differ, or either output has a NaN.
+    """
     pairs = list(zip_longest(*([each.float() for each in tensors_of(output)] for output in (found, expected))))
     if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
         return math.inf

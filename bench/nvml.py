@@ -37,10 +37,10 @@ def missing() -> str:
 
 
 def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str, Any]:
-    """Readings during `seconds` of repeated `launch`, each of `calls` calls; empty if NVML or a reading is missing.
+    """Readings while `launch` is repeated for `seconds`; empty if NVML or a reading is missing.
 
-    Medians of clocks in MHz, power in W and temperature in C, all throttle reasons seen, and joules for each
-    call if the GPU counts its energy (Volta and later).
+    calls: number of calls in one launch. Returns medians of clocks in MHz, power in W and temperature in C, all
+    throttle reasons seen, and joules for each call if the GPU counts its energy (Volta and later).
     """
     if missing():
         return {}

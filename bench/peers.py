@@ -91,7 +91,7 @@ def _pot(inputs: Inputs) -> object:
 
     log_k = inputs["leaf"] / inputs["tau"]
     options = {"max_iter": inputs["R"], "tol": 0.0, "grad": "autodiff"}
-    return bregman_log_projection_batch(log_k, **options)["T"] * log_k.shape[-1]
+    return bregman_log_projection_batch(log_k, **options)["T"] * log_k.shape[-1]  # its rows sum to 1 / n
 
 
 @peer("dispatch", "megablocks gather", "megablocks", device="cuda")
@@ -113,8 +113,8 @@ def _megablocks_scatter(inputs: Inputs) -> object:
 
 NOT_COMPARABLE = (
     ("sinkhorn", Peer("flash-sinkhorn", "flash_sinkhorn", reason="takes point clouds, no matrix of scores")),
-    ("expert_mlp", Peer("sonic-moe", "sonicmoe", reason="its layer routes by itself; no plan can be handed to it")),
-    ("expert_mlp", Peer("liger-kernel", "liger_kernel", reason="its experts are SwiGLU, those measured here are not")),
+    ("expert_mlp", Peer("sonic-moe", "sonicmoe", reason="its layer has its own router and takes no plan")),
+    ("expert_mlp", Peer("liger-kernel", "liger_kernel", reason="its experts use SwiGLU, those measured here use GELU")),
 )
 for _op, _peer in NOT_COMPARABLE:
     PACKAGES.setdefault(_op, []).append(_peer)

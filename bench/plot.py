@@ -101,7 +101,7 @@ def _point(axis: Axes, x: float, y: float, figure: dict[str, Any], colors: dict[
 
 
 def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
-    """Times as fast as each peer: the range over the shapes, and the median."""
+    """How many times as fast as each peer: a bar from the smallest to the largest ratio, and the median."""
     bars: dict[tuple[str, str], list[float]] = {}
     for each in figures:
         for peer, ratio in each["peers"].items():

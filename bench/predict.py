@@ -44,7 +44,7 @@ class Gpu:
         return 1e12 * self.tflops[name]
 
 
-# From the data sheets, without sparsity: A100 SXM 80 GB (bandwidth 1.94 TB/s) and H100 SXM.
+# From the data sheets, without sparsity: A100 80 GB with the PCIe card's bandwidth (SXM: 2.04 TB/s), and H100 SXM.
 GPUS = {
     "A100": Gpu("A100", 108, 1.41, 1940, {"bfloat16": 312, "float16": 312, "tf32": 156}),
     "H100": Gpu("H100", 132, 1.83, 3350, {"bfloat16": 989, "float16": 989, "tf32": 495}),
@@ -90,11 +90,12 @@ class Prediction:
 
     @property
     def instructions_per_element(self) -> float:
-        """PTX instructions of a thread for each element of the largest input, at the counted shape."""
+        """PTX instructions of all threads (32 for one of a warp) over the elements of the largest input."""
         return 32 * sum(each["warp_instructions"] for each in self.count["launches"]) / self.count["elements"]
 
 
 def launch(counts: dict[str, Any], counted: dict[str, Any], gpu: Gpu) -> Launch:
+    """The prediction for one launch. counts: those of this launch; counted: those of its call (counting.count)."""
     scale, factor = counted["grows"], PRODUCTS if counts["tensor_flops"] else INTEGER
     instructions = counts["warp_instructions"] * scale
     moved = (counts["bytes_read"] + counts["bytes_written"]) * counts.get("bytes_grow", counted["bytes_grow"])

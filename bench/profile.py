@@ -17,7 +17,7 @@ from bench import measure, tracing
 from bench.ledger import ROOT
 from bench.registry import ENTRIES
 from moe_kernels.info import placement
-from moe_kernels.verify import KERNELS, dtype_name, said, threads
+from moe_kernels.verify import KERNELS, dtype_name, error_text, threads
 
 CALLS = 10
 
@@ -134,7 +134,7 @@ def _proton(job: measure.Job, folder: Path) -> str:
             call()
         proton.finalize()
     except Exception as raised:  # the driver denies it, or another profiler runs
-        return f"failed: {said(raised)}"
+        return f"failed: {error_text(raised)}"
     return f"{name}.hatchet"
 
 

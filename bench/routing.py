@@ -18,7 +18,9 @@ SHAPES = {
     "papers": routed(QUICK + sizes(PAPERS, "TDEK")),
     "llm": routed(sizes(LLM, "TDEK")),
     "aims": routed(sizes(AIMED, "TDEK")[:1], ("uniform", "zipf")),
-    "scaling": routed([{"T": tokens, "D": 128, "E": 64, "K": 2} for tokens in (512, 2048, 8192, 32768, 65536)])[::3],
+    "scaling": [
+        {**QUICK[0], "T": tokens, "D": 128, "routing": "uniform"} for tokens in (512, 2048, 8192, 32768, 65536)
+    ],
 }
 
 
@@ -91,8 +93,8 @@ def _torch_gate(inputs: Inputs) -> Tensor:
 
 
 def _bytes(forward: Any, backward: Any) -> Any:
-    """least_bytes of an entry. forward, backward: functions of T, D, E, K that
-    return (elements, 4-byte indices) moved by the pass."""
+    """least_bytes of an entry. forward, backward: functions of T, D, E and K that return the numbers of elements and of
+    4-byte indices which this pass reads and writes."""
 
     def least(shape: Shape, dtype: torch.dtype, direction: str) -> int:
         t, d, e, k = (shape[name] for name in "TDEK")
@@ -117,8 +119,10 @@ def _entry(
     flops: tuple[int, int] = (0, 0),
     inputs: Callable[[Shape, torch.dtype, str], Inputs] = _inputs,
 ) -> Entry:
-    """leaves: names of the inputs that have gradients, then the name of the output's gradient. The moves:
-    see _bytes. flops: FLOPs for each element of the (R, D) rows, forward and in training."""
+    """leaves: names of the inputs that have gradients, then the name of the output's gradient.
+
+    forward_moves, backward_moves: see _bytes. flops: FLOPs for each element of the T K rows, forward and in training.
+    """
     *names, grad = leaves.split()
     return entry(
         forward,
@@ -145,7 +149,7 @@ ENTRIES = {
     ),
     "make_plan": _entry(
         _plan,
-        "no_grad",
+        "no_grad",  # no leaves, so no input has this name
         {"torch argsort+bincount+cumsum": _torch_plan},
         lambda t, d, e, k: (0, 4 * t * k + 3 * e),
         lambda t, d, e, k: (0, 0),

@@ -1,7 +1,7 @@
 """The regression set: every kernel against PyTorch's own composition, saved and compared by pytest-benchmark.
 
     make baseline      saves the speed of this checkout's kernels on this machine
-    make regression    fails if a kernel's ratio to PyTorch is a quarter worse than then, or over 1.2
+    make regression    fails if a kernel's time over PyTorch's is a quarter above the saved one, or above 1.2
 
 A round takes a sample of the kernel and then one of the composition, and records their ratio, so that the load of the
 machine affects both. CI does not run this set, as times on its machines vary too much.
@@ -19,7 +19,7 @@ from moe_kernels.info import placement
 from moe_kernels.verify import KERNELS, threads
 
 ROUNDS = 30
-SLOWER = 1.2  # over 1 for noise: on a CPU both may use torch's matrix products
+SLOWER = 1.2  # above 1 because of noise: on a CPU both may use torch's matrix products and be equally fast
 
 _elapsed = [0.0]
 

@@ -1,9 +1,9 @@
 """Takes times: medians of interleaved samples, on a CPU by a clock, on a GPU by events around the replay of a graph.
 
 The speed of a shared machine changes by a factor of two within seconds. Ratios stay right if the compared calls take
-turns, in a new random order each round: drift and cache contents then affect all of them alike. On one thread the time
-that it waited for its core is subtracted. With two busy neighbours the median by wall clock doubles; by this clock it
-changes by under a tenth. With several threads this is not possible, as they also wait for each other.
+turns, in a new random order each round: drift and cache contents then affect all of them alike. With one thread, the
+time that the thread waited for a core is subtracted. With two busy neighbours the median by wall clock doubles; after
+the subtraction it changes by under a tenth. Several threads also wait for each other, so nothing is subtracted there.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def _composed_gate(inputs: Inputs) -> object:
 
 
 def _composed_route(inputs: Inputs) -> object:
-    """Keeps the likeliest leaf of every tree of the dense gate; of two trees with the same expert only the first."""
+    """Keeps the likeliest leaf of every tree of the dense gate; if trees share an expert, only the first keeps it."""
     gates, leaf_probs = reference.tree_gate(*(inputs[name] for name in LEAVES), gamma=SATURATED)
     experts = leaf_probs.argmax(-1)
     repeated = (experts[:, :, None] == experts[:, None, :]).tril(-1).any(-1)

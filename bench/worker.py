@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moe_kernels.verify import said
+from moe_kernels.verify import error_text
 
 
 class WorkerLost(RuntimeError):
@@ -87,7 +87,7 @@ def _serve(pipe: Connection) -> None:
         try:
             result = function(*args)
         except Exception as error:
-            raised = said(error)
+            raised = error_text(error)
         gpu_error = unusable()
         pipe.send((result, raised, gpu_error))
 
@@ -99,5 +99,5 @@ def unusable() -> str:
     try:
         torch.cuda.synchronize()
     except Exception as error:
-        return said(error)
+        return error_text(error)
     return ""

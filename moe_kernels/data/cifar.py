@@ -25,8 +25,8 @@ _HUNDRED = re.compile(r"(train|test)(\.bin)?")
 class _Kind:
     name: str
     batches: tuple[str, ...]  # the last one is the test set
-    label_bytes: int  # of a binary record; the last one is the label
-    label_key: bytes
+    label_bytes: int  # number of bytes before the pixels of a binary record; the last of them is the label
+    label_key: bytes  # of a Python batch
     classes: tuple[str, ...]
 
 

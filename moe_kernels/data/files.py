@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 GZIP = b"\x1f\x8b"
-LIMIT = 1 << 31  # bytes of a file and of the content of an archive: the largest set read here has 614 million
+LIMIT = 1 << 31  # bytes of a file, an archive's content or a set's pixels; the largest set so far has 614 million
 
 Kind = TypeVar("Kind", bound="Tensors")
 
@@ -118,7 +118,7 @@ def unpickle(content: bytes) -> Any:
 
 
 class _Dtype:
-    """Stands for numpy.dtype and stores its code."""
+    """Replaces numpy.dtype; stores its code, such as "u1"."""
 
     def __init__(self, code: Any, *flags: Any) -> None:
         self.code = code.decode("ascii") if isinstance(code, bytes) else code
@@ -128,7 +128,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands for numpy.ndarray, for which a hostile pickle could allocate memory; stores only bytes of the pickle."""
+    """Replaces numpy.ndarray, with which a hostile pickle could allocate memory; stores only bytes of the pickle."""
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, self.fortran, content = state

@@ -14,7 +14,7 @@ from moe_kernels.data.ratings import Ratings, with_unseen
 
 BOOKS = "BX-Book-Ratings.csv"
 JESTER = "jester_ratings.dat"
-LEAST = 5  # records of each user and each book of Books
+LEAST = 5  # fewest records of a user or a book that stays in Books
 
 
 def find(file: Path) -> tuple[str, Path] | None:

@@ -22,7 +22,7 @@ _PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
 class Ratings(Tensors):
     """Rows of user, movie int64 (n,), watched float32 (n,) in {0, 1}, rating float32 (n,), 0 if there is none.
 
-    Ratings are from 1 to 5; of Books from 1 to 10, of Jester from -10 to 10.
+    Ratings of MovieLens are from 1 to 5, those of Books from 1 to 10, those of Jester from -10 to 10.
     """
 
     name: str
@@ -96,7 +96,7 @@ def with_unseen(file: Path, name: str, user: Tensor, movie: Tensor, rating: Tens
 
 
 def _draw_unwatched(file: Path, user: Tensor, movie: Tensor, generator: torch.Generator) -> Tensor:
-    """For every row a random movie without a row of this user; drawn again, up to 200 times, until that holds."""
+    """For every row a random movie that its user has not rated; ValueError if 200 draws find none for a row."""
     movies = int(movie.max()) + 1
     watched = (user * movies + movie).unique()
     found = torch.empty_like(movie)

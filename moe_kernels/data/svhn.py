@@ -14,7 +14,7 @@ from moe_kernels.data.images import Images, from_bytes, mnist_bytes
 PARTS = ("train", "extra", "test")
 SHAPE = (3, 32, 32)
 CLASSES = tuple(map(str, range(10)))
-TEST_SHARE = 75_000 / 630_420  # of all images of SVHN, in paper 001
+TEST_SHARE = 75_000 / 630_420  # share of all images of SVHN that paper 001 tests on
 SEED = 0  # draws these test images
 
 
@@ -35,7 +35,7 @@ def load(place: Path) -> Images:
 
 
 def load_with_mnist(place: Path) -> Images:
-    """MNIST and SVHN as one set, as paper 001 mixes them: it draws its parts of SVHN from all three files.
+    """MNIST and SVHN as one set, as paper 001 mixes them. The paper draws its parts of SVHN from all three files.
 
     The test set is a fixed random 11.9 % of SVHN and MNIST's test images: 75,000 and 10,000 with extra_32x32.mat. The
     paper does not say how the sizes are made equal; here MNIST gets a black frame of 2 pixels, and its grey becomes

@@ -14,8 +14,8 @@ from torch import Tensor
 from moe_kernels.data.files import Tensors, as_bytes, import_optional, read
 from moe_kernels.data.images import LARGEST, mnist_bytes
 
-SHIFT = 8  # pixels between the corners of the two images of MultiMNIST: 4 one way and 4 the other
-SEED = 0  # of MultiMNIST
+SHIFT = 8  # pixels, in both directions, between the corners of MultiMNIST's two images: each is 4 from the middle
+SEED = 0  # draws the pairs of images and the split of MultiMNIST
 # The paper does not say to what size it scales CelebA's 178 x 218 pixels. At 112 x 112, six of its experts and a gate
 # on the pixels take 22.03 MFLOPs an image (convolutions without padding); its Table 6 has 22.02.
 CELEBA_SIZE = 112

@@ -117,7 +117,7 @@ class Router(nn.Module):
 
     Args:
         gate: its input is the block's hidden size, its num_experts that of the block.
-        policy: of moe_kernels.nn.policies; TokenChoice() keeps every choice.
+        policy: one of moe_kernels.nn.policies; TokenChoice() keeps every choice.
 
     Output: logits (T, E), the logarithm of the gates, so that their softmax in a balance loss of transformers is the
     gates again where these sum to 1; weights (T, K) and index (T, K) int64 as the policy gives them.

@@ -1,7 +1,8 @@
 """The models that paper 000, section 4.2.1, compares with its COMET MLP, by their published definitions.
 
-In several of them the public code differs from the paper (a mask from f(a) instead of a, a Bernoulli mask of 0.5 at any
-p, a gate that multiplies nothing). These models follow the paper; their docstrings name what the paper leaves open.
+In several of them the public code differs from the paper (a mask from f(a) instead of a, a Bernoulli mask with
+probability 0.5 at any p, a gate that multiplies nothing). These models follow the paper; their docstrings name what the
+paper leaves open.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from moe_kernels.ops.topk_gate import topk_gate
 class ScoredMLP(CometMLP):
     """A CometMLP whose masks come from the backbone. Masks are constants; gradients reach the active neurons.
 
+    C_k is 1 for the k largest numbers, else 0.
     by "activations": m_l = C_k(a_l), the Topk model: the pre-activations compete.
     by "inputs": m_l = C_k(V_l x_{l-1}), layer-wise routing: a frozen random projection of the layer's input.
     """
@@ -107,7 +109,7 @@ class MoEMLP(nn.Module):
         return self.router_out(ACTIVATIONS[self.activation](self.router_in(x)))
 
     def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        """x (T, N_0) -> (T, N_L). logits: of the router, if they are already known."""
+        """x (T, N_0) -> (T, N_L). logits: the router's, if they are already known."""
         scores = self.logits(x) if logits is None else logits
         weights, experts = topk_gate(scores, 1, order="softmax_topk")
         plan = make_plan(experts, self.num_experts)

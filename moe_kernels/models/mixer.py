@@ -27,8 +27,9 @@ class MixerBlock(nn.Module):
 class Mixer(nn.Module):
     """Patches, blocks, the mean over the patches and a linear head.
 
-    The paper: depth 6, dim 512 or 3072, patch 4, p = 0.5, tanh; its base code widens tokens by 4 and channels by 0.5.
-    p = 1 is the dense model. Input (B, C * H * W), output (B, classes).
+    The paper: depth 6, dim 512 or 3072, patch 4, p = 0.5, tanh. In its base code the hidden layers are 4 times as wide
+    as the number of tokens, and half as wide as the channels. p = 1 is the dense model.
+    Input (B, C * H * W), output (B, classes).
     """
 
     def __init__(

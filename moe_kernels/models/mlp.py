@@ -27,8 +27,8 @@ def comet_mlp(
     """The paper's classifier: `layers` linear layers, the layers - 1 hidden ones `width` wide.
 
     The paper: 4 layers, widths 100, 500, 1000, 3000 and keep fractions 0.1, 0.5, 0.9; softplus is the default of the
-    public code. p = 1 is its "standard model". seed: of backbone and routing; None: torch's own generator.
-    kind: CometMLP, or a class of models.comparison. Other arguments: of CometMLP.
+    public code. p = 1 is its "standard model". seed: draws backbone and routing; None: torch's own generator does.
+    kind: CometMLP, or a class of models.comparison. Other arguments: as in CometMLP.
     Input (..., inputs), output (..., classes).
     """
     generator = None

@@ -29,7 +29,7 @@ class MoEBlock(nn.Module):
     """
 
     def __init__(self, dim: int, heads: int, moe: MoE, **options: Any) -> None:
-        """options: of Block."""
+        """options: arguments of Block."""
         super().__init__()
         self.block = Block(dim, heads, moe, **options)
 

@@ -10,14 +10,15 @@ from torch import Tensor
 
 
 def attach_unused(y: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """y, whose backward gives every trainable one of `parameters` a zero gradient; y itself outside torch.distributed.
+    """y. Inside torch.distributed its backward also gives every trainable parameter in `parameters` a zero gradient.
 
     DistributedDataParallel fails in the step after one in which a parameter got no gradient. In a single process the
     gradient stays None, so that weight decay and momentum do not change the parameter.
     """
     if not (torch.is_grad_enabled() and torch.distributed.is_available() and torch.distributed.is_initialized()):
         return y
-    unused = [each for each in parameters if each.requires_grad and not hasattr(each, "placements")]  # no DTensor
+    # Without DTensors (they have `placements`): nn.parallel.data_parallel hides them from DistributedDataParallel.
+    unused = [each for each in parameters if each.requires_grad and not hasattr(each, "placements")]
     return _AttachUnused.apply(y, *unused) if unused else y
 
 

@@ -80,7 +80,7 @@ class Outputs(list[Any]):
 
 
 class _Thread(local):
-    """outputs: of the innermost block of a thread. A `local`, since torch.compile cannot trace a ContextVar."""
+    """outputs: those of this thread's innermost collect_outputs. torch.compile cannot trace a ContextVar instead."""
 
     outputs: Outputs | None = None
 

@@ -66,7 +66,7 @@ def _keep_float32(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def reset(module: nn.Module, generator: torch.Generator | None) -> None:
-    """Calls reset_parameters of the modules inside, with the generator if they take one."""
+    """Calls reset_parameters of every child, or of its children if it has none, with the generator if one is taken."""
     for child in module.children():
         method: Any = getattr(child, "reset_parameters", None)
         if method is None:
@@ -85,7 +85,7 @@ def uniform_(parameter: Tensor | None, bound: float, generator: torch.Generator 
 
 
 def empty_parameter(*shape: int, **options: Any) -> nn.Parameter:
-    """A parameter of that shape with undefined values. options: of torch.empty."""
+    """A parameter of that shape with undefined values. options: arguments of torch.empty."""
     return nn.Parameter(torch.empty(shape, **options))
 
 
@@ -95,7 +95,7 @@ def linear_init_(parameter: Tensor | None, fan_in: int, generator: torch.Generat
 
 
 def orthogonal_init_(weight: Tensor, gain: float, generator: torch.Generator | None = None) -> None:
-    """torch.nn.init.orthogonal_; of 16-bit weights in float32, as torch has no QR decomposition of theirs."""
+    """torch.nn.init.orthogonal_. 16-bit weights are drawn in float32, since torch has no 16-bit QR decomposition."""
     narrow = weight.dtype in (torch.bfloat16, torch.float16)
     drawn = torch.empty_like(weight, dtype=torch.float32) if narrow else weight
     torch.nn.init.orthogonal_(drawn, gain=gain, generator=generator)

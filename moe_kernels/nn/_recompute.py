@@ -37,7 +37,7 @@ def refuse_reentrant(name: str) -> None:
 
 
 def noise_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """`generator`, which draws a gate's noise; None is torch's own.
+    """Returns `generator`, which draws a gate's noise; None is torch's own generator.
 
     Raises:
         RuntimeError: under recomputation `generator` would draw other noise than before, and the choice would differ.

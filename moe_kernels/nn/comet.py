@@ -4,6 +4,7 @@
     a_l = W_l x_{l-1} + b_l,  x_l = m_l * f(a_l)                              backbone, eqs. 7 and 8; l = 1 .. L-1
     output = W_L x_{L-1} + b_L                                                never masked
 
+C_k(c) is 1 for the k largest elements of c and 0 for the others; f is the backbone's activation, g the routing's.
 moe_kernels.kwta selects; this file has the parameters and the order of the calls.
 Eq. 7 has no bias. Eq. 1 and the public code have one in the backbone, so this file has one there too. The routing has
 no bias.
@@ -50,15 +51,15 @@ class FixedRouting(nn.Module):
 
     V_l (N_l, N_{l-1}) is the buffer `weight_l`. It is no parameter; it is saved in the state dict and moves with the
     module. The masks depend only on x_0, so for samples that are used again they can be computed once (`kept`). Neither
-    V nor x_0 gets a gradient. The winners' scores are the next layer's input; their bits are returned. x_0 is converted
-    to the dtype of V, with or without autocast, so masks do not depend on autocast.
+    V nor x_0 gets a gradient. x_0 is converted to the dtype of V, with or without autocast, so masks do not depend on
+    autocast.
 
     Args:
         widths: (N_0, N_1, .., N_{L-1}): the input and every masked layer.
         p: keep fraction, 0 < p <= 1.
         ties: tie rule of kwta.
-        backend: of kwta; None chooses.
-        generator: draws V; None is torch's own. Its device must be that of V.
+        backend: backend of kwta; None chooses one.
+        generator: draws V, on the device of V; None is torch's own generator.
 
     Raises:
         ValueError, TypeError: fewer than two widths, a width below 1, p outside (0, 1], an unknown tie rule.
@@ -129,14 +130,14 @@ class MaskedLinear(nn.Linear):
     W (N_out, N_in), b (N_out) ~ U(-1/sqrt(N_in), 1/sqrt(N_in)). An inactive neuron gives a gradient of zero to its row
     of W, to its entry of b and to x_{l-1}. The scores c get no gradient. If the masks are known, pass them as bits
     instead of scores; an inactive neuron is then +0 and passes no gradient on, even if its pre-activation is NaN or
-    infinite. The output has the dtype of f(W x + b); under autocast this is the narrow one. If c has another dtype,
-    both are widened for the selection; this is exact, since kwta copies the values that it keeps.
+    infinite. The output has the dtype of f(W x + b). If c has another dtype, both are converted to their common dtype
+    for the selection and the result back; this is exact, since kwta copies the values that it keeps.
 
     Args:
         k: active neurons, 0 to out_features.
         activation: f, a name in ACTIVATIONS; None is the identity.
-        ties, backend: of kwta.
-        bias, device, dtype: of torch.nn.Linear.
+        ties, backend: as in kwta.
+        bias, device, dtype: as in torch.nn.Linear.
 
     Raises:
         ValueError, TypeError: k outside [0, out_features], an unknown activation or tie rule.
@@ -200,16 +201,16 @@ class CometFFN(nn.Module):
 
         c = V x,  y = W_out (C_k(c) * f(W_in x + b_in)) + b_out
 
-    The paper only says that the random projection and the cap are applied in the MLP layers. Here V (H, D) is frozen
+    The paper only says that the random projection and the cap (kWTA) are applied in the MLP layers. Here V is frozen
     and multiplies the layer's input (layer-wise routing), and the output is not masked. Other masks, such as those of a
     FixedRouting over the embedded tokens, can be passed as `bits`. p = 1 is the dense layer; V is still drawn.
 
     Args:
-        dim, hidden: D, H.
+        dim, hidden: D, H; V is (H, D).
         p: keep fraction of the hidden neurons.
         activation: f, a name in ACTIVATIONS.
         dropout: rate after the hidden layer and after the output.
-        ties: of kwta.
+        ties: tie rule of kwta.
 
     Input (..., D), output (..., D).
 
@@ -273,9 +274,9 @@ class CometMLP(nn.Module):
         widths: (N_0, .., N_L): input, L-1 hidden layers, output; L >= 2.
         p: keep fraction of every hidden layer, 0 < p <= 1; k_l = k_from_fraction(p, N_l).
         activation: f of eq. 8, a name in ACTIVATIONS.
-        bias: of the backbone; the routing has none.
-        ties, backend: of kwta, for both networks.
-        generator: draws the backbone, first layer to last, then the routing; None is torch's own.
+        bias: whether the backbone has biases; the routing has none.
+        ties, backend: as in kwta, for both networks.
+        generator: draws the backbone, first layer to last, then the routing; None is torch's own generator.
 
     Raises:
         ValueError, TypeError: fewer than three widths, a width below 1, p outside (0, 1], an unknown name.

@@ -103,10 +103,10 @@ def from_stacked(
     transposed: bool = False,
     interleaved: bool = False,
 ) -> dict[str, Tensor]:
-    """The state dict of an ExpertMLP, from gate_up_proj (E, 2 H, D) and down_proj (E, Dout, H) and their "_bias".
+    """The state dict of an ExpertMLP, from gate_up_proj (E, 2 H, D), down_proj (E, Dout, H) and, if any, their biases.
 
     Args:
-        names: of the two; ("up_proj", "down_proj") of experts without a gate.
+        names: names of the two weights; ("up_proj", "down_proj") for experts without a gate. A bias is name + "_bias".
         transposed: gate_up_proj is (E, D, 2 H) and down_proj (E, H, Dout), as in Llama 4 and gpt_oss.
         interleaved: columns of gate and up alternate, as in gpt_oss, instead of all of gate first.
 

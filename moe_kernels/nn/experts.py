@@ -21,15 +21,16 @@ from moe_kernels.plan import RoutingPlan
 class Experts(nn.Module):
     """E experts of equal shape. `experts(x, plan, weights)` maps (T, D) to the weighted sums (T, Dout).
 
-    `rows(x, plan)` (R, Dout) are the outputs before weighting. Each of several gates that share experts computes
-    combine(rows, plan, weights). A subclass defines `outputs`, the rows before dropout.
+    `rows(x, plan)` (R, Dout) are the experts' outputs for the R rows of the plan, before weighting. If several gates
+    share the experts, each computes combine(rows, plan, weights). A subclass defines `outputs`: the rows without
+    dropout.
 
     Across processes: nn.parallel.ExpertParallel shards the parameters by expert and sets `exchange`, which carries rows
     to the ranks that own their experts and back. num_experts stays the number of all experts.
 
-    Autocast: as torch.nn.Linear. If it is on for the device of x, x and parameters are cast to its dtype, which is
-    also that of the output; gradients have the dtype of the parameters. As in torch, float64 is not cast. Gate weights
-    are not cast; rows are summed in float32.
+    Autocast: as torch.nn.Linear. If autocast is on for the device of x, x and the parameters are cast to autocast's
+    dtype, and the output has this dtype; gradients have the dtype of the parameters. As in torch, float64 is not cast.
+    Gate weights are not cast; rows are summed in float32.
 
     Example:
         >>> plan = mk.make_plan(torch.tensor([[0], [1], [1]]), num_experts=2)
@@ -64,7 +65,7 @@ class Experts(nn.Module):
         return F.dropout(y, self.dropout) if self.training and self.dropout else y
 
     def _own(self, *names: str) -> tuple[Any, ...]:
-        """Parameters by name: of this process's experts if they are sharded."""
+        """The parameters with these names; if they are sharded, the part for this process's experts."""
         parameters = tuple(getattr(self, name) for name in names)
         return parameters if self.exchange is None else tuple(map(self.exchange.own, parameters))
 
@@ -93,7 +94,7 @@ class ExpertLayer(Experts):
 
     Args:
         num_experts, dim, out: E, D, Dout.
-        activation: of grouped_gemm.
+        activation: as in grouped_gemm.
         dropout: rate after the activation.
 
     Parameters: weight (E, D, Dout) and bias (E, Dout), with 2 Dout columns if the activation is gated; each expert is
@@ -142,10 +143,11 @@ class ExpertMLP(Experts):
     Args:
         num_experts, dim, hidden: E, D, H.
         out: Dout, D if None.
-        activation: of expert_mlp; gated ones halve the columns of w_in.
-        dropout: rate on the weighted sum, as after a dense feed-forward block; of `rows` on each row.
+        activation: as in expert_mlp; a gated one makes H values of 2 H columns.
+        dropout: rate on the weighted sum, as after a dense feed-forward block; `rows` has it on each row instead.
 
-    Parameters: w_in (E, D, H or 2 H), b_in, w_out (E, H, Dout), b_out; each expert is initialised as two nn.Linear.
+    Parameters: w_in (E, D, H, or 2 H if gated), b_in (E, H or 2 H), w_out (E, H, Dout), b_out (E, Dout); each expert is
+    initialised as two nn.Linear.
 
     Example:
         >>> experts = ExpertMLP(4, 16, 32, activation="swiglu")

@@ -1,12 +1,13 @@
 """The local search of paper 001: a permutation of the experts, learned with the gate and then frozen.
 
-    S = sinkhorn(U, R, tau)                                                             (eqs. 7 and 8; U is learned)
-    g' = g S / sum(g S)                                                                 (the gate of expert j: column j)
+    S = sinkhorn(U, R, tau)                            (eqs. 7 and 8; U is learned; R iterations at temperature tau)
+    g' = g S / sum(g S)                                (g: gates before, g': after the permutation)
     regulariser = zeta * mean over permutations of (-sum S log(S + 1e-6) - sum Z log(Z + 1e-6)),  Z = S / row sums
 
-Stage one lasts while t < T, t counting training steps from 1: log10 tau = -3 - 4 t / T and R = int(20 + 130 t / T). At
-t = T the last S becomes a permutation by linear assignment, and from then on U receives no gradient. The paper prints
-P g; the published code computes g P, as here. Evaluation always uses the hard permutation, in stage one as well.
+Stage one has the training steps t = 1 .. T - 1, with log10 tau = -3 - 4 t / T and R = int(20 + 130 t / T). At t = T the
+last S becomes a permutation by linear assignment, and from then on U receives no gradient. With P for the permutation's
+matrix, the paper prints P g; the published code computes g P, as here. Evaluation always uses the hard permutation, in
+stage one as well.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ class LocalSearch(KeepsFloat32):
             (..., permutations, n), each choice has its own permutation, and the result is their sum.
         zeta: weight of the entropies.
         renormalise: divide by the sum; False for gates that are not to sum to one.
-        schedule: "paper": as above. When stage one ends, S is often no permutation (0 of 100 random U with n = 16), and
-            the loss jumps at the switch. "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50
-            iterations, and S is then rounded to a doubly stochastic matrix. "wide": the final tau of a call falls from
-            0.1 to 1e-6 over stage one, and every call cools to it in 150 iterations and rounds S as "annealed" does.
-            All of the 100 end as the best assignment of their U.
+        schedule: "paper": in step t, tau = 10^(-3 - 4 t / T) and int(20 + 130 t / T) iterations. When stage one ends, S
+            is often no permutation (it was one for 0 of 100 random U with n = 16), and the loss jumps at the switch.
+            "annealed": every call cools from tau = 0.1 to the paper's tau in at least 50 iterations, and S is then
+            rounded to a doubly stochastic matrix. "wide": the final tau of a call falls from 0.1 to 1e-6 over stage
+            one, and every call cools to it in 150 iterations and rounds S as "annealed" does. All 100 then end as the
+            best assignment of their U.
         bound: U ~ U(-bound, bound), drawn by `generator`.
-        backend: of sinkhorn.
+        backend: as in sinkhorn.
         noise: S in stage one is that of U + noise * Gumbel(0, 1), drawn every step by torch's generator
             (Gumbel-Sinkhorn, Mena et al. 2018); the last S with its noise becomes the permutation. The paper has 0.
 
@@ -184,13 +186,13 @@ class LocalSearch(KeepsFloat32):
     @on_the_host("LocalSearch: every step has a temperature and iterations of its own")
     def _advance(self) -> Tensor | None:
         if self.hardened:
-            if self._stale:  # versions change at every step of DistributedDataParallel, which broadcasts buffers
+            if self._stale:  # not _is_stale(): DDP broadcasts buffers, so their versions change in every step
                 self._harden()
             return None
         if not is_recomputing():
             self.step += 1
         if self.hardened:
-            if self.step > 1:
+            if self.step > 1:  # else stage one had no step, and the permutation stays the identity
                 self._harden()
                 self.assigned.copy_(_matrix(self.source, self.soft))
                 self.distance.copy_((self.soft - self.assigned).abs().amax((1, 2)))
@@ -229,7 +231,7 @@ class LocalSearch(KeepsFloat32):
         return permuted.to(gates.dtype)
 
     def regulariser(self, p: Tensor | None) -> Tensor:
-        """zeta times the entropies of S and of S with its rows normalised, a constant if p is None."""
+        """zeta times the entropies of S and of S with its rows normalised; a constant, of the last S, if p is None."""
         soft = self.soft if p is None else p
         totals = soft.sum(-1, keepdim=True)
         normalised = soft / torch.where(totals == 0, 1, totals)
@@ -240,7 +242,7 @@ class LocalSearch(KeepsFloat32):
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         self.step = state["step"]
-        self._stale = 0 < self.step < self.steps
+        self._stale = 0 < self.step < self.steps  # in stage one `source` may be older than `assigned`
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         soft, step = state_dict.get(prefix + "soft"), state_dict.get(prefix + "_extra_state", {}).get("step", 0)

@@ -136,7 +136,7 @@ def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
 
     Args:
         probs: (T, E), rows that sum to one.
-        eps: 1 / (E eps) is the loss of a uniform gate; paper 002 gives none.
+        eps: 1 / (E eps) is the loss of a uniform gate; paper 002 gives no eps.
 
     Gradient: to probs. Source: paper 002, token-wise inverse coefficient of variance (mu over var, as it prints it).
 
@@ -157,8 +157,8 @@ def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
     Args:
         probs: (B, S, E), the gates of S tokens of B images.
 
-    Gradient: to probs. Source: paper 002, batch-wise inverse coefficient of variance. Its sum over a whole batch would
-    leave one number an expert, which has no variance: sums are taken image by image.
+    Gradient: to probs. Source: paper 002, batch-wise inverse coefficient of variance. The paper sums over a whole
+    batch. That leaves one number for each expert, which has no variance, so here the sums are taken image by image.
 
     Example:
         >>> alike, apart = torch.full((2, 1, 2), 0.5), torch.eye(2)[:, None]
@@ -170,7 +170,7 @@ def batch_inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
 
 
 def batch_variation(probs: Tensor, eps: float = 1e-6) -> Tensor:
-    """mean over e of var_b(s_be) / mu_b(s_be + eps), with s as in `batch_inverse_cv`: paper 002's metric of how much
+    """mean over e of var_b(s_be) / (mu_b(s_be) + eps), with s as in `batch_inverse_cv`: paper 002's metric of how much
     images differ in the experts they use. probs (B, S, E).
 
     Example:
@@ -185,10 +185,10 @@ def competition_loss(routed: tuple[Tensor, Tensor], winners: tuple[Tensor, Tenso
     """mean over t and e of (softmax(TopK(s_R))_te - softmax(TopK(s_C))_te)^2, zeros outside each top k.
 
     Args:
-        routed, winners: (weights (T, K), experts (T, K)) of topk_gate, of the router's logits and of the norms.
-            winners is a constant.
+        routed: (weights (T, K), experts (T, K)), topk_gate of the router's logits s_R.
+        winners: the same of s_C, the norms of the experts' outputs; a constant.
 
-    Gradient: to routed's weights. Source: paper 004, eq. 3; mean over T * E, as nn.MSELoss has it.
+    Gradient: to the weights in `routed`. Source: paper 004, eq. 3; mean over T * E, as nn.MSELoss has it.
 
     Example:
         >>> routed, winners = (torch.ones(1, 1), torch.tensor([[0]])), (torch.ones(1, 1), torch.tensor([[1]]))
@@ -250,7 +250,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _over_ranks(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The mean of x over the ranks of a group; the gradient to this rank's x is that to the mean."""
+    """The mean of x over the ranks of a group; backward passes the mean's gradient to this rank's x unchanged."""
     if group is None:
         return x
     mean = x.detach() / group.size()

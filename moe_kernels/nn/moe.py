@@ -2,6 +2,8 @@
 
     y_t = sum of weight_tk expert_(e_tk)(x_t) over the choices k of token t that the policy keeps
 
+By number of the paper:
+
 001  SoftmaxGate or TreeGate over all experts, NonzeroWeights; PermutedGate for COMET+; MultiGateMoE for several tasks
 002  SoftmaxGate, then TopKGate(k=1) with TokenChoice, ExpertChoice or PriorityRouting; expert_dropout=0.1; ManualGate
 003  TopKGate(order="softmax_topk", noise="vmoe") with TokenChoice(1.05, priority="max", multiple_of=4, group=tokens of
@@ -40,10 +42,10 @@ OUTPUTS = ("all", "tensor")
 class MoEOutput:
     """The output of a layer of experts.
 
-    * y: (..., Dout); of a MultiGateMoE a tuple of these, one for each gate.
+    * y: (..., Dout); a MultiGateMoE has a tuple of these, one for each gate.
     * plan: the RoutingPlan.
     * gates: the output of each gate, before the policy.
-    * losses: () by name, already weighted; add them to the task's loss.
+    * losses: scalars by name, already weighted; add them to the task's loss.
     * records: detached tensors by name, which `statistics` returns unchanged.
 
     A registered pytree whose children are the fields in this order.
@@ -62,8 +64,8 @@ class MoEOutput:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Detached tensors by name: those of the gates ("task0.name" if there are several), the records, and those of
-        the plan: "experts_per_token" (), "load" (E), rows of every expert over T, "dropped" (), dropped over requested.
+        """Detached tensors by name: those of the gates ("task0.name" in a MultiGateMoE), the records, and those of the
+        plan: "experts_per_token" (); "load" (E), rows of every expert over T; "dropped" (), dropped over requested.
 
         Computed at every read; a forward computes none.
         """
@@ -93,9 +95,9 @@ class MoE(OutputModule):
         expert_dropout: probability that an expert's weight is zero for a sample in training (paper 002, 10 %); the
             remaining ones are neither renormalised nor scaled. A sample is a row of x's first dimension.
         pass_through: add (1 - sum of the kept weights) x, so that a token without an expert stays as it is
-            (StableMoE); needs Dout = D. Only for a layer without a residual around it: StableMoE's experts are
-            x + FF(LN(x)), and with weight a, a (x + FF(LN(x))) + (1 - a) x = x + a FF(LN(x)), which is what a block
-            with a residual computes. So models.moe.MoEBlock calls the layer with pass_through=False.
+            (StableMoE); needs Dout = D. Only for a layer without a residual around it. With an expert x + FF(LN(x)) of
+            weight a, StableMoE computes a (x + FF(LN(x))) + (1 - a) x = x + a FF(LN(x)). A block with a residual
+            computes the same without pass_through, so models.moe.MoEBlock passes pass_through=False.
         output: "all" returns a MoEOutput; "tensor" returns its y alone, for nn.Sequential and other code that takes a
             tensor. Losses and statistics of such layers are collected by `with nn.collect_outputs() as outputs`.
 
@@ -106,8 +108,9 @@ class MoE(OutputModule):
     to tensors alone; a direct call of a layer with output="all" raises RuntimeError there. A checkpointed function that
     returns the layer's output is not recognised, and its result has no gradient.
 
-    Autocast: experts follow it as torch.nn.Linear does, and y has its dtype; the gate keeps that of its parameters, so
-    that rounding does not change the choice. With pass_through, y is a sum with x and has the dtype that holds both.
+    Autocast: experts follow it as torch.nn.Linear does, and y has autocast's dtype. The gate computes in the dtype of
+    its parameters, so that rounding does not change the choice. With pass_through, y is a sum with x and has the dtype
+    that holds both.
 
     Example:
         >>> layer = MoE(TopKGate(16, 4, 2, balance=0.01), ExpertMLP(4, 16, 32), TokenChoice(1.25))
@@ -137,7 +140,7 @@ class MoE(OutputModule):
         self.pass_through, self.output = pass_through, output
 
     def forward(self, x: Tensor, ids: Tensor | None = None, *, pass_through: bool | None = None) -> Any:
-        """pass_through: replaces the layer's own for this call; None: the layer's own."""
+        """pass_through: replaces the layer's option for this call; None keeps it."""
         if self.output == "all":
             refuse_reentrant("MoE")
         through = self.pass_through if pass_through is None else pass_through
@@ -166,8 +169,8 @@ class MultiGateMoE(OutputModule):
 
         y_task = sum over e of gate_task(x)_e expert_e(x)
 
-    An expert whose weight is exactly 0 for every task is not evaluated for that token. This is how dense-to-sparse
-    training saves time; statistics["experts_per_token"] is the `n/s` of paper 001.
+    For a token, an expert with weight exactly 0 in every task is not evaluated. This is how dense-to-sparse training
+    saves time. Paper 001 calls statistics["experts_per_token"] n/s.
 
     Args:
         gates: one for each task, all over the same experts; a gate given for several tasks runs once.

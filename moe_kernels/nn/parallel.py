@@ -9,10 +9,10 @@
     experts   a plan with K = 1 groups the arrived rows by expert                in the order of senders
     outputs   (R, Dout) come back in the same order; then combine and dropout    one all-to-all
 
-Every rank routes only its own tokens. The definition of n ranks with T / n tokens each is one process with
-TokenChoice(group=T // n) or ExpertChoice(group=T // n). If n is a power of two, float32 outputs, gradients of x and
-gradients of the experts are equal to the definition's bit for bit. If nothing is dropped, the definition may also be
-TokenChoice() without a group. `GlobalPolicy` routes the tokens of all ranks together.
+Every rank routes only its own tokens. n ranks with T / n tokens each compute what one process computes for the T tokens
+with TokenChoice(group=T // n) or ExpertChoice(group=T // n), or, if nothing is dropped, with TokenChoice(). If n is a
+power of two, float32 outputs, gradients of x and gradients of the experts are equal bit for bit. `GlobalPolicy` routes
+the tokens of all ranks together.
 
 The gradient of an expert is summed over the tokens of all n ranks and divided by n. This is the mean over ranks, which
 DDP and FSDP2 compute for the other parameters. So average the experts' gradients only over the data-parallel dimension
@@ -109,7 +109,7 @@ class Exchange:
         """(R, Dout): every expert's outputs for the rows of this rank's plan, zeros past the rows in use."""
         self._check(experts, x, plan)
         (x,) = as_autocast(x)  # under autocast rows are sent in the narrow dtype
-        # Sorted, so that dx sums in the order of rows, as in grouped_gemm.
+        # A token's rows in ascending order, so that dx sums them in that order, as grouped_gemm's backward does.
         plan = replace(plan, slot_row=plan.slot_row.sort(-1).values)
         if self.capacity is not None:
             return self._static(experts, x, plan, self.capacity)
@@ -119,7 +119,7 @@ class Exchange:
     def _uneven(self, experts: Experts, x: Tensor, plan: RoutingPlan) -> Tensor:
         counts = self._all_to_all(plan.kept)
         rows = dispatch(x, plan, backend=experts.backend)
-        counts = collectives.wait_tensor(counts)  # (n E / n): number of rows from each rank for each local expert
+        counts = collectives.wait_tensor(counts)  # (n * (E / n)): number of rows from each rank for each local expert
         splits = torch.stack([plan.kept, counts]).unflatten(1, (self.mesh.size(), -1))
         send, receive = splits.sum(-1).tolist()
         received = collectives.wait_tensor(self._all_to_all(rows[: sum(send)], receive, send))
@@ -232,7 +232,7 @@ class GlobalPolicy:
 
     Args:
         policy: any of nn.policies.
-        mesh: of one dimension.
+        mesh: a mesh of one dimension.
     """
 
     def __init__(self, policy: Policy, mesh: DeviceMesh) -> None:
@@ -248,6 +248,7 @@ class GlobalPolicy:
         )
         weights = torch.cat([weights[: own.start], gate.weights, weights[own.stop :]])
         plan, weights = self.policy(replace(gate, weights=weights, experts=experts), training)
+        # A plan without capacity has a row for each of the T K slots, one with capacity C has E C rows.
         capacity = None if plan.num_rows == plan.slot_row.numel() else plan.num_rows // plan.num_experts
         kept = make_plan(plan.slot_expert[own].contiguous(), plan.num_experts, capacity=capacity, order="token")
         return replace(kept, requested=plan.requested, dropped=plan.dropped), weights[own]
@@ -266,9 +267,9 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Distrib
     """DDP of a model with sharded experts; `mesh` holds all ranks, such as ("dp", "ep").
 
     Gradients of the experts are averaged over the ranks that own the same experts, all other gradients over all ranks.
-    options: of DistributedDataParallel. FSDP2 does not need this function: see ExpertParallel. DistributedDataParallel
-    with device_mesh=mesh["dp"] computes the same means, but with torch 2.13 named_parameters lacks the DTensors after a
-    forward pass.
+    options: arguments of DistributedDataParallel. FSDP2 does not need this function: see ExpertParallel.
+    DistributedDataParallel with device_mesh=mesh["dp"] computes the same means, but with torch 2.13 named_parameters
+    lacks the DTensors after a forward pass.
     """
     sharded = {name: each for name, each in model.named_parameters() if isinstance(each, DTensor)}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(sharded))
@@ -281,7 +282,7 @@ def data_parallel(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Distrib
 
 
 def _average(groups: list[dist.ProcessGroup], parameter: Tensor) -> None:
-    """The gradient's mean over the ranks of all groups, in place."""
+    """Replaces the gradient by its mean over the ranks of all groups."""
     assert isinstance(parameter.grad, DTensor)
     grad = parameter.grad.to_local()
     for group in groups:
@@ -311,7 +312,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _largest(grads: list[Tensor], mesh: DeviceMesh | None) -> Tensor:
-    """The largest absolute value. amax fails for an empty tensor, and with fully_shard a rank's part may be empty."""
+    """The largest absolute value. With fully_shard a rank's part may be empty, and amax fails for an empty tensor."""
     parts = [each.to_local() if isinstance(each, DTensor) else each for each in grads]
     largest = torch.stack([parts[0].new_zeros(()), *(each.abs().amax() for each in parts if each.numel())]).amax()
     for group in mesh.get_all_groups() if mesh is not None else ():

@@ -17,7 +17,7 @@ from moe_kernels.ops._checks import check_choice, check_factor, check_int
 from moe_kernels.ops.plan import ORDERS, capacity_of, make_plan, plan_expert_choice, plan_priority
 from moe_kernels.plan import RoutingPlan
 
-Ratio = tuple[int, int]
+Ratio = tuple[int, int]  # a factor as numerator and denominator
 PRIORITIES = (None, "max", "sum")
 
 
@@ -30,7 +30,7 @@ class TokenChoice:
         factor_eval: the factor in evaluation, which V-MoE lowers after training; "as trained": the same.
         priority: None visits tokens by position. "max" and "sum" visit them by their largest or summed gate weight:
             Batch Prioritized Routing (paper 003, section 4; its published code has only "max").
-        order: of make_plan. None: "choice" with a capacity, else "token". Without a capacity the order only decides the
+        order: as in make_plan. None: "choice" with a capacity, else "token". Without a capacity it only decides the
             order of an expert's rows; with "token" the rows of n processes, concatenated, are those of one process.
         multiple_of: the capacity is rounded up to a multiple of it; 4 in V-MoE's published code.
         group: number of consecutive tokens that compete for capacity, such as those of V-MoE's 8 images. Every group,
@@ -136,7 +136,7 @@ class ExpertChoice:
 
     def __call__(self, gate: GateOutput, training: bool) -> tuple[RoutingPlan, Tensor]:
         scores, num_experts = gate.gates, gate.num_experts
-        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # fails under torch.jit.trace
+        check_int("ExpertChoice", "T", scores.shape[0], 0, 2**31 - 1, "tokens")  # torch.jit.trace has a tensor here
         group = self.group or max(scores.shape[0], 1)
         groups = scores.shape[0] // group
         if scores.shape[0] % group:
@@ -154,10 +154,12 @@ class ExpertChoice:
         return make_plan(experts, num_experts, capacity=groups * capacity), weights
 
     def _rows(self, group: int, num_experts: int) -> int:
+        """The tokens that an expert takes from a group of n = `group` tokens; see the arguments of the class."""
         if self.multiple_of is not None:
             return capacity_of(group, 1, num_experts, self._ratio, self.multiple_of)
         part, whole = group * self._ratio[0], num_experts * self._ratio[1]
-        return (2 * part + whole - 1 + part // whole % 2) // (2 * whole)  # a branch would make torch.export guard on T
+        # round(part / whole), half to even. A branch would make torch.export guard on T.
+        return (2 * part + whole - 1 + part // whole % 2) // (2 * whole)
 
 
 @dataclass(frozen=True)

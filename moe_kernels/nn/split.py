@@ -24,8 +24,9 @@ class NeuronImportance:
     """Importance I (hidden) of the hidden neurons of fc2(act(fc1(x))), summed over all passes inside the block.
 
     `value` holds the sum. The first dimension of fc1's input counts samples. The loss must be a sum over samples, and
-    a sample's loss must depend on its own rows alone. No weight gradient of a sample is computed: the two terms of I
-    are sum_t dpre_tj (pre_tj - b_j) and sum_t h_tj dh_tj over the tokens t of a sample. Biases do not count.
+    a sample's loss must depend on its own rows alone. Biases do not count. With pre = fc1(x), b the bias of fc1, h the
+    input of fc2 and d for gradients, the two terms of I are sum_t dpre_tj (pre_tj - b_j) and sum_t h_tj dh_tj over the
+    tokens t of a sample. So no weight gradient of a single sample is computed.
 
     Source: Zuo et al. 2022 (MoEBERT), section 3.2; absolute value after adding the two terms, as its code has it.
 

@@ -50,8 +50,8 @@ class Routing(NamedTuple):
 
     active: Tensor  # bool (..., E): the experts that each sample or token used
     probs: Tensor | None = None  # (..., E): the router's distribution, for its entropy; None: it has none
-    weights: Tensor | None = None  # (..., E): of a gate that uses every expert, for heat maps
-    unit: str = "experts"  # counted by E: "experts" or "neurons"
+    weights: Tensor | None = None  # (..., E): weights of a gate that uses every expert, for heat maps
+    unit: str = "experts"  # what E counts: "experts" or "neurons"
 
 
 # name -> (sum, weight), both () tensors or numbers. The sum of all sums over the sum of all weights is reported.
@@ -187,7 +187,7 @@ class Recipe:
         return Splits(data, data.train, data.test)
 
     def blank_splits(self, data: Any) -> Splits:
-        """Zeros in the shapes of `splits`, to build a model that is then loaded. data: of moe_kernels.data.blank."""
+        """Zeros in the shapes of `splits`, to build a model that is then loaded. data: from moe_kernels.data.blank."""
         return self.splits(data)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, ...]:

@@ -53,12 +53,12 @@ class CometImages(CometLayers):
         model.to(data.train[0].device)
         optimiser = torch.optim.Adam(model.parameters(), self.lr, fused=True)
         task = classifier(model, optimiser, lambda batch: model(batch.tensors[0]), schedule=cosine(steps))
-        measures = with_masks(model, lambda batch: accuracy(model(batch.tensors[0]), batch.tensors[1]))
-        return replace(task, evaluate=measures)
+        evaluate = with_masks(model, lambda batch: accuracy(model(batch.tensors[0]), batch.tensors[1]))
+        return replace(task, evaluate=evaluate)
 
 
 def with_masks(model: nn.Module, measures: Callable[[Batch], Measures]) -> Callable[[Batch], Evaluation]:
-    """An evaluation with the result of `measures`, which runs the model, and the model's masks as routing."""
+    """A Task.evaluate: calls `measures`, which runs the model, and returns the masks of that run as routing."""
 
     def evaluate(batch: Batch) -> Evaluation:
         with record_masks(model) as masks:

@@ -35,7 +35,7 @@ from moe_kernels.recipes import (
     total_loss,
 )
 
-# Packed masks of every layer, or None; and the rows of these masks that belong to the batch, or None for all in order.
+# Packed masks of every layer, or None; and which rows of these masks belong to the batch, None: all, in order.
 KnownMasks = tuple[Sequence[Tensor] | None, Tensor | None]
 
 

@@ -4,7 +4,7 @@ The paper trains 6 layers of 264 and 8 of 352 on enwik8 and text8, with 16 exper
 rate is 1 / sqrt(t), it has no balance loss, and it reports the test text at the lowest validation loss; the defaults
 here are the same in these. The model is a small GPT with experts in every block, or in every second one as GLaM; all
 sides get the same steps. Differences from the paper: pre-norm blocks with one residual, shorter windows, fewer steps.
-The entropy in the table is that of the routers' softmax (C.5, Table 10).
+The entropy in the table is that of the routers' softmax (appendix C.5, Table 10).
 """
 
 from __future__ import annotations

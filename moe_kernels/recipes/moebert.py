@@ -70,9 +70,7 @@ class MoEBERT(TextRecipe):
     expert_hidden: int = option(128, "neurons of an expert; the paper: 768", low=1)
     share: int = option(85, "number of most important neurons that all experts have; the paper: 512", low=0)
     k: int = option(1, "trees of the tree gate; the paper's BERT: 1", low=1, sweep=True)
-    route: bool = option(
-        True, "evaluate saturated trees along one path from the root: O(k p log n) instead of O(k p n)"
-    )
+    route: bool = option(True, "evaluate saturated trees along one path from the root instead of at every node")
     gamma: float = option(0.01, "width of the smooth step", low=0, sweep=True)
     entropy: float = option(1.0, "lambda, weight of the entropy of the tree gate", low=0, sweep=True)
     zeta: float = option(1e-5, "weight of the entropies of the permutation", low=0)
@@ -119,7 +117,7 @@ class MoEBERT(TextRecipe):
             teacher = self._model(len(counts), lambda index: None)
         fc1, _, activation = teacher.feed_forwards()[0]
         limit = min(fc1.out_features, self.expert_hidden)
-        if self.share > limit:  # checked now, since the split comes only after half of the steps
+        if self.share > limit:  # checked now, since the split comes only after the steps of the dense model
             raise ValueError(
                 f"moebert: share must be at most {limit}, the least of hidden and expert-hidden; got {self.share}"
             )
@@ -223,8 +221,8 @@ class MoEBERT(TextRecipe):
 class Pair(nn.Module):
     """A dense model, the teacher, and the student that is split from it; `forward` uses the student after the split.
 
-    Both: model(x, states) -> (logits, outputs of the layers of experts), with the parameters outside the feed-forward
-    layers in the same order. teacher.feed_forwards() -> (fc1, fc2, activation) of each layer.
+    Both are called as model(x, states) -> (logits, outputs of the layers of experts), and have the parameters outside
+    the feed-forward layers in the same order. teacher.feed_forwards() -> (fc1, fc2, activation) of each layer.
     share: number of neurons that all experts of a layer have.
     """
 

@@ -2,10 +2,10 @@
 
 The paper trains on 200,000 rows for 10 epochs, Adam at 2.5e-5, batches of 512, task weights 0.9 (watched, binary
 cross-entropy) and 0.1 (rating, squared error over the rows that have one); "+" learns a permutation for 5 epochs. Its
-training features are not public: of the prepared files the validation rows are the training set here.
-"+untrained" is the control, with the same permutation schedule but a fixed U. The defaults are those of Table 1; for
-Table 2: --epochs 100 --choose best --patience 25, and `study search` for its random search. Files of Jester and Books
-train too (--embedding 64 --width 128, Books --experts 9 --k 4).
+training features are not public: here the validation rows of the prepared files are the training set.
+"+untrained" is the control: the same schedule with fixed random scores instead of learned ones. The defaults are those
+of Table 1; for Table 2: --epochs 100 --choose best --patience 25, and `study search` for its random search. Files of
+Jester and Books train too (--embedding 64 --width 128, Books --experts 9 --k 4).
 The defaults take some 10 minutes of a CPU core, with --rows 10000 less than one.
 """
 
@@ -51,9 +51,7 @@ class MovieLens(Recipe):
     watched_weight: float = option(
         0.9, "alpha: weight of task watched; task rating has 1 - alpha", low=0, high=1, sweep=True
     )
-    route: bool = option(
-        True, "evaluate saturated trees along one path from the root: O(k p log n) instead of O(k p n)"
-    )
+    route: bool = option(True, "evaluate saturated trees along one path from the root instead of at every node")
     embedding: int = option(128, "features of a user and of a movie; Books and Jester: 64", low=1)
     width: int = option(256, "width of an expert; Books and Jester: 128", low=1)
     dropout: float = option(0.5, "dropout of an expert's output", low=0, high=1)

@@ -1,10 +1,10 @@
 """Paper 001, section 4.4: how much can a permutation of the experts gain? This study goes beyond the paper.
 
-With hash routing every user has one expert. The loss is then a sum over the 16 groups of users, and the permutation of
-the experts with the lowest training loss, for which the local search looks, is the solution of a linear assignment. The
-study trains on MovieLens, permutes the experts before the first step or later, and continues. Arms: the best
-permutation, a random one (the control), none, the search with the paper's schedule, the search whose temperatures fall
-from soft scores to a permutation (wide), and that schedule with a fixed U (untrained).
+With hash routing every user has one expert. The loss is then a sum over the 16 groups of users. The local search looks
+for the permutation of the experts with the lowest training loss; here a linear assignment finds it exactly. The study
+trains on MovieLens, permutes the experts before the first step or later, and continues. Arms: the best permutation, a
+random one (the control), none, the search with the paper's schedule, the search with LocalSearch's schedule "wide", and
+that schedule with fixed random scores (untrained).
 
 Printed for every arm: the training loss before and after the permutation, its mean and its minimum over all 16!
 permutations, the test loss at the end, and for the searches the distance of the last soft matrix from a permutation.

@@ -22,7 +22,7 @@ from moe_kernels.nn.utilisation import Utilisation
 from moe_kernels.studies import Study, option, write_rows
 from moe_kernels.train.plotting import write_picture
 
-BINS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95)  # of the keep fraction
+BINS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95)  # lower ends of the table's ranges of the keep fraction
 
 
 @dataclass(frozen=True)

@@ -282,6 +282,7 @@ def _scale(comparison: Comparison) -> str:
     train, test = len(data.train[0]), len(data.test[0])
     epoch = math.ceil(train / recipe.batch_size)
     steps = recipe.steps or recipe.epochs * epoch
+    # A set of ratings may have more rows than --rows takes.
     all_train = len(data.source.train[0]) if hasattr(data.source, "num_users") else train
     all_test = comparison.test_samples
     parts = [f"{train} training samples" + (f" of {all_train}" if all_train > train else "")]

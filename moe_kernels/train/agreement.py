@@ -2,7 +2,7 @@
 
 Two backends round differently. Rounding alone can decide on which side of 0 the argument of a ReLU is (a kink), or
 which of two experts with nearly equal scores is chosen (a tie). There the gradient jumps, and both results are right.
-The check finds these places: there the reference's own result jumps if its weights change by a few units of rounding.
+The check finds these places: there the reference's own result jumps if its weights change by some 4e-6 of their values.
 A difference of the backends elsewhere is an error.
 """
 
@@ -77,7 +77,8 @@ class StepRecord:
 def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) -> Agreement:
     """Takes the same steps on the current backend and on the reference, and compares each of them.
 
-    Every step starts from the weights and moments of the run on the current backend. The routing must be the same;
+    Every step starts from the weights and the optimiser's state of the run on the current backend. The routing must be
+    the same;
     losses and gradients may differ by TOLERANCE and by the jumps of the reference.
     """
     with backends.use_backend("reference"):
@@ -109,7 +110,7 @@ def follow_agreement(fast: Run, steps: int) -> None:
 
 
 class Jumps:
-    """How far each number of a reference step changes if its weights change by a few units of rounding."""
+    """How far each number of a reference step changes if the weights change by some PERTURBATION of their values."""
 
     def __init__(self, expected: StepRecord) -> None:
         self.expected, self.repeated = expected, 0
@@ -193,7 +194,7 @@ def _restore(run: Run, state: dict[str, Any]) -> None:
 
 
 def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[StepRecord]:
-    """Repeats the step from state `before`, with weights that differ by a few units of rounding."""
+    """Repeats the step from state `before`, with weights that differ by some PERTURBATION of their values."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(PAIRS):
         noise = [torch.randn(each.shape, generator=generator).to(each) for each in run.task.model.parameters()]

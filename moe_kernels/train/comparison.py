@@ -38,7 +38,7 @@ class Comparison:
         if not 0 <= recipe.seed < 2**31 - seeds:  # seed and epoch together seed the order of batches, in 64 bits
             raise ValueError(f"seed must be from 0 to {2**31 - seeds - 1}, got {recipe.seed}")
         self.recipe, self.data, self.every = recipe, parts(data, recipe), every
-        self.test_samples = len(data.test[0])  # of the data set; an evaluation may use fewer
+        self.test_samples = len(data.test[0])  # those of the data set; an evaluation may use fewer
         self.device = data.train[0].device
         self.seeds = range(recipe.seed, recipe.seed + seeds)
         self.variants = recipe.variants()

@@ -16,8 +16,8 @@ from moe_kernels.train.plotting import write_picture
 class TokenMap(NamedTuple):
     """Shares from 0 to 1 that each expert of a layer gets."""
 
-    positions: Tensor  # (E, rows, columns): of the tokens at that patch, over the test images
-    classes: Tensor  # (E, C): of all tokens of a class's test images, class tokens included
+    positions: Tensor  # (E, rows, columns): share of the tokens at that patch, over the test images
+    classes: Tensor  # (E, C): share of all tokens of a class's test images, class tokens included
     of: str = "share of the tokens"  # or "gate weight", for a gate that uses every expert for every token
 
 
@@ -44,7 +44,8 @@ def token_maps(run: Run) -> list[TokenMap]:
                 layer.weights.float() if layer.weights is not None and kind == "gate weight" else layer.active.float()
                 for layer, kind in zip(found, kinds, strict=True)
             ]
-            members = len(layers[0]) // (len(batch.tensors[1]) * tokens)  # of an ensemble; those of an image adjoin
+            # Members of an ensemble, else 1. The rows of an image's members are consecutive.
+            members = len(layers[0]) // (len(batch.tensors[1]) * tokens)
             one_hot = torch.nn.functional.one_hot(batch.tensors[1].repeat_interleave(members), classes).float()
             images += one_hot.sum(0)[:, None]
             used = [layer.unflatten(0, (-1, tokens)) for layer in layers]  # (B, S, E)
@@ -55,8 +56,8 @@ def token_maps(run: Run) -> list[TokenMap]:
             )
     task.model.train()
     return [
-        TokenMap(at[1:].t().unflatten(1, task.grid) / images.sum(), (of / images.clamp(min=1)).t(), kind)
-        for at, of, kind in zip(positions, by_class, kinds, strict=True)
+        TokenMap(at_tokens[1:].t().unflatten(1, task.grid) / images.sum(), (sums / images.clamp(min=1)).t(), kind)
+        for at_tokens, sums, kind in zip(positions, by_class, kinds, strict=True)
     ]
 
 

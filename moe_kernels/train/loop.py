@@ -66,7 +66,7 @@ class Random:
 
 @dataclass(frozen=True)
 class SeededDraw:
-    """A rate of 1 or 0 for a competition gate: a draw by seed, layer and step, equal on any number of ranks."""
+    """A competition gate's rate, drawn as 1 or 0. The draw depends on seed, layer and step only, not on the ranks."""
 
     rate: float | Callable[[int], float]
     seed: int
@@ -98,7 +98,7 @@ class Run:
     setup_seconds: float = 0.0
     parameters: int = 0
     best: dict[str, Any] | None = None  # state dict on the CPU at the best evaluation on the validation part
-    unit: str = "experts"  # counted by the routing; set by an evaluation
+    unit: str = "experts"  # what the routing counts: "experts" or "neurons"; set by an evaluation
     terms: list[Row] = field(default_factory=list)  # for every row: means of the loss's regularisers
 
     def __post_init__(self) -> None:
@@ -190,26 +190,26 @@ class Run:
             row |= self.evaluate() | {"seconds": seconds / steps if steps else math.nan}
         self.rows.append(row)
         self.terms.append({name: value for name, value in means.items() if name not in LOSSES})
-        if self.chooses and self.chosen == len(self.rows) - 1:
+        if self.validates and self.chosen == len(self.rows) - 1:
             self.best = copy.deepcopy({k: _on_cpu(v) for k, v in self.model_state().items()})
 
     @property
-    def chooses(self) -> bool:
+    def validates(self) -> bool:
         """Whether evaluations use the validation part."""
         return self.data.valid is not None and (self.recipe.choose == "best" or self.recipe.patience > 0)
 
     @property
     def chosen(self) -> int:
-        """Index of the row that counts: the last one, or the first of the best on the validation part."""
+        """Index of the row to report: the last one, or with choose="best" the first of the best by validation."""
         last = len(self.rows) - 1
-        if self.recipe.choose == "last" or not self.chooses:
+        if self.recipe.choose == "last" or not self.validates:
             return last
         return self._best_row()
 
     @property
     def stopped(self) -> bool:
         """Whether the last `patience` evaluations were no better than the best one on the validation part."""
-        since_best = len(self.rows) - 1 - self._best_row() if self.rows and self.chooses else 0
+        since_best = len(self.rows) - 1 - self._best_row() if self.rows and self.validates else 0
         return 0 < self.recipe.patience <= since_best
 
     def _best_row(self) -> int:
@@ -223,7 +223,7 @@ class Run:
         set; one forward for each batch."""
         row: Row = {}
         self.task.model.eval()
-        if self.chooses:
+        if self.validates:
             assert self.data.valid is not None
             row |= self._measures(self.batches(self.data.valid), "valid", None)
         statistics = RoutingStatistics(self.device)
@@ -361,9 +361,9 @@ class RoutingStatistics:
                 self.routed[number] += layer.probs.shape[:-1].numel()
 
     def row(self) -> Row:
-        """`routing_columns`: experts or neurons a sample (mean over layers), shares of samples that use the least and
-        the most used one, number of unused ones, entropy of the gates in nats. With several layers
-        that have a distribution also the entropy of each."""
+        """`routing_columns`: experts or neurons a sample (mean over layers), share of samples that use the least and
+        the most used one, number of unused ones, entropy of the routers in nats. If several layers have a router, also
+        the entropy of each."""
         if not self.used:
             return {}
         share = [layer for counted in self.used for layer in counted.share()]

@@ -11,7 +11,7 @@ from typing import Any
 def write_picture(path: Path, draw: Callable[[Any], object], rows: int = 1, columns: int = 1, **options: Any) -> bool:
     """Calls draw(axes), matplotlib axes (rows, columns), and writes the picture; False if matplotlib is not installed.
 
-    options: of pyplot.subplots.
+    options: arguments of pyplot.subplots.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return False

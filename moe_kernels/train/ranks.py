@@ -89,8 +89,8 @@ def init_ranks(expert_parallel: int, device: str, timeout: float | None) -> Iter
 
 
 def part(batch: Batch, rank: int, ranks: int) -> tuple[Batch, float]:
-    """A rank's samples of a batch, and their weight: their number over the mean of all ranks. A rank without samples
-    gets one sample with weight 0."""
+    """A rank's samples of a batch, and their weight: their number over the mean number of all ranks. A rank without
+    samples gets one sample with weight 0."""
     size = len(batch.tensors[0])
     start, stop = size * rank // ranks, size * (rank + 1) // ranks
     weight = (stop - start) * ranks / size
@@ -134,7 +134,7 @@ class ParallelRun(Run):
         return rows[0]
 
     def flops(self, known: bool = False) -> float:
-        """As in one process: the mean over ranks, as a rank multiplies the rows that all ranks sent to its experts."""
+        """The mean over ranks, equal to one process: a rank multiplies the rows that all ranks sent to its experts."""
         found = torch.tensor(super().flops(known), dtype=torch.float64, device=self.device)
         dist.all_reduce(found)
         return found.item() / self.ranks.size
@@ -180,7 +180,7 @@ class ParallelRun(Run):
 
 @dataclass
 class SerialRun(Run):
-    """One process that computes the parts of `parts` ranks one after the other: the definition of ParallelRun."""
+    """One process that computes the parts of `parts` ranks one after the other. ParallelRun must agree with it."""
 
     parts: int = 1
 
@@ -218,7 +218,7 @@ def rank_random(run: Run, rank: int) -> AbstractContextManager[None]:
 
 
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Averages gradients: of experts over "dp", of other parameters over all ranks. A missing gradient counts as 0."""
+    """Averages the experts' gradients over "dp" and all others over all ranks. A missing gradient counts as 0."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         return

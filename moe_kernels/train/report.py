@@ -27,17 +27,17 @@ class History:
     lr: float
     stage: str
     rows: list[Row]
-    flops: float = math.nan  # of one prediction
+    flops: float = math.nan  # FLOPs of one prediction
     setup_seconds: float = 0.0
     parameters: int = 0
     flops_known: float = math.nan  # with stored frozen masks; equal to `flops` if there are none
-    unit: str = "experts"  # counted by the routing
-    chosen: int = -1  # index of the row that counts
+    unit: str = "experts"  # what the routing counts: "experts" or "neurons"
+    chosen: int = -1  # index of the row to report
     terms: list[Row] = field(default_factory=list)  # for every row: regularisers of the loss
 
     @property
     def result(self) -> Row:
-        """The evaluation that counts."""
+        """The evaluation to report."""
         return self.rows[self.chosen]
 
 
@@ -50,7 +50,7 @@ class Summary:
     metric: tuple[float, float]
     curve: tuple[float, float]  # mean of the metric over all evaluations: shows how fast a side learns
     loss: tuple[float, float]  # training loss of the task, without regularisers
-    seconds: float  # of a step, median over seeds and evaluations
+    seconds: float  # seconds of a step, median over seeds and evaluations
     flops: float
     routing: dict[str, float] = field(default_factory=dict)
     flops_known: float = math.nan  # with stored masks
@@ -161,9 +161,9 @@ def picture(path: Path, histories: Sequence[History], metric: str, title: str) -
     """Draws the metric and the task's training loss of every side by step, with the range over the seeds, and names the
     regularisers. False without matplotlib."""
     final = [each for each in histories if each.stage == "final"]
-    apart = any(name in row for each in final for row in each.rows for name in ("task", "text"))
-    training = "training loss of the task" if apart else "training loss"
-    rest = dict.fromkeys(name for each in final for row in each.terms for name in row)
+    has_task_loss = any(name in row for each in final for row in each.rows for name in ("task", "text"))
+    training = "training loss of the task" if has_task_loss else "training loss"
+    regularisers = dict.fromkeys(name for each in final for row in each.terms for name in row)
 
     def draw(axes: Any) -> None:
         for axis, name in zip(axes[0], (f"test {metric}", training), strict=True):
@@ -179,8 +179,8 @@ def picture(path: Path, histories: Sequence[History], metric: str, title: str) -
                 axis.plot(steps, means, label=side, color=colour, linestyle=line, marker=".")
                 axis.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=colour, alpha=0.2)
             axis.set(xlabel="step", ylabel=name)
-        if rest:
-            axes[0, 1].set_title(f"also trained: {', '.join(rest)}", fontsize="small")
+        if regularisers:
+            axes[0, 1].set_title(f"also trained: {', '.join(regularisers)}", fontsize="small")
         canvas, labelled = axes[0, 0].figure, axes[0, 0].get_legend_handles_labels()
         canvas.legend(*labelled, loc="outside lower center", ncols=min(len(labelled[0]), 5))
         canvas.suptitle(title)

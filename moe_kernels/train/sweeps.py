@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def sweep_picture(path: Path, recipe: Recipe, summaries: Sequence[Summary], titl
         for axis, (name, values) in zip(axes[0], swept.items(), strict=True):
             for label, points in _lines(recipe, summaries, name).items():
                 at, metrics, spreads = zip(*points, strict=True)
-                axis.errorbar(at, metrics, yerr=[0 if s != s else s for s in spreads], marker="o", label=label)
+                bars = [0 if math.isnan(spread) else spread for spread in spreads]
+                axis.errorbar(at, metrics, yerr=bars, marker="o", label=label)
             log = min(values) > 0 and max(values) > 20 * min(values)
             axis.set(xlabel=name, ylabel=f"test {recipe.METRIC}", xscale="log" if log else "linear")
             axis.legend(fontsize="small")

@@ -49,7 +49,7 @@ class Trained:
 
 def save_model(folder: Path, name: str, run: Run) -> Path:
     """Writes the model of the chosen evaluation, best or last, and its options; returns the path of the tensors."""
-    best = run.best if run.chooses and run.recipe.choose == "best" else None
+    best = run.best if run.validates and run.recipe.choose == "best" else None
     path = folder / f"model-{name}.pt"
     checkpoint.save_tensors(path, best or run.model_state())
     description = {

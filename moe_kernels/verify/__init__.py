@@ -2,7 +2,7 @@
 
 Outputs that are selected or copied must equal the reference bit for bit: their error is the number of wrong elements,
 and none is allowed. Computed outputs may differ from the float64 reference by twice the error of the reference in the
-same dtype, plus the operation's floor; these errors are relative to the output's largest magnitude.
+same dtype, plus the operation's floor (in epsilons); these errors are relative to the output's largest magnitude.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ OPERATIONS: dict[str, Operation] = {
 
 @dataclass(frozen=True)
 class Row:
-    """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run"; `note`: reason or worst output."""
+    """The verdict on one operation, backend and dtype: "ok", "FAILED" or "not run".
+
+    error, allowed: of the output with the largest ratio of the two. note: this output, or the reason of the verdict.
+    """
 
     operation: str
     backend: str
@@ -123,7 +126,7 @@ def _backend_rows(op: str, backend: str, small: bool) -> Iterator[Row]:
 
 
 def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool = False) -> Row:
-    """Runs every case of one operation, backend and dtype, and keeps the worst error over the allowed one."""
+    """Runs every case of one operation, backend and dtype, and keeps the largest ratio of error to allowed error."""
     operation, cores = OPERATIONS[op], os.cpu_count() or 1
     count, worst, name = 0, (-1.0, 0.0, 0.0, ""), "first inputs"
     try:  # around all cases: after a fault on a GPU every later call may raise
@@ -137,15 +140,19 @@ def check(op: str, backend: str, dtype: torch.dtype, device: str, *, small: bool
                     if excess > worst[0]:
                         worst = (excess, error, allowed, f"worst: {output} of {name}")
     except Exception as raised:
-        return Row(op, backend, dtype_name(dtype), device, count, math.inf, 0.0, "FAILED", f"{name}: {said(raised)}")
+        note = f"{name}: {error_text(raised)}"
+        return Row(op, backend, dtype_name(dtype), device, count, math.inf, 0.0, "FAILED", note)
     excess, error, allowed, note = worst
     verdict = "FAILED" if excess > 1 else "ok"
     return Row(op, backend, dtype_name(dtype), device, count, error, allowed, verdict, note if error else "")
 
 
-def said(raised: Exception) -> str:
+def error_text(raised: Exception) -> str:
     """The type of an error and the first line of its message."""
     return f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
+
+
+said = error_text  # the name in tests/fuzz
 
 
 def _is_large(inputs: Inputs) -> bool:
@@ -195,7 +202,7 @@ def _errors(operation: Operation, inputs: Inputs, found: Outputs) -> Iterator[tu
 
 
 def relative_error(got: Tensor, truth: Tensor) -> float:
-    """Largest |got - truth| over the largest finite |truth|; infinite if only one of the two is finite."""
+    """Largest |got - truth| over the largest finite |truth|; infinite if an element is finite in only one of them."""
     got, truth = got.detach().double(), truth.detach().double()
     same = (got == truth) | (got.isnan() & truth.isnan())
     error = torch.where(same, 0.0, (got - truth).abs()).nan_to_num(nan=math.inf)

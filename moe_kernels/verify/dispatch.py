@@ -1,4 +1,4 @@
-"""Dispatch, and the inputs that it shares with combine."""
+"""Cases of dispatch, and the inputs that dispatch and combine share."""
 
 from __future__ import annotations
 

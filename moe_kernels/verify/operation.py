@@ -25,7 +25,8 @@ class Case(NamedTuple):
 class Operation:
     """How one operation is verified.
 
-    cases(dtype, device, small): inputs; `small` ones are for interpreters and sanitizers (<= 4 rows of <= 512).
+    cases(dtype, device, small): inputs. `small` ones are for interpreters and sanitizers: at most 7 tokens, for kwta
+        2 rows of at most 500 elements, for sinkhorn 3 matrices of at most 70 x 70.
     run(inputs, backend): outputs and gradients by name. The fuzzer (tests/fuzz) calls it with random inputs.
     exact: names of the outputs that must equal the reference's bit for bit.
     floor: the error of other outputs may be twice the reference's plus floor times the dtype's epsilon.

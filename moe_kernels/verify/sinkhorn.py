@@ -16,8 +16,8 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     # n above 64: kernels read the matrix again in every iteration.
     many = ((1, 2), (4, 20), (16, 30), (17, 20), (40, 5), (80, 4))
     for n, iterations in ((3, 3), (12, 4), (70, 2)) if small else many:
-        # Low temperatures are for narrower types: at 1e-7 float64 itself has scores / tau only to 1e-9, and at 0.05
-        # gradients are differences of terms a hundred times as large.
+        # Float64 has no low temperatures: with tau = 1e-7 rounding moves scores / tau by 1e-9, and with 0.05 gradients
+        # are differences of terms a hundred times as large.
         for tau in (1.0, 0.2) if dtype == torch.float64 else (1.0, 0.05, 1e-3, 1e-7):
             for kind in ("normal", "forbidden"):
                 scores = torch.randn(3, n, n, generator=generator).to(dtype)
@@ -34,7 +34,7 @@ def _cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
 
 
 def _run(inputs: Inputs, backend: str) -> Outputs:
-    # At low temperatures p is a matrix of zeros and ones, whose gradient is rounding times 1 / tau.
+    # At low temperatures p is a matrix of zeros and ones, and its gradient is rounding errors times 1 / tau.
     leaves = ("scores", "rows", "columns", "noise") if inputs["tau"] >= 0.05 else ()
     return differentiated(sinkhorn.sinkhorn, inputs, leaves, ("p",), backend=backend)
 

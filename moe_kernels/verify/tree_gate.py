@@ -12,7 +12,7 @@ from moe_kernels.verify.operation import Case, Inputs, Operation, Outputs, diffe
 
 def _inputs(dtype: torch.dtype, device: str, small: bool) -> Iterator[tuple[str, Inputs]]:
     generator = torch.Generator().manual_seed(0)
-    # One tree of at most 64 experts and P a multiple of 16 has its own kernel in 16 bits.
+    # In 16 bits, one tree of at most 64 experts has its own kernel if dim is a multiple of 16.
     many = ((1, 3, 1, 2), (9, 8, 2, 5), (40, 48, 2, 64), (7, 33, 4, 100), (5, 16, 1, 1024), (65, 80, 1, 64))
     for tokens, dim, trees, experts in ((3, 5, 1, 2), (4, 8, 2, 5), (3, 16, 1, 6)) if small else many:
         weights = {"split_weight": (trees, experts - 1, dim), "leaf_weight": (trees, experts, dim)}
@@ -42,7 +42,7 @@ def _gate(inputs: Inputs, backend: str) -> Outputs:
 
 def _route_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     for name, inputs in _inputs(dtype, device, small):
-        # Only the reference rounds pre-activations to 16 bits, so that of two equally likely leaves either may win.
+        # 16 bits without gamma = 3: only the reference rounds pre-activations, so nearly equal leaves may swap.
         for gamma in (3.0, 1e-6) if dtype.itemsize > 2 else (1e-6,):
             yield Case(f"{name}, gamma={gamma:g}", {**inputs, "gamma": gamma})
 

@@ -34,13 +34,13 @@ class CompetitionGate(Gate):
         alpha: weight of the router loss.
         through_norms: whether the output's gradient reaches the experts also through the norms that weight them, as in
             the published code, or only through their outputs. The target of the loss is a constant in both cases.
-        coin: a CPU generator that draws whether a step is a competition; None is torch's own. The host draws and waits
-            for no device; in training torch.compile breaks its graph there.
+        coin: a CPU generator that draws whether a step is a competition; None is torch's own generator. The host draws
+            and waits for no device; in training torch.compile breaks its graph there.
 
-    Autocast: the norms are computed in its dtype; router, weights and loss keep that of the parameters.
+    Autocast: the norms are computed in autocast's dtype; router, weights and loss in that of the parameters.
 
     losses: "router" on competition steps, the router's own on the others. statistics: "competed" (), 0 or 1, and on
-    competition steps "agreement" (), the share of the k winners that the router also has.
+    competition steps "agreement" (), the share of the k winners that the router also chooses.
 
     State: `steps` counts training calls, except those that a checkpoint repeats in the backward pass; it is in the
     state dict. Source: paper 004, eqs. 3 to 5, section 3.3.

@@ -15,7 +15,7 @@ from moe_kernels.ops.tree_gate import smooth_step
 class DSelectKGate(Gate):
     """gates_i = sum over j of w_j r_ji,  r_ji = product over bits b of i: h(z_jb) if set, else 1 - h(z_jb).
 
-        z = Z x + c  (T, k, m),  w = softmax(A x + a)  (T, k),  m = ceil(log2 E), the highest bit first
+        z = Z x + c  (T, k, m),  w = softmax(A x + a)  (T, k),  m = ceil(log2 E), highest bit first;  h: smooth step
 
     Args:
         dim: D.
@@ -25,10 +25,10 @@ class DSelectKGate(Gate):
         entropy: coefficient of mean over t of -sum over j, i of r log(r + 1e-6).
         reciprocal: coefficient of sum over t, j of 1 / (sum over i of r_ji + 1e-6) if E is no power of two: codes from
             E on have no expert, and the weight of a selector on them is lost. Gates are not renormalised.
-        generator: draws Z ~ U(-gamma/100, gamma/100); c is 0; None is torch's own.
+        generator: draws Z ~ U(-gamma/100, gamma/100); None is torch's own generator. c starts at 0.
 
     Output: dense. losses: "entropy" and "reciprocal" in training. statistics: "experts_per_sample", the mean number of
-    gates of at least 1e-5. Gradient: to x and the parameters of `code` and `mix`.
+    gates of at least 1e-5. Gradient: to x and the parameters of `code` (Z, c) and `mix` (A, a).
 
     Source: Hazimeh et al. 2021, with the entropy averaged over the batch as paper 001's code has it.
 

@@ -24,12 +24,13 @@ class EnsembleGate(Gate):
         members: M.
         k: from 1 to E / M.
         noise: N(0, (M / E)^2) on a member's E / M logits in training.
-        generator: draws the noise; None is torch's own.
+        generator: draws the noise; None is torch's own generator.
         importance, load: coefficients of V-MoE's losses in training, computed for each member over its own experts and
             tokens and averaged over the members; `load` needs noise.
 
     Input: x (T, D) and ids (T,), the member of each token (see `tile`). Output: sparse. Parameter: weight
-    (M, D, E / M), initialised as M nn.Linear without bias. Source: paper 003, section 5; capacity counts all E.
+    (M, D, E / M), initialised as M nn.Linear without bias. A policy computes the capacity from all E experts.
+    Source: paper 003, section 5.
 
     Example:
         >>> x, ids = tile(torch.randn(4, 16), 2)  # every sample once for each member

@@ -26,7 +26,7 @@ class GateOutput:
       K = E, all experts in order.
     * num_experts: E.
     * dense: whether the gate gives every expert a weight.
-    * losses: () by name, times their coefficients, to be added to the task's loss; none in evaluation.
+    * losses: scalars by name, times their coefficients, to be added to the task's loss; none in evaluation.
     * records: detached tensors by name; `statistics` are computed from them when they are read.
 
     `gates` (T, E) holds the weights of all experts, 0 where one was not chosen.
@@ -65,7 +65,7 @@ class GateOutput:
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """() by name: the mean of every record; "experts_per_sample": the mean number of a token's weights >= 1e-5.
+        """Scalars by name: the mean of each record; "experts_per_sample": mean number of a token's weights >= 1e-5.
 
         Computed at every read; a forward computes none.
         """
@@ -94,12 +94,12 @@ class Gate(KeepsFloat32, OutputModule):
     Gates convert x to the dtype of their parameters and compute in it, also under autocast, since bfloat16 logits would
     lead to other choices. Experts follow autocast (see Experts), also in a competition.
 
-    Noise comes from torch's own generator or from `generator`. State dicts do not keep a `generator`, and
-    torch.utils.checkpoint does not restore it, so its recomputation of a forward that draws from one raises an error.
+    Noise comes from torch's own generator or from `generator`. State dicts do not keep a `generator`. Nor does
+    torch.utils.checkpoint restore one, so a gate that draws from it raises an error when a checkpoint runs it again.
 
     keep_float32: float32 parameters stay float32 under `.bfloat16()`, `.half()` and `.to(dtype)` of the gate or of its
-    model. A narrowed model then routes as the trained one did; logits rounded to 8 bits would move every token with two
-    close experts. Set it to False on a gate before such a call to narrow the gate too.
+    model. A narrowed model then routes as the trained one did; logits rounded to bfloat16's 8 bits could send a token
+    with two close experts to the other one. Set it to False on a gate before such a call to narrow the gate too.
     `dtype=` of a constructor is always obeyed. FSDP2 narrows parameters itself: give gates a group of their own,
     fully_shard(layer.gate), before fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)).
 
@@ -159,12 +159,12 @@ class Gate(KeepsFloat32, OutputModule):
         check_rank(name, "x", x, "(T, D)")
         if ids.shape != x.shape[:1]:
             raise ValueError(f"{name}: ids must be {tuple(x.shape[:1])} for x {tuple(x.shape)}, got {tuple(ids.shape)}")
-        real = type(ids) is Tensor and ids.device.type == "cpu" and not is_compiling()  # a fake one has no values
+        real = type(ids) is Tensor and ids.device.type == "cpu" and not is_compiling()  # a FakeTensor has no values
         if real and bool(((ids < 0) | (ids >= count)).any()):
             raise ValueError(f"{name}: ids must be from 0 to {count - 1}, got {ids.min().item()} to {ids.max().item()}")
         return ids.long()
 
-    known = check_ids  # its name until 2026-11-24
+    known = check_ids  # the former name, for gates written before 2026-11-24
 
 
 class TopKRouter(Gate):

@@ -20,7 +20,7 @@ class HashGate(TableGate):
         frequencies: (num_ids,), how often each id occurs, or None. None: every id gets a random expert. Else each id
             that occurs goes, in descending frequency, to the expert with the smallest sum of frequencies so far (ties:
             the lower id, the lower expert); ids of frequency 0 get a random expert.
-        generator: draws the random experts; None is torch's own.
+        generator: draws the random experts; None is torch's own generator.
 
     Input: ids (T,), int32 or int64. Output: sparse, k = 1; weights in the dtype of x and without a gradient. `table`
     (num_ids,) holds the expert of every id.

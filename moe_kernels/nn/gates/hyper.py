@@ -18,7 +18,7 @@ class HyperRouterGate(TopKRouter):
         num_experts: E.
         k: choices of a token, from 1 to E.
         hidden: width of H = Linear(D, hidden), ReLU, Linear(hidden, E (D + 1)), 256 in the published code.
-        backend: of topk_gate.
+        backend: as in topk_gate.
 
     Parameters: `embedding` v (1, D), trained, and `hypernetwork`, frozen. Source: Do et al. 2023, baseline of 004.
 

@@ -19,7 +19,7 @@ class SoftmaxGate(Gate):
         bias: whether there is a b.
         noise: N(0, 1 / E^2) on the logits in training (paper 002), none in evaluation.
         importance: coefficient of nn.importance_loss of the clean probabilities; 0: none.
-        generator: draws the noise; None is torch's own.
+        generator: draws the noise; None is torch's own generator.
 
     Output: dense. losses: in training "importance", if its coefficient is not 0. Parameters: `linear`, initialised as
     nn.Linear. Gradient: to x and the parameters.

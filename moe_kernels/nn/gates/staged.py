@@ -1,4 +1,4 @@
-"""Two gates, used one after the other: dense, then sparse (paper 002), or by label, then learned."""
+"""Two gates, used one after the other: a dense and a sparse one (paper 002), or one by label and a learned one."""
 
 from __future__ import annotations
 

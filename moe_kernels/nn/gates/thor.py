@@ -22,9 +22,9 @@ class RandomGate(Gate):
 
     Args:
         num_experts: E.
-        inference: "token", a draw for every token, or "ids", one for all tokens of equal id (from 0 up to below T),
-            such as those of a sentence; the published code's second mode draws by position instead.
-        generator: on the device of x; None is torch's own.
+        inference: "token", a draw for every token, or "ids", one draw for all tokens of equal id (0 to T - 1), such as
+            those of a sentence; the published code's second mode draws by position instead.
+        generator: draws the experts, on the device of x; None is torch's own generator.
 
     Source: paper 003 (THOR), section 3 and algorithm 1.
 

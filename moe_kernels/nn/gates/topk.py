@@ -27,15 +27,15 @@ class TopKGate(TopKRouter):
         dim: D.
         num_experts: E.
         k: from 1 to E.
-        order: of topk_gate; with k = 1 only "softmax_topk" has a gradient.
+        order: as in topk_gate; with k = 1 only "softmax_topk" has a gradient.
         noise: in training None; "jitter", N(0, 1) softplus(W_n x) with W_n learned, zero at first (paper 001's
             baseline); or "vmoe", N(0, 1 / E^2) (paper 003). None in evaluation.
         bias: whether there is a b: none in V-MoE (paper 003), one in CompeteSMoE (paper 004).
         importance, load, balance, z: coefficients of the losses of that name in moe_kernels.nn; 0: none. `load` needs
             noise="vmoe"; `balance` counts first choices, as Switch and GShard do. V-MoE: importance = load = 0.005.
         reduce: process group over whose ranks importance, load and balance are computed; None: this rank alone.
-        generator: draws the noise; None is torch's own.
-        backend: of topk_gate.
+        generator: draws the noise; None is torch's own generator.
+        backend: as in topk_gate.
 
     Output: sparse, choices in descending order. losses: those with a coefficient. Parameters: `linear`, initialised as
     nn.Linear but b = 0; with jitter also `noise_linear` (W_n). Gradient: through the weights, with jitter also to W_n;

@@ -28,8 +28,8 @@ class TreeGate(Gate):
         parity: as in tree_gate. tree_route needs none: the only leaf of a saturated tree has weight 1.
         route: evaluation uses tree_route if every tree of the batch is saturated. The check waits for a GPU. Other
             batches, the meta device, torch.compile and torch.export use the dense gate, whose result is the same.
-        generator: draws the parameters; None is torch's own.
-        backend: of the operations.
+        generator: draws the parameters; None is torch's own generator.
+        backend: as in tree_gate.
 
     Output: dense, gates (T, E); after tree_route sparse, one expert a tree. losses: "entropy" in training.
     statistics: "experts_per_sample", the mean number of gates of at least 1e-5; after tree_route also "nodes_visited",
@@ -103,8 +103,8 @@ class TreeGate(Gate):
         return tree_gate(x, **self._arguments(), parity=self.parity)
 
     def _routed(self, x: Tensor) -> GateOutput | None:
-        """The output of tree_route, or None if a tree is not saturated, where it would differ from the dense gate's."""
-        # With statistics=True it returns three values; its annotation has two.
+        """The output of tree_route; None if a tree is not saturated, as the dense gate's output would then differ."""
+        # With statistics=True tree_route returns three values; its annotation has two.
         weights, experts, found = tree_route(x, **self._arguments(), statistics=True)  # type: ignore[misc]
         if bool(found.unsaturated.any()):
             return None

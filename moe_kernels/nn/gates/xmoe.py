@@ -33,12 +33,12 @@ class XMoEGate(TopKRouter):
         embedding: d_e, 8 in paper 004, 16 in torchscale.
         score: "code", "cosine" or "learned".
         temperature: of "cosine"; the initial one of "learned".
-        backend: of topk_gate.
+        backend: as in topk_gate.
 
-    Parameters: `linear` (d_e, D) without bias, `embeddings` (E, d_e), orthogonal with gain 0.32; of "learned" also
+    Parameters: `linear` (d_e, D) without bias, `embeddings` (E, d_e), orthogonal with gain 0.32; "learned" also has
     `norm` and `log_temperature` (). Gradient: through r and through the normalisation of e, not through its rescaling.
 
-    Source: Chi et al. 2022, as baseline of paper 004 (spec of its published code).
+    Source: Chi et al. 2022, a baseline of paper 004; "code" is from the published code of paper 004.
 
     Example:
         >>> XMoEGate(16, 4, 2, score="cosine")(torch.randn(8, 16)).weights.shape
