@@ -152,9 +152,6 @@ def error_text(raised: Exception) -> str:
     return f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
 
 
-said = error_text  # the name in tests/fuzz
-
-
 def _is_large(inputs: Inputs) -> bool:
     return any(isinstance(value, Tensor) and value.numel() >= 2**15 for value in inputs.values())
 

@@ -23,7 +23,7 @@ from moe_kernels import backends
 from moe_kernels.backends import cpu
 from moe_kernels.info import placement
 from moe_kernels.verify import OPERATIONS as VERIFIED
-from moe_kernels.verify import bits_of, relative_error, said
+from moe_kernels.verify import bits_of, error_text, relative_error
 from moe_kernels.verify.operation import Operation
 from tests.fuzz.operations import OPERATIONS
 from tests.fuzz.values import DTYPES, KINDS, LAYOUTS, Spec
@@ -70,12 +70,12 @@ def failure(spec: Spec) -> str | None:
         except backends.BackendError:
             return None
         except Exception as raised:
-            found, error = None, said(raised)
+            found, error = None, error_text(raised)
     try:
         expected = operation.run(build(spec), "reference")
     except Exception as raised:
         # A kernel must raise where the definition raises; its message may differ.
-        return None if found is None else f"ran, but the definition raises {said(raised)}"
+        return None if found is None else f"ran, but the definition raises {error_text(raised)}"
     if found is None:
         return error
     return _difference(operation, spec, found, expected)
