@@ -98,7 +98,7 @@ def _device(result: ledger.Result, pictures: dict[str, str], root: Path) -> list
         rows = [figure_cells(each, ledger.is_stale(entry, root)) for entry in entries for each in entry["figures"]]
         parts += ["### Figures", HOW_TO_READ, markdown(FIGURE_HEADER, rows)]
     for title, columns in (("Memory", _MEMORY), ("Clocks, power, energy", _TELEMETRY)):
-        # Figures without these measurements lack the last column; others may lack one that the device did not report.
+        # A figure with these measurements has the last key. Others may be missing: not every device reports them.
         found = [[_cell(each.get(key, "")) for key in (*_KEY, *columns)] for each in figures if [*columns][-1] in each]
         if found:
             parts += [f"### {title}", markdown((*_KEY, *columns.values()), found)]

@@ -47,7 +47,10 @@ def exchange_bytes(rows: Tensor, dim: int, out: int, width: int, num_experts: in
 
 
 def norm_bytes(ranks: int, tokens: int, dim: int, num_experts: int, width: int) -> int:
-    """Bytes that a rank sends for `norms`, with `tokens` on every rank: their number, the tokens, the norms back."""
+    """Bytes that a rank sends for `ExpertParallel.norms`, with `tokens` tokens of its own on every rank.
+
+    It sends every other rank the number of its tokens, the tokens, and its experts' norms for that rank's tokens.
+    """
     return (ranks - 1) * (COUNT + tokens * dim * width + tokens * (num_experts // ranks) * width)
 
 
@@ -88,7 +91,7 @@ def shares(num_experts: int, skew: float) -> Tensor:
 
 
 def layer_cost(machine: Machine, tokens: int, dim: int, hidden: int, choices: int, share: Tensor, width: int) -> Cost:
-    """The cost of a layer with `tokens` on each rank and gated experts, (D, 2 H) and (H, D).
+    """The cost of a layer with `tokens` tokens on each rank; experts with a gated activation, weights (D, 2 H), (H, D).
 
     share (E,): each expert's share of the rows. width: bytes of an element.
     """

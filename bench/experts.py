@@ -27,7 +27,8 @@ NORMS = sizes(PAPERS, "TDHE")
 
 
 def _complete(shape: Shape, device: str) -> Shape:
-    """On a CPU at most the tokens of `fewer_tokens`, and at most 2^25 parameters in a matrix of all experts."""
+    """On a CPU with fewer tokens (see `fewer_tokens`), and with at most 2^25 elements in w_in (E, D, H), except that K
+    experts always stay."""
     fewer = fewer_tokens({"K": 1, **shape}, device)
     max_experts = max(shape.get("K", 1), 2**25 // (shape["D"] * shape["H"]))
     return {**shape, "T": fewer["T"], "E": min(shape["E"], max_experts)} if device == "cpu" else shape

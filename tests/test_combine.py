@@ -21,8 +21,8 @@ def einsum(rows, weights, one_hot):
 
 
 def bound(exact, size, dtype):
-    """Allowed error: an epsilon of the result (also of subnormals), plus 64 float32 roundings of `size`, the sum of
-    the magnitudes of the terms."""
+    """Allowed error: the dtype's epsilon times the result, its smallest subnormal, and 64 float32 roundings of `size`,
+    the sum of the magnitudes of the terms."""
     eps = torch.finfo(dtype).eps
     subnormal = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     return eps * exact.abs() + 64 * 2.0**-24 * size + subnormal
@@ -111,7 +111,8 @@ def test_gates_and_their_gradients_are_not_rounded_to_the_rows_dtype(target):
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("kind", ["one token dropped", "dropped", "unused rows", "expert choice"])
 def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
-    """NaN in weights and gradients of dropped choices, in unused rows, and around rows and gradients has no effect."""
+    """NaN or infinity in weights of dropped choices, in gradients of tokens with no kept choice, in unused rows, and
+    around rows and gradients has no effect."""
     one = mk.make_plan(torch.tensor([[0], [0]], device=target.device), 1, capacity=1, backend="reference")
     plan = {"one token dropped": one, **plans(target.device)}[kind]
     dropped, used = plan.slot_row < 0, int(plan.expert_offsets[-1])
@@ -139,7 +140,7 @@ def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
 
 @pytest.mark.parametrize("kind", ["unused rows", "dropped"])
 def test_many_programs_with_one_that_is_not_full(target, kind):
-    """Tokens and parts of rows for several programs or blocks, the last one partial; unused rows."""
+    """Tokens and parts of rows for several programs or blocks, the last partial; unused rows, or dropped choices."""
     plan, on = plans(target.device)[kind], target.device
     for dim in (300, 4100) if target.interpreted else (300, 2500, 4100, 9000):
         leaves = {"rows": torch.randn(plan.num_rows, dim, device=on), "weights": torch.rand(23, 3, device=on)}
@@ -218,7 +219,7 @@ def test_rows_that_start_anywhere(target, place):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_every_number_of_16_bits(target, dtype):
-    """One choice a token, with weight 1 and 1/3: the product is rounded once, also if it is subnormal."""
+    """One choice a token, without weights and with weight 1/3: the product is rounded once, also if it is subnormal."""
     rows = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 64).to(target.device)
     plan = mk.make_plan(torch.zeros(1024, 1, dtype=torch.int32, device=target.device), 1, backend="reference")
     third = torch.full((1024, 1), 1 / 3, device=target.device)

@@ -1,4 +1,7 @@
-"""Defects inserted into the PTX of real kernels: each gives an error of the executor, or wrong values."""
+"""Defects inserted into the PTX of real kernels, which the executor of tests/ptx runs on the CPU.
+
+Each gives an error of the executor, or wrong values.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from ptx.machine import PtxError
 
 import moe_kernels as mk
 
+# Backends whose PTX is executed here, without a GPU.
 GPU = {target.backend: target for target in TARGETS if target.executed and not target.interpreted}
 
 pytestmark = pytest.mark.skipif(not GPU, reason="the kernels run on a GPU or are interpreted")
@@ -113,7 +117,7 @@ def test_every_deleted_barrier(name, backend):
         assert not missed, f"of {lines}"
 
 
-# With one tile of requests no access follows the last barrier of plan_rank.
+# The last barrier of plan_rank orders accesses to a warp's slots; with one tile of requests no such access follows it.
 @pytest.mark.parametrize(("name", "needless"), [("plan_rank", 1), ("sinkhorn_streamed_bwd", 0)])
 def test_every_deleted_barrier_of_a_warp(name, needless):
     """The executor runs lanes of a warp together. Without the barrier values stay right: only the race check fails."""
@@ -189,8 +193,8 @@ def test_removed_branch_around_a_store():
         kernel, found = result.kernel, 0
         for pc, text in enumerate(kernel.texts):
             stores = any("st.global" in each for each in kernel.texts[pc + 1 : pc + 12])
-            parts = 0 < result.counters["lanes"][pc] < 32 * result.counters["runs"][pc]
-            if re.match(r"@\S+ bra", text) and stores and parts:
+            diverges = 0 < result.counters["lanes"][pc] < 32 * result.counters["runs"][pc]
+            if re.match(r"@\S+ bra", text) and stores and diverges:
                 edit = only_in(kernel, plant.on_line(kernel.lines[pc], r"@!?%p\d+\s+bra\s+\S+;", ""))
                 found += bool(caught(kwta, "cuda", expected, edit))
         assert found

@@ -37,7 +37,7 @@ struct TokenBuffers {
   int64_t trees, experts, stride, leaves;  // stride: from a tree's nodes to the next one's; leaves: of all trees, padded
   Wide* split;                             // (K, stride): pre-activations; backward: their gradients
   Wide *logit, *prob, *q;                  // (leaves), (K, E) padded; q: terms of the softmax, backward also gradients
-  Wide* heap;                              // (2 E + 2 kPad) of one tree
+  Wide* heap;                              // (2 E padded + 2 kPad) of one tree
 
   TokenBuffers(char* room, int64_t trees, int64_t experts)
       : trees(trees), experts(experts), stride(padded(experts)), leaves(padded(trees * experts)) {
@@ -93,7 +93,7 @@ struct TokenBuffers {
     return 1 / across<Wide>(sum, [](V a, V b) { return a + b; })[0];
   }
 
-  // Goes up from the heap's leaves, which hold the gradient to the leaf's probability times that probability. Each node
+  // Goes up from the heap's leaves, which hold p dp: a leaf's probability p times the gradient dp to it. Each node
   // becomes the sum of its children; the gradient to its pre-activation overwrites the pre-activation in `split`.
   void ascend(const Step<Wide>& step, int64_t k) const {
     Wide* const node = split + k * stride;
@@ -104,8 +104,9 @@ struct TokenBuffers {
       for (int64_t m = first; m < last; m += lanes) {
         const V a = load(heap + 2 * m), b = load(heap + 2 * m + lanes);
         const V left = unzipped<0>(a, b, every), right = unzipped<1>(a, b, every);
-        // The less likely branch has h = r^2 (3 - 2 r) and h' / h = 6 (1 - r) / (gamma r (3 - 2 r)), the other has
-        // `high` = 1 - h and -h' / (1 - h). Both terms take the denominator r (3 - 2 r) (1 - h).
+        // With r = 1/2 - |t| / gamma, at least 0, the less likely branch has h = r^2 (3 - 2 r) and h' / h =
+        // 6 (1 - r) / (gamma r (3 - 2 r)), the other has `high` = 1 - h and -h' / (1 - h). Both terms take the
+        // denominator r (3 - 2 r) (1 - h).
         const V t = load(node + m), r = step.distance(t), share = r * (3 - 2 * r), high = 1 - r * share;
         const V slope = 6 * step.inverse * (1 - r) * reciprocal(r == 0 ? broadcast(Wide(1)) : share * high);
         const V of_low = (t < 0 ? left : right) * high, of_high = (t < 0 ? right : left) * (r * share);
@@ -188,10 +189,10 @@ void backward(const void* grad_gates, const void* grad_leaf_probs, const void* s
         Key* out = static_cast<Key*>(dleaf) + first;
 #pragma omp simd
         for (int64_t e = 0; e < experts; ++e) {
-          q[e] = q[e] * scale * (grad[e] - mean);  // in this order, since scale can be as large as 1 / least
+          q[e] = q[e] * scale * (grad[e] - mean);  // q * scale is at most 1, scale alone up to 1 / least
           out[e] = F::narrow(q[e]);
         }
-        // q is the gradient to the leaf's logit, and becomes the gradient to its probability times the probability.
+        // q is the gradient to the leaf's logit. It becomes p dp: the leaf's probability times the gradient to that.
         if (epsilon > 0)
           for (int64_t e = 0; e < experts; ++e) q[e] *= prob[e] / (prob[e] + Wide(epsilon));
         if (grad_leaf_probs != nullptr) {

@@ -137,8 +137,9 @@ struct Plan {
   int32_t capacity, rows;    // rows: R
 };
 
-// Sums over all E experts. Each block computes them again, which takes less time than another launch; the first block
-// writes the results. offset[e] receives the first row of expert e of the window. Returns the number of rows in use.
+// The first row of every expert: sums of the kept requests over the experts before it. Each block computes all E again,
+// which takes less time than another launch; the first block writes them to the plan, with `kept` and `dropped`.
+// offset[e] receives the first row of expert e of the window. Returns the number of rows in use.
 __device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_experts, int32_t* offset) {
   SHARED(Exchange<int>, sums, );
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(kThreads)
                      const int32_t* counts) {  // (chunks, E), requests before a chunk
   const Window window(requests.num_experts);
   DYNAMIC_SHARED(int32_t, shared);
-  int32_t* const slots = shared;                               // (kWarps, width) next slot of an expert, for each warp
+  int32_t* const slots = shared;                               // (kWarps, width) a warp's requests, then its next slot
   int32_t* const next = shared + kWarps * window.width;        // (width) next slot of an expert, for the tile
   int32_t* const offset = next + window.width;                 // (width) first row of an expert
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;

@@ -1,7 +1,8 @@
 // Sinkhorn's iteration (definition: python_ref/sinkhorn.py; backward: the equations of ops/sinkhorn.py). Depending on n,
 // a matrix stays in the registers of one thread, of part of a warp, of a warp or of a block for the whole solve; a larger
 // one is read from memory in every half step (sinkhorn_streamed.h). There are two forms:
-// * scaled: exp(S / tau) is computed once and then scaled by vectors; cheaper, but the range of S / tau must allow it;
+// * scaled: k = exp((S - row maximum) / tau) is computed once and then scaled by vectors, P = diag(u) k diag(v);
+//   cheaper, but the range of S / tau must allow it;
 // * logarithmic: potentials in units of scores, in double, with exp of differences in every step; always possible, also
 //   with prescribed sums or a tolerance.
 //
@@ -106,7 +107,8 @@ __global__ void __launch_bounds__(Team::kBlock, 1)
   team.write(p, scores.dtype, vectorized, n, tile);
 }
 
-// Two saved vectors of each iteration, (iterations, 2, n): u and v, or anchors and logarithms of columns.
+// Two saved vectors of each iteration, (iterations, 2, n). Scaled form: u (from n = 9 on) and v. Logarithmic form:
+// column_anchor and column_log, with g = column_anchor + tau column_log (see Potentials).
 template <class Team>
 struct History {
   double* data;
