@@ -25,12 +25,12 @@ Calls = dict[str, Callable[[Inputs], object]]  # by direction
 class Entry:
     """One operation of the bench.
 
-    shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (those of the design's speed goals), and "scaling",
-        in which one size varies over two decades.
+    shapes: sets of shapes by name: "quick", "papers", "llm", "aims" (the few at which speed matters most: `bench gpu`
+        measures them first), and "scaling", in which one size varies over two decades.
     complete(shape, device type): the shape with its missing sizes, and with fewer rows or experts on a CPU.
     inputs(shape, dtype, device): fresh random inputs.
     kernel(backend): the calls of that backend, by direction.
-    peers: calls of PyTorch's own compositions, by name; bench/peers.py has peers of other packages.
+    peers: calls of compositions of PyTorch's operations, by name; bench/peers.py has peers of other packages.
     flops(shape, direction): FLOPs of one call.
     least_bytes(shape, dtype, direction): bytes of one call if every input is read once and every output written once.
     leaves: names of the inputs for which training computes gradients.

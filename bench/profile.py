@@ -1,4 +1,7 @@
-"""Profiles one operation with torch.profiler: a trace, and the time of each kernel compared with the floor."""
+"""Profiles one operation with torch.profiler: a trace, and the time of each kernel compared with the floor.
+
+The floor is the least time that this machine's measured speeds of a copy and of a matrix product allow for the call.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ CALLS = 10
 
 
 class Line(NamedTuple):
-    """One kernel: launches and microseconds of a call, its share of all kernels' time, its time over the floor.
+    """One kernel: launches and microseconds a call, its share of all kernels' time, its time divided by the floor.
 
     On a CPU the profiler's wall clock includes the load of the machine, so the microseconds are this kernel's share of
     the call's measured time. launches: on a GPU only.
@@ -37,7 +40,7 @@ class Line(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """us: the call's time as the bench measures it. floor_us: its least time at this machine's ceilings."""
+    """us: the call's time as the bench measures it. floor_us: the floor of the call."""
 
     lines: list[Line]
     us: float
@@ -83,7 +86,7 @@ def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
 
 
 def _own_times(events: Iterable[Any], on_gpu: bool) -> list[tuple[str, float, float]]:
-    """Name, launches and microseconds of every event that has time of its own, beside that of its children."""
+    """Name, launches a call and microseconds a call (without its children) of every event that takes time itself."""
     found = []
     for event in events:
         if on_gpu and event.device_type == torch.autograd.DeviceType.CPU:
@@ -113,7 +116,7 @@ def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str
     else:
         out = folder / f"{name_of(job)}.ncu-rep"
         profile_again = [sys.executable, "-m", "bench", "profile", *arguments, "--no-tools"]
-        # Not from the start: the first 20 launches of the process prepare inputs and measure ceilings.
+        # From the start, --launch-count would count the launches that prepare inputs and measure ceilings.
         options = ["--set", "full", "--profile-from-start", "off", "--launch-count", "20", "--force-overwrite"]
         command = [program, *options, "--export", str(out), *profile_again]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
@@ -141,7 +144,10 @@ def _proton(job: measure.Job, folder: Path) -> str:
 def job_of(
     op: str, backend: str | None, dtype: str, direction: str, shapes: str, index: int, count: int
 ) -> tuple[measure.Job | None, str]:
-    """The job to profile, or the reason why there is none."""
+    """The job to profile, or the reason why there is none.
+
+    index: of the shape in the set `shapes`. count: CPU threads.
+    """
     places = {name: placement(op, name, getattr(torch, dtype)) for name in ([backend] if backend else KERNELS)}
     for name, (device, _) in places.items():
         if device == "cuda" or (device == "cpu" and name == "cpu"):

@@ -1,4 +1,4 @@
-"""Paper 001's sets of images, read from files in their formats that are written here."""
+"""Paper 001's sets of images, read from files that these tests write in the formats of the sets."""
 
 import re
 import sys
@@ -45,7 +45,7 @@ def test_mnist_and_svhn_in_one_folder_are_mixed(tmp_path):
     (mnist_x, _), _ = write_mnist(tmp_path, 12, 4, (28, 28)).values()
     svhn = write_svhn(tmp_path, "train", "extra", "test")
     found = data.load(tmp_path)
-    count = round(100 * 75_000 / 630_420)
+    count = round(100 * 75_000 / 630_420)  # test images among the 100 of SVHN: paper 001's share
     assert found.name == "digits of MNIST and SVHN"
     assert (len(found.train_y), len(found.test_y)) == (12 + 100 - count, 4 + count)
     framed = pixels(found.train_x[3]).view(3, 32, 32)
@@ -87,7 +87,7 @@ def test_multi_mnist_lays_two_images_over_each_other(tmp_path):
     assert str(found) == (
         "multimnist: 100 training, 20 validation and 20 test images (1, 14, 14), 2 tasks of 10 classes"
     )
-    x, y = torch.from_numpy(x), torch.from_numpy(y)  # of the test set, whose labels are all different
+    x, y = torch.from_numpy(x), torch.from_numpy(y)  # of the test set, in which image i has label i
     for image, (first, second) in zip(found.test[0], found.test[1].tolist(), strict=True):
         assert first != second
         canvas = torch.zeros(14, 14, dtype=torch.int16)
@@ -95,9 +95,9 @@ def test_multi_mnist_lays_two_images_over_each_other(tmp_path):
         canvas[8:, 8:] += x[second]
         assert torch.equal(image.view(14, 14), canvas.clamp(max=255).byte())
     assert sorted(found.test[1][:, 0].tolist()) == sorted(y.tolist() * 2)
-    halves = [{each.view(14, 14)[:6, :6].numpy().tobytes() for each in part[0]} for part in (found.train, found.valid)]
-    assert not halves[0] & halves[1]
-    assert halves[0] | halves[1] == {each.tobytes() for each in pool}
+    top_left = [{each.view(14, 14)[:6, :6].numpy().tobytes() for each in x} for x, _ in (found.train, found.valid)]
+    assert not top_left[0] & top_left[1]
+    assert top_left[0] | top_left[1] == {each.tobytes() for each in pool}
     assert torch.equal(data.multi_mnist(tmp_path).train[0], found.train[0])
     assert not torch.equal(data.multi_mnist(tmp_path, seed=1).train[0], found.train[0])
 

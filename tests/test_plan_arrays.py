@@ -55,6 +55,7 @@ TOKEN, SLOT = r"row_token must be from -1 \(no token\) to 5", r"slot_row must be
     ],
 )
 def test_indices_out_of_range_are_refused(op, name, value, words, backend):
+    # "got <least> to <greatest>", where a positive value is the greatest; the end of expert_offsets is one number.
     low = "-?\\d+ to " if name != "expert_offsets" and value > 0 else ""
     with pytest.raises(ValueError, match=f"^{op}: plan.{words}; got {low}{value}"):
         OPS[op](holding(name, value), backend)
@@ -114,8 +115,8 @@ def test_arrays_of_another_kind_are_refused(op, name, backend):
         OPS[op](replace(plan(), **{name: right.tolist() if right.dim() else [0]}), backend)
     for wrong in (right[None], torch.cat([right.view(-1), right.view(-1)[:1]]), right.to("meta")):
         if wrong.device.type == "meta" and name == "row_token":
-            continue  # row_token tells the device of the plan: x would be on another one
-        # row_token tells R: if its length is wrong, the message may name row_choice.
+            continue  # row_token sets the device of the plan: the message would name slot_row
+        # row_token sets R: if its length is wrong, the message names row_choice.
         seen = "row_(token|choice)" if name == "row_token" else name
         with pytest.raises(ValueError, match=f"^{op}: plan.{seen} must be "):
             OPS[op](replace(plan(), **{name: wrong}), backend)
@@ -132,6 +133,8 @@ def test_no_plan_has_more_rows_than_choices(op):
 
 
 def test_the_reference_compiles_although_it_looks():
+    """It looks at the values of a plan in an operator, which neither breaks a graph nor runs on fake tensors."""
+
     def there_and_back(x: Tensor, made: mk.RoutingPlan) -> Tensor:
         return mk.combine(mk.dispatch(x, made, backend="reference"), made, backend="reference")
 

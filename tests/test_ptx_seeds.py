@@ -1,7 +1,8 @@
 """Twenty orders of blocks, warps and stores to equal addresses: an operation gives the same bits in each of them.
 
-A GPU's errors of .approx instructions are the same in every run. So they stay fixed while orders change; operations
-that depend on them stay within a tolerance if these errors change too.
+The executor of PTX (tests/ptx) draws the order from a seed, and from another one the errors that the ISA allows .approx
+instructions. On a GPU these errors depend on the inputs alone. So they stay fixed while the order changes. If they
+change too, results that depend on them must stay within a tolerance.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CASES = [
     ("expert_mlp", "T=24 D=16 H=32 E=2 K=1", "fp32", True),
     ("expert_mlp", "T=24 D=16 H=32 E=2 K=1", "bf16", True),
     ("expert_norms", "T=24 D=16 H=32 E=2", "bf16", False),
-    ("sinkhorn", "B=4 n=8 R=3", "fp32", True),  # uses kernels compiled for test_ptx_counters.py
+    ("sinkhorn", "B=4 n=8 R=3", "fp32", True),  # this n and the next are those of test_ptx_counters.py
     ("sinkhorn", "B=1 n=72 R=2", "fp32", True),
     ("tree_gate", "T=16 P=32 E=8 K=2", "fp32", True),
     ("tree_gate", "T=16 P=32 E=8 K=1", "bf16", True),
@@ -54,7 +55,7 @@ def test_every_order_gives_the_same_bits(backend, case):
             flat = [part for each in found for part in (each if isinstance(each, tuple | list) else (each,))]
             return [each.detach().clone() for each in flat]
 
-        exact = results()
+        exact = results()  # seed 0: the fixed order, and .approx instructions round correctly
         with session.seed(SEEDS[-1], errors=1):
             held = results()
         for seed in SEEDS:

@@ -1,8 +1,13 @@
-// Sinkhorn's iteration on the CPU (definition: python_ref/sinkhorn.py; backward: the equations of ops/sinkhorn.py).
+// Sinkhorn's iteration on the CPU (definition: python_ref/sinkhorn.py).
 //
-// Matrices up to kPacked x kPacked are packed, one in each vector lane; the rows of a larger one lie along the lanes. There
-// are three forms: scaling exp(S / tau) by vectors (sinkhorn_scaled.h), in float or in double; or potentials in double
-// (sinkhorn_log.h). Each matrix takes the cheapest one that the range of its scores allows, independently of the others.
+// Matrices up to kPacked x kPacked are packed, one in each vector lane; the rows of a larger one lie along the lanes. A
+// thread reads one group of matrices at a time (Stage) and computes it in parts (Part): if packed, as many matrices as a
+// vector of the computation has lanes; else the one matrix.
+//
+// There are three forms: scaling exp(S / tau) by vectors (sinkhorn_scaled.h; sinkhorn_small.h if n = 4), in float or in
+// double; or potentials in double (sinkhorn_log.h, backward by the equations of moe_kernels/ops/sinkhorn.py). Prescribed
+// sums, a tolerance or a tau that changes need potentials. Otherwise each matrix takes the cheapest form that the range
+// and the type of its scores allow, independently of the others. The backward of both scaled forms is in double.
 
 #include "ops.h"
 
@@ -59,7 +64,7 @@ void scaled_parts(const Stage<packed, Wide>& scores, const Forms& forms, Form fo
   using Each = Part<packed, Wide, T>;
   if (!forms.has(form)) return;
   if constexpr (packed) {
-    for (int64_t h = 0; scores.n == kSmall && h < Each::parts; h += 2)
+    for (int64_t h = 0; scores.n == kSmall && h < Each::parts; h += 2)  // small_forward computes parts h and h + 1
       small_forward<kSmall, T>(scores, h, forms, form, taus.iterations(), 1 / taus(0));
     if (scores.n == kSmall) return;
   }
@@ -83,7 +88,7 @@ void backward(const Stage<packed, Wide>& scores, const Forms& forms, const Cooli
   using Each = Part<packed, Wide, double>;
   const bool small = packed && scores.n == kSmall;
   if constexpr (packed) {
-    for (int64_t h = 0; small && h < Each::parts; h += 2)
+    for (int64_t h = 0; small && h < Each::parts; h += 2)  // small_backward computes parts h and h + 1
       small_backward<kSmall>(scores, h, forms, taus.iterations(), 1 / taus(0), grad, arena);
   }
   for (int64_t h = 0; h < Each::parts; ++h) {

@@ -13,8 +13,8 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-// Largest range (maximum - minimum) of scores / tau within a row for the scaled forms, in float and in double. Scaling
-// vectors are at most exp(range), so they and their products are normal numbers.
+// Largest range (maximum - minimum) of scores / tau within a row for the scaled forms, in float and in double. The
+// elements of u and v (sinkhorn_scaled.h) and the products u_i v_j are at most exp(range), so they are normal numbers.
 constexpr double kFloatRange = 60, kDoubleRange = 300;
 
 // The forms of sinkhorn.cpp, from cheap to expensive. broken: a score is NaN or +inf, and all results are NaN.
@@ -59,9 +59,9 @@ Vec<T> row_max(Vec<T> v) {
   return packed ? v : across<T>(v, [](Vec<T> a, Vec<T> b) { return max(a, b); });
 }
 
-// The matrices of a group in the type Wide: scores, which results overwrite, or gradients. Packed: lane l of element (i,
-// j) belongs to matrix l, and a group fills two vectors, so that their latencies overlap. Not packed: a group is one
-// matrix, with rows padded to whole vectors.
+// The matrices of a group in the type Wide: scores, which results overwrite, or gradients. Packed: a group has as many
+// matrices as two vectors have lanes, so that sinkhorn_small.h can overlap the latencies of two; each element (i, j) is
+// `group` numbers, one for each matrix. Not packed: a group is one matrix, with rows padded to whole vectors.
 template <bool packed, class Wide>
 struct Stage {
   static constexpr int64_t vectors = packed ? 2 : 1, group = packed ? vectors * kLanes<Wide> : 1;
@@ -144,9 +144,9 @@ struct Stage {
       for (int64_t l = 0; l < group; ++l) std::memcpy(to + l * n * n + e, data + e * group + l, sizeof(Wide));
   }
 
-  // The form of each of `count` matrices: the cheapest that all its rows allow, which is the maximum over the rows,
-  // since forms are in the order of their cost. Padding must be within the range of its row.
-  Forms<group> classify(double tau, bool one_tau, int64_t count) const {
+  // The form of each of `count` matrices: the cheapest that all its rows allow, so the row of the widest range decides.
+  // may_scale: false if only potentials are right. Padding must be within the range of its row.
+  Forms<group> classify(double tau, bool may_scale, int64_t count) const {
     using V = Vec<Wide>;
     constexpr Wide inf = std::numeric_limits<Wide>::infinity();
     constexpr int64_t w = kLanes<Wide>;
@@ -163,12 +163,14 @@ struct Stage {
         lowest = -max(-lowest, -low);
         range = max(range, row_max<packed, Wide>(high) + row_max<packed, Wide>(-low));
       }
+      // In lanes where `where` is true, at least the form `least`; kind == kind is true in every lane.
       const auto needs = [&](auto where, Form least) { kind = where ? max(kind, broadcast(Wide(least))) : kind; };
+      // Scores in double, or a tau outside the range of ExpOfDifference.
       if (sizeof(Wide) == 8 || !(tau > 1e-30 && tau < 1e30)) needs(kind == kind, Form::scaled_double);
       needs(!(range < Wide(kFloatRange * tau)), Form::scaled_double);
       needs(!(range < Wide(kDoubleRange * tau)), Form::logarithmic);
       needs(lowest == -inf, Form::logarithmic);  // a forbidden pair
-      if (!one_tau) needs(kind == kind, Form::logarithmic);
+      if (!may_scale) needs(kind == kind, Form::logarithmic);
       kind = row_max<packed, Wide>(kind);
       for (int64_t l = 0; l < group / vectors; ++l) forms.each[first + l] = Form(int(kind[l]));
     }

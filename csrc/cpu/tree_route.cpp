@@ -134,10 +134,10 @@ class Descent {
         others_[--undecided] = token;
       }
     }
-    // order_: tokens that go left, from `left` on those that go right, from `alone` on those that are searched alone.
     std::copy(others_, others_ + right, order_ + left);
     const int64_t alone = left + right;
     std::copy(others_ + undecided, others_ + kBlock, order_ + alone);
+    // Now order_ holds tokens that go left, from `left` on those that go right, from `alone` on those searched alone.
     for (int64_t i = alone; i < end; ++i) search(order_[i], node, depth);
     descend(2 * node + 1, begin, left, depth + 1);
     descend(2 * node + 2, left, alone, depth + 1);
