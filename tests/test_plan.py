@@ -246,7 +246,7 @@ def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order)
 
 
 def test_the_most_chunks(target):
-    """1025 tiles of 32 requests: one more than Triton has chunks, so each has two of them and the last one is partial."""
+    """1025 tiles of 32 requests, one more than Triton has chunks: each chunk has two of them, the last one only one."""
     if target.interpreted:
         pytest.skip("the interpreter would take a minute for so many programs")
     experts = torch.randint(-1, 9, (16400, 2))

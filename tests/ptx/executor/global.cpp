@@ -16,9 +16,14 @@ namespace {
 
 const char* const kVerbs[] = {"reads", "writes", "updates"};
 
-// Whether the write happened before: by this warp, or ordered by a barrier or an atomic with release.
-bool ordered(const Block& b, const Warp& w, const GlobalWord& word) {
-  if (word.block == b.index + 1) return word.warp == w.id || word.clock <= w.clocks[word.warp];
+// Whether the write happened before: by this lane, or ordered by a barrier (of the warp, for another lane of it) or an
+// atomic with release.
+bool ordered(const Block& b, const Warp& w, u32 lane, const GlobalWord& word) {
+  if (word.block == b.index + 1) {
+    if (word.warp != w.id) return word.clock <= w.clocks[word.warp];
+    const bool met = w.met_at[lane] > word.step && w.met[lane] >> word.lane & 1;
+    return met || word.lanes >> lane & 1 || word.clock < w.clocks[w.id];
+  }
   const auto known = b.known.find(word.block - 1);
   return known != b.known.end() && word.clock <= known->second[word.warp];
 }
@@ -55,8 +60,8 @@ bool Launch::may_access_global(Block& b, Warp& w, const Record& r, u32 mask, con
   return true;
 }
 
-// Lanes that read what another block or warp wrote in this launch without synchronization: the value depends on the
-// order of execution.
+// Lanes that read what another block, warp or lane wrote in this launch without synchronization: the value depends on
+// the order of execution.
 u32 Launch::unordered_reads(const Block& b, const Warp& w, u32 mask, const u64* at, u32 size) const {
   u32 found = 0;
   int range = -1;
@@ -67,7 +72,7 @@ u32 Launch::unordered_reads(const Block& b, const Warp& w, u32 mask, const u64* 
     const u64 offset = at[l] - request.ranges[range].begin;
     for (u64 k = offset / grain; k <= (offset + size - 1) / grain; k++) {
       const GlobalWord& word = written[range][k];
-      if (word.block && !word.atomic && !ordered(b, w, word)) found |= 1u << l;
+      if (word.block && !word.atomic && !ordered(b, w, l, word)) found |= 1u << l;
     }
   });
   return found;
@@ -91,13 +96,14 @@ void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, 
       const bool inside = first >= at && first + bytes <= at + size;
       const bool equal = value && inside && !std::memcmp(reinterpret_cast<void*>(first), value + (first - at), bytes);
       const bool same_instruction = word.step == steps && word.lane != lane;
-      if (!equal && (same_instruction || !ordered(b, w, word))) {
+      if (!equal && (same_instruction || !ordered(b, w, lane, word))) {
         report(b, w, &r, lane, "writes another value at byte %llu of a tensor than block %u warp %u lane %u, with no synchronization between",
                (unsigned long long)(k * grain), word.block - 1, word.warp, word.lane);
       }
     }
     word.block = b.index + 1;
     word.warp = static_cast<u16>(w.id);
+    word.lanes = (word.step == steps ? word.lanes : 0) | 1u << lane;
     word.lane = static_cast<u8>(lane);
     word.atomic = atomic;
     word.clock = w.clocks[w.id];

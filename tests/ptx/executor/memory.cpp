@@ -48,7 +48,7 @@ Next load_global(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   if (!launch.may_access_global(b, w, r, mask, at, r.size * r.elements, Launch::kRead)) return Next::leave;
   for_lanes(mask, [&](u32 l) { load_lane(launch, w, r, l, reinterpret_cast<const u8*>(at[l])); });
   const u32 unordered = launch.unordered_reads(b, w, mask, at, r.size * r.elements);
-  if (unordered) launch.undefined_from(r, "read of global memory that another warp wrote, with no synchronization between");
+  if (unordered) launch.undefined_from(r, "read of global memory that another warp or lane wrote, with no synchronization between");
   for (u32 k = 0; k < r.elements; k++) set_undefined(undefined_lanes(launch, w, r, k), both(unordered), mask);
   return Next::following;
 }
