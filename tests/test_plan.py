@@ -246,6 +246,16 @@ def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order)
             assert_same(plan, expected)
 
 
+def test_the_most_chunks(target):
+    """1025 tiles of 32 requests, one more than Triton has chunks: each chunk has two of them, the last one only one."""
+    if target.interpreted:
+        pytest.skip("the interpreter would take a minute for so many programs")
+    experts = torch.randint(-1, 9, (16400, 2))
+    expected = mk.make_plan(experts, 9, capacity=3000, backend="reference")
+    plan = mk.make_plan(experts.to(target.device), 9, capacity=3000, backend=target.backend)
+    assert_same(plan, expected)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_the_reference_is_the_definition(data):
@@ -379,7 +389,7 @@ def test_many_tokens_and_threads(num_experts):
 
 
 def test_invalid_ids_raise_on_the_cpu_and_count_as_none_in_a_kernel(target):
-    experts = torch.tensor([[0, 5], [-2, 1], [2**32, 1]], device=target.device)
+    experts = torch.tensor([[0, 5], [-2, 1], [2**32, 1], [2, 0]], device=target.device)
     if target.device == "cpu":
         for backend in ("reference", target.backend):
             with pytest.raises(ValueError, match=r"make_plan: experts must be from -1 \(none\) to 1; got -2 to"):
@@ -393,7 +403,7 @@ def test_invalid_ids_raise_on_the_cpu_and_count_as_none_in_a_kernel(target):
         return
     experts[0, 1] = 2**32 + 1  # its lower 32 bits are expert 1
     arrays = backends.load(target.backend, OP).make_plan_fwd(experts, 2, None, None, "choice")
-    expected = mk.make_plan(torch.tensor([[0, -1], [-1, 1], [-1, 1]]), 2, backend="reference")
+    expected = mk.make_plan(torch.tensor([[0, -1], [-1, 1], [-1, 1], [-1, 0]]), 2, backend="reference")
     for got, name in zip(arrays, ARRAYS, strict=True):
         assert torch.equal(got.cpu(), getattr(expected, name)), name
 

@@ -14,6 +14,7 @@ namespace {
 Next bar_warp(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   GATHER(0)
   if ((masks[__builtin_ctz(w.active)] & w.live) == w.live) w.clocks[w.id]++;
+  for_lanes(mask, [&](u32 l) { w.met_at[l] = launch.steps, w.met[l] = masks[l]; });
   return next;
 }
 

@@ -24,7 +24,8 @@ bool ordered(const Block& b, const Warp& w, u32 lane, const GlobalWord& word) {
     return known != b.known.end() && known->second.includes(word.warp, word.clock, word.lane);
   }
   if (word.warp != w.id) return word.clock <= w.clocks[word.warp];
-  return word.clock < w.clocks[w.id] || word.lane == lane;
+  const bool met = w.met_at[lane] > word.step && w.met[lane] >> word.lane & 1;
+  return met || word.lanes >> lane & 1 || word.clock < w.clocks[w.id];
 }
 
 }  // namespace
@@ -59,8 +60,8 @@ bool Launch::may_access_global(Block& b, Warp& w, const Record& r, u32 mask, con
   return true;
 }
 
-// Lanes that read what another thread wrote in this launch without synchronization: the value depends on the
-// order of execution.
+// Lanes that read what another thread wrote in this launch without synchronization: the value depends on the order of
+// execution.
 u32 Launch::unordered_reads(const Block& b, const Warp& w, u32 mask, const u64* at, u32 size) const {
   u32 found = 0;
   int range = -1;
@@ -102,6 +103,7 @@ void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, 
     }
     word.block = b.index + 1;
     word.warp = static_cast<u16>(w.id);
+    word.lanes = (word.step == steps ? word.lanes : 0) | 1u << lane;
     word.lane = static_cast<u8>(lane);
     word.atomic = atomic;
     word.clock = w.clocks[w.id];

@@ -73,6 +73,7 @@ void Launch::start(Block& b, u32 index) {
     w.fenced.assign(warps, clock_base - 1);
     w.products = Products();
     w.mbarrier = ~0u;
+    std::fill(w.met_at, w.met_at + kLanes, 0);
     for (u32 l = 0; l < kLanes; l++) {
       const u32 t = kLanes * k + l;
       const u32 values[] = {t % block[0], t / block[0] % block[1], t / block[0] / block[1], block[0], block[1], block[2],

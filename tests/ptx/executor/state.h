@@ -35,6 +35,8 @@ struct Warp {
   Products products;
   u32 mbarrier = ~0u, mbarrier_pc = 0;  // of the last failed try_wait
   u64 mbarrier_phase = 0;
+  u64 met_at[kLanes] = {};   // by lane: its last bar.warp.sync
+  u32 met[kLanes] = {};      // and the lanes in that
 };
 
 // The last accesses of some bytes of shared memory.
@@ -84,7 +86,7 @@ struct GlobalWord {
   u16 warp = 0;
   u8 lane = 0, atomic = 0;
   u32 clock = 0;
-  u32 unused = 0;
+  u32 lanes = 0;  // that wrote it in the same instruction
   u64 step = 0;
 };
 
