@@ -199,8 +199,8 @@ def test_each_gradient_alone_is_the_same(target):
 
 
 def test_a_broken_matrix_is_nan_even_if_its_zeros_would_be_near(target):
-    """For a matrix with a NaN kernels may hold zeros, whose exponentials have the prescribed sums at once. A matrix of 64
-    has no padding."""
+    """Kernels may hold zeros for a matrix with a NaN. The exponentials of zeros have these sums at once. n = 64 has no
+    padding."""
     for n in (12, 64):
         scores = torch.zeros(2, n, n, device=target.device)
         scores[1, 3, 2] = math.nan
