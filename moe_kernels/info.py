@@ -16,6 +16,7 @@ import torch
 
 from moe_kernels import backends, ops
 from moe_kernels._version import __version__
+from moe_kernels.backends import _gpu
 
 
 class Placement(NamedTuple):
@@ -106,13 +107,9 @@ def extensions() -> list[tuple[str, str]]:
     except ImportError as error:
         return [*rows, ("_cuda", f"not built: {error}")]
     offered = _cuda.driver_version()
-    driver_text = f"driver offers CUDA {_cuda_version(offered)}" if offered else "no driver"
-    built = f"built with CUDA {_cuda_version(_cuda.runtime_version)} for {_cuda.architectures}"
+    driver_text = f"driver offers CUDA {_gpu.version(offered)}" if offered else "no driver"
+    built = f"built with CUDA {_gpu.version(_cuda.runtime_version)} for {_cuda.architectures}"
     return [*rows, ("_cuda", f"{built}; {driver_text}")]
-
-
-def _cuda_version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def operations() -> list[str]:

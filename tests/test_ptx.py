@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ptx import build, machine
-from ptx.extents import extents
-from ptx.machine import PtxError, Settings
+from ptx.machine import PtxError, Settings, extents
 from ptx.text import Unsupported, entry_names
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))

@@ -21,8 +21,7 @@ from simt.build import KERNELS, build_once, compiler, digest, headers, lock, run
 from . import machine
 from .build import ROOT, cache_folder
 from .decode import Kernel, demangled
-from .extents import extents
-from .machine import PtxError
+from .machine import PtxError, extents
 from .session import launch, seed, session
 from .text import entry_names
 

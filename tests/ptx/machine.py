@@ -8,11 +8,13 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
+from simt.extents import merged
 
 from . import build, decode, records
 from .decode import Kernel
@@ -92,6 +94,10 @@ class Extent:
         if self.size > MAX_COUNTED_BYTES:
             sectors = 0
         self.read, self.written = np.zeros(sectors, np.uint8), np.zeros(sectors, np.uint8)
+
+
+def extents(tensors: Iterable[torch.Tensor]) -> list[Extent]:
+    return [Extent(*each) for each in merged(tensors)]
 
 
 @dataclass

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from simt.build import lock
 
 from . import build, machine
 from .decode import Kernel
-from .extents import extents
+from .machine import extents
 from .session import launch, session
 from .tensor_map import encode
 from .text import entry_names
@@ -167,7 +166,6 @@ def _locked_compile(compile: Any) -> Any:
 @functools.cache
 def share_compilations() -> None:
     """From here on compilations of this process stop at PTX, and no process repeats those of another."""
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     import triton
     import triton.compiler
 

@@ -24,6 +24,7 @@ import torch
 
 from . import build as builder
 from .build import CPU, KERNELS, PLANTED, Unit, unavailable
+from .extents import merged
 
 __all__ = ["CPU", "KERNELS", "PLANTED", "Launchers", "Module", "unavailable", "use", "use_cpu"]
 
@@ -39,26 +40,6 @@ def _word(value: float, kind: str) -> int:
     if kind in "fd":
         return int.from_bytes(struct.pack(f"<{kind}", value), "little")
     return int(value) & 0xFFFFFFFFFFFFFFFF
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and bytes from the first to the last element of a tensor; the storage of a view may be larger."""
-    if tensor.numel() == 0:
-        return tensor.data_ptr(), 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), (last + 1) * tensor.element_size()
-
-
-def _merge(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merges overlapping extents: x and a view of x are one buffer."""
-    merged: list[tuple[int, int]] = []
-    for start, size in sorted(set(extents)):
-        if merged and start < sum(merged[-1]):
-            first = merged[-1][0]
-            merged[-1] = (first, max(sum(merged[-1]), start + size) - first)
-        elif size:
-            merged.append((start, size))
-    return merged
 
 
 class Launchers:
@@ -109,7 +90,7 @@ class Module(Launchers):
 
     def _run(self, name: str, words: list[int]) -> str | None:
         """Runs the call in another process on copies of the buffers, then copies these back."""
-        extents = _merge([_extent(each) for each in self._announced])
+        extents = merged(self._announced)
         with tempfile.TemporaryDirectory() as folder:
             call = Path(folder) / "call"
             encoded = name.encode()

@@ -1,0 +1,23 @@
+"""The bytes that a launch may access: from the first to the last element of each of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def merged(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Addresses and sizes in bytes; the storage of a view may be larger. Overlapping ones are merged."""
+    spans = set()
+    for tensor in tensors:
+        if tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.add((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+    found: list[list[int]] = []
+    for start, end in sorted(spans):
+        if found and start < found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([start, end])
+    return [(start, end - start) for start, end in found]
