@@ -71,7 +71,8 @@ class Target:
 
     @property
     def compiles(self) -> bool:
-        """Triton without a GPU? Compiling a kernel for a new size class, dtype or option takes 0.3 to 2 s."""
+        """Whether Triton runs on CPU tensors. Unless its interpreter does, a new size class, dtype or option of a
+        kernel costs a compilation of 0.3 to 2 s."""
         return self.executed and self.backend == "triton"
 
     @property

@@ -20,7 +20,7 @@ def framed(x: torch.Tensor, fill: float = math.nan, margin: int = 3) -> torch.Te
 
 
 def padded(x: torch.Tensor, fill: float = math.nan) -> torch.Tensor:
-    """x in rows three elements longer, so that not all rows start at a multiple of 16 bytes."""
+    """x in rows three elements longer: rows of whole multiples of 16 bytes no longer all start at such a multiple."""
     whole = x.new_full((*x.shape[:-1], x.shape[-1] + 3), fill)
     view = whole[..., : x.shape[-1]]
     view.copy_(x)
@@ -44,7 +44,7 @@ def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.
     """x with rows 2^30 elements apart, or with `strides`. On a CPU only pages that x occupies take memory.
 
     A row's index and its stride each fit 32 bits. From row 2 on their product does not, from row 16 on not even in
-    units of 8 elements: a 32-bit index reads zeros, or outside of the tensor.
+    units of 8 elements: a 32-bit index reads zeros (on a GPU NaN), or outside of the tensor.
     """
     strides = strides or (2**30, 1)
     last = sum((size - 1) * stride for size, stride in zip(x.shape, strides, strict=True))

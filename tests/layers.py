@@ -21,7 +21,7 @@ def staged(**o):
     return gate
 
 
-# name -> a function that makes the gate; the options are device and dtype.
+# name -> a function that makes the gate; most take the options device and dtype.
 EVERY = {
     "softmax": lambda **o: mnn.SoftmaxGate(D, E, noise=True, importance=0.1, **o),
     "topk": lambda **o: mnn.TopKGate(D, E, 2, noise="jitter", **LOSSES, **o),

@@ -38,14 +38,15 @@ def test_a_gpu_older_than_the_code_is_refused():
 def test_a_driver_older_than_the_toolkit_is_refused():
     message = "it was built with CUDA 13.0; the driver offers 12.8: update the driver"
     assert reason_against("8.0", driver=12080) == message
-    assert reason_against("9.0", driver=12040, built_with=12080) is None  # machine code: any CUDA 12
+    assert reason_against("9.0", driver=12040, built_with=12080) is None  # machine code: a driver of any CUDA 12
     message = "this GPU needs its PTX compiled by a driver for CUDA 12.8; this is 12.4"
     assert reason_against("10.0", driver=12040, built_with=12080) == message
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Mocks a GPU and the CUDA module: a backend can be chosen but not launched. Only `state.backend` is available."""
+    """Mocks a GPU and the CUDA module: a backend can be chosen but not launched. Of the GPU backends
+    only `state.backend` is available."""
     state = types.SimpleNamespace(capability=(8, 0), backend="cuda")
     module = types.SimpleNamespace(architectures=BUILT, runtime_version=13000, driver_version=lambda: state.driver)
     state.driver = 13000

@@ -79,7 +79,7 @@ def test_a_dropped_token_is_added_to_no_copy_of_itself():
 
 
 def test_a_checkpoint_is_split_and_distilled(checkpoint, text, tmp_path, capsys):
-    """Every side runs; the kernels agree with the reference; the written models load and predict."""
+    """Seven of the ten sides run; the kernels agree with the reference; the written models load and predict."""
     out = tmp_path / "out"
     words = ("--sides", "dense", "small", "unguided", "topk", "hash", "comet", "comet+", "--steps", "6")
     args = arguments(checkpoint, text, *words, "--dense-share", "0.3", "--check-steps", "3", "--out", str(out))
@@ -161,7 +161,8 @@ def test_a_split_with_all_neurons_is_the_checkpoint(checkpoint, text, side):
 
 
 def test_the_layer_with_experts_keeps_berts_residual_and_norm(checkpoint):
-    """Computes LayerNorm(a + sum of the experts' outputs); the hash gate gets the ids; the checkpoint is unchanged."""
+    """Computes LayerNorm(a + the output of a's expert), a being the attention's output; the hash gate gets the ids; the
+    dense model is unchanged."""
     dense = bert.load(checkpoint)
     assert len(dense.feed_forwards()) == 2
     student = dense.with_experts(lambda index: MoE(HashGate(len(WORDS), 3), ExpertMLP(3, 16, 4, bias=True))).eval()
@@ -228,7 +229,8 @@ def test_masked_tokens(checkpoint, text):
 
 
 def test_windows_of_tokens(checkpoint):
-    """Windows cross lines, have [UNK] for unknown words and no broken bytes; an incomplete last window is dropped."""
+    """Windows cross lines and have [UNK] for unknown words; bytes that are not UTF-8 and an incomplete last window are
+    dropped."""
     found = bert.token_windows(checkpoint, b"The cat sat\non a\xff zebra. The cat", 5)
     assert found.tolist() == [[2, 5, 6, 7, 3], [2, 8, 12, 1, 3], [2, 16, 5, 6, 3]]
     assert bert.token_windows(checkpoint, b"the cat sat", 10).shape == (0, 10)

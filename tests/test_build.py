@@ -35,7 +35,7 @@ def checkout(tmp_path_factory) -> Path:
     touch = 'for each; do test "$last" = -o && touch "$each"; last=$each; done; true'
     # Only preprocesses (-E), so that every included file must exist, and links nothing.
     write_program(folder / "reading_cxx", f'case " $* " in *" -c "*) exec {compiler} "$@" -E;; esac\n{touch}')
-    # Compiles only the C++ sources of the CUDA module.
+    # Compiles and links only the C++ sources of the CUDA module.
     write_program(folder / "cuda_cxx", f'case "$*" in */csrc/cuda/*|*/_cuda*) exec {compiler} "$@" -O0;; esac\n{touch}')
     return folder
 
@@ -181,7 +181,8 @@ def test_the_cuda_module_imports_without_a_gpu(checkout, tmp_path):
     expected = re.escape(" ".join(cuda_launch.PRODUCT)) + r"( -Werror all-warnings)?"
     expected += r" -gencode=arch=compute_80,code=\[sm_80\] -I\S+ -MMD -MF \S+ -c \S+ -o \S+"
     assert [each for each in options if not re.fullmatch(expected, each)] == []
-    module = checkout / "moe_kernels" / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"  # tests leave others there
+    # By its whole name: test_a_stale_module_is_not_in_the_wheel leaves another module in the folder.
+    module = checkout / "moe_kernels" / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
     needed = subprocess.run(["ldd", module], capture_output=True, text=True, check=True).stdout
     assert "cudart" not in needed
     code = (

@@ -21,8 +21,8 @@ def einsum(rows, weights, one_hot):
 
 
 def bound(exact, size, dtype):
-    """Allowed error: the dtype's epsilon times the result, its smallest subnormal, and 64 float32 roundings of `size`,
-    the sum of the magnitudes of the terms."""
+    """Allowed error: the dtype's epsilon times the result, the dtype's smallest subnormal, and 64 float32 roundings of
+    `size`, the sum of the magnitudes of the terms."""
     eps = torch.finfo(dtype).eps
     subnormal = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
     return eps * exact.abs() + 64 * 2.0**-24 * size + subnormal

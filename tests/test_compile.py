@@ -15,7 +15,8 @@ from moe_kernels import nn as mnn
 X, _ = inputs(9)
 
 
-# (layer, training): the pairs that test_one_graph_serves_every_number_of_tokens does not cover.
+# (layer, training): the pairs that test_one_graph_serves_every_number_of_tokens does not cover, but no evaluation that
+# computes the same as training.
 MODES = [(name, False) for name in LAYERS if name not in NO_OTHER_TRAINING] + [
     (name, True) for name in LAYERS if name in ON_THE_HOST
 ]

@@ -23,7 +23,8 @@ pytestmark = [
 ]
 
 
-# Not AVX-512, as sanitizers do not see its masked loads and stores. Only simd.h and pairs.h differ by instruction set.
+# Not AVX-512, as sanitizers do not see its masked loads and stores. By instruction set only simd.h, lanes.h, pairs.h
+# and tiles.h differ.
 ISA = "avx2" if "avx2" in cpu.module.isas else "base"
 
 
@@ -52,7 +53,7 @@ def test_long_rows_of_kwta(sanitized, n):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_more_choices_of_a_gate_than_passes(sanitized, dtype):
-    logits = torch.randn(2, 512, dtype=dtype)  # whole mask words: scratch memory has no padding
+    logits = torch.randn(2, 512, dtype=dtype)  # 512 fills whole mask words, so scratch memory has no padding
     _, experts = mk.topk_gate(logits, 300, backend="cpu")
     assert torch.equal(experts, mk.topk_gate(logits, 300, backend="reference")[1])
 
@@ -148,7 +149,7 @@ def test_experts(sanitized, dtype, small, monkeypatch):
             sizes |= {"weights": (tokens, 2), "b_in": (experts, width), "b_out": (experts, dout)}
             leaves = {name: torch.randn(size).to(dtype).requires_grad_() for name, size in sizes.items()}
             mk.expert_mlp(plan=plan, activation=activation, backend="cpu", **leaves).float().sum().backward()
-            with torch.no_grad():  # no choice is -1; for expert_mlp_of_choices also any number >= experts
+            with torch.no_grad():  # -1 is no choice; for expert_mlp_of_choices so is any number >= experts
                 choices = torch.randint(-1, experts + 1, (tokens, 2))
                 choices[choices == experts] += 2**32 - experts if small else 0  # 2**32 would be expert 0 in 32 bits
                 given = mk.make_plan(torch.where(choices < experts, choices, -1), experts, backend="cpu")

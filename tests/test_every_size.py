@@ -1,6 +1,6 @@
-"""Every size that an operation accepts runs on a GPU whose blocks have 99 KB of shared memory, as sm_86, 89 and 120 do.
+"""Sizes up to an operation's limit run on a GPU whose blocks have 99 KB of shared memory, as sm_86, 89 and 120 do.
 
-For larger sizes the error names the limit (test_backends_gpu.py).
+For larger sizes the error names the limit (test_backends_gpu.py). Operations without a limit run at some large size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def small(backend: str) -> contextlib.AbstractContextManager[None]:
     return cuda_launch.device(SM_86, minor=6) if backend == "cuda" else contextlib.nullcontext()
 
 
-# By operation: a call with a size n, and the largest n.
+# By operation: a call with a size n, and the largest n: the limit if there is one.
 SIZES = {
     "kwta": (lambda n, backend: [mk.kwta(torch.randn(3, n).round(), n // 2, backend=backend)], 33000),
     "topk_gate": (lambda n, backend: list(mk.topk_gate(torch.randn(3, n), min(n, 5), backend=backend)), 16384),
@@ -55,8 +55,8 @@ GPUS = [target for target in TARGETS if target.backend in ("cuda", "triton")]
 @pytest.mark.parametrize("target", GPUS, ids=lambda target: target.backend)
 @pytest.mark.parametrize("op", SIZES)
 def test_every_size_runs_in_99_kb(op, target):
-    """Sizes 1, 2, the two largest and, for CUDA, the neighbours of powers of two. Triton compiles most sizes anew; the
-    operations' tests have many of the others."""
+    """Sizes 1, 2, the two largest and, for CUDA, powers of two and their neighbours. Triton compiles most sizes anew;
+    the operations' tests have many of the others."""
     call, largest = SIZES[op]
     if reason := reason_to_skip(target, op if op != "experts" else "expert_mlp"):
         pytest.skip(reason)

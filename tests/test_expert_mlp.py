@@ -71,7 +71,7 @@ def test_values_and_gradients_are_the_dense_ones(target, kind, dtype):
         partial(dense, plan, activation=activation),
         leaves,
         torch.randn(plan.num_tokens, 10).to(dtype),
-        floor=2.0,  # hidden layer, its gradient and the weighted gradient: one rounding more
+        floor=2.0,  # 1 for the result, 1 as the hidden layer, its gradient and the weighted gradient are rounded too
     )
     assert not got["weights"][plan.slot_row < 0].any()
 

@@ -162,7 +162,7 @@ def test_experts_compete_in_the_dtype_they_compute_in():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @every_gate
 def test_a_layer_behind_another_trains_under_autocast(make, dtype):
-    """Outputs of both layers have autocast's dtype; gradients have the dtype of their parameters."""
+    """In training and in evaluation y has autocast's dtype; gradients have the dtype of their parameters."""
     torch.manual_seed(0)
     before, layer, (x, ids) = torch.nn.Linear(D, D), layer_of(make()), tokens()
     with torch.autocast("cpu", dtype=dtype):

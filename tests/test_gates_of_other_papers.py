@@ -56,7 +56,7 @@ def test_winners_are_the_strongest_experts():
 def test_who_learns_from_a_competition(through_norms):
     layer, x = competing(rate=1.0, through_norms=through_norms), torch.randn(T, D, dtype=torch.float64)
     out = layer(x.requires_grad_())
-    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # it trains the router
+    assert torch.autograd.grad(out.loss, x, allow_unused=True, retain_graph=True) == (None,)  # trains only the router
     experts, router = layer.experts, layer.gate.router.linear
     assert all(
         grad is None
@@ -188,7 +188,8 @@ def test_stable_routing_by_hand():
 
 @pytest.mark.parametrize("pass_through", [False, True])
 def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
-    """Computes x + a FF(LN(x)); for a dropped token the output is x, not x + LN(x) or 0."""
+    """Computes x + alpha FF(LN(x)), where x is the output of attention and alpha the gate's weight; for a dropped token
+    the output is x, not x + LN(x) or 0."""
     gate, ids = StableGate(D, E, vocabulary=7), (torch.arange(T) % 7)[None]
     layer = MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=pass_through)
     block, x = MoEBlock(D, 2, layer).eval(), torch.randn(1, T, D)
@@ -212,7 +213,7 @@ def test_stable_losses_are_those_of_a_batch_twice_as_large():
     torch.testing.assert_close(gate(x.repeat(2, 1), ids.repeat(2)).losses, gate(x, ids).losses)
     narrow = StableGate(D, E, vocabulary=7)
     narrow.keep_float32 = False
-    narrow.bfloat16()  # bfloat16 holds all integers up to 256
+    narrow.bfloat16()  # whose integers are exact up to 256: not the count of 600 tokens
     torch.nn.init.zeros_(narrow.centroids)
     balance = narrow(torch.randn(600, D), torch.zeros(600, dtype=torch.int64)).losses["balance"]
     assert balance.item() == pytest.approx(0.3 * (E - 1) / 2)
@@ -232,7 +233,7 @@ def test_losses_of_paper_002():
     probs = torch.tensor([[0.25] * 4, [1.0, 0, 0, 0]])
     # Mean 1/4 in both rows; variance 0 in the first, 1/4 - 1/16 = 3/16 in the second.
     assert losses.inverse_cv(probs, 0.01).item() == pytest.approx((25 + 0.25 / (3 / 16 + 0.01)) / 2)
-    images = torch.tensor([[[1.0, 0], [1, 0]], [[0, 1], [1, 0]]])  # s = [[2, 0], [1, 1]]
+    images = torch.tensor([[[1.0, 0], [1, 0]], [[0, 1], [1, 0]]])  # sums over tokens: [[2, 0], [1, 1]]
     assert losses.batch_inverse_cv(images, 0.01).item() == pytest.approx((1.5 / 0.26 + 0.5 / 0.26) / 2)
     assert losses.batch_variation(images, 0).item() == pytest.approx((0.25 / 1.5 + 0.25 / 0.5) / 2)
 
@@ -267,7 +268,7 @@ def test_phase_two_trains_the_sparse_gates_alone():
 
 
 def test_xmoe_with_a_normalisation_layer_and_a_learnable_temperature():
-    """XMoE as paper 004 describes it: the cosine of LayerNorm(W x), over a learnable temperature."""
+    """XMoE as paper 004 describes it: the cosine of LayerNorm(W x) and an embedding, over a learnable temperature."""
     gate, x = XMoEGate(D, E, K, embedding=3, score="learned", temperature=0.5), torch.randn(T, D)
     with torch.no_grad():
         gate.norm.weight.copy_(torch.tensor([1.0, 2.0, 0.5]))

@@ -28,13 +28,13 @@ ACTS = {
 ACTS["swiglu"] = lambda pre: ACTS["silu"](pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1]
 ACTS["geglu"] = lambda pre: ACTS["gelu"](pre.chunk(2, -1)[0]) * pre.chunk(2, -1)[1]
 
-# Shares of the rows by expert; the last tenth of the rows is unused.
+# Shares of the rows in use, by expert; at least the last tenth of the rows is unused.
 ROUTINGS = {
     "uniform": (1, 1, 1, 1, 1),
     "zipf": (100, 44, 27, 19, 14),
     "adversarial": (12, 6, 0, 6, 0),
     "empty": (0, 0, 0, 0, 0),
-    "single": (0, 0, 1e-9, 0, 0),  # one token
+    "single": (0, 0, 1e-9, 0, 0),  # one row
 }
 
 
@@ -233,7 +233,8 @@ def test_nan_stays_in_its_row_and_in_its_expert(target):
 
 @contextmanager
 def fenced():
-    """Inside the block, new tensors hold NaN and lie between two guard areas, which must be unchanged at the end."""
+    """Inside the block, tensors of empty and new_empty hold NaN (integers 7) and lie between two guard areas, which
+    must be unchanged at the end."""
     plain, fences = torch.empty, []
 
     def empty(*size, dtype, device="cpu"):

@@ -48,10 +48,11 @@ def test_products_do_not_depend_on_threads(counts, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("dout", [512, 160, 33])  # whole panels, a last half panel, less than half
+@pytest.mark.parametrize("dout", [512, 160, 33])  # whole panels, or partial ones by instruction set and dtype
 @pytest.mark.parametrize("count", [*range(1, 21), 25, 96, 97, 98, 103, 140])
 def test_a_row_does_not_depend_on_how_many_there_are(count, dout, dtype, monkeypatch):
-    """For few rows the weight is read in place, for many it is packed; tiles have 1, 2, 4 and 6 rows. Also for dW."""
+    """For few rows the weight is read in place, for many it is packed; tiles have 1, 2, 4 and 6 rows. Also
+    for the weight's gradient."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
     long = torch.tensor([0, 140], dtype=torch.int32)
     x, weight, grad = (torch.randn(size, dtype=dtype) for size in ((140, 140), (1, 140, dout), (140, dout)))
@@ -98,7 +99,7 @@ def test_the_gradient_to_the_bias_does_not_lose_with_every_row():
     x, weight, bias = torch.zeros(20000, 4), torch.zeros(1, 4, 8), torch.zeros(1, 8, requires_grad=True)
     out = mk.grouped_gemm(x, weight, torch.tensor([0, 20000], dtype=torch.int32), bias=bias, backend="cpu")
     out.backward(torch.full_like(out, 0.1))
-    torch.testing.assert_close(bias.grad, torch.full((1, 8), 2000.0), rtol=5e-6, atol=0)  # row by row: 2e-4
+    torch.testing.assert_close(bias.grad, torch.full((1, 8), 2000.0), rtol=5e-6, atol=0)  # one by one: off by 2e-4
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -138,7 +139,7 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["zipf", "adversarial", "single"])
 def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
-    """Products by torch: grouped_mm if rows are multiples of 16 bytes, else a product for each expert."""
+    """Products by torch: grouped_mm if rows are multiples of 16 bytes and need no cast, else one for each expert."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     target = Target("cpu", "cpu", "cpu")
     for din, dout in ((16, 48), (33, 70)):
@@ -157,7 +158,7 @@ def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_results_of_torchs_grouped_mm_are_not_padded(dtype, monkeypatch):
-    """grouped_mm pads rows of its result to 16 bytes, here 26 columns to 32."""
+    """grouped_mm would pad rows of its result to 16 bytes, here 26 columns to 32 or 28, so it must not be used."""
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: False)
     target = Target("cpu", "cpu", "cpu")
     weight = torch.randn(2, 26, 8).to(dtype).transpose(1, 2)

@@ -40,7 +40,7 @@ def test_slopes_at_zero(target, activation):
         )
         assert not got["out"].any()
         assert_equal_but_for_rounding(got["x"], torch.full((1, 1), 24 * SLOPE_AT_0[activation]))
-    # NaN is not below 0: relu passes its gradient on.
+    # NaN is not below 0: the slope of relu there is 1.
     leaves["x"][0, 3] = math.nan
     got, expected = (
         results(
@@ -75,7 +75,7 @@ def test_slopes_at_zero_of_a_hidden_layer(target, activation):
 
     got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
     assert_equal_but_for_rounding(got["x"], 8 * 16 * SLOPE_AT_0[activation] * kept)
-    # NaN is not below 0: it stays in its hidden layer, and relu hands its gradient on.
+    # NaN is not below 0: relu keeps it, with slope 1, so that the gradient to x is finite.
     broken = int(kept.argmax())
     leaves["x"][broken] = math.nan
     got = results(mlp, leaves, torch.ones(plan.num_tokens, 8))
@@ -109,7 +109,7 @@ def test_partial_tiles_on_every_axis(target, gathered, activation):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_what_lies_around_the_operands_is_not_read(target, transposed):
-    """NaN on all sides of rows, weights, bias and gradient, at addresses that are not multiples of 16 bytes."""
+    """NaN on all sides of rows, weights, bias and gradient; most rows start at no multiple of 16 bytes."""
     dtype, device, offsets = finest(target), target.device, offsets_of("zipf", 40, target.device)
     sizes = ((19, 26), (37, 8), (16, 33))
     if target.compiles:

@@ -5,7 +5,8 @@ epsilons of the largest element. Random values also give sums that cancel, and d
 larger error is judged again, with inputs that are perturbed four times: once denormal numbers are set to zero, three
 times each element moves by up to two epsilons and the smallest normal number. Then the definition's error is the
 largest with these and the original inputs, and two terms are added: EFFECT times the largest change of the output, and,
-for sums whose exact value is nearly 0, 32 epsilons (of the dtype that sums are computed in) of the largest input.
+for sums whose exact value is nearly 0, 32 epsilons (of the dtype that sums are computed in) of the largest input. In
+float64, where the truth has rounding errors as well, each of these epsilons counts as 32.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def set_up_process() -> None:
 
 
 def failure(spec: Spec) -> str | None:
-    """The failure of a case: an output with its error, or an exception; None if it is correct."""
+    """The failure of a case: an output with its error, or an exception; None if the case is correct or cannot run."""
     operation, build, dtype = _verified(spec), OPERATIONS[spec["op"]].build, DTYPES[spec["dtype"]]
     with running(spec["on"]) as backend:
         try:

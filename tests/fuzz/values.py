@@ -55,7 +55,7 @@ def make(spec: Spec, name: str, *shape: int) -> Tensor:
 
 
 def lay(x: Tensor, layout: str) -> Tensor:
-    """x in a memory layout; "expanded" repeats the first x[:1]. Memory between the elements of x holds NaN.
+    """x in a memory layout; "expanded" returns x[:1] repeated. Memory between the elements of x holds NaN.
 
     For bfloat16 it holds the largest number: torch.mm reads past a bfloat16 view on CPUs with AMX (NaN in 9 of 300
     shapes).
