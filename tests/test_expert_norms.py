@@ -113,9 +113,10 @@ def test_the_gradient_at_zero_is_zero(target):
 def test_a_norm_whose_squares_are_too_small_is_zero(target):
     """float32 cannot represent the square of 1e-30; also for experts with a single output."""
     leaves = {"x": torch.full((2, 8), 1e-15), "w_in": torch.full((2, 8, 8), 1e-15), "w_out": torch.ones(2, 8, 1)}
-    leaves = {name: each.bfloat16() for name, each in leaves.items()}
+    leaves = {name: each.to(target.device, torch.bfloat16) for name, each in leaves.items()}
+    grad = torch.ones(2, 2, device=target.device)
     for backend in (target.backend, "reference"):
-        got = results(lambda b=backend, **given: mk.expert_norms(backend=b, **given), leaves, torch.ones(2, 2))
+        got = results(lambda b=backend, **given: mk.expert_norms(backend=b, **given), leaves, grad)
         assert not any(each.any() for each in got.values())
 
 
