@@ -3,6 +3,7 @@
 // Matrices up to kPacked x kPacked are packed, one in each vector lane; the rows of a larger one lie along the lanes. There
 // are three forms: scaling exp(S / tau) by vectors (sinkhorn_scaled.h), in float or in double; or potentials in double
 // (sinkhorn_log.h). Each matrix takes the cheapest one that the range of its scores allows, independently of the others.
+// Backward always computes in double.
 
 #include "ops.h"
 

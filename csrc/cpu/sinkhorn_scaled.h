@@ -1,5 +1,5 @@
-// Sinkhorn's iteration on k = exp(S / tau), computed once from the scores S. The result is P = diag(u) k diag(v); an
-// iteration updates the vectors u and v.
+// Sinkhorn's iteration on k = exp((S - row maximum) / tau), computed once from the scores S. The result is P = diag(u) k
+// diag(v); an iteration updates the vectors u and v.
 #pragma once
 
 #include <algorithm>
@@ -112,9 +112,10 @@ void scaled_backward(const Part<packed, Wide, double>& part, int64_t iterations,
   for (int64_t t = 0; t < iterations; ++t)
     scale<packed>(k, n, blocks, v + t * width, {u + t * rows}, v + (t + 1) * width);
 
-  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. They start from dP (`grad`). Back through an
-  // iteration that computed u, then v: y = dg v, x = u (df - u (k y)), h += u y^T + x before^T, and then df = 0 and
-  // dg = -before (k^T x), where `before` is v before the iteration.
+  // dS = k h / tau. df and dg are the gradients to -log u and -log v. At the start h = dP u v^T, with `grad` for dP, and df
+  // and dg are the negative row and column sums of k h. Back through an iteration that computed u, then v: y = dg v,
+  // x = u (df - u (k y)), h += u y^T + x before^T, and then df = 0 and dg = -before (k^T x), where `before` is v before the
+  // iteration. Only k y and k^T x are matrix products, u v^T and the like outer products; all else is elementwise.
   const RowValues<packed, double> last{u + (iterations - 1) * rows};
   std::fill(dg, dg + width, 0.0);
   for (int64_t i = 0; i < n; ++i) {

@@ -109,7 +109,7 @@ struct Stage {
         }
   }
 
-  // Whether a group is read and written in squares of lanes x lanes elements, transposed in registers. Element by
+  // Whether a whole group can be read and written in squares of lanes x lanes elements, transposed in registers. Element by
   // element, it would take as long as twenty iterations at n = 4.
   template <class F>
   static constexpr bool kTransposes = packed && sizeof(typename F::Key) == sizeof(Wide);
@@ -146,7 +146,8 @@ struct Stage {
 
   // The form of each of `count` matrices: the cheapest that all its rows allow, which is the maximum over the rows,
   // since forms are in the order of their cost. Padding must be within the range of its row.
-  Forms<group> classify(double tau, bool one_tau, int64_t count) const {
+  // may_scale: false if tau changes or sums are prescribed, so that every matrix takes the logarithmic form.
+  Forms<group> classify(double tau, bool may_scale, int64_t count) const {
     using V = Vec<Wide>;
     constexpr Wide inf = std::numeric_limits<Wide>::infinity();
     constexpr int64_t w = kLanes<Wide>;
@@ -167,8 +168,8 @@ struct Stage {
       if (sizeof(Wide) == 8 || !(tau > 1e-30 && tau < 1e30)) needs(kind == kind, Form::scaled_double);
       needs(!(range < Wide(kFloatRange * tau)), Form::scaled_double);
       needs(!(range < Wide(kDoubleRange * tau)), Form::logarithmic);
-      needs(lowest == -inf, Form::logarithmic);  // a forbidden pair
-      if (!one_tau) needs(kind == kind, Form::logarithmic);
+      needs(lowest == -inf, Form::logarithmic);  // a score of -inf: a forbidden pair
+      if (!may_scale) needs(kind == kind, Form::logarithmic);
       kind = row_max<packed, Wide>(kind);
       for (int64_t l = 0; l < group / vectors; ++l) forms.each[first + l] = Form(int(kind[l]));
     }
