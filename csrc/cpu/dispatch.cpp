@@ -1,4 +1,5 @@
-// Dispatch on the CPU (definition: python_ref/dispatch.py): each token is read once and written to all of its rows.
+// Dispatch on the CPU (definition: python_ref/dispatch.py): each token is copied to all of its rows in turn,
+// so that it is read from memory once.
 
 #include "ops.h"
 

@@ -18,6 +18,7 @@ constexpr int64_t kDotRows = 4;  // most rows of an expert that are multiplied h
 constexpr int kDots = 8;         // columns at a time: independent sums hide the latency of an addition
 
 // to[c] = sum over k < depth of a[k] columns[c * apart + k], for C columns. Each lane sums its terms, then lanes are summed.
+// In: T, or Bf16Pair; the product of two pairs is the sum of two products (pairs.h).
 template <int C, class T, class In>
 MOE_MULTIPLIES_PAIRS inline void dots(T* to, const In* a, const In* columns, int64_t apart, int64_t depth) {
   constexpr int lanes = kLanes<T>;
@@ -43,7 +44,8 @@ MOE_MULTIPLIES_PAIRS inline void dots(T* to, const In* a, const In* columns, int
   for (int c = 0; c < C; ++c) to[c] = across<T>(sums[c], [](Vec<T> x, Vec<T> y) { return x + y; })[0];
 }
 
-// to (rows, columns) = a (rows, depth) times columns (columns, depth) transposed.
+// to (rows, count) = a (rows, depth) times the transpose of columns (count, depth). a_row: distance between rows of a;
+// apart: between columns.
 template <class T, class In>
 MOE_MULTIPLIES_PAIRS void multiply_few(T* to, const In* a, int64_t a_row, int64_t rows, const In* columns, int64_t apart,
                                        int64_t count, int64_t depth) {

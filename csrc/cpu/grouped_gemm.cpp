@@ -16,10 +16,10 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kSumRows = 64;  // rows in a partial sum, which is then added to the total
+constexpr int64_t kSumRows = 64;  // rows in a partial sum of dbias, which is then added to the total
 constexpr int64_t kChunk = 256;  // columns of a row at a time, on the stack
 constexpr int64_t kPairedRows = 8;  // rows paired at a time: their cache lines are reused, 0.93 of the time
-constexpr int64_t kBlock = 132;  // rows of dW in a block: whole tiles, and at least 128
+constexpr int64_t kBlock = 132;  // most rows of dW in a block: the first multiple of kTileRows from 128 on
 
 // Zeros in rows `used` up to `rows` of out, each of `bytes`.
 void clear(void* out, int64_t used, int64_t rows, int64_t bytes) {
@@ -56,7 +56,8 @@ void forward(const GroupedGemm<T>& gemm, const char* bias, int activation, char*
   clear(pre, gemm.groups.used(), rows, pre_bytes);
 }
 
-// dW_e = x_e^T grad_e, kBlock rows of dW at a time. The first block also computes dbias_e, the weighted column sums of grad_e.
+// dW_e = x_e^T grad_e, up to kBlock rows of dW at a time. With the first rows it computes dbias_e, the weighted column
+// sums of grad_e.
 template <class T>
 struct WeightGradient {
   GatheredRows<T> x, grad;

@@ -90,9 +90,9 @@ struct GroupedGemm {
   Groups groups;
   int64_t din, dout;
 
-  // Calls finish(expert, row, sums) for every row, which may overwrite its dout sums. The sums are in `by_torch` if
-  // that is of type T, else in `sums_out` (R, dout) if not null, else in the thread's scratch. If `rounded` is not null
-  // (pairs only), the sums are written there in bfloat16, and finish is not called.
+  // Calls finish(expert, row, sums) for every row of an expert; it may overwrite the row's dout sums. The sums are in
+  // `by_torch` if that is of type T, else in `sums_out` (R, dout) if not null, else in the thread's scratch. If `rounded`
+  // is not null (pairs only), the sums are written there in bfloat16, and finish is not called.
   template <class Finish>
   void run(int threads, T* sums_out, char* rounded, Finish finish) const {
     if (by_torch && by_torch_kind.same_type) sums_out = reinterpret_cast<T*>(by_torch);
@@ -142,8 +142,8 @@ struct GroupedGemm {
 
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
 
-  // What to prefetch during a span: the rows of the next span, and the weight of its expert if that is another one.
-  // depth: terms of a panel. fresh: see Prefetcher.
+  // What to prefetch during a span: the rows of the next span and, if stride_j is not 1, the weight of its expert if that
+  // is another one. depth: terms (or pairs of terms) of a sum. fresh: see Prefetcher.
   Prefetcher prefetch_next_span(Span span, Span later, int64_t depth, bool fresh) const {
     Prefetcher prefetcher{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
     const bool another = later.rows > 0 && later.expert != span.expert;
@@ -181,8 +181,9 @@ struct GroupedGemm {
     }
   }
 
-  // Whether to multiply as in dots.h: the expert has few rows, and the columns of its weight are contiguous. The rows
-  // of the expert count, not of the span, so that the result's bits depend neither on threads nor on other experts.
+  // Whether to multiply as in dots.h: the expert has few rows, and the columns of its weight are contiguous. What
+  // counts is the number of the expert's rows, not of the span's, so that the result's bits depend neither on threads nor
+  // on other experts.
   bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
 
   // As multiply, in pairs of terms. Rows are copied first if they are gathered, have an odd length or stride, or do not

@@ -13,11 +13,12 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kSpan = 192;  // most rows of a span; a span packs a weight once, which takes as long as 10 to 20 rows
-constexpr int64_t kMinRows = 4 * kTileRows;  // fewest rows of a span or block; LEAST in grouped_gemm_cpu.py is the same
+constexpr int64_t kMinRows = 4 * kTileRows;  // least size of a share (share_of); LEAST in grouped_gemm_cpu.py is the same
 
-// The rows of a share, which a thread takes at a time, out of `rows`; at most `most`. Each thread would take equally
-// many shares: up to four, to balance threads and experts, or more if `most` is small. A share has at least kMinRows
-// rows, and 2 kMinRows if a thread takes several.
+// The size of a share: the number of rows, of `rows` in all, that a thread takes at a time (only an expert's last share
+// has fewer). It lets all threads take equally many shares: up to four, to balance threads and experts, or more if
+// `most`, the largest size, is small. It is at least kMinRows, and 2 kMinRows if a thread takes several. With one
+// thread it is `most`.
 inline int64_t share_of(int64_t rows, int64_t most, int threads) {
   if (threads == 1) return most;
   const int64_t each = panels_of(rows, threads);

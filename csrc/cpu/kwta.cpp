@@ -2,7 +2,8 @@
 //
 // A row is converted to integer keys that order as its values do and stay in the cache. Its threshold is found by
 // counting the keys above a trial value: nothing is sorted or moved. The first trial comes from the row's mean and
-// variance (a normal row takes 3 to 5 counts); bisection limits the worst row to about 40.
+// variance (a normal row takes 3 to 5 counts); bisection limits the worst row to about 8 more than a
+// key has bits: 40 for float32.
 //
 // Up to 32 rows are searched together. Each round counts the keys of every unfinished row, then computes all new trials
 // in vectors with one lane a row. The trials of a row of 100 floats take 25 cycles in all; one row at a time, 130.
@@ -22,11 +23,12 @@ namespace moe {
 namespace MOE_ISA {
 namespace {
 
-constexpr int64_t kResident = 16384;  // keys of a row kept in cache; a longer row is read again for every count
+// Most keys kept in the cache, of all rows searched together. A longer row is read again for every count.
+constexpr int64_t kResident = 16384;
 constexpr int64_t kChunk = 4096;      // keys of a longer row at a time
 constexpr int64_t kPrefetchLength = 512;  // most keys of a row to prefetch: the hardware prefetches longer ones itself
 constexpr int kRows = 32;             // most rows searched together: one bit a row
-constexpr int64_t kSampledBlocks = 16;  // blocks of 32 keys of a row that its mean and variance are computed from
+constexpr int64_t kSampledBlocks = 16;  // mean and variance come from 16 to 31 of a row's blocks of 32 keys, or all
 constexpr int kTrials = 8;            // rounds that interpolate, before bisection alone
 
 enum class Ties : int { index = 0, strict = 1, all = 2 };
@@ -38,9 +40,9 @@ struct Winners {
   int64_t ties;
 };
 
-// count: the number of keys at or above a trial. nearest: the bound of the threshold that follows. If count > k, it is
-// a key from the trial up to the next key of the row. Else it is a key below the trial, down to the next lower key of
-// the row.
+// count: the number of keys at or above a trial. nearest: a new bound of the threshold. If count > k, it lies between the
+// trial and the row's lowest key that is not below the trial. Else it lies between the row's highest key below the trial
+// and trial - 1.
 template <class Key>
 struct Count {
   int64_t count;
@@ -229,8 +231,8 @@ class Search {
   Int n_, k_;
   alignas(64) Int low_[kRows], high_[kRows], trial_[kRows], at_low_[kRows], at_high_[kRows];
   Int live_[kRows], count_[kRows], nearest_[kRows];
-  Stat bottom_[kRows], top_[kRows];  // values of low and high; before the first round, the sums of `moments`
-  Stat slope_[kRows];                // change of the value that one key fewer reaches
+  Stat bottom_[kRows], top_[kRows];  // values of low and high once these have moved; until then, the sums of `moments`
+  Stat slope_[kRows];                // how far a value must rise so that one key fewer reaches it, in a normal row
 };
 
 // Calls put(word index, mask word) from left to right.

@@ -1,5 +1,7 @@
 // Every CPU operation, declared once per instruction set. csrc/cuda/ops.h describes the arguments of functions of the same
-// name; here a number of threads replaces the stream. Arguments of the grouped GEMM and the expert MLP differ further.
+// name. Here a number of threads replaces the stream; arrays that are float32 there are float64 if dtype is; and scratch
+// memory (with `counts` of make_plan_fwd) has other shapes. Arguments of the grouped GEMM and the expert MLP differ
+// further.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +27,7 @@
       int64_t num_experts, int64_t din, int64_t dout
 
 // The products of x (tokens, dim) with a tree gate's weights below the first `levels` levels of each tree, only for the
-// branches and tokens that tree_reach found.
+// branches (subtrees, see tree_gate_products.cpp) and tokens that tree_reach found.
 #define MOE_TREE_PRODUCTS_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, void *split_weight, void *leaf_weight, void *split_logits,             \
       void *leaf_logits, const int32_t *offsets, const int32_t *token, void *packed, void *scratch,                  \

@@ -1,8 +1,9 @@
 // The routing plan on the CPU (definition: python_ref/plan.py).
 //
-// make_plan ranks each request (a token's choice of an expert) among those to the same expert. Requests in visiting
-// order are split into chunks. Each chunk counts its requests to every expert, a scan over the chunks turns counts into
-// first rows, and a second walk assigns the rows. Nothing is sorted.
+// make_plan ranks each request (a token's choice of an expert) among those to the same expert. Tokens in visiting
+// order are split into chunks. Each chunk counts its tokens' requests to every expert (for each choice, if all first
+// choices come before all second ones), a scan over the chunks turns counts into first rows, and a second walk assigns the
+// rows. Nothing is sorted.
 
 #include "ops.h"
 

@@ -1,6 +1,7 @@
 // Sinkhorn's iteration on potentials f of rows and g of columns, in double: P = exp((score - f - g) / tau). Of each
 // row, f = anchor + tau log_sum with anchor = max(score - g) and log_sum = log(sum of exp((score - g - anchor) / tau));
-// g likewise. Anchor and log_sum are stored apart, because 1 / tau would magnify the rounding of their sum.
+// g likewise. With prescribed sums, the sum of exp is divided by the row's prescribed one. Anchor and log_sum are
+// stored apart, because 1 / tau would magnify the rounding of their sum.
 #pragma once
 
 #include <algorithm>
@@ -75,7 +76,7 @@ struct Potentials {
     return 3 * (round_up(8 * n * (packed ? kLanes<double> : 1), 64) + round_up(8 * width, 64)) + 64;
   }
 
-  // Before the first iteration.
+  // Sets the state before the first iteration: potentials of 0, every matrix updated.
   void clear(int64_t n, int64_t width) const {
     for (const auto& each : {row_anchor, row_log, f}) std::fill(each.data, each.data + (packed ? width : n), 0.0);
     for (double* each : {column_anchor, column_log, g}) std::fill(each, each + width, 0.0);

@@ -109,7 +109,7 @@ struct Stage {
         }
   }
 
-  // Whether a group is read and written in squares of lanes x lanes elements, transposed in registers. Element by
+  // Whether a whole group can be read and written in squares of lanes x lanes elements, transposed in registers. Element by
   // element, it would take as long as twenty iterations at n = 4.
   template <class F>
   static constexpr bool kTransposes = packed && sizeof(typename F::Key) == sizeof(Wide);

@@ -42,7 +42,7 @@ struct Leaves {
 
   int64_t expert(int64_t node) const { return node >= deepest ? node - deepest : node - (experts - 1) + deep; }
 
-  // heap[i + 1] is of node i.
+  // heap[i + 1] is the value of node i; only leaves are copied.
   template <class Wide>
   void to_experts(const Wide* heap, Wide* by_expert) const {
     std::copy(heap + deepest + 1, heap + deepest + 1 + deep, by_expert);

@@ -183,7 +183,7 @@ struct Products {
     });
   }
 
-  // logits = x w^T + bias, zeros in branches that a token does not reach.
+  // logits = x w^T + bias in the branches that a token reaches, zeros elsewhere (also in the nodes above the branches).
   void forward(const T* x, int64_t stride, const TreeTensors<const T>& bias) const {
     pack_weights(true);
     share((tokens + kBlock - 1) / kBlock, [&](int64_t block, T* sums) {
@@ -250,7 +250,7 @@ struct Products {
 };
 
 // The branches of a tree that a token reaches, one bit each. split: the pre-activations of the nodes of the first
-// `levels` levels at least; half: gamma / 2. No jump depends on data, since every other one would be mispredicted.
+// `levels` levels at least; half: gamma / 2. No jump depends on data, since half of them would be mispredicted.
 template <class T>
 uint64_t reached(const T* split, int64_t levels, T half) {
   uint64_t away = 0;  // branches that saturated nodes exclude

@@ -20,7 +20,7 @@ namespace MOE_ISA {
 namespace {
 
 constexpr int64_t kBlock = 128;  // tokens of a block; their x, 384 KiB at P = 768, stays in the L2 cache for all trees
-constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time, each with its own sums, so that others do not change its bits
+constexpr int kTokensAtOnce = 4;  // tokens multiplied at a time, each with its own sums, so that its bits depend on no other
 
 template <class Wide>
 struct Candidate {

@@ -59,7 +59,7 @@ class Kernel:
         return f"{self.title}, PTX line {self.lines[pc]}, {self.source(pc)}: {text}"
 
     def source(self, pc: int) -> str:
-        """File and line of the source; if the function was inlined there, also file and line of its call."""
+        """File and line of an instruction's source; if that is an inlined function, also those of its call."""
         found = []
         for file, line in zip(self.sources[pc][::2], self.sources[pc][1::2], strict=True):
             path = self.files.get(file, "")

@@ -95,7 +95,7 @@ def unfenced(entry: Entry) -> set[int]:
 
 
 def _reached(product: int, registers: str, texts: list[str], before: list[list[int]]) -> bool:
-    """Whether a search backwards from `product` meets the start or such an access before a fence."""
+    """Whether a search backwards from `product` meets, before a fence, the start or an access to its accumulators."""
     names = set(split(registers))
     seen, pending = {product}, [product]
     while pending:

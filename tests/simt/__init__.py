@@ -46,7 +46,7 @@ class Launchers:
     """The launchers (C++ functions that run a kernel) of a build as attributes. Arguments are ints (addresses, sizes, a
     stream) and floats.
 
-    A call may access only the elements of tensors that were announced since the previous call.
+    A call may access only tensors that were announced since the previous call, each from its first to its last element.
     """
 
     def __init__(self, signatures: str) -> None:

@@ -58,7 +58,7 @@ class Unit:
         return sorted(each.relative_to(ROOT) for each in found if each.name != "module.cpp")
 
 
-# Options of each instruction set, as in setup.py (ISAS).
+# Options of each instruction set, as in setup.py (ISAS), but none for base.
 MARCH = {
     "base": [],
     "avx2": ["-mno-mmx", "-march=x86-64-v3"],

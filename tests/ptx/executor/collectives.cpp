@@ -20,7 +20,7 @@ Next bar_warp(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
 
 enum How { kUp, kDown, kButterfly, kIndex };
 
-// Operands: destination, predicate (only with flag 1), source, lane or offset, clamp and segments, mask.
+// Operands: destination, predicate (written only with flag 1), source, lane or offset, clamp and segments, mask.
 template <How how>
 Next shuffle(Launch& launch, Block& b, Warp& w, const Record& r, u32 mask) {
   GATHER(5)

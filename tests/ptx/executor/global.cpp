@@ -78,8 +78,8 @@ u32 Launch::unordered_reads(const Block& b, const Warp& w, u32 mask, const u64* 
   return found;
 }
 
-// Records a lane's store, before it happens. Reports another value at the same place by a lane of the same instruction
-// or by a warp without synchronization. value: null for an atomic.
+// Records a lane's store, before it happens. Reports another value at the same place by another lane of the same
+// instruction, or by another thread with no synchronization between. value: null for an atomic.
 void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool atomic) {
   const int range = find_range(at, size, -1);
   const Range& here = request.ranges[range];

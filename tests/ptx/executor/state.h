@@ -52,7 +52,8 @@ struct SharedWord {
   u8 reader = 0;
 };
 
-// Writes of a block that happened before: by warp, all with a lower clock, and at this clock those of `lanes`.
+// The writes of a block that come before some point of another block: those of warp k at a clock below clocks[k], and at
+// that clock those of lanes[k].
 struct Known {
   std::vector<u32> clocks, lanes;
 
@@ -77,7 +78,7 @@ struct Block {
   std::vector<u32> read_clocks;  // words x warps
   std::map<u32, Mbarrier> mbarriers;  // by address
   std::vector<Agreement> agreements;  // of each warpgroup
-  std::map<u32, Known> known;  // by block
+  std::map<u32, Known> known;  // by other block: its writes that atomics order before this block's next accesses
 };
 
 // The last write of some bytes of global memory in this launch.
@@ -90,6 +91,7 @@ struct GlobalWord {
   u64 step = 0;
 };
 
+// After an instruction a warp goes on at the following pc, at the pc that the instruction chose, or it leaves run_warp.
 enum class Next { following, chosen, leave };
 
 struct Launch;
@@ -132,7 +134,7 @@ struct Launch {
   void undefined_use(const Block& block, const Warp& warp, const Record& record, u32 lanes, const char* what);
   void undefined_from(const Record& record, const char* why) { origin = index_of(record), origin_why = why; }
 
-  // control.cpp
+  // launch.cpp; release_barriers: control.cpp
   void run();
   bool release_barriers(Block& block);
   void run_warp(Block& block, Warp& warp, u64 budget);
