@@ -1,4 +1,5 @@
-// Backward pass of an expert MLP's hidden units: the epilogue of one GEMM computes three gradients.
+// Backward pass of an expert MLP's hidden units: the epilogue of one GEMM computes the gradients to pre and to the
+// rows' weights, and the weighted hidden units, from which another GEMM computes the gradient to W_out.
 #include "moe/activation.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"

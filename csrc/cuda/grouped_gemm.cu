@@ -48,7 +48,7 @@ struct Activate {
   }
 };
 
-// A thread takes 8 columns of h at a time.
+// A thread takes 8 hidden units of a row at a time.
 template <class T>
 __global__ void __launch_bounds__(kRowThreads) activation_bwd_kernel(const T* grad,        // (R, H)
                                                                      int64_t grad_stride,  // from row to row

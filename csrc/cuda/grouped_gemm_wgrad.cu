@@ -8,7 +8,8 @@
 namespace moe {
 namespace {
 
-// Smaller tiles are used if tiles of 128 x 128 give fewer blocks than this: two for each SM of an A100.
+// Smaller tiles are used for rows that do not divide into 16 bytes, and if tiles of 128 x 128 give fewer blocks than
+// kFewBlocks: two for each SM of an A100.
 using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
 using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;
 using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, 2>;

@@ -29,7 +29,9 @@ struct Problem {
   uint8_t* mask;
   int64_t rows;
   int n, k, ties;
-  bool aligned;   // rows of all tensors have the same offset from a multiple of 16 bytes
+  // Rows of x, values and y have the same offset from a multiple of 16 bytes, and rows of x and mask from a multiple of
+  // 4 elements.
+  bool aligned;
   float z;        // standard normal quantile of 1 - k / n
   float spacing;  // of a standard normal row's elements at z: 1 / (n phi(z))
 };
@@ -284,7 +286,7 @@ __device__ void kwta_row(int64_t index, Team team, Exchange<float2>* sums, uint3
 
 constexpr int kThreads = 256;       // of a block, if a warp or a part of it holds a row
 constexpr int kElements = 32;       // of a row in a thread's registers, in float32
-constexpr int kLongest = 16384;     // longest row in a block of which several fit on an SM
+constexpr int kLongest = 16384;     // longest row of which an SM holds several (one if float32 with edges)
 constexpr int kLongThreads = 1024;  // of a block for rows that registers cannot hold, which are read again in each pass
 
 // Elements of a row in a thread: 32 registers of them.

@@ -120,8 +120,8 @@ struct ShiftedBits {
     drained = end;
   }
 
-  // Adds zeros behind the flags of `put` elements, and among them the flags of the tail behind the row's middle; then
-  // writes all words.
+  // After vectors with `put` elements, some of them past the middle: adds zeros behind their flags, and the flags of
+  // the tail behind those of the middle. Then writes all words that are left.
   template <class Team>
   __device__ void finish(uint32_t* bits, int put, int middle, uint32_t tail, int n, const Team& team) {
     const int end = (n + 31) / 32;

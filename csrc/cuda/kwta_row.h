@@ -281,7 +281,8 @@ struct Row {
     return Order::in_each(plain ? Order::bits(key) : Order::kZero + key);
   }
 
-  // Adds the words to `total`, from which `counted` then computes how many elements reach the threshold.
+  // Adds the comparisons of the words to `total`, from which `counted` then computes how many elements reach the
+  // threshold.
   template <bool PLAIN, int COUNT>
   __device__ static int add_count(const uint32_t (&words)[COUNT], uint32_t threshold, int total) {
 #pragma unroll

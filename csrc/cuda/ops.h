@@ -249,7 +249,7 @@ cudaError_t tree_route_fwd(int dtype,
                            const void* leaf_bias,     // (K, E), or nullptr
                            void* weights,             // (T, K) float32; 0 if an earlier tree has the expert
                            int32_t* experts,          // (T, K); -1 if an earlier tree has the expert
-                           int32_t* visited,          // (T, K): nodes whose weights were read
+                           int32_t* visited,          // (T, K): inner nodes whose weights were read
                            uint8_t* unsaturated,      // (T, K): whether a node at least as likely as the leaf is not saturated
                            void* scratch, int64_t scratch_stride,  // not used
                            int64_t tokens, int64_t dim, int64_t num_trees, int64_t num_experts, float gamma,

@@ -55,7 +55,7 @@ struct Window {
 
   __device__ explicit Window(uint32_t num_experts)
       : first(blockIdx.y * kWindow), width(min(num_experts - first, static_cast<uint32_t>(kWindow))) {}
-  __device__ uint32_t index(uint32_t expert) const { return expert - first; }  // >= width: of another block
+  __device__ uint32_t index(uint32_t expert) const { return expert - first; }  // >= width: another block's, or none
 };
 
 // The requests of a tile, in registers. A warp has kPerThread * 32 consecutive requests; a lane has every 32nd of them.

@@ -110,8 +110,8 @@ class Streamed {
     __syncthreads();
   }
 
-  // One iteration: f, then anchor, logs and g. If the sums are within the tolerance, changes nothing and returns false.
-  // Before a call, and after one that returned true, elements of `partial` are -inf.
+  // One iteration: f, then anchor, logs and g. If the sums are within the tolerance, these stay as they were, and it
+  // returns false. Before a call, and after one that returned true, elements of `partial` are -inf.
   template <class T>
   __device__ bool iterate(double tau, bool first) const {
     const double inv_tau = 1 / tau;

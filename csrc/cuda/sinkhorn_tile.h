@@ -111,7 +111,7 @@ class Team {
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
   static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that exchange through shared memory
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
-  static constexpr bool kEarly = kN >= 16;  // stops early; a warp with several matrices would run until the last stops
+  static constexpr bool kEarly = kN >= 16;  // stops early; a warp of 8 or 32 matrices would run to the last
   static_assert(COLUMNS * TILE_COLUMNS == kN && COLUMNS <= kWarpSize);
 
   using Tile = float[TILE_ROWS][TILE_COLUMNS];
@@ -232,7 +232,7 @@ class Team {
     }
   }
 
-  // The form for this matrix: scaled if every row of S / tau has a range below `limit`.
+  // The form for this matrix: scaled if tau is constant and every row of S / tau has a range below `limit`.
   __device__ Form form(const Tile& scores, int n, const Cooling& cooling, double limit) {
     float maxima[2] = {0.0f, 0.0f};  // the largest range of a row, and whether an element is NaN or +inf
 #pragma unroll
@@ -323,8 +323,8 @@ struct Scaled {
 };
 
 // Potentials in units of scores, in two parts: f = row_anchor + tau row_log, g likewise. row_anchor is the maximum of
-// score - g over the row, row_log = log(sum of exp((score - g - row_anchor) / tau)). They are stored apart because 1 / tau would
-// magnify the rounding of their sum. T: the type in which exponentials are summed.
+// score - g over the row, row_log = log(sum of exp((score - g - row_anchor) / tau) / prescribed sum). They are stored
+// apart because 1 / tau would magnify the rounding of their sum. T: the type in which exponentials are summed.
 template <class T, class Team>
 struct Potentials {
   const Sums& sums;
@@ -333,8 +333,9 @@ struct Potentials {
 
   __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
 
-  // One iteration. If all sums are within the tolerance, changes nothing and returns false. After an iteration the sums
-  // of columns are right except for rounding; those of rows follow from the change of f in the next one.
+  // One iteration. If all sums are within the tolerance, f, g and the parts of g stay as they were, and it returns
+  // false. After an iteration the sums of columns are right except for rounding; those of rows follow from the change
+  // of f in the next one.
   __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
     double before[Team::kTileRows];
 #pragma unroll
@@ -403,7 +404,7 @@ struct Potentials {
     return share(((score - f[a]) - column_anchor[b]) * inv_tau - column_log[b]);
   }
 
-  // The logarithm of a sum whose largest term is 1; 0 for an empty sum.
+  // The logarithm of a sum (divided by the prescribed one), or 0 if it is empty.
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:

@@ -1,6 +1,7 @@
 // The forward pass of trees of 8 to 1024 leaves. LANES lanes take a token, so that a warp has several tokens. A lane
-// keeps the subtree of LEAVES neighbouring leaves below node LANES + lane in registers. For each node above its subtree,
-// it computes the probability of the branch that leads there: 8 instructions a node, and no shuffle.
+// keeps the subtree of LEAVES neighbouring leaves below node LANES + lane in registers. For each node on the way from
+// the tree's root to its subtree, it computes the probability of the branch that goes there: 8 instructions a node, and
+// no shuffle.
 //
 // If E is not a power of two, the shallow leaves become nodes that always go left; to their right is a leaf of
 // probability 0 without an expert. The leaves of a lane are all deep or all shallow, since LEAVES divides 2E.
@@ -26,7 +27,7 @@ __device__ __forceinline__ float decay(float x) {
 
 constexpr int depth_of(int leaves) { return leaves == 1 ? 0 : 1 + depth_of(leaves / 2); }
 
-// One tree of one token. Nodes of the lane's subtree count from 1, leaf i is node LEAVES + i.
+// A lane's subtree, the same nodes in every tree. Its nodes count from 1, leaf i is node LEAVES + i.
 template <class T, int LEAVES, int LANES>
 struct Branch {
   static constexpr int kFull = LEAVES * LANES, kAbove = depth_of(LANES);

@@ -1,6 +1,6 @@
 // The tree gate's conditional descent. A warp takes a token and a tree, goes to the likelier child of each node, and
 // reads only the weights of the nodes on its path. The other child of a node that is not saturated is pushed to a stack,
-// of which each lane holds an entry. It is expanded later, if it is then as likely as the best leaf.
+// of which each lane holds an entry. It is expanded later, if it is then at least as likely as the best leaf.
 #include <cfloat>
 
 #include "moe/dtypes.h"
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, kBlocks)
                       uint8_t* unsaturated,        // (T, K)
                       int64_t tokens, int num_trees, Tree tree, SmoothStep step, int vectors) {
   DYNAMIC_SHARED(float, shared);
-  const int lane = threadIdx.x, local_token = threadIdx.z;  // of blockDim.y warps that share a token's trees
+  const int lane = threadIdx.x, local_token = threadIdx.z;  // blockDim.y warps share the trees of a token
   float* const logits = shared + local_token * 2 * num_trees;
   int32_t* const chosen = reinterpret_cast<int32_t*>(logits + num_trees);
   const int64_t token = int64_t(blockIdx.x) * blockDim.z + local_token;

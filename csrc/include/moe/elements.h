@@ -19,7 +19,8 @@ struct Elements {
   bool same_type;  // elements are of type T
   bool in_pairs;   // products take two elements at a time (pairs.h)
 
-  // to (rows, count): row r is from + r * stride, or from + token[r] * stride if `token` is not null, zeros for -1.
+  // to (rows, count): row r is from + r * stride (in elements), or from + token[r] * stride if `token` is not null,
+  // zeros for -1.
   void (*widen)(T* to, int64_t to_row, const void* from, int64_t stride, const int32_t* token, int64_t rows,
                 int64_t count);
   void (*add)(T* to, const void* from, int64_t count);  // to += from

@@ -23,8 +23,8 @@ struct Tile {
   static constexpr int kWarpM = M / WARPS_M, kWarpN = N / WARPS_N, kThreads = WARPS_M * WARPS_N * kWarpSize;
   static constexpr int kCopy = COPY;
   static constexpr int kStage = (M + N) * K;  // elements
-  // Floats of a row of sums in shared memory. With 8 more than N, the 8 rows and 4 pairs of columns that a warp writes at
-  // once fall on different banks.
+  // Floats of a row of sums in shared memory. With 8 more than N, the 4 rows and 4 pairs of columns that half a warp
+  // writes at once fall on different banks.
   static constexpr int kPitch = N + 8;
   static constexpr int kSharedBytes = std::max(kStages * kStage * 2, M * kPitch * 4);
   static_assert(2 * (kSharedBytes + 1024) <= 164 * 1024, "an A100 holds two blocks, and 1 KB of the system for each");
@@ -93,7 +93,7 @@ class AlongK {
   static constexpr int kRows = OUTER / kRowsAtOnce;
 
   const T* rows_[kRows];
-  uint32_t inside_ = 0;  // bit i: of row i
+  uint32_t inside_ = 0;  // bit i: row i is not a row of zeros
 
  public:
   static constexpr bool kAlong = true;

@@ -1,7 +1,8 @@
 // Grouped GEMM: rows sorted (or gathered) by expert, times their expert's weights. An epilogue (in csrc/cuda:
-// grouped_gemm.cu, expert_mlp.cu and expert_norms.cu) computes results from the sums. A block calls its epilogue once,
-// with the sums of its tile in shared memory (stage_sums of moe/gemm.cuh). gated_columns() returns whether columns of
-// the product are gates and linear parts. Where they never are, gated_columns() is constexpr, which saves registers.
+// grouped_gemm.cu, expert_mlp.cu and expert_norms.cu) computes results from the sums. A block whose tile has rows calls
+// its epilogue once, with the sums of the tile in shared memory (stage_sums of moe/gemm.cuh). gated_columns() returns
+// whether columns of the product are gates and linear parts. Where they never are, gated_columns() is constexpr, which
+// saves registers.
 #pragma once
 
 #include "moe/dtypes.h"

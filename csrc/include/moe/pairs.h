@@ -39,7 +39,7 @@ inline bool multiplies_pairs() { return false; }
 #endif
 
 // to = from in bfloat16, rounded to nearest even, NaNs quiet. The instruction flushes subnormal numbers to zero, so
-// vectors that have any are converted by exact(to, from, count).
+// vectors that have any, and the last count % 32 numbers, are converted by exact(to, from, count).
 template <class Exact>
 MOE_MULTIPLIES_PAIRS void narrow_to_bf16(void* to, const float* from, int64_t count, Exact exact);
 

@@ -51,8 +51,8 @@ inline bool rows_divide(int64_t bytes, int64_t row_bytes, std::initializer_list<
          std::all_of(pointers.begin(), pointers.end(), [=](const void* each) { return is_aligned(each, bytes); });
 }
 
-// The number of threads that share a row of `vectors` pieces: at most kRowThreads, and such that all passes are equal.
-// 360 pieces (D = 2880 in bf16) are two passes of 180 threads, not one of 256 and one of 104.
+// The number of threads that share a row of `vectors` pieces: at most kRowThreads, and such that all passes are about
+// equal. 360 pieces (D = 2880 in bf16) are two passes of 180 threads, not one of 256 and one of 104.
 inline int threads_along(int64_t vectors) {
   const int64_t passes = std::max<int64_t>(1, (vectors + kRowThreads - 1) / kRowThreads);
   return static_cast<int>(std::max<int64_t>(1, (vectors + passes - 1) / passes));

@@ -159,8 +159,9 @@ inline void spread(uint8_t* out, uint32_t word, int64_t count) {
   }
 }
 
-// Copies rows. If all rows together are too large for the cache, rows of a multiple of 64 bytes bypass it. Otherwise
-// each line of the output would be read before it is overwritten, a third of the traffic.
+// Copies rows. If all rows together are too large for the cache, aligned rows of a multiple of 64 bytes bypass it (with
+// AVX2 or AVX-512). In the cache, each line of the output would be read before it is overwritten, a third of the
+// traffic.
 class RowCopy {
  public:
   RowCopy(int64_t row_bytes, int64_t all_bytes) : bytes_(row_bytes), around_(all_bytes > kLarge && row_bytes % 64 == 0) {}

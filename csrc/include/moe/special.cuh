@@ -30,6 +30,7 @@ __device__ __forceinline__ float square_root(float x) {
 #endif
 }
 
+// A division, for kernels that are compiled for float and double.
 __device__ __forceinline__ double reciprocal(double x) { return 1.0 / x; }
 
 // 2^x to two units in the last place; 0 if the result is subnormal.

@@ -41,10 +41,10 @@ struct Prefetcher {
   int64_t steps;    // steps of this product that are left
   bool fresh;       // the sums are written to new memory, which is prefetched too: saves a tenth of a product's time
   // Cache lines of the next panels, which are prefetched before `pieces`. The n steps of a tile take one line of each
-  // of n rows that are `next.bytes` apart; if these are 64 bytes, they take n consecutive lines.
+  // of n rows that are `next.bytes` apart; if rows are 64 bytes apart, they take n consecutive lines.
   struct Lines {
     Piece next;  // first address, and the distance to the next one
-    int64_t left = 0;
+    int64_t left = 0;  // lines of a row
   };
   Lines lines[4] = {};
 
@@ -91,8 +91,8 @@ inline void put(T* to, const Vec<T> (&sum)[W], int64_t columns, bool more) {
 }
 
 // The left side of a product: element (m, k) is at[m * row + k * step]. With row = 1 and step = kPackRows it is packed:
-// blocks of kPackRows rows, each (depth, kPackRows). If `packed` is not null, whole tiles are packed there while they are
-// multiplied; the caller has packed the rows left over.
+// blocks of kPackRows rows, each (depth, kPackRows). If `packed` is not null, row is 1, and whole tiles are packed
+// there while they are multiplied; the caller has packed the rows left over.
 template <class T>
 struct Left {
   const T* at;
@@ -112,8 +112,8 @@ struct Left {
 // Whether `rows` rows of A should read a panel of B in place instead of packing it. `apart`: bytes from row to row of B.
 // Packing pays once enough rows use the panel. With AVX-512 and a 512 x 512 B, in place is 1.8, 1.26 and 1.06 times as
 // fast for 4, 6 and 24 rows; break-even is at 24 to 48 rows if rows of B are 4 KB or more apart (they share few sets of
-// the caches), else at 150. With other instruction sets panels are one cache line wide, and 16 rows take 1.1 to 1.5 times
-// as long in place.
+// the caches), else at 150. With other instruction sets panels are at most one cache line wide, and 16 rows take 1.1 to
+// 1.5 times as long in place.
 inline bool reads_in_place(int64_t rows, int64_t apart) {
   return rows <= (kTileVectors == 2 ? 1 : apart <= 2048 ? 16 : 4) * kTileRows;
 }
@@ -219,7 +219,7 @@ struct PanelProduct {
   void all_tiles(int64_t first, Prefetcher& prefetcher) const {
     int64_t whole = rows - rows % kTileRows;
     // A last tile of one or two rows would wait for b. Instead, it and the tile before it become two tiles of four rows
-    // (8 rows: 0.9 of the time), unless a is packed in tiles of kTileRows.
+    // (8 rows: 0.9 of the time), unless a is packed, before or here: such a tile could cross the end of a packed block.
     if (rows > whole && rows <= whole + 2 && whole > first && a.step == 1) whole -= kTileRows;
     const int64_t left = rows - whole;
     if (a.packed != nullptr) tiles<kTileRows, W, true, right>(first, whole, prefetcher);

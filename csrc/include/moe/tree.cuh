@@ -70,7 +70,7 @@ struct Split {
 
   // d/dt of a h + b (1 - h) with constants a and b, given below_left = a h and below_right = b (1 - h):
   // below_left h' / h - below_right h' / (1 - h), over one denominator. h' / h is 6 w / (gamma u (3 - 2u)), and
-  // below_left has the factor u^2.
+  // below_left has the factor u^2, so the quotient is finite.
   __device__ float derivative(float below_left, float below_right, const SmoothStep& step) const {
     if (saturated()) return 0.0f;
     const float numerator = below_left * right() - below_right * left();
