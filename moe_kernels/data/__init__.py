@@ -116,7 +116,10 @@ def load(name_or_path: str | Path) -> Dataset:
 
 
 def describe(data: Dataset) -> dict[str, Any]:
-    """Properties of a data set that a model needs: kind, name, classes and shape, vocabulary, or users and movies."""
+    """Properties of a data set that a model needs.
+
+    Kind and name, and by kind: classes and shape; vocabulary; numbers of inputs and outputs; or of users and movies.
+    """
     properties: dict[str, Any] = {"kind": type(data).__name__, "name": data.name}
     if isinstance(data, Images):
         return properties | {"classes": list(data.classes), "image_shape": list(data.image_shape)}

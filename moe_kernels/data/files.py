@@ -1,4 +1,7 @@
-"""Reads files of unknown origin: whole, or raises an error with the reason. Size is limited; no file can run code."""
+"""Reads files of unknown origin: whole, or raises an error with the reason.
+
+No file can run code. The size of a file is limited, except that of a MATLAB file.
+"""
 
 from __future__ import annotations
 

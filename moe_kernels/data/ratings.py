@@ -13,7 +13,7 @@ from moe_kernels.data.files import Tensors, integers, read
 
 HEADER = b"user,movie,watched,rating"
 MAX_IDS = 1_000_000  # users or movies: the largest id sets the size of an embedding
-SEED = 0  # draws the unwatched movies and the split of ratings.dat
+SEED = 0  # draws the unwatched items and the test rows of ratings.dat, Jester and Books
 
 _PREPARED = re.compile(r"movielens_(train|val|test)\.csv(\.gz)?")
 

@@ -28,7 +28,7 @@ class Text(Tensors):
     vocabulary: bytes
 
     def windows(self, part: str, length: int) -> Tensor:
-        """Windows uint8 (n, length + 1), a view: `length` tokens one after another, and the token after each window."""
+        """Windows uint8 (n, length + 1), a view: adjacent pieces of `length` tokens, each with the token after it."""
         tokens: Tensor = getattr(self, f"{part}_tokens")
         if len(tokens) <= length:
             raise ValueError(f"data: {self.name}: expected more than {length} bytes of {part} text, got {len(tokens)}")

@@ -9,7 +9,8 @@ transformers calls `experts_forward(module, hidden_states, top_k_index, top_k_we
 it decorates with `use_experts_implementation` (64 in transformers 5.23). The module's own parameters are used in place:
 no weight is copied or renamed, so that checkpoints, optimizers and adapters keep working.
 
-* Plain layout with SiLU, GELU (erf), ReLU or tanh, and gpt_oss's clamped gate: `expert_mlp`.
+* A plain gate with SiLU or GELU (erf), its columns before those of up; no gate and SiLU, GELU (erf), ReLU or tanh; or
+  gpt_oss's clamped gate: `expert_mlp`.
 * Any other gate or activation, or a norm after the experts: `grouped_gemm`, the module's own gate, `grouped_gemm`,
   the norm, `combine`.
 * An expert id equal to num_experts means no expert, as under transformers' expert parallelism.

@@ -43,8 +43,8 @@ class MoEBlock(nn.Module):
 class MoEBlocks(nn.Module):
     """`depth` blocks, dense or with experts, and a last LayerNorm: x (B, S, D), ids (B, S) -> x, list of MoEOutput.
 
-    members: M > 1 for an ensemble (E^3): every sample is repeated M times before the first layer of experts, and the
-        gates get the members as ids. The layers before it run once for each sample.
+    members: M > 1 for an ensemble (E^3): every sample is repeated M times before the first block with experts, and the
+        gates get the members as ids. The blocks before it run once for each sample.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class RouterLinear(nn.Linear):
 
 
 class KeepsFloat32(nn.Module):
-    """If keep_float32 is True, float32 parameters stay float32 when a model is narrowed (see Gate)."""
+    """If keep_float32 is True, float32 parameters and buffers stay float32 when a model is narrowed (see Gate)."""
 
     keep_float32 = True
 
@@ -66,7 +66,10 @@ def _keep_float32(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def reset(module: nn.Module, generator: torch.Generator | None) -> None:
-    """Calls reset_parameters of every child, or of its children if it has none, with the generator if one is taken."""
+    """Calls reset_parameters of every child, with the generator if the method takes one.
+
+    For a child without the method it does the same with the child's own children.
+    """
     for child in module.children():
         method: Any = getattr(child, "reset_parameters", None)
         if method is None:

@@ -43,7 +43,8 @@ class LocalSearch(KeepsFloat32):
 
     Args:
         num_experts: n.
-        steps: T, training steps of stage one (the paper: 1 to 10 epochs' worth). 0: the identity.
+        steps: T, the training step that ends stage one (the paper: after 1 to 10 epochs). 0 and 1 leave stage one
+            without a step, and the permutation is the identity.
         permutations: 1, the paper's default, or one for every choice k of the gate. Then gates are
             (..., permutations, n), each choice has its own permutation, and the result is their sum.
         zeta: weight of the entropies.
@@ -274,8 +275,12 @@ def _version(tensor: Tensor) -> int:
 
 
 def round_to_doubly_stochastic(p: Tensor) -> Tensor:
-    """A doubly stochastic matrix near p (..., n, n) >= 0: scales rows, then columns, with a sum above one, and adds the
-    outer product of the missing row and column sums. Source: Altschuler, Weed, Rigollet 2017, algorithm 2.
+    """A doubly stochastic matrix near p (..., n, n) >= 0.
+
+    Scales rows, then columns, with a sum above one. Then adds the outer product of the sums that rows and columns lack,
+    divided by the total that is lacking.
+
+    Source: Altschuler, Weed, Rigollet 2017, algorithm 2.
     """
     p = p / p.sum(-1, keepdim=True).clamp(min=1)
     p = p / p.sum(-2, keepdim=True).clamp(min=1)

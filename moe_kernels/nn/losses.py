@@ -132,7 +132,7 @@ def router_z_loss(logits: Tensor) -> Tensor:
 
 
 def inverse_cv(probs: Tensor, eps: float = 1e-2) -> Tensor:
-    """mean over t of mu(p_t) / (var(p_t) + eps), over the experts: small if the gate of a token is close to one-hot.
+    """mean over t of mu(p_t) / (var(p_t) + eps), mu and var over the experts: small if gates are close to one-hot.
 
     Args:
         probs: (T, E), rows that sum to one.
@@ -209,8 +209,8 @@ def symmetric_kl(logits: Tensor, others: Tensor) -> Tensor:
         >>> symmetric_kl(torch.tensor([[2.0, 0.0]]), torch.tensor([[0.0, 2.0]]))
         tensor(1.5232)
     """
-    p, q = (F.log_softmax(_at_least_float32(each), dim=-1) for each in (logits, others))
-    return 0.5 * batch_mean(((p.exp() - q.exp()) * (p - q)).sum(-1).flatten())
+    log_p, log_q = (F.log_softmax(_at_least_float32(each), dim=-1) for each in (logits, others))
+    return 0.5 * batch_mean(((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(-1).flatten())
 
 
 def tree_entropy(leaf_probs: Tensor, eps: float = 1e-6) -> Tensor:

@@ -91,7 +91,7 @@ class MoE(OutputModule):
     Args:
         gate: from nn.gates, with as many experts as `experts` has.
         experts: ExpertMLP or ExpertLayer.
-        policy: TokenChoice() (drops nothing), ExpertChoice or PriorityRouting of nn.policies.
+        policy: one of nn.policies; None: TokenChoice(), which drops nothing.
         expert_dropout: probability that an expert's weight is zero for a sample in training (paper 002, 10 %); the
             remaining ones are neither renormalised nor scaled. A sample is a row of x's first dimension.
         pass_through: add (1 - sum of the kept weights) x, so that a token without an expert stays as it is

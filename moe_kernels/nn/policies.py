@@ -164,10 +164,11 @@ class ExpertChoice:
 
 @dataclass(frozen=True)
 class PriorityRouting:
-    """Every token gets one expert; a full expert passes a token to its next best, so loads are even (paper 002).
+    """A token gets one expert, the one with the highest gate that has room (paper 002; see plan_priority).
 
     Args:
-        factor: an expert takes expert_capacity(T, 1, E, factor) tokens.
+        factor: an expert takes at most expert_capacity(T, 1, E, factor) tokens. At 1 no token is dropped, and the loads
+            are equal if E divides T; below 1 tokens may be dropped.
 
     Example:
         >>> gate = SoftmaxGate(16, 4)(torch.randn(8, 16))

@@ -3,6 +3,8 @@
 
     I_j    = sum over samples s of | sum_c W1_jc dL_s/dW1_jc + sum_r W2_rj dL_s/dW2_rj |
     expert e = the `share` most important neurons, then every E-th of the others from the e-th on, at most `hidden`
+
+W1 (neurons, D) and W2 (Dout, neurons) are the weights of the layer's two nn.Linear, L_s is the loss of sample s.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from moe_kernels.nn.experts import ExpertMLP
 from moe_kernels.nn.losses import symmetric_kl
 from moe_kernels.ops._checks import check_int
 
-SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0, so a neuron with zero weights adds nothing
+SPLIT_ACTIVATIONS = ("relu", "gelu", "silu", "tanh")  # act(0) = 0, so padding neurons (zero weights) get no gradient
 
 
 class NeuronImportance:
@@ -102,8 +104,8 @@ def split_ffn(
         num_experts, hidden, share: as in `split_neurons`; MoEBERT: 4, 768, 512 of 3072.
         activation: "relu", "gelu", "silu" or "tanh".
 
-    MoEBERT's experts contain a LayerNorm and the residual. Here both stay around the layer. That is the same as long as
-    the LayerNorms of a layer's experts are equal, as they are at the start.
+    MoEBERT's experts contain a LayerNorm and the residual. Here both stay around the layer. For a token with one expert
+    of weight 1 that is the same as long as the LayerNorms of a layer's experts are equal, as they are at the start.
 
     Example:
         >>> fc1, fc2 = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
@@ -132,11 +134,11 @@ def split_ffn(
 def distillation_loss(
     student: Sequence[Tensor], teacher: Sequence[Tensor], logits: Tensor, teacher_logits: Tensor
 ) -> Tensor:
-    """sum over layers of the mean squared difference of hidden states, plus symmetric_kl of the predictions.
+    """The mean squared differences of hidden states, summed over the layers, plus symmetric_kl of the predictions.
 
     Args:
-        student, teacher: hidden states of equal shapes, with those of the embedding. The teacher is a constant and
-            must be in eval mode, without dropout.
+        student, teacher: the outputs of the embedding and of every layer, in equal shapes. The teacher is a constant
+            and must be in eval mode, without dropout.
         logits, teacher_logits: (B, classes).
 
     Source: MoEBERT, section 3.4; weight 5 there, beside the task's cross-entropy.

@@ -42,7 +42,7 @@ class Splits(NamedTuple):
     source: Any  # the data set: a Dataset of the kind that the recipe accepts
     train: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
-    valid: tuple[Tensor, ...] | None = None  # chooses an evaluation; None: the data set has no such part
+    valid: tuple[Tensor, ...] | None = None  # chooses an evaluation; None: missing, or not used
 
 
 class Routing(NamedTuple):

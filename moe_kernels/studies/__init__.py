@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0, or 2 if the study cannot start."""
+    """The exit status: 0, or 2 if the study cannot start or a file cannot be read or written."""
     study = find(args.study)(**given(find(args.study), args))
     threads = torch.get_num_threads()
     try:
@@ -104,7 +104,7 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 
 def write_rows(path: Path, rows: Rows) -> None:
-    """Writes rows with equal names as CSV."""
+    """Writes rows, which have the same columns, as CSV."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
     writer.writeheader()

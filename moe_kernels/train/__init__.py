@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
     )
     for field in dataclasses.fields(recipe):
         add_field(parser, field, recipe.SIDES)
-    number = within(int, 1)
-    parser.add_argument("--seeds", type=number, default=1, help="number of seeds of each side (default: 1)")
+    positive_int = within(int, 1)
+    parser.add_argument("--seeds", type=positive_int, default=1, help="number of seeds of each side (default: 1)")
     parser.add_argument("--every", type=within(int, 0), default=0, help="steps between evaluations (default: an epoch)")
     parser.add_argument(
         "--out", type=Path, help="folder for log, checkpoint, result and picture (default: none written)"
@@ -77,13 +77,13 @@ def add_arguments(parser: argparse.ArgumentParser, words: Sequence[str] = ()) ->
     parser.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
     parser.add_argument(
         "--threads",
-        type=number,
+        type=positive_int,
         help="threads of the CPU (default: torch's; 1 for digits, whose steps are too short for more)",
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for all numbers of the result")
     parser.add_argument(
         "--expert-parallel",
-        type=number,
+        type=positive_int,
         metavar="N",
         help="ranks that share one copy of the experts, under torchrun; others hold replicas (default: one process)",
     )
@@ -261,7 +261,10 @@ def _check(comparison: Comparison, backend: str, ranks: Ranks | None) -> dict[st
 
 
 def given(kind: type, args: argparse.Namespace) -> dict[str, Any]:
-    """The values of a dataclass's fields from the command line. Several values become a tuple; one swept value none."""
+    """The values of a dataclass's fields from the command line.
+
+    An option that takes several values becomes a tuple, but a swept option with a single value becomes that value.
+    """
     values: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
         value = getattr(args, field.name)
@@ -271,7 +274,7 @@ def given(kind: type, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings(options: Mapping[str, Any]) -> str:
-    """Options and their values in one line, without empty ones."""
+    """Options and their values in one line, without options that are an empty tuple."""
     pairs = options.items()
     return ", ".join(f"{k} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in pairs if v != ())
 

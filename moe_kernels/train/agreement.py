@@ -77,9 +77,9 @@ class StepRecord:
 def check_agreement(fast: Run, make_reference: Callable[[], Run], steps: int) -> Agreement:
     """Takes the same steps on the current backend and on the reference, and compares each of them.
 
-    Every step starts from the weights and the optimiser's state of the run on the current backend. The routing must be
-    the same;
-    losses and gradients may differ by TOLERANCE and by the jumps of the reference.
+    Every step starts from the weights and the optimiser's state of the run on the current backend. The routing may
+    differ only where that of the reference jumps; loss and gradients may differ by TOLERANCE and by the reference's
+    jumps.
     """
     with backends.use_backend("reference"):
         reference = make_reference()
@@ -106,7 +106,7 @@ def follow_agreement(fast: Run, steps: int) -> None:
     """Takes the steps of a check on a rank other than 0; rank 0 compares."""
     for _ in range(steps):
         _take_step(fast)
-        fast.state()
+        fast.state()  # takes part in gathering the state, which rank 0 reads
 
 
 class Jumps:
@@ -141,7 +141,10 @@ class Jumps:
         return Step(number, wrong, *values, self._gradient_error(got), self.repeated)
 
     def _gradient_error(self, got: StepRecord) -> float:
-        """Largest difference of two gradients over the model's largest gradient; 0 without gradients."""
+        """Largest difference of two gradients beyond the jumps, over the reference's largest gradient.
+
+        0 without gradients, infinite if only one of the two runs has a parameter's gradient.
+        """
         worst, largest = [], []
         for a, b, jumps in zip(got.gradients, self.expected.gradients, self.gradients, strict=True):
             if (a is None) != (b is None):
@@ -207,7 +210,7 @@ def _perturbed(run: Run, before: dict[str, Any], seed: int) -> Iterator[StepReco
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """|a - b|, or 0 if it is not finite, so that an overflow of the reference does not allow any difference."""
+    """|a - b|, or 0 if it is not finite, so that an overflow of the reference does not excuse every difference."""
     return (a - b).abs().nan_to_num(nan=0.0, posinf=0.0)
 
 

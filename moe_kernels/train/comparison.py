@@ -219,8 +219,9 @@ def _history(side: str, recipe: Recipe, stage: str, run: Run) -> History:
 
 
 def parts(data: Splits, recipe: Recipe) -> Splits:
-    """The parts that a run uses: at most `eval_rows` samples of the test and validation sets. If a validation set is
-    needed and missing, it is a tenth of the training set."""
+    """The parts that a run uses: at most `eval_rows` samples of the test and validation sets, or, if that is 0, at most
+    as many as train. If a validation set is needed and missing, it is a tenth of the training set; if none is needed,
+    there is none."""
     validate = recipe.choose == "best" or recipe.patience > 0
     if validate and data.valid is None and len(data.train[0]) >= 10:
         valid = _held_out(data, recipe.seed)

@@ -97,7 +97,7 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     setup_seconds: float = 0.0
     parameters: int = 0
-    best: dict[str, Any] | None = None  # state dict on the CPU at the best evaluation on the validation part
+    best: dict[str, Any] | None = None  # state dict on the CPU at evaluation `chosen`, if `validates`
     unit: str = "experts"  # what the routing counts: "experts" or "neurons"; set by an evaluation
     terms: list[Row] = field(default_factory=list)  # for every row: means of the loss's regularisers
 
@@ -327,7 +327,8 @@ setattr(_grouped_gemm_flops, "_get_raw", True)  # noqa: B010 pass tensors, not s
 def area_under_roc(scores: Tensor, positive: Tensor) -> float:
     """Probability that a positive has a higher score than a negative; equal scores count half. NaN if one is missing.
 
-    (sum of the positives' ranks - P (P + 1) / 2) / (P N); ranks count from 1, equal scores get their mean rank.
+    (sum of the positives' ranks - P (P + 1) / 2) / (P N) for P positives and N negatives; ranks count from 1, equal
+    scores get their mean rank.
     """
     _, inverse, counts = scores.unique(return_inverse=True, return_counts=True)
     ends = counts.cumsum(0).double()

@@ -102,7 +102,7 @@ def task_loss(row: Row) -> float:
 def tables(summaries: Sequence[Summary], metric: str) -> str:
     """The two tables at the end of a run: what the sides learned, and how they route and what they cost."""
     units = {each.unit for each in summaries if each.routing}
-    unit = units.pop() if len(units) == 1 else ""  # "": each number is printed with its unit
+    unit = units.pop() if len(units) == 1 else ""  # "": units differ, so a count has its unit beside it
     stored = any(each.flops_known != each.flops and not math.isnan(each.flops_known) for each in summaries)
     learned, costs = [], []
     for each in summaries:

@@ -41,6 +41,7 @@ class Trained:
         Images (B, C * H * W), as moe_kernels.data gives them -> scores (B, classes).
         Tokens (B, S) -> logits (B, S, vocabulary).
         Users (B,) and movies (B,) -> (logit of watching (B,), rating (B,)).
+        Rows of a table (B, inputs) -> outputs (B, 1), scaled as in the data set.
         """
         assert self.task.predict is not None
         self.model.eval()

@@ -73,7 +73,9 @@ class Row:
 
 
 def verify(ops: Iterable[str] = (), names: Iterable[str] = (), *, small: bool = False) -> Iterator[Row]:
-    """Verifies operations `ops` on backends `names` (empty: all), one Row for each dtype.
+    """Verifies operations `ops` on backends `names` (empty: all).
+
+    One Row for each operation, backend and dtype; a single one for a backend that can run no dtype of an operation.
 
     Raises:
         ValueError: an unknown operation or backend.

@@ -1,4 +1,7 @@
-"""The grouped GEMM with every activation, gathered and not, and the inputs that it shares with the expert MLP."""
+"""The grouped GEMM of gathered rows with every activation, and the inputs that it shares with the expert MLP.
+
+The second product of the expert MLP multiplies rows that are not gathered.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def differentiated(
 ) -> Outputs:
     """Dict of the outputs of call(**inputs, **fixed), keyed by `names`, and of the gradients to the `leaves` present.
 
-    Inputs whose name begins with "grad" are not arguments, but the gradients of the outputs, in order.
+    Inputs whose name begins with "grad" are not arguments: sorted by name, they are the gradients of the outputs that
+    require one.
     """
     leaf = {name: inputs[name].detach().requires_grad_() for name in leaves if inputs.get(name) is not None}
     given = {name: value for name, value in inputs.items() if not name.startswith("grad")}

@@ -131,7 +131,8 @@ class Gate(KeepsFloat32, OutputModule):
     def router_probs(self, x: Tensor, ids: Tensor | None = None) -> Tensor | None:
         """The router's softmax over all experts for x (T, D), as in evaluation: (T, E), detached and without noise.
 
-        None for a gate without a router, such as a hash. Its entropy measures the router's uncertainty (004, C.5).
+        None for a gate without a router, such as a hash. The entropy of these probabilities measures the router's
+        uncertainty (paper 004, appendix C.5).
         """
         logits = self._logits(x, ids)
         return None if logits is None else logits.softmax(-1)

@@ -35,7 +35,8 @@ class StableGate(Gate):
         balance, distill: coefficients, 0.3 each in the paper.
 
     Input: x (T, D) and ids (T,). Parameters: `centroids` (E, D), orthogonal with gain 0.1; `embedding`, `router`.
-    Gradient: to centroids through the weight and the balance loss; the choice is a constant. State dicts keep `stage`.
+    Gradient: to x and centroids through the weight and the balance loss, to `embedding` and `router` through the loss
+    "distill" alone; the choice is a constant. State dicts keep `stage`.
 
     Source: Dai et al. 2022, eqs. 3 to 9, a baseline of paper 004. Experts train in both stages.
 
