@@ -60,7 +60,7 @@ class VMoE(Recipe):
     capacity_eval: float = option(1.05, "capacity factor in evaluation; bpr differs from vmoe at low ones", low=0)
     balance: float = option(0.005, "weight of the importance loss and of the load loss of V-MoE and E^3", low=0)
     token_balance: float = option(0.01, "weight of the balance loss of token_choice (Switch's)", low=0)
-    inverse_cv: float = option(0.01, "weight of both losses of side softmax (paper 002)", low=0)
+    inverse_cv: float = option(0.01, "weight of both inverse CV losses of softmax and sparsified (paper 002)", low=0)
     expert_dropout: float = option(
         0.0, "rate of softmax and sparsified; paper 002, Table 5: 0.1", low=0, high=1, sweep=True
     )
