@@ -13,7 +13,7 @@ from moe_kernels import info, verify
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit status: 1 if something failed, 2 for a wrong command line."""
+    """Runs one command. Exit status: 1 for failures, 2 for a wrong command line or a --backend that ran nothing."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(prog="python -m moe_kernels", description="Kernels for mixtures of experts.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | verify | train | study")

@@ -24,7 +24,7 @@ class RoutingPlan:
         row_token      (R)             the token in a row
         row_choice     (R)             which of the token's K choices the row is
         slot_row       (T, K)          the row of a choice; -1 if it was dropped, or was no choice
-        requested      (E)             choices that name an expert
+        requested      (E)             choices that name the expert; of plan_priority, tokens that score it highest
         kept           (E)             choices that became rows: kept_e = expert_offsets[e + 1] - expert_offsets[e]
         dropped        ()              sum of requested less sum of kept
 
@@ -132,7 +132,7 @@ class RoutingPlan:
         return self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        # torch.load calls this too: it takes only the fields. Operations check their shapes.
+        # torch.load calls this too, with whatever a file holds, so other names are refused. Operations check shapes.
         names = [each.name for each in fields(self)]
         if sorted(state) != sorted(names):
             raise ValueError(f"RoutingPlan: expected the fields {', '.join(names)}; got {', '.join(state)}")
@@ -157,9 +157,9 @@ class RoutingPlan:
         return _rows_or_zeros(rows, self.expert_offsets[:-1, None] + slot, slot < self.kept[:, None])
 
     def from_padded(self, padded: Tensor) -> Tensor:
-        """padded (E, capacity, D) -> rows (R, D), the inverse of `to_padded`: zeros where there is no slot.
+        """padded (E, capacity, D) -> rows (R, D), the inverse of `to_padded`.
 
-        Differentiable.
+        Rows in slots from `capacity` on and rows not in use are zero. Differentiable.
         """
         self._check_rows("from_padded", padded, self.num_experts, 3)
         capacity = padded.shape[1]

@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class Plan(NamedTuple):
-    """The fields of moe_kernels.RoutingPlan; its docstring explains them. Index arrays are int32."""
+    """The fields of moe_kernels.RoutingPlan; its docstring explains them. All arrays are int32."""
 
     num_tokens: int
     num_experts: int
     expert_offsets: Tensor  # (E + 1)
     row_token: Tensor  # (R), -1 from expert_offsets[E] on
     row_choice: Tensor  # (R), -1 from expert_offsets[E] on
-    slot_row: Tensor  # (T, K), -1 where dropped
+    slot_row: Tensor  # (T, K), -1 where dropped or no request
     requested: Tensor  # (E)
     kept: Tensor  # (E)
     dropped: Tensor  # ()

@@ -1,9 +1,9 @@
 """Chooses the backend of an operation, and explains the choice.
 
-No table lists the kernels: backend b implements operation f if its namespace has f_fwd, and beside it
-f_supports(target, dtype) returns None or the reason why it cannot run there. A target is a device type, for a GPU with
-its compute capability: "cuda:8.0". f_limits(target), if it exists, returns the largest sizes that f takes, by their
-names in SIZES. The first of these that names a backend decides: the backend= argument, use_backend(),
+No table lists the kernels: backend b implements operation f if its namespace has f_fwd (the reference: f), and beside
+it f_supports(target, dtype) returns None or the reason why it cannot run there. A target is a device type, for a GPU
+with its compute capability: "cuda:8.0". f_limits(target), if it exists, returns the largest sizes that f takes, by
+their names in SIZES. The first of these that names a backend decides: the backend= argument, use_backend(),
 MOE_KERNELS_BACKEND. Else the choice is automatic. A named backend never falls back to another one.
 """
 
@@ -34,7 +34,7 @@ AUTOMATIC = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference"
 # csrc/cuda uses mma.sync. On sm_80 both use mma.sync. Not measured either.
 ORDER = {"grouped_gemm": ("triton", "cuda", "reference")}
 
-# Operations in another operation's file, with that file's basename.
+# Operations whose file has another name, and that file's basename.
 FILES = {
     "make_plan": "plan",
     "plan_expert_choice": "plan",
@@ -42,6 +42,7 @@ FILES = {
     "smooth_step": "tree_gate",
     "tree_route": "tree_gate",
 }
+# Other names of an operation, for explain and in the choice of its backend.
 ALIASES = {"plan": "make_plan", "kwta_mask": "kwta", "kwta_bits": "kwta", "kwta_apply": "kwta"}
 
 # Operations without kernels of their own, and the operation whose kernels they use.

@@ -26,7 +26,7 @@ from moe_kernels.backends.native import (
 )
 
 try:
-    module: Any = import_module("moe_kernels._cpu")  # its ImportError has a message without a path
+    module: Any = import_module("moe_kernels._cpu")  # unlike `from ... import`, its error names no path
 except ImportError as error:
     raise ImportError(f"the CPU extension is not built ({error}); run pip install . in the checkout") from None
 
@@ -79,7 +79,8 @@ def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
     at a time; else a row is n doubles, padded to a multiple of 16."""
     n = scores.shape[-1]
     packed = n <= 16  # then scores and gradients are staged for twice as many matrices as are computed at a time
-    # Backward keeps eight vectors of every iteration: three of rows, three of columns, and which matrices took part.
+    # Backward keeps up to seven vectors of every iteration: three of rows, three of columns, and which matrices it
+    # updated. One more is spare.
     staged, matrices, vectors = (2, 2, 20 + 8 * iterations) if backward else (1, 1, 20)
     matrices += 2 * staged if packed else staged
     vector = 64 * n if packed else 8 * -(-n // 16) * 16

@@ -24,7 +24,7 @@ from moe_kernels.backends.native import (
 )
 
 try:
-    module: Any = import_module("moe_kernels._cuda")  # its ImportError has a message without a path
+    module: Any = import_module("moe_kernels._cuda")  # unlike `from ... import`, its error names no path
 except ImportError as error:
     module = None
     _not_built = f"the CUDA extension is not built ({error}); install with nvcc on the PATH"

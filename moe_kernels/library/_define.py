@@ -110,7 +110,7 @@ def _rule(name: str, op: Callable[..., Any], batched: tuple[int, ...]) -> Callab
 
 
 def _merge(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """x with torch.vmap's dimension, or `size` copies of it, merged into its rows."""
+    """x with torch.vmap's dimension `dim` merged into its rows; if it has none (None), `size` copies of its rows."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.reshape(size * x.shape[1], *x.shape[2:])
 

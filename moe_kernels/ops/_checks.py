@@ -44,8 +44,8 @@ def check_tensor(op: str, name: str, tensor: object, dtypes: tuple[torch.dtype, 
 def check_plan(op: str, plan: object) -> None:
     """`plan` is a RoutingPlan whose arrays have the dtype, shape, layout and device that its docstring states.
 
-    A kernel takes its sizes from some of these arrays and reads the others by them. Values of the arrays are checked
-    later (library.ops.refuse_bad_rows).
+    A kernel takes its sizes from some of these arrays and reads all of them up to these sizes. Values of the arrays are
+    checked later (library.ops.refuse_bad_rows).
     """
     if not isinstance(plan, RoutingPlan):
         raise TypeError(f"{op}: plan must be a RoutingPlan, got {type(plan).__name__}")

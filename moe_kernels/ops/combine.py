@@ -1,7 +1,7 @@
 """Combine: every token sums its kept rows, weighted by its gate.
 
-    y_t       = sum over k with r = slot_row_tk >= 0 of w_tk rows_r        rows (R, D), w (T, K) -> y (T, D)
-    drows_r   = w_tk dy_t,   0 for a row not in use                        summed in float32, in the order of k
+    y_t       = sum over k with r = slot_row_tk >= 0 of w_tk rows_r        summed in float32, in the order of k
+    drows_r   = w_tk dy_t,   0 for a row not in use                        rows (R, D), w (T, K) -> y (T, D)
     dw_tk     = <rows_r, dy_t>,   0 for a choice that was dropped
 
 Saved for backward: rows, w and the plan; both gradients come from one pass over rows. That pass is linear in each of
@@ -36,7 +36,7 @@ def combine(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, b
         their weight; rows not in use add nothing, whatever they hold.
 
     Gradient: to rows and to weights, in their dtypes; zero for rows not in use and for dropped choices. Any number of
-    times differentiable. FLOPs (torch's counter): 2 R D forward (R D without weights), 3 R D backward.
+    times differentiable. FLOPs (torch's counter): 2 R D forward and 3 R D backward; without weights R D and none.
 
     Raises:
         TypeError: rows or weights is no tensor of those dtypes, an array of the plan is not int32, or a torch.func

@@ -5,9 +5,10 @@
     dW_out_e = sum of w_tk h_r^T dy_t,   db_out_e = sum of w_tk dy_t
     dx_t = sum of dpre_r W_in_e^T,   dW_in_e = sum of x_t^T dpre_r,   db_in_e = sum of dpre_r
 
-Row r is choice k of token t, at expert e; pre is the argument of act. Saved for backward: x, the plan, pre (R, H or 2
-H) and the parameters. dw comes from h and a, so neither the second product's output nor its gradient is kept. The
-kernel that needs h computes it again from pre. Gathered rows of x and of dy are not stored.
+Row r is choice k of token t, at expert e; pre is the argument of act. Saved for backward: x, the gate weights, the
+plan, pre (R, H or 2 H) and the parameters. dw comes from h and a, so neither the second product's output nor its
+gradient is kept. The kernel that needs h computes it again from pre. Gathered rows of x and of dy are stored only for
+torch's products, of large experts on a CPU.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def expert_mlp(
     Gradient: to x, w_in, w_out, weights, b_in and b_out; zero for dropped choices and for experts without rows. Once
     differentiable. A weight's gradient has the weight's layout. FLOPs (torch's counter), with W = H or 2 H columns of
     w_in:
-    2 R (D W + H Dout) + 2 R Dout forward, twice that of the products backward. On a GPU 3 kernels run forward and 5
-    backward, with or without biases. Autocast has no effect here; nn.ExpertMLP follows it.
+    2 R (D W + H Dout) + 2 R Dout forward (R Dout less without weights), twice that of the products + R D backward, 2 R
+    Dout more each for db_out and b_out's part of dw. On a GPU 3 kernels of ours run forward and 5 backward, with or
+    without biases, besides at most 8 of torch's. Autocast has no effect here; nn.ExpertMLP follows it.
 
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.
@@ -132,8 +134,8 @@ def expert_mlp_of_choices(
     """expert_mlp with the plan of `experts`: (T, D) -> (T, Dout).
 
     experts: (T, K) ids; an id of num_experts or more is no choice. weights: (T, K). The rest is as in expert_mlp.
-    Without gradients a call on the CPU is one operator. As separate operators, the plan and the rest took half of the
-    time of decoding one token.
+    Without gradients a call on the CPU is one operator, but not for "swiglu_clamped": calls of separate operators took
+    half of the time of decoding one token.
     """
     given = x, weights, w_in, w_out, b_in, b_out
     differentiated = torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)

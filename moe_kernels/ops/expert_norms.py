@@ -45,11 +45,11 @@ def expert_norms(
         float32 (float64 stays) until the root, except outputs of large experts on a CPU with bfloat16 products.
 
     Gradient: to x, the weights and the biases; zero where a norm is zero, or is computed as zero because its squares
-    underflow (outputs below about 1e-23 in float32). Once differentiable. Elements in memory, with
-    W = H or 2 H columns of w_in and groups of G experts: T (E + G H) forward, T (E + G (2 D + 2 W + H + Dout)) and the
-    gradients of the parameters backward. G is 1 on a CPU. On a GPU it is the largest number with T G max(D, W, Dout) up
-    to 2^27, at least 1; if all experts fit, 2 kernels run forward and 7 backward, whatever E is. FLOPs (torch's
-    counter): 2 T E (D W + H Dout) forward, three times that backward, of that a third for recomputation.
+    underflow (outputs below about 1e-23 in float32). Once differentiable. Elements in memory, with W = H or 2 H columns
+    of w_in and groups of G experts: T (E + G H) forward, T (E + G (D + 2 W + 2 H + Dout)) and the gradients of the
+    parameters backward. G is 1 on a CPU. On a GPU it is the largest number with T G max(D, W, Dout) up to 2^27, at
+    least 1; if all experts fit, 2 kernels of ours run forward and 7 backward, whatever E is, besides torch's. FLOPs
+    (torch's counter): 2 T E (D W + H Dout) forward, three times that backward, of that a third for recomputation.
 
     Raises:
         TypeError: a tensor of another dtype, or a torch.func transform.

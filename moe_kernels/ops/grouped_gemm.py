@@ -1,12 +1,12 @@
 """The grouped GEMM: rows grouped by expert, each times the weight of its expert, then bias and activation.
 
-    pre_r = x_r W_e + b_e,   out_r = act(pre_r)        for expert_offsets_e <= r < expert_offsets_e+1;   0 from there on
+    pre_r = x_r W_e + b_e,   out_r = act(pre_r)        in the rows r of expert e;   0 in rows from expert_offsets_E on
     dpre  = act'(pre) grad,   dx_r = dpre_r W_e^T      the same product on the transposed weight, which is not copied
     dW_e  = sum over rows r of e of x_r^T dpre_r,   db_e = sum over rows r of e of dpre_r
 
-x is (R, Din), or (T, Din) read through row_token, so that gathered rows are not stored. Sums are float32 (float64
-for float64) and in a fixed order. Saved for backward: x, weight and, with an activation, pre. On a GPU the host does
-not wait for the offsets.
+x is (R, Din), or (T, Din) read through row_token: only torch's products, of large experts on a CPU, store the gathered
+rows. Sums are float32 (float64 for float64) and in a fixed order. Saved for backward: the arguments and, with an
+activation, pre. On a GPU the host does not wait for the offsets.
 """
 
 from __future__ import annotations

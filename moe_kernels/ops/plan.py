@@ -1,11 +1,12 @@
-"""Routing plans: every choice of every token becomes a row of an expert. Nothing here has a gradient.
+"""Routing plans: every choice of every token becomes a row of an expert. Plans have no gradient.
 
     slot_i = |{j visited before i : expert_j = expert_i}|,   kept if slot_i < capacity      (V-MoE, algorithms 1 and 2)
     row_i  = expert_offsets[expert_i] + slot_i,   expert_offsets = cumulative sum of min(requested, capacity)
 
-A request i is a choice that names an expert. Kernels count the requests to each expert in every chunk of requests, scan
-over these counts, and give each request its row in a second pass. That is O(T * K + chunks * E) work, and one sort of T
-priorities if there are any; no sort of the requests, no (T, E) one-hot. The host does not wait.
+A request i is a choice that names an expert. Kernels of make_plan count the requests to each expert in every chunk of
+requests, scan over these counts, and give each request its row in a second pass. That is O(T * K + chunks * E) work,
+and one sort of T priorities if there are any; no sort of the requests, no (T, E) one-hot. The host does not wait. The
+weights of plan_expert_choice and plan_priority have a gradient.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def make_plan(
         num_experts: E, at least 1.
         capacity: rows that an expert has room for (see `expert_capacity`), from 0; None: nothing is dropped.
         priority: (T,), a floating dtype: Batch Prioritized Routing. Tokens are visited in descending priority, equal
-            ones by position; -0.0 equals 0.0, NaN is the highest. V-MoE takes a token's largest gate weight, paper 003
-            also its sum. A constant to autograd.
+            ones by position; -0.0 equals 0.0, NaN is the highest. V-MoE (paper 003) takes the largest of a token's
+            gate weights, or their sum. A constant to autograd.
         order: "choice" visits all first choices in token order, then all second ones (GShard, V-MoE); "token" every
             choice of a token before the next token (MegaBlocks). A priority replaces token order.
         backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
@@ -110,7 +111,7 @@ def plan_expert_choice(scores: Tensor, capacity: int, *, backend: str | None = N
         scores: (T, E), a floating dtype (float64 on "reference" and "cpu"): V-MoE and paper 002 pass the softmax
             over experts. Ties go to the lower token; -0.0 equals 0.0, NaN ranks highest.
         capacity: tokens an expert takes, from 0; more than T takes them all.
-        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        backend: "reference", "cpu" or "triton"; None chooses (see moe_kernels.explain).
 
     Returns:
         A plan with K = E, where column e of slot_row (T, E) belongs to expert e and row_choice is the expert itself,
@@ -155,7 +156,7 @@ def plan_priority(scores: Tensor, capacity: int, *, backend: str | None = None) 
         scores: (T, E), a floating dtype (float64 on "reference" and "cpu"), such as the softmax over experts. -0.0
             equals 0.0, NaN ranks highest.
         capacity: rows an expert has room for, from 0. ceil(T / E) places every token, evenly if E divides T.
-        backend: "reference", "cpu", "triton" or "cuda"; None chooses (see moe_kernels.explain).
+        backend: "reference", "cpu" or "triton"; None chooses (see moe_kernels.explain).
 
     Returns:
         A plan with K = 1 and weights (T, 1), the score of the expert that a token got, 0 if none had room. requested

@@ -8,12 +8,13 @@ In potentials, f^t_i = tau log sum_j exp((S_ij - g^(t-1)_j) / tau), g^t_j = tau 
     B = exp((S - f^t - g^t) / tau):      dS += B diag(dg),  df -= B dg
     A = exp((S - f^t - g^(t-1)) / tau):  dS += diag(df) A,  dg = -A' df,  df = 0;   at last dS /= tau
 
-scores, P are (batch, n, n). Saved for backward: the scores alone; a kernel recomputes the potentials, O(n) numbers an
-iteration, and never keeps an iterate. It divides by tau at the end: where P is exactly 1, as at small tau, terms w and
--w cancel exactly, while w / tau would be rounded in one sum and, fused into a multiply-add, not in the other.
-scores / tau needs more bits than float32 has (at tau = 1e-7 it is 1e7 and more), so a kernel scales exp(S / tau) by
-vectors only where the matrix's range allows it, and elsewhere takes differences in more than float32 before exp.
-On GPUs these are separate kernels; the scaling one stops once iterations change nothing (_sinkhorn_scaled.py).
+scores (S) and P are (batch, n, n), 1 is a vector of ones, w' is w transposed. Saved for backward: the scores, or, if
+the gradient is implicit, P. A kernel recomputes the potentials, O(n) numbers an iteration, and never keeps an iterate.
+It divides by tau at the end: where P is exactly 1, as at small tau, terms w and -w cancel exactly, while w / tau would
+be rounded in one sum and, fused into a multiply-add, not in the other. scores / tau needs more bits than float32 has
+(at tau = 1e-7 it is 1e7 and more), so a kernel scales exp(S / tau) by vectors only where the matrix's range allows it,
+and elsewhere takes differences in more than float32 before exp. On GPUs up to n = 64 these
+are separate kernels; the scaling one stops early, from n = 9 on (_sinkhorn_scaled.py).
 """
 
 from __future__ import annotations

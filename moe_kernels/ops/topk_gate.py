@@ -6,8 +6,7 @@
 
 logits (T, E) -> weights (T, K), experts (T, K). Saved for backward: weights and experts; if softmax comes first also
 the logits. Then the probability p_j is w_0 exp(z_j - z_0), with z_0 the logit of the first choice: accurate for logits
-of any size, which a saved logarithm of the sum of exponentials is not. A kernel reads each logit once in each
-direction.
+of any size, which a saved logarithm of the sum of exponentials is not. With "topk_softmax" backward reads no logits.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def topk_gate(
 
         z = logits + noise
         "topk_softmax"   weights = softmax(z restricted to its k largest)
-        "softmax_topk"   weights = softmax(z) at its k largest, which sum to less than one
+        "softmax_topk"   weights = softmax(z) at its k largest, which sum to at most one
 
     Args:
         logits: (T, E), float32, bfloat16 or float16 (float64 on "reference" and "cpu").

@@ -7,7 +7,7 @@
     q_ke = p_ke exp(a_ke) / sum over trees and leaves of p exp(a),   gates_e = sum over k of q_ke   (eq. 3; T, E)
 
     da_ke = q_ke (dgates_e - <gates, dgates>)
-    ds_kq = L h'(s) / h(s) - R h'(s) / h(-s),  L and R the sums of da_ke + p_ke dp_ke over leaves left and right of q
+    ds_kq = L h'(s) / h(s) - R h'(s) / h(-s),  L, R: sums of da_ke + p_ke dp_ke over leaves under q's left, right child
 
 Saved for backward: x, the weights, s and a; a kernel computes p again. Neither direction takes a logarithm or divides
 by a probability: h'/h is 6 (1 - u) / (g u (3 - 2 u)), and 0 where the step is saturated, so every gradient is finite.
@@ -91,9 +91,9 @@ def tree_gate(
 
     Returns:
         gates (T, E), which sum to one over the experts, and leaf_probs (T, K, E), which sum to one over the leaves of a
-        tree. A leaf behind a saturated node has exactly 0; other probabilities are not clipped. Both are in the dtype
-        of x, computed in float32 (float64 stays) from pre-activations in the dtype of x. A NaN among a token's split
-        pre-activations, or among the logits of leaves that it can reach, makes its gates NaN.
+        tree. A leaf that a saturated node excludes has exactly 0; other probabilities are not clipped. Both are in the
+        dtype of x, computed in float32 (float64 stays) from pre-activations in the dtype of x. A NaN among a token's
+        split pre-activations, or among the logits of leaves that it can reach, makes its gates NaN.
 
     Gradient: to x, weights and biases, from gates and leaf_probs. It is finite everywhere; saturated nodes and leaves
     out of reach get exactly zero. Differentiable once on kernels. Autocast: runs in the dtype of its inputs. FLOPs
@@ -141,8 +141,8 @@ def tree_route(
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, RouteStatistics]:
     """One expert per tree, for inference: descends from the root and reads only the nodes on the path.
 
-    Equals the gate of `tree_gate` where every tree is saturated. Of another tree it keeps the likeliest leaf, the
-    left-most of several, as if it were certain: weights = softmax of the K kept leaves' logits.
+    Equals the gate of `tree_gate` where every tree is saturated. Of an unsaturated tree it keeps the likeliest leaf,
+    the left-most of several, as if it were certain: weights = softmax of the K kept leaves' logits.
 
     Args:
         x, split_weight, leaf_weight, gamma, split_bias, leaf_bias: as for tree_gate.

@@ -1,9 +1,9 @@
 """The grouped GEMM on CPU tensors: products in csrc/cpu/grouped_gemm.cpp, or by torch's library for large experts.
 
 C++ gives every thread its own rows and needs no call for each expert; a call of torch.mm costs as much as a million
-multiplications. torch's library is faster for large experts on Intel's processors. After it C++ adds the bias and
-applies the activation; but torch adds the bias to products in 16 bits, and to products in the dtype of x if there is no
-activation and pre is not kept.
+multiplications. torch's library is faster for large experts on Intel's processors. After its products C++ adds the bias
+and applies the activation; but torch adds the bias to products in 16 bits, and to products in the dtype of x if there
+is no activation and pre is not kept.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The routing plan on the C++ backends: csrc/cpu/plan.cpp and csrc/cuda/plan.cu take the same arguments."""
+"""The routing plan on the C++ backends: make_plan takes the same arguments on both, the other two are CPU only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tree gate and its conditional descent on the C++ backends (csrc/cpu/tree_gate.cpp, csrc/cpu/tree_route.cpp)."""
+"""The tree gate and its conditional descent on the C++ backends: tree_gate and tree_route in csrc/cpu and csrc/cuda."""
 
 from __future__ import annotations
 

@@ -13,14 +13,13 @@ from moe_kernels.backends.native.grouped_gemm_cpu import bwd_weight
 from moe_kernels.backends.native.grouped_gemm_cpu import fwd as grouped_gemm
 from moe_kernels.library import all_rows, compute_dtype, contiguous_matrices, contiguous_rows
 
-# As in csrc/cpu/tree_gate_products.cpp: nodes and leaves of a branch (_nodes_above); tokens of a tile, or rows that are
-# summed at a time.
+# As in csrc/cpu/tree_gate_products.cpp: room for the nodes and leaves of a branch (_nodes_above); tokens at a time.
 COLUMNS, TILE = 32, 256
 
-# Skipping products pays if tokens reach at most the share WORTH of the branches, or less if P or T is small:
-# a token in a branch costs as much as OVERHEAD more elements of x, packing a branch as much as PACKING tokens. At P =
-# 768 skipping took 0.57 to 0.65 of the time of all products at a share of 0.23, 0.84 to 0.96 at 0.31. SAMPLE tokens go
-# first.
+# Skipping products pays if tokens reach at most the share WORTH of the branches, or less if P or T is small: a token in
+# a branch costs as much as OVERHEAD more elements of x, packing a branch as much as PACKING tokens. At P = 768 skipping
+# took 0.57 to 0.65 of the time of all products at a share of 0.23, 0.84 to 0.96 at 0.31. At most SAMPLE tokens are
+# tried first (_reach).
 WORTH, OVERHEAD, PACKING, SAMPLE = 0.36, 50, 25, 256
 
 

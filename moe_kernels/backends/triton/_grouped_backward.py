@@ -85,7 +85,7 @@ def _grouped_gemm_bwd_weight(
     k = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if BIAS:
-        # The sums of grad have their own loop, in the first row of tiles: in the loop of products all would be slower.
+        # Sums of grad have their own loop, in the first row of tiles: in that of products all tiles would be slower.
         if row_tile == 0:
             sums = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
             for start in tl.range(begin, end, BLOCK_K, num_stages=1):
@@ -145,7 +145,7 @@ def _expert_mlp_bwd_hidden(
     partial = _finish_hidden(dh, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column, N, ACTIVATION, GATED)
     if BIAS:
         tl.static_assert(GATHER)  # else x may be a descriptor, and this loop reads it by pointers
-        # <b_out, dy> has its own loop, in the first column of tiles: in the loop of products all would be slower.
+        # <b_out, dy> has its own loop, in the first column of tiles: in that of products all tiles would be slower.
         if column_tile == 0:
             bias_ptr += expert.to(tl.int64) * K
             k = tl.arange(0, BLOCK_K)

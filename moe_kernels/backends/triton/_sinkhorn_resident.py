@@ -125,7 +125,7 @@ def resident_fwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms; not written unless HISTORY
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B): with SUMS the number of iterations; else int32, 1 for a matrix to compute here
+    counts_ptr,  # (B) int32: with SUMS and HISTORY receives the iterations; without SUMS 1 for a matrix to compute here
     stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0: none
     M: tl.constexpr, N: tl.constexpr, HISTORY: tl.constexpr, SUMS: tl.constexpr,
@@ -209,7 +209,7 @@ def resident_bwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B): with SUMS the number of iterations; else int32, 1 for a matrix to compute here
+    counts_ptr,  # (B) int32: with SUMS the number of iterations; else 1 for a matrix to compute here
     stride_scores_B, stride_scores_I, B, n, iterations,
     M: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip

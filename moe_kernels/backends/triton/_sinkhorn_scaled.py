@@ -1,12 +1,12 @@
-"""Sinkhorn's iteration on k = exp(scores / tau), computed once and then scaled by vectors: P = diag(u) k diag(v).
+"""Sinkhorn's iteration on k = exp((scores - the largest of the row) / tau), computed once and then scaled by vectors:
+P = diag(u) k diag(v).
 
 This is the fast path, for matrices whose rows have a range so small that k and its scalings are normal numbers. It
-writes a flag for each matrix: 1 if the matrix needs logarithms. The kernels of _sinkhorn_resident.py run next: they
-compute the flagged matrices and return at once for the others. In one kernel the fast path would need the registers of
-the logarithms.
+writes a flag for each matrix: 1 if the matrix needs logarithms, else 0. The kernels of _sinkhorn_resident.py run next:
+they compute the flagged matrices and return at once for the others. In one kernel the fast path would need the
+registers of the logarithms.
 
-From n = 9 on both kernels stop once no result can change. The bits of a matrix do not depend on the other matrices of
-its program.
+From n = 9 on both kernels stop early. The bits of a matrix do not depend on the other matrices of its program.
 * Forward: an iteration that changes no bit of v ends the solve, as the next ones could not change one either.
 * Backward: the matrix has row sums of one after a step on rows (A in ops/sinkhorn.py) and column sums of one after a
   step on columns (B). So the gradients of potentials shrink on the way back: sum |df| <= sum |dg|, and in the iteration
@@ -15,11 +15,12 @@ its program.
   less than 6e-14 of sum |w|.
 
 Backward is in float64. It saves u and v of every iteration, 16 n bytes, as many as logarithms take. With float32 the
-error would be 1e-7 of the largest dP (n = 4 to 64, tau = 0.1 and 1, 20 iterations). But a gradient is P (dP - a - b);
-where this difference cancels, in 0.2 to 12 % of the entries, the error would exceed 1e-5 of the entry. To have only
-some factors in float32 does not help: the error exceeds 1e-5 in 0.01 to 0.04 % of the entries with k alone in float32,
-in 0.06 to 5 % with u and v, in 0.07 to 8 % with df and dg. So every factor would have to be two floats: 12 operations
-for a multiply-add, which in float64 takes an A100 or H100 the time of two.
+error would be 1e-7 of the largest dP (n = 4 to 64, tau = 0.1 and 1, 20 iterations). But a gradient is P (dP - a - b) /
+tau, with a of its row and b of its column; where this difference cancels, in 0.2 to 12 % of the entries, the error
+would exceed 1e-5 of the entry. To have only some factors in float32 does not help: the error exceeds 1e-5 in 0.01 to
+0.04 % of the entries with k alone in float32, in 0.06 to 5 % with u and v, in 0.07 to 8 % with df and dg. So every
+factor would have to be two floats: 12 operations for a multiply-add, which in float64 takes an A100 or H100 the time of
+two.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _begin(
     scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr
 ):
     """(scaled, broken, x, inv_tau): which matrices are scaled here, which hold NaN or +inf; k = exp(x); 1 / tau. Writes
-    the flags of the matrices that need logarithms."""
+    the flags."""
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)

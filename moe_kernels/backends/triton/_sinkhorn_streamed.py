@@ -81,7 +81,7 @@ def _columns_near(
 @triton.jit
 def _potentials(ptr, t, first, n, ROWS: tl.constexpr):
     """Pointers (ROWS) to the row potentials after iteration t, and their mask. ptr (B, 2, n): even and odd iterations
-    have separate places, as another thread may still read those of the iteration before."""
+    have separate places, as another thread may still read those of the iteration before. t + 1 gives those of t - 1."""
     i = first + tl.arange(0, ROWS)
     return ptr + (tl.program_id(0).to(tl.int64) * 2 + t % 2) * n + i, i < n
 
@@ -112,10 +112,10 @@ def streamed_fwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms; not written unless HISTORY
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B): number of iterations
+    counts_ptr,  # (B), receives the number of iterations; not written unless SUMS and HISTORY
     stride_scores_B, stride_scores_I, B, n, iterations,
     tolerance: tl.float64,  # below 0: none
-    potentials_ptr,  # (B, 2, n): f of the last two iterations
+    potentials_ptr,  # (B, 2, n): f of the last two iterations; not used unless SUMS
     ROWS: tl.constexpr, N: tl.constexpr, HISTORY: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     broken = _broken_matrix(scores_ptr, stride_scores_B, stride_scores_I, n, ROWS, N) > 0
@@ -226,7 +226,7 @@ def streamed_bwd(
     history_ptr,  # (iterations, 2, B, n) column anchors and logarithms
     rows_ptr,  # (B, n) prescribed sums; not read unless SUMS
     columns_ptr,  # (B, n) prescribed sums; not read unless SUMS
-    counts_ptr,  # (B): number of iterations
+    counts_ptr,  # (B): number of iterations; not read unless SUMS
     stride_scores_B, stride_scores_I, B, n, iterations,
     sums_ptr,  # (B, n, n): dS so far
     ROWS: tl.constexpr, N: tl.constexpr, SUMS: tl.constexpr,
@@ -246,7 +246,7 @@ def streamed_bwd(
                 1.0 / tl.load(taus_ptr), n, ROWS, N,
             )  # fmt: skip
             t -= 1
-    while t >= 0:  # the first pass only sums P * dP over columns, the second pass is that of the last iteration
+    while t >= 0:  # the first pass only takes the column sums of P * dP, the second is that of the last iteration
         iteration = tl.minimum(t, last)
         tau = tl.load(taus_ptr + iteration)
         inv_tau = 1.0 / tau

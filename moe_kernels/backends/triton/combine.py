@@ -59,7 +59,7 @@ def _combine_fwd(
     K,
     units,  # D in units
     weighted,
-    UNIT: tl.constexpr,  # elements of a unit: 16 bytes, or 1
+    UNIT: tl.constexpr,  # elements of a unit: those of 16 bytes, or 1
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -90,7 +90,7 @@ def _combine_bwd(
     E,
     R,
     units,  # D in units
-    UNIT: tl.constexpr,  # elements of a unit: 16 bytes, or 1
+    UNIT: tl.constexpr,  # elements of a unit: those of 16 bytes, or 1
     WHOLE: tl.constexpr,  # a row fits BLOCK_D
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,

@@ -23,7 +23,7 @@ def _dispatch_fwd(
     E,
     R,
     units,  # D in units
-    UNIT: tl.constexpr,  # elements of a unit: 16 bytes, or 1
+    UNIT: tl.constexpr,  # elements of a unit: those of 16 bytes, or 1
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):

@@ -61,7 +61,7 @@ def _load_keys(x_row, start, N, BLOCK: tl.constexpr, INF: tl.constexpr):
 @triton.jit
 def _first_guess(bits, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
     """The threshold if elements are normally distributed with the mean and deviation of `bits`, and its change that
-    lets one key fewer win; NaN if there are NaN or infinities."""
+    lets one key fewer win. Both may be NaN or infinite."""
     magnitude = bits & (0x7FFFFFFF if FORMAT == 0 else 0x7FFF)
     values = (
         bits.to(tl.float32, bitcast=True)
@@ -167,7 +167,7 @@ def _kwta_fwd(
     units,
     K,
     quantile,
-    UNIT: tl.constexpr,  # elements of a unit: 16 bytes, or 1
+    UNIT: tl.constexpr,  # elements of a unit: those of 16 bytes, or 1
     TIES: tl.constexpr,
     STORE_Y: tl.constexpr,
     STORE_BITS: tl.constexpr,

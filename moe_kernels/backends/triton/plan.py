@@ -35,7 +35,7 @@ SCAN_TILE = tl.constexpr(4096)  # counts that a program of the scan holds
 @triton.jit
 def _requests(
     experts_ptr,  # (T, K)
-    visit_ptr,  # (T) tokens in visiting order; not read unless VISIT, as tokens are then visited by position
+    visit_ptr,  # (T) tokens in visiting order; not read unless VISIT: without it they are visited by position
     place,  # (BLOCK) int64, in visiting order
     end,
     T,
@@ -312,7 +312,7 @@ def make_plan_fwd(
 
     window = min(max(triton.next_power_of_2(num_experts), 32), WINDOW)
     grid = (chunks, triton.cdiv(num_experts, window))
-    # Until the last program of the scan stores the result in `dropped`, it counts the programs that have finished.
+    # `dropped` counts the programs of the scan that have finished, until the last one stores the result there.
     launch(_plan_count, grid, *requests, dropped, *sizes, **options, BLOCK=COUNT_BLOCK, BLOCK_E=window, num_warps=4)
     block_c = FEW_CHUNKS.value if chunks <= FEW_CHUNKS.value else CHUNKS
     launch(

@@ -110,8 +110,8 @@ def _node(node_ptr, exists):
 def _below(v, first_ptr, first, valid, E, half, slope, INDEX: tl.constexpr, LEVELS: tl.constexpr, LAYOUT: tl.constexpr):
     """Probability of each place below a node, from the node's own, v: (BLOCK_T, groups, 2^LEVELS), a group in a thread.
 
-    `first`, at first_ptr, is the number of the left-most node of this level below the group's root; the node is INDEX
-    nodes to its right, since adding a constant to a pointer takes no instruction.
+    `first`, at first_ptr, is the number of the left-most node of this level below the group's root. The node is
+    addressed as the one INDEX to its right: adding a constant to a pointer takes no instruction.
     """
     exists = valid & (first + INDEX < E) if LAYOUT == MIXED else valid
     t = _node(first_ptr + INDEX, exists)
@@ -134,8 +134,9 @@ def _below(v, first_ptr, first, valid, E, half, slope, INDEX: tl.constexpr, LEVE
 def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: tl.constexpr, LAYOUT: tl.constexpr):
     """Probability of each of a tree's places: (BLOCK_T, 2^DEPTH); the tree's nodes are a row of E - 1.
 
-    A thread has a group of 16 places, or all if they are fewer. It computes one side of each node on the path
-    to their root, and all nodes below. The root of the tree is number 1, the children of number n are 2 n and 2 n + 1.
+    A thread has a group of 16 places, or all if they are fewer. It computes one side of each node above the group's
+    root, and both sides of that root and of all nodes below it. The root of the tree is number 1, the children of
+    number n are 2 n and 2 n + 1.
     """
     ABOVE: tl.constexpr = max(DEPTH - 4, 0)
     group = tl.arange(0, 1 << ABOVE)
