@@ -36,7 +36,8 @@ def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, wit
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 41)
+# T, E, D, H and the width of the output, which a tile of no backend holds
+SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 131)
 FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
 CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
 # Triton compiles five kernels for each: every activation, with and without biases, in float32 and in 16 bits.
