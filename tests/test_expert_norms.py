@@ -36,7 +36,8 @@ def leaves_of(dtype, device, activation, tokens, experts, dim, hidden, dout, wit
     return {name: each.to(device, dtype) for name, each in leaves.items()}
 
 
-SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 41)  # tokens, experts, dim, hidden, dout
+# tokens, experts, dim, hidden, dout: more outputs than a tile has columns
+SIZES = (13, 3, 12, 20, 10) if INTERPRET else (70, 5, 33, 50, 131)
 FORMS = [("relu", True), ("gelu", False), ("swiglu", False), ("swiglu", True)]  # activation, with biases
 CASES = [(*form, dtype) for form in FORMS for dtype in (DTYPES if form[0] == "swiglu" else DTYPES[:2])]
 # Triton compiles five kernels for a case: each activation, bias and width of elements is in some case.
