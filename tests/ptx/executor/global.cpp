@@ -74,7 +74,8 @@ u32 Launch::unordered_reads(const Block& b, const Warp& w, u32 mask, const u64* 
 }
 
 // Records a lane's store, before it happens. Reports another value at the same place by a lane of the same instruction
-// or by a warp without synchronization. value: null for an atomic.
+// or without synchronization between: bar.warp.sync or the like between lanes of a warp, a barrier between warps. value:
+// null for an atomic.
 void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, u32 size, const u8* value, bool atomic) {
   const int range = find_range(at, size, -1);
   const Range& here = request.ranges[range];
@@ -91,7 +92,9 @@ void Launch::note_written(Block& b, Warp& w, const Record& r, u32 lane, u64 at, 
       const bool inside = first >= at && first + bytes <= at + size;
       const bool equal = value && inside && !std::memcmp(reinterpret_cast<void*>(first), value + (first - at), bytes);
       const bool same_instruction = word.step == steps && word.lane != lane;
-      if (!equal && (same_instruction || !ordered(b, w, word))) {
+      const bool same_warp = word.block == b.index + 1 && word.warp == w.id;
+      const bool unordered_lanes = same_warp && word.lane != lane && word.clock == w.clocks[w.id];
+      if (!equal && (same_instruction || unordered_lanes || !ordered(b, w, word))) {
         report(b, w, &r, lane, "writes another value at byte %llu of a tensor than block %u warp %u lane %u, with no synchronization between",
                (unsigned long long)(k * grain), word.block - 1, word.warp, word.lane);
       }
