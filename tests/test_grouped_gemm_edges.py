@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from inputs import behind_one, each_alone, far_apart, framed, padded, shifted
+from inputs import behind_one, each_alone, far_apart, framed, gapped, padded, shifted
 from test_dispatch import plans
 from test_expert_mlp import leaves_of
 from test_grouped_gemm import check, finest, judge, loop, offsets_of, results
@@ -146,7 +146,7 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
 
 
 @pytest.mark.parametrize("activation", ["gelu", None])  # None: the products read the gradient itself
-@pytest.mark.parametrize("place", [padded, shifted, behind_one])
+@pytest.mark.parametrize("place", [padded, shifted, behind_one, gapped])
 def test_operands_that_start_anywhere(target, place, activation):
     """One operand at a time does not allow accesses of 16 bytes: by its start or by its stride."""
     if target.backend == "triton":
