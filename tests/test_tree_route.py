@@ -135,7 +135,8 @@ def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
     arguments["leaf_bias"] -= 200.0
     expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")
     places = [("x", place) for place in (torch.clone, framed, padded, shifted, far_apart)]
-    for name, place in (*places, ("split_weight", behind_one), ("leaf_weight", behind_one)):
+    of_trees = [(name, place) for name in arguments if name != "x" for place in (behind_one, padded)]
+    for name, place in (*places, *of_trees):
         got = mk.tree_route(**arguments | {name: place(arguments[name])}, gamma=1.0, backend=target.backend)
         assert torch.equal(got[1], expected[1])
         torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-5)
