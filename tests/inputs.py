@@ -40,6 +40,14 @@ def behind_one(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.new_full((1,), math.nan), x.flatten()])[1:].view(x.shape)
 
 
+def gapped(x: torch.Tensor) -> torch.Tensor:
+    """x with one element between its matrices, whose rows lie one behind another; between rows if it is a matrix."""
+    whole = x.new_full((x.shape[0], x[0].numel() + 1), math.nan)
+    view = whole[:, :-1].unflatten(1, x.shape[1:])
+    view.copy_(x)
+    return view
+
+
 def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
     """x with rows 2^30 elements apart, or with `strides`. On a CPU only pages that x occupies take memory.
 

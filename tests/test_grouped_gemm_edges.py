@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from inputs import behind_one, each_alone, far_apart, framed, padded, shifted
+from inputs import behind_one, each_alone, far_apart, framed, gapped, padded, shifted
 from test_dispatch import plans
 from test_expert_mlp import leaves_of
 from test_grouped_gemm import check, finest, judge, loop, offsets_of, results
@@ -146,7 +146,7 @@ def test_what_lies_around_the_operands_is_not_read(target, transposed):
 
 
 @pytest.mark.parametrize("activation", ["gelu", None])  # None: the products read the gradient itself
-@pytest.mark.parametrize("place", [padded, shifted, behind_one])
+@pytest.mark.parametrize("place", [padded, shifted, behind_one, gapped])
 def test_operands_that_start_anywhere(target, place, activation):
     """One operand at a time does not allow accesses of 16 bytes: by its start or by its stride."""
     if target.backend == "triton":
@@ -167,16 +167,20 @@ def test_operands_that_start_anywhere(target, place, activation):
             torch.testing.assert_close(got, expected, rtol=rounding, atol=8 * rounding)
 
 
-@pytest.mark.parametrize("moved", ["all", "gradient", "far apart", "contiguous"])
+@pytest.mark.parametrize("moved", ["all", "gradient", "aligned gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
     """Padded rows of all operands but the experts' weights, or of the gradient of y only; x and that gradient with rows
-    far apart; contiguous biases that do not start at a multiple of 16 bytes."""
+    far apart; contiguous biases that do not start at a multiple of 16 bytes. The aligned gradient has rows that start at
+    such a multiple, beside a bias whose second row does not."""
     if moved == "contiguous" and target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, plan = finest(target), plans(target.device)["dropped"]
-    leaves, grad = leaves_of(plan, dtype, target.device, "gelu", dout=16), torch.randn(plan.num_tokens, 16)
+    dout = 12 if moved == "aligned gradient" and not target.compiles else 16
+    leaves, grad = leaves_of(plan, dtype, target.device, "gelu", dout=dout), torch.randn(plan.num_tokens, dout)
     places = {"far apart": lambda x: far_apart(x, (2**30 - 4, 1)), "contiguous": behind_one}
-    place, of = places.get(moved, padded), {"gradient": (), "far apart": ("x",), "contiguous": ("b_in", "b_out")}
+    places["aligned gradient"] = lambda x: torch.cat([x, torch.full_like(x[:, :4], math.nan)], 1)[:, :dout]
+    of = {"gradient": (), "aligned gradient": (), "far apart": ("x",), "contiguous": ("b_in", "b_out")}
+    place = places.get(moved, padded)
     moved, to_y = of.get(moved, ("x", "weights", "b_in", "b_out")), torch.clone if moved == "contiguous" else place
     found = []
     for given, to in ((leaves, torch.clone), (leaves | {name: place(leaves[name]) for name in moved}, to_y)):

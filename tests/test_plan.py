@@ -216,6 +216,14 @@ def test_plans_are_the_reference(target, shape, kind):
                 assert plan.num_rows == bound
 
 
+def test_more_chunks_than_a_block_has_warps(target):
+    """34 chunks of compiled CUDA, whose scan has 32 warps: not every warp has as many."""
+    tokens = 17000 if target.backend == "cuda" and not target.interpreted else 700
+    experts = torch.randint(-1, 9, (tokens, 2))
+    plan = mk.make_plan(experts.to(target.device), 9, backend=target.backend)
+    assert_same(plan, mk.make_plan(experts, 9, backend="reference"))
+
+
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order):
     """Kernels count chunks of requests, each of several tiles, for windows of 1024 experts: here two chunks (compiled

@@ -142,6 +142,23 @@ st.global.u32 [%d4], %r9;
 """
 
 
+OVERWRITE = """
+st.global.u32 [%d4], %r0;
+{barrier}
+xor.b32 %r7, %r0, 1;
+mul.wide.u32 %d5, %r7, 4;
+add.s64 %d5, %d1, %d5;
+st.global.u32 [%d5], %r0;
+"""
+
+
+def test_race_between_lanes_that_write_global_memory_is_found():
+    assert torch.equal(run(OVERWRITE.format(barrier="bar.warp.sync -1;"), ints()), ints() ^ 1)
+    for seed in range(4):
+        with pytest.raises(PtxError, match=r"writes another value at byte \d+ .* no synchronization between"):
+            run(OVERWRITE.format(barrier=""), ints(), seed=seed)
+
+
 def test_race_between_warps_is_found_in_every_order():
     good = run(EXCHANGE.format(barrier="bar.sync 0;", other=32), ints(64), threads=64)
     assert torch.equal(good, ints(64) ^ 32)

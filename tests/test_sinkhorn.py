@@ -100,7 +100,18 @@ def test_small_scores_as_a_new_parameter_holds_them(target):
         assert error(got, oracle(scores, iterations, tau)) < 1e-6, (tau, n)
 
 
-@pytest.mark.parametrize("n", [4, 12])
+@pytest.mark.parametrize("n", [16, 70])
+def test_a_solve_goes_on_while_two_columns_change(target, n):
+    """Any two neighbours; the other columns have converged after the first iteration."""
+    scores = torch.full((4, n, n), -40.0)
+    scores.diagonal(dim1=1, dim2=2).zero_()
+    for matrix, first in zip(scores, (0, 1, 2, n - 2), strict=True):
+        matrix[first, first + 1], matrix[first + 1, first] = 0.0, -20.0
+    p = mk.sinkhorn(scores.to(target.device), 20, backend=target.backend)
+    assert error(p, oracle(scores.double(), 20, 1.0)) < 1e-6
+
+
+@pytest.mark.parametrize("n", [4, 12, 70])
 def test_rows_of_any_width(target, n):
     """A column lies below the others by widths on both sides of the ranges that float32 and float64 can scale."""
     widths = torch.tensor([50.0, 65.0, 95.0, 120.0, 290.0, 310.0, 740.0, 800.0, 3000.0])
@@ -115,7 +126,7 @@ def test_rows_of_any_width(target, n):
     assert (got.cpu() - wanted).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize(("n", "iterations"), [(4, 3), (12, 40), (40, 2)])
+@pytest.mark.parametrize(("n", "iterations"), [(4, 3), (12, 40), (40, 2), (70, 1)])
 def test_a_matrix_does_not_see_its_neighbours(target, n, iterations):
     """Matrices of small and large range, broken and converged ones in one batch have the same bits as alone."""
     scales = torch.tensor([1.0, 1e4, 0.0, 90.0, 1e-3, 400.0, 1e7] * (1 if target.executed else 5))

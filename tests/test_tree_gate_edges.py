@@ -82,20 +82,23 @@ def hardly_reached(target: Target, parity: str | None, probabilities: tuple[floa
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     distance = torch.tensor(probabilities, dtype=torch.float64).div(3).sqrt()
-    split = torch.stack([distance - 0.5, 0.2 + 0 * distance], -1)[:, None]  # leaf 0 has u^2 (3 - 2 u) with u = distance
-    leaf = torch.stack([0 * distance, -torch.tensor(probabilities, dtype=torch.float64).log(), 0 * distance], -1)[
-        :, None
-    ]
-    split, leaf = split.float(), leaf.float()
-    arguments = identity(split.to(target.device), leaf.to(target.device))
-    grads = torch.randn(len(probabilities), 3), torch.zeros(len(probabilities), 1, 3)
-    got = gate_and_gradients(
-        arguments, tuple(g.to(target.device) for g in grads), target.backend, gamma=1.0, parity=parity
-    )
-    wide = {name: each.double().cpu() for name, each in arguments.items()}
-    exact = gate_and_gradients(wide, grads, "reference", gamma=1.0, parity=parity)
-    for name in ("gates", "split_weight", "leaf_weight"):
-        torch.testing.assert_close(got[name].cpu().double(), exact[name], rtol=2e-4, atol=1e-6)
+    # The left-most leaves below the first two nodes are reached; the others have larger logits. CUDA has a kernel of
+    # its own for 32 leaves; another tree is another compilation for Triton.
+    for experts in (3,) if target.compiles else (3, 32):
+        split = torch.full((len(probabilities), 1, experts - 1), 9.0)
+        split[:, 0, 0], split[:, 0, 1] = distance - 0.5, 0.2  # leaf 0 has u^2 (3 - 2 u) with u = distance
+        leaf = torch.full((len(probabilities), 1, experts), 1000.0)
+        reached = [0, 1, 2] if experts == 3 else [0, 8, 16]
+        leaf[:, 0, reached] = torch.stack([0 * distance, -torch.tensor(probabilities).log(), 0 * distance], -1).float()
+        arguments = identity(split.to(target.device), leaf.to(target.device))
+        grads = torch.randn(len(probabilities), experts), torch.randn(len(probabilities), 1, experts)
+        got = gate_and_gradients(
+            arguments, tuple(g.to(target.device) for g in grads), target.backend, gamma=1.0, parity=parity
+        )
+        wide = {name: each.double().cpu() for name, each in arguments.items()}
+        exact = gate_and_gradients(wide, grads, "reference", gamma=1.0, parity=parity)
+        for name in ("gates", "split_weight", "leaf_weight"):
+            torch.testing.assert_close(got[name].cpu().double(), exact[name], rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("depth", [4, 5])

@@ -130,11 +130,13 @@ def test_every_combination_of_nodes(target, experts):
     "sizes", [(9, 5, 1, 6), (3, 150, 9, 5), (5, 70, 2, 6), (300, 3, 1, 4), (2, 264, 3, 7), (2, 3, 70, 40)], ids=str
 )
 def test_sums_of_any_length_and_tokens_of_several_blocks(target, sizes):
-    """NaN on all sides of x; unaligned rows of x and of weights; rows far apart."""
+    """NaN on all sides of x; unaligned rows of x and of weights; rows far apart; leaf logits far below zero."""
     arguments = drawn(*sizes, device=target.device)
+    arguments["leaf_bias"] -= 200.0
     expected = mk.tree_route(**arguments, gamma=1.0, backend="reference")
     places = [("x", place) for place in (torch.clone, framed, padded, shifted, far_apart)]
-    for name, place in (*places, ("split_weight", behind_one), ("leaf_weight", behind_one)):
+    of_trees = [(name, place) for name in arguments if name != "x" for place in (behind_one, padded)]
+    for name, place in (*places, *of_trees):
         got = mk.tree_route(**arguments | {name: place(arguments[name])}, gamma=1.0, backend=target.backend)
         assert torch.equal(got[1], expected[1])
         torch.testing.assert_close(got[0], expected[0], rtol=1e-4, atol=1e-5)
@@ -164,6 +166,31 @@ def test_nan_in_one_of_several_trees(target):
         expected, experts = mk.tree_route(**arguments, gamma=1.0, backend="reference")
         assert torch.equal(chosen, experts)
         torch.testing.assert_close(weights, expected, equal_nan=True)
+
+
+def test_logits_are_rounded_as_a_matrix_product_is(target):
+    """257 is 256 in bfloat16, so that two trees have the same logit."""
+    if target.backend == "cpu":
+        pytest.skip("the CPU keeps float32 logits")
+    arguments = {
+        "x": torch.ones(1, 2),
+        "split_weight": torch.tensor([[[8.0, 1.0]], [[-8.0, -1.0]]]),
+        "leaf_weight": torch.tensor([[[256.0, 1.0], [0.0, 0.0]], [[0.0, 0.0], [256.0, 0.0]]]),
+    }
+    arguments = {name: each.to(target.device, torch.bfloat16) for name, each in arguments.items()}
+    for backend in (target.backend, "reference"):
+        weights, chosen = mk.tree_route(**arguments, gamma=1.0, backend=backend)
+        assert (weights.tolist(), chosen.tolist()) == ([[0.5, 0.5]], [[0, 1]])
+
+
+def test_a_nan_is_likelier_than_one_met_after_it(target):
+    """Nodes that are NaN are reached with probability 0.56 and 0.28, the best leaf with 0.44."""
+    split = torch.tensor([[[0.04, NAN, 9.0, 0.0, 9.0, 9.0, 9.0, NAN]]], device=target.device)
+    arguments = identity(split, torch.zeros(1, 1, 9, device=target.device))
+    for backend in (target.backend, "reference"):
+        weights, chosen = mk.tree_route(**arguments, gamma=1.0, backend=backend)
+        assert weights.isnan().all()
+        assert chosen.tolist() == [[5]]
 
 
 def test_routes_have_no_gradient():
