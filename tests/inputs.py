@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
+PROT_NONE = 0
 
 
 def framed(x: torch.Tensor, fill: float = math.nan, margin: int = 3) -> torch.Tensor:
@@ -65,6 +67,19 @@ def far_apart(x: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.
     view = memory.view(x.dtype).as_strided(x.shape, strides)
     view.copy_(x)
     return view
+
+
+def at_the_end(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous, on the CPU: its last byte is the last one before a page that must not be read."""
+    page = mmap.PAGESIZE
+    size = -(-x.nbytes // page) * page
+    memory = mmap.mmap(-1, size + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), page, PROT_NONE) == 0
+    view = (
+        torch.frombuffer(memory, dtype=torch.uint8, count=x.nbytes, offset=size - x.nbytes).view(x.dtype).view(x.shape)
+    )
+    return view.copy_(x)
 
 
 def each_alone(

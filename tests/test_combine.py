@@ -136,6 +136,11 @@ def test_what_no_kept_row_meets_changes_nothing(target, kind, value):
         drows, dweights = torch.autograd.grad(y, leaves, torch.full_like(y, value))
         assert not dweights[dropped].any()
         assert not drows[used:].any()
+        leaves = torch.full_like(rows, value).requires_grad_(), torch.zeros_like(weights).requires_grad_()
+        y = mk.combine(leaves[0], plan, leaves[1], backend=target.backend)  # 0 times inf is NaN
+        (drows,) = torch.autograd.grad(y, leaves[0], torch.full_like(y, value))
+        assert y[~dropped.all(1)].isnan().all()
+        assert drows[:used].isnan().all()
 
 
 @pytest.mark.parametrize("kind", ["unused rows", "dropped"])

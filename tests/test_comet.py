@@ -8,7 +8,7 @@ import torch
 
 import moe_kernels as mk
 from moe_kernels.models import comet_mlp, dense_twin
-from moe_kernels.nn import ACTIVATIONS, CometMLP, MaskedLinear, Utilisation
+from moe_kernels.nn import ACTIVATIONS, CometMLP, FixedRouting, MaskedLinear, Utilisation
 from moe_kernels.ops.kwta import pack_bits
 
 WIDTHS = (7, 12, 9, 10, 4)
@@ -337,6 +337,24 @@ def test_inputs_of_a_wrong_width_are_errors():
         CometMLP((8, 5, 3))(torch.randn(4, 7))
 
 
-def test_scores_are_compared_in_their_own_dtype():
-    layer, scores = MaskedLinear(3, 2, 1, activation=None, dtype=torch.bfloat16), torch.tensor([[1.0, 1.0001]])
-    assert (layer(torch.ones(1, 3, dtype=torch.bfloat16), scores) != 0).tolist() == [[False, True]]
+@pytest.mark.parametrize(
+    ("dtype", "scores_dtype", "apart"),
+    [
+        (torch.bfloat16, torch.float32, 1e-4),
+        (torch.float32, torch.float64, 1e-10),
+        (torch.float64, torch.float64, 1e-10),
+        (torch.float64, torch.float32, 1e-4),
+    ],
+)
+def test_scores_are_compared_in_their_own_dtype(dtype, scores_dtype, apart):
+    layer = MaskedLinear(3, 2, 1, activation=None, dtype=dtype)
+    scores, x = torch.tensor([[1.0, 1.0 + apart]], dtype=scores_dtype), torch.rand(1, 3).to(dtype)
+    assert torch.equal(layer(x, scores), layer(x) * torch.tensor([0.0, 1.0], dtype=dtype))
+
+
+def test_routing_compares_in_the_dtype_of_its_weights():
+    router = FixedRouting((1, 2, 2), 0.5, dtype=torch.float64)
+    router.weight_1.copy_(torch.tensor([[1.0], [1.0 + 1e-10]], dtype=torch.float64))
+    router.weight_2.copy_(torch.tensor([[0.0, 1.0], [0.0, 1.0 + 1e-10]], dtype=torch.float64))
+    for x in (torch.ones(1, 1), torch.ones(1, 1, dtype=torch.float64)):
+        assert [mask.tolist() for mask in router.masks(x)] == [[[False, True]]] * 2

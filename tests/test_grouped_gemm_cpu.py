@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import Target
-from inputs import padded
+from inputs import at_the_end, padded
 from test_grouped_gemm import DTYPES, check, fenced, judged
 
 import moe_kernels as mk
@@ -132,8 +132,25 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
     grad = torch.cat(
         [torch.tensor([1e-39, -1e-40, 9.2e-41, 0.0, torch.inf, torch.nan, 1.0]), torch.randn(57)]
     ).bfloat16()
-    found = cpu.activation_bwd(grad[None], torch.ones(1, 64, dtype=torch.bfloat16), "relu")
-    assert torch.equal(found[0].view(torch.int16), grad.view(torch.int16))
+    for each in (grad, grad.roll(16)):  # in either of the vectors that are converted together
+        found = cpu.activation_bwd(each[None], torch.ones(1, 64, dtype=torch.bfloat16), "relu")
+        assert torch.equal(found[0].view(torch.int16), each.view(torch.int16))
+
+
+@pytest.mark.parametrize("isa", cpu.module.isas)
+def test_nothing_behind_the_operands_is_read(isa, monkeypatch):
+    """A read of the page behind an operand ends the process. 32 columns are half a panel of AVX-512."""
+    monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
+    monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
+    offsets = torch.tensor([0, 3, 3, 153], dtype=torch.int32)
+    for din, dout in ((40, 32), (37, 45), (16, 64)):
+        sizes = (153, din), (3, din, dout), (3, dout), (153, dout)
+        x, weight, bias, grad = (at_the_end(torch.randn(size)) for size in sizes)
+        for each in (weight, at_the_end(weight.mT.contiguous()).mT):
+            leaves = [given.requires_grad_() for given in (x.detach(), each.detach(), bias.detach())]
+            out = mk.grouped_gemm(leaves[0], leaves[1], offsets, bias=leaves[2], activation="relu", backend="cpu")
+            gradients = torch.autograd.grad(out, leaves, grad)
+            assert all(found.isfinite().all() for found in (out, *gradients))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -170,8 +170,8 @@ def test_operands_that_start_anywhere(target, place, activation):
 @pytest.mark.parametrize("moved", ["all", "gradient", "aligned gradient", "far apart", "contiguous"])
 def test_operands_of_an_expert_mlp_that_are_views(target, moved):
     """Padded rows of all operands but the experts' weights, or of the gradient of y only; x and that gradient with rows
-    far apart; contiguous biases that do not start at a multiple of 16 bytes. The aligned gradient has rows that start at
-    such a multiple, beside a bias whose second row does not."""
+    far apart; contiguous biases that do not start at a multiple of 16 bytes. Rows of the aligned gradient start at such
+    a multiple, while the second row of a bias does not."""
     if moved == "contiguous" and target.backend == "triton":
         pytest.skip("Triton itself specialises kernels by alignment")
     dtype, plan = finest(target), plans(target.device)["dropped"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -150,14 +151,30 @@ def test_state_survives_a_round_trip(taken):
     search = LocalSearch(5, 6)
     for _ in range(taken):
         search(gates)
-    other = LocalSearch(5, 6)
-    other.load_state_dict(copy.deepcopy(search.state_dict()))
-    assert (other.step, other.hardened) == (search.step, search.hardened)
+    loaded = LocalSearch(5, 6)
+    loaded.load_state_dict(copy.deepcopy(search.state_dict()))
+    others = loaded, copy.deepcopy(search), pickle.loads(pickle.dumps(search))
+    assert all((other.step, other.hardened) == (search.step, search.hardened) for other in others)
     for training in (False, True, True, True, True):
-        search.train(training), other.train(training)
-        for mine, theirs in zip(search(gates), other(gates), strict=True):
-            assert torch.equal(mine, theirs)
-    torch.testing.assert_close(search.distance, other.distance, rtol=0, atol=0, equal_nan=True)
+        mine = search.train(training)(gates)
+        for other in others:
+            theirs = other.train(training)(gates)
+            assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))
+    for other in others:
+        torch.testing.assert_close(search.distance, other.distance, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_compiled_search_hardens_what_was_learned_or_loaded():
+    """torch.compile reads no versions of tensors: `eval()` and a state dict tell it that `assigned` was written."""
+    torch._dynamo.reset()
+    gates, search, other = torch.rand(4, 5).softmax(-1), LocalSearch(5, 6), LocalSearch(5, 6).eval()
+    for _ in range(3):
+        search(gates)
+    expected = torch.empty_like(gates)
+    expected[:, mk.harden(search.soft)[0]] = gates
+    other.load_state_dict(search.state_dict())
+    for each in (other, search.eval()):
+        torch.testing.assert_close(torch.compile(each, backend="eager")(gates)[0], expected)
 
 
 def test_the_annealed_schedule_reaches_a_permutation_and_the_papers_does_not():

@@ -429,15 +429,26 @@ def test_one_element_that_is_forbidden(target):
 
 def test_views_are_read_in_place_and_nothing_else_is_written(target):
     base = torch.randn(4, 7, 9, device=target.device)
-    for view in (base[:, :5, 2:7], base[::2, :5, :5], base[:, :7, :7].mT, base[1, :5, :5].expand(3, 5, 5)):
+    views = [base[:, :5, 2:7], base[::2, :5, :5], base[:, :7, :7].mT, base[1, :5, :5].expand(3, 5, 5)]
+    many, grads = torch.randn(2, 70, 5, 5, device=target.device)[:, ::2]  # more than the lanes of two vectors
+    for view, grad in (*((each, None) for each in views), (many, grads)):
         before, leaf = base.clone(), view.detach().requires_grad_()
         p = mk.sinkhorn(leaf, 3, backend=target.backend)
         assert error(p, oracle(view, 3, 1.0)) < 1e-6
-        (got,) = torch.autograd.grad(p, leaf, p.detach().mT)
+        grad = p.detach().mT if grad is None else grad
+        (got,) = torch.autograd.grad(p, leaf, grad)
         double = view.double().requires_grad_()
-        (expected,) = torch.autograd.grad(oracle(double, 3, 1.0), double, p.detach().double().mT)
+        (expected,) = torch.autograd.grad(oracle(double, 3, 1.0), double, grad.double())
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-7)
         assert torch.equal(base, before)
+
+
+@pytest.mark.parametrize("tau", [1e-39, 1e39])
+def test_temperatures_beyond_float32(target, tau):
+    """Neither tau nor 1 / tau is a normal float32, but S / tau is 0."""
+    for n in (4, 5):
+        p = mk.sinkhorn(torch.zeros(2, n, n, device=target.device), 3, tau=tau, backend=target.backend)
+        torch.testing.assert_close(p, torch.full_like(p, 1 / n))
 
 
 def test_results_do_not_depend_on_threads():

@@ -221,11 +221,11 @@ def test_without_gradients_one_operator_gives_the_same_bits(tokens, dtype):
         )
 
 
-@pytest.mark.parametrize("wrong", ["expert", "ids", "rank", "weights", "tokens", "num_experts", "tangent"])
+@pytest.mark.parametrize("wrong", ["expert", "low", "ids", "rank", "weights", "tokens", "num_experts", "tangent"])
 def test_without_gradients_errors_are_those_with_them(wrong):
     experts, x = experts_of("mixtral"), torch.randn(10, 32)
     chosen, weights = routing(10, 4)
-    chosen = {"expert": chosen - 2, "ids": chosen.float(), "rank": chosen[0]}.get(wrong, chosen)
+    chosen = {"expert": chosen - 2, "low": chosen - 2**32, "ids": chosen.float(), "rank": chosen[0]}.get(wrong, chosen)
     weights = weights[:, :1] if wrong == "weights" else weights
     experts.num_experts = 5 if wrong == "num_experts" else 4
     messages = []

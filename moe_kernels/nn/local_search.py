@@ -238,6 +238,14 @@ class LocalSearch(KeepsFloat32):
         normalised = soft / torch.where(totals == 0, 1, totals)
         return self.zeta * (_entropy(soft) + _entropy(normalised)).mean()
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._is_stale()  # updates `_stale`, since the tensors of a copy count their writes anew
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._hardened_from = self.assigned, _version(self.assigned)
+
     def get_extra_state(self) -> dict[str, int]:
         return {"step": self.step}
 
