@@ -183,6 +183,13 @@ def test_logits_are_rounded_as_a_matrix_product_is(target):
         assert (weights.tolist(), chosen.tolist()) == ([[0.5, 0.5]], [[0, 1]])
 
 
+def test_of_tokens_without_elements_the_biases_decide(target):
+    arguments = drawn(3, 0, 2, 5, device=target.device)
+    got, expected = (mk.tree_route(**arguments, gamma=1.0, backend=each) for each in (target.backend, "reference"))
+    assert torch.equal(got[1], expected[1])
+    torch.testing.assert_close(got[0], expected[0])
+
+
 def test_a_nan_is_likelier_than_one_met_after_it(target):
     """Nodes that are NaN are reached with probability 0.56 and 0.28, the best leaf with 0.44."""
     split = torch.tensor([[[0.04, NAN, 9.0, 0.0, 9.0, 9.0, 9.0, NAN]]], device=target.device)
