@@ -167,6 +167,15 @@ def test_large_experts_on_the_cpu(kind, dtype, monkeypatch):
     rows = x.to(dtype)[:1].expand(6, 16)  # all at one address
     got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")
     torch.testing.assert_close(got, mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="reference"))
+    leaves, token = (x.to(dtype), weight.to(dtype)), torch.tensor([1, -1, 2, 3, -1, 5])
+    leaves[0][0] = torch.inf  # which no row reads
+    found = []
+    for backend in ("cpu", "reference"):
+        given = [each.clone().requires_grad_() for each in leaves]
+        out = mk.grouped_gemm(*given, offsets, row_token=token, backend=backend)
+        found.append((out, *torch.autograd.grad(out, given, torch.ones_like(out))))
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
     for skipped in (0, 1):  # equal shapes and strides, but grouped_mm needs aligned addresses
         rows = torch.randn(6 * 16 + 1).to(dtype)[skipped:][: 6 * 16].view(6, 16)
         got = mk.grouped_gemm(rows, weight.to(dtype), offsets, backend="cpu")

@@ -184,6 +184,14 @@ def test_sums_of_several_batch_dimensions_and_of_any_strides(target):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_sums_are_not_rounded_to_the_dtype_of_the_scores(backend):
+    """bfloat16 rounds 259 to 260, and 260 / 5 to another number than 259 / 5."""
+    sums = torch.full((5,), 259.0)
+    p = mk.sinkhorn(torch.zeros(5, 5, dtype=torch.bfloat16), 2, rows=sums, columns=sums, backend=backend)
+    assert torch.equal(p, torch.full_like(p, 51.75))
+
+
 def test_each_gradient_alone_is_the_same(target):
     for n in (3, 40):
         on = {"device": target.device}

@@ -101,6 +101,19 @@ def hardly_reached(target: Target, parity: str | None, probabilities: tuple[floa
             torch.testing.assert_close(got[name].cpu().double(), exact[name], rtol=2e-4, atol=1e-6)
 
 
+def test_a_leaf_of_subnormal_probability_counts_as_1e_8(target):
+    """parity "tf" leaves out only leaves of probability 0."""
+    if reason := unsupported(target, "tf"):
+        pytest.skip(reason)
+    split, leaf = torch.full((1, 1, 7), -0.5), torch.zeros(1, 1, 8)
+    split[..., [0, 1, 3]], leaf[..., 0] = -0.49999994, 20.0  # 3 u^2 = 1e-14 to the left, three times
+    arguments = identity(split.to(target.device), leaf.to(target.device))
+    gates, leaf_probs = mk.tree_gate(**arguments, gamma=1.0, parity="tf", backend=target.backend)
+    expected, _ = mk.tree_gate(**arguments, gamma=1.0, parity="tf", backend="reference")
+    assert 0 < leaf_probs[0, 0, 0] < torch.finfo(torch.float32).tiny
+    torch.testing.assert_close(gates, expected)
+
+
 @pytest.mark.parametrize("depth", [4, 5])
 def test_leaves_of_the_least_probability_that_counts(target, depth):
     """Two siblings of probability 2.8e-38 have half of the weight each. The softmax is scaled by 1.8e37: a large

@@ -134,11 +134,12 @@ def test_tokens_that_were_not_asked_first():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e38])
-@pytest.mark.parametrize("name", ["x", "split_weight", "leaf_weight"])
+@pytest.mark.parametrize("name", ["x", "split_weight", "leaf_weight", "split_bias", "leaf_bias"])
 def test_a_product_that_could_be_nan_is_made(name, value):
-    arguments = drawn(200, 20, 2, 64, bias=False)
+    """In a node or leaf of the last branch, which most tokens do not reach."""
+    arguments = drawn(200, 20, 2, 64, bias="bias" in name)
     assert passes_over(arguments, GAMMA)
-    arguments[name][-1, ..., -1] = value
+    arguments[name][(-1,) * arguments[name].dim()] = value
     found = [mk.tree_gate(**arguments, gamma=GAMMA, backend=each) for each in ("cpu", "reference")]
     for got, expected in zip(*found, strict=True):
         assert torch.equal(got.isnan(), expected.isnan())
