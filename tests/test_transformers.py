@@ -67,7 +67,7 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, **more: object) -> n
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **(SIZES | LAYERS | CONFIGS[kind] | more))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():  # larger weights than initial ones, and nonzero biases
+    with torch.no_grad():  # larger weights than initial ones, and nonzero biases of experts
         for parameter in model.parameters():
             if parameter.dim() != 1:
                 parameter.normal_(std=0.2)
@@ -201,7 +201,7 @@ class Seen(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 3, 900])  # 900: a launch for each product
+@pytest.mark.parametrize("tokens", [0, 1, 3, 900])  # even 900 in one launch: below AT_ONCE bytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_gradients_one_operator_gives_the_same_bits(tokens, dtype):
     experts = experts_of("mixtral").to(dtype)
