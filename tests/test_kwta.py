@@ -43,7 +43,7 @@ def special(n: int) -> torch.Tensor:
 
 
 ROWS = {
-    "normal": torch.randn,  # distinct values: the three tie rules agree
+    "normal": torch.randn,  # in float32 nearly all differ: the tie rules agree
     "negative": lambda n: torch.randn(n) - 200,  # zeros read past the row would be the largest
     "small integers": lambda n: torch.randint(-2, 3, (n,)).float(),  # ties everywhere, also across the boundary
     "constant": lambda n: torch.full((n,), 0.3),  # "strict" keeps nothing, "all" everything
@@ -64,8 +64,8 @@ def ks(n: int) -> list[int]:
 
 
 def shapes(target: Target, dtype: torch.dtype, ties: str) -> list[tuple[int, int]]:
-    """(n, k): all, or a few if PTX is executed. 33: one element more than a word of the mask; 64: whole words, read as
-    vectors."""
+    """(n, k): all, or a few if GPU kernels run on CPU tensors. 33: one element more than a word of the packed mask; 64:
+    whole words, read as vectors."""
     if not target.executed:
         return [(n, k) for n in (1, 2, 31, 32, 33, 100, 512) for k in ks(n)]
     found = [(33, 16), (33, 3), (33, 33), (33, 0)]
@@ -225,7 +225,7 @@ def test_rows_that_start_anywhere(target, place):
 
 
 def test_mask_of_rows_that_start_half_a_vector_apart(target):
-    """In 16 bits: four elements of the mask are one 32-bit word, but 16 bytes of x are eight elements."""
+    """Four elements of the bool mask are one 32-bit word, but 16 bytes of a 16-bit x are eight elements."""
     x = torch.randn(5, 68, device=target.device).bfloat16()
     for view in (x[:, :64], x.flatten()[4:324].view(5, 64)):
         mask = mk.kwta_mask(view, 30, backend=target.backend)

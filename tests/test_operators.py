@@ -160,7 +160,8 @@ GROUPS: tuple[Callable[..., dict[str, list[tuple[Any, ...]]]], ...] = (
 )
 NAMES = sorted(vars(library.ops))
 
-# Gradients that can be differentiated again. Other gradients cannot, and checks and plans have integer results.
+# Gradients that can be differentiated again. They, swiglu_clamped and operators named _fwd (but tree_route_fwd) are
+# checked with inputs that require gradients; all other operators have no derivative.
 TWICE = ("kwta_bwd", "combine_bwd")
 
 

@@ -41,7 +41,7 @@ def test_outputs_are_pytrees(make):
 
 
 class Names(TorchDispatchMode):
-    """Counts torch's operations inside the block by name."""
+    """Records the names of torch's operations inside the block."""
 
     def __init__(self):
         super().__init__()
@@ -213,6 +213,6 @@ def test_a_block_that_fails_collects_no_more():
 
 def test_a_recomputed_forward_inside_the_block_is_not_collected_again():
     layer, x = mnn.MoE(mnn.TopKGate(6, 4, 2), mnn.ExpertMLP(4, 6, 3), output="tensor"), torch.randn(5, 6)
-    with mnn.collect_outputs() as outputs, set_checkpoint_early_stop(False):  # or it stops before the layer ends
+    with mnn.collect_outputs() as outputs, set_checkpoint_early_stop(False):  # recompute all
         checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert len(outputs) == 1

@@ -93,7 +93,7 @@ def test_the_collectives_move_the_bytes_of_the_model(ranks: Ranks, check: str, n
 
 
 def test_predicted_time_by_hand() -> None:
-    """Two nodes of two ranks; one of four experts with 70 % of the choices."""
+    """Two nodes of two ranks, with even loads, then with one of four experts that gets 70 % of the choices."""
     machine = Machine(ranks=4, node=2, inside=4e9, outside=1e9, latency=1e-3, flops=1e12)
     even = layer_cost(machine, tokens=1024, dim=64, hidden=128, choices=2, share=shares(4, 0.0), width=2)
     rows_per_rank, row_bytes = 512, 64 * 2

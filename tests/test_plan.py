@@ -149,7 +149,7 @@ def test_experts_choose_by_hand(target):
     need(target, "plan_expert_choice")
     scores = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.5, 0.8], [0.2, 0.8]], device=target.device)
     plan, weights = mk.plan_expert_choice(scores, 2, backend=target.backend)
-    assert rows_of(plan) == [[(0, 0), (1, 0)], [(2, 1), (3, 1)]]  # token 1 ties with 2 and is the lower
+    assert rows_of(plan) == [[(0, 0), (1, 0)], [(2, 1), (3, 1)]]  # 1 ties with 2: the lower index wins
     assert torch.equal(weights, torch.tensor([[0.9, 0], [0.5, 0], [0, 0.8], [0, 0.8]], device=target.device))
     assert plan.requested.tolist() == plan.kept.tolist() == [2, 2]
 
@@ -226,9 +226,9 @@ def test_more_chunks_than_a_block_has_warps(target):
 
 @pytest.mark.parametrize("order", ["choice", "token"])
 def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order):
-    """Kernels count chunks of requests, each of several tiles, for windows of 1024 experts: here two chunks (compiled
-    CUDA: of two tiles and of one) and one or two windows. Experts 0 and E - 1 drop requests; every third token has no
-    expert."""
+    """GPU kernels count chunks of requests, each of several tiles, for windows of 1024 experts: here two chunks (CUDA:
+    of two tiles and of one; interpreted: of one and of none) and one or two windows. With a capacity, the first and
+    the last expert drop requests; every third token has no expert."""
     if target.backend == "triton":
         monkeypatch.setattr(backends.load("triton", OP), "CHUNKS", 2)
     if target.backend == "cuda":

@@ -133,7 +133,7 @@ def test_no_plan_has_more_rows_than_choices(op):
 
 
 def test_the_reference_compiles_although_it_looks():
-    """It looks at the values of a plan in an operator, which neither breaks a graph nor runs on fake tensors."""
+    """The reference checks a plan's values in an operator, which neither breaks a graph nor runs on fake tensors."""
 
     def there_and_back(x: Tensor, made: mk.RoutingPlan) -> Tensor:
         return mk.combine(mk.dispatch(x, made, backend="reference"), made, backend="reference")

@@ -70,7 +70,7 @@ def sinkhorn_streamed_bwd(backend):
 
 
 def sinkhorn_log_bwd(backend):
-    """Gradients of prescribed sums are summed in global memory, by four lanes for each row."""
+    """Some lanes write vectors of each iteration to global memory; others read them after a barrier of the warp."""
     scores = torch.randn(3, 12, 12, generator=torch.Generator().manual_seed(0))
     sums = torch.ones(12).requires_grad_()
     p = mk.sinkhorn(scores, 2, rows=sums, columns=sums.detach(), backend=backend)

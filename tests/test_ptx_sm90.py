@@ -35,7 +35,7 @@ def sm_90():
 
 
 def opcodes(launches) -> set[str]:
-    """The executed opcodes, without their types."""
+    """The executed opcodes, with types and without operands."""
     found = set()
     for each in launches:
         runs = each.counters["runs"]
@@ -44,8 +44,8 @@ def opcodes(launches) -> set[str]:
     return found
 
 
-# Rows, columns of x and of the weights, experts; and the rows and columns of a tile. In some the sum has several steps
-# and the last is not whole, some expert has several tiles of rows, and tiles reach past every edge.
+# Rows, columns of x and of the weights, experts; and the rows and columns of a tile. Among them are sums of several
+# steps, the last one partial, experts with several tiles of rows, and tiles that reach past every edge.
 SIZES = {
     "few rows": ((150, 208, 144, 5), (128, 256)),  # training uses this tile also for few rows
     "narrow": ((600, 80, 112, 5), (128, 128)),
@@ -188,7 +188,7 @@ def test_tree_gate_with_its_products():
 
 
 def everything_else():
-    """One call of each operation without matrix products, with its gradient."""
+    """The usual operations without matrix products (not the plans by scores), and gradients."""
     x = torch.randn(40, 64).requires_grad_()
     logits = torch.randn(40, 33).requires_grad_()
     weights, experts = mk.topk_gate(logits, 3, backend="triton")
@@ -233,7 +233,7 @@ def product(rows=150, dim=208, columns=144):
     return torch.cat([each.flatten() for each in found.values()])
 
 
-SWIZZLE = str(1 << 62 | 64 << 32)  # the constant part of a descriptor: 128 bytes, atoms of 1024
+SWIZZLE = str(1 << 62 | 64 << 32)  # the constant part of a descriptor: swizzle of 128 bytes, stride of 1024
 
 # (pattern, replacement, error): every match is replaced. No error text: wrong values or any error show the defect.
 DEFECTS = {
@@ -282,7 +282,7 @@ def test_defect(defect):
         if message:
             error_info = stack.enter_context(pytest.raises(PtxError, match=message))
         try:
-            assert not torch.equal(product(), expected)  # wrong values also reveal the defect
+            assert not torch.equal(product(), expected)  # with no message, wrong values are enough
         except PtxError:
             if message:
                 raise
@@ -302,8 +302,8 @@ ORDERS = r"wgmma\.(wait_group|fence|commit)|fence\.proxy|cp\.async\.wait|mbarrie
 
 
 def test_every_wait_and_fence_matters():
-    """Deletes one wait, fence or barrier at a time; a try_wait is replaced by success."""
-    long = (350, 336, 336)  # six steps of each sum, so that every buffer is used again
+    """Deletes one instruction of ORDERS at a time; a try_wait is replaced by success."""
+    long = (350, 336, 336)  # sums of six steps (but over the 20 rows of expert 2): every buffer is used again
     with session.recorded() as launches:
         expected = product(*long)
     missed = []
@@ -415,12 +415,12 @@ def test_stmatrix_is_undone_by_ldmatrix(transposed):
     given = torch.randint(-(2**31), 2**31 - 1, (128,), dtype=torch.int32)
     out = test_ptx.run(body, given, out=torch.zeros(160, dtype=torch.int32))
     assert torch.equal(out[:128], given)
-    matrix, lane = torch.arange(32) // 8, torch.arange(32) % 8  # a lane's address is that of row `lane` of a matrix
+    matrix, row = torch.arange(32) // 8, torch.arange(32) % 8  # of each lane's address
     halves = given.view(torch.int16).view(32, 4, 2)  # lane, matrix, half
     if transposed:  # row i, column j: lane 4 j + i / 2, half i % 2
-        first = halves[lane // 2, matrix, lane % 2], halves[4 + lane // 2, matrix, lane % 2]
+        first = halves[row // 2, matrix, row % 2], halves[4 + row // 2, matrix, row % 2]
     else:  # row i, column j: lane 4 i + j / 2, half j % 2
-        first = halves[4 * lane, matrix, 0], halves[4 * lane, matrix, 1]
+        first = halves[4 * row, matrix, 0], halves[4 * row, matrix, 1]
     assert torch.equal(out[128:].view(torch.int16).view(32, 2), torch.stack(first, 1))
 
 

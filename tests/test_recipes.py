@@ -24,7 +24,7 @@ from moe_kernels.recipes.vmoe import VMoE
 from moe_kernels.train import comparison
 from moe_kernels.train.loop import Run
 
-# By recipe: options for a small run, and its data. A new recipe needs a line here.
+# By recipe: the data and the options of a small run. A new recipe needs a line here.
 SMALL: dict[str, tuple[str, str]] = {
     "comet": ("images", f"--width 20 --sides {' '.join(MODELS)}"),
     "comet_width": ("images", "--width 8 20 --tune 0.1"),
@@ -394,7 +394,7 @@ def test_the_number_of_evaluations_changes_nothing():
 
 
 def test_flops_include_attention_on_every_device():
-    """torch's counter lacks the CPU's attention: two products of (S, S) with the width of a head, in every block."""
+    """torch's counter lacks the CPU's attention: in every block two products of 2 tokens^2 dim FLOPs each."""
     run = vmoe("dense")
     _, tokens, dim = run.task.model.embed(run.data.test[0][:1]).shape
     pixels, classes = run.data.test[0].shape[1] // (tokens - 1), len(run.data.source.classes)

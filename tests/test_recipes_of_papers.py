@@ -117,7 +117,7 @@ def test_competition_by_its_schedule_and_glam_by_its_parts(text):
     kinds = [type(block).__name__ for block in model.blocks.blocks]
     assert kinds == ["Block", "MoEBlock", "Block", "MoEBlock"]
     assert model.positions is None
-    rate = model.blocks.blocks[1].block.ffn.gate.rate.rate  # behind the coin
+    rate = model.blocks.blocks[1].block.ffn.gate.rate.rate  # gate.rate is a SeededDraw
     assert [rate(0), rate(3000)] == pytest.approx([2 / 3, 0.5])
     dense = model.blocks.blocks[0]
     x = torch.randn(2, 5, 16)
@@ -151,7 +151,7 @@ def test_saturated_trees_evaluate_one_path_in_evaluation():
     assert descent == pytest.approx(dense, rel=1e-6)
     assert dense["experts"] == 1
     gate = 2 * 256 * (15 + 16) - 2 * 256 * 5  # of one task
-    combine = 2 * 256 * (16 - 2)  # of the 16 or 2 slots that are summed
+    combine = 2 * 256 * (16 - 2)  # sums a token's 16 slots, or one of each of the 2 tasks
     assert many - few == 2 * (gate + combine)
 
 

@@ -16,7 +16,7 @@ T, D, E = 12, 8, 4
 
 
 def trained(layer, again: bool, steps: int = 5):
-    """Gradients of some training steps, each on other tokens."""
+    """A copy of the layer after passes forward and backward, each on other tokens, and the gradients of each."""
     layer, found = copy.deepcopy(layer), []
     for step in range(steps):
         torch.manual_seed(step)

@@ -44,7 +44,8 @@ def kwta() -> None:
 
 
 def products() -> None:
-    """Tiles of 64 and, from 64 rows an expert on, of 128; more steps than stages; unaligned rows."""
+    """Tiles of 32 rows, unaligned or read by 4 bytes; of 128 rows in the gradient to x, for aligned rows and 64 or more
+    an expert; of 64 in the gradient to the weights. More steps than stages."""
     test_grouped_gemm.check(CUDA, BF16, "one of two", (150, 200, 136, 2), "geglu", gathered=True)
     for gathered in (True, False):
         test_grouped_gemm.check(CUDA, BF16, "adversarial", (60, 37, 27, 5), "tanh", gathered)
@@ -168,8 +169,8 @@ def test_plans_of_many_tiles_or_chunks(tokens: int, k: int, experts: int, tile: 
             assert torch.equal(torch.as_tensor(getattr(got, name)), torch.as_tensor(array)), name
 
 
-# Launcher; its arguments between the first (a dtype, or the bytes of an index) and the sizes; and wrong calls, each
-# with its first argument and its sizes.
+# Launcher; its arguments between the first (a dtype, or the bytes of an index or element) and the sizes; and wrong
+# calls, each with its first argument, its sizes and the numbers after them.
 REFUSED = [
     ("kwta_fwd", [0, 5, 0, 0, 0, 0, 0], [
         (0, 1, 5, 6, 0, 0.0), (3, 1, 5, 2, 0, 0.0), (0, 1, 5, 2, 3, 0.0), (0, 1, 5, -1, 0, 0.0),

@@ -325,7 +325,7 @@ def test_sums_and_tolerance_against_the_definition(target, tolerance):
 
 
 def test_what_is_not_a_number_is_within_no_tolerance(target):
-    """A matrix with a NaN becomes NaN; the other one needs no iteration, as both would without the NaN."""
+    """A matrix with a NaN becomes NaN; the other one needs no iteration. Without the NaN neither would need one."""
     for n in (4, 40):
         leaf = torch.zeros(2, n, n, device=target.device)
         leaf[0, 1, 2] = NAN

@@ -24,9 +24,9 @@ def target(request):
 
 
 def sizes(target: Target) -> tuple[int, ...]:
-    """One n for every way to hold a matrix: across lanes, in part of a warp, in a block, read again."""
+    """Values of n for every way to hold a matrix: across lanes, in part of a warp, in a block, read again."""
     if target.compiles:
-        return (3, 12, 40, 70)  # as in BATCHES; for another divisibility by 4 or 16 six kernels are compiled again
+        return (3, 12, 40, 70)  # up to 40 from BATCHES; another divisibility by 4 or 16 compiles six kernels again
     return (3, 4, 7, 12, 30, 50, 70, 130)
 
 
@@ -52,7 +52,7 @@ def assert_same(found, what: object, atol: float = 2e-6) -> None:
 
 
 def uneven(n: int, total: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prescribed sums of rows and columns: about `total` each, with equal totals."""
+    """Prescribed sums of rows and of columns, about `total` each; both add up to the same."""
     rows, columns = (total * (1 + 0.2 * torch.rand(1, n)) for _ in range(2))
     return rows, columns * (rows.sum() / columns.sum())
 
@@ -117,7 +117,8 @@ def test_no_iteration_is_taken_of_what_is_near(target, tau, factor):
 
 @pytest.mark.parametrize("iterations", [1, 3])
 def test_sums_of_annealed_iterations(target, iterations):
-    """The first iteration is at four times the last temperature: without the factor 4 its gradients would be wrong."""
+    """The first of three iterations is at four times the last temperature: without the factor 4 its gradients would be
+    wrong. A single one is at the last temperature."""
     for n in sizes(target):
         scores, grad = torch.randn(2, 2, n, n)
         rows, columns = (torch.cat([uneven(n, total)[which] for total in (1.0, 3.0)]) for which in (0, 1))

@@ -150,9 +150,9 @@ def test_agreement_check_catches_a_planted_fault(arguments, monkeypatch, capsys,
 
 @dataclasses.dataclass(frozen=True)
 class Edge(recipes.Recipe):
-    """48 samples, a hidden ReLU layer, and the one of two experts with the larger score. The checked run adds `off` to
-    the argument of the ReLU of neuron 0 (0 for sample 0), and `tie` to the score of expert 0 (equal to that of expert 1
-    for sample 1), and multiplies the loss by `scale`."""
+    """48 samples, a hidden ReLU layer, then the one of two experts with the larger score. The checked run adds `off` to
+    the argument of the ReLU of neuron 0 (0 for sample 0), and `tie` to the score of expert 0 (equal to that of
+    expert 1 for sample 1), and multiplies the loss by `scale`."""
 
     off: float = recipes.option(0.0, "on the argument of the ReLU")
     tie: float = recipes.option(0.0, "on the score of expert 0")

@@ -67,7 +67,7 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, **more: object) -> n
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **(SIZES | LAYERS | CONFIGS[kind] | more))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():  # larger weights than initial ones, and nonzero biases
+    with torch.no_grad():  # larger weights than initial ones, and nonzero biases of experts
         for parameter in model.parameters():
             if parameter.dim() != 1:
                 parameter.normal_(std=0.2)

@@ -24,7 +24,7 @@ target = on_every_target("tree_gate")
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("shift", [-200.0, 200.0])
 def test_leaf_logits_far_from_zero(target, shift, parity):
-    """Padding and leaves of probability 0 must not enter the largest logit; here theirs would be the largest."""
+    """Padding and leaves of probability 0 must not enter the largest logit; among logits near -200 a 0 would be it."""
     if reason := unsupported(target, parity):
         pytest.skip(reason)
     sizes = ((3, 2, 3), (5, 1, 6), (3, 1, 33), (3, 2, 12))
@@ -116,8 +116,8 @@ def test_a_leaf_of_subnormal_probability_counts_as_1e_8(target):
 
 @pytest.mark.parametrize("depth", [4, 5])
 def test_leaves_of_the_least_probability_that_counts(target, depth):
-    """Two siblings of probability 2.8e-38 have half of the weight each. The softmax is scaled by 1.8e37: a large
-    gradient that is multiplied by that before the probability overflows; a small one after it loses its digits."""
+    """Two siblings of probability 2.8e-38 have half of the weight each. The softmax is scaled by 1.8e37: multiplied
+    first by that, then by the probability, a large gradient overflows; in the other order a small one loses digits."""
     if target is REFERENCE:
         pytest.skip("autograd differentiates the definition, and that overflows")
     if depth == 5 and target.executed and target.backend == "triton":

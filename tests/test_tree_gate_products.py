@@ -39,8 +39,8 @@ def passes_over(arguments: dict, gamma: float) -> bool:
     return bool(left_out.any())
 
 
-# (T, P, K, E): full and partial last levels, partial tiles of tokens and panels; up to the largest number of branches,
-# subtrees of 32 columns whose products are skipped together.
+# (T, P, K, E): full and partial last levels, partial tiles of tokens and panels; up to the largest number of branches.
+# A branch is a subtree of 32 columns (nodes and leaves), whose products are skipped together.
 SIZES = ((150, 5, 1, 33), (300, 37, 3, 48), (515, 33, 2, 64), (130, 70, 1, 257), (120, 8, 1, 1024))
 
 
@@ -84,7 +84,7 @@ def test_products_are_those_that_tokens_reach(dtype, bias):
 def assert_rounded(got, exact, sizes, terms: int, what: object) -> None:
     """Allows a rounding to got's dtype, and for each term of a sum one rounding in the dtype of the sums.
 
-    sizes: sums of the terms' magnitudes. Twice these, as in float64 `exact` has the same error.
+    sizes: sums of the terms' magnitudes. They count twice, as in float64 `exact` itself has such an error.
     """
     info = torch.finfo(got.dtype)
     rounding = info.eps / 2 * exact.abs().clamp(min=info.smallest_normal)  # below it numbers are evenly spaced

@@ -2,7 +2,7 @@
 
 `Ranks` starts that process, `python -m tests.ranks`, once. It has no threads and runs nothing else, so that a fork is
 safe and takes 0.1 s. It reads lines "module check ranks arguments" and prints the errors of the ranks that failed.
-Ranks are reused until a check fails.
+Ranks are reused until a check fails, but for those of command.py.
 """
 
 from __future__ import annotations

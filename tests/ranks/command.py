@@ -82,7 +82,7 @@ def whole(port: str, out: str, data: str) -> None:
 
 
 def goes_on(port: str, out: str, data: str, whole: str) -> None:
-    """Resumes from the checkpoint of 2 ranks; the rows equal those of the run in `whole`."""
+    """Resumes from the checkpoint of 2 ranks; up to rounding, the rows equal those of the run in `whole`."""
     size = os.environ["WORLD_SIZE"]
     resumed = ["--out", out, "--resume", *(("--expert-parallel", size) if size != "1" else ())]
     status, _, errors = _command(port, "competesmoe", "--data", data, "--check-steps", 0, *PLAIN, *resumed)
@@ -131,7 +131,7 @@ def missing(port: str, data: str) -> None:
 
 
 def refused(port: str, data: str) -> None:
-    """A wrong number of ranks or experts, or no torchrun, gives status 2 and the reason."""
+    """A wrong number of ranks or experts, no --expert-parallel, or no torchrun gives status 2 and the reason."""
     words = ["--data", data, *PLAIN]
     status, _, errors = _command(port, "competesmoe", *words, "--expert-parallel", 3)
     assert status == 2

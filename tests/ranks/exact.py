@@ -74,7 +74,8 @@ def agree(
 ) -> None:
     """y, dx and the experts' gradients are bitwise equal; other gradients, averaged, are equal up to rounding.
 
-    The loss is the mean over tokens of |y|^2; each rank computes the mean over its own tokens.
+    The loss is the mean over tokens of |y|^2; each rank computes the mean over its own tokens, so its dx is `ranks`
+    times that of one process.
     """
     mesh, x = mesh_of_all(), tokens(total)
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -117,7 +118,8 @@ def _one_layer(policy: object) -> mnn.MoE:
     return mnn.MoE(mnn.TopKGate(D, E, 2), mnn.ExpertLayer(E, D, D), policy)
 
 
-# name -> arguments of `agree`. The capacity of ExpertParallel is equal on all ranks; the policy drops what exceeds it.
+# name -> arguments of `agree`. A fourth one is the capacity of ExpertParallel: that of the policy, which drops what
+# exceeds it, or the number of a rank's tokens.
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dropless": lambda: (mlp(), mnn.TokenChoice(group=group()), mnn.TokenChoice()),
     "three_choices": lambda: (mlp(3, activation="swiglu"), mnn.TokenChoice(), mnn.TokenChoice()),  # no groups

@@ -212,7 +212,7 @@ def full_state() -> None:
 
 
 def dimensions(ep: str) -> None:
-    """Every parameter keeps its name and shape; a rank holds E / n of the experts."""
+    """Every parameter keeps its name and shape; a rank holds E / ep of the E experts."""
     one, model = one_model(1), sharded(mesh_of(ep))
     for (name, a), (other, b) in zip(one.named_parameters(), model.named_parameters(), strict=True):
         assert name == other

@@ -16,7 +16,10 @@ TOKENS = torch.arange(T) % IDS
 
 
 def stages():
-    """Layers whose parameters get no gradient in some steps, as from step 3 on; DDP once failed in the step after."""
+    """By name: a function that makes a layer, and one that changes the layer before a step.
+
+    Some parameters get no gradient in some steps, such as those from step 3 on. DDP once failed in the step after.
+    """
 
     def by_itself(layer, step):
         pass  # LocalSearch hardens after 3 steps; a coin decides about each step of a competition
