@@ -91,7 +91,7 @@ def test_tree_gate(sanitized, dtype):
             torch.testing.assert_close(gates, expected)
             (gates.float().square().sum() + probs.float().square().sum()).backward()
         assert all(each.grad.isfinite().all() for each in arguments.values())
-        if dtype != torch.bfloat16:  # the reference rounds pre-activations to bfloat16
+        if dtype != torch.bfloat16:  # rounding to bfloat16 may decide between leaves that are nearly equally likely
             for gamma in (1e-6, 4.0):
                 got = mk.tree_route(**arguments, gamma=gamma, backend="cpu")
                 assert torch.equal(got[1], mk.tree_route(**arguments, gamma=gamma, backend="reference")[1])

@@ -171,8 +171,6 @@ def test_nan_in_one_of_several_trees(target):
 
 def test_logits_are_rounded_as_a_matrix_product_is(target):
     """257 is 256 in bfloat16, so that two trees have the same logit."""
-    if target.backend == "cpu":
-        pytest.skip("the CPU keeps float32 logits")
     arguments = {
         "x": torch.ones(1, 2),
         "split_weight": torch.tensor([[[8.0, 1.0]], [[-8.0, -1.0]]]),

@@ -99,8 +99,10 @@ class Descent {
     }
     for (; j < dim_; ++j)
       for (int i = 0; i < count; ++i) rest[i] += w[j] * x[i][j];
-    for (int i = 0; i < count; ++i)
-      out[i] = across<Wide>(even[i] + odd[i], [](Vec<Wide> a, Vec<Wide> b) { return a + b; })[0] + rest[i] + bias;
+    for (int i = 0; i < count; ++i) {
+      const Wide sum = across<Wide>(even[i] + odd[i], [](Vec<Wide> a, Vec<Wide> b) { return a + b; })[0] + rest[i];
+      out[i] = F::widen(F::narrow(sum + bias));  // rounded to the dtype of x, as a matrix product is
+    }
   }
 
   // logit_[i] = <row `index` of weight, x of token order_[i]> + bias[index], for i in [begin, end).

@@ -42,8 +42,8 @@ def _gate(inputs: Inputs, backend: str) -> Outputs:
 
 def _route_cases(dtype: torch.dtype, device: str, small: bool) -> Iterator[Case]:
     for name, inputs in _inputs(dtype, device, small):
-        # 16-bit dtypes have no case gamma = 3: reference and "cuda" round pre-activations to 16 bits after sums in
-        # different orders, "cpu" does not round them, so of two nearly equal leaves each may choose another one.
+        # 16-bit dtypes have no case gamma = 3: pre-activations are rounded to 16 bits after sums in an order of each
+        # backend, so of two nearly equal leaves each may choose another one.
         for gamma in (3.0, 1e-6) if dtype.itemsize > 2 else (1e-6,):
             yield Case(f"{name}, gamma={gamma:g}", {**inputs, "gamma": gamma})
 
