@@ -151,9 +151,9 @@ def tree_route(
 
     Returns:
         weights (T, K) and experts (T, K) int32; place k belongs to tree k. Weights are in the dtype of x, computed in
-        float32 (float64 stays) from pre-activations in the dtype of x. An expert that several trees chose appears once, at the first
-        of their places, with the sum of their weights; the freed places hold weight 0 and expert -1. A token that reads
-        a NaN goes left there and has NaN weights.
+        float32 (float64 stays) from pre-activations in the dtype of x. An expert that several trees chose appears once,
+        at the first of their places, with the sum of their weights; the freed places hold weight 0 and expert -1. A
+        token that reads a NaN goes left there and has NaN weights.
         With statistics also RouteStatistics(visited, unsaturated), (T, K) each. visited (int32) counts the nodes read:
         the path of a saturated tree, and more in other trees. unsaturated (bool) says whether one of them was not
         saturated, so that the gate is an approximation.
