@@ -1,7 +1,7 @@
 """Builds csrc/ into moe_kernels._cpu and, if nvcc is found, moe_kernels._cuda. Other settings are in pyproject.toml.
 
-Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX;10.0;12.0"; capabilities that
-nvcc does not know are left out), MAX_JOBS, CUDA_HOME, CXX, CI (warnings are errors).
+Environment: MOE_KERNELS_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST (default "8.0;9.0+PTX;10.0;12.0"; capabilities below 8.0
+or unknown to nvcc are left out), MAX_JOBS, CUDA_HOME, CXX, CI (warnings are errors).
 """
 
 import os
@@ -47,8 +47,8 @@ if os.environ.get("CI", "").lower() not in ("", "0", "false"):
 
 
 def find_nvcc() -> Path | None:
-    """nvcc of CUDA_HOME, else of the PATH. None if MOE_KERNELS_CUDA=0, or if nvcc is missing or can compile for no
-    capability in TORCH_CUDA_ARCH_LIST."""
+    """nvcc of CUDA_HOME if that is set, else of the PATH. None if MOE_KERNELS_CUDA=0, or, unless it is 1, if nvcc is
+    missing or can compile for no capability in TORCH_CUDA_ARCH_LIST."""
     wanted = os.environ.get("MOE_KERNELS_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"MOE_KERNELS_CUDA must be 0, 1 or auto; got {wanted!r}")
@@ -81,7 +81,7 @@ def toolkit(nvcc: Path) -> Path:
 def architectures(nvcc: Path) -> list[str]:
     """The capabilities of TORCH_CUDA_ARCH_LIST that can be compiled, such as ["8.0", "9.0+PTX"].
 
-    Leaves out, with a note, those below 8.0, whose instructions the kernels use, and those unknown to nvcc.
+    Leaves out, with a note, those below 8.0, as the kernels use instructions of 8.0, and those unknown to nvcc.
     """
     wanted = os.environ.get("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
     known = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
@@ -100,7 +100,7 @@ def architectures(nvcc: Path) -> list[str]:
 
 def gencode(arch: str) -> str:
     """nvcc's option for a capability. 9.0 gets the PTX of 8.0, which is compiled and tested anyway. The PTX of 9.0
-    would differ only in the conversion of bfloat16 to float32, and its machine code is no shorter."""
+    would differ only in the conversion of bfloat16 to float32, and the machine code made from it is no shorter."""
     number = arch.removesuffix("+PTX").replace(".", "")
     virtual = "80" if number == "90" else number
     codes = [f"sm_{number}"] + ([f"compute_{virtual}"] if arch.endswith("+PTX") else [])

@@ -1,4 +1,4 @@
-"""python -m bench run | verify | gpu | predict | tiles | transformers | report | profile | compare"""
+"""python -m bench run | verify | gpu | profile | tiles | transformers | exchange | predict | report | compare"""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_command(
     seconds: Seconds = 0.4,
     curves: Curves = True,
     minutes: Annotated[
-        float | None, typer.Option(min=0.1, help="Time for everything; at least a third of it is for figures.")
+        float | None, typer.Option(min=0.1, help="Time for everything; figures get at least a third in any case.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where results, report and pictures go.")] = OUT,
 ) -> None:
@@ -338,7 +338,7 @@ def _measure_and_check(
     proof: bool = True,
     log: Path | None = None,
 ) -> None:
-    """Measures and, with `proof`, runs the test suite and the sanitizers; measuring then takes 3/5 of the time.
+    """Measures and, with `proof`, on a GPU runs the test suite and the sanitizers; measuring gets 3/5 of the time.
 
     The result is written repeatedly, as the GPU may be gone before the last figure.
     """

@@ -1,7 +1,7 @@
 """Counts the instructions and bytes of the GPU kernels without a GPU: tests/ptx executes their PTX at small shapes.
 
 Counts are then scaled to the full shape: instructions and FLOPs in proportion to the units of a case, such as its rows;
-bytes in proportion to the least bytes that bench.registry gives for the two shapes.
+bytes in proportion to the least bytes that bench.registry gives for the two shapes (exceptions: see Case).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """At least one case for every GPU kernel, at the shapes for which the design states its aims."""
+    """At least one case for every GPU kernel: a shape of the bench's set "aims", and shapes that take other code."""
     known, qwen = registry.ENTRIES, {"T": 32768, "D": 2048, "H": 768, "E": 128, "K": 8, "routing": "uniform"}
     rows = {name: size for name, size in qwen.items() if name != "H"}
     few, both = {"T": 256, "K": 2, "E": 2}, (FP32, BF16)
@@ -262,7 +262,7 @@ def counted(wanted: Iterable[Case], backends: Sequence[str] = ledger.GPU_BACKEND
 
 
 def verified(ops: Iterable[str] = ()) -> dict[str, dict[str, dict[str, str]]]:
-    """Date and sources' digest of each operation and backend that `moe_kernels.verify` passes in every dtype."""
+    """Date and digest of the sources of operations and backends that `moe_kernels.verify` passes in all dtypes run."""
     from moe_kernels import verify
 
     with executor():

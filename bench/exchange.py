@@ -51,7 +51,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Line:
-    """Median seconds and the bytes that rank 0 sent. predicted: the same bytes by bench.exchange_model, or None."""
+    """Median seconds of a forward pass and of a training step. sent: bytes that rank 0 sends in a training step.
+
+    predicted: these bytes by bench.exchange_model, or None.
+    """
 
     ranks: int
     contender: str
@@ -62,7 +65,10 @@ class Line:
 
 
 class TrafficCounter(TorchDispatchMode):
-    """Counts the collectives of this rank and the bytes that it sends; reductions are counted as in a ring."""
+    """Counts this rank's all-to-alls, all-gathers and reduce-scatters, and the bytes that it sends in them.
+
+    A reduce-scatter sends as many as in a ring.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +258,10 @@ def run(ranks: int, size: Size, seconds: float) -> list[Line]:
 
 
 def predictions(size: Size, machines: list[Machine], skew: float, width: int) -> list[tuple[str, ...]]:
-    """Rows of the table of predictions, for `size.tokens` on each rank: a uniform and a skewed router."""
+    """Rows of the table of predictions, for `size.tokens` on each rank: a uniform and a skewed router.
+
+    skew: exponent of Zipf's law. width: bytes of an element.
+    """
     rows: list[tuple[str, ...]] = []
     for machine in machines:
         for name, exponent in (("uniform", 0.0), (f"Zipf {skew:g}", skew)):

@@ -57,9 +57,10 @@ def implemented(op: str, backend: str, root: Path = ROOT) -> bool:
 def sources(op: str, backend: str, root: Path = ROOT) -> list[Path]:
     """The files that a result of this operation and backend depends on. A change in one makes the result stale.
 
-    These are the kernels and the files that they include or import. For C++ and CUDA also the Python that calls the
-    kernels, since it has thresholds and sizes; if it imports another operation's Python, the kernels of that operation
-    belong to the sources too. Excludes *_cuda.py for cpu and *_cpu.py for cuda.
+    These are the operation's file in moe_kernels/ops, the kernels, and the files that these include or import. For C++
+    and CUDA also the Python that calls the kernels, since it has thresholds and sizes; if it imports another
+    operation's Python, the kernels of that operation belong to the sources too. Excludes *_cuda.py for cpu and *_cpu.py
+    for cuda.
     """
     left, native = _kernels(op, backend, root), root / "moe_kernels/backends/native"
     other = "_cuda" if backend == "cpu" else "_cpu"
@@ -103,7 +104,7 @@ def write(result: Result, folder: Path) -> Path:
 
 
 def compact(result: Result) -> str:
-    """A result as JSON, with one line for each fact, entry and figure, and four digits of each number."""
+    """A result as JSON, with one line for each fact, entry and figure, and four digits of each float."""
     facts = [f" {json.dumps(key)}: {json.dumps(_rounded(value))}" for key, value in result.items() if key != "entries"]
     return "{\n" + ",\n".join([*facts, ' "entries": ' + _lines(map(_entry_lines, result["entries"]))]) + "\n}\n"
 
@@ -133,7 +134,7 @@ def _rounded(value: Any) -> Any:
 
 
 def read(folder: Path = RESULTS) -> list[Result]:
-    """Every result of a folder, by file name."""
+    """Every result of a folder, in the order of file names."""
     return [load(path) for path in sorted(folder.glob("*.json"))]
 
 

@@ -90,7 +90,7 @@ def setting(device: str, count: int) -> str:
 
 
 def plan(rows: list[Row], request: Request) -> tuple[list[Job], list[str]]:
-    """The jobs of all verified kernels, and for every other kernel the reason why it is not measured."""
+    """The jobs of verified kernels in the requested dtypes, and the reasons why other kernels are not measured."""
     allowed: dict[tuple[str, str, str], list[str]] = {}
     left_out = []
     for row in rows:
@@ -298,7 +298,7 @@ def _compare(job: Job, calls: Calls, others: Calls, inputs: Inputs, found: Found
 def _peers(
     job: Job, inputs: Inputs, wanted: tuple[str, ...] | None, kernel: Callable[[Inputs], object], found: Found
 ) -> Calls:
-    """The peers that run here and give the same result as the kernel."""
+    """The peers that run here; those of other packages only if they give the same result as the kernel."""
     entry = ENTRIES[job.op]
     calls, missing = peers.available(job.op, entry, job.device, job.dtype, wanted)
     chosen: Calls = {}

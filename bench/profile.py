@@ -53,7 +53,10 @@ def name_of(job: measure.Job) -> str:
 
 
 def profile(job: measure.Job, folder: Path, seconds: float = 0.3) -> Profile:
-    """Writes <folder>/<operation>-<backend>-<dtype>-<direction>.trace.json, for chrome://tracing or Perfetto."""
+    """Measures the job, traces CALLS of its calls, and writes the trace for chrome://tracing or Perfetto.
+
+    File: <folder>/<operation>-<backend>-<dtype>-<direction>.trace.json.
+    """
     limits = measure.ceilings([job])
     (found,) = measure.run([job], limits, seconds, ())
     if not found.figures:
@@ -103,7 +106,7 @@ def _call(job: measure.Job) -> Callable[[], object]:
 
 
 def tools(job: measure.Job, arguments: list[str], folder: Path) -> dict[str, str]:
-    """Output of Nsight Compute and of Triton's proton, or why they did not run.
+    """The files that Nsight Compute and Triton's proton wrote, or why they did not run.
 
     arguments: the command line that repeats this profile.
     """

@@ -105,8 +105,8 @@ def _bytes(forward: Any, backward: Any) -> Any:
 
 
 def _without_rows(shape: Shape, dtype: torch.dtype, device: str) -> Inputs:
-    """Inputs of gates and plans, with D = 1, as they read no rows: 38 sets of inputs (timing.sets_for) with the rows of
-    the largest size take 180 GB."""
+    """Inputs of gates and plans, with D = 1, as they read no rows. With rows a set of Qwen3-30B would take 5 GB, and
+    timing.sets_for would allow 3 sets, not the 38 that it gives make_plan on an H100."""
     return _inputs({**shape, "D": 1}, dtype, device)
 
 

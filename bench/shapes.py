@@ -17,7 +17,8 @@ LLM = {
     "DeepSeek-V3": (8192, 7168, 2048, 256, 8),
     "gpt-oss": (8192, 2880, 2880, 128, 4),
 }
-# The model of the design's aims; one with fewer experts; one with experts larger than L2 (W_in: 117 MB in bfloat16).
+# Models of the sets "aims": one of many narrow experts; one with fewer; one with experts larger than L2 (W_in of an
+# expert: 117 MB in bfloat16).
 AIMED = {name: LLM[name] for name in ("Qwen3-30B", "OLMoE", "Mixtral")}
 PAPERS = {
     "CompeteSMoE": (24576, 352, 352, 16, 2),

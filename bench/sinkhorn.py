@@ -1,4 +1,4 @@
-"""Benchmarks of Sinkhorn's iteration at the design's shapes, at high and low temperature."""
+"""Benchmarks of Sinkhorn's iteration: many small matrices and few large ones, at high and low temperature."""
 
 from __future__ import annotations
 

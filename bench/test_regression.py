@@ -3,7 +3,7 @@
     make baseline      saves the speed of this checkout's kernels on this machine
     make regression    fails if a kernel's time over PyTorch's is a quarter above the saved one, or above 1.2
 
-A round takes a sample of the kernel and then one of the composition, and records their ratio, so that the load of the
+A round takes a sample of the composition and then one of the kernel, and records their ratio, so that the load of the
 machine affects both. CI does not run this set, as times on its machines vary too much.
 """
 

@@ -1,4 +1,4 @@
-"""The definitions: one short, pure PyTorch module per operation. Any device, any dtype, differentiable.
+"""The definitions: one short, pure PyTorch module per operation (harden calls scipy). Any device, any dtype.
 
-Every kernel of moe_kernels is verified against these; they import nothing from it.
+Differentiable where the operation is. Every kernel of moe_kernels is verified against these; they import nothing of it.
 """

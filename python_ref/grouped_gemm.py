@@ -39,6 +39,7 @@ def grouped_gemm(
 ) -> Tensor:
     """rows (R, Din), weight (E, Din, Dout) -> (R, Dout): out_r = act(rows_r W_e + b_e), with e the expert of row r.
 
+    A gated activation or swiglu_clamped returns (R, Dout / 2).
     Expert e has the rows expert_offsets[e] up to expert_offsets[e + 1]; rows after those of the last expert are zero.
     Computed in float32 (float64 stays) and rounded once; swiglu_clamped also rounds its input to the dtype of rows.
     With row_token (R,), `rows` holds tokens (T, Din): row r reads rows[row_token_r], or zeros where row_token_r is -1.

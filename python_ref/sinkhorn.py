@@ -116,7 +116,8 @@ def implicit_gradient(p: Tensor, grad: Tensor, tau: float) -> Tensor:
 
         dscores_ij = (w_ij - p_ij (a_i + b_j)) / tau
 
-    a is eliminated. b is determined up to a constant; adding 1 / n to every element of its matrix makes that regular.
+    a is eliminated. b is determined up to a constant, so the matrix of its equations is singular; adding 1 / n to every
+    element makes it regular.
     """
     p = p.double()
     w = p * grad.double()

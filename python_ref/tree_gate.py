@@ -72,7 +72,7 @@ def tree_gate(
 
 
 class RouteStatistics(NamedTuple):
-    """Nodes that tree_route read, int32 (T, K), and whether the step of one of them was not 0 or 1, bool (T, K)."""
+    """Number of nodes that tree_route read, int32 (T, K); whether one of their steps was not 0 or 1, bool (T, K)."""
 
     visited: Tensor
     unsaturated: Tensor
@@ -91,9 +91,9 @@ def tree_route(
     """Weights (T, K) and experts (T, K): each tree's likeliest leaf, the left-most of several, as if it were certain.
 
     weights = softmax of the K leaves' logits. An expert that several trees chose keeps its first place, with the sum of
-    its weights; its other places get weight 0 and expert -1. Nodes at least as likely as the leaf count as visited: any
-    search for the leaf must read them. A visited node whose pre-activation is NaN sends its token to the left and makes
-    all of the token's weights NaN.
+    its weights; its other places get weight 0 and expert -1. The statistics count nodes at least as likely as the leaf
+    as visited: any search for the leaf must read them. A visited node whose pre-activation is NaN sends its token to
+    the left and makes all of the token's weights NaN.
     """
     split_logits = _logits(x, split_weight, split_bias)
     is_nan = split_logits.isnan()
