@@ -17,6 +17,7 @@ SECTIONS = ("operations", "measured", "predicted")
 
 UNSTEADY = 2.0  # a figure is marked if its 90th percentile is over this times the 10th
 COLUMNS = tuple((dtype, direction) for dtype in ("float32", "bfloat16") for direction in ("forward", "training"))
+GPU_COLUMNS = {"us": "us", "gb_per_s": "GB/s", "ceiling_percent": "% of ceiling"}
 
 
 def operations(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
@@ -73,6 +74,39 @@ def against_torch(figures: list[dict[str, Any]]) -> str:
 def predicted(results: list[ledger.Result], root: Path = ledger.ROOT) -> str:
     """The least times on an A100, predicted from counts of executed PTX, for one shape of each operation."""
     return predict.short(predict.predict(predict.GPUS["A100"], results, root)) or "Nothing counted yet."
+
+
+def table(rows: list[Sequence[str]], gpu: bool) -> str:
+    """Rows of `summary` as a Markdown table."""
+    gpu_columns = GPU_COLUMNS.values() if gpu else ()
+    columns = "operation", "backend", "dtype", "direction", "shapes"
+    return markdown((*columns, *gpu_columns, "x memcpy's time", "x as fast as"), rows)
+
+
+def summary(entry: dict[str, Any], gpu: bool) -> list[Sequence[str]]:
+    """A row for every direction of an entry, in its first setting, with ranges over the shapes.
+
+    Backward has no row if training, which contains it, was measured.
+    """
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    directions = {figure["direction"] for figure in entry["figures"]}
+    for figure in entry["figures"]:
+        contained = figure["direction"] == "backward" and "training" in directions
+        if figure["setting"] == entry["figures"][0]["setting"] and not contained:
+            groups.setdefault((figure["direction"], figure["setting"]), []).append(figure)
+    rows: list[Sequence[str]] = []
+    for (direction, setting), figures in groups.items():
+        ratios: dict[str, list[float]] = {}  # a peer that is wrong on one shape has no ratio there
+        for name, ratio in (peer for each in figures for peer in each["peers"].items()):
+            ratios.setdefault(name, []).append(ratio)
+        peers = ", ".join(f"{name} {span(values)}" for name, values in ratios.items())
+        on_gpu = setting == "cuda"
+        numbers = [span([each[key] for each in figures]) if on_gpu else "" for key in GPU_COLUMNS] if gpu else []
+        numbers.append(span([each["over_memcpy"] for each in figures]))
+        where = ("" if on_gpu else f", {setting}") + (" (busy machine)" if any(map(_unsteady, figures)) else "")
+        key = f"`{entry['operation']}`", entry["backend"], entry["dtype"], direction + where
+        rows.append((*key, str(len(figures)), *numbers, peers))
+    return rows
 
 
 def span(values: list[float]) -> str:
