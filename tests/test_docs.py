@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from urllib.parse import unquote
 import pytest
 
 import moe_kernels as mk
+from bench import ledger
 from moe_kernels import nn
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -50,6 +52,15 @@ def test_every_public_function_has_a_page() -> None:
     assert _documented("operations/*.md") == set(mk.__all__) - other
     other = {"ACTIVATIONS", "convert", "schedules"}  # a table, and modules whose functions the page lists
     assert _documented("guide/layers.md") == set(nn.__all__) - other
+
+
+def test_a_page_shows_the_figures_of_fresh_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    figures = importlib.import_module("figures").figures
+    monkeypatch.setattr(ledger, "is_stale", lambda entry: False)
+    assert re.match(r"Measured on .*\n\n\| operation \| backend ", figures(["kwta"]))
+    monkeypatch.setattr(ledger, "is_stale", lambda entry: True)
+    assert figures(["kwta"]) == "No measurement of the present sources."
 
 
 def _documented(pages: str) -> set[str]:
