@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 import moe_kernels as mk
 from moe_kernels import backends
+from moe_kernels.backends import cuda
 
 ROOT = Path(__file__).parent.parent
 
@@ -141,18 +142,24 @@ def test_a_narrower_instruction_set_can_be_requested():
     assert done.stdout.strip() == "0"
 
 
-def test_triton_launches_on_the_device_of_its_tensors(monkeypatch):
-    kernels = pytest.importorskip("moe_kernels.backends.triton", reason="Triton is not installed")
-    current, used = [0], []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+@pytest.fixture
+def current(monkeypatch) -> list[int]:
+    """A list of one number, the current one of several GPUs, which torch.cuda.device changes."""
+    numbers = [0]
 
     @contextlib.contextmanager
-    def device(index):
-        current[0], before = index, current[0]
+    def device(which):  # a number or a torch.device
+        numbers[0], before = getattr(which, "index", which), numbers[0]
         yield
-        current[0] = before
+        numbers[0] = before
 
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: numbers[0])
     monkeypatch.setattr(torch.cuda, "device", device)
+    return numbers
+
+
+def test_triton_launches_on_the_device_of_its_tensors(current):
+    kernels, used = pytest.importorskip("moe_kernels.backends.triton", reason="Triton is not installed"), []
     launcher = kernels.on_device(lambda x: used.append(current[0]))
     for index in (0, 1):
         launcher(SimpleNamespace(is_cuda=True, get_device=lambda index=index: index))
@@ -164,6 +171,22 @@ def test_triton_launches_on_the_device_of_its_tensors(monkeypatch):
         for name, launcher in inspect.getmembers(module, inspect.isfunction):
             if re.search(r"[a-z]_(fwd|mask|bwd|bwd_weight|bwd_hidden|norms)$", name) and not name.startswith("_"):
                 assert hasattr(launcher, "__wrapped__"), f"{file.name}.{name} launches on whatever device is current"
+
+
+def test_cuda_launches_on_the_device_of_its_tensors_and_its_current_stream(current, monkeypatch):
+    launches = []
+    module = SimpleNamespace(kernel=lambda *arguments: launches.append((current[0], *arguments)))
+    monkeypatch.setattr(cuda, "module", module)
+    monkeypatch.setattr(cuda, "device_type", "cuda")  # tests/ptx and tests/simt set it to "cpu"
+
+    def current_stream(device=None):
+        return SimpleNamespace(cuda_stream=100 + (current[0] if device is None else device.index))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    for index in (0, 1):
+        cuda.call("kernel", SimpleNamespace(device=torch.device("cuda", index)), 7)
+    assert launches == [(0, 7, 100), (1, 7, 101)]
+    assert current == [0]
 
 
 def test_addresses_are_taken_in_one_place():
