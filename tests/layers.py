@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from moe_kernels import nn as mnn
@@ -98,3 +99,16 @@ def assert_close(got, expected):
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of this package's operators that run inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "moe_kernels":
+            self.names.append(op._opname)
+        return op(*args, **(kwargs or {}))

@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
+from layers import Operators
 
 import moe_kernels as mk
 from moe_kernels.models import comet_mlp, dense_twin
-from moe_kernels.nn import ACTIVATIONS, CometMLP, FixedRouting, MaskedLinear, Utilisation
+from moe_kernels.nn import ACTIVATIONS, CometFFN, CometMLP, FixedRouting, MaskedLinear, Utilisation
 from moe_kernels.ops.kwta import pack_bits
 
 WIDTHS = (7, 12, 9, 10, 4)
@@ -216,6 +217,24 @@ def test_ties_of_a_black_image(ties):
     """The routing has no bias, so all scores are zero and the tie rule alone decides."""
     masks = model(0.5, ties=ties).masks(torch.zeros(1, 7))
     assert [int(m.sum()) for m in masks] == {"index": [6, 4, 5], "strict": [0, 0, 0], "all": [12, 9, 10]}[ties]
+
+
+@pytest.mark.parametrize(("ties", "active"), [("index", 3), ("strict", 0), ("all", 8)])
+def test_ties_of_single_layers(ties, active):
+    layer = MaskedLinear(4, 8, 3, activation=None, ties=ties)
+    assert int((layer(torch.randn(1, 4), torch.zeros(1, 8)) != 0).sum()) == active
+    ffn = CometFFN(4, 8, 3 / 8, ties=ties)
+    assert int(ffn.mask(torch.zeros(1, 4)).sum()) == active
+
+
+def test_networks_pass_their_backend_on():
+    x = torch.randn(3, 7)
+    for softplus in ("softplus", "relu"):
+        net = model(0.5, activation=softplus, backend="reference")
+        with Operators() as seen:
+            net(x).sum().backward()
+            net.hidden[0](x, torch.randn(3, 12)).sum().backward()
+        assert seen.names == []
 
 
 def test_masks_do_not_depend_on_autocast_and_values_keep_its_dtype():

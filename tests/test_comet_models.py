@@ -182,7 +182,10 @@ def test_a_router_over_the_embedding_ignores_the_blocks():
     assert all(torch.equal(a, b) for a, b in zip(before, ffn_masks(net, x), strict=True))
 
 
-def test_dropout_follows_the_output_of_a_feed_forward_layer():
-    layer, x = CometFFN(6, 8, dropout=0.5), torch.randn(20, 6)
+def test_dropout_follows_both_products_of_a_feed_forward_layer():
+    layer, x, hidden = CometFFN(6, 8, 1.0, dropout=0.5), torch.randn(20, 6), []
+    layer.output.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
     assert 0.3 < (layer(x) == 0).float().mean() < 0.7
     assert layer.eval()(x).all()
+    assert 0.3 < (hidden[0] == 0).float().mean() < 0.7
+    assert hidden[1].all()

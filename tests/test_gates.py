@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from layers import EVERY, IDS, D, E, competing
+from layers import EVERY, IDS, LAYERS, D, E, Operators, competing, found
 from layers import layer as layer_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -313,3 +313,16 @@ def test_orthogonal_weights_of_16_bits(dtype):
         torch.testing.assert_close(
             products, products[0, 0] * torch.eye(4), rtol=2e-2, atol=2e-2 * products[0, 0].item()
         )
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_pass_their_backend_on(name, training):
+    """Plans have no backend of their own. The definition runs no operator."""
+    net = LAYERS[name]().train(training)
+    for module in net.modules():
+        if hasattr(module, "backend"):
+            module.backend = "reference"
+    with Operators() as seen:
+        found(net, list(net.parameters()))
+    assert all(each.startswith(("make_plan", "plan_", "refuse_")) for each in seen.names)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from layers import Operators
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_kernels import library
 
@@ -188,19 +188,6 @@ def test_no_tokens(kind):
     assert mk_transformers.experts_forward(experts_of(kind), torch.randn(0, 32), chosen, weights).shape == (0, 32)
 
 
-class Seen(TorchDispatchMode):
-    """Records the names of this package's operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if op.namespace == "moe_kernels":
-            self.names.append(op._opname)
-        return op(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("tokens", [0, 1, 3, 6000])  # 6000: a launch for each product
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_gradients_one_operator_gives_the_same_bits(tokens, dtype):
@@ -208,9 +195,9 @@ def test_without_gradients_one_operator_gives_the_same_bits(tokens, dtype):
     chosen, weights = routing(tokens, 4)
     chosen, x = chosen.masked_fill(torch.rand(tokens, 2) < 0.2, 4), torch.randn(tokens, 32, dtype=dtype)
     chosen[:1, 1] = 2**32 + 1  # its lower 32 bits are expert 1
-    with Seen() as seen, torch.no_grad():
+    with Operators() as seen, torch.no_grad():
         y = mk_transformers.experts_forward(experts, x, chosen, weights)
-    with Seen() as also_seen:
+    with Operators() as also_seen:
         expected = mk_transformers.experts_forward(experts, x.requires_grad_(), chosen, weights)
     assert seen.names == ["expert_mlp_of_choices"]
     assert also_seen.names == ["make_plan_fwd", "expert_mlp_fwd"]

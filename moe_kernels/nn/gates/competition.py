@@ -101,10 +101,10 @@ class CompetitionGate(Gate):
         (experts,) = self._experts
         k = self.router.k
         norms = experts(x, None, None, part="norms")
-        weights, winners = topk_gate(norms if self.through_norms else norms.detach(), k)
+        weights, winners = topk_gate(norms if self.through_norms else norms.detach(), k, backend=self.router.backend)
         # The router's input is a constant here, since the loss trains only the router (eq. 4).
         logits = self._logits(x.detach())
-        router_weights, chosen = topk_gate(logits, k)
+        router_weights, chosen = topk_gate(logits, k, backend=self.router.backend)
         loss = competition_loss((router_weights, chosen), (weights, winners), self.num_experts)
         weights = attach_unused(weights, self.router.parameters())
         agreement = (chosen[:, :, None] == winners[:, None, :]).any(-1)
