@@ -115,6 +115,13 @@ def test_groups_compete_for_capacity_one_after_the_other(priority, order):
     assert torch.equal(out.plan.used, torch.cat([each.plan.used for each in alone]))
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 3, 8])
+def test_fewer_tokens_than_a_group_have_the_capacity_of_a_whole_group(tokens):
+    gate = GateOutput(torch.ones(tokens, 1), torch.zeros(tokens, 1, dtype=torch.int32), 2)  # all choose expert 0
+    plan, _ = TokenChoice(1.0, group=8)(gate, True)  # ceil(8 / 2) = 4 rows
+    assert plan.kept.tolist() == [min(tokens, 4), 0]
+
+
 def test_experts_choose_in_every_group():
     torch.manual_seed(0)
     gate, experts, x = SoftmaxGate(D, E).double(), ExpertMLP(E, D, H).double(), torch.randn(T, D, dtype=torch.float64)
