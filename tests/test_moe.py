@@ -495,3 +495,15 @@ def test_weights_of_two_tasks_that_cancel_are_choices():
     out = MultiGateMoE([one, other], ExpertMLP(4, 6, 5))(torch.randn(4, 6))
     assert out.plan.kept.tolist() == [1, 1, 1, 1]
     torch.testing.assert_close(out.y[0], -out.y[1])
+
+
+def test_autocast_changes_neither_the_dtype_of_norms_nor_of_what_passes_through():
+    experts, x = ExpertMLP(2, 8, 4), torch.randn(5, 8)
+    layer = MoE(TopKGate(8, 2, 1, order="softmax_topk"), experts, TokenChoice(0.5), pass_through=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts.norms(x).dtype == torch.float32
+        out = layer(x)
+    dropped = (out.plan.slot_row < 0).all(-1)
+    assert dropped.any()
+    assert out.y.dtype == torch.float32
+    assert torch.equal(out.y[dropped], x[dropped])
