@@ -326,3 +326,15 @@ def test_modules_pass_their_backend_on(name, training):
     with Operators() as seen:
         found(net, list(net.parameters()))
     assert all(each.startswith(("make_plan", "plan_", "refuse_")) for each in seen.names)
+
+
+@pytest.mark.parametrize("name", [name for name, make in EVERY.items() if hasattr(make(), "reset_parameters")])
+def test_a_generator_alone_draws_a_gates_own_parameters(name):
+    """Modules of torch inside a gate take no generator."""
+    drawn = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        gate = EVERY[name]()
+        gate.reset_parameters(torch.Generator().manual_seed(0))
+        drawn.append([*gate.parameters(recurse=False), *gate.buffers(recurse=False)])
+    torch.testing.assert_close(*drawn, rtol=0, atol=0)

@@ -322,7 +322,11 @@ def test_a_staged_gate_distils_in_stage_two_alone():
     assert said == [[], ["distill"], []]
     gate.stage = 2
     p, q = gate.first(x).gates, gate.second.linear(x).softmax(-1)
-    torch.testing.assert_close(gate(x).losses["distill"], (p * (p / q).log()).sum(-1).mean())
+    loss = gate(x).losses["distill"]
+    torch.testing.assert_close(loss, (p * (p / q).log()).sum(-1).mean())
+    loss.backward()
+    assert gate.first.linear.weight.grad is None or not gate.first.linear.weight.grad.any()  # it is the teacher
+    assert gate.second.linear.weight.grad.any()
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -137,6 +137,7 @@ def test_the_average_of_permutations_is_a_permutation():
 def test_an_averaged_table_is_the_table(kind, decay):
     """An average of equal integers once was truncated: 7 * 0.9 + 7 * 0.1 gave 6."""
     gate = mnn.HashGate(500, 64) if kind == "hash" else mnn.ManualGate(range(64))
+    gate.load_state_dict(gate.state_dict())
     copies = [AveragedModel(gate, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True), *averages(gate)]
     for each in copies:
         for _ in range(5):
