@@ -370,6 +370,7 @@ def test_a_model_with_tree_gates_for_routers_trains(implementation):
     for _ in range(8):
         optimizer.zero_grad()
         loss = model(ids(), labels=ids()).loss
+        assert all(router.loss.requires_grad for router in routers)
         (loss + sum(router.loss for router in routers)).backward()
         assert all(router.gate.split_weight.grad.abs().sum() > 0 for router in routers)
         optimizer.step()
