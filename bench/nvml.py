@@ -1,4 +1,4 @@
-"""Reads clocks, power, temperature, throttling and energy of the GPU during a measurement, from NVML."""
+"""Reads clocks, power, temperature, throttling and energy of the GPU from NVML, while a kernel is repeated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 PERIOD_SECONDS = 0.02  # NVML updates its values every 10 to 100 ms
-_THROTTLING = {
+_THROTTLING = {  # bits of NVML's throttle reasons; 0x1, an idle GPU, is left out
     0x2: "application clocks",
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -37,10 +37,10 @@ def missing() -> str:
 
 
 def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str, Any]:
-    """Readings while `launch` is repeated for `seconds`; empty if NVML or a reading is missing.
+    """Readings while `launch` is repeated for `seconds` (one reading at least); empty if NVML or a sensor is missing.
 
-    calls: number of calls in one launch. Returns medians of clocks in MHz, power in W and temperature in C, all
-    throttle reasons seen, and joules for each call if the GPU counts its energy (Volta and later).
+    calls: number of calls of the kernel in one launch. Returns medians of clocks in MHz, power in W and temperature in
+    C, all throttle reasons seen, and joules for each call if the GPU counts its energy (Volta and later).
     """
     if missing():
         return {}
@@ -68,7 +68,7 @@ def watch(launch: Callable[[], object], calls: int, seconds: float) -> dict[str,
 
 
 def _handle(pynvml: Any) -> Any:
-    """NVML's handle of torch's GPU 0, which need not be NVML's first GPU."""
+    """NVML's handle of torch's GPU 0, which need not be NVML's first GPU; of the latter if torch gives no uuid."""
     uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None) if torch.cuda.is_available() else None
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") if uuid else pynvml.nvmlDeviceGetHandleByIndex(0)
 

@@ -101,7 +101,8 @@ def _point(axis: Axes, x: float, y: float, figure: dict[str, Any], colors: dict[
 
 
 def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
-    """How many times as fast as each peer: a bar from the smallest to the largest ratio, and the median."""
+    """How many times as fast as each peer: a bar from the smallest to the largest ratio over the shapes, and the median
+    (the higher of the two middle ratios if their number is even)."""
     bars: dict[tuple[str, str], list[float]] = {}
     for each in figures:
         for peer, ratio in each["peers"].items():
@@ -129,7 +130,8 @@ def _peers(figures: list[dict[str, Any]]) -> Canvas | None:
 
 
 def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
-    """Time over the size that varies, and the least time that its bytes and FLOPs allow at the measured ceilings."""
+    """Time of backends and peers over the size that varies, and the floor: the least time that the operation's bytes
+    and FLOPs allow at the measured ceilings. Peers and floor are from the figures of the last backend."""
     names = _unique((each["op"], each["setting"]) for each in curves)
     if not names:
         return None
@@ -156,13 +158,13 @@ def _scaling(curves: list[dict[str, Any]]) -> Canvas | None:
 
 
 def varying(curve: list[dict[str, Any]]) -> str:
-    """The name of the size that varies along a curve."""
+    """The name of the first size that varies along a curve; the first name if none varies."""
     sizes = [each["sizes"] for each in curve]
     return next((name for name in sizes[0] if len({str(each[name]) for each in sizes}) > 1), next(iter(sizes[0])))
 
 
 def _load(loads: dict[str, Any]) -> Canvas:
-    """Choices of each expert, the busiest first, under every kind of routing that was measured."""
+    """Number of choices of each expert, the busiest first, in one chart for each kind of routing."""
     kinds = loads["tokens"]
     canvas, axes = plt.subplots(1, len(kinds), figsize=(11, 2.6), sharey=True, squeeze=False, layout="constrained")
     for axis, (kind, tokens) in zip(axes[0], kinds.items(), strict=True):

@@ -28,14 +28,14 @@ def _loop(inputs: Inputs) -> Tensor:
 
 
 def _least_bytes(shape: Shape, dtype: torch.dtype, direction: str) -> int:
-    """Forward: scores -> p. Training also: scores and grad -> dscores."""
+    """Forward: scores -> p. Training also backward: scores and grad -> dscores. All five are (B, n, n)."""
     return (5 if direction == "training" else 2) * shape["B"] * shape["n"] ** 2 * dtype.itemsize
 
 
 def _flops(shape: Shape, direction: str) -> int:
     """FLOPs of the form that scales rows and columns by vectors; a multiply-add counts as two.
 
-    Training: 4 forward, 4 for its recomputation, 8 backward."""
+    Of each element in each iteration: 4 forward; in training 4 more to compute forward again, and 8 backward."""
     return (16 if direction == "training" else 4) * shape["B"] * shape["R"] * shape["n"] ** 2
 
 

@@ -63,7 +63,7 @@ def test_who_learns_from_a_competition(through_norms):
         for grad in torch.autograd.grad(out.loss, experts.parameters(), allow_unused=True, retain_graph=True)
     )
     assert torch.autograd.grad(out.loss, router.weight, retain_graph=True)[0].abs().sum() > 0
-    # K = 2: with K = 1 all weights would be 1.
+    # The router learns from its loss alone. This needs K > 1: with K = 1 all weights are 1, without a gradient.
     (grad,) = torch.autograd.grad(out.y.sum(), router.weight, allow_unused=True, retain_graph=True)
     assert grad is None
     weights = layer.gate(x).weights
@@ -97,7 +97,7 @@ def test_ensemble_members_have_experts_of_their_own():
     logits = torch.randn(6, 3)
     expected = torch.stack([logits[2 * b : 2 * b + 2].softmax(-1).mean(0) for b in range(3)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "tensor", None)  # copying a number from the host would wait for a GPU
+        patch.setattr(torch, "tensor", None)  # a call would fail: to copy a number from the host, it waits for a GPU
         log_probs = ensemble_log_probs(logits, 2)
     torch.testing.assert_close(log_probs.exp(), expected)
     with pytest.raises(ValueError, match="EnsembleGate: expected ids"):
@@ -188,8 +188,8 @@ def test_stable_routing_by_hand():
 
 @pytest.mark.parametrize("pass_through", [False, True])
 def test_stable_experts_in_a_block_are_added_to_its_residual(pass_through):
-    """Computes x + alpha FF(LN(x)), where x is the output of attention and alpha the gate's weight; for a dropped token
-    the output is x, not x + LN(x) or 0."""
+    """The block computes x + alpha FF(LN(x)), where x is its input plus attention and alpha the gate's weight; for a
+    dropped token the output is x, not x + LN(x) or 0."""
     gate, ids = StableGate(D, E, vocabulary=7), (torch.arange(T) % 7)[None]
     layer = MoE(gate, ExpertMLP(E, D, H), TokenChoice(0.5), pass_through=pass_through)
     block, x = MoEBlock(D, 2, layer).eval(), torch.randn(1, T, D)
@@ -246,7 +246,8 @@ def test_consistency_is_a_symmetric_divergence():
 
 
 def test_schedules():
-    assert [schedules.growing_k(t, 4) for t in range(6)] == [2, 6, 9, 12, 16, 16]  # 5.5 is rounded to 6, 12.5 to 12
+    # 2 + round(3.5 t) up to 16; 3.5 is rounded to 4, 10.5 to 10.
+    assert [schedules.growing_k(t, 4) for t in range(6)] == [2, 6, 9, 12, 16, 16]
     assert [schedules.falling_rate(step) for step in (0, 999, 1000)] == [2 / 3, 2 / 3, 2 / (2 + math.sqrt(2))]
     assert [schedules.cosine(0, floor=0.1)(step) for step in (0, 1)] == pytest.approx([1, 0.1])
     assert [schedules.inverse_root(0)(step) for step in (0, 3)] == [1, 0.5]

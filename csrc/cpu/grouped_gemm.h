@@ -41,7 +41,8 @@ class Scratch {
   std::unique_ptr<T[], Free> memory_;
 };
 
-// Rows of x: row r is x[token[r]], or zeros if token[r] is -1. If `token` is null, it is x[r].
+// Rows of x, which are `stride` elements apart: row r is x[token[r]], or zeros if token[r] is -1. If `token` is null, row
+// r is x[r].
 template <class T>
 struct GatheredRows {
   Elements<T> kind;
@@ -49,19 +50,21 @@ struct GatheredRows {
   int64_t stride;
   const int32_t* token;
 
-  // to (rows, count) = the block of x that starts at (first, column).
+  // to (rows, count) = the block of these rows that starts at (first, column). Rows of `to` are to_row elements apart.
   void copy(T* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
     const int64_t start = token == nullptr ? first * stride : 0;
     kind.widen(to, to_row, x + (start + column) * kind.size, stride, token == nullptr ? nullptr : token + first, rows,
                count);
   }
 
-  // As copy, in pairs of rows (pairs.h): to (pairs_of(rows), count).
+  // As copy, for bfloat16 in pairs of rows (pairs.h): to (pairs_of(rows), count).
   void pair(Bf16Pair* to, int64_t to_row, int64_t first, int64_t rows, int64_t column, int64_t count) const {
     const int64_t start = token == nullptr ? first * stride : 0;
     pair_rows(to, to_row, x + 2 * (start + column), stride, token == nullptr ? nullptr : token + first, rows, count);
   }
 
+  // Unless rows are gathered: adds `count` columns of the rows from `first` on to what is prefetched, even rows as
+  // prefetcher.lines[at], odd rows as lines[at + 1].
   void prefetch_pairs(Prefetcher& prefetcher, int at, int64_t first, int64_t column, int64_t count) const {
     if (token == nullptr) prefetcher.prefetch(at, x + 2 * (first * stride + column), 2 * stride, 2 * count, 2);
   }
@@ -73,13 +76,14 @@ struct GatheredRows {
   }
 };
 
-// Steps of the inner loop in a product (rows, depth) by (depth, columns).
+// Steps of the inner loop (over depth, in every tile) in a product (rows, depth) by (depth, columns).
 template <class T>
 int64_t steps_of(int64_t rows, int64_t depth, int64_t columns) {
   return std::max<int64_t>(1, panels_of(rows, kTileRows) * panels_of(columns, kPanel<T>) * depth);
 }
 
-// sums (R, dout) = x W_e. If `by_torch` is not null, torch has computed them there.
+// sums (R, dout): each of the R rows of x times the weight (din, dout) of its expert; element (k, j) of expert e is at
+// e * stride_e + k * stride_k + j * stride_j. If `by_torch` is not null, torch has computed the sums there.
 template <class T>
 struct GroupedGemm {
   GatheredRows<T> x;
@@ -90,13 +94,14 @@ struct GroupedGemm {
   Groups groups;
   int64_t din, dout;
 
-  // Calls finish(expert, row, sums) for every row of an expert; it may overwrite the row's dout sums. The sums are in
-  // `by_torch` if that is of type T, else in `sums_out` (R, dout) if not null, else in the thread's scratch. If `rounded`
-  // is not null (pairs only), the sums are written there in bfloat16, and finish is not called.
+  // Calls finish(expert, row, sums) for every row that an expert has; finish may overwrite the row's dout sums. These are
+  // in `by_torch` if that is of type T, else in `sums_out` (R, dout) if not null, else in the thread's scratch. If
+  // `rounded` (R, dout) is not null (only for products in pairs, by C++), the sums are written there in bfloat16, and
+  // finish is not called. If by_torch is of another type than T, sums_out must be null.
   template <class Finish>
   void run(int threads, T* sums_out, char* rounded, Finish finish) const {
     if (by_torch && by_torch_kind.same_type) sums_out = reinterpret_cast<T*>(by_torch);
-    // The sums of a span, its rows of x, and a panel; with `by_torch`, one row of sums.
+    // The sums of a span, a panel, and the span's rows of x; with `by_torch`, one row of sums.
     const Scratch<T> scratch(threads, by_torch ? dout : kSpan * (din + dout) + kPanel<T> * std::min(din, kPairDepth));
     groups.each_span(threads, [&](int thread, Span span, Span later) {
       T* own = scratch.of(thread);
@@ -121,7 +126,7 @@ struct GroupedGemm {
   }
 
   // Prefetches the panel after the one at (k, j): the next `depth` terms of the same columns, else the next columns, else
-  // the first panel of the next expert.
+  // the first panel for the span `later`, if its expert is another one. rows_of_step: 2 for pairs, else 1.
   void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                           int rows_of_step) const {
     const char* weight = weight_of(span);
@@ -142,8 +147,9 @@ struct GroupedGemm {
 
   const char* weight_of(Span of) const { return weight + of.expert * stride_e * x.kind.size; }
 
-  // What to prefetch during a span: the rows of the next span and, if stride_j is not 1, the weight of its expert if that
-  // is another one. depth: terms (or pairs of terms) of a sum. fresh: see Prefetcher.
+  // What to prefetch during a span: the rows of the span `later` (unless gathered or not contiguous) and, if stride_j is
+  // not 1 and its expert is another one, that expert's weight. depth: terms (or pairs of terms) of a sum. fresh: the sums
+  // are written to new memory.
   Prefetcher prefetch_next_span(Span span, Span later, int64_t depth, bool fresh) const {
     Prefetcher prefetcher{{x.piece(later.first, later.rows, din), {}}, steps_of<T>(span.rows, depth, dout), fresh};
     const bool another = later.rows > 0 && later.expert != span.expert;
@@ -151,6 +157,7 @@ struct GroupedGemm {
     return prefetcher;
   }
 
+  // sums (rows of the span, dout). panel: scratch, a panel of the weight, then the span's rows if they must be copied.
   void multiply(Span span, Span later, T* sums, T* panel, bool fresh) const {
     T* rows = panel + kPanel<T> * std::min(din, kDepth);
     const T* a = rows;
@@ -187,7 +194,7 @@ struct GroupedGemm {
   bool by_dots(Span span) const { return stride_k == 1 && stride_j != 1 && groups.rows(span.expert) <= kDotRows; }
 
   // As multiply, in pairs of terms. Rows are copied first if they are gathered, have an odd length or stride, or do not
-  // start at a multiple of 4 bytes.
+  // start at a multiple of 4 bytes. If `rounded` is not null, it receives the sums in bfloat16, and `sums` is scratch.
   void multiply_pairs(Span span, Span later, T* sums, char* rounded, Bf16Pair* panel) const {
     const int64_t pairs = pairs_of(din);
     Bf16Pair* const rows = panel + kPanel<T> * std::min(pairs, kPairDepth);
@@ -212,6 +219,7 @@ struct GroupedGemm {
         pack_pairs<kPanel<T>>(panel, weight_of(span) + 4 * k * stride_k, stride_k, stride_j,
                               std::min(2 * depth, din - 2 * k), j, dout);
         const Left<Bf16Pair> left{a.at + k, a.row, 1};
+        // Where the last part of the terms writes these columns of the sums, rounded; null for the other parts.
         char* const last = rounded != nullptr && k + depth == pairs ? rounded + 2 * j : nullptr;
         PanelProduct<T, Bf16Pair>{left, panel, kPanel<T>, panel, depth, sums + j, dout, span.rows, columns, k > 0, last}
             .run(prefetcher);

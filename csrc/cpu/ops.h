@@ -1,7 +1,15 @@
 // Every CPU operation, declared once per instruction set. csrc/cuda/ops.h describes the arguments of functions of the same
-// name. Here a number of threads replaces the stream; arrays that are float32 there are float64 if dtype is; and scratch
-// memory (with `counts` of make_plan_fwd) has other shapes. Arguments of the grouped GEMM and the expert MLP differ
-// further.
+// name; the functions that CUDA lacks are in plan.cpp, expert_mlp.cpp and tree_gate_products.cpp. Here
+//
+// * a number of threads replaces the stream, `quantile` is z of kwta_fwd, dtype may be float64 and element_size 8;
+// * arrays that are float32 there are float64 if dtype is. Gates and leaf_probs of the tree gate, and their gradients,
+//   are of dtype there and float32 here, or float64 if dtype is;
+// * scratch memory has other shapes: scratch_stride bytes for each thread. `counts` of make_plan_fwd is (chunks, K if
+//   by_choice else 1, E);
+// * a function that returns int checks indices, and returns 1 if one is out of range (-1 is not), else 0. dispatch_fwd
+//   also checks row_token, which CUDA does not read.
+//
+// Arguments of the grouped GEMM and the expert MLP differ further.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +35,8 @@
       int64_t num_experts, int64_t din, int64_t dout
 
 // The products of x (tokens, dim) with a tree gate's weights below the first `levels` levels of each tree, only for the
-// branches (subtrees, see tree_gate_products.cpp) and tokens that tree_reach found.
+// branches (subtrees, see tree_gate_products.cpp) and tokens that tree_reach found. Backward reads the gradients to the
+// logits from split_logits and leaf_logits. dtype is float32 or float64; scratch_stride counts elements, not bytes.
 #define MOE_TREE_PRODUCTS_ARGS                                                                                       \
   int dtype, const void *x, int64_t x_stride, void *split_weight, void *leaf_weight, void *split_logits,             \
       void *leaf_logits, const int32_t *offsets, const int32_t *token, void *packed, void *scratch,                  \
