@@ -77,7 +77,8 @@ __device__ __forceinline__ void write_mask(uint8_t* to, bool aligned, uint32_t w
   }
 }
 
-// Writes the flags of a vector's winners from bit `bit` of `bytes` on. Neighbouring lanes have neighbouring vectors.
+// Writes the flags of a vector's winners from bit `bit` of `bytes` on, unless bit >= end. Neighbouring lanes must have
+// neighbouring vectors: if VECTOR is 4, the flags of two fill a byte, which the lower lane writes.
 template <int VECTOR>
 __device__ __forceinline__ void write_flags(uint8_t* bytes, uint32_t winners, unsigned bit, unsigned end) {
   if constexpr (VECTOR == 4) winners |= __shfl_down_sync(kAllLanes, winners, 1) << 4;
@@ -90,12 +91,14 @@ constexpr int kBitsWords = (ELEMENTS + 31) / 32 + 2;
 
 // The bits of a row with edges, collected in shared memory: the flags of the head are at the end of byte 0, those of the
 // vectors start at byte 1. Words of the output start `shift` bits behind the start of shared memory. There is room for
-// the row, or, in a ring of RING words, for four turns of its threads. Each thread writes out some of the words.
+// the row, or, in a ring of RING words, for four turns; in a turn every thread puts one vector. Each thread writes out
+// some of the words.
 template <int RING>
 struct ShiftedBits {
   uint32_t* words;
   int shift, drained = 0;
 
+  // i modulo the size of the ring; each: units of i in a word, such as 4 bytes or 32 bits.
   __device__ static unsigned in_ring(unsigned i, int each) { return RING ? i % (RING * each) : i; }
   __device__ uint8_t& byte(int i) { return reinterpret_cast<uint8_t*>(words)[in_ring(i, 4)]; }
 

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   split_logits += token * num_trees * (num_experts - 1), leaf_logits += token * num_trees * num_experts;
   leaf_probs += token * num_trees * num_experts, gates += token * num_experts;
 
-  float highest = -FLT_MAX;  // of this lane's logits so far; `sums` are divided by exp(highest)
+  float highest = -FLT_MAX;  // logit so far of this lane's leaves that count; `sums` are divided by exp(highest)
   for (int j = 0; j < num_trees; j++) {
     reach(heap, split_logits + j * (num_experts - 1), tree, step, lanes);
     float higher = highest;

@@ -1,4 +1,4 @@
-// The forward pass of trees of 8 to 1024 leaves. LANES lanes take a token, so that a warp has several tokens. A lane
+// The forward pass of trees of 8 to 1024 leaves. LANES lanes take a token, so a warp has 32 / LANES tokens. A lane
 // keeps the subtree of LEAVES neighbouring leaves below node LANES + lane in registers. For each node on the way from
 // the tree's root to its subtree, it computes the probability of the branch that goes there: 8 instructions a node, and
 // no shuffle.
@@ -82,7 +82,8 @@ struct Branch {
   }
 };
 
-// The elements of a lane's experts in a row that starts at a multiple of 16 bytes.
+// The elements of a lane's experts in a row that starts at a multiple of 16 bytes. For a leaf without an expert read
+// gives 0, and write does nothing.
 template <class T, int LEAVES>
 struct LeafRow {
   using Half = Neighbours<T, LEAVES / 2>;
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
   split_logits += token * num_trees * (num_experts - 1);
   leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * num_experts + branch.first;
 
-  float highest = -FLT_MAX, sums[LEAVES] = {};  // highest: of this lane's logits so far; sums are divided by exp(highest)
+  float highest = -FLT_MAX, sums[LEAVES] = {};  // highest: logit so far of this lane's leaves that count; sums: divided by exp(highest)
   for (int j = 0; j < num_trees; j++) {
     float prob[LEAVES], logit[LEAVES];
     Row::read(leaf_logits, branch.shallow, logit);

@@ -1,6 +1,6 @@
 // The backward pass of trees of 32, 64 ... 512 leaves: a warp takes a token, a lane the subtree of LEAVES neighbouring
 // leaves below node 32 + lane. The subtree's nodes stay in registers; of the 31 nodes above, lane n holds node n.
-// Probabilities go down and sums go up by shuffles. Every node is computed once in each pass over its tree.
+// Probabilities go down and sums go up by shuffles. No two lanes compute the same node, but lane 0 repeats node 1.
 #pragma once
 
 #include <cfloat>
@@ -13,7 +13,7 @@
 namespace moe {
 namespace {
 
-// Weight of a leaf of probability v in the softmax, apart from exp of its logit: v + epsilon, or 0.
+// Weight of a leaf of probability v in the softmax, apart from exp of its logit: v + epsilon, or 0 if v < least.
 struct Weighing {
   float epsilon, least;
 
@@ -107,8 +107,9 @@ struct Subtree {
   __device__ void descend() {
     const Split split(top, step);
     const float left = split.left(), right = split.right();
-    // given(parent): probability of this lane's node, given that its parent is reached. `reached`: probability of node
-    // `lane`, from its parent, then from its ancestors, of which it has at most four.
+    // given(parent): probability of the branch from `parent` to its left child if `lane` is even, else to its right one.
+    // Nodes `lane` and 32 + lane are both such children. `reached`: probability of node `lane`, first from its parent on,
+    // then from its ancestors on, of which it has at most four.
     const auto given = [&](int parent) {
       const float a = from_lane(left, parent), b = from_lane(right, parent);
       return lane & 1 ? b : a;
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
   float grad[LEAVES], logit[LEAVES] = {};
   Leaves::read(grad_gates + token * kExperts + lane * LEAVES, grad);
 
-  // total, dot: sums of weights and of weighted gradients, divided by exp(highest).
+  // total, dot: sums over this lane's leaves of weight * exp(logit), and of that times grad; both divided by exp(highest).
   Subtree<T, LEAVES> tree(step, lane);
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
   for (int j = 0; j < num_trees; j++) {

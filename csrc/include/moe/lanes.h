@@ -133,8 +133,8 @@ inline bool any_from(Vec<double> v, double limit) {
 #endif
 }
 
-// 1 / x to a unit in the last place if x is normal: an estimate of 14 bits, whose number each Newton step doubles;
-// without AVX-512, a division.
+// 1 / x to a unit in the last place if x is normal: an estimate with 14 correct bits; each Newton step doubles their
+// number. Without AVX-512, a division.
 inline Vec<float> reciprocal(Vec<float> x) {
 #if defined(__AVX512F__)
   const Vec<float> y = _mm512_maskz_rcp14_ps(0xffff, x);
@@ -164,10 +164,10 @@ inline Vec<double> reciprocal_for_float(Vec<double> x) {
 #endif
 }
 
-// exp(x) for |x| <= 708 to 2 units in the last place, undefined for other x. x = n log 2 + r with |r| <= log(2) / 2,
-// and a Taylor polynomial up to r^12 (remainder below 2e-16) in three independent parts. With AVX-512, x = n log(2) /
-// 16 + r, and 2^(j / 16) for the low four bits j of n comes from a table in two registers. Then a polynomial up to r^7
-// is enough, with two thirds of the instructions.
+// exp(x) for |x| <= 708 to 2 units in the last place; NaN for NaN, undefined for other x. x = n log 2 + r with
+// |r| <= log(2) / 2, and a Taylor polynomial up to r^12 (remainder below 2e-16) in three independent parts. With AVX-512,
+// x = n log(2) / 16 + r, and 2^(j / 16) for the low four bits j of n comes from a table in two registers. Then a
+// polynomial up to r^7 is enough, with two thirds of the instructions.
 inline Vec<double> exp_within_range(Vec<double> x) {
 #if defined(__AVX512F__)
   constexpr double steps = 16;
