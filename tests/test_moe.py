@@ -193,6 +193,16 @@ def test_expert_dropout_is_by_sample_and_in_training_alone():
     assert 0.5 < ((layer.train()(x).y - plain).abs().amax((1, 2)) < 1e-6).float().mean() < 0.8
 
 
+@pytest.mark.parametrize("shape", [(60,), (60, 2), (60, 2, 3)], ids=str)
+def test_a_sample_of_expert_dropout_is_a_row_of_the_first_dimension(shape):
+    torch.manual_seed(0)
+    layer = MoE(SoftmaxGate(D, E), ExpertMLP(E, D, H), expert_dropout=0.5)
+    x = torch.randn(D).expand(*shape, D)  # equal tokens: their outputs differ by the dropped experts alone
+    y = layer(x).y.reshape(shape[0], -1, D)
+    torch.testing.assert_close(y, y[:, :1].expand_as(y))
+    assert len(y[:, 0].round(decimals=3).unique(dim=0)) > 8  # of 16 subsets
+
+
 @pytest.mark.parametrize("kind", [ExpertMLP, ExpertLayer])
 def test_dropout_of_the_experts_is_for_training(kind):
     """At rate 1 nothing is left, of weighted sums and of rows that tasks share."""
