@@ -255,12 +255,14 @@ def test_chunks_of_many_tiles_and_windows_of_experts(target, monkeypatch, order)
 
 
 def test_the_most_chunks(target):
-    """1025 tiles of 32 requests, one more than Triton has chunks: each chunk has two of them, the last one only one."""
+    """1025 tiles of 32 requests (CUDA: of 1024), one more than there are chunks: each chunk has two of them, the last
+    one only one."""
     if target.interpreted:
         pytest.skip("the interpreter would take a minute for so many programs")
-    experts = torch.randint(-1, 9, (16400, 2))
-    expected = mk.make_plan(experts, 9, capacity=3000, backend="reference")
-    plan = mk.make_plan(experts.to(target.device), 9, capacity=3000, backend=target.backend)
+    tokens = 524800 if target.backend == "cuda" else 16400
+    experts = torch.randint(-1, 9, (tokens, 2))
+    expected = mk.make_plan(experts, 9, capacity=tokens // 6, backend="reference")
+    plan = mk.make_plan(experts.to(target.device), 9, capacity=tokens // 6, backend=target.backend)
     assert_same(plan, expected)
 
 
