@@ -67,6 +67,25 @@ def test_one_node_or_leaf_that_is_not_finite(target, value, parity):
                 torch.testing.assert_close(got, expected, equal_nan=True, msg=lambda m, at=(name, column): f"{at}: {m}")
 
 
+@pytest.mark.parametrize("parity", PARITIES)
+def test_a_tree_whose_leaves_are_all_forbidden(target, parity):
+    """Its largest logit is -inf, and must not make the gates or gradients of the other tree NaN, before it or after."""
+    if reason := unsupported(target, parity):
+        pytest.skip(reason)
+    sizes = (6,) if target.compiles or target.interpreted else (6, 12, 33)  # CUDA has a kernel for each power of two
+    for experts, forbidden in itertools.product(sizes, (0, 1)):
+        arguments = drawn(3, 4, 2, experts, device=target.device)
+        arguments["leaf_bias"][forbidden] = -INF
+        grads = torch.randn(3, experts), torch.randn(3, 2, experts)
+        grads = tuple(each.to(target.device) for each in grads)
+        got, expected = (
+            gate_and_gradients(arguments, grads, each, gamma=1.0, parity=parity)
+            for each in (target.backend, "reference")
+        )
+        for name, each in got.items():
+            torch.testing.assert_close(each, expected[name], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(("parity", "probabilities"), [(None, (1e-30, 1e-12, 1e-4)), ("tf", (3e-9, 3e-8, 1e-6))])
 def test_leaves_hardly_reached(target, parity, probabilities):
     hardly_reached(target, parity, probabilities)
