@@ -157,21 +157,23 @@ def rows(predictions: Iterable[Prediction]) -> list[tuple[str, ...]]:
     return found
 
 
-SHORT = ("operation", "backend", "dtype", "shape of a forward call", "predicted us on an A100", "bound by")
+SHORT = ("operation", "dtype", "shape of a forward call", "triton: predicted us on an A100", "cuda: predicted us")
 
 
 def short(predictions: Iterable[Prediction]) -> str:
-    """The README's table: the first forward call of every operation and backend, in bfloat16 if that was counted."""
+    """The README's table: the first forward call of every operation, in bfloat16 if that was counted."""
     found: dict[tuple[str, str], Prediction] = {}
     for each in predictions:
         key = each.count["operation"], each.count["backend"]
         better = key in found and found[key].count["dtype"] != each.count["dtype"] == "bfloat16"
         if each.count["direction"] == "forward" and not each.stale and (key not in found or better):
             found[key] = each
-    lines = [
-        (f"`{op}`", backend, each.count["dtype"], each.count["shape"], _us(each.us), each.bound)
-        for (op, backend), each in found.items()
-    ]
+    lines = []
+    for op in dict.fromkeys(op for op, _ in found):
+        by_backend = [found.get((op, backend)) for backend in ("triton", "cuda")]
+        cells = ["-" if each is None else f"{_us(each.us)} {each.bound}" for each in by_backend]
+        count = next(each.count for each in by_backend if each is not None)
+        lines.append((f"`{op}`", count["dtype"], count["shape"], *cells))
     return markdown(SHORT, lines) if lines else ""
 
 
