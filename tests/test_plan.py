@@ -216,9 +216,11 @@ def test_plans_are_the_reference(target, shape, kind):
                 assert plan.num_rows == bound
 
 
-def test_more_chunks_than_a_block_has_warps(target):
-    """34 chunks of compiled CUDA, whose scan has 32 warps: not every warp has as many."""
-    tokens = 17000 if target.backend == "cuda" and not target.interpreted else 700
+@pytest.mark.parametrize("tokens", [512, 528, 544])
+def test_as_many_chunks_as_a_block_has_warps(target, tokens):
+    """32, 33 and 34 chunks of the GPU kernels: the scan of CUDA has 32 warps, and that of Triton another tile above."""
+    if target.backend == "cuda" and not target.interpreted:
+        tokens *= 32
     experts = torch.randint(-1, 9, (tokens, 2))
     plan = mk.make_plan(experts.to(target.device), 9, backend=target.backend)
     assert_same(plan, mk.make_plan(experts, 9, backend="reference"))
