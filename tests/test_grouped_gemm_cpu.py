@@ -139,12 +139,16 @@ def test_subnormal_bfloat16_is_rounded_as_anything_else():
 
 @pytest.mark.parametrize("isa", cpu.module.isas)
 def test_nothing_behind_the_operands_is_read(isa, monkeypatch):
-    """A read of the page behind an operand ends the process. 32 columns are half a panel of AVX-512."""
+    """A read of the page behind an operand ends the process.
+
+    32 columns are half a panel of AVX-512. Of 544 columns they are the last ones, and rows are more than 2 KB apart, so
+    that 40 or 50 rows are too many to read the weight in place.
+    """
     monkeypatch.setattr(cpu, "isa", cpu.module.isas.index(isa))
     monkeypatch.setattr(grouped_gemm_cpu, "in_cpp", lambda *args: True)
-    offsets = torch.tensor([0, 3, 3, 153], dtype=torch.int32)
-    for din, dout in ((40, 32), (37, 45), (16, 64)):
-        sizes = (153, din), (3, din, dout), (3, dout), (153, dout)
+    offsets = torch.tensor([0, 3, 3, 153, 203], dtype=torch.int32)
+    for din, dout in ((40, 32), (37, 45), (16, 64), (40, 544)):
+        sizes = (203, din), (4, din, dout), (4, dout), (203, dout)
         x, weight, bias, grad = (at_the_end(torch.randn(size)) for size in sizes)
         for each in (weight, at_the_end(weight.mT.contiguous()).mT):
             leaves = [given.requires_grad_() for given in (x.detach(), each.detach(), bias.detach())]

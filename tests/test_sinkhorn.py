@@ -184,6 +184,20 @@ def test_one_forbidden_row_among_tame_ones(target):
     assert not p[0, 1].any()
 
 
+@pytest.mark.parametrize("below", [50.0, 150.0, 250.0, 330.0, 400.0, 550.0, 700.0])
+def test_columns_far_below_the_others(target, below):
+    """Scores of any range, on both sides of each that decides between forms: exp(2 below) may exceed float64."""
+    for n in (4,) if target.executed else (4, 12, 20):
+        scores = torch.randn(2, n, n)
+        scores[:, :, : n // 2] -= below
+        grad, (leaf, exact) = torch.randn(2, n, n), (scores.to(target.device), scores.double())
+        leaf, exact = leaf.requires_grad_(), exact.requires_grad_()
+        p, expected = mk.sinkhorn(leaf, 3, backend=target.backend), oracle(exact, 3, 1.0)
+        torch.testing.assert_close(p.cpu(), expected.float())
+        (got,) = torch.autograd.grad(p, leaf, grad.to(target.device))
+        torch.testing.assert_close(got.cpu(), torch.autograd.grad(expected, exact, grad.double())[0].float())
+
+
 @pytest.mark.parametrize("tau", TAUS)
 def test_gradient_against_float64(target, tau):
     """Error of each entry: 1e-5 of it, plus the rounding to float64 of terms that cancel, which are as large as
