@@ -72,7 +72,7 @@ def test_experts_in_groups_are_all_experts(target, dtype, monkeypatch):
     monkeypatch.setattr("moe_kernels.library.expert_norms.ELEMENTS", 2 * SIZES[0] * SIZES[3])
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
     for name, each in found().items():
-        exact = name != "x"  # the gradient to x is a sum over groups, each of which is rounded
+        exact = name != "x"  # the gradient to x is a sum over groups, and each term is rounded
         torch.testing.assert_close(each, whole[name], rtol=0 if exact else tolerance, atol=0 if exact else tolerance)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import pytest
@@ -233,3 +234,25 @@ def test_gradients_of_sums_are_nan_of_a_broken_matrix_alone(target):
     for each in torch.autograd.grad(p, sums, torch.randn_like(p)):
         assert each.isnan().all(1).nonzero().tolist() == [[1]]
         assert each.isnan().any(1).nonzero().tolist() == [[1]]
+
+
+@pytest.mark.parametrize("tolerance", [None, 0.05])
+def test_sums_and_tolerance_against_the_definition(target, tolerance):
+    """Prescribed sums and early stops, also of forbidden and broken matrices, for every layout of a matrix on lanes."""
+    slow = target.compiles
+    batch, small = (3, ((1, 2), (4, 6), (7, 3))) if slow else (5, ((1, 2), (4, 9), (7, 5), (17, 6)))
+    for (n, iterations), tau in (*itertools.product(small, (1.0, 0.02)), ((40, 1), 0.02), ((70, 2), 1.0)):
+        scores, grad = torch.randn(2, batch, n, n, device=target.device).unbind()
+        scores[:, 0, n // 2 + 1 :] = -math.inf
+        scores[1, :, -1] = -math.inf
+        scores[2, -1, -1] = math.nan
+        rows = torch.rand(batch, n, device=target.device) + 0.2
+        columns = rows.mean(0).flip(0)
+        results = []
+        for backend, dtype in ((target.backend, torch.float32), ("reference", torch.float64)):
+            leaves = [x.to(dtype, copy=True).requires_grad_() for x in (scores, rows, columns)]
+            sums = {"rows": leaves[1], "columns": leaves[2], "tolerance": tolerance}
+            p = mk.sinkhorn(leaves[0], iterations, tau=tau, **sums, backend=backend)
+            results.append((p.detach(), *torch.autograd.grad(p, leaves, grad.to(dtype))))
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)

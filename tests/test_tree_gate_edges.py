@@ -21,6 +21,18 @@ INF, NAN = math.inf, math.nan
 target = on_every_target("tree_gate")
 
 
+def assert_agrees(target: Target, arguments: dict[str, torch.Tensor], parity: str | None) -> None:
+    """Gates and gradients are those of the definition, for random gradients to gates and leaf probabilities."""
+    tokens, (trees, experts, _) = arguments["x"].shape[0], arguments["leaf_weight"].shape
+    grads = torch.randn(tokens, experts), torch.randn(tokens, trees, experts)
+    grads = tuple(each.to(target.device) for each in grads)
+    got, expected = (
+        gate_and_gradients(arguments, grads, each, gamma=1.0, parity=parity) for each in (target.backend, "reference")
+    )
+    for name, each in got.items():
+        torch.testing.assert_close(each, expected[name], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("parity", PARITIES)
 @pytest.mark.parametrize("shift", [-200.0, 200.0])
 def test_leaf_logits_far_from_zero(target, shift, parity):
@@ -35,14 +47,7 @@ def test_leaf_logits_far_from_zero(target, shift, parity):
         arguments = drawn(tokens, 4, trees, experts, device=target.device)
         arguments["leaf_bias"] += shift
         arguments["split_bias"][:, 0] += 1.0  # mostly to the left: leaves on the right have probability 0
-        grads = torch.randn(tokens, experts), torch.randn(tokens, trees, experts)
-        grads = tuple(each.to(target.device) for each in grads)
-        got, expected = (
-            gate_and_gradients(arguments, grads, each, gamma=1.0, parity=parity)
-            for each in (target.backend, "reference")
-        )
-        for name, each in got.items():
-            torch.testing.assert_close(each, expected[name], rtol=1e-3, atol=1e-4)
+        assert_agrees(target, arguments, parity)
 
 
 @pytest.mark.parametrize("parity", PARITIES)
@@ -76,14 +81,7 @@ def test_a_tree_whose_leaves_are_all_forbidden(target, parity):
     for experts, forbidden in itertools.product(sizes, (0, 1)):
         arguments = drawn(3, 4, 2, experts, device=target.device)
         arguments["leaf_bias"][forbidden] = -INF
-        grads = torch.randn(3, experts), torch.randn(3, 2, experts)
-        grads = tuple(each.to(target.device) for each in grads)
-        got, expected = (
-            gate_and_gradients(arguments, grads, each, gamma=1.0, parity=parity)
-            for each in (target.backend, "reference")
-        )
-        for name, each in got.items():
-            torch.testing.assert_close(each, expected[name], rtol=1e-3, atol=1e-4)
+        assert_agrees(target, arguments, parity)
 
 
 @pytest.mark.parametrize(("parity", "probabilities"), [(None, (1e-30, 1e-12, 1e-4)), ("tf", (3e-9, 3e-8, 1e-6))])
