@@ -13,8 +13,8 @@ These raise a `PtxError` with kernel, PTX line, source line, block, warp and lan
   a cp.async that may still be writing;
 * operands of a wgmma that are overwritten, or accumulators that are accessed, before its wait; a missing wgmma.fence or
   fence.proxy.async; a bulk copy without a wait at its mbarrier; warps of a warpgroup that issue different wgmma;
-* different values stored to one address by lanes of one instruction, or by warps with no barrier between them;
-* an undefined value (from shared bytes never written, or from global memory that another warp wrote with no
+* different values stored to one address by lanes of one instruction, or by threads with no synchronization;
+* an undefined value (from shared bytes never written, or from global memory that another thread wrote with no
   synchronization) that is stored to global memory, or decides a branch or an address;
 * a .sync instruction whose mask contains lanes that never execute it, or lacks a lane that does;
 * a barrier that some warps never reach; more instructions than `step_limit` (machine.Settings).
