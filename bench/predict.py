@@ -168,12 +168,11 @@ def short(predictions: Iterable[Prediction]) -> str:
         better = key in found and found[key].count["dtype"] != each.count["dtype"] == "bfloat16"
         if each.count["direction"] == "forward" and not each.stale and (key not in found or better):
             found[key] = each
-    lines = []
-    for op in dict.fromkeys(op for op, _ in found):
-        by_backend = [found.get((op, backend)) for backend in ("triton", "cuda")]
-        cells = ["-" if each is None else f"{_us(each.us)} {each.bound}" for each in by_backend]
-        count = next(each.count for each in by_backend if each is not None)
-        lines.append((f"`{op}`", count["dtype"], count["shape"], *cells))
+    cells: dict[tuple[str, ...], dict[str, str]] = {}  # a row for each dtype and shape, should the backends' differ
+    for (op, backend), each in found.items():
+        row = cells.setdefault((f"`{op}`", each.count["dtype"], each.count["shape"]), {})
+        row[backend] = f"{_us(each.us)} {each.bound}"
+    lines = [(*key, row.get("triton", "-"), row.get("cuda", "-")) for key, row in cells.items()]
     return markdown(SHORT, lines) if lines else ""
 
 
