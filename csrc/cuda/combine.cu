@@ -1,5 +1,5 @@
 // Combine: the weighted sum of a token's kept rows, in float32 and in the order of its choices. Backward reads the same
-// rows with dy in registers; each row gives a row of drows and an element of dweights.
+// rows; each gives a row of drows and an element of dweights.
 #include "moe/block.cuh"
 #include "moe/dtypes.h"
 #include "moe/launch.cuh"
@@ -12,11 +12,12 @@ namespace {
 // kBatch: rows that a thread loads at the same time. kChoices: choices whose partial sums shared memory holds.
 constexpr int kBatch = 4, kChoices = 32;
 
-// Blocks per SM, which leaves 48 registers a thread, enough for kBatch rows. Without this bound the compiler uses fewer
-// registers, and waits for one row before it loads the next.
+// Blocks per SM: 48 registers a thread, enough for kBatch rows. Without this bound the compiler uses fewer registers, and
+// waits for one row before it loads the next.
 constexpr int kBlocks = 5;
 
-// Piece `v` and the weight of each of kBatch rows of a token. A dropped choice is a row of zeros with weight 0.
+// Piece `v` and the weight of kBatch rows of a token. A dropped choice, or one past `count`, has row -1, a piece of zeros
+// and weight 0.
 template <class Vector>
 struct Batch {
   int32_t row[kBatch];
@@ -68,8 +69,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks)
   });
 }
 
-// One block for each token. Each warp sums its pieces of <row, dy>; the sums of the warps are added after every kChoices
-// choices, always in the same order.
+// One block for each token. For up to kChoices rows each warp sums its pieces of <row, dy>; then the sums of the warps
+// are added in a fixed order.
 template <class T, class Vector>
 __global__ void __launch_bounds__(kRowThreads, kBlocks)
     combine_bwd_kernel(const Vector* grad,             // (T, D)
@@ -169,7 +170,7 @@ cudaError_t launch_combine(const Backward& c, cudaStream_t stream) {
                 static_cast<int>(c.k), static_cast<int>(c.num_experts), c.num_rows, static_cast<int>(vectors));
 }
 
-// In pieces of 16 bytes if all rows allow it, else element by element.
+// `vectorized`: in pieces of 16 bytes; else element by element.
 template <class Call>
 cudaError_t launch_combine(int dtype, bool vectorized, const Call& call, cudaStream_t stream) {
   switch (dtype) {

@@ -1,5 +1,5 @@
-// Dispatch: each token is read once and written to all of its rows. A gather by row would read each token K times, from
-// memory if x exceeds the L2 cache: at T = 32768, D = 2048, K = 8 in bf16, 2.1 GB instead of 1.2.
+// Dispatch: each token is read once and written to all of its rows. A gather by row would read each token K times: at
+// T = 32768, D = 2048, K = 8 in bf16, 2.1 GB of traffic instead of 1.2 (if x exceeds the L2 cache).
 #include "moe/launch.cuh"
 #include "moe/rows.cuh"
 #include "ops.h"

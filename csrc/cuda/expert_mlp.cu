@@ -1,5 +1,4 @@
-// Backward pass of an expert MLP's hidden units: the epilogue of one GEMM computes the gradients to pre and to the
-// rows' weights, and the weighted hidden units, from which another GEMM computes the gradient to W_out.
+// Backward pass of an expert MLP's hidden units, in the epilogue of a grouped GEMM.
 #include "moe/activation.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -7,17 +6,18 @@
 namespace moe {
 namespace {
 
-// With h = act(pre), y = sum over a token's rows of w (h W_out + b_out) and a = dy W_out^T, which is not stored, computes
-// dpre = w a act'(pre), w h (for the gradient of W_out), and dw = <h, a> + <b_out, dy>.
+// Forward computed h = act(pre), and y = sum over a token's rows of w (h W_out + b_out), with row weights w. The GEMM
+// computes a = dy W_out^T. The epilogue stores dpre = w a act'(pre), weighted = w h (grouped_gemm_bwd_weight reads it for
+// the gradient to W_out), and partial sums of dw = <h, a> + <b_out, dy>.
 template <class T>
 struct Hidden {
-  const T* grad;             // (T, D): dy, which the GEMM reads as well
+  const T* grad;             // (T, D), or (R, D) without row_token: dy
   int64_t grad_stride;       // elements from token to token
   const int32_t* row_token;  // (R), or nullptr
   Bias<T> b_out;             // (E, D)
   int64_t dim;
   const float* row_weight;  // (R)
-  const T* pre;             // (R, H), of gated activations (R, 2 H)
+  const T* pre;             // (R, H), or (R, 2 H) if gated
   int activation;
   T* dpre;         // like pre
   T* weighted;     // (R, H)
@@ -27,7 +27,7 @@ struct Hidden {
 
   __host__ __device__ static constexpr bool gated_columns() { return false; }
 
-  // This lane's part of <b_out, dy> for a row: LANES lanes take its pieces in turn.
+  // This lane's part of <b_out, dy> for a row; LANES lanes share the row's pieces.
   template <int LANES>
   __device__ float bias_share(const TileRows& rows, int row) const {
     const int64_t token = row_token ? load(row_token + rows.first + row) : rows.first + row;

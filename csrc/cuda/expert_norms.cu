@@ -27,7 +27,7 @@ struct Norms {
         read_sums(sums + row * Tile::kPitch + c, values);
         bias.add(rows.expert, columns.at(c), left, vectorized, values);
 #pragma unroll
-        for (int d = 0; d < kPiece; d++) {  // past the last column are sums of zeros, NaN if x is infinite
+        for (int d = 0; d < kPiece; d++) {  // past the last column: x times zeros, NaN if x is infinite
           if (d < left) square = __fmaf_rn(values[d], values[d], square);
         }
       }

@@ -1,5 +1,5 @@
-// Grouped GEMM with bias and activation in its epilogue, and the backward pass of the activation. The gradient to rows
-// uses the same kernel, which reads the transposed weights in place.
+// Grouped GEMM with bias and activation in its epilogue, and the backward pass of the activation. The gradient to rows is
+// the same kernel on transposed weights.
 #include "moe/activation.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -12,7 +12,7 @@ template <class T>
 struct Activate {
   Bias<T> bias;
   int activation;
-  T* out;  // (R, Dout), of gated activations (R, Dout / 2)
+  T* out;  // (R, Dout), or (R, Dout / 2) if gated
   T* pre;  // (R, Dout), or nullptr
   int64_t dout;
   bool vectorized;
@@ -51,7 +51,7 @@ struct Activate {
 // A thread takes 8 hidden units of a row at a time.
 template <class T>
 __global__ void __launch_bounds__(kRowThreads) activation_bwd_kernel(const T* grad,        // (R, H)
-                                                                     int64_t grad_stride,  // from row to row
+                                                                     int64_t grad_stride,  // elements from row to row
                                                                      const T* pre,         // (R, H), or (R, 2 H)
                                                                      T* dpre,              // like pre
                                                                      int activation, int64_t num_rows, int hidden,

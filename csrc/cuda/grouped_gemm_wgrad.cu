@@ -1,6 +1,6 @@
 // The gradients of grouped GEMM to weights and bias: for every expert x^T grad over its rows, and the weighted sum of its
-// rows of grad. Rows of x and of grad may be gathered. One launch computes both: the blocks of the bias come first, so
-// that they wait for memory while other blocks multiply.
+// rows of grad. Rows of x and of grad may be gathered. One launch computes both gradients: the blocks of the bias come
+// first, and wait for memory while other blocks multiply.
 #include "moe/block.cuh"
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
@@ -8,8 +8,8 @@
 namespace moe {
 namespace {
 
-// Smaller tiles are used for rows that do not divide into 16 bytes, and if tiles of 128 x 128 give fewer blocks than
-// kFewBlocks: two for each SM of an A100.
+// Tiles for rows that do not divide into 16 bytes, and for gradients of fewer than kFewBlocks tiles of 128 x 128 (two for
+// each SM of an A100).
 using SmallTile = Tile<64, 64, 32, 2, 2, 16>;
 using SmallEvenTile = Tile<64, 64, 32, 2, 2, 4>;
 using SmallUnalignedTile = Tile<64, 64, 32, 2, 2, 2>;
@@ -58,7 +58,7 @@ struct Target {
 };
 
 // A block sums 64 columns over an expert's rows of grad: the columns are divided among 8 threads, the rows among
-// THREADS / 8. Each thread loads kBiasBatch rows at the same time. At the end their sums are added in a fixed order.
+// THREADS / 8. Each thread loads kBiasBatch rows at the same time. The threads' sums are added in a fixed order.
 constexpr int kBiasPieces = 8, kBiasColumns = kBiasPieces * kPiece, kBiasBatch = 4;
 
 template <class T, int THREADS>
@@ -158,7 +158,7 @@ cudaError_t launch_wgrad(Gradient<T> call, cudaStream_t stream) {
   constexpr int64_t kSize = sizeof(T);
   call.vectorized_grad = rows_divide(16, 0, {call.grad_stride * kSize}, {call.grad});
   call.bias_tiles = call.dbias ? static_cast<int>((call.dout + kBiasColumns - 1) / kBiasColumns) : 0;
-  const auto divides = [&](int64_t bytes) {  // where rows start and end
+  const auto divides = [&](int64_t bytes) {  // whether rows start and end at multiples of `bytes`
     return rows_divide(bytes, call.din * kSize, {call.dout * kSize, call.x_stride * kSize, call.grad_stride * kSize},
                        {call.x, call.grad});
   };
