@@ -1,6 +1,6 @@
-// k-winner-take-all. A row is read once and stays in registers (kwta_row.h), except for the longest rows. The threshold
-// between its k largest elements and the others is found by counting, starting from that of a Gaussian row; then the row
-// is written. A Gaussian row takes three to five counting passes, any row at most 40.
+// k-winner-take-all. A row stays in registers (kwta_row.h); the longest rows are read again in each pass. A pass counts
+// the elements that reach a threshold; the first threshold is that of a Gaussian row. A Gaussian row takes three to
+// five passes, any row at most 40.
 #include <algorithm>
 #include <cmath>
 
@@ -15,8 +15,8 @@ namespace {
 
 enum Ties { kIndex = 0, kStrict = 1, kAll = 2 };
 
-// Passes that interpolate the next threshold, before bisection. The last two try keys 0 and 1 if the threshold can
-// be there, since rows that are not Gaussian may have many zeros.
+// Passes that interpolate the next threshold, before bisection. The last two try keys 0 and 1 if these are still
+// possible, since rows that are not Gaussian may have many zeros.
 constexpr int kGuesses = 8;
 
 struct Problem {
@@ -33,7 +33,7 @@ struct Problem {
   // 4 elements.
   bool aligned;
   float z;        // standard normal quantile of 1 - k / n
-  float spacing;  // of a standard normal row's elements at z: 1 / (n phi(z))
+  float spacing;  // distance between neighbours near z in a sorted standard normal row
 };
 
 // Winners are the elements with key >= above, and the first `needed` of those with key above - 1.
@@ -41,9 +41,9 @@ struct Cut {
   int above, needed, ties;  // ties: number of elements with key above - 1, if needed > 0
 };
 
-// At least k elements reach `low`, at most k reach `high`. Thresholds between them are tried until they are neighbours:
-// then `low` is the k-th largest key, unless exactly k elements reach `high`. Rows of a warp are searched together; in
-// a finished row `low` and `high` remain neighbours.
+// At least k elements reach key `low`, at most k reach `high`. The search ends with high = low + 1: then `low` is the
+// k-th largest key, unless exactly k elements reach `high`. Rows of a warp are searched together; a finished row keeps
+// high = low + 1.
 template <class T, class R, class Team>
 __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem& p) {
   using Order = Key<T>;
@@ -84,15 +84,15 @@ __device__ Cut find_cut(const R& row, Team& team, float2 moments, const Problem&
   return {high, p.ties == kIndex ? needed : 0, low_count - high_count};
 }
 
-// The ties of a resident row that win, for the chunks of this thread, after one exchange of the team. The counts of
-// two chunks share a 32-bit word: a chunk of all threads has at most 8192 elements.
+// The ties (elements with key above - 1) that win in this thread's chunks of a resident row. The counts of two chunks
+// share a 32-bit word: a chunk of all threads has at most 4096 elements.
 template <int CHUNKS>
 struct ThreadTies {
   static constexpr int kPairs = (CHUNKS + 1) / 2;
   static_assert(CHUNKS <= 32);
 
-  uint32_t all = 0;           // bit c: all ties of chunk c win
-  int partly = -1, left = 0;  // the chunk in which some ties win, if any, and their number
+  uint32_t all = 0;           // bit c: all of this thread's ties in chunk c win
+  int partly = -1, left = 0;  // chunk in which only some ties of this warp win, and how many of this thread's (if > 0)
 
   template <class Row, class Team>
   __device__ void find(const Row& row, Team& team, uint32_t above, uint32_t tied, int needed) {
@@ -120,7 +120,7 @@ struct ThreadTies {
   }
 };
 
-// The first `count` of the flags that are set.
+// The lowest `count` of the set flags.
 __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   uint32_t taken = 0;
   for (; flags && count > 0; count--) {
@@ -130,8 +130,8 @@ __device__ __forceinline__ uint32_t first_flags(uint32_t flags, int count) {
   return taken;
 }
 
-// The winners among this thread's elements of the edges: ties of the head come first, those of the tail last. Subtracts
-// the ties of the head from `needed`.
+// Sets `chosen` to masks of the winners among this thread's elements of the edges. Ties of the head win first, ties of
+// the tail last. Subtracts the ties of the head from `needed`.
 template <class R, class Team>
 __device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t above, uint32_t tied, int& needed,
                              uint32_t (&chosen)[R::kEdgeWords]) {
@@ -164,7 +164,7 @@ __device__ void select_edges(const R& row, Team& team, const Cut& cut, uint32_t 
   }
 }
 
-// Writes the edges. Returns flags of their winners, for head and tail.
+// Writes the edges. Returns flags of the winners for `bits`: x for the head, y for the tail.
 template <class R, class Team>
 __device__ uint2 write_edges(const R& row, const Team& team, const uint32_t (&chosen)[R::kEdgeWords], int64_t index,
                              const Problem& p) {
@@ -210,7 +210,7 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
     if (team.any(needed > 0)) ties.find(row, team, above, tied, needed);
   }
 
-  int first = 0;  // position of the team's first thread
+  int first = 0;  // position of chunk c in the team's first thread
 #pragma unroll
   for (int c = 0; c < row.chunks(); c++, first += row.size * kVector) {
     if (first >= ((p.n + 31) & ~31)) break;  // the bits of a row are whole words
@@ -219,7 +219,7 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
     uint32_t words[kWords], chosen[kWords];
     row.chunk(c, words);
     uint32_t threshold = above;
-    int partly = 0;  // number of this thread's ties that win, if some of the chunk do not
+    int partly = 0;  // number of this thread's ties that win, unless all or none do
     if constexpr (R::kResident) {
       if (ties.all >> c & 1) threshold = tied;
       else if (ties.partly == c) partly = ties.left;
@@ -243,7 +243,7 @@ __device__ void write_row(Row<T, CHUNKS, EDGES>& row, Team& team, Cut cut, int64
         write_flags<kVector>(reinterpret_cast<uint8_t*>(bits), winners, position, (row.n + 31) & ~31);
       } else {
         shifted.template put<kVector>(winners, position);
-        // Writes the words that are complete. The word of the tail is written in `finish`.
+        // A ring is emptied of complete words; `finish` writes the word of the tail.
         const int last = row.frame.head + row.frame.middle;
         if constexpr (RING > 0) shifted.drain(bits, min((first + row.size * kVector) / 32 - 1, last / 32), team);
       }
@@ -284,23 +284,22 @@ __device__ void kwta_row(int64_t index, Team team, Exchange<float2>* sums, uint3
   write_row<RING>(row, team, cut, index, shared, p);
 }
 
-constexpr int kThreads = 256;       // of a block, if a warp or a part of it holds a row
-constexpr int kElements = 32;       // of a row in a thread's registers, in float32
-constexpr int kLongest = 16384;     // longest row of which an SM holds several (one if float32 with edges)
-constexpr int kLongThreads = 1024;  // of a block for rows that registers cannot hold, which are read again in each pass
+constexpr int kThreads = 256;       // of a block in which a row has a warp or a part of one
+constexpr int kElements = 32;       // float32 elements that a thread holds in registers
+constexpr int kLongest = 16384;     // elements that kMaxThreads threads hold
+constexpr int kLongThreads = 1024;  // of a block whose row does not fit in registers
 
-// Elements of a row in a thread: 32 registers of them.
+// Elements that a thread holds, in 32 registers.
 template <class T>
 constexpr int kMostElements = sizeof(T) == 2 ? 2 * kElements : kElements;
 template <class T>
 constexpr int kMaxThreads = kLongest / kMostElements<T>;
 
-// Elements of each edge in a thread, if THREADS threads hold the row.
+// Elements of each edge that a thread holds, if THREADS threads share the row.
 template <class T, bool WHOLE, int THREADS>
 constexpr int kEdgeElements = WHOLE ? 0 : 16 / sizeof(T) > THREADS ? 16 / sizeof(T) / THREADS : 1;
 
-// LANES threads hold a row, each as many elements as a thread of a long row: few threads execute the instructions of a
-// pass that do not count.
+// LANES lanes hold a row, ELEMENTS elements each: with fewer lanes, fewer pay the fixed cost of a pass.
 template <class T, bool WHOLE, int ELEMENTS, int LANES>
 __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   const int64_t thread = int64_t(blockIdx.x) * kThreads + threadIdx.x;
@@ -314,8 +313,8 @@ __global__ void __launch_bounds__(kThreads, 2) kwta_warp_kernel(Problem p) {
   kwta_row<0, T, kChunks, kEdgeElements<T, WHOLE, LANES>>(thread / LANES, Team<LANES>{}, nullptr, flags, p);
 }
 
-// With 64 registers a thread, two blocks of 512 threads fit on an SM; with 85, three of 256. Rows with edges need more
-// than 64. A row of more than kLongest elements takes a whole SM.
+// Blocks per SM: three of 256 threads for 16 bits (80 registers a thread), two of 512 for float32 (64). Float32 rows
+// with edges need more than 64 registers: one block. A row of more than kLongest elements takes a whole SM.
 template <class T, bool WHOLE, int ELEMENTS, int THREADS>
 __global__ void __launch_bounds__(THREADS, THREADS > kMaxThreads<T> ? 1 : sizeof(T) == 2 ? 3 : WHOLE ? 2 : 1)
     kwta_block_kernel(Problem p) {
@@ -340,7 +339,7 @@ cudaError_t launch_warps(const Problem& p, cudaStream_t stream) {
 template <class T, bool WHOLE>
 cudaError_t launch_rows(const Problem& p, cudaStream_t stream) {
   constexpr int kMost = kMostElements<T>;
-  const int n = p.n & -static_cast<int>(16 / sizeof(T));  // elements in whole vectors, at most
+  const int n = p.n & -static_cast<int>(16 / sizeof(T));  // elements of the middle, at most
   if (n <= kMost * 2) return launch_warps<T, WHOLE, kMost, 2>(p, stream);
   if (n <= kMost * 4) return launch_warps<T, WHOLE, kMost, 4>(p, stream);
   if (n <= kMost * 8) return launch_warps<T, WHOLE, kMost, 8>(p, stream);
@@ -384,7 +383,6 @@ cudaError_t launch_rows(Problem p, cudaStream_t stream) {
 constexpr int kBackwardThreads = 256, kBackwardVectors = 4;
 constexpr int64_t kBackwardBlocks = 1024;  // most blocks for one row; a grid allows 65535 in y
 
-// A thread takes kBackwardVectors vectors of a row at a time, blockDim.x apart.
 template <class Bits, bool WHOLE>
 __global__ void __launch_bounds__(kBackwardThreads)
     kwta_bwd_kernel(const Bits* grad,  // (rows, n)
@@ -392,7 +390,7 @@ __global__ void __launch_bounds__(kBackwardThreads)
                     const uint32_t* bits,  // (rows, ceil(n / 32))
                     Bits* dx,              // (rows, n)
                     int64_t rows, int n,
-                    bool aligned) {  // rows of grad and dx have the same offset from a 16-byte vector
+                    bool aligned) {  // rows of grad and dx have the same offset from a multiple of 16 bytes
   using Order = KeyOrder<8 * sizeof(Bits)>;
   constexpr int kVector = 16 / sizeof(Bits);
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -447,7 +445,7 @@ cudaError_t launch_bwd(const void* grad, int64_t grad_stride, const int32_t* bit
                static_cast<Bits*>(dx), rows, static_cast<int>(n), aligned, stream);
 }
 
-constexpr int64_t kMaxRow = int64_t(1) << 30;  // elements: positions in a row, and up to a block past its end, are ints
+constexpr int64_t kMaxRow = int64_t(1) << 30;  // elements: a position a block past the end still fits an int
 
 }  // namespace
 

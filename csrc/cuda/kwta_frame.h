@@ -1,5 +1,5 @@
-// The 16-byte vectors of memory in which k-winner-take-all reads and writes a row. The middle of a row is its whole
-// vectors; its edges are up to kVector - 1 elements before the middle (head) and behind it (tail).
+// k-winner-take-all reads and writes a row in vectors of 16 bytes. The middle of a row is its whole vectors, aligned to
+// 16 bytes; its edges are up to kVector - 1 elements before the middle (head) and after it (tail).
 #pragma once
 
 #include "moe/vector.cuh"
@@ -23,14 +23,13 @@ struct Frame {
     }
   }
 
-  // Element i of an edge, 0 for the head and 1 for the tail: its position in the row, or -1 if there is none.
+  // The position in the row of element i of the head (side 0) or tail (side 1); -1 if there is none.
   __device__ int edge(int side, int i) const {
     return side == 0 ? (i < head ? i : -1) : (i < tail ? head + middle + i : -1);
   }
 };
 
-// Reads vector number `vector` of those that start at `from`. `aligned`: `from` is at a multiple of 16 bytes, which need
-// not be so if tensors have different offsets.
+// Reads vector number `vector` from `from` on. `aligned`: `from` is at a multiple of 16 bytes.
 template <class Bits>
 __device__ void read_vector(const Bits* from, int vector, bool aligned, uint32_t (&words)[4]) {
   constexpr int kPerWord = 4 / sizeof(Bits);
@@ -62,7 +61,7 @@ __device__ void write_vector(Bits* to, int vector, bool aligned, const uint32_t 
 // Bytes of 0 or 1: byte i of the result is bit i of flags, for i < 4.
 __device__ __forceinline__ uint32_t spread_flags(uint32_t flags) { return (flags & 0xfu) * 0x00204081u & 0x01010101u; }
 
-// Writes the bytes of a vector's mask. `aligned`: as words of four bytes.
+// Writes the mask of a vector, a byte for each element. `aligned`: in words of four bytes.
 template <int VECTOR>
 __device__ __forceinline__ void write_mask(uint8_t* to, bool aligned, uint32_t winners) {
 #pragma unroll
@@ -77,28 +76,27 @@ __device__ __forceinline__ void write_mask(uint8_t* to, bool aligned, uint32_t w
   }
 }
 
-// Writes the flags of a vector's winners from bit `bit` of `bytes` on, unless bit >= end. Neighbouring lanes must have
-// neighbouring vectors: if VECTOR is 4, the flags of two fill a byte, which the lower lane writes.
+// Writes the flags of a vector's winners from bit `bit` of `bytes` on, unless bit >= end. If VECTOR is 4, a byte has
+// the flags of two vectors: neighbouring lanes must have neighbouring vectors, and the lower lane writes.
 template <int VECTOR>
 __device__ __forceinline__ void write_flags(uint8_t* bytes, uint32_t winners, unsigned bit, unsigned end) {
   if constexpr (VECTOR == 4) winners |= __shfl_down_sync(kAllLanes, winners, 1) << 4;
   if (bit % 8 == 0 && bit < end) bytes[bit / 8] = static_cast<uint8_t>(winners);
 }
 
-// Number of words for the flags of ELEMENTS elements and of a head before them, and one word that is read behind them.
+// Words for the flags of a head and ELEMENTS elements, and one word more that `drain` reads.
 template <int ELEMENTS>
 constexpr int kBitsWords = (ELEMENTS + 31) / 32 + 2;
 
-// The bits of a row with edges, collected in shared memory: the flags of the head are at the end of byte 0, those of the
-// vectors start at byte 1. Words of the output start `shift` bits behind the start of shared memory. There is room for
-// the row, or, in a ring of RING words, for four turns; in a turn every thread puts one vector. Each thread writes out
-// some of the words.
+// The flags of a row with edges, collected in shared memory. The head's flags are the last bits of byte 0, the vectors'
+// flags start at byte 1. So the row starts at bit `shift`. With RING = 0 shared memory holds the whole row, else a ring
+// of RING words with the flags of four vectors of every thread.
 template <int RING>
 struct ShiftedBits {
   uint32_t* words;
   int shift, drained = 0;
 
-  // i modulo the size of the ring; each: units of i in a word, such as 4 bytes or 32 bits.
+  // i modulo the size of the ring. each: units of i in a word (4 for bytes, 32 for bits).
   __device__ static unsigned in_ring(unsigned i, int each) { return RING ? i % (RING * each) : i; }
   __device__ uint8_t& byte(int i) { return reinterpret_cast<uint8_t*>(words)[in_ring(i, 4)]; }
 
@@ -113,7 +111,7 @@ struct ShiftedBits {
     write_flags<VECTOR>(reinterpret_cast<uint8_t*>(words), winners, bit, bit + 1);
   }
 
-  // Writes words up to `end`, whose flags are complete.
+  // Writes the words before `end`, whose flags must be complete.
   template <class Team>
   __device__ void drain(uint32_t* bits, int end, const Team& team) {
     team.sync();
@@ -123,8 +121,8 @@ struct ShiftedBits {
     drained = end;
   }
 
-  // After vectors with `put` elements, some of them past the middle: adds zeros behind their flags, and the flags of
-  // the tail behind those of the middle. Then writes all words that are left.
+  // Adds the tail's flags after those of the middle, and zeros up to the last word; writes all words that are left.
+  // put: elements of the vectors put so far, also past the middle.
   template <class Team>
   __device__ void finish(uint32_t* bits, int put, int middle, uint32_t tail, int n, const Team& team) {
     const int end = (n + 31) / 32;

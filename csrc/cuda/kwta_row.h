@@ -1,6 +1,6 @@
-// A thread's part of a row of k-winner-take-all, and how it counts. Elements are kept as in memory and compared as
-// floating-point numbers, two of 16 bits an instruction. A row that this does not suit (with a NaN, see Plain) is
-// converted to ordered integers (moe/keys.cuh). A word is 32 bits, of one or two elements.
+// A thread's part of a row of k-winner-take-all. Elements of a plain row (see Plain) are kept as in memory and compared
+// as floating-point numbers, two of 16 bits an instruction. Other rows are converted to ordered integers
+// (moe/keys.cuh). A word is 32 bits, of one or two elements.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +13,8 @@
 namespace moe {
 namespace {
 
-// The threads that hold one row: LANES of a warp, whose other lanes hold other rows, or a block, for which LANES is 0.
-// All lanes of a warp call each function together.
+// The threads that hold one row: LANES lanes of a warp, or a block if LANES is 0. All lanes of a warp call each
+// function together.
 template <int LANES>
 struct Team {
   static constexpr bool kBlock = LANES == 0, kShared = LANES > 0 && LANES < kWarpSize;
@@ -70,7 +70,8 @@ struct Team {
     return warp_sum(lane < rank / kWarpSize ? warp_total : 0) + inclusive - value;
   }
 
-  // Sums of several values: over this warp's lanes (values), over the warps before it, and over all. A team calls it once.
+  // Sums several values: over the row's lanes in this warp (`values`), over earlier warps (`before`), and over the row
+  // (`total`). A team calls it at most once: a second call could overwrite `slots` too early.
   template <int COUNT>
   __device__ void share(uint32_t (&values)[COUNT], uint32_t (&before)[COUNT], uint32_t (&total)[COUNT]) {
 #pragma unroll
@@ -92,9 +93,9 @@ struct Team {
   }
 };
 
-// Comparisons of the elements of a register with a threshold, without conversion to keys: -0 equals 0, and a comparison
-// with a NaN is false. The bits of bfloat16 are compared as float16, which gives the same order; values beyond 2^121
-// would be NaN there, so rows with such values are not plain. `check` sums a row's numbers: NaN if one of them is.
+// Compares elements with a threshold as floating-point numbers: -0 equals 0, and a comparison with a NaN is false. Bits
+// of bfloat16 are compared as float16: the order is the same up to 2^121, and larger values are NaN. `check` adds
+// elements to `found`; the sum is NaN, and the row is not plain, if an element is NaN (or if infinities cancel).
 template <class T>
 struct Plain {
   static constexpr int kInfinity = 0x7c00;  // keys of plain rows are between -kInfinity and kInfinity
@@ -116,9 +117,9 @@ struct Plain<float> {
   __device__ static bool is_plain(uint32_t found) { return __uint_as_float(found) == __uint_as_float(found); }
 };
 
-// A row. Chunk c of a thread is a vector of the row's middle, next to chunk c of the team's next thread. With CHUNKS > 0
-// all of a thread's elements stay in registers; with 0 they are read again in each pass. The edges stay in registers: a
-// thread has EDGES elements of each; with 0 there are none.
+// Chunk c of thread `rank` is vector c * size + rank of the row's middle. With CHUNKS > 0 chunks stay in registers;
+// with 0 they are read again in each pass. Edges stay in registers, EDGES elements of each in a thread; with 0 there
+// are none.
 template <class T, int CHUNKS, int EDGES>
 struct Row {
   using Order = Key<T>;
@@ -130,7 +131,7 @@ struct Row {
   const Bits* x;  // (n)
   Frame<Bits, kEdges> frame;
   int n, rank, size;
-  bool plain = true;  // same in all threads: registers hold elements, NaN outside the row; else keys, 0 outside the row
+  bool plain = true;  // registers hold elements, NaN outside the row; if false, keys, 0 outside the row
   uint32_t resident[kResident ? CHUNKS : 1][kWords];
   uint32_t edges[kEdgeWords];
 
@@ -143,7 +144,7 @@ struct Row {
   }
   // The first element of a chunk, counted from the start of the row's middle.
   __device__ int position(int chunk) const { return (chunk * size + rank) * kVector; }
-  // Makes the compiler compute positions again: kept from one loop over the chunks to the next, each would take a register.
+  // Makes the compiler compute positions again in each loop over the chunks, instead of keeping each in a register.
   __device__ void recompute_positions() {
     recompute(rank);
     recompute(size);
@@ -171,7 +172,7 @@ struct Row {
     return kPerWord == 1 ? bits : (bits & 0xffffu) << 16 * (i % kPerWord);
   }
 
-  // Writes NaN outside the row, which never reaches a threshold.
+  // Writes NaN, which reaches no threshold, outside the row.
   __device__ void fill_outside(int position, uint32_t (&words)[kWords]) const {
     if (position < frame.middle) return;
 #pragma unroll
@@ -193,7 +194,7 @@ struct Row {
     }
   }
 
-  // Adds the elements of a word and their squares. The first word of each four is enough for a first guess.
+  // Called with the first word of each chunk: that sample is enough for a first guess.
   __device__ static void add_moments(uint32_t word, float2& moments) {
 #pragma unroll
     for (int i = 0; i < kPerWord; i++) {
@@ -204,7 +205,8 @@ struct Row {
   }
   __device__ int sampled() const { return max(frame.middle / kWords, 1); }  // number of elements in the moments
 
-  // Reads the row. Returns the moments of this thread's elements, with x = NaN if they are not plain.
+  // Reads the row. Returns sums of this thread's sampled elements and their squares; x is NaN if any element is not
+  // plain.
   __device__ float2 read_moments() {
     float2 moments = {0.0f, 0.0f};
     uint32_t found = 0;
@@ -276,13 +278,12 @@ struct Row {
     }
   }
 
-  // A register with the threshold that has this key in each element.
+  // A word with the threshold of this key in each element.
   __device__ uint32_t threshold(int key) const {
     return Order::in_each(plain ? Order::bits(key) : Order::kZero + key);
   }
 
-  // Adds the comparisons of the words to `total`, from which `counted` then computes how many elements reach the
-  // threshold.
+  // `counted` turns the total of add_count into the number of elements that reach the threshold.
   template <bool PLAIN, int COUNT>
   __device__ static int add_count(const uint32_t (&words)[COUNT], uint32_t threshold, int total) {
 #pragma unroll

@@ -12,7 +12,7 @@
 
 namespace moe {
 
-// k-winner-take-all: y = values for elements with x among the k largest of the row, else +0.
+// k-winner-take-all: y = values where x is among the k largest of its row, else +0.
 cudaError_t kwta_fwd(int dtype,
                      const void* x,  // (rows, n), last dimension contiguous
                      int64_t x_stride,    // elements from row to row
@@ -23,10 +23,10 @@ cudaError_t kwta_fwd(int dtype,
                      uint8_t* mask,  // (rows, n) of 0 and 1, or nullptr
                      int64_t rows, int64_t n, int64_t k,
                      int ties,  // 0 index, 1 strict, 2 all
-                     float z,   // standard normal quantile of 1 - k / n, from which the search for the threshold starts
+                     float z,   // standard normal quantile of 1 - k / n, for the first guess of the threshold
                      cudaStream_t stream);
 
-// dx = grad if the bit is set, else +0, also if grad is NaN or inf.
+// dx = grad if the bit is set, else +0 (also for grad of NaN or inf).
 cudaError_t kwta_bwd(int element_size,      // 2 or 4 bytes
                      const void* grad,      // (rows, n), last dimension contiguous
                      int64_t grad_stride,   // elements from row to row
@@ -34,7 +34,7 @@ cudaError_t kwta_bwd(int element_size,      // 2 or 4 bytes
                      void* dx,              // (rows, n) contiguous
                      int64_t rows, int64_t n, cudaStream_t stream);
 
-// The k largest logits of a token in descending order, equal ones by the lower expert, and a softmax.
+// The k largest logits of a token in descending order, of equal logits the lower expert first, and a softmax.
 cudaError_t topk_gate_fwd(int dtype,
                           const void* logits,  // (T, E), last dimension contiguous
                           int64_t stride,      // elements from token to token
@@ -54,7 +54,7 @@ cudaError_t topk_gate_bwd(int dtype,
                           void* dlogits,           // (T, E) contiguous
                           int64_t tokens, int64_t num_experts, int64_t k, cudaStream_t stream);
 
-// The routing plan: the row of every request (a token's choice) among those of its expert. Three launches.
+// The routing plan: a row for every request (a token's choice of an expert) up to the expert's capacity.
 cudaError_t make_plan_fwd(int index_size,        // 4 or 8 bytes
                           const void* experts,   // (T, K) contiguous; ids outside [0, E) are no choice
                           const int64_t* visit,  // (T) tokens in visiting order, or nullptr: 0, 1, ...
@@ -136,7 +136,7 @@ cudaError_t sinkhorn_bwd(int dtype,
 // out_r = act(x_r W_e + b_e) for the rows r of expert e, zeros from row expert_offsets[E] on. Gated activations:
 // act(gate) * linear, where a row of x W + b is gates, then linear parts.
 cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16, as all of grouped GEMM
-                             const void* x,              // (R, Din), or (T, Din) with row_token; last one contiguous
+                             const void* x,              // (R, Din), or (T, Din) with row_token; Din contiguous
                              int64_t x_stride,           // elements from row to row
                              const int32_t* row_token,   // (R), -1 for zeros; or nullptr
                              const void* weight,         // (E, Din, Dout), Dout contiguous; transposed: Din
@@ -151,7 +151,7 @@ cudaError_t grouped_gemm_fwd(int dtype,                  // bfloat16 or float16,
                              void* pre,                  // (R, Dout) contiguous: x W + b; or nullptr
                              int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout, cudaStream_t stream);
 
-// dW_e = sum over the rows of expert e of x_r^T grad_r, and db_e = sum of row_weight_r grad_r; zeros if it has no rows.
+// Over the rows r of expert e: dW_e = sum of x_r^T grad_r, db_e = sum of row_weight_r grad_r.
 cudaError_t grouped_gemm_bwd_weight(int dtype,
                                     const void* x,        // (R, Din), or (T, Din) with x_token
                                     int64_t x_stride,     // elements from row to row
@@ -166,11 +166,11 @@ cudaError_t grouped_gemm_bwd_weight(int dtype,
                                     int64_t num_rows, int64_t num_experts, int64_t din, int64_t dout,
                                     cudaStream_t stream);
 
-// out_t = sum of the rows of token t, in float32 and in their order; zeros if it has no rows.
+// out_t = sum of the rows of token t, in float32 and in the order of by_token.
 cudaError_t grouped_gemm_sum_rows(int dtype,
                                   const void* rows,              // (R, D), last dimension contiguous
                                   int64_t rows_stride,           // elements from row to row
-                                  const int32_t* by_token,       // (R), rows of token 0 in their order, of token 1, ...
+                                  const int32_t* by_token,       // (R): rows without a token, then of token 0, 1, ...
                                   const int32_t* token_offsets,  // (T + 1) into by_token
                                   void* out,                     // (T, D) contiguous
                                   int64_t tokens, int64_t dim, cudaStream_t stream);
@@ -184,10 +184,11 @@ cudaError_t activation_bwd(int dtype,
                            void* dpre,           // like pre
                            int64_t num_rows, int64_t hidden, cudaStream_t stream);
 
-// With h = act(pre) and a_r = grad_token W_e, which is not stored: dpre = row_weight a act'(pre), weighted = row_weight h,
-// and partial = <h, a> over each 128 columns, the first one plus <b_out_e, grad_token>. Zeros from row expert_offsets[E] on.
+// For a row r of expert e with token t, h = act(pre_r) and a = grad_t W_e: dpre_r = row_weight_r a act'(pre_r),
+// weighted_r = row_weight_r h, and partial_ir = <h, a> over the i-th 128 columns, plus <b_out_e, grad_t> if i = 0.
+// Zeros from row expert_offsets[E] on.
 cudaError_t expert_mlp_bwd_hidden(int dtype,
-                                  const void* grad,          // (T, D), last dimension contiguous
+                                  const void* grad,          // (T, D), or (R, D) without row_token; D contiguous
                                   int64_t grad_stride,       // elements from token to token
                                   const int32_t* row_token,  // (R), -1 for zeros; or nullptr
                                   const void* weight,        // (E, D, H) as in grouped_gemm_fwd
@@ -204,7 +205,7 @@ cudaError_t expert_mlp_bwd_hidden(int dtype,
                                   int64_t num_rows, int64_t num_experts, int64_t dim, int64_t hidden,
                                   cudaStream_t stream);
 
-// partial = sum of squares of rows_r W_e + b_e over each 128 columns.
+// partial_ir = sum of squares of rows_r W_e + b_e over the i-th 128 columns, for the expert e of row r.
 cudaError_t grouped_gemm_norms(int dtype,
                                const void* rows,     // (R, Din), last dimension contiguous
                                int64_t rows_stride,  // elements from row to row

@@ -3,8 +3,8 @@
 //   plan_count_kernel   counts each chunk's requests to each expert
 //   plan_scan_kernel    turns each expert's counts into sums over the chunks before
 //   plan_rank_kernel    goes through the chunks again, tile by tile, and writes each request's row
-// Nothing is sorted, and the only scratch memory is chunks * E counts. Counts use atomic additions in shared memory,
-// since sums of integers do not depend on their order; ranks are computed without atomics.
+// Nothing is sorted, and the only scratch memory is chunks * E counts. Atomics, in shared memory, only add counts: a sum
+// of integers does not depend on the order.
 #include <algorithm>
 
 #include "moe/block.cuh"
@@ -17,8 +17,8 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpSize;
 constexpr int kPerThread = 4;                 // requests that a thread holds in registers
-constexpr int kTile = kThreads * kPerThread;  // requests of a tile: 32768 x 8 are 256 tiles, two for each SM of an H100
-constexpr int kWindow = 1024;                 // most experts that a block counts, in up to 40 KiB; more take more blocks
+constexpr int kTile = kThreads * kPerThread;  // requests of a tile: 32768 x 8 are 256 tiles, two for most SMs of an H100
+constexpr int kWindow = 1024;                 // most experts that a block counts, in up to 40 KiB of shared memory
 constexpr uint32_t kNoExpert = 0xffffffffu;
 
 // Requests, numbered in visiting order.
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) plan_count_kernel(Requests<Index> re
   for (uint32_t e = threadIdx.x; e < window.width; e += kThreads) counts[e] = count[e];
 }
 
-// Replaces each count by the sum over the chunks before. Each lane takes one expert, and each warp some of the chunks.
+// Replaces each count by the sum over earlier chunks. A lane takes one expert, a warp some of the chunks.
 __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
     plan_scan_kernel(int32_t* counts,     // (chunks, E)
                      int32_t* requested,  // (E)
@@ -137,9 +137,9 @@ struct Plan {
   int32_t capacity, rows;    // rows: R
 };
 
-// The first row of every expert: sums of the kept requests over the experts before it. Each block computes all E again,
-// which takes less time than another launch; the first block writes them to the plan, with `kept` and `dropped`.
-// offset[e] receives the first row of expert e of the window. Returns the number of rows in use.
+// Computes the first row of every expert: the sum of kept requests over earlier experts. Every block computes all E,
+// which takes less time than another launch; the first block writes expert_offsets, kept and dropped. offset[i]
+// receives the first row of expert i of the window. Returns the number of rows in use.
 __device__ int32_t scan_experts(const Plan& plan, const Window& window, int num_experts, int32_t* offset) {
   SHARED(Exchange<int>, sums, );
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads)
   const Window window(requests.num_experts);
   DYNAMIC_SHARED(int32_t, shared);
   int32_t* const slots = shared;                               // (kWarps, width) a warp's requests, then its next slot
-  int32_t* const next = shared + kWarps * window.width;        // (width) next slot of an expert, for the tile
+  int32_t* const next = shared + kWarps * window.width;        // (width) next slot of an expert
   int32_t* const offset = next + window.width;                 // (width) first row of an expert
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   int32_t* const slot = slots + warp * window.width;

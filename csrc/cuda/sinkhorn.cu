@@ -1,25 +1,20 @@
-// Sinkhorn's iteration (definition: python_ref/sinkhorn.py; backward: the equations of ops/sinkhorn.py). Depending on n,
-// a matrix stays in the registers of one thread, of part of a warp, of a warp or of a block for the whole solve; a larger
-// one is read from memory in every half step (sinkhorn_streamed.h). There are two forms:
-// * scaled: k = exp((S - row maximum) / tau) is computed once and then scaled by vectors, P = diag(u) k diag(v);
-//   cheaper, but the range of S / tau must allow it;
-// * logarithmic: potentials in units of scores, in double, with exp of differences in every step; always possible, also
-//   with prescribed sums or a tolerance.
+// Sinkhorn's iteration on scores S (definition: python_ref/sinkhorn.py; backward: ops/sinkhorn.py). Up to n = 64 a matrix
+// stays in the registers of a thread, of lanes of a warp or of a block; a larger one is read from memory in every half
+// step (sinkhorn_streamed.h). There are two forms:
+// * scaled: k = exp((S - row maximum) / tau) is computed once and scaled by vectors, P = diag(u) k diag(v). Cheaper, but
+//   needs one tau, rows of small range, and neither prescribed sums nor a tolerance.
+// * logarithmic: potentials in units of scores, in double, with exp of differences in every step. Always possible.
 //
-// Each form is a kernel of its own, so that the scaled one does not need the registers of the other. The scaled kernel
-// runs first and sets a flag for each matrix, 1 if it needs the logarithmic form; the logarithmic kernel, launched next,
-// returns at once for matrices with flag 0. For streamed matrices, one kernel has both forms forward; backward has only the
-// logarithmic form.
+// Up to n = 64 each form is a kernel of its own, so that the scaled one needs fewer registers. The scaled kernel runs
+// first and sets a flag for each matrix, 1 if the matrix needs the logarithmic form. The logarithmic kernel returns at
+// once for matrices with flag 0. Above n = 64 one forward kernel has both forms, and backward is logarithmic.
 //
 // From n = 9 on the scaled form stops early:
-// * Forward: an iteration that changes no bit of v ends the solve, since the next ones would not change any either.
-// * Backward: columns of B and rows of A (see ops/sinkhorn.py) sum to one, so the gradients of potentials shrink from
-//   iteration to iteration: sum |df| <= sum |dg|, and in the next (earlier) one sum |dg| <= sum |df|. The t iterations that
-//   are left add entries of B and A, each at most 1, times numbers whose absolute values sum to at most 2 t sum |dg|. With
-//   w = P * dP, the loop stops once t sum |dg| <= 2^-45 sum |w|, which leaves out less than 6e-14 of sum |w|.
-// Backward is in double and saves v of every iteration, 8 n bytes, and from n = 9 on also u. With only k, or only u and
-// v, or only df and dg in float, up to 8 % of the gradients have a relative error above 1e-5: see
-// backends/triton/_sinkhorn_scaled.py.
+// * Forward: when an iteration changes no bit of v, since later ones would not either.
+// * Backward: sum |dg| never grows on the way back, as columns of B and rows of A (see ops/sinkhorn.py) sum to one. The t
+//   remaining iterations add entries of B and A, each at most 1, times numbers whose sizes sum to at most 2 t sum |dg|.
+//   With w = P * dP, the loop stops once t sum |dg| <= 2^-45 sum |w|, which leaves out less than 6e-14 of sum |w|.
+// The scaled backward is in double; _sinkhorn_scaled.py of backends/triton gives the errors with factors in float.
 #include "moe/launch.cuh"
 #include "ops.h"
 #include "sinkhorn_streamed.h"
@@ -28,7 +23,7 @@
 namespace moe {
 namespace {
 
-// A flag for each matrix, 1 if it needs the logarithmic form, in the last 8 bytes of its scratch memory.
+// The flag of each matrix, in the last 8 bytes of its scratch memory.
 struct Flags {
   char* last;      // those 8 bytes of the first matrix; null: all matrices need the logarithmic form
   int64_t stride;  // bytes from matrix to matrix
@@ -48,7 +43,6 @@ __device__ void fill(typename Team::Tile& tile, float value) {
   }
 }
 
-// Sets the flag of a matrix, in the scaled kernel. Returns `form`.
 template <class Team>
 __device__ Form flag_form(const Team& team, const Form form, const Flags& flags) {
   if (team.row == 0 && team.column == 0) flags.put(team.matrix, form == Form::logarithmic);
@@ -115,7 +109,6 @@ struct History {
   const Team& team;
   int n;
 
-  // Only the first thread of each column (put), or of each row (put_rows), writes.
   __device__ void put(int64_t t, int which, const double (&values)[Team::kTileColumns]) const {
     if (team.row > 0) return;
 #pragma unroll
@@ -153,9 +146,8 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
     if (!changed || last == iterations - 1) break;
   }
   team.sync();
-  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. They start from dP (`grad`). Back through an
-  // iteration that computed u, then v: y = dg v, x = u (df - u (k y)), h += u y^T + x before^T, and then df = 0 and
-  // dg = -before (k^T x), where `before` is v before the iteration.
+  // dS = k * h / tau. df and dg are the gradients to -log u and -log v. A step back through an iteration that computed
+  // u from `before`, then v: y = dg v, x = u (df - u (k y)), h += u y^T + x before^T, df = 0, dg = -before (k^T x).
   double h[Team::kTileRows][Team::kTileColumns], df[Team::kTileRows], dg[Team::kTileColumns] = {}, whole = 0;
 #pragma unroll
   for (int a = 0; a < Team::kTileRows; a++) {
@@ -177,7 +169,7 @@ __device__ void scaled_backward(Team& team, typename Team::Tile& tile, const typ
       y[b] = dg[b] * s.v[b], dg[b] = 0;
       s.v[b] = t > 0 ? history.get(min(t - 1, last), 1, b) : 1.0;
     }
-    // For small matrices u is computed again: at n = 4, saving it too would double the bytes read and written.
+    // For small matrices u is computed again: saving u as well as v would double the bytes of the history.
     if constexpr (!Team::kEarly) s.rows(team);
 #pragma unroll
     for (int a = 0; a < Team::kTileRows; a++) {

@@ -1,5 +1,5 @@
-// Matrices too large for registers: one block for each, which reads the matrix from memory (mostly the L2 cache) in every
-// half step. A warp takes every `warps`-th row; sums along columns are combined in shared memory.
+// Sinkhorn's iteration on matrices too large for registers. A block reads its matrix from memory (mostly the L2 cache)
+// in every half step. A warp takes every `warps`-th row; sums along columns are combined in shared memory.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ class Streamed {
         g(f + n), anchor(g + n), logs(anchor + n), df(logs + n), dg(df + n), partial(dg + n), sums(all.of(blockIdx.x, n)),
         scores_(scores), start_(int64_t(blockIdx.x) * scores.stride_batch) {}
 
-  // Warps are limited by the shared memory for their partial sums: at n = 1024, 16 on sm_90, 14 on sm_80, 6 on sm_86.
+  // Shared memory for `partial` limits the number of warps: at n = 1024, 16 on sm_90, 14 on sm_80, 6 on sm_86.
   static int threads(int64_t n) {
     const int64_t warps = shared_memory_limit() / (n * 8) - kVectors;
     return static_cast<int>(std::min<int64_t>(warps, kStreamThreads / kWarpSize)) * kWarpSize;
@@ -92,7 +92,7 @@ class Streamed {
     return __syncthreads_or(logarithmic) ? Form::logarithmic : Form::scaled;
   }
 
-  // Computes the potential of row i from g, as anchor (`most`) and logarithm; see Potentials.
+  // Computes the potential of row i from g, as anchor (`most`) and logarithm (`log_sum`); see Potentials.
   template <class T>
   __device__ void row(int i, double inv_tau, double& most, double& log_sum) const {
     most = -infinity();
@@ -103,15 +103,14 @@ class Streamed {
     log_sum = log_of(sums.per_row(along_row(total, Add()), i));
   }
 
-  // Before the first iteration.
   __device__ void init() const {
     clear(partial + warp * n, -double(infinity()));
     for (int j = threadIdx.x; j < n; j += blockDim.x) f[j] = g[j] = anchor[j] = logs[j] = 0;
     __syncthreads();
   }
 
-  // One iteration: f, then anchor, logs and g. If the sums are within the tolerance, these stay as they were, and it
-  // returns false. Before a call, and after one that returned true, elements of `partial` are -inf.
+  // One iteration: computes f, then anchor, logs and g. If the sums were within the tolerance already, returns false
+  // and keeps all four. `partial` must be -inf before a call, and is after a call that returned true.
   template <class T>
   __device__ bool iterate(double tau, bool first) const {
     const double inv_tau = 1 / tau;
@@ -157,8 +156,8 @@ class Streamed {
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // Whether a sum of this thread's columns of exp(scores / tau), before any iteration, is off by more than the
-  // tolerance. A column of -inf counts as right.
+  // Whether one of this thread's columns of exp(scores / tau) has a sum that is off by more than the tolerance. Columns
+  // of -inf alone do not count.
   __device__ bool columns_off(double inv_tau) const {
     bool off = false;
     for (int j = threadIdx.x; j < n; j += blockDim.x) {
@@ -174,7 +173,7 @@ class Streamed {
   int64_t start_;
 };
 
-// P = diag(u) k diag(v). k (n, n) is in memory; each element is read only by the thread that wrote it.
+// The scaled form. k (n, n) is in memory; each element is read only by the thread that wrote it.
 __device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float* k, void* p, int dtype, int64_t start) {
   float *const u = reinterpret_cast<float*>(s.f), *const v = reinterpret_cast<float*>(s.g);
   float *const partials = reinterpret_cast<float*>(s.partial), *const mine = partials + s.warp * s.n;
@@ -202,7 +201,7 @@ __device__ void scaled_streamed(const Streamed& s, const Cooling& cooling, float
       const float next = reciprocal(total);
       changed |= next != v[j], v[j] = next;
     });
-    if (!__syncthreads_or(changed)) break;  // the next iterations would not change a bit either
+    if (!__syncthreads_or(changed)) break;
   }
   s.for_rows([&](int i) {
     s.for_columns([&](int j) {
@@ -245,7 +244,7 @@ __global__ void __launch_bounds__(kStreamThreads, 1)
   const Streamed s(shared, scores, sums, n);
   const int64_t start = int64_t(blockIdx.x) * n * n;
   const bool broken = s.form(cooling, 0) == Form::broken;
-  // Each element is written here by the thread that changes it below.
+  // The thread that sets an element of drows or dcolumns here also changes it below.
   s.for_rows([&](int i) {
     if (s.lane == 0) s.sums.init_row(i, broken ? NAN : 0.0);
   });

@@ -13,7 +13,7 @@
 namespace moe {
 namespace {
 
-// Largest range (maximum - minimum) of scores / tau within a row for the scaled form: scaling vectors are at most
+// The scaled form needs rows of scores / tau with a smaller range (maximum - minimum). Scaling vectors are at most
 // exp(range), so they and their products are normal numbers.
 constexpr float kFloatRange = 60, kDoubleRange = 300;
 constexpr double kNegligible = 0x1p-45;  // see sinkhorn.cu
@@ -69,7 +69,7 @@ struct Matrices {
   }
 };
 
-// Prescribed sums of rows and columns, their tolerance, and the gradients of those sums.
+// Prescribed sums of rows and columns, their tolerance and their gradients.
 struct Sums {
   const double *rows, *columns;  // (B, n); null: all one, without tolerance and gradients
   double tolerance;              // negative: none
@@ -82,12 +82,12 @@ struct Sums {
   __device__ double per_row(double x, int i) const { return prescribed() && i < n ? x / rows[start + i] : x; }
   __device__ double per_column(double x, int j) const { return prescribed() && j < n ? x / columns[start + j] : x; }
 
-  // Difference from the prescribed sum: of row i, whose sum is `ratio` times that, and of column j, whose sum is `total`.
+  // Difference from the prescribed sum. Row i has `ratio` times its prescribed sum, column j has the sum `total`.
   __device__ double row_error(double ratio, int i) const { return i < n ? rows[start + i] * fabs(ratio - 1) : 0.0; }
   __device__ double column_error(double total, int j) const { return j < n ? fabs(total - columns[start + j]) : 0.0; }
 
-  // Gradients; one thread writes each. f has -tau log(rows), and df is the gradient to f / last tau, so an iteration
-  // subtracts df / rows times tau / last tau.
+  // Gradients; one thread writes each. f contains -tau log(rows), and df is the gradient to f / (last tau). So an
+  // iteration subtracts df / rows times tau / (last tau).
   __device__ void init_row(int i, double d) const {
     if (prescribed() && i < n) drows[start + i] = d;
   }
@@ -111,7 +111,7 @@ class Team {
   static constexpr int kBlock = kThreads <= kWarpSize ? 128 : kThreads, kTeams = kBlock / kThreads;
   static constexpr int kWarps = kThreads <= kWarpSize ? 0 : kThreads / kWarpSize;  // that exchange through shared memory
   static constexpr int kExchange = kWarps ? 2 * kWarps * kN : 1;
-  static constexpr bool kEarly = kN >= 16;  // stops early; a warp of 8 or 32 matrices would run to the last
+  static constexpr bool kEarly = kN >= 16;  // stops early; for smaller n a warp has 8 or 32 matrices, and rarely would
   static_assert(COLUMNS * TILE_COLUMNS == kN && COLUMNS <= kWarpSize);
 
   using Tile = float[TILE_ROWS][TILE_COLUMNS];
@@ -139,7 +139,7 @@ class Team {
     }
   }
 
-  // along_row reduces over the columns of a row, along_columns over the rows of each column. Every thread gets the same bits.
+  // along_row combines the values of a row, along_columns those of each column. All threads get the same bits.
   template <class T, class Combine>
   __device__ T along_row(T value, Combine combine) const {
 #pragma unroll
@@ -181,7 +181,7 @@ class Team {
     return total[0];
   }
 
-  // Whether `value` is true in any thread. Only this warp votes, so `value` must be the same in all rows of threads.
+  // Whether `value` is true in any thread. Only this warp votes, so threads of one column must have the same `value`.
   __device__ bool any(bool value) const { return __any_sync(mask_, value); }
 
   __device__ double largest(double value) {
@@ -245,7 +245,7 @@ class Team {
         if (!(scores[a][b] < infinity())) maxima[1] = 1.0f;
       }
       high = along_row(high, Max()), negated_low = along_row(negated_low, Max());
-      // The range of a row with a forbidden pair is infinite, also if the whole row is forbidden.
+      // A row with a score of -inf has an infinite range, also if all its scores are -inf.
       const float range = negated_low == infinity() ? negated_low : high + negated_low;
       if (row + a < n) maxima[0] = fmaxf(maxima[0], range);
     }
@@ -262,7 +262,7 @@ class Team {
 };
 
 // P = diag(u) k diag(v) with k = exp((S - row maximum) / tau). The exponents are computed in double: in float, k would
-// have an error of 60 units in the last place. Padding has k = 0, u = 0 and v = 0.
+// have an error of 60 units in the last place. Padding has k = 0, u = 0, and, after the first iteration, v = 0.
 template <class T, class Team>
 struct Scaled {
   T k[Team::kTileRows][Team::kTileColumns], u[Team::kTileRows], v[Team::kTileColumns];
@@ -323,8 +323,8 @@ struct Scaled {
 };
 
 // Potentials in units of scores, in two parts: f = row_anchor + tau row_log, g likewise. row_anchor is the maximum of
-// score - g over the row, row_log = log(sum of exp((score - g - row_anchor) / tau) / prescribed sum). They are stored
-// apart because 1 / tau would magnify the rounding of their sum. T: the type in which exponentials are summed.
+// score - g over the row, row_log = log(sum of exp((score - g - row_anchor) / tau) / prescribed sum). The parts are
+// stored apart because 1 / tau would magnify the rounding of f. T: the type in which exponentials are summed.
 template <class T, class Team>
 struct Potentials {
   const Sums& sums;
@@ -333,9 +333,9 @@ struct Potentials {
 
   __device__ explicit Potentials(const Sums& sums) : sums(sums) {}
 
-  // One iteration. If all sums are within the tolerance, f, g and the parts of g stay as they were, and it returns
-  // false. After an iteration the sums of columns are right except for rounding; those of rows follow from the change
-  // of f in the next one.
+  // One iteration. If all sums were within the tolerance already, returns false and keeps f, g and the parts of g. The
+  // change of f gives the row sums before the iteration. Column sums are right, except for rounding, from the second
+  // iteration on.
   __device__ bool iterate(Team& team, const typename Team::Tile& scores, double tau, bool first) {
     double before[Team::kTileRows];
 #pragma unroll
@@ -396,7 +396,7 @@ struct Potentials {
     }
   }
 
-  // An element of the matrix after an iteration's row step (g: that before it), and after its column step.
+  // An element of the matrix after the row step (g is still that of the iteration before), and after the column step.
   __device__ T rows_normalised(float score, int a, int b, double inv_tau) const {
     return share(((score - g[b]) - row_anchor[a]) * inv_tau - row_log[a]);
   }
@@ -404,12 +404,10 @@ struct Potentials {
     return share(((score - f[a]) - column_anchor[b]) * inv_tau - column_log[b]);
   }
 
-  // The logarithm of a sum (divided by the prescribed one), or 0 if it is empty.
   __device__ static double log_of(double total) { return total > 0 ? log(total) : 0.0; }
 
  private:
-  // The largest difference between a column sum of exp(scores / tau), before any iteration, and the prescribed one. A
-  // column of -inf counts as a difference of 0.
+  // The largest difference of a column sum of exp(scores / tau) from the prescribed sum, without columns of -inf alone.
   __device__ double columns_error(Team& team, const typename Team::Tile& scores, double tau) const {
     double total[Team::kTileColumns] = {}, off = 0;
     float high[Team::kTileColumns];

@@ -1,6 +1,6 @@
-// The top-k gate. A warp takes a token and keeps its logits in registers, as integers that order as the logits do. Each
-// choice is a reduction over the warp: the largest logit that is left, of equal ones the lowest expert. For up to 1024
-// experts each logit is read once.
+// The top-k gate. A warp takes a token. For up to 1024 experts it reads each logit once and keeps it in a register, as
+// an integer (Logit). Each choice is a reduction over the warp: the largest logit that is left, of equal logits that of
+// the lowest expert.
 #include <cmath>
 #include <type_traits>
 
@@ -17,8 +17,7 @@ namespace {
 
 constexpr int kTokens = 4;  // tokens of a block, a warp for each
 
-// Ranks: integers that order as the logits do. Negative numbers are mirrored, both zeros are equal (-0 + 0 is +0), and
-// every NaN has the same rank, above all others.
+// A rank is an integer in the order of the logits: -0 and +0 have one rank, and so has every NaN, above all others.
 template <class T>
 struct Logit {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
@@ -38,9 +37,9 @@ struct Logit {
 };
 constexpr int32_t kLowest = INT32_MIN;  // below all ranks
 
-// The ranks of a row. Lane i has SLOTS neighbouring experts (kNeighbours), or, with more than 8 a lane, the experts i,
-// i + 32, ... With SLOTS > 0 ranks stay in registers, with SLOTS = 0 logits are read for every choice. Past the end of
-// the row ranks are those of -inf. They are never chosen: of equal logits the lower expert comes first, and K <= E.
+// The ranks of a row. A lane has SLOTS neighbouring experts if SLOTS is 4 or 8, else every 32nd expert. With SLOTS > 0
+// ranks stay in registers, with SLOTS = 0 logits are read for every choice. Ranks past the end of the row are those of
+// -inf. They are never chosen: of equal logits the lower expert comes first, and K <= E.
 template <class T, int SLOTS>
 struct Ranks {
   using Bits = typename Logit<T>::Bits;
@@ -51,7 +50,7 @@ struct Ranks {
   int num_experts, lane;
   int32_t resident[SLOTS ? SLOTS : 1];
 
-  // vectorized: E is a multiple of 4 and rows are aligned, so that four neighbours may be read as one vector.
+  // vectorized: four neighbours may be read as one vector.
   __device__ Ranks(const Bits* logits, int num_experts, int lane, bool vectorized)
       : logits(logits + (kNeighbours ? SLOTS * lane : lane)), num_experts(num_experts), lane(lane) {
     if constexpr (kNeighbours) {
@@ -100,11 +99,11 @@ struct alignas(8) Choice {
 };
 
 // Packed, Sorted and Searched give the choices of a row, best first. In Packed and Sorted each lane sorts its own logits;
-// next() takes the best of the 32 heads, and removes it from that lane's list. One lane writes each choice as a Kept,
-// which choice() decodes.
+// next() takes the best of the 32 first elements and removes it from its list. One lane writes the choice as a Kept, which
+// choice() decodes.
 //
-// For 16-bit logits: a list of 32-bit keys, the rank in the upper half and 0xffff - expert in the lower half, so that no
-// two keys are equal.
+// Packed is for 16-bit logits. A key has the rank in the upper half and 0xffff - expert in the lower half, so no two keys
+// are equal.
 template <class T, int SLOTS>
 struct Packed {
   using Kept = int32_t;
@@ -131,8 +130,8 @@ struct Packed {
   __device__ static Choice choice(Kept key) { return {key >> 16, static_cast<int>(0xffffu - (key & 0xffffu))}; }
 };
 
-// For 32-bit logits: of equal ranks that of the lowest lane is taken. Lists without their heads are in shared memory,
-// where removing a head increments a pointer; in registers every element would move.
+// For 32-bit logits. Of equal ranks the lowest lane's is taken. A list without its head is in shared memory: to remove
+// the head increments a pointer. In registers every element would move.
 template <class T, int SLOTS>
 struct Sorted {
   using Kept = Choice;
@@ -173,7 +172,7 @@ struct Sorted {
   __device__ static Choice choice(Kept kept) { return kept; }
 };
 
-// For more than 8 logits a lane: each choice is the largest (logit, expert) below the one before, searched in all logits.
+// For more than 8 logits a lane: searches all logits for each choice, the best one after the choice before.
 template <class T, int SLOTS>
 struct Searched {
   using Kept = Choice;
@@ -183,7 +182,7 @@ struct Searched {
 
   __device__ Searched(const Ranks<T, SLOTS>& ranks, Shared&) : ranks(ranks) {}
   __device__ void next(Kept* kept) {
-    Choice best{kLowest, 0};  // expert - lane, which is a constant in each slot
+    Choice best{kLowest, 0};  // in the loop best.expert is the expert less `lane`, a constant in each slot
     const int last_expert = last.expert - ranks.lane;
 #pragma unroll
     for (int s = 0; s < ranks.slots(); s++) {
@@ -223,7 +222,7 @@ __global__ void __launch_bounds__(kTokens * kWarpSize, SLOTS == 8 ? 12 : 0)
 
   constexpr int kUnrolled = Ranks<T, SLOTS>::kNeighbours ? 4 : 1;  // the loop's condition takes 3 instructions
   List choices(ranks, shared[warp]);
-  typename List::Kept* const kept = found[warp];  // 32 choices at a time, of which each lane then computes one weight
+  typename List::Kept* const kept = found[warp];  // 32 choices at a time, for each lane to compute one weight
   float highest = 0.0f, sum = 0.0f, share = 0.0f;
   int left = k;
   for (;; left -= kWarpSize, weights += kWarpSize, experts += kWarpSize) {
@@ -279,8 +278,8 @@ __global__ void __launch_bounds__(kTokens * kWarpSize)
   for (int i = lane; i < k; i += kWarpSize) mean = __fmaf_rn(weights[i], grad[i], mean);
   mean = warp_sum(mean);
 
-  // The probability of expert e is w_0 exp(z_e - z_0), with logits z, weights w, and 0 for the first choice: a
-  // difference of two logits has one rounding, however large they are.
+  // The probability of expert e is w_0 exp(z_e - z_0), with logits z, weights w, and 0 for the first choice. This
+  // difference of logits has one rounding, however large they are.
   const bool dense = logits && k > 0;
   const float highest = dense ? widen(logits[token * stride + experts[0]]) : 0.0f;
   const float scale = dense ? -mean * weights[0] : 0.0f;

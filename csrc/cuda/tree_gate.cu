@@ -1,7 +1,7 @@
-// The tree gate after its matrix products, for any number of experts. tree_gate_lanes.h (forward) and tree_gate_warp.h
-// (backward) keep trees of many sizes in registers. The kernels here keep one tree at a time in shared memory, and up to
-// a warp of lanes takes a token. They compute each node's probability level by level from the root; backward also sums
-// the contributions of the leaves of each node, level by level to the root.
+// The tree gate after its matrix products. tree_gate_lanes.h (forward) and tree_gate_warp.h (backward) keep trees of
+// some sizes in registers (by_lanes, by_leaves). The kernels here, for all other calls, keep one tree at a time in
+// shared memory, and up to 32 lanes take a token. They compute the nodes' probabilities level by level from the root;
+// backward also sums the leaves' gradients level by level up to the root.
 #include <algorithm>
 #include <cfloat>
 #include <type_traits>
@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kThreads = 128;        // of a block
 constexpr int kBlocks = 4;           // per SM: without this bound the compiler takes 56 registers and spills
-constexpr int kMostExperts = 4096;   // a token then takes 48 KB of shared memory
+constexpr int kMostExperts = 4096;   // a token then takes 48 KB of shared memory forward
 
 // Floats of a token in shared memory: even, so that pairs of every heap are aligned.
 __host__ __device__ inline int room(int vectors, int num_experts) { return (vectors * num_experts + 1) / 2 * 2; }
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   split_logits += token * num_trees * (num_experts - 1), leaf_logits += token * num_trees * num_experts;
   leaf_probs += token * num_trees * num_experts, gates += token * num_experts;
 
-  float highest = -FLT_MAX;  // logit so far of this lane's leaves that count; `sums` are divided by exp(highest)
+  float highest = -FLT_MAX;  // largest logit of this lane's leaves that count; `sums` are divided by exp(highest)
   for (int j = 0; j < num_trees; j++) {
     reach(heap, split_logits + j * (num_experts - 1), tree, step, lanes);
     float higher = highest;
@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   lanes.share(0, in_range ? num_experts : 0, [&](int i) { narrow(sums[i] * scale / total, gates[i]); });
 }
 
-// Over some of the leaves: the largest logit, and the sums of weights and of weighted gradients, divided by exp(highest).
+// Over the leaves added so far: largest logit, and sums of weight * exp(logit - highest) (total), and of that times
+// grad (dot).
 struct Softmax {
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
 
@@ -191,7 +192,6 @@ dim3 blocks_of(int64_t tokens, int64_t of_block) {
   return dim3(static_cast<unsigned>((tokens + of_block - 1) / of_block));
 }
 
-// As many lanes as leaves, up to a warp.
 int lanes_of(const Tree& tree) { return std::min(tree.full, kWarpSize); }
 
 // Launches a kernel of this file; each token has `vectors` floats for each expert in shared memory.

@@ -1,7 +1,6 @@
 // The forward pass of trees of 8 to 1024 leaves. LANES lanes take a token, so a warp has 32 / LANES tokens. A lane
-// keeps the subtree of LEAVES neighbouring leaves below node LANES + lane in registers. For each node on the way from
-// the tree's root to its subtree, it computes the probability of the branch that goes there: 8 instructions a node, and
-// no shuffle.
+// keeps the subtree of LEAVES neighbouring leaves below node LANES + lane in registers. It also computes every branch on
+// the path from the tree's root to the subtree: 8 instructions a node, and no shuffle.
 //
 // If E is not a power of two, the shallow leaves become nodes that always go left; to their right is a leaf of
 // probability 0 without an expert. The leaves of a lane are all deep or all shallow, since LEAVES divides 2E.
@@ -27,7 +26,7 @@ __device__ __forceinline__ float decay(float x) {
 
 constexpr int depth_of(int leaves) { return leaves == 1 ? 0 : 1 + depth_of(leaves / 2); }
 
-// A lane's subtree, the same nodes in every tree. Its nodes count from 1, leaf i is node LEAVES + i.
+// A lane's subtree, at the same place in every tree. Its nodes count from 1, leaf i is node LEAVES + i.
 template <class T, int LEAVES, int LANES>
 struct Branch {
   static constexpr int kFull = LEAVES * LANES, kAbove = depth_of(LANES);
@@ -36,7 +35,7 @@ struct Branch {
   int root;       // node of the tree that is the subtree's root
   int first;      // expert of the first leaf
   bool shallow;   // only every second leaf has an expert
-  float sign[kAbove + 1];  // for the parent of `root` and up: -1 if the path to `root` goes right there, else 1
+  float sign[kAbove + 1];  // for the ancestors of `root`, upwards: -1 if the path to `root` goes right there, else 1
 
   __device__ Branch(const SmoothStep& step, int lane, int num_experts) : step(step), root(LANES + lane) {
     const int deep = 2 * num_experts - kFull;
@@ -46,7 +45,6 @@ struct Branch {
     for (int i = 0; i < kAbove; i++) sign[i] = root >> i & 1 ? -1.0f : 1.0f;
   }
 
-  // Probabilities of the leaves.
   __device__ void descend(const T* split_logits,  // (E - 1)
                           float (&leaves)[LEAVES]) const {
     float above[kAbove + 1], logit[LEAVES];
@@ -130,7 +128,8 @@ __global__ void __launch_bounds__(kLaneThreads, lane_blocks(LEAVES))
   split_logits += token * num_trees * (num_experts - 1);
   leaf_logits += first_leaf, leaf_probs += first_leaf, gates += token * num_experts + branch.first;
 
-  float highest = -FLT_MAX, sums[LEAVES] = {};  // highest: logit so far of this lane's leaves that count; sums: divided by exp(highest)
+  // highest: largest logit of this lane's leaves that count; sums: divided by exp(highest)
+  float highest = -FLT_MAX, sums[LEAVES] = {};
   for (int j = 0; j < num_trees; j++) {
     float prob[LEAVES], logit[LEAVES];
     Row::read(leaf_logits, branch.shallow, logit);

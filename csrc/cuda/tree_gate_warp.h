@@ -1,6 +1,6 @@
-// The backward pass of trees of 32, 64 ... 512 leaves: a warp takes a token, a lane the subtree of LEAVES neighbouring
-// leaves below node 32 + lane. The subtree's nodes stay in registers; of the 31 nodes above, lane n holds node n.
-// Probabilities go down and sums go up by shuffles. No two lanes compute the same node, but lane 0 repeats node 1.
+// The backward pass of trees of 32, 64, 128, 256 or 512 leaves. A warp takes a token. A lane holds the subtree below
+// node 32 + lane, which has LEAVES leaves, and node `lane` of the 31 nodes above the subtrees. Shuffles pass
+// probabilities down and sums up.
 #pragma once
 
 #include <cfloat>
@@ -13,7 +13,7 @@
 namespace moe {
 namespace {
 
-// Weight of a leaf of probability v in the softmax, apart from exp of its logit: v + epsilon, or 0 if v < least.
+// A leaf of probability v has the weight v + epsilon, or 0 if v < least, beside exp(logit) in the softmax.
 struct Weighing {
   float epsilon, least;
 
@@ -38,7 +38,8 @@ __device__ __forceinline__ uint32_t narrow_pair(float first, float second) {
   return pair;
 }
 
-// Reads and writes COUNT neighbouring elements in the widest pieces that they fill; they start at a multiple of a piece.
+// Reads and writes COUNT neighbouring elements in the widest pieces that they fill. Their address must be aligned to a
+// piece.
 template <class T, int COUNT>
 struct Neighbours {
   static constexpr int kBytes = COUNT * sizeof(T);
@@ -85,7 +86,7 @@ template <class T, int LEAVES>
 struct Subtree {
   const SmoothStep& step;
   int lane;
-  float top;               // split logit of node `lane`; lane 0 has that of node 1, not used
+  float top;               // split logit of node `lane`; in lane 0 that of node 1, not used
   float logit[LEAVES];     // split logits of the lane's nodes
   float prob[2 * LEAVES];  // of reaching a node
 
@@ -103,13 +104,13 @@ struct Subtree {
     for (int m = 1; m < LEAVES; m++) logit[m] = widen(split_logits[split_index(m)]);
   }
 
-  // Probabilities of the leaves.
+  // Computes the probabilities of the subtree's nodes.
   __device__ void descend() {
     const Split split(top, step);
     const float left = split.left(), right = split.right();
-    // given(parent): probability of the branch from `parent` to its left child if `lane` is even, else to its right one.
-    // Nodes `lane` and 32 + lane are both such children. `reached`: probability of node `lane`, first from its parent on,
-    // then from its ancestors on, of which it has at most four.
+    // given(parent): probability of the branch from `parent` to its left child if `lane` is even, else to the right
+    // one. `reached`: product of the branches on the path to node `lane`: first of the last one, then of two, then of
+    // all (at most four).
     const auto given = [&](int parent) {
       const float a = from_lane(left, parent), b = from_lane(right, parent);
       return lane & 1 ? b : a;
@@ -136,7 +137,7 @@ struct Subtree {
       narrow(Split(logit[m], step).derivative(sums[2 * m], sums[2 * m + 1], step), dsplit[split_index(m)]);
       sums[m] = sums[2 * m] + sums[2 * m + 1];
     }
-    // Lane n collects the sums of its children: nodes 32 to 63 first, which lanes 0 to 31 hold.
+    // Lane n adds the sums of the children of node n, first for nodes 16 to 31: their children are in lanes 0 to 31.
     float mine = sums[1], left = 0.0f, right = 0.0f;
 #pragma unroll
     for (int first = 16; first > 0; first /= 2) {
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(kWarpTokens * kWarpSize)
   float grad[LEAVES], logit[LEAVES] = {};
   Leaves::read(grad_gates + token * kExperts + lane * LEAVES, grad);
 
-  // total, dot: sums over this lane's leaves of weight * exp(logit), and of that times grad; both divided by exp(highest).
+  // Sums over this lane's leaves: total of weight * exp(logit - highest), dot of that times grad.
   Subtree<T, LEAVES> tree(step, lane);
   float highest = -FLT_MAX, total = 0.0f, dot = 0.0f;
   for (int j = 0; j < num_trees; j++) {

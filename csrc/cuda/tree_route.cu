@@ -1,6 +1,6 @@
-// The tree gate's conditional descent. A warp takes a token and a tree, goes to the likelier child of each node, and
-// reads only the weights of the nodes on its path. The other child of a node that is not saturated is pushed to a stack,
-// of which each lane holds an entry. It is expanded later, if it is then at least as likely as the best leaf.
+// Finds the likeliest leaf of each tree. A warp takes a token and a tree, goes to the likelier child of each node, and
+// reads only the weights of the nodes that it visits. If the other child has a probability above 0, it goes to a stack
+// with one entry in each lane. It is expanded later if it is then at least as likely as the best leaf.
 #include <cfloat>
 
 #include "moe/dtypes.h"
@@ -67,7 +67,8 @@ struct Stack {
 struct Descent {
   Candidate best{INT32_MAX, 0.0f};  // the likeliest leaf so far, the left-most if tied
   int expert = INT32_MAX, visited = 0;
-  float undecided = -1.0f, unknown = -1.0f;  // probability of the likeliest unsaturated node; of the likeliest NaN node
+  // Probability of the likeliest node that is not saturated (undecided) or has a NaN logit (unknown).
+  float undecided = -1.0f, unknown = -1.0f;
 
   // A node whose logit is NaN goes left.
   template <class Logits>
@@ -99,7 +100,7 @@ struct Descent {
   }
 };
 
-// A softmax over the trees' leaves. An expert of several trees gets the sum of their weights at the first of them.
+// A softmax over the trees' leaf logits. If several trees chose one expert, the first gets the sum of their weights.
 __device__ void merge_trees(const float* logits,    // (K)
                       const int32_t* chosen,  // (K)
                       float* weights,         // (K)
