@@ -13,14 +13,14 @@ enum Activation : int { kIdentity, kRelu, kGelu, kSilu, kTanh, kSwiglu, kGeglu }
 __host__ __device__ constexpr bool is_activation(int code) { return code >= kIdentity && code <= kGeglu; }
 __host__ __device__ constexpr bool is_gated(int activation) { return activation >= kSwiglu; }
 
-// A value and its derivative; the compiler removes the one that is not used.
+// A value and its derivative.
 struct Point {
   float value, slope;
 };
 
-// The normal distribution function at x, and its density. For x <= 0 the function is e^(-x^2 / 2) P(t) with t = 1 / (1 +
-// 0.29 |x|); P is fitted for the least relative error, 5e-8 for |x| <= 13. A gelu takes 17 instructions this way, its
-// slope 18. With erff they would be 25 and 36, and below -5 no digit would be right.
+// The standard normal distribution function at x (`below`), and its density. For x <= 0 the function is e^(-x^2 / 2)
+// P(t) with t = 1 / (1 + 0.29 |x|); the polynomial P is fitted for the least relative error, 5e-8 for |x| <= 13. A gelu
+// takes 17 instructions, its slope 18. With erff they would be 25 and 36, and below -5 no digit would be right.
 struct Normal {
   float below, density;
 
@@ -40,7 +40,7 @@ struct Normal {
   }
 };
 
-// Calls work(curve) with the function from float to Point that `activation` applies, to the gate if it is gated.
+// Calls work(curve). curve(float) returns the Point of `activation` at its argument, the gate if it is gated.
 template <class Work>
 __device__ __forceinline__ void with_activation(int activation, Work work) {
   switch (activation) {

@@ -5,9 +5,8 @@
 
 namespace moe {
 
-// Copies BYTES (4, 8 or 16) to shared memory, the first `valid` of them from `source` and zeros for the rest; both
-// addresses are aligned to BYTES. With valid == 0 nothing is read, but source must still be a pointer.
-// Copies of 16 bytes bypass L1, which would not help: shared memory is the cache here.
+// Copies BYTES to shared memory, the first `valid` of them from `source` and zeros for the rest; both addresses are
+// aligned to BYTES. With valid == 0 nothing is read, but source must still be an address of global memory.
 template <int BYTES>
 __device__ __forceinline__ void async_copy(void* destination, const void* source, int valid = BYTES) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");

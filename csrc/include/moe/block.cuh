@@ -14,9 +14,9 @@ struct Exchange {
   T slots[2][kMaxWarps];
 };
 
-// Returns the sum over warp i in lane i of every warp, or zero past the last warp. Every thread calls it; `turn` starts
-// at 0 and belongs to one Exchange. Consecutive calls use the two sets of slots in turn, so a call needs one barrier:
-// before a set is overwritten, all threads have passed the barrier of the call in between, after they read that set.
+// In lane i of every warp, returns the sum over warp i, or zero past the last warp. Every thread calls it; `turn`
+// starts at 0 and belongs to one Exchange. Calls alternate between the two sets of slots, so a call needs only one
+// barrier.
 template <class T>
 __device__ __forceinline__ T exchange_warp_sums(T value, Exchange<T>& exchange, int& turn) {
   const int lane = threadIdx.x % kWarpSize;

@@ -15,8 +15,7 @@ __device__ __forceinline__ int count_reaching(uint32_t x, uint32_t y, int count)
 #endif
 }
 
-// count + (x >= y) of two float32 numbers, given as bits, since floats have registers of their own in PTX. A comparison
-// with a NaN is false.
+// count + (x >= y) of two float32 numbers, given as bits. A comparison with a NaN is false.
 __device__ __forceinline__ int count_float_reaching(uint32_t x, uint32_t y, int count) {
 #ifdef SIMT_HOST
   return count + (__uint_as_float(x) >= __uint_as_float(y));
@@ -48,8 +47,8 @@ __device__ __forceinline__ uint32_t float_reaches(uint32_t x, uint32_t y) {
 
 constexpr uint32_t kHighBits = 0x80008000u;
 
-// Bits 15 and 31 of the result: whether each half of x reaches that of y; the other bits have no meaning. A subtraction
-// that cannot borrow from the next half compares the low 15 bits. If the high bits of x and y differ, they decide.
+// Bits 15 and 31 of the result: whether each half of x reaches that of y; the other bits have no meaning. If the high
+// bits of x and y differ, they decide, else the low 15 bits: their subtraction cannot borrow from the other half.
 __device__ __forceinline__ uint32_t reaches_u16x2(uint32_t x, uint32_t y) {
   const uint32_t low = (x | kHighBits) - (y & ~kHighBits);
   return (x & ~y) | (~(x ^ y) & low);

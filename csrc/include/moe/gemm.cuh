@@ -12,7 +12,7 @@
 
 namespace moe {
 
-constexpr int kPiece = 8;  // elements: the 16 bytes that cp.async copies, and that ldmatrix reads of a row
+constexpr int kPiece = 8;  // elements: 16 bytes, the largest copy of cp.async and what ldmatrix reads of a row
 
 // A block computes M x N sums, K terms of each at a time. COPY: bytes of a copy. 16 if every row starts and ends at a
 // multiple of 16 bytes, so that a piece is inside a row or outside it; 4 if rows start at multiples of 4 bytes; 2 if
@@ -31,14 +31,13 @@ struct Tile {
   using Sums = float[kWarpM / 16][kWarpN / 8][4];
 };
 
-// An SM of an A100 multiplies 1024 pairs a clock, and moves 128 bytes to or from shared memory. 128 x 128 x 32 products
-// take 512 clocks. With 64 x 64 sums a warp, shared memory is read for 256 of them and written for 128; with 64 x 32 it
-// would be read for 384 and never idle. With 4 stages of 16 KB, two blocks fit into 164 KB; with 128 threads, two blocks
-// have 255 registers a thread, of which the sums take 128.
+// In a clock an SM of an A100 does 1024 multiply-adds, and moves 128 bytes to or from shared memory. A stage takes 512
+// clocks. With 64 x 64 sums a warp, shared memory is read in 256 of these clocks and written in 128; with 64 x 32 it
+// would be read in 384. Two blocks of 4 stages of 16 KB and 128 threads of 255 registers fit on an SM.
 using LargeTile = Tile<128, 128, 32, 2, 2, 16>;
 
-// For few rows per expert, where reading weights takes all the time. Two blocks, with 3 of the 4 stages of 20 KB in
-// flight, load 120 KB ahead: six times what an SM needs at a latency of 1 us and its share (1 / 108) of 2 TB/s.
+// For few rows per expert, where reading weights takes all the time. Two blocks have 3 stages of 20 KB each in flight,
+// 120 KB: six times what an SM needs at a latency of 1 us and its share (1 / 108) of 2 TB/s.
 using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 
 // For rows that start at multiples of 4 bytes (four copies for a piece), and for rows that start anywhere (eight loads
@@ -46,9 +45,9 @@ using FewRowsTile = Tile<32, 128, 64, 1, 4, 16>;
 using EvenTile = Tile<32, 128, 32, 1, 4, 4>;
 using UnalignedTile = Tile<32, 128, 32, 1, 4, 2>;
 
-// Offset of element 0 of a piece in a staged matrix of COLUMNS columns. ldmatrix reads the same piece of 8 rows at once,
-// so these must be in 8 different 16-byte parts of a 128-byte line of banks. A row of 128 bytes or more starts a line,
-// and piece p is stored as piece p ^ row % 8. Two rows of 64 bytes make a line, and piece p is stored as p ^ row / 2 % 4.
+// Offset of element 0 of a piece in a staged matrix of COLUMNS columns. ldmatrix reads the same piece of 8 rows at
+// once, so these must be in 8 different 16-byte parts of the 128 bytes of all banks. In a row of 128 bytes or more,
+// piece p is stored as piece p ^ (row % 8). In a row of 64 bytes it is stored as piece p ^ (row / 2 % 4).
 template <int COLUMNS>
 __device__ __forceinline__ int staged_offset(int row, int piece) {
   constexpr int kPieces = COLUMNS / kPiece, kMask = kPieces < 8 ? kPieces - 1 : 7;
@@ -86,7 +85,7 @@ __device__ __forceinline__ void copy_piece(T* destination, const T* source, int 
   }
 }
 
-// OUTER rows of a matrix that is contiguous along k. A thread copies the same piece of a few of them.
+// OUTER rows of a matrix that is contiguous along k. A thread copies the same piece of kRows rows.
 template <class T, class Tile, int OUTER>
 class AlongK {
   static constexpr int kPieces = Tile::kK / kPiece, kRowsAtOnce = Tile::kThreads / kPieces;
@@ -117,7 +116,7 @@ class AlongK {
 #pragma unroll
     for (int i = 0; i < kRows; i++) {
       const int row = threadIdx.x / kPieces + i * kRowsAtOnce;
-      // kPiece if bit i is set: the bit moved to that of kPiece.
+      // kPiece (8) if bit i is set, else 0: moves bit i to bit 3.
       const int whole = (i < 3 ? inside << (3 - i) : inside >> (i - 3)) & kPiece;
       copy_piece<Tile::kCopy>(stage + staged_offset<kColumns>(row, piece), rows_[i] + column,
                               Tile::kCopy == 16 ? whole : whole ? valid : 0);
@@ -133,7 +132,7 @@ class AcrossK {
 
   const T* next_;  // this thread's piece of the row that it copies next
   int64_t apart_;  // elements from a row that this thread copies to the next one
-  int valid_;      // elements of the piece that are inside a row
+  int valid_;      // elements of this thread's piece that are inside a row
 
   __device__ static int row(int i) { return threadIdx.x / kPieces + i * kRowsAtOnce; }
 

@@ -1,8 +1,7 @@
 // Grouped GEMM: rows sorted (or gathered) by expert, times their expert's weights. An epilogue (in csrc/cuda:
 // grouped_gemm.cu, expert_mlp.cu and expert_norms.cu) computes results from the sums. A block whose tile has rows calls
-// its epilogue once, with the sums of the tile in shared memory (stage_sums of moe/gemm.cuh). gated_columns() returns
-// whether columns of the product are gates and linear parts. Where they never are, gated_columns() is constexpr, which
-// saves registers.
+// its epilogue once, with the sums of the tile in shared memory (stage_sums of moe/gemm.cuh). gated_columns() of the
+// epilogue returns whether columns of the product are gates and linear parts; if it is constexpr, this saves registers.
 #pragma once
 
 #include "moe/dtypes.h"
@@ -11,7 +10,7 @@
 
 namespace moe {
 
-// With fewer rows per expert than this, tiles have 32 rows, since the time of a tile does not depend on its rows in use.
+// With fewer rows per expert than this on average, tiles have 32 rows: a tile takes as long with fewer rows in use.
 constexpr int64_t kFewRows = 64;
 
 // The operands of a launch.
@@ -37,9 +36,8 @@ struct TileRows {
   int count;  // may be negative: the tile is empty
 };
 
-// The rows of tile `index`, without a list of tiles: the first tile of expert e is offsets[e] / M + e. So e has
-// offsets[e + 1] / M - offsets[e] / M + 1 tiles, enough for its rows. The first tile increases with e, so a warp finds e
-// among a thousand experts in two rounds of 32 probes. Rows not in use count as rows of expert E.
+// The rows of tile `index`. The first tile of expert e is offsets[e] / M + e, which leaves enough tiles for its rows. A
+// warp finds e among a thousand experts in two rounds of 32 probes. Rows not in use count as rows of expert E.
 template <int M>
 __device__ TileRows rows_of_tile(int index, const int32_t* offsets, int num_experts, int64_t num_rows) {
   const auto offset = [&](int e) { return min(max(int64_t(load(offsets + e)), int64_t(0)), num_rows); };
@@ -110,7 +108,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2)
     grouped_gemm_kernel(const GroupedGemm<T> gemm, const Epilogue epilogue) {
   DYNAMIC_SHARED(T, stages);
   const TileIndex tile(blockIdx.x, gemm.row_tiles, gemm.column_tiles);
-  SHARED(TileRows, rows, );  // not in registers: the sums and the loop need all of them
+  SHARED(TileRows, rows, );  // not in registers: the sums and the loop need all registers
   if (threadIdx.x < kWarpSize) {
     const TileRows found =
         rows_of_tile<Tile::kM>(tile.row, gemm.expert_offsets, static_cast<int>(gemm.num_experts), gemm.num_rows);
@@ -163,7 +161,7 @@ cudaError_t launch_grouped_gemm(const GroupedGemm<T>& gemm, const Epilogue& epil
   if (gemm.num_rows == 0) return cudaSuccess;
   constexpr int64_t kSize = sizeof(T);
   const int64_t column_parts = epilogue.gated_columns() ? 2 : 1;
-  const auto divides = [&](int64_t bytes) {  // where rows start and end
+  const auto divides = [&](int64_t bytes) {  // whether rows start and end at multiples of `bytes`
     return rows_divide(bytes, gemm.transposed ? 0 : gemm.dout / column_parts * kSize,
                        {gemm.din * kSize, gemm.x_stride * kSize, gemm.weight_stride * kSize, gemm.expert_stride * kSize},
                        {gemm.x, gemm.weight});

@@ -1,6 +1,6 @@
-// Floating-point numbers as signed integers, their keys, that order as the numbers do: the bits without the sign,
-// negated for a negative number, so that -0 and +0 share a key. Every NaN has the key after that of +inf. In memory and
-// registers a key is an unsigned number: kZero is added to it. A 32-bit word holds one key of 32 bits or two of 16.
+// Keys: signed integers in the order of floating-point numbers. A key is the number's bits without the sign, negated
+// for a negative number; -0 and +0 have the same key. Stored keys are unsigned: kZero is added. A 32-bit word holds one
+// stored key of 32 bits or two of 16. Every NaN is stored as kNaN, which comes after +inf.
 #pragma once
 
 #include "moe/compare.cuh"
@@ -26,8 +26,8 @@ struct KeyOrder {
     if constexpr (BITS == 32) return keys >= threshold ? kOnes : 0;
     return spread_high_bits(reaches_u16x2(keys, threshold));
   }
-  // One bit for each element of four such masks: selects a byte of each element, keeps one bit of the byte, and adds
-  // the bytes in one instruction.
+  // One bit for each element of four masks: selects a byte of each element, keeps one bit of the byte, and adds the
+  // bytes.
   __device__ static uint32_t flags(const uint32_t (&masks)[4]) {
     uint32_t bits;
     if constexpr (BITS == 32) {

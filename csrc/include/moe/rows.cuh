@@ -10,7 +10,7 @@
 namespace moe {
 
 constexpr int kRowThreads = 256;                // threads of a block
-constexpr int64_t kMaxRow = int64_t(1) << 30;   // elements: indices in a row, and up to a block past its end, are ints
+constexpr int64_t kMaxRow = int64_t(1) << 30;   // elements: an index a block past the end still fits an int
 
 __device__ __forceinline__ float widen(float value) { return value; }
 __device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
@@ -77,8 +77,7 @@ __device__ __forceinline__ void for_pieces(int vectors, Each each) {
   for (int v = blockIdx.y * blockDim.x + threadIdx.x; v < vectors; v += gridDim.y * blockDim.x) each(v);
 }
 
-// Writes zeros to rows [used, num_rows): this thread takes row `used + rank` and every `ranks`-th one after it. With R <=
-// T * K these are at most K rows a token, few enough for a grid over the tokens.
+// Writes zeros to rows [used, num_rows): this thread takes row `used + rank` and every `ranks`-th row after it.
 template <class Vector>
 __device__ __forceinline__ void clear_rows(Vector* rows,  // (R, D)
                                            int64_t used, int64_t num_rows, int vectors, int64_t rank, int64_t ranks) {

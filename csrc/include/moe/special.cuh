@@ -1,5 +1,5 @@
-// Functions that are one instruction of the special function unit. Those of CUDA's library take 8 or more instructions,
-// because they are also right for subnormal numbers and in the last digit.
+// Functions that are one instruction of the special function unit. CUDA's own functions take 8 or more instructions:
+// they also handle subnormal numbers and round the last digit.
 #pragma once
 
 #include <cmath>

@@ -47,8 +47,8 @@ struct SmoothStep {
   // t clamped to -gamma / 2 .. gamma / 2; NaN for NaN.
   __device__ float clamp(float t) const { return least_or_nan(most_or_nan(t, -half), half); }
 
-  // 1/2 + t / gamma of a clamped t, to full relative precision: near the clamp t + gamma / 2 is exact. At t = gamma / 2
-  // it is 1 or the float below 1; the smooth step of both is 1.
+  // 1/2 + t / gamma of a clamped t, to full relative precision: near t = -gamma / 2 the sum t + gamma / 2 is exact. At
+  // t = gamma / 2 the result is 1 or the float below 1; the smooth step of both is 1.
   __device__ float share(float t) const { return (t + half) * slope; }
 };
 

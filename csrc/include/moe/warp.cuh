@@ -28,7 +28,8 @@ __device__ __forceinline__ float warp_max(float value, int lanes = kWarpSize) {
   return value;
 }
 
-// Sum over this lane and the lanes below it, among `lanes` neighbours, a power of two; `lane` counts from the first of them.
+// Sum over this lane and the lanes below it in its group of `lanes` neighbours (a power of two). lane: index in the
+// group.
 __device__ __forceinline__ int warp_inclusive_sum(int value, int lane, int lanes = kWarpSize) {
 #pragma unroll
   for (int offset = 1; offset < lanes; offset *= 2) {
