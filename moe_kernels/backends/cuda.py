@@ -53,10 +53,9 @@ def chunks(elements: int) -> int:
 
 
 def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
-    """Scratch for the requests of each chunk to each expert: (chunks, E).
+    """Scratch for counts of requests, (chunks, E).
 
-    A chunk is at least a tile of csrc/cuda/plan.cu, so that 32768 x 8 requests are two blocks for each SM of an H100;
-    at most 1024 chunks, fewer if more than 4096 experts would make the scratch exceed 16 MiB.
+    At most 1024 chunks; fewer above 4096 experts, to keep the scratch within 16 MiB.
     """
     limit = max(1, min(1024, 2**22 // num_experts))
     chunks = max(1, min(-(-experts.numel() // PLAN_TILE), limit))
@@ -64,8 +63,8 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """(B, bytes). Backward: two vectors of doubles for every iteration, then a flag (8 bytes) or, for n > 64, a matrix
-    of doubles. Forward: a flag or, for n > 64, a matrix of floats unless p is float32."""
+    """(B, bytes). Backward: two vectors of n doubles for every iteration, then a flag (8 bytes) or, for n > 64, an n x n
+    matrix of doubles. Forward: a flag or, for n > 64, an n x n matrix of floats, none if p is float32."""
     batch, n, _ = scores.shape
     if backward:
         size = 8 * n * (2 * iterations + (n if n > 64 else 0)) + 8 * (n <= 64)

@@ -40,8 +40,8 @@ def _release(version: str) -> tuple[int, ...]:
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
     """Launches a kernel; products and sums are fused only where it calls tl.fma.
 
-    LLVM would also fuse a product with the first step of a sum over lanes (a butterfly). Lanes would then round
-    differently, and the copies of the sum that several lanes store would differ in their last bits.
+    LLVM would also fuse a product with the first step of a sum over lanes. Each lane would then round its own product
+    differently, and copies of the sum in several lanes would differ in their last bits.
     """
     kernel[grid](*arguments, enable_fp_fusion=False, **named)
 

@@ -48,7 +48,7 @@ def _load_rows(
     if GATHER:
         token = tl.load(token_ptr + row, mask=row < end, other=-1).to(tl.int64)
     valid = (row < end) & (token >= 0)
-    if TRANSPOSED:  # the pointers, not the loaded tile: with tl.trans the loads would not become cp.async on sm_80
+    if TRANSPOSED:  # transposes the pointers: with tl.trans the loads would not become cp.async on sm_80
         offsets, inside = token[None, :] * stride + d[:, None], valid[None, :] & (d < D)[:, None]
     else:
         offsets, inside = token[:, None] * stride + d[None, :], valid[:, None] & (d < D)[None, :]
@@ -65,7 +65,7 @@ def _grouped_gemm_bwd_weight(
     x_token_ptr,  # (R); not read unless GATHER_X
     grad_token_ptr,  # (R); not read unless GATHER_GRAD
     expert_offsets_ptr,  # (E + 1)
-    row_weight_ptr,  # (R), multiplies rows of grad in dbias alone: x holds weighted rows; not read unless WEIGHTED
+    row_weight_ptr,  # (R), multiplies rows of grad in dbias alone; not read unless WEIGHTED
     dweight_ptr,  # (E, K, N) contiguous
     dbias_ptr,  # (E, N) contiguous; not written unless BIAS
     stride_x, stride_grad, K, N,
@@ -85,7 +85,7 @@ def _grouped_gemm_bwd_weight(
     k = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     n = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if BIAS:
-        # Sums of grad have their own loop, in the first row of tiles: in that of products all tiles would be slower.
+        # A loop for dbias, in the first row of tiles only: in the loop of products it would slow all tiles.
         if row_tile == 0:
             sums = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
             for start in tl.range(begin, end, BLOCK_K, num_stages=1):
@@ -145,7 +145,7 @@ def _expert_mlp_bwd_hidden(
     partial = _finish_hidden(dh, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column, N, ACTIVATION, GATED)
     if BIAS:
         tl.static_assert(GATHER)  # else x may be a descriptor, and this loop reads it by pointers
-        # <b_out, dy> has its own loop, in the first column of tiles: in that of products all tiles would be slower.
+        # A loop for <b_out, dy>, in the first column of tiles only: in the loop of products it would slow all tiles.
         if column_tile == 0:
             bias_ptr += expert.to(tl.int64) * K
             k = tl.arange(0, BLOCK_K)
@@ -163,8 +163,9 @@ def _finish_hidden(
     dh, weight, pre_ptr, dpre_ptr, weighted_ptr, valid, used, column, N,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Stores dpre and weighted h of a tile, SLICE columns at a time; returns <h, dh> over its columns. dh is the
-    gradient of h without the row's weight; `used` are the `valid` rows that belong to an expert."""
+    """Stores dpre and weighted h of a tile, SLICE columns at a time; returns <h, dh> over the tile's columns.
+
+    dh: gradient of h without the row's weight; valid: rows of the tile; used: those of them that an expert has."""
     HALF: tl.constexpr = dh.shape[1] // 2
     if HALF >= SLICE:
         left, right = split_columns(dh)
@@ -238,7 +239,7 @@ def _token_sums(
 
 
 def _stages(tiles: Tiles, gathered: bool) -> Tiles:
-    """More stages if rows are gathered: Triton gives half of them to the loads of indices, half to those of rows."""
+    """More stages if rows are gathered: Triton gives half of the stages to loads of indices, half to loads of rows."""
     return tiles._replace(num_stages=2 * tiles.num_stages - 1) if gathered else tiles
 
 
@@ -295,7 +296,7 @@ def expert_mlp_bwd_hidden(
 
     def run(tiles):
         nonlocal drow_weight
-        column_tiles = max(triton.cdiv(hidden, tiles.n), 1)  # if the hidden layer has no columns, <b_out, dy> remains
+        column_tiles = max(triton.cdiv(hidden, tiles.n), 1)  # if hidden is 0, <b_out, dy> alone is computed
         partial = row_weight.new_empty((num_rows, column_tiles))
         launch(
             _expert_mlp_bwd_hidden, ((num_rows // tiles.m + num_experts + 1) * column_tiles,),

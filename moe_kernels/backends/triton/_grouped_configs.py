@@ -3,12 +3,12 @@
 The tables are keyed by kernel and inner loop (80: cp.async and mma.sync, 90: descriptors and wgmma); an entry has the
 tiles of each class of shapes. The sizes were computed as below and are not yet timed.
 
-sm_80: in a clock an SM does 1024 multiply-adds and reads 128 bytes of shared memory. A warp that multiplies 64 x 64
-reads (64 + 64) * 32 bytes for 64 * 64 * 16 multiply-adds, half of those bytes; 64 x 32 would need three quarters. So
-four warps compute 128 x 128, and 48 KB of buffers leave room for two blocks or more in the 163 KB of an A100.
-sm_90: wgmma 64 x 256 x 16 takes 128 clocks and reads 10 KB, 80 of the 128 bytes a clock; wgmma 64 x 128 x 16 reads 96
-bytes a clock. So two warp groups compute 128 x 256 if there are more than 128 columns, with four stages of 48 KB.
-float32 uses tiles of 64 rows (GENERAL): IEEE products run outside the tensor cores, and registers limit them.
+sm_80: in a clock an SM does 1024 multiply-adds and reads 128 bytes of shared memory. Warps with tiles of 64 x 64 read
+64 bytes a clock, with tiles of 64 x 32 they would read 96. So four warps compute 128 x 128. Buffers of 48 KB leave room
+for two blocks or more in the 163 KB of an A100.
+sm_90: with wgmma 64 x 256 x 16 an SM reads 80 of the 128 bytes a clock, with 64 x 128 x 16 it would read 96. So two
+warp groups compute 128 x 256 if there are more than 128 columns, with four stages of 48 KB.
+float32 uses tiles of 64 rows (GENERAL): IEEE products run outside the tensor cores, and registers limit the tiles.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_kernels.backends import _addresses
 
 GATES = {"swiglu": "silu", "geglu": "gelu"}  # gated activations, and the function of the first half of the columns
 
-MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: up to 256 rows of 2 * 2**22 elements, the two halves if gated
+MAX_COLUMNS = 2**22  # offsets in a tile have 32 bits: 256 rows of 2 * 2**22 elements (if gated) are 2**31
 
 MAX_BLOCK_E = 2048  # experts whose offsets a program loads at once; with 65536 the compiler takes 89 s
 
@@ -46,9 +46,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-# By kernel and inner loop: tiles for few rows per expert, for few columns, and for the rest. Training uses the first
-# only if MOE_KERNELS_AUTOTUNE=1 finds them faster (`choose_tiles`). Columns of a gated product are those of one half; a
-# program computes both halves.
+# By kernel and inner loop: tiles for few rows per expert, for few columns, and for the rest (`choose_tiles`). In gated
+# products n counts the gates; the program also computes their linear parts.
 TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("fwd", 80): (Tiles(64, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
     ("fwd", 90): (Tiles(64, 128, 64, 4, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
@@ -59,9 +58,8 @@ TILES: dict[tuple[str, int], tuple[Tiles, Tiles, Tiles]] = {
     ("weight", 80): (Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4), Tiles(128, 128, 32, 4, 4)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 4), Tiles(128, 128, 64, 8, 4), Tiles(128, 256, 64, 8, 4)),
 }
-# Tiles that MOE_KERNELS_AUTOTUNE=1 tries too: with fewer stages, or smaller, so that one block of an SM multiplies
-# during another's prologue or epilogue; with twice the warps; and larger, which read fewer bytes from L2 for the same
-# products (128 x 256 three quarters of those of 128 x 128).
+# Tiles that MOE_KERNELS_AUTOTUNE=1 tries too. With smaller tiles or fewer stages more blocks share an SM. Larger tiles
+# read fewer bytes from L2: 128 x 256 three quarters of the bytes of 128 x 128.
 ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("fwd", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 128, 32, 4, 3), Tiles(128, 256, 32, 8, 3)),
     ("fwd", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
@@ -72,7 +70,7 @@ ALTERNATIVES: dict[tuple[str, int], tuple[Tiles, ...]] = {
     ("weight", 80): (Tiles(128, 128, 32, 8, 4), Tiles(128, 256, 32, 8, 3)),
     ("weight", 90): (Tiles(128, 128, 64, 8, 3), Tiles(128, 128, 64, 4, 3), Tiles(256, 128, 64, 8, 4)),
 }
-# For float32, and for sizes, strides or addresses that are not `_divisible`: Triton then reads elements one by one.
+# For float32; and for sizes, strides or addresses that are not `_divisible`, where Triton reads elements one by one.
 GENERAL = {
     "fwd": Tiles(64, 64, 32, 4, 3),
     "gated": Tiles(64, 32, 32, 4, 3),
@@ -83,7 +81,7 @@ GENERAL = {
 
 @functools.cache
 def loop(device: torch.device) -> int:
-    """The inner loop that a device runs: 80 or 90. Loop 80 uses 48 KB of shared memory, which any device has."""
+    """The inner loop that a device runs: 80 or 90."""
     return 90 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 80
 
 
@@ -99,8 +97,8 @@ def run_with_tiles(
 ) -> None:
     """Calls run(tiles), which launches the kernel, with the tiles for the product of x (T or R, K) and `other`.
 
-    With MOE_KERNELS_AUTOTUNE=1 they are the fastest of the kernel's TILES and ALTERNATIVES, timed once per shape.
-    Timing waits for the device, so the capture of a CUDA graph uses the tiles of the class unless timed before.
+    With MOE_KERNELS_AUTOTUNE=1 these are the fastest of the kernel's TILES and ALTERNATIVES, timed once for each key of
+    `timed`. Timing waits for the device, so nothing is timed while a CUDA graph is captured.
     """
     if columns > MAX_COLUMNS:
         raise ValueError(f"grouped_gemm: the Triton kernel takes at most {MAX_COLUMNS} columns, got {columns}")
@@ -130,8 +128,7 @@ def choose_tiles(
     """The tiles of a class of shapes: few rows are up to 96 per expert, few columns up to half of the widest tile.
 
     Training does not use the class for few rows: the number of rows may change from step to step, and each class is
-    compiled separately. More rows cost little: 128 rows take 128 FLOPs per byte of weights, which an A100 does in less
-    time than it reads the byte.
+    compiled separately. A tile of 128 rows takes 128 FLOPs per byte of weights; an A100 takes longer to read the byte.
     """
     few_rows, few_columns, largest = TILES[kernel, inner_loop]
     if not divisible:

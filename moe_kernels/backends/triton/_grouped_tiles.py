@@ -1,8 +1,8 @@
 """Functions that the kernels of the grouped GEMM share: the expert of a program's tile, the loop over k, activations.
 
-The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e, so it has ceil(its rows / BLOCK_M) tiles or
-one more, without rows. A program finds its expert from expert_offsets alone, and a launch has R // BLOCK_M + E + 1 row
-tiles whatever the offsets are: the host need not wait for them. Unused rows count as rows of an expert E.
+The row tiles of expert e start at tile expert_offsets[e] // BLOCK_M + e. That leaves enough tiles for the expert's
+rows; its last tile may have none. A launch has R // BLOCK_M + E + 1 row tiles whatever the offsets are, so the host
+need not wait for the offsets. Unused rows count as rows of an expert E.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 SLICE = tl.constexpr(32)  # columns that an epilogue computes at a time: with a whole tile it would spill registers
-GROUP = tl.constexpr(8)  # row tiles computed for one column tile before the next: their rows and its weights stay in L2
+GROUP = tl.constexpr(8)  # row tiles computed for a column tile before the next one: rows and weights stay in L2
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def find_tile(
     E,
     R,
     BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,  # more than E; 0 if E is too large to load all offsets at once: then a binary search
+    BLOCK_E: tl.constexpr,  # more than E; 0 if E is too large to load all offsets at once
 ):
     """Expert of a row tile, the tile's first row, end of the expert's rows; first >= end if the tile has no rows."""
     if BLOCK_E > 0:
@@ -53,7 +53,7 @@ def raster(column_tiles, programs, first):
 
 @triton.jit
 def tile_rows(first, end, row_token_ptr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(BLOCK_M) each: which rows of the tile are the expert's, and the row of x that each reads, int64, -1 for none."""
+    """(BLOCK_M) each: whether a row of the tile is the expert's, and its row of x (int64, -1 for none)."""
     row = tl.arange(0, BLOCK_M)
     # This comparison has 32 bits: with 64 the gated products of sm_80 spill 8 bytes.
     valid = row < end - first
@@ -221,7 +221,7 @@ def _reciprocal(x):
 
 @triton.jit
 def _tanh(x):
-    """tanh by exp; for |x| < 1/4, where 1 - 2 / (...) loses digits, by its series, whose next term is below 2.2e-9."""
+    """tanh by exp; for |x| < 1/4, where that loses digits, by a series with an error below 2.2e-9."""
     square = x * x
     series = tl.fma(square, 0.021869488536155203, -0.05396825396825397)
     series = tl.fma(tl.fma(series, square, 0.13333333333333333), square, -0.3333333333333333)

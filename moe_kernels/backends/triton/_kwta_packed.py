@@ -1,15 +1,16 @@
 """k-winner-take-all of 16-bit rows, two elements in each 32-bit word.
 
-One instruction compares both halves of a word as float16 numbers. Bit patterns of bfloat16 compare the same way up
-to 2^121. Rows with greater elements or NaN become ordered integers first, and take five instructions a comparison.
-Short rows share a warp: a lane holds up to 64 elements, so that few lanes pay the fixed cost of a round of the search.
+One instruction compares both halves of a word as float16 numbers. Bit patterns of bfloat16 compare the same way up to
+2^121. If a program has greater elements or NaN, its rows become ordered integers first, which take five instructions a
+comparison. Short rows share a warp: a lane holds up to 64 elements, so that few lanes pay the fixed cost of a round of
+the search.
 
 The middle of a row is its whole 16-byte vectors, eight elements each. A row that starts or ends inside a vector has
-edges too: up to seven elements before the middle (head) and after it (tail). Slot i is a word: its low half is element
-i of the head, its high half element i of the tail.
+edges too: up to seven elements before the middle (head) and after it (tail).
 
-Shapes: C chunks, R rows, L lanes for a row, S slots. `pairs` (C, R, L, 4) are the words of the middle: a lane has four
-words, eight elements, of each chunk. `edge` (S, R, L) are the slots. Keys are explained in _kwta_values.py.
+pairs (C, R, L, 4) are the words of the middle, for C chunks, R rows and L lanes a row; a lane has eight neighbouring
+elements of each chunk. edge (S, R, L) are S * L slots a row. Slot i is a word of element i of the head (low half) and
+element i of the tail (high half). _kwta_values.py explains keys.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _fill_halves(flags):
 
 @triton.jit
 def _ordered(pairs, INF: tl.constexpr):
-    """Two 16-bit integers, 0x8000 + key, from 1 on: -0 equals 0, and every NaN comes next after +inf."""
+    """Each half of `pairs` as 0x8000 + key, at least 1: -0 equals 0, and every NaN comes next after +inf."""
     magnitude = pairs & REST
     nan = _fill_halves(((magnitude + ONES * (0x7FFF - INF)) >> 15) & ONES)
     magnitude = (magnitude & ~nan) | (nan & (ONES * (INF + 1)))
@@ -42,11 +43,11 @@ def _ordered(pairs, INF: tl.constexpr):
 
 @triton.jit
 def _at_least(pairs, least, ordered):
-    """0xFFFF in each half of pairs that is at least that of `least`, else 0. Both halves of `least` are equal, not 0 if
+    """0xFFFF in each half of pairs that is at least that of `least`, else 0. The halves of `least` are equal; not 0 if
     ordered."""
     if ordered:
-        # x >= least if x + (2^16 - least) carries, which is the top bit of half that sum. No term depends on `pairs`
-        # alone: the compiler would keep such terms, two for each word, in registers during the search.
+        # x >= least if x + (2^16 - least) carries: then half of the sum has its top bit set. The compiler would keep
+        # terms of `pairs` alone in registers during the search, so there are none.
         other = 0x10000 - least
         result = _fill_halves((((pairs & other) + (((pairs ^ other) >> 1) & REST)) >> 15) & ONES)
     else:
@@ -81,7 +82,7 @@ def _sums(x, edge):
 
 @triton.jit
 def _needs_order(pairs, edge):
-    """Whether a row may have elements that cannot be compared as float16: then the sum of its float16s is NaN."""
+    """Whether a row of the program may have elements that cannot be compared as float16: then its float16 sum is NaN."""
     sums = _add_halves(tl.reduce(tl.reduce(pairs, 0, _add_halves), 2, _add_halves), tl.reduce(edge, 0, _add_halves))
     sums = tl.reduce(sums, 1, _add_halves)
     return _any(_at_least(sums, sums, False) != -1)
@@ -110,10 +111,10 @@ def _any(x):
 @triton.jit
 def _first_guess(pairs, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
     """(R) each: the threshold if elements are normally distributed with the mean and deviation of `pairs`, a sample of
-    the row; and the change of the threshold that lets one element fewer win."""
+    the row; and by how much a higher threshold lets one element fewer win."""
     if FORMAT == 1:
         low = (pairs << 16).to(tl.float32, bitcast=True)
-        high = pairs.to(tl.float32, bitcast=True)  # the other element only changes its last digits
+        high = pairs.to(tl.float32, bitcast=True)  # the low element only changes the last digits
     else:
         low = pairs.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         high = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -127,7 +128,7 @@ def _first_guess(pairs, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _pattern(key, ordered):
-    """(R): a word with `key` in both halves as elements are compared: 0x8000 + key if ordered, else float16 bits."""
+    """(R): a word whose halves are both 0x8000 + key if ordered, else the float16 bits of the key."""
     return tl.where(ordered | (key < 0), 0x8000 + tl.where(ordered, key, -key), key) * ONES
 
 
@@ -135,7 +136,8 @@ def _pattern(key, ordered):
 def _threshold(
     pairs, edge, guess, step, ordered, N, K, INF: tl.constexpr, FORMAT: tl.constexpr, TRIALS: tl.constexpr
 ):  # fmt: skip
-    """(least, ties, tied), (R) each: keys from `least` on win, and the first `ties` of the `tied` keys least - 1."""
+    """(least, ties, tied), (R) each. Elements with key >= least win; of the `tied` elements with key least - 1 the first
+    `ties` win."""
     R: tl.constexpr = pairs.shape[1]
     # At least K keys are >= low, at most K are >= high. 0x7C00 is the pattern of float16's infinity.
     lowest = -INF
@@ -154,12 +156,12 @@ def _threshold(
             near = (low + high) >> 1
         trial = tl.minimum(tl.maximum(near, low + 1), high - 1)
         least = _pattern(trial, ordered)
-        # A high half that reaches the trial adds -65536 to the sum, a low one 65535. So a high and b low ones give
-        # packed = 65536 (a - b) + b.
+        # A high half that reaches the trial adds -65536 to the sum, a low half 65535. With a high and b low halves,
+        # packed is 65536 (a - b) + b.
         reached = _at_least(pairs, least[None, :, None, None], ordered)
         packed = -_sums(reached, _at_least(edge, least[None, :, None], ordered))
         count = (packed >> 16) + 2 * (packed & 0xFFFF)
-        # A row that has finished, with high - low = 1, keeps a bracket of two neighbours.
+        # A row that has finished keeps high = low + 1.
         too_many = count > K
         value = value_of(trial, INF, FORMAT)
         low = tl.where(too_many, trial, tl.where(count == K, trial - 1, low))
@@ -176,8 +178,8 @@ def _threshold(
 
 @triton.jit
 def _settle_edge_ties(edge, wins, least, ties, tied, ordered):
-    """The winners of the edges (0xFFFF in their halves), and how many ties win after the head. Ties win in the order of
-    the row: those of the head first, those of the tail last."""
+    """The winners of the edges (0xFFFF in their halves), and how many ties win after the head. Ties of the head win first,
+    ties of the tail last."""
     equal = _at_least(edge, _pattern(least - 1, ordered)[None, :, None], ordered) & ~wins
     flags = equal & ONES
     of_slots = tl.sum(flags, axis=2)
@@ -192,26 +194,26 @@ def _settle_edge_ties(edge, wins, least, ties, tied, ordered):
 
 @triton.jit
 def _settle_ties(pairs, least, ties, ordered):
-    """(least, partly, split). least (C, R, L): patterns from `least` on win. In at most one lane of one chunk of a row
-    only some ties win: split (C, R) is True for this chunk, and bit 4 i of partly (R, L) is set if element i of the
-    lane's eight wins."""
+    """(least, partly, split). least (C, R, L): elements win from this pattern on. In one chunk of a row, where split (C, R)
+    is True, only some ties win. In one lane of that chunk only some ties win: bit 4 i of partly (R, L) is set if element
+    i of the lane's eight is such a tie."""
     above = _pattern(least, ordered)[None, :, None]
     tied = _pattern(least - 1, ordered)[None, :, None]
     equal = _equal(pairs, tied, above, ordered)
     packed = -tl.sum(equal, axis=3)
     in_lane = (packed >> 16) + 2 * (packed & 0xFFFF)
-    # All ties of the first chunks win, in one chunk some, in the others none.
+    # All ties of the first chunks win, some of one chunk, and none of later chunks.
     of_chunk = tl.sum(in_lane, axis=2)
     through = tl.cumsum(of_chunk, axis=0)
     whole = through <= ties[None, :]
     split = (through - of_chunk < ties[None, :]) & ~whole
-    # The same for the lanes in that chunk.
+    # The same for the lanes of that chunk.
     left = ties - tl.sum(tl.where(split, through - of_chunk, 0), axis=0)
     of_lane = tl.sum(tl.where(split[:, :, None], in_lane, 0), axis=0)
     through_lane = tl.cumsum(of_lane, axis=1)
     lane_whole = through_lane <= left[:, None]
     lane_ties = left[:, None] - (through_lane - of_lane)
-    # And for the eight elements in that lane, of which at most 7 win. Each has four bits of a word: bit 3 of
+    # The same for the eight elements of that lane; at most 7 ties win. Each element has four bits of a word: bit 3 of
     # 8 + lane_ties - (flags up to this element) is set if the element is among the first lane_ties ties.
     pair = tl.arange(0, 4)[None, None, :]
     equal = tl.sum(tl.where(split[:, :, None, None], equal, 0), axis=0)
@@ -224,8 +226,8 @@ def _settle_ties(pairs, least, ties, ordered):
 
 @triton.jit
 def _shift_bits(bits_ptr, row, edge_flags, head, whole, N, WORDS: tl.constexpr):
-    """Moves the flags of a row's middle behind those of its head, which are bits 0 to 7 of `edge_flags`; the tail's are
-    bits 8 to 15. row, edge_flags, head and whole are (R)."""
+    """Shifts the stored flags of a row's middle by `head` bits, and adds the flags of the edges. edge_flags has the head's
+    flags in bits 0 to 7 and the tail's in bits 8 to 15. row, edge_flags, head and whole are (R)."""
     n_words = (N + 31) // 32
     tl.store(bits_ptr + row * n_words * 4 + whole, (edge_flags >> 8).to(tl.int8), mask=whole < n_words * 4)
     tl.debug_barrier()  # lanes read flags that others have stored
@@ -240,13 +242,13 @@ def _shift_bits(bits_ptr, row, edge_flags, head, whole, N, WORDS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "units_x_R", "units_values_R", "units", "K"])
 def kwta_fwd_packed(
-    x_ptr,  # (R, N) elements; a row starts at the same index modulo eight as in y and mask
-    values_ptr,  # (R, N) likewise
+    x_ptr,  # (R, N); each row is aligned as a row of y, modulo 16 bytes
+    values_ptr,  # (R, N), aligned as x
     y_ptr,  # (R, N) contiguous
     bits_ptr,  # (R, 4 ceil(N / 32)) 8 bits each
     mask_ptr,  # (R, N) contiguous, 8 bits each
     rows,
-    units_x_R,  # strides and N in units of UNIT elements, which shows the compiler their divisor
+    units_x_R,  # strides and N in units of UNIT elements, so that the compiler knows a divisor
     units_values_R,
     units,
     K,
@@ -275,14 +277,13 @@ def kwta_fwd_packed(
     group = chunk * LANES + lane  # number of a group of eight elements
     word = group[:, :, :, None] * 4 + pair
     x_row, y_row, values_row = row * units_x_R * UNIT, row * N, row * units_values_R * UNIT
-    # Of every row: elements of the head, groups of the middle, elements of the tail.
+    # head and tail are in elements, `whole` is the middle in groups of eight.
     head = (8 - (row & 7).to(tl.int32) * (N & 7)) & 7 if EDGES else tl.zeros((1, ROWS, 1), tl.int32)
     head = tl.minimum(head, N)
     whole = (N - head) >> 3
     tail_at = head + whole * 8
     tail = N - tail_at
     inside = word < (whole * 4)[:, :, :, None]
-    # The words of the middle, which begins at the first multiple of eight elements.
     x_words = x_ptr.to(PAIR, bitcast=True) + (((x_row + 7) >> 3) * 4)[:, :, :, None]
     SAMPLE: tl.constexpr = CHUNKS // 4 if CHUNKS > 4 else 1
     sampled = (tl.arange(0, SAMPLE)[:, None, None] * (CHUNKS // SAMPLE) * LANES + lane)[:, :, :, None] * 4 + pair

@@ -28,7 +28,7 @@ def unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> in
     """The first of `units`, in elements, that divides n and every row's start in these tensors, else 1. Default: the
     elements of 16 bytes.
 
-    Kernels get their sizes in units. Sizes in elements would show Triton only whether they are multiples of 16: it
+    Kernels get their sizes in units. Of a size in elements Triton would only know whether it is a multiple of 16: it
     would read a row of 1000 bfloat16 two bytes at a time.
     """
     size = tensors[0].element_size()

@@ -1,9 +1,8 @@
 """Sinkhorn's iteration in logarithms on matrices that stay in registers, M for each program; and helpers that the other
 kernels share. f and g are the potentials of rows and columns (ops/sinkhorn.py).
 
-Without SUMS, flags say which matrices these kernels compute. With SUMS, which stands for prescribed row and column sums
-or a tolerance, each matrix counts its iterations. A matrix that has stopped is computed on with the others of its
-program: its f no longer changes, so its g does not change either.
+SUMS: row and column sums are prescribed, or there is a tolerance. Then each matrix counts its iterations, and the f and
+g of a matrix that has stopped no longer change. Without SUMS, flags say which matrices these kernels compute.
 """
 
 from __future__ import annotations
@@ -151,8 +150,8 @@ def resident_fwd(
         inv_tau = 1.0 / tau
         anchor, log_sum = log_sum_exp(scores - g[:, None, :], inv_rows, inv_tau, 2, HISTORY)
         if SUMS:
-            # Row sums before this iteration are off by a factor exp((new_f - f) / tau); column sums, from the second
-            # iteration on, by rounding alone.
+            # Row sums before this iteration are off by a factor exp((new_f - f) / tau). Column sums are right, except
+            # for rounding, from the second iteration on.
             new_f = anchor + tau * log_sum
             if tolerance >= 0:
                 error = tl.abs(tl.exp((new_f - f) * inv_tau) - 1.0)

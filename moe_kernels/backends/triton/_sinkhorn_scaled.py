@@ -7,20 +7,16 @@ they compute the flagged matrices and return at once for the others. In one kern
 registers of the logarithms.
 
 From n = 9 on both kernels stop early. The bits of a matrix do not depend on the other matrices of its program.
-* Forward: an iteration that changes no bit of v ends the solve, as the next ones could not change one either.
-* Backward: the matrix has row sums of one after a step on rows (A in ops/sinkhorn.py) and column sums of one after a
-  step on columns (B). So the gradients of potentials shrink on the way back: sum |df| <= sum |dg|, and in the iteration
-  before sum |dg| <= sum |df|. The t remaining iterations add entries of B and A, at most 1 each, times numbers whose
-  sizes sum to at most 2 t sum |dg|. With w = P * dP, dg is set to 0 where t sum |dg| <= 2^-45 sum |w|. That leaves out
-  less than 6e-14 of sum |w|.
+* Forward: when an iteration changes no bit of v, since later ones would not either.
+* Backward: sum |dg| never grows on the way back, as rows of A and columns of B (see ops/sinkhorn.py) sum to one. The t
+  remaining iterations add entries of B and A, each at most 1, times numbers whose sizes sum to at most 2 t sum |dg|.
+  With w = P * dP, dg is set to 0 where t sum |dg| <= 2^-45 sum |w|, which leaves out less than 6e-14 of sum |w|.
 
-Backward is in float64. It saves u and v of every iteration, 16 n bytes, as many as logarithms take. With float32 the
-error would be 1e-7 of the largest dP (n = 4 to 64, tau = 0.1 and 1, 20 iterations). But a gradient is P (dP - a - b) /
-tau, with a of its row and b of its column; where this difference cancels, in 0.2 to 12 % of the entries, the error
-would exceed 1e-5 of the entry. To have only some factors in float32 does not help: the error exceeds 1e-5 in 0.01 to
-0.04 % of the entries with k alone in float32, in 0.06 to 5 % with u and v, in 0.07 to 8 % with df and dg. So every
-factor would have to be two floats: 12 operations for a multiply-add, which in float64 takes an A100 or H100 the time of
-two.
+Backward is in float64. A gradient is P (dP - a - b) / tau, with a of its row and b of its column. With float32 the
+error would be 1e-7 of the largest dP (n = 4 to 64, tau = 0.1 and 1, 20 iterations), and above 1e-5 of the entry in 0.2
+to 12 % of the entries, where the difference cancels. With only k in float32 it is above 1e-5 in 0.01 to 0.04 % of the
+entries, with only u and v in 0.06 to 5 %, with only df and dg in 0.07 to 8 %. Two floats for each factor would take 12
+operations for a multiply-add; one in float64 takes an A100 or H100 the time of two.
 """
 
 from __future__ import annotations
@@ -33,8 +29,8 @@ from moe_kernels.backends.triton._sinkhorn_resident import _broken, _load, _scal
 # Largest range of scores / tau in a row: scaling vectors, at most exp(range), and their products stay normal numbers.
 FLOAT_RANGE = tl.constexpr(60.0)
 DOUBLE_RANGE = tl.constexpr(300.0)
-# Least N that stops early. For a smaller N one of the program's many matrices nearly always goes on, and the test adds
-# a third to the cost.
+# Least N that stops early. With a smaller N one of the program's many matrices nearly always goes on, and the test
+# would add a third to the cost.
 EARLY = tl.constexpr(16)
 NEGLIGIBLE = tl.constexpr(2.0**-45)
 
@@ -55,8 +51,8 @@ def _spans(scores, B, n, M: tl.constexpr, N: tl.constexpr):
 def _begin(
     scores_ptr, stride_scores_B, stride_scores_I, taus_ptr, slow_ptr, B, n, limit, M: tl.constexpr, N: tl.constexpr
 ):
-    """(scaled, broken, x, inv_tau): which matrices are scaled here, which hold NaN or +inf; k = exp(x); 1 / tau. Writes
-    the flags."""
+    """(scaled, broken, x, inv_tau): which matrices are scaled here, which hold NaN or +inf, log(k), 1 / tau. Writes the
+    flags."""
     scores = _load(scores_ptr, stride_scores_B, stride_scores_I, B, n, M, N, -float("inf"))
     broken = _broken(scores)
     scores = tl.where(broken[:, None, None], 0.0, scores)

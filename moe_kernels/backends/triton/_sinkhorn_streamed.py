@@ -80,8 +80,8 @@ def _columns_near(
 
 @triton.jit
 def _potentials(ptr, t, first, n, ROWS: tl.constexpr):
-    """Pointers (ROWS) to the row potentials after iteration t, and their mask. ptr (B, 2, n): even and odd iterations
-    have separate places, as another thread may still read those of the iteration before. t + 1 gives those of t - 1."""
+    """Pointers (ROWS) to the row potentials after iteration t, and their mask. ptr (B, 2, n) has those of the last two
+    iterations, so t + 1 gives those of t - 1."""
     i = first + tl.arange(0, ROWS)
     return ptr + (tl.program_id(0).to(tl.int64) * 2 + t % 2) * n + i, i < n
 
@@ -166,7 +166,7 @@ def streamed_fwd(
         t += 1
         if SUMS:
             if (near > 0) & (tolerance >= 0):
-                if not HISTORY:  # the matrix was within the tolerance before this iteration: p has the earlier f and g
+                if not HISTORY:  # the matrix was within the tolerance before this iteration: p uses the earlier f and g
                     anchor = before
                     log_sum = tl.zeros((N,), dtype=tl.float64)
                 count = t - 1
@@ -246,7 +246,7 @@ def streamed_bwd(
                 1.0 / tl.load(taus_ptr), n, ROWS, N,
             )  # fmt: skip
             t -= 1
-    while t >= 0:  # the first pass only takes the column sums of P * dP, the second is that of the last iteration
+    while t >= 0:  # the first pass only computes the column sums of P * dP, the second is the last iteration
         iteration = tl.minimum(t, last)
         tau = tl.load(taus_ptr + iteration)
         inv_tau = 1.0 / tau

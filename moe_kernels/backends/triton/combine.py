@@ -1,7 +1,7 @@
 """Combine in Triton: a token sums its kept rows in the order of its choices, in float32.
 
-Backward runs the same loop: dy stays in registers if its row fits; each of a token's rows gives one row of drows and
-one element of dweights. 16-bit elements become float32 when loaded.
+Backward runs the same loop; each of a token's rows gives one row of drows and one element of dweights. dy stays in
+registers if a row fits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _sum_rows(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stores the sums of some tokens' rows."""
+    """Stores the sums of BLOCK_T tokens' rows."""
     sums = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
     for k in tl.range(0, K, loop_unroll_factor=2):  # so that the loads of two rows are in flight together
         row = tl.load(slot_row_ptr + token * K + k, mask=token < T, other=-1).to(tl.int64)
@@ -46,8 +46,8 @@ def _sum_rows(
     tl.store(out, sums.to(y_ptr.dtype.element_ty), mask=(token < T)[:, None] & (d < D))
 
 
-# Triton compiles K = 1 separately, in 0.7 of the instructions of a loop. One kernel has both sums, weighted or not: a
-# layer of experts launches it with weights forward and without them backward.
+# Triton compiles K = 1 separately, with 0.7 of the instructions. One kernel has both sums: a layer of experts needs the
+# weighted sum forward and the other backward.
 @triton.jit(do_not_specialize=["units_rows_R", "T", "units", "weighted"], do_not_specialize_on_alignment=["K"])
 def _combine_fwd(
     rows_ptr,  # (R, D)

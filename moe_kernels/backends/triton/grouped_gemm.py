@@ -1,9 +1,7 @@
 """The grouped GEMM in Triton, and the squared norms of its rows.
 
 One launch multiplies the rows of all experts, a tile for each program. Rows are gathered as they are read; bias and
-activation are applied to the float32 accumulators. Arithmetic bounds the time: a tile of 128 x 128 in 16 bits does 32
-multiply-adds for each byte that it reads, and L2 serves most of the bytes. The inner loop is multiply_tile in
-_grouped_tiles.py.
+activation are applied to the float32 accumulators. The inner loop is multiply_tile in _grouped_tiles.py.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def _grouped_gemm_fwd(
         x, w, token, first, expert, column, column + N, depth, N, stride_x, stride_w_E, stride_w,
         GATED, TRANSPOSED, X_TMA, W_TMA, WIDEN, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
-    # Row offsets within a tile have 32 bits: 64 would cost registers that the sums need.
+    # Row offsets within a tile have 32 bits: 64 would cost registers.
     start = first.to(tl.int64)
     if NORMS:
         n = column + tl.arange(0, BLOCK_N)

@@ -1,7 +1,6 @@
-"""k-winner-take-all in Triton: a program per row, the row in registers, its threshold by compare-and-count.
+"""k-winner-take-all in Triton. A program has a row; it counts the elements that reach a trial threshold, and repeats.
 
-These kernels treat 16-bit elements as int16 bit patterns and order them as integers. 16-bit rows of up to RESIDENT
-elements go to the kernel of _kwta_packed.py.
+16-bit rows of up to RESIDENT elements go to the kernel of _kwta_packed.py.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from moe_kernels.library import words
 
 TIES = {"index": 0, "strict": 1, "all": 2}
 
-# Bit pattern of +inf, and how bits become a float32: 0 as they are, 1 shifted up by 16, 2 converted from float16.
+# Bit pattern of +inf, and FORMAT of _kwta_values.py.
 FORMATS = {torch.float32: (0x7F800000, 0), torch.bfloat16: (0x7F80, 1), torch.float16: (0x7C00, 2)}
 
 LONGEST = 16384  # elements of a row in one tile of registers; a second tile holds the rest of a longer row
 RESIDENT = 2 * LONGEST  # elements; rows longer than this are read again for every count
-CHUNK = 4096  # elements written at a time: with masks, ranks and bits of more elements the keys would spill
+CHUNK = 4096  # elements written at a time: with more the registers would spill
 BLOCK_BWD = 4096  # elements of a program of the backward
 TRIALS = 8  # rounds of interpolation before bisection: normal rows need 3 to 5
 
 
 def warps(block: int) -> int:
-    """Warps of a program: 32 elements a thread from 1024 elements on, since a round of the search costs a thread about
+    """Warps of a program: 32 elements a thread from 1024 elements on, since a round of the search costs each thread about
     60 instructions besides the comparisons."""
     return max(block // 1024, 1)
 
@@ -60,8 +59,8 @@ def _load_keys(x_row, start, N, BLOCK: tl.constexpr, INF: tl.constexpr):
 
 @triton.jit
 def _first_guess(bits, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """The threshold if elements are normally distributed with the mean and deviation of `bits`, and its change that
-    lets one key fewer win. Both may be NaN or infinite."""
+    """The threshold if elements are normally distributed with the mean and deviation of `bits`, and by how much a higher
+    threshold lets one element fewer win. Both may be NaN or infinite."""
     magnitude = bits & (0x7FFFFFFF if FORMAT == 0 else 0x7FFF)
     values = (
         bits.to(tl.float32, bitcast=True)
@@ -100,7 +99,7 @@ def _threshold(
     TIES: tl.constexpr, BLOCK: tl.constexpr, INF: tl.constexpr, FORMAT: tl.constexpr, RESIDENT: tl.constexpr,
     REST: tl.constexpr, TRIALS: tl.constexpr,
 ):  # fmt: skip
-    """(above, ties): keys greater than `above` win, and of the keys equal to it the first `ties` ones."""
+    """(above, ties): keys greater than `above` win, and the first `ties` keys equal to `above`."""
     # More than K keys are at or above low, fewer than K at or above high.
     low = -INF - 1
     high = INF + 2
@@ -122,7 +121,7 @@ def _threshold(
             searching = False
         else:
             value = value_of(trial, INF, FORMAT)
-            # Bisection moves the bound on to the nearest key of the row, which ends the search if many keys are equal.
+            # Bisection moves the bound to the nearest key of the row: many equal keys then end the search.
             snap = RESIDENT and round >= TRIALS
             if count > K:
                 low = trial
@@ -205,7 +204,7 @@ def _kwta_fwd(
                 ties -= tl.sum(equal)
         wins = wins & (offsets < N)
         if STORE_Y:
-            # Loads losers too: a mask that differs between neighbours would turn two or four loads into 16.
+            # Loads losers too: with a mask that differs between neighbours, two or four loads would become 16.
             values = tl.load(values_ptr + row * units_values_R * UNIT + offsets, mask=offsets < N, other=0)
             tl.store(y_ptr + row * N + offsets, tl.where(wins, values, 0), mask=offsets < N)
         if STORE_BITS:
@@ -234,7 +233,7 @@ def _kwta_bwd(
     word = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
     lane = tl.arange(0, 32)[None, :]
     offsets = word[:, None] * 32 + lane
-    # A thread reads one word of bits for 16 bytes of the row, and loads these at once, losers too.
+    # A thread loads 16 bytes of the row at once, losers too.
     bits = tl.load(bits_ptr + row * n_words + word, mask=word < n_words, other=0)
     wins = ((bits[:, None] >> lane) & 1) != 0
     grad = tl.load(grad_ptr + row * units_grad_R * UNIT + offsets, mask=offsets < N, other=0)
@@ -318,7 +317,7 @@ def _launch_packed(x: Tensor, values: Tensor, k: int, ties: str, y, bits, mask) 
 
 
 def _aligned_like_contiguous(x: Tensor) -> Tensor:
-    """x, or a contiguous copy unless each row starts at the same offset from a multiple of 16 bytes as in a copy."""
+    """x if each row has the same offset from a multiple of 16 bytes as in a contiguous copy, else such a copy."""
     if aligned(x, 16) and (x.stride(0) - x.shape[1]) % 8 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -21,7 +21,7 @@ from moe_kernels.backends.triton.kwta import FORMATS, kwta_mask
 from moe_kernels.library import plan_rows
 
 TILE = 32  # requests that one warp ranks at a time, comparing each with each
-SHORTEST = 2048  # scores of fewer tokens are padded to this, since kWTA compiles once for each power of two
+SHORTEST = 2048  # scores of fewer tokens are padded to this number, since kWTA compiles for each power of two
 MATCH_TILE = 64  # pairs that priority routing compares with each other at a time
 CHUNKS = 1024  # largest number of chunks: a program of the scan holds the counts of all chunks for its experts
 COUNTS = 2**22  # largest number of counts: with more than 4096 experts there are fewer chunks
@@ -35,7 +35,7 @@ SCAN_TILE = tl.constexpr(4096)  # counts that a program of the scan holds
 @triton.jit
 def _requests(
     experts_ptr,  # (T, K)
-    visit_ptr,  # (T) tokens in visiting order; not read unless VISIT: without it they are visited by position
+    visit_ptr,  # (T) tokens in visiting order; not read unless VISIT, else 0, 1, ...
     place,  # (BLOCK) int64, in visiting order
     end,
     T,
@@ -106,13 +106,13 @@ def _plan_scan(
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Both shapes of a tile are in one kernel, so that sizes which differ from step to step compile once.
+    # Both tile shapes are in one kernel, so that a number of chunks that changes from step to step compiles once.
     if chunks <= FEW_CHUNKS:
         _scan_chunks(counts_ptr, requested_ptr, chunks, E, FEW_CHUNKS, SCAN_TILE // FEW_CHUNKS)
     else:
         _scan_chunks(counts_ptr, requested_ptr, chunks, E, CHUNKS, SCAN_TILE // CHUNKS)
-    # The program that is last sees the stores of all others: each thread's stores come before its barrier, the barrier
-    # before the atomic addition, which releases and acquires.
+    # The last program sees the stores of all others: they come before a barrier, and the barrier before an atomic
+    # addition that releases and acquires.
     tl.debug_barrier()
     if tl.atomic_add(scanned_ptr, 1) == tl.num_programs(0) - 1:
         tl.debug_barrier()
@@ -197,12 +197,12 @@ def _plan_rank(
         place = start + i
         token, choice, expert = _requests(experts_ptr, visit_ptr, place, end, T, K, E, VISIT, BY_CHOICE)
         valid = expert >= 0
-        # Requests to the same expert: earlier ones in the low half, later ones in the high one. A lane sums a column.
+        # Numbers of earlier (low half) and later requests (high half) to the same expert. A lane sums a column.
         side = tl.where(i[:, None] < i[None, :], 1, tl.where(i[:, None] > i[None, :], 0x10000, 0))
         peers = tl.sum(tl.where(expert[:, None] == expert[None, :], side, 0), axis=0)
         later = peers >> 16
         slot = tl.load(next_ptr + expert, mask=valid, other=0) + (peers & 0xFFFF)
-        # Counts change only between the two barriers: every thread has read the old ones, none reads the new ones yet.
+        # Counts change only between the two barriers, when no thread reads them.
         tl.debug_barrier()
         tl.store(next_ptr + expert, slot + 1, mask=valid & (later == 0))
         tl.debug_barrier()
@@ -241,13 +241,13 @@ def _match_tile(pairs_ptr, experts_ptr, room_ptr, place, pairs, E, TILE: tl.cons
     assigned = tl.zeros((), tl.int32)
     num_pending = tl.sum(pending.to(tl.int32))
     while num_pending > 0:
-        # Assigned now: a pair whose token has no earlier pending pair, and whose expert has room for this pair even if
-        # it takes all of its earlier pending pairs.
+        # A pair is assigned if its token has no earlier pending pair, and its expert has room for it after all earlier
+        # pending pairs of the expert.
         earlier = pending[None, :] & before
         rivals = tl.sum((earlier & (token[:, None] == token[None, :])).to(tl.int32), axis=1)
         ahead = tl.sum((earlier & (expert[:, None] == expert[None, :])).to(tl.int32), axis=1)
         assign = pending & (rivals == 0) & (ahead < tl.load(room_ptr + expert, mask=pending, other=0))
-        # Every thread has read the state before any thread changes it, and reads it again only after all changes.
+        # Barriers: threads read experts and room before any of them changes, and again after all changes.
         tl.debug_barrier()
         tl.store(experts_ptr + token, expert, mask=assign)
         tl.atomic_add(room_ptr + expert, tl.full((TILE,), -1, tl.int32), mask=assign)
@@ -339,8 +339,7 @@ plan_priority_supports = plan_expert_choice_supports
 def plan_expert_choice_fwd(scores: Tensor, capacity: int) -> tuple[Tensor, ...]:
     """The plan in which every expert requests the `capacity` highest tokens of its column."""
     num_tokens, num_experts = scores.shape
-    # Padded to a multiple of 16 and at least SHORTEST, so that kWTA compiles only once for each power of two. Padding
-    # comes last and is never chosen.
+    # Padded to a multiple of 16, at least SHORTEST. Padding comes last and is never chosen.
     columns = scores.new_empty((num_experts, max(triton.cdiv(num_tokens, 16) * 16, SHORTEST)))
     columns[:, :num_tokens], columns[:, num_tokens:] = scores.t(), -float("inf")
     chosen = kwta_mask(columns, min(capacity, num_tokens), "index")[:, :num_tokens].t()

@@ -1,10 +1,10 @@
-"""Sinkhorn's iteration in Triton: a program per few matrices, which stay in registers for the whole solve, or, above
-RESIDENT, a program per matrix that is read again in every iteration, a few rows at a time.
+"""Sinkhorn's iteration in Triton. Up to n = RESIDENT a program keeps a few matrices in registers for the whole solve.
+Above, a program reads its matrix again in every iteration, a few rows at a time (_sinkhorn_streamed.py).
 
 Up to RESIDENT, at one temperature and without prescribed sums or a tolerance, matrices of small range are solved by
-scaling exp(S / tau) (_sinkhorn_scaled.py); further launches solve the others in logarithms. Potentials are in float64
-and in units of the scores: an anchor (the largest term) plus tau times the logarithm of the sum relative to it, so that
-exp gets small arguments at any temperature. exp is computed in float32 forward, in float64 backward.
+scaling exp(S / tau) (_sinkhorn_scaled.py); a further launch solves the others in logarithms (_sinkhorn_resident.py). A
+potential is in float64 and in units of the scores: an anchor (the largest term) plus tau times the logarithm of the sum
+relative to the anchor. So exp gets small arguments at any temperature.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _blocks(n: int, kernel: str, sums: bool) -> tuple[dict[str, int], int]:
-    """Matrices of a program and columns of its tile, or rows and columns of a strip of a streamed matrix, as large as
-    compiles without spills; and warps. `kernel`: "scaled_fwd", "scaled_bwd", "fwd", "history" (the backward's forward)
-    or "bwd"."""
+    """Sizes of a program's tile (M and N), or of a strip of a streamed matrix (ROWS and N), as large as compiles without
+    spills; and warps. `kernel`: "scaled_fwd", "scaled_bwd", "fwd", "history" (the backward's forward) or "bwd"."""
     columns, backward = triton.next_power_of_2(n), kernel == "bwd"
     if n > (RESIDENT // 2 if backward and sums else RESIDENT):
         strip = 1024 if sums and kernel == "history" else 2048
@@ -104,8 +103,8 @@ def _temperatures(taus: list[float], device: torch.device) -> Tensor:
 
 
 def _flags(scores: Tensor, taus: list[float]) -> Tensor | None:
-    """(B,), int32: 1 if a matrix needs logarithms, as all do if the temperature falls. At one temperature it is empty
-    memory, which the scaling kernel fills. None above RESIDENT, where all matrices need logarithms."""
+    """(B,), int32: ones if the temperature falls, as all matrices then need logarithms. At one temperature empty memory,
+    which the scaling kernel fills. None above RESIDENT."""
     if scores.shape[1] > RESIDENT:
         return None
     make = torch.Tensor.new_empty if taus[0] == taus[-1] else torch.Tensor.new_ones

@@ -1,9 +1,9 @@
-"""The top-k gate in Triton: a program per few rows, their keys in registers, in the order of the logits (NaN highest,
--0 == +0). Every four neighbours are sorted once; a choice is the largest of the first keys of all fours.
+"""The top-k gate in Triton. A program holds a few rows in registers, as integer keys in the order of the logits (NaN
+highest, -0 == +0). Every four neighbours are sorted once; a choice is the largest of the first keys of all fours.
 
-A key of 16 bits and its expert share an integer (PACKED), so that a choice is one maximum; of equal keys that of the
-lower expert is the larger integer. A key of 32 bits leaves no room: a choice is a maximum, then a minimum over the
-experts that have it. Each is one instruction of a warp; with key and expert in 64 bits a maximum takes 25.
+A key of 16 bits and its expert share an integer (PACKED), so a choice is one maximum; of equal keys the lower expert's
+integer is larger. With keys of 32 bits a choice is a maximum of keys, then a minimum over the experts with that key. A
+warp computes each in one instruction; a maximum of 64 bits would take 25.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _topk_gate_fwd(
         chosen = BLOCK_E - 1 - (chosen & (BLOCK_E - 1))
     inside_k = (token < T)[:, None] & (k < K)
     tl.store(experts_ptr + token[:, None] * K + k, chosen, mask=inside_k)
-    # The first choice is the highest logit, and a NaN if there is one, which then makes every weight NaN.
+    # The first choice has the highest logit, or a NaN if there is one; every weight is then NaN.
     picked = tl.load(logits_ptr + token[:, None] * stride_logits_T + chosen, mask=inside_k, other=0.0).to(tl.float32)
     highest = tl.sum(tl.where(k == 0, picked, 0.0), axis=1)
     shares = tl.exp(picked - highest[:, None])
@@ -133,7 +133,8 @@ def _topk_gate_bwd(
     weights = tl.load(weights_ptr + token[:, None] * K + k, mask=inside_k, other=0.0)
     mean = tl.sum(grads * weights, axis=1)
     if SOFTMAX_FIRST:
-        # p_e = w_0 exp(z_e - z_0), with 0 the first choice: this difference of logits has one rounding at any size.
+        # The probability of expert e is w_0 exp(z_e - z_0), with logits z, weights w, and 0 for the first choice. This
+        # difference of logits has one rounding, however large they are.
         first = tl.load(experts_ptr + token * K, mask=token < T, other=0)
         highest = tl.load(logits_ptr + token * stride_logits_T + first, mask=token < T, other=0.0).to(tl.float32)
         scale = -mean * tl.load(weights_ptr + token * K, mask=token < T, other=0.0)

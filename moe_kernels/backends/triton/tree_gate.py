@@ -1,10 +1,9 @@
 """The tree gate in Triton: a program per few tokens, the probabilities of a tree's places in registers.
 
 A tree is laid out as if all of its leaves were at the last level: 2^DEPTH places from left to right. A leaf that is a
-level higher takes the left one of its two places, with probability 1. If E is a multiple of 16, forward gives the
-leaves consecutive places instead (GROUPS). On the way down a thread has a group of 16 places: it computes the nodes
-below the group's root once, and one side of each node above. On the way up, in backward, each level halves the row. If
-there is one tree and its columns fit, forward is one kernel with the matrix products in it.
+level higher takes the left one of its two places. If E is a multiple of 16, forward gives the leaves consecutive places
+instead (GROUPS). From the root down a thread computes a group of 16 places (_reach); up to the root, in backward, each
+level halves the row. If tree_gate_fits, forward is one kernel with the matrix products in it.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def _layout(num_experts: int, upwards: bool = False) -> int:
 def _share(t, sign, half, slope):
     """1/2 + sign t / gamma, for t from -gamma / 2 to gamma / 2. half: gamma / 2; slope: 1 / gamma.
 
-    Where the result is near 0 the sum of sign t and gamma / 2 is exact. At the other end the result is 1 up to a
-    rounding or two, and its smooth step is 1.
+    Near 0 the result has full relative precision, as the sum of sign t and gamma / 2 is exact there. At the other end
+    it is 1 up to a rounding or two, and its smooth step is 1.
     """
     return tl.fma(t, sign, half) * slope
 
@@ -164,7 +163,7 @@ def _reach(nodes_ptr, row, real, E, half, slope, BLOCK_T: tl.constexpr, DEPTH: t
 
 @triton.jit
 def _weighed(v, EPSILON: tl.constexpr):
-    """A leaf's factor in the softmax: its probability, under a parity mode with a constant added."""
+    """A leaf's factor in the softmax: its probability, plus a constant in a parity mode."""
     if EPSILON > 0:
         v += EPSILON
     return v
@@ -183,7 +182,7 @@ def _gates(
     half,  # gamma / 2
     slope,  # 1 / gamma
     least,  # smallest probability of a leaf that counts
-    EPSILON: tl.constexpr,  # added to probabilities under a parity mode
+    EPSILON: tl.constexpr,  # added to probabilities in a parity mode
     BLOCK_T: tl.constexpr,
     DEPTH: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -322,7 +321,7 @@ def _tree_gate_fused(
     split_logits_ptr,  # (T, 1, E - 1) contiguous
     leaf_logits_ptr,  # (T, 1, E) contiguous
     T,
-    P_16,  # P / 16, which shows the compiler 16-byte vectors
+    P_16,  # P / 16: the compiler then knows that rows are aligned to 16 bytes
     E,
     half,
     slope,
