@@ -1,11 +1,10 @@
-// Squared norms of the rows of a grouped GEMM: the epilogue squares and sums the elements instead of storing them.
+// Squared norms of the rows of x W + b: the epilogue of a grouped GEMM sums squares instead of storing elements.
 #include "moe/grouped_gemm.cuh"
 #include "ops.h"
 
 namespace moe {
 namespace {
 
-// Sums of squares of each row of x W + b, one for each column tile.
 template <class T>
 struct Norms {
   Bias<T> bias;

@@ -48,7 +48,6 @@ struct Activate {
   }
 };
 
-// A thread takes 8 hidden units of a row at a time.
 template <class T>
 __global__ void __launch_bounds__(kRowThreads) activation_bwd_kernel(const T* grad,        // (R, H)
                                                                      int64_t grad_stride,  // elements from row to row

@@ -34,7 +34,6 @@ struct Gradient {
   int bias_tiles;               // blocks of one expert's bias, none without dbias
 };
 
-// The rows of an expert.
 struct Range {
   int64_t first;
   int count;

@@ -205,8 +205,7 @@ struct Row {
   }
   __device__ int sampled() const { return max(frame.middle / kWords, 1); }  // number of elements in the moments
 
-  // Reads the row. Returns sums of this thread's sampled elements and their squares; x is NaN if any element is not
-  // plain.
+  // Reads the row. Returns sums of a sample of this thread's elements and of their squares; x is NaN if not plain.
   __device__ float2 read_moments() {
     float2 moments = {0.0f, 0.0f};
     uint32_t found = 0;

@@ -139,7 +139,7 @@ class Team {
     }
   }
 
-  // along_row combines the values of a row, along_columns those of each column. All threads get the same bits.
+  // along_row combines the values of a row, along_columns those of each column. All its threads get the same bits.
   template <class T, class Combine>
   __device__ T along_row(T value, Combine combine) const {
 #pragma unroll

@@ -1,6 +1,5 @@
-// The top-k gate. A warp takes a token. For up to 1024 experts it reads each logit once and keeps it in a register, as
-// an integer (Logit). Each choice is a reduction over the warp: the largest logit that is left, of equal logits that of
-// the lowest expert.
+// The top-k gate. A warp takes a token. For up to 1024 experts it reads each logit once and keeps it in a register, as an
+// integer (Logit). Each choice is a reduction over the warp, to the largest logit left and the lowest expert that has it.
 #include <cmath>
 #include <type_traits>
 
@@ -99,7 +98,7 @@ struct alignas(8) Choice {
 };
 
 // Packed, Sorted and Searched give the choices of a row, best first. In Packed and Sorted each lane sorts its own logits;
-// next() takes the best of the 32 first elements and removes it from its list. One lane writes the choice as a Kept, which
+// next() takes the best of the 32 first elements and removes it from its list. One lane writes it as a Kept, which
 // choice() decodes.
 //
 // Packed is for 16-bit logits. A key has the rank in the upper half and 0xffff - expert in the lower half, so no two keys

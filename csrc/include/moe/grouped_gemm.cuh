@@ -13,7 +13,6 @@ namespace moe {
 // With fewer rows per expert than this on average, tiles have 32 rows: a tile takes as long with fewer rows in use.
 constexpr int64_t kFewRows = 64;
 
-// The operands of a launch.
 template <class T>
 struct GroupedGemm {
   const T* x;                     // (R, Din), or (T, Din) with row_token

@@ -52,7 +52,6 @@ struct SmoothStep {
   __device__ float share(float t) const { return (t + half) * slope; }
 };
 
-// u^2 (3 - 2u)
 __device__ __forceinline__ float smooth(float u) { return u * u * fmaf(-2.0f, u, 3.0f); }
 
 // A node goes left with probability h = u^2 (3 - 2u) and right with w^2 (3 - 2w), u + w = 1. If it is saturated, u or w

@@ -165,7 +165,8 @@ def _finish_hidden(
 ):  # fmt: skip
     """Stores dpre and weighted h of a tile, SLICE columns at a time; returns <h, dh> over the tile's columns.
 
-    dh: gradient of h without the row's weight; valid: rows of the tile; used: those of them that an expert has."""
+    dh is the gradient of h without the row's weight; `used` are the `valid` rows that belong to an expert.
+    """
     HALF: tl.constexpr = dh.shape[1] // 2
     if HALF >= SLICE:
         left, right = split_columns(dh)

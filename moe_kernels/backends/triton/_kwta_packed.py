@@ -82,7 +82,7 @@ def _sums(x, edge):
 
 @triton.jit
 def _needs_order(pairs, edge):
-    """Whether a row of the program may have elements that cannot be compared as float16: then its float16 sum is NaN."""
+    """Whether a row of the program may have elements that cannot be compared as float16: its float16 sum is NaN."""
     sums = _add_halves(tl.reduce(tl.reduce(pairs, 0, _add_halves), 2, _add_halves), tl.reduce(edge, 0, _add_halves))
     sums = tl.reduce(sums, 1, _add_halves)
     return _any(_at_least(sums, sums, False) != -1)
@@ -136,8 +136,8 @@ def _pattern(key, ordered):
 def _threshold(
     pairs, edge, guess, step, ordered, N, K, INF: tl.constexpr, FORMAT: tl.constexpr, TRIALS: tl.constexpr
 ):  # fmt: skip
-    """(least, ties, tied), (R) each. Elements with key >= least win; of the `tied` elements with key least - 1 the first
-    `ties` win."""
+    """(least, ties, tied), (R) each. Elements with key >= least win; of the `tied` elements with key least - 1 only the
+    first `ties` win."""
     R: tl.constexpr = pairs.shape[1]
     # At least K keys are >= low, at most K are >= high. 0x7C00 is the pattern of float16's infinity.
     lowest = -INF
@@ -178,8 +178,8 @@ def _threshold(
 
 @triton.jit
 def _settle_edge_ties(edge, wins, least, ties, tied, ordered):
-    """The winners of the edges (0xFFFF in their halves), and how many ties win after the head. Ties of the head win first,
-    ties of the tail last."""
+    """The winners of the edges (0xFFFF in their halves), and how many ties win after the head. Ties of the head win
+    first, ties of the tail last."""
     equal = _at_least(edge, _pattern(least - 1, ordered)[None, :, None], ordered) & ~wins
     flags = equal & ONES
     of_slots = tl.sum(flags, axis=2)
@@ -194,9 +194,9 @@ def _settle_edge_ties(edge, wins, least, ties, tied, ordered):
 
 @triton.jit
 def _settle_ties(pairs, least, ties, ordered):
-    """(least, partly, split). least (C, R, L): elements win from this pattern on. In one chunk of a row, where split (C, R)
-    is True, only some ties win. In one lane of that chunk only some ties win: bit 4 i of partly (R, L) is set if element
-    i of the lane's eight is such a tie."""
+    """(least, partly, split). least (C, R, L): elements win from this pattern on. In one chunk of a row, where split
+    (C, R) is True, only some ties win. In one lane of that chunk only some ties win: bit 4 i of partly (R, L) is set if
+    element i of the lane's eight is such a tie."""
     above = _pattern(least, ordered)[None, :, None]
     tied = _pattern(least - 1, ordered)[None, :, None]
     equal = _equal(pairs, tied, above, ordered)
@@ -226,8 +226,8 @@ def _settle_ties(pairs, least, ties, ordered):
 
 @triton.jit
 def _shift_bits(bits_ptr, row, edge_flags, head, whole, N, WORDS: tl.constexpr):
-    """Shifts the stored flags of a row's middle by `head` bits, and adds the flags of the edges. edge_flags has the head's
-    flags in bits 0 to 7 and the tail's in bits 8 to 15. row, edge_flags, head and whole are (R)."""
+    """Shifts the stored flags of a row's middle by `head` bits, and adds the flags of the edges. edge_flags has the
+    head's flags in bits 0 to 7 and the tail's in bits 8 to 15. row, edge_flags, head and whole are (R)."""
     n_words = (N + 31) // 32
     tl.store(bits_ptr + row * n_words * 4 + whole, (edge_flags >> 8).to(tl.int8), mask=whole < n_words * 4)
     tl.debug_barrier()  # lanes read flags that others have stored

@@ -12,7 +12,6 @@ from moe_kernels.backends._addresses import aligned
 TILE = 2048  # elements of a program, 16 a thread
 LONGEST = 4096  # longest row that a program reads at once
 
-# Element types by their names in signatures.
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -30,7 +30,7 @@ TRIALS = 8  # rounds of interpolation before bisection: normal rows need 3 to 5
 
 
 def warps(block: int) -> int:
-    """Warps of a program: 32 elements a thread from 1024 elements on, since a round of the search costs each thread about
+    """Warps of a program: 32 elements a thread from 1024 elements on, since a round of the search costs a thread about
     60 instructions besides the comparisons."""
     return max(block // 1024, 1)
 
@@ -59,8 +59,8 @@ def _load_keys(x_row, start, N, BLOCK: tl.constexpr, INF: tl.constexpr):
 
 @triton.jit
 def _first_guess(bits, N, quantile, INF: tl.constexpr, FORMAT: tl.constexpr):
-    """The threshold if elements are normally distributed with the mean and deviation of `bits`, and by how much a higher
-    threshold lets one element fewer win. Both may be NaN or infinite."""
+    """The threshold if elements are normally distributed with the mean and deviation of `bits`, and by how much a
+    higher threshold lets one element fewer win. Both may be NaN or infinite."""
     magnitude = bits & (0x7FFFFFFF if FORMAT == 0 else 0x7FFF)
     values = (
         bits.to(tl.float32, bitcast=True)

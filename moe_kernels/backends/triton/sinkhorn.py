@@ -23,8 +23,8 @@ TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _blocks(n: int, kernel: str, sums: bool) -> tuple[dict[str, int], int]:
-    """Sizes of a program's tile (M and N), or of a strip of a streamed matrix (ROWS and N), as large as compiles without
-    spills; and warps. `kernel`: "scaled_fwd", "scaled_bwd", "fwd", "history" (the backward's forward) or "bwd"."""
+    """Sizes of a program's tile (M and N), or of a strip of a streamed matrix (ROWS and N), the largest without spills;
+    and warps. `kernel`: "scaled_fwd", "scaled_bwd", "fwd", "history" (the backward's forward) or "bwd"."""
     columns, backward = triton.next_power_of_2(n), kernel == "bwd"
     if n > (RESIDENT // 2 if backward and sums else RESIDENT):
         strip = 1024 if sums and kernel == "history" else 2048
@@ -103,8 +103,8 @@ def _temperatures(taus: list[float], device: torch.device) -> Tensor:
 
 
 def _flags(scores: Tensor, taus: list[float]) -> Tensor | None:
-    """(B,), int32: ones if the temperature falls, as all matrices then need logarithms. At one temperature empty memory,
-    which the scaling kernel fills. None above RESIDENT."""
+    """(B,), int32: ones if the temperature falls, as all matrices then need logarithms. At one temperature it is empty
+    memory, which the scaling kernel fills. None above RESIDENT."""
     if scores.shape[1] > RESIDENT:
         return None
     make = torch.Tensor.new_empty if taus[0] == taus[-1] else torch.Tensor.new_ones
