@@ -63,8 +63,8 @@ def plan_counts(experts: Tensor, num_experts: int, order: str) -> Tensor:
 
 
 def sinkhorn_scratch(scores: Tensor, iterations: int, backward: bool) -> Tensor:
-    """(B, bytes). Backward: two vectors of n doubles for every iteration, then a flag (8 bytes) or, for n > 64, a matrix
-    of doubles. Forward: a flag or, for n > 64, a matrix of floats, none if p is float32."""
+    """(B, bytes). Backward: two vectors of n doubles for every iteration, then a flag (8 bytes) or, for n > 64, a
+    matrix of doubles. Forward: a flag or, for n > 64, a matrix of floats, none if p is float32."""
     batch, n, _ = scores.shape
     if backward:
         size = 8 * n * (2 * iterations + (n if n > 64 else 0)) + 8 * (n <= 64)

@@ -194,9 +194,9 @@ def _settle_edge_ties(edge, wins, least, ties, tied, ordered):
 
 @triton.jit
 def _settle_ties(pairs, least, ties, ordered):
-    """(least, partly, split). least (C, R, L): elements win from this pattern on. In one chunk of a row, where split
-    (C, R) is True, only some ties win. In one lane of that chunk only some ties win: bit 4 i of partly (R, L) is set if
-    element i of the lane's eight is such a tie."""
+    """(least, partly, split). least (C, R, L): elements win from this pattern on. In at most one chunk of a row,
+    where split (C, R) is True, only some ties win. In at most one lane of that chunk only some ties win: bit 4 i of
+    partly (R, L) is set if element i of the lane's eight is a tie that wins."""
     above = _pattern(least, ordered)[None, :, None]
     tied = _pattern(least - 1, ordered)[None, :, None]
     equal = _equal(pairs, tied, above, ordered)
