@@ -108,6 +108,17 @@ def test_gates_and_their_gradients_are_not_rounded_to_the_rows_dtype(target):
     assert torch.autograd.grad(y, rows, torch.full_like(y, 1.75))[0].tolist() == [[1.7578125]] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_halfway_between_two_numbers_become_the_even_one(target, dtype):
+    if target.interpreted and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter truncates to bfloat16")
+    plan = mk.make_plan(torch.zeros(1, 2, dtype=torch.int32, device=target.device), 1, backend="reference")
+    large = 2 / torch.finfo(dtype).eps  # its next number is larger by 2
+    rows = torch.tensor([[large, -large] * 20, [1.0, -1.0, 3.0, -3.0] * 10], device=target.device).to(dtype)
+    y = mk.combine(rows, plan, backend=target.backend)
+    assert y.tolist() == [[large, -large, large + 4, -large - 4] * 10]
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("kind", ["one token dropped", "dropped", "unused rows", "expert choice"])
 def test_what_no_kept_row_meets_changes_nothing(target, kind, value):

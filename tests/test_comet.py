@@ -332,6 +332,7 @@ def test_utilisation_finds_the_dead_neurons_and_takes_any_leading_dimensions():
     counted = Utilisation().update([mask])
     assert counted.share()[0].tolist() == [0.75, 0.0, 0.75]
     assert counted.dead()[0].tolist() == [1]
+    assert Utilisation().update([mask.transpose(0, 1)]).share()[0].tolist() == [0.75, 0.0, 0.75]
     with pytest.raises(TypeError, match="bool"):
         counted.update([mask.int()])
     with pytest.raises(ValueError, match=r"widths \[3\].*\[2\]"):

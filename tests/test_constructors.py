@@ -102,6 +102,7 @@ OUT_OF_RANGE = [
     ("LocalSearch", {"bound": -1.0}, "bound must be finite and at least 0"),
     ("ManualGate", {"assignment": [0, -1]}, "assignment must be from 0"),
     ("HashGate", {"frequencies": torch.tensor([1.0, math.nan, 0.0])}, "frequencies must be finite and at least 0"),
+    ("HashGate", {"frequencies": torch.tensor([1.0, math.inf, 0.0])}, "frequencies must be finite and at least 0"),
     ("HashGate", {"frequencies": torch.tensor([1, -1, 0])}, "frequencies must be finite and at least 0"),
 ]
 BACKENDS = ["TopKGate", "TreeGate", "XMoEGate", "HyperRouterGate", "EnsembleGate", "LocalSearch", "ExpertMLP"]

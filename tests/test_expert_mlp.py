@@ -130,12 +130,14 @@ def test_a_hidden_layer_that_was_not_kept_is_the_same_one_in_backward():
 
 
 def test_weights_of_either_layout(target):
-    """A gradient has its weight's layout, as registered for torch.compile; the biases' gradients are the same."""
+    """A gradient has its weight's layout, as registered for torch.compile; the biases' gradients are the same. Also
+    with gate weights that are not contiguous."""
     dtype, plan = finest(target, OP), plans(target.device)["dropped"]
     leaves = leaves_of(plan, dtype, target.device, "gelu")
     other = leaves | {
         name: leaves[name].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for name in ("w_in", "w_out")
     }
+    other["weights"] = leaves["weights"].t().contiguous().t()
     other = {name: each.requires_grad_() for name, each in other.items()}
     grad = torch.randn(plan.num_tokens, 10)
     expected = results(lambda **given: mk.expert_mlp(plan=plan, backend=target.backend, **given), leaves, grad)
@@ -234,12 +236,16 @@ def test_derivatives_in_float64(backend, kind):
 def test_flops_are_counted():
     plan = plans()["everything"]
     leaves = {name: each.requires_grad_() for name, each in leaves_of(plan, torch.float32, "cpu", "gelu").items()}
-    with FlopCounterMode(display=False) as counter:
-        mk.expert_mlp(plan=plan, backend="cpu", **leaves).sum().backward()
+    counted = []
+    for weighed in (True, False):
+        leaves["weights"].requires_grad_(weighed)
+        with FlopCounterMode(display=False) as counter:
+            mk.expert_mlp(plan=plan, backend="cpu", **leaves).sum().backward()
+        counted.append(counter.get_total_flops())
     rows, products = plan.num_rows, 2 * plan.num_rows * (14 * 22 + 22 * 10)
     moving = 2 * rows * 10 + rows * 14  # combine in forward; summing the rows of the gradient to x
-    bias = 2 * rows * 10 + 2 * rows * 10  # gradient to b_out; term of b_out in the gradient to the gates
-    assert counter.get_total_flops() == 3 * products + moving + bias
+    bias = 2 * rows * 10  # gradient to b_out; as much for the term of b_out in the gradient to the gates
+    assert counted == [3 * products + moving + 2 * bias, 3 * products + moving + bias]
 
 
 def test_bad_input_is_named():

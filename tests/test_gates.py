@@ -253,7 +253,9 @@ def test_a_state_dict_holds_all_that_decides(make):
 def test_ids_that_are_none_are_named(name):
     gate, (x, ids) = EVERY[name](), tokens()
     if name == "random":
-        gate = mnn.RandomGate(E, inference="ids").eval()
+        gate = mnn.RandomGate(E, inference="ids")
+        assert gate(x).experts.shape == (9, 1)  # training needs no ids
+        gate.eval()
     called = type(gate).__name__
     with pytest.raises(ValueError, match=f"{called}: expected ids"):
         gate(x)

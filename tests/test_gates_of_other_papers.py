@@ -332,7 +332,9 @@ def test_a_staged_gate_distils_in_stage_two_alone():
 
 @pytest.mark.parametrize("early", [False, True])
 def test_which_of_two_stages_evaluation_uses(early):
-    gate, x = StagedGate(SoftmaxGate(D, E), TopKGate(D, E, K), second_in_evaluation=early).eval(), torch.randn(T, D)
+    gate, x = StagedGate(SoftmaxGate(D, E), TopKGate(D, E, K), second_in_evaluation=early), torch.randn(T, D)
+    assert gate(x).dense
+    gate.eval()
     assert gate(x).dense != early
     gate.stage = 2
     assert not gate(x).dense

@@ -116,12 +116,15 @@ def test_each_permutation_has_its_distance():
         search.scores[0], search.scores[1] = torch.eye(4), 0
     search.permutation(), search.permutation()
     torch.testing.assert_close(search.distance.detach(), torch.tensor([0.0, 0.75]))
+    search = LocalSearch(4, 1)  # stage one has no step, so there is no S
+    assert search.permutation() is None
+    assert search.distance.isnan().all()
 
 
 def test_gates_of_a_token_without_an_expert_stay_zeros():
-    search, gates = LocalSearch(3, 2), torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.25, 0.25]])
+    search, gates = LocalSearch(3, 2), torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.25, 0.25], [1e-12, 0.0, 0.0]])
     for permuted in (search(gates)[0], search.eval()(gates)[0]):
-        assert permuted.sum(-1).tolist() == pytest.approx([0, 1])
+        assert permuted.sum(-1).tolist() == pytest.approx([0, 1, 1])
 
 
 @pytest.mark.parametrize("schedule", ["paper", "annealed"])

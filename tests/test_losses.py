@@ -113,5 +113,17 @@ def test_nothing_costs_nothing():
     assert (v.grad == 0).all()
 
 
+def test_one_sample_does_not_vary():
+    images = torch.rand(1, 2, 3)
+    assert nn.batch_variation(images) == 0
+    assert nn.batch_inverse_cv(images).item() == pytest.approx(images.sum().item() / 3 / 0.01)
+
+
+def test_the_divergence_is_the_mean_over_all_positions():
+    logits, others = torch.randn(2, 4, 3, 5)
+    flat = nn.symmetric_kl(logits.flatten(0, 1), others.flatten(0, 1))
+    torch.testing.assert_close(nn.symmetric_kl(logits, others), flat)
+
+
 def test_variation_does_not_depend_on_the_unit():
     assert cv_squared(torch.tensor([3e-8, 0.0, 0.0])).item() == pytest.approx(2)

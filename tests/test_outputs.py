@@ -197,6 +197,14 @@ def test_full_backward_hooks_fire(make):
     assert not made._forward_pre_hooks
 
 
+def test_full_backward_pre_hooks_fire_in_their_order():
+    made, fired = layer(), []
+    for number, prepend in ((1, False), (2, False), (0, True)):
+        made.register_full_backward_pre_hook(lambda *_, number=number: fired.append(number), prepend=prepend)
+    made(torch.randn(T, D)).y.sum().backward()
+    assert fired == [0, 1, 2]
+
+
 def test_a_plan_is_a_pytree_with_paths():
     plan = mk.make_plan(torch.tensor([[0, 1], [1, 0]]), 2)
     again = pytree.tree_map_with_path(lambda path, leaf: leaf, plan)

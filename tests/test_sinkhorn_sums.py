@@ -116,10 +116,10 @@ def test_no_iteration_is_taken_of_what_is_near(target, tau, factor):
         assert not found[0][3].any()
 
 
-@pytest.mark.parametrize("iterations", [1, 3])
+@pytest.mark.parametrize("iterations", [1, 2, 3])
 def test_sums_of_annealed_iterations(target, iterations):
     """The first of three iterations is at four times the last temperature: without the factor 4 its gradients would be
-    wrong. A single one is at the last temperature."""
+    wrong. Two are at the first and the last temperature, a single one at the last."""
     for n in sizes(target):
         scores, grad = torch.randn(2, 2, n, n)
         rows, columns = (torch.cat([uneven(n, total)[which] for total in (1.0, 3.0)]) for which in (0, 1))

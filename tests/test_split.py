@@ -11,7 +11,7 @@ from moe_kernels.nn.split import NeuronImportance, distillation_loss, split_ffn,
 from moe_kernels.ops.plan import make_plan
 
 
-@pytest.mark.parametrize("shape", [(5,), (5, 3)], ids=["samples", "samples of 3 tokens"])
+@pytest.mark.parametrize("shape", [(5,), (5, 3), (5, 3, 2)], ids=str)
 def test_importance_is_of_per_sample_gradients(shape):
     torch.manual_seed(0)
     fc1, fc2 = nn.Linear(4, 7).double(), nn.Linear(7, 4).double()
@@ -44,13 +44,16 @@ def test_neurons_by_hand():
         split_neurons(importance, 2, 4, 5)
 
 
-def test_an_expert_is_its_neurons():
+@pytest.mark.parametrize(("inner", "outer"), [(True, True), (True, False), (False, True)])
+def test_an_expert_is_its_neurons(inner, outer):
+    """inner, outer: whether the layers have a bias."""
     torch.manual_seed(0)
-    fc1, fc2, x = nn.Linear(4, 7), nn.Linear(7, 4), torch.randn(6, 4)
+    fc1, fc2, x = nn.Linear(4, 7, bias=inner), nn.Linear(7, 4, bias=outer), torch.randn(6, 4)
     importance = torch.rand(7)
     experts = split_ffn(fc1, fc2, importance, 2, 5, 2, "gelu")
     for e, neurons in enumerate(split_neurons(importance, 2, 5, 2)):
-        expected = F.gelu(F.linear(x, fc1.weight[neurons], fc1.bias[neurons])) @ fc2.weight[:, neurons].t() + fc2.bias
+        hidden = F.gelu(F.linear(x, fc1.weight[neurons], fc1.bias[neurons] if inner else None))
+        expected = F.linear(hidden, fc2.weight[:, neurons], fc2.bias)
         found = experts(x, make_plan(torch.full((6, 1), e), 2), None)
         torch.testing.assert_close(found, expected)
     whole = split_ffn(fc1, fc2, importance, 3, 7, 7, "relu")  # all neurons shared: the layer itself

@@ -101,6 +101,8 @@ def test_a_router_that_is_to_be_narrow_is():
     assert mnn.TopKGate(D, E, 2, dtype=torch.bfloat16).linear.weight.dtype == torch.bfloat16
     search = mnn.MultiGateMoE([mnn.SoftmaxGate(D, E)], mnn.ExpertLayer(E, D, H), mnn.LocalSearch(E, 4)).half().search
     assert {each.dtype for each in (search.scores, search.soft)} == {torch.float32}
+    moved = mnn.SoftmaxGate(D, E).to("meta", torch.bfloat16).linear.weight
+    assert (moved.dtype, moved.device.type) == (torch.float32, "meta")
 
 
 def averages(model):

@@ -16,13 +16,21 @@ ORDERS = ("topk_softmax", "softmax_topk")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INF, NAN = math.inf, math.nan
 
+
+def masked(t: int, e: int) -> torch.Tensor:
+    """About half of the experts are forbidden; in the first row all but the first."""
+    forbidden = torch.rand(t, e) < 0.5
+    forbidden[:1] = torch.arange(e) > 0
+    return torch.randn(t, e).masked_fill(forbidden, -INF)
+
+
 ROWS = {
     "normal": lambda t, e: torch.randn(t, e),
     "ties": lambda t, e: torch.randint(-1, 2, (t, e)).float(),
     "constant": lambda t, e: torch.full((t, e), 0.25),
     "large": lambda t, e: 100 * torch.randn(t, e),
     "zeros of both signs": lambda t, e: torch.tensor([0.0, -0.0])[torch.randint(2, (t, e))],
-    "masked": lambda t, e: torch.randn(t, e).masked_fill(torch.rand(t, e) < 0.5, -INF),
+    "masked": masked,
     # Zeros read past the row would be the largest elements in the first of these, the smallest in the second.
     "far below zero": lambda t, e: torch.randn(t, e) - 200,
     "far above zero": lambda t, e: torch.randn(t, e) + 200,
@@ -72,6 +80,7 @@ def test_choices_weights_and_gradients(target, kind, dtype, order):
             assert got[1].dtype == torch.int32
             assert torch.equal(got[1], exact[1]), (num_experts, k)
             assert got[0].dtype == got[2].dtype == dtype
+            assert not got[0][exact[0] == 0].any()  # a forbidden expert: 0, not the smallest subnormal number
             assert_near(got[0], same[0], exact[0], floor)  # relative to 1 for weights, and to the gradient's terms
             assert_near(got[2], same[2], exact[2], floor * max(1.0, float(grad.abs().max())) if grad.numel() else floor)
 
