@@ -202,6 +202,18 @@ def test_rows_far_apart(target, dtype):
         torch.testing.assert_close(got, expected, rtol=rounding, atol=rounding)
 
 
+def test_rows_whose_distance_fits_32_bits_only_in_vectors(target):
+    plan = mk.make_plan(torch.tensor([[0, 1], [1, -1]], device=target.device), 2, backend="reference")
+    rows, grad = (torch.randn(n, 24, device=target.device).bfloat16() for n in (plan.num_rows, 2))
+    weights, results = torch.rand(2, 2, device=target.device), []
+    for place, backend in ((lambda x: far_apart(x, (2**31, 1)), target.backend), (torch.clone, "reference")):
+        leaves = [each.requires_grad_() for each in (place(rows), weights.clone())]
+        y = mk.combine(leaves[0], plan, leaves[1], backend=backend)
+        results.append((y, *torch.autograd.grad(y, leaves, place(grad))))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2.0**-6, atol=2.0**-6)
+
+
 def test_views_are_read_in_place(target):
     plan = plans(target.device)["unused rows"]
     base = torch.randn(plan.num_rows, 50, device=target.device)

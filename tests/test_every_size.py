@@ -41,7 +41,7 @@ def small(backend: str) -> contextlib.AbstractContextManager[None]:
 
 # By operation: a call with a size n, and the largest n: the limit if there is one.
 SIZES = {
-    "kwta": (lambda n, backend: [mk.kwta(torch.randn(3, n).round(), n // 2, backend=backend)], 33000),
+    "kwta": (lambda n, backend: [mk.kwta(torch.randn(3, n).round(), n // 2, backend=backend)], 32769),
     "topk_gate": (lambda n, backend: list(mk.topk_gate(torch.randn(3, n), min(n, 5), backend=backend)), 16384),
     "sinkhorn": (lambda n, backend: [mk.sinkhorn(torch.randn(1, n, n), 2, backend=backend)], 1024),
     "make_plan": (lambda n, backend: [mk.make_plan(torch.arange(40)[:, None] % n, n, backend=backend).slot_row], 4097),

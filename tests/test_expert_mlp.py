@@ -162,6 +162,20 @@ def test_without_hidden_units_the_gates_still_weigh_the_bias(target):
         torch.testing.assert_close(value, expected[name], rtol=0.02, atol=0.02)
 
 
+def test_an_infinite_gradient_of_one_token(target):
+    """It meets only zeros outside of its own rows; infinity times padding is NaN."""
+    plan, dtype = plans(target.device)["dropped"], finest(target, OP)
+    leaves = {name: each.abs() for name, each in leaves_of(plan, dtype, target.device, "gelu").items()}
+    grad, token = torch.zeros(plan.num_tokens, 10), int(plan.row_token[0])
+    grad[token, 3] = math.inf
+    got, expected = (
+        results(lambda backend=backend, **given: mk.expert_mlp(plan=plan, backend=backend, **given), leaves, grad)
+        for backend in (target.backend, "reference")
+    )
+    assert expected["weights"].isposinf().any()
+    assert torch.equal(got["weights"].cpu(), expected["weights"].cpu())
+
+
 def test_a_row_of_no_token_is_a_choice_without_weight(target):
     """plan.row_token may be -1 amid the rows in use; the gradient to the weight of that choice is 0."""
     dtype, plan = finest(target, OP), plans(target.device)["dropped"]

@@ -199,8 +199,9 @@ def test_operands_far_apart(target, apart):
     offsets = torch.tensor([0, 7, 7, 18], dtype=torch.int32, device=device)
     # A gated activation reads two columns of an expert at a time.
     activation, columns = ("swiglu", 8) if apart == "columns of an expert" else ("relu", 16)
-    x, grad = torch.randn(20, 16, device=device).to(dtype), torch.randn(20, columns, device=device).to(dtype)
-    weight = torch.randn(3, 16, 16, device=device).to(dtype)
+    din = 80 if apart == "rows of an expert" else 16  # 80: several steps of a kernel's loop over them
+    x, grad = torch.randn(20, din, device=device).to(dtype), torch.randn(20, columns, device=device).to(dtype)
+    weight = torch.randn(3, din, 16, device=device).to(dtype)
     strides = {"experts": (2**30, 16, 1), "rows of an expert": (16, 2**30, 1), "columns of an expert": (16, 1, 2**30)}
     there = {
         "x": far_apart(x) if apart == "rows of x" else x,

@@ -62,6 +62,17 @@ def test_tensor_descriptors(target, gathered, monkeypatch):
     assert set(made) == {(5, 80, 96), (48, 96)} | (set() if gathered else {(tokens, 80)})
 
 
+def test_what_a_tensor_descriptor_cannot_describe_is_read_by_pointers(monkeypatch):
+    """Rows or experts at one address, rows that start at no multiple of 16 bytes, no elements, or float32."""
+    monkeypatch.setattr(_grouped_configs, "loop", lambda device: 90)
+    x = torch.zeros(4, 16, 16, dtype=torch.bfloat16)
+    assert _grouped_configs._descriptor(x, [1, 16, 16]) is not x
+    for other in (x[:1].expand(3, -1, -1), x[:, :1].expand(-1, 3, -1), x[..., 8:].mT, x[..., 4:], x[:0], x.float()):
+        assert _grouped_configs._descriptor(other, [1, 16, 16]) is other
+    odd = x.view(-1)[:540].view(3, 9, 20)
+    assert _grouped_configs._descriptor(odd, [1, 16, 16]) is odd
+
+
 def test_tiles_of_a_shape():
     few, narrow, wide = _grouped_configs.TILES["fwd", 90]
     for even, rows, columns, expected in (

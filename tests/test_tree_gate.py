@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from conftest import TARGETS, Target, reason_to_skip, running
+from ptx import session
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -114,7 +115,8 @@ def assert_near(got: torch.Tensor, same_dtype: list[torch.Tensor], exact: torch.
 
 
 def test_leaves_are_the_experts_from_left_to_right(target):
-    """Saturated nodes lead to each leaf; five leaves have heap ids 7, 8, 4, 5, 6 from left to right."""
+    """Saturated nodes lead to each leaf; five leaves have heap ids 7, 8, 4, 5, 6 from left to right. The gate of a leaf
+    that alone counts is 1 whatever the errors of .approx instructions are."""
     for experts in range(2, 18):
         split = torch.zeros(experts, 1, experts - 1)
         ids = []
@@ -127,7 +129,8 @@ def test_leaves_are_the_experts_from_left_to_right(target):
         if experts == 5:
             assert ids == [7, 8, 4, 5, 6]
         arguments = identity(split.to(target.device), torch.randn(experts, 1, experts, device=target.device))
-        gates, probs = mk.tree_gate(**arguments, gamma=1.0, backend=target.backend)
+        with session.seed(experts):
+            gates, probs = mk.tree_gate(**arguments, gamma=1.0, backend=target.backend)
         assert torch.equal(gates.cpu(), torch.eye(experts))
         assert torch.equal(probs[:, 0].cpu(), torch.eye(experts))
 
@@ -171,7 +174,7 @@ def shapes(target: Target) -> tuple[tuple[int, int, int, int], ...]:
     """(T, P, K, E)"""
     if target.executed:
         # The second and the last need several programs or blocks, the last one partial.
-        few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 33), (9, 4, 2, 48), (9, 4, 2, 64))
+        few = ((3, 5, 1, 2), (70, 8, 2, 5), (2, 8, 3, 16), (19, 4, 1, 33), (9, 4, 2, 80), (9, 4, 2, 64))
         # CUDA has a kernel of its own for each power of two. It also serves smaller trees, with leaves left out; not
         # 260 and 520 experts, for which the leaves of a lane would be at two depths.
         own = ((9, 4, 2, 32), (5, 4, 1, 128), (3, 4, 2, 256), (3, 4, 1, 512), (2, 4, 1, 1024), (2, 4, 1, 8))

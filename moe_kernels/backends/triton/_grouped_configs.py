@@ -169,6 +169,8 @@ def blocks(tiles: Tiles) -> dict[str, int]:
 def operands(x: Tensor, weight: Tensor, gather: bool, tiles: Tiles) -> dict[str, Any]:
     """Arguments of _grouped_tiles.multiply_tile: x (T or R, K) and weight (E, K, N), whose K or N is contiguous."""
     transposed = weight.shape[2] > 1 and weight.stride(2) != 1
+    if not transposed and tiles.k * weight.stride(1) >= 2**31:
+        weight = weight.contiguous()  # the kernel's distance between steps of the inner loop has 32 bits
     stored = weight.transpose(1, 2) if transposed else weight
     w = _descriptor(stored, [1, tiles.n, tiles.k] if transposed else [1, tiles.k, tiles.n])
     rows = x if gather else _descriptor(x, [tiles.m, tiles.k])

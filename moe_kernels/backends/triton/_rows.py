@@ -28,11 +28,13 @@ def unit(tensors: tuple[Tensor, ...], n: int, units: tuple[int, ...] = ()) -> in
     elements of 16 bytes.
 
     Kernels get their sizes in units. Of a size in elements Triton would only know whether it is a multiple of 16: it
-    would read a row of 1000 bfloat16 two bytes at a time.
+    would read a row of 1000 bfloat16 two bytes at a time. A stride that fits 32 bits in units alone would overflow in
+    elements, so its unit is 1.
     """
-    size = tensors[0].element_size()
+    size, strides = tensors[0].element_size(), [each.stride(0) for each in tensors]
     for count in units or (16 // size,):
-        if n % count == 0 and all(each.stride(0) % count == 0 and aligned(each, count * size) for each in tensors):
+        divides = all(each % count == 0 and each < 2**31 for each in (n, *strides))
+        if divides and all(aligned(each, count * size) for each in tensors):
             return count
     return 1
 
