@@ -99,7 +99,6 @@ void backward(const Stage<packed, Wide>& scores, const Forms& forms, const Cooli
   }
 }
 
-// With prescribed sums or a tolerance every matrix takes the form with potentials.
 template <bool packed, class Wide, class Forms>
 void with_sums(const Call& c, int64_t first, const Stage<packed, Wide>& scores, const Forms& forms,
                const Stage<packed, Wide>& grad, Arena arena) {

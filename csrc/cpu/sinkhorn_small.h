@@ -94,7 +94,7 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
   State s(scores, first, forms, Form::scaled_float, Form::scaled_double);
   if (!s.wanted()) return;
   s.start(inv_tau);
-  // (parts, iterations, 2, n) vectors: v before iteration t, and the u that it computes.
+  // (parts, iterations, 2, n) vectors: v before the iteration, and its u.
   double* const history = arena.take<double>(parts * iterations * 2 * n * w);
   const auto saved = [&](int64_t t, int which, int i, int p) {
     return history + (((p * iterations + t) * 2 + which) * n + i) * w;
