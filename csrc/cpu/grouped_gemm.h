@@ -124,8 +124,8 @@ struct GroupedGemm {
     });
   }
 
-  // Prefetches the panel after the one at (k, j): the next `depth` terms of the same columns, else the next columns, else
-  // the first panel for the span `later`, if its expert is another one. rows_of_step: 2 for pairs, else 1.
+  // Prefetches the panel after that at (k, j): the next `depth` terms of the same columns, else the next columns, else
+  // the first panel of another expert's span `later`. rows_of_step: 2 for pairs, else 1.
   void prefetch_next_panel(Prefetcher& prefetcher, Span span, Span later, int64_t k, int64_t j, int64_t depth,
                           int rows_of_step) const {
     const char* weight = weight_of(span);
@@ -216,7 +216,7 @@ struct GroupedGemm {
         pack_pairs<kPanel<T>>(panel, weight_of(span) + 4 * k * stride_k, stride_k, stride_j,
                               std::min(2 * depth, din - 2 * k), j, dout);
         const Left<Bf16Pair> left{a.at + k, a.row, 1};
-        // Only the last part of the terms rounds; the other ones add to `sums`.
+        // The last part of the terms rounds; earlier parts add to `sums`.
         char* const last = rounded != nullptr && k + depth == pairs ? rounded + 2 * j : nullptr;
         PanelProduct<T, Bf16Pair>{left, panel, kPanel<T>, panel, depth, sums + j, dout, span.rows, columns, k > 0, last}
             .run(prefetcher);

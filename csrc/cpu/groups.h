@@ -50,7 +50,7 @@ struct Groups {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int thread = 0; thread < threads; ++thread) {
       int64_t e = 0, before = 0;  // spans of the experts before e
-      // The i-th span, or one without rows after the last. Moves e and `before` to that span's expert.
+      // Span i; without rows after the last. Moves e and `before` to its expert.
       const auto at = [&](int64_t i, int64_t& e, int64_t& before) -> Span {
         for (int64_t spans; e < num_experts && i >= before + (spans = panels_of(rows(e), span)); ++e) before += spans;
         if (e == num_experts) return {};

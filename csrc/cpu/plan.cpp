@@ -192,7 +192,7 @@ void choose_tokens(const typename F::Key* scores, int64_t stride, int64_t first,
 
 // Deferred acceptance: a token goes to the best expert that has room or holds a worse token. The displaced token is
 // placed again. The order of tokens does not matter: tokens and experts rank a pair by the same score, so only one
-// assignment is stable, the one that the definition finds in descending order of scores.
+// assignment is stable. The definition finds it in descending order of scores.
 template <class F>
 class Matching {
  public:

@@ -118,7 +118,7 @@ void small_backward(const Stage<true, Wide>& scores, int64_t first, const Forms&
 #pragma GCC unroll 4
     for (int j = 0; j < n; ++j) y[j] = dg[j] * s.v[j][p], df[j] *= s.u[j][p];
     for (int64_t t = iterations; t-- > 0;) {
-      // before: v before iteration t; y_here: y of iteration t, while `y` becomes that of t - 1.
+      // before: v before iteration t. y_here: y of iteration t; `y` becomes y of iteration t - 1.
       V before[n], x[n], y_here[n];
 #pragma GCC unroll 4
       for (int j = 0; j < n; ++j) before[j] = load(saved(t, 0, j, p)), y_here[j] = y[j];
